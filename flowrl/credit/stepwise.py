@@ -1,0 +1,71 @@
+"""Stepwise-Flow-GRPO's credit: what each step gained, and its generalisation towards reward-to-go."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowrl.credit.normalise import require_clamp, zscore
+from flowrl.credit.table import gains, require_nodes
+from flowrl.errors import require
+from flowrl.types import Probe, Schedule, Substeps, checked
+
+
+def generalised_gains(
+    rewards: Float[Tensor, "prompt member node"], lam: float = 0.0, gamma: float = 1.0
+) -> Float[Tensor, "prompt member node-1"]:
+    """sum_{k >= 0} (gamma lam)^k g_{i+k} with g_i = R_{i+1} - R_i, not normalised.
+
+    `lam` = 0 gives the gains (Stepwise-Flow-GRPO, arXiv 2603.28718); `lam` = `gamma` = 1 the reward-to-go R_T - R_i
+    (TP-GRPO's aggregated reward, arXiv 2602.06422). The sum is that of generalised advantage estimation (arXiv
+    1506.02438, equation 16) with R as the value.
+    """
+    increments = gains(rewards)
+    decay = gamma * lam
+    total = torch.zeros_like(increments[..., 0])
+    sums = []
+    for increment in reversed(increments.unbind(dim=-1)):
+        total = increment + decay * total
+        sums.append(total)
+    return torch.stack(sums[::-1], dim=-1)
+
+
+@dataclass(frozen=True)
+class StepwiseGain:
+    """A = Z(sum_k (gamma lam)^k g_{i+k}), g_i = R_{i+1} - R_i, Z(y) = (y - mean) / (std + 1e-4), clamped to +-`clamp`.
+
+    `normalise` = "joint": Z over members and steps together, as in the paper (early gains are larger, and late ones
+    would be blown up alone); "step": over members, step by step. `pool` = "prompt": Z's std is the group's own;
+    "batch": it is pooled over all prompts of the table. The mean is the group's in both, so that a group of equal
+    rewards gets 0 (the paper does not settle the pool). `lam`, `gamma` in [0, 1]. The paper's members all start from
+    the same noise.
+
+    Source: Stepwise-Flow-GRPO (arXiv 2603.28718, gain-based advantages; lam = 0, T' = 5). Raises `ConfigError` for a
+    bad field, `CreditError` where a node's reward is not finite.
+    """
+
+    normalise: Literal["joint", "step"] = "joint"
+    lam: float = 0.0
+    gamma: float = 1.0
+    pool: Literal["prompt", "batch"] = "prompt"
+    clamp: float | None = 5.0
+    probe: Probe = Substeps(5)
+
+    def __post_init__(self) -> None:
+        require(self.normalise in ("joint", "step"), "StepwiseGain.normalise", self.normalise, "'joint' or 'step'")
+        require(0.0 <= self.lam <= 1.0, "StepwiseGain.lam", self.lam, "within [0, 1]")
+        require(0.0 <= self.gamma <= 1.0, "StepwiseGain.gamma", self.gamma, "within [0, 1]")
+        require(self.pool in ("prompt", "batch"), "StepwiseGain.pool", self.pool, "'prompt' or 'batch'")
+        require_clamp("StepwiseGain", self.clamp)
+
+    @checked
+    def assign(
+        self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None
+    ) -> Float[Tensor, "prompt member node-1"]:
+        """Advantages [prompt, member, step]; the schedule is not used."""
+        require_nodes(rewards, list(range(rewards.shape[-1])), "StepwiseGain", self.probe)
+        over = ("member", "step") if self.normalise == "joint" else ("member",)
+        std_over = over if self.pool == "prompt" else ("prompt", *over)
+        return zscore(generalised_gains(rewards, self.lam, self.gamma), over=over, std_over=std_over, clamp=self.clamp)

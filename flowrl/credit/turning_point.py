@@ -1,0 +1,138 @@
+"""TP-GRPO's credit: steps that turn a trajectory towards its final trend get their long-term reward."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from flowrl.credit.normalise import require_clamp, zscore
+from flowrl.credit.table import gains, require_nodes, reward_to_go
+from flowrl.errors import require
+from flowrl.types import Completion, Probe, Schedule, checked
+
+Balance = Literal["aggregate", "trend"]
+BalanceScope = Literal["prompt", "batch"]
+
+
+def turning_points(
+    rewards: Float[Tensor, "prompt member node"], consistent: bool = True, first_step: bool = True
+) -> Bool[Tensor, "prompt member node-1"]:
+    """Which steps are turning points, before balancing.
+
+    With d_i = R_{i+1} - R_i and D = R_T - R_0, step i >= 1 is one where sign(d_{i-1}) sign(D) < 0 < sign(d_i) sign(D).
+    `consistent` asks in addition that d_i (R_T - R_{i+1}) > 0: what follows has the sign of the step itself. With
+    `first_step`, step 0 is one where d_0 (R_T - R_1) > 0 (consistent) or d_0 D > 0 (not); otherwise it never is. A zero
+    difference never qualifies. Under the consistent rule the last step never qualifies, and with 0/1 rewards no step
+    does (three values are needed). Source: TP-GRPO (arXiv 2602.06422, definitions of turning points, remark 5.2).
+    """
+    step_sign = gains(rewards).sign()
+    trend_sign = (rewards[..., -1:] - rewards[..., :1]).sign()
+    follow_sign = (rewards[..., -1:] - rewards[..., 1:]).sign()
+    along = step_sign * trend_sign
+    turns = torch.zeros_like(along, dtype=torch.bool)
+    turns[..., 1:] = (along[..., :-1] < 0) & (along[..., 1:] > 0)
+    turns[..., 0] = along[..., 0] > 0
+    if consistent:
+        # At step 0 this alone would do: where the step and what follows agree, the trend has their sign too.
+        turns = turns & (step_sign * follow_sign > 0)
+    if not first_step:
+        turns[..., 0] = False
+    return turns
+
+
+def process_rewards(
+    rewards: Float[Tensor, "prompt member node"], selected: Bool[Tensor, "prompt member node-1"]
+) -> Float[Tensor, "prompt member node-1"]:
+    """R_T - R_i at the `selected` steps, d_i = R_{i+1} - R_i elsewhere. Source: TP-GRPO (arXiv 2602.06422)."""
+    return torch.where(selected, reward_to_go(rewards), gains(rewards))
+
+
+def balanced(
+    rewards: Float[Tensor, "prompt member node"],
+    turns: Bool[Tensor, "prompt member node-1"],
+    by: Balance = "aggregate",
+    scope: BalanceScope = "batch",
+) -> Bool[Tensor, "prompt member node-1"]:
+    """The turning points that remain when both signs are made equally many.
+
+    Within each `scope` (one prompt, or "batch": all prompts of the table): if there are n+ > 0 and n- > 0 turning
+    points of either sign, the min(n+, n-) largest of each sign remain; if there is one sign only, all do. `by` =
+    "aggregate" takes sign and size of R_T - R_i (the paper's words); "trend" those of D = R_T - R_0 (the public code).
+    Exact ties fall as `torch.topk` on the CPU lets them fall over the entries in (prompt, member, step) order, as in
+    that code: repeatable, but with rewards of few values, where ties are common, the order of the members matters.
+    Source: TP-GRPO (arXiv 2602.06422). Raises `ConfigError` for an unknown `by` or `scope`.
+    """
+    require(by in ("aggregate", "trend"), "by", by, "'aggregate' or 'trend'")
+    require(scope in ("prompt", "batch"), "scope", scope, "'prompt' or 'batch'")
+    trend = rewards[..., -1:] - rewards[..., :1]
+    size = reward_to_go(rewards) if by == "aggregate" else trend.expand_as(turns)
+    if scope == "batch":
+        return _balanced_scope(turns, size)
+    return torch.stack([_balanced_scope(*prompt) for prompt in zip(turns, size, strict=True)])
+
+
+def _balanced_scope(turns: Bool[Tensor, "*entry"], size: Float[Tensor, "*entry"]) -> Bool[Tensor, "*entry"]:
+    """Balance the entries of one scope, signed and ranked by `size`; entries of size 0 have no sign and remain."""
+    positive, negative = turns & (size > 0), turns & (size < 0)
+    count = min(int(positive.sum()), int(negative.sum()))
+    if count == 0:
+        return turns
+    return _largest(positive, size, count) | _largest(negative, -size, count) | (turns & (size == 0))
+
+
+def _largest(candidates: Bool[Tensor, "*entry"], size: Float[Tensor, "*entry"], count: int) -> Bool[Tensor, "*entry"]:
+    """The `count` largest of the `candidates`."""
+    places = candidates.flatten().nonzero().squeeze(-1)
+    top = size[candidates].cpu().topk(count).indices.to(places.device)
+    kept = torch.zeros(candidates.numel(), dtype=torch.bool, device=candidates.device)
+    kept[places[top]] = True
+    return kept.reshape(candidates.shape)
+
+
+@dataclass(frozen=True)
+class TurningPoint:
+    """A = Z(r), r_i = R_T - R_i at turning points and d_i = R_{i+1} - R_i elsewhere, clamped to +-`clamp`.
+
+    `consistent` and `first_step`: see `turning_points`. `balance` and `balance_scope`: see `balanced`; None keeps all.
+    The "batch" of `balance_scope` is all prompts of the table given to `assign`, which mixes prompts as the published
+    mini-batches do; with "prompt" a group's advantages depend on that group only. `normalise` = "step": Z over members,
+    step by step, as published; "joint": over members and steps. Z(y) = (y - mean) / (std + 1e-4) per prompt.
+
+    Two warnings. With 0/1 rewards the consistent rule finds no turning point at all. With `normalise` = "step",
+    members with R_T - R_i and members with d_i are compared with each other at one step.
+
+    Source: TP-GRPO (arXiv 2602.06422), rewards by ODE completion. Raises `ConfigError` for a bad field, `CreditError`
+    where a node's reward is not finite.
+    """
+
+    consistent: bool = True
+    balance: Balance | None = "aggregate"
+    balance_scope: BalanceScope = "batch"
+    first_step: bool = True
+    normalise: Literal["step", "joint"] = "step"
+    clamp: float | None = 5.0
+    probe: Probe = Completion()
+
+    def __post_init__(self) -> None:
+        allowed = "'aggregate', 'trend' or None"
+        require(self.balance in ("aggregate", "trend", None), "TurningPoint.balance", self.balance, allowed)
+        scopes = ("prompt", "batch")
+        require(self.balance_scope in scopes, "TurningPoint.balance_scope", self.balance_scope, "'prompt' or 'batch'")
+        require(self.normalise in ("step", "joint"), "TurningPoint.normalise", self.normalise, "'step' or 'joint'")
+        require_clamp("TurningPoint", self.clamp)
+
+    def selected(self, rewards: Float[Tensor, "prompt member node"]) -> Bool[Tensor, "prompt member node-1"]:
+        """The turning points that this rule uses: found, then balanced."""
+        turns = turning_points(rewards, self.consistent, self.first_step)
+        return turns if self.balance is None else balanced(rewards, turns, self.balance, self.balance_scope)
+
+    @checked
+    def assign(
+        self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None
+    ) -> Float[Tensor, "prompt member node-1"]:
+        """Advantages [prompt, member, step]; the schedule is not used."""
+        require_nodes(rewards, list(range(rewards.shape[-1])), "TurningPoint", self.probe)
+        over = ("member",) if self.normalise == "step" else ("member", "step")
+        return zscore(process_rewards(rewards, self.selected(rewards)), over=over, clamp=self.clamp)

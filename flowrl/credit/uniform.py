@@ -1,0 +1,41 @@
+"""Flow-GRPO's credit: the whole trajectory's advantage at every step."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from flowrl.credit.normalise import require_clamp, zscore
+from flowrl.credit.table import require_nodes
+from flowrl.errors import require
+from flowrl.types import NoProbe, Probe, Schedule, checked
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """A_i = (R_T - mean) / (std + 1e-4), the same at every step i; reads the last node only.
+
+    The mean is the group's. `std` = "group": over the members of the prompt, as in the paper; "batch": over all samples
+    of the table, the public code's default. Then clamped to +-`clamp` (None: not). A group of equal rewards gets 0.
+    Source: Flow-GRPO (arXiv 2505.05470, section 3 and public code). Raises `ConfigError` for a bad field, `CreditError`
+    where R_T is not finite.
+    """
+
+    std: Literal["group", "batch"] = "group"
+    clamp: float | None = 5.0
+    probe: Probe = NoProbe()
+
+    def __post_init__(self) -> None:
+        require(self.std in ("group", "batch"), "Uniform.std", self.std, "'group' or 'batch'")
+        require_clamp("Uniform", self.clamp)
+
+    @checked
+    def assign(
+        self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None
+    ) -> Float[Tensor, "prompt member node-1"]:
+        """Advantages [prompt, member, step]; the schedule is not used."""
+        require_nodes(rewards, [-1], "Uniform", self.probe)
+        std_over = ("member",) if self.std == "group" else ("prompt", "member")
+        scores = zscore(rewards[..., -1:], over=("member",), std_over=std_over, clamp=self.clamp)
+        return scores.repeat(1, 1, rewards.shape[-1] - 1)

@@ -1,0 +1,64 @@
+"""The trajectory's advantage times a weight per step."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowrl.credit.normalise import require_clamp
+from flowrl.credit.uniform import Uniform
+from flowrl.errors import CreditError, require
+from flowrl.types import NoProbe, Probe, Schedule, checked
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A_i = w_i A, with A as in `Uniform(std)`.
+
+    `weights` is one finite number per step, or "noise": w_i proportional to the transition's std (sigma sqrt(Delta)),
+    scaled to mean 1 over the stochastic steps and 0 at the others; this one needs a schedule with stds. Source:
+    TempFlow-GRPO (ICLR 2026), noise-aware weighting. Raises `ConfigError` for a bad field; `CreditError` where the
+    number of weights is not the number of steps, or the schedule or its stds are missing.
+    """
+
+    weights: tuple[float, ...] | Literal["noise"] = "noise"
+    std: Literal["group", "batch"] = "group"
+    clamp: float | None = 5.0
+    probe: Probe = NoProbe()
+
+    def __post_init__(self) -> None:
+        allowed = "'noise', or a tuple of one finite number per step"
+        numbers = isinstance(self.weights, tuple) and len(self.weights) > 0 and all(map(math.isfinite, self.weights))
+        require(self.weights == "noise" or numbers, "Weighted.weights", self.weights, allowed)
+        require(self.std in ("group", "batch"), "Weighted.std", self.std, "'group' or 'batch'")
+        require_clamp("Weighted", self.clamp)
+
+    @checked
+    def assign(
+        self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None
+    ) -> Float[Tensor, "prompt member node-1"]:
+        """Advantages [prompt, member, step]; the clamp applies before the weights."""
+        uniform = Uniform(std=self.std, clamp=self.clamp, probe=self.probe).assign(rewards, schedule)
+        return uniform * self._step_weights(uniform, schedule)
+
+    def _step_weights(self, like: Tensor, schedule: Schedule | None) -> Tensor:
+        """The weights, shape [step]."""
+        steps = like.shape[-1]
+        if isinstance(self.weights, tuple):
+            if len(self.weights) != steps:
+                raise CreditError(f"Weighted has {len(self.weights)} weights, but the table has {steps} steps")
+            return torch.tensor(self.weights, dtype=like.dtype, device=like.device)
+        if schedule is None or schedule.stds is None:
+            raise CreditError(
+                "Weighted(weights='noise') needs a schedule with stds: Schedule(times, stds=transition_stds(...))"
+            )
+        if schedule.steps != steps:
+            raise CreditError(f"Weighted got a schedule of {schedule.steps} steps, but the table has {steps} steps")
+        stds = schedule.stds.to(like)
+        stochastic = int((stds > 0).sum())
+        if stochastic == 0:
+            raise CreditError("Weighted(weights='noise') needs a stochastic step: every std of the schedule is 0")
+        return stds * (stochastic / stds.sum())

@@ -1,0 +1,31 @@
+"""Errors a user can act on: each message says what was wrong, where, and what is allowed."""
+
+
+class FlowrlError(Exception):
+    """Base of every error that flowrl raises on purpose; the command line prints it and exits with code 2."""
+
+
+class ConfigError(FlowrlError, ValueError):
+    """A setting is unknown, out of range, or contradicts another one."""
+
+
+class CheckpointError(FlowrlError):
+    """A checkpoint or weight file is missing, truncated, foreign, or does not match its recorded hash."""
+
+
+class RewardError(FlowrlError):
+    """A reward model broke its contract: wrong count, wrong shape, or a value that is not finite."""
+
+
+class CreditError(FlowrlError):
+    """A credit rule broke its contract, or was not given what it needs."""
+
+
+class TrainingError(FlowrlError):
+    """Training cannot go on: a loss or a gradient is not finite."""
+
+
+def require(condition: bool, field: str, value: object, allowed: str) -> None:
+    """Raise `ConfigError` naming `field`, `value` and what is `allowed` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(f"{field} = {value!r} is not allowed: {allowed}")

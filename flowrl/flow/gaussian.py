@@ -1,0 +1,75 @@
+"""Diagonal Gaussians over the next node: sampling, log-density and divergence.
+
+Every reduction is a *mean* over the latent elements (not a sum), as in the public Flow-GRPO code (arXiv 2505.05470), so
+a policy ratio does not depend on the resolution. Where std is 0 the step is not a decision: log-densities and
+divergences are exactly 0 there, with zero and finite gradients.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowrl.flow.time import expand
+from flowrl.types import Gaussian
+
+_HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+
+
+def sample(gaussian: Gaussian, generator: torch.Generator) -> Float[Tensor, "sample *latent"]:
+    """Draw mean + std * eps with eps from `generator`: float32 and detached; exactly the mean where std is 0."""
+    mean = gaussian.mean.detach().float()
+    noise = torch.randn(mean.shape, generator=generator, device=generator.device, dtype=torch.float32)
+    return mean + expand(gaussian.std.detach().float(), mean) * noise.to(mean.device)
+
+
+def log_prob(gaussian: Gaussian, x: Float[Tensor, "sample *latent"]) -> Float[Tensor, " sample"]:
+    """Log-density per element: mean over elements of -(x - mu)^2 / (2 std^2) - log std - log(2 pi)/2, shape [sample].
+
+    `x` is a constant (detached): the gradient reaches the mean only. 0 where std is 0. Source: Flow-GRPO (arXiv
+    2505.05470), public code.
+    """
+    std = _safe_std(gaussian)
+    squared = _mean_squared_distance(gaussian, x.detach())
+    density = -squared / (2.0 * std.square()) - std.log() - _HALF_LOG_TWO_PI
+    return torch.where(gaussian.std > 0, density, torch.zeros_like(density))
+
+
+def log_prob_without_constants(gaussian: Gaussian, x: Float[Tensor, "sample *latent"]) -> Float[Tensor, " sample"]:
+    """Mean over elements of -(x - mu)^2, shape [sample]; 0 where std is 0.
+
+    Not a log-density: relative to `log_prob` its gradient is scaled by 2 std^2, which differs per step. Kept for parity
+    with the released code of Coefficients-Preserving Sampling (arXiv 2509.05952).
+    """
+    return -_mean_squared_distance(gaussian, x.detach())
+
+
+def kl(p: Gaussian, q: Gaussian) -> Float[Tensor, " sample"]:
+    """KL(p || q) per element for equal stds: mean over elements of (mu_p - mu_q)^2 / (2 std_p^2), shape [sample].
+
+    The gradient reaches both means. 0 where std is 0. Source: Flow-GRPO (arXiv 2505.05470).
+    """
+    return _mean_squared_distance(p, q.mean) / (2.0 * _safe_std(p).square())
+
+
+def kl_without_delta(p: Gaussian, q: Gaussian, delta: Float[Tensor, " sample"]) -> Float[Tensor, " sample"]:
+    """Mean over elements of (mu_p - mu_q)^2 / (2 sigma^2) with sigma^2 = std_p^2 / Delta, shape [sample].
+
+    This is `kl` times the step length, a weighting that the released Flow-GRPO code (arXiv 2505.05470) applies to
+    Flow-SDE; kept for parity. 0 where std is 0.
+    """
+    return kl(p, q) * delta
+
+
+def _safe_std(gaussian: Gaussian) -> Tensor:
+    """The std with 1 in place of 0, so that no division or logarithm meets a zero."""
+    return torch.where(gaussian.std > 0, gaussian.std, torch.ones_like(gaussian.std)).float()
+
+
+def _mean_squared_distance(gaussian: Gaussian, x: Tensor) -> Tensor:
+    """Mean over latent elements of (x - mu)^2, shape [sample]; 0 with zero gradient where std is 0."""
+    difference = x.float() - gaussian.mean.float()
+    difference = torch.where(expand(gaussian.std > 0, difference), difference, torch.zeros_like(difference))
+    squared = difference.square()
+    return squared if squared.ndim == 1 else squared.flatten(1).mean(dim=1)

@@ -1,0 +1,89 @@
+"""What the policy losses share: the pairs that count, the clipped surrogate, the reference penalty, the metrics."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from flowrl.errors import ConfigError, require
+from flowrl.flow.gaussian import kl
+from flowrl.types import Gaussian, LossBatch, LossResult
+
+Divergence = Callable[[Gaussian, Gaussian, Tensor], Tensor]
+
+
+def exact_kl(new: Gaussian, reference: Gaussian, delta: Float[Tensor, " sample"]) -> Float[Tensor, " sample"]:
+    """KL(new || reference) of the transition; `delta` is not used."""
+    return kl(new, reference)
+
+
+def counted_pairs(batch: LossBatch) -> LossBatch:
+    """The pairs of `batch` that count: unmasked, and stochastic (behaviour std > 0). The others get no gradient."""
+    counts = batch.mask & (batch.behaviour.std > 0)
+    behaviour = _rows(batch.behaviour, counts)
+    reference = None if batch.reference is None else _rows(batch.reference, counts)
+    return replace(
+        batch,
+        new=_rows(batch.new, counts),
+        behaviour=Gaussian(behaviour.mean.detach(), behaviour.std),
+        next_node=batch.next_node[counts].detach(),
+        advantages=batch.advantages[counts],
+        mask=batch.mask[counts],
+        delta=batch.delta[counts],
+        reference=None if reference is None else Gaussian(reference.mean.detach(), reference.std),
+    )
+
+
+def surrogate(
+    ratio: Float[Tensor, " sample"], advantages: Float[Tensor, " sample"], clip: float
+) -> Float[Tensor, " sample"]:
+    """max(-A ratio, -A clip(ratio, 1 - c, 1 + c)). Source: PPO (arXiv 1707.06347, equation 7)."""
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + clip))
+
+
+def combine(
+    pairs: LossBatch,
+    ratio: Float[Tensor, " sample"],
+    policy_terms: Float[Tensor, " sample"],
+    clip: float,
+    kl_weight: float,
+    divergence: Divergence = exact_kl,
+) -> LossResult:
+    """Mean of `policy_terms` plus `kl_weight` times the mean divergence from the reference, with the usual metrics."""
+    policy_loss = _mean(policy_terms, pairs.new)
+    loss = policy_loss
+    deviation = (ratio.detach() - 1.0).abs()
+    metrics = {
+        "policy_loss": policy_loss.detach(),
+        "ratio_mean": ratio.detach().mean() if len(ratio) else torch.ones_like(policy_loss),
+        "ratio_deviation": deviation.max() if len(ratio) else torch.zeros_like(policy_loss),
+        "clip_fraction": _mean((deviation > clip).float(), pairs.new).detach(),
+        "approx_kl": _mean(kl(pairs.new, pairs.behaviour), pairs.new).detach(),
+    }
+    if pairs.reference is not None:
+        penalty = _mean(divergence(pairs.new, pairs.reference, pairs.delta), pairs.new)
+        metrics["kl"] = penalty.detach()
+        loss = loss + kl_weight * penalty if kl_weight > 0 else loss
+    elif kl_weight > 0:
+        raise ConfigError(
+            f"kl_weight = {kl_weight!r} needs LossBatch.reference, which is None: fill it, or set kl_weight = 0"
+        )
+    return LossResult(loss=loss, metrics=metrics)
+
+
+def require_loss_fields(loss: str, clip: float, kl_weight: float) -> None:
+    """Raise `ConfigError` unless `clip` is in (0, 1) and `kl_weight` is finite and 0 or more."""
+    require(0.0 < clip < 1.0, f"{loss}.clip", clip, "above 0 and below 1")
+    require(math.isfinite(kl_weight) and kl_weight >= 0, f"{loss}.kl_weight", kl_weight, "finite and 0 or more")
+
+
+def _mean(values: Tensor, new: Gaussian) -> Tensor:
+    """The mean over pairs; without any pair an exact 0 that is still connected to the policy, with zero gradients."""
+    return values.mean() if len(values) else new.mean.sum()
+
+
+def _rows(gaussian: Gaussian, rows: Bool[Tensor, " sample"]) -> Gaussian:
+    return Gaussian(mean=gaussian.mean[rows], std=gaussian.std[rows])

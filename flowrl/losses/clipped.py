@@ -1,0 +1,53 @@
+"""The clipped policy loss of GRPO."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flowrl.errors import require
+from flowrl.flow.gaussian import kl_without_delta, log_prob, log_prob_without_constants
+from flowrl.losses._terms import combine, counted_pairs, exact_kl, require_loss_fields, surrogate
+from flowrl.types import LossBatch, LossResult, checked
+
+
+@dataclass(frozen=True)
+class ClippedLoss:
+    """mean of max(-A ratio, -A clip(ratio, 1-c, 1+c)) + beta KL(new || reference), ratio = exp(logp - logp_old).
+
+    Means run over the unmasked stochastic pairs. `clip` = c is tiny (1e-4, Flow-GRPO; 1e-5, TP-GRPO) because logp is a
+    *mean* over latent elements. `kl_weight` = beta >= 0; above 0 the batch must carry the reference.
+
+    `kl` = "exact": the transition's KL per element; "without_delta": that times Delta, as the public Flow-GRPO code
+    computes it for Flow-SDE. `log_prob` = "exact": the Gaussian log-density; "released_cps": without its 1/(2 std^2)
+    and constants, as the public CPS code has it, which scales each step's log-ratio by 2 std^2.
+
+    Metrics: policy_loss, ratio_mean, ratio_deviation (max |ratio - 1|), clip_fraction (|ratio - 1| > c), approx_kl
+    (KL of new from behaviour), and kl where the batch carries a reference. Without any counted pair the loss is an
+    exact 0 with zero gradients. Source: Flow-GRPO (arXiv 2505.05470) and its public code. Raises `ConfigError` for a
+    bad field or a missing reference.
+    """
+
+    clip: float = 1e-4
+    kl_weight: float = 0.0
+    kl: Literal["exact", "without_delta"] = "exact"
+    log_prob: Literal["exact", "released_cps"] = "exact"
+
+    def __post_init__(self) -> None:
+        require_loss_fields("ClippedLoss", self.clip, self.kl_weight)
+        require(self.kl in ("exact", "without_delta"), "ClippedLoss.kl", self.kl, "'exact' or 'without_delta'")
+        densities = ("exact", "released_cps")
+        require(self.log_prob in densities, "ClippedLoss.log_prob", self.log_prob, "'exact' or 'released_cps'")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference is part of the loss (`kl_weight` > 0)."""
+        return self.kl_weight > 0
+
+    @checked
+    def loss(self, batch: LossBatch) -> LossResult:
+        """The scalar loss over the pairs of `batch`, and its metrics."""
+        pairs = counted_pairs(batch)
+        density = log_prob if self.log_prob == "exact" else log_prob_without_constants
+        ratio = (density(pairs.new, pairs.next_node) - density(pairs.behaviour, pairs.next_node)).exp()
+        terms = surrogate(ratio, pairs.advantages, self.clip)
+        divergence = exact_kl if self.kl == "exact" else kl_without_delta
+        return combine(pairs, ratio, terms, self.clip, self.kl_weight, divergence)

@@ -1,0 +1,42 @@
+"""The regulated clipping of GRPO-Guard."""
+
+from dataclasses import dataclass
+
+from flowrl.flow.gaussian import kl, log_prob
+from flowrl.losses._terms import combine, counted_pairs, require_loss_fields, surrogate
+from flowrl.types import LossBatch, LossResult, checked
+
+
+@dataclass(frozen=True)
+class GRPOGuard:
+    """Clipped loss with a normalised ratio and steps that weigh alike.
+
+    log ratio = std (logp - logp_old + |mu - mu_old|^2 / (2 std^2)), means over latent elements, std the transition's;
+    the added term cancels the negative mean of the plain log-ratio, and the factor std gives it the same spread at
+    every step. Each pair's clipped term max(-A ratio, -A clip(ratio, 1-c, 1+c)) is divided by its step length Delta.
+    On policy the gradient is therefore the policy gradient with step weights std / Delta. `clip` = c in (0, 1);
+    `kl_weight` >= 0 adds the exact KL to the reference, not divided by Delta.
+
+    Metrics as in `ClippedLoss`, of the normalised ratio; policy_loss includes the division by Delta. Source: GRPO-Guard
+    (arXiv 2510.22319). Raises `ConfigError` for a bad field or a missing reference.
+    """
+
+    clip: float = 1e-4
+    kl_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_loss_fields("GRPOGuard", self.clip, self.kl_weight)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference is part of the loss (`kl_weight` > 0)."""
+        return self.kl_weight > 0
+
+    @checked
+    def loss(self, batch: LossBatch) -> LossResult:
+        """The scalar loss over the pairs of `batch`, and its metrics."""
+        pairs = counted_pairs(batch)
+        log_ratio = log_prob(pairs.new, pairs.next_node) - log_prob(pairs.behaviour, pairs.next_node)
+        ratio = (pairs.behaviour.std * (log_ratio + kl(pairs.new, pairs.behaviour))).exp()
+        terms = surrogate(ratio, pairs.advantages, self.clip) / pairs.delta
+        return combine(pairs, ratio, terms, self.clip, self.kl_weight)

@@ -1,0 +1,201 @@
+"""The built-in image policy: the real SD3 transformer class of diffusers at a size that a laptop can train."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.errors import require
+from flowrl.policies.autoencoder import CellAutoencoder
+from flowrl.types import Condition, Prompt, Schedule
+
+LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+"""All attention projections, of the image and of the text stream, as Flow-GRPO (arXiv 2505.05470) trains."""
+
+
+@dataclass(frozen=True)
+class SmallSD3Config:
+    """Sizes of the built-in model. `shift` is the time shift of its scheduler (SD3.5 uses 3; small pictures need less)."""
+
+    vocabulary: int
+    words: int
+    grid: int = 4
+    cell: int = 16
+    channels: int = 8
+    layers: int = 4
+    heads: int = 2
+    head_dim: int = 32
+    text_dim: int = 64
+    shift: float = 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+class WordEncoder(nn.Module):
+    """The text encoder: one learned vector per word and position; the pooled embedding is their mean."""
+
+    def __init__(self, vocabulary: int, words: int, dim: int) -> None:
+        super().__init__()
+        self.word = nn.Embedding(vocabulary, dim)
+        self.position = nn.Parameter(torch.zeros(words, dim))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[prompt, word] -> [prompt, word, dim]."""
+        return self.word(ids) + self.position
+
+
+class SmallSD3(nn.Module):
+    """The networks of the shapes world: word encoder, `SD3Transformer2DModel`, cell autoencoder."""
+
+    def __init__(self, config: SmallSD3Config) -> None:
+        super().__init__()
+        from diffusers import SD3Transformer2DModel
+
+        self.config = config
+        width = config.heads * config.head_dim
+        self.words = WordEncoder(config.vocabulary, config.words, config.text_dim)
+        self.transformer = SD3Transformer2DModel(
+            sample_size=config.grid,
+            patch_size=1,
+            in_channels=config.channels,
+            out_channels=config.channels,
+            num_layers=config.layers,
+            attention_head_dim=config.head_dim,
+            num_attention_heads=config.heads,
+            joint_attention_dim=config.text_dim,
+            caption_projection_dim=width,
+            pooled_projection_dim=config.text_dim,
+            pos_embed_max_size=config.grid,
+        )
+        self.autoencoder = CellAutoencoder(config.channels, config.grid, config.cell)
+
+    def velocity(self, latent: Tensor, timestep: Tensor, words: Tensor) -> Tensor:
+        """v at `latent` [sample, channel, grid, grid], `timestep` = 1000 t [sample], `words` [sample, word, dim]."""
+        return self.transformer(
+            hidden_states=latent,
+            encoder_hidden_states=words,
+            pooled_projections=words.mean(1),
+            timestep=timestep,
+            return_dict=False,
+        )[0]
+
+
+class SmallSD3Policy:
+    """`FlowPolicy` over a `SmallSD3` network with a PEFT LoRA adapter on its attention projections.
+
+    `tokenise` turns a prompt's text into word ids. `rank` 0 trains nothing (the plain base model). The adapter starts at zero,
+    so the policy starts as the base model; its reference is the same network with the adapter disabled.
+    """
+
+    def __init__(
+        self,
+        network: SmallSD3,
+        tokenise: Callable[[str], list[int]],
+        rank: int = 8,
+        alpha: float = 16.0,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        require(rank >= 0, "lora rank", rank, "0 or more")
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        self.network = network.to(device).eval().requires_grad_(False)
+        self.tokenise = tokenise
+        self.dtype = dtype
+        config = network.config
+        self._latent_shape = (config.channels, config.grid, config.grid)
+        self._scheduler = FlowMatchEulerDiscreteScheduler(shift=config.shift)
+        self._layers: list[Any] = []
+        if rank:
+            self._add_lora(rank, alpha, seed)
+
+    def _add_lora(self, rank: int, alpha: float, seed: int) -> None:
+        from peft import LoraConfig
+        from peft.tuners.lora import LoraLayer
+
+        lora = LoraConfig(r=rank, lora_alpha=int(alpha), init_lora_weights="gaussian", target_modules=list(LORA_TARGETS))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.network.transformer.add_adapter(lora)
+        self._layers = [module for module in self.network.transformer.modules() if isinstance(module, LoraLayer)]
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """(channels, grid, grid)."""
+        return self._latent_shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network lives."""
+        return self.network.autoencoder.shift.device
+
+    def schedule(self, steps: int) -> Schedule:
+        """The grid of diffusers' `FlowMatchEulerDiscreteScheduler`, float32."""
+        require(steps >= 1, "steps", steps, "1 or more")
+        self._scheduler.set_timesteps(steps, device=self.device)
+        sigmas, timesteps = self._scheduler.sigmas, self._scheduler.timesteps
+        return Schedule(sigmas.float().to(self.device), timesteps.float().to(self.device))
+
+    def encode(self, prompts: Sequence[Prompt]) -> Condition:
+        """Word embeddings [prompt, word, dim]."""
+        ids = torch.tensor([self.tokenise(prompt.text) for prompt in prompts], device=self.device)
+        with torch.no_grad():
+            return Condition({"words": self.network.words(ids)})
+
+    def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
+        """v = eps - x_0 as the network sees it, in float32; under autocast when the policy's dtype is narrower."""
+        if self.dtype == torch.float32:
+            return self.network.velocity(latent, timestep, condition.tensors["words"])
+        with torch.autocast(self.device.type, dtype=self.dtype):
+            return self.network.velocity(latent, timestep, condition.tensors["words"]).float()
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """Images [sample, 3, 64, 64] in [0, 1]."""
+        with torch.no_grad():
+            return self.network.autoencoder.decode(latent)
+
+    def trainable(self) -> Mapping[str, nn.Parameter]:
+        """The adapter's matrices by name."""
+        named = self.network.transformer.named_parameters()
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """The base model: adapters disabled, no gradients."""
+        for layer in self._layers:
+            layer.enable_adapters(False)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for layer in self._layers:
+                layer.enable_adapters(True)
+            for parameter in self._adapter_parameters():
+                parameter.requires_grad_(True)
+
+    def _adapter_parameters(self) -> list[nn.Parameter]:
+        return [p for name, p in self.network.transformer.named_parameters() if "lora_" in name]
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """No gradients, and the adapter merged into the weights: W + (alpha/r) B A, so that a call costs what the base model's
+        does. Leaving restores the very same tensors, so nothing drifts."""
+        saved = []
+        with torch.no_grad():
+            for layer in self._layers:
+                weight = layer.get_base_layer().weight
+                saved.append((layer, weight.data))
+                weight.data = weight.data + layer.get_delta_weight("default").to(weight.dtype)
+                layer._disable_adapters = True
+            try:
+                yield
+            finally:
+                for layer, data in saved:
+                    layer.get_base_layer().weight.data = data
+                    layer._disable_adapters = False

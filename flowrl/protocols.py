@@ -1,0 +1,134 @@
+"""The doors between rooms: five protocols. Their docstrings are the contract; `tests/` holds every part to it."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowrl.types import Condition, Gaussian, LossBatch, LossResult, Probe, Prompt, Schedule
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """A transition kernel: a pure function from (node, velocity) to a Gaussian over the next node.
+
+    Contract: computed in float32 whatever the input's precision; `step` may differ per sample; std 0 means "not a decision"
+    and is returned where the kernel is deterministic; the gradient flows through the mean only.
+    """
+
+    def transition(
+        self,
+        latent: Float[Tensor, "sample *latent"],
+        velocity: Float[Tensor, "sample *latent"],
+        schedule: Schedule,
+        step: Int[Tensor, " sample"],
+    ) -> Gaussian:
+        """The Gaussian over node ``step + 1`` given the latent at node ``step`` and the velocity there."""
+        ...
+
+
+@runtime_checkable
+class RandomSampler(Protocol):
+    """A sampler that is drawn anew for every iteration (for example a random window); the draw is shared by all groups."""
+
+    def draw(self, schedule: Schedule, generator: torch.Generator) -> Sampler:
+        """The sampler of this iteration."""
+        ...
+
+
+@runtime_checkable
+class RewardModel(Protocol):
+    """Maps images and prompts to numbers.
+
+    Contract: images are [sample, channel, height, width] in [0, 1]; higher is better; the result is finite, one number per
+    sample, in order, and does not depend on the other samples of the batch.
+    """
+
+    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+        """One score per sample, shape [sample]."""
+        ...
+
+
+@runtime_checkable
+class CreditAssigner(Protocol):
+    """A pure function from a reward table to an advantage table.
+
+    `probe` declares which reward table the rule needs: nodes nobody asked for are NaN, so misuse is loud.
+    Contract: the result is finite, [prompt, member, step]; invariant to a constant added to all rewards; equivariant to
+    permuting members; 0 for a group of equal rewards. Rules that do not need the schedule accept None.
+    """
+
+    @property
+    def probe(self) -> Probe:
+        """How unfinished states are scored for this rule."""
+        ...
+
+    def assign(self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None) -> Tensor:
+        """Advantages [prompt, member, step] from rewards [prompt, member, node]."""
+        ...
+
+
+@runtime_checkable
+class PolicyLoss(Protocol):
+    """A pure function of Gaussians, advantages and a mask to a scalar: the mean over unmasked pairs.
+
+    Contract: masked pairs contribute neither to the loss nor to the gradient; on the first update of an iteration (new =
+    behaviour) every ratio is 1 and the gradient is the policy gradient of mean(A log pi).
+    """
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `LossBatch.reference` must be filled (costs one more network evaluation per pair)."""
+        ...
+
+    def loss(self, batch: LossBatch) -> LossResult:
+        """The loss over one batch of (trajectory, step) pairs."""
+        ...
+
+
+@runtime_checkable
+class FlowPolicy(Protocol):
+    """What owns a network: a conditional velocity field with trainable parameters, a schedule, and a decoder."""
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """Shape of one latent, without the sample axis."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network lives."""
+        ...
+
+    def schedule(self, steps: int) -> Schedule:
+        """The time grid with `steps` transitions (for diffusers models: the scheduler's own)."""
+        ...
+
+    def encode(self, prompts: Sequence[Prompt]) -> Condition:
+        """What the network is told about the prompts, one row per prompt."""
+        ...
+
+    def velocity(
+        self, latent: Float[Tensor, "sample *latent"], timestep: Float[Tensor, " sample"], condition: Condition
+    ) -> Float[Tensor, "sample *latent"]:
+        """v = eps - x_0 as the network sees it, in float32; carries gradients to the trainable parameters."""
+        ...
+
+    def decode(self, latent: Float[Tensor, "sample *latent"]) -> Float[Tensor, "sample channel height width"]:
+        """Images in [0, 1]."""
+        ...
+
+    def trainable(self) -> Mapping[str, torch.nn.Parameter]:
+        """Named trainable parameters, in a fixed order."""
+        ...
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Within this context `velocity` is the frozen base model's (adapters disabled)."""
+        ...
+
+    def frozen(self) -> AbstractContextManager[None]:
+        """Within this context weights do not change: a policy may merge its adapters for speed. No gradients."""
+        ...

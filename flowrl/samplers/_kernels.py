@@ -1,0 +1,74 @@
+"""The two shapes of a stochastic transition mean, each written once; the kernels differ in their sigma."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowrl.errors import require
+from flowrl.flow.interpolant import noise_estimate, tweedie
+from flowrl.flow.time import expand
+from flowrl.types import Schedule
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where a transition starts and ends, per sample: t, s = the next time, delta = t - s > 0 (float32, [sample])."""
+
+    t: Tensor
+    s: Tensor
+
+    @property
+    def delta(self) -> Tensor:
+        """Delta = t - s."""
+        return self.t - self.s
+
+
+def step_times(schedule: Schedule, step: Int[Tensor, " sample"], device: torch.device) -> StepTimes:
+    """The times of node `step` and node `step + 1` for every sample."""
+    times = schedule.times.to(device=device, dtype=torch.float32)
+    step = step.to(device)
+    return StepTimes(t=times[step], s=times[step + 1])
+
+
+def sde_mean(
+    latent: Float[Tensor, "sample *latent"],
+    velocity: Float[Tensor, "sample *latent"],
+    times: StepTimes,
+    sigma: Float[Tensor, " sample"],
+) -> Float[Tensor, "sample *latent"]:
+    """One Euler-Maruyama step of the reverse SDE: x (1 - sigma^2 Delta / (2t)) - v (1 + sigma^2 (1-t) / (2t)) Delta.
+
+    Equals x - Delta v + (sigma^2 / 2) Delta score with score = -(x + (1-t) v) / t. Source: Flow-GRPO (arXiv 2505.05470,
+    equation 9).
+    """
+    t, delta = times.t, times.delta
+    half_rate = sigma.square() / (2.0 * t)
+    keep = expand(1.0 - half_rate * delta, latent)
+    drift = expand((1.0 + half_rate * (1.0 - t)) * delta, latent)
+    return keep * latent - drift * velocity
+
+
+def coefficient_preserving_mean(
+    latent: Float[Tensor, "sample *latent"],
+    velocity: Float[Tensor, "sample *latent"],
+    times: StepTimes,
+    sigma: Float[Tensor, " sample"],
+) -> Float[Tensor, "sample *latent"]:
+    """(1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat, for 0 <= sigma <= s.
+
+    With fresh noise of size sigma added, the noise coefficient is s again: the sample lies on the interpolant's own
+    marginal. Source: CPS (arXiv 2509.05952), after DDIM (arXiv 2010.02502, equation 12).
+    """
+    clean, noise = tweedie(latent, velocity, times.t), noise_estimate(latent, velocity, times.t)
+    kept_noise = (times.s.square() - sigma.square()).clamp(min=0.0).sqrt()
+    return expand(1.0 - times.s, latent) * clean + expand(kept_noise, latent) * noise
+
+
+def require_noise_level(kernel: str, noise_level: float, most: float = math.inf) -> None:
+    """Raise `ConfigError` unless `noise_level` is finite and within [0, `most`]."""
+    allowed = "finite and 0 or more" if most == math.inf else f"within [0, {most:g}]"
+    fits = math.isfinite(noise_level) and 0.0 <= noise_level <= most
+    require(fits, f"{kernel}.noise_level", noise_level, allowed)

@@ -1,0 +1,38 @@
+"""DanceGRPO's stochastic sampler."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowrl.samplers._kernels import require_noise_level, sde_mean, step_times
+from flowrl.types import Gaussian, Schedule, checked
+
+
+@dataclass(frozen=True)
+class DanceSDE:
+    """Euler-Maruyama step with a constant sigma = eta = `noise_level` >= 0 and std = eta sqrt(Delta).
+
+    Source: DanceGRPO (arXiv 2505.07818) and its public code. Raises `ConfigError` for a negative or infinite noise
+    level.
+    """
+
+    noise_level: float = 0.3
+
+    def __post_init__(self) -> None:
+        require_noise_level("DanceSDE", self.noise_level)
+
+    @checked
+    def transition(
+        self,
+        latent: Float[Tensor, "sample *latent"],
+        velocity: Float[Tensor, "sample *latent"],
+        schedule: Schedule,
+        step: Int[Tensor, " sample"],
+    ) -> Gaussian:
+        """The Gaussian over node `step + 1`: mean [sample, *latent] and std [sample], float32."""
+        times = step_times(schedule, step, latent.device)
+        sigma = torch.full_like(times.t, self.noise_level)
+        mean = sde_mean(latent.float(), velocity.float(), times, sigma)
+        return Gaussian(mean=mean, std=sigma * times.delta.sqrt())

@@ -1,0 +1,43 @@
+"""Flow-GRPO's stochastic sampler."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowrl.samplers._kernels import require_noise_level, sde_mean, step_times
+from flowrl.types import Gaussian, Schedule, checked
+
+_NOISE_END = 1.0 - 1e-6  # times above this count as t = 1
+
+
+@dataclass(frozen=True)
+class FlowSDE:
+    """Euler-Maruyama step with sigma = a sqrt(t / (1-t)), a = `noise_level` >= 0, and std = sigma sqrt(Delta).
+
+    At t = 1, where sigma is infinite, the denominator uses t_1, the grid's next time, in place of t (as the public code
+    does). The last step has a finite std too; Flow-GRPO replaces it by an ODE step (see `AllButLast`). At finite Delta
+    the step adds variance over the true marginal, visible as grain; `CPS` does not. Source: Flow-GRPO (arXiv
+    2505.05470, equations 9 and 10). Raises `ConfigError` for a negative or infinite noise level.
+    """
+
+    noise_level: float = 0.7
+
+    def __post_init__(self) -> None:
+        require_noise_level("FlowSDE", self.noise_level)
+
+    @checked
+    def transition(
+        self,
+        latent: Float[Tensor, "sample *latent"],
+        velocity: Float[Tensor, "sample *latent"],
+        schedule: Schedule,
+        step: Int[Tensor, " sample"],
+    ) -> Gaussian:
+        """The Gaussian over node `step + 1`: mean [sample, *latent] and std [sample], float32."""
+        times = step_times(schedule, step, latent.device)
+        below_one = torch.where(times.t > _NOISE_END, times.s, times.t)
+        sigma = self.noise_level * (times.t / (1.0 - below_one)).sqrt()
+        mean = sde_mean(latent.float(), velocity.float(), times, sigma)
+        return Gaussian(mean=mean, std=sigma * times.delta.sqrt())

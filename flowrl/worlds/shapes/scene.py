@@ -1,0 +1,256 @@
+"""What can be asked for in the shapes world, and pictures that answer it: prompts, layouts, train and held-out sets.
+
+A picture is a 4x4 lattice of cells. A cell is empty, holds an object (4 colours x 3 shapes) or a glyph (12 letters and
+digits). A *layout* is an integer tensor [sample, 16] of cell classes: 0 = empty, 1..12 = objects, 13..24 = glyphs.
+"""
+
+import itertools
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.errors import ConfigError, require
+from flowrl.types import Prompt
+
+GRID = 4
+CELLS = GRID * GRID
+COLOURS = ("red", "green", "blue", "yellow")
+SHAPES = ("circle", "square", "triangle")
+GLYPHS = "ACEHKLTX2457"
+NUMBERS = ("one", "two", "three", "four", "five")
+RELATIONS = ("left", "right", "above", "below")
+MOODS = ("calm", "lively")
+MOOD_OBJECTS = {"calm": (4, 4), "lively": (8, 10)}
+TASKS = ("compositional", "text", "preference")
+MAX_WORDS = 5
+
+OBJECTS = tuple(itertools.product(COLOURS, SHAPES))
+CLASSES = 1 + len(OBJECTS) + len(GLYPHS)
+VOCABULARY = ("", *COLOURS, *SHAPES, *NUMBERS, *RELATIONS, *MOODS, "and", "pattern", "text", *GLYPHS)
+
+
+def object_class(colour: str, shape: str) -> int:
+    """Cell class of an object: 1 + index in colours x shapes."""
+    return 1 + OBJECTS.index((colour, shape))
+
+
+def glyph_class(glyph: str) -> int:
+    """Cell class of a letter or digit."""
+    return 1 + len(OBJECTS) + GLYPHS.index(glyph)
+
+
+def tokenise(text: str) -> list[int]:
+    """Word ids of a prompt, padded with 0 to `MAX_WORDS`. Quoted text becomes one token per character.
+
+    Raises `ConfigError` naming the word that the world does not know.
+    """
+    words: list[str] = []
+    for word in re.findall(r'"[^"]*"|[^\s"]+', text.strip()):
+        if word.startswith('"'):
+            words.extend(word.strip('"').upper())
+        elif word.lower() != "of":
+            word = word.lower()
+            words.append(word[:-1] if word.endswith("s") and word[:-1] in SHAPES else word)
+    for word in words:
+        if word not in VOCABULARY[1:]:
+            raise ConfigError(f"prompt {text!r}: unknown word {word!r}; the shapes world knows {', '.join(VOCABULARY[1:])}")
+    require(0 < len(words) <= MAX_WORDS, "prompt", text, f"1 to {MAX_WORDS} words (each character of a text counts as one)")
+    ids = [VOCABULARY.index(word) for word in words]
+    return ids + [0] * (MAX_WORDS - len(ids))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a prompt asks for. `kind` is count, binding, position, text or preference; the other fields follow it."""
+
+    kind: str
+    objects: tuple[int, ...] = ()
+    number: int = 1
+    relation: str = ""
+    text: str = ""
+    mood: str = ""
+    colours: tuple[str, ...] = ()
+
+    @property
+    def task(self) -> str:
+        """The task this kind of request belongs to."""
+        return self.kind if self.kind in ("text", "preference") else "compositional"
+
+    @property
+    def meaning(self) -> tuple[object, ...]:
+        """Equal for requests that the same pictures answer ("a left of b", "b right of a"); used to split the sets."""
+        objects, relation = self.objects, self.relation
+        if relation in ("right", "below"):
+            objects, relation = objects[::-1], {"right": "left", "below": "above"}[relation]
+        if self.kind == "binding":
+            objects = tuple(sorted(objects))
+        return (self.kind, objects, self.number, relation, self.text, self.mood, frozenset(self.colours))
+
+    def prompt(self) -> Prompt:
+        """The request in words, with itself as metadata for the verifier."""
+        return Prompt(self.words(), {"request": self})
+
+    def words(self) -> str:
+        """The request in words."""
+        names = [" ".join(OBJECTS[k - 1]) for k in self.objects]
+        if self.kind == "count":
+            return f"{NUMBERS[self.number - 1]} {names[0]}{'s' if self.number > 1 else ''}"
+        if self.kind == "binding":
+            return f"{names[0]} and {names[1]}"
+        if self.kind == "position":
+            of = " of" if self.relation in ("left", "right") else ""
+            return f"{names[0]} {self.relation}{of} {names[1]}"
+        if self.kind == "text":
+            return f'text "{self.text}"'
+        return f"{self.mood} {' and '.join(self.colours)} pattern"
+
+
+def parse(text: str) -> Request:
+    """The request behind a prompt's words; the inverse of `Request.words`. Raises `ConfigError` when nothing fits."""
+    words = [VOCABULARY[i] for i in tokenise(text) if i]
+    try:
+        if words[0] == "text" and len(words) > 1:
+            return Request("text", text="".join(words[1:]))
+        if words[-1] == "pattern":
+            colours = tuple(w for w in words[1:-1] if w != "and")
+            if words[0] in MOODS and 0 < len(set(colours)) == len(colours) <= 2 and set(colours) <= set(COLOURS):
+                return Request("preference", mood=words[0], colours=colours)
+        if words[0] in NUMBERS and len(words) == 3:
+            return Request("count", (object_class(*words[1:]),), NUMBERS.index(words[0]) + 1)
+        if len(words) == 5 and words[2] in ("and", *RELATIONS):
+            pair = (object_class(*words[:2]), object_class(*words[3:]))
+            if pair[0] != pair[1]:
+                kind = "binding" if words[2] == "and" else "position"
+                return Request(kind, pair, relation="" if kind == "binding" else words[2])
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"prompt {text!r} is not understood; write for example 'three red circles', 'red circle and blue square', "
+        "'red circle left of blue square', 'text \"K72\"' or 'calm red and blue pattern'"
+    )
+
+
+def all_requests(task: str) -> list[Request]:
+    """Every request of a task, in a fixed order (texts: all of 2 and 3 glyphs without repeats in a row)."""
+    require(task in TASKS, "task", task, f"one of {', '.join(TASKS)}")
+    classes = range(1, 1 + len(OBJECTS))
+    if task == "text":
+        strings = [s for n in (2, 3) for s in itertools.product(GLYPHS, repeat=n)]
+        return [Request("text", text="".join(s)) for s in strings]
+    if task == "preference":
+        palettes = [(c,) for c in COLOURS] + list(itertools.permutations(COLOURS, 2))
+        return [Request("preference", mood=m, colours=p) for m in MOODS for p in palettes]
+    counts = [Request("count", (k,), n) for n in range(2, 6) for k in classes]
+    pairs = list(itertools.permutations(classes, 2))
+    bindings = [Request("binding", pair) for pair in pairs]
+    positions = [Request("position", pair, relation=r) for pair in pairs for r in RELATIONS]
+    return counts + bindings + positions
+
+
+def split(task: str) -> dict[str, list[Request]]:
+    """Train and held-out requests of a task: disjoint in words and in meaning, the same in every run.
+
+    A quarter is held out, of every kind of request. The lists are interleaved by kind, so that any prefix is balanced.
+    """
+    rng = random.Random(f"flowrl shapes {task}")
+    by_kind: dict[str, dict[tuple[object, ...], list[Request]]] = {}
+    for request in all_requests(task):
+        by_kind.setdefault(request.kind, {}).setdefault(request.meaning, []).append(request)
+    parts: dict[str, list[list[Request]]] = {"train": [], "heldout": []}
+    for meanings in by_kind.values():
+        groups = list(meanings.values())
+        rng.shuffle(groups)
+        cut = max(1, len(groups) // 4)
+        for name, chosen in (("heldout", groups[:cut]), ("train", groups[cut:])):
+            requests = [request for group in chosen for request in group]
+            rng.shuffle(requests)
+            parts[name].append(requests)
+    return {name: _interleave(lists) for name, lists in parts.items()}
+
+
+def _interleave(lists: Sequence[list[Request]]) -> list[Request]:
+    """Round-robin over the lists until the last is used up."""
+    mixed = itertools.chain.from_iterable(itertools.zip_longest(*lists))
+    return [request for request in mixed if request is not None]
+
+
+def draw_layout(request: Request, rng: random.Random) -> list[int]:
+    """A random picture that answers the request exactly: 16 cell classes."""
+    cells = [0] * CELLS
+    if request.kind == "text":
+        start = rng.randrange(GRID - len(request.text) + 1) + GRID * rng.randrange(GRID)
+        for offset, glyph in enumerate(request.text):
+            cells[start + offset] = glyph_class(glyph)
+    elif request.kind == "preference":
+        low, high = MOOD_OBJECTS[request.mood]
+        half = [r * GRID + c for r in range(GRID) for c in range(GRID // 2)]
+        for cell in rng.sample(half, rng.randint(low // 2, high // 2)):
+            mirror = cell - cell % GRID + GRID - 1 - cell % GRID
+            cells[cell] = cells[mirror] = object_class(rng.choice(request.colours), rng.choice(SHAPES))
+    elif request.kind == "count":
+        for cell in rng.sample(range(CELLS), request.number):
+            cells[cell] = request.objects[0]
+    else:
+        first, second = rng.sample(range(CELLS), 2)
+        while not holds(request.relation, first, second):
+            first, second = rng.sample(range(CELLS), 2)
+        cells[first], cells[second] = request.objects
+    return cells
+
+
+def holds(relation: str, first: int, second: int) -> bool:
+    """Whether cell `first` is left of / right of / above / below cell `second` (any cells when the relation is empty)."""
+    rows, columns = (first // GRID, second // GRID), (first % GRID, second % GRID)
+    return {
+        "": True,
+        "left": columns[0] < columns[1],
+        "right": columns[0] > columns[1],
+        "above": rows[0] < rows[1],
+        "below": rows[0] > rows[1],
+    }[relation]
+
+
+def draw_wrong_layout(request: Request, rng: random.Random) -> list[int]:
+    """A picture as a careless caption of the same kind would accompany: related to the request, random in its details."""
+    if request.kind == "text":
+        text = "".join(g if rng.random() < 0.5 else rng.choice(GLYPHS) for g in request.text)
+        return draw_layout(Request("text", text=text), rng)
+    if request.kind == "preference":
+        cells = [0] * CELLS
+        palette = [*request.colours, *rng.sample(COLOURS, 2)]
+        for cell in rng.sample(range(CELLS), rng.randint(3, 11)):
+            cells[cell] = object_class(rng.choice(palette), rng.choice(SHAPES))
+        return cells
+    if request.kind == "count":
+        return draw_layout(Request("count", request.objects, rng.randint(1, 6)), rng)
+    changed = list(request.objects)
+    if rng.random() < (0.8 if request.kind == "binding" else 0.4):
+        changed[rng.randrange(2)] = rng.randint(1, len(OBJECTS))
+    return draw_layout(Request("binding", tuple(changed)), rng)
+
+
+KIND_SHARES: dict[str, float] = {"count": 0.2, "binding": 0.1, "position": 0.2, "text": 0.25, "preference": 0.25}
+
+
+def draw_pair(rng: random.Random, requests: dict[str, list[Request]], wrong: float) -> tuple[Request, list[int]]:
+    """A training pair (request, layout): the kind by `KIND_SHARES`, a careless picture with probability `wrong`."""
+    kind = rng.choices(list(KIND_SHARES), list(KIND_SHARES.values()))[0]
+    request = rng.choice(requests[kind])
+    return request, (draw_wrong_layout if rng.random() < wrong else draw_layout)(request, rng)
+
+
+def requests_by_kind() -> dict[str, list[Request]]:
+    """Every request, by kind (the base model sees all prompts, as web data would show them)."""
+    result: dict[str, list[Request]] = {}
+    for task in TASKS:
+        for request in all_requests(task):
+            result.setdefault(request.kind, []).append(request)
+    return result
+
+
+def request_of(prompt: Prompt) -> Request:
+    """The request in a prompt's metadata, or parsed from its words."""
+    found: Any = prompt.metadata.get("request")
+    return found if isinstance(found, Request) else parse(prompt.text)
