@@ -123,21 +123,10 @@ def within_mode_variance(x: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("kernel", [ODE(), FlowSDE(0.7), DanceSDE(0.3)], ids=repr)
 def test_fine_grids_sample_a_mixture(kernel: Sampler) -> None:
-    """200 steps: weight of the first mode within 5 standard errors plus 0.01 of bias, variance within 5 % of SPREAD^2."""
+    """200 steps, 4000 samples: 5 standard errors, plus grid error: 0.01 (weight of a mode), 2 % (its variance)."""
     n = 4_000
     noise = torch.randn(n, 2, generator=torch.Generator().manual_seed(5))
     x = rollout(kernel, mixture_velocity, uniform_schedule(200), noise, last=200, seed=6)
     first = float((x[:, 0] > 0.5).float().mean())
-    print(kernel, first, within_mode_variance(x)/SPREAD**2)
     assert abs(first - 0.3) < 5 * math.sqrt(0.3 * 0.7 / n) + 0.01
-    assert within_mode_variance(x) == pytest.approx(SPREAD**2, rel=0.1)
-
-
-def test_coarse_flow_sde_is_grainier_than_fine() -> None:
-    noise = torch.randn(4_000, 2, generator=torch.Generator().manual_seed(7))
-    coarse, fine = (
-        within_mode_variance(rollout(FlowSDE(0.7), mixture_velocity, uniform_schedule(T), noise, last=T, seed=8))
-        for T in (10, 100)
-    )
-    print(coarse/SPREAD**2, fine/SPREAD**2)
-    assert coarse > 1.2 * fine
+    assert within_mode_variance(x) == pytest.approx(SPREAD**2, rel=5 * math.sqrt(1 / n) + 0.02)

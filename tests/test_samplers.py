@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_worked_example(kernel: Sampler, mean: float, std: float) -> None:
 
 
 @pytest.mark.parametrize("case", GOLDEN["steps"], ids=lambda c: f"{c['kind']}-{c['noise_level']}-{c['index']}")
-def test_matches_the_public_flow_grpo_step(case: dict) -> None:
+def test_matches_the_public_flow_grpo_step(case: dict[str, Any]) -> None:
     """YunzeTong/TurningPoint-GRPO 994d26a (the formula of yifan123/flow_grpo), float32 on the CPU."""
     schedule = Schedule(torch.tensor(GOLDEN["sigmas"]))
     sde = case["kind"] == "sde"
@@ -69,7 +70,7 @@ def test_matches_the_public_flow_grpo_step(case: dict) -> None:
 
 
 @pytest.mark.parametrize("case", GOLDEN["dance"]["steps"], ids=lambda c: str(c["index"]))
-def test_matches_the_public_dancegrpo_step(case: dict) -> None:
+def test_matches_the_public_dancegrpo_step(case: dict[str, Any]) -> None:
     """XueZeyue/DanceGRPO 15cc71d; its log-probability pins mean and std together."""
     schedule = Schedule(torch.tensor(GOLDEN["dance"]["sigmas"]))
     step = torch.full((2,), case["index"])
@@ -119,7 +120,7 @@ class TestContract:
             assert bool(gaussian.std.isfinite().all()) and bool((gaussian.std >= 0).all())
 
     def test_wrong_shapes_are_refused_at_the_door(self, kernel: Sampler) -> None:
-        with pytest.raises(TypeCheckError, match="parameter .step."):
+        with pytest.raises(TypeCheckError, match=r"parameter .step."):
             kernel.transition(randn(4, 3), randn(4, 3), self.schedule, torch.zeros(3, dtype=torch.long))
 
 

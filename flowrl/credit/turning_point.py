@@ -60,8 +60,9 @@ def balanced(
     Within each `scope` (one prompt, or "batch": all prompts of the table): if there are n+ > 0 and n- > 0 turning
     points of either sign, the min(n+, n-) largest of each sign remain; if there is one sign only, all do. `by` =
     "aggregate" takes sign and size of R_T - R_i (the paper's words); "trend" those of D = R_T - R_0 (the public code).
-    Exact ties fall as `torch.topk` on the CPU lets them fall over the entries in (prompt, member, step) order, as in
-    that code: repeatable, but with rewards of few values, where ties are common, the order of the members matters.
+    Of entries of exactly the same size (all of one trajectory under "trend") the later step goes first; the public code
+    leaves that to its sorting routine. At the same step the later sample goes first, so only with rewards of few values
+    can the order of the members matter.
     Source: TP-GRPO (arXiv 2602.06422). Raises `ConfigError` for an unknown `by` or `scope`.
     """
     require(by in ("aggregate", "trend"), "by", by, "'aggregate' or 'trend'")
@@ -83,12 +84,11 @@ def _balanced_scope(turns: Bool[Tensor, "*entry"], size: Float[Tensor, "*entry"]
 
 
 def _largest(candidates: Bool[Tensor, "*entry"], size: Float[Tensor, "*entry"], count: int) -> Bool[Tensor, "*entry"]:
-    """The `count` largest of the `candidates`."""
-    places = candidates.flatten().nonzero().squeeze(-1)
-    top = size[candidates].cpu().topk(count).indices.to(places.device)
-    kept = torch.zeros(candidates.numel(), dtype=torch.bool, device=candidates.device)
-    kept[places[top]] = True
-    return kept.reshape(candidates.shape)
+    """The `count` largest of the `candidates`; of equals the later step (the last axis), then the later sample."""
+    ranked = torch.where(candidates, size, -torch.inf).movedim(-1, 0)
+    kept = torch.zeros(ranked.numel(), dtype=torch.bool, device=ranked.device)
+    kept[ranked.flatten().argsort(stable=True)[-count:]] = True
+    return kept.reshape(ranked.shape).movedim(0, -1)
 
 
 @dataclass(frozen=True)

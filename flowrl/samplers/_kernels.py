@@ -42,7 +42,7 @@ def sde_mean(
     """One Euler-Maruyama step of the reverse SDE: x (1 - sigma^2 Delta / (2t)) - v (1 + sigma^2 (1-t) / (2t)) Delta.
 
     Equals x - Delta v + (sigma^2 / 2) Delta score with score = -(x + (1-t) v) / t. Source: Flow-GRPO (arXiv 2505.05470,
-    equation 9).
+    section on ODE-to-SDE).
     """
     t, delta = times.t, times.delta
     half_rate = sigma.square() / (2.0 * t)

@@ -1,0 +1,156 @@
+"""The papers as compositions of a sampler, a credit rule and a loss; and rules of the user's own, by file."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted
+from flowrl.errors import ConfigError
+from flowrl.losses import ClippedLoss
+from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, Sampler
+from flowrl.samplers import CPS, ODE, AllButLast, DanceSDE, DDIMSDE, FlowSDE, RandomWindow, Window
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to fine-tune: how trajectories are sampled, how steps are credited, what is minimised.
+
+    `shared_noise`: the members of a group start from the same x_T. `source` cites the paper.
+    """
+
+    name: str
+    sampler: Sampler | RandomSampler
+    credit: CreditAssigner
+    loss: PolicyLoss
+    shared_noise: bool = False
+    source: str = ""
+
+
+def flow_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+    """Flow-GRPO (arXiv 2505.05470): uniform credit, independent noise, Flow-SDE a = 0.7 on all steps but the last."""
+    return Method(
+        "flow-grpo", sampler or AllButLast(FlowSDE(0.7)), Uniform(), loss or ClippedLoss(), source="arXiv 2505.05470"
+    )
+
+
+def stepwise_flow_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+    """Stepwise-Flow-GRPO (arXiv 2603.28718): gains of 5-substep estimates, normalised jointly; shared noise in a group."""
+    return Method(
+        "stepwise-flow-grpo",
+        sampler or AllButLast(FlowSDE(0.7)),
+        StepwiseGain(),
+        loss or ClippedLoss(),
+        shared_noise=True,
+        source="arXiv 2603.28718",
+    )
+
+
+def tp_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+    """TP-GRPO (arXiv 2602.06422): increments of ODE completions, aggregated at consistent turning points."""
+    return Method(
+        "tp-grpo",
+        sampler or AllButLast(FlowSDE(0.7)),
+        TurningPoint(),
+        loss or ClippedLoss(clip=1e-5),
+        source="arXiv 2602.06422",
+    )
+
+
+def dance_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+    """DanceGRPO (arXiv 2505.07818): uniform credit, constant noise, shared initial noise."""
+    return Method(
+        "dance-grpo",
+        sampler or AllButLast(DanceSDE(0.3)),
+        Uniform(),
+        loss or ClippedLoss(),
+        shared_noise=True,
+        source="arXiv 2505.07818",
+    )
+
+
+def tempflow_weights(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+    """Uniform credit weighted by each step's noise (TempFlow-GRPO's noise-aware weighting)."""
+    base = flow_grpo(sampler, loss)
+    return replace(base, name="noise-weighted", credit=Weighted("noise"), source="TempFlow-GRPO, ICLR 2026")
+
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "flow-grpo": flow_grpo,
+    "stepwise-flow-grpo": stepwise_flow_grpo,
+    "tp-grpo": tp_grpo,
+    "dance-grpo": dance_grpo,
+    "noise-weighted": tempflow_weights,
+}
+
+KERNELS: dict[str, Callable[[float], Sampler]] = {
+    "flow-sde": FlowSDE,
+    "dance-sde": DanceSDE,
+    "cps": CPS,
+    "ddim-sde": DDIMSDE,
+    "ode": lambda _: ODE(),
+}
+
+
+def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") -> Sampler | RandomSampler:
+    """A sampler from its words. `window`: "all", "all-but-last", "START:SIZE" (fixed steps) or "random:SIZE" (per iteration)."""
+    if kernel not in KERNELS:
+        raise ConfigError(f"unknown sampler {kernel!r}; allowed: {', '.join(KERNELS)}")
+    base = KERNELS[kernel](noise_level)
+    if window == "all":
+        return base
+    if window == "all-but-last":
+        return AllButLast(base)
+    start, _, size = window.partition(":")
+    try:
+        return RandomWindow(base, int(size)) if start == "random" else Window(base, int(start), int(size))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"window = {window!r} is not allowed: 'all', 'all-but-last', 'START:SIZE' or 'random:SIZE'"
+        ) from error
+
+
+def load_credit(spec: str) -> CreditAssigner:
+    """The rule behind "path/to/file.py:Class", built without arguments. Raises `ConfigError` saying what is missing."""
+    path_text, _, name = spec.rpartition(":")
+    path = Path(path_text)
+    if not name or path.suffix != ".py":
+        raise ConfigError(f"credit = {spec!r} is not allowed: write path/to/file.py:Class")
+    if not path.is_file():
+        raise ConfigError(f"credit: the file {path} does not exist")
+    module_spec = importlib.util.spec_from_file_location(f"flowrl_user_{path.stem}", path)
+    if module_spec is None or module_spec.loader is None:
+        raise ConfigError(f"credit: {path} cannot be loaded as a Python module")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"credit: importing {path} failed: {type(error).__name__}: {error}") from error
+    if not hasattr(module, name):
+        names = ", ".join(sorted(n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__))
+        raise ConfigError(f"credit: {path} has no class {name!r}; it defines {names or 'no classes'}")
+    try:
+        rule = getattr(module, name)()
+    except Exception as error:
+        raise ConfigError(f"credit: {name}() failed: {type(error).__name__}: {error}") from error
+    if not isinstance(rule, CreditAssigner):
+        raise ConfigError(f"credit: {name} is no credit rule; it needs an attribute `probe` and a method `assign(rewards, schedule)`")
+    return rule
+
+
+def make_method(
+    name: str, sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None, credit: str = ""
+) -> Method:
+    """A method by name, with its sampler and loss replaced where given; `credit` = "file.py:Class" puts a rule of the user's own
+    in place (on Flow-GRPO's sampling; a rule's attribute `shared_noise = True` makes groups share their noise)."""
+    if credit:
+        rule = load_credit(credit)
+        shared = bool(getattr(rule, "shared_noise", False))
+        return replace(flow_grpo(sampler, loss), name=name or type(rule).__name__, credit=rule, shared_noise=shared, source=credit)
+    if name not in METHODS:
+        raise ConfigError(f"unknown method {name!r}; allowed: {', '.join(METHODS)}, or a rule of your own with --credit file.py:Class")
+    return METHODS[name](sampler, loss)

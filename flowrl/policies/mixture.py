@@ -1,0 +1,95 @@
+"""The 2-D policy: the mixture's exact velocity plus a small network that starts at zero."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.flow.mixture import GaussianMixture
+from flowrl.flow.time import uniform_schedule
+from flowrl.types import Condition, Prompt, Schedule
+
+
+class MixturePolicy:
+    """`FlowPolicy` with v(x, t, c) = v_exact(x, t) + net(x, t, c); net starts at exactly 0, so the policy starts exact.
+
+    `direction` turns a prompt's text into degrees; the condition is its cosine and sine. Latents are [sample, 2, 1, 1]. The
+    reference is v_exact alone.
+    """
+
+    def __init__(
+        self,
+        mixture: GaussianMixture,
+        direction: Callable[[str], float],
+        hidden: int = 64,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.mixture = GaussianMixture(mixture.means.to(device), mixture.std, mixture.weights.to(device))
+        self.direction = direction
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.net = nn.Sequential(
+                nn.Linear(2 + 3 + 2, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 2)
+            )
+        nn.init.zeros_(self.net[-1].weight)  # pyright: ignore[reportArgumentType]
+        nn.init.zeros_(self.net[-1].bias)  # pyright: ignore[reportArgumentType]
+        self.net.to(device)
+        self._device = torch.device(device)
+        self._base_only = False
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """(2, 1, 1): a point."""
+        return (2, 1, 1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network lives."""
+        return self._device
+
+    def schedule(self, steps: int) -> Schedule:
+        """The even grid."""
+        grid = uniform_schedule(steps)
+        return Schedule(grid.times.to(self._device))
+
+    def encode(self, prompts: Sequence[Prompt]) -> Condition:
+        """(cos, sin) of each prompt's direction."""
+        angles = [math.radians(self.direction(prompt.text)) for prompt in prompts]
+        rows = [[math.cos(a), math.sin(a)] for a in angles]
+        return Condition({"direction": torch.tensor(rows, device=self._device)})
+
+    def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
+        """v_exact + net, float32."""
+        x, t = latent.flatten(1).float(), timestep / 1000.0
+        velocity = self.mixture.velocity(x, t)
+        if not self._base_only:
+            features = torch.cat([x, torch.stack([t, (4 * t).sin(), (4 * t).cos()], 1), condition.tensors["direction"]], 1)
+            velocity = velocity + self.net(features)
+        return velocity.view(latent.shape)
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """The point itself."""
+        return latent
+
+    def trainable(self) -> Mapping[str, nn.Parameter]:
+        """All parameters of the network."""
+        return dict(self.net.named_parameters())
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """v_exact alone, no gradients."""
+        self._base_only = True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._base_only = False
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """No gradients."""
+        with torch.no_grad():
+            yield

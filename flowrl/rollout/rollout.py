@@ -1,0 +1,180 @@
+"""Trajectories and the states their unfinished nodes lead to, in as few network calls as possible."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import ConfigError, require
+from flowrl.flow.gaussian import sample as draw
+from flowrl.protocols import FlowPolicy, Sampler
+from flowrl.rollout.usage import Usage
+from flowrl.samplers import ODE, transition_stds
+from flowrl.types import Completion, Condition, NoProbe, Probe, Schedule, Substeps, Trajectories
+
+
+@dataclass(frozen=True)
+class Groups:
+    """`prompts` x `members` samples, prompt-major. With `shared_noise` the members of a group start from the same x_T."""
+
+    prompts: int
+    members: int
+    shared_noise: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.prompts >= 1, "prompts", self.prompts, "1 or more")
+        require(self.members >= 1, "members", self.members, "1 or more")
+
+    @property
+    def samples(self) -> int:
+        """prompts x members."""
+        return self.prompts * self.members
+
+    def first_members(self) -> Tensor:
+        """Indices of one sample per group, [prompt]."""
+        return torch.arange(self.prompts) * self.members
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """x_T of every sample, [sample, *latent], on the generator's device."""
+        count = self.prompts if self.shared_noise else self.samples
+        noise = torch.randn((count, *shape), generator=generator, device=generator.device)
+        return noise.repeat_interleave(self.members, dim=0) if self.shared_noise else noise
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Trajectories, and per probed node the latent of the estimated final image.
+
+    `estimates[node]` is [sample, *latent], or [prompt, *latent] at node 0 of groups that share their noise. Nodes that were
+    not probed are absent; the last node is always there.
+    """
+
+    trajectories: Trajectories
+    estimates: Mapping[int, Tensor]
+    groups: Groups
+
+
+def attach_stds(schedule: Schedule, sampler: Sampler) -> Schedule:
+    """The schedule with the sampler's standard deviations per step."""
+    return replace(schedule, stds=transition_stds(sampler, schedule))
+
+
+def rollout(
+    policy: FlowPolicy,
+    sampler: Sampler,
+    schedule: Schedule,
+    condition: Condition,
+    noise: Tensor,
+    generator: torch.Generator,
+    groups: Groups,
+    probe: Probe = NoProbe(),  # noqa: B008  (a frozen value)
+    usage: Usage | None = None,
+    max_batch: int = 1024,
+) -> Rollout:
+    """Sample one trajectory per row of `noise` [sample, *latent] and estimate final images as `probe` asks.
+
+    `condition` has one row per prompt. Network evaluations per trajectory with T steps and independent noise: T without a
+    probe, T T' with `Substeps(T')` in T + T' - 1 calls, T (T + 1) / 2 with `Completion` in T calls; with shared noise the
+    evaluations at node 0 are made once per group. Float32, detached. `max_batch` bounds how many latents the network sees at
+    once; the results do not depend on it beyond float rounding.
+    """
+    if not isinstance(probe, NoProbe | Substeps | Completion):
+        raise ConfigError(f"unknown probe {probe!r}; allowed: NoProbe(), Tweedie(), Substeps(n), Completion()")
+    require(max_batch >= 1, "max_batch", max_batch, "1 or more")
+    require(len(noise) == groups.samples, "noise rows", len(noise), f"prompts x members = {groups.samples}")
+    schedule = attach_stds(schedule, sampler)
+    walk = _Walk(policy, sampler, schedule, condition, generator, groups, usage or Usage(), max_batch)
+    with policy.frozen(), torch.no_grad():
+        return walk.run(noise.float(), probe)
+
+
+def integrate(
+    policy: FlowPolicy, schedule: Schedule, condition: Condition, noise: Tensor, usage: Usage, max_batch: int = 1024
+) -> Tensor:
+    """Deterministic (ODE) samples for evaluation: `condition` has one row per row of `noise`. Returns the last node."""
+    x = noise.float()
+    with policy.frozen(), torch.no_grad():
+        for i in range(schedule.steps):
+            velocity = usage.velocity(policy, x, schedule.network_timesteps[i].expand(len(x)), condition, max_batch)
+            x = _ode_step(schedule, x, velocity, i)
+    return x
+
+
+def _ode_step(schedule: Schedule, x: Tensor, velocity: Tensor, step: int) -> Tensor:
+    index = torch.full((len(x),), step, device=x.device)
+    return ODE().transition(x, velocity, schedule, index).mean
+
+
+@dataclass
+class _Walk:
+    """One rollout in progress: the arguments of `rollout`, bundled."""
+
+    policy: FlowPolicy
+    sampler: Sampler
+    schedule: Schedule
+    condition: Condition
+    generator: torch.Generator
+    groups: Groups
+    usage: Usage
+    max_batch: int
+
+    def run(self, x: Tensor, probe: Probe) -> Rollout:
+        """The wavefront: at every step one batched call serves the trajectories and all completions under way."""
+        steps = self.schedule.steps
+        per_sample = self.condition.repeat(self.groups.members)
+        nodes, velocities = [x], []
+        running: dict[int, Tensor] = {}
+        decisions = self.schedule.stochastic.nonzero().flatten().tolist()
+        tail = decisions[-1] + 1 if decisions else 0  # from here on the trajectory itself is its own completion
+        for i in range(steps):
+            velocity, ahead = self._velocities(x, i, running, per_sample)
+            running = {j: _ode_step(self.schedule, running[j], ahead[j], i) for j in running}
+            following = _ode_step(self.schedule, x, velocity, i)
+            if isinstance(probe, Completion) and i < tail:
+                running[i] = following[self.groups.first_members()] if self._is_shared(i) else following
+            index = torch.full((len(x),), i, device=x.device)
+            stochastic = float(self.schedule.stochastic[i])
+            gaussian = self.sampler.transition(x, velocity, self.schedule, index)
+            x = draw(gaussian, self.generator) if stochastic else gaussian.mean
+            nodes.append(x)
+            velocities.append(velocity)
+        trajectories = Trajectories(torch.stack(nodes, 1), torch.stack(velocities, 1), self.schedule)
+        estimates = self._substeps(trajectories, probe.count, per_sample) if isinstance(probe, Substeps) else running
+        ends = range(tail, steps + 1) if isinstance(probe, Completion) else [steps]
+        return Rollout(trajectories, {**estimates, **{node: x for node in ends}}, self.groups)
+
+    def _is_shared(self, node: int) -> bool:
+        return node == 0 and self.groups.shared_noise
+
+    def _velocities(
+        self, x: Tensor, step: int, running: Mapping[int, Tensor], per_sample: Condition
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Velocities at node `step` of the trajectories and, in the same call, of the completions started before it."""
+        rows = x[self.groups.first_members()] if self._is_shared(step) else x
+        latents = [rows, *running.values()]
+        conditions = [self.condition if len(part) != self.groups.samples else per_sample for part in latents]
+        batch = torch.cat(latents)
+        timestep = self.schedule.network_timesteps[step].expand(len(batch))
+        velocity = self.usage.velocity(self.policy, batch, timestep, Condition.cat(conditions), self.max_batch)
+        first, *others = velocity.split([len(part) for part in latents])
+        if self._is_shared(step):
+            first = first.repeat_interleave(self.groups.members, dim=0)
+        return first, dict(zip(running, others, strict=True))
+
+    def _substeps(self, trajectories: Trajectories, count: int, per_sample: Condition) -> dict[int, Tensor]:
+        """Euler on an even grid over [t_j, 0] for all nodes j < T at once; the first velocity is the rollout's own."""
+        steps = self.schedule.steps
+        first = self.groups.first_members()
+        rows = [first if self._is_shared(j) else torch.arange(self.groups.samples) for j in range(steps)]
+        conditions = Condition.cat([per_sample.take(r.to(trajectories.nodes.device)) for r in rows])
+        x = torch.cat([trajectories.nodes[r, j] for j, r in enumerate(rows)])
+        velocity = torch.cat([trajectories.velocities[r, j] for j, r in enumerate(rows)])
+        start = torch.cat([self.schedule.times[j].expand(len(r)) for j, r in enumerate(rows)])
+        length = (start / count).view(-1, *(1,) * (x.ndim - 1))
+        for k in range(count):
+            if k > 0:
+                timestep = 1000.0 * start * (1 - k / count)
+                velocity = self.usage.velocity(self.policy, x, timestep, conditions, self.max_batch)
+            x = x - length * velocity
+        return dict(enumerate(x.split([len(r) for r in rows])))

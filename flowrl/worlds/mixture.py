@@ -1,0 +1,69 @@
+"""The 2-D world: eight modes on a circle, prompts that ask for a direction, rewards in closed form. Seconds per experiment.
+
+Its "pictures" are points: [sample, 2, 1, 1], not restricted to [0, 1].
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import ConfigError, RewardError, require
+from flowrl.types import Prompt
+
+TASKS = ("direction",)
+FORMS = ("strict", "graded", "soft")
+RADIUS = 2.0
+WIDTH = 1.0
+"""Standard deviation of the soft reward's bump."""
+ANGLES = tuple(range(0, 360, 15))
+
+
+def split(task: str) -> dict[str, list[Prompt]]:
+    """18 directions to train on and 6 held out, the same in every run."""
+    require(task in TASKS, "task", task, f"one of {', '.join(TASKS)}")
+    angles = list(ANGLES)
+    random.Random("flowrl mixture").shuffle(angles)
+    prompts = [Prompt(f"towards {angle} degrees", {"angle": angle}) for angle in angles]
+    return {"heldout": prompts[:6], "train": prompts[6:]}
+
+
+def angle_of(text: str) -> float:
+    """Degrees asked for by a prompt such as 'towards 45 degrees'. Raises `ConfigError` for other words."""
+    words = text.split()
+    try:
+        if words[0] == "towards" and words[-1] == "degrees" and len(words) == 3:
+            return float(words[1])
+    except (IndexError, ValueError):
+        pass
+    raise ConfigError(f"prompt {text!r} is not understood; write for example 'towards 45 degrees'")
+
+
+def target(prompt: Prompt) -> tuple[float, float]:
+    """The point on the circle that a prompt asks for."""
+    angle = math.radians(angle_of(prompt.text))
+    return RADIUS * math.cos(angle), RADIUS * math.sin(angle)
+
+
+@dataclass(frozen=True)
+class DirectionReward:
+    """Closeness to the target point. soft: exp(-d^2 / (2 WIDTH^2)); strict: d < 0.8; graded: 1, 0.5 (d < 1.6) or 0."""
+
+    form: str = "soft"
+
+    def __post_init__(self) -> None:
+        require(self.form in FORMS, "reward form", self.form, f"one of {', '.join(FORMS)}")
+
+    def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Points [sample, 2, 1, 1] and as many prompts -> [sample]."""
+        if images.shape[1:] != (2, 1, 1) or len(images) != len(prompts):
+            raise RewardError(f"DirectionReward needs [sample, 2, 1, 1] and as many prompts, got {tuple(images.shape)}")
+        targets = torch.tensor([target(prompt) for prompt in prompts], device=images.device)
+        distance = (images.flatten(1) - targets).norm(dim=1)
+        if self.form == "soft":
+            return torch.exp(-distance.square() / (2 * WIDTH**2))
+        near, middling = (distance < 0.8).float(), (distance < 1.6).float()
+        return near if self.form == "strict" else (near + middling) / 2

@@ -1,0 +1,239 @@
+"""Policy losses: closed forms, masks, clipping, parity options, metrics."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.errors import ConfigError
+from flowrl.flow import kl, log_prob, log_prob_without_constants, sample, shifted_schedule
+from flowrl.losses import ClippedLoss, GRPOGuard
+from flowrl.protocols import PolicyLoss
+from flowrl.samplers import CPS
+from flowrl.types import Gaussian, LossBatch
+
+LOSSES = [
+    ClippedLoss(),
+    ClippedLoss(log_prob="released_cps"),
+    ClippedLoss(kl_weight=0.1),
+    ClippedLoss(kl_weight=0.1, kl="without_delta"),
+    GRPOGuard(),
+    GRPOGuard(kl_weight=0.1),
+]
+METRICS = {"policy_loss", "ratio_mean", "ratio_deviation", "clip_fraction", "approx_kl", "kl"}
+N = 6
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_batch(move: float = 0.0, seed: int = 0, mask: torch.Tensor | None = None) -> LossBatch:
+    """Pairs whose new mean (a leaf that takes gradients) is `move` away from the behaviour's."""
+    std = torch.linspace(0.1, 1.0, N)
+    behaviour = Gaussian(randn(N, 2, 3, seed=seed), std)
+    new = Gaussian((behaviour.mean + move * randn(N, 2, 3, seed=seed + 1)).requires_grad_(), std)
+    return LossBatch(
+        new=new,
+        behaviour=behaviour,
+        next_node=sample(behaviour, torch.Generator().manual_seed(seed)),
+        advantages=randn(N, seed=seed + 2),
+        mask=torch.ones(N, dtype=torch.bool) if mask is None else mask,
+        delta=torch.linspace(0.05, 0.3, N),
+        reference=Gaussian(randn(N, 2, 3, seed=seed + 3), std),
+    )
+
+
+def gradient(loss: PolicyLoss, batch: LossBatch) -> torch.Tensor:
+    return torch.autograd.grad(loss.loss(batch).loss, batch.new.mean)[0]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=repr)
+class TestContract:
+    """What every policy loss promises."""
+
+    def test_is_a_policy_loss_with_detached_metrics(self, loss: PolicyLoss) -> None:
+        assert isinstance(loss, PolicyLoss)
+        result = loss.loss(make_batch(0.01))
+        assert result.loss.ndim == 0 and set(result.metrics) == METRICS
+        for value in result.metrics.values():
+            assert value.ndim == 0 and not value.requires_grad and bool(value.isfinite())
+
+    def test_on_policy_every_ratio_is_exactly_one(self, loss: PolicyLoss) -> None:
+        batch = make_batch(0.0)
+        metrics = loss.loss(batch).metrics
+        assert metrics["ratio_mean"] == 1 and metrics["ratio_deviation"] == 0
+        assert metrics["clip_fraction"] == 0 and metrics["approx_kl"] == 0
+
+    def test_masked_pairs_do_not_count(self, loss: PolicyLoss) -> None:
+        """Whatever they hold: the result is that of the batch without them, and their gradient is exactly 0."""
+        mask = torch.tensor([True, False, True, True, False, False])
+        batch = make_batch(0.01, mask=mask)
+        poisoned = batch.new.mean.detach().clone()
+        poisoned[1] = torch.nan
+        poisoned.requires_grad_()
+        with_masked = replace(batch, new=Gaussian(poisoned, batch.new.std))
+        keep = mask.nonzero().squeeze(-1)
+        without = LossBatch(
+            new=Gaussian(batch.new.mean.detach()[keep].requires_grad_(), batch.new.std[keep]),
+            behaviour=Gaussian(batch.behaviour.mean[keep], batch.behaviour.std[keep]),
+            next_node=batch.next_node[keep],
+            advantages=batch.advantages[keep],
+            mask=mask[keep],
+            delta=batch.delta[keep],
+            reference=Gaussian(batch.reference.mean[keep], batch.reference.std[keep]) if batch.reference else None,
+        )
+        torch.testing.assert_close(loss.loss(with_masked).loss, loss.loss(without).loss)
+        grad = gradient(loss, with_masked)
+        assert bool((grad[~mask] == 0).all())
+        torch.testing.assert_close(grad[mask], gradient(loss, without))
+
+    def test_pairs_that_are_no_decision_do_not_count(self, loss: PolicyLoss) -> None:
+        batch = make_batch(0.01)
+        std = batch.new.std.clone()
+        std[2] = 0.0
+        still = replace(
+            batch,
+            new=Gaussian(batch.new.mean, std),
+            behaviour=Gaussian(batch.behaviour.mean, std),
+            reference=Gaussian(batch.reference.mean, std) if batch.reference else None,
+        )
+        masked = replace(batch, mask=torch.arange(N) != 2)
+        assert torch.equal(loss.loss(still).loss, loss.loss(masked).loss)
+        assert torch.equal(gradient(loss, still), gradient(loss, masked))
+
+    def test_no_pair_at_all_gives_an_exact_zero_with_zero_gradient(self, loss: PolicyLoss) -> None:
+        batch = make_batch(0.01, mask=torch.zeros(N, dtype=torch.bool))
+        result = loss.loss(batch)
+        assert result.loss == 0 and all(bool(value.isfinite()) for value in result.metrics.values())
+        assert torch.equal(gradient(loss, batch), torch.zeros(N, 2, 3))
+
+    def test_only_the_new_mean_gets_a_gradient(self, loss: PolicyLoss) -> None:
+        batch = make_batch(0.0)
+        assert batch.reference is not None
+        others = [batch.next_node, batch.behaviour.mean, batch.reference.mean]
+        for tensor in others:
+            tensor.requires_grad_()
+        loss.loss(batch).loss.backward()
+        assert batch.new.mean.grad is not None and bool((batch.new.mean.grad != 0).any())
+        assert all(tensor.grad is None for tensor in others)
+
+    def test_a_missing_reference(self, loss: PolicyLoss) -> None:
+        batch = replace(make_batch(0.01), reference=None)
+        if loss.needs_reference:
+            with pytest.raises(ConfigError, match=r"kl_weight = 0\.1 needs LossBatch\.reference"):
+                loss.loss(batch)
+        else:
+            assert set(loss.loss(batch).metrics) == METRICS - {"kl"}
+
+
+def test_on_policy_gradient_is_the_policy_gradient() -> None:
+    """-mean over pairs of A grad logp, with grad logp = (x - mu) / std^2 over the number of elements."""
+    batch = make_batch(0.0)
+    score = (batch.next_node - batch.behaviour.mean) / batch.new.std.reshape(N, 1, 1).square() / 6
+    expected = -(batch.advantages.reshape(N, 1, 1) * score) / N
+    torch.testing.assert_close(gradient(ClippedLoss(), batch), expected)
+    weights = (batch.new.std / batch.delta).reshape(N, 1, 1)
+    torch.testing.assert_close(gradient(GRPOGuard(), batch), expected * weights)
+    released = 2 * batch.new.std.square().reshape(N, 1, 1)
+    torch.testing.assert_close(gradient(ClippedLoss(log_prob="released_cps"), batch), expected * released)
+
+
+def test_off_policy_loss_by_hand() -> None:
+    """Two pairs of one element, std 1: ratios e^{.1} and e^{-.1} around a clip of .05."""
+    x, old = torch.tensor([[1.0], [1.0]]), torch.zeros(2, 1)
+    # log ratio = x d - d^2 / 2 with x = 1
+    d = torch.tensor([[0.10557281], [-0.09544512]])
+    std = torch.ones(2)
+    for advantages, expected in (
+        ([1.0, 1.0], -(1.05 + 0.904837) / 2),  # a gain beyond 1 + c is cut, a loss of probability is not
+        ([-1.0, -1.0], (1.105171 + 0.95) / 2),
+    ):
+        batch = LossBatch(
+            new=Gaussian(d.clone().requires_grad_(), std),
+            behaviour=Gaussian(old, std),
+            next_node=x,
+            advantages=torch.tensor(advantages),
+            mask=torch.ones(2, dtype=torch.bool),
+            delta=torch.ones(2),
+        )
+        result = ClippedLoss(clip=0.05).loss(batch)
+        assert float(result.loss.detach()) == pytest.approx(expected, abs=1e-5)
+        assert float(result.metrics["clip_fraction"]) == 1.0
+        assert float(result.metrics["ratio_deviation"]) == pytest.approx(0.105171, abs=1e-5)
+        assert bool((gradient(ClippedLoss(clip=0.05), batch) == 0).any())  # the clipped pair has none
+
+
+def test_the_reference_penalty_and_its_parity_form() -> None:
+    batch = make_batch(0.01)
+    assert batch.reference is not None
+    plain = ClippedLoss().loss(batch).loss
+    exact = kl(batch.new, batch.reference)
+    torch.testing.assert_close(ClippedLoss(kl_weight=0.3).loss(batch).loss - plain, 0.3 * exact.mean())
+    parity = ClippedLoss(kl_weight=0.3, kl="without_delta").loss(batch)
+    torch.testing.assert_close(parity.loss - plain, 0.3 * (exact * batch.delta).mean())
+    torch.testing.assert_close(parity.metrics["kl"], (exact * batch.delta).mean().detach())
+    torch.testing.assert_close(parity.metrics["approx_kl"], kl(batch.new, batch.behaviour).mean().detach())
+
+
+def test_the_released_cps_ratio_drops_the_constants() -> None:
+    batch = make_batch(0.01)
+    x = batch.next_node
+    ratio = (log_prob_without_constants(batch.new, x) - log_prob_without_constants(batch.behaviour, x)).exp()
+    metrics = ClippedLoss(log_prob="released_cps").loss(batch).metrics
+    torch.testing.assert_close(metrics["ratio_mean"], ratio.mean().detach())
+
+
+def test_guards_ratio_is_the_projected_noise() -> None:
+    """std (log ratio + |mu - mu_old|^2 / (2 std^2)) = mean of eps (mu - mu_old), eps = (x - mu_old) / std."""
+    batch = make_batch(0.05)
+    eps = (batch.next_node - batch.behaviour.mean) / batch.new.std.reshape(N, 1, 1)
+    log_ratio = (eps * (batch.new.mean - batch.behaviour.mean)).mean(dim=(1, 2))
+    metrics = GRPOGuard(clip=0.5).loss(batch).metrics
+    torch.testing.assert_close(metrics["ratio_mean"], log_ratio.exp().mean().detach())
+    terms = -batch.advantages * log_ratio.exp() / batch.delta
+    torch.testing.assert_close(metrics["policy_loss"], terms.mean().detach())
+
+
+def test_guard_removes_the_bias_of_the_ratio() -> None:
+    """The plain log-ratio has mean -KL under the behaviour policy, the guarded one 0: z-test at |z| < 5."""
+    n = 20_000
+    std, move = torch.full((n,), 0.5), 0.2
+    old = Gaussian(torch.zeros(n, 4), std)
+    new = Gaussian(torch.full((n, 4), move), std)
+    x = sample(old, torch.Generator().manual_seed(0))
+    plain = log_prob(new, x) - log_prob(old, x)
+    guarded = std * (plain + kl(new, old))
+    error = 5 * float(guarded.std()) / n**0.5
+    assert abs(float(guarded.mean())) < error
+    assert float(plain.mean()) * 0.5 < -error
+
+
+def test_nodes_stored_in_float32_keep_the_ratio_at_one_and_bfloat16_does_not() -> None:
+    """Why trajectories are stored in float32: the clip of 1e-4 would be used up by rounding."""
+    schedule, step = shifted_schedule(10), torch.full((32,), 7)
+    x, v = randn(32, 64), randn(32, 64, seed=1)
+    transition = CPS(0.3).transition(x, v, schedule, step)
+    node = sample(transition, torch.Generator().manual_seed(2))
+    again = CPS(0.3).transition(x, v, schedule, step)
+    assert torch.equal(log_prob(transition, node), log_prob(again, node))
+    rounded = CPS(0.3).transition(x.bfloat16(), v, schedule, step)
+    assert float((log_prob(rounded, node) - log_prob(transition, node)).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: ClippedLoss(clip=0.0),
+        lambda: ClippedLoss(clip=1.0),
+        lambda: ClippedLoss(kl_weight=-0.1),
+        lambda: ClippedLoss(kl_weight=float("nan")),
+        lambda: ClippedLoss(kl="reverse"),  # pyright: ignore[reportArgumentType]
+        lambda: ClippedLoss(log_prob="sum"),  # pyright: ignore[reportArgumentType]
+        lambda: GRPOGuard(clip=-1.0),
+        lambda: GRPOGuard(kl_weight=float("inf")),
+    ],
+)
+def test_bad_settings_are_refused(build) -> None:
+    with pytest.raises(ConfigError, match="is not allowed"):
+        build()
