@@ -36,7 +36,7 @@ Progress = Callable[[str, int, int, float], None]
 class PretrainConfig:
     """How the built-in weights are made. The defaults are those of the weights that ship."""
 
-    updates: int = 12000
+    updates: int = 10000
     """Optimiser steps of the base model."""
     batch: int = 256
     lr: float = 2e-3

@@ -1,0 +1,167 @@
+"""The settings of a run: one frozen data class, presets, and its JSON form."""
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from flowrl.builtin import PolicyOptions, World, world
+from flowrl.errors import ConfigError, require
+from flowrl.losses import ClippedLoss
+from flowrl.methods import KERNELS, Method, make_method, make_sampler
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that one training run depends on. The defaults are the five-minute preset on the shapes world."""
+
+    method: str = "flow-grpo"
+    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo or noise-weighted; the name shown for a rule of your own."""
+    credit: str = ""
+    """A credit rule of your own: path/to/file.py:Class (then `method` is only its name in tables)."""
+    world: str = "shapes"
+    """shapes (text to image) or mixture (two dimensions)."""
+    task: str = "compositional"
+    """compositional, text or preference (shapes); direction (mixture)."""
+    reward_form: str = "soft"
+    """strict (0/1), graded (partial credit) or soft (continuous)."""
+    seed: int = 0
+    iterations: int = 30
+    prompts: int = 16
+    """Prompts (groups) per iteration."""
+    members: int = 12
+    """Samples of each prompt: the size of a group."""
+    steps: int = 10
+    """Denoising steps while training."""
+    sampler: str = "flow-sde"
+    """flow-sde, dance-sde, cps, ddim-sde or ode."""
+    noise_level: float = 0.7
+    window: str = "all-but-last"
+    """Stochastic (trained) steps: all, all-but-last, START:SIZE, or random:SIZE drawn every iteration."""
+    updates: int = 1
+    """Optimiser steps per iteration; the trajectories are split between them."""
+    lr: float = 1e-3
+    clip: float = 2e-3
+    kl_weight: float = 0.0
+    """Weight of the KL to the base model in the loss (beta)."""
+    rank: int = 8
+    """LoRA rank (shapes)."""
+    alpha: float = 16.0
+    """LoRA alpha."""
+    weight_decay: float = 1e-4
+    grad_clip: float = 1.0
+    ema: float = 0.8
+    """Decay of the averaged weights that evaluation uses, per optimiser step; 0 = no averaging."""
+    micro_batch: int = 256
+    """(trajectory, step) pairs per backward pass."""
+    max_batch: int = 256
+    """Latents per network call."""
+    eval_every: int = 5
+    """Iterations between evaluations; the first and last iterations are always evaluated."""
+    eval_prompts: int = 192
+    """Held-out samples per evaluation (prompts are repeated where there are fewer)."""
+    eval_steps: int = 20
+    """ODE steps while evaluating."""
+    checkpoint_every: int = 10
+    """Iterations between checkpoints; one is always written at the end and on Ctrl-C."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    dtype: str = "float32"
+    """Precision of the network: float32, bfloat16 or float16 (transition maths is always float32)."""
+    weights: str = ""
+    """Base weights other than those that ship (made by `flowrl pretrain`)."""
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "prompts", "updates", "micro_batch", "max_batch", "eval_every", "checkpoint_every"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        for name in ("steps", "eval_prompts", "eval_steps"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        require(self.members >= 2, "members", self.members, "2 or more: a group of one has nobody to be compared with")
+        require(self.lr > 0, "lr", self.lr, "above 0")
+        require(self.grad_clip > 0, "grad_clip", self.grad_clip, "above 0")
+        require(0 <= self.ema < 1, "ema", self.ema, "in [0, 1)")
+        require(self.rank >= 1, "rank", self.rank, "1 or more")
+        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        require(self.sampler in KERNELS, "sampler", self.sampler, f"one of {', '.join(KERNELS)}")
+        chosen = world(self.world)
+        require(self.task in chosen.tasks, f"task of world {self.world}", self.task, f"one of {', '.join(chosen.tasks)}")
+        require(self.reward_form in chosen.forms, "reward_form", self.reward_form, f"one of {', '.join(chosen.forms)}")
+        silent = self.sampler == "ode" or self.noise_level == 0
+        require(
+            not silent,
+            "noise_level" if self.sampler != "ode" else "sampler",
+            self.noise_level if self.sampler != "ode" else "ode",
+            "above 0, with a stochastic sampler: the loss needs log-probabilities, and a deterministic step has none",
+        )
+
+    def make_world(self) -> World:
+        """The world by name."""
+        return world(self.world)
+
+    def make_method(self) -> Method:
+        """The method by name, with this run's sampler, clip and KL weight."""
+        sampler = make_sampler(self.sampler, self.noise_level, self.window)
+        return make_method(self.method, sampler, ClippedLoss(clip=self.clip, kl_weight=self.kl_weight), self.credit)
+
+    def policy_options(self) -> PolicyOptions:
+        """What the world's policy is built from; the seed draws the adapter's first matrices."""
+        return PolicyOptions(self.rank, self.alpha, self.seed, self.device, self.dtype, self.weights)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> "RunConfig":
+        """The inverse of `as_dict`. Raises `ConfigError` naming settings that do not exist."""
+        known = {f.name for f in fields(RunConfig)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(f"config: unknown settings {', '.join(unknown)}; allowed: {', '.join(sorted(known))}")
+        return RunConfig(**values)
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; `ConfigError` where it is missing or no JSON object."""
+    if not path.is_file():
+        raise ConfigError(f"config: the file {path} does not exist")
+    try:
+        values = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"config: {path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"config: {path} must hold a JSON object")
+    return values
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "long": {"iterations": 150, "eval_every": 15, "eval_prompts": 384},
+    "tiny": {
+        "iterations": 2, "prompts": 2, "members": 3, "steps": 4, "eval_every": 1, "eval_prompts": 4, "eval_steps": 4,
+    },
+}  # fmt: skip
+
+MIXTURE_DEFAULTS: dict[str, Any] = {"world": "mixture", "task": "direction", "lr": 3e-3, "iterations": 60, "eval_every": 10}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named set of changes to the defaults."""
+
+    name: str
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def apply(self, **changes: Any) -> RunConfig:
+        """The run with this preset's settings, then `changes` on top; the mixture world brings its own defaults."""
+        base = dict(MIXTURE_DEFAULTS) if changes.get("world") == "mixture" else {}
+        return replace(RunConfig(), **{**base, **self.changes, **changes})
+
+
+def preset(name: str) -> Preset:
+    """A preset by name. Raises `ConfigError` for an unknown one."""
+    if name not in PRESETS:
+        raise ConfigError(f"unknown preset {name!r}; allowed: {', '.join(PRESETS)}")
+    return Preset(name, PRESETS[name])
