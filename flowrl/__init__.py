@@ -1,0 +1,57 @@
+"""flowrl: reinforcement learning for flow-matching image models.
+
+Rooms: `samplers` (transition kernels), `credit` (who earned the reward), `losses`, `rollout` (trajectories and probes),
+`methods` (papers as compositions), `builtin` (worlds), `training`. The names below are loaded when first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Method": "flowrl.methods",
+    "METHODS": "flowrl.methods",
+    "RunConfig": "flowrl.training.config",
+    "CompareConfig": "flowrl.training.compare",
+    "compare": "flowrl.training.compare",
+    "Trainer": "flowrl.training.trainer",
+    "Run": "flowrl.training.run",
+    "evaluate": "flowrl.training.evaluation",
+    "world": "flowrl.builtin",
+    "preset": "flowrl.training.config",
+    "Prompt": "flowrl.types",
+    "Schedule": "flowrl.types",
+}
+
+if TYPE_CHECKING:
+    from flowrl.builtin import world
+    from flowrl.methods import METHODS, Method
+    from flowrl.training.compare import CompareConfig, compare
+    from flowrl.training.config import RunConfig, preset
+    from flowrl.training.evaluation import evaluate
+    from flowrl.training.run import Run
+    from flowrl.training.trainer import Trainer
+    from flowrl.types import Prompt, Schedule
+
+__all__ = [
+    "METHODS",
+    "CompareConfig",
+    "Method",
+    "Prompt",
+    "Run",
+    "RunConfig",
+    "Schedule",
+    "Trainer",
+    "__version__",
+    "compare",
+    "evaluate",
+    "preset",
+    "world",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'flowrl' has no attribute {name!r}")

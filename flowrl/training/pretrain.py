@@ -4,18 +4,22 @@ The captions of 45% of the training pairs are careless (`scene.draw_wrong_layout
 then knows every concept but often draws the wrong one, so that there is something to reinforce.
 """
 
+import hashlib
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.errors import require
 from flowrl.flow.interpolant import interpolate, velocity_target
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config
+from flowrl.training.checkpoint import write_bytes, write_json
 from flowrl.worlds.shapes.render import CELL, Jitter, render_cells
 from flowrl.worlds.shapes.scene import (
     CELLS,
@@ -176,3 +180,16 @@ def flow_matching_loss(
     noisy = interpolate(clean, noise, t)
     guess = network.velocity(noisy, t * 1000.0, network.words(words[rows]))
     return F.mse_loss(guess, velocity_target(clean, noise))
+
+
+def pretrain_to_file(config: PretrainConfig, out: Path, threads: int, progress: Progress, command: str) -> None:
+    """`pretrain`, then the weights at `out` and a card with their hash, settings and command beside them."""
+    torch.set_num_threads(threads)
+
+    def write(network: SmallSD3) -> None:
+        data = save({name: tensor.contiguous() for name, tensor in network.state_dict().items()})
+        write_bytes(out, data)
+        card = {"sha256": hashlib.sha256(data).hexdigest(), "command": command, "threads": threads, "config": asdict(config)}
+        write_json(out.with_suffix(".json"), card)
+
+    write(pretrain(config, progress, snapshot=write))

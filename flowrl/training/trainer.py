@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,7 @@ class Trainer:
             self.parameters, lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay
         )
         self.done = 0
+        self.on_phase: Callable[[str], None] = lambda phase: None
 
     def iteration(self) -> dict[str, Any]:
         """One pass from prompts to updated weights; returns its metrics."""
@@ -70,17 +71,20 @@ class Trainer:
         prompts = self.prompts.take(self.config.prompts)
         condition = self.policy.encode(prompts)
         noise = self.groups.noise(self.policy.latent_shape, self.generator)
-        sampler = self._sampler()
+        sampler = self.draw_sampler()
+        self.on_phase("rollout")
         result = rollout(
             self.policy, sampler, self.schedule, condition, noise, self.generator, self.groups,
             self.method.credit.probe, usage, self.config.max_batch,
         )  # fmt: skip
         clock.lap("rollout")
+        self.on_phase("reward")
         rewards = reward_table(self.policy, self.reward, result, prompts, usage)
         clock.lap("reward")
         schedule = result.trajectories.schedule
         name = type(self.method.credit).__name__
         advantages = check_advantages(self.method.credit.assign(rewards, schedule), rewards, name)
+        self.on_phase("update")
         metrics = self._update(sampler, result, condition, advantages, prompts)
         clock.lap("update")
         self.done += 1
@@ -96,7 +100,8 @@ class Trainer:
             **metrics,
         }
 
-    def _sampler(self) -> Sampler:
+    def draw_sampler(self) -> Sampler:
+        """This iteration's sampler: a random window is drawn here, once for all groups."""
         sampler = self.method.sampler
         return sampler.draw(self.schedule, self.generator) if isinstance(sampler, RandomSampler) else sampler
 

@@ -1,0 +1,146 @@
+"""What a person sees while commands run: progress, then the table and where the report is."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from flowrl.training.compare import CompareConfig
+
+T = TypeVar("T")
+
+
+class Display:
+    """Progress of a comparison: a live panel on a terminal, one line per finished evaluation elsewhere."""
+
+    def __init__(self, config: "CompareConfig") -> None:
+        self.console = Console()
+        self.names = list(config.jobs())
+        self.iterations = {name: job.iterations for name, job in config.jobs().items()}
+        self.config = config
+        self.started = time.monotonic()
+        self.printed: dict[str, int] = {}
+        self.bar = Progress(TextColumn("{task.description}"), BarColumn(40), TextColumn("{task.fields[note]}"))
+        self.task = self.bar.add_task("all runs", total=sum(self.iterations.values()), note="")
+        self.live: Live | None = None
+
+    def start(self, out: Path) -> None:
+        """Say what is going to happen."""
+        run = self.config.run
+        self.say(
+            f"Comparing {', '.join(self.config.names())} on {run.world}/{run.task} ({run.reward_form} reward), "
+            f"seeds {', '.join(map(str, self.config.seeds))}, {run.iterations} iterations of {run.prompts} x {run.members} samples"
+        )
+        self.say(f"Results in {out}; Ctrl-C pauses without loss")
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def during(self, work: Callable[[], T]) -> T:
+        """Show progress while `work` runs."""
+        if not self.console.is_terminal:
+            return work()
+        with Live(console=self.console, refresh_per_second=4) as live:
+            self.live = live
+            try:
+                return work()
+            finally:
+                self.live = None
+
+    def watch(self, states: dict[str, dict[str, Any]]) -> None:
+        """Called with the state of all runs about twice a second."""
+        done = sum(self._progress(name, state) for name, state in states.items())
+        note = f"{done:.0f}/{sum(self.iterations.values())} iterations, time left {_clock(self._time_left(states))}"
+        self.bar.update(self.task, completed=done, note=note)
+        if self.live is not None:
+            self.live.update(Group(self.bar, self._table(states)))
+            return
+        for name, state in states.items():
+            step = state.get("iteration", 0)
+            if step >= self.printed.get(name, 0) + 5 or (state.get("phase") == "done" and self.printed.get(name) != -1):
+                self.printed[name] = -1 if state.get("phase") == "done" else step
+                self.say(
+                    f"{name:28s} {state.get('phase', ''):10s} iteration {step:3d}/{self.iterations[name]}  "
+                    f"reward {state.get('reward', float('nan')):.3f}  NFE {state.get('nfe_total', 0):>9,d}  {note}"
+                )
+
+    def _progress(self, name: str, state: dict[str, Any]) -> float:
+        return self.iterations[name] if state.get("phase") == "done" else state.get("iteration", 0)
+
+    def _time_left(self, states: dict[str, dict[str, Any]]) -> float | None:
+        """Seconds of work left, from each method's measured seconds per iteration, shared between the runs under way."""
+        pace: dict[str, list[float]] = {}
+        for name, state in states.items():
+            if state.get("iteration", 0) > 0 and "seconds" in state:
+                pace.setdefault(name.rpartition("-seed")[0], []).append(state["seconds"] / state["iteration"])
+        if not pace:
+            return None
+        means = {method: sum(values) / len(values) for method, values in pace.items()}
+        unknown = max(means.values())
+        left, active = 0.0, 0
+        for name, state in states.items():
+            if state.get("phase") not in ("done", "paused"):
+                left += (self.iterations[name] - state.get("iteration", 0)) * means.get(name.rpartition("-seed")[0], unknown)
+                active += state.get("phase") != "waiting"
+        return left / max(1, active)
+
+    def _table(self, states: dict[str, dict[str, Any]]) -> Table:
+        table = Table(box=None, padding=(0, 2))
+        for column, justify in (("run", "left"), ("phase", "left"), ("iteration", "right"), ("reward", "right"), ("NFE", "right")):
+            table.add_column(column, justify=justify)  # pyright: ignore[reportArgumentType]
+        for name, state in states.items():
+            reward = f"{state['reward']:.3f}" if "reward" in state else ""
+            progress = f"{state.get('iteration', 0)}/{self.iterations[name]}"
+            table.add_row(name, state.get("phase", ""), progress, reward, f"{state.get('nfe_total', 0):,}")
+        return table
+
+    def finish(self, out: Path) -> None:
+        """The table of results, and the report."""
+        from flowrl.plots.report import write_report
+        from flowrl.training.results import load_comparison, print_table, summarise
+
+        self.say("Drawing the report ...")
+        report = write_report(out)
+        print_table(summarise(load_comparison(out)), self.console)
+        self.say(f"{_clock(time.monotonic() - self.started)} in all. Open {report}")
+
+
+def _clock(seconds: float | None) -> str:
+    """Minutes and seconds."""
+    return "unknown" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def train_line(out: Path) -> Callable[[dict[str, Any]], None]:
+    """Progress of a single run: one line per iteration, with the evaluation where there was one."""
+    started = time.monotonic()
+
+    def show(state: dict[str, Any]) -> None:
+        if "iteration" not in state:
+            return
+        row = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+        line = f"iteration {row['iteration']:3d}  reward {row['reward_mean']:.3f}  NFE {row['nfe_total']:>9,d}  {_clock(time.monotonic() - started)}"
+        if row["evaluation"]:
+            line += f"  held out: reward {row['evaluation']['reward']:.3f}, strict {row['evaluation']['strict']:.3f}"
+        print(line, flush=True)
+
+    return show
+
+
+def pretrain_progress() -> Callable[[str, int, int, float], None]:
+    """Progress of pretraining, with the time left."""
+    started: dict[str, float] = {}
+
+    def show(phase: str, update: int, updates: int, loss: float) -> None:
+        began = started.setdefault(phase, time.monotonic())
+        left = (time.monotonic() - began) / update * (updates - update) if update > 1 else None
+        print(f"{phase}: {update}/{updates}  loss {loss:.4f}  time left {_clock(left)}", flush=True)
+
+    return show

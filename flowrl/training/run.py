@@ -1,0 +1,195 @@
+"""One training run in a folder: metrics line by line, checkpoints, samples, and a trajectory to look at."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from flowrl.builtin import World
+from flowrl.errors import CheckpointError, ConfigError
+from flowrl.protocols import FlowPolicy
+from flowrl.rollout import Groups, Usage, reward_table, rollout
+from flowrl.training.checkpoint import load_checkpoint, save_checkpoint, write_bytes, write_json
+from flowrl.training.config import RunConfig
+from flowrl.training.evaluation import Evaluation, evaluate
+from flowrl.training.trainer import Trainer
+from flowrl.types import Completion, Tweedie
+
+TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
+Report = Callable[[dict[str, Any]], None]
+"""Called with {"phase", "iteration", "reward", "nfe_total"} whenever one of them changes."""
+
+
+def _silent(_: dict[str, Any]) -> None:
+    return None
+
+
+@dataclass
+class Run:
+    """A run of `config` in `folder`. `execute` returns True when it is finished, False when `stop` asked it to pause.
+
+    The folder gets config.json, metrics.jsonl (one line per iteration; line 0 is the untrained model), checkpoint/, and at the
+    end samples.*, trajectory.*, weights.safetensors (the averaged trainable weights) and done.json.
+    """
+
+    config: RunConfig
+    folder: Path
+    report: Report = _silent
+    stop: Callable[[], bool] = lambda: False
+
+    def execute(self, resume: bool = False) -> bool:
+        """Train to the end, or go on from the last checkpoint with `resume`. Raises `FlowrlError`s from its parts."""
+        if resume and (self.folder / "done.json").exists():
+            return True
+        world = self.config.make_world()
+        method = self.config.make_method()
+        policy = world.policy(self.config.policy_options())
+        trainer = Trainer(
+            policy, method, world.reward(self.config.reward_form), world.prompts(self.config.task, "train"), self.config
+        )
+        trainer.on_phase = lambda phase: self.report({"phase": phase})
+        rows = self._restore(trainer) if resume else []
+        if not rows:
+            if (self.folder / "metrics.jsonl").exists() and not resume:
+                raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
+            write_json(self.folder / "config.json", self.config.as_dict())
+            rows = [self._first_row(policy, world)]
+        while trainer.done < self.config.iterations:
+            row = trainer.iteration()
+            for name in TOTALS:
+                row[f"{name}_total"] = rows[-1][f"{name}_total"] + row[name]
+            due = trainer.done % self.config.eval_every == 0 or trainer.done == self.config.iterations
+            row["evaluation"] = self._evaluate(trainer, world).row(self.config.reward_form) if due else None
+            rows.append(row)
+            self._append(row)
+            self.report({"iteration": trainer.done, "reward": row["reward_mean"], "nfe_total": row["nfe_total"]})
+            paused = trainer.done < self.config.iterations and self.stop()
+            if paused or trainer.done % self.config.checkpoint_every == 0 or trainer.done == self.config.iterations:
+                save_checkpoint(self.folder / "checkpoint", trainer.state())
+            if paused:
+                return False
+        self._finish(trainer, world)
+        return True
+
+    def _first_row(self, policy: FlowPolicy, world: World) -> dict[str, Any]:
+        self.report({"phase": "evaluation"})
+        before = self._score(policy, world)
+        write_bytes(self.folder / "before.safetensors", save({"images": before.images, "scores": before.image_scores}))
+        row: dict[str, Any] = {"iteration": 0, "evaluation": before.row(self.config.reward_form)}
+        row |= {f"{name}_total": 0 for name in TOTALS}
+        (self.folder / "metrics.jsonl").write_text("")
+        self._append(row)
+        return row
+
+    def _append(self, row: dict[str, Any]) -> None:
+        with open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _restore(self, trainer: Trainer) -> list[dict[str, Any]]:
+        """Rows up to the last checkpoint; later lines are dropped, they will be made again. No checkpoint: start anew."""
+        folder = self.folder / "checkpoint"
+        if not folder.exists() and not folder.with_name("checkpoint.old").exists():
+            return []
+        trainer.restore(load_checkpoint(folder))
+        rows = []
+        for line in (self.folder / "metrics.jsonl").read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                break
+            if row["iteration"] <= trainer.done:
+                rows.append(row)
+        if not rows or rows[-1]["iteration"] != trainer.done:
+            raise CheckpointError(
+                f"resume: {self.folder / 'metrics.jsonl'} ends before iteration {trainer.done} of the checkpoint beside it"
+            )
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        write_bytes(self.folder / "metrics.jsonl", text.encode())
+        return rows
+
+    def _score(self, policy: FlowPolicy, world: World) -> Evaluation:
+        c = self.config
+        return evaluate(policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch)
+
+    def _evaluate(self, trainer: Trainer, world: World) -> Evaluation:
+        self.report({"phase": "evaluation"})
+        with trainer.averaged():
+            return self._score(trainer.policy, world)
+
+    def _finish(self, trainer: Trainer, world: World) -> None:
+        from safetensors.torch import load_file
+
+        after = self._evaluate(trainer, world)
+        before = load_file(self.folder / "before.safetensors")
+        write_bytes(self.folder / "samples.safetensors", save({"before": before["images"], "after": after.images}))
+        samples = {
+            "prompts": [prompt.text for prompt in after.prompts],
+            "reward_before": before["scores"].tolist(),
+            "reward_after": after.image_scores.tolist(),
+        }
+        write_json(self.folder / "samples.json", samples)
+        with trainer.averaged():
+            self._show_trajectory(trainer, world)
+        average = {n: a.cpu().contiguous() for n, a in zip(trainer.names, trainer.average, strict=True)}
+        write_bytes(self.folder / "weights.safetensors", save(average))
+        write_json(self.folder / "done.json", {"iterations": trainer.done})
+
+    def _show_trajectory(self, trainer: Trainer, world: World, members: int = 12) -> None:
+        """Rewards along the trajectories of one group, and the completions of the one with the largest swings."""
+        policy, config = trainer.policy, self.config
+        prompt = world.prompts(config.task, "heldout")[0]
+        generator = torch.Generator(policy.device).manual_seed(7)
+        groups = Groups(1, members)
+        noise = groups.noise(policy.latent_shape, generator)
+        start = generator.get_state()
+        tables, estimates = [], None
+        sampler = trainer.draw_sampler()
+        for probe in (Completion(), Tweedie()):
+            generator.set_state(start)
+            result = rollout(
+                policy, sampler, trainer.schedule, policy.encode([prompt]), noise, generator, groups, probe, Usage()
+            )
+            tables.append(reward_table(policy, trainer.reward, result, [prompt])[0])
+            estimates = estimates or result.estimates
+        chosen = int(tables[0].diff(dim=1).abs().sum(1).argmax())
+        record = {
+            "prompt": prompt.text,
+            "chosen": chosen,
+            "rewards": tables[0][chosen].tolist(),
+            "members": tables[0].tolist(),
+            "tweedie": tables[1][chosen].tolist(),
+        }
+        write_json(self.folder / "trajectory.json", record)
+        assert estimates is not None
+        images = torch.cat([policy.decode(estimates[node][chosen : chosen + 1]) for node in sorted(estimates)])
+        write_bytes(self.folder / "trajectory.safetensors", save({"images": images.cpu().contiguous()}))
+
+
+def trained_policy(folder: Path, device: str = "cpu") -> tuple[FlowPolicy, RunConfig]:
+    """The policy of a finished run with its averaged weights. Raises `ConfigError` or `CheckpointError`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from flowrl.training.config import load_config
+
+    path = folder / "weights.safetensors"
+    if not path.is_file():
+        raise CheckpointError(f"weights: {path} does not exist; {folder} must be the folder of a finished run")
+    config = RunConfig.from_dict(load_config(folder / "config.json"))
+    policy = config.make_world().policy(replace(config.policy_options(), device=device))
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"weights: {path} cannot be read: {error}") from error
+    named = policy.trainable()
+    if set(named) != set(tensors):
+        raise CheckpointError(f"weights: {path} does not hold the weights that {folder / 'config.json'} describes")
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(tensors[name])
+    return policy, config
+

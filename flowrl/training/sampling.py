@@ -1,0 +1,40 @@
+"""Pictures for prompts, from the base model or a finished run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowrl.builtin import PolicyOptions, world
+from flowrl.rollout import Usage, integrate, score
+from flowrl.training.run import trained_policy
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`images` [prompt, count, channel, height, width], their soft scores [prompt, count], and the prompts' texts."""
+
+    images: Tensor
+    scores: Tensor
+    prompts: tuple[str, ...]
+
+
+def sample_grid(prompts: Sequence[str], weights: Path | None, world_name: str, count: int, steps: int, seed: int) -> Grid:
+    """`count` ODE samples per prompt; the same seed gives every model the same noise. Unknown words raise `ConfigError`."""
+    if weights is None:
+        chosen = world(world_name)
+        parsed = [chosen.parse(text) for text in prompts]
+        policy = chosen.policy(PolicyOptions())
+    else:
+        policy, config = trained_policy(weights)
+        chosen = config.make_world()
+        parsed = [chosen.parse(text) for text in prompts]
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn((len(parsed) * count, *policy.latent_shape), generator=generator)
+    everyone = [prompt for prompt in parsed for _ in range(count)]
+    latents = integrate(policy, policy.schedule(steps), policy.encode(everyone), noise, Usage())
+    images = policy.decode(latents)
+    scores = score(chosen.reward("soft"), images, everyone)
+    return Grid(images.unflatten(0, (len(parsed), count)), scores.view(len(parsed), count), tuple(prompts))
