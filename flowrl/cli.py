@@ -194,7 +194,12 @@ class Sample:
     Example: flowrl sample --prompts "three red circles" 'text "K72"' --weights runs/mine/runs/flow-grpo-seed0
     """
 
-    prompts: tuple[str, ...] = ("three red circles", "blue square left of green triangle", 'text "K72"', "lively red and blue pattern")
+    prompts: tuple[str, ...] = (
+        "three red circles",
+        "blue square left of green triangle",
+        'text "K72"',
+        "lively red and blue pattern",
+    )
     """Prompts in the world's language."""
     weights: Path | None = None
     """Folder of a finished run; without it, the base model."""
@@ -241,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         command = tyro.extras.subcommand_cli_from_dict(
-            {name: _identity(kind) for name, kind in COMMANDS.items()},
+            COMMANDS,
             prog="flowrl",
             description=DESCRIPTION,
             args=arguments,
@@ -254,10 +259,6 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("flowrl: interrupted", file=sys.stderr)
         return 130
-
-
-def _identity(kind: type[Any]) -> type[Any]:
-    return kind
 
 
 def entry() -> None:

@@ -36,7 +36,8 @@ class Display:
         run = self.config.run
         self.say(
             f"Comparing {', '.join(self.config.names())} on {run.world}/{run.task} ({run.reward_form} reward), "
-            f"seeds {', '.join(map(str, self.config.seeds))}, {run.iterations} iterations of {run.prompts} x {run.members} samples"
+            f"seeds {', '.join(map(str, self.config.seeds))}, "
+            f"{run.iterations} iterations of {run.prompts} x {run.members} samples"
         )
         self.say(f"Results in {out}; Ctrl-C pauses without loss")
 
@@ -94,7 +95,13 @@ class Display:
 
     def _table(self, states: dict[str, dict[str, Any]]) -> Table:
         table = Table(box=None, padding=(0, 2))
-        for column, justify in (("run", "left"), ("phase", "left"), ("iteration", "right"), ("reward", "right"), ("NFE", "right")):
+        for column, justify in (
+            ("run", "left"),
+            ("phase", "left"),
+            ("iteration", "right"),
+            ("reward", "right"),
+            ("NFE", "right"),
+        ):
             table.add_column(column, justify=justify)  # pyright: ignore[reportArgumentType]
         for name, state in states.items():
             reward = f"{state['reward']:.3f}" if "reward" in state else ""
@@ -126,7 +133,8 @@ def train_line(out: Path) -> Callable[[dict[str, Any]], None]:
         if "iteration" not in state:
             return
         row = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-        line = f"iteration {row['iteration']:3d}  reward {row['reward_mean']:.3f}  NFE {row['nfe_total']:>9,d}  {_clock(time.monotonic() - started)}"
+        spent = _clock(time.monotonic() - started)
+        line = f"iteration {row['iteration']:3d}  reward {row['reward_mean']:.3f}  NFE {row['nfe_total']:>9,d}  {spent}"
         if row["evaluation"]:
             line += f"  held out: reward {row['evaluation']['reward']:.3f}, strict {row['evaluation']['strict']:.3f}"
         print(line, flush=True)

@@ -10,7 +10,7 @@ from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted
 from flowrl.errors import ConfigError
 from flowrl.losses import ClippedLoss
 from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, Sampler
-from flowrl.samplers import CPS, ODE, AllButLast, DanceSDE, DDIMSDE, FlowSDE, RandomWindow, Window
+from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, Window
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,7 @@ class Method:
 
 def flow_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
     """Flow-GRPO (arXiv 2505.05470): uniform credit, independent noise, Flow-SDE a = 0.7 on all steps but the last."""
-    return Method(
-        "flow-grpo", sampler or AllButLast(FlowSDE(0.7)), Uniform(), loss or ClippedLoss(), source="arXiv 2505.05470"
-    )
+    return Method("flow-grpo", sampler or AllButLast(FlowSDE(0.7)), Uniform(), loss or ClippedLoss(), source="arXiv 2505.05470")
 
 
 def stepwise_flow_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
@@ -108,9 +106,7 @@ def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") 
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(
-            f"window = {window!r} is not allowed: 'all', 'all-but-last', 'START:SIZE' or 'random:SIZE'"
-        ) from error
+        raise ConfigError(f"window = {window!r} is not allowed: 'all', 'all-but-last', 'START:SIZE' or 'random:SIZE'") from error
 
 
 def load_credit(spec: str) -> CreditAssigner:
@@ -138,7 +134,9 @@ def load_credit(spec: str) -> CreditAssigner:
     except Exception as error:
         raise ConfigError(f"credit: {name}() failed: {type(error).__name__}: {error}") from error
     if not isinstance(rule, CreditAssigner):
-        raise ConfigError(f"credit: {name} is no credit rule; it needs an attribute `probe` and a method `assign(rewards, schedule)`")
+        raise ConfigError(
+            f"credit: {name} is no credit rule; it needs an attribute `probe` and a method `assign(rewards, schedule)`"
+        )
     return rule
 
 
@@ -150,7 +148,11 @@ def make_method(
     if credit:
         rule = load_credit(credit)
         shared = bool(getattr(rule, "shared_noise", False))
-        return replace(flow_grpo(sampler, loss), name=name or type(rule).__name__, credit=rule, shared_noise=shared, source=credit)
+        return replace(
+            flow_grpo(sampler, loss), name=name or type(rule).__name__, credit=rule, shared_noise=shared, source=credit
+        )
     if name not in METHODS:
-        raise ConfigError(f"unknown method {name!r}; allowed: {', '.join(METHODS)}, or a rule of your own with --credit file.py:Class")
+        raise ConfigError(
+            f"unknown method {name!r}; allowed: {', '.join(METHODS)}, or a rule of your own with --credit file.py:Class"
+        )
     return METHODS[name](sampler, loss)

@@ -101,9 +101,7 @@ def test_turning_points_match_the_public_tp_grpo_code(index: int) -> None:
 
 def test_ties_go_to_the_later_step_whatever_the_order_of_the_members() -> None:
     """Under "trend" the turning points of one trajectory all have the size |D|."""
-    rows = torch.tensor(
-        [[0.0, 0.3, 0.2, 0.5, 0.4, 0.9], [0.9, 0.9, 0.95, 0.7, 0.7, 0.6], [0.1, 0.1, 0.1, 0.1, 0.1, 0.1]]
-    )
+    rows = torch.tensor([[0.0, 0.3, 0.2, 0.5, 0.4, 0.9], [0.9, 0.9, 0.95, 0.7, 0.7, 0.6], [0.1, 0.1, 0.1, 0.1, 0.1, 0.1]])
     for order in ([0, 1, 2], [1, 2, 0], [2, 1, 0]):
         rewards = rows[order].unsqueeze(0)
         turns = turning_points(rewards, consistent=False)
@@ -315,9 +313,7 @@ class TestContract:
     def test_names_missing_nodes_and_the_probe_that_fills_them(self, rule: CreditAssigner) -> None:
         rewards = table(2)
         rewards[0, 1, -1] = torch.nan
-        with pytest.raises(
-            CreditError, match=rf"node 4 of 0\.\.4: roll out with the probe {type(rule.probe).__name__}"
-        ):
+        with pytest.raises(CreditError, match=rf"node 4 of 0\.\.4: roll out with the probe {type(rule.probe).__name__}"):
             rule.assign(rewards, SCHEDULE)
 
     def test_refuses_a_table_without_steps(self, rule: CreditAssigner) -> None:

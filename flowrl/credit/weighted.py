@@ -52,9 +52,7 @@ class Weighted:
                 raise CreditError(f"Weighted has {len(self.weights)} weights, but the table has {steps} steps")
             return torch.tensor(self.weights, dtype=like.dtype, device=like.device)
         if schedule is None or schedule.stds is None:
-            raise CreditError(
-                "Weighted(weights='noise') needs a schedule with stds: Schedule(times, stds=transition_stds(...))"
-            )
+            raise CreditError("Weighted(weights='noise') needs a schedule with stds: Schedule(times, stds=transition_stds(...))")
         if schedule.steps != steps:
             raise CreditError(f"Weighted got a schedule of {schedule.steps} steps, but the table has {steps} steps")
         stds = schedule.stds.to(like)

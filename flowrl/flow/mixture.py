@@ -22,9 +22,7 @@ class GaussianMixture:
     def ring(modes: int = 8, radius: float = 2.0, std: float = 0.25) -> "GaussianMixture":
         """Equal modes on a circle in the plane."""
         angle = torch.arange(modes) * (2 * torch.pi / modes)
-        return GaussianMixture(
-            radius * torch.stack([angle.cos(), angle.sin()], 1), std, torch.full((modes,), 1 / modes)
-        )
+        return GaussianMixture(radius * torch.stack([angle.cos(), angle.sin()], 1), std, torch.full((modes,), 1 / modes))
 
     def variance(self, t: Tensor) -> Tensor:
         """c_t of every sample: [sample] -> [sample]."""

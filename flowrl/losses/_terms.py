@@ -37,9 +37,7 @@ def counted_pairs(batch: LossBatch) -> LossBatch:
     )
 
 
-def surrogate(
-    ratio: Float[Tensor, " sample"], advantages: Float[Tensor, " sample"], clip: float
-) -> Float[Tensor, " sample"]:
+def surrogate(ratio: Float[Tensor, " sample"], advantages: Float[Tensor, " sample"], clip: float) -> Float[Tensor, " sample"]:
     """max(-A ratio, -A clip(ratio, 1 - c, 1 + c)). Source: PPO (arXiv 1707.06347, equation 7)."""
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + clip))
 
@@ -68,9 +66,7 @@ def combine(
         metrics["kl"] = penalty.detach()
         loss = loss + kl_weight * penalty if kl_weight > 0 else loss
     elif kl_weight > 0:
-        raise ConfigError(
-            f"kl_weight = {kl_weight!r} needs LossBatch.reference, which is None: fill it, or set kl_weight = 0"
-        )
+        raise ConfigError(f"kl_weight = {kl_weight!r} needs LossBatch.reference, which is None: fill it, or set kl_weight = 0")
     return LossResult(loss=loss, metrics=metrics)
 
 

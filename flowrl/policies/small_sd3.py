@@ -54,7 +54,7 @@ class SmallSD3(nn.Module):
 
     def __init__(self, config: SmallSD3Config) -> None:
         super().__init__()
-        from diffusers import SD3Transformer2DModel
+        from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 
         self.config = config
         width = config.heads * config.head_dim
@@ -103,7 +103,7 @@ class SmallSD3Policy:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         require(rank >= 0, "lora rank", rank, "0 or more")
-        from diffusers import FlowMatchEulerDiscreteScheduler
+        from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
         self.network = network.to(device).eval().requires_grad_(False)
         self.tokenise = tokenise
@@ -139,8 +139,8 @@ class SmallSD3Policy:
         """The grid of diffusers' `FlowMatchEulerDiscreteScheduler`, float32."""
         require(steps >= 1, "steps", steps, "1 or more")
         self._scheduler.set_timesteps(steps, device=self.device)
-        sigmas, timesteps = self._scheduler.sigmas, self._scheduler.timesteps
-        return Schedule(sigmas.float().to(self.device), timesteps.float().to(self.device))
+        grid: Any = self._scheduler
+        return Schedule(grid.sigmas.float().to(self.device), grid.timesteps.float().to(self.device))
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
         """Word embeddings [prompt, word, dim]."""

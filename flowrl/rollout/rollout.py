@@ -68,7 +68,7 @@ def rollout(
     noise: Tensor,
     generator: torch.Generator,
     groups: Groups,
-    probe: Probe = NoProbe(),  # noqa: B008  (a frozen value)
+    probe: Probe = NoProbe(),
     usage: Usage | None = None,
     max_batch: int = 1024,
 ) -> Rollout:

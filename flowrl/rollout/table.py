@@ -19,7 +19,9 @@ def score(reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usage:
     if not isinstance(scores, Tensor):
         raise RewardError(f"{name}.score returned a {type(scores).__name__}; a torch.Tensor of shape [sample] is required")
     if scores.shape != (len(prompts),):
-        raise RewardError(f"{name}.score returned shape {tuple(scores.shape)} for {len(prompts)} images; allowed: ({len(prompts)},)")
+        raise RewardError(
+            f"{name}.score returned shape {tuple(scores.shape)} for {len(prompts)} images; allowed: ({len(prompts)},)"
+        )
     bad = ~torch.isfinite(scores)
     if bool(bad.any()):
         first = int(bad.nonzero()[0])

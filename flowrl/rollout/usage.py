@@ -18,9 +18,7 @@ class Usage:
     calls: int = 0
     reward_calls: int = 0
 
-    def velocity(
-        self, policy: FlowPolicy, latent: Tensor, timestep: Tensor, condition: Condition, max_batch: int
-    ) -> Tensor:
+    def velocity(self, policy: FlowPolicy, latent: Tensor, timestep: Tensor, condition: Condition, max_batch: int) -> Tensor:
         """`policy.velocity` in chunks of at most `max_batch`, counted."""
         self.nfe += len(latent)
         self.calls += 1

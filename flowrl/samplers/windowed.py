@@ -108,9 +108,7 @@ class RandomWindow:
 
     def transition(self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor) -> Gaussian:
         """Always raises `ConfigError`: a random window must be drawn first."""
-        raise ConfigError(
-            "RandomWindow has not been drawn: call .draw(schedule, generator) once per iteration, use its result"
-        )
+        raise ConfigError("RandomWindow has not been drawn: call .draw(schedule, generator) once per iteration, use its result")
 
 
 def _require_sampler(where: str, sampler: object) -> None:

@@ -137,7 +137,8 @@ def pretrain(config: PretrainConfig, progress: Progress, snapshot: Callable[[Sma
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
         keep = min(config.ema, (update + 1) / (update + 10))
-        torch._foreach_lerp_(average, [p.detach() for p in parameters], 1 - keep)
+        for mean, parameter in zip(average, parameters, strict=True):
+            mean.lerp_(parameter.detach(), 1 - keep)
         if update % 50 == 0 or update == config.updates - 1:
             progress("base model", update + 1, config.updates, loss.item())
         if snapshot is not None and time.monotonic() - started > 300:

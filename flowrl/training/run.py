@@ -150,9 +150,7 @@ class Run:
         sampler = trainer.draw_sampler()
         for probe in (Completion(), Tweedie()):
             generator.set_state(start)
-            result = rollout(
-                policy, sampler, trainer.schedule, policy.encode([prompt]), noise, generator, groups, probe, Usage()
-            )
+            result = rollout(policy, sampler, trainer.schedule, policy.encode([prompt]), noise, generator, groups, probe, Usage())
             tables.append(reward_table(policy, trainer.reward, result, [prompt])[0])
             estimates = estimates or result.estimates
         chosen = int(tables[0].diff(dim=1).abs().sum(1).argmax())
@@ -192,4 +190,3 @@ def trained_policy(folder: Path, device: str = "cpu") -> tuple[FlowPolicy, RunCo
         for name, parameter in named.items():
             parameter.copy_(tensors[name])
     return policy, config
-

@@ -1,6 +1,6 @@
 """The trainer: one iteration from prompts to a weight update, readable from top to bottom.
 
-    prompts -> trajectories + estimates -> rewards [prompt, member, node] -> advantages [prompt, member, step] -> update
+prompts -> trajectories + estimates -> rewards [prompt, member, node] -> advantages [prompt, member, step] -> update
 """
 
 import time
@@ -59,9 +59,7 @@ class Trainer:
         named = policy.trainable()
         self.names, self.parameters = list(named), list(named.values())
         self.average = [p.detach().clone() for p in self.parameters]
-        self.optimiser = torch.optim.AdamW(
-            self.parameters, lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay
-        )
+        self.optimiser = torch.optim.AdamW(self.parameters, lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay)
         self.done = 0
         self.on_phase: Callable[[str], None] = lambda phase: None
 
@@ -130,13 +128,16 @@ class Trainer:
                 scale = weight / min(config.updates, len(order))
                 for key, value in {"loss": outcome.loss.detach(), **outcome.metrics}.items():
                     largest = key == "ratio_deviation"
-                    totals[key] = max(totals.get(key, 0.0), float(value)) if largest else totals.get(key, 0.0) + float(value) * scale
+                    totals[key] = (
+                        max(totals.get(key, 0.0), float(value)) if largest else totals.get(key, 0.0) + float(value) * scale
+                    )
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, config.grad_clip)
             self._require_finite(norm, "gradient norm", prompts)
             self.optimiser.step()
             totals["grad_norm"] = float(norm)
             with torch.no_grad():
-                torch._foreach_lerp_(self.average, self.parameters, 1 - config.ema)
+                for mean, parameter in zip(self.average, self.parameters, strict=True):
+                    mean.lerp_(parameter, 1 - config.ema)
         return {**totals, "train_nfe": train_nfe, "abs_advantage": float(advantages.abs().mean())}
 
     def _pairs(

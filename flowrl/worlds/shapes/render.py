@@ -98,12 +98,12 @@ def split_cells(images: Tensor) -> Tensor:
     return rearrange(images, "s k (r h) (c w) -> s (r c) k h w", r=GRID, c=GRID)
 
 
-def template_bank() -> tuple[Tensor, Tensor]:
-    """Every class at 9 placements, at half resolution: (templates [template, 3*64], classes [template])."""
+def template_bank() -> Tensor:
+    """The empty cell, then every class at 9 placements, at half resolution: [1 + 9 (CLASSES - 1), 3*64]."""
     classes = torch.arange(CLASSES).repeat_interleave(9)
     offsets = torch.tensor([-0.7, 0.0, 0.7])
     x, y = torch.meshgrid(offsets, offsets, indexing="ij")
     jitter = Jitter(x.reshape(-1).repeat(CLASSES), y.reshape(-1).repeat(CLASSES), torch.ones(9 * CLASSES))
     keep = (classes > 0) | (torch.arange(len(classes)) == 0)
     cells = render_cells(classes, jitter)[keep]
-    return F.avg_pool2d(cells, 2).flatten(1), classes[keep]
+    return F.avg_pool2d(cells, 2).flatten(1)

@@ -40,14 +40,14 @@ class Reading:
 
 
 @lru_cache(maxsize=4)
-def _bank(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    templates, classes = template_bank()
-    return templates.to(device), templates.square().sum(1).to(device), classes.to(device)
+def _bank(device: torch.device) -> tuple[Tensor, Tensor]:
+    templates = template_bank().to(device)
+    return templates, templates.square().sum(1)
 
 
 def read(images: Tensor) -> Reading:
     """Nearest template per cell, at half resolution, over 9 sub-pixel placements of every class."""
-    templates, norms, classes = _bank(images.device)
+    templates, norms = _bank(images.device)
     cells = split_cells(F.avg_pool2d(images.float().clamp(0, 1), 2)).flatten(2)
     size = cells.shape[-1]
     distance = (cells.square().sum(-1, keepdim=True) - 2 * cells @ templates.T + norms).clamp(min=0) / size
@@ -165,7 +165,8 @@ class ShapesReward:
         """[sample, 3, 64, 64] in [0, 1] and as many prompts -> [sample]."""
         if images.shape[1:] != (3, SIZE, SIZE) or len(images) != len(prompts):
             raise RewardError(
-                f"ShapesReward needs [sample, 3, {SIZE}, {SIZE}] and as many prompts; got {tuple(images.shape)} and {len(prompts)}"
+                f"ShapesReward needs [sample, 3, {SIZE}, {SIZE}] and as many prompts; "
+                f"got {tuple(images.shape)} and {len(prompts)}"
             )
         requests = [request_of(prompt) for prompt in prompts]
         scores = torch.zeros(len(requests))
@@ -178,9 +179,7 @@ class ShapesReward:
             classes, probabilities = reading.classes.cpu(), reading.probabilities.cpu()
             clarity = reading.clarity.cpu()
             presence = probabilities if self.form == "soft" else _one_hot(classes)
-            values = [
-                self._cell_score(classes[n], presence[n], float(clarity[n]), requests[i]) for n, i in enumerate(seen)
-            ]
+            values = [self._cell_score(classes[n], presence[n], float(clarity[n]), requests[i]) for n, i in enumerate(seen)]
             scores[seen] = torch.tensor(values)
         return scores.to(images.device)
 
@@ -201,4 +200,3 @@ class ShapesReward:
         if soft:
             return (1 - CLARITY_SHARE) * graded + CLARITY_SHARE * clarity
         return graded if self.form == "graded" else float(math.isclose(graded, 1.0))
-
