@@ -46,8 +46,9 @@ class Groups:
 class Rollout:
     """Trajectories, and per probed node the latent of the estimated final image.
 
-    `estimates[node]` is [sample, *latent], or [prompt, *latent] at node 0 of groups that share their noise. Nodes that were
-    not probed are absent; the last node is always there.
+    `estimates[node]` is [sample, *latent], or [prompt, *latent] at nodes that a whole group shares (same x_T, no stochastic step
+    before them). Nodes that were not probed are absent; the last node is always there. Nodes with the same final image (they
+    are linked by ODE steps) hold the same tensor.
     """
 
     trajectories: Trajectories
@@ -75,9 +76,10 @@ def rollout(
     """Sample one trajectory per row of `noise` [sample, *latent] and estimate final images as `probe` asks.
 
     `condition` has one row per prompt. Network evaluations per trajectory with T steps and independent noise: T without a
-    probe, T T' with `Substeps(T')` in T + T' - 1 calls, T (T + 1) / 2 with `Completion` in T calls; with shared noise the
-    evaluations at node 0 are made once per group. Float32, detached. `max_batch` bounds how many latents the network sees at
-    once; the results do not depend on it beyond float rounding.
+    probe, T T' with `Substeps(T')` in T + T' - 1 calls, T (T + 1) / 2 with `Completion` in T calls. Nodes that a group shares
+    (same x_T and only ODE steps so far) are evaluated once per group, and a completion is started only where a stochastic step
+    follows: from other nodes the ODE leads to the next one's image. Float32, detached. `max_batch` bounds how many latents the
+    network sees at once; the results do not depend on it beyond float rounding.
     """
     if not isinstance(probe, NoProbe | Substeps | Completion):
         raise ConfigError(f"unknown probe {probe!r}; allowed: NoProbe(), Tweedie(), Substeps(n), Completion()")
@@ -125,13 +127,12 @@ class _Walk:
         per_sample = self.condition.repeat(self.groups.members)
         nodes, velocities = [x], []
         running: dict[int, Tensor] = {}
-        decisions = self.schedule.stochastic.nonzero().flatten().tolist()
-        tail = decisions[-1] + 1 if decisions else 0  # from here on the trajectory itself is its own completion
+        decisions = set(self._decisions())
         for i in range(steps):
             velocity, ahead = self._velocities(x, i, running, per_sample)
             running = {j: _ode_step(self.schedule, running[j], ahead[j], i) for j in running}
             following = _ode_step(self.schedule, x, velocity, i)
-            if isinstance(probe, Completion) and i < tail:
+            if isinstance(probe, Completion) and i in decisions:
                 running[i] = following[self.groups.first_members()] if self._is_shared(i) else following
             index = torch.full((len(x),), i, device=x.device)
             stochastic = float(self.schedule.stochastic[i])
@@ -141,11 +142,19 @@ class _Walk:
             velocities.append(velocity)
         trajectories = Trajectories(torch.stack(nodes, 1), torch.stack(velocities, 1), self.schedule)
         estimates = self._substeps(trajectories, probe.count, per_sample) if isinstance(probe, Substeps) else running
-        ends = range(tail, steps + 1) if isinstance(probe, Completion) else [steps]
-        return Rollout(trajectories, {**estimates, **{node: x for node in ends}}, self.groups)
+        estimates = {**estimates, steps: x}
+        if isinstance(probe, Completion):
+            for node in reversed(range(steps)):
+                estimates.setdefault(node, estimates[node + 1])
+        return Rollout(trajectories, estimates, self.groups)
+
+    def _decisions(self) -> list[int]:
+        """The stochastic steps."""
+        return self.schedule.stochastic.nonzero().flatten().tolist()
 
     def _is_shared(self, node: int) -> bool:
-        return node == 0 and self.groups.shared_noise
+        """Whether all members of a group are in the same state at `node`."""
+        return self.groups.shared_noise and node <= min(self._decisions(), default=self.schedule.steps)
 
     def _velocities(
         self, x: Tensor, step: int, running: Mapping[int, Tensor], per_sample: Condition

@@ -47,14 +47,16 @@ def reward_table(
     steps = result.trajectories.schedule.steps
     table = torch.full((groups.prompts, groups.members, steps + 1), float("nan"))
     everyone = [prompt for prompt in prompts for _ in range(groups.members)]
-    latents = [result.estimates[node] for node in sorted(result.estimates)]
+    nodes = sorted(result.estimates)
+    distinct = {id(result.estimates[node]): result.estimates[node] for node in nodes}
+    latents = list(distinct.values())
     owners = [p for latent in latents for p in (everyone if len(latent) == groups.samples else prompts)]
     flat = torch.cat(latents)
     pieces = []
     for piece in torch.arange(len(flat)).split(max_batch):
         images = policy.decode(flat[piece.to(flat.device)])
         pieces.append(score(reward, images, [owners[i] for i in piece.tolist()], usage).cpu())
-    scores = torch.cat(pieces).split([len(latent) for latent in latents])
-    for node, values in zip(sorted(result.estimates), scores, strict=True):
-        table[:, :, node] = values.view(groups.prompts, -1)
+    scores = dict(zip(distinct, torch.cat(pieces).split([len(latent) for latent in latents]), strict=True))
+    for node in nodes:
+        table[:, :, node] = scores[id(result.estimates[node])].view(groups.prompts, -1)
     return table
