@@ -36,7 +36,7 @@ class Display:
         run = self.config.run
         self.say(
             f"Comparing {', '.join(self.config.names())} on {run.world}/{run.task} ({run.reward_form} reward), "
-            f"seeds {', '.join(map(str, self.config.seeds))}, "
+            f"seeds {', '.join(map(str, self.config.seeds))}: "
             f"{run.iterations} iterations of {run.prompts} x {run.members} samples"
         )
         self.say(f"Results in {out}; Ctrl-C pauses without loss")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
 from flowrl.credit import (
     StepwiseGain,
@@ -28,7 +29,7 @@ from flowrl.credit import (
 from flowrl.errors import ConfigError, CreditError
 from flowrl.flow import uniform_schedule
 from flowrl.protocols import CreditAssigner
-from flowrl.types import Completion, NoProbe, Schedule, Substeps
+from flowrl.types import CHECKS_ON, Completion, NoProbe, Schedule, Substeps
 
 GOLDEN = Path(__file__).parent / "golden"
 STEPS = 4
@@ -320,6 +321,14 @@ class TestContract:
         with pytest.raises(CreditError, match="2 or more nodes"):
             rule.assign(table(0)[..., :1], None)
 
+    @pytest.mark.skipif(not CHECKS_ON, reason="shape checks are switched off")
+    @pytest.mark.parametrize(
+        "wrong", [torch.rand(3, 5), torch.rand(3, 5, 5, 1), torch.zeros(3, 5, 5).long()], ids=["two", "four", "integers"]
+    )
+    def test_refuses_wrong_axes_at_the_door(self, rule: CreditAssigner, wrong: torch.Tensor) -> None:
+        with pytest.raises(TypeCheckError):
+            rule.assign(wrong, SCHEDULE)
+
     def test_does_not_change_its_input(self, rule: CreditAssigner) -> None:
         rewards = table(4)
         before = rewards.clone()
@@ -421,12 +430,12 @@ def test_fixed_weights_must_fit_the_table() -> None:
 @pytest.mark.parametrize(
     ("advantages", "message"),
     [
-        ([[1.0]], "returned a list, not a torch.Tensor"),
+        ([[1.0]], "a list, not a torch.Tensor"),
         (torch.zeros(3, 5, STEPS + 1), r"shape \(3, 5, 5\), not .* \(3, 5, 4\)"),
         (torch.zeros(3, 5, STEPS, dtype=torch.long), "dtype torch.int64"),
-        (torch.zeros(3, 5, STEPS).index_fill(2, torch.tensor([1]), torch.nan), r"15 values .* \(0, 0, 1\)"),
+        (torch.zeros(3, 5, STEPS).index_fill(2, torch.tensor([1]), torch.nan), r"values that are not finite, .* \(0, 0, 1\)"),
     ],
 )
 def test_a_broken_rule_is_told_what_it_broke(advantages: object, message: str) -> None:
-    with pytest.raises(CreditError, match=rf"(?s)^MyRule\.assign returned.*{message}|{message}"):
+    with pytest.raises(CreditError, match=rf"^MyRule\.assign returned .*{message}"):
         check_advantages(advantages, table(0), "MyRule")

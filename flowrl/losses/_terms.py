@@ -82,4 +82,5 @@ def _mean(values: Tensor, new: Gaussian) -> Tensor:
 
 
 def _rows(gaussian: Gaussian, rows: Bool[Tensor, " sample"]) -> Gaussian:
-    return Gaussian(mean=gaussian.mean[rows], std=gaussian.std[rows])
+    """The `rows` of `gaussian`; its std is a constant of the sampler and takes no gradient."""
+    return Gaussian(mean=gaussian.mean[rows], std=gaussian.std[rows].detach())

@@ -5,10 +5,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flowrl.builtin import PolicyOptions, World, world
 from flowrl.errors import ConfigError, require
+from flowrl.flow.time import uniform_schedule
 from flowrl.losses import ClippedLoss
 from flowrl.methods import KERNELS, Method, make_method, make_sampler
+from flowrl.protocols import RandomSampler
+from flowrl.samplers import transition_stds
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -28,7 +33,7 @@ class RunConfig:
     reward_form: str = "soft"
     """strict (0/1), graded (partial credit) or soft (continuous)."""
     seed: int = 0
-    iterations: int = 30
+    iterations: int = 12
     prompts: int = 16
     """Prompts (groups) per iteration."""
     members: int = 12
@@ -38,11 +43,11 @@ class RunConfig:
     sampler: str = "flow-sde"
     """flow-sde, dance-sde, cps, ddim-sde or ode."""
     noise_level: float = 0.7
-    window: str = "all-but-last"
+    window: str = "2:5"
     """Stochastic (trained) steps: all, all-but-last, START:SIZE, or random:SIZE drawn every iteration."""
-    updates: int = 1
+    updates: int = 4
     """Optimiser steps per iteration; the trajectories are split between them."""
-    lr: float = 1e-3
+    lr: float = 2e-3
     clip: float = 2e-3
     kl_weight: float = 0.0
     """Weight of the KL to the base model in the loss (beta)."""
@@ -58,7 +63,7 @@ class RunConfig:
     """(trajectory, step) pairs per backward pass."""
     max_batch: int = 256
     """Latents per network call."""
-    eval_every: int = 5
+    eval_every: int = 4
     """Iterations between evaluations; the first and last iterations are always evaluated."""
     eval_prompts: int = 192
     """Held-out samples per evaluation (prompts are repeated where there are fewer)."""
@@ -95,6 +100,10 @@ class RunConfig:
             self.noise_level if self.sampler != "ode" else "ode",
             "above 0, with a stochastic sampler: the loss needs log-probabilities, and a deterministic step has none",
         )
+        sampler = make_sampler(self.sampler, self.noise_level, self.window)
+        grid = uniform_schedule(self.steps)
+        stds = transition_stds(sampler.draw(grid, torch.Generator()) if isinstance(sampler, RandomSampler) else sampler, grid)
+        require(bool((stds > 0).any()), "window", self.window, "at least one stochastic step")
 
     def make_world(self) -> World:
         """The world by name."""
@@ -140,7 +149,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     "long": {"iterations": 150, "eval_every": 15, "eval_prompts": 384},
     "tiny": {
-        "iterations": 2, "prompts": 2, "members": 3, "steps": 4, "eval_every": 1, "eval_prompts": 4, "eval_steps": 4,
+        "iterations": 2, "prompts": 2, "members": 3, "steps": 4, "eval_every": 1, "eval_prompts": 4, "eval_steps": 4, "window": "1:2",
     },
 }  # fmt: skip
 

@@ -58,12 +58,14 @@ class Run:
                 raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
             write_json(self.folder / "config.json", self.config.as_dict())
             rows = [self._first_row(policy, world)]
+        latest: Evaluation | None = None
         while trainer.done < self.config.iterations:
             row = trainer.iteration()
             for name in TOTALS:
                 row[f"{name}_total"] = rows[-1][f"{name}_total"] + row[name]
             due = trainer.done % self.config.eval_every == 0 or trainer.done == self.config.iterations
-            row["evaluation"] = self._evaluate(trainer, world).row(self.config.reward_form) if due else None
+            latest = self._evaluate(trainer, world) if due else None
+            row["evaluation"] = latest.row(self.config.reward_form) if latest else None
             rows.append(row)
             self._append(row)
             self.report({"iteration": trainer.done, "reward": row["reward_mean"], "nfe_total": row["nfe_total"]})
@@ -72,7 +74,7 @@ class Run:
                 save_checkpoint(self.folder / "checkpoint", trainer.state())
             if paused:
                 return False
-        self._finish(trainer, world)
+        self._finish(trainer, world, latest or self._evaluate(trainer, world))
         return True
 
     def _first_row(self, policy: FlowPolicy, world: World) -> dict[str, Any]:
@@ -120,10 +122,9 @@ class Run:
         with trainer.averaged():
             return self._score(trainer.policy, world)
 
-    def _finish(self, trainer: Trainer, world: World) -> None:
+    def _finish(self, trainer: Trainer, world: World, after: Evaluation) -> None:
         from safetensors.torch import load_file
 
-        after = self._evaluate(trainer, world)
         before = load_file(self.folder / "before.safetensors")
         write_bytes(self.folder / "samples.safetensors", save({"before": before["images"], "after": after.images}))
         samples = {

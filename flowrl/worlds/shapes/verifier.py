@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from einops import rearrange
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -61,25 +63,29 @@ def read(images: Tensor) -> Reading:
     return Reading(labels, probabilities, clarity)
 
 
+Presence = NDArray[np.float32]
+"""[16, CLASSES + 1]: what each cell shows, as 0/1 or as probabilities."""
+
+
 def _one_hot(classes: Tensor) -> Tensor:
     return F.one_hot(classes, CLASSES + 1).float()
 
 
-def _composition(presence: Tensor, request: Request) -> float:
+def _composition(presence: Presence, request: Request) -> float:
     """Partial credit from presence [16, CLASSES + 1] (0/1 or probabilities): matched objects over the larger of what was
     asked for and what is there; for positions, half of it is for the relation."""
     counts = presence.sum(0)
-    wanted = torch.zeros(CLASSES + 1)
+    wanted = np.zeros(CLASSES + 1)
     for k in request.objects:
         wanted[k] += request.number
-    matched = torch.minimum(counts, wanted)[1:].sum()
-    share = float(matched / torch.maximum(counts[1:].sum(), wanted.sum()))
+    matched = np.minimum(counts, wanted)[1:].sum()
+    share = float(matched / max(counts[1:].sum(), wanted.sum()))
     if request.kind != "position":
         return share
     return share * (0.5 + 0.5 * _relation(presence, request))
 
 
-def _relation(presence: Tensor, request: Request) -> float:
+def _relation(presence: Presence, request: Request) -> float:
     """How far the relation holds: the cell of the first object against that of the second, each the most likely one."""
     where = [int(presence[:, k].argmax()) for k in request.objects]
     sure = float(presence[where[0], request.objects[0]] * presence[where[1], request.objects[1]])
@@ -109,7 +115,7 @@ def text_similarity(read_text: str, wanted: str) -> float:
     return 1 - edit_distance(read_text, wanted) / max(len(read_text), len(wanted), 1)
 
 
-def _text_soft(probabilities: Tensor, read_text: str, wanted: str) -> float:
+def _text_soft(probabilities: Presence, read_text: str, wanted: str) -> float:
     """Three quarters similarity, one quarter the mean over wanted glyphs of their clearest appearance."""
     first = 1 + len(OBJECTS)
     clear = sum(float(probabilities[:, first + GLYPHS.index(g)].max()) if g in GLYPHS else 0.0 for g in wanted)
@@ -178,7 +184,7 @@ class ShapesReward:
             reading = read(images[seen])
             classes, probabilities = reading.classes.cpu(), reading.probabilities.cpu()
             clarity = reading.clarity.cpu()
-            presence = probabilities if self.form == "soft" else _one_hot(classes)
+            presence = (probabilities if self.form == "soft" else _one_hot(classes)).numpy()
             values = [self._cell_score(classes[n], presence[n], float(clarity[n]), requests[i]) for n, i in enumerate(seen)]
             scores[seen] = torch.tensor(values)
         return scores.to(images.device)
@@ -190,7 +196,7 @@ class ShapesReward:
         met = torch.stack([value >= LOOK_LIMITS[name] for name, value in parts.items()]).float()
         return met.mean(0) if self.form == "graded" else met.prod(0)
 
-    def _cell_score(self, classes: Tensor, presence: Tensor, clarity: float, request: Request) -> float:
+    def _cell_score(self, classes: Tensor, presence: Presence, clarity: float, request: Request) -> float:
         soft = self.form == "soft"
         if request.kind == "text":
             text = _text_of(classes.tolist())

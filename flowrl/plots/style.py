@@ -1,0 +1,55 @@
+"""One look for all figures: a colour per method (safe for the colour-blind), few lines, labels where the eye is."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import matplotlib
+from matplotlib.axes import Axes
+
+COLOURS = {
+    "flow-grpo": "#0072B2",
+    "stepwise-flow-grpo": "#D55E00",
+    "tp-grpo": "#009E73",
+    "dance-grpo": "#7A5195",
+    "noise-weighted": "#8C6D1F",
+}
+OTHERS = ("#CC79A7", "#56B4E9", "#5B5B5B", "#E69F00")
+INK = "#22252b"
+
+matplotlib.rcParams.update(
+    {
+        "font.size": 10,
+        "axes.titlesize": 11,
+        "axes.edgecolor": "#8a8f98",
+        "axes.labelcolor": INK,
+        "text.color": INK,
+        "xtick.color": "#555b66",
+        "ytick.color": "#555b66",
+        "svg.fonttype": "none",
+    }
+)
+
+
+def colour(method: str, methods: Sequence[str] = ()) -> str:
+    """The method's colour; methods without one of their own take the others in order."""
+    if method in COLOURS:
+        return COLOURS[method]
+    unknown = [m for m in methods if m not in COLOURS]
+    return OTHERS[unknown.index(method) % len(OTHERS)] if method in unknown else OTHERS[0]
+
+
+def clean(axes: Axes) -> None:
+    """No box, a light grid."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e4e6ea", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def spread_labels(values: Sequence[float], gap: float) -> list[float]:
+    """Heights near `values` that are at least `gap` apart, so that labels at line ends do not overlap."""
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    heights = list(values)
+    for before, after in pairwise(order):
+        heights[after] = max(heights[after], heights[before] + gap)
+    shift = (sum(heights) - sum(values)) / max(1, len(values))
+    return [height - shift for height in heights]

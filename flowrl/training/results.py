@@ -1,0 +1,243 @@
+"""Reading run folders back, and the table of a comparison."""
+
+import io
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flowrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run: its method and seed, one row per iteration (row 0: untrained), and whether it has finished."""
+
+    method: str
+    seed: int
+    folder: Path
+    rows: tuple[dict[str, Any], ...]
+    finished: bool
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The rows that carry an evaluation."""
+        return [row for row in self.rows if row.get("evaluation")]
+
+    def curve(self, x: str, score: str = "reward") -> tuple[list[float], list[float]]:
+        """(x, evaluation score), x one of iteration, nfe_total, seconds_total."""
+        rows = self.evaluations
+        return [float(row[x]) for row in rows], [float(row["evaluation"][score]) for row in rows]
+
+    def mean(self, *path: str) -> float:
+        """Mean over the training rows of a number at `path`; NaN where no row has it."""
+        found = []
+        for row in self.rows:
+            value: Any = row
+            for key in path:
+                value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, int | float) and row["iteration"] > 0:
+                found.append(float(value))
+        return statistics.fmean(found) if found else math.nan
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The runs of a comparison folder, and its config.json."""
+
+    folder: Path
+    config: dict[str, Any]
+    runs: tuple[RunRecord, ...]
+
+    @property
+    def methods(self) -> list[str]:
+        """Methods that have at least one evaluated run, in the order of the configuration."""
+        return [m for m in self.config["methods"] if self.of(m)]
+
+    @property
+    def baseline(self) -> str:
+        """The method that the others are measured against."""
+        return self.config.get("baseline") or self.config["methods"][0]
+
+    def of(self, method: str) -> list[RunRecord]:
+        """The method's runs that have been evaluated at least once, by seed."""
+        return [run for run in self.runs if run.method == method and run.evaluations]
+
+
+def load_run(folder: Path) -> RunRecord:
+    """Read a run folder; a half-written last line is ignored. Raises `ConfigError` where it is no run folder."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        text = (folder / "metrics.jsonl").read_text()
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
+    rows = []
+    for line in text.splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return RunRecord(config["method"], int(config["seed"]), folder, tuple(rows), (folder / "done.json").exists())
+
+
+def load_comparison(folder: Path) -> Comparison:
+    """Read a comparison folder, finished or not. Raises `ConfigError` where it is none."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        names = config["methods"]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder} is not the folder of a comparison: {error}") from error
+    folders = [folder / "runs" / f"{name}-seed{seed}" for name in names for seed in config["seeds"]]
+    return Comparison(folder, config, tuple(load_run(f) for f in folders if (f / "metrics.jsonl").exists()))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation over seeds (NaN for a single one)."""
+
+    mean: float
+    std: float
+
+    def text(self, digits: int = 3) -> str:
+        """'0.712 ± 0.013'."""
+        if math.isnan(self.mean):
+            return "-"
+        return f"{self.mean:.{digits}f}" + ("" if math.isnan(self.std) else f" ± {self.std:.{digits}f}")
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean and sample standard deviation."""
+    if not values:
+        return Spread(math.nan, math.nan)
+    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan)
+
+
+@dataclass(frozen=True)
+class MethodSummary:
+    """One line of the table. Rewards are evaluation rewards (held-out prompts, ODE, averaged weights); `to_baseline_*` say when
+    the mean curve over seeds first reaches the baseline's final mean reward (None: not reached); NFE counts the rollout's network
+    evaluations."""
+
+    method: str
+    seeds: int
+    base: Spread
+    final: Spread
+    best: Spread
+    final_strict: Spread
+    gain_each_seed: tuple[float, ...]
+    to_baseline_iterations: float | None
+    to_baseline_nfe: float | None
+    to_baseline_seconds: float | None
+    nfe_per_trajectory: float
+    calls_per_iteration: float
+    rewards_per_trajectory: float
+    train_nfe_per_trajectory: float
+    seconds_rollout: float
+    seconds_reward: float
+    seconds_update: float
+
+
+def mean_curve(runs: Sequence[RunRecord], x: str, score: str = "reward") -> tuple[list[float], list[float]]:
+    """The mean over seeds at the evaluations that all of them have."""
+    curves = [run.curve(x, score) for run in runs]
+    length = min((len(curve[0]) for curve in curves), default=0)
+    xs = [statistics.fmean(curve[0][i] for curve in curves) for i in range(length)]
+    return xs, [statistics.fmean(curve[1][i] for curve in curves) for i in range(length)]
+
+
+def reaches(xs: Sequence[float], ys: Sequence[float], target: float) -> float | None:
+    """Where the curve first reaches `target`, linearly between its points; None where it never does."""
+    for i, y in enumerate(ys):
+        if y >= target - 1e-12:
+            if i == 0:
+                return xs[0]
+            share = (target - ys[i - 1]) / (y - ys[i - 1])
+            return xs[i - 1] + share * (xs[i] - xs[i - 1])
+    return None
+
+
+def summarise(comparison: Comparison) -> list[MethodSummary]:
+    """One summary per method that has been evaluated."""
+    baseline = mean_curve(comparison.of(comparison.baseline), "iteration")[1]
+    target = baseline[-1] if baseline else math.inf
+    result = []
+    for method in comparison.methods:
+        runs = comparison.of(method)
+        rewards = [run.curve("iteration")[1] for run in runs]
+        reached = {x: reaches(*mean_curve(runs, x), target) for x in ("iteration", "nfe_total", "seconds_total")}
+        per_run = {key: statistics.fmean(run.mean(key) for run in runs) for key in ("nfe", "calls", "reward_calls", "train_nfe")}
+        samples = statistics.fmean(run.mean("trajectories") for run in runs)
+        phases = {p: statistics.fmean(run.mean("phases", p) for run in runs) for p in ("rollout", "reward", "update")}
+        result.append(
+            MethodSummary(
+                method=method,
+                seeds=len(runs),
+                base=spread([r[0] for r in rewards]),
+                final=spread([r[-1] for r in rewards]),
+                best=spread([max(r) for r in rewards]),
+                final_strict=spread([run.curve("iteration", "strict")[1][-1] for run in runs]),
+                gain_each_seed=tuple(r[-1] - r[0] for r in rewards),
+                to_baseline_iterations=reached["iteration"],
+                to_baseline_nfe=reached["nfe_total"],
+                to_baseline_seconds=reached["seconds_total"],
+                nfe_per_trajectory=per_run["nfe"] / samples,
+                calls_per_iteration=per_run["calls"],
+                rewards_per_trajectory=per_run["reward_calls"] / samples,
+                train_nfe_per_trajectory=per_run["train_nfe"] / samples,
+                seconds_rollout=phases["rollout"],
+                seconds_reward=phases["reward"],
+                seconds_update=phases["update"],
+            )
+        )
+    return result
+
+
+def summary_values(summaries: Sequence[MethodSummary]) -> list[dict[str, Any]]:
+    """Plain values for JSON (NaN becomes null)."""
+    return json.loads(json.dumps([asdict(s) for s in summaries]).replace("NaN", "null"))
+
+
+COLUMNS = (
+    "method", "seeds", "final reward", "best reward", "final strict", "iterations\nto baseline", "NFE to\nbaseline",
+    "seconds to\nbaseline", "NFE per\ntrajectory", "rewards per\ntrajectory", "s/iteration: rollout\n+ reward + update",
+)  # fmt: skip
+
+
+def cells(summary: MethodSummary) -> list[str]:
+    """The table's cells as text, in the order of `COLUMNS`."""
+    reached = [summary.to_baseline_iterations, summary.to_baseline_nfe, summary.to_baseline_seconds]
+    digits = (".1f", ",.0f", ".0f")
+    return [
+        summary.method,
+        str(summary.seeds),
+        summary.final.text(),
+        summary.best.text(),
+        summary.final_strict.text(),
+        *("not reached" if v is None else f"{v:{d}}" for v, d in zip(reached, digits, strict=True)),
+        f"{summary.nfe_per_trajectory:.1f}",
+        f"{summary.rewards_per_trajectory:.1f}",
+        f"{summary.seconds_rollout:.2f} + {summary.seconds_reward:.2f} + {summary.seconds_update:.2f}",
+    ]
+
+
+def print_table(summaries: Sequence[MethodSummary], console: Console) -> None:
+    """One aligned table; numbers are mean ± sample standard deviation over seeds."""
+    table = Table(header_style="bold", padding=(0, 1))
+    for i, name in enumerate(COLUMNS):
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0)
+    for summary in summaries:
+        table.add_row(*cells(summary))
+    console.print(table)
+
+
+def as_text(summaries: Sequence[MethodSummary]) -> str:
+    """The table as plain text, 170 columns wide."""
+    console = Console(width=170, record=True, file=io.StringIO())
+    print_table(summaries, console)
+    return console.export_text()

@@ -1,0 +1,29 @@
+"""Deterministic, single-threaded tests; small worlds shared by the test files."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+settings.register_profile("flowrl", derandomize=True, deadline=None)
+settings.load_profile("flowrl")
+
+
+@pytest.fixture(scope="session")
+def shapes_policy():
+    """The shipped base model with a fresh adapter."""
+    from flowrl.builtin import PolicyOptions, world
+
+    return world("shapes").policy(PolicyOptions(rank=4))
+
+
+@pytest.fixture
+def mixture_policy():
+    """The 2-D policy at its exact start."""
+    from flowrl.builtin import PolicyOptions, world
+
+    return world("mixture").policy(PolicyOptions())
