@@ -65,9 +65,10 @@ class Display:
             self.live.update(Group(self.bar, self._table(states)))
             return
         for name, state in states.items():
-            step = state.get("iteration", 0)
-            if step >= self.printed.get(name, 0) + 5 or (state.get("phase") == "done" and self.printed.get(name) != -1):
-                self.printed[name] = -1 if state.get("phase") == "done" else step
+            step, ended = state.get("iteration", 0), state.get("phase") in ("done", "paused")
+            last = self.printed.get(name, 0)
+            if last >= 0 and (ended or step >= last + 5):
+                self.printed[name] = -1 if ended else step
                 self.say(
                     f"{name:28s} {state.get('phase', ''):10s} iteration {step:3d}/{self.iterations[name]}  "
                     f"reward {state.get('reward', float('nan')):.3f}  NFE {state.get('nfe_total', 0):>9,d}  {note}"

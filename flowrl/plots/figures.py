@@ -131,7 +131,7 @@ def trajectory(comparison: Comparison) -> Figure | None:
             curve.scatter([step], [height], s=190, facecolors="none", edgecolors=shade, linewidths=2, zorder=5)
     curve.set_ylabel("estimated final reward")
     curve.set_title(
-        f'"{record["prompt"]}": red rings are consistent turning points, grey rings plain ones only; thin lines: the rest of the group',
+        f'"{record["prompt"]}": red rings are consistent turning points, grey ones plain; thin lines: the rest of the group',
         fontsize=10,
     )
     bars = figure.add_subplot(shape[-1, :], sharex=curve)

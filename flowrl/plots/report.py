@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from flowrl.plots.figures import curves, phases, samples, trajectory
 from flowrl.plots.style import colour
 from flowrl.training.checkpoint import write_bytes, write_json
-from flowrl.training.results import COLUMNS, Comparison, MethodSummary, as_text, cells, load_comparison, summarise, summary_values
+from flowrl.training.results import ROWS, Comparison, MethodSummary, as_text, load_comparison, summarise, summary_values
 
 PAPERS = {
     "flow-grpo": ("Flow-GRPO", "Liu et al. 2025", "2505.05470", "credits every step alike with the final reward"),
@@ -30,7 +30,7 @@ section{background:var(--card);border:1px solid var(--line);border-radius:14px;p
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.92rem}
 th,td{text-align:right;padding:7px 10px;border-bottom:1px solid var(--line);white-space:nowrap;vertical-align:bottom}
 th{color:var(--soft);font-weight:600;white-space:pre-line}th:first-child,td:first-child{text-align:left}
-td:first-child{font-weight:600}.dot{display:inline-block;width:.7em;height:.7em;border-radius:50%;margin-right:.5em}
+td:first-child{color:var(--soft)}.dot{display:inline-block;width:.7em;height:.7em;border-radius:50%;margin-right:.5em}
 figure{margin:0;background:#fff;border-radius:10px;padding:8px}figure img{display:block;width:100%;min-width:640px}
 .settings{display:grid;grid-template-columns:repeat(auto-fill,minmax(210px,1fr));gap:2px 22px;font-size:.9rem}
 .settings div{display:flex;justify-content:space-between;border-bottom:1px dotted var(--line);padding:3px 0}
@@ -93,13 +93,14 @@ def headline(comparison: Comparison, summaries: list[MethodSummary]) -> str:
 
 
 def _table(comparison: Comparison, summaries: list[MethodSummary]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS)
+    head = "".join(
+        f'<th><span class="dot" style="background:{colour(s.method, comparison.config["methods"])}"></span>{html.escape(s.method)}</th>'
+        for s in summaries
+    )
     body = ""
-    for summary in summaries:
-        first, *rest = (html.escape(text) for text in cells(summary))
-        dot = f'<span class="dot" style="background:{colour(summary.method, comparison.config["methods"])}"></span>'
-        body += f"<tr><td>{dot}{first}</td>" + "".join(f"<td>{text}</td>" for text in rest) + "</tr>"
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    for name, cell in ROWS:
+        body += f"<tr><td>{html.escape(name)}</td>" + "".join(f"<td>{html.escape(cell(s))}</td>" for s in summaries) + "</tr>"
+    return f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _settings(values: dict[str, Any]) -> str:

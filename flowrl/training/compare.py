@@ -18,6 +18,7 @@ from flowrl.errors import ConfigError, FlowrlError, require
 from flowrl.training.checkpoint import write_json
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.run import Run
+from flowrl.types import NoProbe
 
 PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 
@@ -142,8 +143,9 @@ def compare(config: CompareConfig, out: Path, resume: bool = False, workers: int
     stop, messages = context.Event(), context.Queue()
     states: dict[str, dict[str, Any]] = {name: {"phase": "waiting", "iteration": 0} for name in jobs}
     with ProcessPoolExecutor(count, context, _start_worker, (stop, messages)) as pool:
+        longest_first = sorted(jobs, key=lambda name: isinstance(jobs[name].make_method().credit.probe, NoProbe))
         futures = {
-            name: pool.submit(_run_job, name, job.as_dict(), str(out / "runs" / name), resume) for name, job in jobs.items()
+            name: pool.submit(_run_job, name, jobs[name].as_dict(), str(out / "runs" / name), resume) for name in longest_first
         }
         try:
             _follow(futures, states, messages, watch)

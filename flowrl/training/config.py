@@ -20,7 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that one training run depends on. The defaults are the five-minute preset on the shapes world."""
+    """Everything one training run depends on. The defaults are the five-minute preset on the shapes world."""
 
     method: str = "flow-grpo"
     """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo or noise-weighted; the name shown for a rule of your own."""
@@ -48,6 +48,8 @@ class RunConfig:
     updates: int = 4
     """Optimiser steps per iteration; the trajectories are split between them."""
     lr: float = 2e-3
+    final_lr: float = 1.0
+    """Share of `lr` that is left at the last iteration; it falls linearly."""
     clip: float = 2e-3
     kl_weight: float = 0.0
     """Weight of the KL to the base model in the loss (beta)."""
@@ -85,6 +87,7 @@ class RunConfig:
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         require(self.members >= 2, "members", self.members, "2 or more: a group of one has nobody to be compared with")
         require(self.lr > 0, "lr", self.lr, "above 0")
+        require(0 <= self.final_lr <= 1, "final_lr", self.final_lr, "in [0, 1]")
         require(self.grad_clip > 0, "grad_clip", self.grad_clip, "above 0")
         require(0 <= self.ema < 1, "ema", self.ema, "in [0, 1)")
         require(self.rank >= 1, "rank", self.rank, "1 or more")
@@ -149,7 +152,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     "long": {"iterations": 150, "eval_every": 15, "eval_prompts": 384},
     "tiny": {
-        "iterations": 2, "prompts": 2, "members": 3, "steps": 4, "eval_every": 1, "eval_prompts": 4, "eval_steps": 4, "window": "1:2",
+        "iterations": 2, "prompts": 2, "members": 3, "steps": 4, "eval_every": 1, "eval_prompts": 4,
+        "eval_steps": 4, "window": "1:2",
     },
 }  # fmt: skip
 

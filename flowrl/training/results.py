@@ -4,11 +4,12 @@ import io
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -203,41 +204,43 @@ def summary_values(summaries: Sequence[MethodSummary]) -> list[dict[str, Any]]:
     return json.loads(json.dumps([asdict(s) for s in summaries]).replace("NaN", "null"))
 
 
-COLUMNS = (
-    "method", "seeds", "final reward", "best reward", "final strict", "iterations\nto baseline", "NFE to\nbaseline",
-    "seconds to\nbaseline", "NFE per\ntrajectory", "rewards per\ntrajectory", "s/iteration: rollout\n+ reward + update",
-)  # fmt: skip
+ROWS: tuple[tuple[str, Callable[[MethodSummary], str]], ...] = (
+    ("seeds", lambda s: str(s.seeds)),
+    ("reward before", lambda s: f"{s.base.mean:.3f}"),
+    ("final reward", lambda s: s.final.text()),
+    ("best reward", lambda s: s.best.text()),
+    ("final strict success", lambda s: s.final_strict.text()),
+    ("smallest gain of a seed", lambda s: f"{min(s.gain_each_seed):+.3f}"),
+    ("iterations to baseline", lambda s: _reached(s.to_baseline_iterations, ".1f")),
+    ("NFE to baseline", lambda s: _reached(s.to_baseline_nfe, ",.0f")),
+    ("seconds to baseline", lambda s: _reached(s.to_baseline_seconds, ".0f")),
+    ("NFE/trajectory", lambda s: f"{s.nfe_per_trajectory:.1f}"),
+    ("network calls/iteration", lambda s: f"{s.calls_per_iteration:.0f}"),
+    ("reward calls/trajectory", lambda s: f"{s.rewards_per_trajectory:.1f}"),
+    ("s/iteration: rollout", lambda s: f"{s.seconds_rollout:.2f}"),
+    ("s/iteration: reward", lambda s: f"{s.seconds_reward:.2f}"),
+    ("s/iteration: update", lambda s: f"{s.seconds_update:.2f}"),
+)
+"""The table's lines: what they say, and a method's cell."""
 
 
-def cells(summary: MethodSummary) -> list[str]:
-    """The table's cells as text, in the order of `COLUMNS`."""
-    reached = [summary.to_baseline_iterations, summary.to_baseline_nfe, summary.to_baseline_seconds]
-    digits = (".1f", ",.0f", ".0f")
-    return [
-        summary.method,
-        str(summary.seeds),
-        summary.final.text(),
-        summary.best.text(),
-        summary.final_strict.text(),
-        *("not reached" if v is None else f"{v:{d}}" for v, d in zip(reached, digits, strict=True)),
-        f"{summary.nfe_per_trajectory:.1f}",
-        f"{summary.rewards_per_trajectory:.1f}",
-        f"{summary.seconds_rollout:.2f} + {summary.seconds_reward:.2f} + {summary.seconds_update:.2f}",
-    ]
+def _reached(value: float | None, digits: str) -> str:
+    return "not reached" if value is None else f"{value:{digits}}"
 
 
 def print_table(summaries: Sequence[MethodSummary], console: Console) -> None:
-    """One aligned table; numbers are mean ± sample standard deviation over seeds."""
-    table = Table(header_style="bold", padding=(0, 1))
-    for i, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0)
+    """One aligned table, a column per method; rewards are mean ± sample standard deviation over seeds, seconds per iteration."""
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("", no_wrap=True)
     for summary in summaries:
-        table.add_row(*cells(summary))
+        table.add_column(summary.method, justify="right", min_width=13)
+    for name, cell in ROWS:
+        table.add_row(name, *(cell(summary) for summary in summaries))
     console.print(table)
 
 
 def as_text(summaries: Sequence[MethodSummary]) -> str:
-    """The table as plain text, 170 columns wide."""
-    console = Console(width=170, record=True, file=io.StringIO())
+    """The table as plain text, at most 120 columns wide."""
+    console = Console(width=120, record=True, file=io.StringIO())
     print_table(summaries, console)
     return console.export_text()

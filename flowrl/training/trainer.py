@@ -113,6 +113,8 @@ class Trainer:
             raise ConfigError(f"{sampler} has no stochastic step on this schedule: there is no log-probability to train on")
         flat = advantages.to(device).reshape(self.groups.samples, -1)
         order = torch.randperm(self.groups.samples, generator=self.generator, device=device)
+        left = 1 - self.done / config.iterations
+        self.optimiser.param_groups[0]["lr"] = config.lr * (config.final_lr + (1 - config.final_lr) * left)
         totals: dict[str, float] = {}
         train_nfe = 0
         for share in order.chunk(config.updates):

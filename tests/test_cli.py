@@ -1,0 +1,180 @@
+"""The command line as its user meets it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.plots.report import write_report
+from flowrl.training.results import RunRecord, load_comparison, mean_curve, reaches, spread, summarise
+
+RULE = """
+from dataclasses import dataclass
+import torch
+from flowrl.types import NoProbe
+
+@dataclass(frozen=True)
+class LastStepsOnly:
+    probe: NoProbe = NoProbe()
+
+    def assign(self, rewards, schedule):
+        final = rewards[..., -1]
+        scores = (final - final.mean(1, keepdim=True)) / (final.std(1, keepdim=True) + 1e-4)
+        steps = torch.arange(rewards.shape[-1] - 1) >= 2
+        return scores[..., None] * steps
+"""
+
+
+def test_a_comparison_with_a_rule_of_the_users_own(tmp_path, capsys):
+    rule, out = tmp_path / "my_rules.py", tmp_path / "out"
+    rule.write_text(RULE)
+    arguments = ["compare", "--preset", "tiny", "--seeds", "0", "--out", str(out), "--credit", f"{rule}:LastStepsOnly"]
+    assert main([*arguments, "--workers", "2"]) == 0
+    shown = capsys.readouterr().out
+    for method in ("flow-grpo", "stepwise-flow-grpo", "tp-grpo", "LastStepsOnly"):
+        assert method in shown
+    for name in ("config.json", "report.html", "curves.png", "samples.png", "trajectory.png", "summary.json", "table.txt"):
+        assert (out / name).stat().st_size > 0, name
+    page = (out / "report.html").read_text()
+    assert not re.search(r"""(src|href)\s*=\s*["']?(http|//|file)""", page)
+    assert page.count("data:image/png;base64,") == 5
+    lines = (out / "runs" / "tp-grpo-seed0" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [0, 1, 2]
+    assert len(summarise(load_comparison(out))) == 4
+    again = tmp_path / "again"
+    assert main(["compare", "--config", str(out / "config.json"), "--out", str(again), "--workers", "1"]) == 0
+    for method in ("flow-grpo", "LastStepsOnly"):
+        rewards = [
+            [json.loads(line).get("reward_mean") for line in (f / "runs" / f"{method}-seed0" / "metrics.jsonl").open()]
+            for f in (out, again)
+        ]
+        assert rewards[0] == rewards[1]
+    picture = tmp_path / "grid.png"
+    run = out / "runs" / "flow-grpo-seed0"
+    assert main(["sample", "--weights", str(run), "--count", "2", "--steps", "3", "--out", str(picture)]) == 0
+    assert picture.stat().st_size > 1000
+
+
+def test_train_resumes_and_repeats(tmp_path):
+    out = tmp_path / "run"
+    options = ["--preset", "tiny", "--world", "mixture", "--task", "direction"]
+    assert main(["train", *options, "--method", "tp-grpo", "--out", str(out)]) == 0
+    assert main(["train", "--resume", str(out)]) == 0
+    assert main(["train", "--config", str(out / "config.json"), "--out", str(tmp_path / "two")]) == 0
+    assert main(["train", "--config", str(out / "config.json"), "--out", str(out)]) == 2
+    first, second = ((f / "weights.safetensors").read_bytes() for f in (out, tmp_path / "two"))
+    assert first == second
+
+
+def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    options = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "60", "--seeds", "0"]
+    options += ["--eval-every", "20", "--methods", "flow-grpo", "tp-grpo"]
+    command = [sys.executable, "-m", "flowrl", "compare", *options, "--out", str(out)]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, text=True)
+    metrics = out / "runs" / "flow-grpo-seed0" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume" in shown
+    assert main(["compare", "--resume", str(out)]) == 0
+    assert main(["compare", *options, "--out", str(whole)]) == 0
+    for name in ("flow-grpo-seed0", "tp-grpo-seed0"):
+        a, b = ((f / "runs" / name / "weights.safetensors").read_bytes() for f in (out, whole))
+        assert a == b
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["compare", "--methods", "ppo"], "unknown method 'ppo'; allowed: flow-grpo"),
+        (["compare", "--task", "poetry"], "compositional, text, preference"),
+        (["compare", "--world", "mars"], "shapes, mixture"),
+        (["compare", "--steps", "-3"], "steps = -3"),
+        (["compare", "--members", "1"], "group of one"),
+        (["compare", "--noise-level", "0"], "log-probabilities"),
+        (["compare", "--preset", "huge"], "default, long, tiny"),
+        (["compare", "--credit", "none.py:Rule"], "none.py does not exist"),
+        (["compare", "--resume", "nowhere"], "nowhere/config.json does not exist"),
+        (["compare", "--methods", "flow-grpo", "flow-grpo"], "each method once"),
+        (["train", "--config", "none.json"], "none.json does not exist"),
+        (["sample", "--prompts", "a green dog"], "unknown word 'a'"),
+        (["sample", "--weights", "nowhere"], "must be the folder of a finished run"),
+        (["pretrain", "--updates", "0"], "updates = 0"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.startswith("flowrl: error: ") and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_is_there_for_everything(capsys):
+    for arguments in (["--help"], ["compare", "--help"], ["train", "--help"], ["pretrain", "--help"], ["sample", "--help"]):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 0
+        assert "flowrl" in capsys.readouterr().out
+
+
+def record(method, seed, rewards, seconds=2.0, finished=True):
+    rows = []
+    for i, reward in enumerate(rewards):
+        totals = {"nfe_total": 100 * i, "seconds_total": seconds * i, "reward_calls_total": 0, "train_nfe_total": 0}
+        row = {"iteration": i, "evaluation": {"reward": reward, "strict": reward / 2}, **totals}
+        if i:
+            row |= {"nfe": 100, "calls": 10, "reward_calls": 20, "train_nfe": 40, "trajectories": 10}
+            row["phases"] = {"rollout": 1.0, "reward": 0.5, "update": 0.5}
+        rows.append(row)
+    return RunRecord(method, seed, None, tuple(rows), finished)  # pyright: ignore[reportArgumentType]
+
+
+def test_summary_numbers_worked_out_by_hand():
+    from pathlib import Path
+
+    from flowrl.training.results import Comparison
+
+    runs = (
+        record("base", 0, [0.4, 0.5, 0.6]),
+        record("base", 1, [0.4, 0.6, 0.8]),
+        record("fast", 0, [0.4, 0.8, 0.8]),
+        record("fast", 1, [0.4, 0.8, 0.7]),
+    )
+    config = {"methods": ["base", "fast"], "seeds": [0, 1], "run": {}}
+    base, fast = summarise(Comparison(Path("."), config, runs))
+    assert base.final.mean == pytest.approx(0.7) and base.final.std == pytest.approx(0.2 / 2**0.5)
+    assert base.to_baseline_iterations == pytest.approx(2.0)
+    assert fast.to_baseline_iterations == pytest.approx(0.75)
+    assert fast.to_baseline_nfe == pytest.approx(75) and fast.to_baseline_seconds == pytest.approx(1.5)
+    assert fast.best.mean == pytest.approx(0.8) and fast.gain_each_seed == pytest.approx((0.4, 0.3))
+    assert fast.nfe_per_trajectory == 10 and fast.rewards_per_trajectory == 2 and fast.seconds_reward == 0.5
+    assert reaches([0, 1], [0.1, 0.2], 0.3) is None
+    assert spread([]).text() == "-" and spread([0.5]).text() == "0.500"
+    assert mean_curve([], "iteration") == ([], [])
+
+
+def test_a_report_can_be_written_before_any_run_has_finished(tmp_path):
+    from flowrl.training.compare import CompareConfig
+    from flowrl.training.config import preset
+
+    config = CompareConfig(preset("tiny").apply(), seeds=(0,), command='flowrl compare --out "<script>"')
+    (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
+    page = write_report(tmp_path).read_text()
+    assert "No run has been evaluated yet" in page and "<script>" not in page
+    folder = tmp_path / "runs" / "flow-grpo-seed0"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config.jobs()["flow-grpo-seed0"].as_dict()))
+    rows = record("flow-grpo", 0, [0.4, 0.5]).rows
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"iteration": 2, "re')
+    assert "3 runs have not finished" in write_report(tmp_path).read_text()

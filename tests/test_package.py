@@ -1,0 +1,65 @@
+"""The package as a whole: what importing costs, the typed doors, static promises."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+
+from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted
+from flowrl.losses import ClippedLoss, GRPOGuard
+from flowrl.protocols import CreditAssigner, FlowPolicy, PolicyLoss, RandomSampler, RewardModel, Sampler
+from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, Window
+from flowrl.types import CHECKS_ON
+from flowrl.worlds.mixture import DirectionReward
+from flowrl.worlds.shapes.verifier import ShapesReward
+
+
+def python(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def test_importing_costs_little_beyond_torch():
+    code = "import torch, time; t = time.perf_counter(); import flowrl, flowrl.samplers, flowrl.credit, flowrl.losses; "
+    code += "import sys; print(time.perf_counter() - t, *[m for m in ('diffusers', 'transformers', 'peft') if m in sys.modules])"
+    seconds, *heavy = min((python(code) for _ in range(2)), key=lambda out: float(out[0]))
+    assert heavy == []
+    assert float(seconds) < 0.5
+
+
+def test_parts_keep_their_protocols(mixture_policy, shapes_policy):
+    kernels = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), AllButLast(FlowSDE()), Window(CPS(), 0, 2)]
+    for part in kernels:
+        assert isinstance(part, Sampler)
+    assert isinstance(RandomWindow(FlowSDE(), 2), RandomSampler)
+    for part in (Uniform(), Weighted(), StepwiseGain(), TurningPoint()):
+        assert isinstance(part, CreditAssigner)
+    for part in (ClippedLoss(), GRPOGuard()):
+        assert isinstance(part, PolicyLoss)
+    for part in (ShapesReward(), DirectionReward()):
+        assert isinstance(part, RewardModel)
+    for part in (mixture_policy, shapes_policy):
+        assert isinstance(part, FlowPolicy)
+
+
+@pytest.mark.skipif(not CHECKS_ON, reason="shape checks are switched off in this environment")
+def test_wrong_axes_are_refused_at_the_door():
+    from flowrl.flow.time import uniform_schedule
+
+    schedule, step = uniform_schedule(4), torch.zeros(3, dtype=torch.long)
+    with pytest.raises(TypeCheckError, match="sample"):
+        FlowSDE().transition(torch.zeros(3, 2), torch.zeros(4, 2), schedule, step)
+    with pytest.raises(TypeCheckError, match="prompt member node"):
+        Uniform().assign(torch.zeros(3, 5), None)
+
+
+def test_the_switch_turns_the_checks_off():
+    code = "import torch; from flowrl.types import Gaussian; print(type(Gaussian(torch.zeros(2, 3), torch.zeros(5))).__name__)"
+    assert python(code, FLOWRL_TYPECHECK="0") == ["Gaussian"]
+    with pytest.raises(subprocess.CalledProcessError):
+        python(code, FLOWRL_TYPECHECK="1")
