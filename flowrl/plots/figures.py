@@ -122,7 +122,7 @@ def trajectory(comparison: Comparison) -> Figure | None:
         "ODE completion", (0.02, float(rewards[0])), color="#00734f", fontsize=9, xytext=(3, 8), textcoords="offset points"
     )
     curve.annotate(
-        "one-step estimate", (1, record["tweedie"][1]), color="#a84600", fontsize=9, xytext=(3, -14), textcoords="offset points"
+        "one-step estimate", (1, record["tweedie"][1]), color="#a84600", fontsize=9, xytext=(10, 2), textcoords="offset points"
     )
     for step in range(nodes - 1):
         if plain[step] or strict[step]:

@@ -47,7 +47,7 @@ class RunConfig:
     """Stochastic (trained) steps: all, all-but-last, START:SIZE, or random:SIZE drawn every iteration."""
     updates: int = 4
     """Optimiser steps per iteration; the trajectories are split between them."""
-    lr: float = 2e-3
+    lr: float = 3e-3
     final_lr: float = 1.0
     """Share of `lr` that is left at the last iteration; it falls linearly."""
     clip: float = 2e-3
@@ -150,14 +150,16 @@ def load_config(path: Path) -> dict[str, Any]:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    "long": {"iterations": 150, "eval_every": 15, "eval_prompts": 384},
+    "long": {"iterations": 100, "lr": 2e-3, "final_lr": 0.1, "eval_every": 20, "eval_prompts": 384},
     "tiny": {
         "iterations": 2, "prompts": 2, "members": 3, "steps": 4, "eval_every": 1, "eval_prompts": 4,
         "eval_steps": 4, "window": "1:2",
     },
 }  # fmt: skip
 
-MIXTURE_DEFAULTS: dict[str, Any] = {"world": "mixture", "task": "direction", "lr": 3e-3, "iterations": 60, "eval_every": 10}
+MIXTURE_DEFAULTS: dict[str, Any] = {
+    "task": "direction", "lr": 2e-2, "iterations": 40, "eval_every": 5, "window": "0:5",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
