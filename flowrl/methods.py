@@ -6,11 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted
-from flowrl.errors import ConfigError
+import torch
+
+from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted, check_advantages
+from flowrl.errors import ConfigError, CreditError
 from flowrl.losses import ClippedLoss
 from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, Sampler
 from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, Window
+from flowrl.types import NoProbe, Schedule
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,22 @@ def load_credit(spec: str) -> CreditAssigner:
             f"credit: {name} is no credit rule; it needs an attribute `probe` and a method `assign(rewards, schedule)`"
         )
     return rule
+
+
+def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:
+    """Let a rule assign one random table before anything is written. Raises `CreditError` saying what it did wrong."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.rand(2, members, schedule.steps + 1, generator=generator)
+    if isinstance(rule.probe, NoProbe):
+        table[..., :-1] = float("nan")
+    name = type(rule).__name__
+    try:
+        advantages = rule.assign(table, schedule)
+    except CreditError:
+        raise
+    except Exception as error:
+        raise CreditError(f"{name}.assign failed on a table of {tuple(table.shape)}: {type(error).__name__}: {error}") from error
+    check_advantages(advantages, table, name)
 
 
 def make_method(

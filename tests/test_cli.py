@@ -120,6 +120,26 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, words, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return rewards", "returned shape"),
+        ("return rewards[..., 1:] * float('nan')", "not finite"),
+        ("return 3", "returned a int"),
+        ("return rewards[5]", "assign failed"),
+        ("raise RuntimeError('no schedule')", "no schedule"),
+    ],
+)
+def test_a_broken_rule_is_refused_before_anything_is_written(body, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    head = "from flowrl.types import NoProbe\nclass Bad:\n    probe = NoProbe()\n    def assign(self, rewards, schedule):\n"
+    code = f"{head}        {body}\n"
+    (tmp_path / "rules.py").write_text(code)
+    assert main(["compare", "--credit", "rules.py:Bad"]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_help_is_there_for_everything(capsys):
     for arguments in (["--help"], ["compare", "--help"], ["train", "--help"], ["pretrain", "--help"], ["sample", "--help"]):
         with pytest.raises(SystemExit) as stop:

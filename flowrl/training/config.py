@@ -11,9 +11,10 @@ from flowrl.builtin import PolicyOptions, World, world
 from flowrl.errors import ConfigError, require
 from flowrl.flow.time import uniform_schedule
 from flowrl.losses import ClippedLoss
-from flowrl.methods import KERNELS, Method, make_method, make_sampler
+from flowrl.methods import KERNELS, Method, make_method, make_sampler, try_credit
 from flowrl.protocols import RandomSampler
 from flowrl.samplers import transition_stds
+from flowrl.types import Schedule
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -103,19 +104,27 @@ class RunConfig:
             self.noise_level if self.sampler != "ode" else "ode",
             "above 0, with a stochastic sampler: the loss needs log-probabilities, and a deterministic step has none",
         )
+        stds = self._trial_schedule().stds
+        require(stds is not None and bool((stds > 0).any()), "window", self.window, "at least one stochastic step")
+
+    def _trial_schedule(self) -> Schedule:
+        """An even grid with this run's stds, for checks before anything is built; the first draw of a random window."""
         sampler = make_sampler(self.sampler, self.noise_level, self.window)
         grid = uniform_schedule(self.steps)
-        stds = transition_stds(sampler.draw(grid, torch.Generator()) if isinstance(sampler, RandomSampler) else sampler, grid)
-        require(bool((stds > 0).any()), "window", self.window, "at least one stochastic step")
+        if isinstance(sampler, RandomSampler):
+            sampler = sampler.draw(grid, torch.Generator().manual_seed(0))
+        return replace(grid, stds=transition_stds(sampler, grid))
 
     def make_world(self) -> World:
         """The world by name."""
         return world(self.world)
 
     def make_method(self) -> Method:
-        """The method by name, with this run's sampler, clip and KL weight."""
+        """The method by name, with this run's sampler, clip and KL weight; its rule is tried on a random table first."""
         sampler = make_sampler(self.sampler, self.noise_level, self.window)
-        return make_method(self.method, sampler, ClippedLoss(clip=self.clip, kl_weight=self.kl_weight), self.credit)
+        method = make_method(self.method, sampler, ClippedLoss(clip=self.clip, kl_weight=self.kl_weight), self.credit)
+        try_credit(method.credit, self._trial_schedule(), self.members)
+        return method
 
     def policy_options(self) -> PolicyOptions:
         """What the world's policy is built from; the seed draws the adapter's first matrices."""
