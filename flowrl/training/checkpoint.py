@@ -34,7 +34,7 @@ def write_json(path: Path, values: Any) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     """Write, fsync, rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with open(temporary, "wb") as file:
         file.write(data)
         file.flush()

@@ -124,6 +124,7 @@ def _run_job(name: str, values: dict[str, Any], folder: str, resume: bool) -> bo
         Path(folder),
         report=lambda state: _messages.put((name, state)),
         stop=lambda: _stop.is_set() or os.getppid() != parent,  # pyright: ignore[reportOptionalMemberAccess]
+        shared=Path(folder).parent,
     )
     finished = run.execute(resume)
     _messages.put((name, {"phase": "done" if finished else "paused"}))

@@ -1,5 +1,6 @@
 """One training run in a folder: metrics line by line, checkpoints, samples, and a trajectory to look at."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,13 +34,15 @@ class Run:
     """A run of `config` in `folder`. `execute` returns True when it is finished, False when `stop` asked it to pause.
 
     The folder gets config.json, metrics.jsonl (one line per iteration; line 0 is the untrained model), checkpoint/, and at the
-    end samples.*, trajectory.*, weights.safetensors (the averaged trainable weights) and done.json.
+    end samples.*, trajectory.*, weights.safetensors (the averaged trainable weights) and done.json. `shared` is a folder where
+    runs of one comparison keep the evaluation of the untrained model, which is the same for all of them.
     """
 
     config: RunConfig
     folder: Path
     report: Report = _silent
     stop: Callable[[], bool] = lambda: False
+    shared: Path | None = None
 
     def execute(self, resume: bool = False) -> bool:
         """Train to the end, or go on from the last checkpoint with `resume`. Raises `FlowrlError`s from its parts."""
@@ -79,13 +82,28 @@ class Run:
 
     def _first_row(self, policy: FlowPolicy, world: World) -> dict[str, Any]:
         self.report({"phase": "evaluation"})
-        before = self._score(policy, world)
-        write_bytes(self.folder / "before.safetensors", save({"images": before.images, "scores": before.image_scores}))
-        row: dict[str, Any] = {"iteration": 0, "evaluation": before.row(self.config.reward_form)}
+        pictures, scores = self._untrained(policy, world)
+        write_bytes(self.folder / "before.safetensors", pictures)
+        row: dict[str, Any] = {"iteration": 0, "evaluation": scores}
         row |= {f"{name}_total": 0 for name in TOTALS}
         (self.folder / "metrics.jsonl").write_text("")
         self._append(row)
         return row
+
+    def _untrained(self, policy: FlowPolicy, world: World) -> tuple[bytes, dict[str, float]]:
+        """First samples (safetensors) and scores of the model before training, computed once per evaluation setting."""
+        c = self.config
+        settings = [c.world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.device, c.dtype, c.weights]
+        key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+        kept = None if self.shared is None else self.shared / f"untrained-{key}.safetensors"
+        if kept is not None and kept.exists() and kept.with_suffix(".json").exists():
+            return kept.read_bytes(), json.loads(kept.with_suffix(".json").read_text())
+        before = self._score(policy, world)
+        pictures = save({"images": before.images, "scores": before.image_scores})
+        if kept is not None:
+            write_bytes(kept, pictures)
+            write_json(kept.with_suffix(".json"), before.row(c.reward_form))
+        return pictures, before.row(c.reward_form)
 
     def _append(self, row: dict[str, Any]) -> None:
         with open(self.folder / "metrics.jsonl", "a") as file:

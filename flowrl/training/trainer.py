@@ -171,7 +171,7 @@ class Trainer:
         if not bool(torch.isfinite(value).all()):
             texts = ", ".join(sorted({repr(prompt.text) for prompt in prompts})[:8])
             raise TrainingError(
-                f"iteration {self.done + 1}: the {what} is {float(value)}; the weights are those of the last update. "
+                f"iteration {self.done + 1}: the {what} is {value.item()}; the weights are those of the last update. "
                 f"Prompts of this iteration: {texts}. Lower lr ({self.config.lr}) or raise the noise level."
             )
 
