@@ -88,9 +88,8 @@ def main() -> None:
     per_call = run(CALL, "1") - run(CALL, "0")
     calls = run(COUNT, "1")
     print(f"iteration without checks {off:.3f} s, with {on:.3f} s (medians of 3 processes)")
-    print(
-        f"{calls:.0f} checked calls x {per_call * 1e6:.0f} us = {calls * per_call:.4f} s = {calls * per_call / off:.2%} of an iteration"
-    )
+    share = calls * per_call / off
+    print(f"{calls:.0f} checked calls x {per_call * 1e6:.0f} us = {calls * per_call:.4f} s = {share:.2%} of an iteration")
 
 
 if __name__ == "__main__":
