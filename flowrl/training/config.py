@@ -64,9 +64,9 @@ class RunConfig:
     """Decay of the averaged weights that evaluation uses, per optimiser step; 0 = no averaging."""
     micro_batch: int = 256
     """(trajectory, step) pairs per backward pass."""
-    max_batch: int = 256
+    max_batch: int = 512
     """Latents per network call."""
-    eval_every: int = 4
+    eval_every: int = 6
     """Iterations between evaluations; the first and last iterations are always evaluated."""
     eval_prompts: int = 192
     """Held-out samples per evaluation (prompts are repeated where there are fewer)."""
