@@ -25,11 +25,14 @@ def python(code, **environment):
 
 
 def test_importing_costs_little_beyond_torch():
-    code = "import torch, time; t = time.perf_counter(); import flowrl, flowrl.samplers, flowrl.credit, flowrl.losses; "
-    code += "import sys; print(time.perf_counter() - t, *[m for m in ('diffusers', 'transformers', 'peft') if m in sys.modules])"
-    seconds, *heavy = min((python(code) for _ in range(2)), key=lambda out: float(out[0]))
-    assert heavy == []
-    assert float(seconds) < 0.5
+    """Processor seconds, so that a busy machine does not matter."""
+    code = "import torch, time, sys; t = time.process_time(); import flowrl; first = time.process_time() - t; "
+    code += "import flowrl.samplers, flowrl.credit, flowrl.losses; print(first, time.process_time() - t, "
+    code += "*[m for m in ('diffusers', 'transformers', 'peft', 'matplotlib') if m in sys.modules])"
+    runs = [python(code) for _ in range(2)]
+    assert all(heavy == [] for _, _, *heavy in runs)
+    assert min(float(first) for first, *_ in runs) < 0.1
+    assert min(float(rooms) for _, rooms, *_ in runs) < 1.0
 
 
 def test_parts_keep_their_protocols(mixture_policy, shapes_policy):

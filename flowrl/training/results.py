@@ -166,7 +166,7 @@ def reaches(xs: Sequence[float], ys: Sequence[float], target: float) -> float | 
 def summarise(comparison: Comparison) -> list[MethodSummary]:
     """One summary per method that has been evaluated."""
     baseline = mean_curve(comparison.of(comparison.baseline), "iteration")[1]
-    target = baseline[-1] if baseline else math.inf
+    target = baseline[-1] if baseline and baseline[-1] > baseline[0] else math.inf  # nothing to reach without a gain
     result = []
     for method in comparison.methods:
         runs = comparison.of(method)
