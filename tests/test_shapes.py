@@ -177,7 +177,10 @@ def test_adapter_starts_as_the_base_model_and_merging_changes_nothing():
             torch.testing.assert_close(policy.velocity(x, t, condition), apart, atol=1e-5, rtol=1e-5)
         assert torch.equal(policy.velocity(x, t, condition), apart)
         with policy.reference():
-            torch.testing.assert_close(policy.velocity(x, t, condition), start)
+            assert torch.equal(policy.velocity(x, t, condition), start)
+            with policy.frozen():
+                assert torch.equal(policy.velocity(x, t, condition), start)
+        assert torch.equal(policy.velocity(x, t, condition), apart)
     assert all(p.requires_grad for p in policy.trainable().values()) and len(policy.trainable()) > 20
 
 

@@ -4,6 +4,7 @@ import json
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -35,10 +36,14 @@ def curves(comparison: Comparison, score: str = "reward") -> Figure:
             right = max(end[1] for end in ends)
             heights = spread_labels([end[2] for end in ends], (high - low) * 0.075)
             for (method, _, _, shade), height in zip(ends, heights, strict=True):
-                axes.annotate(method, (right * 1.03, height), color=shade, va="center", fontsize=9, fontweight="bold")
+                axes.annotate(
+                    method, (right * 1.03, height), color=shade, va="center", fontsize=9, fontweight="bold", annotation_clip=False
+                )
             axes.set_xlim(-0.02 * right, right * 1.62)
         clean(axes)
         axes.set_xlabel(label)
+        if x == "nfe_total":
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     form = comparison.config["run"]["reward_form"]
     panels[0].set_ylabel(f"held-out reward ({form})" if score == "reward" else "held-out strict success")
     panels[1].set_title("dashed: the baseline's final value", fontsize=9, color="#555b66")

@@ -112,6 +112,7 @@ class SmallSD3Policy:
         self._latent_shape = (config.channels, config.grid, config.grid)
         self._scheduler = FlowMatchEulerDiscreteScheduler(shift=config.shift)
         self._layers: list[Any] = []
+        self._adapters_on = True
         if rank:
             self._add_lora(rank, alpha, seed)
 
@@ -168,27 +169,26 @@ class SmallSD3Policy:
     @contextmanager
     def reference(self) -> Iterator[None]:
         """The base model: adapters disabled, no gradients."""
-        for layer in self._layers:
-            layer.enable_adapters(False)
+        self._switch_adapters(False)
         try:
             with torch.no_grad():
                 yield
         finally:
-            for layer in self._layers:
-                layer.enable_adapters(True)
-            for parameter in self._adapter_parameters():
-                parameter.requires_grad_(True)
+            self._switch_adapters(True)
 
-    def _adapter_parameters(self) -> list[nn.Parameter]:
-        return [p for name, p in self.network.transformer.named_parameters() if "lora_" in name]
+    def _switch_adapters(self, on: bool) -> None:
+        """PEFT's own switch, without its change of `requires_grad`."""
+        self._adapters_on = on
+        for layer in self._layers:
+            layer._disable_adapters = not on
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """No gradients, and the adapter merged into the weights: W + (alpha/r) B A, so that a call costs what the base model's
-        does. Leaving restores the very same tensors, so nothing drifts."""
+        does. Leaving restores the very same tensors, so nothing drifts. Within `reference` there is nothing to merge."""
         saved = []
         with torch.no_grad():
-            for layer in self._layers:
+            for layer in self._layers if self._adapters_on else ():
                 weight = layer.get_base_layer().weight
                 saved.append((layer, weight.data))
                 weight.data = weight.data + layer.get_delta_weight("default").to(weight.dtype)
