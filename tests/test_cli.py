@@ -198,3 +198,22 @@ def test_a_report_can_be_written_before_any_run_has_finished(tmp_path):
     rows = record("flow-grpo", 0, [0.4, 0.5]).rows
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"iteration": 2, "re')
     assert "3 runs have not finished" in write_report(tmp_path).read_text()
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 0.0], [0.5, 0.5, 0.5], [0.1, 0.9], [0.3]])
+@pytest.mark.parametrize("methods", [1, 2, 7])
+def test_curves_can_be_drawn_whatever_the_values(rewards, methods):
+    from pathlib import Path
+
+    from flowrl.plots.figures import curves, phases
+    from flowrl.plots.style import spread_labels
+    from flowrl.training.results import Comparison
+
+    names = [f"rule {i}" for i in range(methods)]
+    config = {"methods": names, "seeds": [0], "run": {"reward_form": "soft"}}
+    comparison = Comparison(Path("."), config, tuple(record(name, 0, rewards) for name in names))
+    for figure in (curves(comparison), curves(comparison, "strict"), phases(comparison)):
+        figure.savefig(os.devnull, format="png", dpi=50)
+    heights = spread_labels([rewards[-1]] * methods, 0.0, 1.0, 0.075)
+    assert min(heights) >= -1e-9 and max(heights) <= 1 + 1e-9
+    assert len({round(height, 6) for height in heights}) == methods

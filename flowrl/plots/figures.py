@@ -20,6 +20,10 @@ def curves(comparison: Comparison, score: str = "reward") -> Figure:
     figure = Figure(figsize=(12.5, 3.9), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     baseline = mean_curve(comparison.of(comparison.baseline), "iteration", score)[1]
+    values = [y for method in comparison.methods for run in comparison.of(method) for y in run.curve("iteration", score)[1]]
+    pad = max(0.06 * (max(values) - min(values)), 0.01)
+    low, high = min(values) - pad, max(values) + pad
+    panels[0].set_ylim(low, high)
     for axes, (x, label) in zip(panels, AXES.items(), strict=True):
         ends = []
         for method in comparison.methods:
@@ -31,14 +35,11 @@ def curves(comparison: Comparison, score: str = "reward") -> Figure:
             ends.append((method, xs[-1], ys[-1], shade))
         if baseline:
             axes.axhline(baseline[-1], color="#8a8f98", linestyle="--", linewidth=1)
-        low, high = axes.get_ylim()
-        if x == "iteration" and ends:
-            right = max(end[1] for end in ends)
-            heights = spread_labels([end[2] for end in ends], (high - low) * 0.075)
+        if x == "iteration":
+            right = max(1.0, *(end[1] for end in ends))
+            heights = spread_labels([end[2] for end in ends], low + pad / 2, high - pad / 2, (high - low) * 0.075)
             for (method, _, _, shade), height in zip(ends, heights, strict=True):
-                axes.annotate(
-                    method, (right * 1.03, height), color=shade, va="center", fontsize=9, fontweight="bold", annotation_clip=False
-                )
+                axes.annotate(method, (right * 1.03, height), color=shade, va="center", fontsize=9, fontweight="bold")
             axes.set_xlim(-0.02 * right, right * 1.62)
         clean(axes)
         axes.set_xlabel(label)

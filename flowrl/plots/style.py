@@ -45,11 +45,16 @@ def clean(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def spread_labels(values: Sequence[float], gap: float) -> list[float]:
-    """Heights near `values` that are at least `gap` apart, so that labels at line ends do not overlap."""
+def spread_labels(values: Sequence[float], low: float, high: float, gap: float) -> list[float]:
+    """Heights near `values`, within [low, high] and at least `gap` apart where there is room, so that labels do not overlap."""
     order = sorted(range(len(values)), key=lambda i: values[i])
-    heights = list(values)
+    heights = [min(max(value, low), high) for value in values]
     for before, after in pairwise(order):
         heights[after] = max(heights[after], heights[before] + gap)
-    shift = (sum(heights) - sum(values)) / max(1, len(values))
-    return [height - shift for height in heights]
+    over = max(0.0, max(heights, default=low) - high)
+    gap = min(gap, (high - low) / max(1, len(values) - 1))
+    ceiling = high
+    for index in reversed(order) if over else ():
+        heights[index] = min(heights[index], ceiling)
+        ceiling = heights[index] - gap
+    return heights

@@ -159,7 +159,7 @@ def load_config(path: Path) -> dict[str, Any]:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    "long": {"iterations": 100, "lr": 2e-3, "final_lr": 0.1, "eval_every": 20, "eval_prompts": 384},
+    "long": {"iterations": 200, "lr": 2e-3, "final_lr": 0.2, "eval_every": 25, "eval_prompts": 384},
     "tiny": {
         "iterations": 2, "prompts": 2, "members": 3, "steps": 4, "eval_every": 1, "eval_prompts": 4,
         "eval_steps": 4, "window": "1:2",
