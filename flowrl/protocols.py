@@ -1,4 +1,4 @@
-"""The doors between rooms: five protocols. Their docstrings are the contract; `tests/` holds every part to it."""
+"""The doors between rooms, as protocols. Their docstrings are the contract; `tests/` holds every part to it."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -53,6 +53,22 @@ class RewardModel(Protocol):
 
 
 @runtime_checkable
+class CompositeReward(RewardModel, Protocol):
+    """A reward model with named components, which are logged and may be credited one by one.
+
+    Contract: ``score`` equals ``total(parts(images, prompts))``.
+    """
+
+    def parts(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Mapping[str, Tensor]:
+        """Every component's scores [sample], before weighting."""
+        ...
+
+    def total(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The reward [sample] that the components make up."""
+        ...
+
+
+@runtime_checkable
 class CreditAssigner(Protocol):
     """A pure function from a reward table to an advantage table.
 
@@ -68,6 +84,28 @@ class CreditAssigner(Protocol):
 
     def assign(self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None) -> Tensor:
         """Advantages [prompt, member, step] from rewards [prompt, member, node]."""
+        ...
+
+
+@runtime_checkable
+class PartsCreditAssigner(CreditAssigner, Protocol):
+    """A credit rule that reads the components of a `CompositeReward` one by one."""
+
+    def assign_parts(self, parts: Mapping[str, Tensor], schedule: Schedule | None) -> Tensor:
+        """Advantages [prompt, member, step] from one table [prompt, member, node] per component."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A part with memory across iterations (for example a running baseline); checkpoints keep its state."""
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Its memory as named tensors."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from `state_dict`."""
         ...
 
 

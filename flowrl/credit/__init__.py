@@ -1,6 +1,9 @@
 """Credit rules: pure functions from a reward table to an advantage table, one file each."""
 
+from flowrl.credit.gdpo import GDPO
+from flowrl.credit.moving_average import MovingAverageGain
 from flowrl.credit.normalise import zscore
+from flowrl.credit.selection import clear_swings, large_aggregates, random_steps
 from flowrl.credit.stepwise import StepwiseGain, generalised_gains
 from flowrl.credit.table import check_advantages, gains, reward_to_go
 from flowrl.credit.turning_point import TurningPoint, balanced, process_rewards, turning_points
@@ -8,15 +11,20 @@ from flowrl.credit.uniform import Uniform
 from flowrl.credit.weighted import Weighted
 
 __all__ = [
+    "GDPO",
+    "MovingAverageGain",
     "StepwiseGain",
     "TurningPoint",
     "Uniform",
     "Weighted",
     "balanced",
     "check_advantages",
+    "clear_swings",
     "gains",
     "generalised_gains",
+    "large_aggregates",
     "process_rewards",
+    "random_steps",
     "reward_to_go",
     "turning_points",
     "zscore",

@@ -1,7 +1,7 @@
 """Stepwise-Flow-GRPO's credit: what each step gained, and its generalisation towards reward-to-go."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -45,6 +45,8 @@ class StepwiseGain:
     Source: Stepwise-Flow-GRPO (arXiv 2603.28718, gain-based advantages; lam = 0, T' = 5). Raises `ConfigError` for a
     bad field, `CreditError` where a node's reward is not finite.
     """
+
+    shared_noise: ClassVar[bool] = True
 
     normalise: Literal["joint", "step"] = "joint"
     lam: float = 0.0

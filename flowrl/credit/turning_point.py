@@ -1,5 +1,6 @@
 """TP-GRPO's credit: steps that turn a trajectory towards its final trend get their long-term reward."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,11 +9,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowrl.credit.normalise import require_clamp, zscore
+from flowrl.credit.selection import clear_swings, large_aggregates, random_steps
 from flowrl.credit.table import gains, require_nodes, reward_to_go
 from flowrl.errors import require
 from flowrl.types import Completion, Probe, Schedule, checked
 
 Balance = Literal["aggregate", "trend"]
+Where = Literal["turning", "random", "none"]
 BalanceScope = Literal["prompt", "batch"]
 
 
@@ -43,10 +46,15 @@ def turning_points(
 
 
 def process_rewards(
-    rewards: Float[Tensor, "prompt member node"], selected: Bool[Tensor, "prompt member node-1"]
+    rewards: Float[Tensor, "prompt member node"], selected: Bool[Tensor, "prompt member node-1"], add: bool = False
 ) -> Float[Tensor, "prompt member node-1"]:
-    """R_T - R_i at the `selected` steps, d_i = R_{i+1} - R_i elsewhere. Source: TP-GRPO (arXiv 2602.06422)."""
-    return torch.where(selected, reward_to_go(rewards), gains(rewards))
+    """R_T - R_i at the `selected` steps, d_i = R_{i+1} - R_i elsewhere; with `add`, d_i + (R_T - R_i) at the selected.
+
+    Source: TP-GRPO (arXiv 2602.06422), where the aggregated reward replaces the increment; `add` is an ablation of ours.
+    """
+    increments = gains(rewards)
+    long_term = reward_to_go(rewards) + increments if add else reward_to_go(rewards)
+    return torch.where(selected, long_term, increments)
 
 
 def balanced(
@@ -100,6 +108,10 @@ class TurningPoint:
     mini-batches do; with "prompt" a group's advantages depend on that group only. `normalise` = "step": Z over members,
     step by step, as published; "joint": over members and steps. Z(y) = (y - mean) / (std + 1e-4) per prompt.
 
+    Ablations and controls of ours: `where` = "random" aggregates at as many steps of each trajectory, chosen blindly
+    (`random_steps`, drawn by `seed`), "none" nowhere: increments alone. `min_size` and `confidence`: stricter criteria,
+    see `large_aggregates` and `clear_swings`. `combine` = "add": d_i + (R_T - R_i) instead of R_T - R_i.
+
     Two warnings. With 0/1 rewards the consistent rule finds no turning point at all. With `normalise` = "step",
     members with R_T - R_i and members with d_i are compared with each other at one step.
 
@@ -112,6 +124,11 @@ class TurningPoint:
     balance_scope: BalanceScope = "batch"
     first_step: bool = True
     normalise: Literal["step", "joint"] = "step"
+    where: Where = "turning"
+    min_size: float = 0.0
+    confidence: float = 0.0
+    combine: Literal["replace", "add"] = "replace"
+    seed: int = 0
     clamp: float | None = 5.0
     probe: Probe = Completion()
 
@@ -121,12 +138,23 @@ class TurningPoint:
         scopes = ("prompt", "batch")
         require(self.balance_scope in scopes, "TurningPoint.balance_scope", self.balance_scope, "'prompt' or 'batch'")
         require(self.normalise in ("step", "joint"), "TurningPoint.normalise", self.normalise, "'step' or 'joint'")
+        places = ("turning", "random", "none")
+        require(self.where in places, "TurningPoint.where", self.where, "'turning', 'random' or 'none'")
+        require(self.combine in ("replace", "add"), "TurningPoint.combine", self.combine, "'replace' or 'add'")
+        for name in ("min_size", "confidence"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value >= 0, f"TurningPoint.{name}", value, "finite and 0 or more")
         require_clamp("TurningPoint", self.clamp)
 
     def selected(self, rewards: Float[Tensor, "prompt member node"]) -> Bool[Tensor, "prompt member node-1"]:
-        """The turning points that this rule uses: found, then balanced."""
+        """The steps that get their long-term reward: turning points found, filtered, balanced, then (control) moved."""
         turns = turning_points(rewards, self.consistent, self.first_step)
-        return turns if self.balance is None else balanced(rewards, turns, self.balance, self.balance_scope)
+        if self.where == "none":
+            return torch.zeros_like(turns)
+        turns = turns & large_aggregates(rewards, self.min_size) & clear_swings(rewards, self.confidence)
+        if self.balance is not None:
+            turns = balanced(rewards, turns, self.balance, self.balance_scope)
+        return random_steps(rewards, turns, self.seed) if self.where == "random" else turns
 
     @checked
     def assign(
@@ -135,4 +163,5 @@ class TurningPoint:
         """Advantages [prompt, member, step]; the schedule is not used."""
         require_nodes(rewards, list(range(rewards.shape[-1])), "TurningPoint", self.probe)
         over = ("member",) if self.normalise == "step" else ("member", "step")
-        return zscore(process_rewards(rewards, self.selected(rewards)), over=over, clamp=self.clamp)
+        processed = process_rewards(rewards, self.selected(rewards), add=self.combine == "add")
+        return zscore(processed, over=over, clamp=self.clamp)

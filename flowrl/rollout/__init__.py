@@ -1,7 +1,17 @@
 """Sampling trajectories and scoring unfinished states, batched, with every network call counted."""
 
 from flowrl.rollout.rollout import Groups, Rollout, attach_stds, integrate, rollout
-from flowrl.rollout.table import reward_table, score
+from flowrl.rollout.table import RewardTables, reward_table, reward_tables, score
 from flowrl.rollout.usage import Usage
 
-__all__ = ["Groups", "Rollout", "Usage", "attach_stds", "integrate", "reward_table", "rollout", "score"]
+__all__ = ["Groups",
+    "RewardTables",
+    "Rollout",
+    "Usage",
+    "attach_stds",
+    "integrate",
+    "reward_table",
+    "reward_tables",
+    "rollout",
+    "score",
+]

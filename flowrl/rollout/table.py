@@ -1,12 +1,13 @@
 """From estimated final images to the reward table [prompt, member, node]."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flowrl.errors import RewardError
-from flowrl.protocols import FlowPolicy, RewardModel
+from flowrl.protocols import CompositeReward, FlowPolicy, RewardModel
 from flowrl.rollout.rollout import Rollout
 from flowrl.rollout.usage import Usage
 from flowrl.types import Prompt
@@ -14,24 +15,64 @@ from flowrl.types import Prompt
 
 def score(reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None = None) -> Tensor:
     """Scores [sample] in float32, checked: one finite number per image, or a `RewardError` that says what came instead."""
-    name = type(reward).__name__
-    scores = reward.score(images, prompts)
+    scores = _checked(reward.score(images, prompts), prompts, f"{type(reward).__name__}.score")
+    if usage is not None:
+        usage.reward_calls += len(prompts)
+    return scores
+
+
+def _checked(scores: object, prompts: Sequence[Prompt], origin: str) -> Tensor:
     if not isinstance(scores, Tensor):
-        raise RewardError(f"{name}.score returned a {type(scores).__name__}; a torch.Tensor of shape [sample] is required")
+        raise RewardError(f"{origin} returned a {type(scores).__name__}; a torch.Tensor of shape [sample] is required")
     if scores.shape != (len(prompts),):
-        raise RewardError(
-            f"{name}.score returned shape {tuple(scores.shape)} for {len(prompts)} images; allowed: ({len(prompts)},)"
-        )
+        raise RewardError(f"{origin} returned shape {tuple(scores.shape)} for {len(prompts)} images; allowed: ({len(prompts)},)")
     bad = ~torch.isfinite(scores)
     if bool(bad.any()):
         first = int(bad.nonzero()[0])
         raise RewardError(
-            f"{name}.score returned {int(bad.sum())} of {len(prompts)} values that are not finite, the first at sample {first} "
+            f"{origin} returned {int(bad.sum())} of {len(prompts)} values that are not finite, the first at sample {first} "
             f"(prompt {prompts[first].text!r}); scores must be finite"
         )
-    if usage is not None:
-        usage.reward_calls += len(prompts)
     return scores.float()
+
+
+@dataclass(frozen=True)
+class RewardTables:
+    """R [prompt, member, node], and the same for every component of a composite reward (`parts`, empty otherwise)."""
+
+    total: Tensor
+    parts: Mapping[str, Tensor]
+
+
+def reward_tables(
+    policy: FlowPolicy,
+    reward: RewardModel,
+    result: Rollout,
+    prompts: Sequence[Prompt],
+    usage: Usage | None = None,
+    max_batch: int = 512,
+) -> RewardTables:
+    """R_j scores the estimate at node j, NaN where none was made. `prompts`: one per group."""
+    groups = result.groups
+    everyone = [prompt for prompt in prompts for _ in range(groups.members)]
+    nodes = sorted(result.estimates)
+    distinct = {id(result.estimates[node]): result.estimates[node] for node in nodes}
+    latents = list(distinct.values())
+    owners = [p for latent in latents for p in (everyone if len(latent) == groups.samples else prompts)]
+    flat = torch.cat(latents)
+    columns: dict[str, list[Tensor]] = {}
+    for piece in torch.arange(len(flat)).split(max_batch):
+        images = policy.decode(flat[piece.to(flat.device)])
+        for name, values in _scores(reward, images, [owners[i] for i in piece.tolist()], usage).items():
+            columns.setdefault(name, []).append(values.cpu())
+    tables = {}
+    for name, pieces in columns.items():
+        scores = dict(zip(distinct, torch.cat(pieces).split([len(latent) for latent in latents]), strict=True))
+        table = torch.full((groups.prompts, groups.members, result.trajectories.schedule.steps + 1), float("nan"))
+        for node in nodes:
+            table[:, :, node] = scores[id(result.estimates[node])].view(groups.prompts, -1)
+        tables[name] = table
+    return RewardTables(tables.pop(_TOTAL), tables)
 
 
 def reward_table(
@@ -42,21 +83,21 @@ def reward_table(
     usage: Usage | None = None,
     max_batch: int = 512,
 ) -> Tensor:
-    """R [prompt, member, node]: R_j scores the estimate at node j, NaN where none was made. `prompts`: one per group."""
-    groups = result.groups
-    steps = result.trajectories.schedule.steps
-    table = torch.full((groups.prompts, groups.members, steps + 1), float("nan"))
-    everyone = [prompt for prompt in prompts for _ in range(groups.members)]
-    nodes = sorted(result.estimates)
-    distinct = {id(result.estimates[node]): result.estimates[node] for node in nodes}
-    latents = list(distinct.values())
-    owners = [p for latent in latents for p in (everyone if len(latent) == groups.samples else prompts)]
-    flat = torch.cat(latents)
-    pieces = []
-    for piece in torch.arange(len(flat)).split(max_batch):
-        images = policy.decode(flat[piece.to(flat.device)])
-        pieces.append(score(reward, images, [owners[i] for i in piece.tolist()], usage).cpu())
-    scores = dict(zip(distinct, torch.cat(pieces).split([len(latent) for latent in latents]), strict=True))
-    for node in nodes:
-        table[:, :, node] = scores[id(result.estimates[node])].view(groups.prompts, -1)
-    return table
+    """`reward_tables` without the components: R [prompt, member, node]."""
+    return reward_tables(policy, reward, result, prompts, usage, max_batch).total
+
+
+_TOTAL = ""
+"""The key of the total among the component names."""
+
+
+def _scores(reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None) -> dict[str, Tensor]:
+    """The total and every component, each checked; a composite reward is evaluated once."""
+    if not isinstance(reward, CompositeReward):
+        return {_TOTAL: score(reward, images, prompts, usage)}
+    parts = dict(reward.parts(images, prompts))
+    name = type(reward).__name__
+    checked = {key: _checked(values, prompts, f"{name}.parts()[{key!r}]") for key, values in parts.items()}
+    if usage is not None:
+        usage.reward_calls += len(prompts)
+    return {_TOTAL: _checked(reward.total(parts), prompts, f"{name}.total"), **checked}

@@ -14,11 +14,11 @@ from torch import Tensor
 from flowrl.credit import check_advantages
 from flowrl.errors import ConfigError, TrainingError
 from flowrl.methods import Method
-from flowrl.protocols import FlowPolicy, RandomSampler, RewardModel, Sampler
-from flowrl.rollout import Groups, Rollout, Usage, reward_table, rollout
+from flowrl.protocols import FlowPolicy, PartsCreditAssigner, RandomSampler, RewardModel, Sampler, Stateful
+from flowrl.rollout import Groups, RewardTables, Rollout, Usage, reward_tables, rollout
 from flowrl.training.checkpoint import Checkpoint, optimiser_tensors, restore_optimiser
 from flowrl.training.config import RunConfig
-from flowrl.types import Condition, Gaussian, LossBatch, Prompt
+from flowrl.types import Condition, Gaussian, LossBatch, Prompt, Schedule
 
 
 class PromptStream:
@@ -77,18 +77,17 @@ class Trainer:
         )  # fmt: skip
         clock.lap("rollout")
         self.on_phase("reward")
-        rewards = reward_table(self.policy, self.reward, result, prompts, usage)
+        tables = reward_tables(self.policy, self.reward, result, prompts, usage)
         clock.lap("reward")
-        schedule = result.trajectories.schedule
-        name = type(self.method.credit).__name__
-        advantages = check_advantages(self.method.credit.assign(rewards, schedule), rewards, name)
+        advantages = self._credit(tables, result.trajectories.schedule)
         self.on_phase("update")
         metrics = self._update(sampler, result, condition, advantages, prompts)
         clock.lap("update")
         self.done += 1
         return {
             "iteration": self.done,
-            **_reward_metrics(rewards),
+            **_reward_metrics(tables.total),
+            **({"parts": {name: float(t[..., -1].mean()) for name, t in tables.parts.items()}} if tables.parts else {}),
             "trajectories": self.groups.samples,
             "nfe": usage.nfe,
             "calls": usage.calls,
@@ -97,6 +96,15 @@ class Trainer:
             "phases": clock.phases,
             **metrics,
         }
+
+    def _credit(self, tables: RewardTables, schedule: Schedule) -> Tensor:
+        """The rule's advantages, checked; a rule that reads components gets them where the reward has some."""
+        rule = self.method.credit
+        if tables.parts and isinstance(rule, PartsCreditAssigner):
+            advantages = rule.assign_parts(tables.parts, schedule)
+        else:
+            advantages = rule.assign(tables.total, schedule)
+        return check_advantages(advantages, tables.total, type(rule).__name__)
 
     def draw_sampler(self) -> Sampler:
         """This iteration's sampler: a random window is drawn here, once for all groups."""
@@ -188,11 +196,13 @@ class Trainer:
                 parameter.data = value
 
     def state(self) -> Checkpoint:
-        """Weights, averages, optimiser, generators and the prompt order."""
+        """Weights, averages, optimiser, generators, the prompt order, and the credit rule's memory if it has one."""
         tensors = {f"weight.{n}": p for n, p in zip(self.names, self.parameters, strict=True)}
         tensors |= {f"average.{n}": p for n, p in zip(self.names, self.average, strict=True)}
         tensors |= optimiser_tensors(self.optimiser, self.names)
         tensors |= {"generator": self.generator.get_state(), "prompts.generator": self.prompts.generator.get_state()}
+        if isinstance(self.method.credit, Stateful):
+            tensors |= {f"credit.{name}": tensor for name, tensor in self.method.credit.state_dict().items()}
         return Checkpoint(dict(tensors), {"done": self.done, "order": self.prompts.order})
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -207,6 +217,9 @@ class Trainer:
                 parameter.copy_(tensors[f"weight.{name}"])
                 average.copy_(tensors[f"average.{name}"])
         restore_optimiser(self.optimiser, self.names, tensors)
+        if isinstance(self.method.credit, Stateful):
+            memory = {name.removeprefix("credit."): t for name, t in tensors.items() if name.startswith("credit.")}
+            self.method.credit.load_state_dict(memory)
         self.generator.set_state(tensors["generator"])
         self.prompts.generator.set_state(tensors["prompts.generator"])
         self.done, self.prompts.order = int(values["done"]), list(values["order"])

@@ -1,0 +1,65 @@
+"""Several rewards, credited one by one and then summed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowrl.credit.normalise import STD_EPSILON
+from flowrl.credit.uniform import Uniform
+from flowrl.errors import CreditError, require
+from flowrl.protocols import CreditAssigner
+from flowrl.types import Probe, Schedule, checked
+
+
+@dataclass(frozen=True)
+class GDPO:
+    """A = S / (std(S) + 1e-4), S = sum_k w_k A^(k), A^(k) the advantages that `rule` assigns to reward k alone.
+
+    A reward of large spread no longer drowns the others, as it does when rewards are summed before they are normalised.
+    `weights` by the reward's name (left out: 1 each). With `batch`, the sum is divided by its std over all prompts, members and
+    steps of the table, as in the paper (its mean is 0 in every group already); the scale then does not grow with the number
+    of rewards. Without it A = S. A single reward table (a reward without components) is one reward named "reward".
+
+    Source: GDPO, group reward-decoupled normalisation (arXiv 2601.05242), there with uniform credit; any `rule` here.
+    Raises `ConfigError` for a rule without probe and assign, `CreditError` for a weight whose reward does not exist.
+    """
+
+    rule: CreditAssigner = field(default_factory=Uniform)
+    weights: Mapping[str, float] | None = None
+    batch: bool = True
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.rule, CreditAssigner), "GDPO.rule", self.rule, "a credit rule: attribute probe, method assign")
+
+    @property
+    def probe(self) -> Probe:
+        """What `rule` needs."""
+        return self.rule.probe
+
+    @property
+    def shared_noise(self) -> bool:
+        """Whether `rule` wants the members of a group to start from the same noise."""
+        return bool(getattr(self.rule, "shared_noise", False))
+
+    @checked
+    def assign(
+        self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None
+    ) -> Float[Tensor, "prompt member node-1"]:
+        """Advantages of a single reward."""
+        return self.assign_parts({"reward": rewards}, schedule)
+
+    def assign_parts(self, parts: Mapping[str, Tensor], schedule: Schedule | None = None) -> Tensor:
+        """Advantages [prompt, member, step] from one reward table [prompt, member, node] per name."""
+        if self.weights is not None:
+            unknown = sorted(set(self.weights) - set(parts))
+            if unknown:
+                raise CreditError(f"GDPO.weights names rewards {', '.join(unknown)}; there are {', '.join(parts)}")
+        weighted = [self._weight(name) * self.rule.assign(table, schedule) for name, table in parts.items()]
+        total = torch.stack(weighted).sum(dim=0)
+        return total / (total.std(unbiased=False) + STD_EPSILON) if self.batch else total
+
+    def _weight(self, name: str) -> float:
+        return 1.0 if self.weights is None else float(self.weights.get(name, 1.0))

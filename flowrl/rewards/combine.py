@@ -1,0 +1,44 @@
+"""Several rewards as one: a weighted sum whose parts stay visible."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import RewardError, require
+from flowrl.protocols import RewardModel
+from flowrl.types import Prompt
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """R = sum_k w_k R^(k) over named reward models.
+
+    `parts` gives every component's own scores, unweighted: the trainer logs them, and a rule such as `credit.GDPO` normalises
+    them one by one. `weights` left out: 1 each. Raises `ConfigError` for no models or a weight without a model.
+    """
+
+    models: Mapping[str, RewardModel]
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(len(self.models) > 0, "WeightedSum.models", dict(self.models), "one or more named reward models")
+        unknown = sorted(set(self.weights) - set(self.models))
+        require(not unknown, "WeightedSum.weights", unknown, f"names among {', '.join(self.models)}")
+
+    def parts(self, images: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """Every component's scores [sample], unweighted. Raises `RewardError` naming a component of the wrong shape."""
+        scores = {name: model.score(images, prompts) for name, model in self.models.items()}
+        for name, values in scores.items():
+            if values.shape != (len(prompts),):
+                raise RewardError(f"reward {name!r} returned shape {tuple(values.shape)}; allowed: ({len(prompts)},)")
+        return scores
+
+    def total(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The weighted sum of `parts`."""
+        return torch.stack([float(self.weights.get(name, 1.0)) * values for name, values in parts.items()]).sum(dim=0)
+
+    def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """The weighted sum [sample]."""
+        return self.total(self.parts(images, prompts))
