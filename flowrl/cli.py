@@ -67,11 +67,12 @@ class Compare:
     """
 
     methods: tuple[str, ...] = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
-    """Built-in methods: flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted. The first is the baseline."""
+    """Built-in methods: flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo. The first is the
+    baseline."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """One run per method and seed."""
     credit: tuple[str, ...] = ()
-    """Credit rules of your own to add: path/to/file.py:Class."""
+    """Credit rules to add: path/to/file.py:Class, NAME or NAME(option=value); `flowrl parts` lists names."""
     preset: str = "default"
     """default (about five minutes on 2 cores), long (about 15 minutes per method) or tiny (seconds, for a first look)."""
     out: Path | None = None

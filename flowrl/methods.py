@@ -1,10 +1,8 @@
-"""The papers as compositions of a sampler, a credit rule and a loss; and rules of the user's own, by file."""
+"""The papers as compositions of a sampler, a credit rule and a loss; and compositions by name."""
 
-import importlib.util
-import sys
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -12,8 +10,9 @@ from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted, check_a
 from flowrl.errors import ConfigError, CreditError
 from flowrl.losses import ClippedLoss
 from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, Sampler
-from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, Window
-from flowrl.types import NoProbe, Schedule
+from flowrl.registry import build
+from flowrl.samplers import AllButLast, DanceSDE, FlowSDE, RandomWindow, Window
+from flowrl.types import Completion, NoProbe, Schedule
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,17 @@ def dance_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss 
     )
 
 
+def dense_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+    """DenseGRPO (arXiv 2601.20218): gains of ODE completions, normalised over the members step by step."""
+    return Method(
+        "dense-grpo",
+        sampler or AllButLast(FlowSDE(0.7)),
+        StepwiseGain(normalise="step", probe=Completion()),
+        loss or ClippedLoss(),
+        source="arXiv 2601.20218",
+    )
+
+
 def tempflow_weights(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
     """Uniform credit weighted by each step's noise (TempFlow-GRPO's noise-aware weighting)."""
     base = flow_grpo(sampler, loss)
@@ -83,22 +93,15 @@ METHODS: dict[str, Callable[..., Method]] = {
     "tp-grpo": tp_grpo,
     "dance-grpo": dance_grpo,
     "noise-weighted": tempflow_weights,
-}
-
-KERNELS: dict[str, Callable[[float], Sampler]] = {
-    "flow-sde": FlowSDE,
-    "dance-sde": DanceSDE,
-    "cps": CPS,
-    "ddim-sde": DDIMSDE,
-    "ode": lambda _: ODE(),
+    "dense-grpo": dense_grpo,
 }
 
 
 def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") -> Sampler | RandomSampler:
     """A sampler from its words. `window`: "all", "all-but-last", "START:SIZE" (fixed steps) or "random:SIZE" (per iteration)."""
-    if kernel not in KERNELS:
-        raise ConfigError(f"unknown sampler {kernel!r}; allowed: {', '.join(KERNELS)}")
-    base = KERNELS[kernel](noise_level)
+    base = build("sampler", kernel, noise_level=noise_level)
+    if isinstance(base, RandomSampler):
+        return base
     if window == "all":
         return base
     if window == "all-but-last":
@@ -113,34 +116,8 @@ def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") 
 
 
 def load_credit(spec: str) -> CreditAssigner:
-    """The rule behind "path/to/file.py:Class", built without arguments. Raises `ConfigError` saying what is missing."""
-    path_text, _, name = spec.rpartition(":")
-    path = Path(path_text)
-    if not name or path.suffix != ".py":
-        raise ConfigError(f"credit = {spec!r} is not allowed: write path/to/file.py:Class")
-    if not path.is_file():
-        raise ConfigError(f"credit: the file {path} does not exist")
-    module_spec = importlib.util.spec_from_file_location(f"flowrl_user_{path.stem}", path)
-    if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"credit: {path} cannot be loaded as a Python module")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"credit: importing {path} failed: {type(error).__name__}: {error}") from error
-    if not hasattr(module, name):
-        names = ", ".join(sorted(n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__))
-        raise ConfigError(f"credit: {path} has no class {name!r}; it defines {names or 'no classes'}")
-    try:
-        rule = getattr(module, name)()
-    except Exception as error:
-        raise ConfigError(f"credit: {name}() failed: {type(error).__name__}: {error}") from error
-    if not isinstance(rule, CreditAssigner):
-        raise ConfigError(
-            f"credit: {name} is no credit rule; it needs an attribute `probe` and a method `assign(rewards, schedule)`"
-        )
-    return rule
+    """The rule that a spec describes (see `flowrl.registry`): "path/to/file.py:Class", "turning-point(balance=trend)"."""
+    return build("credit", spec)
 
 
 def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:
@@ -150,6 +127,7 @@ def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:
     if isinstance(rule.probe, NoProbe):
         table[..., :-1] = float("nan")
     name = type(rule).__name__
+    rule = copy.deepcopy(rule)  # a rule with memory must not remember the trial
     try:
         advantages = rule.assign(table, schedule)
     except CreditError:
@@ -160,18 +138,25 @@ def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:
 
 
 def make_method(
-    name: str, sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None, credit: str = ""
+    name: str,
+    sampler: Sampler | RandomSampler | None = None,
+    loss: PolicyLoss | None = None,
+    credit: str = "",
+    shared_noise: bool | None = None,
 ) -> Method:
-    """A method by name, with its sampler and loss replaced where given; `credit` = "file.py:Class" puts a rule of the user's own
-    in place (on Flow-GRPO's sampling; a rule's attribute `shared_noise = True` makes groups share their noise)."""
+    """A method by name, with its sampler and loss replaced where given.
+
+    `credit` puts another rule in place (a spec, see `flowrl.registry`) and `name` is then only what tables call it; the
+    rule's attribute `shared_noise = True` makes groups share their noise. `shared_noise` overrules both.
+    """
     if credit:
         rule = load_credit(credit)
         shared = bool(getattr(rule, "shared_noise", False))
-        return replace(
-            flow_grpo(sampler, loss), name=name or type(rule).__name__, credit=rule, shared_noise=shared, source=credit
-        )
-    if name not in METHODS:
+        method = replace(flow_grpo(sampler, loss), name=name or credit, credit=rule, shared_noise=shared, source=credit)
+    elif name in METHODS:
+        method = METHODS[name](sampler, loss)
+    else:
         raise ConfigError(
-            f"unknown method {name!r}; allowed: {', '.join(METHODS)}, or a rule of your own with --credit file.py:Class"
+            f"unknown method {name!r}; allowed: {', '.join(METHODS)}, or a credit rule by name or file with --credit"
         )
-    return METHODS[name](sampler, loss)
+    return method if shared_noise is None else replace(method, shared_noise=shared_noise)

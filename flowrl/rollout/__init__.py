@@ -4,7 +4,8 @@ from flowrl.rollout.rollout import Groups, Rollout, attach_stds, integrate, roll
 from flowrl.rollout.table import RewardTables, reward_table, reward_tables, score
 from flowrl.rollout.usage import Usage
 
-__all__ = ["Groups",
+__all__ = [
+    "Groups",
     "RewardTables",
     "Rollout",
     "Usage",

@@ -17,6 +17,7 @@ from typing import Any
 from flowrl.errors import ConfigError, FlowrlError, require
 from flowrl.training.checkpoint import write_json
 from flowrl.training.config import RunConfig, load_config
+from flowrl.training.results import run_folder
 from flowrl.training.run import Run
 from flowrl.types import NoProbe
 
@@ -25,7 +26,7 @@ PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """What is compared: methods x seeds, all else equal. `credit` adds rules of the user's own ("file.py:Class")."""
+    """What is compared: methods x seeds, all else equal. `credit` adds rules by spec (`flowrl.registry`)."""
 
     run: RunConfig
     methods: tuple[str, ...] = PAPERS
@@ -43,18 +44,18 @@ class CompareConfig:
         require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each seed once")
 
     def names(self) -> list[str]:
-        """Methods as they are called in tables: built-in names, then the class names of the user's rules."""
-        return [*self.methods, *(spec.rpartition(":")[2] for spec in self.credit)]
+        """Methods as they are called in tables: built-in names, then the added rules (a file's by their class)."""
+        return [*self.methods, *map(_rule_name, self.credit)]
 
     def jobs(self) -> dict[str, RunConfig]:
         """Run configurations by folder name; building them checks every method and setting."""
-        specs = [(name, "") for name in self.methods] + [(spec.rpartition(":")[2], spec) for spec in self.credit]
+        specs = [(name, "") for name in self.methods] + [(_rule_name(spec), spec) for spec in self.credit]
         result = {}
         for seed in self.seeds:
             for name, credit in specs:
                 config = replace(self.run, method=name, credit=credit, seed=seed, **self.method_settings.get(name, {}))
                 config.make_method()
-                result[f"{name}-seed{seed}"] = config
+                result[run_folder(name, seed)] = config
         return result
 
     def as_dict(self) -> dict[str, Any]:
@@ -88,6 +89,12 @@ class CompareConfig:
             values.get("command", ""),
             values.get("method_settings", {}),
         )
+
+
+def _rule_name(spec: str) -> str:
+    """What tables call a rule: its spec, without the path of a file."""
+    path, mark, rest = spec.partition(".py:")
+    return rest if mark and "(" not in path else spec
 
 
 def _version(package: str) -> str:

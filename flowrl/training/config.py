@@ -10,9 +10,9 @@ import torch
 from flowrl.builtin import PolicyOptions, World, world
 from flowrl.errors import ConfigError, require
 from flowrl.flow.time import uniform_schedule
-from flowrl.losses import ClippedLoss
-from flowrl.methods import KERNELS, Method, make_method, make_sampler, try_credit
-from flowrl.protocols import RandomSampler
+from flowrl.methods import Method, make_method, make_sampler, try_credit
+from flowrl.protocols import PolicyLoss, RandomSampler, RewardModel
+from flowrl.registry import build
 from flowrl.samplers import transition_stds
 from flowrl.types import Schedule
 
@@ -24,15 +24,17 @@ class RunConfig:
     """Everything one training run depends on. The defaults are the five-minute preset on the shapes world."""
 
     method: str = "flow-grpo"
-    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo or noise-weighted; the name shown for a rule of your own."""
+    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted or dense-grpo; the name shown for a rule of your own."""
     credit: str = ""
-    """A credit rule of your own: path/to/file.py:Class (then `method` is only its name in tables)."""
+    """Another credit rule: NAME, NAME(option=value), or path/to/file.py:Class (then `method` is only its name in tables)."""
     world: str = "shapes"
     """shapes (text to image) or mixture (two dimensions)."""
     task: str = "compositional"
     """compositional, text or preference (shapes); direction (mixture)."""
     reward_form: str = "soft"
     """strict (0/1), graded (partial credit) or soft (continuous)."""
+    reward: str = ""
+    """Another reward than the task's own: NAME of a plug-in, or path/to/file.py:Class."""
     seed: int = 0
     iterations: int = 12
     prompts: int = 16
@@ -42,10 +44,14 @@ class RunConfig:
     steps: int = 10
     """Denoising steps while training."""
     sampler: str = "flow-sde"
-    """flow-sde, dance-sde, cps, ddim-sde or ode."""
+    """flow-sde, dance-sde, cps or ddim-sde; NAME of a plug-in, or path/to/file.py:Class."""
     noise_level: float = 0.7
     window: str = "2:5"
     """Stochastic (trained) steps: all, all-but-last, START:SIZE, or random:SIZE drawn every iteration."""
+    initial_noise: str = "auto"
+    """Whether the members of a group start from the same noise: auto (as the method says), shared or independent."""
+    loss: str = "clipped"
+    """clipped, grpo-guard, flow-dppo or policy-gradient, with options as in clipped(kl=without_delta); a plug-in or file."""
     updates: int = 4
     """Optimiser steps per iteration; the trajectories are split between them."""
     lr: float = 3e-3
@@ -93,7 +99,8 @@ class RunConfig:
         require(0 <= self.ema < 1, "ema", self.ema, "in [0, 1)")
         require(self.rank >= 1, "rank", self.rank, "1 or more")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        require(self.sampler in KERNELS, "sampler", self.sampler, f"one of {', '.join(KERNELS)}")
+        choices = ("auto", "shared", "independent")
+        require(self.initial_noise in choices, "initial_noise", self.initial_noise, f"one of {', '.join(choices)}")
         chosen = world(self.world)
         require(self.task in chosen.tasks, f"task of world {self.world}", self.task, f"one of {', '.join(chosen.tasks)}")
         require(self.reward_form in chosen.forms, "reward_form", self.reward_form, f"one of {', '.join(chosen.forms)}")
@@ -122,9 +129,18 @@ class RunConfig:
     def make_method(self) -> Method:
         """The method by name, with this run's sampler, clip and KL weight; its rule is tried on a random table first."""
         sampler = make_sampler(self.sampler, self.noise_level, self.window)
-        method = make_method(self.method, sampler, ClippedLoss(clip=self.clip, kl_weight=self.kl_weight), self.credit)
+        shared = None if self.initial_noise == "auto" else self.initial_noise == "shared"
+        method = make_method(self.method, sampler, self.make_loss(), self.credit, shared)
         try_credit(method.credit, self._trial_schedule(), self.members)
         return method
+
+    def make_loss(self) -> PolicyLoss:
+        """The loss by name, with this run's clip and KL weight where it has such options and the spec does not set them."""
+        return build("loss", self.loss, clip=self.clip, kl_weight=self.kl_weight)
+
+    def make_reward(self) -> RewardModel:
+        """The reward that training uses: the task's own in `reward_form`, or `reward`."""
+        return build("reward", self.reward) if self.reward else self.make_world().reward(self.reward_form)
 
     def policy_options(self) -> PolicyOptions:
         """What the world's policy is built from; the seed draws the adapter's first matrices."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.builtin import World
-from flowrl.protocols import FlowPolicy
+from flowrl.protocols import FlowPolicy, RewardModel
 from flowrl.rollout import Usage, integrate, score
 from flowrl.types import Prompt
 
@@ -16,23 +16,39 @@ EVALUATION_SEED = 20240
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean scores by form, the seconds it took, and the scores and pictures of the first samples."""
+    """Mean scores by form, the seconds it took, and the scores and pictures of the first samples.
+
+    `own` is the mean of the reward that training uses where that is not the task's; `image_scores` are then its scores too.
+    """
 
     scores: dict[str, float]
     seconds: float
     images: Tensor
     image_scores: Tensor
     prompts: list[Prompt]
+    own: float | None = None
 
     def row(self, form: str) -> dict[str, float]:
-        """What a metrics line records; "reward" is the score in the form that training uses."""
-        return {"reward": self.scores[form], **self.scores, "seconds": self.seconds}
+        """What a metrics line records; "reward" is what training maximises: the score in its form, or a reward of its own."""
+        scores = {"reward": self.scores[form], **self.scores, "seconds": self.seconds}
+        return scores if self.own is None else {**scores, "reward": self.own}
 
 
 def evaluate(
-    policy: FlowPolicy, world: World, task: str, form: str, count: int, steps: int, max_batch: int = 256, keep: int = 8
+    policy: FlowPolicy,
+    world: World,
+    task: str,
+    form: str,
+    count: int,
+    steps: int,
+    max_batch: int = 256,
+    keep: int = 8,
+    reward: RewardModel | None = None,
 ) -> Evaluation:
-    """Sample `count` held-out prompts (in turn, repeated where there are fewer) by `steps` ODE steps from fixed noise."""
+    """Sample `count` held-out prompts (in turn, repeated where there are fewer) by `steps` ODE steps from fixed noise.
+
+    `reward`: one that is not the task's own, scored in addition.
+    """
     started = time.perf_counter()
     heldout = world.prompts(task, "heldout")
     prompts = [heldout[i % len(heldout)] for i in range(count)]
@@ -42,4 +58,8 @@ def evaluate(
     images = torch.cat([policy.decode(part) for part in latents.split(max_batch)])
     by_form = {name: score(world.reward(name), images, prompts).cpu() for name in world.forms}
     means = {name: float(values.mean()) for name, values in by_form.items()}
-    return Evaluation(means, time.perf_counter() - started, images[:keep].cpu(), by_form[form][:keep], prompts[:keep])
+    seconds = time.perf_counter() - started
+    if reward is None:
+        return Evaluation(means, seconds, images[:keep].cpu(), by_form[form][:keep], prompts[:keep])
+    own = score(reward, images, prompts).cpu()
+    return Evaluation(means, seconds, images[:keep].cpu(), own[:keep], prompts[:keep], float(own.mean()))

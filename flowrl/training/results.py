@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -87,6 +88,11 @@ def load_run(folder: Path) -> RunRecord:
     return RunRecord(config["method"], int(config["seed"]), folder, tuple(rows), (folder / "done.json").exists())
 
 
+def run_folder(name: str, seed: int) -> str:
+    """The folder of one run of a comparison: a name that can be part of a path on every system."""
+    return re.sub(r"[^\w.=,-]+", "_", name).strip("_") + f"-seed{seed}"
+
+
 def load_comparison(folder: Path) -> Comparison:
     """Read a comparison folder, finished or not. Raises `ConfigError` where it is none."""
     try:
@@ -94,7 +100,7 @@ def load_comparison(folder: Path) -> Comparison:
         names = config["methods"]
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder} is not the folder of a comparison: {error}") from error
-    folders = [folder / "runs" / f"{name}-seed{seed}" for name in names for seed in config["seeds"]]
+    folders = [folder / "runs" / run_folder(name, seed) for name in names for seed in config["seeds"]]
     return Comparison(folder, config, tuple(load_run(f) for f in folders if (f / "metrics.jsonl").exists()))
 
 

@@ -51,9 +51,8 @@ class Run:
         world = self.config.make_world()
         method = self.config.make_method()
         policy = world.policy(self.config.policy_options())
-        trainer = Trainer(
-            policy, method, world.reward(self.config.reward_form), world.prompts(self.config.task, "train"), self.config
-        )
+        reward = self.config.make_reward()
+        trainer = Trainer(policy, method, reward, world.prompts(self.config.task, "train"), self.config)
         trainer.on_phase = lambda phase: self.report({"phase": phase})
         rows = self._restore(trainer) if resume else []
         if not rows:
@@ -93,7 +92,7 @@ class Run:
     def _untrained(self, policy: FlowPolicy, world: World) -> tuple[bytes, dict[str, float]]:
         """First samples (safetensors) and scores of the model before training, computed once per evaluation setting."""
         c = self.config
-        settings = [c.world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.device, c.dtype, c.weights]
+        settings = [c.world, c.task, c.reward_form, c.reward, c.eval_prompts, c.eval_steps, c.device, c.dtype, c.weights]
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
         kept = None if self.shared is None else self.shared / f"untrained-{key}.safetensors"
         if kept is not None and kept.exists() and kept.with_suffix(".json").exists():
@@ -133,7 +132,8 @@ class Run:
 
     def _score(self, policy: FlowPolicy, world: World) -> Evaluation:
         c = self.config
-        return evaluate(policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch)
+        own = c.make_reward() if c.reward else None
+        return evaluate(policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch, reward=own)
 
     def _evaluate(self, trainer: Trainer, world: World) -> Evaluation:
         self.report({"phase": "evaluation"})
