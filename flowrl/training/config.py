@@ -115,12 +115,8 @@ class RunConfig:
         require(stds is not None and bool((stds > 0).any()), "window", self.window, "at least one stochastic step")
 
     def _trial_schedule(self) -> Schedule:
-        """An even grid with this run's stds, for checks before anything is built; the first draw of a random window."""
-        sampler = make_sampler(self.sampler, self.noise_level, self.window)
-        grid = uniform_schedule(self.steps)
-        if isinstance(sampler, RandomSampler):
-            sampler = sampler.draw(grid, torch.Generator().manual_seed(0))
-        return replace(grid, stds=transition_stds(sampler, grid))
+        """An even grid with this run's stds, for checks before anything is built."""
+        return even_schedule(self.steps, self.sampler, self.noise_level, self.window)
 
     def make_world(self) -> World:
         """The world by name."""
@@ -158,6 +154,15 @@ class RunConfig:
         if unknown:
             raise ConfigError(f"config: unknown settings {', '.join(unknown)}; allowed: {', '.join(sorted(known))}")
         return RunConfig(**values)
+
+
+def even_schedule(steps: int, kernel: str, noise_level: float, window: str) -> Schedule:
+    """An even grid with a sampler's stds; of a sampler that is drawn every iteration, those of its first draw."""
+    sampler = make_sampler(kernel, noise_level, window)
+    grid = uniform_schedule(steps)
+    if isinstance(sampler, RandomSampler):
+        sampler = sampler.draw(grid, torch.Generator().manual_seed(0))
+    return replace(grid, stds=transition_stds(sampler, grid))
 
 
 def load_config(path: Path) -> dict[str, Any]:
