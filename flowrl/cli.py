@@ -279,10 +279,15 @@ class Parts:
         for kind in (self.kind,) if self.kind else KINDS:
             print(f"{kind} (--{kind})")
             for name, origin in sorted(available(kind).items()):
-                print(f"  {name}{'' if origin == 'flowrl' else f'  [{origin}]'}: {summary_of(kind, name)}")
-                options = [f"{n}={_shown(v)}" for n, v in options_of(kind, name).items()]
-                if options:
-                    print(f"      {', '.join(options)}")
+                title = f"  {name}{'' if origin == 'flowrl' else f'  [{origin}]'}"
+                try:
+                    summary, choices = summary_of(kind, name), options_of(kind, name)
+                except FlowrlError as error:
+                    print(f"{title}: unusable, {error}")
+                    continue
+                print(f"{title}: {summary}")
+                if choices:
+                    print(f"      {', '.join(f'{n}={_shown(v)}' for n, v in choices.items())}")
             if not available(kind):
                 print("  none by name: a task brings its own, and a plug-in or path/to/file.py:Class replaces it")
         return 0

@@ -1,0 +1,146 @@
+"""Parts by name: built-in, from a file, from an installed plug-in package."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from flowrl.credit import GDPO, StepwiseGain, TurningPoint
+from flowrl.errors import ConfigError
+from flowrl.losses import ClippedLoss
+from flowrl.registry import KINDS, available, build, options_of, parse_probe, summary_of
+from flowrl.samplers import CPS, FlowSDE
+from flowrl.types import Completion, NoProbe, Substeps, Tweedie
+
+PLUGIN = '''
+import torch
+from flowrl.types import NoProbe
+
+
+class LastStep:
+    """All credit to the last step."""
+
+    probe = NoProbe()
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def assign(self, rewards, schedule):
+        final = rewards[..., -1] - rewards[..., -1].mean(1, keepdim=True)
+        advantages = torch.zeros_like(rewards[..., 1:])
+        advantages[..., -2:] = self.scale * final[..., None]
+        return advantages
+
+
+class Brightness:
+    """Mean of the pixels."""
+
+    def score(self, images, prompts):
+        return images.flatten(1).mean(1)
+'''
+
+
+@pytest.fixture
+def plugin_folder(tmp_path: Path) -> Path:
+    """A folder into which pip has installed a package with entry points of two kinds."""
+    info = "sample_plugin-1.0.dist-info"
+    files = {
+        "sample_plugin.py": PLUGIN,
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: sample-plugin\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": (
+            "[flowrl.credit]\nlast-step = sample_plugin:LastStep\nbroken = sample_plugin:Missing\n\n"
+            "[flowrl.rewards]\nbrightness = sample_plugin:Brightness\n"
+        ),
+    }
+    wheel = tmp_path / "sample_plugin-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+        archive.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]))
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    return site
+
+
+def test_an_installed_plugin_is_found_by_name_on_the_command_line(plugin_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    script = f"""
+import sys
+sys.path.insert(0, {str(plugin_folder)!r})
+from flowrl.cli import main
+assert main(["parts", "--kind", "credit"]) == 0
+assert main(["explain", "last-step(scale=2)", "--out", {str(tmp_path / "x.png")!r}]) == 0
+code = main(["train", "--world", "mixture", "--preset", "tiny", "--credit", "last-step(scale=0.5)", "--reward", "brightness",
+             "--window", "0:3", "--out", {str(out)!r}])
+assert code == 0, code
+assert main(["train", "--world", "mixture", "--credit", "broken"]) == 2
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "last-step  [sample-plugin]: All credit to the last step." in done.stdout
+    assert "scale=1.0" in done.stdout
+    assert "its plug-in sample-plugin (sample_plugin:Missing) cannot be loaded" in done.stderr
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["iteration"] == 2
+    assert rows[0]["evaluation"]["reward"] != rows[0]["evaluation"]["soft"]
+
+
+def test_options_reach_the_part() -> None:
+    rule = build("credit", "turning-point(consistent=False, balance=None, probe=completion, min_size=0.1)")
+    assert rule == TurningPoint(consistent=False, balance=None, min_size=0.1)
+    assert build("credit", "turning-point(balance=trend, first_step=false)") == TurningPoint(balance="trend", first_step=False)
+    assert build("credit", "gdpo(rule='stepwise-gain(lam=0.5)')") == GDPO(StepwiseGain(lam=0.5))
+    assert build("credit", " uniform ( std = batch ) ").std == "batch"
+    assert build("sampler", "cps", noise_level=0.3) == CPS(0.3)
+    assert build("sampler", "flow-sde(noise_level=0.5)", noise_level=0.3) == FlowSDE(0.5)
+    assert build("loss", "clipped(kl=without_delta)", clip=1e-5, kl_weight=0.1) == ClippedLoss(1e-5, 0.1, kl="without_delta")
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "words"),
+    [
+        ("credit", "turning-pont", "unknown credit rule 'turning-pont'.*did you mean 'turning-point'"),
+        ("credit", "uniform(stdd=1)", "uniform has no option stdd; allowed: std, clamp, probe"),
+        ("credit", "uniform(1)", "options need names"),
+        ("credit", "uniform(std=", "is not allowed|cannot be read"),
+        ("credit", "uniform(std=open('x'))", "cannot be read"),
+        ("credit", "uniform(std=neither)", "Uniform.std"),
+        ("credit", "none.py:Rule", "the file none.py does not exist"),
+        ("credit", "stepwise-gain(probe=all)", "none, tweedie, substeps:N or completion"),
+        ("loss", "clipped(clip=2)", "ClippedLoss.clip"),
+        ("sampler", "euler", "unknown sampler 'euler'"),
+        ("reward", "pretty", "unknown reward 'pretty'"),
+    ],
+)
+def test_what_is_wrong_is_named(kind: str, spec: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(kind, spec)
+
+
+def test_a_part_of_another_kind_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from flowrl.samplers import CPS\n\n\ndef fails():\n    raise RuntimeError('no such model')\n")
+    with pytest.raises(ConfigError, match="CPS is no credit rule; it needs an attribute `probe`"):
+        build("credit", f"{file}:CPS")
+    assert build("sampler", f"{file}:CPS(noise_level=0.2)") == CPS(0.2)
+    with pytest.raises(ConfigError, match="RuntimeError: no such model"):
+        build("reward", f"{file}:fails")
+
+
+def test_every_built_in_part_can_be_listed_and_built() -> None:
+    for kind in KINDS:
+        for name, origin in available(kind).items():
+            if origin == "flowrl":
+                assert summary_of(kind, name)
+                assert build(kind, name, noise_level=0.5) is not None
+                options_of(kind, name)
+
+
+def test_probes_by_word() -> None:
+    probes = [parse_probe(words) for words in ("none", "tweedie", "substeps:3", "completion")]
+    assert probes == [NoProbe(), Tweedie(), Substeps(3), Completion()]
