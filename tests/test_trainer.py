@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from flowrl.builtin import world
+from flowrl.credit import GDPO, Uniform
 from flowrl.errors import CheckpointError, ConfigError, CreditError, RewardError, TrainingError
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import ClippedLoss
 from flowrl.methods import METHODS, load_credit, make_method, make_sampler
-from flowrl.rewards import FunctionReward
+from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.samplers import RandomWindow
 from flowrl.training.checkpoint import load_checkpoint, save_checkpoint
 from flowrl.training.config import PRESETS, RunConfig, preset
@@ -91,6 +92,53 @@ def test_equal_rewards_change_nothing_but_weight_decay():
     assert all(torch.equal(a, b) for a, b in zip(before, weights(run), strict=True))
 
 
+def test_components_are_logged_and_credited_one_by_one():
+    """A component of a thousand times the scale drowns the other under uniform credit of the sum, not under GDPO."""
+
+    def along(direction):
+        return FunctionReward(lambda images, prompts: images.flatten(1)[:, direction])
+
+    both = WeightedSum({"small": along(0), "large": along(1)}, {"large": 1000.0})
+    run = trainer(TINY, method=make_method("gdpo", credit="gdpo"), reward=both)
+    seen = {}
+    whole = run.method.credit.assign_parts
+
+    def watch(parts, schedule):
+        seen.update(parts)
+        return whole(parts, schedule)
+
+    object.__setattr__(run.method.credit, "assign_parts", watch)
+    row = run.iteration()
+    assert set(seen) == set(row["parts"]) == {"small", "large"}
+    assert row["reward_mean"] == pytest.approx(row["parts"]["small"] + 1000 * row["parts"]["large"], rel=1e-4)
+    assert row["reward_calls"] == 2 * 3  # a composite reward is evaluated once
+    small = GDPO(batch=False).assign_parts({"small": seen["small"]})
+    torch.testing.assert_close(Uniform().assign(seen["small"]), small)
+    assert trainer(TINY, reward=both).iteration()["parts"].keys() == {"small", "large"}
+
+
+def test_a_wrong_component_is_named():
+    wrong = WeightedSum(
+        {"ok": FunctionReward(lambda i, p: torch.zeros(len(p))), "odd": FunctionReward(lambda i, p: torch.zeros(2))}
+    )
+    with pytest.raises(RewardError, match="reward 'odd' returned shape"):
+        trainer(TINY, reward=wrong).iteration()
+    nan = WeightedSum({"nan": FunctionReward(lambda i, p: torch.full((len(p),), float("nan")))})
+    with pytest.raises(RewardError, match=r"parts\(\)\['nan'\] returned .* not finite"):
+        trainer(TINY, reward=nan).iteration()
+    with pytest.raises(ConfigError, match=r"WeightedSum.weights"):
+        WeightedSum({"a": FunctionReward(lambda i, p: torch.zeros(len(p)))}, {"b": 1.0})
+
+
+def test_initial_noise_can_be_overruled():
+    assert replace(TINY, method="stepwise-flow-grpo").make_method().shared_noise
+    assert not replace(TINY, method="stepwise-flow-grpo", initial_noise="independent").make_method().shared_noise
+    assert replace(TINY, initial_noise="shared").make_method().shared_noise
+    assert replace(TINY, credit="stepwise-gain").make_method().shared_noise
+    with pytest.raises(ConfigError, match="initial_noise"):
+        replace(TINY, initial_noise="same")
+
+
 def test_a_random_window_is_drawn_once_per_iteration():
     config = replace(TINY, window="random:2")
     run = trainer(config)
@@ -111,9 +159,9 @@ class Stop:
         return self.calls == self.after
 
 
-@pytest.mark.parametrize("name", ["flow-grpo", "tp-grpo"])
-def test_a_paused_run_resumes_to_the_same_numbers(tmp_path, name):
-    config = replace(TINY, method=name, updates=2)
+@pytest.mark.parametrize(("name", "credit"), [("flow-grpo", ""), ("tp-grpo", ""), ("average", "moving-average-gain")])
+def test_a_paused_run_resumes_to_the_same_numbers(tmp_path, name, credit):
+    config = replace(TINY, method=name, credit=credit, updates=2)
     assert Run(config, tmp_path / "whole").execute()
     assert not Run(config, tmp_path / "parts", stop=Stop(3)).execute()
     with open(tmp_path / "parts" / "metrics.jsonl", "a") as file:
