@@ -23,7 +23,7 @@ from typing import Any
 
 from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, Weighted
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.losses import ClippedLoss, GRPOGuard
+from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, RewardModel, Sampler
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
 from flowrl.types import Completion, NoProbe, Probe, Substeps, Tweedie
@@ -72,7 +72,7 @@ KINDS: dict[str, Kind] = {
         "loss",
         "loss",
         "flowrl.losses",
-        {"clipped": ClippedLoss, "grpo-guard": GRPOGuard},
+        {"clipped": ClippedLoss, "grpo-guard": GRPOGuard, "flow-dppo": FlowDPPO, "policy-gradient": PolicyGradientLoss},
         (PolicyLoss,),
         "an attribute `needs_reference` and a method `loss(batch)`",
     ),

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowrl.errors import ConfigError, require
-from flowrl.flow.gaussian import kl
+from flowrl.flow.gaussian import kl, kl_without_delta
 from flowrl.types import Gaussian, LossBatch, LossResult
 
 Divergence = Callable[[Gaussian, Gaussian, Tensor], Tensor]
@@ -18,6 +18,10 @@ Divergence = Callable[[Gaussian, Gaussian, Tensor], Tensor]
 def exact_kl(new: Gaussian, reference: Gaussian, delta: Float[Tensor, " sample"]) -> Float[Tensor, " sample"]:
     """KL(new || reference) of the transition; `delta` is not used."""
     return kl(new, reference)
+
+
+KL_FORMS: dict[str, Divergence] = {"exact": exact_kl, "without_delta": kl_without_delta}
+"""How the divergence from the reference is computed: exactly, or without the step length (parity with released code)."""
 
 
 def counted_pairs(batch: LossBatch) -> LossBatch:
@@ -42,15 +46,23 @@ def surrogate(ratio: Float[Tensor, " sample"], advantages: Float[Tensor, " sampl
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + clip))
 
 
+def beyond(ratio: Float[Tensor, " sample"], clip: float) -> Bool[Tensor, " sample"]:
+    """Where |ratio - 1| > `clip`."""
+    return (ratio.detach() - 1.0).abs() > clip
+
+
 def combine(
     pairs: LossBatch,
     ratio: Float[Tensor, " sample"],
     policy_terms: Float[Tensor, " sample"],
-    clip: float,
+    held: Bool[Tensor, " sample"],
     kl_weight: float,
     divergence: Divergence = exact_kl,
 ) -> LossResult:
-    """Mean of `policy_terms` plus `kl_weight` times the mean divergence from the reference, with the usual metrics."""
+    """Mean of `policy_terms` plus `kl_weight` times the mean divergence from the reference, with the usual metrics.
+
+    `held`: pairs that are at the border of the trust region; their share is the metric clip_fraction.
+    """
     policy_loss = _mean(policy_terms, pairs.new)
     loss = policy_loss
     deviation = (ratio.detach() - 1.0).abs()
@@ -58,7 +70,7 @@ def combine(
         "policy_loss": policy_loss.detach(),
         "ratio_mean": ratio.detach().mean() if len(ratio) else torch.ones_like(policy_loss),
         "ratio_deviation": deviation.max() if len(ratio) else torch.zeros_like(policy_loss),
-        "clip_fraction": _mean((deviation > clip).float(), pairs.new).detach(),
+        "clip_fraction": _mean(held.float(), pairs.new).detach(),
         "approx_kl": _mean(kl(pairs.new, pairs.behaviour), pairs.new).detach(),
     }
     if pairs.reference is not None:
@@ -70,10 +82,15 @@ def combine(
     return LossResult(loss=loss, metrics=metrics)
 
 
-def require_loss_fields(loss: str, clip: float, kl_weight: float) -> None:
-    """Raise `ConfigError` unless `clip` is in (0, 1) and `kl_weight` is finite and 0 or more."""
+def require_clip(loss: str, clip: float) -> None:
+    """Raise `ConfigError` unless `clip` is in (0, 1)."""
     require(0.0 < clip < 1.0, f"{loss}.clip", clip, "above 0 and below 1")
+
+
+def require_kl(loss: str, kl_weight: float, form: str) -> None:
+    """Raise `ConfigError` unless `kl_weight` is finite and 0 or more and `form` is a known one."""
     require(math.isfinite(kl_weight) and kl_weight >= 0, f"{loss}.kl_weight", kl_weight, "finite and 0 or more")
+    require(form in KL_FORMS, f"{loss}.kl", form, " or ".join(map(repr, KL_FORMS)))
 
 
 def _mean(values: Tensor, new: Gaussian) -> Tensor:

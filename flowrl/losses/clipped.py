@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl.errors import require
-from flowrl.flow.gaussian import kl_without_delta, log_prob, log_prob_without_constants
-from flowrl.losses._terms import combine, counted_pairs, exact_kl, require_loss_fields, surrogate
+from flowrl.flow.gaussian import log_prob, log_prob_without_constants
+from flowrl.losses._terms import KL_FORMS, beyond, combine, counted_pairs, require_clip, require_kl, surrogate
 from flowrl.types import LossBatch, LossResult, checked
 
 
@@ -32,8 +32,8 @@ class ClippedLoss:
     log_prob: Literal["exact", "released_cps"] = "exact"
 
     def __post_init__(self) -> None:
-        require_loss_fields("ClippedLoss", self.clip, self.kl_weight)
-        require(self.kl in ("exact", "without_delta"), "ClippedLoss.kl", self.kl, "'exact' or 'without_delta'")
+        require_clip("ClippedLoss", self.clip)
+        require_kl("ClippedLoss", self.kl_weight, self.kl)
         densities = ("exact", "released_cps")
         require(self.log_prob in densities, "ClippedLoss.log_prob", self.log_prob, "'exact' or 'released_cps'")
 
@@ -49,5 +49,4 @@ class ClippedLoss:
         density = log_prob if self.log_prob == "exact" else log_prob_without_constants
         ratio = (density(pairs.new, pairs.next_node) - density(pairs.behaviour, pairs.next_node)).exp()
         terms = surrogate(ratio, pairs.advantages, self.clip)
-        divergence = exact_kl if self.kl == "exact" else kl_without_delta
-        return combine(pairs, ratio, terms, self.clip, self.kl_weight, divergence)
+        return combine(pairs, ratio, terms, beyond(ratio, self.clip), self.kl_weight, KL_FORMS[self.kl])

@@ -1,9 +1,10 @@
 """The regulated clipping of GRPO-Guard."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from flowrl.flow.gaussian import kl, log_prob
-from flowrl.losses._terms import combine, counted_pairs, require_loss_fields, surrogate
+from flowrl.losses._terms import KL_FORMS, beyond, combine, counted_pairs, require_clip, require_kl, surrogate
 from flowrl.types import LossBatch, LossResult, checked
 
 
@@ -15,7 +16,7 @@ class GRPOGuard:
     the added term cancels the negative mean of the plain log-ratio, and the factor std gives it the same spread at
     every step. Each pair's clipped term max(-A ratio, -A clip(ratio, 1-c, 1+c)) is divided by its step length Delta.
     On policy the gradient is therefore the policy gradient with step weights std / Delta. `clip` = c in (0, 1);
-    `kl_weight` >= 0 adds the exact KL to the reference, not divided by Delta.
+    `kl_weight` >= 0 adds the KL to the reference, not divided by Delta, in the form `kl` (see `ClippedLoss`).
 
     Metrics as in `ClippedLoss`, of the normalised ratio; policy_loss includes the division by Delta. Source: GRPO-Guard
     (arXiv 2510.22319). Raises `ConfigError` for a bad field or a missing reference.
@@ -23,9 +24,11 @@ class GRPOGuard:
 
     clip: float = 1e-4
     kl_weight: float = 0.0
+    kl: Literal["exact", "without_delta"] = "exact"
 
     def __post_init__(self) -> None:
-        require_loss_fields("GRPOGuard", self.clip, self.kl_weight)
+        require_clip("GRPOGuard", self.clip)
+        require_kl("GRPOGuard", self.kl_weight, self.kl)
 
     @property
     def needs_reference(self) -> bool:
@@ -39,4 +42,4 @@ class GRPOGuard:
         log_ratio = log_prob(pairs.new, pairs.next_node) - log_prob(pairs.behaviour, pairs.next_node)
         ratio = (pairs.behaviour.std * (log_ratio + kl(pairs.new, pairs.behaviour))).exp()
         terms = surrogate(ratio, pairs.advantages, self.clip) / pairs.delta
-        return combine(pairs, ratio, terms, self.clip, self.kl_weight)
+        return combine(pairs, ratio, terms, beyond(ratio, self.clip), self.kl_weight, KL_FORMS[self.kl])

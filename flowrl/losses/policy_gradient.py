@@ -1,0 +1,41 @@
+"""The plain policy gradient."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flowrl.flow.gaussian import log_prob
+from flowrl.losses._terms import KL_FORMS, combine, counted_pairs, require_kl
+from flowrl.types import LossBatch, LossResult, checked
+
+
+@dataclass(frozen=True)
+class PolicyGradientLoss:
+    """mean of -A log pi(x_next) + beta KL(new || reference): no ratio, no clip.
+
+    Right on policy only, that is for one update per iteration (`updates` = 1); later updates of the same trajectories are
+    biased, and nothing keeps them near the behaviour policy. On policy its gradient equals `ClippedLoss`'s.
+
+    `kl_weight` = beta >= 0, `kl` as in `ClippedLoss`. Metrics as in `ClippedLoss`, clip_fraction 0. Source: REINFORCE
+    (Williams 1992) on the denoising process, as DDPO-SF (arXiv 2305.13301). Raises `ConfigError` for a bad field or a
+    missing reference.
+    """
+
+    kl_weight: float = 0.0
+    kl: Literal["exact", "without_delta"] = "exact"
+
+    def __post_init__(self) -> None:
+        require_kl("PolicyGradientLoss", self.kl_weight, self.kl)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference is part of the loss (`kl_weight` > 0)."""
+        return self.kl_weight > 0
+
+    @checked
+    def loss(self, batch: LossBatch) -> LossResult:
+        """The scalar loss over the pairs of `batch`, and its metrics."""
+        pairs = counted_pairs(batch)
+        density = log_prob(pairs.new, pairs.next_node)
+        ratio = (density.detach() - log_prob(pairs.behaviour, pairs.next_node)).exp()
+        nowhere = ratio < 0
+        return combine(pairs, ratio, -pairs.advantages * density, nowhere, self.kl_weight, KL_FORMS[self.kl])
