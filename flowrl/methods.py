@@ -11,7 +11,7 @@ from flowrl.errors import ConfigError, CreditError
 from flowrl.losses import ClippedLoss
 from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, Sampler
 from flowrl.registry import build
-from flowrl.samplers import AllButLast, DanceSDE, FlowSDE, RandomWindow, Window
+from flowrl.samplers import AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
 from flowrl.types import Completion, NoProbe, Schedule
 
 
@@ -97,8 +97,11 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 
+WINDOWS = "all, all-but-last, START:SIZE (fixed), random:SIZE (drawn every iteration) or sliding:SIZE[:STRIDE[:EVERY]]"
+
+
 def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") -> Sampler | RandomSampler:
-    """A sampler from its words. `window`: "all", "all-but-last", "START:SIZE" (fixed steps) or "random:SIZE" (per iteration)."""
+    """A sampler from its words. `window` says which steps are stochastic: see `WINDOWS`."""
     base = build("sampler", kernel, noise_level=noise_level)
     if isinstance(base, RandomSampler):
         return base
@@ -106,13 +109,19 @@ def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") 
         return base
     if window == "all-but-last":
         return AllButLast(base)
-    start, _, size = window.partition(":")
+    kind, *numbers = window.split(":")
     try:
-        return RandomWindow(base, int(size)) if start == "random" else Window(base, int(start), int(size))
-    except ValueError as error:
+        if kind == "random":
+            (size,) = map(int, numbers)
+            return RandomWindow(base, size)
+        if kind == "sliding":
+            return SlidingWindow(base, *map(int, numbers))
+        start, size = map(int, (kind, *numbers))
+        return Window(base, start, size)
+    except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"window = {window!r} is not allowed: 'all', 'all-but-last', 'START:SIZE' or 'random:SIZE'") from error
+        raise ConfigError(f"window = {window!r} is not allowed: {WINDOWS}") from error
 
 
 def load_credit(spec: str) -> CreditAssigner:

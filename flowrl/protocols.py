@@ -32,10 +32,10 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class RandomSampler(Protocol):
-    """A sampler that is drawn anew for every iteration (for example a random window); the draw is shared by all groups."""
+    """A sampler that is another one every iteration (for example a random or a sliding window), the same for all groups."""
 
-    def draw(self, schedule: Schedule, generator: torch.Generator) -> Sampler:
-        """The sampler of this iteration."""
+    def draw(self, schedule: Schedule, generator: torch.Generator, iteration: int = 0) -> Sampler:
+        """The sampler of `iteration` (counted from 0)."""
         ...
 
 

@@ -5,6 +5,7 @@ from flowrl.samplers.dance_sde import DanceSDE
 from flowrl.samplers.ddim_sde import DDIMSDE
 from flowrl.samplers.flow_sde import FlowSDE
 from flowrl.samplers.ode import ODE
+from flowrl.samplers.sliding import SlidingWindow
 from flowrl.samplers.stds import transition_stds
 from flowrl.samplers.windowed import AllButLast, RandomWindow, Window
 
@@ -16,6 +17,7 @@ __all__ = [
     "DanceSDE",
     "FlowSDE",
     "RandomWindow",
+    "SlidingWindow",
     "Window",
     "transition_stds",
 ]

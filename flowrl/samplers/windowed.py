@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flowrl.errors import ConfigError, require
 from flowrl.flow.time import expand
-from flowrl.protocols import Sampler
+from flowrl.protocols import RandomSampler, Sampler
 from flowrl.samplers.ode import ODE
 from flowrl.types import Gaussian, Schedule, checked
 
@@ -30,7 +30,7 @@ class Window:
     size: int
 
     def __post_init__(self) -> None:
-        _require_sampler("Window", self.sampler)
+        require_kernel("Window", self.sampler)
         require(self.start >= 0, "Window.start", self.start, "0 or more")
         require(self.size >= 1, "Window.size", self.size, "1 or more steps")
 
@@ -59,7 +59,7 @@ class AllButLast:
     sampler: Sampler
 
     def __post_init__(self) -> None:
-        _require_sampler("AllButLast", self.sampler)
+        require_kernel("AllButLast", self.sampler)
 
     @checked
     def transition(
@@ -89,14 +89,14 @@ class RandomWindow:
     high: int | None = None
 
     def __post_init__(self) -> None:
-        _require_sampler("RandomWindow", self.sampler)
+        require_kernel("RandomWindow", self.sampler)
         require(self.size >= 1, "RandomWindow.size", self.size, "1 or more steps")
         require(self.low >= 0, "RandomWindow.low", self.low, "0 or more")
         if self.high is not None:
             least = self.low + self.size
             require(self.high >= least, "RandomWindow.high", self.high, f"low + size = {least} or more, or None")
 
-    def draw(self, schedule: Schedule, generator: torch.Generator) -> Window:
+    def draw(self, schedule: Schedule, generator: torch.Generator, iteration: int = 0) -> Window:
         """This iteration's window; the same generator state gives the same window."""
         high = schedule.steps if self.high is None else self.high
         require(high <= schedule.steps, "RandomWindow.high", high, f"at most the schedule's {schedule.steps} steps")
@@ -111,8 +111,9 @@ class RandomWindow:
         raise ConfigError("RandomWindow has not been drawn: call .draw(schedule, generator) once per iteration, use its result")
 
 
-def _require_sampler(where: str, sampler: object) -> None:
-    fits = isinstance(sampler, Sampler) and not isinstance(sampler, RandomWindow)
+def require_kernel(where: str, sampler: object) -> None:
+    """Raise `ConfigError` unless `sampler` has a transition of its own (and need not be drawn first)."""
+    fits = isinstance(sampler, Sampler) and not isinstance(sampler, RandomSampler)
     require(fits, f"{where}.sampler", sampler, "a kernel such as FlowSDE() or CPS(), not a random window")
 
 

@@ -13,6 +13,7 @@ from flowrl.flow.time import uniform_schedule
 from flowrl.methods import Method, make_method, make_sampler, try_credit
 from flowrl.protocols import PolicyLoss, RandomSampler, RewardModel
 from flowrl.registry import build
+from flowrl.rollout import require_solver
 from flowrl.samplers import transition_stds
 from flowrl.types import Schedule
 
@@ -47,7 +48,7 @@ class RunConfig:
     """flow-sde, dance-sde, cps or ddim-sde; NAME of a plug-in, or path/to/file.py:Class."""
     noise_level: float = 0.7
     window: str = "2:5"
-    """Stochastic (trained) steps: all, all-but-last, START:SIZE, or random:SIZE drawn every iteration."""
+    """Stochastic (trained) steps: all, all-but-last, START:SIZE, random:SIZE, or sliding:SIZE[:STRIDE[:EVERY]]."""
     initial_noise: str = "auto"
     """Whether the members of a group start from the same noise: auto (as the method says), shared or independent."""
     loss: str = "clipped"
@@ -78,6 +79,8 @@ class RunConfig:
     """Held-out samples per evaluation (prompts are repeated where there are fewer)."""
     eval_steps: int = 20
     """ODE steps while evaluating."""
+    eval_solver: str = "euler"
+    """euler, heun (two evaluations per step), dpm++ or unipc."""
     checkpoint_every: int = 10
     """Iterations between checkpoints; one is always written at the end and on Ctrl-C."""
     device: str = "cpu"
@@ -99,6 +102,7 @@ class RunConfig:
         require(0 <= self.ema < 1, "ema", self.ema, "in [0, 1)")
         require(self.rank >= 1, "rank", self.rank, "1 or more")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        require_solver(self.eval_solver)
         choices = ("auto", "shared", "independent")
         require(self.initial_noise in choices, "initial_noise", self.initial_noise, f"one of {', '.join(choices)}")
         chosen = world(self.world)

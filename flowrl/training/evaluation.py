@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowrl.builtin import World
 from flowrl.protocols import FlowPolicy, RewardModel
-from flowrl.rollout import Usage, integrate, score
+from flowrl.rollout import Usage, score, solve
 from flowrl.types import Prompt
 
 EVALUATION_SEED = 20240
@@ -44,17 +44,18 @@ def evaluate(
     max_batch: int = 256,
     keep: int = 8,
     reward: RewardModel | None = None,
+    solver: str = "euler",
 ) -> Evaluation:
     """Sample `count` held-out prompts (in turn, repeated where there are fewer) by `steps` ODE steps from fixed noise.
 
-    `reward`: one that is not the task's own, scored in addition.
+    `reward`: one that is not the task's own, scored in addition. `solver`: see `rollout.solve`.
     """
     started = time.perf_counter()
     heldout = world.prompts(task, "heldout")
     prompts = [heldout[i % len(heldout)] for i in range(count)]
     generator = torch.Generator().manual_seed(EVALUATION_SEED)
     noise = torch.randn((count, *policy.latent_shape), generator=generator).to(policy.device)
-    latents = integrate(policy, policy.schedule(steps), policy.encode(prompts), noise, Usage(), max_batch)
+    latents = solve(solver, policy, policy.schedule(steps), policy.encode(prompts), noise, Usage(), max_batch)
     images = torch.cat([policy.decode(part) for part in latents.split(max_batch)])
     by_form = {name: score(world.reward(name), images, prompts).cpu() for name in world.forms}
     means = {name: float(values.mean()) for name, values in by_form.items()}

@@ -92,7 +92,18 @@ class Run:
     def _untrained(self, policy: FlowPolicy, world: World) -> tuple[bytes, dict[str, float]]:
         """First samples (safetensors) and scores of the model before training, computed once per evaluation setting."""
         c = self.config
-        settings = [c.world, c.task, c.reward_form, c.reward, c.eval_prompts, c.eval_steps, c.device, c.dtype, c.weights]
+        settings = [
+            c.world,
+            c.task,
+            c.reward_form,
+            c.reward,
+            c.eval_prompts,
+            c.eval_steps,
+            c.eval_solver,
+            c.device,
+            c.dtype,
+            c.weights,
+        ]
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
         kept = None if self.shared is None else self.shared / f"untrained-{key}.safetensors"
         if kept is not None and kept.exists() and kept.with_suffix(".json").exists():
@@ -133,7 +144,9 @@ class Run:
     def _score(self, policy: FlowPolicy, world: World) -> Evaluation:
         c = self.config
         own = c.make_reward() if c.reward else None
-        return evaluate(policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch, reward=own)
+        return evaluate(
+            policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch, reward=own, solver=c.eval_solver
+        )
 
     def _evaluate(self, trainer: Trainer, world: World) -> Evaluation:
         self.report({"phase": "evaluation"})

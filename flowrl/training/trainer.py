@@ -107,9 +107,9 @@ class Trainer:
         return check_advantages(advantages, tables.total, type(rule).__name__)
 
     def draw_sampler(self) -> Sampler:
-        """This iteration's sampler: a random window is drawn here, once for all groups."""
+        """This iteration's sampler: a random or sliding window is drawn here, once for all groups."""
         sampler = self.method.sampler
-        return sampler.draw(self.schedule, self.generator) if isinstance(sampler, RandomSampler) else sampler
+        return sampler.draw(self.schedule, self.generator, self.done) if isinstance(sampler, RandomSampler) else sampler
 
     def _update(
         self, sampler: Sampler, result: Rollout, condition: Condition, advantages: Tensor, prompts: Sequence[Prompt]

@@ -1,0 +1,70 @@
+"""The window that moves along the trajectory."""
+
+import pytest
+import torch
+
+from flowrl.errors import ConfigError
+from flowrl.flow import shifted_schedule
+from flowrl.methods import make_sampler
+from flowrl.protocols import RandomSampler
+from flowrl.samplers import CPS, FlowSDE, RandomWindow, SlidingWindow, transition_stds
+from flowrl.training.config import preset
+from flowrl.training.trainer import Trainer
+
+SCHEDULE = shifted_schedule(10)
+
+
+def starts(window: SlidingWindow, iterations: int) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    return [window.draw(SCHEDULE, generator, i).start for i in range(iterations)]
+
+
+def test_it_moves_by_its_stride_and_starts_over() -> None:
+    assert starts(SlidingWindow(CPS(), 4), 9) == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+    assert starts(SlidingWindow(CPS(), 4, stride=4, every=2), 8) == [0, 0, 4, 4, 6, 6, 0, 0]
+    assert starts(SlidingWindow(CPS(), 10), 3) == [0, 0, 0]
+
+
+def test_nothing_is_drawn_and_only_the_window_is_stochastic() -> None:
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    window = SlidingWindow(FlowSDE(), 3, stride=2)
+    assert isinstance(window, RandomSampler)
+    stds = transition_stds(window.draw(SCHEDULE, generator, 2), SCHEDULE)
+    assert torch.equal(generator.get_state(), before)
+    assert (stds > 0).nonzero().flatten().tolist() == [4, 5, 6]
+
+
+def test_by_word_and_in_the_trainer() -> None:
+    assert make_sampler("cps", 0.3, "sliding:4") == SlidingWindow(CPS(0.3), 4)
+    assert make_sampler("cps", 0.3, "sliding:4:2:25") == SlidingWindow(CPS(0.3), 4, 2, 25)
+    config = preset("tiny").apply(world="mixture", window="sliding:2:1:1", iterations=3)
+    chosen = config.make_world()
+    policy = chosen.policy(config.policy_options())
+    run = Trainer(policy, config.make_method(), chosen.reward("soft"), chosen.prompts("direction", "train"), config)
+    seen = []
+    for _ in range(4):
+        seen.append(run.draw_sampler().start)  # pyright: ignore[reportAttributeAccessIssue]
+        run.iteration() if run.done < 3 else None
+    assert seen == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SlidingWindow(CPS(), 0),
+        lambda: SlidingWindow(CPS(), 1, stride=0),
+        lambda: SlidingWindow(CPS(), 1, every=0),
+        lambda: SlidingWindow(CPS(), 11).starts(10),
+        lambda: SlidingWindow(RandomWindow(CPS(), 2), 2),
+        lambda: SlidingWindow(CPS(), 2).transition(torch.zeros(1, 2), torch.zeros(1, 2), SCHEDULE, torch.zeros(1).long()),
+        lambda: make_sampler("cps", 0.3, "sliding:4:2:1:1"),
+        lambda: make_sampler("cps", 0.3, "sliding"),
+        lambda: make_sampler("cps", 0.3, "sliding:x"),
+        lambda: make_sampler("cps", 0.3, "first:3"),
+        lambda: make_sampler("cps", 0.3, "random:3:2"),
+    ],
+)
+def test_bad_settings_are_refused(make) -> None:
+    with pytest.raises(ConfigError, match=r"Sliding|window|sampler"):
+        make()
