@@ -1,0 +1,276 @@
+"""`flowrl.testing` finds what is broken: one injected fault per promise, each named by the promise that it breaks."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from flowrl.credit import StepwiseGain, Uniform, gains, zscore
+from flowrl.flow.gaussian import kl, log_prob
+from flowrl.losses import ClippedLoss
+from flowrl.samplers import CPS, FlowSDE, Window
+from flowrl.testing import (
+    ContractBroken,
+    check_credit,
+    check_loss,
+    check_reward,
+    check_sampler,
+    credit,
+    credit_contract,
+    loss,
+    loss_contract,
+    reward,
+    reward_contract,
+    sampler,
+    sampler_contract,
+)
+from flowrl.types import Completion, Gaussian, LossResult, NoProbe
+
+test_a_rule = credit_contract(StepwiseGain())
+test_a_sampler = sampler_contract(CPS(0.5))
+test_a_loss = loss_contract(ClippedLoss)
+
+
+class Brightness:
+    def score(self, images, prompts):
+        return images.flatten(1).mean(1)
+
+
+test_a_reward = reward_contract(Brightness())
+
+
+def faulty_rule(wrong, probe=Completion(), **extra):
+    """A rule whose assign is `wrong(rewards)`."""
+
+    class Rule:
+        def assign(self, rewards, schedule):
+            return wrong(rewards)
+
+    for name, value in {"probe": probe, **extra}.items():
+        setattr(Rule, name, value)
+    return Rule
+
+
+def dense(rewards):
+    return zscore(gains(rewards), over=("member",))
+
+
+class Remembers:
+    """Keeps a baseline that no checkpoint sees."""
+
+    probe = Completion()
+
+    def __init__(self):
+        self.mean = 0.0
+
+    def assign(self, rewards, schedule):
+        advantages = dense(rewards) * (1.0 + self.mean)
+        self.mean = 0.5
+        return advantages
+
+
+class Forgets(Remembers):
+    """Says that it has a memory, but leaves it out of its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def assign(self, rewards, schedule):
+        self.calls += 1
+        return dense(rewards) * self.calls
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def in_place(rewards):
+    rewards -= rewards.clone().mean(1, keepdim=True)
+    return dense(rewards)
+
+
+def needs_a_schedule(rewards, schedule):
+    return dense(rewards) if schedule is None else dense(rewards) * schedule.stds
+
+
+class Schedules:
+    probe = Completion()
+
+    def assign(self, rewards, schedule):
+        return needs_a_schedule(rewards, schedule)
+
+
+RULES = {
+    "declares_a_probe": [faulty_rule(dense, probe="completion")],
+    "returns_advantages_per_step": [
+        faulty_rule(lambda r: dense(r).transpose(0, 1)),
+        faulty_rule(lambda r: torch.zeros_like(r)),
+        faulty_rule(lambda r: dense(r).long()),
+        faulty_rule(lambda r: dense(r).tolist()),
+    ],
+    "reads_only_what_its_probe_fills": [faulty_rule(dense, probe=NoProbe())],
+    "is_deterministic": [faulty_rule(lambda r: dense(r) + 1e-3 * torch.randn(1))],
+    "leaves_its_input_alone": [faulty_rule(in_place)],
+    "ignores_a_constant": [faulty_rule(lambda r: r[..., 1:] - 0.5)],
+    "treats_members_alike": [faulty_rule(lambda r: dense(r) * torch.arange(1, r.shape[1] + 1)[:, None])],
+    "treats_prompts_alike": [faulty_rule(lambda r: dense(r) * torch.arange(1, len(r) + 1)[:, None, None])],
+    "gives_a_silent_group_zero": [
+        faulty_rule(lambda r: zscore(gains(r), over=("prompt", "member", "step"))),
+        faulty_rule(lambda r: dense(r) + 0.01),
+    ],
+    "survives_extremes": [faulty_rule(lambda r: gains(r) / (gains(r).std(1, keepdim=True) - 1e-7).clamp(min=0))],
+    "accepts_no_schedule": [Schedules],
+    "keeps_its_memory": [Remembers, Forgets],
+}
+
+
+@dataclass(frozen=True)
+class Altered:
+    """FlowSDE with one thing wrong."""
+
+    fault: str
+
+    def transition(self, latent, velocity, schedule, step):
+        good = Window(FlowSDE(0.7), 1, 7).transition(latent, velocity, schedule, step)
+        mean, std = good.mean, good.std
+        if self.fault == "returns_a_gaussian_per_sample":
+            return Gaussian(mean, torch.where(step == 9, torch.nan, std))
+        if self.fault == "computes_in_float32":
+            return Gaussian((latent - 0.1 * velocity).float() + 0.1 * velocity + mean - latent, std)
+        if self.fault == "treats_samples_separately":
+            return Gaussian(mean + 0.01 * mean.detach().mean(0), std)
+        if self.fault == "has_one_std_per_step":
+            return Gaussian(mean, std * (1 + 0.1 * (latent.flatten(1).mean(1) > 0)))
+        if self.fault == "is_pure":
+            return Gaussian(mean + 1e-3 * torch.randn(1), std)
+        if self.fault == "passes_gradient_through_the_mean":
+            return Gaussian(mean.detach(), std)
+        if self.fault == "makes_decisions":
+            return Gaussian(mean, torch.zeros_like(std))
+        return good
+
+
+class DrawsFreely:
+    def draw(self, schedule, generator, iteration=0):
+        return Window(FlowSDE(), int(torch.randint(0, 9, ())), 1)
+
+
+SAMPLERS = {promise.name: [Altered(promise.name)] for promise in sampler.CONTRACT.promises}
+SAMPLERS["draws_reproducibly"] = [DrawsFreely()]  # pyright: ignore[reportArgumentType]
+
+
+class FaultyReward:
+    def __init__(self, fault):
+        self.fault = fault
+
+    def score(self, images, prompts):
+        scores = images.flatten(1).mean(1)
+        if self.fault == "returns_one_number_per_image":
+            return scores[:, None]
+        if self.fault == "keeps_the_order":
+            return scores.sort().values
+        if self.fault == "treats_samples_separately":
+            return scores - scores.mean()
+        if self.fault == "is_deterministic":
+            return scores + 1e-3 * torch.randn(1)
+        if self.fault == "leaves_images_alone":
+            images.mul_(0.5)
+        if self.fault == "needs_no_gradient":
+            return scores * torch.ones(1, requires_grad=True)
+        if self.fault == "can_be_copied":
+            return scores + getattr(self, "once", 0.0)
+        return scores
+
+    def __deepcopy__(self, memo):
+        twin = FaultyReward(self.fault)
+        twin.once = 1.0 + getattr(self, "once", 0.0)
+        return twin
+
+
+@dataclass(frozen=True)
+class FaultyLoss:
+    fault: str
+    needs_reference: bool = False
+
+    def loss(self, batch):
+        good = ClippedLoss(clip=0.5, kl_weight=0.0).loss(batch)
+        counts = batch.mask & (batch.behaviour.std > 0)
+        ratio = (log_prob(batch.new, batch.next_node) - log_prob(batch.behaviour, batch.next_node)).exp()
+        terms = -batch.advantages * ratio
+        if self.fault == "returns_a_scalar_and_metrics":
+            return LossResult(good.loss, {"ratio": ratio.mean()})
+        if self.fault == "ignores_masked_pairs":
+            return replace(good, loss=(terms * counts).sum() / counts.sum().clamp(min=1))
+        if self.fault == "ignores_deterministic_pairs":
+            return replace(good, loss=good.loss + 0.1 * (batch.new.mean - batch.behaviour.mean).square()[batch.mask].mean())
+        if self.fault == "survives_an_empty_mask":
+            return replace(good, loss=terms[counts].mean())
+        if self.fault == "starts_as_the_policy_gradient":
+            return replace(good, loss=-good.loss)
+        if self.fault == "does_nothing_without_advantage":
+            distance = (batch.new.mean - batch.next_node)[counts].square()
+            return replace(good, loss=good.loss + 1e-3 * (distance.mean() if len(distance) else batch.new.mean.sum() * 0))
+        if self.fault == "is_a_mean_over_pairs":
+            return replace(good, loss=good.loss * counts.sum())
+        if self.fault == "does_not_depend_on_resolution":
+            return replace(good, loss=good.loss * batch.new.mean[0].numel())
+        if self.fault == "differentiates_the_new_policy_only":
+            leak = kl(batch.behaviour, Gaussian(batch.next_node, batch.behaviour.std))[counts]
+            return replace(good, loss=good.loss + (1e-9 * leak).sum())
+        if self.fault == "says_whether_it_needs_the_reference":
+            assert batch.reference is not None
+        return good
+
+
+def test_every_promise_has_its_fault() -> None:
+    assert set(RULES) == {p.name for p in credit.CONTRACT.promises}
+    assert set(SAMPLERS) == {p.name for p in sampler.CONTRACT.promises}
+
+
+@pytest.mark.parametrize(("name", "rule"), [(name, rule) for name, rules in RULES.items() for rule in rules])
+def test_faulty_rules_are_named(name: str, rule) -> None:
+    found = check_credit(rule)
+    assert name in found.broken
+    assert f"breaks the promise '{name}'" in str(found)
+    if name not in ("returns_advantages_per_step", "reads_only_what_its_probe_fills", "is_deterministic"):  # these break much
+        assert len(found.broken) <= 2, found.broken
+
+
+@pytest.mark.parametrize("name", [p.name for p in sampler.CONTRACT.promises])
+def test_faulty_samplers_are_named(name: str) -> None:
+    found = check_sampler(SAMPLERS[name][0])
+    assert name in found.broken, str(found)
+
+
+@pytest.mark.parametrize("name", [p.name for p in reward.CONTRACT.promises])
+def test_faulty_rewards_are_named(name: str) -> None:
+    found = check_reward(FaultyReward(name))
+    assert name in found.broken, str(found)
+    assert check_reward(FaultyReward("")).broken == []
+
+
+@pytest.mark.parametrize("name", [p.name for p in loss.CONTRACT.promises])
+def test_faulty_losses_are_named(name: str) -> None:
+    found = check_loss(FaultyLoss(name))
+    assert name in found.broken, str(found)
+    assert check_loss(FaultyLoss("")).kept
+
+
+def test_findings_read_well() -> None:
+    found = check_credit(Uniform())
+    assert found.kept
+    assert str(found).splitlines()[0] == f"{Uniform()!r}: 12 of 12 promises kept"
+    broken = str(check_credit(faulty_rule(lambda r: dense(r).transpose(0, 1))))
+    assert "BROKEN  returns_advantages_per_step" in broken
+    assert "returned shape (5, 3, 10), not [prompt, member, step] = (3, 5, 10)" in broken
+
+
+def test_an_exception_of_the_part_is_told_with_its_promise() -> None:
+    def fails(rewards):
+        raise RuntimeError("no such node")
+
+    with pytest.raises(ContractBroken, match=r"'is_deterministic'.*RuntimeError: no such node"):
+        next(p for p in credit.CONTRACT.promises if p.name == "is_deterministic").check(faulty_rule(fails)())
