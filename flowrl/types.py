@@ -172,6 +172,12 @@ class Trajectories:
     velocities: Float[Tensor, "sample step *latent"]
     schedule: Schedule
 
+    def __post_init__(self) -> None:
+        steps = self.schedule.steps
+        found = f"{self.nodes.shape[1]} nodes and {self.velocities.shape[1]} steps"
+        fits = self.nodes.shape[1] == steps + 1 and self.velocities.shape[1] == steps
+        require(fits, "trajectories", found, f"node = step + 1: the schedule has {steps} steps and {steps + 1} nodes")
+
     @property
     def images_latent(self) -> Tensor:
         """The last node, shape [sample, *latent]."""
@@ -195,6 +201,13 @@ class LossBatch:
     mask: Bool[Tensor, " sample"]
     delta: Float[Tensor, " sample"]
     reference: Gaussian | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("new", "behaviour", "reference"):
+            gaussian = getattr(self, name)
+            if gaussian is not None:
+                shape, wanted = tuple(gaussian.mean.shape), tuple(self.next_node.shape)
+                require(shape == wanted, f"loss batch: {name}.mean", shape, f"[sample, *latent] = {wanted}, as next_node")
 
 
 @dataclass(frozen=True)
