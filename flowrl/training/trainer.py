@@ -18,7 +18,8 @@ from flowrl.protocols import FlowPolicy, PartsCreditAssigner, RandomSampler, Rew
 from flowrl.rollout import Groups, RewardTables, Rollout, Usage, reward_tables, rollout
 from flowrl.training.checkpoint import Checkpoint, optimiser_tensors, restore_optimiser
 from flowrl.training.config import RunConfig
-from flowrl.types import Condition, Gaussian, LossBatch, Prompt, Schedule
+from flowrl.training.pairs import loss_pairs
+from flowrl.types import Condition, Prompt, Schedule
 
 
 class PromptStream:
@@ -130,7 +131,8 @@ class Trainer:
             self.optimiser.zero_grad()
             for part in torch.arange(len(sample), device=device).split(config.micro_batch):
                 weight = len(part) / len(sample)
-                batch = self._pairs(sampler, result, condition, flat, sample[part], step[part])
+                needs = self.method.loss.needs_reference
+                batch = loss_pairs(self.policy, sampler, result, condition, flat, sample[part], step[part], needs)
                 outcome = self.method.loss.loss(batch)
                 self._require_finite(outcome.loss, "loss", prompts)
                 (outcome.loss * weight).backward()
@@ -149,31 +151,6 @@ class Trainer:
                 for mean, parameter in zip(self.average, self.parameters, strict=True):
                     mean.lerp_(parameter, 1 - config.ema)
         return {**totals, "train_nfe": train_nfe, "abs_advantage": float(advantages.abs().mean())}
-
-    def _pairs(
-        self, sampler: Sampler, result: Rollout, condition: Condition, advantages: Tensor, sample: Tensor, step: Tensor
-    ) -> LossBatch:
-        """The (trajectory, step) pairs of one micro-batch; steps may be mixed."""
-        path = result.trajectories
-        schedule = path.schedule
-        node = path.nodes[sample, step]
-        timestep = schedule.network_timesteps[step]
-        rows = condition.take(sample // self.groups.members)
-        new = sampler.transition(node, self.policy.velocity(node, timestep, rows), schedule, step)
-        behaviour = sampler.transition(node, path.velocities[sample, step], schedule, step)
-        reference: Gaussian | None = None
-        if self.method.loss.needs_reference:
-            with self.policy.reference():
-                reference = sampler.transition(node, self.policy.velocity(node, timestep, rows), schedule, step)
-        return LossBatch(
-            new=new,
-            behaviour=behaviour,
-            next_node=path.nodes[sample, step + 1],
-            advantages=advantages[sample, step],
-            mask=schedule.stochastic[step],
-            delta=schedule.deltas[step],
-            reference=reference,
-        )
 
     def _require_finite(self, value: Tensor, what: str, prompts: Sequence[Prompt]) -> None:
         if not bool(torch.isfinite(value).all()):

@@ -1,0 +1,163 @@
+"""The bias of every credit rule's gradient, measured on the 2-D world against the gradient of the expected reward.
+
+    python benchmarks/bias.py                     # about 10 minutes on one core; resumable
+    python benchmarks/bias.py --report            # the table again
+
+The policy is the exact mixture velocity plus its small network with weights moved by N(0, 0.1^2), so that it is not the
+optimum of anything; Flow-SDE (a = 0.7) on all steps but the last; soft reward; 18 prompts x 8 members per batch.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowrl.builtin import PolicyOptions, world
+from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted, generalised_gains
+from flowrl.diagnostics.gradient import Alignment, Setting, alignment, pathwise_gradients, policy_gradients
+from flowrl.protocols import CreditAssigner
+from flowrl.samplers import AllButLast, FlowSDE
+from flowrl.types import Completion, NoProbe, Probe, Schedule, Substeps, Tweedie
+
+MEMBERS = 8
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Credit that is not normalised: R_T (`lam` None) or sum_k lam^k g_{i+k}, minus the mean of the *other* members."""
+
+    lam: float | None = None
+    probe: Probe = NoProbe()
+    baseline: bool = True
+
+    def assign(self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None) -> Tensor:
+        """Advantages [prompt, member, step]."""
+        steps = rewards.shape[-1] - 1
+        values = rewards[..., -1:].repeat(1, 1, steps) if self.lam is None else generalised_gains(rewards, self.lam)
+        members = rewards.shape[1]
+        others = (values.sum(1, keepdim=True) - values) / (members - 1)
+        return values - others if self.baseline else values
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A rule as it is tried."""
+
+    make: Callable[[], CreditAssigner]
+    shared_noise: bool = False
+
+
+RULES: dict[str, Entry] = {
+    "R_T, leave-one-out baseline (raw)": Entry(Raw),
+    "R_T - R_i, completion (raw)": Entry(lambda: Raw(1.0, Completion(), False)),
+    "R_T - R_i, completion, leave-one-out (raw)": Entry(lambda: Raw(1.0, Completion())),
+    "gains, completion (raw)": Entry(lambda: Raw(0.0, Completion(), False)),
+    "gains, Tweedie (raw)": Entry(lambda: Raw(0.0, Tweedie(), False)),
+    "Uniform(group)": Entry(Uniform),
+    "Uniform(batch)": Entry(lambda: Uniform(std="batch")),
+    "Uniform(group), shared noise": Entry(Uniform, True),
+    "Weighted(noise)": Entry(Weighted),
+    "StepwiseGain(joint), T'=5": Entry(StepwiseGain, True),
+    "StepwiseGain(joint), T'=5, independent noise": Entry(StepwiseGain),
+    "StepwiseGain(step), T'=5": Entry(lambda: StepwiseGain("step"), True),
+    "StepwiseGain(joint), Tweedie": Entry(lambda: StepwiseGain(probe=Tweedie()), True),
+    "StepwiseGain(joint), T'=2": Entry(lambda: StepwiseGain(probe=Substeps(2)), True),
+    "StepwiseGain(joint), T'=8": Entry(lambda: StepwiseGain(probe=Substeps(8)), True),
+    "StepwiseGain(joint), completion": Entry(lambda: StepwiseGain(probe=Completion()), True),
+    "StepwiseGain(joint), lam=0.5": Entry(lambda: StepwiseGain(lam=0.5), True),
+    "StepwiseGain(joint), lam=0.9": Entry(lambda: StepwiseGain(lam=0.9), True),
+    "StepwiseGain(joint), lam=1": Entry(lambda: StepwiseGain(lam=1.0), True),
+    "dense gains (step, completion)": Entry(lambda: StepwiseGain("step", probe=Completion())),
+    "TurningPoint (consistent)": Entry(TurningPoint),
+    "TurningPoint, plain": Entry(lambda: TurningPoint(consistent=False)),
+    "TurningPoint, trend balancing": Entry(lambda: TurningPoint(balance="trend")),
+    "TurningPoint, no balancing": Entry(lambda: TurningPoint(balance=None)),
+    "TurningPoint, no first step": Entry(lambda: TurningPoint(first_step=False)),
+    "TurningPoint, joint": Entry(lambda: TurningPoint(normalise="joint")),
+    "TurningPoint, random steps": Entry(lambda: TurningPoint(where="random")),
+}
+
+
+def setting(seed: int) -> Setting:
+    """The 2-D world with a policy that is not optimal."""
+    mixture = world("mixture")
+    policy = mixture.policy(PolicyOptions())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    prompts = mixture.prompts("direction", "train")
+    return Setting(policy, AllButLast(FlowSDE(0.7)), policy.schedule(10), mixture.reward("soft"), prompts)
+
+
+def measure(name: str, batches: int, seed: int, truths: Tensor) -> Alignment:
+    """One rule."""
+    entry = RULES[name]
+    found = policy_gradients(setting(seed), entry.make(), batches, MEMBERS, entry.shared_noise, seed=seed + 1000)
+    return alignment(found, truths)
+
+
+def table(results: dict[str, dict]) -> str:
+    """Markdown."""
+    lines = [
+        "| rule | cosine to the true gradient | scale | relative bias | signal to noise of a batch |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in results.items():
+        low, high = row["cosine_interval"]
+        below, above = row["scale_interval"]
+        lines.append(
+            f"| {name} | {row['cosine']:.3f} [{low:.3f}, {high:.3f}] | {row['scale']:.2f} [{below:.2f}, {above:.2f}] "
+            f"| {row['relative_bias']:.2f} | {row['signal_to_noise']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure what is missing, write JSON and Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=150)
+    parser.add_argument("--truth-batches", type=int, default=80)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "bias.json")
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    settings = {"batches": options.batches, "truth_batches": options.truth_batches, "seed": options.seed, "members": MEMBERS}
+    kept = json.loads(options.out.read_text()) if options.out.exists() else {}
+    results = kept.get("results", {}) if kept.get("settings") == settings else {}
+    missing = [name for name in RULES if name not in results]
+    if missing and not options.report:
+        started = time.monotonic()
+        truths = pathwise_gradients(setting(options.seed), options.truth_batches, 400, seed=options.seed)
+        print(f"true gradient: norm {float(truths.mean(0).norm()):.4f}, {time.monotonic() - started:.0f} s", flush=True)
+        for number, name in enumerate(missing, 1):
+            results[name] = asdict(measure(name, options.batches, options.seed, truths))
+            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+            record = {
+                "command": "python benchmarks/bias.py",
+                "commit": commit,
+                "versions": {"torch": torch.__version__, "python": platform.python_version()},
+                "hardware": f"one core of {platform.machine()}",
+                "settings": settings,
+                "results": {n: results[n] for n in RULES if n in results},
+            }
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
+            took = time.monotonic() - started
+            print(f"{number}/{len(missing)} {took:.0f} s {name}: cosine {results[name]['cosine']:.3f}", flush=True)
+    text = table({name: results[name] for name in RULES if name in results})
+    head = f"# Bias of the credit rules\n\n{__doc__ or ''}\nSettings: {settings}; 95% intervals by jackknife over batches.\n\n"
+    options.out.with_suffix(".md").write_text(head + text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

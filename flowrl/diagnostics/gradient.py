@@ -1,0 +1,164 @@
+"""How the gradient that a credit rule gives compares with the gradient of the expected reward.
+
+The truth is the pathwise gradient: with the noise of every step held fixed, the finished sample is a differentiable function of
+the weights, so grad E[R] = E[grad R]. It needs a reward that is differentiable in the picture, such as the 2-D world's.
+
+The estimate is the policy gradient sum_i A_i grad log pi(x_{i+1} | x_i) per trajectory. log pi is a mean over the d latent
+elements and the loss a mean over K stochastic steps here, so gradients of the loss are multiplied by -K d.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.flow.time import expand
+from flowrl.losses import PolicyGradientLoss
+from flowrl.protocols import CreditAssigner, FlowPolicy, PolicyLoss, RewardModel, Sampler
+from flowrl.rollout import Groups, attach_stds, reward_table, rollout
+from flowrl.training.pairs import loss_pairs
+from flowrl.types import Prompt, Schedule
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A policy with its stochastic sampler and time grid, a reward, and prompts: what a gradient is taken of."""
+
+    policy: FlowPolicy
+    sampler: Sampler
+    schedule: Schedule
+    reward: RewardModel
+    prompts: Sequence[Prompt]
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The trainable parameters in order."""
+        return list(self.policy.trainable().values())
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """One vector of all entries."""
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def sampled_rewards(setting: Setting, repeats: int, generator: torch.Generator) -> Tensor:
+    """R of `repeats` stochastic trajectories per prompt [sample], differentiable in the weights (noise held fixed)."""
+    prompts = [prompt for prompt in setting.prompts for _ in range(repeats)]
+    condition = setting.policy.encode(prompts)
+    x = torch.randn((len(prompts), *setting.policy.latent_shape), generator=generator)
+    schedule = setting.schedule
+    for i in range(schedule.steps):
+        velocity = setting.policy.velocity(x, schedule.network_timesteps[i].expand(len(x)), condition)
+        transition = setting.sampler.transition(x, velocity, schedule, torch.full((len(x),), i))
+        noise = torch.randn(x.shape, generator=generator)
+        x = transition.mean + expand(transition.std, x) * noise
+    return setting.reward.score(setting.policy.decode(x), prompts)
+
+
+def pathwise_gradients(setting: Setting, batches: int, repeats: int, seed: int = 0) -> Tensor:
+    """grad of the mean reward over `repeats` trajectories per prompt, [batch, parameter]; its mean is grad E[R]."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(batches):
+        mean = sampled_rewards(setting, repeats, generator).mean()
+        rows.append(flat(torch.autograd.grad(mean, setting.parameters)))
+    return torch.stack(rows)
+
+
+def finite_differences(setting: Setting, direction: Tensor, step: float, batches: int, repeats: int, seed: int = 0) -> Tensor:
+    """(R(theta + h u) - R(theta - h u)) / (2 h) along u = `direction` [parameter] with common noise, [batch]."""
+    offsets = direction.split([p.numel() for p in setting.parameters])
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    with torch.no_grad():
+        for _ in range(batches):
+            state = generator.get_state()
+            values = []
+            for sign in (1.0, -2.0):
+                for parameter, offset in zip(setting.parameters, offsets, strict=True):
+                    parameter.add_(sign * step * offset.view(parameter.shape))
+                generator.set_state(state)
+                values.append(sampled_rewards(setting, repeats, generator).mean())
+            for parameter, offset in zip(setting.parameters, offsets, strict=True):
+                parameter.add_(step * offset.view(parameter.shape))
+            rows.append((values[0] - values[1]) / (2 * step))
+    return torch.stack(rows)
+
+
+def policy_gradients(
+    setting: Setting,
+    rule: CreditAssigner,
+    batches: int,
+    members: int,
+    shared_noise: bool = False,
+    seed: int = 0,
+    loss: PolicyLoss = PolicyGradientLoss(),
+) -> Tensor:
+    """The estimate of each of `batches` iterations (all prompts, `members` each), on policy, [batch, parameter]."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = Groups(len(setting.prompts), members, shared_noise)
+    condition = setting.policy.encode(setting.prompts)
+    elements = math.prod(setting.policy.latent_shape)
+    stochastic = attach_stds(setting.schedule, setting.sampler).stochastic.nonzero().flatten()
+    sample, step = torch.cartesian_prod(torch.arange(groups.samples), stochastic).unbind(1)
+    rows = []
+    for _ in range(batches):
+        noise = groups.noise(setting.policy.latent_shape, generator)
+        result = rollout(setting.policy, setting.sampler, setting.schedule, condition, noise, generator, groups, rule.probe)
+        rewards = reward_table(setting.policy, setting.reward, result, setting.prompts)
+        advantages = rule.assign(rewards, result.trajectories.schedule).reshape(groups.samples, -1)
+        batch = loss_pairs(setting.policy, setting.sampler, result, condition, advantages, sample, step)
+        gradient = flat(torch.autograd.grad(loss.loss(batch).loss, setting.parameters))
+        rows.append(-gradient * len(stochastic) * elements)
+    return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How a rule's mean gradient lies to the truth, with 95% intervals by jackknife over batches.
+
+    `cosine`: of the angle between them, the noise of the estimate taken out of its length. `scale`: <g, truth> / |truth|^2, the
+    factor by which the rule stretches the true gradient. `relative_bias`: |E g - scale truth| / |scale truth|, what remains
+    whatever the learning rate. `signal_to_noise`: |E g| over the rms deviation of one batch's gradient.
+    """
+
+    cosine: float
+    cosine_interval: tuple[float, float]
+    scale: float
+    scale_interval: tuple[float, float]
+    relative_bias: float
+    signal_to_noise: float
+    batches: int
+
+
+def _squared_norm(batches: Tensor) -> Tensor:
+    """|E g|^2 without bias: the mean of inner products of different batches."""
+    count = len(batches)
+    mean = batches.mean(0)
+    return (count**2 * mean.square().sum() - batches.square().sum()) / (count * (count - 1))
+
+
+def _statistics(estimates: Tensor, truth: Tensor, truth_squared: float) -> tuple[float, float]:
+    """(cosine, scale) of the mean estimate to the truth."""
+    inner = float(estimates.mean(0) @ truth)
+    squared = float(_squared_norm(estimates))
+    return inner / math.sqrt(max(squared, 1e-30) * truth_squared), inner / truth_squared
+
+
+def alignment(estimates: Tensor, truths: Tensor) -> Alignment:
+    """Compare estimates [batch, parameter] with independent `pathwise_gradients` [batch, parameter]."""
+    estimates, truth, truth_squared = estimates.double(), truths.double().mean(0), float(_squared_norm(truths.double()))
+    cosine, scale = _statistics(estimates, truth, truth_squared)
+    count = len(estimates)
+    left_out = [_statistics(torch.cat([estimates[:i], estimates[i + 1 :]]), truth, truth_squared) for i in range(count)]
+    intervals = []
+    for value, column in zip((cosine, scale), zip(*left_out, strict=True), strict=True):
+        spread = torch.tensor(column, dtype=torch.float64)
+        error = math.sqrt((count - 1) / count * float((spread - spread.mean()).square().sum()))
+        intervals.append((value - 1.96 * error, value + 1.96 * error))
+    bias = math.sqrt(1 / min(1.0, max(abs(cosine), 1e-6)) ** 2 - 1)
+    noise = float((estimates - estimates.mean(0)).square().sum(1).mean().sqrt())
+    signal = math.sqrt(max(float(_squared_norm(estimates)), 0.0)) / noise
+    return Alignment(cosine, intervals[0], scale, intervals[1], bias, signal, count)
