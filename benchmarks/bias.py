@@ -17,34 +17,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.builtin import PolicyOptions, world
-from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted, generalised_gains
-from flowrl.diagnostics.gradient import Alignment, Setting, alignment, pathwise_gradients, policy_gradients
+from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted
+from flowrl.diagnostics.gradient import Alignment, RawCredit, Setting, alignment, pathwise_gradients, policy_gradients
 from flowrl.protocols import CreditAssigner
 from flowrl.samplers import AllButLast, FlowSDE
-from flowrl.types import Completion, NoProbe, Probe, Schedule, Substeps, Tweedie
+from flowrl.types import Completion, Substeps, Tweedie
 
 MEMBERS = 8
-
-
-@dataclass(frozen=True)
-class Raw:
-    """Credit that is not normalised: R_T (`lam` None) or sum_k lam^k g_{i+k}, minus the mean of the *other* members."""
-
-    lam: float | None = None
-    probe: Probe = NoProbe()
-    baseline: bool = True
-
-    def assign(self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None) -> Tensor:
-        """Advantages [prompt, member, step]."""
-        steps = rewards.shape[-1] - 1
-        values = rewards[..., -1:].repeat(1, 1, steps) if self.lam is None else generalised_gains(rewards, self.lam)
-        members = rewards.shape[1]
-        others = (values.sum(1, keepdim=True) - values) / (members - 1)
-        return values - others if self.baseline else values
 
 
 @dataclass(frozen=True)
@@ -56,11 +38,11 @@ class Entry:
 
 
 RULES: dict[str, Entry] = {
-    "R_T, leave-one-out baseline (raw)": Entry(Raw),
-    "R_T - R_i, completion (raw)": Entry(lambda: Raw(1.0, Completion(), False)),
-    "R_T - R_i, completion, leave-one-out (raw)": Entry(lambda: Raw(1.0, Completion())),
-    "gains, completion (raw)": Entry(lambda: Raw(0.0, Completion(), False)),
-    "gains, Tweedie (raw)": Entry(lambda: Raw(0.0, Tweedie(), False)),
+    "R_T, leave-one-out baseline (raw)": Entry(RawCredit),
+    "R_T - R_i, completion (raw)": Entry(lambda: RawCredit(1.0, Completion(), False)),
+    "R_T - R_i, completion, leave-one-out (raw)": Entry(lambda: RawCredit(1.0, Completion())),
+    "gains, completion (raw)": Entry(lambda: RawCredit(0.0, Completion(), False)),
+    "gains, Tweedie (raw)": Entry(lambda: RawCredit(0.0, Tweedie(), False)),
     "Uniform(group)": Entry(Uniform),
     "Uniform(batch)": Entry(lambda: Uniform(std="batch")),
     "Uniform(group), shared noise": Entry(Uniform, True),

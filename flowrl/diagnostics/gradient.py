@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from flowrl.credit import generalised_gains
 from flowrl.flow.time import expand
 from flowrl.losses import PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, FlowPolicy, PolicyLoss, RewardModel, Sampler
 from flowrl.rollout import Groups, attach_stds, reward_table, rollout
 from flowrl.training.pairs import loss_pairs
-from flowrl.types import Prompt, Schedule
+from flowrl.types import NoProbe, Probe, Prompt, Schedule
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,29 @@ class Setting:
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trainable parameters in order."""
         return list(self.policy.trainable().values())
+
+
+@dataclass(frozen=True)
+class RawCredit:
+    """Credit that is not normalised, for which theory makes exact statements.
+
+    `lam` None: A_i = R_T; else A_i = sum_k lam^k g_{i+k}. With `baseline` the mean of the group's *other* members is taken away
+    (it does not depend on the member's own noise, so it adds no bias; GRPO's group mean, which includes the member, scales
+    the gradient by (G - 1) / G). Unbiased: R_T, and R_T - R_i (`lam` = 1) with R_i a function of node i. The gain alone
+    (`lam` = 0) is the gradient of what a step adds to the estimate, not of R_T.
+    """
+
+    lam: float | None = None
+    probe: Probe = NoProbe()
+    baseline: bool = True
+
+    def assign(self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None) -> Tensor:
+        """Advantages [prompt, member, step]."""
+        steps = rewards.shape[-1] - 1
+        values = rewards[..., -1:].repeat(1, 1, steps) if self.lam is None else generalised_gains(rewards, self.lam)
+        members = rewards.shape[1]
+        others = (values.sum(1, keepdim=True) - values) / max(1, members - 1)
+        return values - others if self.baseline else values
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
