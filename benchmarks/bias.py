@@ -4,7 +4,9 @@
     python benchmarks/bias.py --report            # the table again
 
 The policy is the exact mixture velocity plus its small network with weights moved by N(0, 0.1^2), so that it is not the
-optimum of anything; Flow-SDE (a = 0.7) on all steps but the last; soft reward; 18 prompts x 8 members per batch.
+optimum of anything; Flow-SDE (a = 0.7) on all steps but the last; soft reward; 18 prompts x 8 members per batch. The true
+gradient is that through the stochastic steps, which is all that a policy gradient can see; the last step's share of the whole
+gradient is stated with the table.
 """
 
 import argparse
@@ -119,7 +121,11 @@ def main() -> None:
     missing = [name for name in RULES if name not in results]
     if missing and not options.report:
         started = time.monotonic()
-        truths = pathwise_gradients(setting(options.seed), options.truth_batches, 400, seed=options.seed)
+        truths = pathwise_gradients(setting(options.seed), options.truth_batches, 400, options.seed, decisions_only=True)
+        whole = pathwise_gradients(setting(options.seed), options.truth_batches, 400, options.seed)
+        reached = {
+            "share of the last, deterministic step": 1 - float(truths.mean(0) @ whole.mean(0) / whole.mean(0).square().sum()),
+        }
         print(f"true gradient: norm {float(truths.mean(0).norm()):.4f}, {time.monotonic() - started:.0f} s", flush=True)
         for number, name in enumerate(missing, 1):
             results[name] = asdict(measure(name, options.batches, options.seed, truths))
@@ -130,12 +136,16 @@ def main() -> None:
                 "versions": {"torch": torch.__version__, "python": platform.python_version()},
                 "hardware": f"one core of {platform.machine()}",
                 "settings": settings,
+                **reached,
                 "results": {n: results[n] for n in RULES if n in results},
             }
             options.out.write_text(json.dumps(record, indent=1) + "\n")
             took = time.monotonic() - started
             print(f"{number}/{len(missing)} {took:.0f} s {name}: cosine {results[name]['cosine']:.3f}", flush=True)
     text = table({name: results[name] for name in RULES if name in results})
+    record = json.loads(options.out.read_text())
+    lost = record["share of the last, deterministic step"]
+    settings["last step's share of the whole gradient"] = round(lost, 3)
     head = f"# Bias of the credit rules\n\n{__doc__ or ''}\nSettings: {settings}; 95% intervals by jackknife over batches.\n\n"
     options.out.with_suffix(".md").write_text(head + text + "\n")
     print(text)

@@ -115,10 +115,17 @@ def test_preference_parts_move_with_what_they_measure():
 def test_train_and_heldout_prompts_do_not_overlap_in_words_or_meaning(task):
     parts = split(task)
     assert parts == split(task)
-    assert len(parts["train"]) + len(parts["heldout"]) == len(all_requests(task))
+    assert {*parts["train"], *parts["heldout"]} == set(all_requests(task))
     for key in (Request.words, lambda request: request.meaning):
         assert not {key(r) for r in parts["train"]} & {key(r) for r in parts["heldout"]}
     assert {r.kind for r in parts["train"]} == {r.kind for r in parts["heldout"]}
+
+
+def test_every_kind_of_request_counts_alike():
+    for requests in split("compositional").values():
+        for length in (3, 30, len(requests)):
+            kinds = [r.kind for r in requests[:length]]
+            assert {kinds.count(kind) for kind in set(kinds)} == {length // 3}
 
 
 def test_every_prompt_is_read_back_as_what_it_asks():

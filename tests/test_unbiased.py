@@ -40,13 +40,13 @@ def setting() -> Setting:
 
 @pytest.fixture(scope="module")
 def truths(setting: Setting) -> torch.Tensor:
-    return pathwise_gradients(setting, 25, 200)
+    return pathwise_gradients(setting, 25, 200, decisions_only=True)
 
 
 @pytest.fixture(scope="module")
 def directions(setting: Setting) -> torch.Tensor:
-    """[direction, parameter] from trajectories of their own: the whole gradient, and its piece in each tensor."""
-    whole = pathwise_gradients(setting, 5, 200, seed=99).mean(0)
+    """[direction, parameter] from trajectories of their own: the gradient, and its piece in each tensor."""
+    whole = pathwise_gradients(setting, 5, 200, seed=99, decisions_only=True).mean(0)
     rows, start = [whole], 0
     for parameter in setting.parameters:
         row = torch.zeros_like(whole)
@@ -63,19 +63,27 @@ def z_scores(estimates: torch.Tensor, truths: torch.Tensor, directions: torch.Te
     return (a.mean(0) - b.mean(0)) / error
 
 
-def test_the_pathwise_gradient_is_the_finite_difference(setting, truths, directions) -> None:
+def test_the_pathwise_gradient_is_the_finite_difference(setting, directions) -> None:
     slopes = finite_differences(setting, directions[0], 1e-2, 10, 200, seed=5)
-    along = truths @ directions[0]
+    along = pathwise_gradients(setting, 10, 200, seed=7) @ directions[0]
     error = math.sqrt(float(slopes.var() / len(slopes) + along.var() / len(along)))
     assert abs(float(slopes.mean() - along.mean())) < LIMIT * error
     assert float(along.mean()) > 20 * error
+
+
+def test_a_deterministic_step_is_beyond_a_policy_gradient(setting, truths, directions) -> None:
+    """The last step is an ODE step here; what the weights do in it is missing from every policy gradient."""
+    whole = pathwise_gradients(setting, 25, 200)
+    share = 1 - float((truths.mean(0) @ directions[0]) / (whole.mean(0) @ directions[0]))
+    assert 0.03 < share < 0.15
+    assert all(parameter.requires_grad for parameter in setting.parameters)
 
 
 @pytest.mark.parametrize("rule", [RawCredit(), RawCredit(1.0, Completion())], ids=["R_T", "R_T - R_i"])
 def test_return_and_reward_to_go_are_unbiased(setting, truths, directions, rule) -> None:
     estimates = policy_gradients(setting, rule, 30, 24, seed=3)
     assert float(z_scores(estimates, truths, directions).abs().max()) < LIMIT
-    assert alignment(estimates, truths).scale == pytest.approx(1.0, abs=0.25)
+    assert alignment(estimates, truths).scale == pytest.approx(1.0, abs=0.2)
 
 
 def test_a_mean_that_includes_the_member_shrinks_the_gradient(setting, truths, directions) -> None:
@@ -112,8 +120,8 @@ class Faulty:
         advantages = RawCredit(1.0, Completion()).assign(rewards)
         if self.fault == "sign":
             return -advantages
-        if self.fault == "one step late":
-            return advantages.roll(1, dims=-1)
+        if self.fault == "one step early":
+            return advantages.roll(-1, dims=-1)
         if self.fault == "step forgotten":
             advantages[..., 3] = 0
         if self.fault == "members mixed up":
@@ -121,7 +129,7 @@ class Faulty:
         return advantages
 
 
-@pytest.mark.parametrize("fault", ["sign", "one step late", "step forgotten", "members mixed up"])
+@pytest.mark.parametrize("fault", ["sign", "one step early", "step forgotten", "members mixed up"])
 def test_faults_are_found(setting, truths, directions, fault: str) -> None:
     estimates = policy_gradients(setting, Faulty(fault), 30, 24, seed=3)
     assert float(z_scores(estimates, truths, directions).abs().max()) > LIMIT

@@ -1,7 +1,8 @@
 """How the gradient that a credit rule gives compares with the gradient of the expected reward.
 
 The truth is the pathwise gradient: with the noise of every step held fixed, the finished sample is a differentiable function of
-the weights, so grad E[R] = E[grad R]. It needs a reward that is differentiable in the picture, such as the 2-D world's.
+the weights, so grad E[R] = E[grad R]. It needs a reward that is differentiable in the picture, such as the 2-D world's. The
+part of it that runs through deterministic steps is out of reach for any policy gradient; it can be left out.
 
 The estimate is the policy gradient sum_i A_i grad log pi(x_{i+1} | x_i) per trajectory. log pi is a mean over the d latent
 elements and the loss a mean over K stochastic steps here, so gradients of the loss are multiplied by -K d.
@@ -68,26 +69,39 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().flatten() for t in tensors])
 
 
-def sampled_rewards(setting: Setting, repeats: int, generator: torch.Generator) -> Tensor:
-    """R of `repeats` stochastic trajectories per prompt [sample], differentiable in the weights (noise held fixed)."""
+def sampled_rewards(setting: Setting, repeats: int, generator: torch.Generator, decisions_only: bool = False) -> Tensor:
+    """R of `repeats` stochastic trajectories per prompt [sample], differentiable in the weights (noise held fixed).
+
+    With `decisions_only` the weights are constants in deterministic steps; the trajectory still runs through them.
+    """
     prompts = [prompt for prompt in setting.prompts for _ in range(repeats)]
     condition = setting.policy.encode(prompts)
     x = torch.randn((len(prompts), *setting.policy.latent_shape), generator=generator)
-    schedule = setting.schedule
+    schedule = attach_stds(setting.schedule, setting.sampler)
+    stochastic = schedule.stochastic.tolist()
+    learning = torch.is_grad_enabled()
     for i in range(schedule.steps):
+        for parameter in setting.parameters:
+            parameter.requires_grad_(learning and (stochastic[i] or not decisions_only))
         velocity = setting.policy.velocity(x, schedule.network_timesteps[i].expand(len(x)), condition)
         transition = setting.sampler.transition(x, velocity, schedule, torch.full((len(x),), i))
         noise = torch.randn(x.shape, generator=generator)
         x = transition.mean + expand(transition.std, x) * noise
+    for parameter in setting.parameters:
+        parameter.requires_grad_(True)
     return setting.reward.score(setting.policy.decode(x), prompts)
 
 
-def pathwise_gradients(setting: Setting, batches: int, repeats: int, seed: int = 0) -> Tensor:
-    """grad of the mean reward over `repeats` trajectories per prompt, [batch, parameter]; its mean is grad E[R]."""
+def pathwise_gradients(setting: Setting, batches: int, repeats: int, seed: int = 0, decisions_only: bool = False) -> Tensor:
+    """grad of the mean reward over `repeats` trajectories per prompt, [batch, parameter]; its mean is grad E[R].
+
+    A policy gradient knows log-probabilities only: what the weights do in deterministic steps (the last step, steps outside a
+    window) is beyond it. `decisions_only` leaves that part out, which makes the mean what a policy gradient can estimate.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(batches):
-        mean = sampled_rewards(setting, repeats, generator).mean()
+        mean = sampled_rewards(setting, repeats, generator, decisions_only).mean()
         rows.append(flat(torch.autograd.grad(mean, setting.parameters)))
     return torch.stack(rows)
 
