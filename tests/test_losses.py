@@ -61,7 +61,7 @@ class TestContract:
     def test_is_a_policy_loss_with_detached_metrics(self, loss: PolicyLoss) -> None:
         assert isinstance(loss, PolicyLoss)
         result = loss.loss(make_batch(0.01))
-        assert result.loss.ndim == 0 and set(result.metrics) == METRICS
+        assert result.loss.ndim == 0 and set(result.metrics) - {"mask_fraction"} == METRICS
         for value in result.metrics.values():
             assert value.ndim == 0 and not value.requires_grad and bool(value.isfinite())
 
@@ -131,7 +131,7 @@ class TestContract:
             with pytest.raises(ConfigError, match=r"kl_weight = 0\.1 needs LossBatch\.reference"):
                 loss.loss(batch)
         else:
-            assert set(loss.loss(batch).metrics) == METRICS - {"kl"}
+            assert set(loss.loss(batch).metrics) - {"mask_fraction"} == METRICS - {"kl"}
 
 
 def test_on_policy_gradient_is_the_policy_gradient() -> None:
@@ -189,7 +189,7 @@ def test_dppo_drops_what_is_far_and_would_go_further(advantage: float, move: flo
     for bound, drops in ((0.0049, dropped), (0.0051, False)):
         result = FlowDPPO(bound=bound).loss(batch)
         assert float(result.loss.detach()) == pytest.approx(0.0 if drops else -advantage * ratio, abs=1e-6)
-        assert float(result.metrics["clip_fraction"]) == float(drops)
+        assert float(result.metrics["clip_fraction"]) == float(result.metrics["mask_fraction"]) == float(drops)
         assert bool(gradient(FlowDPPO(bound=bound), batch) == 0) == drops
 
 

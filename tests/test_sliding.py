@@ -25,6 +25,26 @@ def test_it_moves_by_its_stride_and_starts_over() -> None:
     assert starts(SlidingWindow(CPS(), 10), 3) == [0, 0, 0]
 
 
+def test_it_may_stay_at_the_end_instead() -> None:
+    assert starts(SlidingWindow(CPS(), 4, at_end="stay"), 9) == [0, 1, 2, 3, 4, 5, 6, 6, 6]
+    assert starts(SlidingWindow(CPS(), 4, stride=4, every=2, at_end="stay"), 8) == [0, 0, 4, 4, 6, 6, 6, 6]
+
+
+@pytest.mark.parametrize(("size", "stride"), [(1, 1), (3, 2), (4, 4), (7, 5), (10, 1)])
+def test_one_pass_trains_every_step(size: int, stride: int) -> None:
+    window = SlidingWindow(CPS(), size, stride)
+    places = window.starts(10)
+    assert {start + i for start in places for i in range(size)} == set(range(10))
+    assert starts(window, len(places) + 1) == [*places, 0]
+
+
+def test_a_random_window_does_not_depend_on_the_iteration() -> None:
+    def drawn(iteration: int) -> int:
+        return RandomWindow(CPS(), 3).draw(SCHEDULE, torch.Generator().manual_seed(7), iteration).start
+
+    assert drawn(0) == drawn(1) == drawn(50)
+
+
 def test_nothing_is_drawn_and_only_the_window_is_stochastic() -> None:
     generator = torch.Generator().manual_seed(0)
     before = generator.get_state()
@@ -55,6 +75,7 @@ def test_by_word_and_in_the_trainer() -> None:
         lambda: SlidingWindow(CPS(), 0),
         lambda: SlidingWindow(CPS(), 1, stride=0),
         lambda: SlidingWindow(CPS(), 1, every=0),
+        lambda: SlidingWindow(CPS(), 1, at_end="bounce"),  # pyright: ignore[reportArgumentType]
         lambda: SlidingWindow(CPS(), 11).starts(10),
         lambda: SlidingWindow(RandomWindow(CPS(), 2), 2),
         lambda: SlidingWindow(CPS(), 2).transition(torch.zeros(1, 2), torch.zeros(1, 2), SCHEDULE, torch.zeros(1).long()),

@@ -29,6 +29,7 @@ class SmallSD3Config:
     heads: int = 2
     head_dim: int = 32
     text_dim: int = 64
+    text_layers: int = 2
     shift: float = 1.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -37,16 +38,25 @@ class SmallSD3Config:
 
 
 class WordEncoder(nn.Module):
-    """The text encoder: one learned vector per word and position; the pooled embedding is their mean."""
+    """The text encoder: word and position vectors, then a small transformer, so that a word knows its part in the sentence (the
+    subject of "left of", say) as the outputs of CLIP and T5 do. The pooled embedding is their mean."""
 
-    def __init__(self, vocabulary: int, words: int, dim: int) -> None:
+    def __init__(self, vocabulary: int, words: int, dim: int, layers: int) -> None:
         super().__init__()
         self.word = nn.Embedding(vocabulary, dim)
-        self.position = nn.Parameter(torch.zeros(words, dim))
+        self.position = nn.Parameter(torch.randn(words, dim))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(dim, 4, 4 * dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(dim)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[prompt, word] -> [prompt, word, dim]."""
-        return self.word(ids) + self.position
+        hidden = self.word(ids) + self.position
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.norm(hidden)
 
 
 class SmallSD3(nn.Module):
@@ -58,7 +68,7 @@ class SmallSD3(nn.Module):
 
         self.config = config
         width = config.heads * config.head_dim
-        self.words = WordEncoder(config.vocabulary, config.words, config.text_dim)
+        self.words = WordEncoder(config.vocabulary, config.words, config.text_dim, config.text_layers)
         self.transformer = SD3Transformer2DModel(
             sample_size=config.grid,
             patch_size=1,

@@ -55,7 +55,7 @@ class RunConfig:
     """clipped, grpo-guard, flow-dppo or policy-gradient, with options as in clipped(kl=without_delta); a plug-in or file."""
     updates: int = 4
     """Optimiser steps per iteration; the trajectories are split between them."""
-    lr: float = 3e-3
+    lr: float = 4e-3
     final_lr: float = 1.0
     """Share of `lr` that is left at the last iteration; it falls linearly."""
     clip: float = 2e-3
@@ -184,7 +184,7 @@ def load_config(path: Path) -> dict[str, Any]:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    "long": {"iterations": 200, "lr": 2e-3, "final_lr": 0.2, "eval_every": 25, "eval_prompts": 384},
+    "long": {"iterations": 75, "lr": 3e-3, "final_lr": 0.2, "eval_every": 15, "eval_prompts": 384},
     "tiny": {
         "iterations": 2, "prompts": 2, "members": 3, "steps": 4, "eval_every": 1, "eval_prompts": 4,
         "eval_steps": 4, "window": "1:2",

@@ -1,6 +1,6 @@
 """Making the built-in weights of the shapes world: the autoencoder, then the flow-matching base model.
 
-The captions of 45% of the training pairs are careless (`scene.draw_wrong_layout`), as in data from the web: the base model
+The captions of 35% of the training pairs are careless (`scene.draw_wrong_layout`), as in data from the web: the base model
 then knows every concept but often draws the wrong one, so that there is something to reinforce.
 """
 
@@ -45,8 +45,13 @@ class PretrainConfig:
     batch: int = 256
     lr: float = 2e-3
     warmup: int = 200
-    wrong_captions: float = 0.45
+    wrong_captions: float = 0.35
     """Share of training pairs whose picture does not follow the caption."""
+    careless_updates: int = 1500
+    """Optimiser steps of a last phase, in which compositional captions are more careless still; 0 leaves it out."""
+    careless_captions: float = 0.6
+    """Share of wrong compositional pairs in the last phase."""
+    careless_lr: float = 3e-4
     pairs: int = 300_000
     """Training pairs drawn in advance."""
     variants: int = 64
@@ -61,7 +66,9 @@ class PretrainConfig:
     def __post_init__(self) -> None:
         for name in ("updates", "batch", "pairs", "variants", "autoencoder_updates"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        require(0 <= self.wrong_captions < 1, "wrong_captions", self.wrong_captions, "in [0, 1)")
+        for name in ("wrong_captions", "careless_captions"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
+        require(self.careless_updates >= 0, "careless_updates", self.careless_updates, "0 or more")
 
 
 def train_autoencoder(network: SmallSD3, config: PretrainConfig, progress: Progress) -> None:
@@ -102,13 +109,16 @@ def latent_table(network: SmallSD3, config: PretrainConfig) -> Tensor:
         return network.autoencoder.encode_cells(cells).unflatten(0, (CLASSES, config.variants))
 
 
-def draw_pairs(config: PretrainConfig) -> tuple[Tensor, Tensor]:
-    """Training pairs: word ids [pair, word] and layouts [pair, 16]."""
-    rng = random.Random(config.seed)
+def draw_pairs(config: PretrainConfig, careless: bool = False) -> tuple[Tensor, Tensor]:
+    """Training pairs of the first or the careless phase: word ids [pair, word] and layouts [pair, 16]."""
+    rng = random.Random(config.seed + careless)
     requests = requests_by_kind()
+    shares = {kind: config.wrong_captions for kind in requests}
+    if careless:
+        shares |= {kind: config.careless_captions for kind in ("count", "binding", "position")}
     words, layouts = [], []
     for _ in range(config.pairs):
-        request, layout = draw_pair(rng, requests, config.wrong_captions)
+        request, layout = draw_pair(rng, requests, shares)
         words.append(tokenise(request.words()))
         layouts.append(layout)
     return torch.tensor(words), torch.tensor(layouts)
@@ -121,16 +131,45 @@ def pretrain(config: PretrainConfig, progress: Progress, snapshot: Callable[[Sma
     train_autoencoder(network, config, progress)
     network.autoencoder.requires_grad_(False)
     table = latent_table(network, config)
-    words, layouts = draw_pairs(config)
-    generator = torch.Generator().manual_seed(config.seed + 2)
+    main = Phase("base model", config.updates, config.lr, config.warmup)
+    fit(network, table, draw_pairs(config), main, config, config.seed + 2, progress, snapshot)
+    if config.careless_updates:
+        last = Phase("careless captions", config.careless_updates, config.careless_lr, 1)
+        fit(network, table, draw_pairs(config, careless=True), last, config, config.seed + 3, progress, snapshot)
+    return network.eval()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Optimiser steps with a learning rate that is held for the first half and then falls to 0."""
+
+    name: str
+    updates: int
+    lr: float
+    warmup: int
+
+
+def fit(
+    network: SmallSD3,
+    table: Tensor,
+    pairs: tuple[Tensor, Tensor],
+    phase: Phase,
+    config: PretrainConfig,
+    seed: int,
+    progress: Progress,
+    snapshot: Callable[[SmallSD3], None] | None,
+) -> None:
+    """Flow matching by AdamW; the network ends with the moving average of its weights."""
+    words, layouts = pairs
+    generator = torch.Generator().manual_seed(seed)
     parameters = [p for p in network.parameters() if p.requires_grad]
     average = [p.detach().clone() for p in parameters]
-    optimiser = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01)
+    optimiser = torch.optim.AdamW(parameters, lr=phase.lr, betas=(0.9, 0.99), weight_decay=0.01)
     started = time.monotonic()
-    for update in range(config.updates):
-        scale = min(1.0, (update + 1) / config.warmup)
-        decay = min(1.0, 2 * (1 - update / config.updates))
-        optimiser.param_groups[0]["lr"] = config.lr * scale * decay
+    for update in range(phase.updates):
+        scale = min(1.0, (update + 1) / phase.warmup)
+        decay = min(1.0, 2 * (1 - update / phase.updates))
+        optimiser.param_groups[0]["lr"] = phase.lr * scale * decay
         loss = flow_matching_loss(network, table, words, layouts, config.batch, generator)
         optimiser.zero_grad()
         loss.backward()
@@ -139,15 +178,14 @@ def pretrain(config: PretrainConfig, progress: Progress, snapshot: Callable[[Sma
         keep = min(config.ema, (update + 1) / (update + 10))
         for mean, parameter in zip(average, parameters, strict=True):
             mean.lerp_(parameter.detach(), 1 - keep)
-        if update % 50 == 0 or update == config.updates - 1:
-            progress("base model", update + 1, config.updates, loss.item())
+        if update % 50 == 0 or update == phase.updates - 1:
+            progress(phase.name, update + 1, phase.updates, loss.item())
         if snapshot is not None and time.monotonic() - started > 300:
             started = time.monotonic()
             with _swapped(parameters, average):
                 snapshot(network)
     for parameter, value in zip(parameters, average, strict=True):
         parameter.data.copy_(value)
-    return network.eval()
 
 
 class _swapped:
