@@ -116,9 +116,10 @@ class TestContract:
 
     def test_only_the_new_mean_gets_a_gradient(self, loss: PolicyLoss) -> None:
         batch = make_batch(0.0)
-        assert batch.reference is not None
+        reference = batch.reference
+        assert reference is not None
         batch = replace(batch, new=Gaussian(batch.new.mean, batch.new.std.clone()))
-        others = [batch.next_node, batch.behaviour.mean, batch.reference.mean, batch.new.std]
+        others = [batch.next_node, batch.behaviour.mean, reference.mean, batch.new.std]
         for tensor in others:
             tensor.requires_grad_()
         loss.loss(batch).loss.backward()

@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def truth() -> torch.Tensor:
     def v(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return RING64.velocity(x, t.expand(N))
 
-    for t, s in zip(times[:-1], times[1:], strict=True):
+    for t, s in pairwise(times):
         h = s - t
         first = v(x, t)
         second = v(x + h / 2 * first, t + h / 2)
