@@ -115,7 +115,8 @@ def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") 
             (size,) = map(int, numbers)
             return RandomWindow(base, size)
         if kind == "sliding":
-            return SlidingWindow(base, *map(int, numbers))
+            size, stride, every = (*map(int, numbers), *(1, 1)[len(numbers) - 1 :])
+            return SlidingWindow(base, size, stride, every)
         start, size = map(int, (kind, *numbers))
         return Window(base, start, size)
     except (TypeError, ValueError) as error:

@@ -19,6 +19,8 @@ from flowrl.diagnostics.gradient import (
     pathwise_gradients,
     policy_gradients,
 )
+from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
+from flowrl.rollout import attach_stds
 from flowrl.samplers import AllButLast, FlowSDE
 from flowrl.types import Completion, NoProbe
 
@@ -133,3 +135,29 @@ class Faulty:
 def test_faults_are_found(setting, truths, directions, fault: str) -> None:
     estimates = policy_gradients(setting, Faulty(fault), 30, 24, seed=3)
     assert float(z_scores(estimates, truths, directions).abs().max()) > LIMIT
+
+
+class StepWeights:
+    """A rule's advantages times a weight per step."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.probe, self.weights = NoProbe(), weights
+
+    def assign(self, rewards, schedule):
+        return Uniform().assign(rewards) * self.weights
+
+
+def test_every_loss_starts_with_the_policy_gradient_of_the_world(setting) -> None:
+    """On policy, in the parameters of the 2-D policy: all losses agree, GRPO-Guard with the step weights std / Delta."""
+
+    def gradient(loss, weights=1.0):
+        rule = StepWeights(torch.as_tensor(weights))
+        return policy_gradients(setting, rule, 1, 6, seed=8, loss=loss)[0]
+
+    plain = gradient(PolicyGradientLoss())
+    for loss in (ClippedLoss(), FlowDPPO()):
+        torch.testing.assert_close(gradient(loss), plain, rtol=1e-3, atol=1e-5)
+    schedule = attach_stds(setting.schedule, setting.sampler)
+    assert schedule.stds is not None
+    weighted = gradient(PolicyGradientLoss(), schedule.stds / schedule.deltas)
+    torch.testing.assert_close(gradient(GRPOGuard()), weighted, rtol=1e-3, atol=1e-5)

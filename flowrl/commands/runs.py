@@ -1,0 +1,121 @@
+"""`flowrl compare` and `flowrl train`."""
+
+import dataclasses
+import shlex
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from flowrl.commands.settings import CompareSettings, TrainSettings, changes, typed_command
+from flowrl.errors import require
+from flowrl.training.config import RunConfig, load_config, preset
+
+if TYPE_CHECKING:
+    from flowrl.training.compare import CompareConfig
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Compare credit rules on a built-in world: train every method with every seed, print a table, write report.html.
+
+    Example: flowrl compare --task text --seeds 0 1 --credit my_rules.py:MyRule --out runs/mine
+    """
+
+    methods: tuple[str, ...] = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
+    """Built-in methods: flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo. The first is the
+    baseline."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """One run per method and seed."""
+    credit: tuple[str, ...] = ()
+    """Credit rules to add: path/to/file.py:Class, NAME or NAME(option=value); `flowrl parts` lists names."""
+    preset: str = "default"
+    """default (about five minutes on 2 cores), long (about 15 minutes per method) or tiny (seconds, for a first look)."""
+    out: Path | None = None
+    """Folder for the results; default runs/compare-DATE."""
+    resume: Path | None = None
+    """Go on with the comparison in this folder (other options are then ignored)."""
+    config: Path | None = None
+    """Repeat a comparison from its saved config.json (other options but --out are then ignored)."""
+    workers: int = 0
+    """Runs at a time; 0 = one per core. Every run uses one thread, so the numbers do not depend on this."""
+    run: Annotated[CompareSettings, tyro.conf.arg(name="")] = field(default_factory=CompareSettings)  # pyright: ignore[reportInvalidTypeForm]
+
+    def configuration(self) -> "CompareConfig":
+        """The comparison that these options describe."""
+        from flowrl.training.compare import CompareConfig
+
+        if self.config is not None:
+            return dataclasses.replace(CompareConfig.from_dict(load_config(self.config)), command=typed_command())
+        run = preset(self.preset).apply(**changes(self.run))
+        return CompareConfig(run, self.methods, self.seeds, self.credit, self.preset, typed_command())
+
+    def main(self) -> int:
+        """Run, show, report."""
+        from flowrl.training.compare import compare, load_compare
+
+        require(self.workers >= 0, "workers", self.workers, "0 or more")
+        out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
+        config = load_compare(out) if self.resume else self.configuration()
+        config.jobs()
+        from flowrl.display import Display
+
+        display = Display(config)
+        display.start(out)
+        finished = display.during(lambda: compare(config, out, self.resume is not None, self.workers, display.watch))
+        if not finished:
+            display.say(f"Paused; nothing is lost. Go on with: flowrl compare --resume {shlex.quote(str(out))}")
+            return 130
+        display.finish(out)
+        return 0
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train one method with one seed. Example: flowrl train --method tp-grpo --task text --iterations 40"""
+
+    preset: str = "default"
+    """default, long or tiny."""
+    out: Path | None = None
+    """Folder for the run; default runs/train-DATE."""
+    resume: Path | None = None
+    """Go on with the run in this folder."""
+    config: Path | None = None
+    """Repeat a run from its saved config.json."""
+    run: Annotated[TrainSettings, tyro.conf.arg(name="")] = field(default_factory=TrainSettings)  # pyright: ignore[reportInvalidTypeForm]
+
+    def main(self) -> int:
+        """Train, printing every evaluation."""
+        import torch
+
+        from flowrl.display import train_line
+        from flowrl.training.run import Run
+
+        out = self.resume or self.out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
+        if self.resume or self.config:
+            config = RunConfig.from_dict(load_config(self.config or out / "config.json"))
+        else:
+            config = preset(self.preset).apply(**changes(self.run))
+        config.make_method()
+        torch.set_num_threads(1)
+        asked = False
+
+        def ask(*_: object) -> None:
+            nonlocal asked
+            asked = True
+            print("Stopping after this iteration ...", flush=True)
+
+        previous = signal.signal(signal.SIGINT, ask)
+        try:
+            print(f"{config.method} on {config.world}/{config.task}, seed {config.seed} -> {out}", flush=True)
+            finished = Run(config, out, train_line(out), lambda: asked).execute(self.resume is not None)
+        finally:
+            signal.signal(signal.SIGINT, previous)
+        if not finished:
+            print(f"Paused; nothing is lost. Go on with: flowrl train --resume {shlex.quote(str(out))}")
+            return 130
+        print(f"Done. Weights and metrics in {out}; see its pictures with: flowrl sample --weights {shlex.quote(str(out))}")
+        return 0
