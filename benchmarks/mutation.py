@@ -95,7 +95,10 @@ def mutants() -> list[dict[str, str]]:
                 operator, occurrence = get_operator(name)(), 0
                 while (mutated := mutate_code(source, operator, occurrence)) is not None:
                     occurrence += 1
-                    if bare(mutated) == plain:
+                    try:
+                        if bare(mutated) == plain:
+                            continue
+                    except SyntaxError:  # the operator made no program, as with ** of a dictionary
                         continue
                     old, new = _difference(source, mutated)
                     place = f"{path.relative_to(ROOT)}: {old} -> {new}"
