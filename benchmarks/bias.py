@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flowrl.builtin import PolicyOptions, world
-from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted
+from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, Weighted
 from flowrl.diagnostics.gradient import Alignment, RawCredit, Setting, alignment, pathwise_gradients, policy_gradients
 from flowrl.protocols import CreditAssigner
 from flowrl.samplers import AllButLast, FlowSDE
@@ -59,6 +59,10 @@ RULES: dict[str, Entry] = {
     "StepwiseGain(joint), lam=0.5": Entry(lambda: StepwiseGain(lam=0.5), True),
     "StepwiseGain(joint), lam=0.9": Entry(lambda: StepwiseGain(lam=0.9), True),
     "StepwiseGain(joint), lam=1": Entry(lambda: StepwiseGain(lam=1.0), True),
+    "StepwiseGain(joint), lam=gamma=0.9": Entry(lambda: StepwiseGain(lam=0.9, gamma=0.9), True),
+    "StepwiseGain(joint), pool=batch": Entry(lambda: StepwiseGain(pool="batch"), True),
+    "MovingAverageGain": Entry(MovingAverageGain, True),
+    "GDPO over stepwise gains": Entry(lambda: GDPO(StepwiseGain()), True),
     "dense gains (step, completion)": Entry(lambda: StepwiseGain("step", probe=Completion())),
     "TurningPoint (consistent)": Entry(TurningPoint),
     "TurningPoint, plain": Entry(lambda: TurningPoint(consistent=False)),
@@ -67,6 +71,9 @@ RULES: dict[str, Entry] = {
     "TurningPoint, no first step": Entry(lambda: TurningPoint(first_step=False)),
     "TurningPoint, joint": Entry(lambda: TurningPoint(normalise="joint")),
     "TurningPoint, random steps": Entry(lambda: TurningPoint(where="random")),
+    "TurningPoint, added": Entry(lambda: TurningPoint(combine="add")),
+    "TurningPoint, confidence 1": Entry(lambda: TurningPoint(confidence=1.0)),
+    "TurningPoint, at least 0.1": Entry(lambda: TurningPoint(min_size=0.1)),
 }
 
 
@@ -146,7 +153,8 @@ def main() -> None:
     record = json.loads(options.out.read_text())
     lost = record["share of the last, deterministic step"]
     settings["last step's share of the whole gradient"] = round(lost, 3)
-    head = f"# Bias of the credit rules\n\n{__doc__ or ''}\nSettings: {settings}; 95% intervals by jackknife over batches.\n\n"
+    told = "; ".join(f"{name} {value}" for name, value in settings.items())
+    head = f"# Bias of the credit rules\n\n{__doc__ or ''}\n{told}. 95% intervals by jackknife over batches.\n\n"
     options.out.with_suffix(".md").write_text(head + text + "\n")
     print(text)
 

@@ -29,10 +29,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("flow", "samplers", "credit", "losses")
 TESTS = {
-    "flow": ("test_flow", "test_samplers", "test_losses", "test_marginals", "test_convergence", "test_solvers"),
-    "samplers": ("test_samplers", "test_sliding", "test_contracts", "test_convergence", "test_marginals", "test_doors"),
-    "credit": ("test_credit", "test_credit_variants", "test_contracts", "test_doors"),
-    "losses": ("test_losses", "test_losses_variants", "test_contracts", "test_doors"),
+    "flow": (
+        "test_flow",
+        "test_mixture",
+        "test_settings",
+        "test_samplers",
+        "test_losses",
+        "test_marginals",
+        "test_convergence",
+        "test_solvers",
+    ),
+    "samplers": (
+        "test_settings",
+        "test_samplers",
+        "test_sliding",
+        "test_contracts",
+        "test_convergence",
+        "test_marginals",
+        "test_doors",
+    ),
+    "credit": ("test_settings", "test_credit", "test_credit_variants", "test_contracts", "test_doors"),
+    "losses": ("test_settings", "test_losses", "test_losses_variants", "test_contracts", "test_doors"),
 }
 SELECT = {"samplers": "samplers", "credit": "credit_rules", "losses": "losses"}
 """Which of test_contracts concerns a room."""

@@ -13,6 +13,7 @@ from flowrl.credit import (
     StepwiseGain,
     TurningPoint,
     Uniform,
+    balanced,
     clear_swings,
     gains,
     large_aggregates,
@@ -116,6 +117,15 @@ def test_adding_instead_of_replacing() -> None:
     rewards = table(5)
     added = TurningPoint(combine="add").assign(rewards)
     assert not torch.allclose(added, TurningPoint().assign(rewards))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_balancing_leaves_entries_without_size_out_of_the_count(sign: float) -> None:
+    """One turning point upwards, two downwards and one of size 0: the larger of the two goes with the one; size 0 remains."""
+    last = torch.tensor([[3.0, -2.0, -1.0, 0.0]]) * sign
+    rewards = torch.stack([torch.zeros(1, 4), last], dim=-1)
+    turns = torch.ones(1, 4, 1, dtype=torch.bool)
+    assert balanced(rewards, turns)[0, :, 0].tolist() == [True, True, False, True]
 
 
 # A baseline with memory

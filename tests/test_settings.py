@@ -1,0 +1,213 @@
+"""Defaults, limits and doors of every part: what a published setting is, where it ends, and that nothing changes afterwards."""
+
+import dataclasses
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+
+from flowrl.credit import (
+    GDPO,
+    MovingAverageGain,
+    StepwiseGain,
+    TurningPoint,
+    Uniform,
+    Weighted,
+    balanced,
+    random_steps,
+    turning_points,
+)
+from flowrl.credit.normalise import zscore
+from flowrl.errors import ConfigError, CreditError
+from flowrl.flow import uniform_schedule
+from flowrl.flow.mixture import GaussianMixture
+from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
+from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
+from flowrl.samplers._kernels import StepTimes, coefficient_preserving_mean
+from flowrl.types import CHECKS_ON, Completion, NoProbe, Substeps, Tweedie
+
+DEFAULTS: dict[type, dict[str, Any]] = {
+    Uniform: {"std": "group", "clamp": 5.0, "probe": NoProbe()},
+    Weighted: {"weights": "noise", "std": "group", "clamp": 5.0, "probe": NoProbe()},
+    StepwiseGain: {"normalise": "joint", "lam": 0.0, "gamma": 1.0, "pool": "prompt", "clamp": 5.0, "probe": Substeps(5)},
+    MovingAverageGain: {"decay": 0.9, "clamp": 5.0, "probe": Substeps(5)},
+    TurningPoint: {
+        "consistent": True, "balance": "aggregate", "balance_scope": "batch", "first_step": True, "normalise": "step",
+        "where": "turning", "min_size": 0.0, "confidence": 0.0, "combine": "replace", "seed": 0, "clamp": 5.0,
+        "probe": Completion(),
+    },
+    GDPO: {"rule": Uniform(), "weights": None, "batch": True},
+    FlowSDE: {"noise_level": 0.7},
+    DanceSDE: {"noise_level": 0.3},
+    CPS: {"noise_level": 0.7},
+    DDIMSDE: {"noise_level": 0.7},
+    ODE: {},
+    ClippedLoss: {"clip": 1e-4, "kl_weight": 0.0, "kl": "exact", "log_prob": "exact"},
+    GRPOGuard: {"clip": 1e-4, "kl_weight": 0.0, "kl": "exact"},
+    FlowDPPO: {"bound": 1e-5, "kl_weight": 0.0, "kl": "exact"},
+    PolicyGradientLoss: {"kl_weight": 0.0, "kl": "exact"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", DEFAULTS, ids=lambda part: part.__name__)
+def test_defaults_are_the_documented_ones(part: type) -> None:
+    made = part()
+    assert {name: getattr(made, name) for name in inspect.signature(part).parameters} == DEFAULTS[part]
+
+
+def test_defaults_of_windows_and_functions() -> None:
+    window = SlidingWindow(CPS(), 2)
+    assert (window.stride, window.every, window.at_end) == (1, 1, "wrap")
+    assert window.draw(uniform_schedule(4), torch.Generator()).start == 0
+    assert (RandomWindow(CPS(), 2).low, RandomWindow(CPS(), 2).high) == (0, None)
+    for function, expected in (
+        (turning_points, {"consistent": True, "first_step": True}),
+        (balanced, {"by": "aggregate", "scope": "batch"}),
+        (random_steps, {"seed": 0}),
+        (zscore, {"std_over": None, "clamp": 5.0}),
+        (GaussianMixture.ring, {"modes": 8, "radius": 2.0, "std": 0.25}),
+    ):
+        parameters = inspect.signature(function).parameters.items()
+        assert {n: p.default for n, p in parameters if p.default is not inspect.Parameter.empty} == expected
+
+
+@pytest.mark.parametrize(
+    "part",
+    [*(kind() for kind in DEFAULTS if kind is not MovingAverageGain), Window(CPS(), 0, 1), AllButLast(CPS()),
+     RandomWindow(CPS(), 1), SlidingWindow(CPS(), 1), GaussianMixture.ring(), StepTimes(torch.ones(1), torch.zeros(1))],
+    ids=lambda part: type(part).__name__,
+)  # fmt: skip
+def test_parts_are_values_that_cannot_be_changed(part: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        part.anything = 1
+
+
+LIMITS: list[tuple[type, str, list[Any], list[Any]]] = [
+    (StepwiseGain, "lam", [0.0, 1.0], [-1e-6, 1 + 1e-6]),
+    (StepwiseGain, "gamma", [0.0, 1.0], [-1e-6, 1 + 1e-6]),
+    (StepwiseGain, "clamp", [None, 1e-6], [0.0, -1.0, math.inf, math.nan]),
+    (StepwiseGain, "pool", ["prompt", "batch"], ["member"]),
+    (StepwiseGain, "normalise", ["joint", "step"], ["both"]),
+    (Uniform, "clamp", [None, 1e-6], [0.0, -1.0, math.inf, math.nan]),
+    (Uniform, "std", ["group", "batch"], ["all"]),
+    (Weighted, "clamp", [None, 1e-6], [0.0, math.inf]),
+    (Weighted, "std", ["group", "batch"], ["all"]),
+    (Weighted, "weights", ["noise", (1.0,), (0.0, -1.0)], [(), (math.nan,), "equal", [1.0]]),
+    (MovingAverageGain, "decay", [0.0, 0.999], [1.0, -1e-6]),
+    (MovingAverageGain, "clamp", [None, 1e-6], [0.0, math.inf]),
+    (TurningPoint, "min_size", [0.0, 10.0], [-1e-6, math.inf, math.nan]),
+    (TurningPoint, "confidence", [0.0, 10.0], [-1e-6, math.inf, math.nan]),
+    (TurningPoint, "clamp", [None, 1e-6], [0.0, math.inf]),
+    (TurningPoint, "balance", ["aggregate", "trend", None], ["size"]),
+    (TurningPoint, "balance_scope", ["prompt", "batch"], ["member"]),
+    (TurningPoint, "normalise", ["step", "joint"], ["both"]),
+    (TurningPoint, "where", ["turning", "random", "none"], ["all"]),
+    (TurningPoint, "combine", ["replace", "add"], ["mean"]),
+    (FlowSDE, "noise_level", [0.0, 3.0], [-1e-6, math.inf, math.nan]),
+    (DanceSDE, "noise_level", [0.0, 3.0], [-1e-6, math.inf, math.nan]),
+    (DDIMSDE, "noise_level", [0.0, 3.0], [-1e-6, math.inf, math.nan]),
+    (CPS, "noise_level", [0.0, 1.0], [-1e-6, 1 + 1e-6, math.nan]),
+    (ClippedLoss, "clip", [1e-9, 0.999], [0.0, 1.0, -0.1]),
+    (ClippedLoss, "kl_weight", [0.0, 10.0], [-1e-6, math.inf, math.nan]),
+    (ClippedLoss, "log_prob", ["exact", "released_cps"], ["sum"]),
+    (GRPOGuard, "clip", [1e-9, 0.999], [0.0, 1.0, -0.1]),
+    (GRPOGuard, "kl_weight", [0.0, 10.0], [-1e-6, math.inf]),
+    (FlowDPPO, "bound", [1e-12, 10.0], [0.0, -1.0, math.inf, math.nan]),
+    (FlowDPPO, "kl_weight", [0.0, 10.0], [-1e-6, math.inf]),
+    (PolicyGradientLoss, "kl_weight", [0.0, 10.0], [-1e-6, math.inf]),
+    (Substeps, "count", [1, 50], [0, -1]),
+]
+
+
+@pytest.mark.parametrize(("part", "option", "allowed", "refused"), LIMITS, ids=lambda x: getattr(x, "__name__", None))
+def test_options_end_where_they_should(part: type, option: str, allowed: list[Any], refused: list[Any]) -> None:
+    for value in allowed:
+        assert getattr(part(**{option: value}), option) == value
+    for value in refused:
+        with pytest.raises(ConfigError, match=rf"{part.__name__}\.{option} = .* is not allowed"):
+            part(**{option: value})
+
+
+def test_windows_end_where_they_should() -> None:
+    schedule = uniform_schedule(4)
+    generator = torch.Generator()
+    x, step = torch.zeros(4, 2), torch.arange(4)
+    assert (Window(FlowSDE(), 0, 4).transition(x, x, schedule, step).std > 0).all()
+    assert (Window(FlowSDE(), 3, 1).transition(x, x, schedule, step).std > 0).tolist() == [False, False, False, True]
+    assert RandomWindow(CPS(), 2, low=1, high=3).draw(schedule, generator).start == 1
+    assert RandomWindow(CPS(), 4).draw(schedule, generator).start == 0
+    assert RandomWindow(CPS(), 1, low=3).draw(schedule, generator).start == 3
+    assert SlidingWindow(CPS(), 4).starts(4) == [0]
+    assert (AllButLast(FlowSDE()).transition(x[:2], x[:2], uniform_schedule(2), step[:2]).std > 0).tolist() == [True, False]
+    for make in (
+        lambda: Window(CPS(), -1, 1),
+        lambda: Window(CPS(), 0, 0),
+        lambda: Window(CPS(), 1, 4).transition(x, x, schedule, step),
+        lambda: RandomWindow(CPS(), 0),
+        lambda: RandomWindow(CPS(), 1, low=-1),
+        lambda: RandomWindow(CPS(), 3, low=1, high=3),
+        lambda: RandomWindow(CPS(), 1, high=5).draw(schedule, generator),
+        lambda: RandomWindow(CPS(), 4, low=1).draw(schedule, generator),
+        lambda: AllButLast(CPS()).transition(x[:1], x[:1], uniform_schedule(1), step[:1]),
+        lambda: AllButLast(RandomWindow(CPS(), 1)),
+    ):
+        with pytest.raises(ConfigError, match="is not allowed"):
+            make()
+
+
+@pytest.mark.skipif(not CHECKS_ON, reason="shape checks are switched off")
+@pytest.mark.parametrize("kind", DEFAULTS, ids=lambda kind: kind.__name__)
+def test_every_part_checks_its_door(kind: type) -> None:
+    """A tensor without the axes that a part needs is refused before any arithmetic."""
+    part, flat = kind(), torch.zeros(3)
+
+    def enter() -> None:
+        if hasattr(part, "assign"):
+            part.assign(flat, None)
+        elif hasattr(part, "loss"):
+            part.loss(flat)
+        else:
+            part.transition(torch.zeros(3, 2), torch.zeros(2, 2), uniform_schedule(3), torch.zeros(3).long())
+
+    with pytest.raises(TypeCheckError, match=kind.__name__):
+        enter()
+
+
+@pytest.mark.skipif(not CHECKS_ON, reason="shape checks are switched off")
+@pytest.mark.parametrize("part", [Window(CPS(), 0, 1), AllButLast(CPS())], ids=lambda part: type(part).__name__)
+def test_windows_check_their_door(part: Any) -> None:
+    with pytest.raises(TypeCheckError, match=type(part).__name__):
+        part.transition(torch.zeros(3, 2), torch.zeros(2, 2), uniform_schedule(3), torch.zeros(3).long())
+
+
+def test_missing_rewards_are_named_by_node() -> None:
+    table = torch.rand(2, 3, 5)
+    table[1, 2, 3] = math.nan
+    with pytest.raises(
+        CreditError, match=r"needs a finite reward at node 3 of 0\.\.4: roll out with the probe Substeps\(count=5\)"
+    ):
+        StepwiseGain().assign(table)
+    table[0, 0, 0] = math.inf
+    with pytest.raises(CreditError, match=r"at nodes 0, 3 of 0\.\.4: roll out with the probe Completion"):
+        TurningPoint().assign(table)
+    with pytest.raises(CreditError, match=r"Uniform needs a finite reward at node 4 of 0\.\.4"):
+        Uniform().assign(torch.full((2, 3, 5), math.nan))
+    with pytest.raises(CreditError, match=r"2 or more nodes, got a table of shape \(2, 3, 1\)"):
+        Uniform().assign(torch.zeros(2, 3, 1))
+
+
+def test_noise_larger_than_there_is_leaves_no_old_noise() -> None:
+    """Rounding may put sigma a little above s: the share of old noise is then 0, not the root of a negative number."""
+    times = StepTimes(torch.tensor([0.5]), torch.tensor([0.3]))
+    x, v = torch.tensor([[1.0]]), torch.tensor([[2.0]])
+    clean = 1.0 - 0.5 * 2.0
+    mean = coefficient_preserving_mean(x, v, times, torch.tensor([0.3001]))
+    torch.testing.assert_close(mean, torch.tensor([[0.7 * clean]]))
+    assert float(times.delta) == pytest.approx(0.2)
+
+
+def test_one_step_estimates_are_one_substep() -> None:
+    assert Tweedie() == Substeps(1)
