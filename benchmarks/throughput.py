@@ -1,8 +1,11 @@
-"""Forward and training evaluations per second of the shapes world's network at batch 128, on all cores.
+"""Forward and training evaluations per second of the shapes world's network at batch 128.
 
-python benchmarks/throughput.py
+python benchmarks/throughput.py                # one process with a thread per core
+python benchmarks/throughput.py --processes 2  # as `flowrl compare` works: processes of one thread, their rates added
 """
 
+import argparse
+import multiprocessing
 import time
 
 import torch
@@ -26,17 +29,33 @@ def rate(work, seconds: float = 6.0) -> tuple[float, float]:
     return BATCH * calls / (time.perf_counter() - start), best
 
 
-def main() -> None:
-    """Measure and print."""
+def measure(threads: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(mean, best) rates of forward and of training evaluations."""
+    if threads:
+        torch.set_num_threads(threads)
     shapes = world("shapes")
     policy = shapes.policy(PolicyOptions())
     condition = policy.encode([shapes.parse("three red circles")] * BATCH)
     x, t = torch.randn(BATCH, *policy.latent_shape), torch.rand(BATCH) * 1000
     with policy.frozen():
-        mean, best = rate(lambda: policy.velocity(x, t, condition))
-    print(f"forward, {torch.get_num_threads()} threads: {mean:.0f}/s (best call {best:.0f}/s)")
-    mean, best = rate(lambda: policy.velocity(x, t, condition).square().mean().backward())
-    print(f"training (LoRA rank 8): {mean:.0f}/s (best call {best:.0f}/s)")
+        forward = rate(lambda: policy.velocity(x, t, condition))
+    return forward, rate(lambda: policy.velocity(x, t, condition).square().mean().backward())
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=0, help="processes of one thread each; 0 = one with all threads")
+    count = parser.parse_args().processes
+    if count:
+        with multiprocessing.get_context("spawn").Pool(count) as pool:
+            results = pool.map(measure, [1] * count, chunksize=1)
+        shown = f"{count} processes of one thread"
+    else:
+        results, shown = [measure(0)], f"{torch.get_num_threads()} threads"
+    for number, name in enumerate(("forward", "training (LoRA rank 8)")):
+        mean, best = (sum(result[number][k] for result in results) for k in (0, 1))
+        print(f"{name}, {shown}: {mean:.0f}/s (best calls {best:.0f}/s)")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """What every credit rule promises."""
 
 import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,169 +10,268 @@ from torch import Tensor
 
 from flowrl.credit import check_advantages
 from flowrl.errors import CreditError
-from flowrl.testing.findings import Contract, ContractBroken, expect
-from flowrl.types import NoProbe, Probe, Schedule
+from flowrl.testing.findings import Contract, ContractBroken, expect, name_of
+from flowrl.types import Completion, NoProbe, Schedule, Substeps
 
 CONTRACT = Contract("credit rule")
 promise = CONTRACT.promise
 
-SIZES = ((3, 5, 11), (1, 2, 5), (4, 3, 2), (2, 6, 7))
-"""Prompts, members and nodes of the tables tried: all distinct, so that swapped axes cannot hide."""
+SIZES = ((3, 5, 10), (1, 2, 4), (4, 3, 1), (2, 6, 6))
+"""Prompts, members and steps of the tables tried: all different within a table, so that swapped axes cannot hide."""
+EQUAL_REWARDS = (0.0, 0.3, -3.3, 1000.1, 12345.678, 1e6 / 3)
 
 
-def schedule_for(nodes: int) -> Schedule:
-    """An even grid whose last step is deterministic."""
-    stds = torch.linspace(0.3, 0.1, nodes - 1)
-    if nodes > 2:
+def schedule_for(steps: int) -> Schedule:
+    """An even grid whose last step is deterministic (where there is another one)."""
+    stds = torch.linspace(0.3, 0.1, steps)
+    if steps > 1:
         stds[-1] = 0.0
-    return Schedule(torch.linspace(1, 0, nodes), stds=stds)
+    return Schedule(torch.linspace(1, 0, steps + 1), stds=stds)
 
 
-def table(rule: Any, prompts: int, members: int, nodes: int, seed: int = 0) -> Tensor:
-    """A random reward table as the rule's probe would fill it."""
-    rewards = torch.rand(prompts, members, nodes, generator=torch.Generator().manual_seed(seed))
-    return as_probed(rule, rewards)
+@dataclass(frozen=True)
+class Case:
+    """A credit rule, and the number of steps that it is made for (None: any)."""
 
+    rule: Any
+    steps: int | None = None
 
-def as_probed(rule: Any, rewards: Tensor) -> Tensor:
-    """NaN at the nodes that the rule's probe leaves unscored."""
-    rewards = rewards.clone()
-    if isinstance(rule.probe, NoProbe):
-        rewards[..., :-1] = float("nan")
-    return rewards
+    def __repr__(self) -> str:
+        return name_of(self.rule)
 
+    @property
+    def sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """Prompts, members and steps of the tables to try."""
+        return SIZES if self.steps is None else tuple((p, m, self.steps) for p, m, _ in SIZES)
 
-def assign(rule: Any, rewards: Tensor) -> Tensor:
-    """The rule's advantages, from a copy of the rule, so that a memory does not carry over."""
-    return copy.deepcopy(rule).assign(rewards.clone(), schedule_for(rewards.shape[-1]))
+    def tables(self, seeds: int = 1, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+        """Random tables [prompt, member, node] of all sizes, without ties, as the rule's probe would fill them."""
+        for size, (prompts, members, steps) in enumerate(self.sizes):
+            for seed in range(seeds):
+                generator = torch.Generator().manual_seed(100 * size + seed)
+                yield self.probed(torch.rand(prompts, members, steps + 1, generator=generator, dtype=dtype))
+
+    def probed(self, rewards: Tensor) -> Tensor:
+        """A copy with NaN at the nodes that the rule's probe leaves unscored."""
+        rewards = rewards.clone()
+        if isinstance(self.rule.probe, NoProbe):
+            rewards[..., :-1] = float("nan")
+        return rewards
+
+    def assign(self, rewards: Tensor) -> Tensor:
+        """The rule's advantages, from a copy of the rule, so that a memory does not carry over."""
+        return copy.deepcopy(self.rule).assign(rewards.clone(), schedule_for(rewards.shape[-1] - 1))
 
 
 def same(got: Tensor, expected: Tensor, what: str, hint: str, tolerance: float = 2e-4) -> None:
-    """Equal but for float rounding, or `ContractBroken` with the largest difference and its place."""
-    gap = (got - expected).abs()
+    """Equal but for rounding, or `ContractBroken` with the largest difference and its place."""
+    gap = torch.where(got == expected, 0.0, (got - expected).abs())
     if float(gap.max()) <= tolerance * (1 + float(expected.abs().max())):
         return
     place = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
     raise ContractBroken(
-        f"{what}: at (prompt, member, step) = {place} it is {float(got[place]):.5g} instead of "
-        f"{float(expected[place]):.5g}. {hint}"
+        f"{what}, the advantage at (prompt, member, step) = {place} of a table {tuple(got.shape)} is {float(got[place]):.5g} "
+        f"instead of {float(expected[place]):.5g}. {hint}"
     )
 
 
-@promise("`probe` is one of NoProbe(), Tweedie(), Substeps(n), Completion()")
-def declares_a_probe(rule: Any) -> None:
-    expect(isinstance(rule.probe, Probe), f"`probe` is {rule.probe!r}")
+def finite(got: Tensor, what: str, hint: str) -> None:
+    """Finite everywhere, or `ContractBroken` with how many are not and where the first is."""
+    bad = (~torch.isfinite(got)).nonzero()
+    if len(bad):
+        place = tuple(bad[0].tolist())
+        raise ContractBroken(
+            f"{what} gave {len(bad)} of {got.numel()} advantages that are not finite, the first "
+            f"{float(got[place])} at (prompt, member, step) = {place}. {hint}"
+        )
 
 
-@promise("advantages are [prompt, member, step] with step = node - 1, floating point and finite")
-def returns_advantages_per_step(rule: Any) -> None:
-    for sizes in SIZES:
-        rewards = table(rule, *sizes)
+@promise("it has `assign`, and `probe` is one of NoProbe(), Tweedie(), Substeps(n), Completion()", basic=True)
+def declares_a_probe(case: Case) -> None:
+    expect(hasattr(case.rule, "probe"), "there is no attribute `probe`. Write probe: Probe = Completion() in the class.")
+    probe = case.rule.probe
+    hint = " Write an object, with brackets." if isinstance(probe, type) else ""
+    expect(isinstance(probe, NoProbe | Substeps | Completion), f"`probe` is {probe!r}.{hint}")
+    expect(callable(getattr(case.rule, "assign", None)), "there is no method `assign(rewards, schedule)`")
+
+
+@promise("advantages are a floating-point tensor [prompt, member, step], step = node - 1, and finite", basic=True)
+def returns_advantages_per_step(case: Case) -> None:
+    for prompts, members, steps in case.sizes:
+        rewards = torch.rand(prompts, members, steps + 1, generator=torch.Generator().manual_seed(steps))
         try:
-            check_advantages(assign(rule, rewards), rewards, type(rule).__name__)
+            check_advantages(case.assign(rewards), rewards, type(case.rule).__name__)
         except CreditError as error:
-            raise ContractBroken(str(error)) from None
+            raise ContractBroken(f"{error}. For rewards {tuple(rewards.shape)}, all of them finite.") from None
 
 
-@promise("unscored nodes are never read: with NoProbe only the last node is filled, the others are NaN")
-def reads_only_what_its_probe_fills(rule: Any) -> None:
-    sizes = SIZES[0]
-    full = torch.rand(sizes, generator=torch.Generator().manual_seed(0))
-    got = assign(rule, as_probed(rule, full))
-    bad = ~torch.isfinite(got)
-    expect(not bool(bad.any()), f"{int(bad.sum())} advantages are not finite. Ask for the nodes with another probe.")
+@promise("nodes that the probe does not fill are never read: with NoProbe all but the last node are NaN", basic=True)
+def reads_only_what_its_probe_fills(case: Case) -> None:
+    for rewards in case.tables():
+        finite(case.assign(rewards), f"a table as {case.rule.probe} fills it", "Declare the probe whose nodes you read.")
 
 
-@promise("the same table gives the same advantages; randomness must come from the table")
-def is_deterministic(rule: Any) -> None:
-    rewards = table(rule, *SIZES[0])
-    torch.manual_seed(1)
-    first = assign(rule, rewards)
-    torch.manual_seed(2)
-    same(
-        assign(rule, rewards), first, "a second call differs", "Draw from a generator seeded by the rule, or keep no state.", 0.0
-    )
+@promise("the same table gives the same advantages", basic=True)
+def is_deterministic(case: Case) -> None:
+    for rewards in case.tables():
+        torch.manual_seed(1)
+        first = case.assign(rewards)
+        torch.manual_seed(2)
+        hint = "Draw nothing from torch's global generator: seed one of your own from the table or the rule."
+        same(case.assign(rewards), first, "in a second call", hint, 0.0)
 
 
-@promise("the reward table is not changed")
-def leaves_its_input_alone(rule: Any) -> None:
-    rewards = table(rule, *SIZES[0])
-    before = rewards.clone()
-    copy.deepcopy(rule).assign(rewards, schedule_for(rewards.shape[-1]))
-    same_table = torch.equal(torch.nan_to_num(before), torch.nan_to_num(rewards))
-    expect(same_table, "the table was modified in place. Work on a clone.")
+@promise("neither the reward table nor the schedule is changed, and the result shares no memory with them")
+def leaves_its_input_alone(case: Case) -> None:
+    for rewards in case.tables():
+        before, schedule = rewards.clone(), schedule_for(rewards.shape[-1] - 1)
+        copy.deepcopy(case.rule).assign(rewards, schedule).add_(1.0)
+        changed = ~((rewards == before) | (rewards.isnan() & before.isnan()))
+        where = tuple(changed.nonzero()[0].tolist()) if bool(changed.any()) else ()
+        hint = "Work on a clone; operations that end in _ and += change their tensor."
+        expect(not bool(changed.any()), f"{int(changed.sum())} rewards changed, the first at (prompt, member, node) = {where}. {hint}")
+        stds, clean = schedule.stds, schedule_for(schedule.steps).stds
+        expect(stds is not None and clean is not None and torch.equal(stds, clean), f"the schedule's stds changed. {hint}")
 
 
 @promise("a constant added to every reward changes nothing")
-def ignores_a_constant(rule: Any) -> None:
-    for seed in range(3):
-        rewards = table(rule, *SIZES[0], seed)
-        got = assign(rule, rewards + 0.5)
-        same(got, assign(rule, rewards), "with 0.5 added to every reward", "Use differences, or subtract the group's mean.", 2e-3)
+def ignores_a_constant(case: Case) -> None:
+    for rewards in case.tables(seeds=2, dtype=torch.float64):
+        expected = case.assign(rewards)
+        tolerance = 1e-6 if expected.dtype == torch.float64 else 2e-3
+        for constant in (0.5, -7.3, 100.0):
+            hint = "Use differences, or subtract the group's mean, before anything else."
+            same(case.assign(rewards + constant), expected, f"with {constant} added to every reward", hint, tolerance)
 
 
 @promise("permuting the members of the groups permutes the advantages")
-def treats_members_alike(rule: Any) -> None:
-    for seed in range(3):
-        rewards = table(rule, *SIZES[0], seed)
-        order = torch.randperm(rewards.shape[1], generator=torch.Generator().manual_seed(seed))
-        got = assign(rule, rewards[:, order])
-        same(got, assign(rule, rewards)[:, order], f"with the members in the order {order.tolist()}", "Is an axis mixed up?")
+def treats_members_alike(case: Case) -> None:
+    for seed, rewards in enumerate(case.tables(seeds=3)):
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.rand(rewards.shape[:2], generator=generator).argsort(dim=1)
+        expected = case.assign(rewards).gather(1, order[..., None].expand(-1, -1, rewards.shape[-1] - 1))
+        permuted = case.assign(rewards.gather(1, order[..., None].expand_as(rewards)))
+        what = f"with the members of the prompts in the orders {order.tolist()}"
+        same(permuted, expected, what, "Does the place of a member in its group matter, or is an axis mixed up?")
 
 
 @promise("permuting the prompts permutes the advantages")
-def treats_prompts_alike(rule: Any) -> None:
-    rewards = table(rule, *SIZES[0])
-    order = torch.tensor([2, 0, 1])
-    got = assign(rule, rewards[order])
-    same(got, assign(rule, rewards)[order], f"with the prompts in the order {order.tolist()}", "Is an axis mixed up?")
+def treats_prompts_alike(case: Case) -> None:
+    for seed, rewards in enumerate(case.tables(seeds=3)):
+        order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed))
+        what = f"with the prompts in the order {order.tolist()}"
+        same(case.assign(rewards[order]), case.assign(rewards)[order], what, "Does the place of a prompt matter?")
 
 
-@promise("a group whose rewards are all equal gets exactly 0")
-def gives_a_silent_group_zero(rule: Any) -> None:
-    for value in (0.0, 0.3, 1000.1):
-        rewards = table(rule, *SIZES[0])
-        rewards[1] = as_probed(rule, torch.full_like(rewards[1:2], value))[0]
-        got = assign(rule, rewards)[1]
-        largest = float(got.abs().max())
-        hint = "Subtract the group's own mean before dividing, and guard the std."
-        expect(largest == 0.0, f"rewards of {value} everywhere gave an advantage of {largest:.3g}. {hint}")
+@promise("a group whose rewards are all equal gets exactly 0, among other groups and alone")
+def gives_a_silent_group_zero(case: Case) -> None:
+    for rewards in case.tables():
+        for value in EQUAL_REWARDS:
+            silent = case.probed(torch.full_like(rewards[-1:], value))
+            for name, table in (("among others", torch.cat([rewards[:-1], silent])), ("alone", silent)):
+                got = case.assign(table)[-1]
+                largest, (member, step) = float(got.abs().max()), divmod(int(got.abs().argmax()), got.shape[-1])
+                where = f"at (prompt, member, step) = {(len(table) - 1, member, step)}"
+                hint = "Subtract the group's own mean before dividing; subtract one of its rewards before that mean is taken, so "
+                hint += "that equal rewards leave exact zeros."
+                found = f"rewards of {value:g} in the whole group ({name}) gave an advantage of {largest:.3g} {where}. {hint}"
+                expect(largest == 0.0, found)
 
 
-@promise("advantages stay finite for 0/1 rewards and for rewards of 1e-6 and of 1e6")
-def survives_extremes(rule: Any) -> None:
-    binary = (torch.rand(SIZES[0], generator=torch.Generator().manual_seed(3)) > 0.5).float()
-    base = torch.rand(SIZES[0], generator=torch.Generator().manual_seed(4))
-    for name, rewards in (("0/1", binary), ("1e-6", base * 1e-6), ("1e6", base * 1e6)):
-        got = assign(rule, as_probed(rule, rewards))
-        expect(bool(torch.isfinite(got).all()), f"rewards of size {name} gave advantages that are not finite")
+@promise("advantages stay finite for rewards of 0 and 1, of 1e-6 and of 1e6, for outliers and for a group of one")
+def survives_extremes(case: Case) -> None:
+    for seed, (prompts, members, steps) in enumerate((*case.sizes, (2, 1, case.sizes[0][2]))):
+        generator = torch.Generator().manual_seed(seed)
+        base = torch.rand(prompts, members, steps + 1, generator=generator)
+        lonely = torch.zeros_like(base)
+        lonely[-1, -1, -1] = 1e6
+        tables = {
+            "of 0 and 1": (base > 0.5).float(),
+            "of size 1e-6": base * 1e-6,
+            "of size 1e6": (base - 0.5) * 1e6,
+            "of sizes from 1e-6 to 1e6": 10 ** (12 * base - 6),
+            "that differ by 1e-6 around 1": 1 + base * 1e-6,
+            "of 0 but for one of 1e6": lonely,
+        }
+        for name, rewards in tables.items():
+            what = f"rewards {name} in a table {tuple(rewards.shape)}"
+            finite(case.assign(case.probed(rewards)), what, "Add a small constant to every std that you divide by.")
+
+
+@promise("float64 tables give the same advantages, up to rounding")
+def accepts_double_precision(case: Case) -> None:
+    for rewards in case.tables(seeds=2):
+        got = case.assign(rewards.double())
+        expect(got.is_floating_point(), f"float64 rewards gave {got.dtype}")
+        same(got, case.assign(rewards).to(got.dtype), "with float64 rewards", "Create tensors with the rewards' own dtype.", 1e-3)
 
 
 @promise("without a schedule a rule works the same, or says with a CreditError that it needs one")
-def accepts_no_schedule(rule: Any) -> None:
-    rewards = table(rule, *SIZES[0])
-    try:
-        got = copy.deepcopy(rule).assign(rewards, None)
-    except CreditError:
-        return
-    same(got, assign(rule, rewards), "without a schedule", "Raise a CreditError where the schedule matters.")
+def accepts_no_schedule(case: Case) -> None:
+    for rewards in case.tables():
+        try:
+            got = copy.deepcopy(case.rule).assign(rewards.clone(), None)
+        except CreditError as error:
+            words = f"it raised CreditError({str(error)!r}), which does not speak of the schedule"
+            expect("schedule" in str(error).lower(), words)
+            continue
+        same(got, case.assign(rewards), "without a schedule", "Raise a CreditError where the schedule matters.")
 
 
 @promise("a memory is kept by state_dict and load_state_dict: a restored rule goes on with the same numbers")
-def keeps_its_memory(rule: Any) -> None:
+def keeps_its_memory(case: Case) -> None:
+    rule, fresh = case.rule, copy.deepcopy(case.rule)
+    table, *others = (t for seed, t in enumerate(case.tables(seeds=4)) if seed < 4)
+    schedule = schedule_for(table.shape[-1] - 1)
+    for other in others:
+        rule.assign(other.clone(), schedule)
     if not (hasattr(rule, "state_dict") or hasattr(rule, "load_state_dict")):
-        first, again = copy.deepcopy(rule), rule
-        rewards, other = table(rule, *SIZES[0]), table(rule, *SIZES[0], 1)
-        again.assign(other, schedule_for(SIZES[0][-1]))
-        got = again.assign(rewards.clone(), schedule_for(SIZES[0][-1]))
-        hint = "A rule with memory needs state_dict() and load_state_dict(), or a resumed run differs."
-        same(got, first.assign(rewards, schedule_for(SIZES[0][-1])), "after another table", hint, 0.0)
+        hint = "A rule with memory needs state_dict() and load_state_dict(state), or a resumed run differs."
+        same(rule.assign(table.clone(), schedule), fresh.assign(table.clone(), schedule), "after other tables", hint, 0.0)
         return
-    schedule = schedule_for(SIZES[0][-1])
-    fresh = copy.deepcopy(rule)
-    for seed in range(3):
-        rule.assign(table(rule, *SIZES[0], seed), schedule)
-    fresh.load_state_dict(rule.state_dict())
-    last = table(rule, *SIZES[0], 9)
-    expected = rule.assign(last, schedule)
-    same(fresh.assign(last, schedule), expected, "after load_state_dict(state_dict())", "Is part of the memory missing?", 0.0)
+    state = rule.state_dict()
+    odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    expect(not odd, f"state_dict() has {', '.join(map(repr, odd))}, not a tensor: checkpoints hold tensors only")
+    fresh.load_state_dict(state)
+    expected = rule.assign(table.clone(), schedule)
+    what = "after load_state_dict(state_dict())"
+    same(fresh.assign(table.clone(), schedule), expected, what, "Is part of the memory missing, or shared and not cloned?", 0.0)
+
+
+@promise("a rule that reads components gives advantages [prompt, member, step] from one table per component")
+def credits_components(case: Case) -> None:
+    if not hasattr(case.rule, "assign_parts"):
+        return
+    for rewards, other in zip(case.tables(), case.tables(dtype=torch.float32), strict=True):
+        parts = {"first": rewards, "second": 10.0 * other.flip(1) ** 2}
+        before = {name: table.clone() for name, table in parts.items()}
+        got = copy.deepcopy(case.rule).assign_parts(parts, schedule_for(rewards.shape[-1] - 1))
+        try:
+            check_advantages(got, rewards, f"{type(case.rule).__name__}.assign_parts: it")
+        except CreditError as error:
+            raise ContractBroken(str(error)) from None
+        same_tables = all(torch.equal(table.nan_to_num(), before[name].nan_to_num()) for name, table in parts.items())
+        expect(same_tables, "a component's table was modified in place. Work on a clone.")
+
+
+@promise("(advice) a table of one node, which has no step, is refused with a CreditError")
+def refuses_a_table_without_steps(case: Case) -> str | None:
+    rewards = torch.rand(2, 3, 1, generator=torch.Generator().manual_seed(0))
+    try:
+        got = copy.deepcopy(case.rule).assign(rewards, None)
+    except CreditError:
+        return None
+    except Exception as error:
+        return f"a table of one node raised {type(error).__name__}; a CreditError would say what is wrong"
+    return f"a table of one node was not refused but gave advantages {tuple(got.shape)}; raise a CreditError"
+
+
+@promise("(advice) the member whose reward rises most is paid more than the one whose reward does not rise")
+def pays_the_better_member(case: Case) -> str | None:
+    for _, members, steps in case.sizes:
+        rise = torch.linspace(0.0, 1.0, members)[:, None] * torch.linspace(0.0, 1.0, steps + 1)
+        paid = case.assign(case.probed(rise[None]))[0].sum(dim=-1)
+        if not float(paid[-1]) > float(paid[0]):
+            found = f"rising from 0 to 1 is paid {float(paid[-1]):.3g} in all {steps} steps, staying at 0 {float(paid[0]):.3g}"
+            return f"{found}. Is a sign wrong? Higher rewards are better."
+    return None

@@ -1,58 +1,92 @@
 """Promises, and what became of them."""
 
+import copy
 import functools
-from collections.abc import Callable
+import inspect
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, require
 
-Check = Callable[[Any], None]
+Check = Callable[[Any], str | None]
+Maker = Callable[[], Any]
 
 
 class ContractBroken(AssertionError):
     """A part does not keep a promise of its protocol; the message names the promise, what was seen, and the usual cause."""
 
 
+class ContractAdvice(UserWarning):
+    """A part keeps its promises, but does something that its users will trip over."""
+
+
 @dataclass(frozen=True)
 class Promise:
-    """One promise of a protocol: a short name, what it says, and the check that raises `ContractBroken`."""
+    """One promise of a protocol: a short name, what it says, and the check.
+
+    `check` raises `ContractBroken`, or returns advice where the promise is kept but something else is worth saying. `basic`:
+    where this promise is broken the later ones are not tried, because they would fail for its reason.
+    """
 
     name: str
     says: str
     check: Check
+    basic: bool = False
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one promise; `message` is empty where it was kept."""
+    """What became of one promise. `message` is empty where it was kept and there is no advice; `tried` is False where a more
+    basic promise was broken first."""
 
     promise: str
-    kept: bool
+    ok: bool
     message: str = ""
+    tried: bool = True
+
+    @property
+    def mark(self) -> str:
+        """One word: kept, advice, BROKEN or untried."""
+        if self.ok:
+            return "advice" if self.message else "kept"
+        return "BROKEN" if self.tried else "untried"
 
 
-@dataclass(frozen=True)
-class Findings:
-    """The findings on one part; `str()` shows them as a list."""
+@dataclass(frozen=True, repr=False)
+class Findings(Sequence[Finding]):
+    """The findings on one part, a sequence; `str()` shows them as a table."""
 
     part: str
     findings: tuple[Finding, ...]
 
     @property
-    def kept(self) -> bool:
+    def ok(self) -> bool:
         """Whether every promise was kept."""
-        return all(finding.kept for finding in self.findings)
+        return all(finding.ok for finding in self.findings)
 
     @property
     def broken(self) -> list[str]:
-        """Names of the promises that were not kept."""
-        return [finding.promise for finding in self.findings if not finding.kept]
+        """Names of the promises that were tried and not kept."""
+        return [finding.promise for finding in self.findings if finding.tried and not finding.ok]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.findings[index]
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
 
     def __str__(self) -> str:
-        width = max(len(f.promise) for f in self.findings)
-        lines = [f"{'kept  ' if f.kept else 'BROKEN'}  {f.promise:<{width}}  {f.message}".rstrip() for f in self.findings]
-        return "\n".join([f"{self.part}: {sum(f.kept for f in self.findings)} of {len(self.findings)} promises kept", *lines])
+        lines = [f"{self.part}: {sum(f.ok for f in self.findings)} of {len(self.findings)} promises kept"]
+        for finding in self.findings:
+            lines.append(f"{finding.mark:<7}  {finding.promise}")
+            lines.extend(textwrap.wrap(finding.message, 120, initial_indent=" " * 9, subsequent_indent=" " * 9))
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return str(self)
@@ -65,69 +99,114 @@ class Contract:
         self.kind = kind
         self.promises: list[Promise] = []
 
-    def promise(self, says: str) -> Callable[[Check], Check]:
+    def promise(self, says: str, basic: bool = False) -> Callable[[Check], Check]:
         """Add a check; its function's name is the promise's name. Any exception breaks the promise."""
 
         def add(check: Check) -> Check:
             name = check.__name__
 
             @functools.wraps(check)
-            def run(part: Any) -> None:
+            def run(part: Any) -> str | None:
+                __tracebackhide__ = True
                 try:
-                    check(part)
+                    return check(part)
                 except ContractBroken as error:
-                    raise ContractBroken(f"{_name(part)} breaks the promise {name!r} ({says}): {error}") from None
+                    raise ContractBroken(f"{name_of(part)} breaks the promise {name!r} ({says}): {error}") from None
                 except Exception as error:
                     reason = f"{type(error).__name__}: {error}"
-                    raise ContractBroken(f"{_name(part)} breaks the promise {name!r} ({says}): it raised {reason}") from error
+                    raise ContractBroken(f"{name_of(part)} breaks the promise {name!r} ({says}): it raised {reason}") from error
 
-            self.promises.append(Promise(name, says, run))
+            self.promises.append(Promise(name, says, run, basic))
             return run
 
         return add
 
-    def findings(self, make: Callable[[], Any]) -> Findings:
-        """Every promise, each on a part of its own."""
-        found = []
-        for promise in self.promises:
-            try:
-                promise.check(make())
-                found.append(Finding(promise.name, True))
-            except ContractBroken as error:
-                found.append(Finding(promise.name, False, str(error)))
-        return Findings(_name(make()), tuple(found))
+    def chosen(self, without: Sequence[str]) -> list[Promise]:
+        """The promises but those named in `without`. Raises `ConfigError` for a name that is none."""
+        names = [promise.name for promise in self.promises]
+        for name in without:
+            require(name in names, "without", name, f"promises of a {self.kind} are {', '.join(names)}")
+        return [promise for promise in self.promises if promise.name not in without]
 
-    def as_test(self, make: Callable[[], Any]) -> Callable[..., None]:
+    def findings(self, make: Maker, without: Sequence[str] = ()) -> Findings:
+        """Every promise, each on a part of its own."""
+        promises, known = self.chosen(without), {}
+        return Findings(name_of(make()), tuple(_finding(promise, promises, make, known) for promise in promises))
+
+    def as_test(self, make: Maker, without: Sequence[str] = ()) -> Callable[..., None]:
         """A pytest function with one case per promise. Raises `ConfigError` where pytest is not installed."""
         try:
             import pytest
         except ImportError as error:
             raise ConfigError("flowrl.testing makes pytest tests, but pytest is not installed: pip install pytest") from error
+        promises = self.chosen(without)
+        known: dict[str, Finding] = {}
 
-        @pytest.mark.parametrize("promise", self.promises, ids=lambda promise: promise.name)
+        @pytest.mark.parametrize("promise", promises, ids=lambda promise: promise.name)
         def test_contract(promise: Promise) -> None:
-            promise.check(make())
+            __tracebackhide__ = True
+            obstacle = _obstacle(promise, promises, make, known)
+            if obstacle is not None:
+                pytest.skip(obstacle)
+            advice = promise.check(make())
+            if advice:
+                warnings.warn(f"{promise.name}: {advice}", ContractAdvice, stacklevel=1)
 
         test_contract.__doc__ = f"The promises of a {self.kind}."
         return test_contract
 
 
-def maker(part: Any) -> Callable[[], Any]:
-    """A function that gives a fresh part: `part` itself where it is a class or a function without `self`, else copies of it."""
-    import copy
-    import inspect
+def _finding(promise: Promise, promises: Sequence[Promise], make: Maker, known: dict[str, Finding]) -> Finding:
+    """What becomes of `promise`; `known` keeps what was found before."""
+    if promise.name not in known:
+        obstacle = _obstacle(promise, promises, make, known)
+        if obstacle is not None:
+            known[promise.name] = Finding(promise.name, False, obstacle, tried=False)
+        else:
+            try:
+                known[promise.name] = Finding(promise.name, True, promise.check(make()) or "")
+            except ContractBroken as error:
+                known[promise.name] = Finding(promise.name, False, str(error))
+    return known[promise.name]
 
-    if inspect.isclass(part) or inspect.isfunction(part) or isinstance(part, functools.partial):
-        return part
-    return lambda: copy.deepcopy(part)
+
+def _obstacle(promise: Promise, promises: Sequence[Promise], make: Maker, known: dict[str, Finding]) -> str | None:
+    """Why `promise` cannot be tried: the first basic promise before it that is broken."""
+    for earlier in promises[: promises.index(promise)]:
+        if earlier.basic and not _finding(earlier, promises, make, known).ok:
+            return f"not tried, because {earlier.name!r} is broken"
+    return None
+
+
+def maker(part: Any, share: bool = False) -> Maker:
+    """A function that gives a fresh part: `part` itself where it is a class or a function, else copies of it.
+
+    `share`: the same part every time (a reward model may be large, and holds nothing that scoring changes). A part that cannot
+    be copied is shared.
+    """
+    if inspect.isclass(part) or inspect.isroutine(part) or isinstance(part, functools.partial):
+        return functools.cache(part) if share else part
+    if share:
+        return lambda: part
+
+    def fresh() -> Any:
+        try:
+            return copy.deepcopy(part)
+        except Exception:
+            return part
+
+    return fresh
 
 
 def expect(condition: bool, message: str) -> None:
     """Raise `ContractBroken` with `message` unless `condition`."""
+    __tracebackhide__ = True
     if not condition:
         raise ContractBroken(message)
 
 
-def _name(part: Any) -> str:
+def name_of(part: Any) -> str:
+    """The part as its author would write it, in one short line."""
     text = repr(part)
-    return type(part).__name__ if text.startswith("<") else text
+    line = type(part).__name__ if text.startswith("<") else " ".join(text.split())
+    return line if len(line) <= 100 else f"{line[:97]}..."
