@@ -85,6 +85,7 @@ assert main(["train", "--world", "mixture", "--credit", "broken"]) == 2
     assert "last-step  [sample-plugin]: All credit to the last step." in done.stdout
     assert "scale=1.0" in done.stdout
     assert "its plug-in sample-plugin (sample_plugin:Missing) cannot be loaded" in done.stderr
+    assert json.loads((out / "config.json").read_text())["method"] == "last-step(scale=0.5)"
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["iteration"] == 2
     assert rows[0]["evaluation"]["reward"] != rows[0]["evaluation"]["soft"]

@@ -92,13 +92,17 @@ class Train:
         import torch
 
         from flowrl.display import train_line
+        from flowrl.training.compare import rule_name
         from flowrl.training.run import Run
 
         out = self.resume or self.out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
         if self.resume or self.config:
             config = RunConfig.from_dict(load_config(self.config or out / "config.json"))
         else:
-            config = preset(self.preset).apply(**changes(self.run))
+            chosen = changes(self.run)
+            if "credit" in chosen:
+                chosen.setdefault("method", rule_name(chosen["credit"]))
+            config = preset(self.preset).apply(**chosen)
         config.make_method()
         torch.set_num_threads(1)
         asked = False

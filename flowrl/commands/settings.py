@@ -42,6 +42,7 @@ CompareSettings = _settings_class("CompareSettings", ("method", "credit", "seed"
 
 
 def changes(settings: Any) -> dict[str, Any]:
+    """The options that were given."""
     return {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
 
 

@@ -45,11 +45,11 @@ class CompareConfig:
 
     def names(self) -> list[str]:
         """Methods as they are called in tables: built-in names, then the added rules (a file's by their class)."""
-        return [*self.methods, *map(_rule_name, self.credit)]
+        return [*self.methods, *map(rule_name, self.credit)]
 
     def jobs(self) -> dict[str, RunConfig]:
         """Run configurations by folder name; building them checks every method and setting."""
-        specs = [(name, "") for name in self.methods] + [(_rule_name(spec), spec) for spec in self.credit]
+        specs = [(name, "") for name in self.methods] + [(rule_name(spec), spec) for spec in self.credit]
         result = {}
         for seed in self.seeds:
             for name, credit in specs:
@@ -91,7 +91,7 @@ class CompareConfig:
         )
 
 
-def _rule_name(spec: str) -> str:
+def rule_name(spec: str) -> str:
     """What tables call a rule: its spec, without the path of a file."""
     path, mark, rest = spec.partition(".py:")
     return rest if mark and "(" not in path else spec

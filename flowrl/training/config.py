@@ -37,7 +37,9 @@ class RunConfig:
     reward: str = ""
     """Another reward than the task's own: NAME of a plug-in, or path/to/file.py:Class."""
     seed: int = 0
+    """Draws the adapter's first matrices, the prompts' order and all noise."""
     iterations: int = 12
+    """Rollouts with the updates that follow them."""
     prompts: int = 16
     """Prompts (groups) per iteration."""
     members: int = 12
@@ -47,6 +49,7 @@ class RunConfig:
     sampler: str = "flow-sde"
     """flow-sde, dance-sde, cps or ddim-sde; NAME of a plug-in, or path/to/file.py:Class."""
     noise_level: float = 0.7
+    """The sampler's noise: a of flow-sde and ddim-sde, eta of dance-sde and cps."""
     window: str = "2:5"
     """Stochastic (trained) steps: all, all-but-last, START:SIZE, random:SIZE, or sliding:SIZE[:STRIDE[:EVERY]]."""
     initial_noise: str = "auto"
@@ -56,9 +59,11 @@ class RunConfig:
     updates: int = 4
     """Optimiser steps per iteration; the trajectories are split between them."""
     lr: float = 4e-3
+    """Learning rate of AdamW."""
     final_lr: float = 1.0
     """Share of `lr` that is left at the last iteration; it falls linearly."""
     clip: float = 2e-3
+    """How far a ratio may move before its pair stops counting (losses that clip)."""
     kl_weight: float = 0.0
     """Weight of the KL to the base model in the loss (beta)."""
     rank: int = 8
@@ -66,7 +71,9 @@ class RunConfig:
     alpha: float = 16.0
     """LoRA alpha."""
     weight_decay: float = 1e-4
+    """Weight decay of AdamW."""
     grad_clip: float = 1.0
+    """Largest norm of a gradient; longer ones are scaled down."""
     ema: float = 0.8
     """Decay of the averaged weights that evaluation uses, per optimiser step; 0 = no averaging."""
     micro_batch: int = 256
