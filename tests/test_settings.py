@@ -17,12 +17,14 @@ from flowrl.credit import (
     Uniform,
     Weighted,
     balanced,
+    generalised_gains,
+    process_rewards,
     random_steps,
     turning_points,
 )
 from flowrl.credit.normalise import zscore
 from flowrl.errors import ConfigError, CreditError
-from flowrl.flow import uniform_schedule
+from flowrl.flow import shifted_schedule, uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
@@ -67,6 +69,9 @@ def test_defaults_of_windows_and_functions() -> None:
         (turning_points, {"consistent": True, "first_step": True}),
         (balanced, {"by": "aggregate", "scope": "batch"}),
         (random_steps, {"seed": 0}),
+        (process_rewards, {"add": False}),
+        (generalised_gains, {"lam": 0.0, "gamma": 1.0}),
+        (shifted_schedule, {"shift": 3.0}),
         (zscore, {"std_over": None, "clamp": 5.0}),
         (GaussianMixture.ring, {"modes": 8, "radius": 2.0, "std": 0.25}),
     ):
