@@ -5,20 +5,24 @@ In a test file, two lines make one pytest case per promise::
     from flowrl.testing import credit_contract
     test_my_rule = credit_contract(MyRule())
 
-In a notebook, ``check_credit(MyRule())`` lists which promises are kept. Give an object (it is copied for every promise), a class,
-or a function that makes one. Failures name the promise, what was seen, and the usual cause.
+In a notebook, ``check_credit(MyRule())`` lists which promises are kept. Give an object (copied for every promise), a class, or a
+function that makes one. Failures name the promise, what was seen where, and the usual cause. Where a basic promise is broken
+(shape, randomness), the ones that would fail for its reason are not tried.
+
+`without` names promises that a part breaks on purpose. Only the functions that end in ``_contract`` need pytest; without it they
+raise `ConfigError`. No part of flowrl itself imports this package.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
+from flowrl.errors import require
 from flowrl.testing import credit, loss, reward, sampler
-from flowrl.testing.findings import ContractBroken, Finding, Findings, maker
-from flowrl.types import Prompt
+from flowrl.testing.findings import ContractAdvice, ContractBroken, Finding, Findings, maker
+from flowrl.testing.reward import Examples
 
 __all__ = [
+    "ContractAdvice",
     "ContractBroken",
     "Finding",
     "Findings",
@@ -32,54 +36,69 @@ __all__ = [
     "sampler_contract",
 ]
 
-Examples = tuple[Tensor, Sequence[Prompt]]
+TestFunction = Callable[..., None]
 
 
-def credit_contract(rule: Any) -> Callable[..., None]:
-    """A pytest function that holds a credit rule to `CreditAssigner`'s contract."""
-    return credit.CONTRACT.as_test(maker(rule))
+def credit_contract(rule: Any, steps: int | None = None, without: Sequence[str] = ()) -> TestFunction:
+    """A pytest function that holds a credit rule to `CreditAssigner`'s contract. `steps`: of a rule made for that many only."""
+    return credit.CONTRACT.as_test(_credit_case(rule, steps), without)
 
 
-def sampler_contract(part: Any) -> Callable[..., None]:
-    """A pytest function that holds a sampler to `Sampler`'s (or `RandomSampler`'s) contract."""
-    return sampler.CONTRACT.as_test(maker(part))
+def sampler_contract(part: Any, steps: int = 10, without: Sequence[str] = ()) -> TestFunction:
+    """A pytest function that holds a sampler to `Sampler`'s (or `RandomSampler`'s) contract, on grids of `steps` steps."""
+    return sampler.CONTRACT.as_test(_sampler_case(part, steps), without)
 
 
-def loss_contract(part: Any) -> Callable[..., None]:
+def loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
     """A pytest function that holds a policy loss to `PolicyLoss`'s contract."""
-    return loss.CONTRACT.as_test(maker(part))
+    return loss.CONTRACT.as_test(maker(part), without)
 
 
-def reward_contract(part: Any, examples: Examples | None = None) -> Callable[..., None]:
-    """A pytest function that holds a reward model to `RewardModel`'s contract.
+def reward_contract(
+    part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()
+) -> TestFunction:
+    """A pytest function that holds a reward model to `RewardModel`'s (and `CompositeReward`'s) contract.
 
     `examples`: images [sample, channel, height, width] in [0, 1] and as many prompts, two or more, such as the model can
-    score; left out, smooth random pictures of 32x32 with plain prompts.
+    score, or a function that makes them; left out, smooth random pictures of 32x32 with plain prompts. Unlike other parts a
+    reward model is not copied.
     """
-    return reward.CONTRACT.as_test(_case(part, examples))
+    return reward.CONTRACT.as_test(_reward_case(part, examples), without)
 
 
-def check_credit(rule: Any) -> Findings:
-    """Which promises a credit rule keeps."""
-    return credit.CONTRACT.findings(maker(rule))
+def check_credit(rule: Any, steps: int | None = None, without: Sequence[str] = ()) -> Findings:
+    """Which promises a credit rule keeps; options as in `credit_contract`."""
+    return credit.CONTRACT.findings(_credit_case(rule, steps), without)
 
 
-def check_sampler(part: Any) -> Findings:
-    """Which promises a sampler keeps."""
-    return sampler.CONTRACT.findings(maker(part))
+def check_sampler(part: Any, steps: int = 10, without: Sequence[str] = ()) -> Findings:
+    """Which promises a sampler keeps; options as in `sampler_contract`."""
+    return sampler.CONTRACT.findings(_sampler_case(part, steps), without)
 
 
-def check_loss(part: Any) -> Findings:
-    """Which promises a policy loss keeps."""
-    return loss.CONTRACT.findings(maker(part))
+def check_loss(part: Any, without: Sequence[str] = ()) -> Findings:
+    """Which promises a policy loss keeps; options as in `loss_contract`."""
+    return loss.CONTRACT.findings(maker(part), without)
 
 
-def check_reward(part: Any, examples: Examples | None = None) -> Findings:
-    """Which promises a reward model keeps; `examples` as in `reward_contract`."""
-    return reward.CONTRACT.findings(_case(part, examples))
+def check_reward(part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()) -> Findings:
+    """Which promises a reward model keeps; options as in `reward_contract`."""
+    return reward.CONTRACT.findings(_reward_case(part, examples), without)
 
 
-def _case(part: Any, examples: Examples | None) -> Callable[[], reward.Case]:
-    images, prompts = examples or reward.default_examples()
+def _credit_case(rule: Any, steps: int | None) -> Callable[[], credit.Case]:
+    require(steps is None or steps >= 1, "steps", steps, "1 or more, or None")
+    make = maker(rule)
+    return lambda: credit.Case(make(), steps)
+
+
+def _sampler_case(part: Any, steps: int) -> Callable[[], sampler.Case]:
+    require(steps >= 1, "steps", steps, "1 or more")
     make = maker(part)
-    return lambda: reward.Case(make(), images, tuple(prompts))
+    return lambda: sampler.Case(make(), steps)
+
+
+def _reward_case(part: Any, examples: Examples | Callable[[], Examples] | None) -> Callable[[], reward.Case]:
+    images, prompts = reward.examples_of(examples)
+    make = maker(part, share=True)
+    return lambda: reward.Case(make(), images, prompts)

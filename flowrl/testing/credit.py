@@ -129,7 +129,10 @@ def leaves_its_input_alone(case: Case) -> None:
         changed = ~((rewards == before) | (rewards.isnan() & before.isnan()))
         where = tuple(changed.nonzero()[0].tolist()) if bool(changed.any()) else ()
         hint = "Work on a clone; operations that end in _ and += change their tensor."
-        expect(not bool(changed.any()), f"{int(changed.sum())} rewards changed, the first at (prompt, member, node) = {where}. {hint}")
+        expect(
+            not bool(changed.any()),
+            f"{int(changed.sum())} rewards changed, the first at (prompt, member, node) = {where}. {hint}",
+        )
         stds, clean = schedule.stds, schedule_for(schedule.steps).stds
         expect(stds is not None and clean is not None and torch.equal(stds, clean), f"the schedule's stds changed. {hint}")
 
@@ -242,14 +245,14 @@ def keeps_its_memory(case: Case) -> None:
 def credits_components(case: Case) -> None:
     if not hasattr(case.rule, "assign_parts"):
         return
-    for rewards, other in zip(case.tables(), case.tables(dtype=torch.float32), strict=True):
+    for rewards, other in zip(case.tables(), case.tables(), strict=True):
         parts = {"first": rewards, "second": 10.0 * other.flip(1) ** 2}
         before = {name: table.clone() for name, table in parts.items()}
         got = copy.deepcopy(case.rule).assign_parts(parts, schedule_for(rewards.shape[-1] - 1))
         try:
-            check_advantages(got, rewards, f"{type(case.rule).__name__}.assign_parts: it")
+            check_advantages(got, rewards, type(case.rule).__name__)
         except CreditError as error:
-            raise ContractBroken(str(error)) from None
+            raise ContractBroken(str(error).replace(".assign returned", ".assign_parts returned")) from None
         same_tables = all(torch.equal(table.nan_to_num(), before[name].nan_to_num()) for name, table in parts.items())
         expect(same_tables, "a component's table was modified in place. Work on a clone.")
 

@@ -6,7 +6,7 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from flowrl.errors import ConfigError, require
@@ -85,7 +85,8 @@ class Findings(Sequence[Finding]):
         lines = [f"{self.part}: {sum(f.ok for f in self.findings)} of {len(self.findings)} promises kept"]
         for finding in self.findings:
             lines.append(f"{finding.mark:<7}  {finding.promise}")
-            lines.extend(textwrap.wrap(finding.message, 120, initial_indent=" " * 9, subsequent_indent=" " * 9))
+            _, _, told = finding.message.rpartition(f" breaks the promise {finding.promise!r} ")
+            lines.extend(textwrap.wrap(told, 120, initial_indent=" " * 9, subsequent_indent=" " * 9))
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -206,7 +207,11 @@ def expect(condition: bool, message: str) -> None:
 
 
 def name_of(part: Any) -> str:
-    """The part as its author would write it, in one short line."""
-    text = repr(part)
+    """The part as its author would write it, in one short line; of a data class the fields that differ from their defaults."""
+    if is_dataclass(part) and not isinstance(part, type) and hasattr(type(part).__repr__, "__wrapped__"):  # its repr is made
+        chosen = [f for f in fields(part) if f.init and f.repr and repr(getattr(part, f.name)) != repr(f.default)]
+        text = f"{type(part).__name__}({', '.join(f'{f.name}={name_of(getattr(part, f.name))}' for f in chosen)})"
+    else:
+        text = repr(part)
     line = type(part).__name__ if text.startswith("<") else " ".join(text.split())
     return line if len(line) <= 100 else f"{line[:97]}..."

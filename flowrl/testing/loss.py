@@ -1,6 +1,7 @@
 """What every policy loss promises."""
 
-from dataclasses import replace
+import math
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ CONTRACT = Contract("policy loss")
 promise = CONTRACT.promise
 
 PAIRS = 8
+MOVE = 0.01
+"""How far the new policy is from the behaviour policy in most checks."""
 
 
 def pairs(move: float = 0.0, seed: int = 0, tiles: int = 1) -> LossBatch:
@@ -28,170 +31,249 @@ def pairs(move: float = 0.0, seed: int = 0, tiles: int = 1) -> LossBatch:
     old, step, noise, far = (draw(PAIRS, 2, 3).repeat(1, 1, tiles) for _ in range(4))
     return LossBatch(
         new=Gaussian((old + move * step).requires_grad_(), std),
-        behaviour=Gaussian(old, std),
+        behaviour=Gaussian(old, std.clone()),
         next_node=old + std[:, None, None] * noise,
         advantages=draw(PAIRS),
         mask=torch.ones(PAIRS, dtype=torch.bool),
         delta=torch.linspace(0.05, 0.2, PAIRS),
-        reference=Gaussian(old + 0.1 * far, std),
+        reference=Gaussian(old + 0.1 * far, std.clone()),
     )
+
+
+def rows(batch: LossBatch, index: Tensor) -> LossBatch:
+    """The pairs `index` of a batch, with a new mean of their own to differentiate."""
+
+    def take(value: Any) -> Any:
+        if isinstance(value, Gaussian):
+            return Gaussian(value.mean.detach()[index], value.std[index])
+        return None if value is None else value[index]
+
+    few = LossBatch(**{field.name: take(getattr(batch, field.name)) for field in fields(LossBatch)})
+    few.new.mean.requires_grad_()
+    return few
+
+
+def tensors(batch: LossBatch) -> dict[str, Tensor]:
+    """Every tensor of a batch by name."""
+    found: dict[str, Tensor] = {}
+    for field in fields(LossBatch):
+        value = getattr(batch, field.name)
+        if isinstance(value, Gaussian):
+            found |= {f"{field.name}.mean": value.mean, f"{field.name}.std": value.std}
+        elif value is not None:
+            found[field.name] = value
+    return found
+
+
+def needs_reference(loss: Any) -> bool:
+    return bool(getattr(loss, "needs_reference", False))
 
 
 def gradient(loss: Any, batch: LossBatch) -> Tensor:
     """Gradient of the loss to the new means; 0 where the loss does not depend on them."""
     value = loss.loss(batch).loss
+    if not value.requires_grad:
+        return torch.zeros_like(batch.new.mean)
     (found,) = torch.autograd.grad(value, batch.new.mean, allow_unused=True)
     return torch.zeros_like(batch.new.mean) if found is None else found
 
 
 def equal(got: Tensor, expected: Tensor, what: str, hint: str = "", tolerance: float = 1e-4) -> None:
-    gap = float((got - expected).detach().abs().max())
+    """Equal but for rounding (relative to the largest value), or `ContractBroken`."""
+    gap = (got - expected).detach().abs()
     largest = float(expected.detach().abs().max())
-    if not gap <= tolerance * (largest + 1e-6):
-        raise ContractBroken(f"{what}: off by {gap:.3g} where values are up to {largest:.3g}. {hint}".strip())
+    if not float(gap.max()) <= tolerance * (largest + 1e-6):
+        if gap.ndim == 0:
+            raise ContractBroken(f"{what} is {got.item():.6g} instead of {expected.item():.6g}. {hint}".strip())
+        pair = int(gap.flatten(1).amax(1).argmax())
+        size = f"off by {float(gap[pair].max()):.3g} where values are up to {largest:.3g}"
+        raise ContractBroken(f"{what} is, at pair {pair}, {size}. {hint}".strip())
 
 
 def without_penalty(loss: Any, batch: LossBatch) -> LossBatch:
     """The batch with the current policy as its own reference, so that a KL penalty has no gradient."""
-    return replace(batch, reference=Gaussian(batch.new.mean.detach().clone(), batch.new.std)) if loss.needs_reference else batch
+    return replace(batch, reference=Gaussian(batch.new.mean.detach().clone(), batch.new.std)) if needs_reference(loss) else batch
 
 
-@promise("the loss is one finite number to differentiate; metrics are finite numbers without gradient")
-def returns_a_scalar_and_metrics(loss: Any) -> None:
-    result = loss.loss(pairs(0.01))
-    expect(result.loss.ndim == 0, f"the loss has shape {tuple(result.loss.shape)}; a scalar is needed")
-    expect(bool(torch.isfinite(result.loss)), f"the loss is {result.loss.item()}")
-    expect(result.loss.requires_grad, "the loss carries no gradient")
-    for name, value in result.metrics.items():
-        expect(isinstance(value, Tensor) and value.ndim == 0, f"metric {name!r} is no scalar tensor")
-        expect(not value.requires_grad, f"metric {name!r} carries a gradient. Detach it.")
+@promise("the loss is one finite number to differentiate", basic=True)
+def returns_a_scalar(loss: Any) -> None:
+    expect(callable(getattr(loss, "loss", None)), "there is no method loss(batch)")
+    for move in (0.0, MOVE, 1.0):
+        result = loss.loss(pairs(move))
+        value: Any = getattr(result, "loss", None)
+        expect(isinstance(value, Tensor), f"loss returned {type(result).__name__}, not a LossResult(loss, metrics)")
+        expect(value.ndim == 0, f"the loss has shape {tuple(value.shape)}; a scalar is needed. Take the mean over pairs.")
+        expect(bool(torch.isfinite(value)), f"the loss is {value.item()} where means differ by about {move}")
+        expect(value.requires_grad, "the loss carries no gradient. Was it detached, or made under no_grad?")
+
+
+@promise("the same batch gives the same loss, and is not changed", basic=True)
+def is_pure(loss: Any) -> None:
+    batch, before = pairs(MOVE), tensors(pairs(MOVE))
+    torch.manual_seed(1)
+    first = loss.loss(batch).loss
+    for name, tensor in tensors(batch).items():
+        expect(torch.equal(tensor, before[name]), f"{name} was modified in place. Operations that end in _ and += do that.")
+    torch.manual_seed(2)
+    equal(loss.loss(batch).loss, first, "the loss in a second call", "Keep no state, and draw nothing.", 0.0)
+
+
+@promise("metrics are finite numbers without a gradient")
+def reports_detached_metrics(loss: Any) -> None:
+    for name, value in loss.loss(pairs(MOVE)).metrics.items():
+        expect(isinstance(value, Tensor) and value.ndim == 0, f"metric {name!r} is {value!r:.60}, not a scalar tensor")
+        expect(not value.requires_grad, f"metric {name!r} carries a gradient. Detach it, or its graph is kept in memory.")
         expect(bool(torch.isfinite(value)), f"metric {name!r} is {float(value)}")
 
 
-@promise("masked pairs contribute neither to the loss nor to the gradient, whatever they hold")
+_SELECT = "Select the pairs that count before any arithmetic (0 * nan is nan), and divide by their number only."
+
+
+@promise("masked pairs contribute neither to the loss nor to the gradient, even if their advantage or next node is not finite")
 def ignores_masked_pairs(loss: Any) -> None:
-    batch = pairs(0.01)
-    mask = batch.mask.clone()
-    mask[[1, 4]] = False
-    spoiled = batch.next_node.clone()
-    spoiled[[1, 4]] = float("nan")
-    advantages = batch.advantages.clone()
-    advantages[[1, 4]] = float("inf")
-    masked = replace(batch, mask=mask, next_node=spoiled, advantages=advantages)
-    kept = mask.nonzero().flatten()
-    few = replace(
-        batch,
-        new=Gaussian(batch.new.mean[kept].detach().requires_grad_(), batch.new.std[kept]),
-        behaviour=Gaussian(batch.behaviour.mean[kept], batch.behaviour.std[kept]),
-        next_node=batch.next_node[kept],
-        advantages=batch.advantages[kept],
-        mask=mask[kept],
-        delta=batch.delta[kept],
-        reference=None if batch.reference is None else Gaussian(batch.reference.mean[kept], batch.reference.std[kept]),
-    )
-    equal(loss.loss(masked).loss, loss.loss(few).loss, "the loss with two pairs masked, against the loss without them", _SELECT)
-    found = gradient(loss, masked)
-    expect(bool((found[~mask] == 0).all()), f"masked pairs have a gradient. {_SELECT}")
-    equal(found[kept], gradient(loss, few), "the gradient with two pairs masked, against that without them", _SELECT)
+    batch = pairs(MOVE)
+    kept = torch.tensor([0, 2, 3, 5, 6])
+    mask = torch.zeros(PAIRS, dtype=torch.bool).index_fill(0, kept, True)
+    expected = loss.loss(rows(batch, kept)).loss, gradient(loss, rows(batch, kept))
+    for name, hidden in (("finite numbers", 3.0), ("nan", math.nan), ("inf", math.inf)):
+        node, advantages = batch.next_node.clone(), batch.advantages.clone()
+        node[~mask], advantages[~mask] = hidden, hidden
+        masked = replace(batch, mask=mask, next_node=node, advantages=advantages)
+        where = f"with pairs {(~mask).nonzero().flatten().tolist()} masked, which hold {name},"
+        found = gradient(loss, masked)
+        equal(loss.loss(masked).loss, expected[0], f"the loss {where}", _SELECT)
+        silent = (found[~mask] == 0).flatten(1).all(1)
+        expect(bool(silent.all()), f"{where} {int((~silent).sum())} of them have a gradient. {_SELECT}")
+        equal(found[kept], expected[1], f"the gradient {where}", _SELECT)
 
 
-_SELECT = "Select the pairs that count before any arithmetic: 0 * nan is nan; and take the mean over them only."
-
-
-@promise("pairs whose std is 0 are no decisions: they have no gradient and leave everything finite")
+@promise("pairs whose std is 0 are no decisions: the loss and the gradient are those without them")
 def ignores_deterministic_pairs(loss: Any) -> None:
-    batch = pairs(0.01)
-    std = batch.new.std.clone()
-    std[2] = 0.0
-    reference = None if batch.reference is None else Gaussian(batch.reference.mean, std)
-    still = replace(batch, new=Gaussian(batch.new.mean, std), behaviour=Gaussian(batch.behaviour.mean, std), reference=reference)
-    found = gradient(loss, still)
-    expect(bool(torch.isfinite(found).all()), "the gradient is not finite. Never divide by a std of 0.")
-    expect(bool((found[2] == 0).all()), "a pair with std 0 has a gradient")
+    batch = pairs(MOVE)
+    still = torch.tensor([2, 7])
+    zeroed = {}
+    for name in ("new", "behaviour", "reference"):
+        gaussian = getattr(batch, name)
+        zeroed[name] = Gaussian(gaussian.mean, gaussian.std.index_fill(0, still, 0.0))
+    found, others = gradient(loss, replace(batch, **zeroed)), torch.tensor([0, 1, 3, 4, 5, 6])
+    hint = "Never divide by a std of 0: leave out pairs whose behaviour std is 0, as if they were masked."
+    expect(bool(torch.isfinite(found).all()), f"with pairs {still.tolist()} of std 0 the gradient is not finite. {hint}")
+    expect(bool((found[still] == 0).all()), f"pairs {still.tolist()}, whose std is 0, have a gradient. {hint}")
+    without = rows(batch, others)
+    equal(
+        loss.loss(replace(batch, **zeroed)).loss, loss.loss(without).loss, f"the loss with pairs {still.tolist()} of std 0", hint
+    )
+    equal(found[others], gradient(loss, without), f"the gradient with pairs {still.tolist()} of std 0", hint)
 
 
-@promise("with every pair masked the loss is exactly 0, with zero gradients")
+@promise("with every pair masked the loss is exactly 0, with zero gradients and finite metrics")
 def survives_an_empty_mask(loss: Any) -> None:
-    batch = replace(pairs(0.01), mask=torch.zeros(PAIRS, dtype=torch.bool))
-    value = loss.loss(batch).loss
-    expect(value.item() == 0.0, f"the loss is {value.item()}; a mean over nothing is nan")
-    expect(bool((gradient(loss, batch) == 0).all()), "there is a gradient")
+    batch = replace(pairs(MOVE), mask=torch.zeros(PAIRS, dtype=torch.bool))
+    result = loss.loss(batch)
+    hint = "A mean over nothing is nan; return a 0 that is connected to new.mean, such as the sum over no pair."
+    expect(result.loss.item() == 0.0, f"the loss is {result.loss.item()}. {hint}")
+    expect(result.loss.requires_grad, f"the loss cannot be differentiated. {hint}")
+    expect(bool((gradient(loss, batch) == 0).all()), f"there is a gradient. {hint}")
+    for name, value in result.metrics.items():
+        expect(bool(torch.isfinite(torch.as_tensor(value))), f"metric {name!r} is {torch.as_tensor(value).item()}. {hint}")
 
 
-@promise("on policy (new = behaviour) the gradient of each pair is the policy gradient, -A grad log pi, times a weight above 0")
-def starts_as_the_policy_gradient(loss: Any) -> None:
-    batch = without_penalty(loss, pairs(0.0))
-    (score,) = torch.autograd.grad(log_prob(batch.new, batch.next_node).sum(), batch.new.mean)
-    expected = -batch.advantages[:, None, None] * score
-    found = gradient(loss, batch)
-    for i in range(PAIRS):
-        ratio = found[i] / expected[i]
-        expect(bool(torch.isfinite(found[i]).all()), f"the gradient of pair {i} is not finite")
-        weight = float(ratio.mean())
+@promise(
+    "on policy (new = behaviour) the metrics say so: ratio_mean 1; ratio_deviation, clip_fraction, approx_kl 0 (where given)"
+)
+def starts_at_ratio_one(loss: Any) -> None:
+    metrics = loss.loss(pairs(0.0)).metrics
+    wanted = {"ratio_mean": 1.0, "ratio_deviation": 0.0, "clip_fraction": 0.0, "approx_kl": 0.0}
+    for name in wanted.keys() & metrics.keys():
+        hint = "Is the ratio that of new to behaviour at the same node, computed alike for both?"
         expect(
-            weight > 0, f"pair {i} (A = {float(batch.advantages[i]):+.2f}) is pushed the wrong way: weight {weight:.3g}. A sign?"
+            abs(float(metrics[name]) - wanted[name]) <= 1e-6,
+            f"{name} is {float(metrics[name]):.8g}, not {wanted[name]:g}. {hint}",
         )
-        spread = float(ratio.std())
-        expect(spread < 1e-3 * abs(weight), f"pair {i}: the gradient is not along grad log pi (weights vary by {spread:.3g})")
+
+
+@promise(
+    "on policy the gradient of each pair is the policy gradient, -A grad log pi, times a weight above 0 that does not depend on A"
+)
+def starts_as_the_policy_gradient(loss: Any) -> None:
+    weights = []
+    for factor in (1.0, -2.0):
+        batch = without_penalty(loss, pairs(0.0))
+        batch = replace(batch, advantages=factor * batch.advantages)
+        (score,) = torch.autograd.grad(log_prob(batch.new, batch.next_node).sum(), batch.new.mean)
+        expected, found = (-batch.advantages[:, None, None] * score).flatten(1), gradient(loss, batch).flatten(1)
+        expect(bool(torch.isfinite(found).all()), "the gradient is not finite")
+        weight = (found * expected).sum(1) / expected.square().sum(1)
+        stray = (found - weight[:, None] * expected).norm(dim=1) / found.norm(dim=1).clamp(min=1e-12)
+        for i in range(PAIRS):
+            pair = f"pair {i} (A = {float(batch.advantages[i]):+.3g})"
+            expect(float(stray[i]) < 1e-2, f"{pair}: {float(stray[i]):.0%} of the gradient is not along grad log pi")
+            wrong = "is pushed the wrong way" if float(weight[i]) < 0 else "is not pushed at all"
+            expect(float(weight[i]) > 0, f"{pair} {wrong}: weight {float(weight[i]):.3g}. Is a sign wrong? Losses are minimised.")
+        weights.append(weight)
+    ratio = weights[1] / weights[0]
+    worst = int((ratio - 1).abs().argmax())
+    hint = "Normalising advantages is the credit rule's business; a clip must not act at ratio 1."
+    expect(
+        abs(float(ratio[worst]) - 1) < 1e-2,
+        f"-2 A changes the weight of pair {worst} by a factor {float(ratio[worst]):.3g}. {hint}",
+    )
 
 
 @promise("pairs of advantage 0 have no policy gradient")
 def does_nothing_without_advantage(loss: Any) -> None:
-    batch = replace(without_penalty(loss, pairs(0.01)), advantages=torch.zeros(PAIRS))
-    largest = float(gradient(loss, batch).abs().max())
-    expect(largest < 1e-7, f"all advantages are 0, yet a gradient of {largest:.3g} remains")
+    batch = pairs(MOVE)
+    some = batch.advantages.index_fill(0, torch.tensor([1, 4]), 0.0)
+    for name, advantages, silent in (("all", torch.zeros(PAIRS), slice(None)), ("pairs 1 and 4", some, [1, 4])):
+        found = gradient(loss, replace(without_penalty(loss, batch), advantages=advantages))
+        largest = float(found[silent].abs().max())
+        expect(largest < 1e-7, f"with advantages of 0 for {name}, a gradient of {largest:.3g} remains there")
 
 
 @promise("the loss is a mean: the same pairs twice give the same loss")
 def is_a_mean_over_pairs(loss: Any) -> None:
-    batch = pairs(0.01)
-
-    def twice(x: Tensor) -> Tensor:
-        return torch.cat([x, x])
-
-    def both(g: Gaussian) -> Gaussian:
-        return Gaussian(twice(g.mean), twice(g.std))
-
-    double = LossBatch(
-        both(batch.new), both(batch.behaviour), twice(batch.next_node), twice(batch.advantages), twice(batch.mask),
-        twice(batch.delta), None if batch.reference is None else both(batch.reference),
-    )  # fmt: skip
-    equal(loss.loss(double).loss, loss.loss(batch).loss, "with every pair twice", "Is it a sum?")
+    for move in (0.0, MOVE):
+        batch = pairs(move)
+        double = rows(batch, torch.arange(PAIRS).repeat(2))
+        equal(loss.loss(double).loss, loss.loss(batch).loss, "the loss with every pair twice", "Is it a sum?")
 
 
 @promise("the loss does not depend on the resolution: repeating the latent's elements changes nothing")
 def does_not_depend_on_resolution(loss: Any) -> None:
-    small, large = pairs(0.01), pairs(0.01, tiles=3)
-    hint = "Take means, not sums, over latent elements."
-    equal(loss.loss(large).loss, loss.loss(small).loss, "with every latent element three times", hint)
+    for move in (0.0, MOVE):
+        small, large = pairs(move), pairs(move, tiles=3)
+        hint = "Take means, not sums, over latent elements (also in the log-probability)."
+        equal(loss.loss(large).loss, loss.loss(small).loss, "the loss with every latent element three times", hint)
 
 
-@promise("sampled node, behaviour and reference are constants: no gradient reaches them")
+@promise("sampled nodes, behaviour and reference are constants: no gradient reaches them")
 def differentiates_the_new_policy_only(loss: Any) -> None:
-    batch = pairs(0.01)
-    node = batch.next_node.clone().requires_grad_()
-    old = batch.behaviour.mean.clone().requires_grad_()
-    assert batch.reference is not None
-    base = batch.reference.mean.clone().requires_grad_()
-    watched = replace(
-        batch, next_node=node, behaviour=Gaussian(old, batch.behaviour.std), reference=Gaussian(base, batch.reference.std)
-    )
-    found = torch.autograd.grad(loss.loss(watched).loss, [node, old, base], allow_unused=True)
-    for name, value in zip(("next_node", "behaviour", "reference"), found, strict=True):
-        leak = value is not None and bool((value != 0).any())
-        expect(not leak, f"a gradient reaches {name}. Detach it.")
+    batch = pairs(MOVE)
+    others = {name: tensors(batch)[name] for name in ("next_node", "behaviour.mean", "reference.mean")}
+    for tensor in others.values():
+        tensor.requires_grad_()
+    found = torch.autograd.grad(loss.loss(batch).loss, list(others.values()), allow_unused=True)
+    for name, value in zip(others, found, strict=True):
+        if value is not None and bool((value != 0).any()):
+            pair = int((value != 0).flatten(1).any(1).nonzero()[0])
+            raise ContractBroken(f"a gradient reaches {name}, first at pair {pair}. Detach it.")
 
 
-@promise("`needs_reference` is honest: without a need the reference is not read, with one its absence is a clear error")
+@promise("`needs_reference` is honest: without a need the reference is not used, with one its absence is a clear error")
 def says_whether_it_needs_the_reference(loss: Any) -> None:
-    bare = replace(pairs(0.01), reference=None)
+    expect(
+        isinstance(getattr(loss, "needs_reference", None), bool), "there is no property `needs_reference` that is True or False"
+    )
+    full, bare = pairs(MOVE), replace(pairs(MOVE), reference=None)
     if not loss.needs_reference:
-        loss.loss(bare)
+        hint = "Let needs_reference be True where the reference is part of the loss."
+        equal(loss.loss(bare).loss, loss.loss(full).loss, "the loss without a reference (needs_reference is False)", hint)
         return
     try:
         loss.loss(bare)
-    except FlowrlError:
-        return
+    except FlowrlError as error:
+        expect("reference" in str(error), f"without a reference the error says only {str(error)!r}")
     except Exception as error:
         raise ContractBroken(f"without a reference it raised {type(error).__name__}: {error}; raise a ConfigError") from error
-    raise ContractBroken("without a reference it went on silently")
+    else:
+        raise ContractBroken("needs_reference is True, but without a reference it went on silently; raise a ConfigError")

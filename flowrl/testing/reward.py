@@ -1,18 +1,20 @@
 """What every reward model promises."""
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.testing.findings import Contract, ContractBroken, expect
+from flowrl.errors import require
+from flowrl.testing.findings import Contract, ContractBroken, expect, name_of
 from flowrl.types import Prompt
 
 CONTRACT = Contract("reward model")
 promise = CONTRACT.promise
+
+Examples = tuple[Tensor, Sequence[Prompt]]
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,7 @@ class Case:
     prompts: tuple[Prompt, ...]
 
     def __repr__(self) -> str:
-        text = repr(self.reward)
-        return type(self.reward).__name__ if text.startswith("<") else text
+        return name_of(self.reward)
 
     def score(self, index: Sequence[int] | None = None) -> Tensor:
         """Scores of all samples, or of those at `index`."""
@@ -41,59 +42,105 @@ def default_examples() -> tuple[Tensor, tuple[Prompt, ...]]:
     return images, tuple(Prompt(f"picture number {i}") for i in range(8))
 
 
-def close(got: Tensor, expected: Tensor, what: str, hint: str) -> None:
-    got, expected = got.detach().float(), expected.detach().float()
-    gap = (got - expected).abs()
-    if float(gap.max()) > 1e-4 * (1 + float(expected.abs().max())):
+def examples_of(given: Examples | Callable[[], Examples] | None) -> tuple[Tensor, tuple[Prompt, ...]]:
+    """The examples given (or made by the function given), else the default ones.
+
+    Raises `ConfigError` unless there are two or more images [sample, channel, height, width] and as many prompts.
+    """
+    images, prompts = (given() if callable(given) else given) or default_examples()
+    found = f"images {tuple(images.shape)} and {len(prompts)} prompts"
+    fits = images.ndim == 4 and len(images) == len(prompts) >= 2
+    require(fits, "examples", found, "images [sample, channel, height, width] and as many prompts, 2 or more")
+    return images, tuple(prompts)
+
+
+def close(got: Tensor, expected: Tensor, index: Sequence[int], what: str, hint: str, tolerance: float = 1e-4) -> None:
+    """Equal but for rounding, or `ContractBroken` with the sample that differs most."""
+    got, expected = got.detach().float().reshape(-1), expected.detach().float().reshape(-1)
+    expect(len(got) == len(expected), f"{what} there are {len(got)} scores for {len(expected)} images. {hint}")
+    gap = torch.where(got == expected, 0.0, (got - expected).abs())
+    if not float(gap.max()) <= tolerance * (1 + float(expected.abs().max())):
         i = int(gap.argmax())
-        raise ContractBroken(f"{what}: sample {i} scores {float(got[i]):.5g} instead of {float(expected[i]):.5g}. {hint}")
+        raise ContractBroken(f"{what} sample {index[i]} scores {float(got[i]):.5g} instead of {float(expected[i]):.5g}. {hint}")
 
 
-@promise("one finite number per image: a tensor [sample]")
+@promise("one finite number per image: a tensor [sample]", basic=True)
 def returns_one_number_per_image(case: Case) -> None:
-    scores = case.score()
-    expect(isinstance(scores, Tensor), f"score returned a {type(scores).__name__}, not a torch.Tensor")
-    expect(scores.shape == (len(case.prompts),), f"score returned shape {tuple(scores.shape)} for {len(case.prompts)} images")
-    expect(bool(torch.isfinite(scores.float()).all()), f"scores are not all finite: {scores.tolist()}")
+    expect(callable(getattr(case.reward, "score", None)), "there is no method score(images, prompts)")
+    scores, count = case.score(), len(case.prompts)
+    expect(isinstance(scores, Tensor), f"score returned a {type(scores).__name__}, not a torch.Tensor. Use torch.tensor(values).")
+    expect(scores.shape == (count,), f"score returned shape {tuple(scores.shape)} for {count} images; allowed: ({count},)")
+    bad = (~torch.isfinite(scores.detach().float())).nonzero().flatten().tolist()
+    hint = "Give a number for every image, also where the model finds nothing to score."
+    expect(not bad, f"the scores of samples {bad} are not finite: {scores[bad].tolist()}. {hint}")
 
 
-@promise("scores follow their images: permuting the samples permutes the scores")
-def keeps_the_order(case: Case) -> None:
-    order = list(range(len(case.prompts)))[::-1]
-    close(case.score(order), case.score()[order], "with the samples in reverse order", "Are results collected out of order?")
-
-
-@promise("a sample's score does not depend on the others of its batch, nor on how a batch is split")
-def treats_samples_separately(case: Case) -> None:
-    whole = case.score()
-    alone = torch.cat([case.score([i]) for i in range(len(case.prompts))])
-    close(alone, whole, "scored one by one", "Is something normalised over the batch?")
-
-
-@promise("the same images give the same scores")
+@promise("the same images give the same scores", basic=True)
 def is_deterministic(case: Case) -> None:
     torch.manual_seed(1)
     first = case.score()
     torch.manual_seed(2)
-    expect(torch.equal(case.score(), first), "a second call differs. Is the model in eval mode?")
+    everyone = range(len(case.prompts))
+    close(case.score(), first, everyone, "in a second call", "Is the model in eval mode, without dropout or random crops?", 1e-6)
 
 
-@promise("images are not changed")
+@promise("images are not changed", basic=True)
 def leaves_images_alone(case: Case) -> None:
     images = case.images.clone()
     case.reward.score(images, list(case.prompts))
-    expect(torch.equal(images, case.images), "the images were modified in place")
+    changed = (images != case.images).flatten(1).any(1).nonzero().flatten().tolist()
+    expect(not changed, f"the images of samples {changed} were modified in place. Work on a clone.")
 
 
-@promise("it works without gradients and returns none")
+@promise("a batch of one image gives one number, [1]")
+def scores_a_single_image(case: Case) -> None:
+    score = case.score([0])
+    hint = "squeeze() also drops the sample axis: name the axis."
+    expect(
+        isinstance(score, Tensor) and score.shape == (1,),
+        f"one image gave {tuple(getattr(score, 'shape', ()))}, not (1,). {hint}",
+    )
+
+
+@promise("scores follow their images and prompts: permuting the samples permutes the scores")
+def keeps_the_order(case: Case) -> None:
+    count = len(case.prompts)
+    for seed in range(3):
+        order = (
+            torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist() if seed else list(range(count))[::-1]
+        )
+        hint = "Are results collected out of order, or sorted for speed and not put back?"
+        close(case.score(order), case.score()[order], order, f"with the samples in the order {order}", hint)
+
+
+@promise("a sample's score does not depend on the others of its batch, nor on how a batch is split")
+def treats_samples_separately(case: Case) -> None:
+    whole, count = case.score(), len(case.prompts)
+    for size in dict.fromkeys((1, 2, (count + 1) // 2, count - 1)):
+        for start in range(0, count, size):
+            index = list(range(count))[start : start + size]
+            what = f"in a batch of {len(index)}"
+            close(case.score(index), whole[index], index, what, "Is something normalised or padded over the batch?")
+
+
+@promise("it works under torch.no_grad() and torch.inference_mode(), and its scores never carry a gradient")
 def needs_no_gradient(case: Case) -> None:
-    with torch.inference_mode():
-        scores = case.score()
-    expect(not scores.requires_grad, "the scores carry a gradient")
-    expect(not case.score().requires_grad, "the scores carry a gradient outside torch.no_grad(). Score under torch.no_grad().")
+    whole, everyone = case.score(), range(len(case.prompts))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            close(case.score(), whole, everyone, f"under torch.{mode.__name__}()", "Does training mode matter?")
+    hint = "Put @torch.no_grad() on `score`: advantages are constants of the policy loss."
+    expect(not whole.requires_grad, f"the scores carry a gradient. {hint}")
 
 
-@promise("the reward can be copied, so that another process can have its own")
-def can_be_copied(case: Case) -> None:
-    twin = Case(copy.deepcopy(case.reward), case.images, case.prompts)
-    close(twin.score(), case.score(), "a copy of the model", "Does it hold state outside itself?")
+@promise("a reward with components: `score` equals `total(parts(...))`, and every component is [sample] and finite")
+def adds_up_its_parts(case: Case) -> None:
+    if not (hasattr(case.reward, "parts") and hasattr(case.reward, "total")):
+        return
+    parts, count = case.reward.parts(case.images.clone(), list(case.prompts)), len(case.prompts)
+    for name, values in parts.items():
+        good = isinstance(values, Tensor) and values.shape == (count,) and bool(values.float().isfinite().all())
+        expect(good, f"component {name!r} is {values!r:.80}, not {count} finite numbers")
+    close(
+        case.reward.total(parts), case.score(), range(count), "by total(parts(...))", "Are weights applied twice, or in one only?"
+    )

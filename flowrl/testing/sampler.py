@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.flow.time import shifted_schedule
+from flowrl.flow.time import expand, shifted_schedule
 from flowrl.protocols import RandomSampler, Sampler
-from flowrl.testing.findings import Contract, ContractBroken, expect
-from flowrl.types import Gaussian
+from flowrl.testing.findings import Contract, ContractBroken, expect, name_of
+from flowrl.types import Gaussian, Schedule
 
 CONTRACT = Contract("sampler")
 promise = CONTRACT.promise
 
-STEPS = 10
-SCHEDULE = shifted_schedule(STEPS)
+LEAST_STD = 1e-6
+"""A std above 0 but below this is taken for a zero that rounding missed."""
 
 
 @dataclass(frozen=True)
@@ -26,134 +26,212 @@ class Inputs:
     velocity: Tensor
     step: Tensor
 
-
-def inputs(count: int = 20, seed: int = 0) -> Inputs:
-    """A batch in which every step occurs."""
-    generator = torch.Generator().manual_seed(seed)
-    step = torch.arange(count) % STEPS
-    return Inputs(torch.randn(count, 3, 4, 4, generator=generator), torch.randn(count, 3, 4, 4, generator=generator), step)
+    def take(self, index: Tensor) -> "Inputs":
+        """The samples `index`."""
+        return Inputs(self.latent[index], self.velocity[index], self.step[index])
 
 
-def drawn(sampler: Any, seed: int = 0) -> Sampler:
-    """The sampler itself, or one draw of a sampler that is drawn every iteration."""
-    if isinstance(sampler, RandomSampler):
-        return sampler.draw(SCHEDULE, torch.Generator().manual_seed(seed))
-    return sampler
+@dataclass(frozen=True)
+class Case:
+    """A sampler, and the number of steps of the grids that it is tried on."""
+
+    sampler: Any
+    steps: int = 10
+
+    def __repr__(self) -> str:
+        return name_of(self.sampler)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The grid that most promises are tried on."""
+        return shifted_schedule(self.steps)
+
+    def inputs(self, repeats: int = 2, latent: tuple[int, ...] = (3, 4, 4), seed: int = 0, steps: int | None = None) -> Inputs:
+        """A batch in which every step occurs `repeats` times."""
+        generator = torch.Generator().manual_seed(seed)
+        step = torch.arange(steps or self.steps).repeat(repeats)
+        x, v = (torch.randn(len(step), *latent, generator=generator) for _ in range(2))
+        return Inputs(x, v, step)
+
+    def drawn(self, schedule: Schedule, seed: int = 0) -> Sampler:
+        """The sampler itself, or one draw of a sampler that is drawn every iteration."""
+        if isinstance(self.sampler, RandomSampler):
+            return self.sampler.draw(schedule, torch.Generator().manual_seed(seed))
+        return self.sampler
+
+    def move(self, batch: Inputs, schedule: Schedule | None = None) -> Gaussian:
+        """The transition of every sample of `batch`."""
+        schedule = schedule or self.schedule
+        return self.drawn(schedule).transition(batch.latent, batch.velocity, schedule, batch.step)
 
 
-def move(sampler: Any, batch: Inputs) -> Gaussian:
-    return drawn(sampler).transition(batch.latent, batch.velocity, SCHEDULE, batch.step)
+def close(got: Tensor, expected: Tensor, step: Tensor, what: str, hint: str, tolerance: float = 2e-5) -> None:
+    """Equal but for float rounding, or `ContractBroken` with the sample and step that differ most."""
+    gap = torch.where(got == expected, 0.0, (got - expected).abs().float()).reshape(len(step), -1).amax(1)
+    if not float(gap.max()) <= tolerance * (1 + float(expected.abs().max())):
+        worst = int(gap.argmax())
+        raise ContractBroken(f"{what} differs by {float(gap[worst]):.3g} at sample {worst}, step {int(step[worst])}. {hint}")
 
 
-def close(got: Tensor, expected: Tensor, what: str, hint: str = "") -> None:
-    """Equal but for float rounding, or `ContractBroken` with the first sample that differs."""
-    gap = (got - expected).abs().flatten(1).amax(1) if got.ndim > 1 else (got - expected).abs()
-    bad = (gap > 2e-5 * (1 + float(expected.abs().max()))).nonzero().flatten()
-    if len(bad):
-        raise ContractBroken(f"{what}: sample {int(bad[0])} differs by {float(gap[bad[0]]):.3g}. {hint}".strip())
+def same(got: Gaussian, expected: Gaussian, step: Tensor, what: str, hint: str, tolerance: float = 2e-5) -> None:
+    """Means and stds equal but for float rounding."""
+    close(got.mean, expected.mean, step, f"the mean {what}", hint, tolerance)
+    close(got.std, expected.std, step, f"the std {what}", hint, tolerance)
 
 
-@promise("mean is [sample, *latent], std is [sample]; both float32 and finite at every step, std >= 0")
-def returns_a_gaussian_per_sample(sampler: Any) -> None:
-    batch = inputs()
-    got = move(sampler, batch)
-    expect(got.mean.shape == batch.latent.shape, f"the mean is {tuple(got.mean.shape)} for latents {tuple(batch.latent.shape)}")
-    expect(got.std.shape == (20,), f"the std is {tuple(got.std.shape)} for 20 samples; one number per sample is needed")
-    for name, value in (("mean", got.mean), ("std", got.std)):
-        expect(value.dtype == torch.float32, f"the {name} is {value.dtype}, not float32")
-        bad = ~torch.isfinite(value.flatten(1).sum(1) if value.ndim > 1 else value)
-        if bool(bad.any()):
-            step = int(batch.step[bad.nonzero()[0, 0]])
-            raise ContractBroken(f"the {name} is not finite at step {step} (t = {float(SCHEDULE.times[step]):.3f})")
-    expect(bool((got.std >= 0).all()), f"a std is negative: {float(got.std.min()):.3g}")
+@promise("it draws samplers: the same generator state and iteration give the same one, and no other randomness", basic=True)
+def draws_reproducibly(case: Case) -> None:
+    if not isinstance(case.sampler, RandomSampler):
+        return
+    batch = case.inputs()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        first = case.drawn(case.schedule, seed)
+        torch.manual_seed(seed + 100)
+        second = case.drawn(case.schedule, seed)
+        ready = isinstance(first, Sampler) and not isinstance(first, RandomSampler)
+        expect(ready, f"draw returned {name_of(first)}, not a sampler with transition(latent, velocity, schedule, step)")
+        stds = [s.transition(batch.latent, batch.velocity, case.schedule, batch.step).std for s in (first, second)]
+        hint = "Draw from the generator that is given, not from torch's global one."
+        close(stds[0], stds[1], batch.step, f"the std of two draws from generators seeded with {seed}", hint, 0.0)
 
 
-@promise("the transition is computed in float32 whatever the input's precision")
-def computes_in_float32(sampler: Any) -> None:
-    batch = inputs()
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+@promise("it returns a Gaussian: mean [sample, *latent] and std [sample], for latents with any axes", basic=True)
+def returns_a_gaussian_per_sample(case: Case) -> None:
+    drawn = case.drawn(case.schedule)
+    expect(callable(getattr(drawn, "transition", None)), "there is no method transition(latent, velocity, schedule, step)")
+    for latent in ((3, 4, 4), (5,)):
+        batch = case.inputs(latent=latent)
+        got, count = case.move(batch), len(batch.step)
+        for name in ("mean", "std"):
+            expect(
+                isinstance(getattr(got, name, None), Tensor), f"transition returned {type(got).__name__} without tensor {name}"
+            )
+        expect(
+            got.mean.shape == batch.latent.shape, f"the mean is {tuple(got.mean.shape)} for latents {tuple(batch.latent.shape)}"
+        )
+        found = f"the std is {tuple(got.std.shape)} for {count} samples; one number per sample is needed, ({count},)"
+        expect(got.std.shape == (count,), found)
+
+
+@promise(
+    "mean and std are finite at every step of any grid, from t = 1 to the data at s = 0, and the std is 0 or more", basic=True
+)
+def is_finite_at_every_step(case: Case) -> None:
+    grids = {"shift 3": case.schedule, "even": shifted_schedule(case.steps, 1.0), "fine": shifted_schedule(10 * case.steps)}
+    grids |= {f"shift {shift:g}": shifted_schedule(case.steps, shift) for shift in (50.0, 0.05)}
+    for name, grid in grids.items():
+        batch = case.inputs(repeats=1, latent=(3,), steps=grid.steps)
+        got = case.move(batch, grid)
+        for part, good in (("mean", got.mean.isfinite().all(1)), ("std", got.std.isfinite() & (got.std >= 0))):
+            if not bool(good.all()):
+                step = int((~good).nonzero()[0])
+                value = float(got.std[step]) if part == "std" else got.mean[step].tolist()
+                times = f"from t = {float(grid.times[step]):.4g} to s = {float(grid.times[step + 1]):.4g}, grid {name!r}"
+                hint = "Formulas with 1 - t, t or s below a fraction bar need a case of their own at the ends."
+                raise ContractBroken(f"the {part} is {value} at step {step} ({times}). {hint}")
+
+
+@promise("the same input gives the same Gaussian, and is not changed", basic=True)
+def is_pure(case: Case) -> None:
+    batch, schedule = case.inputs(), case.schedule
+    before = [tensor.clone() for tensor in (batch.latent, batch.velocity, batch.step, schedule.times)]
+    chosen = case.drawn(schedule)
+    torch.manual_seed(1)
+    first = chosen.transition(batch.latent, batch.velocity, schedule, batch.step)
+    names = ("latent", "velocity", "step", "schedule.times")
+    for name, old, new in zip(names, before, (batch.latent, batch.velocity, batch.step, schedule.times), strict=True):
+        expect(torch.equal(old, new), f"{name} was modified in place. Operations that end in _ and += change their tensor.")
+    torch.manual_seed(2)
+    second = chosen.transition(batch.latent, batch.velocity, schedule, batch.step)
+    same(second, first, batch.step, "in a second call", "Draw no noise: the Gaussian is returned, and sampled elsewhere.", 0.0)
+
+
+@promise("the result is float32, computed in float32 whatever the precision of latent, velocity and grid")
+def computes_in_float32(case: Case) -> None:
+    batch, hint = case.inputs(), "Convert latent, velocity and times with .float() before anything else."
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         low = Inputs(batch.latent.to(dtype), batch.velocity.to(dtype), batch.step)
         full = Inputs(low.latent.float(), low.velocity.float(), batch.step)
-        got, expected = move(sampler, low), move(sampler, full)
-        hint = "Convert latent and velocity with .float() first."
-        expect(got.mean.dtype == torch.float32, f"{dtype} latents gave a mean in {got.mean.dtype}. {hint}")
-        close(got.mean, expected.mean, f"the mean for {dtype} input", hint)
-        close(got.std, expected.std, f"the std for {dtype} input", hint)
+        for grid in (case.schedule, Schedule(case.schedule.times.double())):
+            got = case.move(low, grid)
+            for name in ("mean", "std"):
+                found = f"{dtype} input on a {grid.times.dtype} grid gave a {name} in {getattr(got, name).dtype}"
+                expect(getattr(got, name).dtype == torch.float32, f"{found}, not torch.float32. {hint}")
+            same(got, case.move(full), batch.step, f"for {dtype} input", hint)
 
 
-@promise("samples do not influence each other: a mixed batch equals its samples one by one")
-def treats_samples_separately(sampler: Any) -> None:
-    batch = inputs()
-    got = move(sampler, batch)
+@promise("samples do not influence each other, and steps may be mixed: a batch equals its samples one by one")
+def treats_samples_separately(case: Case) -> None:
+    batch = case.inputs()
+    whole, hint = case.move(batch), "Index the schedule by `step`, sample by sample, and take no statistics over the batch."
     for i in range(len(batch.step)):
-        one = Inputs(batch.latent[i : i + 1], batch.velocity[i : i + 1], batch.step[i : i + 1])
-        alone = move(sampler, one)
-        close(
-            got.mean[i : i + 1],
-            alone.mean,
-            f"the mean at step {int(batch.step[i])}, alone or in a batch",
-            "Index the schedule by `step`.",
-        )
-        close(
-            got.std[i : i + 1],
-            alone.std,
-            f"the std at step {int(batch.step[i])}, alone or in a batch",
-            "Index the schedule by `step`.",
-        )
+        one = torch.tensor([i])
+        alone, expected = case.move(batch.take(one)), Gaussian(whole.mean[one], whole.std[one])
+        same(alone, expected, batch.step[one], f"of sample {i} of a batch of {len(batch.step)}, alone,", hint)
+    order = torch.randperm(len(batch.step), generator=torch.Generator().manual_seed(0))
+    shuffled = Gaussian(whole.mean[order], whole.std[order])
+    same(case.move(batch.take(order)), shuffled, batch.step[order], "of the batch in another order", hint)
 
 
-@promise("all samples at the same step have the same std: which steps are stochastic is not drawn per sample")
-def has_one_std_per_step(sampler: Any) -> None:
-    batch = inputs(60)
-    std = move(sampler, batch).std
-    for step in range(STEPS):
-        values = std[batch.step == step]
-        spread = float(values.max() - values.min())
-        expect(spread <= 1e-6, f"at step {step} stds differ by {spread:.3g} within one batch")
+@promise("the std depends on the step only: not on the sample, the latent or the velocity")
+def has_one_std_per_step(case: Case) -> None:
+    batch = case.inputs(repeats=6)
+    std = case.move(batch).std.reshape(6, case.steps)
+    spread = std.amax(0) - std.amin(0)
+    worst = int(spread.argmax())
+    hint = "A window drawn per sample makes the members of a group incomparable: draw it once per iteration."
+    found = f"at step {worst} the stds of 6 samples of one batch are {[round(value, 6) for value in std[:, worst].tolist()]}"
+    expect(float(spread.max()) <= 1e-6, f"{found}. {hint}")
+    still = case.inputs(repeats=1, latent=(2,))
+    zeros = Inputs(torch.zeros_like(still.latent), torch.zeros_like(still.velocity), still.step)
+    close(case.move(zeros).std, std[0], still.step, "the std for latents and velocities of 0", "Use times only.", 1e-6)
 
 
-@promise("the same input gives the same Gaussian, and is not changed")
-def is_pure(sampler: Any) -> None:
-    batch = inputs()
-    before = (batch.latent.clone(), batch.velocity.clone(), batch.step.clone())
-    chosen = drawn(sampler)
-    torch.manual_seed(1)
-    first = chosen.transition(batch.latent, batch.velocity, SCHEDULE, batch.step)
-    torch.manual_seed(2)
-    second = chosen.transition(batch.latent, batch.velocity, SCHEDULE, batch.step)
-    expect(torch.equal(first.mean, second.mean) and torch.equal(first.std, second.std), "a second call differs")
-    unchanged = all(torch.equal(a, b) for a, b in zip(before, (batch.latent, batch.velocity, batch.step), strict=True))
-    expect(unchanged, "latent, velocity or step was modified in place")
+@promise("steps without noise have a std of exactly 0")
+def knows_no_tiny_noise(case: Case) -> None:
+    batch = case.inputs(repeats=1)
+    std = case.move(batch).std
+    tiny = ((std > 0) & (std < LEAST_STD)).nonzero().flatten()
+    if len(tiny):
+        step = int(tiny[0])
+        hint = "0 means 'not a decision'; a tiny number makes its log-probability explode. Do not clamp a std from below."
+        raise ContractBroken(f"at step {step} the std is {float(std[step]):.3g}. {hint}")
+
+
+@promise("the mean moves along the path: noise-free latents (1-t) x_0 with v = -x_0 go to (1-s) x_0, and where the std is 0 also "
+         "(1-t) x_0 + t eps with v = eps - x_0 goes to (1-s) x_0 + s eps")  # fmt: skip
+def moves_along_the_path(case: Case) -> None:
+    batch = case.inputs(repeats=1)
+    t, s = (expand(case.schedule.times[batch.step + i], batch.latent) for i in (0, 1))
+    clean, noise = batch.latent, batch.velocity
+    hint = "Step i leads from node i to node i + 1, in time from t = times[i] down to s = times[i + 1]; v = eps - x_0."
+    bare = case.move(Inputs((1 - t) * clean, -clean, batch.step))
+    close(bare.mean, (1 - s) * clean, batch.step, "the mean of a noise-free latent", hint, 1e-4)
+    full = case.move(Inputs((1 - t) * clean + t * noise, noise - clean, batch.step))
+    there = (1 - s) * clean + s * noise
+    still = expand(full.std == 0, there)
+    close(torch.where(still, full.mean, there), there, batch.step, "the mean of a step without noise", hint, 1e-4)
 
 
 @promise("the gradient reaches the velocity through the mean, and only through it")
-def passes_gradient_through_the_mean(sampler: Any) -> None:
-    batch = inputs()
+def passes_gradient_through_the_mean(case: Case) -> None:
+    batch = case.inputs()
     velocity = batch.velocity.clone().requires_grad_()
-    got = move(sampler, Inputs(batch.latent, velocity, batch.step))
-    expect(not got.std.requires_grad, "the std depends on the velocity")
-    expect(got.mean.requires_grad, "the mean does not carry a gradient to the velocity; was it detached?")
+    got = case.move(Inputs(batch.latent, velocity, batch.step))
+    expect(not got.std.requires_grad, "the std carries a gradient to the velocity. Compute it from times alone.")
+    expect(got.mean.requires_grad, "the mean carries no gradient to the velocity. Was it detached, or made under no_grad?")
     (gradient,) = torch.autograd.grad(got.mean.sum(), velocity)
-    silent = (gradient.flatten(1).abs().amax(1) == 0).nonzero().flatten()
-    expect(bool(torch.isfinite(gradient).all()), "the gradient is not finite")
-    if len(silent):
-        raise ContractBroken(f"at step {int(batch.step[silent[0]])} the mean does not depend on the velocity")
+    for name, bad in (("not finite", ~gradient.isfinite().flatten(1).all(1)), ("0", (gradient == 0).flatten(1).all(1))):
+        if bool(bad.any()):
+            sample = int(bad.nonzero()[0])
+            raise ContractBroken(
+                f"the mean's gradient to the velocity is {name} at sample {sample}, step {int(batch.step[sample])}"
+            )
 
 
-@promise("some step is stochastic; where the std is 0 the mean is where the trajectory goes")
-def makes_decisions(sampler: Any) -> None:
-    batch = inputs()
-    std = move(sampler, batch).std
-    expect(bool((std > 0).any()), "no step has a std above 0: nothing can be learned from its trajectories")
-
-
-@promise("a sampler that is drawn every iteration gives the same draw for the same generator state and iteration")
-def draws_reproducibly(sampler: Any) -> None:
-    if not isinstance(sampler, RandomSampler):
-        return
-    batch = inputs()
-    for seed in range(3):
-        first, second = (drawn(sampler, seed) for _ in range(2))
-        expect(isinstance(first, Sampler), f"draw returned {first!r}, which has no transition(latent, velocity, schedule, step)")
-        a, b = (s.transition(batch.latent, batch.velocity, SCHEDULE, batch.step).std for s in (first, second))
-        expect(torch.equal(a, b), f"two draws from a generator seeded with {seed} differ. Draw from the generator given.")
+@promise("some step is stochastic")
+def makes_decisions(case: Case) -> None:
+    std = case.move(case.inputs(repeats=1)).std
+    hint = "Nothing can be learned from its trajectories; for evaluation alone that is right."
+    expect(bool((std > 0).any()), f"no step of {case.steps} has a std above 0. {hint}")
