@@ -1,0 +1,390 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 1 · Flow matching from scratch
+#
+# **After this lesson you can** write the straight path between noise and data, train a network on its velocity, turn noise into
+# samples with an ODE, and read off at any moment what the sample will roughly become.
+#
+# **Time** 45 minutes, of which the computer needs one. **You need** PyTorch, and what an expectation is.
+#
+# Everything happens in the plane, where the right answer is known in closed form and every mistake can be seen.
+
+# %% tags=["hide-input"]
+from itertools import pairwise
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+from flowrl.course import lesson_01 as lesson
+from flowrl.course.figures import ACCENT, DATA, NOISE, animation, clean, panels, plane
+from flowrl.flow.mixture import GaussianMixture
+
+ring = GaussianMixture.ring()
+generator = torch.Generator().manual_seed(1)
+
+
+def opening():
+    """Noise becomes data along the exact flow."""
+    times = torch.linspace(1, 0, 41)
+    path = [torch.randn(400, 2, generator=generator)]
+    for t, s in pairwise(times):
+        path.append(path[-1] - (t - s) * ring.velocity(path[-1], t.expand(400)))
+    figure, axes = panels(width=3.6, height=3.8)
+    plane(axes)
+    dots = axes.scatter(*path[0].T, s=6, color=DATA, alpha=0.7)
+
+    def draw(frame):
+        node = min(frame, 40)
+        dots.set_offsets(path[node])
+        axes.set_title(f"t = {float(times[node]):.2f}   ({'noise' if node == 0 else 'data' if node == 40 else 'on the way'})")
+
+    return animation(figure, draw, frames=52, seconds=4)
+
+
+opening()
+
+# %% [markdown]
+# ## The path
+#
+# Call a data point $x_0$ and a draw of standard Gaussian noise $\varepsilon$. Flow matching joins the two by a straight line,
+#
+# $$x_t = (1 - t)\, x_0 + t\, \varepsilon, \qquad t \in [0, 1],$$
+#
+# with time running **from $t = 1$ (noise) to $t = 0$ (data)** when we generate. Papers and public code of this field use this
+# direction, and so does `flowrl`; other texts run it backwards, which is the most common source of wrong signs.
+#
+# Our data are eight small Gaussian blobs on a circle (`GaussianMixture.ring()`).
+#
+# ### Exercise 1 · interpolate *(easy, 3 minutes)*
+#
+# Write the path for a whole batch: `clean` and `noise` are `[sample, dim]`, and every sample has its own `time` `[sample]`.
+
+
+# %% tags=["exercise"]
+def interpolate(clean, noise, time):
+    """x_t of every sample."""
+    return ...
+
+
+# %% tags=["solution"]
+def interpolate(clean, noise, time):
+    """x_t of every sample."""
+    t = time[:, None]
+    return (1 - t) * clean + t * noise
+
+
+# %%
+lesson.check_interpolate(interpolate)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** `time[:, None]` gives the time an axis to be repeated along, so that sample $i$ is moved by its own $t_i$. Without it,
+# `[sample]` against `[sample, dim]` either fails or, where the two sizes happen to agree, quietly mixes up samples and dimensions.
+# In `flowrl` this function is `flowrl.flow.interpolate`; its shape annotations catch exactly this.
+
+# %% tags=["hide-input"]
+figure, axes = panels(5, width=2.2, height=2.4)
+clean_points = ring.sample(500, torch.Generator().manual_seed(0))
+noise_points = torch.randn(500, 2, generator=torch.Generator().manual_seed(1))
+for cell, t in zip(axes, (1.0, 0.75, 0.5, 0.25, 0.0), strict=True):
+    points = interpolate(clean_points, noise_points, torch.full((500,), t))
+    plane(cell, f"t = {t:g}")
+    cell.scatter(*points.T, s=3, color=NOISE if t == 1 else DATA, alpha=0.6)
+plt.show()
+
+# %% [markdown]
+# ## The velocity
+#
+# Along one line, the velocity is constant: $\mathrm{d}x_t/\mathrm{d}t = \varepsilon - x_0$. But when we generate, we stand at a
+# point $x_t$ and know neither $x_0$ nor $\varepsilon$: many lines pass near every point. The field that moves the whole
+# *distribution* correctly is their average,
+#
+# $$v(x, t) = \mathbb{E}\left[\varepsilon - x_0 \mid x_t = x\right],$$
+#
+# and averages are what least squares finds: a network trained to predict $\varepsilon - x_0$ from $(x_t, t)$ with a squared error
+# converges to $v$ (Lipman et al. 2022, arXiv 2210.02747, theorem 2; Liu et al. 2022, arXiv 2209.03003).
+#
+# ### Exercise 2 · the training loss *(medium, 6 minutes)*
+#
+# `network(x, t)` maps `[sample, dim]` and `[sample]` to `[sample, dim]`. Return the mean squared error over the batch and the dimensions.
+
+
+# %% tags=["exercise"]
+def flow_matching_loss(network, clean, noise, time):
+    """Mean squared error of the predicted velocity at x_t."""
+    return ...
+
+
+# %% tags=["solution"]
+def flow_matching_loss(network, clean, noise, time):
+    """Mean squared error of the predicted velocity at x_t."""
+    x = interpolate(clean, noise, time)
+    return (network(x, time) - (noise - clean)).square().mean()
+
+
+# %%
+lesson.check_loss(flow_matching_loss)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The network sees $x_t$, never $x_0$ or $\varepsilon$ alone. The target is $\varepsilon - x_0$, the direction *towards noise*, because $t$
+# grows towards noise. A sum instead of a mean would make the learning rate depend on the batch size and the resolution.
+
+# %% [markdown]
+# Training takes a few seconds. The network is small, and its target is noisy, so the loss does not fall to zero: what remains is the
+# spread of $\varepsilon - x_0$ around its mean, which nobody can predict.
+
+# %%
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(3, 96), nn.SiLU(), nn.Linear(96, 96), nn.SiLU(), nn.Linear(96, 96), nn.SiLU(), nn.Linear(96, 2))
+
+
+def learned(x, t):
+    """The network's velocity; its input is the point and the time."""
+    return net(torch.cat([x, t[:, None]], dim=1))
+
+
+optimiser = torch.optim.Adam(net.parameters(), lr=2e-3)
+losses = []
+for update in range(4000):
+    clean_batch = ring.sample(512, generator)
+    noise_batch = torch.randn(512, 2, generator=generator)
+    time_batch = torch.rand(512, generator=generator)
+    loss = flow_matching_loss(learned, clean_batch, noise_batch, time_batch)
+    optimiser.param_groups[0]["lr"] = 2e-3 * (1 - update / 4000)
+    optimiser.zero_grad()
+    loss.backward()
+    optimiser.step()
+    losses.append(loss.item())
+print(f"loss: first 100 updates {sum(losses[:100]) / 100:.2f}, last 100 updates {sum(losses[-100:]) / 100:.2f}")
+
+# %% [markdown]
+# For a Gaussian mixture the velocity can be written down: at time $t$ mode $k$ has become $\mathcal N((1-t)\,m_k,\; c_t I)$ with
+# $c_t = (1-t)^2 s^2 + t^2$, the posterior probability of each mode follows from Bayes' rule, and within a mode everything is linear.
+# `GaussianMixture.velocity` does that. So we can see where the network is right, without guessing.
+
+# %% tags=["hide-input"]
+figure, axes = panels(4, width=2.9, height=3.0)
+grid = torch.cartesian_prod(torch.linspace(-3, 3, 13), torch.linspace(-3, 3, 13))
+for cell, t in zip(axes[:3], (0.9, 0.5, 0.15), strict=True):
+    time = torch.full((len(grid),), t)
+    exact = ring.velocity(grid, time)
+    with torch.no_grad():
+        guess = learned(grid, time)
+    plane(cell, f"direction of travel at t = {t:g}")
+    for field, shade, label in ((exact, DATA, "exact"), (guess, ACCENT, "learned")):
+        cell.quiver(*grid.T, *(-field.T), color=shade, angles="xy", scale=40, width=0.006, alpha=0.8, label=label)
+axes[0].legend(loc="lower left", fontsize=8, framealpha=0.9)
+errors = []
+for t in (ts := torch.linspace(0.02, 1, 25)):
+    x = interpolate(ring.sample(4000, generator), torch.randn(4000, 2, generator=generator), t.expand(4000))
+    with torch.no_grad():
+        gap = learned(x, t.expand(4000)) - ring.velocity(x, t.expand(4000))
+    errors.append(float(gap.square().mean().sqrt()))
+axes[3].plot(ts, errors, color=ACCENT)
+axes[3].set(xlabel="time t", title="error where the data are", ylim=(0, None), ylabel="root mean square")
+clean(axes[3])
+plt.show()
+
+# %% [markdown]
+# The arrows show $-v$, the direction in which a sample travels. Near $t = 1$ everything is drawn to the middle: far from the data one only knows the
+# average. Later the field splits towards the eight blobs. The network is worst at small $t$, where the true field changes fastest.
+#
+# ## From noise to data
+#
+# To generate, follow $\mathrm{d}x/\mathrm{d}t = v$ from $t_0 = 1$ down a grid $t_0 > t_1 > \dots > t_T = 0$. The simplest way is
+# Euler's: with $\Delta_i = t_i - t_{i+1} > 0$,
+#
+# $$x_{i+1} = x_i - \Delta_i\, v(x_i, t_i).$$
+#
+# In `flowrl`, states are *nodes* ($T + 1$ of them, node 0 is noise) and moves are *steps* ($T$ of them, step $i$ leads from node $i$ to node $i + 1$).
+#
+# ### Exercise 3 · Euler's method *(medium, 6 minutes)*
+#
+# `velocity(x, t)` is as above, `times` are the $T + 1$ grid points. Return all nodes, `[node, sample, dim]`.
+
+
+# %% tags=["exercise"]
+def euler(velocity, noise, times):
+    """All nodes of the ODE's path."""
+    nodes = [noise]
+    ...
+    return torch.stack(nodes)
+
+
+# %% tags=["solution"]
+def euler(velocity, noise, times):
+    """All nodes of the ODE's path."""
+    nodes = [noise]
+    for t, s in pairwise(times):
+        x = nodes[-1]
+        nodes.append(x - (t - s) * velocity(x, t.expand(len(x))))
+    return torch.stack(nodes)
+
+
+# %%
+lesson.check_euler(euler)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The minus sign: $\Delta_i$ is positive, and time runs down. The velocity is taken at the node where the step *starts*, at $t_i$;
+# taking $t_{i+1}$ with $x_i$ asks the field about a state that the flow never visits.
+
+# %%
+noise = torch.randn(1500, 2, generator=torch.Generator().manual_seed(5))
+figure, axes = panels(5, width=2.3, height=2.5)
+for cell, steps in zip(axes[:4], (1, 2, 5, 20), strict=True):
+    with torch.no_grad():
+        final = euler(learned, noise, torch.linspace(1, 0, steps + 1))[-1]
+    plane(cell, f"learned, {steps} step{'s' * (steps > 1)}")
+    cell.scatter(*final.T, s=2, color=DATA, alpha=0.5)
+plane(axes[4], "data")
+axes[4].scatter(*ring.sample(1500, generator).T, s=2, color=NOISE, alpha=0.5)
+plt.show()
+
+# %% [markdown]
+# One step lands on the average of the data, which is nothing that was ever in them; ten to twenty steps are enough here. RL on image models trains
+# with about 10 steps and evaluates with 28 to 40: sampling is the expensive part.
+#
+# ## What will it become?
+#
+# Halfway down, the velocity already holds a guess of both ends of the line. If $v = \varepsilon - x_0$ and $x_t = (1-t)x_0 + t\varepsilon$, then
+#
+# $$\hat x_0 = x_t - t\,v, \qquad \hat\varepsilon = x_t + (1-t)\,v,$$
+#
+# and with $v$ the conditional mean, $\hat x_0 = \mathbb E[x_0 \mid x_t]$. This is called the **Tweedie estimate**. It is the cheapest way to score an
+# unfinished image, and so the base of stepwise credit (lesson 5).
+#
+# ### Exercise 4 · the Tweedie estimate *(easy, 3 minutes)*
+
+
+# %% tags=["exercise"]
+def tweedie(x, velocity, time):
+    """The estimate of x_0 from the state, its velocity [sample, dim], and its time [sample]."""
+    return ...
+
+
+# %% tags=["solution"]
+def tweedie(x, velocity, time):
+    """The estimate of x_0 from the state, its velocity [sample, dim], and its time [sample]."""
+    return x - time[:, None] * velocity
+
+
+# %%
+lesson.check_tweedie(tweedie)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** From $x_t$, walking back along the line for the whole remaining time $t$ arrives at $x_0$. At $t = 0$ nothing remains and $\hat x_0 = x_t$; at $t = 1$ it
+# is the mean of all data, whatever the noise.
+
+# %% tags=["hide-input"]
+times = torch.linspace(1, 0, 41)
+path = euler(ring.velocity, noise[:600], times)
+estimates = torch.stack([tweedie(x, ring.velocity(x, t.expand(600)), t.expand(600)) for x, t in zip(path, times, strict=True)])
+figure, axes = panels(4, width=2.9, height=3.0)
+for cell, node in zip(axes[:3], (8, 16, 28), strict=True):
+    plane(cell, f"t = {float(times[node]):.2f}")
+    cell.scatter(*path[node].T, s=4, color=NOISE, alpha=0.5, label="state $x_t$")
+    cell.scatter(*estimates[node].T, s=4, color=ACCENT, alpha=0.7, label=r"estimate $\hat x_0$")
+axes[0].legend(loc="upper left", fontsize=8, framealpha=0.9)
+distance = (estimates - path[-1]).norm(dim=2).mean(1)
+axes[3].plot(times, distance, color=ACCENT, label="estimate")
+axes[3].plot(times, (path - path[-1]).norm(dim=2).mean(1), color=NOISE, label="state")
+axes[3].set(xlim=(1, 0), ylim=(0, None), xlabel="time t (noise → data)", title="mean distance from the final point")
+axes[3].legend(frameon=False, fontsize=8)
+clean(axes[3])
+plt.show()
+mode, early = (torch.cdist(e, ring.means).argmin(1) for e in (path[-1], estimates[4]))
+print(
+    f"t = {float(times[4]):.1f}: the blob nearest to the estimate is the final one in {float((mode == early).float().mean()):.0%} of the samples"
+)
+
+# %% [markdown]
+# The estimate starts at the average of all data and moves outwards; it is ahead of the state all the way. Its *direction* is right from the beginning: an ODE is
+# deterministic, its end is decided by the noise alone, and on this symmetric ring the angle of the noise picks the blob. That is why an ODE leaves nothing for
+# reinforcement learning to decide on the way, and why lesson 2 adds randomness.
+#
+# ## The same with the library
+#
+# `flowrl` has these functions with checked shapes, and counts every network call.
+
+# %%
+from flowrl import world
+from flowrl.builtin import PolicyOptions
+from flowrl.flow import tweedie as library_tweedie
+from flowrl.rollout import Usage, integrate
+
+mixture = world("mixture")
+policy = mixture.policy(PolicyOptions())  # the exact field of this ring plus a network that starts at zero
+prompts = [mixture.parse("towards 45 degrees")] * 200
+usage = Usage()
+start = torch.randn(200, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+points = integrate(policy, policy.schedule(20), policy.encode(prompts), start, usage)
+own = euler(ring.velocity, start.flatten(1), torch.linspace(1, 0, 21))[-1]
+print(
+    f"{usage.nfe} network evaluations in {usage.calls} calls; largest difference from ours {float((points.flatten(1) - own).abs().max()):.1e}"
+)
+x, t = path[10], times[10].expand(600)
+print("tweedie agrees:", torch.allclose(library_tweedie(x, ring.velocity(x, t), t), tweedie(x, ring.velocity(x, t), t)))
+
+# %% [markdown]
+# ### Exercise 5 · how many steps? *(harder, 10 minutes)*
+#
+# Euler's error shrinks like $1/T$ when $T$ grows. Check it: return the root mean square distance, over samples, between the final points of `euler` with `steps` steps and those with
+# 640 steps, both with the exact field `ring.velocity` from the same `noise`. Use even grids.
+
+
+# %% tags=["exercise"]
+def euler_error(noise, steps):
+    """Root mean square distance of the T-step result from the 640-step result."""
+    return ...
+
+
+# %% tags=["solution"]
+def euler_error(noise, steps):
+    """Root mean square distance of the T-step result from the 640-step result."""
+    ends = [euler(ring.velocity, noise, torch.linspace(1, 0, count + 1))[-1] for count in (steps, 640)]
+    return float((ends[0] - ends[1]).square().sum(dim=1).mean().sqrt())
+
+
+# %%
+lesson.check_euler_error(euler_error)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The distance of a sample is the root of the *sum* over its two coordinates; the mean is over samples. The same noise on both sides matters: the ODE maps each noise to one point, and
+# different noises would compare different points.
+
+# %% tags=["hide-input"]
+counts = [2, 5, 10, 20, 40, 80]
+measured = [euler_error(noise[:400], count) for count in counts]
+figure, axes = panels(width=4.6, height=3.0)
+axes.loglog(counts, measured, "o-", color=DATA, label="measured")
+axes.loglog(counts, [measured[2] * 10 / c for c in counts], ":", color=NOISE, label="∝ 1 / T")
+axes.set(xlabel="steps T", ylabel="error of the end point", title="Euler's method is of first order")
+axes.set_xticks(counts, [str(c) for c in counts])
+axes.minorticks_off()
+axes.legend(frameon=False)
+clean(axes)
+plt.show()
+
+# %% [markdown]
+# ## To keep
+#
+# | symbol | meaning | in `flowrl` |
+# |---|---|---|
+# | $x_t = (1-t)x_0 + t\varepsilon$ | the path | `flow.interpolate` |
+# | $v = \mathbb E[\varepsilon - x_0 \mid x_t]$ | velocity | `FlowPolicy.velocity` |
+# | $t_0 = 1 > \dots > t_T = 0$ | grid | `Schedule.times` |
+# | $\hat x_0 = x_t - tv$ | Tweedie estimate | `flow.tweedie` |
+# | $x_{i+1} = x_i - \Delta_i v$ | Euler step | `samplers.ODE`, `rollout.integrate` |
+#
+# **Next:** [2 · From ODE to SDE](02_ode_to_sde.ipynb) makes the path random without changing where it ends.
