@@ -255,8 +255,10 @@ print(f"{'data':28} median distance to the nearest blob's centre {float(exact.me
 plt.show()
 
 # %% [markdown]
-# With all steps random, Flow-SDE's last noise lands in the picture: that is the grain. Its cure is to make the last step an ODE step, which takes the noise out again; what remains of the excess is small here. The other kernels are as sharp as the
-# ODE or sharper. Sharper than the data is an error too: CPS adds fresh noise to a *conditional mean*, which has lost some of the spread of the data, and with a fixed $\eta$ more steps make it worse, not better.
+# With all steps random, Flow-SDE's last noise lands in the picture: that is the grain. Its cure is to make the last step an ODE step, which takes the noise out again; what remains of the excess is small here.
+#
+# All the others come out *sharper* than the data, the ODE too: ten steps end with a jump to a conditional mean, which has lost part of the spread. Sharp is not the same as right. CPS adds fresh noise to conditional means at every step, and with a
+# fixed $\eta$ more steps make its loss of spread worse, not better.
 #
 # ## Which steps are decisions?
 #

@@ -1,0 +1,378 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 3 · GRPO on a flow
+#
+# **After this lesson you can** read denoising as a decision process, write the log-probability, the group's advantage, the clipped loss and the KL penalty, and train a flow with them: first with nothing but
+# PyTorch in under 80 lines, then with the library in ten.
+#
+# **Time** 60 minutes, of which the computer needs one. **You need** lesson 2.
+#
+# The world is the ring again, with *prompts*: "towards 45 degrees" asks for points at that angle, and the reward is $\exp(-d^2/2)$ for a point at distance $d$ from the one asked for. The model we start from knows the ring, but takes no notice of the prompt.
+
+# %% tags=["hide-input"]
+import math
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+from flowrl import RunConfig, Trainer, world
+from flowrl.builtin import PolicyOptions
+from flowrl.course import lesson_03 as lesson
+from flowrl.course.figures import ACCENT, COLOURS, DATA, NOISE, clean, panels, plane
+from flowrl.flow.mixture import GaussianMixture
+
+ring = GaussianMixture.ring()
+
+
+def opening():
+    """The reward of one prompt, and what the untrained model does."""
+    figure, axes = panels(2, width=3.4, height=3.4)
+    target = 2 * torch.tensor([math.cos(math.pi / 4), math.sin(math.pi / 4)])
+    grid = torch.linspace(-3.4, 3.4, 120)
+    x, y = torch.meshgrid(grid, grid, indexing="xy")
+    reward = torch.exp(-((x - target[0]) ** 2 + (y - target[1]) ** 2) / 2)
+    plane(axes[0], "reward for “towards 45 degrees”")
+    axes[0].contourf(x, y, reward, levels=12, cmap="Blues")
+    plane(axes[1], "samples before training")
+    axes[1].scatter(*ring.sample(500, torch.Generator().manual_seed(0)).T, s=4, color=NOISE, alpha=0.6)
+    axes[1].scatter(*target, s=90, marker="*", color=ACCENT)
+    plt.show()
+
+
+opening()
+
+# %% [markdown]
+# ## Denoising as decisions
+#
+# | reinforcement learning | here |
+# |---|---|
+# | state | the node $x_i$, its time $t_i$, and the prompt |
+# | action | the next node $x_{i+1}$ |
+# | policy | the Gaussian $\pi(x_{i+1} \mid x_i)$ of lesson 2; its mean depends on the network, its standard deviation does not |
+# | episode | $T$ steps from noise to image |
+# | reward | one number $R$, for the finished image |
+#
+# To make an action likelier we need its log-probability. For a Gaussian with mean $\mu$ and standard deviation $\sigma$ per element,
+#
+# $$\log \pi(x) = -\frac{(x-\mu)^2}{2\sigma^2} - \log\sigma - \tfrac12\log 2\pi .$$
+#
+# A latent has many elements. Mathematics would sum over them; public code takes the **mean**, so that ratios of probabilities do not explode with the resolution (an image latent of SD3.5 has 65,536 elements). This is why clip ranges in this field are as small as $10^{-4}$.
+#
+# ### Exercise 1 · log-probability *(easy, 4 minutes)*
+#
+# `x` and `mean` are `[sample, dim]`, `std` is `[sample]`. Return `[sample]`, the mean over elements.
+
+
+# %% tags=["exercise"]
+def log_prob(x, mean, std):
+    """Log-density per element of the next node."""
+    return ...
+
+
+# %% tags=["solution"]
+def log_prob(x, mean, std):
+    """Log-density per element of the next node."""
+    squares = (x - mean).square().mean(dim=1)
+    return -squares / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
+
+
+# %%
+lesson.check_log_prob(log_prob)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Only the first term depends on the network, so the others seem to be of no use: they cancel in every ratio. They are kept because a function called `log_prob` should be one; code that drops them *and* the factor
+# $1/(2\sigma^2)$ silently weighs the steps by $2\sigma^2$.
+
+# %% [markdown]
+# ## Better than its siblings
+#
+# GRPO (Shao et al. 2024, arXiv 2402.03300) needs no learned value function: it draws a *group* of $G$ samples for one prompt and calls a sample good if it beats its siblings,
+#
+# $$A_{p,m} = \frac{R_{p,m} - \operatorname{mean}_m R_p}{\operatorname{std}_m R_p + 10^{-4}} .$$
+#
+# ### Exercise 2 · group advantage *(easy, 4 minutes)*
+#
+# `rewards` is `[prompt, member]`. Use the population standard deviation (divide by $G$).
+
+
+# %% tags=["exercise"]
+def group_advantage(rewards):
+    """How much better than the group, in its standard deviations: [prompt, member]."""
+    return ...
+
+
+# %% tags=["solution"]
+def group_advantage(rewards):
+    """How much better than the group, in its standard deviations: [prompt, member]."""
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    return centred / (rewards.std(dim=1, correction=0, keepdim=True) + 1e-4)
+
+
+# %%
+lesson.check_group_advantage(group_advantage)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Comparing within a prompt takes out how hard the prompt is. The $10^{-4}$ keeps a group of equal rewards at 0 instead of 0/0: if all do equally well there is nothing to learn. The price of dividing by the standard deviation: groups in which
+# nearly all are equal count as much as others, noise included.
+
+# %% [markdown]
+# ## Ratio and clip
+#
+# Samples are drawn once and used for several updates. After the first, the policy that made them is no longer the current one, so each term is reweighted by the ratio $\rho = \pi/\pi_\text{old}$, and PPO's clip takes away the incentive to go far:
+#
+# $$L = \operatorname{mean}\ \max\big(-A\rho,\ -A\,\operatorname{clip}(\rho, 1-c, 1+c)\big).$$
+#
+# ### Exercise 3 · the clipped loss *(medium, 6 minutes)*
+#
+# All three inputs are `[pair]`: one entry for each (sample, step).
+
+
+# %% tags=["exercise"]
+def clipped_loss(new_log_prob, old_log_prob, advantage, clip):
+    """PPO's clipped objective as a loss, one number."""
+    return ...
+
+
+# %% tags=["solution"]
+def clipped_loss(new_log_prob, old_log_prob, advantage, clip):
+    """PPO's clipped objective as a loss, one number."""
+    ratio = (new_log_prob - old_log_prob).exp()
+    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip, 1 + clip)).mean()
+
+
+# %%
+lesson.check_clipped_loss(clipped_loss)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** As a *loss* the pessimistic choice is the maximum. For a positive advantage, a ratio above $1 + c$ is not rewarded further, but a ratio that has fallen below $1 - c$ still gets its gradient, which leads back. Taking the minimum does the
+# reverse: it stops corrections and lets the policy run away.
+
+# %% [markdown]
+# ## A leash
+#
+# The reward never is all that one wants. A penalty on the distance from the base model keeps what the reward does not mention. Per step both are Gaussians with the same standard deviation, for which
+#
+# $$\mathrm{KL}(\pi \,\|\, \pi_\text{ref}) = \frac{\|\mu - \mu_\text{ref}\|^2}{2\sigma^2},$$
+#
+# again as a mean over elements.
+#
+# ### Exercise 4 · KL *(easy, 3 minutes)*
+
+
+# %% tags=["exercise"]
+def kl(mean, reference_mean, std):
+    """KL per element between two Gaussians [sample, dim] of the same std [sample]: [sample]."""
+    return ...
+
+
+# %% tags=["solution"]
+def kl(mean, reference_mean, std):
+    """KL per element between two Gaussians [sample, dim] of the same std [sample]: [sample]."""
+    return (mean - reference_mean).square().mean(dim=1) / (2 * std**2)
+
+
+# %%
+lesson.check_kl(kl)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** With equal standard deviations the logarithms cancel. $\sigma$ is that of the *transition*, $\sigma_t\sqrt\Delta$ for Flow-SDE; one public code base uses $\sigma_t$ without $\sqrt\Delta$, which weighs the steps differently.
+
+# %% [markdown]
+# ## All of it, without the library
+#
+# The network is the exact velocity of the ring plus a small correction that starts at zero and sees the prompt. Everything else is in the functions above: roll out, score, compare within groups, update. Count the lines.
+
+# %%
+STEPS, PROMPTS, MEMBERS, LEVEL = 10, 16, 12, 0.7
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(5, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
+nn.init.zeros_(net[-1].weight)
+nn.init.zeros_(net[-1].bias)
+times = torch.linspace(1, 0, STEPS + 1)
+
+
+def velocity(x, t, direction):
+    """Exact velocity plus the network's correction."""
+    return ring.velocity(x, t) + net(torch.cat([x, t[:, None], direction], dim=1))
+
+
+def transition(x, i, direction):
+    """Mean and std of the policy at step i [sample]; at t = 1 sigma uses the next grid time in its denominator."""
+    t, s = times[i], times[i + 1]
+    v = velocity(x, t, direction)
+    variance = LEVEL**2 * t / (1 - torch.where(t == 1, times[1], t))
+    pull = (variance * (t - s) / (2 * t))[:, None] * (x + (1 - t[:, None]) * v)
+    return x - (t - s)[:, None] * v - pull, (variance * (t - s)).sqrt()
+
+
+def rollout(direction, generator, steps=STEPS - 1):
+    """Nodes [node, sample, dim]; the first `steps` steps are random, the rest follow the ODE."""
+    nodes = [torch.randn(len(direction), 2, generator=generator)]
+    for i in range(STEPS):
+        x, step = nodes[-1], torch.full((len(direction),), i)
+        if i < steps:
+            mean, std = transition(x, step, direction)
+            nodes.append(mean + std[:, None] * torch.randn(x.shape, generator=generator))
+        else:
+            nodes.append(x - (times[i] - times[i + 1]) * velocity(x, times[step], direction))
+    return torch.stack(nodes)
+
+
+def reward_of(points, direction):
+    """exp(-d^2 / 2), d the distance from the point asked for."""
+    return torch.exp(-(points - 2 * direction).square().sum(dim=1) / 2)
+
+
+def directions(count, generator):
+    """Random unit vectors."""
+    angle = 2 * math.pi * torch.rand(count, generator=generator)
+    return torch.stack([angle.cos(), angle.sin()], dim=1)
+
+
+def train(iterations, seed=0, clip=2e-2, updates=4):
+    """Mean reward of the ODE's samples, before and after every iteration."""
+    generator = torch.Generator().manual_seed(seed)
+    optimiser = torch.optim.Adam(net.parameters(), lr=3e-3)
+    curve = []
+    for _ in range(iterations):
+        with torch.no_grad():
+            held_out = directions(256, torch.Generator().manual_seed(99))
+            curve.append(float(reward_of(rollout(held_out, torch.Generator().manual_seed(98), steps=0)[-1], held_out).mean()))
+            direction = directions(PROMPTS, generator).repeat_interleave(MEMBERS, 0)
+            nodes = rollout(direction, generator)
+            advantage = group_advantage(reward_of(nodes[-1], direction).view(PROMPTS, MEMBERS)).flatten()
+            sample, step = torch.cartesian_prod(torch.arange(len(direction)), torch.arange(STEPS - 1)).unbind(1)
+            before = log_prob(nodes[step + 1, sample], *transition(nodes[step, sample], step, direction[sample]))
+        for part in torch.randperm(len(sample), generator=generator).chunk(updates):
+            chosen, i = sample[part], step[part]
+            after = log_prob(nodes[i + 1, chosen], *transition(nodes[i, chosen], i, direction[chosen]))
+            loss = clipped_loss(after, before[part], advantage[chosen], clip)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    return curve
+
+
+curve = train(60)
+print(f"reward of held-out prompts: {curve[0]:.3f} before, {curve[20]:.3f} after 20 iterations, {curve[-1]:.3f} at the end")
+
+# %% tags=["hide-input"]
+figure, axes = panels(4, width=2.9, height=3.0)
+axes[0].plot(curve, color=COLOURS["flow-grpo"])
+axes[0].set(xlabel="iteration", ylabel="reward, held-out prompts", title="own loop", ylim=(0, 1))
+clean(axes[0])
+for cell, degrees in zip(axes[1:], (45, 170, 290), strict=True):
+    angle = math.radians(degrees)
+    direction = torch.tensor([[math.cos(angle), math.sin(angle)]]).repeat(300, 1)
+    with torch.no_grad():
+        points = rollout(direction, torch.Generator().manual_seed(7), steps=0)[-1]
+    plane(cell, f"towards {degrees} degrees")
+    cell.scatter(*points.T, s=4, color=DATA, alpha=0.6)
+    cell.scatter(*(2 * direction[0]), s=90, marker="*", color=ACCENT)
+plt.show()
+
+# %% [markdown]
+# ## The same with the library
+#
+# `Trainer` composes the four parts: a sampler, a credit rule (here `Uniform`: every step gets the group advantage of the final reward), a loss, and a reward. Its metrics say what to watch: the ratio's mean should stay near 1, and some pairs, not most, should be clipped.
+
+# %%
+from flowrl.losses import ClippedLoss
+from flowrl.methods import flow_grpo
+from flowrl.samplers import AllButLast, FlowSDE
+
+mixture = world("mixture")
+config = RunConfig(world="mixture", task="direction", iterations=30, prompts=16, members=12, lr=3e-3, updates=4, seed=0)
+policy = mixture.policy(PolicyOptions())
+method = flow_grpo(AllButLast(FlowSDE(0.7)), ClippedLoss(clip=2e-2))
+trainer = Trainer(policy, method, mixture.reward("soft"), mixture.prompts("direction", "train"), config)
+history = [trainer.iteration() for _ in range(30)]
+for row in history[::10] + history[-1:]:
+    print(
+        f"iteration {row['iteration']:2d}: training reward {row['reward_mean']:.3f}, clipped {row['clip_fraction']:.0%}, ratio {row['ratio_mean']:.4f}"
+    )
+
+# %% [markdown]
+# ## Mean or sum?
+#
+# Suppose a network changes every element's mean by a thousandth of the standard deviation: hardly anything. How far does the ratio move from 1? With the mean over elements, less and less as latents grow; with the sum, more and more.
+
+# %%
+generator = torch.Generator().manual_seed(0)
+sizes = [2, 16, 128, 1024, 8192, 65536]
+spread = {"sum": [], "mean": []}
+for size in sizes:
+    noise = torch.randn(256, size, generator=generator)
+    change = 1e-3 * torch.randn(size, generator=generator).sign()
+    terms = (noise.square() - (noise - change).square()) / 2
+    spread["sum"].append(float(terms.sum(1).exp().std()))
+    spread["mean"].append(float(terms.mean(1).exp().std()))
+    print(f"{size:6d} elements: std of the ratio {spread['sum'][-1]:.1e} with the sum, {spread['mean'][-1]:.1e} with the mean")
+
+# %% tags=["hide-input"]
+figure, axes = panels(width=4.8, height=3.0)
+for name, shade in (("sum", ACCENT), ("mean", DATA)):
+    axes.loglog(sizes, spread[name], "o-", color=shade, markersize=4)
+    axes.text(sizes[-1] * 1.25, spread[name][-1], name, color=shade, va="center")
+axes.axhline(1e-4, color=NOISE, linestyle=":", linewidth=1)
+axes.text(2, 1.2e-4, "Flow-GRPO's clip, 1e-4", fontsize=8, color=NOISE)
+axes.set(
+    xlabel="elements of the latent", ylabel="std of the ratio", title="the same small change, seen by the ratio", xlim=(1.5, 3e5)
+)
+clean(axes)
+plt.show()
+
+# %% [markdown]
+# ### Exercise 5 · read a run *(medium, 8 minutes)*
+#
+# Three runs went wrong. Which setting explains which log? Answer with the letters.
+#
+# | | log |
+# |---|---|
+# | 1 | reward rises for five iterations, then falls to near 0; ratio mean 1.7; nothing is clipped |
+# | 2 | reward flat; 100% clipped from the second update of each iteration on |
+# | 3 | reward flat; mean absolute advantage 0.000 |
+#
+# | | setting |
+# |---|---|
+# | A | all members of a group start from the same noise *and* the sampler is an ODE but for a step whose noise changes nothing that the reward sees |
+# | B | clip of 10 (a slip for 1e-1), learning rate a hundred times too large |
+# | C | clip of 1e-9 |
+
+# %% tags=["exercise"]
+diagnosis = {1: ..., 2: ..., 3: ...}
+
+# %% tags=["solution"]
+diagnosis = {1: "B", 2: "C", 3: "A"}
+
+# %%
+lesson.check_diagnosis(diagnosis)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** A clip that never acts allows the policy to leave the region where its samples mean anything: the ratio tells first. A clip below the rounding noise of the log-probability stops everything after the first update. And where all members get the same
+# reward, no advantage is left: look at the spread within groups before anything else.
+
+# %% [markdown]
+# ## To keep
+#
+# | symbol | meaning | in `flowrl` |
+# |---|---|---|
+# | $\log\pi(x_{i+1}\mid x_i)$, mean over elements | log-probability | `flow.log_prob` |
+# | $A = (R - \bar R)/(\mathrm{std} + 10^{-4})$ | group advantage | `credit.Uniform`, `credit.zscore` |
+# | $\max(-A\rho, -A\operatorname{clip}\rho)$ | clipped loss | `losses.ClippedLoss(clip)` |
+# | $\|\mu-\mu_\text{ref}\|^2/2\sigma^2$ | KL | `flow.kl`, `ClippedLoss(kl_weight=...)` |
+# | one iteration | rollout, score, credit, update | `Trainer.iteration` |
+#
+# **Next:** [4 · Flow-GRPO](04_flow_grpo.ipynb) does this with pictures.
