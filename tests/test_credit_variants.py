@@ -237,3 +237,10 @@ def test_substeps_of_the_paper_are_one_option() -> None:
     for count in (1, 2, 5, 8):
         assert build("credit", f'stepwise-gain(probe="substeps:{count}")').probe == Substeps(count)
     assert build("credit", "stepwise-gain(probe=completion)").probe == Completion()
+
+
+def test_a_step_that_changes_nothing_is_no_turning_point_under_either_rule() -> None:
+    """After a fall, a step of difference 0: neither it nor the rise after it turns."""
+    flat = torch.tensor([[[0.5, 0.4, 0.4, 0.6]]])
+    for consistent in (True, False):
+        assert turning_points(flat, consistent=consistent).tolist() == [[[False, False, False]]]

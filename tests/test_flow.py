@@ -151,3 +151,9 @@ def test_samples_have_the_stated_mean_and_std() -> None:
     draws = sample(Gaussian(torch.full((1, n), 3.0), torch.tensor([0.5])), torch.Generator().manual_seed(0))
     assert abs(float(draws.mean()) - 3.0) < 5 * 0.5 / math.sqrt(n)
     assert abs(float(draws.var()) / 0.25 - 1.0) < 5 * math.sqrt(2 / n)
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_a_grid_without_steps_is_refused_by_name(steps: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^steps = {steps} is not allowed: 1 or more"):
+        uniform_schedule(steps)

@@ -66,3 +66,10 @@ def test_the_ring() -> None:
     torch.testing.assert_close(RING.means.norm(dim=1), torch.full((8,), 2.0))
     torch.testing.assert_close(RING.means.sum(0), torch.zeros(2), atol=1e-5, rtol=0)
     torch.testing.assert_close(RING.weights, torch.full((8,), 1 / 8))
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+def test_the_expected_bump_in_other_dimensions(dim: int) -> None:
+    """With one mode at the target the integral is (w^2 / (w^2 + s^2))^(dim/2)."""
+    mixture = GaussianMixture(torch.zeros(1, dim), 0.5, torch.ones(1))
+    assert mixture.expected_bump(torch.zeros(dim), 1.0) == pytest.approx((1 / 1.25) ** (dim / 2), rel=1e-6)

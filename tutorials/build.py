@@ -196,7 +196,7 @@ def build(source: Path, check: bool) -> tuple[str, list[str]]:
         problems.append(f"{source.stem} takes {seconds:.0f} s; at most {LIMIT_SECONDS} are allowed")
     if size > LIMIT_BYTES:
         problems.append(f"{target.name} has {size:,} bytes; at most {LIMIT_BYTES:,} are allowed")
-    if exercises < 3 and not source.name.startswith("00"):
+    if exercises < 3:
         problems.append(f"{source.stem} has {exercises} exercises; at least 3 are needed")
     beginning = nbformat.writes(student(source))
     if check:

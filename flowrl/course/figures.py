@@ -39,12 +39,18 @@ def plane(axes: Axes, title: str = "", extent: float = 3.4) -> Axes:
     return axes
 
 
-def show_pictures(images: Tensor, captions: Sequence[str] = (), columns: int = 8, title: str = "", size: float = 1.25) -> Figure:
-    """Pictures [sample, channel, height, width] in [0, 1] in rows of `columns`, a short caption under each."""
+def show_pictures(
+    images: Tensor,
+    captions: Sequence[str] = (),
+    columns: int = 8,
+    title: str = "",
+    size: float = 1.25,
+    labels: Sequence[str] = (),
+) -> Figure:
+    """Pictures [sample, channel, height, width] in [0, 1] in rows of `columns`; a caption under each, a label over each row."""
     rows = -(-len(images) // columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(size * columns, (size + 0.3 * bool(captions)) * rows), layout="constrained", squeeze=False
-    )
+    height = size + 0.3 * bool(captions) + 0.25 * bool(labels)
+    figure, axes = plt.subplots(rows, columns, figsize=(size * columns, height * rows), layout="constrained", squeeze=False)
     for cell in axes.flat:
         cell.axis("off")
     for i, image in enumerate(images):
@@ -52,6 +58,8 @@ def show_pictures(images: Tensor, captions: Sequence[str] = (), columns: int = 8
         cell.imshow(image.detach().permute(1, 2, 0).clamp(0, 1).numpy(), interpolation="nearest")
         if captions:
             cell.set_title(captions[i], fontsize=8, y=-0.22, color=INK)
+    for row, label in enumerate(labels):
+        axes[row, 0].set_title(label, loc="left", fontsize=9, color=INK)
     if title:
         figure.suptitle(title, fontsize=11)
     return figure
