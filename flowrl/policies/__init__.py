@@ -1,0 +1,1 @@
+"""What owns a network: the closed-form mixture, the small built-in model, diffusers' pipelines."""

@@ -1,0 +1,1 @@
+"""The trainer, and what surrounds it: settings, checkpoints, evaluation, comparison, pretraining."""

@@ -58,6 +58,8 @@ rows(before, before_scores)
 plt.show()
 
 # %% [markdown]
+# ## What it cannot do
+#
 # ### Exercise 1 · find its weakness *(easy, 4 minutes)*
 #
 # Write a prompt that the base model often gets wrong. The language has numbers (`two red circles`, up to `five`), pairs (`red circle and blue square`), relations (`red circle left of blue square`, `right of`, `above`, `below`) and texts (`text "K7"`); colours are red, green, blue and yellow, shapes circle, square and triangle. The

@@ -1,0 +1,121 @@
+"""The documentation site: `sphinx-build -W --keep-going -b html docs docs/_build/html`."""
+
+import pkgutil
+import re
+import shutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from flowrl import __version__  # noqa: E402
+
+project = "flowrl"
+author = "the flowrl developers"
+copyright = "2026, the flowrl developers"
+release = __version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.viewcode", "sphinx_copybutton"]
+myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_inline"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # the notebooks hold their outputs; tutorials/build.py executes them
+nb_merge_streams = True
+exclude_patterns = ["_build"]
+suppress_warnings = ["mystnb.unknown_mime_type"]
+
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "undoc-members": False, "show-inheritance": False, "ignore-module-all": True}
+
+html_theme = "furo"
+html_title = "flowrl"
+html_static_path = ["_static"]
+html_css_files = ["flowrl.css"]
+html_theme_options = {"navigation_with_keys": True, "light_css_variables": {"color-brand-primary": "#0072B2"}}
+
+
+def copy_course() -> None:
+    """The notebooks with solutions become pages under course/."""
+    target = HERE / "course"
+    target.mkdir(exist_ok=True)
+    for old in target.glob("*.ipynb"):
+        old.unlink()
+    for notebook in sorted((HERE.parent / "tutorials").glob("[0-9][0-9]_*.ipynb")):
+        shutil.copy(notebook, target / notebook.name)
+
+
+ROOMS = {
+    "Core": ("types", "protocols", "errors"),
+    "Flow": ("flow",),
+    "Samplers": ("samplers",),
+    "Credit": ("credit",),
+    "Losses": ("losses",),
+    "Rewards and worlds": ("rewards", "worlds", "builtin"),
+    "Policies": ("policies",),
+    "Rollout": ("rollout",),
+    "Methods and parts by name": ("methods", "registry"),
+    "Training": ("training",),
+    "Diagnostics": ("diagnostics",),
+    "Contracts for your parts": ("testing",),
+    "Figures": ("plots",),
+    "Command line": ("cli", "commands", "display"),
+    "Course": ("course",),
+}
+
+
+def write_reference() -> None:
+    """One page per room with every public module. Fails where a top-level module belongs to no room."""
+    import flowrl
+
+    here = {name for _, name, _ in pkgutil.iter_modules(flowrl.__path__) if not name.startswith("_")}
+    listed = {name for names in ROOMS.values() for name in names}
+    if here - listed:
+        raise RuntimeError(f"docs/conf.py: ROOMS lacks {sorted(here - listed)}")
+    target = HERE / "reference" / "api"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for title, names in ROOMS.items():
+        modules = []
+        for name in names:
+            modules.append(f"flowrl.{name}")
+            root = Path(flowrl.__path__[0]) / name
+            found = pkgutil.walk_packages([str(root)], f"flowrl.{name}.") if root.is_dir() else []
+            modules += [module.name for module in found if "._" not in module.name]
+        text = [f"# {title}", ""]
+        for module in modules:
+            head = f"({module})=\n## {module}\n"
+            text += [head, "```{eval-rst}", f".. automodule:: {module}", "```", ""]
+        (target / f"{names[0]}.md").write_text("\n".join(text))
+
+
+def plain(app: object, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Our docstrings are plain text with `code`: outside of code, signs that mean something in reStructuredText are escaped."""
+    in_table = in_block = False
+    for number, line in enumerate(lines):
+        if set(line) == {"=", " "} or (line and set(line) == {"="}):
+            in_table = True
+        in_block = in_block and (line == "" or line.startswith(" "))
+        if not in_table and not in_block:
+            parts = re.split(r"(``.*?``|`[^`]*`)", line)
+            lines[number] = "".join(p if p.startswith("`") else re.sub(r"([*|\\]|_(?=\W|$))", r"\\\1", p) for p in parts)
+        if line.rstrip().endswith("::"):
+            in_block = True
+        if line == "":
+            in_table = False
+
+
+def skip(app: object, what: str, name: str, thing: object, skipped: bool, options: object) -> bool | None:
+    """Decorators that a module only borrows are not its members."""
+    return True if name == "promise" else None
+
+
+def setup(app: object) -> None:
+    """Called by Sphinx."""
+    copy_course()
+    write_reference()
+    app.connect("autodoc-process-docstring", plain)  # type: ignore[attr-defined]
+    app.connect("autodoc-skip-member", skip)  # type: ignore[attr-defined]
