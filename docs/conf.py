@@ -9,6 +9,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+from docutils import nodes  # noqa: E402
+from latex2mathml.converter import convert  # noqa: E402
+
 from flowrl import __version__  # noqa: E402
 
 project = "flowrl"
@@ -16,7 +19,8 @@ author = "the flowrl developers"
 copyright = "2026, the flowrl developers"
 release = __version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
+html_math_renderer = "mathml"
 myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_inline"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebooks hold their outputs; tutorials/build.py executes them
@@ -113,9 +117,18 @@ def skip(app: object, what: str, name: str, thing: object, skipped: bool, option
     return True if name == "promise" else None
 
 
+def mathml(writer: object, node: object) -> None:
+    """Formulas as MathML, which browsers draw themselves: the pages work without a network."""
+    block = node.tagname == "math_block"
+    found = convert(node.astext(), display="block" if block else "inline")
+    writer.body.append(f'<div class="math">{found}</div>' if block else found)
+    raise nodes.SkipNode
+
+
 def setup(app: object) -> None:
     """Called by Sphinx."""
     copy_course()
     write_reference()
     app.connect("autodoc-process-docstring", plain)  # type: ignore[attr-defined]
+    app.add_html_math_renderer("mathml", (mathml, None), (mathml, None))  # type: ignore[attr-defined]
     app.connect("autodoc-skip-member", skip)  # type: ignore[attr-defined]

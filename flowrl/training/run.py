@@ -45,7 +45,7 @@ class Run:
     shared: Path | None = None
 
     def execute(self, resume: bool = False) -> bool:
-        """Train to the end, or go on from the last checkpoint with `resume`. Raises `FlowrlError`s from its parts."""
+        """Train to the end, or with `resume` go on from the last checkpoint. Raises a `FlowrlError` where a part does."""
         if resume and (self.folder / "done.json").exists():
             return True
         world = self.config.make_world()
