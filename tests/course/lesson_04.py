@@ -1,0 +1,63 @@
+"""Solutions and likely mistakes of lesson 4."""
+
+from flowrl.course import lesson_04 as lesson
+from tests.course.cases import Case
+
+
+def uniform(final, steps, dim=1, std_dim=None, unbiased=False, epsilon=1e-4):
+    spread = final.std(dim=dim if std_dim is None else std_dim, keepdim=True, unbiased=unbiased)
+    scores = (final - final.mean(dim=dim, keepdim=True)) / (spread + epsilon)
+    return scores[:, :, None].repeat(1, 1, steps)
+
+
+def pushing(ratio, advantage, clip):
+    return ~(((advantage > 0) & (ratio > 1 + clip)) | ((advantage < 0) & (ratio < 1 - clip)))
+
+
+CASES = [
+    Case(
+        lesson.check_uniform,
+        uniform,
+        [
+            (lambda f, s: uniform(f, s, dim=(0, 1)), "the whole batch: take it over members"),
+            (lambda f, s: uniform(f, s, dim=0), "runs over prompts"),
+            (lambda f, s: uniform(f, s, std_dim=(0, 1)), "standard deviation is that of the whole batch"),
+            (lambda f, s: uniform(f, s, unbiased=True), "unbiased=False"),
+            (lambda f, s: uniform(f, s, epsilon=0.0), "equal rewards gives NaN"),
+            (lambda f, s: uniform(f, s)[..., 0], "step axis is missing"),
+            (lambda f, s: ..., "replace the dots"),
+        ],
+    ),
+    Case(
+        lesson.check_silent,
+        lambda p, g: float((p**g + (1 - p) ** g).mean()),
+        [
+            (lambda p, g: float(((1 - p) ** g).mean()), "only groups in which all fail"),
+            (lambda p, g: float((p**g).mean()), "only groups in which all succeed"),
+            (lambda p, g: float(p.mean() ** g + (1 - p.mean()) ** g), "apply it to every prompt"),
+            (lambda p, g: float((p**g * (1 - p) ** g).mean()), "add them"),
+            (lambda p, g: 1 - float((p**g + (1 - p) ** g).mean()), "groups that do speak"),
+        ],
+    ),
+    Case(
+        lesson.check_cost,
+        lambda n, t, d: n * (t + 3 * d),
+        [
+            (lambda n, t, d: n * (t + d), "backward pass is missing"),
+            (lambda n, t, d: n * 4 * t, "only the stochastic ones"),
+            (lambda n, t, d: t + 3 * d, "for one trajectory"),
+            (lambda n, t, d: 3 * n * d, "sampling is missing"),
+        ],
+    ),
+    Case(
+        lesson.check_pushing,
+        pushing,
+        [
+            (lambda r, a, c: (r - 1).abs() <= c, "every pair outside"),
+            (lambda r, a, c: ~(((a > 0) & (r < 1 - c)) | ((a < 0) & (r > 1 + c))), "sides are swapped"),
+            (lambda r, a, c: ~pushing(r, a, c), "where the gradient is zero"),
+            (lambda r, a, c: r <= 1 + c, "upper bound holds for good pairs only"),
+            (lambda r, a, c: pushing(r, a, c).float(), "booleans are wanted"),
+        ],
+    ),
+]

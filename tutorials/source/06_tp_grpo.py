@@ -1,0 +1,449 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 6 · TP-GRPO
+#
+# **After this lesson you can** score any state by completing it with the ODE, find turning points by hand and in code, balance them, and ask of a clever criterion the question one should always ask: how often would pure noise
+# satisfy it?
+#
+# **Time** 75 minutes, of which the computer needs two. **You need** lesson 5 (gains, shared ideas and names).
+#
+# TP-GRPO (arXiv 2602.06422) starts from the same complaint as Stepwise-Flow-GRPO, one reward for all steps, and makes one more observation. Some steps *turn* a trajectory: before them it moved away from where it will end, from
+# them on it moves there. Such a step deserves more than its own gain.
+
+# %% tags=["hide-input"]
+import matplotlib.pyplot as plt
+import torch
+
+from flowrl import preset, world
+from flowrl.builtin import PolicyOptions
+from flowrl.course import lesson_06 as lesson
+from flowrl.course.figures import ACCENT, COLOURS, DATA, INK, NOISE, clean, panels
+from flowrl.course.pictures import agreement, gradient, roll, train
+from flowrl.credit import TurningPoint, Uniform, gains, reward_to_go
+from flowrl.diagnostics.explain import explain
+from flowrl.rollout import Usage, integrate, score
+from flowrl.samplers import AllButLast, FlowSDE, Window
+from flowrl.types import Completion
+
+shapes = world("shapes")
+base = shapes.policy(PolicyOptions())
+prompts = shapes.prompts("compositional", "train")[:16]
+judge = shapes.reward("soft")
+batch = roll(base, judge, prompts, members=12, sampler=AllButLast(FlowSDE(0.7)), probe=Completion())
+rewards = batch.rewards
+
+
+def clearest(rewards):
+    """The trajectory with the clearest turn upwards: low before, high after, (prompt, member, step)."""
+    fall, rise = -gains(rewards)[..., :-1], reward_to_go(rewards)[..., 1:]
+    score = torch.minimum(fall, torch.minimum(rise, gains(rewards)[..., 1:]))
+    score = torch.where(rewards[..., -1:] > rewards[..., :1], score, -1.0)
+    index = int(score.argmax())
+    steps, members = score.shape[-1], rewards.shape[1]
+    return index // steps // members, index // steps % members, index % steps + 1
+
+
+group, member, turn = clearest(rewards)
+
+
+def opening():
+    """One trajectory: its completions, its rewards, its turning point."""
+    row = rewards[group, member]
+    latents = torch.stack([batch.result.estimates[node][group * 12 + member] for node in range(11)])
+    figure = plt.figure(figsize=(9.5, 4.0), layout="constrained")
+    grid = figure.add_gridspec(2, 11, height_ratios=[1, 2.4])
+    for node, pixels in enumerate(base.decode(latents)):
+        cell = figure.add_subplot(grid[0, node])
+        cell.imshow(pixels.permute(1, 2, 0).clamp(0, 1), interpolation="nearest")
+        cell.set(xticks=[], yticks=[])
+        cell.set_title(f"{row[node]:.2f}", fontsize=9)
+    axes = figure.add_subplot(grid[1, :])
+    axes.plot(range(11), row, "o-", color=COLOURS["tp-grpo"])
+    axes.scatter([turn], [float(row[turn])], s=220, facecolors="none", edgecolors=ACCENT, linewidths=2.2, zorder=5)
+    axes.annotate(f"step {turn} turns it", (turn, float(row[turn])), xytext=(14, -4), textcoords="offset points", color=ACCENT)
+    axes.set(xlabel="node j (0 = noise, 10 = picture)", ylabel="reward of the completion", xlim=(-0.5, 10.5), xticks=range(11))
+    axes.set_title(f'"{prompts[group].text}": what the ODE would make of every node, and its reward', fontsize=10)
+    clean(axes)
+    plt.show()
+
+
+opening()
+
+# %% [markdown]
+# ## Completing a state
+#
+# TP-GRPO's $R_j$ is the reward of the picture that the *ODE* reaches from node $j$: the remaining steps of the sampler's own grid, without noise. So $R_j$ means "if randomness stopped here".
+#
+# ### Exercise 1 · complete *(easy, 5 minutes)*
+#
+# `x` is the state at node `node` of the grid `times` (tensor, $T+1$ entries), `velocity(x, t)` the network at a time $t$ (a number). Return the state at $t = 0$.
+
+
+# %% tags=["exercise"]
+def complete(velocity, x, node, times):
+    """The ODE's end point from a state at node `node`."""
+    return ...
+
+
+# %% tags=["solution"]
+def complete(velocity, x, node, times):
+    """The ODE's end point from a state at node `node`."""
+    for i in range(node, len(times) - 1):
+        x = x - (times[i] - times[i + 1]) * velocity(x, times[i])
+    return x
+
+
+# %%
+lesson.check_complete(complete)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The remaining steps only, from the state itself. Compare lesson 5: there, $T'$ substeps on an even grid from every node; here the sampler's own grid, so a completion from node $j$ takes $T - j$ steps.
+
+# %%
+everyone, paths, node = batch.condition.repeat(12), batch.result.trajectories, 4
+
+
+def network(x, t):
+    """The policy's velocity for all trajectories of the batch at time t."""
+    return base.velocity(x, torch.full((len(x),), 1000.0 * float(t)), everyone)
+
+
+with torch.no_grad():
+    ours = complete(network, paths.nodes[:, node], node, paths.schedule.times)
+print(
+    f"largest difference from the library: {float((ours - batch.result.estimates[node]).abs().max()):.0e} (latents are of size 1)"
+)
+print(
+    f"{batch.usage.nfe / 192:g} network evaluations per trajectory in {batch.usage.calls} sequential calls, {batch.usage.reward_calls / 192:g} pictures judged"
+)
+
+# %% [markdown]
+# Ten steps and their completions: $10 + 9 + \dots + 1 = 55$ evaluations, since every completion's first velocity is the rollout's own (64 in the released code). They need only ten *sequential* calls: at each step one batched call serves the trajectories and all completions under way.
+#
+# ## Turning points by hand
+#
+# Write $d_i = R_{i+1} - R_i$ for the increments (lesson 5's gains) and $D = R_T - R_0$ for the *trend*. Step $i \ge 1$ is a **turning point** when the step before went against the trend and this one goes with it:
+#
+# $$\operatorname{sign}(d_{i-1})\operatorname{sign}(D) < 0, \qquad \operatorname{sign}(d_i)\operatorname{sign}(D) > 0.$$
+#
+# It is **consistent** when, besides, what follows has the sign of the step itself: $d_i\,(R_T - R_{i+1}) > 0$. The first step has no step before it; it counts when $d_0 D > 0$ (plain), or when $d_0\,(R_T - R_1) > 0$ (consistent). A difference of zero never qualifies.
+#
+# Three trajectories of a group, five nodes:
+
+# %%
+names = ("a", "b", "c")
+table = torch.tensor([[[0.50, 0.40, 0.30, 0.45, 0.60], [0.50, 0.60, 0.70, 0.55, 0.40], [0.50, 0.55, 0.52, 0.65, 0.62]]])
+figure, axes = panels(3, width=2.9, height=2.4, sharey=True)
+for cell, name, row, shade in zip(axes, names, table[0], (DATA, ACCENT, COLOURS["dance-grpo"]), strict=True):
+    cell.plot(range(5), row, "o-", color=shade)
+    for j, value in enumerate(row):
+        cell.annotate(f"{value:.2f}", (j, float(value)), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8)
+    for i in range(4):
+        cell.text(i + 0.5, 0.215, f"step {i}", ha="center", fontsize=7.5, color=NOISE)
+    cell.set(title=f"trajectory {name}", xlabel="node", xticks=range(5), ylim=(0.2, 0.8))
+    clean(cell)
+axes[0].set_ylabel("reward of the completion")
+plt.show()
+
+# %% [markdown]
+# ### Exercise 2 · by hand *(medium, 8 minutes)*
+#
+# List the turning points of each trajectory: the numbers of the steps, once under the plain rule, once under the consistent one. An empty list means none.
+
+# %% tags=["exercise"]
+plain = {"a": ..., "b": ..., "c": ...}
+consistent = {"a": ..., "b": ..., "c": ...}
+
+# %% tags=["solution"]
+plain = {"a": [2], "b": [2], "c": [0, 2]}
+consistent = {"a": [2], "b": [2], "c": [0]}
+
+# %%
+lesson.check_by_hand(plain, consistent)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** *a* falls, falls, rises, rises and ends higher ($D = +0.1$): step 2 is the first to go with the trend after one that went against it, and the rise goes on. *b* is its mirror image. *c*: steps +0.05, −0.03, +0.13, −0.03 with $D = +0.12$. Step 2 follows a
+# step down and goes up, so it turns; but after it the reward *falls* (0.62 − 0.65), so its long-term effect is smaller than its own: not consistent. Step 0 goes up and the rest does too.
+
+# %% [markdown]
+# ## Turning points by code
+#
+# ### Exercise 3 · the plain rule *(medium, 8 minutes)*
+#
+# For rewards `[prompt, member, node]` return booleans `[prompt, member, step]`: the plain rule for steps $i \ge 1$, and `False` at step 0 (the next exercise adds it).
+
+
+# %% tags=["exercise"]
+def plain_turns(rewards):
+    """Where a step goes with the trend after one that went against it; step 0 is False."""
+    return ...
+
+
+# %% tags=["solution"]
+def plain_turns(rewards):
+    """Where a step goes with the trend after one that went against it; step 0 is False."""
+    trend = (rewards[..., -1:] - rewards[..., :1]).sign()
+    along = rewards.diff(dim=-1).sign() * trend
+    turns = torch.zeros_like(along, dtype=torch.bool)
+    turns[..., 1:] = (along[..., :-1] < 0) & (along[..., 1:] > 0)
+    return turns
+
+
+# %%
+lesson.check_plain(plain_turns)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Multiplying by the sign of the trend turns "up or down" into "with or against". The result belongs to the *later* of the two steps: the one that turned. Strict inequalities do the rest: a zero difference is neither with nor against.
+
+# %% [markdown]
+# ### Exercise 4 · the consistent rule, and the first step *(medium, 8 minutes)*
+#
+# Keep of the plain turning points those that are consistent, and add the first step where it qualifies.
+
+
+# %% tags=["exercise"]
+def consistent_turns(rewards):
+    """The consistent turning points of all steps, the first included."""
+    turns = plain_turns(rewards)
+    return ...
+
+
+# %% tags=["solution"]
+def consistent_turns(rewards):
+    """The consistent turning points of all steps, the first included."""
+    turns = plain_turns(rewards)
+    agrees = rewards.diff(dim=-1) * (rewards[..., -1:] - rewards[..., 1:]) > 0
+    turns &= agrees
+    turns[..., 0] = agrees[..., 0]
+    return turns
+
+
+# %%
+lesson.check_consistent(consistent_turns)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** $R_T - R_{i+1}$ is what comes *after* step $i$; comparing with $R_T - R_i$ would include the step's own gain and be true too often. Two things follow. The last step never qualifies (nothing comes after it). And with 0/1 rewards *no* step $i \ge 1$ does: $d_{i-1} < 0 < d_i$ uses up both values, and
+# nothing is left to rise to. Use a continuous reward with this rule.
+
+# %%
+found = consistent_turns(rewards)
+print(f"consistent turning points per trajectory: {float(found.float().sum(-1).mean()):.2f}")
+print("share of trajectories by step:", " ".join(f"{value:.2f}" for value in found.float().mean((0, 1))))
+
+# %% [markdown]
+# ## What a turning point is paid
+#
+# At a turning point the increment $d_i$ is *replaced* by the long-term reward $R_T - R_i$, what was won from here to the end. Under the consistent rule it has the sign of $d_i$ and is larger. Everywhere else the increment stays. Then each step is normalised over the members, by itself.
+#
+# One more idea: **balancing**. In a batch with $n_+$ turning points of positive and $n_-$ of negative long-term reward, only the $k = \min(n_+, n_-)$ largest of each sign keep their long-term reward; the others fall back to $d_i$. If there is one sign only, all stay.
+#
+# ### Exercise 5 · balance *(harder, 10 minutes)*
+#
+# `turns` are booleans, `size` $= R_T - R_i$, both `[prompt, member, step]`; the whole table is one batch. Return which turning points remain. There are no ties.
+
+
+# %% tags=["exercise"]
+def balance(turns, size):
+    """The turning points that keep their long-term reward."""
+    return ...
+
+
+# %% tags=["solution"]
+def balance(turns, size):
+    """The turning points that keep their long-term reward."""
+    up, down = size[turns & (size > 0)], size[turns & (size < 0)]
+    k = min(len(up), len(down))
+    if k == 0:
+        return turns
+    least, most = up.sort(descending=True).values[k - 1], down.sort().values[k - 1]
+    return turns & ((size >= least) | (size <= most))
+
+
+# %%
+lesson.check_balance(balance)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Balancing keeps the large payments from having a common direction: a batch in which nearly every turn is upward would otherwise push everything up. In `flowrl` this is `credit.balanced`; the released code ranks by the whole trajectory's trend $D$ instead of $R_T - R_i$ (`TurningPoint(balance="trend")`).
+
+# %%
+kept = balance(consistent_turns(table), reward_to_go(table))
+print("kept by R_T - R_i:", [f"{names[m]} at step {i}" for _, m, i in kept.nonzero().tolist()])
+by_trend = TurningPoint(balance="trend").selected(table)
+print("kept by trend    :", [f"{names[m]} at step {i}" for _, m, i in by_trend.nonzero().tolist()])
+rule = TurningPoint()
+selected, aggregated = rule.selected(rewards), reward_to_go(rewards)[consistent_turns(rewards)]
+print(f"in our batch: {int((aggregated > 0).sum())} turns up, {int((aggregated < 0).sum())} down; {int(selected.sum())} remain")
+print("same as ours:", torch.equal(selected, balance(consistent_turns(rewards), reward_to_go(rewards))))
+print(explain(rule, table))
+
+# %% [markdown]
+# Two things to notice. Balancing by size keeps *a*, by trend *c*: with few trajectories such choices decide everything. And look at the advantages of step 2: *a* and *b* were paid $R_T - R_i = \pm 0.30$ there, *c* its increment +0.13, and the three are normalised together, as if they were of the same kind. That is how
+# the method is published.
+#
+# ## How many turning points would pure noise have?
+#
+# The rule looks for patterns of signs. Random numbers have patterns of signs too. Before reading meaning into a count, one needs the count of a *null model*: rewards that have no meaning.
+#
+# ### Exercise 6 · the null model *(medium, 8 minutes)*
+#
+# `turning` is a function such as `consistent_turns`. Return the mean number of turning points *per trajectory* when the rewards at the `nodes` nodes are independent standard normal numbers. Use enough trajectories to be right to about 0.02.
+
+
+# %% tags=["exercise"]
+def noise_count(turning, nodes=10):
+    """Turning points per trajectory in pure noise."""
+    generator = torch.Generator().manual_seed(0)
+    return ...
+
+
+# %% tags=["solution"]
+def noise_count(turning, nodes=10):
+    """Turning points per trajectory in pure noise."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(100, 400, nodes, generator=generator)
+    return float(turning(noise).float().sum(dim=-1).mean())
+
+
+# %%
+lesson.check_null(noise_count)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Sum over the steps of a trajectory, mean over trajectories. Only the order of the rewards matters to signs, so any continuous distribution gives the same count. We take ten nodes, not eleven: the last step of our sampler is an ODE step, whose increment is exactly 0.
+
+# %% [markdown]
+# Independent noise is one null model; rewards along a trajectory are rather like a walk. So we take two more: a random walk, and the most demanding one, a *shuffle*: at each step, give every trajectory the increment of another, random trajectory. That keeps the sizes of the increments at each step exactly as measured and destroys only what we are looking for,
+# the connection between one step and the next within a trajectory.
+
+# %%
+generator = torch.Generator().manual_seed(1)
+walk = torch.randn(100, 400, 10, generator=generator).cumsum(-1)
+increments = gains(rewards).flatten(0, 1)[:, :9]
+shuffles = torch.stack([increments.gather(0, torch.rand(increments.shape, generator=generator).argsort(0)) for _ in range(50)])
+start = rewards[..., 0].flatten()[None, :, None]
+shuffled = torch.cat([start.expand(50, -1, -1), start + shuffles.cumsum(-1)], dim=-1)
+error = float(found.float().sum(-1).std()) / len(increments) ** 0.5
+counts = {
+    "measured": float(found.float().sum(-1).mean()),
+    "independent noise": noise_count(consistent_turns),
+    "random walk": float(consistent_turns(walk).float().sum(-1).mean()),
+    "shuffled increments": float(consistent_turns(shuffled).float().sum(-1).mean()),
+}
+for name, value in counts.items():
+    print(
+        f"{name:<20} {value:.2f}"
+        + (f" ± {error:.2f} (standard error, {len(increments)} trajectories)" if name == "measured" else "")
+    )
+aggregated = reward_to_go(rewards)[found].abs()
+swing = gains(rewards).abs()[found]
+print(
+    f"of the measured ones, {float((aggregated < 0.01).float().mean()):.0%} have |R_T - R_i| < 0.01 and {float((swing < 0.01).float().mean()):.0%} have |d_i| < 0.01"
+)
+
+# %% tags=["hide-input"]
+figure, axes = panels(2, width=4.4, height=3.0)
+steps = range(9)
+axes[0].bar(steps, found.float().mean((0, 1))[:9], color=COLOURS["tp-grpo"], alpha=0.75, label="measured")
+for name, values, style in (
+    ("independent noise", torch.randn(100, 400, 10, generator=generator), ":"),
+    ("random walk", walk, "--"),
+    ("shuffled increments", shuffled, "-"),
+):
+    axes[0].plot(
+        steps, consistent_turns(values).float().mean((0, 1))[:9], style, color=NOISE if style != "-" else INK, label=name
+    )
+axes[0].set(xlabel="step", ylabel="share of trajectories", title="Consistent turning points: data and chance", ylim=(0, 0.62))
+axes[0].legend(frameon=False, fontsize=8)
+ordered = aggregated.sort().values
+axes[1].semilogx(ordered.clamp(min=1e-5), torch.linspace(0, 1, len(ordered)), color=COLOURS["tp-grpo"])
+axes[1].axvline(0.01, color=NOISE, linestyle=":")
+axes[1].text(0.012, 0.05, "0.01", color=NOISE)
+axes[1].set(
+    xlabel=r"size of $R_T - R_i$ at a turning point",
+    ylabel="share of turning points below",
+    title="Most are too small to be seen",
+)
+for cell in axes:
+    clean(cell)
+plt.show()
+
+# %% [markdown]
+# RESULT_NULL
+#
+# ## The first reward must be the trajectory's own
+#
+# $R_0$, the reward of the pure ODE, enters $d_0$, the trend, and with it every sign. It must start from the trajectory's *own* noise. The released code draws fresh noise there (its comment says the same noise). What does that change? We score fresh noise per trajectory and put it in the place of $R_0$.
+
+# %%
+fresh = torch.randn(192, *base.latent_shape, generator=torch.Generator().manual_seed(99))
+ends = integrate(base, base.schedule(10), everyone, fresh, Usage())
+wrong = rewards.clone()
+wrong[..., 0] = score(judge, base.decode(ends), [prompt for prompt in prompts for _ in range(12)]).view(16, 12)
+flipped = (wrong[..., -1] - wrong[..., 0]).sign() != (rewards[..., -1] - rewards[..., 0]).sign()
+after = consistent_turns(wrong)
+print(f"trend of another sign: {float(flipped.float().mean()):.0%} of the trajectories")
+print(
+    f"turning points: {int((found & after).sum())} stay, {int((found & ~after).sum())} are lost, {int((~found & after).sum())} are new"
+)
+steps_0 = [TurningPoint().assign(values)[..., 0].flatten() for values in (rewards, wrong)]
+print(f"correlation of the first step's advantages with the right ones: {float(torch.corrcoef(torch.stack(steps_0))[0, 1]):.2f}")
+
+# %% [markdown]
+# RESULT_FRESH
+#
+# ## Does the place matter?
+#
+# Three versions of the rule on the same trajectories: increments alone, turning points, and as a control the long-term reward at *random* steps, as many per trajectory as there were turning points. As in lesson 5: how well do the gradients of four independent batches agree (task `preference`, window 2:5)?
+
+# %%
+window = Window(FlowSDE(0.7), 2, 5)
+palette = shapes.prompts("preference", "train")
+batches = [roll(base, judge, palette[8 * k % 24 :][:8], 12, window, Completion(), seed=k) for k in range(4)]
+rules = {
+    "uniform (Flow-GRPO)": Uniform(),
+    "increments alone": TurningPoint(where="none"),
+    "turning points": TurningPoint(),
+    "random steps": TurningPoint(where="random"),
+    "turning points, joint": TurningPoint(normalise="joint"),
+}
+for name, rule in rules.items():
+    mean, deviation = agreement([gradient(batch, rule) for batch in batches])
+    print(f"{name:<22} cosine between batches {mean:.2f} (std over pairs {deviation:.2f})")
+steps = batches[0].result.trajectories.schedule.stochastic
+share = torch.cat([TurningPoint().selected(batch.rewards)[..., steps].flatten() for batch in batches]).float().mean()
+print(f"share of trained steps that are paid R_T - R_i: {float(share):.0%}")
+
+# %% [markdown]
+# RESULT_PLACE
+#
+# ## Training
+#
+# Six iterations each, same settings and seed: Flow-GRPO, TP-GRPO, and TP-GRPO with random places.
+
+# %%
+settings = preset("default").apply(task="preference", prompts=8, members=12, iterations=6)
+changes = {
+    "flow-grpo": {"method": "flow-grpo"},
+    "tp-grpo": {"method": "tp-grpo"},
+    "random places": {"method": "random places", "credit": "turning-point(where=random)"},
+}
+runs = {name: train(preset("default").apply(**{**settings.as_dict(), **change}), shapes) for name, change in changes.items()}
+for name, run in runs.items():
+    scores = run.evaluation.scores
+    print(
+        f"{name:<13} training reward {' '.join(f'{value:.2f}' for value in run.curve('reward_mean'))}; held out: soft {scores['soft']:.2f}, strict {scores['strict']:.2f}; "
+        f"sampling {sum(run.curve('nfe')):,} NFE"
+    )
+
+# %% [markdown]
+# RESULT_TRAIN
