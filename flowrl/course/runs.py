@@ -27,8 +27,8 @@ SMALL: dict[str, Any] = {
 class Curve:
     """One run, evaluated every few iterations; every tensor is [evaluation], the first one is the untrained policy.
 
-    `sampled` and `trained` count network evaluations so far in rollouts (probes included) and in updates; `seconds` is the time of
-    both, without the evaluations. `reward` is the mean soft reward of ODE samples of the averaged weights on held-out prompts.
+    `sampled` and `trained` count network evaluations so far in rollouts (probes included) and in updates; `seconds` is the time
+    of both, without evaluations. `reward` is the mean soft reward of ODE samples of the averaged weights on held-out prompts.
     `points` [evaluation, sample, 2] are those samples, sample i for held-out prompt i modulo their number. `clipped`: mean share
     of (trajectory, step) pairs whose ratio was beyond the clip.
     """
