@@ -47,12 +47,12 @@ class Curve:
         return self.sampled + 3 * self.trained
 
 
-def learn(
+def start(
     method: str = "flow-grpo", seed: int = 0, rule: CreditAssigner | None = None, shared_noise: bool | None = None, **changes: Any
-) -> Curve:
-    """Train by `method`, or by the credit `rule` with Flow-GRPO's sampler and loss; `changes` are settings of `RunConfig`.
+) -> Trainer:
+    """A trainer by `method`, or by the credit `rule` with Flow-GRPO's sampler and loss; `changes` are settings of `RunConfig`.
 
-    `shared_noise` of a rule: as its own attribute says unless given. The same arguments give the same curve, but for seconds.
+    `shared_noise` of a rule: as its own attribute says unless given.
     """
     config = preset("default").apply(**{**SMALL, "method": method, "seed": seed, **changes})
     world, chosen = config.make_world(), config.make_method()
@@ -61,7 +61,15 @@ def learn(
     if shared_noise is not None:
         chosen = replace(chosen, shared_noise=shared_noise)
     policy = world.policy(config.policy_options())
-    trainer = Trainer(policy, chosen, config.make_reward(), world.prompts(config.task, "train"), config)
+    return Trainer(policy, chosen, config.make_reward(), world.prompts(config.task, "train"), config)
+
+
+def learn(
+    method: str = "flow-grpo", seed: int = 0, rule: CreditAssigner | None = None, shared_noise: bool | None = None, **changes: Any
+) -> Curve:
+    """Train to the end, arguments as in `start`. The same arguments give the same curve, but for seconds."""
+    trainer = start(method, seed, rule, shared_noise, **changes)
+    config, policy, world = trainer.config, trainer.policy, trainer.config.make_world()
     totals, rows, points, clipped = {"nfe": 0.0, "train_nfe": 0.0, "seconds": 0.0}, [], [], 0.0
     for done in range(config.iterations + 1):
         if done > 0:
