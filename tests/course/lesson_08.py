@@ -1,0 +1,218 @@
+"""Solutions and likely mistakes of lesson 8."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from flowrl.course import lesson_08 as lesson
+from flowrl.credit import gains, reward_to_go, zscore
+from flowrl.types import NoProbe, Tweedie
+from tests.course.cases import Case
+
+
+def rule(assign_rewards, probe=None, shared=True):
+    """A rule made of one function of the table."""
+
+    class Rule:
+        shared_noise = shared
+
+        def assign(self, rewards, schedule):
+            return assign_rewards(rewards)
+
+    Rule.probe = Tweedie() if probe is None else probe
+    return Rule
+
+
+def scored(values, over=("member",), std_over=None):
+    return zscore(values, over=over, std_over=std_over)
+
+
+def joint(values):
+    return scored(values, ("member", "step"))
+
+
+def one_std(values):
+    return scored(values, ("member",), ("member", "step"))
+
+
+def in_place(rewards):
+    rewards -= rewards.mean(dim=1, keepdim=True)
+    return joint(gains(rewards))
+
+
+def no_epsilon(rewards):
+    values = gains(rewards)
+    return (values - values.mean((1, 2), keepdim=True)) / values.std((1, 2), keepdim=True)
+
+
+def state_value(latents, node, steps, go, score, count, first=0, last=0, mixed=False, mean_first=False):
+    copies = latents.repeat(count, 1) if mixed else latents.repeat_interleave(count, dim=0)
+    for step in range(node + first, steps + last):
+        copies = go(copies, step)
+    if mean_first:
+        return score(copies.view(len(latents), count, -1).mean(1))
+    return score(copies).view(len(latents), count).mean(1)
+
+
+def from_start(latents, node, steps, go, score, count):
+    return state_value(latents, 0, steps, go, score, count)
+
+
+def single(latents, node, steps, go, score, count):
+    return state_value(latents, node, steps, go, score, 1)
+
+
+def ranks(final):
+    above = (final[:, :, None] > final[:, None]).to(final).sum(-1)
+    ties = (final[:, :, None] == final[:, None]).to(final).sum(-1)
+    return above + (ties - 1) / 2
+
+
+def every_step(values, rewards):
+    return values[..., None].repeat(1, 1, rewards.shape[-1] - 1)
+
+
+def rank_rule(assign_rewards):
+    return rule(assign_rewards, NoProbe(), False)
+
+
+def broken_ties(rewards):
+    return scored(every_step(rewards[..., -1].argsort(1).argsort(1).to(rewards), rewards))
+
+
+def one_argsort(rewards):
+    """Ties handled, the rest sorted once."""
+    final = rewards[..., -1]
+    silent = (final == final[:, :1]).all(1, keepdim=True)
+    return scored(every_step(torch.where(silent, 0.0, final.argsort(1).to(final)), rewards))
+
+
+def centred(rewards):
+    shifted = rewards - rewards[:, :1]
+    return shifted - shifted.mean(1, keepdim=True)
+
+
+def calibrated(rewards, centre=True, upside_down=False, over=(0, 1), late=False):
+    values = centred(rewards)
+    used = values if centre else rewards
+    below = used[..., -1:].square().expand_as(used) if upside_down else used.square()
+    slopes = (used * used[..., -1:]).mean(over, keepdim=True) / (below.mean(over, keepdim=True) + 1e-8)
+    return one_std(slopes[..., 1:] * gains(values) if late else gains(slopes * values))
+
+
+@dataclass
+class OneRuler:
+    decay: float = 0.9
+    shared_noise: ClassVar[bool] = True
+    probe = Tweedie()
+    squares: torch.Tensor | None = None
+
+    def measure(self, values):
+        return values.square().mean()
+
+    def assign(self, rewards, schedule):
+        values = centred(reward_to_go(rewards))
+        new = self.measure(values)
+        self.squares = new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
+        return (values / (self.squares.sqrt() + 1e-4)).clamp(-5, 5)
+
+    def state_dict(self):
+        return {} if self.squares is None else {"squares": self.squares.clone()}
+
+    def load_state_dict(self, state):
+        self.squares = state["squares"].clone() if "squares" in state else None
+
+
+class NoState(OneRuler):
+    state_dict = property()
+
+
+class ForgetsState(OneRuler):
+    def state_dict(self):
+        return {}
+
+
+class Swapped(OneRuler):
+    decay = 0.1
+
+    def __init__(self):
+        super().__init__(0.1)
+
+
+class Late(OneRuler):
+    def assign(self, rewards, schedule):
+        values = centred(reward_to_go(rewards))
+        new = self.measure(values)
+        ruler = new if self.squares is None else self.squares
+        self.squares = new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
+        return (values / (ruler.sqrt() + 1e-4)).clamp(-5, 5)
+
+
+CASES = [
+    Case(
+        lesson.check_mended,
+        rule(lambda r: joint(gains(r))),
+        [
+            (rule(lambda r: joint(gains(r)), probe=Tweedie), "with brackets"),
+            (rule(in_place), "works in place"),
+            (rule(no_epsilon), "add 1e-4 to it"),
+            (rule(lambda r: scored(gains(r))), "every step is normalised by itself"),
+            (rule(lambda r: joint(gains(r)), shared=False), "shared_noise = True is gone"),
+            (..., "replace the dots"),
+        ],
+    ),
+    Case(
+        lesson.check_state_value,
+        state_value,
+        [
+            (lambda *a: state_value(*a, first=1), "the first step is missing"),
+            (lambda *a: state_value(*a, last=-1), "the last step, T - 1, is missing"),
+            (lambda *a: state_value(*a, mixed=True), "repeat_interleave"),
+            (lambda *a: state_value(*a, mean_first=True), "average the rewards"),
+            (from_start, "all steps from 0"),
+            (single, "only one continuation"),
+        ],
+    ),
+    Case(
+        lesson.check_to_go,
+        rule(lambda r: one_std(reward_to_go(r))),
+        [
+            (rule(lambda r: one_std(r[..., -1:] - r[..., 1:])), "its own gain belongs to it"),
+            (rule(lambda r: one_std(gains(r))), "these are the gains again"),
+            (rule(lambda r: scored(reward_to_go(r))), "blows up late steps"),
+            (rule(lambda r: joint(reward_to_go(r))), "paid for being early"),
+        ],
+    ),
+    Case(
+        lesson.check_rank,
+        rank_rule(lambda r: scored(every_step(ranks(r[..., -1]), r))),
+        [
+            (rank_rule(broken_ties), "share their mean rank"),
+            (rank_rule(one_argsort), "argsort of that argsort"),
+            (rank_rule(lambda r: scored(every_step(-ranks(r[..., -1]), r))), "lowest rank"),
+            (rank_rule(lambda r: scored(every_step(r[..., -1], r))), "take ranks first"),
+            (rule(lambda r: scored(every_step(ranks(r[..., -1]), r))), "costs network evaluations"),
+        ],
+    ),
+    Case(
+        lesson.check_calibrated,
+        rule(calibrated),
+        [
+            (rule(lambda r: calibrated(r, centre=False)), "easy and hard prompts"),
+            (rule(lambda r: calibrated(r, upside_down=True)), "upside down"),
+            (rule(lambda r: calibrated(r, over=(1,))), "every group has its own slope"),
+            (rule(lambda r: calibrated(r, late=True)), "calibrate both values first"),
+        ],
+    ),
+    Case(
+        lesson.check_remembers,
+        OneRuler,
+        [
+            (NoState, "has state_dict and load_state_dict"),
+            (ForgetsState, "is the memory in state_dict"),
+            (Swapped, "weights of the average are swapped"),
+            (Late, "take its own part in first"),
+        ],
+    ),
+]
