@@ -46,9 +46,6 @@ def test_latents_are_packed_as_the_pipeline_packs_them():
     policy = tiny_flux_policy(replace(TINY, height=32, width=16))
     pipe = policy.pipe
     assert policy.latent_shape == (32, 16)
-    pictures = torch.randn(2, 4, 16, 8, generator=torch.Generator().manual_seed(0))
-    packed = pipe._pack_latents(pictures, 2, 4, 16, 8)
-    assert torch.equal(policy.family.unpack(packed, (16, 8)), pictures)
     noise = noise_of(policy)
     plain = call(pipe, height=32, width=16, num_inference_steps=3, latents=noise, output_type="pt").images
     ours = policy.decode(integrate(policy, policy.schedule(3), policy.encode(DOG), noise, Usage()))

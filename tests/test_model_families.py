@@ -280,6 +280,18 @@ def test_prompts_are_embedded_once(case):
     assert all(torch.equal(rows_alone[name][0], rows[name][1]) for name in rows)  # whatever the neighbours
 
 
+def test_encoders_visit_the_device_only_for_new_prompts(case):
+    policy = case.policy()
+    encoder, visits = policy.pipe.text_encoder_2, []
+    whole = encoder.to
+    encoder.to = lambda place: (visits.append(str(place)), whole(place))[1]
+    policy._device = torch.device("cpu", 0)  # another name for the same place, to tell coming from going
+    policy.encode(PROMPTS)
+    assert visits == ["cpu:0", "cpu"]
+    policy.encode(PROMPTS)
+    assert visits == ["cpu:0", "cpu"]
+
+
 def test_a_full_cache_forgets_the_oldest_and_says_so(case):
     policy = case.policy(cached_prompts=3)
     early = policy.encode([Prompt("one"), Prompt("two")])
@@ -344,6 +356,7 @@ def test_what_is_wrong_is_said(case, tmp_path):
         ({"rank": 0}, "rank = 0"),
         ({"alpha": 0.0}, "alpha"),
         ({"text_tokens": -1}, "text_tokens"),
+        ({"text_tokens": 513}, "1 to 512"),
         ({"decode_batch": 0}, "decode_batch"),
     ],
 )

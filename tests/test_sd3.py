@@ -58,9 +58,14 @@ def test_pictures_may_be_oblong_and_sizes_are_checked():
         tiny_sd3_policy(replace(TINY, height=68))
 
 
-def test_the_lora_is_on_the_attention_of_both_streams():
-    names = {name.split(".lora_")[0].split(".attn.")[1] for name in tiny_sd3_policy().trainable()}
-    assert names == {"to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"}
+def test_the_lora_is_on_all_attention():
+    """Of the image and the text stream, and of SD3.5-Medium's second attention; the last layer's text leads nowhere."""
+    found = {}
+    for name in tiny_sd3_policy().trainable():
+        _, layer, *path = name.split(".lora_")[0].split(".")
+        found.setdefault((layer, path[0]), set()).add(".".join(path[1:]))
+    image, text = {"to_q", "to_k", "to_v", "to_out.0"}, {"add_q_proj", "add_k_proj", "add_v_proj"}
+    assert found == {("0", "attn"): image | text | {"to_add_out"}, ("0", "attn2"): image, ("1", "attn"): image | text}
 
 
 def test_other_schedulers_are_refused():

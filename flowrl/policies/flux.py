@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor
 
 from flowrl.errors import require
-from flowrl.policies.shift import resolution_shift
+from flowrl.policies.shared import decode_scaled, resolution_shift
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,10 @@ class Flux:
             return_dict=False,
         )[0]
 
-    def unpack(self, latent: Tensor, size: tuple[int, int]) -> Tensor:
-        """Tokens back to the latent picture."""
-        return rearrange(latent, "s (h w) (k p q) -> s k (h p) (w q)", h=size[0] // 2, p=2, q=2)
+    def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
+        """Tokens back to the latent picture, then scaled and shifted as the pipeline does it."""
+        picture = rearrange(latent, "s (h w) (k p q) -> s k (h p) (w q)", h=size[0] // 2, p=2, q=2)
+        return decode_scaled(pipe.vae, picture)
 
 
 def _positions(size: tuple[int, int], device: torch.device) -> Tensor:

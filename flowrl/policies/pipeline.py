@@ -60,7 +60,7 @@ class ModelOptions:
         for name in ("height", "width", "rank", "decode_batch", "cached_prompts"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         require(self.alpha > 0, "alpha", self.alpha, "above 0")
-        require(self.text_tokens >= 0, "text_tokens", self.text_tokens, "1 or more, or 0 for the family's own")
+        require(0 <= self.text_tokens <= 512, "text_tokens", self.text_tokens, "1 to 512, or 0 for the family's own")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         require(self.guidance >= 1, "guidance", self.guidance, "1 (off) or more")
         for name, choices in (("guidance_gradient", ("both", "prompt")), ("train", ("lora", "full", "nothing"))):
@@ -102,17 +102,18 @@ class Family(Protocol):
         latent picture, `rows` the embeddings [sample, ...]."""
         ...
 
-    def unpack(self, latent: Tensor, size: tuple[int, int]) -> Tensor:
-        """Latents [sample, channel, height, width] as the image decoder takes them, before its scale and shift."""
+    def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
+        """Pixels [sample, 3, height, width] in about [-1, 1] from latents [sample, *latent] in float32."""
         ...
 
 
 class PipelinePolicy:
     """`FlowPolicy` over the transformer of a diffusers pipeline.
 
-    The pipeline is taken over: its transformer gets the adapter (or is trained as a whole) and goes to `options.device`, as does its
-    image decoder (in float32); its text encoders stay in main memory and visit the device only to embed new prompts. `pipe` is the
-    pipeline, with the weights as they are at the time. The reference is the network with its adapter disabled, or a frozen copy.
+    The pipeline is taken over: its transformer gets the adapter (or is trained as a whole) and goes to `options.device`, as does
+    its image decoder (in float32); its text encoders stay in main memory and visit the device only to embed new prompts. `pipe` is
+    the pipeline, with the weights as they are at the time. The reference is the network with its adapter disabled, or a frozen
+    copy.
     """
 
     def __init__(self, pipe: Any, family: Family, options: ModelOptions = ModelOptions()) -> None:
@@ -217,12 +218,10 @@ class PipelinePolicy:
 
     def decode(self, latent: Tensor) -> Tensor:
         """Images [sample, 3, height, width] in [0, 1], `decode_batch` at a time, float32."""
-        vae: Any = self.pipe.vae
         images = []
         with torch.no_grad():
             for part in latent.float().split(self.options.decode_batch):
-                scaled = self.family.unpack(part, self._size) / vae.config.scaling_factor + vae.config.shift_factor
-                images.append((vae.decode(scaled, return_dict=False)[0] / 2 + 0.5).clamp(0, 1))
+                images.append((self.family.decode(self.pipe, part, self._size) / 2 + 0.5).clamp(0, 1))
         return torch.cat(images)
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
@@ -235,7 +234,7 @@ class PipelinePolicy:
         if self.options.train == "full" and self._copy is None:
             raise ConfigError("keep_reference = False is not allowed: this loss compares with the base model, which was not kept")
         kept = self._active
-        self._active = self._copy or self.transformer
+        self._active = self.transformer if self._copy is None else self._copy
         try:
             with torch.no_grad(), nullcontext() if self._adapters is None else self._adapters.disabled():
                 yield
@@ -254,16 +253,20 @@ class PipelinePolicy:
 
     def save(self, folder: Path) -> None:
         """Write the trained weights as diffusers reads them: a LoRA for `pipe.load_lora_weights(folder)`, or the transformer for
-        `from_pretrained(folder, subfolder="transformer")`. The folder is replaced in one move; safetensors only."""
+        `from_pretrained(folder, subfolder="transformer")`. An older folder of this name is
+        replaced when the new one is complete; safetensors only."""
         require(self.options.train != "nothing", "train", self.options.train, "lora or full: there is nothing to save")
-        new = folder.with_name(folder.name + ".new")
+        new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
         shutil.rmtree(new, ignore_errors=True)
         if self._adapters is not None:
             type(self.pipe).save_lora_weights(new, transformer_lora_layers=self._adapters.tensors())
         else:
             self.transformer.save_pretrained(new / "transformer")
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            os.replace(folder, old)
         os.replace(new, folder)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import require
-from flowrl.policies.shift import resolution_shift
+from flowrl.policies.shared import decode_scaled, resolution_shift
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,6 @@ class SD3:
             return_dict=False,
         )[0]
 
-    def unpack(self, latent: Tensor, size: tuple[int, int]) -> Tensor:
-        """As they are."""
-        return latent
+    def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
+        """Scaled and shifted as the pipeline does it."""
+        return decode_scaled(pipe.vae, latent)
