@@ -111,8 +111,8 @@ class PipelinePolicy:
     """`FlowPolicy` over the transformer of a diffusers pipeline.
 
     The pipeline is taken over: its transformer gets the adapter (or is trained as a whole) and goes to `options.device`, as does
-    its image decoder (in float32); its text encoders stay in main memory and visit the device only to embed new prompts. `pipe` is
-    the pipeline, with the weights as they are at the time. The reference is the network with its adapter disabled, or a frozen
+    its image decoder (in float32); its text encoders stay in main memory and visit the device only to embed new prompts. `pipe`
+    is the pipeline, with the weights as they are at the time. The reference is the network with its adapter disabled, or a frozen
     copy.
     """
 
