@@ -57,7 +57,10 @@ def check_folded(answer: Answer) -> None:
     alpha = 8.0 * 1.5
     pair = answered(answer(a, b, alpha), "folded")
     expect(isinstance(pair, tuple | list) and len(pair) == 2, "return two matrices, A' and B'")
-    expect(torch.equal(a, kept[0]) and torch.equal(b, kept[1]), "the matrices given were changed in place; training goes on with them")
+    expect(
+        torch.equal(a, kept[0]) and torch.equal(b, kept[1]),
+        "the matrices given were changed in place; training goes on with them",
+    )
     new_a, new_b = tensor(pair[0], (4, 6), "A'"), tensor(pair[1], (5, 4), "B'")
     delta = b @ a
     mistakes = {
@@ -85,7 +88,9 @@ def check_guided(answer: Answer) -> None:
         "this is a mean of the two; guidance goes beyond: v_neg + s (v - v_neg)": (towards + 4.5 * away) / 5.5,
     }
     close(tensor(answer(towards, away, 4.5), (3, 4), "the velocity"), wanted, "this is not v_neg + s (v - v_neg)", mistakes)
-    expect(same(answer(towards, away, 1.0), towards), "scale 1 must be the prompt's velocity: is the 4.5 written into the function?")
+    expect(
+        same(answer(towards, away, 1.0), towards), "scale 1 must be the prompt's velocity: is the 4.5 written into the function?"
+    )
 
 
 def _arithmetic(prompts: int, members: int, steps: int, updates: int, micro_batch: int, processes: int) -> tuple[int, int, int]:
