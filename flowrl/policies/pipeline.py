@@ -68,20 +68,22 @@ class ModelOptions:
 
 
 class Family(Protocol):
-    """What differs between model families: the names of a pipeline's parts and how its transformer is called.
-
-    `pipeline` is the diffusers class this family is for, `encoders` the attributes of its text encoders, `text_tokens` the usual
-    length of its T5 prompts. `pipe` is a pipeline of that class.
-    """
+    """What differs between model families: the names of a pipeline's parts and how its transformer is called."""
 
     @property
-    def pipeline(self) -> str: ...
+    def pipeline(self) -> str:
+        """The diffusers class that this family is for; `pipe` below is a pipeline of that class."""
+        ...
 
     @property
-    def encoders(self) -> tuple[str, ...]: ...
+    def encoders(self) -> tuple[str, ...]:
+        """The attributes of its text encoders."""
+        ...
 
     @property
-    def text_tokens(self) -> int: ...
+    def text_tokens(self) -> int:
+        """The usual length of its T5 prompts."""
+        ...
 
     def latent_shape(self, pipe: Any, height: int, width: int) -> tuple[int, ...]:
         """Shape of one latent as the transformer sees it. Raises `ConfigError` for a size that the pipeline does not draw."""
@@ -221,7 +223,7 @@ class PipelinePolicy:
         images = []
         with torch.no_grad():
             for part in latent.float().split(self.options.decode_batch):
-                images.append((self.family.decode(self.pipe, part, self._size) / 2 + 0.5).clamp(0, 1))
+                images.append((self.family.decode(self.pipe, part, self._size) / 2 + 0.5).clamp(0, 1).contiguous())
         return torch.cat(images)
 
     def trainable(self) -> Mapping[str, nn.Parameter]:

@@ -476,7 +476,13 @@ figure, axes = panels(1, width=4.8, height=2.8)
 for name, history in histories.items():
     axes.plot(range(1, len(history) + 1), history, "o-", color=COLOURS[name], markersize=3)
     axes.annotate(name, (len(history), history[-1]), xytext=(4, 0), textcoords="offset points", color=COLOURS[name], fontsize=9)
-axes.set(xlabel="iteration", ylabel="mean reward (redness)", title="The same trainer, another network", xlim=(0.5, 13), xticks=range(1, 11))
+axes.set(
+    xlabel="iteration",
+    ylabel="mean reward (redness)",
+    title="The same trainer, another network",
+    xlim=(0.5, 13),
+    xticks=range(1, 11),
+)
 clean(axes)
 plt.show()
 
