@@ -137,7 +137,8 @@ def train_line(out: Path) -> Callable[[dict[str, Any]], None]:
         spent = _clock(time.monotonic() - started)
         line = f"iteration {row['iteration']:3d}  reward {row['reward_mean']:.3f}  NFE {row['nfe_total']:>9,d}  {spent}"
         if row["evaluation"]:
-            line += f"  held out: reward {row['evaluation']['reward']:.3f}, strict {row['evaluation']['strict']:.3f}"
+            strict = row["evaluation"].get("strict")
+            line += f"  held out: reward {row['evaluation']['reward']:.3f}" + ("" if strict is None else f", strict {strict:.3f}")
         print(line, flush=True)
 
     return show

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -169,4 +170,13 @@ class FlowPolicy(Protocol):
 
     def frozen(self) -> AbstractContextManager[None]:
         """Within this context weights do not change: a policy may merge its adapters for speed. No gradients."""
+        ...
+
+
+@runtime_checkable
+class Exportable(Protocol):
+    """A policy whose trained weights other programs can read."""
+
+    def save(self, folder: Path) -> None:
+        """Write them to `folder`, replacing an older one when the new one is complete."""
         ...

@@ -75,7 +75,12 @@ class Compare:
 
 @dataclass(frozen=True)
 class Train:
-    """Train one method with one seed. Example: flowrl train --method tp-grpo --task text --iterations 40"""
+    """Train one method with one seed, on a built-in world or on a diffusers model of your own.
+
+    Examples: flowrl train --method tp-grpo --task text --iterations 40
+
+    flowrl train --model path/to/stable-diffusion-3.5-medium --prompts prompts.txt --reward my_rewards.py:Score --guidance 4.5
+    """
 
     preset: str = "default"
     """default, long or tiny."""
@@ -104,7 +109,8 @@ class Train:
                 chosen.setdefault("method", rule_name(chosen["credit"]))
             config = preset(self.preset).apply(**chosen)
         config.make_method()
-        torch.set_num_threads(1)
+        if config.device == "cpu":
+            torch.set_num_threads(1)
         asked = False
 
         def ask(*_: object) -> None:
@@ -114,7 +120,9 @@ class Train:
 
         previous = signal.signal(signal.SIGINT, ask)
         try:
-            print(f"{config.method} on {config.world}/{config.task}, seed {config.seed} -> {out}", flush=True)
+            print(
+                f"{config.method} on {config.model or f'{config.world}/{config.task}'}, seed {config.seed} -> {out}", flush=True
+            )
             finished = Run(config, out, train_line(out), lambda: asked).execute(self.resume is not None)
         finally:
             signal.signal(signal.SIGINT, previous)

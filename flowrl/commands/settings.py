@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from flowrl.errors import require
 from flowrl.training.config import RunConfig
 
 
@@ -29,7 +30,9 @@ def _settings_class(name: str, leave_out: tuple[str, ...]) -> type[Any]:
     helps = _field_help()
     columns = []
     for item in dataclasses.fields(RunConfig):
-        if item.name not in leave_out:
+        if item.name == "prompts":
+            columns += _prompt_options(item.default)
+        elif item.name not in leave_out:
             text = helps.get(item.name, item.name.replace("_", " ").capitalize() + ".")
             kind: Any = item.type
             shown = tyro.conf.arg(help=text, metavar=kind.__name__.upper(), help_behavior_hint=f"(default: {item.default})")
@@ -37,13 +40,37 @@ def _settings_class(name: str, leave_out: tuple[str, ...]) -> type[Any]:
     return dataclasses.make_dataclass(name, columns, frozen=True)
 
 
-TrainSettings = _settings_class("TrainSettings", ())
-CompareSettings = _settings_class("CompareSettings", ("method", "credit", "seed"))
+def _prompt_options(default: Any) -> list[tuple[str, Any, None]]:
+    """`--prompts` says how many or, for a model, from which file; with a file, `--groups` says how many."""
+    hint = f"(default: {default})"
+    number_or_file = tyro.conf.arg(
+        help="Prompts (groups) per iteration; or, with --model, the file that holds them.",
+        metavar="INT|FILE",
+        help_behavior_hint=hint,
+    )
+    number = tyro.conf.arg(
+        help="Prompts (groups) per iteration where --prompts is a file.", metavar="INT", help_behavior_hint=hint
+    )
+    return [("prompts", Annotated[str | None, number_or_file], None), ("groups", Annotated[int | None, number], None)]
+
+
+MODEL_FIELDS = ("model", "heldout_file", "resolution", "guidance", "tuning", "adapter", "text_tokens", "checkpointing")
+TrainSettings = _settings_class("TrainSettings", ("prompt_file",))
+CompareSettings = _settings_class("CompareSettings", ("method", "credit", "seed", "prompt_file", *MODEL_FIELDS))
 
 
 def changes(settings: Any) -> dict[str, Any]:
-    """The options that were given."""
-    return {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
+    """The options that were given, as fields of `RunConfig`. Raises `ConfigError` where two numbers of prompts are given."""
+    given = {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
+    prompts, groups = given.pop("prompts", None), given.pop("groups", None)
+    if prompts is not None and not prompts.lstrip("-").isdecimal():
+        given["prompt_file"] = prompts
+    elif prompts is not None:
+        require(groups is None, "groups", groups, "left out where --prompts is a number: both say how many groups there are")
+        given["prompts"] = int(prompts)
+    if groups is not None:
+        given["prompts"] = groups
+    return given
 
 
 def typed_command() -> str:

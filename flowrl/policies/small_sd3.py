@@ -1,7 +1,7 @@
 """The built-in image policy: the real SD3 transformer class of diffusers at a size that a laptop can train."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.errors import require
+from flowrl.policies.adapters import LORA_TARGETS, Adapters
 from flowrl.policies.autoencoder import CellAutoencoder
 from flowrl.types import Condition, Prompt, Schedule
-
-LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-"""All attention projections, of the image and of the text stream, as Flow-GRPO (arXiv 2505.05470) trains."""
 
 
 @dataclass(frozen=True)
@@ -121,20 +119,7 @@ class SmallSD3Policy:
         config = network.config
         self._latent_shape = (config.channels, config.grid, config.grid)
         self._scheduler = FlowMatchEulerDiscreteScheduler(shift=config.shift)
-        self._layers: list[Any] = []
-        self._adapters_on = True
-        if rank:
-            self._add_lora(rank, alpha, seed)
-
-    def _add_lora(self, rank: int, alpha: float, seed: int) -> None:
-        from peft import LoraConfig
-        from peft.tuners.lora import LoraLayer
-
-        lora = LoraConfig(r=rank, lora_alpha=int(alpha), init_lora_weights="gaussian", target_modules=list(LORA_TARGETS))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.network.transformer.add_adapter(lora)
-        self._layers = [module for module in self.network.transformer.modules() if isinstance(module, LoraLayer)]
+        self._adapters = Adapters(self.network.transformer, rank, alpha, LORA_TARGETS, seed) if rank else None
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
@@ -173,39 +158,16 @@ class SmallSD3Policy:
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """The adapter's matrices by name."""
-        named = self.network.transformer.named_parameters()
-        return {name: parameter for name, parameter in named if parameter.requires_grad}
+        return {} if self._adapters is None else self._adapters.parameters()
 
     @contextmanager
     def reference(self) -> Iterator[None]:
         """The base model: adapters disabled, no gradients."""
-        self._switch_adapters(False)
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._switch_adapters(True)
-
-    def _switch_adapters(self, on: bool) -> None:
-        """PEFT's own switch, without its change of `requires_grad`."""
-        self._adapters_on = on
-        for layer in self._layers:
-            layer._disable_adapters = not on
+        with torch.no_grad(), nullcontext() if self._adapters is None else self._adapters.disabled():
+            yield
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """No gradients, and the adapter merged into the weights: W + (alpha/r) B A, so that a call costs what the base model's
-        does. Leaving restores the very same tensors, so nothing drifts. Within `reference` there is nothing to merge."""
-        saved = []
-        with torch.no_grad():
-            for layer in self._layers if self._adapters_on else ():
-                weight = layer.get_base_layer().weight
-                saved.append((layer, weight.data))
-                weight.data = weight.data + layer.get_delta_weight("default").to(weight.dtype)
-                layer._disable_adapters = True
-            try:
-                yield
-            finally:
-                for layer, data in saved:
-                    layer.get_base_layer().weight.data = data
-                    layer._disable_adapters = False
+        """No gradients, and the adapter merged into the weights, so that a call costs what the base model's does."""
+        with torch.no_grad(), nullcontext() if self._adapters is None else self._adapters.merged():
+            yield

@@ -11,6 +11,8 @@ from flowrl.builtin import PolicyOptions, World, world
 from flowrl.errors import ConfigError, require
 from flowrl.flow.time import uniform_schedule
 from flowrl.methods import Method, make_method, make_sampler, try_credit
+from flowrl.models import FORM, TASK, model_world
+from flowrl.policies.pipeline import ModelOptions
 from flowrl.protocols import PolicyLoss, RandomSampler, RewardModel
 from flowrl.registry import build
 from flowrl.rollout import require_solver
@@ -29,9 +31,9 @@ class RunConfig:
     credit: str = ""
     """Another credit rule: NAME, NAME(option=value), or path/to/file.py:Class (then `method` is only its name in tables)."""
     world: str = "shapes"
-    """shapes (text to image) or mixture (two dimensions)."""
+    """shapes (text to image), mixture (two dimensions) or model (see `model`)."""
     task: str = "compositional"
-    """compositional, text or preference (shapes); direction (mixture)."""
+    """compositional, text or preference (shapes); direction (mixture); prompts (model)."""
     reward_form: str = "soft"
     """strict (0/1), graded (partial credit) or soft (continuous)."""
     reward: str = ""
@@ -96,6 +98,24 @@ class RunConfig:
     """Precision of the network: float32, bfloat16 or float16 (transition maths is always float32)."""
     weights: str = ""
     """Base weights other than those that ship (made by `flowrl pretrain`)."""
+    model: str = ""
+    """Train this instead of a world's model: the folder of a diffusers pipeline, or its name on the Hub."""
+    prompt_file: str = ""
+    """Training prompts for `model`: a text file with a prompt a line, or .jsonl with "prompt" and metadata."""
+    heldout_file: str = ""
+    """Prompts for evaluating `model`, in a file like `prompt_file`; without it, the training prompts."""
+    resolution: int = 512
+    """Height and width of the model's pictures in pixels."""
+    guidance: float = 1.0
+    """Classifier-free guidance of `model`, in sampling, training and evaluation; 1 = off."""
+    tuning: str = "lora"
+    """What of `model` is trained: lora or full."""
+    adapter: str = ""
+    """Start `model` from this LoRA (a file or folder that diffusers reads; `rank` must be the file's)."""
+    text_tokens: int = 0
+    """Length of the prompts of the model's T5 encoder; 0 = as its pipeline has it."""
+    checkpointing: bool = False
+    """Gradient checkpointing of `model`: less memory, one more forward pass in updates."""
 
     def __post_init__(self) -> None:
         for name in ("iterations", "prompts", "updates", "micro_batch", "max_batch", "eval_every", "checkpoint_every"):
@@ -112,7 +132,10 @@ class RunConfig:
         require_solver(self.eval_solver)
         choices = ("auto", "shared", "independent")
         require(self.initial_noise in choices, "initial_noise", self.initial_noise, f"one of {', '.join(choices)}")
-        chosen = world(self.world)
+        fits = (self.world == "model") == bool(self.model)
+        require(fits, "world", self.world, "model where `model` is given, and only there")
+        require(self.tuning in ("lora", "full"), "tuning", self.tuning, "lora or full")
+        chosen = self.make_world()
         require(self.task in chosen.tasks, f"task of world {self.world}", self.task, f"one of {', '.join(chosen.tasks)}")
         require(self.reward_form in chosen.forms, "reward_form", self.reward_form, f"one of {', '.join(chosen.forms)}")
         silent = self.sampler == "ode" or self.noise_level == 0
@@ -130,8 +153,10 @@ class RunConfig:
         return even_schedule(self.steps, self.sampler, self.noise_level, self.window)
 
     def make_world(self) -> World:
-        """The world by name."""
-        return world(self.world)
+        """The world by name, or the one that `model`, its prompts and its reward make up."""
+        if not self.model:
+            return world(self.world)
+        return model_world(self.model, self.prompt_file, self.heldout_file, self.reward, self.model_options())
 
     def make_method(self) -> Method:
         """The method by name, with this run's sampler, clip and KL weight; its rule is tried on a random table first."""
@@ -148,6 +173,14 @@ class RunConfig:
     def make_reward(self) -> RewardModel:
         """The reward that training uses: the task's own in `reward_form`, or `reward`."""
         return build("reward", self.reward) if self.reward else self.make_world().reward(self.reward_form)
+
+    def model_options(self) -> ModelOptions:
+        """How `model` becomes a policy."""
+        return ModelOptions(
+            height=self.resolution, width=self.resolution, guidance=self.guidance, train=self.tuning, adapter=self.adapter,
+            text_tokens=self.text_tokens, checkpointing=self.checkpointing, keep_reference=self.make_loss().needs_reference,
+            rank=self.rank, alpha=self.alpha, seed=self.seed, device=self.device, dtype=self.dtype,
+        )  # fmt: skip
 
     def policy_options(self) -> PolicyOptions:
         """What the world's policy is built from; the seed draws the adapter's first matrices."""
@@ -203,6 +236,15 @@ MIXTURE_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+MODEL_DEFAULTS: dict[str, Any] = {
+    "world": "model", "task": TASK, "reward_form": FORM, "steps": 10, "window": "all-but-last", "updates": 2, "lr": 3e-4,
+    "clip": 1e-4, "rank": 32, "alpha": 64.0, "ema": 0.9, "prompts": 4, "members": 24, "micro_batch": 8, "max_batch": 16,
+    "iterations": 300, "eval_every": 20, "eval_prompts": 32, "eval_steps": 40, "checkpointing": True,
+}  # fmt: skip
+"""Steps, updates, learning rate, clip, LoRA and group size as Flow-GRPO has them for SD3.5-Medium (arXiv 2505.05470); 4 groups an
+iteration for one GPU instead of its 48."""
+
+
 @dataclass(frozen=True)
 class Preset:
     """A named set of changes to the defaults."""
@@ -211,8 +253,10 @@ class Preset:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def apply(self, **changes: Any) -> RunConfig:
-        """The run with this preset's settings, then `changes` on top; the mixture world brings its own defaults."""
-        base = dict(MIXTURE_DEFAULTS) if changes.get("world") == "mixture" else {}
+        """The run with this preset's settings, then `changes` on top; the mixture world and models bring their own defaults."""
+        base = MIXTURE_DEFAULTS if changes.get("world") == "mixture" else {}
+        if changes.get("model"):
+            base = {**MODEL_DEFAULTS, "device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else MODEL_DEFAULTS
         return replace(RunConfig(), **{**base, **self.changes, **changes})
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from flowrl.builtin import World
 from flowrl.errors import CheckpointError, ConfigError
-from flowrl.protocols import FlowPolicy
+from flowrl.protocols import Exportable, FlowPolicy
 from flowrl.rollout import Groups, Usage, reward_table, rollout
 from flowrl.training.checkpoint import load_checkpoint, save_checkpoint, write_bytes, write_json
 from flowrl.training.config import RunConfig
@@ -34,7 +34,8 @@ class Run:
     """A run of `config` in `folder`. `execute` returns True when it is finished, False when `stop` asked it to pause.
 
     The folder gets config.json, metrics.jsonl (one line per iteration; line 0 is the untrained model), checkpoint/, and at the
-    end samples.*, trajectory.*, weights.safetensors (the averaged trainable weights) and done.json. `shared` is a folder where
+    end samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline also in
+    lora/ or full/, as diffusers reads them) and done.json. `shared` is a folder where
     runs of one comparison keep the evaluation of the untrained model, which is the same for all of them.
     """
 
@@ -103,6 +104,7 @@ class Run:
             c.device,
             c.dtype,
             c.weights,
+            *((c.model, c.prompt_file, c.heldout_file, c.resolution, c.guidance, c.text_tokens, c.adapter) if c.model else ()),
         ]
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
         kept = None if self.shared is None else self.shared / f"untrained-{key}.safetensors"
@@ -143,7 +145,7 @@ class Run:
 
     def _score(self, policy: FlowPolicy, world: World) -> Evaluation:
         c = self.config
-        own = c.make_reward() if c.reward else None
+        own = c.make_reward() if c.reward and not c.model else None  # a model's world has no other reward than this
         return evaluate(
             policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch, reward=own, solver=c.eval_solver
         )
@@ -166,6 +168,8 @@ class Run:
         write_json(self.folder / "samples.json", samples)
         with trainer.averaged():
             self._show_trajectory(trainer, world)
+            if isinstance(trainer.policy, Exportable):
+                trainer.policy.save(self.folder / self.config.tuning)
         average = {n: a.cpu().contiguous() for n, a in zip(trainer.names, trainer.average, strict=True)}
         write_bytes(self.folder / "weights.safetensors", save(average))
         write_json(self.folder / "done.json", {"iterations": trainer.done})

@@ -1,0 +1,48 @@
+"""From a model's folder, or its name on the Hugging Face Hub, to a policy."""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.policies.flux import Flux
+from flowrl.policies.pipeline import DTYPES, Family, ModelOptions, PipelinePolicy
+from flowrl.policies.sd3 import SD3
+
+FAMILIES: dict[str, Callable[[], Family]] = {"StableDiffusion3Pipeline": SD3, "FluxPipeline": Flux}
+"""Built-in families by the class of their pipeline; a package adds one by an entry point of that name in `flowrl.families`."""
+
+
+def family_of(pipeline: str) -> Family:
+    """The family of a diffusers pipeline class. Raises `ConfigError` that lists the known ones."""
+    if pipeline in FAMILIES:
+        return FAMILIES[pipeline]()
+    points = {point.name: point for point in entry_points(group="flowrl.families")}
+    if pipeline in points:
+        return points[pipeline].load()()
+    known = ", ".join([*FAMILIES, *points])
+    raise ConfigError(f"model: no family for a {pipeline}; known: {known}. docs/model-families.md says how to add one")
+
+
+def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Family | None = None) -> PipelinePolicy:
+    """The pipeline in the folder `model` (or of that name on the Hub, from the local cache or downloaded) as a policy.
+
+    Weights are read from safetensors only; the frozen ones in `options.dtype`, the image decoder in float32. Raises `ConfigError`
+    where there is no such model or no family for it.
+    """
+    diffusers: Any = import_module("diffusers")
+    try:
+        name = str(diffusers.DiffusionPipeline.load_config(model)["_class_name"])
+    except (OSError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"model: {model!r} is no folder with a model_index.json, and cannot be had from the Hub under this name ({error})"
+        ) from error
+    chosen = family or family_of(name)
+    network = "float32" if options.train == "full" else options.dtype
+    dtypes = {"default": DTYPES[options.dtype], "transformer": DTYPES[network], "vae": DTYPES["float32"]}
+    try:
+        pipe = getattr(diffusers, name).from_pretrained(model, torch_dtype=dtypes, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: the {name} in {model!r} cannot be read: {error}") from error
+    return PipelinePolicy(pipe, chosen, options)

@@ -1,0 +1,106 @@
+"""Solutions and likely mistakes of lesson 9."""
+
+import math
+
+from flowrl.course import lesson_09 as lesson
+from tests.course.cases import Case
+
+
+def shifted(u, shift):
+    return shift * u / (1 + (shift - 1) * u)
+
+
+def count(shapes, rank):
+    return sum(rank * (out + wide) for out, wide in shapes)
+
+
+def folded(a, b, alpha):
+    return a, b * (alpha / a.shape[0])
+
+
+def guided(towards, away, scale):
+    return away + scale * (towards - away)
+
+
+def arithmetic(prompts, members, steps, updates, micro_batch, processes):
+    trajectories = math.ceil(prompts / processes) * members
+    pairs = math.ceil(trajectories / updates) * steps
+    return trajectories, pairs, math.ceil(pairs / micro_batch)
+
+
+def in_place(a, b, alpha):
+    b *= alpha / a.shape[0]
+    return a, b
+
+
+def memory(samples, steps, elements):
+    return samples * (2 * steps + 1) * elements * 4 / 1e9
+
+
+CASES = [
+    Case(
+        lesson.check_shifted,
+        shifted,
+        [
+            (lambda u, s: u / (s - (s - 1) * u), "towards data"),
+            (lambda u, s: s * u, "denominator is missing"),
+            (lambda u, s: s * u / (1 + s * u), "s instead of s - 1"),
+            (lambda u, s: 3 * u / (1 + 2 * u), "must change nothing"),
+            (lambda u, s: ..., "replace the dots"),
+        ],
+    ),
+    Case(
+        lesson.check_lora_parameters,
+        count,
+        [
+            (lambda shapes, rank: sum(out * wide for out, wide in shapes), "own weights"),
+            (lambda shapes, rank: sum(rank * wide for _, wide in shapes), "A is rank x in, B"),
+            (lambda shapes, rank: sum(rank * out for out, _ in shapes), "counted, B"),
+            (lambda shapes, rank: sum(rank * out * wide for out, wide in shapes), "multiplied out"),
+            (lambda shapes, rank: count(shapes[-1:], rank), "only the last layer"),
+        ],
+    ),
+    Case(
+        lesson.check_folded,
+        folded,
+        [
+            (lambda a, b, alpha: (a, b), "nothing is folded"),
+            (lambda a, b, alpha: (a * alpha / 4, b * alpha / 4), "has its square"),
+            (lambda a, b, alpha: (a, b * alpha), "not alpha"),
+            (lambda a, b, alpha: (a, b * alpha / a.shape[1]), "number of columns"),
+            (in_place, "in place"),
+        ],
+    ),
+    Case(
+        lesson.check_guided,
+        guided,
+        [
+            (lambda p, n, s: guided(n, p, s), "swapped"),
+            (lambda p, n, s: p + s * (p - n), "starts at the prompt's"),
+            (lambda p, n, s: s * (p - n), "difference alone"),
+            (lambda p, n, s: guided(p, n, 4.5), "written into the function"),
+        ],
+    ),
+    Case(
+        lesson.check_arithmetic,
+        arithmetic,
+        [
+            (lambda p, m, t, u, b, n: (p * m, p * m * t // u, p * m * t // u // b), "over all processes"),
+            (lambda p, m, t, u, b, n: (p // n * m, 0, 0), "two prompts are left over"),
+            (lambda p, m, t, u, b, n: (arithmetic(p, m, t, u, b, n)[0], 162, 11), "all updates together"),
+            (lambda p, m, t, u, b, n: (18, 5, 1), "the steps are missing"),
+            (lambda p, m, t, u, b, n: (18, 45, 2), "last, smaller batch"),
+            (lambda p, m, t, u, b, n: (18, 45, 3), "wrong for"),
+        ],
+    ),
+    Case(
+        lesson.check_memory,
+        memory,
+        [
+            (lambda n, t, e: n * (t + 1) * e * 4 / 1e9, "velocities of the T steps"),
+            (lambda n, t, e: memory(n, t, e) / 2, "would be bfloat16"),
+            (lambda n, t, e: memory(n, t, e) * 1e9, "these are bytes"),
+            (lambda n, t, e: n * 2 * t * e * 4 / 1e9, "have T + 1 nodes, and"),
+        ],
+    ),
+]
