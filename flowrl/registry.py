@@ -1,8 +1,8 @@
 """Parts by name: built-in ones, those of installed plug-ins, and classes in a file of the user's own.
 
 A part is written as ``NAME``, ``NAME(option=value, ...)``, ``path/to/file.py:Class`` or ``path/to/file.py:Class(option=value)``.
-Values are Python literals, or bare words (``balance=trend``). Options called ``probe`` take ``none``, ``tweedie``, ``substeps:N``
-or ``completion``; options that hold another part (``rule``, ``sampler``) take its name.
+Values are Python literals, or bare words (``balance=trend``). Options called ``probe`` take ``none``, ``tweedie``,
+``substeps:N``, ``completion`` or ``continuation:N``; options that hold another part (``rule``, ``sampler``) take its name.
 
 A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.samplers``, ``flowrl.rewards`` and
 ``flowrl.losses``, each pointing at a class (or a function) that builds the part from keyword options.
@@ -26,7 +26,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, RewardModel, Sampler
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
-from flowrl.types import Completion, NoProbe, Probe, Substeps, Tweedie
+from flowrl.types import Completion, Continuation, NoProbe, Probe, Substeps, Tweedie
 
 Maker = Callable[..., Any]
 
@@ -134,13 +134,15 @@ def summary_of(kind: str, name: str) -> str:
 
 
 def parse_probe(words: str) -> Probe:
-    """ "none", "tweedie", "substeps:N" or "completion" as a probe."""
+    """ "none", "tweedie", "substeps:N", "completion" or "continuation:N" as a probe."""
     name, _, count = words.partition(":")
     if name == "substeps" and count.isdigit():
         return Substeps(int(count))
+    if name == "continuation" and count.isdigit():
+        return Continuation(int(count))
     known: dict[str, Probe] = {"none": NoProbe(), "tweedie": Tweedie(), "completion": Completion()}
     if words not in known:
-        raise ConfigError(f"probe = {words!r} is not allowed: none, tweedie, substeps:N or completion")
+        raise ConfigError(f"probe = {words!r} is not allowed: none, tweedie, substeps:N, completion or continuation:N")
     return known[words]
 
 

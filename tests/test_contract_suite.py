@@ -124,7 +124,9 @@ RULES = {
         faulty_rule(lambda r: zscore(gains(r), over=("prompt", "member", "step"))),
         faulty_rule(lambda r: dense(r) + 0.01),
     ],
-    "survives_extremes": [faulty_rule(lambda r: gains(r) / gains(r).square().mean(1, keepdim=True).sqrt().sub(1e-7).clamp(min=0))],
+    "survives_extremes": [
+        faulty_rule(lambda r: gains(r) / gains(r).square().mean(1, keepdim=True).sqrt().sub(1e-7).clamp(min=0))
+    ],
     "accepts_double_precision": [faulty_rule(lambda r: dense(r) * (2.0 if r.dtype == torch.float64 else 1.0))],
     "accepts_no_schedule": [Schedules],
     "keeps_its_memory": [Remembers, Forgets],
