@@ -21,7 +21,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, Weighted
+from flowrl.credit import GDPO, MovingAverageGain, RandomCredit, StepwiseGain, TurningPoint, Uniform, Weighted
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, RewardModel, Sampler
@@ -56,6 +56,7 @@ KINDS: dict[str, Kind] = {
             "moving-average-gain": MovingAverageGain,
             "turning-point": TurningPoint,
             "gdpo": GDPO,
+            "random": RandomCredit,
         },
         (CreditAssigner,),
         "an attribute `probe` and a method `assign(rewards, schedule)`",
