@@ -11,11 +11,22 @@ from matplotlib.figure import Figure
 from flowrl.plots.style import INK, clean, spread_labels
 
 Row = dict[str, Any]
+Shades = dict[str, str]
 
 LINES = (
-    "#009E73", "#D55E00", "#E69F00", "#8C6D1F", "#CC79A7", "#7A5195", "#0B7285", "#56B4E9", "#8a8f98", "#0072B2", "#4C6EF5",
+    "#009E73",
+    "#D55E00",
+    "#E69F00",
+    "#8C6D1F",
+    "#CC79A7",
+    "#7A5195",
+    "#0B7285",
+    "#56B4E9",
+    "#8a8f98",
+    "#0072B2",
+    "#4C6EF5",
     "#5B5B5B",
-)  # fmt: skip
+)
 QUESTIONS = {
     "credit": "How close is the credit to the true advantage of the step?",
     "steps": "At which steps is it close?",
@@ -30,16 +41,18 @@ def figures(rows: Sequence[Row], stage: int, equal_nfe: int) -> dict[str, Figure
     """All figures by name; `stage` is the iteration shown where there is room for one only."""
     credit = [row for row in rows if row["kind"] == "credit"]
     gradient = [row for row in rows if row["kind"] == "gradient"]
+    shades = {name: LINES[place % len(LINES)] for place, name in enumerate(_names(rows))}
     drawn = {
-        "credit": _credit(_at(credit, stage), stage),
+        "credit": _credit(_at(credit, stage), stage, shades),
         "steps": _steps(_at(credit, stage), stage),
-        "gradient": _gradient(_at(gradient, stage), stage, equal_nfe),
+        "gradient": _gradient(_at(gradient, stage), stage, equal_nfe, shades),
     }
     if len({row["iteration"] for row in rows}) > 1:
         clear = [row for row in rows if row["noise"] == 0]
-        drawn["training"] = _change(clear, "iteration", "iterations of training")
+        drawn["training"] = _change(clear, "iteration", "iterations of training", shades)
     if len({row["noise"] for row in rows}) > 1:
-        drawn["noise"] = _change([row for row in rows if row["iteration"] == stage], "noise", "std of the noise on every score")
+        noisy = [row for row in rows if row["iteration"] == stage]
+        drawn["noise"] = _change(noisy, "noise", "std of the noise on every score", shades)
     return drawn
 
 
@@ -52,11 +65,14 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 
 def _dots(
-    axes: Axes, names: Sequence[str], values: Sequence[float], intervals: Sequence[tuple[float, float]], title: str
+    axes: Axes, names: Sequence[str], shades: Shades, values: Sequence[float], spans: Sequence[tuple[float, float]], title: str
 ) -> None:
-    """One dot with its interval per rule, the number beside it."""
-    for place, (value, (low, high)) in enumerate(zip(values, intervals, strict=True)):
-        shade = LINES[place % len(LINES)]
+    """A dot per rule, and the span that belongs to it."""
+    for place, (value, (low, high)) in enumerate(zip(values, spans, strict=True)):
+        if math.isnan(value):
+            axes.text(axes.get_xlim()[0], place, " no signal found", va="center", fontsize=8, color="#8a8f98")
+            continue
+        shade = shades[names[place]]
         axes.plot([low, high], [place, place], color=shade, linewidth=2.2, solid_capstyle="round", alpha=0.55)
         axes.plot([value], [place], "o", color=shade, markersize=7)
     axes.set_yticks(range(len(names)), names)
@@ -68,16 +84,16 @@ def _dots(
     axes.set_axisbelow(True)
 
 
-def _credit(rows: Sequence[Row], stage: int) -> Figure:
+def _credit(rows: Sequence[Row], stage: int, shades: Shades) -> Figure:
     figure = Figure(figsize=(11, 1.3 + 0.34 * len(rows)), layout="constrained")
     left, middle, right = figure.subplots(1, 3, sharey=True)
     names = _names(rows)
     for axes, key, title, ideal in (
         (left, "correlation", "correlation with the true advantage\n(Monte Carlo noise taken out)", 1.0),
         (middle, "sign", "share of steps with the right sign\n(of those whose sign is known)", 0.5),
-        (right, "bias", "pay that a step gets whatever happens\n(in stds of the credit; the truth is 0)", 0.0),
+        (right, "bias", "pay that a step gets whatever\nhappens (stds of the credit; truth 0)", 0.0),
     ):
-        _dots(axes, names, [r[key]["value"] for r in rows], [(r[key]["low"], r[key]["high"]) for r in rows], title)
+        _dots(axes, names, shades, [r[key]["value"] for r in rows], [(r[key]["low"], r[key]["high"]) for r in rows], title)
         axes.axvline(ideal, color=INK, linewidth=0.8, linestyle=":")
     left.set_xlim(-0.12, 1.06)
     middle.set_xlim(0.45, 1.02)
@@ -88,16 +104,15 @@ def _credit(rows: Sequence[Row], stage: int) -> Figure:
 
 def _steps(rows: Sequence[Row], stage: int) -> Figure:
     steps = rows[0]["steps"]
-    figure = Figure(figsize=(4.2 + 0.62 * len(steps), 1.3 + 0.36 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(4.2 + 0.62 * len(steps), 1.4 + 0.36 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    shades = matplotlib.colormaps["Blues"]
+    blues = matplotlib.colormaps["Blues"]
     for place, row in enumerate(rows):
         for column, step in enumerate(row["per_step"]):
             value = step["correlation"]["value"]
-            axes.barh(place, 0.96, left=column, height=0.92, color=shades(max(0.0, min(1.0, value)) * 0.75))
-            axes.text(
-                column + 0.48, place, f"{value:.2f}", ha="center", va="center", fontsize=9, color="white" if value > 0.8 else INK
-            )
+            axes.barh(place, 0.96, left=column, height=0.92, color=blues(max(0.0, min(1.0, value)) * 0.75))
+            shade = "white" if value > 0.8 else INK
+            axes.text(column + 0.48, place, f"{value:.2f}", ha="center", va="center", fontsize=9, color=shade)
     axes.set_yticks(range(len(rows)), [row["rule"] for row in rows])
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xticks([i + 0.48 for i in range(len(steps))], [str(s) for s in steps])
@@ -105,53 +120,57 @@ def _steps(rows: Sequence[Row], stage: int) -> Figure:
     axes.set_xlabel("stochastic step (0 = first, from pure noise)")
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
-    axes.set_title(f"{QUESTIONS['steps']} Correlation per step, after {stage} iterations", loc="left", fontsize=11)
+    figure.suptitle(f"{QUESTIONS['steps']} Correlation per step, after {stage} iterations", x=0.01, ha="left", fontsize=12)
     return figure
 
 
-def _gradient(rows: Sequence[Row], stage: int, equal_nfe: int) -> Figure:
+def _cosine(row: Row) -> float:
+    """Within [-1, 1]; NaN where the mean gradient was not heard over its noise."""
+    return max(-1.0, min(1.0, row["cosine"])) if row["heard"] else math.nan
+
+
+def _gradient(rows: Sequence[Row], stage: int, equal_nfe: int, shades: Shades) -> Figure:
     figure = Figure(figsize=(11, 1.3 + 0.34 * len(rows)), layout="constrained")
     left, middle, right = figure.subplots(1, 3, sharey=True)
     names = _names(rows)
-    clipped = [(max(-1.0, r["cosine_interval"][0]), min(1.0, r["cosine_interval"][1])) for r in rows]
-    _dots(left, names, [max(-1.0, min(1.0, r["cosine"])) for r in rows], clipped, "cosine of its mean gradient\nto the true one")
+    spans = [(max(-1.0, r["cosine_interval"][0]), min(1.0, r["cosine_interval"][1])) for r in rows]
+    lowest = min([low for r, (low, _) in zip(rows, spans, strict=True) if r["heard"]], default=0.0)
+    left.set_xlim(max(-1.0, lowest - 0.03), 1.01)
+    _dots(left, names, shades, [_cosine(r) for r in rows], spans, "cosine of its mean gradient\nto the true one")
     left.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
-    loud = [r["signal_to_noise"] for r in rows]
-    _dots(middle, names, loud, [(0.0, v) for v in loud], "signal to noise of one batch\n(the same trajectories for all)")
-    fair = [r["signal_to_noise_at_equal_nfe"] for r in rows]
-    _dots(
-        right, names, fair, [(0.0, v) for v in fair], f"signal to noise of as many batches\nas {equal_nfe:,} evaluations pay for"
-    )
-    for axes in (middle, right):
+    for axes, key, title in (
+        (middle, "signal_to_noise", "signal to noise of one batch\n(the same number of trajectories)"),
+        (right, "signal_to_noise_at_equal_nfe", f"signal to noise of as many batches\nas {equal_nfe:,} evaluations pay for"),
+    ):
+        _dots(axes, names, shades, [r[key] for r in rows], [(0.0, r[key]) for r in rows], title)
         axes.set_xlim(left=0)
     figure.suptitle(f"{QUESTIONS['gradient']} After {stage} iterations", x=0.01, ha="left", fontsize=12)
     return figure
 
 
-def _change(rows: Sequence[Row], key: str, label: str) -> Figure:
+def _change(rows: Sequence[Row], key: str, label: str, shades: Shades) -> Figure:
     """Correlation, cosine and signal-to-noise at equal NFE along `key`, a line per rule, named at its right end."""
-    names = _names(rows)
     figure = Figure(figsize=(14, 5.2), layout="constrained")
     parts = figure.subplots(1, 3)
     for axes, kind, title, value in (
         (parts[0], "credit", "correlation with the true advantage", lambda r: r["correlation"]["value"]),
-        (parts[1], "gradient", "cosine to the true gradient", lambda r: max(-1.0, min(1.0, r["cosine"]))),
+        (parts[1], "gradient", "cosine to the true gradient", _cosine),
         (parts[2], "gradient", "signal to noise at equal NFE", lambda r: r["signal_to_noise_at_equal_nfe"]),
     ):
-        ends: list[tuple[str, str, float]] = []
+        ends: list[tuple[str, float]] = []
         last = 0
-        for place, name in enumerate(names):
+        for name in _names(rows):
             mine = sorted((r for r in rows if r["rule"] == name and r["kind"] == kind), key=lambda r: r[key])
-            if not mine:
+            if not mine or math.isnan(value(mine[-1])):
                 continue
-            shade, last = LINES[place % len(LINES)], len(mine) - 1
-            axes.plot(range(len(mine)), [value(r) for r in mine], color=shade, marker="o", markersize=4, linewidth=1.8)
-            ends.append((name, shade, value(mine[-1])))
+            last = len(mine) - 1
+            axes.plot(range(len(mine)), [value(r) for r in mine], color=shades[name], marker="o", markersize=4, linewidth=1.8)
             axes.set_xticks(range(len(mine)), [f"{r[key]:g}" for r in mine])
+            ends.append((name, value(mine[-1])))
         low, high = axes.get_ylim()
-        heights = spread_labels([end[2] for end in ends], low, high, (high - low) / 22)
-        for (name, shade, _), height in zip(ends, heights, strict=True):
-            axes.annotate(name, (last + 0.06, height), color=shade, fontsize=8, va="center", annotation_clip=False)
+        heights = spread_labels([end for _, end in ends], low, high, (high - low) / 22)
+        for (name, _), height in zip(ends, heights, strict=True):
+            axes.annotate(name, (last + 0.06, height), color=shades[name], fontsize=8, va="center", annotation_clip=False)
         axes.set_xlim(-0.1, last * 1.75 + 0.1)
         axes.set_xlabel(label, loc="left")
         axes.set_title(title, loc="left", fontsize=10)
@@ -173,18 +192,14 @@ def table(rows: Sequence[Row]) -> str:
             ]
             head = f"| {row['rule']} | {row['iteration']} | {row['noise']:g} | "
             lines.append(head + " | ".join(cells) + f" | {row['nfe_per_trajectory']:.1f} |")
-    lines += [
-        "",
-        "| rule | iterations | noise | cosine | relative bias | signal to noise of a batch | at equal NFE |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines += ["", "| rule | iterations | noise | cosine | relative bias | signal to noise of a batch | at equal NFE |"]
+    lines.append("|---|---|---|---|---|---|---|")
     for row in rows:
         if row["kind"] == "gradient":
             low, high = row["cosine_interval"]
-            bias = row["relative_bias"]
+            known = f"{row['cosine']:.2f} [{low:.2f}, {high:.2f}] | {row['relative_bias']:.2f}"
             lines.append(
-                f"| {row['rule']} | {row['iteration']} | {row['noise']:g} | {row['cosine']:.2f} [{low:.2f}, {high:.2f}] | "
-                f"{'-' if math.isnan(bias) else f'{bias:.2f}'} | {row['signal_to_noise']:.2f} | "
-                f"{row['signal_to_noise_at_equal_nfe']:.2f} |"
+                f"| {row['rule']} | {row['iteration']} | {row['noise']:g} | {known if row['heard'] else 'no signal found | -'} | "
+                f"{row['signal_to_noise']:.2f} | {row['signal_to_noise_at_equal_nfe']:.2f} |"
             )
     return "\n".join(lines)
