@@ -167,6 +167,8 @@ def _change(rows: Sequence[Row], key: str, label: str, shades: Shades) -> Figure
             axes.plot(range(len(mine)), [value(r) for r in mine], color=shades[name], marker="o", markersize=4, linewidth=1.8)
             axes.set_xticks(range(len(mine)), [f"{r[key]:g}" for r in mine])
             ends.append((name, value(mine[-1])))
+        if value is _cosine:
+            axes.set_ylim(min(0.9, axes.get_ylim()[0]), 1.01)
         low, high = axes.get_ylim()
         heights = spread_labels([end for _, end in ends], low, high, (high - low) / 22)
         for (name, _), height in zip(ends, heights, strict=True):

@@ -143,7 +143,7 @@ class Run:
 
     def _score(self, policy: FlowPolicy, world: World) -> Evaluation:
         c = self.config
-        own = c.make_reward() if c.reward else None
+        own = replace(c, reward_noise=0.0, reward_bias=0.0).make_reward() if c.reward else None
         return evaluate(
             policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch, reward=own, solver=c.eval_solver
         )
