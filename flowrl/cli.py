@@ -1,4 +1,4 @@
-"""The command line: `flowrl compare`, `train`, `pretrain`, `sample`, `explain`, `parts`."""
+"""The command line: `flowrl compare`, `train`, `pretrain`, `sample`, `explain`, `parts`, `bench`."""
 
 import os
 import sys
@@ -7,6 +7,7 @@ from typing import Any
 
 import tyro
 
+from flowrl.commands.bench import Bench
 from flowrl.commands.models import Pretrain, Sample
 from flowrl.commands.parts import Explain, Parts
 from flowrl.commands.runs import Compare, Train
@@ -19,6 +20,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "sample": Sample,
     "explain": Explain,
     "parts": Parts,
+    "bench": Bench,
 }
 
 DESCRIPTION = (

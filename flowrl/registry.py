@@ -1,8 +1,8 @@
 """Parts by name: built-in ones, those of installed plug-ins, and classes in a file of the user's own.
 
-A part is written as ``NAME``, ``NAME(option=value, ...)``, ``path/to/file.py:Class`` or ``path/to/file.py:Class(option=value)``.
-Values are Python literals, or bare words (``balance=trend``). Options called ``probe`` take ``none``, ``tweedie``, ``substeps:N``
-or ``completion``; options that hold another part (``rule``, ``sampler``) take its name.
+A part is written as ``NAME``, ``path/to/file.py:Class`` or ``package.module:Class``; options as in ``NAME(option=value)``.
+Values are Python literals, or bare words (``balance=trend``). Options called ``probe`` take ``none``, ``tweedie``,
+``substeps:N``, ``completion`` or ``continuation:N``; options that hold another part (``rule``, ``sampler``) take its name.
 
 A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.samplers``, ``flowrl.rewards`` and
 ``flowrl.losses``, each pointing at a class (or a function) that builds the part from keyword options.
@@ -10,6 +10,7 @@ A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.s
 
 import ast
 import difflib
+import importlib
 import importlib.util
 import inspect
 import re
@@ -21,12 +22,12 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, Weighted
+from flowrl.credit import GDPO, MovingAverageGain, RandomCredit, StepwiseGain, TurningPoint, Uniform, Weighted
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, RewardModel, Sampler
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
-from flowrl.types import Completion, NoProbe, Probe, Substeps, Tweedie
+from flowrl.types import Completion, Continuation, NoProbe, Probe, Substeps, Tweedie
 
 Maker = Callable[..., Any]
 
@@ -56,6 +57,7 @@ KINDS: dict[str, Kind] = {
             "moving-average-gain": MovingAverageGain,
             "turning-point": TurningPoint,
             "gdpo": GDPO,
+            "random": RandomCredit,
         },
         (CreditAssigner,),
         "an attribute `probe` and a method `assign(rewards, schedule)`",
@@ -95,7 +97,7 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     """
     entry = KINDS[kind]
     head, options = _split(kind, spec)
-    maker = _from_file(kind, head) if _is_file(head) else _by_name(entry, head)
+    maker = _from_file(kind, head) if _is_file(head) else _from_module(kind, head) if ":" in head else _by_name(entry, head)
     parameters = _parameters(maker)
     _require_options(kind, head, options, parameters)
     chosen = {name: value for name, value in defaults.items() if parameters is not None and name in parameters}
@@ -134,13 +136,15 @@ def summary_of(kind: str, name: str) -> str:
 
 
 def parse_probe(words: str) -> Probe:
-    """ "none", "tweedie", "substeps:N" or "completion" as a probe."""
+    """ "none", "tweedie", "substeps:N", "completion" or "continuation:N" as a probe."""
     name, _, count = words.partition(":")
     if name == "substeps" and count.isdigit():
         return Substeps(int(count))
+    if name == "continuation" and count.isdigit():
+        return Continuation(int(count))
     known: dict[str, Probe] = {"none": NoProbe(), "tweedie": Tweedie(), "completion": Completion()}
     if words not in known:
-        raise ConfigError(f"probe = {words!r} is not allowed: none, tweedie, substeps:N or completion")
+        raise ConfigError(f"probe = {words!r} is not allowed: none, tweedie, substeps:N, completion or continuation:N")
     return known[words]
 
 
@@ -197,6 +201,18 @@ def _from_file(kind: str, spec: str) -> Maker:
     if not hasattr(module, name):
         names = ", ".join(sorted(n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__))
         raise ConfigError(f"{kind}: {path} has no class {name!r}; it defines {names or 'no classes'}")
+    return getattr(module, name)
+
+
+def _from_module(kind: str, spec: str) -> Maker:
+    """The class behind "package.module:Class"."""
+    module_name, _, name = spec.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{kind}: the module {module_name!r} cannot be imported: {error}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{kind}: the module {module_name} has no class {name!r}")
     return getattr(module, name)
 
 

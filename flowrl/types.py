@@ -163,6 +163,20 @@ class Completion(Probe):
     """R_j scores the image reached by the remaining ODE steps on the sampler's own grid. TP-GRPO (arXiv 2602.06422)."""
 
 
+@dataclass(frozen=True)
+class Continuation(Probe):
+    """R_j is the mean reward of `count` stochastic continuations from node j: a Monte Carlo estimate of the value V(x_j).
+
+    Gains of such rewards estimate the true advantages V(x_{i+1}) - V(x_i) of the steps taken; what a credit rule would be if
+    evaluations were free. T (T + 1) / 2 times `count` evaluations, besides the rollout's own.
+    """
+
+    count: int = 16
+
+    def __post_init__(self) -> None:
+        require(self.count >= 1, "Continuation.count", self.count, "1 or more")
+
+
 @checked
 @dataclass(frozen=True)
 class Trajectories:

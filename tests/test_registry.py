@@ -13,7 +13,7 @@ from flowrl.errors import ConfigError
 from flowrl.losses import ClippedLoss
 from flowrl.registry import KINDS, available, build, options_of, parse_probe, summary_of
 from flowrl.samplers import CPS, FlowSDE
-from flowrl.types import Completion, NoProbe, Substeps, Tweedie
+from flowrl.types import Completion, Continuation, NoProbe, Substeps, Tweedie
 
 PLUGIN = '''
 import torch
@@ -112,7 +112,7 @@ def test_options_reach_the_part() -> None:
         ("credit", "uniform(std=open('x'))", "cannot be read"),
         ("credit", "uniform(std=neither)", "Uniform.std"),
         ("credit", "none.py:Rule", "the file none.py does not exist"),
-        ("credit", "stepwise-gain(probe=all)", "none, tweedie, substeps:N or completion"),
+        ("credit", "stepwise-gain(probe=all)", "none, tweedie, substeps:N, completion or continuation:N"),
         ("loss", "clipped(clip=2)", "ClippedLoss.clip"),
         ("sampler", "euler", "unknown sampler 'euler'"),
         ("reward", "pretty", "unknown reward 'pretty'"),
@@ -143,5 +143,5 @@ def test_every_built_in_part_can_be_listed_and_built() -> None:
 
 
 def test_probes_by_word() -> None:
-    probes = [parse_probe(words) for words in ("none", "tweedie", "substeps:3", "completion")]
-    assert probes == [NoProbe(), Tweedie(), Substeps(3), Completion()]
+    probes = [parse_probe(words) for words in ("none", "tweedie", "substeps:3", "completion", "continuation:7")]
+    assert probes == [NoProbe(), Tweedie(), Substeps(3), Completion(), Continuation(7)]

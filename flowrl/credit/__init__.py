@@ -3,6 +3,7 @@
 from flowrl.credit.gdpo import GDPO
 from flowrl.credit.moving_average import MovingAverageGain
 from flowrl.credit.normalise import zscore
+from flowrl.credit.random_credit import RandomCredit
 from flowrl.credit.selection import clear_swings, large_aggregates, random_steps
 from flowrl.credit.stepwise import StepwiseGain, generalised_gains
 from flowrl.credit.table import check_advantages, gains, reward_to_go
@@ -13,6 +14,7 @@ from flowrl.credit.weighted import Weighted
 __all__ = [
     "GDPO",
     "MovingAverageGain",
+    "RandomCredit",
     "StepwiseGain",
     "TurningPoint",
     "Uniform",

@@ -20,7 +20,7 @@ from flowrl.credit import generalised_gains
 from flowrl.flow.time import expand
 from flowrl.losses import PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, FlowPolicy, PolicyLoss, RewardModel, Sampler
-from flowrl.rollout import Groups, attach_stds, reward_table, rollout
+from flowrl.rollout import Groups, Usage, attach_stds, reward_table, rollout
 from flowrl.training.pairs import loss_pairs
 from flowrl.types import NoProbe, Probe, Prompt, Schedule
 
@@ -134,8 +134,13 @@ def policy_gradients(
     shared_noise: bool = False,
     seed: int = 0,
     loss: PolicyLoss = PolicyGradientLoss(),
+    usage: Usage | None = None,
+    reward: RewardModel | None = None,
 ) -> Tensor:
-    """The estimate of each of `batches` iterations (all prompts, `members` each), on policy, [batch, parameter]."""
+    """The estimate of each of `batches` iterations (all prompts, `members` each), on policy, [batch, parameter].
+
+    `usage` counts what the rollouts cost; `reward` is one that the rule is shown instead of the setting's own.
+    """
     generator = torch.Generator().manual_seed(seed)
     groups = Groups(len(setting.prompts), members, shared_noise)
     condition = setting.policy.encode(setting.prompts)
@@ -145,8 +150,10 @@ def policy_gradients(
     rows = []
     for _ in range(batches):
         noise = groups.noise(setting.policy.latent_shape, generator)
-        result = rollout(setting.policy, setting.sampler, setting.schedule, condition, noise, generator, groups, rule.probe)
-        rewards = reward_table(setting.policy, setting.reward, result, setting.prompts)
+        result = rollout(
+            setting.policy, setting.sampler, setting.schedule, condition, noise, generator, groups, rule.probe, usage
+        )
+        rewards = reward_table(setting.policy, reward or setting.reward, result, setting.prompts)
         advantages = rule.assign(rewards, result.trajectories.schedule).reshape(groups.samples, -1)
         batch = loss_pairs(setting.policy, setting.sampler, result, condition, advantages, sample, step)
         gradient = flat(torch.autograd.grad(loss.loss(batch).loss, setting.parameters))

@@ -2,5 +2,6 @@
 
 from flowrl.rewards.combine import WeightedSum
 from flowrl.rewards.function import FunctionReward
+from flowrl.rewards.noisy import NoisyReward
 
-__all__ = ["FunctionReward", "WeightedSum"]
+__all__ = ["FunctionReward", "NoisyReward", "WeightedSum"]

@@ -1,7 +1,7 @@
 """Trajectories and the states their unfinished nodes lead to, in as few network calls as possible."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -9,9 +9,10 @@ from torch import Tensor
 from flowrl.errors import ConfigError, require
 from flowrl.flow.gaussian import sample as draw
 from flowrl.protocols import FlowPolicy, Sampler
+from flowrl.rollout.continuation import Walkers, continued
 from flowrl.rollout.usage import Usage
 from flowrl.samplers import ODE, transition_stds
-from flowrl.types import Completion, Condition, NoProbe, Probe, Schedule, Substeps, Trajectories
+from flowrl.types import Completion, Condition, Continuation, NoProbe, Probe, Schedule, Substeps, Trajectories
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,14 @@ class Rollout:
 
     `estimates[node]` is [sample, *latent], or [prompt, *latent] at nodes that a whole group shares (same x_T, no stochastic step
     before them). Nodes that were not probed are absent; the last node is always there. Nodes with the same final image (they
-    are linked by ODE steps) hold the same tensor.
+    are linked by ODE steps) hold the same tensor. `copies[node]` says how many rows of `estimates[node]` belong to one sample,
+    in a row, to be averaged (left out: 1).
     """
 
     trajectories: Trajectories
     estimates: Mapping[int, Tensor]
     groups: Groups
+    copies: Mapping[int, int] = field(default_factory=dict)
 
 
 def attach_stds(schedule: Schedule, sampler: Sampler) -> Schedule:
@@ -78,11 +81,13 @@ def rollout(
     `condition` has one row per prompt. Network evaluations per trajectory with T steps and independent noise: T without a
     probe, T T' with `Substeps(T')` in T + T' - 1 calls, T (T + 1) / 2 with `Completion` in T calls. Nodes that a group shares
     (same x_T and only ODE steps so far) are evaluated once per group, and a completion is started only where a stochastic step
-    follows: from other nodes the ODE leads to the next one's image. Float32, detached. `max_batch` bounds how many latents the
-    network sees at once; the results do not depend on it beyond float rounding.
+    follows: from other nodes the ODE leads to the next one's image. `Continuation(n)` goes on n times at random from every
+    decision, with noise drawn after the trajectories', which are thus the same for every probe. Float32, detached.
+    `max_batch` bounds how many latents the network sees at once; the results do not depend on it beyond float rounding.
     """
-    if not isinstance(probe, NoProbe | Substeps | Completion):
-        raise ConfigError(f"unknown probe {probe!r}; allowed: NoProbe(), Tweedie(), Substeps(n), Completion()")
+    if not isinstance(probe, NoProbe | Substeps | Completion | Continuation):
+        names = "NoProbe(), Tweedie(), Substeps(n), Completion(), Continuation(n)"
+        raise ConfigError(f"unknown probe {probe!r}; allowed: {names}")
     require(max_batch >= 1, "max_batch", max_batch, "1 or more")
     require(len(noise) == groups.samples, "noise rows", len(noise), f"prompts x members = {groups.samples}")
     schedule = attach_stds(schedule, sampler)
@@ -142,11 +147,16 @@ class _Walk:
             velocities.append(velocity)
         trajectories = Trajectories(torch.stack(nodes, 1), torch.stack(velocities, 1), self.schedule)
         estimates = self._substeps(trajectories, probe.count, per_sample) if isinstance(probe, Substeps) else running
-        estimates = {**estimates, steps: x}
-        if isinstance(probe, Completion):
+        estimates, copies = {**estimates, steps: x}, {}
+        if isinstance(probe, Continuation):
+            walkers = Walkers(self.policy, self.sampler, self.schedule, self.generator, self.usage, self.max_batch)
+            estimates |= {j: continued(walkers, trajectories.nodes[:, j], j, per_sample, probe.count) for j in self._decisions()}
+            copies = dict.fromkeys(self._decisions(), probe.count)
+        if isinstance(probe, Completion | Continuation):
             for node in reversed(range(steps)):
                 estimates.setdefault(node, estimates[node + 1])
-        return Rollout(trajectories, estimates, self.groups)
+                copies.setdefault(node, copies.get(node + 1, 1))
+        return Rollout(trajectories, estimates, self.groups, copies)
 
     def _decisions(self) -> list[int]:
         """The stochastic steps."""

@@ -52,13 +52,17 @@ def reward_tables(
     usage: Usage | None = None,
     max_batch: int = 512,
 ) -> RewardTables:
-    """R_j scores the estimate at node j, NaN where none was made. `prompts`: one per group."""
+    """R_j scores the estimate at node j (the mean over its copies), NaN where none was made. `prompts`: one per group."""
     groups = result.groups
     everyone = [prompt for prompt in prompts for _ in range(groups.members)]
     nodes = sorted(result.estimates)
     distinct = {id(result.estimates[node]): result.estimates[node] for node in nodes}
     latents = list(distinct.values())
-    owners = [p for latent in latents for p in (everyone if len(latent) == groups.samples else prompts)]
+    copies = {id(result.estimates[node]): result.copies.get(node, 1) for node in nodes}
+    owners = []
+    for key, latent in distinct.items():
+        per_row = prompts if len(latent) == groups.prompts * copies[key] else everyone
+        owners += [prompt for prompt in per_row for _ in range(copies[key])]
     flat = torch.cat(latents)
     columns: dict[str, list[Tensor]] = {}
     for piece in torch.arange(len(flat)).split(max_batch):
@@ -70,7 +74,8 @@ def reward_tables(
         scores = dict(zip(distinct, torch.cat(pieces).split([len(latent) for latent in latents]), strict=True))
         table = torch.full((groups.prompts, groups.members, result.trajectories.schedule.steps + 1), float("nan"))
         for node in nodes:
-            table[:, :, node] = scores[id(result.estimates[node])].view(groups.prompts, -1)
+            key = id(result.estimates[node])
+            table[:, :, node] = scores[key].view(-1, copies[key]).mean(1).view(groups.prompts, -1)
         tables[name] = table
     return RewardTables(tables.pop(_TOTAL), tables)
 

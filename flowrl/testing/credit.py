@@ -11,7 +11,7 @@ from torch import Tensor
 from flowrl.credit import check_advantages
 from flowrl.errors import CreditError
 from flowrl.testing.findings import Contract, ContractBroken, expect, name_of
-from flowrl.types import Completion, NoProbe, Schedule, Substeps
+from flowrl.types import Completion, Continuation, NoProbe, Schedule, Substeps
 
 CONTRACT = Contract("credit rule")
 promise = CONTRACT.promise
@@ -86,12 +86,12 @@ def finite(got: Tensor, what: str, hint: str) -> None:
         )
 
 
-@promise("it has `assign`, and `probe` is one of NoProbe(), Tweedie(), Substeps(n), Completion()", basic=True)
+@promise("it has `assign`, and `probe` is one of NoProbe(), Tweedie(), Substeps(n), Completion(), Continuation(n)", basic=True)
 def declares_a_probe(case: Case) -> None:
     expect(hasattr(case.rule, "probe"), "there is no attribute `probe`. Write probe: Probe = Completion() in the class.")
     probe = case.rule.probe
     hint = " Write an object, with brackets." if isinstance(probe, type) else ""
-    expect(isinstance(probe, NoProbe | Substeps | Completion), f"`probe` is {probe!r}.{hint}")
+    expect(isinstance(probe, NoProbe | Substeps | Completion | Continuation), f"`probe` is {probe!r}.{hint}")
     expect(callable(getattr(case.rule, "assign", None)), "there is no method `assign(rewards, schedule)`")
 
 

@@ -15,6 +15,7 @@ from flowrl.models import FORM, TASK, model_world
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.protocols import PolicyLoss, RandomSampler, RewardModel
 from flowrl.registry import build
+from flowrl.rewards import NoisyReward
 from flowrl.rollout import require_solver
 from flowrl.samplers import transition_stds
 from flowrl.types import Schedule
@@ -38,6 +39,10 @@ class RunConfig:
     """strict (0/1), graded (partial credit) or soft (continuous)."""
     reward: str = ""
     """Another reward than the task's own: NAME of a plug-in, or path/to/file.py:Class."""
+    reward_noise: float = 0.0
+    """Standard deviation of the noise on every score while training; evaluation is without."""
+    reward_bias: float = 0.0
+    """How much training also likes bright pictures: the mean of a picture's values times this; evaluation is without."""
     seed: int = 0
     """Draws the adapter's first matrices, the prompts' order and all noise."""
     iterations: int = 12
@@ -129,6 +134,7 @@ class RunConfig:
         require(0 <= self.ema < 1, "ema", self.ema, "in [0, 1)")
         require(self.rank >= 1, "rank", self.rank, "1 or more")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        require(self.reward_noise >= 0, "reward_noise", self.reward_noise, "0 or more")
         require_solver(self.eval_solver)
         choices = ("auto", "shared", "independent")
         require(self.initial_noise in choices, "initial_noise", self.initial_noise, f"one of {', '.join(choices)}")
@@ -171,8 +177,10 @@ class RunConfig:
         return build("loss", self.loss, clip=self.clip, kl_weight=self.kl_weight)
 
     def make_reward(self) -> RewardModel:
-        """The reward that training uses: the task's own in `reward_form`, or `reward`."""
-        return build("reward", self.reward) if self.reward else self.make_world().reward(self.reward_form)
+        """The reward that training uses: the task's own in `reward_form`, or `reward`; with errors where the run wants them."""
+        model = build("reward", self.reward) if self.reward else self.make_world().reward(self.reward_form)
+        errs = self.reward_noise != 0 or self.reward_bias != 0
+        return NoisyReward(model, self.reward_noise, self.reward_bias, self.seed) if errs else model
 
     def model_options(self) -> ModelOptions:
         """How `model` becomes a policy."""

@@ -145,7 +145,8 @@ class Run:
 
     def _score(self, policy: FlowPolicy, world: World) -> Evaluation:
         c = self.config
-        own = c.make_reward() if c.reward and not c.model else None  # a model's world has no other reward than this
+        quiet = replace(c, reward_noise=0.0, reward_bias=0.0)
+        own = quiet.make_reward() if c.reward and not c.model else None  # a model's world has no other reward than this
         return evaluate(
             policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch, reward=own, solver=c.eval_solver
         )

@@ -1,0 +1,97 @@
+"""What rules cost, as measured: evaluations, calls, seconds by phase, memory, and the price of a gain."""
+
+import json
+import multiprocessing
+import resource
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from flowrl.bench.claims import make_run
+from flowrl.bench.document import Table
+from flowrl.bench.evidence import column
+from flowrl.bench.measure import PHASES, measure
+from flowrl.bench.records import code_hash, provenance
+from flowrl.training.checkpoint import write_json
+from flowrl.training.config import RunConfig
+
+Lines = Mapping[str, Mapping[str, Any]]
+ARMS: dict[str, dict[str, Any]] = {
+    "uniform (no probe)": {"method": "flow-grpo"},
+    "gains, one step": {"credit": "stepwise-gain(probe=tweedie)"},
+    "gains, 5 substeps": {"method": "stepwise-flow-grpo"},
+    "gains, whole ODE": {"credit": "stepwise-gain(probe=completion)"},
+    "turning points": {"method": "tp-grpo"},
+}
+"""A method or rule per probe."""
+
+
+def _memory(values: dict[str, Any]) -> float:
+    """MiB that a run's process peaked at, in a process of its own."""
+    measure(RunConfig.from_dict(values))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def peak_memory(
+    worlds: Sequence[str] = ("mixture", "shapes"), arms: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Peak resident memory in MiB of a two-iteration run per world and arm, each in a fresh process, one after the other."""
+    found = []
+    for world in worlds:
+        task = {"mixture": "direction", "shapes": "compositional"}[world]
+        for name, changes in (arms or ARMS).items():
+            config = make_run(world, task, 0, {**changes, "iterations": 2, "eval_every": 2})
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                found.append({"world": world, "arm": name, "peak_mib": pool.submit(_memory, config.as_dict()).result()})
+    return found
+
+
+def kept_memory(path: Path, measure: bool) -> list[dict[str, Any]]:
+    """Peak memory from the file at `path`; where it is missing or of other code, measured now if `measure`, else nothing."""
+    if path.exists():
+        kept = json.loads(path.read_text())
+        if kept.get("code") == code_hash():
+            return kept["rows"]
+    if not measure:
+        return []
+    rows = peak_memory()
+    write_json(path, {"code": code_hash(), **provenance(), "rows": rows})
+    return rows
+
+
+def cost_table(
+    lines: Lines, arms: Mapping[str, Mapping[str, Any]] | None = None, memory: Sequence[Mapping[str, Any]] = ()
+) -> Table:
+    """Means over all finished runs of each arm with the world's own settings; memory where it was measured."""
+    head = (
+        "world", "rule", "runs", "NFE/trajectory", "reward calls/trajectory", "network calls/iteration",
+        *(f"s/iteration: {phase}" for phase in PHASES), "reward gained per million NFE", "peak memory (MiB)",
+    )  # fmt: skip
+    rows = []
+    for world, task in (("mixture", "direction"), ("shapes", "compositional")):
+        for name, changes in (arms or ARMS).items():
+            wanted = make_run(world, task, 0, changes).as_dict()
+            runs = [line for line in lines.values() if {**line["config"], "seed": 0} == wanted]
+            peak = next((f"{m['peak_mib']:.0f}" for m in memory if m["world"] == world and m["arm"] == name), "-")
+            if runs:
+                rows.append((world, name, str(len(runs)), *_cost(runs), peak))
+    return Table(head, rows)
+
+
+def _cost(runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    def mean(of: Any) -> float:
+        return statistics.fmean(of(run) for run in runs)
+
+    iterations = runs[0]["config"]["iterations"]
+    price = mean(lambda r: 1e6 * (column(r, "soft")[-1] - column(r, "soft")[0]) / (r["totals"]["nfe"] + r["totals"]["train_nfe"]))
+    return (
+        f"{mean(lambda r: r['totals']['nfe'] / r['totals']['trajectories']):.1f}",
+        f"{mean(lambda r: r['totals']['reward_calls'] / r['totals']['trajectories']):.1f}",
+        f"{mean(lambda r: r['totals']['calls'] / iterations):.0f}",
+        *(f"{mean(lambda r, p=phase: r['phases'][p]):.3f}" for phase in PHASES),
+        f"{price:.2f}",
+    )

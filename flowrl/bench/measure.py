@@ -1,0 +1,132 @@
+"""One run, measured: the learning curve, what it cost, and what the 2-D world lets us see besides the reward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.builtin import World
+from flowrl.credit import turning_points
+from flowrl.policies.mixture import MixturePolicy
+from flowrl.protocols import FlowPolicy
+from flowrl.rollout import Groups, Usage, integrate, reward_table, rollout
+from flowrl.training.config import RunConfig
+from flowrl.training.evaluation import EVALUATION_SEED, evaluate
+from flowrl.training.trainer import Trainer
+from flowrl.types import Completion, NoProbe
+
+CURVE = ("iteration", "nfe", "train_nfe", "seconds", "reward", "strict", "graded", "soft", "quality", "diversity")
+"""Columns of a run's curve: totals up to the evaluation, and its scores."""
+TOTALS = ("nfe", "train_nfe", "seconds", "reward_calls", "calls")
+PHASES = ("rollout", "reward", "update")
+
+
+def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+    """Train by `config` and return plain numbers; None where `stop` asked to give up. The same config gives the same numbers
+    (but for seconds) on one machine.
+
+    curve: rows of `CURVE`. quality: mean log-density of held-out ODE samples under the data (the 2-D world; else null);
+    diversity: mean distance of two samples of one prompt there. gains: mean |g_i| per step in the first and the last quarter
+    of training, where the rule has every node scored.
+    """
+    torch.set_num_threads(1)
+    world, method = config.make_world(), config.make_method()
+    policy = world.policy(config.policy_options())
+    trainer = Trainer(policy, method, config.make_reward(), world.prompts(config.task, "train"), config)
+    totals: dict[str, float] = dict.fromkeys(TOTALS, 0.0)
+    phases, gains, curve = dict.fromkeys(PHASES, 0.0), [], [_evaluated(trainer, world, 0, totals)]
+    before = observe(trainer, world)
+    while trainer.done < config.iterations:
+        if stop():
+            return None
+        row = trainer.iteration()
+        for name in totals:
+            totals[name] += row[name]
+        for name in PHASES:
+            phases[name] += row["phases"][name] / config.iterations
+        gains.append(row.get("mean_abs_gain"))
+        if trainer.done % config.eval_every == 0 or trainer.done == config.iterations:
+            curve.append(_evaluated(trainer, world, trainer.done, totals))
+    quarter = max(1, config.iterations // 4)
+    scored = gains[0] is not None
+    return {
+        "curve": curve,
+        "totals": {**totals, "trajectories": config.prompts * config.members * config.iterations},
+        "phases": phases,
+        "gains": [_mean(gains[:quarter]), _mean(gains[-quarter:])] if scored else None,
+        "before": before,
+        "after": observe(trainer, world),
+    }
+
+
+def _mean(rows: list[list[float]]) -> list[float]:
+    return torch.tensor(rows).mean(0).tolist()
+
+
+def _evaluated(trainer: Trainer, world: World, iteration: int, totals: dict[str, float]) -> list[float | None]:
+    """A row of `CURVE`, by the averaged weights."""
+    c = trainer.config
+    with trainer.averaged():
+        found = evaluate(
+            trainer.policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch, solver=c.eval_solver
+        )
+        quality, diversity = _plausible(trainer.policy, world, c)
+    scores = [found.scores[name] for name in (c.reward_form, "strict", "graded", "soft")]
+    return [iteration, totals["nfe"], totals["train_nfe"], totals["seconds"], *scores, quality, diversity]
+
+
+def _plausible(policy: FlowPolicy, world: World, config: RunConfig) -> tuple[float | None, float | None]:
+    """Quality and diversity of held-out ODE samples; None outside the 2-D world, whose density is known."""
+    if not isinstance(policy, MixturePolicy):
+        return None, None
+    prompts, repeats = world.prompts(config.task, "heldout"), 32
+    generator = torch.Generator().manual_seed(EVALUATION_SEED)
+    noise = torch.randn((len(prompts) * repeats, *policy.latent_shape), generator=generator)
+    points = integrate(policy, policy.schedule(config.eval_steps), policy.encode(prompts).repeat(repeats), noise, Usage(), 4096)
+    spread = torch.cdist(points.flatten(1).view(-1, repeats, 2), points.flatten(1).view(-1, repeats, 2))
+    return log_density(policy, points), float(spread.sum((1, 2)).mean() / (repeats * (repeats - 1)))
+
+
+def log_density(policy: MixturePolicy, points: Tensor) -> float:
+    """Mean log-density of points [sample, 2, 1, 1] under the data the base model was made for."""
+    return float(policy.mixture.log_marginal(points.flatten(1), torch.zeros(len(points))).mean())
+
+
+def observe(trainer: Trainer, world: World, members: int = 8) -> dict[str, Any]:
+    """The stochastic sampler's own samples of the current policy: their quality (2-D world), and turning points per trajectory.
+
+    Turning points are those of ODE completions; `null` counts them after the signs of the increments were drawn anew, a
+    trajectory whose gains have no order at all.
+    """
+    policy, config = trainer.policy, trainer.config
+    prompts = world.prompts(config.task, "train")[:18]
+    generator = torch.Generator(policy.device).manual_seed(EVALUATION_SEED)
+    groups = Groups(len(prompts), members)
+    noise = groups.noise(policy.latent_shape, generator)
+    state = trainer.generator.get_state()
+    sampler = trainer.draw_sampler()
+    trainer.generator.set_state(state)
+    probe = Completion() if isinstance(policy, MixturePolicy) else NoProbe()
+    result = rollout(
+        policy, sampler, trainer.schedule, policy.encode(prompts), noise, generator, groups, probe, max_batch=config.max_batch
+    )
+    if not isinstance(policy, MixturePolicy):
+        return {}
+    table = reward_table(policy, world.reward("soft"), result, prompts)
+    increments = table.diff(dim=-1)
+    signs = torch.randint(0, 2, increments.shape, generator=generator) * 2 - 1
+    null = torch.cat([table[..., :1], table[..., :1] + (increments.abs() * signs).cumsum(-1)], -1)
+    return {
+        "sde_quality": log_density(policy, result.trajectories.images_latent),
+        "turning_points": _density(table),
+        "null": _density(null),
+    }
+
+
+def _density(table: Tensor) -> dict[str, float]:
+    """Turning points per trajectory by both rules."""
+    return {name: float(turning_points(table, consistent).float().sum(-1).mean()) for name, consistent in KINDS_OF_POINTS.items()}
+
+
+KINDS_OF_POINTS = {"consistent": True, "plain": False}

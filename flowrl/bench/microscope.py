@@ -1,0 +1,35 @@
+"""The microscope's page."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flowrl.bench.document import Document, Picture, Table
+from flowrl.diagnostics.inspection import EQUAL_NFE
+from flowrl.plots.microscope import QUESTIONS, figures, table
+
+ANSWERS = {
+    "credit": "The true advantage of a taken step is V(x_{i+1}) - V(x_i), V the expected final reward when the stochastic "
+    "sampler goes on. V is estimated by Monte Carlo continuation; the noise of that estimate is taken out of the correlation, "
+    "and signs are counted only where the true one is more than two standard errors from 0. Bars are 95% intervals (bootstrap "
+    "over groups).",
+    "steps": "The same correlation, step by step.",
+    "gradient": "The true gradient is the pathwise one, through the stochastic steps. Signal-to-noise is that of one batch; at "
+    "equal NFE, cheap rules may average more batches.",
+    "training": "The policy is trained by uniform credit for so many iterations, and every rule looks at the same policies.",
+    "noise": "The rules see rewards with noise on every score; the truth they are compared with is the reward without.",
+}
+
+
+def microscope_document(rows: Sequence[dict[str, Any]], stage: int, seconds: float) -> Document:
+    """The page: a figure per question, then all numbers."""
+    page = Document("The microscope: how close credit is to the truth")
+    page.text(f"Two-dimensional world; made in {seconds:.0f} seconds by `flowrl bench microscope`.")
+    for name, figure in figures(rows, stage, EQUAL_NFE).items():
+        page.heading(QUESTIONS[name])
+        page.text(ANSWERS[name])
+        page.blocks.append(Picture(f"microscope-{name}", figure, QUESTIONS[name]))
+    page.heading("All numbers")
+    for part in table(rows).split("\n\n"):
+        head, _, *body = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in part.splitlines()]
+        page.blocks.append(Table(head, body))
+    return page

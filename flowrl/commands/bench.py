@@ -1,0 +1,214 @@
+"""`flowrl bench claims`, `flowrl bench rule` and `flowrl bench microscope`."""
+
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from flowrl.errors import require
+from flowrl.training.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Claims:
+    """Test the papers' claims: make the runs that are missing in the results file, judge, and write the page.
+
+    Example: flowrl bench claims --quick --workers 2
+    """
+
+    quick: bool = False
+    """The 2-D world with three seeds only: the first runs of the full suite, in the same file."""
+    world: str = "all"
+    """mixture (two dimensions), shapes (images, headline claims only) or all."""
+    only: tuple[str, ...] = ()
+    """Claims by id; default all."""
+    out: Path = Path("benchmarks/results/claims.jsonl")
+    """The results file: one line per run. Runs that it holds are not made again."""
+    page: Path = Path("docs")
+    """Folder of the page claims.md, claims.html and their figures."""
+    workers: int = 0
+    """Runs at a time; 0 = one per core. Every run uses one thread, so the numbers do not depend on this."""
+    minutes: float = math.inf
+    """Start no more runs after so many minutes; the next call goes on."""
+    judge: bool = False
+    """Make no runs: judge what the file holds and write the page."""
+    redo: str = ""
+    """Make the run with this id again from its line, compare every number, and stop."""
+    list: bool = False
+    """Print the claims and their rules, and stop."""
+
+    def main(self) -> int:
+        """Run, judge, write."""
+        from flowrl.bench.catalogue import CLAIMS
+        from flowrl.bench.claims import QUICK_SEEDS, SEEDS
+        from flowrl.bench.costs import kept_memory
+        from flowrl.bench.page import claims_page, judge_all
+        from flowrl.bench.records import Ledger
+        from flowrl.bench.runner import Suite, needed
+
+        require(self.world in ("all", "mixture", "shapes"), "world", self.world, "mixture, shapes or all")
+        for name in self.only:
+            require(name in CLAIMS, "only", name, f"one of {', '.join(CLAIMS)}")
+        chosen = {key: claim for key, claim in CLAIMS.items() if not self.only or key in self.only}
+        if self.list:
+            print("\n".join(f"{c.id}: {c.says} ({c.rule.words()})" for c in chosen.values()))
+            return 0
+        ledger = Ledger(self.out)
+        if self.redo:
+            return _redo(self.redo, ledger)
+        seeds = {"mixture": QUICK_SEEDS, "shapes": ()} if self.quick else SEEDS
+        runs = needed(chosen, "mixture" if self.quick else self.world, seeds)
+        suite = Suite(runs, ledger, needed(CLAIMS, "all", SEEDS))
+        finished = self.judge or _execute(suite, self.workers, self.minutes)
+        lines = ledger.read(suite.allowed)
+        memory = kept_memory(
+            self.out.with_name("claims-memory.json"), measure=finished and not (self.quick or self.only or self.judge)
+        )
+        written = claims_page(CLAIMS, lines, self.out, memory).write(self.page, "claims", "claims")
+        for one in judge_all(chosen, lines):
+            print(f"{one.claim.id} ({one.world}, {one.seeds} seeds): {one.label}")
+        print(f"Wrote {', '.join(map(str, written))}")
+        return 0 if finished else 130
+
+
+@dataclass(frozen=True)
+class RuleBench:
+    """Put a credit rule of your own through claims, microscope and cost, and write a page that ranks it.
+
+    Example: flowrl bench rule my_rules.py:MyRule
+    """
+
+    rule: tyro.conf.Positional[str]
+    """path/to/file.py:Class, NAME or NAME(option=value)."""
+    seeds: int = 5
+    """Seeds of every run."""
+    out: Path | None = None
+    """Folder for the results and the page; default runs/rule-NAME."""
+    workers: int = 0
+    """Runs at a time; 0 = one per core."""
+    minutes: float = math.inf
+    """Start no more runs after so many minutes; the next call goes on."""
+
+    def main(self) -> int:
+        """Run, judge, rank, write."""
+        from flowrl.bench.rule import bench_rule
+
+        require(self.seeds >= 2, "seeds", self.seeds, "2 or more: an interval needs a spread")
+        finished = bench_rule(
+            self.rule,
+            self.seeds,
+            self.out,
+            lambda suite: _execute(suite, self.workers, self.minutes),
+            _counter("microscope"),
+            self.workers,
+        )
+        return 0 if finished else 130
+
+
+@dataclass(frozen=True)
+class Microscope:
+    """How close is each rule's credit to the true advantage of the step? Two-dimensional world, under two minutes on 2 cores.
+
+    Example: flowrl bench microscope --rules my_rules.py:MyRule
+    """
+
+    rules: tuple[str, ...] = ()
+    """Rules to add to the built-in ones: path/to/file.py:Class, NAME or NAME(option=value)."""
+    iterations: tuple[int, ...] = (0, 10, 40)
+    """Stages of training by Flow-GRPO at which to look."""
+    noise: tuple[float, ...] = (0.1, 0.3)
+    """Standard deviations of the noise on the rewards that the rules see, tried at the middle stage."""
+    continuations: int = 96
+    """Stochastic continuations per node that estimate the true value."""
+    looks: int = 1
+    """Groups per prompt."""
+    batches: int = 24
+    """Policy gradients per rule."""
+    seed: int = 0
+    out: Path = Path("runs/microscope")
+    """Folder for microscope.json, the page and the figures."""
+    workers: int = 0
+    """Processes; 0 = one per core. The numbers do not depend on it."""
+
+    def main(self) -> int:
+        """Look, draw, write."""
+        from flowrl.bench.microscope import microscope_document
+        from flowrl.diagnostics.inspection import RULES, MicroscopeConfig, inspect
+        from flowrl.training.checkpoint import write_json
+        from flowrl.training.compare import rule_name
+
+        stages = tuple(sorted(set(self.iterations)))
+        require(len(stages) >= 1, "iterations", self.iterations, "one or more stages")
+        config = MicroscopeConfig(
+            rules={**RULES, **{rule_name(spec): spec for spec in self.rules}},
+            iterations=stages,
+            noises=(0.0, *(n for n in self.noise if n > 0)),
+            noise_at=stages[len(stages) // 2],
+            continuations=self.continuations,
+            looks=self.looks,
+            batches=self.batches,
+            seed=self.seed,
+        )
+        started = time.monotonic()
+        rows = inspect(config, self.workers, _counter("microscope"))
+        seconds = time.monotonic() - started
+        write_json(self.out / "microscope.json", {"config": config.as_dict(), "seconds": seconds, "rows": rows})
+        written = microscope_document(rows, config.noise_at, seconds).write(self.out, "microscope")
+        print(f"{seconds:.0f} s; wrote {', '.join(map(str, written))}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Benchmarks: the papers' claims tested, a rule of your own ranked, and a microscope for credit."""
+
+    which: tyro.conf.OmitSubcommandPrefixes[
+        Annotated[Claims, tyro.conf.subcommand("claims")]
+        | Annotated[RuleBench, tyro.conf.subcommand("rule")]
+        | Annotated[Microscope, tyro.conf.subcommand("microscope")]
+    ]
+
+    def main(self) -> int:
+        """Run the chosen one."""
+        return self.which.main()
+
+
+def _redo(key: str, ledger: Any) -> int:
+    from flowrl.bench.runner import redo
+
+    found = redo(key, ledger)
+    print(f"{key}: " + ("the same to the last digit" if found.same else f"differs, by at most {found.largest:.3g}"))
+    return 0 if found.same else 1
+
+
+def _execute(suite: Any, workers: int, minutes: float) -> bool:
+    """Run a suite with one line of progress per run, and say how to go on where it was paused."""
+    done = len(set(suite.runs) & set(suite.ledger.read(suite.allowed)))
+    print(f"{len(suite.runs) - done} of {len(suite.runs)} runs to make in {suite.ledger.path}; Ctrl-C pauses", flush=True)
+    started, first = time.monotonic(), done
+
+    def progress(finished: int, total: int, config: RunConfig) -> None:
+        each = (time.monotonic() - started) / max(1, finished - first)
+        left = each * (total - finished) / 60
+        print(f"{finished}/{total} {config.world} {config.method} seed {config.seed}; about {left:.0f} minutes left", flush=True)
+
+    finished = suite.execute(workers, progress, minutes)
+    if not finished:
+        print(f"Paused; nothing that had finished is lost. Go on with: {shlex.join(['flowrl', *sys.argv[1:]])}")
+    return finished
+
+
+def _counter(what: str) -> Callable[[int, int], None]:
+    def count(done: int, total: int) -> None:
+        if sys.stdout.isatty():
+            print(f"\r{what}: {done}/{total} jobs", end="\n" if done == total else "", flush=True)
+        elif done == total or done % 10 == 0:
+            print(f"{what}: {done}/{total} jobs", flush=True)
+
+    return count

@@ -1,0 +1,48 @@
+"""Credit that knows nothing: the control below which no rule may fall."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowrl.credit.table import require_nodes
+from flowrl.types import NoProbe, Probe, Schedule, checked
+
+
+@dataclass
+class RandomCredit:
+    """A ~ N(0, 1) for every member and step, drawn anew for every table; 0 for a group whose final rewards are all equal.
+
+    A planted failure: whatever is measured of credit rules should find it useless. The draws belong to the members' ranks, so
+    that the order of members does not matter, and depend on `seed` and on how many tables came before (kept in checkpoints).
+    """
+
+    seed: int = 0
+    probe: Probe = NoProbe()
+    tables: int = field(default=0, init=False, repr=False)
+
+    @checked
+    def assign(
+        self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None
+    ) -> Float[Tensor, "prompt member node-1"]:
+        """Advantages [prompt, member, step]; counts the table."""
+        require_nodes(rewards, [-1], "RandomCredit", self.probe)
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + self.tables)
+        self.tables += 1
+        prompts, members, nodes = rewards.shape
+        draws = torch.randn(prompts, members, nodes - 1, generator=generator).to(rewards)
+        final = rewards[..., -1]
+        ranks = final.argsort(dim=1, stable=True).argsort(dim=1)
+        credit = draws.gather(1, ranks[..., None].expand(-1, -1, nodes - 1))
+        silent = (final == final[:, :1]).all(dim=1)
+        return torch.where(silent[:, None, None], torch.zeros_like(credit), credit)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """How many tables there were."""
+        return {"tables": torch.tensor(self.tables)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from `state_dict`."""
+        self.tables = int(state.get("tables", torch.tensor(0)))

@@ -1,0 +1,238 @@
+"""How close a rule's credit is to the true advantage of each step that was taken.
+
+The truth is A*(i) = Q(x_i, x_{i+1}) - V(x_i) = V(x_{i+1}) - V(x_i): V(x) is the expected final reward when the *stochastic*
+sampler goes on from x under the current policy. V is estimated by Monte Carlo continuation, so every A* comes with a standard
+error, and what that error does to a correlation is taken out of it. At deterministic steps nothing is decided and A* = 0; they
+are left out.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowrl.diagnostics.gradient import Setting
+from flowrl.errors import require
+from flowrl.protocols import CreditAssigner, RewardModel
+from flowrl.rollout import Groups, Rollout, Usage, attach_stds, reward_table, rollout, score
+from flowrl.rollout.continuation import Walkers, continued
+from flowrl.types import NoProbe, Probe, Schedule
+
+RESOLVED = 2.0
+"""A true advantage counts as resolved where it is more than this many standard errors away from 0."""
+
+
+@dataclass(frozen=True)
+class TrueAdvantages:
+    """`values` [prompt, member, step] estimates A*, `errors` are its standard errors; `steps` are the stochastic steps.
+
+    `state_values` [prompt, member, node] estimates V, `state_errors` likewise (0 where V is the finished image's reward).
+    """
+
+    values: Float[Tensor, "prompt member step"]
+    errors: Float[Tensor, "prompt member step"]
+    state_values: Float[Tensor, "prompt member node"]
+    state_errors: Float[Tensor, "prompt member node"]
+    steps: tuple[int, ...]
+
+    @property
+    def reliability(self) -> float:
+        """Share of the variance of the estimated A* at stochastic steps that is not Monte Carlo noise."""
+        found = self.values[..., list(self.steps)]
+        noise = float(self.errors[..., list(self.steps)].square().mean())
+        return max(0.0, 1.0 - noise / max(float(found.var()), 1e-30))
+
+
+def true_advantages(
+    setting: Setting,
+    trajectories: Rollout,
+    continuations: int = 128,
+    seed: int = 0,
+    usage: Usage | None = None,
+    max_batch: int = 8192,
+) -> TrueAdvantages:
+    """A* of every step of `trajectories` by `continuations` independent stochastic continuations from every decision's node.
+
+    V of a node is the mean reward of its continuations, with standard error std / sqrt(continuations); after the last stochastic
+    step it is the reward itself. The two nodes of a step have continuations of their own, so squared errors add up.
+    Raises `ConfigError` for fewer than two continuations.
+    """
+    require(continuations >= 2, "continuations", continuations, "2 or more: a standard error needs a spread")
+    groups, usage = trajectories.groups, usage or Usage()
+    schedule = attach_stds(setting.schedule, setting.sampler)
+    decisions = schedule.stochastic.nonzero().flatten().tolist()
+    prompts = [prompt for prompt in setting.prompts for _ in range(groups.members)]
+    owners = [prompt for prompt in prompts for _ in range(continuations)]
+    condition = setting.policy.encode(setting.prompts).repeat(groups.members)
+    walkers = Walkers(setting.policy, setting.sampler, schedule, torch.Generator().manual_seed(seed), usage, max_batch)
+    nodes = trajectories.trajectories.nodes
+    values = torch.zeros(groups.samples, schedule.steps + 1)
+    errors = torch.zeros_like(values)
+    with setting.policy.frozen(), torch.no_grad():
+        values[:, -1] = score(setting.reward, setting.policy.decode(nodes[:, -1]), prompts)
+        for node in reversed(range(schedule.steps)):
+            if node in decisions:
+                latents = continued(walkers, nodes[:, node], node, condition, continuations)
+                rewards = score(setting.reward, setting.policy.decode(latents), owners).view(-1, continuations)
+                values[:, node] = rewards.mean(1)
+                errors[:, node] = rewards.std(1) / math.sqrt(continuations)
+            else:
+                values[:, node], errors[:, node] = values[:, node + 1], errors[:, node + 1]
+    step_errors = (errors[:, 1:].square() + errors[:, :-1].square()).sqrt() * schedule.stochastic
+    shape = (groups.prompts, groups.members, -1)
+    advantages = values.diff(dim=1) * schedule.stochastic
+    return TrueAdvantages(
+        advantages.view(shape), step_errors.view(shape), values.view(shape), errors.view(shape), tuple(decisions)
+    )
+
+
+@dataclass(frozen=True)
+class Look:
+    """What all rules are shown: groups of trajectories of one policy, drawn from one seed.
+
+    Rules that want the group to start from one noise see other trajectories than the rest; within a kind all see the same.
+    """
+
+    setting: Setting
+    members: int = 12
+    seed: int = 0
+
+    def trajectories(self, shared_noise: bool, probe: Probe = NoProbe(), usage: Usage | None = None) -> Rollout:
+        """The rollout, with states scored as `probe` asks; the trajectories do not depend on it."""
+        setting = self.setting
+        generator = torch.Generator().manual_seed(self.seed)
+        groups = Groups(len(setting.prompts), self.members, shared_noise)
+        noise = groups.noise(setting.policy.latent_shape, generator)
+        condition = setting.policy.encode(setting.prompts)
+        return rollout(
+            setting.policy, setting.sampler, setting.schedule, condition, noise, generator, groups, probe, usage, max_batch=8192
+        )
+
+    def credit(self, rule: CreditAssigner, shared_noise: bool, reward: RewardModel | None = None) -> "Credit":
+        """The rule's advantages on these trajectories; `reward`: one that is shown to the rule instead of the true one."""
+        usage = Usage()
+        result = self.trajectories(shared_noise, rule.probe, usage)
+        table = reward_table(self.setting.policy, reward or self.setting.reward, result, self.setting.prompts, usage)
+        return Credit(
+            rule.assign(table, result.trajectories.schedule), usage.nfe / result.groups.samples, result.trajectories.schedule
+        )
+
+
+@dataclass(frozen=True)
+class Credit:
+    """A rule's advantages [prompt, member, step], and what a trajectory cost in network evaluations."""
+
+    advantages: Float[Tensor, "prompt member step"]
+    nfe_per_trajectory: float
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number with its 95% interval (bootstrap over groups, 2.5 and 97.5 percentiles)."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How a rule's credit lies to the true advantage, over the steps of all groups, or at one step.
+
+    `correlation`: Pearson, divided by the root of `reliability`, which takes out the Monte Carlo noise of the truth
+    (`raw_correlation` still has it). `sign`: share of the *resolved* steps (|A*| above two standard errors) whose credit has
+    the sign of A* (credit 0 counts as half); `resolved` is their share of all. `bias`: the mean credit that a step gets
+    whatever happens there, root mean square over steps, in units of the credit's std; the true one is 0, since E[A* | x_i] = 0.
+    `unexplained`: share of the credit's variance that is not proportional to A*, 1 - correlation^2.
+    """
+
+    correlation: Measured
+    raw_correlation: float
+    reliability: float
+    sign: Measured
+    resolved: float
+    bias: Measured
+    unexplained: float
+    count: int
+
+
+@dataclass(frozen=True)
+class CreditReport:
+    """`overall`, and by stochastic step `per_step`."""
+
+    overall: Agreement
+    steps: tuple[int, ...]
+    per_step: tuple[Agreement, ...]
+
+
+def compare_credit(credit: Tensor, truth: TrueAdvantages, draws: int = 1000, seed: int = 0) -> CreditReport:
+    """Compare a rule's `credit` [prompt, member, step] with the truth; intervals by bootstrap over groups.
+
+    Several looks can be put together along the first axis (`pooled`).
+    """
+    steps = list(truth.steps)
+    sums = _sums(credit[..., steps].double(), truth.values[..., steps].double(), truth.errors[..., steps].double())
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.ones(1, len(sums), dtype=sums.dtype)
+    picks = torch.randint(0, len(sums), (draws, len(sums)), generator=generator)
+    resampled = torch.zeros(draws, len(sums), dtype=sums.dtype).scatter_add_(1, picks, torch.ones_like(picks, dtype=sums.dtype))
+    weights = torch.cat([weights, resampled])
+    by_step = torch.einsum("dg,gsk->dsk", weights, sums)
+    per_step = tuple(_agreement(by_step[:, i : i + 1]) for i in range(len(steps)))
+    return CreditReport(_agreement(by_step), tuple(steps), per_step)
+
+
+def pooled(truths: Sequence[TrueAdvantages]) -> TrueAdvantages:
+    """Several looks' truths as one, along the first axis."""
+    columns = [
+        torch.cat([getattr(truth, name) for truth in truths]) for name in ("values", "errors", "state_values", "state_errors")
+    ]
+    return TrueAdvantages(*columns, steps=truths[0].steps)
+
+
+def _sums(credit: Tensor, truth: Tensor, errors: Tensor) -> Tensor:
+    """Sums over members that every statistic is made of, [group, step, 9]."""
+    resolved = (truth.abs() > RESOLVED * errors).to(truth)
+    agrees = torch.where(credit == 0, 0.5, (credit.sign() == truth.sign()).to(truth))
+    one = torch.ones_like(truth)
+    columns = [one, credit, truth, credit.square(), truth.square(), credit * truth, errors.square(), resolved, resolved * agrees]
+    return torch.stack(columns, dim=-1).sum(1)
+
+
+def _agreement(sums: Tensor) -> Agreement:
+    """Statistics of sums [draw, step, 9]; the first draw is the data itself, the others are bootstrap draws."""
+    n, a, t, aa, tt, at, noise, resolved, agrees = sums.sum(1).unbind(-1)
+    variance_a, variance_t = (aa / n - (a / n).square()).clamp(min=0), (tt / n - (t / n).square()).clamp(min=1e-30)
+    covariance = at / n - a * t / n.square()
+    raw = torch.where(variance_a > 0, covariance / (variance_a * variance_t).clamp(min=1e-60).sqrt(), torch.zeros_like(n))
+    reliability = (1 - noise / n / variance_t).clamp(min=1e-6, max=1.0)
+    corrected = raw / reliability.sqrt()
+    sign = agrees / resolved.clamp(min=1)
+    bias = _mean_credit(sums[..., 1] / sums[..., 0]) / variance_a.clamp(min=1e-30).sqrt()
+    return Agreement(
+        correlation=_measured(corrected),
+        raw_correlation=float(raw[0]),
+        reliability=float(reliability[0]),
+        sign=_measured(sign),
+        resolved=float(resolved[0] / n[0]),
+        bias=_measured(bias),
+        unexplained=max(0.0, 1 - float(corrected[0]) ** 2),
+        count=int(n[0]),
+    )
+
+
+def _mean_credit(by_step: Tensor) -> Tensor:
+    """Root mean square over steps of the mean credit [draw, step], the sampling noise of those means taken out; [draw]."""
+    noise = (by_step[1:] - by_step[:1]).square().mean(0)
+    times = torch.full_like(by_step[:, 0], 2.0)
+    times[0] = 1.0  # a bootstrap draw has the noise of the data and its own
+    return (by_step.square() - times[:, None] * noise).mean(1).clamp(min=0).sqrt()
+
+
+def _measured(draws: Tensor) -> Measured:
+    low, high = torch.quantile(draws[1:], torch.tensor([0.025, 0.975], dtype=draws.dtype)).tolist()
+    return Measured(float(draws[0]), low, high)

@@ -1,0 +1,39 @@
+"""Going on from a node with the stochastic sampler itself, as the policy would."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.flow.gaussian import sample as draw
+from flowrl.protocols import FlowPolicy, Sampler
+from flowrl.rollout.usage import Usage
+from flowrl.types import Condition, Schedule
+
+
+@dataclass(frozen=True)
+class Walkers:
+    """What continuations need: policy, sampler, a schedule with stds, the noise's generator, and counters."""
+
+    policy: FlowPolicy
+    sampler: Sampler
+    schedule: Schedule
+    generator: torch.Generator
+    usage: Usage
+    max_batch: int = 1024
+
+
+def continued(walkers: Walkers, nodes: Tensor, start: int, condition: Condition, count: int) -> Tensor:
+    """Final latents of `count` independent continuations from each of `nodes` [sample, *latent] at node `start`.
+
+    Returns [sample x count, *latent], those of one sample in a row; `condition` has one row per sample. `count` (T - `start`)
+    network evaluations per sample. Gradients as the caller has them switched; float32.
+    """
+    x, rows = nodes.repeat_interleave(count, dim=0), condition.repeat(count)
+    schedule = walkers.schedule
+    for i in range(start, schedule.steps):
+        timestep = schedule.network_timesteps[i].expand(len(x))
+        velocity = walkers.usage.velocity(walkers.policy, x, timestep, rows, walkers.max_batch)
+        gaussian = walkers.sampler.transition(x, velocity, schedule, torch.full((len(x),), i, device=x.device))
+        x = draw(gaussian, walkers.generator) if bool(schedule.stochastic[i]) else gaussian.mean
+    return x

@@ -1,0 +1,199 @@
+"""The microscope: true advantages against exact ones, and what it says of rules whose credit is known.
+
+z-scores are held to |z| < 5 (a correct estimator fails one of 400 with probability 2e-4); seeds are fixed.
+"""
+
+import math
+
+import pytest
+import torch
+
+from flowrl.credit import StepwiseGain
+from flowrl.diagnostics.gradient import Setting
+from flowrl.diagnostics.microscope import Look, TrueAdvantages, compare_credit, true_advantages
+from flowrl.errors import ConfigError
+from flowrl.flow.mixture import GaussianMixture
+from flowrl.flow.time import uniform_schedule
+from flowrl.policies.mixture import MixturePolicy
+from flowrl.rewards.noisy import NoisyReward, pseudo_normal
+from flowrl.rollout import attach_stds
+from flowrl.samplers import AllButLast, FlowSDE, Window
+from flowrl.types import Continuation, Prompt
+from flowrl.worlds.mixture import WIDTH, DirectionReward, angle_of, target
+
+PROMPTS = [Prompt(f"towards {angle} degrees") for angle in (0, 100, 200)]
+
+
+def gaussian_setting(sampler=None, steps: int = 6) -> Setting:
+    """One mode: the velocity is affine in x, so that the finished point given any node is exactly Gaussian."""
+    one = GaussianMixture(torch.tensor([[1.2, 0.4]]), 0.6, torch.ones(1))
+    policy = MixturePolicy(one, angle_of)
+    return Setting(policy, sampler or AllButLast(FlowSDE(0.7)), uniform_schedule(steps), DirectionReward("soft"), PROMPTS)
+
+
+def exact_values(setting: Setting, nodes: torch.Tensor, members: int) -> torch.Tensor:
+    """V [sample, node] in closed form: x_T | x_j ~ N(a x_j + b, s^2 I), and E exp(-|x_T - y|^2 / (2 w^2)) of a Gaussian."""
+    schedule = attach_stds(setting.schedule, setting.sampler)
+    condition = setting.policy.encode(PROMPTS[:1]).repeat(2)
+    corners = torch.stack([torch.zeros(2, 1, 1), torch.ones(2, 1, 1)])
+    goals = torch.tensor([target(prompt) for prompt in PROMPTS for _ in range(members)])
+    slope, offset, variance = 1.0, torch.zeros(2), 0.0
+    columns = []
+    for node in reversed(range(schedule.steps + 1)):
+        if node < schedule.steps:
+            velocity = setting.policy.velocity(corners, schedule.network_timesteps[node].expand(2), condition)
+            step = setting.sampler.transition(corners, velocity, schedule, torch.full((2,), node))
+            mean = step.mean.flatten(1).detach()
+            own = float((mean[1] - mean[0])[0])
+            offset = slope * mean[0] + offset
+            variance += slope**2 * float(step.std[0]) ** 2
+            slope *= own
+        gap = (slope * nodes[:, node].flatten(1) + offset - goals).square().sum(1)
+        total = WIDTH**2 + variance
+        columns.append(WIDTH**2 / total * torch.exp(-gap / (2 * total)))
+    return torch.stack(columns[::-1], 1)
+
+
+@pytest.mark.parametrize("sampler", [AllButLast(FlowSDE(0.7)), Window(FlowSDE(1.0), 1, 3)], ids=["all but last", "window"])
+def test_true_advantages_are_the_exact_ones_of_a_gaussian(sampler) -> None:
+    setting, members = gaussian_setting(sampler), 12
+    result = Look(setting, members, seed=3).trajectories(shared_noise=False)
+    found = true_advantages(setting, result, continuations=400, seed=5)
+    values = exact_values(setting, result.trajectories.nodes, members).view(3, members, -1)
+    exact = values.diff(dim=-1)
+    steps = list(found.steps)
+    quiet = [i for i in range(6) if i not in steps]
+    assert float(exact[..., quiet].abs().max()) < 1e-5  # nothing is decided there
+    assert bool((found.values[..., quiet] == 0).all()) and bool((found.errors[..., quiet] == 0).all())
+    z = (found.values - exact)[..., steps] / found.errors[..., steps]
+    assert float(z.abs().max()) < 5
+    assert float(z.square().mean()) == pytest.approx(1.0, abs=0.35)  # the stated errors are the real ones
+    last = steps[-1]
+    torch.testing.assert_close(found.state_values[..., last + 1], values[..., last + 1], atol=1e-5, rtol=1e-4)
+    assert bool((found.state_errors[..., last + 1] == 0).all())
+
+
+def test_the_mean_of_an_advantage_given_its_node_is_0() -> None:
+    """From one shared node the first step's advantages average to 0 over members."""
+    setting = gaussian_setting()
+    result = Look(setting, 400, seed=1).trajectories(shared_noise=True)
+    exact = exact_values(setting, result.trajectories.nodes, 400).view(3, 400, -1).diff(dim=-1)[..., 0]
+    error = exact.std(1) / math.sqrt(400)
+    assert float((exact.mean(1) / error).abs().max()) < 4
+
+
+def test_gains_of_the_continuation_probe_are_true_advantages() -> None:
+    """The probe by which a rule can ask for V itself, against the closed form."""
+    setting, members = gaussian_setting(), 12
+    look = Look(setting, members, seed=3)
+    plain = look.trajectories(shared_noise=False)
+    probed = look.trajectories(False, Continuation(200))
+    torch.testing.assert_close(probed.trajectories.nodes, plain.trajectories.nodes)
+    exact = exact_values(setting, plain.trajectories.nodes, members).view(3, members, -1).diff(dim=-1)
+
+    class Values:
+        probe = Continuation(200)
+
+        def assign(self, rewards, schedule):
+            return rewards.diff(dim=-1)
+
+    credit = look.credit(Values(), False)
+    steps = attach_stds(setting.schedule, setting.sampler).stochastic
+    assert float((credit.advantages - exact)[..., steps].std()) < 0.035
+    assert float(torch.corrcoef(torch.stack([credit.advantages[..., steps].flatten(), exact[..., steps].flatten()]))[0, 1]) > 0.9
+    assert credit.nfe_per_trajectory == 6 + 200 * (6 + 5 + 4 + 3 + 2)
+    with pytest.raises(ConfigError):
+        Continuation(0)
+
+
+@pytest.fixture(scope="module")
+def known() -> tuple[torch.Tensor, TrueAdvantages]:
+    """Exact advantages of many groups, and a noisy estimate of them with known errors."""
+    generator = torch.Generator().manual_seed(0)
+    exact = 0.3 * torch.randn(60, 10, 4, generator=generator)
+    errors = torch.full_like(exact, 0.2)
+    found = exact + 0.2 * torch.randn(exact.shape, generator=generator)
+    state = torch.zeros(60, 10, 5)
+    return exact, TrueAdvantages(found, errors, state, state, (0, 1, 2, 3))
+
+
+def test_the_noise_of_the_truth_is_taken_out(known) -> None:
+    exact, truth = known
+    report = compare_credit(exact * 7, truth).overall
+    assert report.raw_correlation == pytest.approx(0.3 / math.hypot(0.3, 0.2), abs=0.02)
+    assert report.correlation.value == pytest.approx(1.0, abs=0.03)
+    assert report.correlation.high - report.correlation.low < 0.04
+    assert report.reliability == pytest.approx(truth.reliability, abs=1e-3)
+    assert report.sign.value > 0.95 and 0.2 < report.resolved < 0.5
+    assert report.bias.value < 0.05
+
+
+def test_useless_and_opposite_credit_are_seen(known) -> None:
+    exact, truth = known
+    noise = compare_credit(torch.randn(exact.shape, generator=torch.Generator().manual_seed(9)), truth).overall
+    assert noise.correlation.low < 0 < noise.correlation.high and noise.sign.low < 0.5 < noise.sign.high
+    against = compare_credit(-exact, truth).overall
+    assert against.correlation.high < -0.9 and against.sign.high < 0.05
+    nothing = compare_credit(torch.zeros_like(exact), truth).overall
+    assert nothing.correlation.value == 0 and nothing.sign.value == 0.5
+
+
+def test_what_a_step_is_paid_whatever_happens_is_the_bias(known) -> None:
+    exact, truth = known
+    pay = torch.tensor([0.6, 0.0, 0.0, 0.0])
+    report = compare_credit(exact + pay, truth)
+    expected = math.sqrt(0.6**2 / 4) / math.sqrt(0.3**2 + float(pay.var(unbiased=False)))
+    assert report.overall.bias.value == pytest.approx(expected, abs=0.04)
+    assert report.per_step[0].bias.value == pytest.approx(2.0, abs=0.15)
+    assert report.per_step[1].bias.value < 0.1
+    assert report.per_step[0].correlation.value > 0.95  # a constant does not hurt within a step
+    assert report.overall.correlation.value < 0.85
+
+
+def test_intervals_cover(known) -> None:
+    """Of 40 independent data sets about 95% of the intervals hold the true correlation 0.8; 32 or fewer has probability 1e-3."""
+    covered = 0
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        exact = torch.randn(30, 8, 3, generator=generator)
+        credit = 0.8 * exact + 0.6 * torch.randn(exact.shape, generator=generator)
+        found = exact + 0.5 * torch.randn(exact.shape, generator=generator)
+        state = torch.zeros(30, 8, 4)
+        truth = TrueAdvantages(found, torch.full_like(exact, 0.5), state, state, (0, 1, 2))
+        report = compare_credit(credit, truth, draws=400, seed=seed).overall
+        covered += report.correlation.low <= 0.8 <= report.correlation.high
+    assert covered >= 33
+
+
+def test_a_noisy_reward_is_a_function_of_the_picture() -> None:
+    images = torch.rand(5000, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    noise = pseudo_normal(images, 1)
+    assert abs(float(noise.mean())) < 5 / math.sqrt(5000) and float(noise.std()) == pytest.approx(1.0, abs=0.05)
+    assert float((noise**4).mean()) == pytest.approx(3.0, abs=0.5)
+    torch.testing.assert_close(pseudo_normal(images.flip(0), 1).flip(0), noise)
+    nearby = pseudo_normal(images + 1e-3, 1)
+    assert abs(float(torch.corrcoef(torch.stack([noise, nearby]))[0, 1])) < 0.08
+    assert not torch.equal(pseudo_normal(images, 2), noise)
+
+
+def test_a_noisy_reward_adds_what_it_says() -> None:
+    points = torch.randn(200, 2, 1, 1, generator=torch.Generator().manual_seed(0))
+    prompts = [PROMPTS[0]] * 200
+    clean = DirectionReward().score(points, prompts)
+    torch.testing.assert_close(NoisyReward(DirectionReward()).score(points, prompts), clean)
+    noisy = NoisyReward(DirectionReward(), std=0.2, bias=0.5).score(points, prompts)
+    rest = noisy - clean - 0.5 * points.flatten(1).mean(1)
+    assert float(rest.std()) == pytest.approx(0.2, abs=0.04)
+    for bad in (-0.1, math.inf):
+        with pytest.raises(ConfigError):
+            NoisyReward(DirectionReward(), std=bad)
+
+
+def test_stepwise_credit_is_closer_to_the_truth_than_its_opposite() -> None:
+    setting = gaussian_setting()
+    look = Look(setting, 12)
+    truth = true_advantages(setting, look.trajectories(True), 200)
+    credit = look.credit(StepwiseGain(), True)
+    assert compare_credit(credit.advantages, truth).overall.correlation.low > 0.6
+    with pytest.raises(ConfigError, match="continuations"):
+        true_advantages(setting, look.trajectories(True), 1)
