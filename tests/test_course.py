@@ -20,6 +20,11 @@ def answers(value):
     return value if isinstance(value, tuple) else (value,)
 
 
+def own_checks(module) -> set[str]:
+    """The checks that a module defines itself."""
+    return {name for name, value in vars(module).items() if name.startswith("check_") and value.__module__ == module.__name__}
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.check.__module__[-9:]}-{case.name}")
 def test_solutions_are_accepted(case) -> None:
     case.check.__wrapped__(*answers(case.solution))
@@ -47,7 +52,7 @@ def test_every_check_has_three_mistakes_with_messages_of_their_own() -> None:
 def test_every_check_of_a_lesson_is_tried() -> None:
     for name in LESSONS:
         module = importlib.import_module(f"flowrl.course.{name}")
-        checks = {n for n in vars(module) if n.startswith("check_")}
+        checks = own_checks(module)
         assert checks == {c.name for c in CASES if c.check.__module__ == module.__name__}
 
 
@@ -65,7 +70,7 @@ def test_lessons_have_their_parts(source: Path) -> None:
     used = set(re.findall(r"lesson\.(check_\w+)\(", text))
     if exercises:
         module = importlib.import_module(f"flowrl.course.lesson_{source.stem[:2]}")
-        assert used == {n for n in vars(module) if n.startswith("check_")}
+        assert used == own_checks(module)
         assert len(used) >= len(exercises)
 
 
