@@ -353,7 +353,7 @@ lesson.check_pushing(pushing)
 # %% [markdown]
 # Now the collapse, and two cures that leave learning rate and number of updates as they are: the clip of $2 \times 10^{-3}$ alone, or a penalty on the KL divergence from the base model alone.
 
-# %%
+# %% tags=["varies"]
 reckless = replace(settings, iterations=5, updates=16, lr=1e-2, clip=0.9)
 runs = {
     "no brakes": train(reckless, shapes),
@@ -403,8 +403,8 @@ plt.show()
 # about sixty times that of the run with a clip. A reward curve is the last to know. What to watch is how far the policy moves per iteration (`approx_kl`, `ratio_deviation`, `clip_fraction` in the metrics), and pictures.
 #
 # Both cures prevent the crash with everything else as reckless as before, and they are not equally good here. The clip keeps most of the learning. The KL penalty of weight 1 holds the policy at the base model: no
-# crash, and no gain either (strict 0.24 against 0.35 is within two standard errors of the difference); try 0.1, and it crashes again. Papers use KL weights of 0.01 to 0.04 on SD3.5 against slow drift and reward hacking over thousands of iterations, which is another disease than
-# this one. The best run is the plain one, with small steps from the beginning. All of this is one seed; the collapse is far beyond chance, the order of the two cures might not be.
+# crash, and no gain either (strict 0.35, as before training). Try 0.1, and it crashes again. Papers use KL weights of 0.01 to 0.04 on SD3.5 against slow drift and reward hacking over thousands of iterations, which is another disease than
+# this one. The best run is the plain one, with small steps from the beginning. All of this is one seed, and a run that collapses multiplies every rounding error, so your numbers of the first row may differ; the collapse is far beyond chance, the order of the two cures might not be.
 #
 # The right panel has a lesson too: the spread of rewards within a group falls in *every* run, in the good one because its pictures succeed, in the broken one because they fail alike. A falling `group_std` by itself is no alarm.
 #

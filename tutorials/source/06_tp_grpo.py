@@ -376,7 +376,7 @@ size = reward_to_go(rewards).abs()
 axes[1].semilogy(range(8), [size[..., i].median() for i in range(8)], "o--", color=NOISE)
 axes[1].semilogy(range(8), [size[..., i][found[..., i]].median() for i in range(8)], "o-", color=COLOURS["tp-grpo"])
 axes[1].text(0.1, 0.06, "all steps", color=NOISE)
-axes[1].text(2.3, 0.55, "turning points", color=COLOURS["tp-grpo"])
+axes[1].text(2.6, 0.35, "turning points", color=COLOURS["tp-grpo"])
 axes[1].set(xlabel="step", ylabel=r"median of $|R_T - R_i|$", title="Late turning points decide nothing")
 for cell in axes:
     clean(cell)
@@ -384,7 +384,7 @@ plt.show()
 
 # %% [markdown]
 # The measured count is below that of independent noise and of a random walk, and within its error of the shuffle: **as far as counting goes, the turning points of this world are what chance would make.** By step there is a difference. Step 0 is consistent much less often than after shuffling (an early gain tends to be
-# followed by a loss: a reward that is bounded by 1 and has risen can mostly fall), and the steps 2 to 6 turn somewhat more often, for the same reason. On the right: after step 5, what is still to be won or lost at a "turning point" is tiny, but step-by-step normalisation blows it up to full size.
+# followed by a loss: a reward that is bounded by 1 and has risen can mostly fall), and the steps 2 to 6 turn somewhat more often, for the same reason. On the right: from step 5 on, what is still to be won or lost at a "turning point" is tiny, but step-by-step normalisation blows it up to full size.
 #
 # None of this says that paying $R_T - R_i$ is wrong. It says that "there are many turning points" is no evidence for anything, and that `TurningPoint(min_size=0.01)` may be a good idea.
 #
