@@ -104,7 +104,7 @@ class Explanation:
 
     def __str__(self) -> str:
         buffer = io.StringIO()
-        console = Console(file=buffer, width=max(80, 14 + 9 * self.rewards.shape[-1]))
+        console = Console(file=buffer, width=max(80, 14 + 9 * self.rewards.shape[-1]), force_jupyter=False, color_system=None)
         for prompt in range(len(self.rewards)):
             console.print(self._table(prompt))
         console.print(

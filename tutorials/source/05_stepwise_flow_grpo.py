@@ -472,7 +472,7 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# Six iterations, one seed, 8 prompts each: the two end within chance of each other (96 held-out samples, standard error about 0.05 in `strict`), and Flow-GRPO sampled with a quarter of the evaluations. So the clearer gradient of the last section does *not* show as a better model here. The paper
+# Six iterations, one seed, 8 prompts each: the two end within chance of each other (96 held-out samples, standard error about 0.05 in `strict`), and Flow-GRPO sampled with little more than a quarter of the evaluations. So the clearer gradient of the last section does *not* show as a better model here. The paper
 # reports that it does on SD3.5, per step and per hour, in three of four settings. The README's longer run (75 iterations, one seed, task `compositional`) has Stepwise ahead as well. Which of these to believe, and how many seeds that takes, is lesson 7.
 #
 # ## To keep
