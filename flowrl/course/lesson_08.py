@@ -69,6 +69,7 @@ def check_mended(rule: Any) -> None:
         made,
         {
             "declares_a_probe": "`probe` is a function, not a probe: write Tweedie(), with brackets",
+            "reads_only_what_its_probe_fills": "NoProbe() scores the last node only, and the rule reads all: ask for Tweedie()",
             "leaves_its_input_alone": "the reward table is changed: -= works in place. Other rules read the same table",
             "gives_a_silent_group_zero": _SILENT,
             "survives_extremes": "advantages are not finite for a group of one or for equal rewards: divide by std + 1e-4",
@@ -89,6 +90,9 @@ def check_mended(rule: Any) -> None:
                 (gains(table) - gains(table).mean()) / (gains(table).std(unbiased=False) + 1e-4)
             ),
             "the sign is wrong: a step is paid R_{i+1} - R_i": lambda table: zscore(-gains(table), over=both),
+            "the std divides by n - 1; take the population's, unbiased=False": lambda table: (
+                (gains(table) - gains(table).mean((1, 2), keepdim=True)) / (gains(table).std((1, 2), keepdim=True) + 1e-4)
+            ),
         },
     )
 

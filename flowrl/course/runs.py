@@ -82,4 +82,4 @@ def learn(
                 found = evaluate(policy, world, config.task, config.reward_form, count, config.eval_steps, keep=count)
             rows.append((done, *totals.values(), found.scores[config.reward_form]))
             points.append(found.images.flatten(1))
-    return Curve(*torch.tensor(rows, dtype=torch.float64).unbind(1), points=torch.stack(points), clipped=clipped)
+    return Curve(*torch.tensor(rows, dtype=torch.float64).T.contiguous().unbind(0), points=torch.stack(points), clipped=clipped)

@@ -155,6 +155,7 @@ CASES = [
         rule(lambda r: joint(gains(r))),
         [
             (rule(lambda r: joint(gains(r)), probe=Tweedie), "with brackets"),
+            (rule(lambda r: joint(gains(r)), probe=NoProbe()), "scores the last node only"),
             (rule(in_place), "works in place"),
             (rule(no_epsilon), "add 1e-4 to it"),
             (rule(lambda r: scored(gains(r))), "every step is normalised by itself"),
