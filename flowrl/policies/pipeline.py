@@ -256,8 +256,8 @@ class PipelinePolicy:
 
     def save(self, folder: Path) -> None:
         """Write the trained weights as diffusers reads them: a LoRA for `pipe.load_lora_weights(folder)`, or the transformer for
-        `from_pretrained(folder, subfolder="transformer")`. An older folder of this name is
-        replaced when the new one is complete; safetensors only."""
+        `from_pretrained(folder, subfolder="transformer")`; safetensors only. An older folder of this name is replaced when the new
+        one is complete."""
         require(self.options.train != "nothing", "train", self.options.train, "lora or full: there is nothing to save")
         new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
         shutil.rmtree(new, ignore_errors=True)
