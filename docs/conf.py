@@ -58,7 +58,7 @@ ROOMS = {
     "Samplers": ("samplers",),
     "Credit": ("credit",),
     "Losses": ("losses",),
-    "Rewards and worlds": ("rewards", "worlds", "builtin"),
+    "Rewards and worlds": ("rewards", "worlds", "builtin", "models"),
     "Policies": ("policies",),
     "Rollout": ("rollout",),
     "Methods and parts by name": ("methods", "registry"),

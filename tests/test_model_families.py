@@ -105,6 +105,7 @@ def test_guidance_changes_the_picture_and_its_gradient_may_leave_out_the_negativ
     assert (norms[1] - norms[2]).norm() > 1e-3 * norms[1].norm()
     with on.guided(1.0):
         torch.testing.assert_close(on.velocity(noise, time, on.encode(PROMPTS)), velocities[0], atol=5e-6, rtol=0)
+    assert torch.equal(on.velocity(noise, time, on.encode(PROMPTS)).detach(), velocities[1])
 
 
 def test_guidance_is_the_formula_of_two_evaluations(case):

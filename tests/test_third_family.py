@@ -12,6 +12,7 @@ from flowrl.policies import tiny
 from flowrl.policies.pipeline import PipelinePolicy
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Usage, integrate
+from flowrl.testing import policy_contract
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
@@ -55,6 +56,9 @@ def picture(pipe, noise, guidance=1.0):
 def draw(policy, noise):
     condition = policy.encode([Prompt(text) for text in TEXTS])
     return policy.decode(integrate(policy, policy.schedule(4), condition, noise, Usage()))
+
+
+test_protocol = policy_contract(lambda: PipelinePolicy(tiny_aura_flow(), documented_family(), tiny.TINY))
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])

@@ -29,7 +29,8 @@ class ModelOptions:
     device: str = "cpu"
     dtype: str = "float32"
     """Precision of the frozen weights and of the network's arithmetic (autocast): float32, bfloat16 or float16. What is trained
-    is stored in float32, and velocities, latents and everything computed from them are float32."""
+    is stored in float32, and velocities, latents and everything computed from them are float32. For training on a GPU take
+    bfloat16: float16 would need its loss scaled, or small gradients vanish."""
     guidance: float = 1.0
     """Classifier-free guidance s: v = v_neg + s (v_prompt - v_neg), in rollouts and updates alike; 1 = off (half the cost)."""
     negative_prompt: str = ""
@@ -255,8 +256,8 @@ class PipelinePolicy:
 
     def save(self, folder: Path) -> None:
         """Write the trained weights as diffusers reads them: a LoRA for `pipe.load_lora_weights(folder)`, or the transformer for
-        `from_pretrained(folder, subfolder="transformer")`. An older folder of this name is
-        replaced when the new one is complete; safetensors only."""
+        `from_pretrained(folder, subfolder="transformer")`; safetensors only. An older folder of this name is replaced when the new
+        one is complete."""
         require(self.options.train != "nothing", "train", self.options.train, "lora or full: there is nothing to save")
         new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
         shutil.rmtree(new, ignore_errors=True)

@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowrl.errors import require
-from flowrl.testing import credit, loss, reward, sampler
+from flowrl.testing import credit, loss, policy, reward, sampler
 from flowrl.testing.findings import ContractAdvice, ContractBroken, Finding, Findings, maker
 from flowrl.testing.reward import Examples
+from flowrl.types import Prompt
 
 __all__ = [
     "ContractAdvice",
@@ -28,15 +29,18 @@ __all__ = [
     "Findings",
     "check_credit",
     "check_loss",
+    "check_policy",
     "check_reward",
     "check_sampler",
     "credit_contract",
     "loss_contract",
+    "policy_contract",
     "reward_contract",
     "sampler_contract",
 ]
 
 TestFunction = Callable[..., None]
+PROMPTS = ("a red fox", "two blue cars", "a house", "the sea at night")
 
 
 def credit_contract(rule: Any, steps: int | None = None, without: Sequence[str] = ()) -> TestFunction:
@@ -66,6 +70,18 @@ def reward_contract(
     return reward.CONTRACT.as_test(_reward_case(part, examples), without)
 
 
+def policy_contract(
+    part: Any, prompts: Sequence[Prompt | str] = PROMPTS, tolerance: float = 1e-4, without: Sequence[str] = ()
+) -> TestFunction:
+    """A pytest function that holds a policy to `FlowPolicy`'s contract.
+
+    `prompts`: such as the policy understands, two or more. `tolerance`: how far velocities that must be equal may differ by
+    rounding, relative to the largest (about 1e-2 for a network in bfloat16). A policy is not copied; what the checks change in it
+    they put back.
+    """
+    return policy.CONTRACT.as_test(_policy_case(part, prompts, tolerance), without)
+
+
 def check_credit(rule: Any, steps: int | None = None, without: Sequence[str] = ()) -> Findings:
     """Which promises a credit rule keeps; options as in `credit_contract`."""
     return credit.CONTRACT.findings(_credit_case(rule, steps), without)
@@ -86,6 +102,13 @@ def check_reward(part: Any, examples: Examples | Callable[[], Examples] | None =
     return reward.CONTRACT.findings(_reward_case(part, examples), without)
 
 
+def check_policy(
+    part: Any, prompts: Sequence[Prompt | str] = PROMPTS, tolerance: float = 1e-4, without: Sequence[str] = ()
+) -> Findings:
+    """Which promises a policy keeps; options as in `policy_contract`."""
+    return policy.CONTRACT.findings(_policy_case(part, prompts, tolerance), without)
+
+
 def _credit_case(rule: Any, steps: int | None) -> Callable[[], credit.Case]:
     require(steps is None or steps >= 1, "steps", steps, "1 or more, or None")
     make = maker(rule)
@@ -102,3 +125,9 @@ def _reward_case(part: Any, examples: Examples | Callable[[], Examples] | None) 
     images, prompts = reward.examples_of(examples)
     make = maker(part, share=True)
     return lambda: reward.Case(make(), images, prompts)
+
+
+def _policy_case(part: Any, prompts: Sequence[Prompt | str], tolerance: float) -> Callable[[], policy.Case]:
+    require(tolerance > 0, "tolerance", tolerance, "above 0")
+    chosen, make = policy.prompts_of(prompts), maker(part, share=True)
+    return lambda: policy.Case(make(), chosen, tolerance)

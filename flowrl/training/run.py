@@ -204,8 +204,11 @@ class Run:
         write_bytes(self.folder / "trajectory.safetensors", save({"images": images.cpu().contiguous()}))
 
 
-def trained_policy(folder: Path, device: str = "cpu") -> tuple[FlowPolicy, RunConfig]:
-    """The policy of a finished run with its averaged weights. Raises `ConfigError` or `CheckpointError`."""
+def trained_policy(folder: Path, device: str = "") -> tuple[FlowPolicy, RunConfig]:
+    """The policy of a finished run with its averaged weights. Raises `ConfigError` or `CheckpointError`.
+
+    `device` left out: the CPU for a built-in world; for a model the run's own where that exists.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -215,7 +218,8 @@ def trained_policy(folder: Path, device: str = "cpu") -> tuple[FlowPolicy, RunCo
     if not path.is_file():
         raise CheckpointError(f"weights: {path} does not exist; {folder} must be the folder of a finished run")
     config = RunConfig.from_dict(load_config(folder / "config.json"))
-    policy = config.make_world().policy(replace(config.policy_options(), device=device))
+    own = config.device if config.model and torch.cuda.is_available() else "cpu"
+    policy = config.make_world().policy(replace(config.policy_options(), device=device or own))
     try:
         tensors = load_file(path)
     except SafetensorError as error:

@@ -23,18 +23,19 @@ class Grid:
 
 def sample_grid(prompts: Sequence[str], weights: Path | None, world_name: str, count: int, steps: int, seed: int) -> Grid:
     """`count` ODE samples per prompt; the same seed gives every model the same noise. Unknown words raise `ConfigError`."""
+    max_batch = 1024
     if weights is None:
         chosen = world(world_name)
         parsed = [chosen.parse(text) for text in prompts]
         policy = chosen.policy(PolicyOptions())
     else:
         policy, config = trained_policy(weights)
-        chosen = config.make_world()
+        chosen, max_batch = config.make_world(), config.max_batch
         parsed = [chosen.parse(text) for text in prompts]
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn((len(parsed) * count, *policy.latent_shape), generator=generator)
+    noise = torch.randn((len(parsed) * count, *policy.latent_shape), generator=generator).to(policy.device)
     everyone = [prompt for prompt in parsed for _ in range(count)]
-    latents = integrate(policy, policy.schedule(steps), policy.encode(everyone), noise, Usage())
+    latents = integrate(policy, policy.schedule(steps), policy.encode(everyone), noise, Usage(), max_batch)
     images = policy.decode(latents)
     scores = score(chosen.reward("soft"), images, everyone)
-    return Grid(images.unflatten(0, (len(parsed), count)), scores.view(len(parsed), count), tuple(prompts))
+    return Grid(images.cpu().unflatten(0, (len(parsed), count)), scores.cpu().view(len(parsed), count), tuple(prompts))

@@ -535,7 +535,7 @@ plt.show()
 # | learning rate, weight decay, gradient norm | 3e-4, 1e-4, 1 | `lr`, `weight_decay`, `grad_clip` |
 # | clip | 1e-4; TP-GRPO 1e-5 | `ClippedLoss(clip=...)` |
 #
-# No number of seconds or gigabytes of a real run stands in this lesson, because none was measured for it. Before you start one: (1) do four ODE pictures look as the model's should? (2) is `ratio_deviation` with `updates=1` far below the clip? (3) is `zero_spread_groups` low, that is, do the members of a group get different
+# No number of seconds or gigabytes of a real run stands in this lesson, because none was measured for it. A run is started by `flowrl train --model ... --prompts FILE --reward ...`. Before you start one: (1) do four ODE pictures look as the model's should? (2) is `ratio_deviation` with `updates=1` far below the clip? (3) is `zero_spread_groups` low, that is, do the members of a group get different
 # rewards at all? (4) does a reward that is easy (redness!) rise within twenty iterations? Each takes minutes, and finds most of what goes wrong in days.
 
 # %% [markdown]
@@ -549,4 +549,4 @@ plt.show()
 # | $\lvert\rho - 1\rvert$ before an update | noise floor; keep it below the clip | `ratio_deviation` in the metrics |
 # | pairs | trajectories × stochastic steps | `RunConfig.updates`, `micro_batch` |
 #
-# A model that is not there yet is one file: [Model families](../docs/model-families.md). This was the last lesson.
+# A model that is not there yet is one file: `docs/model-families.md` says how to write it. **Back to** [0 · Tour](00_tour.ipynb).
