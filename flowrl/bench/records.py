@@ -45,6 +45,7 @@ def rules_hash() -> str:
     return _digest(PACKAGE / name for name in RULES)
 
 
+@cache
 def config_hash(config: RunConfig) -> str:
     """Of every setting of a run, the seed included, and of the file that a rule of the user's own stands in."""
     values = json.dumps(config.as_dict(), sort_keys=True)
