@@ -65,6 +65,7 @@ ROOMS = {
     "Training": ("training",),
     "Diagnostics": ("diagnostics",),
     "Contracts for your parts": ("testing",),
+    "Benchmarks": ("bench",),
     "Figures": ("plots",),
     "Command line": ("cli", "commands", "display"),
     "Course": ("course",),

@@ -4,12 +4,15 @@ z-scores are held to |z| < 5 (a correct estimator fails one of 400 with probabil
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from flowrl.bench.microscope import microscope_document
 from flowrl.credit import StepwiseGain
 from flowrl.diagnostics.gradient import Setting
+from flowrl.diagnostics.inspection import MicroscopeConfig, inspect, jobs
 from flowrl.diagnostics.microscope import Look, TrueAdvantages, compare_credit, true_advantages
 from flowrl.errors import ConfigError
 from flowrl.flow.mixture import GaussianMixture
@@ -18,6 +21,7 @@ from flowrl.policies.mixture import MixturePolicy
 from flowrl.rewards.noisy import NoisyReward, pseudo_normal
 from flowrl.rollout import attach_stds
 from flowrl.samplers import AllButLast, FlowSDE, Window
+from flowrl.training.config import preset
 from flowrl.types import Continuation, Prompt
 from flowrl.worlds.mixture import WIDTH, DirectionReward, angle_of, target
 
@@ -197,3 +201,55 @@ def test_stepwise_credit_is_closer_to_the_truth_than_its_opposite() -> None:
     assert compare_credit(credit.advantages, truth).overall.correlation.low > 0.6
     with pytest.raises(ConfigError, match="continuations"):
         true_advantages(setting, look.trajectories(True), 1)
+
+
+SMALL_LOOK = MicroscopeConfig(
+    run=preset("default").apply(world="mixture", prompts=3, members=3, steps=4, window="all-but-last"),
+    rules={"gains": "stepwise-gain", "values": "stepwise-gain(probe='continuation:2')", "random": "random"},
+    iterations=(0, 1),
+    noises=(0.0, 0.5),
+    noise_at=1,
+    members=3,
+    continuations=4,
+    batches=3,
+    gradient_members=2,
+    truth_batches=3,
+)
+
+
+def test_a_session_covers_rules_stages_and_noise(tmp_path) -> None:
+    seen = []
+    rows = inspect(SMALL_LOOK, 1, lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (len(list(jobs(SMALL_LOOK))),) * 2
+    credit = {(r["rule"], r["iteration"], r["noise"]) for r in rows if r["kind"] == "credit"}
+    assert credit == {(rule, *at) for rule in SMALL_LOOK.rules for at in ((0, 0.0), (1, 0.0), (1, 0.5))}
+    gradient = {(r["rule"], r["iteration"], r["noise"]) for r in rows if r["kind"] == "gradient"}
+    assert gradient == {key for key in credit if key[0] != "values"}
+    assert all(len(r["per_step"]) == 3 and r["steps"] == [0, 1, 2] for r in rows if r["kind"] == "credit")
+    noisy = {
+        r["noise"]: r["correlation"]["value"]
+        for r in rows
+        if r["kind"] == "credit" and r["rule"] == "gains" and r["iteration"] == 1
+    }
+    assert noisy[0.0] != noisy[0.5]
+    page = microscope_document(rows, 1, 1.0).write(tmp_path, "microscope")[0].read_text()
+    for name in ("credit", "steps", "gradient", "training", "noise"):
+        assert (tmp_path / f"microscope-{name}.png").stat().st_size > 10_000
+        assert f"microscope-{name}.png" in page
+    assert page.count("| gains |") == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rules": {"x": "nothing"}}, "unknown credit rule"),
+        ({"noise_at": 7}, "noise_at"),
+        ({"noises": (0.5,)}, "noises"),
+        ({"iterations": ()}, "noise_at|iterations"),
+        ({"continuations": 1}, "continuations"),
+        ({"run": preset("default").apply()}, "mixture"),
+    ],
+)
+def test_a_session_says_what_is_wrong(changes, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(SMALL_LOOK, **changes)

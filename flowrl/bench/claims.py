@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from flowrl.bench.verdicts import Rule
@@ -60,4 +61,10 @@ def make_run(world: str, task: str, seed: int, changes: Mapping[str, Any]) -> Ru
     settings = {**WORLDS[world], "task": task, "seed": seed, **changes}
     if "credit" in settings:
         settings.setdefault("method", settings["credit"])
-    return preset("default").apply(**settings)
+    return _made(tuple(sorted(settings.items())))
+
+
+@cache
+def _made(settings: tuple[tuple[str, Any], ...]) -> RunConfig:
+    """Checking a run's settings takes milliseconds, and the page asks for the same thousand runs again and again."""
+    return preset("default").apply(**dict(settings))

@@ -14,9 +14,10 @@ from flowrl.plots.report import STYLE
 from flowrl.training.checkpoint import write_bytes
 
 PILLS = """
+main{max-width:1400px}figure img{width:auto;max-width:100%;min-width:0}th.words{text-align:left}
 .pill{display:inline-block;border-radius:999px;padding:.1em .7em;font-size:.85rem;white-space:nowrap;border:1px solid var(--line)}
 .good{background:#d9f2e6;color:#0a5c3c}.bad{background:#fbe0d6;color:#8a2f0c}.open{background:#eceef2;color:#4a5160}
-td.words{white-space:normal;min-width:18em;text-align:left;color:var(--ink)}td{vertical-align:top}th{vertical-align:bottom}
+td.words{white-space:normal;min-width:13em;text-align:left;color:var(--ink)}td{vertical-align:top}th{vertical-align:bottom}
 """
 
 
@@ -107,7 +108,7 @@ def _inline(words: str) -> str:
 
 
 def _table(table: Table) -> str:
-    head = "".join(f"<th>{_inline(name)}</th>" for name in table.head)
+    head = "".join(f"<th{' class=words' * (name in table.words)}>{_inline(name)}</th>" for name in table.head)
     rows = []
     for row in table.rows:
         cells = []

@@ -19,6 +19,7 @@ from flowrl.plots.claims import Band, Effect, bands, effects, profiles
 
 TONES = {HOLDS: "good", BETTER: "good", FAILS: "bad", WORSE: "bad", ALIKE: "open", UNDECIDED: "open"}
 ANSWERS = {HOLDS: "yes", FAILS: "no", UNDECIDED: UNDECIDED, BETTER: BETTER, WORSE: WORSE, ALIKE: ALIKE}
+PILLS = {label: tone for verdict, tone in TONES.items() for label in (verdict, ANSWERS[verdict])}
 MISSING = "no runs yet"
 WORLD_WORDS = {"mixture": "2-D world", "shapes": "image world"}
 Lines = Mapping[str, Mapping[str, Any]]
@@ -73,9 +74,8 @@ def judged_table(claims: Mapping[str, Claim], lines: Lines, seeds: tuple[int, ..
     return _summary([Judged(claim, "mixture", lines, seeds) for claim in claims.values()], "verdict")
 
 
-def claims_page(claims: Mapping[str, Claim], lines: Lines, path: Path, memory: Sequence[Mapping[str, Any]] = ()) -> Document:
+def claims_page(judged: Sequence[Judged], lines: Lines, path: Path, memory: Sequence[Mapping[str, Any]] = ()) -> Document:
     """The whole page: summary, tables, figures, every rule and comparison, costs, and how to make it again."""
-    judged = judge_all(claims, lines)
     page = Document("The papers' claims, tested")
     page.text(INTRODUCTION)
     page.text(_where(lines, path))
@@ -129,27 +129,17 @@ def _shown(comparison: Comparison) -> str:
 
 
 def _summary(judged: Sequence[Judged], last: str) -> Table:
+    """A line per claim and world, the verdict first."""
+    asks = bool(judged) and judged[0].claim.asks
     rows = []
     for one in judged:
         found = one.verdict.main if one.verdict else None
-        rows.append(
-            (
-                one.claim.says, *(() if one.claim.asks else (f"{one.claim.source}: {one.claim.number}",)), WORLD_WORDS[one.world],
-                found.text if found else "-", _shown(found) if found else "-", str(one.seeds), one.label,
-            )
-        )  # fmt: skip
-    asks = bool(judged) and judged[0].claim.asks
-    head = (
-        "question" if asks else "claim",
-        *(() if asks else ("source and its number",)),
-        "world",
-        "measured",
-        "here",
-        "seeds",
-        last,
-    )
-    pills = {label: tone for verdict, tone in TONES.items() for label in (verdict, ANSWERS[verdict])}
-    return Table(head, rows, ("claim", "question", "source and its number", "measured", last), pills)
+        here = f"{_shown(found)} {found.text}" if found else "-"
+        source = () if asks else (f"{one.claim.source}: {one.claim.number}",)
+        rows.append((one.claim.says, one.label, here, *source, WORLD_WORDS[one.world], str(one.seeds)))
+    source = () if asks else ("source and its number",)
+    head = ("question" if asks else "claim", last, "measured here", *source, "world", "seeds")
+    return Table(head, rows, ("claim", "question", "source and its number", "measured here", last), PILLS)
 
 
 def comparison_table(found: Sequence[Comparison], asks: bool) -> Table:
@@ -158,8 +148,7 @@ def comparison_table(found: Sequence[Comparison], asks: bool) -> Table:
         (c.text, _shown(c), "-" if c.probability is None else f"{c.probability:.2f}", ANSWERS[c.verdict] if asks else c.verdict)
         for c in found
     ]
-    pills = {label: tone for verdict, tone in TONES.items() for label in (verdict, ANSWERS[verdict])}
-    return Table(("measured", "here", "P(first beats second)", "alone"), rows, ("measured", "alone"), pills)
+    return Table(("measured", "here", "P(first beats second)", "alone"), rows, ("measured", "alone"), PILLS)
 
 
 def _arms(claim: Claim) -> str:

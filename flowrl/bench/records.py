@@ -18,7 +18,7 @@ from flowrl.training.config import RunConfig
 
 FORMAT = 1
 PACKAGE = Path(flowrl.__file__).parent
-UNSEEN = ("bench", "plots", "commands", "testing", "diagnostics", "display.py", "cli.py", "__main__.py")
+UNSEEN = ("bench", "plots", "commands", "testing", "diagnostics", "course", "display.py", "cli.py", "__main__.py")
 """Rooms that no training run passes through: pages may be improved without making the runs void."""
 SEEN_ANYWAY = ("bench/measure.py", "bench/faults.py")
 RULES = ("bench/claims.py", "bench/catalogue.py", "bench/verdicts.py", "bench/evidence.py", "bench/statistics.py")
@@ -45,6 +45,7 @@ def rules_hash() -> str:
     return _digest(PACKAGE / name for name in RULES)
 
 
+@cache
 def config_hash(config: RunConfig) -> str:
     """Of every setting of a run, the seed included, and of the file that a rule of the user's own stands in."""
     values = json.dumps(config.as_dict(), sort_keys=True)

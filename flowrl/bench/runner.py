@@ -80,39 +80,32 @@ class Suite:
         count = min(len(todo), workers or min(os.cpu_count() or 1, 16))
         context = multiprocessing.get_context("spawn")
         stop = context.Event()
+        waiting = list(todo.items())[::-1]
         finished = len(self.runs) - len(todo)
+        pending: dict[Future[Any], RunConfig] = {}
         with ProcessPoolExecutor(count, context, _start, (stop,)) as pool:
-            futures: dict[Future[Any], RunConfig] = {
-                pool.submit(_work, config.as_dict(), f"{self.command} --redo {key}"): config for key, config in todo.items()
-            }
-            pending = set(futures)
             try:
-                while pending:
-                    if time.monotonic() > deadline:
-                        pending = {future for future in pending if not future.cancel()}
-                        if not pending:
-                            break
-                    ready, pending = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
-                    for future in ready:
-                        config = futures[future]
+                while waiting or pending:
+                    while waiting and len(pending) < count and time.monotonic() < deadline:
+                        key, config = waiting.pop()
+                        pending[pool.submit(_work, config.as_dict(), f"{self.command} --redo {key}")] = config
+                    if not pending:
+                        return False
+                    for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                        config = pending.pop(future)
                         self._keep(future, config)
                         finished += 1
                         if progress:
                             progress(finished, len(self.runs), config)
             except KeyboardInterrupt:
                 stop.set()
-                for future in pending:
-                    future.cancel()
-                for future in pending:
-                    if not future.cancelled():
-                        self._keep(future, futures[future])
+                for future, config in pending.items():
+                    self._keep(future, config)
                 return False
             except BaseException:
                 stop.set()
-                for future in pending:
-                    future.cancel()
                 raise
-        return finished == len(self.runs)
+        return True
 
     def _keep(self, future: Future[Any], config: RunConfig) -> None:
         try:

@@ -139,6 +139,7 @@ class Needs:
     def judge(self, evidence: Evidence) -> Verdict:
         """Holds: the interval of the share is below `at_most`; fails: above it."""
         found = level(evidence.values(self.arm, self.axis, self.of))
+        found = Estimate(found.value, max(0.0, found.low), found.high)
         verdict = HOLDS if found.high < self.at_most else FAILS if found.low > self.at_most else UNDECIDED
         return Verdict(verdict, (Comparison(f"{self.arm}: {MEASURES[self.axis].label} ({self.of})", found, None, verdict),))
 

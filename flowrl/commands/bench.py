@@ -70,9 +70,11 @@ class Claims:
         memory = kept_memory(
             self.out.with_name("claims-memory.json"), measure=finished and not (self.quick or self.only or self.judge)
         )
-        written = claims_page(CLAIMS, lines, self.out, memory).write(self.page, "claims", "claims")
-        for one in judge_all(chosen, lines):
-            print(f"{one.claim.id} ({one.world}, {one.seeds} seeds): {one.label}")
+        judged = judge_all(CLAIMS, lines)
+        written = claims_page(judged, lines, self.out, memory).write(self.page, "claims", "claims")
+        for one in judged:
+            if one.claim.id in chosen:
+                print(f"{one.claim.id} ({one.world}, {one.seeds} seeds): {one.label}")
         print(f"Wrote {', '.join(map(str, written))}")
         return 0 if finished else 130
 
