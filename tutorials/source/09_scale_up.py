@@ -159,7 +159,7 @@ even = torch.linspace(1, 0, 11)
 flux = {size: tiny_flux_policy(replace(TINY, height=size, width=size)).schedule(10).times for size in (128, 256)}
 curves = {
     "even": (even, NOISE, 0.62),
-    "SD3.5, s = 3": (shifted(even, 3.0), DATA, 0.70),
+    "SD3.5, s = 3": (policy.schedule(10).times, DATA, 0.70),
     "FLUX, 1,024 tokens (512 px)": (flux[128], OTHERS[0], 0.78),
     "FLUX, 4,096 tokens (1,024 px)": (flux[256], ACCENT, 0.86),
 }
@@ -173,7 +173,8 @@ for name, (times, _, _) in curves.items():
     print(f"{name:30} last step from t = {float(times[-2]):.2f} to 0; nodes above t = 0.5: {int((times > 0.5).sum())} of 11")
 
 # %% [markdown]
-# This matters for credit. A shifted grid ends with a long last step, and Flow-GRPO and TP-GRPO make the last step an ODE step: what happens in it is nobody's decision.
+# This matters for credit. Flow-GRPO and TP-GRPO make the last step an ODE step: what happens in it is nobody's decision. On FLUX's grid that is a long step. On SD3.5's it is hardly one: the base grid that its scheduler shifts does not go down to 0 but to
+# its own smallest time, so the last step but one is the long one (from 0.28 to 0.01), and it stays random. This is why a grid is taken from the model's scheduler and never from a formula.
 #
 # ## LoRA: train a little, keep the rest
 #
