@@ -186,9 +186,7 @@ def check_rank(rule: Any) -> None:
     _keeps(made, {"gives_a_silent_group_zero": ties, "reads_only_what_its_probe_fills": only, "treats_members_alike": sorting})
     expect(isinstance(made.probe, NoProbe), "the probe costs network evaluations that a rank of R_T does not need: NoProbe()")
     mistakes = {
-        sorting: lambda table: _spread(
-            table[..., -1].argsort(1).to(table), table
-        ),
+        sorting: lambda table: _spread(table[..., -1].argsort(1).to(table), table),
         "the best member has the lowest rank here; higher rewards are better": lambda table: _spread(
             -_ranks(table[..., -1]), table
         ),
