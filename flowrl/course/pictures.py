@@ -1,7 +1,7 @@
 """What the lessons on pictures share: one batch of trajectories with rewards, its gradient, a short training, galleries."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -56,24 +56,26 @@ def roll(
     return Batch(policy, sampler, prompts, condition, result, reward_table(policy, reward, result, prompts, usage), usage)
 
 
-def gradient(batch: Batch, rule: CreditAssigner) -> Tensor:
-    """The policy gradient that `rule` gives on `batch`, over all stochastic steps: one vector over the trainable weights."""
+def gradients(batch: Batch, rules: Sequence[CreditAssigner]) -> list[Tensor]:
+    """The policy gradient that each rule gives on `batch`, over all stochastic steps: one vector over the trainable weights."""
     schedule, samples = batch.result.trajectories.schedule, batch.result.groups.samples
-    advantages = rule.assign(batch.rewards, schedule).reshape(samples, -1)
+    credits = [rule.assign(batch.rewards, schedule).reshape(samples, -1) for rule in rules]
     steps = schedule.stochastic.nonzero().flatten()
     sample, step = torch.cartesian_prod(torch.arange(samples), steps).unbind(1)
     weights = list(batch.policy.trainable().values())
-    total = torch.zeros(sum(weight.numel() for weight in weights))
+    totals = [torch.zeros(sum(weight.numel() for weight in weights)) for _ in rules]
     for part in torch.arange(len(sample)).split(256):
-        pairs = loss_pairs(batch.policy, batch.sampler, batch.result, batch.condition, advantages, sample[part], step[part])
-        loss = PolicyGradientLoss().loss(pairs).loss * len(part) / len(sample)
-        total -= torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights)])
-    return total
+        pairs = loss_pairs(batch.policy, batch.sampler, batch.result, batch.condition, credits[0], sample[part], step[part])
+        for total, advantages in zip(totals, credits, strict=True):
+            here = replace(pairs, advantages=advantages[sample[part], step[part]])
+            loss = PolicyGradientLoss().loss(here).loss * len(part) / len(sample)
+            total -= torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights, retain_graph=True)])
+    return totals
 
 
-def agreement(gradients: Sequence[Tensor]) -> tuple[float, float]:
-    """Mean and standard deviation of the cosines between all pairs of gradients of independent batches."""
-    unit = torch.stack([g / g.norm() for g in gradients])
+def agreement(batches: Sequence[Tensor]) -> tuple[float, float]:
+    """Mean and standard deviation of the cosines between all pairs of gradients, one per independent batch."""
+    unit = torch.stack([g / g.norm() for g in batches])
     row, column = torch.triu_indices(len(unit), len(unit), offset=1)
     cosines = (unit @ unit.T)[row, column]
     return float(cosines.mean()), float(cosines.std())

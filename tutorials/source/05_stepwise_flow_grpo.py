@@ -29,7 +29,7 @@ from flowrl import preset, world
 from flowrl.builtin import PolicyOptions
 from flowrl.course import lesson_05 as lesson
 from flowrl.course.figures import ACCENT, COLOURS, DATA, INK, NOISE, animation, clean, panels
-from flowrl.course.pictures import agreement, gallery, gradient, roll, train
+from flowrl.course.pictures import agreement, gallery, gradients, roll, train
 from flowrl.credit import StepwiseGain, Uniform
 from flowrl.samplers import AllButLast, FlowSDE, Window
 from flowrl.types import Completion, Substeps
@@ -100,7 +100,7 @@ opening()
 
 # %% [markdown]
 # A leads early and loses in the end. Flow-GRPO gives *every* step of A a lower advantage than every step of B, also the good early ones. That is not wrong on average (over many trajectories the early steps' true
-# worth shows), but it is noisy: each step is paid for what nine others did. Stepwise-Flow-GRPO (arXiv 2603.28718, its figure of two crossing curves is this one) pays a step for its own gain.
+# worth shows), but it is noisy: each step is paid for what nine others did. Stepwise-Flow-GRPO (arXiv 2603.28718, which opens with a figure of two crossing curves) pays a step for its own gain.
 #
 # ## Gains
 #
@@ -397,9 +397,9 @@ rules = {
     "gains, step by step": StepwiseGain(normalise="step"),
     "reward-to-go, joint": StepwiseGain(lam=1.0),
 }
-cosines = {}
-for name, rule in rules.items():
-    cosines[name], deviation = agreement([gradient(batch, rule) for batch in batches])
+cosines, found = {}, [gradients(batch, list(rules.values())) for batch in batches]
+for index, name in enumerate(rules):
+    cosines[name], deviation = agreement([of_batch[index] for of_batch in found])
     print(f"{name:<22} cosine between batches {cosines[name]:.2f} (std over pairs {deviation:.2f})")
 
 # %% [markdown]
