@@ -124,7 +124,7 @@ lesson.check_interval(interval)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** `Tensor.std` divides by $n - 1$ unless told otherwise, and $n$ seeds leave $n - 1$ degrees of freedom. Taking 1.96 for three seeds makes the interval less
-# than half as wide as it should be, and the surprise twice as common as it was promised. The formula assumes roughly normal seeds; rewards near
+# than half as wide as it should be: it misses the true mean in 19 cases of 100, not in 5. The formula assumes roughly normal seeds; rewards near
 # their ceiling of 1 are not, which is one reason to look at the points as well.
 
 # %% [markdown]
@@ -268,7 +268,7 @@ print(
 #
 # $$\text{work} = \text{NFE while sampling} + 3 \times \text{pairs trained}.$$
 #
-# Papers often report the first term or neither. `Curve.sampled`, `Curve.trained` and `Curve.work` hold all three.
+# Reports often give the first term alone, or neither. `Curve.sampled`, `Curve.trained` and `Curve.work` hold all three.
 
 # %%
 for rule in RULES:
@@ -503,7 +503,7 @@ plt.show()
 # The controls rise as fast. What gives TP-GRPO its lead over Flow-GRPO here are the rewards of unfinished states, not the turning points. The difference is taken seed by seed because runs of one seed share their prompts and first weights: what a seed does to both
 # cancels. Pair whatever can be paired.
 #
-# This contradicts the paper's ablation at this scale, and it may not carry over: turning points may matter where trajectories swing more, with other rewards, or with larger models. But a claim "turning points help" needs *this* control, at *that* scale.
+# The paper (arXiv 2602.06422) compares TP-GRPO with Flow-GRPO, and two definitions of turning points with each other; the controls here are ours. What they show may not carry over: turning points may matter where trajectories swing more, with other rewards, or with larger models. But a claim "turning points help" needs *this* control, at *that* scale.
 #
 # ## What would change your mind?
 #
