@@ -1,6 +1,7 @@
 """What every model family promises, on tiny random pipelines of the real classes."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -240,16 +241,33 @@ def test_the_same_weights_sample_and_train_in_a_narrow_network(case):
     assert torch.equal(sampled, policy.velocity(noise, time, condition).detach())
 
 
-def test_gradient_checkpointing_changes_nothing(case):
+def test_activations_enter_a_narrow_adapter_as_they_are(case, monkeypatch):
+    policy = case.policy(dtype="bfloat16")
+    noise, time, condition = noise_of(policy), torch.full((2,), 600.0), policy.encode(PROMPTS)
+    layer, seen = policy._adapters.layers[0], []
+    layer.lora_A["default"].register_forward_pre_hook(lambda module, given: seen.append(given[0].dtype))
+    sparing = policy.velocity(noise, time, condition)
+    monkeypatch.setattr(policy._adapters, "uncast", nullcontext)
+    assert torch.equal(sparing, policy.velocity(noise, time, condition))
+    assert seen == [torch.bfloat16, torch.float32]
+    rows = {name: rows.bfloat16() for name, rows in policy.prompts.rows(condition.tensors["prompt"]).items()}
+    policy.family.velocity(policy.transformer, noise.bfloat16(), time, rows, policy._size)  # without autocast PEFT's cast is back
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradient_checkpointing_changes_nothing(case, dtype):
     gradients = []
     for checkpointing in (False, True):
-        policy = case.policy(checkpointing=checkpointing)
+        policy = case.policy(checkpointing=checkpointing, dtype=dtype)
         for parameter in policy.trainable().values():
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(parameter.numel()))
+        calls = []
+        policy.transformer.transformer_blocks[0].attn.register_forward_hook(lambda *_: calls.append(1))  # noqa: B023
         velocity = policy.velocity(noise_of(policy), torch.full((2,), 600.0), policy.encode(PROMPTS))
         with policy.reference():  # in between, as a KL term has it
             policy.velocity(noise_of(policy), torch.full((2,), 600.0), policy.encode(PROMPTS))
         velocity.square().sum().backward()
+        assert len(calls) == 2 + checkpointing  # computed again in the backward pass
         gradients.append([p.grad for p in policy.trainable().values() if p.grad is not None])
     assert len(gradients[0]) == len(gradients[1]) > 0
     for plain, checkpointed in zip(*gradients, strict=True):

@@ -78,6 +78,18 @@ class Adapters:
                 layer.get_base_layer().weight.data = data
                 layer._disable_adapters = False
 
+    @contextmanager
+    def uncast(self) -> Iterator[None]:
+        """Within this context, which must be one of autocast, activations go into A as they are: PEFT would turn each into A's
+        float32 first, for autocast to turn it back; the numbers are the same."""
+        for layer in self.layers:
+            layer.cast_input_dtype_enabled = False
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.cast_input_dtype_enabled = True
+
     def tensors(self) -> dict[str, Tensor]:
         """A and (alpha / rank) B under PEFT's names: readers that know no alpha (they take alpha = rank) get the same network."""
         from peft import get_peft_model_state_dict

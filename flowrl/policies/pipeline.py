@@ -205,9 +205,18 @@ class PipelinePolicy:
 
     def _call(self, latent: Tensor, timestep: Tensor, numbers: Tensor) -> Tensor:
         rows = {n: t.to(self.dtype) for n, t in self.prompts.rows(numbers).items()}
-        narrow = self.dtype != torch.float32
-        with torch.autocast(self._device.type, dtype=self.dtype) if narrow else nullcontext():
+        with self._arithmetic():
             return self.family.velocity(self._active, latent.to(self.dtype), timestep, rows, self._size).float()
+
+    @contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        """Autocast where the network is narrower than float32."""
+        if self.dtype == torch.float32:
+            yield
+            return
+        uncast = nullcontext() if self._adapters is None else self._adapters.uncast()
+        with torch.autocast(self._device.type, dtype=self.dtype), uncast:
+            yield
 
     @contextmanager
     def guided(self, guidance: float) -> Iterator[None]:
@@ -256,8 +265,8 @@ class PipelinePolicy:
 
     def save(self, folder: Path) -> None:
         """Write the trained weights as diffusers reads them: a LoRA for `pipe.load_lora_weights(folder)`, or the transformer for
-        `from_pretrained(folder, subfolder="transformer")`; safetensors only. An older folder of this name is replaced when the new
-        one is complete."""
+        `from_pretrained(folder, subfolder="transformer")`; safetensors only. An older folder of this name is replaced when the
+        new one is complete."""
         require(self.options.train != "nothing", "train", self.options.train, "lora or full: there is nothing to save")
         new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
         shutil.rmtree(new, ignore_errors=True)
