@@ -18,7 +18,7 @@ from flowrl.bench.faults import FreshNoiseFault
 from flowrl.bench.measure import CURVE, measure
 from flowrl.bench.page import claims_page, judge_all
 from flowrl.bench.records import Ledger, config_hash, make_line
-from flowrl.bench.rule import ranking, rule_claims, rule_page
+from flowrl.bench.rule import bench_rule, ranking, rule_claims, rule_page
 from flowrl.bench.runner import Suite, evidence, needed, redo
 from flowrl.bench.statistics import Estimate, bootstrap, difference, improvement, interquartile_mean, level, profile, widening
 from flowrl.bench.verdicts import (
@@ -40,6 +40,7 @@ from flowrl.bench.verdicts import (
 )
 from flowrl.cli import main
 from flowrl.credit import RandomCredit, TurningPoint
+from flowrl.diagnostics.inspection import MicroscopeConfig
 from flowrl.errors import ConfigError
 from flowrl.testing import credit_contract
 
@@ -537,3 +538,26 @@ def test_documents_say_the_same_twice(tmp_path: Path) -> None:
     )
     assert "&lt;any&gt;" in html and "<code>code</code>" in html and '<span class="pill good">good</span>' in html
     assert html.count("<section>") == html.count("</section>") == 1
+
+
+def test_a_rule_goes_through_everything(tmp_path: Path) -> None:
+    """Runs (made up here), microscope (tiny), memory (measured) and page, in one call; a paused suite still leaves a page."""
+
+    def made_up(suite: Suite) -> bool:
+        for config in suite.runs.values():
+            suite.ledger.append(make_line(config, fake_line(FAST if config.credit == "weighted" else SLOW), "-"))
+        return True
+
+    look = MicroscopeConfig(
+        rules={"uniform": "uniform"}, iterations=(0,), noise_at=0, noises=(0.0,), members=2, continuations=2, batches=2,
+        gradient_members=2, truth_batches=2,
+    )  # fmt: skip
+    assert not bench_rule("weighted", 2, tmp_path / "paused", lambda suite: False, lambda *_: None)
+    assert "No seed is complete yet" in (tmp_path / "paused" / "rule.md").read_text()
+    assert bench_rule("weighted", 2, tmp_path / "done", made_up, lambda *_: None, 1, look)
+    text = (tmp_path / "done" / "rule.md").read_text()
+    assert "`weighted` is number 1 of 6" in text and "rule-steps.png" in text
+    memory = next(line for line in text.splitlines() if line.startswith("| mixture | weighted |")).split("|")[-2]
+    assert float(memory) > 100  # MiB: torch alone is more
+    with pytest.raises(ConfigError, match="unknown credit rule"):
+        bench_rule("nothing", 2, tmp_path / "none", lambda suite: True, lambda *_: None)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 
@@ -80,7 +80,7 @@ class Claims:
 
 
 @dataclass(frozen=True)
-class RuleBench:
+class Rule:
     """Put a credit rule of your own through claims, microscope and cost, and write a page that ranks it.
 
     Example: flowrl bench rule my_rules.py:MyRule
@@ -170,11 +170,7 @@ class Microscope:
 class Bench:
     """Benchmarks: the papers' claims tested, a rule of your own ranked, and a microscope for credit."""
 
-    which: tyro.conf.OmitSubcommandPrefixes[
-        Annotated[Claims, tyro.conf.subcommand("claims")]
-        | Annotated[RuleBench, tyro.conf.subcommand("rule")]
-        | Annotated[Microscope, tyro.conf.subcommand("microscope")]
-    ]
+    which: tyro.conf.OmitSubcommandPrefixes[Claims | Rule | Microscope]
 
     def main(self) -> int:
         """Run the chosen one."""
