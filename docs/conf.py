@@ -26,7 +26,7 @@ myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebooks hold their outputs; tutorials/build.py executes them
 nb_merge_streams = True
 exclude_patterns = ["_build"]
-suppress_warnings = ["mystnb.unknown_mime_type"]
+suppress_warnings = ["mystnb.unknown_mime_type", "ref.python"]  # names of axes in shapes look like references
 
 default_role = "code"
 autodoc_member_order = "bysource"

@@ -490,7 +490,7 @@ draw_runs(runs, {"Flow-GRPO": (9.5, 0.32), "Stepwise": (2.0, 0.97), "EstimateGai
 # %% [markdown]
 # Its credit agrees with the truth less well at the start, and it learns a little later, but it stays. The rule with the *better* microscope reading was the worse rule. Correlation with $A^*$ measures noise and bias at once, on one policy; training amplifies the bias and averages out the noise.
 #
-# # Projects
+# ## Projects
 #
 # Three rules to write by yourself. Each has a check, a reference solution and one measurement that shows what it is worth. Stars say how hard: ★ to ★★★.
 #
