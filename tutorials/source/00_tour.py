@@ -75,7 +75,7 @@ my_prompt = "blue square left of green triangle"
 lesson.check_weakness(my_prompt)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Relations are hardest for this model: it draws the right things but often in the wrong order. It has seen careless captions in training, as models from the web have.
+# **Why.** With relations it draws the right things but often in the wrong order; large numbers and texts fail often too. It has seen careless captions in training, as models from the web have.
 
 # %% [markdown]
 # ## What GRPO does
