@@ -161,7 +161,7 @@ def moving():
             picture.set_data(pictures[node].permute(1, 2, 0).clamp(0, 1).numpy())
         line.set_data(range(node + 1), row[: node + 1])
 
-    return animation(figure, draw, frames=14, seconds=7, dpi=48)
+    return animation(figure, draw, frames=14, seconds=7, dpi=64)
 
 
 moving()
@@ -488,7 +488,7 @@ for name, run in runs.items():
 
 # %% tags=["hide-input"]
 figure, axes = panels(width=5.6, height=2.8)
-for (name, run), place in zip(runs.items(), ((3.6, 0.815), (2.3, 0.875), (4.1, 0.92)), strict=True):
+for (name, run), place in zip(runs.items(), ((3.6, 0.8), (2.1, 0.86), (4.1, 0.92)), strict=True):
     shade = COLOURS.get(name, OTHERS[0])
     axes.plot(range(1, 6), run.curve("reward_mean"), "o--" if name == "random places" else "o-", color=shade)
     axes.text(*place, name, color=shade)
