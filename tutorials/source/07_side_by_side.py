@@ -23,14 +23,17 @@
 # %% tags=["hide-input"]
 import itertools
 import math
+from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import torch
 
 from flowrl.course import lesson_07 as lesson
 from flowrl.course.figures import COLOURS, INK, NOISE, animation, clean, panels, plane
-from flowrl.course.runs import learn
+from flowrl.course.runs import learn, start
 from flowrl.credit import TurningPoint
+from flowrl.flow.gaussian import log_prob
+from flowrl.losses import ClippedLoss
 from flowrl.plots.style import spread_labels
 from flowrl.worlds.mixture import split, target
 
@@ -407,9 +410,42 @@ for text, x, y, rule in (("Stepwise", 3.9, 0.62, RULES[1]), ("TP", 7.1, 0.56, RU
 plt.show()
 
 # %% [markdown]
-# The lead in iterations shrinks from left to right and is nearly gone at 0.2; and since an iteration of Flow-GRPO is the cheapest, the *order* in the lower row turns around. Nothing about the rules changed: the tight clip had held uniform credit back most. (Not because more of its pairs are
-# outside: fewer are. A likely reason is that its gradient is the noisiest of the three. The first of the four updates of an iteration pushes pairs over the border, nearly as many against their advantage as along it. Those that went along stop counting; those that went
-# against keep pulling back, and undo the update. You can test this: with `updates=1` nothing is ever clipped.)
+# The lead in iterations shrinks from left to right and is nearly gone at 0.2; and since an iteration of Flow-GRPO is the cheapest, the *order* in the lower row turns around. Nothing about the rules changed: the tight clip had held uniform credit back most. Not because more of its pairs
+# are outside; fewer are. It matters *which*. Pairs that moved along their advantage stop counting once they are outside; pairs that moved against it go on counting, and pull back. A loss that watches itself can count both.
+
+
+# %%
+class Watching:
+    """The clipped loss, noting which share of the pairs beyond the clip moved along their advantage."""
+
+    needs_reference = False
+
+    def __init__(self):
+        self.inner, self.along, self.beyond = ClippedLoss(clip=TIGHT), 0, 0
+
+    def loss(self, batch):
+        with torch.no_grad():
+            change = (log_prob(batch.new, batch.next_node) - log_prob(batch.behaviour, batch.next_node)).exp() - 1
+            outside = change.abs() > TIGHT
+            self.along += int((outside & (change * batch.advantages > 0)).sum())
+            self.beyond += int(outside.sum())
+        return self.inner.loss(batch)
+
+
+for rule in RULES:
+    watching = Watching()
+    for seed in range(3):
+        trainer = start(rule, seed, clip=TIGHT)
+        trainer.method = replace(trainer.method, loss=watching)
+        for _ in range(3):
+            trainer.iteration()
+    print(
+        f"{rule:<20} of the pairs beyond the clip, {watching.along / watching.beyond:.0%} moved along their advantage (first 3 iterations)"
+    )
+
+# %% [markdown]
+# Each iteration makes four updates. The first moves all pairs, and uniform credit, whose gradient is the noisiest, moves nearly as many of them against their advantage as along it (half would be no signal at all). The next three updates then hear mostly from those that want back, and undo much of the first. The
+# step-wise rules move more pairs the right way at once and have less to undo. (You can test this explanation: with `updates=1` nothing is ever clipped.)
 #
 # The wide clip has a price of its own: some runs fall back after their peak. (How they end, not only how fast they rise, would be one more column in an honest table.)
 #

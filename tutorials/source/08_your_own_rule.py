@@ -315,7 +315,7 @@ plt.show()
 # costs.
 
 # %%
-direction = pathwise_gradients(beginning, batches=40, repeats=100, seed=1, decisions_only=True)
+direction = pathwise_gradients(beginning, batches=20, repeats=100, seed=1, decisions_only=True)
 print("              cosine to the true gradient   signal to noise of a batch   the same per 10,000 evaluations")
 for name, (rule, shared, _) in RULES.items():
     found = alignment(policy_gradients(beginning, rule, batches=40, members=8, shared_noise=shared, seed=2), direction)
@@ -421,7 +421,7 @@ axes[0].text(0.3, 0.42, "expected reward V", color=DATA, fontsize=9)
 axes[0].text(0.3, 0.52, "reward of the one-step estimate", color=ACCENT, fontsize=9)
 for stage, shade in ((0, NOISE), (6, "#E69F00"), (18, ACCENT)):
     axes[2].plot(range(10), stages[stage][2], color=shade, linewidth=2)
-    axes[2].text(0.7, 0.9 * float(stages[stage][2][0]) + 0.25, f"after {stage}", color=shade, fontsize=9)
+    axes[2].text(*{0: (0.7, 0.25), 6: (0.1, 2.15), 18: (0.7, 7.6)}[stage], f"after {stage}", color=shade, fontsize=9)
 axes[2].axhline(2, color=INK, linewidth=1, linestyle=":")
 axes[2].text(9, 1.4, "target", fontsize=9, ha="right")
 axes[2].set(
