@@ -165,14 +165,7 @@ class Microscope:
         rows = inspect(config, self.workers, _counter("microscope"))
         seconds = time.monotonic() - started
         command = shlex.join(["flowrl", *sys.argv[1:]])
-        record = {
-            "command": command,
-            "code": code_hash(),
-            **provenance(),
-            "config": config.as_dict(),
-            "seconds": seconds,
-            "rows": rows,
-        }
+        made = {"command": command, "code": code_hash(), **provenance(), "seconds": seconds}
         write_json(self.out / "microscope.json", {**made, "config": config.as_dict(), "rows": rows})
         written = microscope_document(rows, config.noise_at, seconds).write(self.out, "microscope")
         print(f"{seconds:.0f} s; wrote {', '.join(map(str, written))}")
