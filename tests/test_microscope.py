@@ -253,3 +253,12 @@ def test_a_session_covers_rules_stages_and_noise(tmp_path) -> None:
 def test_a_session_says_what_is_wrong(changes, message) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(SMALL_LOOK, **changes)
+
+
+def test_a_reward_in_steps_has_credit_but_no_gradient(tmp_path) -> None:
+    config = replace(SMALL_LOOK, run=replace(SMALL_LOOK.run, reward_form="strict"))
+    assert {kind for kind, *_ in jobs(config)} == {"credit"}
+    rows = inspect(config, 1)
+    microscope_document(rows, 1, 1.0).write(tmp_path, "microscope")
+    assert not (tmp_path / "microscope-gradient.png").exists()
+    assert (tmp_path / "microscope-noise.png").exists()

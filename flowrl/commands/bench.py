@@ -5,7 +5,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,8 @@ class Microscope:
     """Stages of training by Flow-GRPO at which to look."""
     noise: tuple[float, ...] = (0.1, 0.3)
     """Standard deviations of the noise on the rewards that the rules see, tried at the middle stage."""
+    reward_form: str = "soft"
+    """strict (0/1), graded or soft (continuous); only the last has a gradient to compare with."""
     continuations: int = 96
     """Stochastic continuations per node that estimate the true value."""
     looks: int = 1
@@ -141,6 +143,7 @@ class Microscope:
     def main(self) -> int:
         """Look, draw, write."""
         from flowrl.bench.microscope import microscope_document
+        from flowrl.bench.records import code_hash, provenance
         from flowrl.diagnostics.inspection import RULES, MicroscopeConfig, inspect
         from flowrl.training.checkpoint import write_json
         from flowrl.training.compare import rule_name
@@ -148,6 +151,7 @@ class Microscope:
         stages = tuple(sorted(set(self.iterations)))
         require(len(stages) >= 1, "iterations", self.iterations, "one or more stages")
         config = MicroscopeConfig(
+            run=replace(MicroscopeConfig().run, reward_form=self.reward_form),
             rules={**RULES, **{rule_name(spec): spec for spec in self.rules}},
             iterations=stages,
             noises=(0.0, *(n for n in self.noise if n > 0)),
@@ -160,7 +164,9 @@ class Microscope:
         started = time.monotonic()
         rows = inspect(config, self.workers, _counter("microscope"))
         seconds = time.monotonic() - started
-        write_json(self.out / "microscope.json", {"config": config.as_dict(), "seconds": seconds, "rows": rows})
+        command = shlex.join(["flowrl", *sys.argv[1:]])
+        made = {"command": command, "code": code_hash(), **provenance(), "seconds": seconds}
+        write_json(self.out / "microscope.json", {**made, "config": config.as_dict(), "rows": rows})
         written = microscope_document(rows, config.noise_at, seconds).write(self.out, "microscope")
         print(f"{seconds:.0f} s; wrote {', '.join(map(str, written))}")
         return 0

@@ -60,7 +60,8 @@ class MicroscopeConfig:
 
     Noise is tried at the stage `noise_at` only. `looks` x all training prompts x `members` trajectories are compared;
     `continuations` per node estimate V. Gradients take `batches` of all prompts x `gradient_members`; rules that ask for
-    continuations are left out there, one batch of them costs as much as a hundred of the others.
+    continuations are left out there, one batch of them costs as much as a hundred of the others, and so is everything where
+    the run's `reward_form` is not soft: a reward in steps has no gradient to compare with.
     """
 
     run: RunConfig = field(default_factory=_mixture_run)
@@ -119,7 +120,7 @@ def jobs(config: MicroscopeConfig) -> Iterator[tuple[str, int, float, str]]:
     """(kind, iterations, noise, rule) in the order in which they should start: the long ones first."""
     for stage in config.iterations:
         yield "credit", stage, 0.0, ""
-    for stage in config.iterations:
+    for stage in config.iterations if config.run.reward_form == "soft" else ():
         for noise in config.noises_at(stage):
             for name, spec in config.rules.items():
                 if isinstance(build("credit", spec).probe, Continuation):

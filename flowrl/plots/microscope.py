@@ -45,8 +45,9 @@ def figures(rows: Sequence[Row], stage: int, equal_nfe: int) -> dict[str, Figure
     drawn = {
         "credit": _credit(_at(credit, stage), stage, shades),
         "steps": _steps(_at(credit, stage), stage),
-        "gradient": _gradient(_at(gradient, stage), stage, equal_nfe, shades),
     }
+    if gradient:
+        drawn["gradient"] = _gradient(_at(gradient, stage), stage, equal_nfe, shades)
     if len({row["iteration"] for row in rows}) > 1:
         clear = [row for row in rows if row["noise"] == 0]
         drawn["training"] = _change(clear, "iteration", "iterations of training", shades)
@@ -150,13 +151,14 @@ def _gradient(rows: Sequence[Row], stage: int, equal_nfe: int, shades: Shades) -
 
 def _change(rows: Sequence[Row], key: str, label: str, shades: Shades) -> Figure:
     """Correlation, cosine and signal-to-noise at equal NFE along `key`, a line per rule, named at its right end."""
-    figure = Figure(figsize=(14, 5.2), layout="constrained")
-    parts = figure.subplots(1, 3)
-    for axes, kind, title, value in (
-        (parts[0], "credit", "correlation with the true advantage", lambda r: r["correlation"]["value"]),
-        (parts[1], "gradient", "cosine to the true gradient", _cosine),
-        (parts[2], "gradient", "signal to noise at equal NFE", lambda r: r["signal_to_noise_at_equal_nfe"]),
-    ):
+    kinds = (
+        ("credit", "correlation with the true advantage", lambda r: r["correlation"]["value"]),
+        ("gradient", "cosine to the true gradient", _cosine),
+        ("gradient", "signal to noise at equal NFE", lambda r: r["signal_to_noise_at_equal_nfe"]),
+    )
+    shown = [kind for kind in kinds if any(row["kind"] == kind[0] for row in rows)]
+    figure = Figure(figsize=(14 * len(shown) / 3, 5.2), layout="constrained")
+    for axes, (kind, title, value) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         ends: list[tuple[str, float]] = []
         last = 0
         for name in _names(rows):
