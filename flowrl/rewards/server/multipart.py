@@ -32,7 +32,7 @@ class Parts:
         self._header = bytearray()
         self._value = bytearray()
         self._disposition = b""
-        callbacks: "MultipartCallbacks" = {
+        callbacks: MultipartCallbacks = {
             "on_part_begin": self._part_begin,
             "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
             "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
