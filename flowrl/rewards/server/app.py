@@ -155,7 +155,7 @@ def create_app(reward: RewardModel, settings: Settings | None = None) -> FastAPI
         server.batcher.close()
 
     title = f"flowrl reward server: {settings.name}"
-    app = FastAPI(title=title, version=API_VERSION, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(title=title, version=API_VERSION, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     app.state.server = server
     _add_handlers(app)
     _add_score(app, server)

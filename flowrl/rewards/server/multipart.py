@@ -1,5 +1,6 @@
 """A multipart/form-data body (RFC 7578) into named parts, in memory and within limits."""
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ from flowrl.rewards.server.limits import Refusal
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
+
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # its warnings go to the client, not to the log
 
 
 class Parts:
