@@ -1,6 +1,6 @@
 """A reward server under attack and under load.
 
-    python benchmarks/reward_server.py                  # about two and a half minutes; writes benchmarks/results/reward_server.*
+    python benchmarks/reward_server.py                  # about five minutes; writes benchmarks/results/reward_server.*
     python benchmarks/reward_server.py --report         # the page again
 
 Three parts, each against a server in a process of its own (`flowrl serve-reward`), over the loopback:
@@ -285,7 +285,8 @@ class Server:
 
     folder: Path
     port: int = 0
-    options: tuple[str, ...] = ()
+    seconds: float = 0.0
+    """How long the reward takes."""
     process: subprocess.Popen[str] | None = None
 
     def start(self) -> "Server":
@@ -293,7 +294,8 @@ class Server:
         reward, token = self.folder / "echo.py", self.folder / "token"
         reward.write_text(REWARD)
         token.write_text(TOKEN)
-        words = ["serve-reward", f"{reward}:Echo", "--port", str(self.port), "--token-file", str(token), *self.options]
+        spec = f"{reward}:Echo(seconds={self.seconds})"
+        words = ["serve-reward", spec, "--port", str(self.port), "--token-file", str(token)]
         self.process = subprocess.Popen([sys.executable, "-m", "flowrl", *words], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -399,27 +401,30 @@ def load(server: Server, clients: int, seconds: float, kill_every: float = 0.0) 
 # --- the record -----------------------------------------------------------------------------------------------------
 
 
-def measure(count: int, seconds: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as name:
-        server = Server(Path(name)).start()
-        began = time.monotonic()
-        seen = fuzz(server.url, TOKEN, count)
-        fuzzed = {
-            "requests": sum(seen.values()),
-            "seconds": round(time.monotonic() - began, 1),
-            "by status": {str(status) if status else "no HTTP": number for status, number in sorted(seen.items())},
-            "answers of 500 and more": sum(number for status, number in seen.items() if status >= 500),
-            "memory held afterwards, bytes": server.metrics()["flowrl_reward_memory_bytes"],
-        }
-        server.end()
-        server = Server(Path(name)).start()
-        loaded = load(server, 64, seconds)
-        found = server.metrics()
-        calls = found["flowrl_reward_batch_samples_count"]
-        loaded["samples in a call of the model, mean"] = round(found["flowrl_reward_batch_samples_sum"] / calls, 1)
-        killed = load(server, 64, seconds / 2, kill_every=5)
-        server.end()
-    return {"fuzz": fuzzed, "load": loaded, "load while the server is killed": killed}
+def measure_fuzz(count: int, folder: Path) -> dict[str, Any]:
+    server = Server(folder).start()
+    began = time.monotonic()
+    seen = fuzz(server.url, TOKEN, count)
+    found = {
+        "requests": sum(seen.values()),
+        "seconds": round(time.monotonic() - began, 1),
+        "by status": {str(status) if status else "no HTTP": number for status, number in sorted(seen.items())},
+        "answers of 500 and more": sum(number for status, number in seen.items() if status >= 500),
+        "memory held afterwards, bytes": server.metrics()["flowrl_reward_memory_bytes"],
+    }
+    server.end()
+    return found
+
+
+def measure_load(seconds: float, folder: Path, kill_every: float = 0.0) -> dict[str, Any]:
+    server = Server(folder).start()
+    found = load(server, 64, seconds, kill_every)
+    if not kill_every:
+        metrics = server.metrics()
+        calls = metrics["flowrl_reward_batch_samples_count"]
+        found["samples in a call of the model, mean"] = round(metrics["flowrl_reward_batch_samples_sum"] / calls, 1)
+    server.end()
+    return found
 
 
 def page(record: dict[str, Any]) -> str:
@@ -441,27 +446,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000, help="fuzzed requests")
     parser.add_argument("--seconds", type=float, default=60.0, help="of load; half of it with kills")
+    parser.add_argument("--only", choices=("fuzz", "load", "kills"), help="measure one part again, keep the others")
     parser.add_argument("--report", action="store_true", help="write the page from the results again")
     options = parser.parse_args()
     path = RESULTS.with_suffix(".json")
-    if not options.report:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        record = {
-            "command": f"python benchmarks/reward_server.py --requests {options.requests} --seconds {options.seconds:g}",
-            "commit": commit,
-            "versions": {
-                "python": platform.python_version(),
-                **{n: version(n) for n in ("fastapi", "uvicorn", "httpx", "torch")},
-            },
-            "hardware": f"{os.cpu_count()} cores of {platform.machine()}, shared by server and clients",
-            "results": measure(options.requests, options.seconds),
+    results = json.loads(path.read_text())["results"] if path.exists() else {}
+    with tempfile.TemporaryDirectory() as name:
+        parts = {
+            "fuzz": lambda: measure_fuzz(options.requests, Path(name)),
+            "load": lambda: measure_load(options.seconds, Path(name)),
+            "kills": lambda: measure_load(options.seconds / 2, Path(name), kill_every=5),
         }
-        path.write_text(json.dumps(record, indent=1) + "\n")
-    record = json.loads(path.read_text())
-    RESULTS.with_suffix(".md").write_text(page(record))
-    print(page(record))
+        for part in () if options.report else (options.only,) if options.only else parts:
+            results[part] = parts[part]()
+            record = {
+                "command": f"python benchmarks/reward_server.py --requests {options.requests} --seconds {options.seconds:g}",
+                "commit": subprocess.run(
+                    ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+                ).stdout.strip(),
+                "versions": {
+                    "python": platform.python_version(),
+                    **{n: version(n) for n in ("fastapi", "uvicorn", "httpx", "torch")},
+                },
+                "hardware": f"{os.cpu_count()} cores of {platform.machine()}, shared by server, clients and other work",
+                "results": results,
+            }
+            path.write_text(json.dumps(record, indent=1) + "\n")
+    text = page(json.loads(path.read_text()))
+    RESULTS.with_suffix(".md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -139,8 +139,9 @@ class _Connections:
         token = _token(reward.token_file)
         if token:
             headers["Authorization"] = f"Bearer {token}"
-        try:
-            trusted = ssl.create_default_context(cafile=reward.certificate or None)
+        try:  # reading the system's certificates takes a while, and http has no use for them
+            secure = reward.url.startswith("https://")
+            trusted = ssl.create_default_context(cafile=reward.certificate or None) if secure else False
         except OSError as error:
             raise ConfigError(f"remote.certificate: {reward.certificate} cannot be read: {error}") from error
         limits = httpx.Limits(max_connections=reward.concurrency, max_keepalive_connections=reward.concurrency)
@@ -278,8 +279,8 @@ def _problem(content: bytes) -> tuple[str, str, bool | None]:
     """Code, message and whether to try again (None: not said) of an answer that is an error."""
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         error = json.loads(content)["error"]
-        retry = error.get("retry")
-        return str(error["code"])[:100], str(error["message"])[:1000], retry if isinstance(retry, bool) else None
+        code, message, retry = error["code"], error["message"], error["retry"]
+        return str(code)[:100], str(message)[:1000], retry if isinstance(retry, bool) else None
     return "", "", None
 
 

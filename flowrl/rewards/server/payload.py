@@ -93,6 +93,7 @@ def read_pngs(files: Sequence[bytes]) -> Tensor:
         if getattr(picture, "n_frames", 1) != 1:
             raise Refusal(422, "bad_images", f"png {number} is animated; allowed: one frame")
         try:
+            _open(number, data).verify()  # every chunk's checksum, to the end of the file; decoding alone is lenient
             pixels = np.array(picture.convert("RGB"))
         except Exception as error:  # Pillow raises many kinds for damaged files
             raise _unreadable(number, error) from error
