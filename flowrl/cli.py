@@ -1,4 +1,4 @@
-"""The command line: `flowrl compare`, `train`, `pretrain`, `sample`, `explain`, `parts`, `bench`."""
+"""The command line: `flowrl compare`, `train`, `pretrain`, `sample`, `explain`, `parts`, `bench`, `serve-reward`."""
 
 import os
 import sys
@@ -11,6 +11,7 @@ from flowrl.commands.bench import Bench
 from flowrl.commands.models import Pretrain, Sample
 from flowrl.commands.parts import Explain, Parts
 from flowrl.commands.runs import Compare, Train
+from flowrl.commands.serve import ServeReward
 from flowrl.errors import ConfigError, FlowrlError
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -21,6 +22,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "explain": Explain,
     "parts": Parts,
     "bench": Bench,
+    "serve-reward": ServeReward,
 }
 
 DESCRIPTION = (

@@ -26,6 +26,7 @@ from flowrl.credit import GDPO, MovingAverageGain, RandomCredit, StepwiseGain, T
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, RewardModel, Sampler
+from flowrl.rewards.remote import RemoteReward
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
 from flowrl.types import Completion, Continuation, NoProbe, Probe, Substeps, Tweedie
 
@@ -82,7 +83,7 @@ KINDS: dict[str, Kind] = {
         "reward",
         "reward",
         "flowrl.rewards",
-        {},
+        {"remote": RemoteReward},
         (RewardModel,),
         "a method `score(images, prompts)`",
     ),
