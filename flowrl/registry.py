@@ -26,6 +26,7 @@ from flowrl.credit import GDPO, MovingAverageGain, RandomCredit, StepwiseGain, T
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, RewardModel, Sampler
+from flowrl.rewards import OCR, JPEGCompressibility, JPEGIncompressibility
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
 from flowrl.types import Completion, Continuation, NoProbe, Probe, Substeps, Tweedie
 
@@ -82,7 +83,11 @@ KINDS: dict[str, Kind] = {
         "reward",
         "reward",
         "flowrl.rewards",
-        {},
+        {
+            "jpeg-compressibility": JPEGCompressibility,
+            "jpeg-incompressibility": JPEGIncompressibility,
+            "ocr": OCR,
+        },
         (RewardModel,),
         "a method `score(images, prompts)`",
     ),

@@ -2,6 +2,8 @@
 
 from flowrl.rewards.combine import WeightedSum
 from flowrl.rewards.function import FunctionReward
+from flowrl.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
 from flowrl.rewards.noisy import NoisyReward
+from flowrl.rewards.ocr import OCR
 
-__all__ = ["FunctionReward", "NoisyReward", "WeightedSum"]
+__all__ = ["OCR", "FunctionReward", "JPEGCompressibility", "JPEGIncompressibility", "NoisyReward", "WeightedSum"]
