@@ -1,4 +1,4 @@
-"""The command line: `flowrl compare`, `train`, `pretrain`, `sample`, `explain`, `parts`, `bench`."""
+"""The command line: `flowrl compare`, `train`, `pretrain`, `sample`, `explain`, `parts`, `prompts`, `bench`."""
 
 import os
 import sys
@@ -10,6 +10,7 @@ import tyro
 from flowrl.commands.bench import Bench
 from flowrl.commands.models import Pretrain, Sample
 from flowrl.commands.parts import Explain, Parts
+from flowrl.commands.prompts import Prompts
 from flowrl.commands.runs import Compare, Train
 from flowrl.errors import ConfigError, FlowrlError
 
@@ -21,6 +22,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "explain": Explain,
     "parts": Parts,
     "bench": Bench,
+    "prompts": Prompts,
 }
 
 DESCRIPTION = (

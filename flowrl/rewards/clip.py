@@ -202,7 +202,7 @@ class CLIPScore:
 class Aesthetic:
     """What people would rate the picture from 1 to 10, by a linear head on CLIP ViT-L/14's features; does not read the prompt.
 
-    `head` is a file with its layers (``layers.N.weight`` and ``bias``, or ``weight`` and ``bias``; safetensors, or PyTorch's format,
+    `head` is a file with its layers (``layers.N.weight`` and ``bias``, or ``weight`` and ``bias``; safetensors or PyTorch's,
     read without running code from it), or ``REPOSITORY:FILE`` on the Hub. The published head is five linear layers without
     activations between them, which is one affine map. Source: LAION's improved aesthetic predictor (public code, file
     sac+logos+ava1-l14-linearMSE; the reward of DDPO, arXiv 2305.13301). Weights: Apache-2.0, CLIP's: MIT.
