@@ -1,4 +1,4 @@
-"""The command line: `flowrl compare`, `train`, `pretrain`, `sample`, `explain`, `parts`, `bench`, `serve-reward`."""
+"""The command line: `flowrl compare`, `train`, `pretrain`, `sample`, `explain`, `parts`, `prompts`, `bench`, `serve-reward`."""
 
 import os
 import sys
@@ -10,6 +10,7 @@ import tyro
 from flowrl.commands.bench import Bench
 from flowrl.commands.models import Pretrain, Sample
 from flowrl.commands.parts import Explain, Parts
+from flowrl.commands.prompts import Prompts
 from flowrl.commands.runs import Compare, Train
 from flowrl.commands.serve import ServeReward
 from flowrl.errors import ConfigError, FlowrlError
@@ -23,6 +24,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "parts": Parts,
     "bench": Bench,
     "serve-reward": ServeReward,
+    "prompts": Prompts,
 }
 
 DESCRIPTION = (

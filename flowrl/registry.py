@@ -26,6 +26,7 @@ from flowrl.credit import GDPO, MovingAverageGain, RandomCredit, StepwiseGain, T
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, RewardModel, Sampler
+from flowrl.rewards import OCR, Aesthetic, CLIPScore, HPSv21, JPEGCompressibility, JPEGIncompressibility, PickScore
 from flowrl.rewards.remote import RemoteReward
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
 from flowrl.types import Completion, Continuation, NoProbe, Probe, Substeps, Tweedie
@@ -83,7 +84,16 @@ KINDS: dict[str, Kind] = {
         "reward",
         "reward",
         "flowrl.rewards",
-        {"remote": RemoteReward},
+        {
+            "aesthetic": Aesthetic,
+            "clipscore": CLIPScore,
+            "hpsv2.1": HPSv21,
+            "jpeg-compressibility": JPEGCompressibility,
+            "jpeg-incompressibility": JPEGIncompressibility,
+            "ocr": OCR,
+            "pickscore": PickScore,
+            "remote": RemoteReward,
+        },
         (RewardModel,),
         "a method `score(images, prompts)`",
     ),

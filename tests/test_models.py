@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
-from flowrl.models import read_prompts
 from flowrl.policies.tiny import tiny_flux, tiny_sd3
+from flowrl.prompts import read_prompts
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.results import load_run
 from flowrl.training.run import trained_policy

@@ -32,7 +32,7 @@ def _tables(count: int = 3) -> list[Tensor]:
 def _made(rule: Any) -> Any:
     """A rule from a class or an object; `Unsolved` where its `assign` still has the dots."""
     answered(rule, "the rule")
-    made = rule() if inspect.isclass(rule) else rule
+    made: Any = rule() if inspect.isclass(rule) else rule
     expect(callable(getattr(made, "assign", None)), "the rule has no method assign(rewards, schedule)")
     try:
         found = copy.deepcopy(made).assign(_tables(1)[0], schedule_for(6))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.errors import RewardError, require
+from flowrl.text import edit_distance
 from flowrl.types import Prompt
 from flowrl.worlds.shapes.render import BACKGROUND, PALETTE, SIZE, split_cells, template_bank
 from flowrl.worlds.shapes.scene import CLASSES, COLOURS, GLYPHS, GRID, MOOD_OBJECTS, OBJECTS, Request, request_of
@@ -98,16 +99,6 @@ def _text_of(classes: Sequence[int]) -> str:
     """Glyphs in reading order; objects and unreadable cells read as '?'."""
     first = 1 + len(OBJECTS)
     return "".join(GLYPHS[k - first] if first <= k < CLASSES else "?" for k in classes if k != 0)
-
-
-def edit_distance(a: str, b: str) -> int:
-    """Levenshtein distance: insertions, deletions and substitutions cost 1."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        previous, row[0] = row[0], i
-        for j, y in enumerate(b, 1):
-            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (x != y))
-    return row[-1]
 
 
 def text_similarity(read_text: str, wanted: str) -> float:

@@ -1,0 +1,43 @@
+"""`flowrl prompts`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from flowrl.errors import require
+from flowrl.prompts import compositional_prompts, load_prompts, text_prompts, write_prompts
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Make a file of prompts for `flowrl train --model`, or check one.
+
+    Examples: flowrl prompts compositional --count 500 --file prompts.jsonl
+
+    flowrl prompts check --file prompts.jsonl
+    """
+
+    kind: tyro.conf.Positional[Literal["compositional", "text", "check"]]
+    """compositional (GenEval's requests), text (texts in quotation marks, for OCR), or check (say what is in a file)."""
+    file: Path = Path("prompts.jsonl")
+    """The file to write, or to check (.jsonl, or text with a prompt a line)."""
+    count: int = 500
+    """How many prompts to make."""
+    seed: int = 0
+    """Other seeds give other prompts."""
+
+    def main(self) -> int:
+        """Write or check."""
+        if self.kind != "check":
+            require(self.file.suffix == ".jsonl", "file", str(self.file), "a name that ends in .jsonl")
+            maker = compositional_prompts if self.kind == "compositional" else text_prompts
+            write_prompts(self.file, maker(self.count, self.seed))
+        found = load_prompts(self.file)
+        kinds = sorted({str(prompt.metadata.get("tag", "")) for prompt in found.prompts} - {""})
+        told = f" ({', '.join(kinds)})" if kinds else ""
+        print(f"{self.file}: {len(found.prompts)} prompts{told}")
+        for remark in found.remarks():
+            print(remark)
+        return 0

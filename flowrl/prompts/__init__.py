@@ -1,0 +1,17 @@
+"""Prompts: files of them, GenEval's requests, and generators."""
+
+from flowrl.prompts.files import PromptFile, load_prompts, read_prompts, write_prompts
+from flowrl.prompts.generate import compositional_prompts, text_prompts
+from flowrl.prompts.geneval import Clause, Request, request_of
+
+__all__ = [
+    "Clause",
+    "PromptFile",
+    "Request",
+    "compositional_prompts",
+    "load_prompts",
+    "read_prompts",
+    "request_of",
+    "text_prompts",
+    "write_prompts",
+]

@@ -1,0 +1,111 @@
+"""Prompts from files: a line each, or JSON lines with metadata, GenEval's among them."""
+
+import json
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowrl.errors import ConfigError
+from flowrl.prompts.geneval import request_of
+from flowrl.types import Prompt
+
+SHOWN = 5
+"""How many lines a message names."""
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """What a file holds: its prompts with their line numbers, the blank lines, and lines that repeat an earlier one."""
+
+    path: Path
+    prompts: tuple[Prompt, ...]
+    lines: tuple[int, ...]
+    blank: tuple[int, ...]
+    repeated: tuple[tuple[int, int], ...]
+    """(line, the line that it repeats)."""
+
+    def remarks(self) -> list[str]:
+        """What is allowed but may be a mistake, a sentence each."""
+        found = []
+        if self.blank:
+            found.append(f"{self.path}: blank {_lines(self.blank)}")
+        if self.repeated:
+            told = "; ".join(f"line {line} repeats line {first}" for line, first in self.repeated[:SHOWN])
+            found.append(f"{self.path}: {told}{_more(self.repeated)}; repeated prompts are drawn more often")
+        return found
+
+
+def load_prompts(path: Path) -> PromptFile:
+    """The prompts of a text file, a line each (lines that start with # are left out), or of a .jsonl file.
+
+    JSON lines are objects with an entry "prompt"; their other entries are the prompt's metadata, and where these have an entry
+    "include" it must be a request as GenEval writes them (`flowrl.prompts.geneval`). Raises `ConfigError` that names the file and
+    every bad line (the first five).
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompts: {path} cannot be read: {error}") from error
+    blank = tuple(number for number, line in enumerate(lines, 1) if not line.strip())
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    prompts: dict[int, Prompt] = {}
+    faults: list[str] = []
+    for number, line in numbered:
+        try:
+            if path.suffix == ".jsonl":
+                prompts[number] = _from_json(line)
+            elif not line.startswith("#"):
+                prompts[number] = Prompt(line)
+        except ConfigError as error:
+            faults.append(f"line {number} {error}")
+    if faults:
+        raise ConfigError(f"prompts: {path}, {'; '.join(faults[:SHOWN])}{_more(faults)}")
+    if not prompts:
+        raise ConfigError(f"prompts: {path} holds no prompt; write one a line")
+    first: dict[str, int] = {}
+    repeated = []
+    for number, prompt in prompts.items():
+        earlier = first.setdefault(json.dumps([prompt.text, dict(prompt.metadata)], sort_keys=True), number)
+        if earlier != number:
+            repeated.append((number, earlier))
+    return PromptFile(path, tuple(prompts.values()), tuple(prompts), blank, tuple(repeated))
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of `load_prompts`; warns of repeated ones."""
+    found = load_prompts(path)
+    if found.repeated:
+        warnings.warn(found.remarks()[-1], stacklevel=2)
+    return list(found.prompts)
+
+
+def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
+    """Write prompts with their metadata as JSON lines that `load_prompts` reads. Raises `ConfigError` where it cannot."""
+    text = "".join(json.dumps({**prompt.metadata, "prompt": prompt.text}, ensure_ascii=False) + "\n" for prompt in prompts)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"prompts: {path} cannot be written: {error}") from error
+
+
+def _from_json(line: str) -> Prompt:
+    try:
+        values = json.loads(line)
+    except (json.JSONDecodeError, RecursionError):
+        values = None
+    text = values.pop("prompt", None) if isinstance(values, dict) else None
+    if not isinstance(values, dict) or not isinstance(text, str) or not text.strip():
+        raise ConfigError('is no JSON object with an entry "prompt"')
+    if "include" in values:
+        request_of(values)
+    return Prompt(text, values)
+
+
+def _lines(numbers: tuple[int, ...]) -> str:
+    word = "line" if len(numbers) == 1 else "lines"
+    return f"{word} {', '.join(map(str, numbers[:SHOWN]))}{_more(numbers)}"
+
+
+def _more(things: list[str] | tuple[object, ...]) -> str:
+    return f" and {len(things) - SHOWN} more" if len(things) > SHOWN else ""

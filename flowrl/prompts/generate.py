@@ -1,0 +1,132 @@
+"""Prompts made from templates: compositional requests as GenEval has them, and texts to be written."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from flowrl.errors import require
+from flowrl.prompts.geneval import COLOURS, OBJECTS, POSITIONS, TAGS
+from flowrl.types import Prompt
+
+NUMBERS = ("zero", "one", "two", "three", "four")
+PLURALS = {
+    "person": "people", "sheep": "sheep", "skis": "pairs of skis", "scissors": "pairs of scissors", "knife": "knives",
+    "broccoli": "heads of broccoli", "computer mouse": "computer mice",
+}  # fmt: skip
+SCENES = (
+    "a street sign", "a shop window", "a chalkboard", "a neon sign at night", "a paper note on a desk", "a T-shirt", "a cup",
+    "a birthday cake", "a book cover", "a road sign in the desert", "a cardboard box", "a banner above a stage", "a wooden door",
+    "a train ticket", "a label on a jar",
+)  # fmt: skip
+WORDS = (
+    "OPEN", "Welcome", "Coffee", "Market", "Garden", "Music", "Fresh Bread", "Exit", "Library", "Hello World", "Night Train",
+    "Summer", "Sale", "River", "Moonlight", "Bakery", "North", "Station", "Dream", "Tea", "Harbour", "Stop", "Silver",
+    "Theatre", "Lucky", "Sunday", "Museum", "Ocean", "Jazz", "Winter", "Flowers", "Hotel", "Planet", "Echo", "Honey", "Today",
+)  # fmt: skip
+
+
+def compositional_prompts(count: int, seed: int = 0, tags: Sequence[str] = TAGS) -> list[Prompt]:
+    """`count` distinct prompts of GenEval's kinds in turn, with the metadata that `rewards.GenEval` scores.
+
+    The kinds are those of GenEval's generator (arXiv 2310.11513): one object, two, 2 to 4 of one, a colour, a position, two
+    colours; people get no colour. Plurals are English ones (GenEval's own adds an s). Raises `ConfigError` for an unknown
+    kind, or where there are not as many different prompts.
+    """
+    for tag in tags:
+        require(tag in TAGS, "tags", tag, f"some of {', '.join(TAGS)}")
+    require(len(tags) > 0, "tags", tuple(tags), f"some of {', '.join(TAGS)}")
+    draw = random.Random(seed)
+
+    def endless() -> Iterator[Prompt]:
+        while True:
+            for tag in tags:
+                yield MAKERS[tag](draw)
+
+    return _distinct(endless(), count)
+
+
+def text_prompts(count: int, seed: int = 0, words: Sequence[str] = WORDS, scenes: Sequence[str] = SCENES) -> list[Prompt]:
+    """`count` distinct prompts that ask for a text in quotation marks on something, which `rewards.OCR` scores.
+
+    A text is one or two of `words`, or one with a number. The metadata hold it as "text". Raises `ConfigError` where there
+    are not as many different prompts.
+    """
+    require(len(words) > 0 and len(scenes) > 0, "words, scenes", (len(words), len(scenes)), "one or more of each")
+    draw = random.Random(seed)
+
+    def endless() -> Iterator[Prompt]:
+        while True:
+            word, kind = draw.choice(words), draw.randrange(3)
+            text = (word, f"{word} {draw.randint(1, 99)}", f"{word} {draw.choice(words)}")[kind]
+            yield Prompt(f'{draw.choice(scenes)} that says "{text}"', {"tag": "text", "text": text})
+
+    return _distinct(endless(), count)
+
+
+def _distinct(source: Iterator[Prompt], count: int) -> list[Prompt]:
+    require(count >= 1, "count", count, "1 or more")
+    found: dict[str, Prompt] = {}
+    tries = 0
+    while len(found) < count and tries < 100 * count + 1000:
+        prompt = next(source)
+        found.setdefault(prompt.text, prompt)
+        tries += 1
+    require(len(found) == count, "count", count, f"at most about {len(found)}: there are no more different prompts of this kind")
+    return list(found.values())
+
+
+def _a(words: str) -> str:
+    return f"an {words}" if words[0] in "aeiou" else f"a {words}"
+
+
+def plural(name: str) -> str:
+    """Several of an object."""
+    if name in PLURALS:
+        return PLURALS[name]
+    return f"{name}es" if name.endswith(("s", "sh", "ch", "x")) else f"{name}s"
+
+
+def _single(draw: random.Random) -> Prompt:
+    name = draw.choice(OBJECTS)
+    return Prompt(f"a photo of {_a(name)}", {"tag": "single_object", "include": [{"class": name, "count": 1}]})
+
+
+def _two(draw: random.Random) -> Prompt:
+    first, second = draw.sample(OBJECTS, 2)
+    include = [{"class": first, "count": 1}, {"class": second, "count": 1}]
+    return Prompt(f"a photo of {_a(first)} and {_a(second)}", {"tag": "two_object", "include": include})
+
+
+def _counting(draw: random.Random) -> Prompt:
+    name, number = draw.choice(OBJECTS), draw.randint(2, 4)
+    include, exclude = [{"class": name, "count": number}], [{"class": name, "count": number + 1}]
+    text = f"a photo of {NUMBERS[number]} {plural(name)}"
+    return Prompt(text, {"tag": "counting", "include": include, "exclude": exclude})
+
+
+def _colour(draw: random.Random) -> Prompt:
+    name, colour = draw.choice(OBJECTS[1:]), draw.choice(COLOURS)
+    include = [{"class": name, "count": 1, "color": colour}]
+    return Prompt(f"a photo of {_a(colour)} {name}", {"tag": "colors", "include": include})
+
+
+def _position(draw: random.Random) -> Prompt:
+    (first, second), position = draw.sample(OBJECTS, 2), draw.choice(POSITIONS)
+    include = [{"class": second, "count": 1}, {"class": first, "count": 1, "position": [position, 0]}]
+    return Prompt(f"a photo of {_a(first)} {position} {_a(second)}", {"tag": "position", "include": include})
+
+
+def _two_colours(draw: random.Random) -> Prompt:
+    names, colours = draw.sample(OBJECTS[1:], 2), draw.sample(COLOURS, 2)
+    include = [{"class": name, "count": 1, "color": colour} for name, colour in zip(names, colours, strict=True)]
+    text = " and ".join(f"{_a(colour)} {name}" for name, colour in zip(names, colours, strict=True))
+    return Prompt(f"a photo of {text}", {"tag": "color_attr", "include": include})
+
+
+MAKERS: dict[str, Callable[[random.Random], Prompt]] = {
+    "single_object": _single,
+    "two_object": _two,
+    "counting": _counting,
+    "colors": _colour,
+    "position": _position,
+    "color_attr": _two_colours,
+}

@@ -1,0 +1,243 @@
+"""Rewards on CLIP's embeddings: PickScore, CLIPScore, LAION's aesthetic score, HPSv2.1.
+
+Weights are loaded at the first score, from a local folder in transformers' format or from the Hugging Face Hub by name (the
+command line works offline unless ``HF_HUB_OFFLINE=0`` is set), and shared between rewards with the same model and settings.
+
+Pictures are rounded to 8 bits, their shorter side is brought to the network's size (224) with Pillow's bicubic filter, the
+middle is cut out, and the channels are normalised with OpenAI's mean and standard deviation, as in the published code of all
+four. Prompts are cut after 77 tokens. Features are normalised and compared in float32, whatever `dtype` the network has.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from flowrl.errors import ConfigError, require
+from flowrl.rewards.open_clip import affine_map, from_open_clip, read_weights
+from flowrl.rewards.pictures import to_pillow
+from flowrl.types import Prompt
+
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
+"""Channel means and standard deviations of CLIP's training data (arXiv 2103.00020, public code)."""
+TOKENS = 77
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def clip_pixels(images: Float[Tensor, "sample channel height width"], size: int = 224) -> Float[Tensor, "sample 3 size size"]:
+    """The network's input: 8 bits, shorter side to `size` (bicubic, antialiased), centre crop, (x - mean) / std. On the CPU."""
+    from PIL.Image import Resampling
+
+    rows = []
+    for picture in to_pillow(images):
+        width, height = picture.size
+        short = min(width, height)
+        wide, high = (size * width // short, size * height // short)
+        left, top = round((wide - size) / 2), round((high - size) / 2)
+        cut = picture.resize((wide, high), Resampling.BICUBIC).crop((left, top, left + size, top + size))
+        rows.append(torch.frombuffer(bytearray(cut.tobytes()), dtype=torch.uint8).view(size, size, 3))
+    levels = torch.stack(rows).permute(0, 3, 1, 2).float() / 255
+    return (levels - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A CLIP model with its tokenizer: normalised float32 features of pictures and texts, `batch` at a time, on the CPU."""
+
+    model: Any
+    tokenizer: Any
+    batch: int
+
+    @property
+    def scale(self) -> float:
+        """The learned exp(logit_scale), 100 for OpenAI's models."""
+        return float(self.model.logit_scale.detach().float().exp())
+
+    @torch.no_grad()
+    def pictures(self, images: Float[Tensor, "sample channel height width"]) -> Float[Tensor, "sample feature"]:
+        """Features of the pictures, length 1."""
+        size, weight = self.model.config.vision_config.image_size, self.model.visual_projection.weight
+        pieces = images.split(self.batch)
+        inputs = (clip_pixels(piece, size).to(weight.device, weight.dtype) for piece in pieces)
+        return torch.cat([_features(self.model.get_image_features(pixel_values=pixels)) for pixels in inputs])
+
+    @torch.no_grad()
+    def texts(self, texts: Sequence[str]) -> Float[Tensor, "sample feature"]:
+        """Features of the texts, length 1; equal texts are encoded once."""
+        distinct = list(dict.fromkeys(texts))
+        device, rows = self.model.visual_projection.weight.device, []
+        for start in range(0, len(distinct), self.batch):
+            piece = distinct[start : start + self.batch]
+            tokens = self.tokenizer(piece, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
+            rows.append(_features(self.model.get_text_features(**tokens.to(device))))
+        place = {text: i for i, text in enumerate(distinct)}
+        return torch.cat(rows)[[place[text] for text in texts]]
+
+    def cosines(self, images: Float[Tensor, "sample channel height width"], texts: Sequence[str]) -> Float[Tensor, " sample"]:
+        """Cosine of every picture's features with those of its text."""
+        return (self.pictures(images) * self.texts(texts)).sum(1)
+
+
+def _features(found: Any) -> Tensor:
+    """Normalised features; transformers 5 wraps them in an output object."""
+    features = found if isinstance(found, Tensor) else found.pooler_output
+    return F.normalize(features.float(), dim=1).cpu()
+
+
+@lru_cache(maxsize=8)
+def load_encoder(
+    model: str, tokenizer: str = "", device: str = "cpu", dtype: str = "float32", batch: int = 32, weights: str = ""
+) -> Encoder:
+    """The CLIP model in the folder `model`, or of that name on the Hub, loaded once per setting; its tokenizer may lie elsewhere.
+
+    `weights`: a file in open_clip's format that replaces the model's own (then only its configuration is read).
+
+    Raises `ConfigError` for a model that cannot be had, a device that does not exist, or a precision that is none.
+    """
+    require(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
+    require(batch >= 1, "batch", batch, "1 or more")
+    from transformers import AutoTokenizer, CLIPConfig, CLIPModel
+
+    try:
+        words = AutoTokenizer.from_pretrained(tokenizer or model)
+        if weights:
+            network: Any = _converted(CLIPModel(CLIPConfig.from_pretrained(model)), weights).to(DTYPES[dtype])
+        else:
+            network = CLIPModel.from_pretrained(model, dtype=DTYPES[dtype])
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(unavailable(model, tokenizer, error)) from error
+    return Encoder(_placed(network, device), words, batch)
+
+
+def _converted(network: Any, weights: str) -> Any:
+    """`network` with the weights of a file in open_clip's format."""
+    wanted, found = network.state_dict(), from_open_clip(read_weights(weights))
+    wrong = sorted(name for name in wanted.keys() | found.keys() if _shape(wanted, name) != _shape(found, name))
+    if wrong:
+        raise ConfigError(
+            f"weights: {weights} does not fit the model: {len(wrong)} entries are missing or differ, such as {wrong[0]}"
+        )
+    network.load_state_dict(found)
+    return network
+
+
+def _shape(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(tensors[name].shape) if name in tensors and not name.endswith("position_ids") else None
+
+
+@lru_cache(maxsize=4)
+def _head(place: str) -> tuple[Tensor, Tensor]:
+    return affine_map(read_weights(place))
+
+
+def unavailable(model: str, tokenizer: str, error: Exception) -> str:
+    """What to do about weights that cannot be loaded."""
+    told = repr(model) if tokenizer in ("", model) else f"{model!r} (or its tokenizer {tokenizer!r})"
+    first = str(error).strip().splitlines()[0]
+    return (
+        f"reward: {told} is no folder with a model, and cannot be had from the Hub ({first}); give a folder, as in "
+        "model='path/to/folder', or allow downloads: HF_HUB_OFFLINE=0"
+    )
+
+
+def _placed(network: Any, device: str) -> Any:
+    try:
+        return network.eval().requires_grad_(False).to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device = {device!r} is not allowed: {error}") from error
+
+
+@dataclass(frozen=True)
+class PickScore:
+    """exp(logit_scale) cos(picture, prompt) of a CLIP ViT-H/14 trained on people's choices; about 17 to 24, higher is liked more.
+
+    Source: Pick-a-Pic (arXiv 2305.01569), the model card's code; its probability that one of two pictures is preferred is the
+    softmax of the two scores. Flow-GRPO's public code divides by 26. Weights: MIT.
+    """
+
+    model: str = "yuvalkirstain/PickScore_v1"
+    tokenizer: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    device: str = "cpu"
+    dtype: str = "float32"
+    batch: int = 32
+
+    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+        """Scores [sample]."""
+        encoder = load_encoder(self.model, self.tokenizer, self.device, self.dtype, self.batch)
+        return encoder.scale * encoder.cosines(images, [prompt.text for prompt in prompts])
+
+
+@dataclass(frozen=True)
+class CLIPScore:
+    """`weight` max(0, cos(picture, `prefix` + prompt)) with OpenAI's CLIP ViT-B/32; in practice about 0.4 to 1.
+
+    Source: CLIPScore (arXiv 2104.08718), equation 1: weight 2.5, prefix "A photo depicts". Weights: MIT.
+    """
+
+    model: str = "openai/clip-vit-base-patch32"
+    prefix: str = "A photo depicts "
+    weight: float = 2.5
+    device: str = "cpu"
+    dtype: str = "float32"
+    batch: int = 64
+
+    def __post_init__(self) -> None:
+        require(self.weight > 0, "weight", self.weight, "above 0")
+
+    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+        """Scores [sample] in [0, `weight`]."""
+        encoder = load_encoder(self.model, "", self.device, self.dtype, self.batch)
+        return self.weight * encoder.cosines(images, [self.prefix + prompt.text for prompt in prompts]).clamp(min=0)
+
+
+@dataclass(frozen=True)
+class Aesthetic:
+    """What people would rate the picture from 1 to 10, by a linear head on CLIP ViT-L/14's features; does not read the prompt.
+
+    `head` is a file with its layers (``layers.N.weight`` and ``bias``, or ``weight`` and ``bias``; safetensors or PyTorch's,
+    read without running code from it), or ``REPOSITORY:FILE`` on the Hub. The published head is five linear layers without
+    activations between them, which is one affine map. Source: LAION's improved aesthetic predictor (public code, file
+    sac+logos+ava1-l14-linearMSE; the reward of DDPO, arXiv 2305.13301). Weights: Apache-2.0, CLIP's: MIT.
+    """
+
+    model: str = "openai/clip-vit-large-patch14"
+    head: str = "trl-lib/ddpo-aesthetic-predictor:aesthetic-model.pth"
+    device: str = "cpu"
+    dtype: str = "float32"
+    batch: int = 32
+
+    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+        """Ratings [sample]."""
+        features = load_encoder(self.model, "", self.device, self.dtype, self.batch).pictures(images)
+        weight, bias = _head(self.head)
+        require(weight.shape[0] == features.shape[1], "head", self.head, f"a head for {features.shape[1]} features")
+        return (features.double() @ weight + bias).float()
+
+
+@dataclass(frozen=True)
+class HPSv21:
+    """cos(picture, prompt) of a CLIP ViT-H/14 trained on people's choices (HPS v2.1); about 0.2 to 0.35.
+
+    `weights`: the published file (open_clip's format, read without running code from it), as a path or as ``REPOSITORY:FILE`` on
+    the Hub; it replaces the weights of `model`, which has the same architecture. "" where `model` is itself a folder with HPS
+    v2.1 in transformers' format. Source: HPS v2 (arXiv 2306.09341) and its public code. Weights: Apache-2.0.
+    """
+
+    model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    weights: str = "xswu/HPSv2:HPS_v2.1_compressed.pt"
+    device: str = "cpu"
+    dtype: str = "float32"
+    batch: int = 32
+
+    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+        """Scores [sample]."""
+        encoder = load_encoder(self.model, "", self.device, self.dtype, self.batch, self.weights)
+        return encoder.cosines(images, [prompt.text for prompt in prompts])

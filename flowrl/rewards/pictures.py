@@ -1,0 +1,28 @@
+"""From tensors to what other programs read: 8-bit pictures."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from flowrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def to_bytes(images: Float[Tensor, "sample channel height width"]) -> UInt8[Tensor, "sample height width channel"]:
+    """round(255 x) of images in [0, 1] (values outside are clamped), on the CPU, with the channels last."""
+    levels = (images.detach().float().nan_to_num(0.0).clamp(0, 1) * 255).round()
+    return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
+
+
+def to_pillow(images: Float[Tensor, "sample channel height width"]) -> "list[Image]":
+    """The images as Pillow's RGB pictures (one channel is repeated). Raises `ConfigError` where Pillow is not installed."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError('this reward needs Pillow: pip install "flowrl-lab[rewards]"') from error
+    three = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images[:, :3]
+    return [Image.fromarray(array) for array in to_bytes(three).numpy()]

@@ -1,0 +1,20 @@
+"""Texts: the distance between two, and what a prompt puts in quotation marks."""
+
+import re
+
+QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»')
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Levenshtein distance: insertions, deletions and substitutions cost 1."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        previous, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (x != y))
+    return row[-1]
+
+
+def quoted_text(prompt: str) -> str:
+    """What stands between quotation marks ("...", “...” or «...») in `prompt`, passages joined by a space; else ""."""
+    return " ".join(next(group for group in match.groups() if group) for match in QUOTED.finditer(prompt))
