@@ -37,6 +37,11 @@ if importlib.util.find_spec("flowrl") is None:
     target = f"-e {clone[0]}[tutorials]" if clone else "flowrl-lab[tutorials]"
     %pip install -q {target}"""
 
+NOTE = (
+    "> **How to work.** Replace the dots, then run the check below. Later cells may use your answer: to go on without one, "
+    "copy the folded solution into the starting cell."
+)
+
 Notebook = nbformat.NotebookNode
 
 
@@ -110,6 +115,7 @@ def student(source: Path) -> Notebook:
             cells.append(cell)
     if held:
         raise SystemExit(f"{source.name}: a solution has no explanation cell after it:\n{held[0][:200]}")
+    cells[0].source += f"\n\n{NOTE}"
     notebook.cells = cells
     return finish(notebook, source.stem)
 
@@ -213,8 +219,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the notebooks of the course, or check that they are up to date.")
     parser.add_argument("--only", nargs="*", default=[], help="lessons by the beginning of their names, such as 01 04")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a notebook or an output is stale")
+    parser.add_argument("--students", action="store_true", help="write the students' versions only, nothing is executed")
     parser.add_argument("--jobs", type=int, default=2, help="lessons at a time (one thread each)")
     options = parser.parse_args()
+    if options.students:
+        for source in sources(options.only):
+            (HERE / "student" / f"{source.stem}.ipynb").write_text(nbformat.writes(student(source)))
+        return
     problems: list[str] = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for line, wrong in pool.map(lambda source: build(source, options.check), sources(options.only)):
