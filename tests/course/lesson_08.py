@@ -43,7 +43,7 @@ def in_place(rewards):
 
 def no_epsilon(rewards):
     values = gains(rewards)
-    return (values - values.mean((1, 2), keepdim=True)) / values.std((1, 2), keepdim=True)
+    return (values - values.mean((1, 2), keepdim=True)) / values.std((1, 2), unbiased=False, keepdim=True)
 
 
 def state_value(latents, node, steps, go, score, count, first=0, last=0, mixed=False, mean_first=False):
