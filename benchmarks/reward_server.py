@@ -428,13 +428,18 @@ def measure_load(seconds: float, folder: Path, kill_every: float = 0.0) -> dict[
 
 
 def page(record: dict[str, Any]) -> str:
-    lines = ["# A reward server under attack and under load", "", (__doc__ or "").partition("\n")[2].strip(), ""]
-    lines += [
-        f"{record['hardware']}; commit {record['commit']}; {', '.join(f'{k} {v}' for k, v in record['versions'].items())}.",
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    lines = [
+        "# A reward server under attack and under load",
+        "",
+        (__doc__ or "").partition("\n")[2].strip(),
+        "",
+        "<!-- figures -->",
         "",
     ]
+    lines += [f"{record['hardware']}; commit {record['commit']}; {versions}.", ""]
     for title, found in record["results"].items():
-        lines += [f"## {title.capitalize()}", "", "| | |", "|---|---|"]
+        lines += [f"| {title} | |", "|---|---|"]
         for name, value in found.items():
             shown = ", ".join(f"{k}: {v:,}" for k, v in value.items()) if isinstance(value, dict) else f"{value:,}"
             lines.append(f"| {name} | {shown} |")

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -59,10 +60,10 @@ def echo(images, prompts):
 
 
 @contextlib.contextmanager
-def served(reward, settings=None):
+def served(reward, settings=None, certificate=None, key=None):
     """A server in a thread; gives its address and its state."""
     listener = Listener.open("127.0.0.1", 0)
-    server = make_server(reward, settings or Settings())
+    server = make_server(reward, settings or Settings(), certificate, key)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener.socket]}, daemon=True)
     thread.start()
     while not server.started:
@@ -246,6 +247,22 @@ def test_token_from_file_or_environment(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="token_file"):
             RemoteReward(url, token_file=str(tmp_path / "missing")).score(images, prompts)
     assert "secret" not in repr(Settings(token="secret"))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_https(tmp_path):
+    words = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=here -addext subjectAltName=IP:127.0.0.1 -keyout key -out cert"
+    subprocess.run(["openssl", *words.split()], cwd=tmp_path, check=True, capture_output=True)
+    with served(Function(echo), Settings(token="x" * 20), tmp_path / "cert", tmp_path / "key") as (url, _):
+        url = url.replace("http", "https")
+        (tmp_path / "token").write_text("x" * 20)
+        remote = RemoteReward(url, token_file=str(tmp_path / "token"), certificate=str(tmp_path / "cert"), retries=0)
+        assert remote.score(*numbered([5])).tolist() == [5.0]
+        remote.close()
+        with pytest.raises(RewardError, match="certificate verify failed"):
+            RemoteReward(url, token_file=str(tmp_path / "token"), retries=0).score(*numbered([5]))
+        with pytest.raises(ConfigError, match=r"remote\.certificate"):
+            RemoteReward(url, certificate=str(tmp_path / "missing")).score(*numbered([5]))
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch):
