@@ -429,6 +429,20 @@ def test_time_is_limited():
         assert state.memory.used == 0
 
 
+def test_bodies_that_are_no_http_end_quietly(capsys):
+    """The application must not try to answer a connection that is over."""
+    head = b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    form = head.replace(b"Host", b"Content-Type: multipart/form-data; boundary=x\r\nHost")
+    with served(Function()) as (url, state):
+        for data in (head + b"zz\r\n", form + b"zz\r\n", form + b"3\r\n--x\r\nnonsense\r\n", head + b"0\r\n\r\n\x00\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as connection:
+                connection.sendall(data)
+                assert connection.recv(4096).startswith(b"HTTP/1.1 4")
+        assert post(url, bench.good([1])).status_code == 200
+        assert state.memory.used == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_a_full_queue_refuses_and_clients_that_leave_are_not_scored():
     release, entered = threading.Event(), threading.Event()
     reward = Function(lambda images, prompts: (entered.set(), release.wait(20), echo(images, prompts))[2])
