@@ -10,7 +10,7 @@ fuzz   10,000 requests made by Hypothesis: damaged PNG and safetensors files, wr
        (status 500 and more), every refusal must be typed JSON, and the server must score correctly afterwards.
 load   64 clients (threads of two processes), each with its own connection, one minute of requests of 1 to 8 pictures. A score
        encodes its sample and its client, so that a lost, repeated or swapped one shows.
-kills  the same for half a minute, while the server is killed (SIGKILL) every five seconds and started again at once.
+kills  the same for half a minute, while the server is killed (SIGKILL) five seconds after every start and started again at once.
 """
 
 import argparse
@@ -296,7 +296,9 @@ class Server:
         token.write_text(TOKEN)
         spec = f"{reward}:Echo(seconds={self.seconds})"
         words = ["serve-reward", spec, "--port", str(self.port), "--token-file", str(token)]
-        self.process = subprocess.Popen([sys.executable, "-m", "flowrl", *words], stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "flowrl", *words]
+        with open(self.folder / "log", "a") as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert "http://" in line, f"the server did not start: {line!r}"
@@ -410,6 +412,7 @@ def measure_fuzz(count: int, folder: Path) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began, 1),
         "by status": {str(status) if status else "no HTTP": number for status, number in sorted(seen.items())},
         "answers of 500 and more": sum(number for status, number in seen.items() if status >= 500),
+        "errors in the server's log": (folder / "log").read_text().count("Traceback"),
         "memory held afterwards, bytes": server.metrics()["flowrl_reward_memory_bytes"],
     }
     server.end()
@@ -428,13 +431,18 @@ def measure_load(seconds: float, folder: Path, kill_every: float = 0.0) -> dict[
 
 
 def page(record: dict[str, Any]) -> str:
-    lines = ["# A reward server under attack and under load", "", (__doc__ or "").partition("\n")[2].strip(), ""]
-    lines += [
-        f"{record['hardware']}; commit {record['commit']}; {', '.join(f'{k} {v}' for k, v in record['versions'].items())}.",
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    lines = [
+        "# A reward server under attack and under load",
+        "",
+        (__doc__ or "").partition("\n")[2].strip(),
+        "",
+        "<!-- figures -->",
         "",
     ]
+    lines += [f"{record['hardware']}; commit {record['commit']}; {versions}.", ""]
     for title, found in record["results"].items():
-        lines += [f"## {title.capitalize()}", "", "| | |", "|---|---|"]
+        lines += [f"| {title} | |", "|---|---|"]
         for name, value in found.items():
             shown = ", ".join(f"{k}: {v:,}" for k, v in value.items()) if isinstance(value, dict) else f"{value:,}"
             lines.append(f"| {name} | {shown} |")

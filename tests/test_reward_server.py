@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -59,10 +60,10 @@ def echo(images, prompts):
 
 
 @contextlib.contextmanager
-def served(reward, settings=None):
+def served(reward, settings=None, certificate=None, key=None):
     """A server in a thread; gives its address and its state."""
     listener = Listener.open("127.0.0.1", 0)
-    server = make_server(reward, settings or Settings())
+    server = make_server(reward, settings or Settings(), certificate, key)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener.socket]}, daemon=True)
     thread.start()
     while not server.started:
@@ -248,6 +249,22 @@ def test_token_from_file_or_environment(tmp_path, monkeypatch):
     assert "secret" not in repr(Settings(token="secret"))
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_https(tmp_path):
+    words = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=here -addext subjectAltName=IP:127.0.0.1 -keyout key -out cert"
+    subprocess.run(["openssl", *words.split()], cwd=tmp_path, check=True, capture_output=True)
+    with served(Function(echo), Settings(token="x" * 20), tmp_path / "cert", tmp_path / "key") as (url, _):
+        url = url.replace("http", "https")
+        (tmp_path / "token").write_text("x" * 20)
+        remote = RemoteReward(url, token_file=str(tmp_path / "token"), certificate=str(tmp_path / "cert"), retries=0)
+        assert remote.score(*numbered([5])).tolist() == [5.0]
+        remote.close()
+        with pytest.raises(RewardError, match="certificate verify failed"):
+            RemoteReward(url, token_file=str(tmp_path / "token"), retries=0).score(*numbered([5]))
+        with pytest.raises(ConfigError, match=r"remote\.certificate"):
+            RemoteReward(url, certificate=str(tmp_path / "missing")).score(*numbered([5]))
+
+
 def test_tokens_are_compared_in_constant_time(monkeypatch):
     import hmac
 
@@ -410,6 +427,20 @@ def test_time_is_limited():
         time.sleep(0.2)
         assert post(url, fine).json()["scores"] == [1.0]
         assert state.memory.used == 0
+
+
+def test_bodies_that_are_no_http_end_quietly(capsys):
+    """The application must not try to answer a connection that is over."""
+    head = b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    form = head.replace(b"Host", b"Content-Type: multipart/form-data; boundary=x\r\nHost")
+    with served(Function()) as (url, state):
+        for data in (head + b"zz\r\n", form + b"zz\r\n", form + b"3\r\n--x\r\nnonsense\r\n", head + b"0\r\n\r\n\x00\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as connection:
+                connection.sendall(data)
+                assert connection.recv(4096).startswith(b"HTTP/1.1 4")
+        assert post(url, bench.good([1])).status_code == 200
+        assert state.memory.used == 0
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_full_queue_refuses_and_clients_that_leave_are_not_scored():

@@ -120,6 +120,16 @@ class HeaderLimit(H11Protocol):
         """There are no websockets here."""
         self.send_400_response("Unsupported upgrade request.")
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no HTTP. A request whose body turns into such has ended: the application cannot answer it."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
     def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
