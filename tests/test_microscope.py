@@ -232,7 +232,7 @@ def test_a_session_covers_rules_stages_and_noise(tmp_path) -> None:
         if r["kind"] == "credit" and r["rule"] == "gains" and r["iteration"] == 1
     }
     assert noisy[0.0] != noisy[0.5]
-    page = microscope_document(rows, 1, 1.0).write(tmp_path, "microscope")[0].read_text()
+    page = microscope_document(rows, 1, 1.0, 2.0).write(tmp_path, "microscope")[0].read_text()
     for name in ("credit", "steps", "gradient", "training", "noise"):
         assert (tmp_path / f"microscope-{name}.png").stat().st_size > 10_000
         assert f"microscope-{name}.png" in page
@@ -259,6 +259,6 @@ def test_a_reward_in_steps_has_credit_but_no_gradient(tmp_path) -> None:
     config = replace(SMALL_LOOK, run=replace(SMALL_LOOK.run, reward_form="strict"))
     assert {kind for kind, *_ in jobs(config)} == {"credit"}
     rows = inspect(config, 1)
-    microscope_document(rows, 1, 1.0).write(tmp_path, "microscope")
+    microscope_document(rows, 1, 1.0, 2.0).write(tmp_path, "microscope")
     assert not (tmp_path / "microscope-gradient.png").exists()
     assert (tmp_path / "microscope-noise.png").exists()

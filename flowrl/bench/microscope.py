@@ -20,12 +20,13 @@ ANSWERS = {
 }
 
 
-def microscope_document(rows: Sequence[dict[str, Any]], stage: int, seconds: float) -> Document:
+def microscope_document(rows: Sequence[dict[str, Any]], stage: int, seconds: float, computing: float) -> Document:
     """The page: a figure per question, then all numbers."""
     page = Document("The microscope: how close credit is to the truth")
     page.text(
-        f"Two-dimensional world; made in {seconds:.0f} seconds by `flowrl bench microscope`. The rule called true advantage (16 "
-        "continuations) estimates V itself, from 16 continuations per node; what it lacks to a correlation of 1 is their noise."
+        f"Two-dimensional world; made in {seconds:.0f} seconds ({computing:.0f} of computing) by `flowrl bench microscope`. The "
+        "rule called true advantage (16 continuations) estimates V itself, from 16 continuations per node; what it lacks to a "
+        "correlation of 1 is their noise."
     )
     for name, figure in figures(rows, stage, EQUAL_NFE).items():
         page.heading(QUESTIONS[name])

@@ -1,6 +1,7 @@
 """`flowrl bench claims`, `flowrl bench rule` and `flowrl bench microscope`."""
 
 import math
+import os
 import shlex
 import sys
 import time
@@ -161,13 +162,13 @@ class Microscope:
             batches=self.batches,
             seed=self.seed,
         )
-        started = time.monotonic()
+        started, before = time.monotonic(), sum(os.times()[:4])
         rows = inspect(config, self.workers, _counter("microscope"))
-        seconds = time.monotonic() - started
+        seconds, computing = time.monotonic() - started, sum(os.times()[:4]) - before
         command = shlex.join(["flowrl", *sys.argv[1:]])
-        made = {"command": command, "code": code_hash(), **provenance(), "seconds": seconds}
+        made = {"command": command, "code": code_hash(), **provenance(), "seconds": seconds, "cpu_seconds": computing}
         write_json(self.out / "microscope.json", {**made, "config": config.as_dict(), "rows": rows})
-        written = microscope_document(rows, config.noise_at, seconds).write(self.out, "microscope")
+        written = microscope_document(rows, config.noise_at, seconds, computing).write(self.out, "microscope")
         print(f"{seconds:.0f} s; wrote {', '.join(map(str, written))}")
         return 0
 
