@@ -46,6 +46,11 @@ class RewardModel(Protocol):
 
     Contract: images are [sample, channel, height, width] in [0, 1]; higher is better; the result is finite, one number per
     sample, in order, and does not depend on the other samples of the batch.
+
+    A model with an attribute `marks_invalid` that is true may return NaN for a sample that cannot be judged (a judge's answer
+    that makes no sense, say). Such a sample is left out: the credit rule sees its group without it, its steps are not trained
+    on, and it is counted ("invalid" in the metrics). A group with fewer than two samples left is left out whole. An infinite score, or
+    NaN from any other model, is an error.
     """
 
     def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:

@@ -2,7 +2,8 @@
 
 A part is written as ``NAME``, ``path/to/file.py:Class`` or ``package.module:Class``; options as in ``NAME(option=value)``.
 Values are Python literals, or bare words (``balance=trend``). Options called ``probe`` take ``none``, ``tweedie``,
-``substeps:N``, ``completion`` or ``continuation:N``; options that hold another part (``rule``, ``sampler``) take its name.
+``substeps:N``, ``completion`` or ``continuation:N``; options that hold another part (``rule``, ``sampler``, ``reward``) take its
+name, and ``models`` a dictionary of rewards, as in ``weighted-sum(models={'pick': 'pickscore', 'text': 'ocr'})``.
 
 A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.samplers``, ``flowrl.rewards`` and
 ``flowrl.losses``, each pointing at a class (or a function) that builds the part from keyword options.
@@ -26,7 +27,19 @@ from flowrl.credit import GDPO, MovingAverageGain, RandomCredit, StepwiseGain, T
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, RewardModel, Sampler
-from flowrl.rewards import OCR, Aesthetic, CLIPScore, HPSv21, JPEGCompressibility, JPEGIncompressibility, PickScore
+from flowrl.rewards import (
+    OCR,
+    Aesthetic,
+    Clipped,
+    CLIPScore,
+    GenEval,
+    HPSv21,
+    JPEGCompressibility,
+    JPEGIncompressibility,
+    Judge,
+    PickScore,
+    WeightedSum,
+)
 from flowrl.rewards.remote import RemoteReward
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
 from flowrl.types import Completion, Continuation, NoProbe, Probe, Substeps, Tweedie
@@ -86,13 +99,17 @@ KINDS: dict[str, Kind] = {
         "flowrl.rewards",
         {
             "aesthetic": Aesthetic,
+            "clipped": Clipped,
             "clipscore": CLIPScore,
+            "geneval": GenEval,
             "hpsv2.1": HPSv21,
             "jpeg-compressibility": JPEGCompressibility,
             "jpeg-incompressibility": JPEGIncompressibility,
+            "judge": Judge,
             "ocr": OCR,
             "pickscore": PickScore,
             "remote": RemoteReward,
+            "weighted-sum": WeightedSum,
         },
         (RewardModel,),
         "a method `score(images, prompts)`",
@@ -113,6 +130,10 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     _require_options(kind, head, options, parameters)
     chosen = {name: value for name, value in defaults.items() if parameters is not None and name in parameters}
     chosen |= {name: _convert(name, value) for name, value in options.items()}
+    needed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    missing = [n for n, p in (parameters or {}).items() if p.default is p.empty and p.kind in needed and n not in chosen]
+    if missing:
+        raise ConfigError(f"{kind}: {head} needs {', '.join(missing)}, as in {head}({missing[0]}=...)")
     try:
         part = maker(**chosen)
     except FlowrlError:
@@ -186,8 +207,12 @@ def _convert(name: str, value: Any) -> Any:
     """Words of the options that hold a probe or another part."""
     if name == "probe":
         return parse_probe("none" if value is None else str(value))
-    kind = {"rule": "credit", "sampler": "sampler"}.get(name)
-    return build(kind, value) if kind is not None and isinstance(value, str) else value
+    kind = {"rule": "credit", "sampler": "sampler", "reward": "reward", "models": "reward"}.get(name)
+    if kind is None:
+        return value
+    if isinstance(value, dict):
+        return {key: build(kind, spec) if isinstance(spec, str) else spec for key, spec in value.items()}
+    return build(kind, value) if isinstance(value, str) else value
 
 
 def _is_file(head: str) -> bool:

@@ -1,9 +1,11 @@
 """Reward models that are not tied to a world."""
 
 from flowrl.rewards.clip import Aesthetic, CLIPScore, HPSv21, PickScore
-from flowrl.rewards.combine import WeightedSum
+from flowrl.rewards.combine import Clipped, WeightedSum
 from flowrl.rewards.function import FunctionReward
+from flowrl.rewards.geneval import GenEval
 from flowrl.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
+from flowrl.rewards.judge import Judge
 from flowrl.rewards.noisy import NoisyReward
 from flowrl.rewards.ocr import OCR
 
@@ -11,10 +13,13 @@ __all__ = [
     "OCR",
     "Aesthetic",
     "CLIPScore",
+    "Clipped",
     "FunctionReward",
+    "GenEval",
     "HPSv21",
     "JPEGCompressibility",
     "JPEGIncompressibility",
+    "Judge",
     "NoisyReward",
     "PickScore",
     "WeightedSum",

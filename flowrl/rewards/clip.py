@@ -62,10 +62,14 @@ class Encoder:
     @torch.no_grad()
     def pictures(self, images: Float[Tensor, "sample channel height width"]) -> Float[Tensor, "sample feature"]:
         """Features of the pictures, length 1."""
-        size, weight = self.model.config.vision_config.image_size, self.model.visual_projection.weight
-        pieces = images.split(self.batch)
-        inputs = (clip_pixels(piece, size).to(weight.device, weight.dtype) for piece in pieces)
-        return torch.cat([_features(self.model.get_image_features(pixel_values=pixels)) for pixels in inputs])
+        size = self.model.config.vision_config.image_size
+        return torch.cat([self.features(clip_pixels(piece, size)) for piece in images.split(self.batch)])
+
+    @torch.no_grad()
+    def features(self, pixels: Float[Tensor, "sample 3 size size"]) -> Float[Tensor, "sample feature"]:
+        """Features of what `clip_pixels` makes, length 1."""
+        weight = self.model.visual_projection.weight
+        return _features(self.model.get_image_features(pixel_values=pixels.to(weight.device, weight.dtype)))
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str]) -> Float[Tensor, "sample feature"]:
@@ -114,7 +118,7 @@ def load_encoder(
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(unavailable(model, tokenizer, error)) from error
-    return Encoder(_placed(network, device), words, batch)
+    return Encoder(placed(network, device), words, batch)
 
 
 def _converted(network: Any, weights: str) -> Any:
@@ -148,7 +152,8 @@ def unavailable(model: str, tokenizer: str, error: Exception) -> str:
     )
 
 
-def _placed(network: Any, device: str) -> Any:
+def placed(network: Any, device: str) -> Any:
+    """`network` on `device`, for scoring only. Raises `ConfigError` where there is no such device."""
     try:
         return network.eval().requires_grad_(False).to(device)
     except (RuntimeError, AssertionError) as error:

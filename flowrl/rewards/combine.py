@@ -27,6 +27,11 @@ class WeightedSum:
         unknown = sorted(set(self.weights) - set(self.models))
         require(not unknown, "WeightedSum.weights", unknown, f"names among {', '.join(self.models)}")
 
+    @property
+    def marks_invalid(self) -> bool:
+        """Whether any of the models may mark samples invalid; a sample that one of them marks is invalid."""
+        return any(getattr(model, "marks_invalid", False) for model in self.models.values())
+
     def parts(self, images: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Every component's scores [sample], unweighted. Raises `RewardError` naming a component of the wrong shape."""
         scores = {name: model.score(images, prompts) for name, model in self.models.items()}
@@ -42,3 +47,30 @@ class WeightedSum:
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """The weighted sum [sample]."""
         return self.total(self.parts(images, prompts))
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """min(`high`, max(`low`, R)) of another reward; None: no limit on that side.
+
+    Scores beyond what is worth having then earn nothing more, which takes away some of the pull towards what only the reward
+    likes. Raises `ConfigError` where there is no limit, or `low` is not below `high`.
+    """
+
+    reward: RewardModel
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        require(self.low is not None or self.high is not None, "low, high", (self.low, self.high), "one of them, or both")
+        ordered = self.low is None or self.high is None or self.low < self.high
+        require(ordered, "low, high", (self.low, self.high), "low below high")
+
+    @property
+    def marks_invalid(self) -> bool:
+        """Whether the reward may mark samples invalid."""
+        return bool(getattr(self.reward, "marks_invalid", False))
+
+    def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """The clipped scores [sample]."""
+        return self.reward.score(images, prompts).clamp(self.low, self.high)

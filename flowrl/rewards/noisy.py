@@ -31,6 +31,11 @@ class NoisyReward:
         require(math.isfinite(self.std) and self.std >= 0, "NoisyReward.std", self.std, "finite and 0 or more")
         require(math.isfinite(self.bias), "NoisyReward.bias", self.bias, "finite")
 
+    @property
+    def marks_invalid(self) -> bool:
+        """Whether the model may mark samples invalid."""
+        return bool(getattr(self.model, "marks_invalid", False))
+
     def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
         noise = pseudo_normal(images, self.seed).to(images.device, torch.float32) if self.std > 0 else 0.0

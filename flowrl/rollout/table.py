@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from flowrl.errors import RewardError
@@ -13,20 +14,31 @@ from flowrl.rollout.usage import Usage
 from flowrl.types import Prompt
 
 
-def score(reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None = None) -> Tensor:
-    """Scores [sample] in float32, checked: one finite number per image, or a `RewardError` that says what came instead."""
-    scores = _checked(reward.score(images, prompts), prompts, f"{type(reward).__name__}.score")
+def score(
+    reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None = None, invalid: bool = False
+) -> Tensor:
+    """Scores [sample] in float32, checked: one finite number per image, or a `RewardError` that says what came instead.
+
+    `invalid`: the caller can deal with samples that a reward with `marks_invalid` marks by NaN; without it they are errors too.
+    """
+    allowed = invalid and marks_invalid(reward)
+    scores = _checked(reward.score(images, prompts), prompts, f"{type(reward).__name__}.score", allowed)
     if usage is not None:
         usage.reward_calls += len(prompts)
     return scores
 
 
-def _checked(scores: object, prompts: Sequence[Prompt], origin: str) -> Tensor:
+def marks_invalid(reward: RewardModel) -> bool:
+    """Whether NaN from this reward marks a sample as invalid; see `protocols.RewardModel`."""
+    return bool(getattr(reward, "marks_invalid", False))
+
+
+def _checked(scores: object, prompts: Sequence[Prompt], origin: str, invalid: bool = False) -> Tensor:
     if not isinstance(scores, Tensor):
         raise RewardError(f"{origin} returned a {type(scores).__name__}; a torch.Tensor of shape [sample] is required")
     if scores.shape != (len(prompts),):
         raise RewardError(f"{origin} returned shape {tuple(scores.shape)} for {len(prompts)} images; allowed: ({len(prompts)},)")
-    bad = ~torch.isfinite(scores)
+    bad = torch.isinf(scores) if invalid else ~torch.isfinite(scores)
     if bool(bad.any()):
         first = int(bad.nonzero()[0])
         raise RewardError(
@@ -38,10 +50,14 @@ def _checked(scores: object, prompts: Sequence[Prompt], origin: str) -> Tensor:
 
 @dataclass(frozen=True)
 class RewardTables:
-    """R [prompt, member, node], and the same for every component of a composite reward (`parts`, empty otherwise)."""
+    """R [prompt, member, node], and the same for every component of a composite reward (`parts`, empty otherwise).
+
+    `valid` [prompt, member] is False where the reward marked the sample invalid at any node; its rewards are then NaN.
+    """
 
     total: Tensor
     parts: Mapping[str, Tensor]
+    valid: Bool[Tensor, "prompt member"]
 
 
 def reward_tables(
@@ -77,7 +93,10 @@ def reward_tables(
             key = id(result.estimates[node])
             table[:, :, node] = scores[key].view(-1, copies[key]).mean(1).view(groups.prompts, -1)
         tables[name] = table
-    return RewardTables(tables.pop(_TOTAL), tables)
+    valid = torch.stack([~table[:, :, nodes].isnan().any(2) for table in tables.values()]).all(0)
+    for table in tables.values():
+        table[~valid] = float("nan")
+    return RewardTables(tables.pop(_TOTAL), tables, valid)
 
 
 def reward_table(
@@ -99,10 +118,11 @@ _TOTAL = ""
 def _scores(reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None) -> dict[str, Tensor]:
     """The total and every component, each checked; a composite reward is evaluated once."""
     if not isinstance(reward, CompositeReward):
-        return {_TOTAL: score(reward, images, prompts, usage)}
+        return {_TOTAL: score(reward, images, prompts, usage, invalid=True)}
     parts = dict(reward.parts(images, prompts))
     name = type(reward).__name__
-    checked = {key: _checked(values, prompts, f"{name}.parts()[{key!r}]") for key, values in parts.items()}
+    allowed = marks_invalid(reward)
+    checked = {key: _checked(values, prompts, f"{name}.parts()[{key!r}]", allowed) for key, values in parts.items()}
     if usage is not None:
         usage.reward_calls += len(prompts)
-    return {_TOTAL: _checked(reward.total(parts), prompts, f"{name}.total"), **checked}
+    return {_TOTAL: _checked(reward.total(parts), prompts, f"{name}.total", allowed), **checked}

@@ -58,20 +58,23 @@ def close(got: Tensor, expected: Tensor, index: Sequence[int], what: str, hint: 
     """Equal but for rounding, or `ContractBroken` with the sample that differs most."""
     got, expected = got.detach().float().reshape(-1), expected.detach().float().reshape(-1)
     expect(len(got) == len(expected), f"{what} there are {len(got)} scores for {len(expected)} images. {hint}")
-    gap = torch.where(got == expected, 0.0, (got - expected).abs())
-    if not float(gap.max()) <= tolerance * (1 + float(expected.abs().max())):
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    gap = torch.where(same, 0.0, (got - expected).abs().nan_to_num(float("inf")))
+    if not float(gap.max()) <= tolerance * (1 + float(expected.nan_to_num(0.0).abs().max())):
         i = int(gap.argmax())
         raise ContractBroken(f"{what} sample {index[i]} scores {float(got[i]):.5g} instead of {float(expected[i]):.5g}. {hint}")
 
 
-@promise("one finite number per image: a tensor [sample]", basic=True)
+@promise("one finite number per image: a tensor [sample]; NaN only from a model with `marks_invalid`", basic=True)
 def returns_one_number_per_image(case: Case) -> None:
     expect(callable(getattr(case.reward, "score", None)), "there is no method score(images, prompts)")
     scores, count = case.score(), len(case.prompts)
     expect(isinstance(scores, Tensor), f"score returned a {type(scores).__name__}, not a torch.Tensor. Use torch.tensor(values).")
     expect(scores.shape == (count,), f"score returned shape {tuple(scores.shape)} for {count} images; allowed: ({count},)")
-    bad = (~torch.isfinite(scores.detach().float())).nonzero().flatten().tolist()
-    hint = "Give a number for every image, also where the model finds nothing to score."
+    finite = torch.isfinite(scores.detach().float())
+    marked = scores.isnan() if getattr(case.reward, "marks_invalid", False) else torch.zeros_like(finite)
+    bad = (~(finite | marked)).nonzero().flatten().tolist()
+    hint = "Give a number for every image, or mark what cannot be judged: NaN, and an attribute marks_invalid = True."
     expect(not bad, f"the scores of samples {bad} are not finite: {scores[bad].tolist()}. {hint}")
 
 
@@ -139,7 +142,9 @@ def adds_up_its_parts(case: Case) -> None:
         return
     parts, count = case.reward.parts(case.images.clone(), list(case.prompts)), len(case.prompts)
     for name, values in parts.items():
-        good = isinstance(values, Tensor) and values.shape == (count,) and bool(values.float().isfinite().all())
+        good = isinstance(values, Tensor) and values.shape == (count,)
+        marks = getattr(case.reward, "marks_invalid", False)
+        good = good and bool((values.float().isfinite() | (values.isnan() if marks else False)).all())
         expect(good, f"component {name!r} is {values!r:.80}, not {count} finite numbers")
     close(
         case.reward.total(parts), case.score(), range(count), "by total(parts(...))", "Are weights applied twice, or in one only?"

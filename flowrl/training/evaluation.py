@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.builtin import World
+from flowrl.errors import RewardError
 from flowrl.protocols import FlowPolicy, RewardModel
 from flowrl.rollout import Usage, score, solve
 from flowrl.types import Prompt
@@ -49,6 +50,7 @@ def evaluate(
     """Sample `count` held-out prompts (in turn, repeated where there are fewer) by `steps` ODE steps from fixed noise.
 
     `reward`: one that is not the task's own, scored in addition. `solver`: see `rollout.solve`.
+    Means leave out samples that a reward marked invalid; `RewardError` where it marked all of them.
     """
     started = time.perf_counter()
     heldout = world.prompts(task, "heldout")
@@ -57,10 +59,17 @@ def evaluate(
     noise = torch.randn((count, *policy.latent_shape), generator=generator).to(policy.device)
     latents = solve(solver, policy, policy.schedule(steps), policy.encode(prompts), noise, Usage(), max_batch)
     images = torch.cat([policy.decode(part) for part in latents.split(max_batch)])
-    by_form = {name: score(world.reward(name), images, prompts).cpu() for name in world.forms}
-    means = {name: float(values.mean()) for name, values in by_form.items()}
+    by_form = {name: score(world.reward(name), images, prompts, invalid=True).cpu() for name in world.forms}
+    means = {name: _mean(values, name) for name, values in by_form.items()}
     seconds = time.perf_counter() - started
     if reward is None:
         return Evaluation(means, seconds, images[:keep].cpu(), by_form[form][:keep], prompts[:keep])
-    own = score(reward, images, prompts).cpu()
-    return Evaluation(means, seconds, images[:keep].cpu(), own[:keep], prompts[:keep], float(own.mean()))
+    own = score(reward, images, prompts, invalid=True).cpu()
+    return Evaluation(means, seconds, images[:keep].cpu(), own[:keep], prompts[:keep], _mean(own, type(reward).__name__))
+
+
+def _mean(scores: Tensor, name: str) -> float:
+    """The mean over valid samples."""
+    if bool(scores.isnan().all()):
+        raise RewardError(f"evaluation: the reward {name} marked all {len(scores)} samples invalid")
+    return float(scores.nanmean())

@@ -190,7 +190,7 @@ class Run:
             result = rollout(policy, sampler, trainer.schedule, policy.encode([prompt]), noise, generator, groups, probe, Usage())
             tables.append(reward_table(policy, trainer.reward, result, [prompt])[0])
             estimates = estimates or result.estimates
-        chosen = int(tables[0].diff(dim=1).abs().sum(1).argmax())
+        chosen = int(tables[0].diff(dim=1).abs().sum(1).nan_to_num(-1.0).argmax())
         record = {
             "prompt": prompt.text,
             "chosen": chosen,

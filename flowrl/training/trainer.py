@@ -18,6 +18,7 @@ from flowrl.protocols import FlowPolicy, PartsCreditAssigner, RandomSampler, Rew
 from flowrl.rollout import Groups, RewardTables, Rollout, Usage, reward_tables, rollout
 from flowrl.training.checkpoint import Checkpoint, optimiser_tensors, restore_optimiser
 from flowrl.training.config import RunConfig
+from flowrl.training.invalid import valid_credit
 from flowrl.training.pairs import loss_pairs
 from flowrl.types import Condition, Prompt, Schedule
 
@@ -80,15 +81,16 @@ class Trainer:
         self.on_phase("reward")
         tables = reward_tables(self.policy, self.reward, result, prompts, usage)
         clock.lap("reward")
-        advantages = self._credit(tables, result.trajectories.schedule)
+        advantages, used = valid_credit(tables, lambda some: self._credit(some, result.trajectories.schedule))
         self.on_phase("update")
-        metrics = self._update(sampler, result, condition, advantages, prompts)
+        metrics = self._update(sampler, result, condition, advantages, used, prompts)
         clock.lap("update")
         self.done += 1
         return {
             "iteration": self.done,
             **_reward_metrics(tables.total),
-            **({"parts": {name: float(t[..., -1].mean()) for name, t in tables.parts.items()}} if tables.parts else {}),
+            **({"parts": {name: float(t[..., -1].nanmean()) for name, t in tables.parts.items()}} if tables.parts else {}),
+            "invalid": int((~tables.valid).sum()),
             "trajectories": self.groups.samples,
             "nfe": usage.nfe,
             "calls": usage.calls,
@@ -113,20 +115,22 @@ class Trainer:
         return sampler.draw(self.schedule, self.generator, self.done) if isinstance(sampler, RandomSampler) else sampler
 
     def _update(
-        self, sampler: Sampler, result: Rollout, condition: Condition, advantages: Tensor, prompts: Sequence[Prompt]
+        self, sampler: Sampler, result: Rollout, condition: Condition, advantages: Tensor, used: Tensor, prompts: Sequence[Prompt]
     ) -> dict[str, Any]:
-        """`updates` optimiser steps, each on its share of the trajectories and all their stochastic steps."""
+        """`updates` optimiser steps, each on its share of the `used` trajectories and all their stochastic steps."""
         config, device = self.config, self.policy.device
         steps = result.trajectories.schedule.stochastic.nonzero().flatten()
         if len(steps) == 0:
             raise ConfigError(f"{sampler} has no stochastic step on this schedule: there is no log-probability to train on")
         flat = advantages.to(device).reshape(self.groups.samples, -1)
         order = torch.randperm(self.groups.samples, generator=self.generator, device=device)
+        order = order[used.to(device).flatten()[order]]
+        shares = order.chunk(config.updates)
         left = 1 - self.done / config.iterations
         self.optimiser.param_groups[0]["lr"] = config.lr * (config.final_lr + (1 - config.final_lr) * left)
         totals: dict[str, float] = {}
         train_nfe = 0
-        for share in order.chunk(config.updates):
+        for share in shares:
             sample, step = torch.cartesian_prod(share, steps).unbind(1)
             self.optimiser.zero_grad()
             for part in torch.arange(len(sample), device=device).split(config.micro_batch):
@@ -137,7 +141,7 @@ class Trainer:
                 self._require_finite(outcome.loss, "loss", prompts)
                 (outcome.loss * weight).backward()
                 train_nfe += len(part) * (1 + self.method.loss.needs_reference)
-                scale = weight / min(config.updates, len(order))
+                scale = weight / len(shares)
                 for key, value in {"loss": outcome.loss.detach(), **outcome.metrics}.items():
                     largest = key == "ratio_deviation"
                     totals[key] = (
@@ -150,7 +154,7 @@ class Trainer:
             with torch.no_grad():
                 for mean, parameter in zip(self.average, self.parameters, strict=True):
                     mean.lerp_(parameter, 1 - config.ema)
-        return {**totals, "train_nfe": train_nfe, "abs_advantage": float(advantages.abs().mean())}
+        return {**totals, "train_nfe": train_nfe, "abs_advantage": float(advantages[used].abs().mean())}
 
     def _require_finite(self, value: Tensor, what: str, prompts: Sequence[Prompt]) -> None:
         if not bool(torch.isfinite(value).all()):
@@ -219,9 +223,11 @@ class _Clock:
 
 
 def _reward_metrics(rewards: Tensor) -> dict[str, Any]:
-    """Statistics of the finished images' rewards, and of the gains where every node was scored."""
+    """Statistics of the finished images' rewards, and of the gains where every node was scored; invalid samples left out."""
+    valid = rewards[..., -1].isfinite()
+    rewards, groups = rewards[valid], [group[kept] for group, kept in zip(rewards[..., -1], valid, strict=True) if kept.any()]
     final = rewards[..., -1]
-    spread = final.std(dim=1, unbiased=False)
+    spread = torch.stack([group.std(unbiased=False) for group in groups])
     metrics: dict[str, Any] = {
         "reward_mean": float(final.mean()),
         "reward_std": float(final.std()) if final.numel() > 1 else 0.0,
@@ -229,5 +235,5 @@ def _reward_metrics(rewards: Tensor) -> dict[str, Any]:
         "zero_spread_groups": float((spread < 1e-6).float().mean()),
     }
     if bool(torch.isfinite(rewards).all()):
-        metrics["mean_abs_gain"] = rewards.diff(dim=-1).abs().mean((0, 1)).tolist()
+        metrics["mean_abs_gain"] = rewards.diff(dim=-1).abs().mean(0).tolist()
     return metrics

@@ -1,0 +1,179 @@
+"""Does the picture show the objects, numbers, colours and positions that the prompt asks for?"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from flowrl.errors import ConfigError, RewardError, require
+from flowrl.prompts.geneval import COLOURS, Clause, Request, request_of
+from flowrl.rewards.clip import Encoder, clip_pixels, load_encoder
+from flowrl.rewards.detector import Detection, load_detector, of_class
+from flowrl.types import Prompt
+
+FORMS = ("strict", "partial")
+MOST_OBJECTS = 16
+"""Objects of a class that are looked at."""
+MARGIN = 0.1
+"""Share of both objects' sizes by which their centres must be apart before one is left of, or above, the other."""
+GREY = 0x99 / 255
+"""What surrounds an object while its colour is judged."""
+TEMPLATES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}", "a photo of a {colour} object")
+
+ColoursOf = Callable[[Sequence[Detection], str], list[str]]
+"""The colour of each of some objects of a class."""
+
+
+@dataclass(frozen=True)
+class GenEval:
+    """Objects found by a detector, compared with the request in the prompt's metadata (`flowrl.prompts.geneval`), in [0, 1].
+
+    `form` = "strict": GenEval's verdict, 1 where for every clause there are at least `count` objects of its class, the surest
+    `count` of them have its colour and its position, and no excluded number is reached; else 0.
+    "partial": the mean over clauses of max(0, 1 - |found - count| / count), and for a colour or position that is asked for
+    another entry: the share of objects of the colour, or 1 if all stand where they should; 0 where the number is not exactly
+    right. (The reward server counts a wrong position as a 0 and a 1; here it is a 0.)
+
+    An object counts above a score of `threshold`, or `counting_threshold` where the tag is "counting". `model`: Mask2Former
+    (GenEval's detector) or any object detector of transformers that knows the classes; other detectors need other thresholds.
+    Colours: zero-shot classification of the object on grey by the CLIP model `clip`, ten colours, three templates each.
+
+    Source: GenEval (arXiv 2310.11513) and its public code; partial: Flow-GRPO (arXiv 2505.05470) and its reward server. Raises
+    `RewardError` for a prompt without a request, or with a class that the detector does not know.
+    """
+
+    form: str = "strict"
+    model: str = "facebook/mask2former-swin-small-coco-instance"
+    clip: str = "openai/clip-vit-large-patch14"
+    threshold: float = 0.3
+    counting_threshold: float = 0.9
+    device: str = "cpu"
+    dtype: str = "float32"
+    batch: int = 8
+
+    def __post_init__(self) -> None:
+        require(self.form in FORMS, "form", self.form, f"one of {', '.join(FORMS)}")
+        for name in ("threshold", "counting_threshold"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
+
+    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+        """Scores [sample] in [0, 1]."""
+        detector = load_detector(self.model, self.device, self.dtype, self.batch)
+        requests = [_request(prompt, detector.names) for prompt in prompts]
+        found = detector.find(images, min(self.threshold, self.counting_threshold))
+        scores = []
+        for image, objects, request in zip(images, found, requests, strict=True):
+            limit = self.counting_threshold if request.tag == "counting" else self.threshold
+            verdict = strict_score if self.form == "strict" else partial_score
+            names = {clause.name for clause in (*request.include, *request.exclude)}
+            by_class = {name: of_class(objects, name, limit, MOST_OBJECTS) for name in names}
+            scores.append(verdict(request, by_class, self._colours(image)))
+        return torch.tensor(scores)
+
+    def _colours(self, image: Float[Tensor, "channel height width"]) -> ColoursOf:
+        def colours(objects: Sequence[Detection], name: str) -> list[str]:
+            encoder = load_encoder(self.clip, "", self.device, self.dtype)
+            return object_colours(encoder, image, objects, name)
+
+        return colours
+
+
+Found = dict[str, list[Detection]]
+
+
+def strict_score(request: Request, found: Found, colours: ColoursOf) -> float:
+    """GenEval's verdict: 1 or 0."""
+    matched: list[list[Detection]] = []
+    for clause in request.include:
+        objects = found.get(clause.name, [])[: clause.count]
+        if len(objects) < clause.count:
+            return 0.0
+        if clause.colour and colours(objects, clause.name).count(clause.colour) < clause.count:
+            return 0.0
+        if clause.position and not _stands(clause, objects, matched[clause.target]):
+            return 0.0
+        matched.append(objects)
+    return float(all(len(found.get(clause.name, [])) < clause.count for clause in request.exclude))
+
+
+def partial_score(request: Request, found: Found, colours: ColoursOf) -> float:
+    """Flow-GRPO's partial credit, in [0, 1]; see `GenEval`."""
+    entries: list[float] = []
+    matched: list[list[Detection] | None] = []
+    for clause in request.include:
+        objects = found.get(clause.name, [])
+        entries.append(max(0.0, 1 - abs(len(objects) - clause.count) / clause.count))
+        good = len(objects) == clause.count
+        if clause.colour:
+            right = colours(objects, clause.name).count(clause.colour) if good else 0
+            entries.append(right / clause.count)
+            good = good and right == clause.count
+        if clause.position:
+            target = matched[clause.target]
+            good = good and target is not None and _stands(clause, objects, target)
+            entries.append(float(good))
+        matched.append(objects if good else None)
+    return sum(entries) / len(entries)
+
+
+def _stands(clause: Clause, objects: Sequence[Detection], targets: Sequence[Detection]) -> bool:
+    """Whether all objects stand at the clause's position of all targets."""
+    return all(clause.position in relations(one.box, other.box) for one in objects for other in targets)
+
+
+def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
+    """Where box a is relative to box b ("left of", "right of", "above", "below"; none, one or two of them).
+
+    d = centre_a - centre_b; what exceeds 0.1 of the sum of both boxes' sizes, divided by |d|, must exceed 0.5 along an axis.
+    """
+    offset = [(a[i] + a[i + 2] - b[i] - b[i + 2]) / 2 for i in (0, 1)]
+    sizes = [abs(a[i + 2] - a[i]) + abs(b[i + 2] - b[i]) for i in (0, 1)]
+    beyond = [math.copysign(max(abs(d) - MARGIN * size, 0.0), d) for d, size in zip(offset, sizes, strict=True)]
+    if all(abs(d) < 1e-3 for d in beyond):
+        return set()
+    across, down = (d / math.hypot(*offset) for d in beyond)
+    checks = {"left of": across < -0.5, "right of": across > 0.5, "above": down < -0.5, "below": down > 0.5}
+    return {name for name, holds in checks.items() if holds}
+
+
+def object_colours(
+    encoder: Encoder, image: Float[Tensor, "channel height width"], objects: Sequence[Detection], name: str
+) -> list[str]:
+    """The likeliest of ten colours of each object: its picture's features against the mean features of the templates."""
+    if not objects:
+        return []
+    texts = [template.format(colour=colour, name=name) for colour in COLOURS for template in TEMPLATES]
+    classes = F.normalize(encoder.texts(texts).view(len(COLOURS), len(TEMPLATES), -1).mean(1), dim=1)
+    size = encoder.model.config.vision_config.image_size
+    pixels = torch.cat([clip_pixels(_cut(image, thing)[None], size) for thing in objects])
+    return [COLOURS[i] for i in (encoder.features(pixels) @ classes.T).argmax(1).tolist()]
+
+
+def _cut(image: Float[Tensor, "channel height width"], thing: Detection) -> Tensor:
+    """The object's box, grey where its mask is not; at least a pixel wide and high."""
+    if thing.mask is not None:
+        image = torch.where(thing.mask.to(image.device), image, torch.full_like(image, GREY))
+    height, width = image.shape[-2:]
+    left, top = min(max(round(thing.box[0]), 0), width - 1), min(max(round(thing.box[1]), 0), height - 1)
+    right, bottom = min(max(round(thing.box[2]), left + 1), width), min(max(round(thing.box[3]), top + 1), height)
+    return image[:, top:bottom, left:right]
+
+
+def _request(prompt: Prompt, known: Sequence[str]) -> Request:
+    """The prompt's request, whose classes the detector must know."""
+    if "include" not in prompt.metadata:
+        raise RewardError(
+            f'geneval: the prompt {prompt.text!r} has no request; give prompts as JSON lines with an entry "include"'
+        )
+    try:
+        request = request_of(prompt.metadata)
+    except ConfigError as error:
+        raise RewardError(f"geneval: the prompt {prompt.text!r}: {error}") from error
+    for clause in (*request.include, *request.exclude):
+        if clause.name not in known:
+            raise RewardError(f"geneval: the detector knows no {clause.name!r}; allowed: {', '.join(known[:100])}")
+    return request
