@@ -49,8 +49,8 @@ class RewardModel(Protocol):
 
     A model with an attribute `marks_invalid` that is true may return NaN for a sample that cannot be judged (a judge's answer
     that makes no sense, say). Such a sample is left out: the credit rule sees its group without it, its steps are not trained
-    on, and it is counted ("invalid" in the metrics). A group with fewer than two samples left is left out whole. An infinite score, or
-    NaN from any other model, is an error.
+    on, and it is counted ("invalid" in the metrics). A group with fewer than two samples left is left out whole. An infinite
+    score, or NaN from any other model, is an error.
     """
 
     def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
