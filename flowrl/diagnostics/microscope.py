@@ -147,10 +147,10 @@ class Agreement:
     """How a rule's credit lies to the true advantage, over the steps of all groups, or at one step.
 
     `correlation`: Pearson, divided by the root of `reliability`, which takes out the Monte Carlo noise of the truth
-    (`raw_correlation` still has it), within [-1, 1]. `sign`: share of the *resolved* steps (|A*| above two standard errors) whose credit has
-    the sign of A* (credit 0 counts as half); `resolved` is their share of all. `bias`: the mean credit that a step gets
-    whatever happens there, root mean square over steps, in units of the credit's std; the true one is 0, since E[A* | x_i] = 0.
-    `unexplained`: share of the credit's variance that is not proportional to A*, 1 - correlation^2.
+    (`raw_correlation` still has it), within [-1, 1]. `sign`: share of the *resolved* steps (|A*| above two standard errors)
+    whose credit has the sign of A* (credit 0 counts as half); `resolved` is their share of all. `bias`: the mean credit that a
+    step gets whatever happens there, root mean square over steps, in units of the credit's std; the true one is 0, since
+    E[A* | x_i] = 0. `unexplained`: share of the credit's variance that is not proportional to A*, 1 - correlation^2.
     """
 
     correlation: Measured
