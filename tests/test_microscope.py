@@ -3,6 +3,7 @@
 z-scores are held to |z| < 5 (a correct estimator fails one of 400 with probability 2e-4); seeds are fixed.
 """
 
+import dataclasses
 import math
 from dataclasses import replace
 
@@ -127,6 +128,8 @@ def test_the_noise_of_the_truth_is_taken_out(known) -> None:
     assert report.raw_correlation == pytest.approx(0.3 / math.hypot(0.3, 0.2), abs=0.02)
     assert report.correlation.value == pytest.approx(1.0, abs=0.03)
     assert report.correlation.high - report.correlation.low < 0.04
+    drowned = dataclasses.replace(truth, errors=torch.full_like(truth.errors, 9.0))
+    assert abs(compare_credit(exact, drowned).overall.correlation.value) <= 1.0  # nothing is known then, and nothing explodes
     assert report.reliability == pytest.approx(truth.reliability, abs=1e-3)
     assert report.sign.value > 0.95 and 0.2 < report.resolved < 0.5
     assert report.bias.value < 0.05

@@ -24,6 +24,9 @@ from flowrl.types import NoProbe, Probe, Schedule
 RESOLVED = 2.0
 """A true advantage counts as resolved where it is more than this many standard errors away from 0."""
 
+LEAST_RELIABILITY = 0.1
+"""Where even more of the estimate's variance is Monte Carlo noise, a correlation is corrected as if it were nine tenths."""
+
 
 @dataclass(frozen=True)
 class TrueAdvantages:
@@ -144,10 +147,10 @@ class Agreement:
     """How a rule's credit lies to the true advantage, over the steps of all groups, or at one step.
 
     `correlation`: Pearson, divided by the root of `reliability`, which takes out the Monte Carlo noise of the truth
-    (`raw_correlation` still has it). `sign`: share of the *resolved* steps (|A*| above two standard errors) whose credit has
-    the sign of A* (credit 0 counts as half); `resolved` is their share of all. `bias`: the mean credit that a step gets
-    whatever happens there, root mean square over steps, in units of the credit's std; the true one is 0, since E[A* | x_i] = 0.
-    `unexplained`: share of the credit's variance that is not proportional to A*, 1 - correlation^2.
+    (`raw_correlation` still has it), within [-1, 1]. `sign`: share of the *resolved* steps (|A*| above two standard errors)
+    whose credit has the sign of A* (credit 0 counts as half); `resolved` is their share of all. `bias`: the mean credit that a
+    step gets whatever happens there, root mean square over steps, in units of the credit's std; the true one is 0, since
+    E[A* | x_i] = 0. `unexplained`: share of the credit's variance that is not proportional to A*, 1 - correlation^2.
     """
 
     correlation: Measured
@@ -209,8 +212,8 @@ def _agreement(sums: Tensor) -> Agreement:
     variance_a, variance_t = (aa / n - (a / n).square()).clamp(min=0), (tt / n - (t / n).square()).clamp(min=1e-30)
     covariance = at / n - a * t / n.square()
     raw = torch.where(variance_a > 0, covariance / (variance_a * variance_t).clamp(min=1e-60).sqrt(), torch.zeros_like(n))
-    reliability = (1 - noise / n / variance_t).clamp(min=1e-6, max=1.0)
-    corrected = raw / reliability.sqrt()
+    reliability = (1 - noise / n / variance_t).clamp(min=LEAST_RELIABILITY, max=1.0)
+    corrected = (raw / reliability.sqrt()).clamp(-1.0, 1.0)
     sign = agrees / resolved.clamp(min=1)
     bias = _mean_credit(sums[..., 1] / sums[..., 0]) / variance_a.clamp(min=1e-30).sqrt()
     return Agreement(
