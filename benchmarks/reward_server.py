@@ -1,6 +1,6 @@
 """A reward server under attack and under load.
 
-    python benchmarks/reward_server.py                  # about five minutes; writes benchmarks/results/reward_server.*
+    python benchmarks/reward_server.py                  # about six minutes; writes benchmarks/results/reward_server.*
     python benchmarks/reward_server.py --report         # the page again
 
 Three parts, each against a server in a process of its own (`flowrl serve-reward`), over the loopback:
@@ -413,7 +413,7 @@ def measure_fuzz(count: int, folder: Path) -> dict[str, Any]:
         "by status": {str(status) if status else "no HTTP": number for status, number in sorted(seen.items())},
         "answers of 500 and more": sum(number for status, number in seen.items() if status >= 500),
         "errors in the server's log": (folder / "log").read_text().count("Traceback"),
-        "memory held afterwards, bytes": server.metrics()["flowrl_reward_memory_bytes"],
+        "memory held afterwards, bytes": int(server.metrics()["flowrl_reward_memory_bytes"]),
     }
     server.end()
     return found
@@ -441,7 +441,8 @@ def page(record: dict[str, Any]) -> str:
         "",
     ]
     lines += [f"{record['hardware']}; commit {record['commit']}; {versions}.", ""]
-    for title, found in record["results"].items():
+    for title in (part for part in ("fuzz", "load", "kills") if part in record["results"]):
+        found = record["results"][title]
         lines += [f"| {title} | |", "|---|---|"]
         for name, value in found.items():
             shown = ", ".join(f"{k}: {v:,}" for k, v in value.items()) if isinstance(value, dict) else f"{value:,}"

@@ -107,6 +107,25 @@ def test_scores_equal_those_in_process():
         assert RemoteReward(url).score(images[:0], []).shape == (0,)
 
 
+def test_a_reward_by_name():
+    """JPEG sees 8 bits, so that even PNG changes nothing."""
+    reward = build("reward", "jpeg-compressibility")
+    images, prompts = torch.rand(9, 3, 32, 32, generator=torch.Generator().manual_seed(0)) ** 3, [Prompt("p")] * 9
+    with served(reward) as (url, _):
+        for kind in ("safetensors", "png"):
+            assert torch.equal(build("reward", f"remote(url='{url}', batch=4, images={kind})").score(images, prompts),
+                               reward.score(images, prompts))  # fmt: skip
+
+
+def test_pictures_that_cannot_be_sent():
+    with pytest.raises(RewardError, match="not finite"):
+        RemoteReward("http://127.0.0.1:1").score(torch.full((1, 3, 2, 2), torch.nan), [Prompt("p")])
+    with pytest.raises(RewardError, match="1 or 3 channels, got 4"):
+        RemoteReward("http://127.0.0.1:1", images="png").score(torch.zeros(1, 4, 2, 2), [Prompt("p")])
+    with pytest.raises(RewardError, match="as many of each"):
+        RemoteReward("http://127.0.0.1:1").score(torch.zeros(2, 3, 2, 2), [Prompt("p")])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8])
 def test_other_precisions_are_read(dtype):
     images = (torch.rand(2, 3, 4, 4) * (255 if dtype == torch.uint8 else 1)).to(dtype)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import ConfigError, RewardError, require
+from flowrl.rewards.pictures import to_pillow
 from flowrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -289,23 +290,23 @@ def _encode(images: Tensor, prompts: Sequence[Prompt], kind: str) -> list[tuple[
     listed = [{"text": prompt.text, "metadata": _plain(prompt.metadata, prompt, "metadata")} for prompt in prompts]
     parts = [("prompts", ("prompts.json", json.dumps(listed).encode(), "application/json"))]
     pixels = images.detach().cpu().float().contiguous()
+    if not bool(torch.isfinite(pixels).all()):
+        raise RewardError("remote: the images hold values that are not finite; they are not sent")
     if kind == "safetensors":
         from safetensors.torch import save
 
         return [*parts, ("safetensors", ("images.safetensors", save({"images": pixels}), "application/octet-stream"))]
-    return [*parts, *(("png", (f"{i}.png", _png(picture), "image/png")) for i, picture in enumerate(pixels))]
+    return [*parts, *(("png", (f"{i}.png", data, "image/png")) for i, data in enumerate(_pngs(pixels)))]
 
 
-def _png(picture: Tensor) -> bytes:
-    """[3 or 1, height, width] in [0, 1] as 8-bit PNG: round(255 x)."""
-    from PIL import Image
-
-    if picture.shape[0] not in (1, 3):
-        raise RewardError(f"remote: images='png' needs 1 or 3 channels, got {picture.shape[0]}; use images='safetensors'")
-    levels = (picture.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-    file = io.BytesIO()
-    Image.fromarray(levels if levels.shape[2] == 3 else levels[:, :, 0]).save(file, "PNG", compress_level=1)
-    return file.getvalue()
+def _pngs(images: Tensor) -> list[bytes]:
+    """[sample, 3 or 1, height, width] in [0, 1] as 8-bit PNG files: round(255 x)."""
+    if images.shape[1] not in (1, 3):
+        raise RewardError(f"remote: images='png' needs 1 or 3 channels, got {images.shape[1]}; use images='safetensors'")
+    files = [io.BytesIO() for _ in images]
+    for file, picture in zip(files, to_pillow(images), strict=True):
+        picture.save(file, "PNG", compress_level=1)
+    return [file.getvalue() for file in files]
 
 
 def _plain(value: Any, prompt: Prompt, where: str) -> Any:
