@@ -440,12 +440,18 @@ def page(record: dict[str, Any]) -> str:
         "<!-- figures -->",
         "",
     ]
-    lines += [f"{record['hardware']}; commit {record['commit']}; {versions}.", ""]
+    lines += [f"{record['hardware']}; {versions}.", ""]
     for title in (part for part in ("fuzz", "load", "kills") if part in record["results"]):
         found = record["results"][title]
         lines += [f"| {title} | |", "|---|---|"]
         for name, value in found.items():
-            shown = ", ".join(f"{k}: {v:,}" for k, v in value.items()) if isinstance(value, dict) else f"{value:,}"
+            shown = (
+                ", ".join(f"{k}: {v:,}" for k, v in value.items())
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, str)
+                else f"{value:,}"
+            )
             lines.append(f"| {name} | {shown} |")
         lines.append("")
     return "\n".join(lines)
@@ -467,12 +473,11 @@ def main() -> None:
             "kills": lambda: measure_load(options.seconds / 2, Path(name), kill_every=5),
         }
         for part in () if options.report else (options.only,) if options.only else parts:
-            results[part] = parts[part]()
+            words = ["git", "rev-parse", "--short", "HEAD"]
+            commit = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+            results[part] = {**parts[part](), "commit": commit}
             record = {
                 "command": f"python benchmarks/reward_server.py --requests {options.requests} --seconds {options.seconds:g}",
-                "commit": subprocess.run(
-                    ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-                ).stdout.strip(),
                 "versions": {
                     "python": platform.python_version(),
                     **{n: version(n) for n in ("fastapi", "uvicorn", "httpx", "torch")},
