@@ -53,7 +53,8 @@ def copy_course() -> None:
 
 
 ROOMS = {
-    "Core": ("types", "protocols", "errors"),
+    "Core": ("types", "protocols", "errors", "text"),
+    "Prompts": ("prompts",),
     "Flow": ("flow",),
     "Samplers": ("samplers",),
     "Credit": ("credit",),

@@ -32,18 +32,18 @@ def model_world(model: str, prompt_file: str, heldout_file: str, reward: str, op
         (FORM,),
         lambda task, part: list(heldout if part == "heldout" else training),
         Prompt,
-        _reward_maker(reward),
+        _reward_maker(reward, options.device),
         lambda chosen: _policy(model, replace(options, **_shared(chosen))),
     )
 
 
-def _reward_maker(spec: str) -> Callable[[str], RewardModel]:
+def _reward_maker(spec: str, device: str) -> Callable[[str], RewardModel]:
     """Built once: a reward may be a large model itself."""
     built: list[RewardModel] = []
 
     def make(form: str) -> RewardModel:
         if not built:
-            built.append(build("reward", spec))
+            built.append(build("reward", spec, device=device))
         return built[0]
 
     return make

@@ -129,7 +129,7 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     parameters = _parameters(maker)
     _require_options(kind, head, options, parameters)
     chosen = {name: value for name, value in defaults.items() if parameters is not None and name in parameters}
-    chosen |= {name: _convert(name, value) for name, value in options.items()}
+    chosen |= {name: _convert(name, value, defaults) for name, value in options.items()}
     needed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     missing = [n for n, p in (parameters or {}).items() if p.default is p.empty and p.kind in needed and n not in chosen]
     if missing:
@@ -203,16 +203,17 @@ def _literal(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def _convert(name: str, value: Any) -> Any:
-    """Words of the options that hold a probe or another part."""
+def _convert(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
+    """Words of the options that hold a probe or another part; rewards within a reward have its defaults."""
     if name == "probe":
         return parse_probe("none" if value is None else str(value))
     kind = {"rule": "credit", "sampler": "sampler", "reward": "reward", "models": "reward"}.get(name)
     if kind is None:
         return value
+    inherited = defaults if kind == "reward" else {}
     if isinstance(value, dict):
-        return {key: build(kind, spec) if isinstance(spec, str) else spec for key, spec in value.items()}
-    return build(kind, value) if isinstance(value, str) else value
+        return {key: build(kind, spec, **inherited) if isinstance(spec, str) else spec for key, spec in value.items()}
+    return build(kind, value, **inherited) if isinstance(value, str) else value
 
 
 def _is_file(head: str) -> bool:

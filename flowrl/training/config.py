@@ -38,7 +38,7 @@ class RunConfig:
     reward_form: str = "soft"
     """strict (0/1), graded (partial credit) or soft (continuous)."""
     reward: str = ""
-    """Another reward than the task's own: NAME of a plug-in, or path/to/file.py:Class."""
+    """Another reward than the task's own: NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts` lists names."""
     reward_noise: float = 0.0
     """Standard deviation of the noise on every score while training; evaluation is without."""
     reward_bias: float = 0.0
@@ -178,7 +178,7 @@ class RunConfig:
 
     def make_reward(self) -> RewardModel:
         """The reward that training uses: the task's own in `reward_form`, or `reward`; with errors where the run wants them."""
-        model = build("reward", self.reward) if self.reward else self.make_world().reward(self.reward_form)
+        model = build("reward", self.reward, device=self.device) if self.reward else self.make_world().reward(self.reward_form)
         errs = self.reward_noise != 0 or self.reward_bias != 0
         return NoisyReward(model, self.reward_noise, self.reward_bias, self.seed) if errs else model
 
