@@ -125,7 +125,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(
-    ("promise", "fault"), [(name, fault) for name, faults in FAULTS.items() for fault in faults], ids=lambda v: str(v)[:40]
+    ("promise", "fault"),
+    [(name, fault) for name, faults in FAULTS.items() for fault in faults],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_every_fault_is_found_by_its_promise(promise, fault):
     found = check_policy(Faulty(**fault), DIRECTIONS)
