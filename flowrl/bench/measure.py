@@ -1,5 +1,6 @@
 """One run, measured: the learning curve, what it cost, and what the 2-D world lets us see besides the reward."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,8 @@ def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict
 
     curve: rows of `CURVE`. quality: mean log-density of held-out ODE samples under the data (the 2-D world; else null);
     diversity: mean distance of two samples of one prompt there. gains: mean |g_i| per step in the first and the last quarter
-    of training, where the rule has every node scored.
+    of training, where the rule has every node scored. seconds: those of the processor, so that other work on the machine does
+    not count; a run has one thread, so on a free core they are the time on the clock.
     """
     torch.set_num_threads(1)
     world, method = config.make_world(), config.make_method()
@@ -40,11 +42,13 @@ def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict
     while trainer.done < config.iterations:
         if stop():
             return None
+        started = time.process_time()
         row = trainer.iteration()
+        seconds = time.process_time() - started
         for name in totals:
-            totals[name] += row[name]
+            totals[name] += seconds if name == "seconds" else row[name]
         for name in PHASES:
-            phases[name] += row["phases"][name] / config.iterations
+            phases[name] += row["phases"][name] / row["seconds"] * seconds / config.iterations
         gains.append(row.get("mean_abs_gain"))
         if trainer.done % config.eval_every == 0 or trainer.done == config.iterations:
             curve.append(_evaluated(trainer, world, trainer.done, totals))

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,9 +18,15 @@ from flowrl.training.config import RunConfig
 
 FORMAT = 1
 PACKAGE = Path(flowrl.__file__).parent
-UNSEEN = ("bench", "plots", "commands", "testing", "diagnostics", "course", "display.py", "cli.py", "__main__.py")
-"""Rooms that no training run passes through: pages may be improved without making the runs void."""
-SEEN_ANYWAY = ("bench/measure.py", "bench/faults.py")
+UNSEEN = (
+    "bench", "plots", "commands", "testing", "diagnostics", "course", "prompts", "display.py", "cli.py", "__main__.py",
+    "models.py", "rewards", "training/compare.py", "training/pretrain.py", "training/results.py", "training/checkpoint.py",
+    "training/run.py",
+    "policies/adapters.py", "policies/architectures.py", "policies/flux.py", "policies/load.py", "policies/pipeline.py",
+    "policies/prompts.py", "policies/sd3.py", "policies/shared.py", "policies/tiny.py",
+)  # fmt: skip
+"""Rooms and modules that no run of the built-in worlds passes through: they may change without making the runs void."""
+SEEN_ANYWAY = ("bench/measure.py", "bench/faults.py", "rewards/noisy.py")
 RULES = ("bench/claims.py", "bench/catalogue.py", "bench/verdicts.py", "bench/evidence.py", "bench/statistics.py")
 
 
@@ -31,11 +37,16 @@ def _digest(paths: Iterable[Path]) -> str:
     return total.hexdigest()[:16]
 
 
+def unseen(path: str) -> bool:
+    """Whether a file (relative to the package) or the room it lies in is one of `UNSEEN`."""
+    return any(path == name or path.startswith(f"{name}/") for name in UNSEEN)
+
+
 @cache
 def code_hash() -> str:
     """Of all sources and built-in weights that a run's numbers depend on."""
     files = [p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".safetensors") and "__pycache__" not in p.parts]
-    chosen = [p for p in files if p.relative_to(PACKAGE).parts[0] not in UNSEEN]
+    chosen = [p for p in files if not unseen(p.relative_to(PACKAGE).as_posix())]
     return _digest([*chosen, *(PACKAGE / name for name in SEEN_ANYWAY)])
 
 
@@ -47,8 +58,12 @@ def rules_hash() -> str:
 
 @cache
 def config_hash(config: RunConfig) -> str:
-    """Of every setting of a run, the seed included, and of the file that a rule of the user's own stands in."""
-    values = json.dumps(config.as_dict(), sort_keys=True)
+    """Of every setting of a run, the seed included, and of the file that a rule of the user's own stands in.
+
+    Settings at their default are left out, so that a setting added later does not rename old runs.
+    """
+    usual = {f.name: f.default for f in fields(RunConfig)}
+    values = json.dumps({name: value for name, value in config.as_dict().items() if value != usual[name]}, sort_keys=True)
     head = config.credit.partition("(")[0].rpartition(":")[0]
     own = hashlib.sha256(Path(head).read_bytes()).hexdigest() if head.endswith(".py") and Path(head).is_file() else ""
     return hashlib.sha256(f"{values}{own}".encode()).hexdigest()[:16]
