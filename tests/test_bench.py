@@ -352,6 +352,10 @@ class TestLedger:
         monkeypatch.setattr(records, "code_hash", lambda: "0123456789abcdef")
         with pytest.raises(ConfigError, match="made by other code"):
             ledger.read()
+        assert len(ledger.read(any_code=True)) == 2
+        ledger.append(tiny_line("uniform", 2))
+        with pytest.raises(ConfigError, match=r"line 3 .* other code"):
+            ledger.read(any_code=True)
 
     def test_other_settings_are_refused(self, ledger: Ledger) -> None:
         with pytest.raises(ConfigError, match="not part of this suite"):

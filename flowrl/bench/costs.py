@@ -50,11 +50,14 @@ def peak_memory(
     return found
 
 
-def kept_memory(path: Path, measure: bool) -> list[dict[str, Any]]:
-    """Peak memory from the file at `path`; where it is missing or of other code, measured now if `measure`, else nothing."""
+def kept_memory(path: Path, measure: bool, code: str = "") -> list[dict[str, Any]]:
+    """Peak memory from the file at `path`; where it is missing or of other code, measured now if `measure`, else nothing.
+
+    `code`: the hash that the file must have; default that of this code.
+    """
     if path.exists():
         kept = json.loads(path.read_text())
-        if kept.get("code") == code_hash():
+        if kept.get("code") == (code or code_hash()):
             return kept["rows"]
     if not measure:
         return []

@@ -11,7 +11,7 @@ from flowrl.bench.claims import SEEDS, Claim
 from flowrl.bench.costs import cost_table
 from flowrl.bench.document import Document, Picture, Table
 from flowrl.bench.evidence import Evidence, column
-from flowrl.bench.records import code_hash, rules_hash
+from flowrl.bench.records import rules_hash
 from flowrl.bench.runner import evidence
 from flowrl.bench.statistics import Estimate, interquartile_mean, level, profile
 from flowrl.bench.verdicts import ALIKE, BETTER, FAILS, HOLDS, UNDECIDED, WORSE, Comparison, Verdict
@@ -113,7 +113,7 @@ def _where(lines: Lines, path: Path) -> str:
     )
     return (
         f"{len(values)} runs ({hours:.1f} hours of one core in training) in `{path.name}`; commit {', '.join(commits)}; "
-        f"{versions}; {'; '.join(machines)}; code `{code_hash()}`, rules `{rules_hash()}`: {kept}."
+        f"{versions}; {'; '.join(machines)}; code `{values[0]['code']}`, rules `{rules_hash()}`: {kept}."
     )
 
 

@@ -127,9 +127,10 @@ class Ledger:
 
     path: Path
 
-    def read(self, allowed: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    def read(self, allowed: Mapping[str, Any] | None = None, any_code: bool = False) -> dict[str, dict[str, Any]]:
         """Lines by id. Raises `ConfigError` for lines of other code, of settings outside `allowed` (None: any), or changed lines.
 
+        With `any_code`, lines of older code may be read (to judge them, or to make one again), if all are of the same.
         A half-written last line (the machine was switched off) is ignored, and will be made again.
         """
         found: dict[str, dict[str, Any]] = {}
@@ -141,18 +142,19 @@ class Ledger:
                 if number == len(texts):
                     break
                 raise ConfigError(f"results: line {number} of {self.path} is not JSON: {error}") from error
-            self._require_same(line, number, allowed)
+            code = next(iter(found.values()), line).get("code") if any_code else code_hash()
+            self._require_same(line, number, allowed, code)
             found[line["id"]] = line
         return found
 
-    def _require_same(self, line: dict[str, Any], number: int, allowed: Mapping[str, Any] | None) -> None:
+    def _require_same(self, line: dict[str, Any], number: int, allowed: Mapping[str, Any] | None, code: str | None) -> None:
         where = f"results: line {number} of {self.path}"
         if line.get("format") != FORMAT:
             raise ConfigError(f"{where} has format {line.get('format')!r}; allowed: {FORMAT}")
-        if line["code"] != code_hash():
+        if line["code"] != code:
             raise ConfigError(
-                f"{where} was made by other code ({line['code']}, commit {line['commit']}; this is {code_hash()}): results of "
-                f"different code are not mixed; choose another --out, or go back to that commit"
+                f"{where} was made by other code ({line['code']}, commit {line['commit']}; expected {code}): results of "
+                f"different code are not mixed; choose another --out, go back to that commit, or only --judge the file"
             )
         if config_hash(RunConfig.from_dict(line["config"])) != line["id"]:
             raise ConfigError(

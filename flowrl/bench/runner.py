@@ -142,8 +142,8 @@ class Repeat:
 
 
 def redo(key: str, ledger: Ledger) -> Repeat:
-    """Run the line with id `key` again from its own settings and compare. Raises `ConfigError` where there is no such line."""
-    lines = ledger.read()
+    """Run the line with id `key` again from its own settings, by today's code, and compare. `ConfigError`: no such line."""
+    lines = ledger.read(any_code=True)
     if key not in lines:
         raise ConfigError(f"redo = {key!r} is not allowed: an id in {ledger.path}")
     found = measure(RunConfig.from_dict(lines[key]["config"]))

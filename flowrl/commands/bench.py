@@ -29,16 +29,16 @@ class Claims:
     """mixture (two dimensions), shapes (images, headline claims only) or all."""
     only: tuple[str, ...] = ()
     """Claims by id; default all."""
-    out: Path = Path("benchmarks/results/claims.jsonl")
+    out: Path = Path("runs/claims/claims.jsonl")
     """The results file: one line per run. Runs that it holds are not made again."""
-    page: Path = Path("docs")
-    """Folder of the page claims.md, claims.html and their figures."""
+    page: Path | None = None
+    """Folder of the page claims.md, claims.html and their figures; default beside the results."""
     workers: int = 0
     """Runs at a time; 0 = one per core. Every run uses one thread, so the numbers do not depend on this."""
     minutes: float = math.inf
     """Start no more runs after so many minutes; the next call goes on."""
     judge: bool = False
-    """Make no runs: judge what the file holds and write the page."""
+    """Make no runs: judge what the file holds (also if older code made it) and write the page."""
     redo: str = ""
     """Make the run with this id again from its line, compare every number, and stop."""
     list: bool = False
@@ -67,12 +67,14 @@ class Claims:
         runs = needed(chosen, "mixture" if self.quick else self.world, seeds)
         suite = Suite(runs, ledger, needed(CLAIMS, "all", SEEDS))
         finished = self.judge or _execute(suite, self.workers, self.minutes)
-        lines = ledger.read(suite.allowed)
+        lines = ledger.read(suite.allowed, any_code=self.judge)
         memory = kept_memory(
-            self.out.with_name("claims-memory.json"), measure=finished and not (self.quick or self.only or self.judge)
+            self.out.with_name(f"{self.out.stem}-memory.json"),
+            measure=finished and not (self.quick or self.only or self.judge),
+            code=next(iter(lines.values()))["code"] if lines else "",
         )
         judged = judge_all(CLAIMS, lines)
-        written = claims_page(judged, lines, self.out, memory).write(self.page, "claims", "claims")
+        written = claims_page(judged, lines, self.out, memory).write(self.page or self.out.parent, "claims", "claims")
         for one in judged:
             if one.claim.id in chosen:
                 print(f"{one.claim.id} ({one.world}, {one.seeds} seeds): {one.label}")
