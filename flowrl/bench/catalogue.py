@@ -361,6 +361,39 @@ _QUESTIONS = (
         asks=True,
     ),
     Claim(
+        "clip-uniform",
+        "What does a clip 10 or 100 times as wide (0.02, 0.2) do to uniform credit?",
+        NONE,
+        "-",
+        {"clip 0.002": UNIFORM, "clip 0.02": {**UNIFORM, "clip": 2e-2}, "clip 0.2": {**UNIFORM, "clip": 2e-1}},
+        Answer(("clip 0.02", "clip 0.2"), "clip 0.002"),
+        asks=True,
+    ),
+    *(
+        Claim(
+            f"clip-lead-{name}",
+            f"Do gains and turning points still lead where all have a clip {name} times as wide ({clip:g})?",
+            NONE,
+            "-",
+            {"uniform": UNIFORM, "stepwise": GAINS, "turning points": POINTS},
+            Answer(("stepwise", "turning points"), "uniform"),
+            base={"clip": clip},
+            tasks=("compositional",) if name == "10" else (),
+            asks=True,
+        )
+        for name, clip in (("10", 2e-2), ("100", 2e-1))
+    ),
+    Claim(
+        "clip-own",
+        "Do gains and turning points at the narrow clip lead over uniform credit at the clip 10 times as wide?",
+        NONE,
+        "-",
+        {"stepwise": GAINS, "turning points": POINTS, "uniform, clip 0.02": {**UNIFORM, "clip": 2e-2}},
+        Answer(("stepwise", "turning points"), "uniform, clip 0.02"),
+        tasks=("compositional",),
+        asks=True,
+    ),
+    Claim(
         "point-density",
         "Are there more turning points than signs drawn at random would give?",
         NONE,

@@ -11,6 +11,7 @@ from flowrl.bench.claims import SEEDS, Claim
 from flowrl.bench.costs import cost_table
 from flowrl.bench.document import Document, Picture, Table
 from flowrl.bench.evidence import Evidence, column
+from flowrl.bench.history import EARLIER_RULES
 from flowrl.bench.records import rules_hash
 from flowrl.bench.runner import evidence
 from flowrl.bench.statistics import Estimate, interquartile_mean, level, profile
@@ -107,14 +108,19 @@ def _where(lines: Lines, path: Path) -> str:
     machines = sorted({line["hardware"] for line in values})
     versions = ", ".join(f"{name} {number}" for name, number in values[0]["versions"].items())
     hours = sum(line["totals"]["seconds"] for line in values) / 3600
-    changed = sum(line["rules"] != rules_hash() for line in values)
-    kept = (
-        "the rules are those that stood when the runs were made" if not changed else f"{changed} runs were made under other rules"
+    kept = "; ".join(
+        _rules_of(rules, sum(line["rules"] == rules for line in values)) for rules in sorted({line["rules"] for line in values})
     )
     return (
         f"{len(values)} runs ({hours:.1f} hours of one core in training) in `{path.name}`; commit {', '.join(commits)}; "
         f"{versions}; {'; '.join(machines)}; code `{values[0]['code']}`, rules `{rules_hash()}`: {kept}."
     )
+
+
+def _rules_of(rules: str, runs: int) -> str:
+    if rules == rules_hash():
+        return f"{runs} runs were made under them"
+    return f"{runs} under earlier ones, `{rules}` ({EARLIER_RULES.get(rules, 'how they differed is not recorded')})"
 
 
 def _count(judged: Sequence[Judged]) -> str:
