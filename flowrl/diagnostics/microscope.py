@@ -9,6 +9,7 @@ are left out.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from flowrl.diagnostics.gradient import Setting
 from flowrl.errors import require
+from flowrl.flow.gaussian import sample as draw
 from flowrl.protocols import CreditAssigner, RewardModel
 from flowrl.rollout import Groups, Rollout, Usage, attach_stds, reward_table, rollout, score
 from flowrl.rollout.continuation import Walkers, continued
@@ -70,7 +72,8 @@ def true_advantages(
     prompts = [prompt for prompt in setting.prompts for _ in range(groups.members)]
     owners = [prompt for prompt in prompts for _ in range(continuations)]
     condition = setting.policy.encode(setting.prompts).repeat(groups.members)
-    walkers = Walkers(setting.policy, setting.sampler, schedule, torch.Generator().manual_seed(seed), usage, max_batch)
+    next_nodes = partial(draw, generator=torch.Generator().manual_seed(seed))
+    walkers = Walkers(setting.policy, setting.sampler, schedule, next_nodes, usage, max_batch)
     nodes = trajectories.trajectories.nodes
     values = torch.zeros(groups.samples, schedule.steps + 1)
     errors = torch.zeros_like(values)

@@ -17,10 +17,19 @@ from flowrl.types import Gaussian
 _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 
 
-def sample(gaussian: Gaussian, generator: torch.Generator) -> Float[Tensor, "sample *latent"]:
-    """Draw mean + std * eps with eps from `generator`: float32 and detached; exactly the mean where std is 0."""
+def sample(
+    gaussian: Gaussian, generator: torch.Generator, first: int = 0, of: int | None = None
+) -> Float[Tensor, "sample *latent"]:
+    """Draw mean + std * eps with eps from `generator`: float32 and detached; exactly the mean where std is 0.
+
+    With `of`, the samples are those from number `first` of `of` ones: noise is drawn for all and theirs is taken, so that a part
+    of a batch gets what it would get in the whole, and leaves the generator as the whole would.
+    """
     mean = gaussian.mean.detach().float()
-    noise = torch.randn(mean.shape, generator=generator, device=generator.device, dtype=torch.float32)
+    shape = mean.shape if of is None else (of, *mean.shape[1:])
+    noise = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+    if of is not None:
+        noise = noise[first : first + len(mean)]
     return mean + expand(gaussian.std.detach().float(), mean) * noise.to(mean.device)
 
 

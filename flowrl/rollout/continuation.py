@@ -1,24 +1,24 @@
 """Going on from a node with the stochastic sampler itself, as the policy would."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flowrl.flow.gaussian import sample as draw
 from flowrl.protocols import FlowPolicy, Sampler
 from flowrl.rollout.usage import Usage
-from flowrl.types import Condition, Schedule
+from flowrl.types import Condition, Gaussian, Schedule
 
 
 @dataclass(frozen=True)
 class Walkers:
-    """What continuations need: policy, sampler, a schedule with stds, the noise's generator, and counters."""
+    """What continuations need: policy, sampler, a schedule with stds, where the next nodes are drawn from, and counters."""
 
     policy: FlowPolicy
     sampler: Sampler
     schedule: Schedule
-    generator: torch.Generator
+    draw: Callable[[Gaussian], Tensor]
     usage: Usage
     max_batch: int = 1024
 
@@ -35,5 +35,5 @@ def continued(walkers: Walkers, nodes: Tensor, start: int, condition: Condition,
         timestep = schedule.network_timesteps[i].expand(len(x))
         velocity = walkers.usage.velocity(walkers.policy, x, timestep, rows, walkers.max_batch)
         gaussian = walkers.sampler.transition(x, velocity, schedule, torch.full((len(x),), i, device=x.device))
-        x = draw(gaussian, walkers.generator) if bool(schedule.stochastic[i]) else gaussian.mean
+        x = walkers.draw(gaussian) if bool(schedule.stochastic[i]) else gaussian.mean
     return x

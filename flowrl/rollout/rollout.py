@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,20 +13,32 @@ from flowrl.protocols import FlowPolicy, Sampler
 from flowrl.rollout.continuation import Walkers, continued
 from flowrl.rollout.usage import Usage
 from flowrl.samplers import ODE, transition_stds
-from flowrl.types import Completion, Condition, Continuation, NoProbe, Probe, Schedule, Substeps, Trajectories
+from flowrl.types import Completion, Condition, Continuation, Gaussian, NoProbe, Probe, Schedule, Substeps, Trajectories
 
 
 @dataclass(frozen=True)
 class Groups:
-    """`prompts` x `members` samples, prompt-major. With `shared_noise` the members of a group start from the same x_T."""
+    """`prompts` x `members` samples, prompt-major. With `shared_noise` the members of a group start from the same x_T.
+
+    `part` makes some of the groups a rollout of their own: those from number `first` of `of` (None: there are no others). All
+    noise is drawn for the whole and sliced, so a group's numbers do not depend on which groups share its process or its chunk.
+    """
 
     prompts: int
     members: int
     shared_noise: bool = False
+    first: int = 0
+    of: int | None = None
 
     def __post_init__(self) -> None:
         require(self.prompts >= 1, "prompts", self.prompts, "1 or more")
         require(self.members >= 1, "members", self.members, "1 or more")
+        fits = self.first == 0 if self.of is None else 0 <= self.first <= self.of - self.prompts
+        require(fits, "first", self.first, f"so that {self.prompts} groups lie within the {self.of or self.prompts} there are")
+
+    def part(self, first: int, count: int) -> "Groups":
+        """`count` groups from number `first` of these."""
+        return replace(self, prompts=count, first=self.first + first, of=self.of or self.prompts)
 
     @property
     def samples(self) -> int:
@@ -38,9 +51,15 @@ class Groups:
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """x_T of every sample, [sample, *latent], on the generator's device."""
-        count = self.prompts if self.shared_noise else self.samples
-        noise = torch.randn((count, *shape), generator=generator, device=generator.device)
+        rows = 1 if self.shared_noise else self.members
+        noise = torch.randn(((self.of or self.prompts) * rows, *shape), generator=generator, device=generator.device)
+        noise = noise[self.first * rows : (self.first + self.prompts) * rows]
         return noise.repeat_interleave(self.members, dim=0) if self.shared_noise else noise
+
+    def draw(self, gaussian: Gaussian, generator: torch.Generator, copies: int = 1) -> Tensor:
+        """A draw per row of `gaussian`, which has `copies` rows for every sample."""
+        rows = self.members * copies
+        return draw(gaussian, generator, self.first * rows, (self.of or self.prompts) * rows)
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,19 @@ class Rollout:
     estimates: Mapping[int, Tensor]
     groups: Groups
     copies: Mapping[int, int] = field(default_factory=dict)
+
+    def part(self, first: int, count: int) -> "Rollout":
+        """`count` of its groups from number `first`."""
+
+        def rows(tensor: Tensor) -> Tensor:
+            per_group = len(tensor) // self.groups.prompts
+            return tensor[first * per_group : (first + count) * per_group]
+
+        path = self.trajectories
+        distinct = {id(tensor): rows(tensor) for tensor in self.estimates.values()}
+        estimates = {node: distinct[id(tensor)] for node, tensor in self.estimates.items()}
+        part = Trajectories(rows(path.nodes), rows(path.velocities), path.schedule)
+        return Rollout(part, estimates, self.groups.part(first, count), self.copies)
 
 
 def attach_stds(schedule: Schedule, sampler: Sampler) -> Schedule:
@@ -142,14 +174,15 @@ class _Walk:
             index = torch.full((len(x),), i, device=x.device)
             stochastic = float(self.schedule.stochastic[i])
             gaussian = self.sampler.transition(x, velocity, self.schedule, index)
-            x = draw(gaussian, self.generator) if stochastic else gaussian.mean
+            x = self.groups.draw(gaussian, self.generator) if stochastic else gaussian.mean
             nodes.append(x)
             velocities.append(velocity)
         trajectories = Trajectories(torch.stack(nodes, 1), torch.stack(velocities, 1), self.schedule)
         estimates = self._substeps(trajectories, probe.count, per_sample) if isinstance(probe, Substeps) else running
         estimates, copies = {**estimates, steps: x}, {}
         if isinstance(probe, Continuation):
-            walkers = Walkers(self.policy, self.sampler, self.schedule, self.generator, self.usage, self.max_batch)
+            next_nodes = partial(self.groups.draw, generator=self.generator, copies=probe.count)
+            walkers = Walkers(self.policy, self.sampler, self.schedule, next_nodes, self.usage, self.max_batch)
             estimates |= {j: continued(walkers, trajectories.nodes[:, j], j, per_sample, probe.count) for j in self._decisions()}
             copies = dict.fromkeys(self._decisions(), probe.count)
         if isinstance(probe, Completion | Continuation):

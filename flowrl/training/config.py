@@ -18,6 +18,7 @@ from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.rollout import require_solver
 from flowrl.samplers import transition_stds
+from flowrl.training.optimisers import OPTIMISERS, LossScale
 from flowrl.types import Schedule
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -87,6 +88,18 @@ class RunConfig:
     """(trajectory, step) pairs per backward pass."""
     max_batch: int = 512
     """Latents per network call."""
+    chunk: int = 0
+    """Groups rolled out at a time (by each process): less memory; 0 = all at once."""
+    overlap_rewards: bool = False
+    """Score finished chunks while the next one is rolled out, for slow (remote) rewards; needs a `chunk`."""
+    offload: bool = False
+    """Keep the trajectories in main memory between rollout and update."""
+    optimiser: str = "adamw"
+    """adamw, or adamw-8bit (needs bitsandbytes)."""
+    loss_scale: float = 65536.0
+    """First factor of the loss where `dtype` is float16, adapted as training goes; 0 = none."""
+    compile: bool = False
+    """Compile the network by torch.compile: a minute or more at the start, faster calls afterwards."""
     eval_every: int = 6
     """Iterations between evaluations; the first and last iterations are always evaluated."""
     eval_prompts: int = 192
@@ -125,6 +138,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("iterations", "prompts", "updates", "micro_batch", "max_batch", "eval_every", "checkpoint_every"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        require(self.chunk >= 0, "chunk", self.chunk, "1 or more, or 0 for all groups at once")
+        need = "with `chunk` 1 or more only: a chunk's rewards are computed beside the next one's rollout"
+        require(self.chunk >= 1 or not self.overlap_rewards, "overlap_rewards", self.overlap_rewards, need)
+        require(self.optimiser in OPTIMISERS, "optimiser", self.optimiser, f"one of {', '.join(OPTIMISERS)}")
+        LossScale(self.loss_scale)
         for name in ("steps", "eval_prompts", "eval_steps"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         require(self.members >= 2, "members", self.members, "2 or more: a group of one has nobody to be compared with")

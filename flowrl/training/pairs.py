@@ -20,15 +20,15 @@ def loss_pairs(
     """The pairs (`sample[k]`, `step[k]`), in any mixture of steps; the current policy's transition carries the gradient.
 
     `condition` has one row per prompt, `advantages` is [sample, step], `sample` and `step` are indices of equal length. One
-    network evaluation per pair, two with the reference.
+    network evaluation per pair, two with the reference. Trajectories in main memory are brought to the policy's device.
     """
     path = result.trajectories
     schedule = path.schedule
-    node = path.nodes[sample, step]
+    node = _rows(path.nodes, sample, step)
     timestep = schedule.network_timesteps[step]
     rows = condition.take(sample // result.groups.members)
     new = sampler.transition(node, policy.velocity(node, timestep, rows), schedule, step)
-    behaviour = sampler.transition(node, path.velocities[sample, step], schedule, step)
+    behaviour = sampler.transition(node, _rows(path.velocities, sample, step), schedule, step)
     reference: Gaussian | None = None
     if with_reference:
         with policy.reference():
@@ -36,9 +36,14 @@ def loss_pairs(
     return LossBatch(
         new=new,
         behaviour=behaviour,
-        next_node=path.nodes[sample, step + 1],
+        next_node=_rows(path.nodes, sample, step + 1),
         advantages=advantages[sample, step],
         mask=schedule.stochastic[step],
         delta=schedule.deltas[step],
         reference=reference,
     )
+
+
+def _rows(stored: Tensor, sample: Tensor, step: Tensor) -> Tensor:
+    """`stored[sample, step]` on the device of the indices."""
+    return stored[sample.to(stored.device), step.to(stored.device)].to(sample.device)

@@ -3,9 +3,10 @@
 prompts -> trajectories + estimates -> rewards [prompt, member, node] -> advantages [prompt, member, step] -> update
 """
 
-import time
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,12 +16,17 @@ from flowrl.credit import check_advantages
 from flowrl.errors import ConfigError, TrainingError
 from flowrl.methods import Method
 from flowrl.protocols import FlowPolicy, PartsCreditAssigner, RandomSampler, RewardModel, Sampler, Stateful
-from flowrl.rollout import Groups, RewardTables, Rollout, Usage, reward_tables, rollout
+from flowrl.rollout import Groups, RewardTables, Usage
 from flowrl.training.checkpoint import Checkpoint, optimiser_tensors, restore_optimiser
+from flowrl.training.collect import Collected, Collector
 from flowrl.training.config import RunConfig
+from flowrl.training.distributed import Team
+from flowrl.training.engine import Engine
 from flowrl.training.invalid import valid_credit
-from flowrl.training.pairs import loss_pairs
-from flowrl.types import Condition, Prompt, Schedule
+from flowrl.training.metrics import Clock, reward_metrics
+from flowrl.training.optimisers import LossScale, make_optimiser
+from flowrl.training.update import Gradients, Part, add_metrics, parts_of
+from flowrl.types import Prompt, Schedule
 
 
 class PromptStream:
@@ -51,44 +57,45 @@ class Trainer:
     """
 
     def __init__(
-        self, policy: FlowPolicy, method: Method, reward: RewardModel, prompts: Sequence[Prompt], config: RunConfig
-    ) -> None:
-        self.policy, self.method, self.reward, self.config = policy, method, reward, config
+        self, policy: FlowPolicy, method: Method, reward: RewardModel, prompts: Sequence[Prompt], config: RunConfig,
+        team: Team = Team(),
+    ) -> None:  # fmt: skip
+        self.policy, self.method, self.reward, self.config, self.team = policy, method, reward, config, team
         self.prompts = PromptStream(prompts, config.seed)
         self.generator = torch.Generator(policy.device).manual_seed(config.seed + 1)
         self.schedule = policy.schedule(config.steps)
         self.groups = Groups(config.prompts, config.members, method.shared_noise)
         named = policy.trainable()
         self.names, self.parameters = list(named), list(named.values())
+        team.spread([p.data for p in self.parameters])
         self.average = [p.detach().clone() for p in self.parameters]
-        self.optimiser = torch.optim.AdamW(self.parameters, lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay)
+        self.optimiser = make_optimiser(config.optimiser, self.parameters, config.lr, config.weight_decay)
+        self.scale = LossScale(config.loss_scale if config.dtype == "float16" else 0.0)
+        self.engine = Engine(self.parameters, self.optimiser, self.scale, team)
+        self.collector = Collector(
+            policy, reward, self.schedule, self.groups, method.credit.probe, team, config.max_batch, config.chunk,
+            config.overlap_rewards, config.offload,
+        )  # fmt: skip
         self.done = 0
         self.on_phase: Callable[[str], None] = lambda phase: None
 
     def iteration(self) -> dict[str, Any]:
         """One pass from prompts to updated weights; returns its metrics."""
-        usage, clock = Usage(), _Clock()
+        usage, clock = Usage(), Clock(self.on_phase, "rollout")
         prompts = self.prompts.take(self.config.prompts)
         condition = self.policy.encode(prompts)
         noise = self.groups.noise(self.policy.latent_shape, self.generator)
         sampler = self.draw_sampler()
-        self.on_phase("rollout")
-        result = rollout(
-            self.policy, sampler, self.schedule, condition, noise, self.generator, self.groups,
-            self.method.credit.probe, usage, self.config.max_batch,
-        )  # fmt: skip
-        clock.lap("rollout")
-        self.on_phase("reward")
-        tables = reward_tables(self.policy, self.reward, result, prompts, usage)
-        clock.lap("reward")
-        advantages, used = valid_credit(tables, lambda some: self._credit(some, result.trajectories.schedule))
-        self.on_phase("update")
-        metrics = self._update(sampler, result, condition, advantages, used, prompts)
-        clock.lap("update")
+        found = self.collector.collect(prompts, condition, noise, sampler, self.generator, usage, clock.enter)
+        tables, schedule = found.tables, found.result.trajectories.schedule
+        advantages, used = valid_credit(tables, lambda some: self._credit(some, schedule))
+        clock.enter("update")
+        metrics = self._update(sampler, found, advantages, used, prompts)
+        clock.stop()
         self.done += 1
         return {
             "iteration": self.done,
-            **_reward_metrics(tables.total),
+            **reward_metrics(tables.total),
             **({"parts": {name: float(t[..., -1].nanmean()) for name, t in tables.parts.items()}} if tables.parts else {}),
             "invalid": int((~tables.valid).sum()),
             "trajectories": self.groups.samples,
@@ -115,52 +122,60 @@ class Trainer:
         return sampler.draw(self.schedule, self.generator, self.done) if isinstance(sampler, RandomSampler) else sampler
 
     def _update(
-        self, sampler: Sampler, result: Rollout, condition: Condition, advantages: Tensor, used: Tensor, prompts: Sequence[Prompt]
+        self, sampler: Sampler, found: Collected, advantages: Tensor, used: Tensor, prompts: Sequence[Prompt]
     ) -> dict[str, Any]:
-        """`updates` optimiser steps, each on its share of the `used` trajectories and all their stochastic steps."""
+        """`updates` optimiser steps, each on its share of the `used` trajectories and all their stochastic steps.
+
+        Every process knows the shares and differentiates the pairs of its own trajectories, each micro-batch weighted by its part
+        of the share, so that the sum of their gradients is that of the share's mean.
+        """
         config, device = self.config, self.policy.device
-        steps = result.trajectories.schedule.stochastic.nonzero().flatten()
+        steps = found.result.trajectories.schedule.stochastic.nonzero().flatten()
         if len(steps) == 0:
             raise ConfigError(f"{sampler} has no stochastic step on this schedule: there is no log-probability to train on")
-        flat = advantages.to(device).reshape(self.groups.samples, -1)
         order = torch.randperm(self.groups.samples, generator=self.generator, device=device)
         order = order[used.to(device).flatten()[order]]
         shares = order.chunk(config.updates)
         left = 1 - self.done / config.iterations
         self.optimiser.param_groups[0]["lr"] = config.lr * (config.final_lr + (1 - config.final_lr) * left)
+        local = advantages.to(device).reshape(self.groups.samples, -1)[found.samples]
+        gradients = Gradients(self.policy, sampler, self.method.loss, found, local)
         totals: dict[str, float] = {}
-        train_nfe = 0
         for share in shares:
-            sample, step = torch.cartesian_prod(share, steps).unbind(1)
-            self.optimiser.zero_grad()
-            for part in torch.arange(len(sample), device=device).split(config.micro_batch):
-                weight = len(part) / len(sample)
-                needs = self.method.loss.needs_reference
-                batch = loss_pairs(self.policy, sampler, result, condition, flat, sample[part], step[part], needs)
-                outcome = self.method.loss.loss(batch)
-                self._require_finite(outcome.loss, "loss", prompts)
-                (outcome.loss * weight).backward()
-                train_nfe += len(part) * (1 + self.method.loss.needs_reference)
-                scale = weight / len(shares)
-                for key, value in {"loss": outcome.loss.detach(), **outcome.metrics}.items():
-                    largest = key == "ratio_deviation"
-                    totals[key] = (
-                        max(totals.get(key, 0.0), float(value)) if largest else totals.get(key, 0.0) + float(value) * scale
-                    )
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters, config.grad_clip)
-            self._require_finite(norm, "gradient norm", prompts)
-            self.optimiser.step()
-            totals["grad_norm"] = float(norm)
-            with torch.no_grad():
-                for mean, parameter in zip(self.average, self.parameters, strict=True):
-                    mean.lerp_(parameter, 1 - config.ema)
+            parts = parts_of(share, steps, config.micro_batch, found, self.team, self.engine.padded)
+            self.engine.zero_grad()
+            for metrics in chain.from_iterable(self.team.gather(lambda some=parts: self._gradients(gradients, some, prompts))):
+                add_metrics(totals, metrics, len(shares))
+            self._step(totals, prompts)
+        train_nfe = len(order) * len(steps) * (1 + self.method.loss.needs_reference)
         return {**totals, "train_nfe": train_nfe, "abs_advantage": float(advantages[used].abs().mean())}
 
-    def _require_finite(self, value: Tensor, what: str, prompts: Sequence[Prompt]) -> None:
-        if not bool(torch.isfinite(value).all()):
+    def _gradients(self, gradients: Gradients, parts: list[Part], prompts: Sequence[Prompt]) -> list[dict[str, float]]:
+        """This process's part of a share's gradient, and its metrics."""
+        rows = gradients.of(parts, self.engine.backward)
+        for row in rows:
+            self._require_finite(row["loss"], "loss", prompts)
+        return rows
+
+    def _step(self, totals: dict[str, float], prompts: Sequence[Prompt]) -> None:
+        """Move the weights and their average, unless the loss's scale was too large for this gradient."""
+        norm = self.engine.norm(self.config.grad_clip)
+        if self.scale.on:
+            totals["loss_scale"], totals["skipped_steps"] = self.scale.value, self.scale.skipped
+        if not self.scale.accepts(norm):
+            return
+        self._require_finite(float(norm), "gradient norm", prompts)
+        totals["grad_norm"] = float(norm)
+        self.engine.step()
+        with torch.no_grad():
+            for mean, parameter in zip(self.average, self.parameters, strict=True):
+                mean.lerp_(parameter, 1 - self.config.ema)
+
+    def _require_finite(self, value: float, what: str, prompts: Sequence[Prompt]) -> None:
+        if not math.isfinite(value):
             texts = ", ".join(sorted({repr(prompt.text) for prompt in prompts})[:8])
             raise TrainingError(
-                f"iteration {self.done + 1}: the {what} is {value.item()}; the weights are those of the last update. "
+                f"iteration {self.done + 1}: the {what} is {value}; the weights are those of the last update. "
                 f"Prompts of this iteration: {texts}. Lower lr ({self.config.lr}) or raise the noise level."
             )
 
@@ -182,6 +197,8 @@ class Trainer:
         tensors |= {f"average.{n}": p for n, p in zip(self.names, self.average, strict=True)}
         tensors |= optimiser_tensors(self.optimiser, self.names)
         tensors |= {"generator": self.generator.get_state(), "prompts.generator": self.prompts.generator.get_state()}
+        if self.scale.on:
+            tensors["loss_scale"] = self.scale.state()
         if isinstance(self.method.credit, Stateful):
             tensors |= {f"credit.{name}": tensor for name, tensor in self.method.credit.state_dict().items()}
         return Checkpoint(dict(tensors), {"done": self.done, "order": self.prompts.order})
@@ -201,39 +218,8 @@ class Trainer:
         if isinstance(self.method.credit, Stateful):
             memory = {name.removeprefix("credit."): t for name, t in tensors.items() if name.startswith("credit.")}
             self.method.credit.load_state_dict(memory)
+        if self.scale.on and "loss_scale" in tensors:
+            self.scale.restore(tensors["loss_scale"])
         self.generator.set_state(tensors["generator"])
         self.prompts.generator.set_state(tensors["prompts.generator"])
         self.done, self.prompts.order = int(values["done"]), list(values["order"])
-
-
-class _Clock:
-    """Seconds by phase."""
-
-    def __init__(self) -> None:
-        self.phases: dict[str, float] = {}
-        self.last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """The time since the last lap belongs to `phase`."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.phases[phase] = self.phases.get(phase, 0.0) + now - self.last
-        self.last = now
-
-
-def _reward_metrics(rewards: Tensor) -> dict[str, Any]:
-    """Statistics of the finished images' rewards, and of the gains where every node was scored; invalid samples left out."""
-    valid = rewards[..., -1].isfinite()
-    rewards, groups = rewards[valid], [group[kept] for group, kept in zip(rewards[..., -1], valid, strict=True) if kept.any()]
-    final = rewards[..., -1]
-    spread = torch.stack([group.std(unbiased=False) for group in groups])
-    metrics: dict[str, Any] = {
-        "reward_mean": float(final.mean()),
-        "reward_std": float(final.std()) if final.numel() > 1 else 0.0,
-        "group_std": float(spread.mean()),
-        "zero_spread_groups": float((spread < 1e-6).float().mean()),
-    }
-    if bool(torch.isfinite(rewards).all()):
-        metrics["mean_abs_gain"] = rewards.diff(dim=-1).abs().mean(0).tolist()
-    return metrics
