@@ -45,5 +45,5 @@ class Family(Protocol):
         ...
 
     def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
-        """Pixels [sample, 3, height, width] in about [-1, 1] from latents [sample, *latent] in float32."""
+        """Pixels [sample, 3, height, width] in about [-1, 1] from latents [sample, *latent] in the decoder's precision."""
         ...

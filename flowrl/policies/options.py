@@ -33,6 +33,11 @@ class ModelOptions:
     """Ends of the names of the layers that get a LoRA; empty: the family's own, all attention projections."""
     adapter: str = ""
     """Start from this LoRA: a file or folder that `load_lora_weights` can read."""
+    adapter_name: str = "default"
+    """What the adapter that is trained is called."""
+    frozen_adapters: tuple[str, ...] = ()
+    """Further LoRAs, as NAME=PATH or PATH, which are in use while sampling, training and in the reference, but are not
+    trained."""
     keep_reference: bool = True
     """Full fine-tuning: keep a frozen copy of the transformer, in `dtype`, for a KL to the base model."""
     checkpointing: bool = False
@@ -41,6 +46,12 @@ class ModelOptions:
     """Tokens of the T5 encoder; 0: the family's own."""
     decode_batch: int = 8
     """Latents per call of the image decoder."""
+    decode_dtype: str = "float32"
+    """Precision of the image decoder; pictures are float32 in any case. bfloat16 is faster and rounds colours a little."""
+    compile: str = ""
+    """torch.compile of the transformer's blocks by this backend (inductor); empty: off. The first call of every shape takes
+    long, and sampling and training are then different programs, so that the ratio of the first update differs from 1 by
+    rounding."""
     cached_prompts: int = 2048
     """Prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at 256 T5 tokens; FLUX: 4 MB at 512)."""
     seed: int = 0
@@ -49,9 +60,13 @@ class ModelOptions:
     def __post_init__(self) -> None:
         for name in ("height", "width", "rank", "decode_batch", "cached_prompts"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        require(self.adapter_name.isidentifier(), "adapter_name", self.adapter_name, "letters, digits and _")
+        beside = self.train == "lora" or not self.frozen_adapters
+        require(beside, "frozen_adapters", self.frozen_adapters, "left out unless train is lora: make them part of the weights")
         require(self.alpha > 0, "alpha", self.alpha, "above 0")
         require(0 <= self.text_tokens <= 512, "text_tokens", self.text_tokens, "1 to 512, or 0 for the family's own")
-        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        for name in ("dtype", "decode_dtype"):
+            require(getattr(self, name) in DTYPES, name, getattr(self, name), f"one of {', '.join(DTYPES)}")
         require(self.guidance >= 1, "guidance", self.guidance, "1 (off) or more")
         for name, choices in (("guidance_gradient", ("both", "prompt")), ("train", ("lora", "full", "nothing"))):
             require(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.errors import ConfigError, require
-from flowrl.policies.adapters import LORA_TARGETS, Adapters
+from flowrl.policies.adapters import LORA_TARGETS, Adapters, frozen_adapters
+from flowrl.policies.compiled import compile_blocks
 from flowrl.policies.family import Family
 from flowrl.policies.options import DTYPES, ModelOptions
 from flowrl.policies.prompts import PromptCache
@@ -25,9 +26,9 @@ class PipelinePolicy:
     """`FlowPolicy` over the transformer of a diffusers pipeline.
 
     The pipeline is taken over: its transformer gets the adapter (or is trained as a whole) and goes to `options.device`, as does
-    its image decoder (in float32); its text encoders stay in main memory and visit the device only to embed new prompts. `pipe`
+    its image decoder; its text encoders stay in main memory and visit the device only to embed new prompts. `pipe`
     is the pipeline, with the weights as they are at the time. The reference is the network with its adapter disabled, or a frozen
-    copy.
+    copy. `adapters` (None unless a LoRA is trained) adds further ones and chooses which is trained and which are in use.
     """
 
     def __init__(self, pipe: Any, family: Family, options: ModelOptions = ModelOptions()) -> None:
@@ -38,13 +39,13 @@ class PipelinePolicy:
         self.dtype = DTYPES[options.dtype]
         self.transformer: Any = pipe.transformer
         _place(self.transformer, self._device, torch.float32 if options.train == "full" else self.dtype)
-        _place(pipe.vae, self._device, torch.float32)
+        _place(pipe.vae, self._device, DTYPES[options.decode_dtype])
         self._latent_shape = family.latent_shape(pipe, options.height, options.width)
         self._size = (options.height // pipe.vae_scale_factor, options.width // pipe.vae_scale_factor)
         self._scheduler = _own_scheduler(pipe)
         self.prompts = PromptCache(self._embed, self._device, options.cached_prompts)
         self._guidance = options.guidance
-        self._adapters: Adapters | None = None
+        self.adapters: Adapters | None = None
         self._copy: Any = None
         self._active = self.transformer
         self._prepare_training()
@@ -53,9 +54,13 @@ class PipelinePolicy:
         options = self.options
         if options.train == "lora":
             targets = options.targets or LORA_TARGETS
-            self._adapters = Adapters(self.transformer, options.rank, options.alpha, targets, options.seed)
+            beside = frozen_adapters(self.pipe, options.frozen_adapters)
+            name, size = options.adapter_name, (options.rank, options.alpha)
+            self.adapters = Adapters(self.transformer, *size, targets, options.seed, name, beside)
+            if self.dtype != torch.float32:
+                self.adapters.cast_by_autocast()
             if options.adapter:
-                self._adapters.load(Path(options.adapter), type(self.pipe))
+                self.adapters.load(Path(options.adapter), type(self.pipe))
         elif options.train == "full":
             if options.keep_reference:
                 self._copy = copy.deepcopy(self.transformer)
@@ -63,11 +68,19 @@ class PipelinePolicy:
             self.transformer.requires_grad_(True)
         if options.checkpointing:
             self.transformer.enable_gradient_checkpointing()
+        if options.compile:
+            for network in (self.transformer, self._copy):
+                compile_blocks(network, options.compile)
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
         """SD3: (channels, height, width); FLUX: (tokens, channels of a 2 x 2 patch)."""
         return self._latent_shape
+
+    @property
+    def latent_size(self) -> tuple[int, int]:
+        """Height and width of the latent picture, an eighth of the image's for SD3 and FLUX."""
+        return self._size
 
     @property
     def device(self) -> torch.device:
@@ -119,15 +132,10 @@ class PipelinePolicy:
         with self._arithmetic():
             return self.family.velocity(self._active, latent.to(self.dtype), timestep, rows, self._size).float()
 
-    @contextmanager
-    def _arithmetic(self) -> Iterator[None]:
+    def _arithmetic(self) -> AbstractContextManager[Any]:
         """Autocast where the network is narrower than float32."""
-        if self.dtype == torch.float32:
-            yield
-            return
-        uncast = nullcontext() if self._adapters is None else self._adapters.uncast()
-        with torch.autocast(self._device.type, dtype=self.dtype), uncast:
-            yield
+        narrow = self.dtype != torch.float32
+        return torch.autocast(self._device.type, dtype=self.dtype) if narrow else nullcontext()
 
     @contextmanager
     def guided(self, guidance: float) -> Iterator[None]:
@@ -141,10 +149,11 @@ class PipelinePolicy:
 
     def decode(self, latent: Tensor) -> Tensor:
         """Images [sample, 3, height, width] in [0, 1], `decode_batch` at a time, float32."""
-        images = []
+        images, dtype = [], DTYPES[self.options.decode_dtype]
         with torch.no_grad():
-            for part in latent.float().split(self.options.decode_batch):
-                images.append((self.family.decode(self.pipe, part, self._size) / 2 + 0.5).clamp(0, 1).contiguous())
+            for part in latent.to(dtype).split(self.options.decode_batch):
+                pixels = self.family.decode(self.pipe, part, self._size).float()
+                images.append((pixels / 2 + 0.5).clamp(0, 1).contiguous())
         return torch.cat(images)
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
@@ -159,7 +168,7 @@ class PipelinePolicy:
         kept = self._active
         self._active = self.transformer if self._copy is None else self._copy
         try:
-            with torch.no_grad(), nullcontext() if self._adapters is None else self._adapters.disabled():
+            with torch.no_grad(), nullcontext() if self.adapters is None else self.adapters.disabled():
                 yield
         finally:
             self._active = kept
@@ -169,8 +178,8 @@ class PipelinePolicy:
         """No gradients. A float32 network also has its adapter merged into the weights; a narrower one has not, because rounding
         W + BA to its precision would make the policy that samples another one than the policy that is trained."""
         merge: AbstractContextManager[None] = nullcontext()
-        if self._adapters is not None and self.dtype == torch.float32:
-            merge = self._adapters.merged()
+        if self.adapters is not None and self.dtype == torch.float32:
+            merge = self.adapters.merged()
         with torch.no_grad(), merge:
             yield
 
@@ -181,8 +190,8 @@ class PipelinePolicy:
         require(self.options.train != "nothing", "train", self.options.train, "lora or full: there is nothing to save")
         new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
         shutil.rmtree(new, ignore_errors=True)
-        if self._adapters is not None:
-            type(self.pipe).save_lora_weights(new, transformer_lora_layers=self._adapters.tensors())
+        if self.adapters is not None:
+            type(self.pipe).save_lora_weights(new, transformer_lora_layers=self.adapters.tensors())
         else:
             self.transformer.save_pretrained(new / "transformer")
         shutil.rmtree(old, ignore_errors=True)
