@@ -5,118 +5,30 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flowrl.errors import ConfigError, require
-from flowrl.policies.adapters import LORA_TARGETS, Adapters
+from flowrl.policies.adapters import LORA_TARGETS, Adapters, frozen_adapters
+from flowrl.policies.compiled import compile_blocks
+from flowrl.policies.family import Family
+from flowrl.policies.options import DTYPES, ModelOptions
 from flowrl.policies.prompts import PromptCache
 from flowrl.types import Condition, Prompt, Schedule
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """How a pipeline becomes a policy. Sizes in pixels; the defaults are Flow-GRPO's for SD3.5-Medium (arXiv 2505.05470)."""
-
-    height: int = 512
-    width: int = 512
-    device: str = "cpu"
-    dtype: str = "float32"
-    """Precision of the frozen weights and of the network's arithmetic (autocast): float32, bfloat16 or float16. What is trained
-    is stored in float32, and velocities, latents and everything computed from them are float32. For training on a GPU take
-    bfloat16: float16 would need its loss scaled, or small gradients vanish."""
-    guidance: float = 1.0
-    """Classifier-free guidance s: v = v_neg + s (v_prompt - v_neg), in rollouts and updates alike; 1 = off (half the cost)."""
-    negative_prompt: str = ""
-    guidance_gradient: str = "both"
-    """both, or prompt: v_neg is computed without a gradient (less memory; the values are the same)."""
-    train: str = "lora"
-    """lora, full (all weights of the transformer) or nothing."""
-    rank: int = 32
-    alpha: float = 64.0
-    targets: tuple[str, ...] = ()
-    """Ends of the names of the layers that get a LoRA; empty: the family's own, all attention projections."""
-    adapter: str = ""
-    """Start from this LoRA: a file or folder that `load_lora_weights` can read."""
-    keep_reference: bool = True
-    """Full fine-tuning: keep a frozen copy of the transformer, in `dtype`, for a KL to the base model."""
-    checkpointing: bool = False
-    """Gradient checkpointing: activations are computed twice instead of stored."""
-    text_tokens: int = 0
-    """Tokens of the T5 encoder; 0: the family's own."""
-    decode_batch: int = 8
-    """Latents per call of the image decoder."""
-    cached_prompts: int = 2048
-    """Prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at 256 T5 tokens; FLUX: 4 MB at 512)."""
-    seed: int = 0
-    """Draws the LoRA's first matrices."""
-
-    def __post_init__(self) -> None:
-        for name in ("height", "width", "rank", "decode_batch", "cached_prompts"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        require(self.alpha > 0, "alpha", self.alpha, "above 0")
-        require(0 <= self.text_tokens <= 512, "text_tokens", self.text_tokens, "1 to 512, or 0 for the family's own")
-        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        require(self.guidance >= 1, "guidance", self.guidance, "1 (off) or more")
-        for name, choices in (("guidance_gradient", ("both", "prompt")), ("train", ("lora", "full", "nothing"))):
-            require(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
-
-
-class Family(Protocol):
-    """What differs between model families: the names of a pipeline's parts and how its transformer is called."""
-
-    @property
-    def pipeline(self) -> str:
-        """The diffusers class that this family is for; `pipe` below is a pipeline of that class."""
-        ...
-
-    @property
-    def encoders(self) -> tuple[str, ...]:
-        """The attributes of its text encoders."""
-        ...
-
-    @property
-    def text_tokens(self) -> int:
-        """The usual length of its T5 prompts."""
-        ...
-
-    def latent_shape(self, pipe: Any, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one latent as the transformer sees it. Raises `ConfigError` for a size that the pipeline does not draw."""
-        ...
-
-    def set_timesteps(self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any) -> None:
-        """Place the pipeline's own grid of `steps` steps, resolution-dependent shift included, into `scheduler`."""
-        ...
-
-    def encode(self, pipe: Any, text: str, tokens: int, device: torch.device) -> Mapping[str, Tensor]:
-        """The embeddings of one prompt, without a prompt axis."""
-        ...
-
-    def velocity(
-        self, transformer: Any, latent: Tensor, timestep: Tensor, rows: Mapping[str, Tensor], size: tuple[int, int]
-    ) -> Tensor:
-        """v at `latent` [sample, *latent] in the network's precision; `timestep` = 1000 t [sample], `size` = height, width of the
-        latent picture, `rows` the embeddings [sample, ...]."""
-        ...
-
-    def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
-        """Pixels [sample, 3, height, width] in about [-1, 1] from latents [sample, *latent] in float32."""
-        ...
+__all__ = ["DTYPES", "Family", "ModelOptions", "PipelinePolicy"]
 
 
 class PipelinePolicy:
     """`FlowPolicy` over the transformer of a diffusers pipeline.
 
     The pipeline is taken over: its transformer gets the adapter (or is trained as a whole) and goes to `options.device`, as does
-    its image decoder (in float32); its text encoders stay in main memory and visit the device only to embed new prompts. `pipe`
+    its image decoder; its text encoders stay in main memory and visit the device only to embed new prompts. `pipe`
     is the pipeline, with the weights as they are at the time. The reference is the network with its adapter disabled, or a frozen
-    copy.
+    copy. `adapters` (None unless a LoRA is trained) adds further ones and chooses which is trained and which are in use.
     """
 
     def __init__(self, pipe: Any, family: Family, options: ModelOptions = ModelOptions()) -> None:
@@ -127,13 +39,13 @@ class PipelinePolicy:
         self.dtype = DTYPES[options.dtype]
         self.transformer: Any = pipe.transformer
         _place(self.transformer, self._device, torch.float32 if options.train == "full" else self.dtype)
-        _place(pipe.vae, self._device, torch.float32)
+        _place(pipe.vae, self._device, DTYPES[options.decode_dtype])
         self._latent_shape = family.latent_shape(pipe, options.height, options.width)
         self._size = (options.height // pipe.vae_scale_factor, options.width // pipe.vae_scale_factor)
         self._scheduler = _own_scheduler(pipe)
         self.prompts = PromptCache(self._embed, self._device, options.cached_prompts)
         self._guidance = options.guidance
-        self._adapters: Adapters | None = None
+        self.adapters: Adapters | None = None
         self._copy: Any = None
         self._active = self.transformer
         self._prepare_training()
@@ -142,9 +54,13 @@ class PipelinePolicy:
         options = self.options
         if options.train == "lora":
             targets = options.targets or LORA_TARGETS
-            self._adapters = Adapters(self.transformer, options.rank, options.alpha, targets, options.seed)
+            beside = frozen_adapters(self.pipe, options.frozen_adapters)
+            name, size = options.adapter_name, (options.rank, options.alpha)
+            self.adapters = Adapters(self.transformer, *size, targets, options.seed, name, beside)
+            if self.dtype != torch.float32:
+                self.adapters.cast_by_autocast()
             if options.adapter:
-                self._adapters.load(Path(options.adapter), type(self.pipe))
+                self.adapters.load(Path(options.adapter), type(self.pipe))
         elif options.train == "full":
             if options.keep_reference:
                 self._copy = copy.deepcopy(self.transformer)
@@ -152,11 +68,19 @@ class PipelinePolicy:
             self.transformer.requires_grad_(True)
         if options.checkpointing:
             self.transformer.enable_gradient_checkpointing()
+        if options.compile:
+            for network in (self.transformer, self._copy):
+                compile_blocks(network, options.compile)
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
         """SD3: (channels, height, width); FLUX: (tokens, channels of a 2 x 2 patch)."""
         return self._latent_shape
+
+    @property
+    def latent_size(self) -> tuple[int, int]:
+        """Height and width of the latent picture, an eighth of the image's for SD3 and FLUX."""
+        return self._size
 
     @property
     def device(self) -> torch.device:
@@ -208,15 +132,10 @@ class PipelinePolicy:
         with self._arithmetic():
             return self.family.velocity(self._active, latent.to(self.dtype), timestep, rows, self._size).float()
 
-    @contextmanager
-    def _arithmetic(self) -> Iterator[None]:
+    def _arithmetic(self) -> AbstractContextManager[Any]:
         """Autocast where the network is narrower than float32."""
-        if self.dtype == torch.float32:
-            yield
-            return
-        uncast = nullcontext() if self._adapters is None else self._adapters.uncast()
-        with torch.autocast(self._device.type, dtype=self.dtype), uncast:
-            yield
+        narrow = self.dtype != torch.float32
+        return torch.autocast(self._device.type, dtype=self.dtype) if narrow else nullcontext()
 
     @contextmanager
     def guided(self, guidance: float) -> Iterator[None]:
@@ -230,10 +149,11 @@ class PipelinePolicy:
 
     def decode(self, latent: Tensor) -> Tensor:
         """Images [sample, 3, height, width] in [0, 1], `decode_batch` at a time, float32."""
-        images = []
+        images, dtype = [], DTYPES[self.options.decode_dtype]
         with torch.no_grad():
-            for part in latent.float().split(self.options.decode_batch):
-                images.append((self.family.decode(self.pipe, part, self._size) / 2 + 0.5).clamp(0, 1).contiguous())
+            for part in latent.to(dtype).split(self.options.decode_batch):
+                pixels = self.family.decode(self.pipe, part, self._size).float()
+                images.append((pixels / 2 + 0.5).clamp(0, 1).contiguous())
         return torch.cat(images)
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
@@ -248,7 +168,7 @@ class PipelinePolicy:
         kept = self._active
         self._active = self.transformer if self._copy is None else self._copy
         try:
-            with torch.no_grad(), nullcontext() if self._adapters is None else self._adapters.disabled():
+            with torch.no_grad(), nullcontext() if self.adapters is None else self.adapters.disabled():
                 yield
         finally:
             self._active = kept
@@ -258,8 +178,8 @@ class PipelinePolicy:
         """No gradients. A float32 network also has its adapter merged into the weights; a narrower one has not, because rounding
         W + BA to its precision would make the policy that samples another one than the policy that is trained."""
         merge: AbstractContextManager[None] = nullcontext()
-        if self._adapters is not None and self.dtype == torch.float32:
-            merge = self._adapters.merged()
+        if self.adapters is not None and self.dtype == torch.float32:
+            merge = self.adapters.merged()
         with torch.no_grad(), merge:
             yield
 
@@ -270,8 +190,8 @@ class PipelinePolicy:
         require(self.options.train != "nothing", "train", self.options.train, "lora or full: there is nothing to save")
         new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
         shutil.rmtree(new, ignore_errors=True)
-        if self._adapters is not None:
-            type(self.pipe).save_lora_weights(new, transformer_lora_layers=self._adapters.tensors())
+        if self.adapters is not None:
+            type(self.pipe).save_lora_weights(new, transformer_lora_layers=self.adapters.tensors())
         else:
             self.transformer.save_pretrained(new / "transformer")
         shutil.rmtree(old, ignore_errors=True)
