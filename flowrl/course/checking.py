@@ -73,6 +73,8 @@ def _explain(error: Exception, answer: tuple[Any, ...]) -> str:
     if any(part is ... or part is None for part in answer):
         return "not answered yet: replace the dots"
     told = f"your code raised {type(error).__name__}: {error}"
+    if "must match the size of tensor" in str(error):
+        return f"{told}. A [sample] tensor meets a [sample, dim] one as time[:, None]"
     return f"{told}. Does it return something yet?" if "ellipsis" in str(error) or "NoneType" in str(error) else told
 
 
@@ -100,7 +102,7 @@ def number(value: Any, what: str = "the answer") -> float:
     """`value` as a float, or `Unsolved`."""
     answered(value, what)
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError):
         raise Unsolved(f"{what} is a {type(value).__name__}; one number is wanted") from None
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.course.checking import answered, check, close, expect, number, same, tensor
+from flowrl.course.checking import Unsolved, answered, check, close, expect, number, same, tensor
 from flowrl.flow import interpolate, tweedie
 from flowrl.flow.mixture import GaussianMixture
 
@@ -66,7 +66,10 @@ def check_loss(answer: Answer) -> None:
         "the target is the data; that is another parametrisation. The velocity is eps - x_0": (0.7 * x - clean).square().mean(),
         "this is a sum; take the mean over samples and dimensions": squares.sum(),
         "this is summed over dimensions; take the mean over them too": squares.sum(1).mean(),
+        "this is the root of the mean square; take no root": squares.mean().sqrt(),
+        "these are absolute values; square the differences": squares.sqrt().mean(),
     }
+    expect(not isinstance(got, float), "the loss is a plain number, and carries no gradient: leave out .item()")
     expect(isinstance(got, Tensor) and got.ndim == 0, "the loss must be one number: take the mean over samples and dimensions")
     close(got, squares.mean(), "this is not the mean of |network(x_t, t) - (eps - x_0)|^2", mistakes)
     expect(got.requires_grad, "the loss carries no gradient to the network: do not detach or use .item()")
@@ -90,7 +93,12 @@ def _path(noise: Tensor, times: Tensor, sign: float = -1.0, ahead: int = 0) -> T
 def check_euler(answer: Answer) -> None:
     """`answer(velocity, noise, times)` gives all nodes of Euler's path."""
     noise, times = _batch()[1], torch.tensor([1.0, 0.7, 0.3, 0.0])
-    got = answered(answer(_field, noise, times), "euler")
+    try:
+        got = answered(answer(_field, noise.clone(), times), "euler")
+    except IndexError as error:
+        raise Unsolved(
+            f"your code raised IndexError: {error}. The grid has T + 1 times and T steps: the last step starts at node T - 1"
+        ) from None
     expect(isinstance(got, Tensor) and got.ndim == 3, "return all nodes stacked, [node, sample, dim]")
     expect(len(got) != 1, "only the noise came back: append one node per step")
     expect(len(got) == 4, f"{len(got)} nodes came back for a grid of 4 times (3 steps); node 0 is the noise itself")
@@ -103,6 +111,10 @@ def check_euler(answer: Answer) -> None:
     for t in times[:-1]:
         even.append(even[-1] - _field(even[-1], t.expand(len(noise))) / 3)
     mistakes["all steps have the same length; the grid may be uneven: use t_i - t_{i+1}"] = torch.stack(even)
+    expect(
+        not all(same(node, got[0]) for node in got),
+        "all nodes are the same: `x -= ...` changes the tensor that is already in the list; write x = x - ...",
+    )
     close(got, _path(noise, times), "the nodes are not those of x <- x - (t_i - t_{i+1}) v(x, t_i)", mistakes)
 
 
@@ -135,7 +147,8 @@ def check_euler_error(answer: Answer) -> None:
 
     fine = end(640)
     expect(
-        number(answer(noise, 640), "the error") < 1e-4, "with 640 steps the error must be 0: is the noise the same on both sides?"
+        number(answer(noise, 640), "the error") < 1e-4,
+        "with 640 steps the error must be 0: are the noise and the field, ring.velocity, the same on both sides?",
     )
     gap = end(10) - fine
     mistakes = {
@@ -143,6 +156,7 @@ def check_euler_error(answer: Answer) -> None:
         "this averages over the two coordinates; a distance sums over them": gap.square().mean().sqrt(),
         "this is the mean distance; the root mean square is asked for": gap.norm(dim=1).mean(),
         "this sums over samples: take their mean": gap.norm(),
+        "a grid of T steps has T + 1 times: linspace(1, 0, steps + 1)": (end(9) - end(639)).square().sum(1).mean().sqrt(),
     }
     got = number(answer(noise, 10), "the error")
     close(got, gap.square().sum(1).mean().sqrt(), "the error with 10 steps is not what Euler's method gives", mistakes, 1e-3)

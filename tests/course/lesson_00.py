@@ -20,6 +20,8 @@ CASES = [
             (lambda r: int(r.argmax()), "highest score"),
             (lambda r: int(r.diff().argmin()), "largest fall"),
             (lambda r: int(r.diff().argmax()) + 1, "node that the largest rise leads to"),
+            (lambda r: int(r.diff().abs().argmax()), "absolute value"),
+            (lambda r: r.diff().max(), "argmax instead of max"),
             (lambda r: ..., "replace the dots"),
             (lambda r: 4, "not where the score is highest"),
         ],

@@ -1,5 +1,7 @@
 """Solutions and likely mistakes of lesson 1."""
 
+from itertools import pairwise
+
 import torch
 
 from flowrl.course import lesson_01 as lesson
@@ -26,8 +28,16 @@ def euler(velocity, noise, times, sign=-1.0, ahead=0):
     return torch.stack(nodes)
 
 
-def error(noise, steps, reduce=lambda gap: gap.square().sum(1).mean().sqrt()):
-    ends = [euler(RING.velocity, noise, torch.linspace(1, 0, count + 1))[-1] for count in (steps, 640)]
+def changing_in_place(velocity, noise, times):
+    nodes, x = [noise], noise
+    for t, s in pairwise(times):
+        x -= (t - s) * velocity(x, t.expand(len(x)))
+        nodes.append(x)
+    return torch.stack(nodes)
+
+
+def error(noise, steps, reduce=lambda gap: gap.square().sum(1).mean().sqrt(), fine=640):
+    ends = [euler(RING.velocity, noise, torch.linspace(1, 0, count + 1))[-1] for count in (steps, fine)]
     return float(reduce(ends[0] - ends[1]))
 
 
@@ -50,7 +60,10 @@ CASES = [
             (lambda f, c, n, t: (f(c, t) - (n - c)).square().mean(), "given the clean data"),
             (lambda f, c, n, t: (f(interpolate(c, n, t), t) - (n - c)).square().sum(), "this is a sum"),
             (lambda f, c, n, t: (f(interpolate(c, n, t), t) - n).square().mean(), "the target is the noise"),
-            (lambda f, c, n, t: loss(f, c, n, t).detach(), "carries no gradient"),
+            (lambda f, c, n, t: loss(f, c, n, t).detach(), "do not detach"),
+            (lambda f, c, n, t: loss(f, c, n, t).item(), "leave out .item()"),
+            (lambda f, c, n, t: loss(f, c, n, t).sqrt(), "take no root"),
+            (lambda f, c, n, t: (f(interpolate(c, n, t), t) - (n - c)).abs().mean(), "absolute values"),
         ],
     ),
     Case(
@@ -62,6 +75,8 @@ CASES = [
             (lambda v, n, t: torch.stack([n]), "only the noise came back"),
             (lambda v, n, t: euler(v, n, t)[1:], "node 0 is the noise"),
             (lambda v, n, t: euler(lambda x, time: v(x, time[0]), n, t), "one per sample"),
+            (changing_in_place, "write x = x - ..."),
+            (lambda v, n, t: euler(v, n, torch.cat([t, t[-1:]]), ahead=len(t)), "T + 1 times and T steps"),
         ],
     ),
     Case(
@@ -70,6 +85,7 @@ CASES = [
         [
             (lambda x, v, t: x + t[:, None] * v, "the sign is wrong"),
             (lambda x, v, t: x - v, "the whole velocity"),
+            (lambda x, v, t: x - t * v, "time[:, None]"),
             (lambda x, v, t: x - (1 - t[:, None]) * v, "already walked"),
             (lambda x, v, t: x + (1 - t[:, None]) * v, "estimate of the noise"),
         ],
@@ -82,6 +98,7 @@ CASES = [
             (lambda n, s: error(n, s, lambda g: g.square().mean().sqrt()), "sums over them"),
             (lambda n, s: error(n, s, lambda g: g.norm(dim=1).mean()), "root mean square is asked"),
             (lambda n, s: error(n, s) + 0.1, "must be 0"),
+            (lambda n, s: error(n, s - 1, fine=639), "steps + 1"),
         ],
     ),
 ]

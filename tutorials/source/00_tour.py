@@ -54,7 +54,7 @@ def rows(images, scores, title=""):
 
 
 before, before_scores = draw(policy, prompts, 8)
-rows(before, before_scores)
+rows(before, before_scores, "before training; the number is the score, 1 is perfect")
 plt.show()
 
 # %% [markdown]
@@ -103,7 +103,7 @@ plt.show()
 # %% [markdown]
 # ## The question of credit
 #
-# A picture is made in ten steps, and gets one score. Which step earned it? At any moment the model has a guess of the finished picture. Follow the best and the worst of this group: above, what each would become if no more randomness came; below, the score of that.
+# A picture is made in ten steps, and gets one score. Which step earned it? At any moment the model has a guess of the finished picture. Follow the best and the worst of this group: above, what each would become if no more randomness came (upper row: the best, lower row: the worst); below, the score of that.
 
 # %% tags=["hide-input"]
 figure, axes = plt.subplots(4, 11, figsize=(12.5, 6.2), layout="constrained", height_ratios=[1, 1, 0.1, 2.2])
@@ -113,6 +113,7 @@ for row, member in enumerate((int(order[0]), int(order[-1]))):
         axes[row, node].imshow(policy.decode(estimate)[0].permute(1, 2, 0).clamp(0, 1).numpy(), interpolation="nearest")
         axes[row, node].set_title(f"node {node}" if row == 0 else "", fontsize=8)
         axes[row, node].axis("off")
+    axes[row, 0].text(-0.1, 0.5, ("best", "worst")[row], ha="right", va="center", transform=axes[row, 0].transAxes)
 for cell in axes[2:].flat:
     cell.remove()
 lower = figure.add_subplot(figure.axes[0].get_gridspec()[3, :])
@@ -127,11 +128,11 @@ clean(lower)
 plt.show()
 
 # %% [markdown]
-# Look at the worst one: it was on the wrong way at first (the square to the *right*), step 2 put that right, and steps 3 and 4 turned the triangle red. One score for the whole picture cannot say that.
+# Look at the worst one: it was on the wrong way at first (the square to the *right*), step 2 put that right, step 3 moved the triangle without harm, and step 4 turned it red. One score for the whole picture cannot say that.
 #
 # ### Exercise 2 · the step that mattered *(easy, 4 minutes)*
 #
-# `table[0, member]` holds the scores of the guesses at nodes 0 to 10. Step $i$ leads from node $i$ to node $i+1$. Write a function that returns the step at which the score rose most.
+# `table[0, member]` holds the scores of the guesses at nodes 0 to 10. Step $i$ leads from node $i$ to node $i+1$. Write a function that returns the number of the step at which the score rose most.
 
 
 # %% tags=["exercise"]
@@ -168,20 +169,23 @@ rules = {"flow-grpo": Uniform(), "stepwise-flow-grpo": StepwiseGain(probe=Comple
 figure, axes = panels(3, width=4.0, height=3.2)
 for cell, (name, rule) in zip(axes, rules.items(), strict=True):
     advantages = rule.assign(table, result.trajectories.schedule)[0, order]
-    cell.imshow(advantages, cmap="RdBu", vmin=-3, vmax=3, aspect="auto")
+    picture = cell.imshow(advantages, cmap="RdBu", vmin=-3, vmax=3, aspect="auto")
     cell.set_title(name, color=COLOURS[name])
     cell.set(xlabel="step", xticks=range(10), yticks=[0, 11], yticklabels=["best", "worst"])
     for member, step in turning_points(table)[0, order].nonzero().tolist() if name == "tp-grpo" else []:
         cell.scatter(step, member, marker="o", facecolor="none", edgecolor="black", s=40)
     print(f"{name:20} worst picture, steps 0 to 9: " + " ".join(f"{a:+.1f}" for a in advantages[-1].tolist()))
+figure.colorbar(picture, ax=axes, label="advantage", extend="both")
 plt.show()
 
 # %% [markdown]
-# Flow-GRPO makes every step of the worst picture less likely, the good one too; the other two praise step 2 and blame what came after. Circles mark turning points. Only steps 2 to 6 are random here; steps without randomness are decided by what came before, bring no gain, and are left out of the update anyway.
+# Flow-GRPO makes every step of the worst picture less likely, the good one too. The other two praise step 2 and blame step 4. TP-GRPO also blames step 3: it is a turning point (circles mark them), the last step before the fall that decided this
+# picture. Only steps 2 to 6 are random here; steps without randomness are decided by what came before, bring no gain, and are left out of the update anyway.
 #
 # ### Exercise 3 · who is blamed? *(easy, 3 minutes)*
 #
-# A trajectory ends well above its group's mean, but its third step lowered the guess's score while its siblings' third steps raised theirs. Which rules make that step *less* likely? Answer with a set of names.
+# A trajectory ends well above its group's mean, but its third step lowered the guess's score while its siblings' third steps raised theirs. Which rules make that step *less* likely? Answer with a set of names
+# from `"flow-grpo"`, `"stepwise-flow-grpo"` and `"tp-grpo"`.
 
 # %% tags=["exercise"]
 blaming = {...}

@@ -112,7 +112,8 @@ plt.show()
 #
 # $$v(x, t) = \mathbb{E}\left[\varepsilon - x_0 \mid x_t = x\right],$$
 #
-# and averages are what least squares finds: a network trained to predict $\varepsilon - x_0$ from $(x_t, t)$ with a squared error
+# Why is the average enough? How dense a place becomes depends only on how much flows in and out, not on which sample carries it; and that flow is the density times
+# the *mean* velocity there. And averages are what least squares finds: a network trained to predict $\varepsilon - x_0$ from $(x_t, t)$ with a squared error
 # converges to $v$ (Lipman et al. 2022, arXiv 2210.02747, theorem 2; Liu et al. 2022, arXiv 2209.03003).
 #
 # ### Exercise 2 · the training loss *(medium, 6 minutes)*
@@ -170,7 +171,7 @@ print(f"loss: first 100 updates {sum(losses[:100]) / 100:.2f}, last 100 updates 
 
 # %% [markdown]
 # For a Gaussian mixture the velocity can be written down: at time $t$ mode $k$ has become $\mathcal N((1-t)\,m_k,\; c_t I)$ with
-# $c_t = (1-t)^2 s^2 + t^2$, the posterior probability of each mode follows from Bayes' rule, and within a mode everything is linear.
+# $c_t = (1-t)^2 s^2 + t^2$ ($m_k$ is the blob's centre, $s$ its standard deviation), the posterior probability of each mode follows from Bayes' rule, and within a mode everything is linear.
 # `GaussianMixture.velocity` does that. So we can see where the network is right, without guessing.
 
 # %% tags=["hide-input"]
@@ -211,7 +212,7 @@ plt.show()
 #
 # ### Exercise 3 · Euler's method *(medium, 6 minutes)*
 #
-# `velocity(x, t)` is as above, `times` are the $T + 1$ grid points. Return all nodes, `[node, sample, dim]`.
+# `velocity(x, t)` maps `[sample, dim]` and `[sample]` to `[sample, dim]`, like `network` above; `times` `[node]` are the $T + 1$ grid points. Return all nodes, `[node, sample, dim]`.
 
 
 # %% tags=["exercise"]
@@ -246,9 +247,9 @@ for cell, steps in zip(axes[:4], (1, 2, 5, 20), strict=True):
     with torch.no_grad():
         final = euler(learned, noise, torch.linspace(1, 0, steps + 1))[-1]
     plane(cell, f"learned, {steps} step{'s' * (steps > 1)}")
-    cell.scatter(*final.T, s=2, color=DATA, alpha=0.5)
+    cell.scatter(*final.T, s=2, color=ACCENT, alpha=0.5)
 plane(axes[4], "data")
-axes[4].scatter(*ring.sample(1500, generator).T, s=2, color=NOISE, alpha=0.5)
+axes[4].scatter(*ring.sample(1500, generator).T, s=2, color=DATA, alpha=0.5)
 plt.show()
 
 # %% [markdown]
@@ -261,10 +262,12 @@ plt.show()
 #
 # $$\hat x_0 = x_t - t\,v, \qquad \hat\varepsilon = x_t + (1-t)\,v,$$
 #
-# and with $v$ the conditional mean, $\hat x_0 = \mathbb E[x_0 \mid x_t]$. This is called the **Tweedie estimate**. It is the cheapest way to score an
+# and with $v$ the conditional mean both become conditional means (they are linear in $v$): $\hat x_0 = \mathbb E[x_0 \mid x_t]$. This is called the **Tweedie estimate**. It is the cheapest way to score an
 # unfinished image, and so the base of stepwise credit (lesson 5).
 #
 # ### Exercise 4 · the Tweedie estimate *(easy, 3 minutes)*
+#
+# Write $\hat x_0$ for a batch: `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`.
 
 
 # %% tags=["exercise"]
@@ -309,7 +312,8 @@ print(
 )
 
 # %% [markdown]
-# The estimate starts at the average of all data and moves outwards; it is ahead of the state all the way. Its *direction* is right from the beginning: an ODE is
+# The estimate starts at the average of all data, which is far from every blob: at first it is the worse guess of the two. It moves outwards fast; from $t = 0.7$ on it is nearer
+# to the final point than the state is, and by $t = 0.4$ much nearer. Its *direction* is right from the beginning: an ODE is
 # deterministic, its end is decided by the noise alone, and on this symmetric ring the angle of the noise picks the blob. That is why an ODE leaves nothing for
 # reinforcement learning to decide on the way, and why lesson 2 adds randomness.
 #
