@@ -83,13 +83,14 @@ class Train:
     """
 
     preset: str = "default"
-    """default, long or tiny."""
+    """default, long or tiny; or a model, a method and a task, as in sd3.5-medium,tp-grpo,ocr (`flowrl presets` lists them); or a
+    .yaml file; several are separated by commas."""
     out: Path | None = None
     """Folder for the run; default runs/train-DATE."""
     resume: Path | None = None
     """Go on with the run in this folder."""
     config: Path | None = None
-    """Repeat a run from its saved config.json."""
+    """Repeat a run from its saved config.json or config.yaml."""
     run: Annotated[TrainSettings, tyro.conf.arg(name="")] = field(default_factory=TrainSettings)  # pyright: ignore[reportInvalidTypeForm]
 
     def main(self) -> int:
