@@ -91,6 +91,10 @@ class Train:
     """Go on with the run in this folder."""
     config: Path | None = None
     """Repeat a run from its saved config.json or config.yaml."""
+    plan: bool = False
+    """Print what an iteration consists of (trajectories, pairs, batches, network evaluations, memory) and train nothing."""
+    processes: int = 1
+    """Processes that `plan` counts for; `accelerate launch` says how many train."""
     run: Annotated[TrainSettings, tyro.conf.arg(name="")] = field(default_factory=TrainSettings)  # pyright: ignore[reportInvalidTypeForm]
 
     def main(self) -> int:
@@ -99,6 +103,7 @@ class Train:
 
         from flowrl.display import train_line
         from flowrl.training.compare import rule_name
+        from flowrl.training.plan import plan, plan_text
         from flowrl.training.run import Run
 
         out = self.resume or self.out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
@@ -110,6 +115,9 @@ class Train:
                 chosen.setdefault("method", rule_name(chosen["credit"]))
             config = preset(self.preset).apply(**chosen)
         config.make_method()
+        if self.plan:
+            print(plan_text(plan(config, self.processes), config))
+            return 0
         if config.device == "cpu":
             torch.set_num_threads(1)
         asked = False

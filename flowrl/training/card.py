@@ -74,6 +74,11 @@ def base_model(model: str) -> str:
     return named if HUB_NAME.fullmatch(named) and not Path(named).exists() else ""
 
 
+def without_folders(text: str) -> str:
+    """`text` with every path to a file or folder cut down to its last part: a card is for others."""
+    return re.sub(r"(?<![\w.-])(?:~|\.{1,2})?(?:/[\w.-]+)+/(?=[\w.-])", "", text)
+
+
 def card_text(folder: Path, config: RunConfig, run: RunRecord) -> str:
     """The card: the Hub's YAML header, then what a reader must know before relying on the weights."""
     base = base_model(config.model)
@@ -83,7 +88,8 @@ def card_text(folder: Path, config: RunConfig, run: RunRecord) -> str:
         "pipeline_tag": "text-to-image",
         "tags": ["diffusers", *(["lora"] * (config.tuning == "lora")), "reinforcement-learning", "flow-matching", config.method],
     }
-    title = f"{(base or Path(config.model).name).rpartition('/')[2]}, {config.method}, {config.reward.partition('(')[0]}"
+    reward = without_folders(config.reward).partition("(")[0]
+    title = f"{(base or Path(config.model).name).rpartition('/')[2]}, {config.method}, {reward}"
     parts = [
         "---\n" + yaml.safe_dump(header, sort_keys=False) + "---",
         f"# {title}",
@@ -99,13 +105,13 @@ def card_text(folder: Path, config: RunConfig, run: RunRecord) -> str:
 def _what(config: RunConfig, base: str) -> str:
     weights = f"A LoRA of rank {config.rank}" if config.tuning == "lora" else "All weights of the transformer, fine-tuned"
     return (
-        f"{weights} for `{base or config.model}`, trained by reinforcement learning ({config.method}"
-        f"{', credit rule ' + config.credit if config.credit else ''}) to raise the reward `{config.reward}`."
+        f"{weights} for `{base or Path(config.model).name}`, trained by reinforcement learning ({config.method}"
+        f"{', credit rule ' + config.credit if config.credit else ''}) to raise the reward `{without_folders(config.reward)}`."
     )
 
 
 def _use(config: RunConfig, base: str) -> str:
-    code = CODE[config.tuning].format(base=base or config.model, here="THIS_FOLDER")
+    code = CODE[config.tuning].format(base=base or Path(config.model).name, here="THIS_FOLDER")
     classes = "DiffusionPipeline" if config.tuning == "lora" else "AutoModel, DiffusionPipeline"
     guidance = f", guidance_scale={config.guidance}" if config.guidance != 1 else ""
     size = f"height={config.resolution}, width={config.resolution}"
@@ -114,9 +120,9 @@ def _use(config: RunConfig, base: str) -> str:
 
 
 def _measured(folder: Path, config: RunConfig, run: RunRecord) -> str:
-    first, last = run.evaluations[0], run.evaluations[-1]
+    first, last, reward = run.evaluations[0], run.evaluations[-1], f"`{without_folders(config.reward)}`"
     held = (
-        f"held-out prompts of `{config.heldout_file}`"
+        f"held-out prompts of `{without_folders(config.heldout_file)}`"
         if config.heldout_file
         else "training prompts (there were no held-out ones)"
     )
@@ -127,7 +133,7 @@ def _measured(folder: Path, config: RunConfig, run: RunRecord) -> str:
         "| score | before | after |",
         "|---|---|---|",
         *(
-            f"| {'`' + config.reward + '`' if name == 'reward' else name} | {first['evaluation'][name]:.4f} | {value:.4f} |"
+            f"| {reward if name == 'reward' else name} | {first['evaluation'][name]:.4f} | {value:.4f} |"
             for name, value in last["evaluation"].items()
             if name != "seconds" and isinstance(value, float) and isinstance(first["evaluation"].get(name), float)
         ),
@@ -151,16 +157,23 @@ def _evaluated(folder: Path) -> list[str]:
         f"| `{name}` | {s['base']:.4f} | {s['trained']:.4f} | {s['difference']:+.4f} [{s['low']:+.4f}, {s['high']:+.4f}] |"
         for name, s in found["scores"].items()
     ]
-    told = f"And by `{found['command']}`: {found['prompts']} prompts, {found['count']} pictures each, differences with"
-    return ["", f"{told} 95% intervals over prompts:", "", "| score | before | after | difference |", "|---|---|---|---|", *rows]
+    told = f"And by `{without_folders(found['command'])}`: {found['prompts']} prompts, {found['count']} pictures each,"
+    return [
+        "",
+        f"{told} differences with 95% intervals over prompts:",
+        "",
+        "| score | before | after | difference |",
+        "|---|---|---|---|",
+        *rows,
+    ]
 
 
 def _settings(config: RunConfig, run: RunRecord) -> str:
     trained, c = sum(row.get("trajectories", 0) for row in run.rows), config
     return (
-        f"Prompts: `{c.prompt_file}`. {c.iterations} iterations of {c.prompts} groups of {c.members} pictures ({trained:,} in all) "
-        f"at {c.resolution} px, {c.steps} steps, sampler {c.sampler} (noise {c.noise_level:g}, window {c.window}), loss {c.loss} "
-        f"(clip {c.clip:g}, KL weight {c.kl_weight:g}), learning rate {c.lr:g}, precision {c.dtype}.\n\n"
+        f"Prompts: `{without_folders(c.prompt_file)}`. {c.iterations} iterations of {c.prompts} groups of {c.members} pictures "
+        f"({trained:,} in all) at {c.resolution} px, {c.steps} steps, sampler {c.sampler} (noise {c.noise_level:g}, window {c.window}), "
+        f"loss {c.loss} (clip {c.clip:g}, KL weight {c.kl_weight:g}), learning rate {c.lr:g}, precision {c.dtype}.\n\n"
         "Repeat the run with the settings beside this file:\n\n"
         "```bash\nflowrl train --config config.yaml --out NEW_FOLDER\n```\n\n"
         f"Made with {versions()}. On a GPU a repetition agrees up to the order of floating-point sums."
@@ -169,8 +182,8 @@ def _settings(config: RunConfig, run: RunRecord) -> str:
 
 def _limits(config: RunConfig) -> str:
     return (
-        f"- The scores above are those of `{config.reward}`, which is what training maximised. A higher score can mean better "
-        "pictures, or pictures that please the reward alone: look at the samples, and at rewards that were not trained on.\n"
+        f"- The scores above are those of `{without_folders(config.reward)}`, which is what training maximised. A higher score "
+        "can mean better pictures, or pictures that please the reward alone: look at the samples, and at rewards that were not trained on.\n"
         "- One seed: nothing here says how another run would end.\n"
         "- Diversity, safety, other resolutions, guidance scales and kinds of prompts were not measured.\n"
         "- The licence and the terms of use of the base model, and of the reward's weights, apply."
