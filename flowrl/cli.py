@@ -10,6 +10,7 @@ import tyro
 from flowrl.commands.bench import Bench
 from flowrl.commands.models import Pretrain, Sample
 from flowrl.commands.parts import Explain, Parts
+from flowrl.commands.presets import Presets
 from flowrl.commands.prompts import Prompts
 from flowrl.commands.runs import Compare, Train
 from flowrl.commands.serve import ServeReward
@@ -25,6 +26,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "bench": Bench,
     "serve-reward": ServeReward,
     "prompts": Prompts,
+    "presets": Presets,
 }
 
 DESCRIPTION = (

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from flowrl.builtin import PolicyOptions, World
 from flowrl.errors import require
 from flowrl.policies.pipeline import ModelOptions
-from flowrl.prompts import read_prompts
+from flowrl.prompts import prompts_from
 from flowrl.protocols import FlowPolicy, RewardModel
 from flowrl.registry import build
 from flowrl.types import Prompt
@@ -24,8 +23,8 @@ def model_world(model: str, prompt_file: str, heldout_file: str, reward: str, op
     """
     require(bool(prompt_file), "prompt_file", prompt_file, "a text file with a prompt a line (--prompts FILE)")
     require(bool(reward), "reward", reward, "NAME of a reward or path/to/file.py:Class: a model has none of its own")
-    training = read_prompts(Path(prompt_file))
-    heldout = read_prompts(Path(heldout_file)) if heldout_file else training
+    training = prompts_from(prompt_file)
+    heldout = prompts_from(heldout_file) if heldout_file else training
     return World(
         "model",
         (TASK,),

@@ -83,13 +83,18 @@ class Train:
     """
 
     preset: str = "default"
-    """default, long or tiny."""
+    """default, long or tiny; or a model, a method and a task, as in sd3.5-medium,tp-grpo,ocr (`flowrl presets` lists them); or a
+    .yaml file; several are separated by commas."""
     out: Path | None = None
     """Folder for the run; default runs/train-DATE."""
     resume: Path | None = None
     """Go on with the run in this folder."""
     config: Path | None = None
-    """Repeat a run from its saved config.json."""
+    """Repeat a run from its saved config.json or config.yaml."""
+    plan: bool = False
+    """Print what an iteration consists of (trajectories, pairs, batches, network evaluations, memory) and train nothing."""
+    processes: int = 1
+    """Processes that `plan` counts for; `accelerate launch` says how many train."""
     run: Annotated[TrainSettings, tyro.conf.arg(name="")] = field(default_factory=TrainSettings)  # pyright: ignore[reportInvalidTypeForm]
 
     def main(self) -> int:
@@ -98,6 +103,7 @@ class Train:
 
         from flowrl.display import train_line
         from flowrl.training.compare import rule_name
+        from flowrl.training.plan import plan, plan_text
         from flowrl.training.run import Run
 
         out = self.resume or self.out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
@@ -109,6 +115,9 @@ class Train:
                 chosen.setdefault("method", rule_name(chosen["credit"]))
             config = preset(self.preset).apply(**chosen)
         config.make_method()
+        if self.plan:
+            print(plan_text(plan(config, self.processes), config))
+            return 0
         if config.device == "cpu":
             torch.set_num_threads(1)
         asked = False

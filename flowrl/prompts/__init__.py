@@ -3,6 +3,8 @@
 from flowrl.prompts.files import PromptFile, load_prompts, read_prompts, write_prompts
 from flowrl.prompts.generate import compositional_prompts, text_prompts
 from flowrl.prompts.geneval import Clause, Request, request_of
+from flowrl.prompts.pictures import picture_prompts
+from flowrl.prompts.source import prompts_from
 
 __all__ = [
     "Clause",
@@ -10,6 +12,8 @@ __all__ = [
     "Request",
     "compositional_prompts",
     "load_prompts",
+    "picture_prompts",
+    "prompts_from",
     "read_prompts",
     "request_of",
     "text_prompts",

@@ -41,7 +41,7 @@ def compositional_prompts(count: int, seed: int = 0, tags: Sequence[str] = TAGS)
             for tag in tags:
                 yield MAKERS[tag](draw)
 
-    return _distinct(endless(), count)
+    return distinct(endless(), count)
 
 
 def text_prompts(count: int, seed: int = 0, words: Sequence[str] = WORDS, scenes: Sequence[str] = SCENES) -> list[Prompt]:
@@ -59,10 +59,11 @@ def text_prompts(count: int, seed: int = 0, words: Sequence[str] = WORDS, scenes
             text = (word, f"{word} {draw.randint(1, 99)}", f"{word} {draw.choice(words)}")[kind]
             yield Prompt(f'{draw.choice(scenes)} that says "{text}"', {"tag": "text", "text": text})
 
-    return _distinct(endless(), count)
+    return distinct(endless(), count)
 
 
-def _distinct(source: Iterator[Prompt], count: int) -> list[Prompt]:
+def distinct(source: Iterator[Prompt], count: int) -> list[Prompt]:
+    """The first `count` prompts of `source` with different texts. Raises `ConfigError` where so many do not come."""
     require(count >= 1, "count", count, "1 or more")
     found: dict[str, Prompt] = {}
     tries = 0

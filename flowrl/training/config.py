@@ -19,9 +19,12 @@ from flowrl.rewards import NoisyReward
 from flowrl.rollout import require_solver
 from flowrl.samplers import transition_stds
 from flowrl.training.optimisers import OPTIMISERS, LossScale
+from flowrl.training.presets import combine
+from flowrl.training.settings_file import read_settings
 from flowrl.types import Schedule
 
 DTYPES = ("float32", "bfloat16", "float16")
+TRACKERS = ("auto", "none", "tensorboard", "wandb", "trackio")
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,8 @@ class RunConfig:
     model: str = ""
     """Train this instead of a world's model: the folder of a diffusers pipeline, or its name on the Hub."""
     prompt_file: str = ""
-    """Training prompts for `model`: a text file with a prompt a line, or .jsonl with "prompt" and metadata."""
+    """Training prompts for `model`: a text file with a prompt a line, .jsonl with "prompt" and metadata, or a slice of a
+    generator's list, as in compositional[0:500] (also text, pictures)."""
     heldout_file: str = ""
     """Prompts for evaluating `model`, in a file like `prompt_file`; without it, the training prompts."""
     resolution: int = 512
@@ -134,6 +138,8 @@ class RunConfig:
     """Length of the prompts of the model's T5 encoder; 0 = as its pipeline has it."""
     checkpointing: bool = False
     """Gradient checkpointing of `model`: less memory, one more forward pass in updates."""
+    tracker: str = "auto"
+    """none, tensorboard, wandb or trackio; auto is tensorboard for `model` where it is installed, and none else."""
 
     def __post_init__(self) -> None:
         for name in ("iterations", "prompts", "updates", "micro_batch", "max_batch", "eval_every", "checkpoint_every"):
@@ -158,6 +164,7 @@ class RunConfig:
         require(self.initial_noise in choices, "initial_noise", self.initial_noise, f"one of {', '.join(choices)}")
         fits = (self.world == "model") == bool(self.model)
         require(fits, "world", self.world, "model where `model` is given, and only there")
+        require(self.tracker in TRACKERS, "tracker", self.tracker, f"one of {', '.join(TRACKERS)}")
         require(self.tuning in ("lora", "full"), "tuning", self.tuning, "lora or full")
         chosen = self.make_world()
         require(self.task in chosen.tasks, f"task of world {self.world}", self.task, f"one of {', '.join(chosen.tasks)}")
@@ -236,9 +243,11 @@ def even_schedule(steps: int, kernel: str, noise_level: float, window: str) -> S
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; `ConfigError` where it is missing or no JSON object."""
+    """A JSON object from a file, or settings from a .yaml file; `ConfigError` where it is missing or neither."""
     if not path.is_file():
         raise ConfigError(f"config: the file {path} does not exist")
+    if path.suffix in (".yaml", ".yml"):
+        return read_settings(path, setting_kinds()).settings
     try:
         values = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -281,13 +290,18 @@ class Preset:
     def apply(self, **changes: Any) -> RunConfig:
         """The run with this preset's settings, then `changes` on top; the mixture world and models bring their own defaults."""
         base = MIXTURE_DEFAULTS if changes.get("world") == "mixture" else {}
-        if changes.get("model"):
+        if {**self.changes, **changes}.get("model"):
             base = {**MODEL_DEFAULTS, "device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else MODEL_DEFAULTS
         return replace(RunConfig(), **{**base, **self.changes, **changes})
 
 
 def preset(name: str) -> Preset:
-    """A preset by name. Raises `ConfigError` for an unknown one."""
-    if name not in PRESETS:
-        raise ConfigError(f"unknown preset {name!r}; allowed: {', '.join(PRESETS)}")
-    return Preset(name, PRESETS[name])
+    """A preset by name, a .yaml file, or several of them separated by commas (see `flowrl.training.presets`).
+
+    Raises `ConfigError` for an unknown one."""
+    return Preset(name, combine(name, PRESETS, setting_kinds()).settings)
+
+
+def setting_kinds() -> dict[str, type]:
+    """The settings of a run and their types."""
+    return {item.name: item.type for item in fields(RunConfig) if isinstance(item.type, type)}

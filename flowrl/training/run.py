@@ -14,9 +14,11 @@ from flowrl.builtin import World
 from flowrl.errors import CheckpointError, ConfigError
 from flowrl.protocols import Exportable, FlowPolicy
 from flowrl.rollout import Groups, Usage, reward_table, rollout
+from flowrl.training.card import write_card, write_config
 from flowrl.training.checkpoint import load_checkpoint, save_checkpoint, write_bytes, write_json
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import Evaluation, evaluate
+from flowrl.training.tracking import Journal
 from flowrl.training.trainer import Trainer
 from flowrl.types import Completion, Tweedie
 
@@ -33,10 +35,10 @@ def _silent(_: dict[str, Any]) -> None:
 class Run:
     """A run of `config` in `folder`. `execute` returns True when it is finished, False when `stop` asked it to pause.
 
-    The folder gets config.json, metrics.jsonl (one line per iteration; line 0 is the untrained model), checkpoint/, and at the
-    end samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline also in
-    lora/ or full/, as diffusers reads them) and done.json. `shared` is a folder where
-    runs of one comparison keep the evaluation of the untrained model, which is the same for all of them.
+    The folder gets config.json (and .yaml), metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoint/, and
+    at the end samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline also in
+    lora/ or full/, as diffusers reads them, with a model card) and done.json; `tracking` says what trackers add. `shared` is a
+    folder where runs of one comparison keep the evaluation of the untrained model, which is the same for all of them.
     """
 
     config: RunConfig
@@ -56,11 +58,14 @@ class Run:
         trainer = Trainer(policy, method, reward, world.prompts(self.config.task, "train"), self.config)
         trainer.on_phase = lambda phase: self.report({"phase": phase})
         rows = self._restore(trainer) if resume else []
+        journal = Journal(self.config, self.folder, trainer.done)
         if not rows:
             if (self.folder / "metrics.jsonl").exists() and not resume:
                 raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
             write_json(self.folder / "config.json", self.config.as_dict())
+            write_config(self.folder, self.config)
             rows = [self._first_row(policy, world)]
+            journal.row(rows[0])
         latest: Evaluation | None = None
         while trainer.done < self.config.iterations:
             row = trainer.iteration()
@@ -71,13 +76,16 @@ class Run:
             row["evaluation"] = latest.row(self.config.reward_form) if latest else None
             rows.append(row)
             self._append(row)
+            journal.row(row, latest)
             self.report({"iteration": trainer.done, "reward": row["reward_mean"], "nfe_total": row["nfe_total"]})
             paused = trainer.done < self.config.iterations and self.stop()
             if paused or trainer.done % self.config.checkpoint_every == 0 or trainer.done == self.config.iterations:
                 save_checkpoint(self.folder / "checkpoint", trainer.state())
             if paused:
+                journal.finish()
                 return False
         self._finish(trainer, world, latest or self._evaluate(trainer, world))
+        journal.finish()
         return True
 
     def _first_row(self, policy: FlowPolicy, world: World) -> dict[str, Any]:
@@ -173,6 +181,8 @@ class Run:
                 trainer.policy.save(self.folder / self.config.tuning)
         average = {n: a.cpu().contiguous() for n, a in zip(trainer.names, trainer.average, strict=True)}
         write_bytes(self.folder / "weights.safetensors", save(average))
+        if self.config.model:
+            write_card(self.folder)
         write_json(self.folder / "done.json", {"iterations": trainer.done})
 
     def _show_trajectory(self, trainer: Trainer, world: World, members: int = 12) -> None:

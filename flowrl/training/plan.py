@@ -1,0 +1,155 @@
+"""What one iteration of a run consists of, counted before anything is loaded: pairs, batches, network evaluations."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from flowrl.errors import require
+from flowrl.methods import Method
+from flowrl.training.config import RunConfig, even_schedule
+from flowrl.types import Completion, Continuation, Probe, Substeps
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Counts of one iteration. `pairs` = trajectories x trained steps.
+
+    Processes roll out whole groups, `groups_per_process` each (the last may have fewer of its own); the pairs of an update are
+    drawn at random from all trajectories, so that `pairs_per_update_and_process` is a mean.
+
+    `nfe` are network evaluations of the rollout and its probes, `train_nfe` those of the update (one per pair, two with a KL to
+    the base model), both without guidance; `passes_per_evaluation` is 2 with classifier-free guidance. `rows_per_micro_batch` is
+    what the network sees at once in training.
+    """
+
+    groups: int
+    members: int
+    trajectories: int
+    steps: int
+    trained_steps: int
+    pairs: int
+    updates: int
+    trajectories_per_update: int
+    pairs_per_update: int
+    processes: int
+    groups_per_process: int
+    pairs_per_update_and_process: int
+    micro_batch: int
+    micro_batches_per_update: int
+    rows_per_micro_batch: int
+    nfe: int
+    sequential_calls: int
+    calls_of_a_process: int
+    train_nfe: int
+    passes_per_evaluation: int
+    reward_calls: int
+    evaluation_nfe: int
+    evaluation_reward_calls: int
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of an iteration, one latent each, guidance included."""
+        return (self.nfe + self.train_nfe) * self.passes_per_evaluation
+
+
+@dataclass(frozen=True)
+class _Rollout:
+    """Network evaluations, sequential calls, evaluations call by call, and scored images of a rollout with its probes."""
+
+    nfe: int
+    calls: tuple[int, ...]
+    reward_calls: int
+
+
+def plan(config: RunConfig, processes: int = 1) -> Plan:
+    """The arithmetic of one iteration of `config` on `processes` processes.
+
+    The batch is that of the whole run: more processes share it, they do not enlarge it. "nfe", "train_nfe", "calls" and
+    "reward_calls" are the numbers that a run records in metrics.jsonl, unless a reward marks samples invalid.
+    """
+    require(processes >= 1, "processes", processes, "1 or more")
+    method = config.make_method()
+    stochastic = even_schedule(config.steps, config.sampler, config.noise_level, config.window).stochastic
+    samples, trained = config.prompts * config.members, int(stochastic.sum())
+    share = max(len(part) for part in torch.arange(samples).chunk(config.updates))
+    updates = len(torch.arange(samples).chunk(config.updates))
+    groups = math.ceil(config.prompts / processes)
+    counted = _rollout(config.prompts, config.members, stochastic, method)
+    own = _rollout(groups, config.members, stochastic, method)
+    per_process = math.ceil(share * trained / processes)
+    passes = 2 if config.model and config.guidance != 1 else 1
+    solver = 2 * config.eval_steps - 1 if config.eval_solver == "heun" else config.eval_steps
+    return Plan(
+        groups=config.prompts,
+        members=config.members,
+        trajectories=samples,
+        steps=config.steps,
+        trained_steps=trained,
+        pairs=samples * trained,
+        updates=updates,
+        trajectories_per_update=share,
+        pairs_per_update=share * trained,
+        processes=processes,
+        groups_per_process=groups,
+        pairs_per_update_and_process=per_process,
+        micro_batch=config.micro_batch,
+        micro_batches_per_update=math.ceil(per_process / config.micro_batch),
+        rows_per_micro_batch=min(config.micro_batch, per_process) * passes,
+        nfe=counted.nfe,
+        sequential_calls=len(counted.calls),
+        calls_of_a_process=sum(math.ceil(rows / config.max_batch) for rows in own.calls),
+        train_nfe=samples * trained * (1 + method.loss.needs_reference),
+        passes_per_evaluation=passes,
+        reward_calls=counted.reward_calls,
+        evaluation_nfe=config.eval_prompts * solver,
+        evaluation_reward_calls=config.eval_prompts,
+    )
+
+
+def _rollout(groups: int, members: int, stochastic: torch.Tensor, method: Method) -> _Rollout:
+    """What `rollout.rollout` does, counted: rows that a group shares are evaluated once for it."""
+    samples, steps = groups * members, len(stochastic)
+    decisions = stochastic.nonzero().flatten().tolist()
+    shared_until = decisions[0] if method.shared_noise else -1
+    rows = [groups if node <= shared_until else samples for node in range(steps)]
+    calls = list(rows)
+    probe: Probe = method.credit.probe
+    if isinstance(probe, Substeps):
+        calls += [sum(rows)] * (probe.count - 1)
+        return _Rollout(sum(calls), tuple(calls), sum(rows) + samples)
+    if isinstance(probe, Completion):
+        for step in range(steps):
+            calls[step] += sum(rows[start] for start in decisions if start < step)
+        return _Rollout(sum(calls), tuple(calls), sum(rows[start] for start in decisions) + samples)
+    if isinstance(probe, Continuation):
+        calls += [samples * probe.count for start in decisions for _ in range(start, steps)]
+        return _Rollout(sum(calls), tuple(calls), (len(decisions) * probe.count + 1) * samples)
+    return _Rollout(sum(calls), tuple(calls), samples)
+
+
+def plan_text(found: Plan, config: RunConfig) -> str:
+    """The plan in words and lines of arithmetic, as ``flowrl train --plan`` prints it."""
+    p = found
+    guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
+    kl = " x 2 (the base model, for the KL)" if p.train_nfe > p.pairs else ""
+    lines = [
+        f"{config.method}: one iteration of {config.iterations}, {p.processes} process{'es' if p.processes > 1 else ''}",
+        f"  trajectories       {p.groups} groups x {p.members} members = {p.trajectories:,}; a process rolls out "
+        f"{p.groups_per_process} whole group{'s' if p.groups_per_process > 1 else ''}",
+        f"  pairs              {p.trajectories:,} trajectories x {p.trained_steps} trained steps of {p.steps} = {p.pairs:,}",
+        f"  optimiser steps    {p.updates}, each on the mean over {p.trajectories_per_update:,} trajectories = "
+        f"{p.pairs_per_update:,} pairs",
+        f"  backward passes    {p.pairs_per_update_and_process:,} pairs a process{' (on average)' if p.processes > 1 else ''} / "
+        f"micro_batch {p.micro_batch} = {p.micro_batches_per_update} an optimiser step, {p.rows_per_micro_batch} network rows each",
+        f"  rollout            {p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in {p.sequential_calls} "
+        f"sequential calls; split by max_batch {config.max_batch}: {p.calls_of_a_process} a process",
+        f"  update             {p.pairs:,} pairs{kl} = {p.train_nfe:,} network evaluations, {p.pairs:,} of them with gradients",
+        f"  network in all     ({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
+        f"  reward             {p.reward_calls:,} images scored ({p.reward_calls / p.trajectories:.1f} a trajectory)",
+        f"  every {config.eval_every} iterations: evaluation of {config.eval_prompts} samples, {p.evaluation_nfe:,} network "
+        f"evaluations{guidance}",
+        f"  in all             {config.iterations * p.updates:,} optimiser steps, "
+        f"{config.iterations * p.trajectories:,} trajectories, {config.iterations * p.passes:,} forward passes without evaluations",
+    ]
+    return "\n".join(lines)

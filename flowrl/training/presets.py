@@ -1,0 +1,103 @@
+"""Preset files: a model, a method and a task that combine to a run, as in ``sd3.5-medium,tp-grpo,ocr``."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.training.settings_file import Kinds, Settings, read_settings
+
+KINDS = ("models", "methods", "tasks")
+"""The folders of preset files, in the order in which their settings are laid over each other."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One preset: its name, where it comes from (a folder's name, "built-in" or "file"), its settings, and those for the case
+    that another named piece is chosen too. `about` is what its file says: gpus, memory, time, notes ..."""
+
+    name: str
+    origin: str
+    settings: Settings
+    when: dict[str, Settings] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Pieces laid over each other: the settings, and which piece each comes from."""
+
+    pieces: tuple[Piece, ...]
+    settings: Settings
+    origins: dict[str, str]
+
+
+@cache
+def shipped() -> dict[str, dict[str, Path]]:
+    """The files inside the package by folder and name."""
+    root = Path(str(resources.files("flowrl") / "presets"))
+    return {kind: {path.stem: path for path in sorted((root / kind).glob("*.yaml"))} for kind in KINDS}
+
+
+def combinations() -> list[str]:
+    """The names of all model,method,task presets."""
+    return [",".join(names) for names in product(*(shipped()[kind] for kind in KINDS))]
+
+
+def combine(name: str, built_in: dict[str, Settings], kinds: Kinds) -> Combined:
+    """The presets `name` lists, separated by commas: shipped files by name, names of `built_in`, or paths of .yaml files.
+
+    Model, method and task files are laid over each other in this order, then the settings that they have for each other, then
+    built-in presets and files of the user's own in the order given. Raises `ConfigError` for an unknown name or two of a kind.
+    """
+    pieces = [_piece(part.strip(), built_in, kinds) for part in name.split(",")]
+    for kind in KINDS:
+        same = [piece.name for piece in pieces if piece.origin == kind]
+        if len(same) > 1:
+            raise ConfigError(f"preset: {' and '.join(same)} are both {kind}; take one")
+    ordered = sorted(pieces, key=lambda piece: KINDS.index(piece.origin) if piece.origin in KINDS else len(KINDS))
+    settings, origins = {}, {}
+    for layer in _layers(ordered):
+        settings |= layer.settings
+        origins |= dict.fromkeys(layer.settings, layer.name)
+    return Combined(tuple(ordered), settings, origins)
+
+
+def _layers(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces' settings in the order in which they overrule each other."""
+    chosen = {piece.name for piece in pieces}
+    files = [piece for piece in pieces if piece.origin in KINDS]
+    crossed = [
+        Piece(f"{piece.name} with {other}", piece.origin, settings)
+        for piece in files
+        for other, settings in piece.when.items()
+        if other in chosen
+    ]
+    return [*files, *crossed, *(piece for piece in pieces if piece.origin not in KINDS)]
+
+
+def _piece(name: str, built_in: dict[str, Settings], kinds: Kinds) -> Piece:
+    if name in built_in:
+        return Piece(name, "built-in", built_in[name])
+    for kind, files in shipped().items():
+        if name in files:
+            found = read_settings(files[name], kinds)
+            return Piece(name, kind, found.settings, found.when, found.about)
+    if name.endswith((".yaml", ".yml")):
+        if not Path(name).is_file():
+            raise ConfigError(f"preset: the file {name} does not exist")
+        found = read_settings(Path(name), kinds)
+        return Piece(name, "file", found.settings, found.when, found.about)
+    lists = [", ".join(built_in), *(", ".join(files) for files in shipped().values())]
+    known = [*built_in, *(stem for files in shipped().values() for stem in files)]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise ConfigError(
+        f"unknown preset {name!r}{hint}; allowed: {'; '.join(lists)}; several separated by commas, as in {combinations()[-1]}; "
+        "or a .yaml file"
+    )

@@ -1,0 +1,87 @@
+"""The plan of a run: its arithmetic by hand, and against what runs record."""
+
+from dataclasses import replace
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.errors import ConfigError
+from flowrl.training.config import RunConfig, preset
+from flowrl.training.plan import plan
+from flowrl.training.results import load_run
+from flowrl.training.run import Run
+
+MIXTURE = preset("tiny").apply(world="mixture", iterations=1, prompts=3, members=4, steps=5, window="all-but-last")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "flow-grpo"},
+        {"method": "stepwise-flow-grpo"},
+        {"method": "tp-grpo"},
+        {"method": "dance-grpo", "window": "2:2"},
+        {"method": "tp-grpo", "initial_noise": "shared", "window": "1:3"},
+        {"method": "stepwise-flow-grpo", "sampler": "ddim-sde", "window": "all"},
+        {"method": "x", "credit": "stepwise-gain(probe='continuation:2')", "kl_weight": 0.1},
+        {"method": "dense-grpo", "sampler": "cps", "window": "all", "updates": 5, "kl_weight": 0.1},
+        {"method": "flow-grpo", "window": "random:2", "updates": 24},
+    ],
+    ids=str,
+)
+def test_a_run_records_what_the_plan_counts(changes, tmp_path):
+    config = replace(MIXTURE, **changes)
+    row, found = (Run(config, tmp_path / "run").execute(), load_run(tmp_path / "run").rows[1])[1], plan(config)
+    for name, value in {
+        "trajectories": found.trajectories, "nfe": found.nfe, "calls": found.sequential_calls, "reward_calls": found.reward_calls,
+        "train_nfe": found.train_nfe,
+    }.items():  # fmt: skip
+        assert row[name] == value, name
+
+
+def test_the_arithmetic_of_the_published_batch():
+    """Flow-GRPO for SD3.5-Medium: 48 groups of 24, 10 steps, 9 of them trained, two updates, guidance, KL, 32 processes."""
+    config = preset("sd3.5-medium,flow-grpo,geneval").apply(prompts=48)
+    found = plan(config, 32)
+    assert (found.trajectories, found.pairs, found.updates) == (1152, 1152 * 9, 2)
+    assert (found.trajectories_per_update, found.pairs_per_update) == (576, 576 * 9)
+    assert (found.groups_per_process, found.pairs_per_update_and_process) == (2, 162)
+    assert (found.micro_batches_per_update, found.rows_per_micro_batch) == (41, 8)
+    assert (found.nfe, found.train_nfe, found.reward_calls) == (11520, 2 * 10368, 1152)
+    assert found.passes == 2 * (11520 + 2 * 10368)
+
+
+def test_evaluations_of_a_trajectory_are_those_of_the_papers_at_their_least():
+    """T T' = 50 less what a group shares, and T (T + 1) / 2 = 55 where all 10 steps are stochastic."""
+    stepwise = plan(preset("sd3.5-medium,stepwise-flow-grpo,ocr").apply())
+    assert stepwise.nfe == 96 * 50 - 5 * (96 - 4) and stepwise.sequential_calls == 14
+    turning = plan(preset("sd3.5-medium,tp-grpo,ocr").apply())
+    assert (
+        turning.nfe == 96 * 55 and turning.sequential_calls == 10
+    )  # the last step is no decision, and its completion no evaluation
+    assert plan(replace(MIXTURE, method="tp-grpo", steps=10, window="all")).nfe == 12 * 55
+
+
+@pytest.mark.parametrize(("groups", "processes", "each"), [(4, 1, 4), (4, 3, 2), (5, 2, 3), (4, 8, 1)])
+def test_groups_are_not_split(groups, processes, each):
+    found = plan(preset("sd3.5-medium,flow-grpo,ocr").apply(prompts=groups), processes)
+    assert found.groups_per_process == each and found.trajectories == 24 * groups  # the batch does not grow with the processes
+
+
+def test_more_updates_than_trajectories_are_as_many_as_there_are():
+    assert plan(replace(MIXTURE, updates=100)).updates == 12
+
+
+def test_train_prints_it_and_trains_nothing(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "--preset", "sd3.5-medium,tp-grpo,ocr", "--plan", "--processes", "2", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    for words in ("4 groups x 24 members = 96", "96 trajectories x 9 trained steps of 10 = 864",
+                  "5,280 network evaluations (55.0 a trajectory)",
+                  "x 2 (guidance)", "2 processes", "216 pairs a process (on average) / micro_batch 4 = 54"):  # fmt: skip
+        assert words in shown
+    assert not out.exists()
+    assert main(["train", "--plan", "--processes", "0"]) == 2
+    assert "processes = 0" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        plan(RunConfig(), -1)
