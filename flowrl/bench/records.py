@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -62,7 +62,7 @@ def config_hash(config: RunConfig) -> str:
 
     Settings at their default are left out, so that a setting added later does not rename old runs.
     """
-    usual = {f.name: f.default for f in fields(RunConfig)}
+    usual = RunConfig().as_dict()
     values = json.dumps({name: value for name, value in config.as_dict().items() if value != usual[name]}, sort_keys=True)
     head = config.credit.partition("(")[0].rpartition(":")[0]
     own = hashlib.sha256(Path(head).read_bytes()).hexdigest() if head.endswith(".py") and Path(head).is_file() else ""

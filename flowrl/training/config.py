@@ -232,7 +232,7 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "RunConfig":
