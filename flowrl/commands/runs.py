@@ -3,8 +3,12 @@
 import dataclasses
 import shlex
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +20,28 @@ from flowrl.training.config import RunConfig, load_config, preset
 
 if TYPE_CHECKING:
     from flowrl.training.compare import CompareConfig
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[threading.Event]:
+    """An event that Ctrl-C, or the SIGTERM of a launcher or a cluster, sets instead of ending the process."""
+    asked = threading.Event()
+
+    def ask(*_: object) -> None:
+        if not asked.is_set():
+            asked.set()
+            print("Stopping after this iteration ...", flush=True)
+
+    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _say_nothing(text: str) -> None:
+    """What all but the main process say."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +119,8 @@ class Train:
     Examples: flowrl train --method tp-grpo --task text --iterations 40
 
     flowrl train --model path/to/stable-diffusion-3.5-medium --prompts prompts.txt --reward my_rewards.py:Score --guidance 4.5
+
+    On several GPUs: accelerate launch --config_file configs/ddp.yaml -m flowrl train ... (see `configs/`).
     """
 
     preset: str = "default"
@@ -117,6 +145,7 @@ class Train:
         from flowrl.display import train_line
         from flowrl.training.beside import make_beside
         from flowrl.training.compare import rule_name
+        from flowrl.training.distributed import Team
         from flowrl.training.plan import plan, plan_text
         from flowrl.training.run import Run
 
@@ -135,26 +164,18 @@ class Train:
         make_beside(config, config.make_world())
         if config.device == "cpu":
             torch.set_num_threads(1)
-        asked = False
-
-        def ask(*_: object) -> None:
-            nonlocal asked
-            asked = True
-            print("Stopping after this iteration ...", flush=True)
-
-        previous = signal.signal(signal.SIGINT, ask)
-        try:
-            print(
-                f"{config.method} on {config.model or f'{config.world}/{config.task}'}, seed {config.seed} -> {out}", flush=True
-            )
-            finished = Run(config, out, train_line(out), lambda: asked).execute(self.resume is not None)
-        finally:
-            signal.signal(signal.SIGINT, previous)
+        with Team.join(config.device) as team, asked_to_stop() as asked:
+            say = partial(print, flush=True) if team.main else _say_nothing
+            out = team.gather(lambda: out)[0]  # the clock in its name may differ
+            several = f", {team.size} processes" if team.size > 1 else ""
+            say(f"{config.method} on {config.model or f'{config.world}/{config.task}'}, seed {config.seed}{several} -> {out}")
+            run = Run(config, out, train_line(out), asked.is_set, team=team)
+            finished = run.execute(self.resume is not None)
         if not finished:
-            print(f"Paused; nothing is lost. Go on with: flowrl train --resume {shlex.quote(str(out))}")
+            say(f"Paused; nothing is lost. Go on with: flowrl train --resume {shlex.quote(str(out))}")
             return 130
-        drawn = _draw_proxy(out)
+        drawn = _draw_proxy(out) if team.main else None
         if drawn is not None:
-            print(f"The proxy against held-out rewards: {drawn}")
-        print(f"Done. Weights and metrics in {out}; see its pictures with: flowrl sample --weights {shlex.quote(str(out))}")
+            say(f"The proxy against held-out rewards: {drawn}")
+        say(f"Done. Weights and metrics in {out}; see its pictures with: flowrl sample --weights {shlex.quote(str(out))}")
         return 0

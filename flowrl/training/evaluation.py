@@ -12,9 +12,12 @@ from flowrl.errors import RewardError
 from flowrl.protocols import FlowPolicy, RewardModel
 from flowrl.rollout import Usage, score, solve
 from flowrl.training.beside import Beside, Sampling
+from flowrl.training.distributed import Team
 from flowrl.types import Prompt
 
 EVALUATION_SEED = 20240
+OWN = "its own"
+"""The key of the training's own reward among those of the task."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,12 @@ def evaluate(
     reward: RewardModel | None = None,
     solver: str = "euler",
     beside: Beside | None = None,
+    team: Team = Team(),
 ) -> Evaluation:
     """Sample `count` held-out prompts (in turn, repeated where there are fewer) by `steps` ODE steps from fixed noise.
 
     `reward`: one that is not the task's own, scored in addition. `solver`: see `rollout.solve`. `beside`: what else is measured.
+    The processes of `team` divide the samples between them; all get the whole result (and each measures `beside` by itself).
     Means leave out samples that a reward marked invalid; `RewardError` where it marked all of them.
     """
     started = time.perf_counter()
@@ -67,18 +72,37 @@ def evaluate(
     prompts = [heldout[i % len(heldout)] for i in range(count)]
     generator = torch.Generator().manual_seed(EVALUATION_SEED)
     noise = torch.randn((count, *policy.latent_shape), generator=generator).to(policy.device)
-    latents = solve(solver, policy, policy.schedule(steps), policy.encode(prompts), noise, Usage(), max_batch)
-    images = torch.cat([policy.decode(part) for part in latents.split(max_batch)])
-    by_form = {name: score(world.reward(name), images, prompts, invalid=True).cpu() for name in world.forms}
-    means = {name: _mean(values, name) for name, values in by_form.items()}
-    own = None if reward is None else score(reward, images, prompts, invalid=True).cpu()
+    share = team.share(count)
+    kept = count if beside is not None else keep
+    models = {name: world.reward(name) for name in world.forms}
+    if reward is not None:
+        models[OWN] = reward
+
+    def work() -> tuple[dict[str, Tensor], Tensor]:
+        """The scores of this process's samples, and its pictures of those to be kept."""
+        rows = torch.arange(share.first, share.first + share.count, device=policy.device)
+        condition = policy.encode(prompts).take(rows)
+        latents = solve(solver, policy, policy.schedule(steps), condition, noise[rows], Usage(), max_batch)
+        latents = latents[share.own.start - share.first :][: len(share.own)]
+        if not share.own:
+            return {name: torch.empty(0) for name in models}, torch.empty(0)
+        images = torch.cat([policy.decode(part) for part in latents.split(max_batch)])
+        texts = prompts[share.own.start : share.own.stop]
+        scores = {name: score(model, images, texts, invalid=True).cpu() for name, model in models.items()}
+        mine = images[: max(0, kept - share.own.start)]
+        return scores, mine if team.size == 1 else mine.cpu()
+
+    parts = team.gather(work)
+    scores = {name: torch.cat([some[name] for some, _ in parts]) for name in models}
+    images = torch.cat([pictures for _, pictures in parts if len(pictures)])
+    own = None if reward is None else _mean(scores[OWN], type(reward).__name__)
+    means = {name: _mean(scores[name], name) for name in world.forms}
     seconds = time.perf_counter() - started
-    mean = None if own is None else _mean(own, type(reward).__name__)
-    trained = by_form[form] if own is None else own
-    found = (
-        {} if beside is None else beside.measure(images, prompts, trained, Sampling(policy, heldout, steps, solver, max_batch))
-    )
-    return Evaluation(means, seconds, images[:keep].cpu(), trained[:keep], prompts[:keep], mean, found)
+    trained = scores[form if reward is None else OWN]
+    found: dict[str, Any] = {}
+    if beside is not None:
+        found = beside.measure(images.to(policy.device), prompts, trained, Sampling(policy, heldout, steps, solver, max_batch))
+    return Evaluation(means, seconds, images[:keep].cpu(), trained[:keep], prompts[:keep], own, found)
 
 
 def _mean(scores: Tensor, name: str) -> float:

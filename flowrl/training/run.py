@@ -18,6 +18,7 @@ from flowrl.training.beside import Beside, make_beside
 from flowrl.training.card import write_card, write_config
 from flowrl.training.checkpoint import load_checkpoint, save_checkpoint, write_bytes, write_json
 from flowrl.training.config import RunConfig
+from flowrl.training.distributed import Team
 from flowrl.training.evaluation import Evaluation, evaluate
 from flowrl.training.tracking import Journal
 from flowrl.training.trainer import Trainer
@@ -40,6 +41,7 @@ class Run:
     at the end samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline also in
     lora/ or full/, as diffusers reads them, with a model card) and done.json; `tracking` says what trackers add. `shared` is a
     folder where runs of one comparison keep the evaluation of the untrained model, which is the same for all of them.
+    Every process of `team` executes the run; the main one alone writes and reports, and all stop where one is asked to.
     """
 
     config: RunConfig
@@ -47,6 +49,7 @@ class Run:
     report: Report = _silent
     stop: Callable[[], bool] = lambda: False
     shared: Path | None = None
+    team: Team = field(default_factory=Team)
     _beside: Beside | None = field(default=None, init=False, repr=False)
 
     def execute(self, resume: bool = False) -> bool:
@@ -58,15 +61,17 @@ class Run:
         method = self.config.make_method()
         policy = world.policy(self.config.policy_options())
         reward = self.config.make_reward()
-        trainer = Trainer(policy, method, reward, world.prompts(self.config.task, "train"), self.config)
-        trainer.on_phase = lambda phase: self.report({"phase": phase})
+        trainer = Trainer(policy, method, reward, world.prompts(self.config.task, "train"), self.config, self.team)
+        trainer.on_phase = lambda phase: self._tell({"phase": phase})
         rows = self._restore(trainer) if resume else []
         journal = Journal(self.config, self.folder, trainer.done)
         if not rows:
             if (self.folder / "metrics.jsonl").exists() and not resume:
                 raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
-            write_json(self.folder / "config.json", self.config.as_dict())
-            write_config(self.folder, self.config)
+            self.team.gather(lambda: None)  # everybody has looked
+            if self.team.main:
+                write_json(self.folder / "config.json", self.config.as_dict())
+                write_config(self.folder, self.config)
             rows = [self._first_row(policy, world)]
             journal.row(rows[0])
         latest: Evaluation | None = None
@@ -80,10 +85,12 @@ class Run:
             rows.append(row)
             self._append(row)
             journal.row(row, latest)
-            self.report({"iteration": trainer.done, "reward": row["reward_mean"], "nfe_total": row["nfe_total"]})
-            paused = trainer.done < self.config.iterations and self.stop()
+            self._tell({"iteration": trainer.done, "reward": row["reward_mean"], "nfe_total": row["nfe_total"]})
+            paused = self.team.any(trainer.done < self.config.iterations and self.stop())
             if paused or trainer.done % self.config.checkpoint_every == 0 or trainer.done == self.config.iterations:
-                save_checkpoint(self.folder / "checkpoint", trainer.state())
+                state = trainer.state()
+                if self.team.main:
+                    save_checkpoint(self.folder / "checkpoint", state)
             if paused:
                 journal.finish()
                 return False
@@ -92,14 +99,19 @@ class Run:
         return True
 
     def _first_row(self, policy: FlowPolicy, world: World) -> dict[str, Any]:
-        self.report({"phase": "evaluation"})
+        self._tell({"phase": "evaluation"})
         pictures, scores = self._untrained(policy, world)
-        write_bytes(self.folder / "before.safetensors", pictures)
         row: dict[str, Any] = {"iteration": 0, "evaluation": scores}
         row |= {f"{name}_total": 0 for name in TOTALS}
-        (self.folder / "metrics.jsonl").write_text("")
+        if self.team.main:
+            write_bytes(self.folder / "before.safetensors", pictures)
+            (self.folder / "metrics.jsonl").write_text("")
         self._append(row)
         return row
+
+    def _tell(self, state: dict[str, Any]) -> None:
+        if self.team.main:
+            self.report(state)
 
     def _untrained(self, policy: FlowPolicy, world: World) -> tuple[bytes, dict[str, float]]:
         """First samples (safetensors) and scores of the model before training, computed once per evaluation setting."""
@@ -130,6 +142,8 @@ class Run:
         return pictures, before.row(c.reward_form)
 
     def _append(self, row: dict[str, Any]) -> None:
+        if not self.team.main:
+            return
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -152,7 +166,9 @@ class Run:
                 f"resume: {self.folder / 'metrics.jsonl'} ends before iteration {trainer.done} of the checkpoint beside it"
             )
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        write_bytes(self.folder / "metrics.jsonl", text.encode())
+        self.team.gather(lambda: None)  # everybody has read
+        if self.team.main:
+            write_bytes(self.folder / "metrics.jsonl", text.encode())
         return rows
 
     def _score(self, policy: FlowPolicy, world: World) -> Evaluation:
@@ -161,17 +177,19 @@ class Run:
         own = quiet.make_reward() if c.reward and not c.model else None  # a model's world has no other reward than this
         return evaluate(
             policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch,
-            reward=own, solver=c.eval_solver, beside=self._beside,
+            reward=own, solver=c.eval_solver, beside=self._beside, team=self.team,
         )  # fmt: skip
 
     def _evaluate(self, trainer: Trainer, world: World) -> Evaluation:
-        self.report({"phase": "evaluation"})
+        self._tell({"phase": "evaluation"})
         with trainer.averaged():
             return self._score(trainer.policy, world)
 
     def _finish(self, trainer: Trainer, world: World, after: Evaluation) -> None:
         from safetensors.torch import load_file
 
+        if not self.team.main:
+            return
         before = load_file(self.folder / "before.safetensors")
         write_bytes(self.folder / "samples.safetensors", save({"before": before["images"], "after": after.images}))
         samples = {

@@ -160,9 +160,10 @@ class Trainer:
     def _step(self, totals: dict[str, float], prompts: Sequence[Prompt]) -> None:
         """Move the weights and their average, unless the loss's scale was too large for this gradient."""
         norm = self.engine.norm(self.config.grad_clip)
+        taken = self.scale.accepts(norm)
         if self.scale.on:
             totals["loss_scale"], totals["skipped_steps"] = self.scale.value, self.scale.skipped
-        if not self.scale.accepts(norm):
+        if not taken:
             return
         self._require_finite(float(norm), "gradient norm", prompts)
         totals["grad_norm"] = float(norm)
