@@ -5,9 +5,9 @@
     python benchmarks/gpu.py --tiny                   # end to end on the CPU in under a minute; its figures mean nothing
 
 The transformers and image decoders have the published sizes and random weights: nothing is downloaded. Text encoders are left
-out; prompts are noise of the shape of their embeddings, which are cached in training anyway. Everything else is what `flowrl train`
-does: the trainer, the method, a LoRA of rank 32 on all attention, AdamW, pictures decoded and scored (by their brightness, so the
-reward costs nothing).
+out; prompts are noise of the shape of their embeddings, which are cached in training anyway. Everything else is what `flowrl
+train` does: the trainer, the method, a LoRA of rank 32 on all attention, AdamW, pictures decoded and scored (by their
+brightness, so the reward costs nothing).
 
 Columns. rollout, score (decoding) and update: seconds of an iteration, the fastest of --repeats. images/s: trajectories over all
 of it. pairs/s: (trajectory, step) pairs over the update. GB: most memory at a time. use: useful floating-point operations of the
