@@ -109,17 +109,22 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Condition:
-    """What the network is told about the prompts: named tensors whose first axis is [prompt] or [sample]."""
+    """What the network is told about the prompts: named tensors whose first axis is [prompt] or [sample].
+
+    `keys` may name what the rows refer to (of a part of the rows: all the same, or more), for a policy that keeps something
+    outside and would else have to read a tensor back from the device to know what.
+    """
 
     tensors: Mapping[str, Tensor]
+    keys: frozenset[int] = frozenset()
 
     def take(self, index: Tensor) -> "Condition":
         """The rows `index` of every tensor."""
-        return Condition({name: tensor[index] for name, tensor in self.tensors.items()})
+        return Condition({name: tensor[index] for name, tensor in self.tensors.items()}, self.keys)
 
     def repeat(self, times: int) -> "Condition":
         """Every row `times` times in a row: [prompt] -> [prompt x member]."""
-        return Condition({name: t.repeat_interleave(times, dim=0) for name, t in self.tensors.items()})
+        return Condition({name: t.repeat_interleave(times, dim=0) for name, t in self.tensors.items()}, self.keys)
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
@@ -128,7 +133,8 @@ class Condition:
     def cat(conditions: Sequence["Condition"]) -> "Condition":
         """Concatenate along the first axis."""
         names = conditions[0].tensors
-        return Condition({name: torch.cat([c.tensors[name] for c in conditions]) for name in names})
+        keys = frozenset().union(*(c.keys for c in conditions))
+        return Condition({name: torch.cat([c.tensors[name] for c in conditions]) for name in names}, keys)
 
 
 class Probe:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,7 @@ class Flux:
         return decode_scaled(pipe.vae, picture)
 
 
+@cache
 def _positions(size: tuple[int, int], device: torch.device) -> Tensor:
     """(0, row, column) of every 2 x 2 patch, [token, 3]."""
     row, column = torch.arange(size[0] // 2, device=device), torch.arange(size[1] // 2, device=device)

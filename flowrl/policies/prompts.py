@@ -17,13 +17,15 @@ Encode = Callable[[Sequence[str]], Sequence[Mapping[str, Tensor]]]
 class PromptCache:
     """Rows of embeddings under integer numbers, so that a `Condition` carries a number per sample instead of megabytes.
 
-    `encode` embeds the texts that are new. The rows of the latest call stay on `device`; all others wait in main memory, at most
-    `limit` of them (those used longest ago go first, never those of the latest call). `hits` and `misses` count texts.
+    `encode` embeds the texts that are new. The rows of the latest call stay on `device` in `dtype` (None: as they come); all
+    others wait in main memory, at most `limit` of them (those used longest ago go first, never those of the latest call).
+    `hits` and `misses` count texts.
     """
 
     encode: Encode
     device: torch.device
     limit: int
+    dtype: torch.dtype | None = None
     hits: int = 0
     misses: int = 0
     _numbers: dict[str, int] = field(default_factory=dict)
@@ -31,10 +33,23 @@ class PromptCache:
     _far: "OrderedDict[int, dict[str, Tensor]]" = field(default_factory=OrderedDict)
     _near: dict[int, int] = field(default_factory=dict)
     _table: dict[str, Tensor] = field(default_factory=dict)
+    _places: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     _next: int = 0
 
-    def numbers(self, texts: Sequence[str]) -> Tensor:
-        """The numbers of `texts`, int64 [prompt], on the device; texts seen for the first time are embedded."""
+    def numbers(self, texts: Sequence[str]) -> list[int]:
+        """The numbers of `texts`; those seen for the first time are embedded."""
+        chosen = self._remember(texts)
+        self._forget(set(chosen))
+        self._near, self._table = {}, {}
+        self._bring(list(dict.fromkeys(chosen)))
+        return chosen
+
+    def warm(self, texts: Sequence[str]) -> None:
+        """Embed `texts` now, as many as fit into `limit`, so that later calls find them in main memory."""
+        self._remember(list(dict.fromkeys(texts))[: self.limit])
+        self._forget(set(self._near))
+
+    def _remember(self, texts: Sequence[str]) -> list[int]:
         new = [text for text in dict.fromkeys(texts) if text not in self._numbers]
         self.misses += len(new)
         self.hits += len(texts) - len(new)
@@ -45,17 +60,20 @@ class PromptCache:
         chosen = [self._numbers[text] for text in texts]
         for number in chosen:
             self._far.move_to_end(number)
-        self._forget(set(chosen))
-        self._near, self._table = {}, {}
-        self._bring(list(dict.fromkeys(chosen)))
-        return torch.tensor(chosen, device=self.device)
+        return chosen
 
-    def rows(self, numbers: Tensor) -> dict[str, Tensor]:
-        """The embeddings under `numbers` [sample]: every tensor gets the axis [sample] in front, on the device."""
-        wanted = numbers.tolist()
-        self._bring([number for number in dict.fromkeys(wanted) if number not in self._near])
-        index = torch.tensor([self._near[number] for number in wanted], device=self.device)
+    def rows(self, numbers: Tensor, among: frozenset[int] = frozenset()) -> dict[str, Tensor]:
+        """The embeddings under `numbers` [sample], which lie on the device: every tensor gets the axis [sample] in front.
+
+        `among` says which numbers may be there; empty, they are read back, for which the device has to finish its work first.
+        """
+        wanted = among or frozenset(numbers.tolist())
+        self._bring([number for number in sorted(wanted) if number not in self._near])
+        index = self._places[numbers]
         return {name: table.index_select(0, index) for name, table in self._table.items()}
+
+    def __len__(self) -> int:
+        return len(self._far)
 
     def _bring(self, numbers: Sequence[int]) -> None:
         """Append rows to the tables on the device."""
@@ -70,8 +88,11 @@ class PromptCache:
         start = len(self._near)
         self._near |= {number: start + i for i, number in enumerate(numbers)}
         for name in self._far[numbers[0]]:
-            fresh = torch.stack([self._far[number][name] for number in numbers]).to(self.device)
+            fresh = torch.stack([self._far[number][name] for number in numbers]).to(self.device, self.dtype)
             self._table[name] = torch.cat([self._table[name], fresh]) if name in self._table else fresh
+        places = torch.zeros(self._next, dtype=torch.int64)
+        places[list(self._near)] = torch.tensor(list(self._near.values()))
+        self._places = places.to(self.device)
 
     def _forget(self, keep: set[int]) -> None:
         for number in list(self._far):

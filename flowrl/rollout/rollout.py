@@ -157,6 +157,7 @@ class _Walk:
     groups: Groups
     usage: Usage
     max_batch: int
+    _stochastic: list[int] | None = None
 
     def run(self, x: Tensor, probe: Probe) -> Rollout:
         """The wavefront: at every step one batched call serves the trajectories and all completions under way."""
@@ -192,8 +193,10 @@ class _Walk:
         return Rollout(trajectories, estimates, self.groups, copies)
 
     def _decisions(self) -> list[int]:
-        """The stochastic steps."""
-        return self.schedule.stochastic.nonzero().flatten().tolist()
+        """The stochastic steps, read back from the device once."""
+        if self._stochastic is None:
+            self._stochastic = self.schedule.stochastic.nonzero().flatten().tolist()
+        return self._stochastic
 
     def _is_shared(self, node: int) -> bool:
         """Whether all members of a group are in the same state at `node`."""
@@ -203,7 +206,7 @@ class _Walk:
         self, x: Tensor, step: int, running: Mapping[int, Tensor], per_sample: Condition
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Velocities at node `step` of the trajectories and, in the same call, of the completions started before it."""
-        rows = x[self.groups.first_members()] if self._is_shared(step) else x
+        rows = x[:: self.groups.members] if self._is_shared(step) else x
         latents = [rows, *running.values()]
         conditions = [self.condition if len(part) != self.groups.samples else per_sample for part in latents]
         batch = torch.cat(latents)
@@ -217,9 +220,10 @@ class _Walk:
     def _substeps(self, trajectories: Trajectories, count: int, per_sample: Condition) -> dict[int, Tensor]:
         """Euler on an even grid over [t_j, 0] for all nodes j < T at once; the first velocity is the rollout's own."""
         steps = self.schedule.steps
-        first = self.groups.first_members()
-        rows = [first if self._is_shared(j) else torch.arange(self.groups.samples) for j in range(steps)]
-        conditions = Condition.cat([per_sample.take(r.to(trajectories.nodes.device)) for r in rows])
+        device = trajectories.nodes.device
+        first, everyone = self.groups.first_members().to(device), torch.arange(self.groups.samples, device=device)
+        rows = [first if self._is_shared(j) else everyone for j in range(steps)]
+        conditions = Condition.cat([per_sample.take(r) for r in rows])
         x = torch.cat([trajectories.nodes[r, j] for j, r in enumerate(rows)])
         velocity = torch.cat([trajectories.velocities[r, j] for j, r in enumerate(rows)])
         start = torch.cat([self.schedule.times[j].expand(len(r)) for j, r in enumerate(rows)])

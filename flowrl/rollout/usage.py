@@ -25,4 +25,5 @@ class Usage:
         if len(latent) <= max_batch:
             return policy.velocity(latent, timestep, condition)
         pieces = torch.arange(len(latent), device=latent.device).split(max_batch)
-        return torch.cat([policy.velocity(latent[i], timestep[i], condition.take(i)) for i in pieces])
+        parts = zip(latent.split(max_batch), timestep.split(max_batch), pieces, strict=True)
+        return torch.cat([policy.velocity(part, told, condition.take(index)) for part, told, index in parts])

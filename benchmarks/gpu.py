@@ -1,0 +1,395 @@
+"""The published models at full size on one GPU: how long rollout and update take, and how much of the GPU they use.
+
+    python benchmarks/gpu.py --out results            # SD3.5-Medium and FLUX.1-dev, three methods, every optimisation on and off
+    python benchmarks/gpu.py --models sd3.5-medium --variants none --minutes 8
+    python benchmarks/gpu.py --tiny                   # end to end on the CPU in under a minute; its figures mean nothing
+
+The transformers and image decoders have the published sizes and random weights: nothing is downloaded. Text encoders are left
+out; prompts are noise of the shape of their embeddings, which are cached in training anyway. Everything else is what `flowrl
+train` does: the trainer, the method, a LoRA of rank 32 on all attention, AdamW, pictures decoded and scored (by their
+brightness, so the reward costs nothing).
+
+Columns. rollout, score (decoding) and update: seconds of an iteration, the fastest of --repeats. images/s: trajectories over all
+of it. pairs/s: (trajectory, step) pairs over the update. GB: most memory at a time. use: useful floating-point operations of the
+transformer (counted; recomputation under gradient checkpointing is not useful) over seconds and over the ceiling, which is the
+best matrix product of the same precision measured on the same GPU just before. other: share of the phase in which the network did
+not work.
+
+Variants change one setting of the base each; `--set` changes the base. Every configuration is one line of OUT/gpu.jsonl, so a
+stopped benchmark goes on where it was (finished lines of the same code, settings and device are not made again); OUT/gpu.json has
+everything.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrl import Prompt, Trainer, preset
+from flowrl.diagnostics.cost import NetworkCost, matrix_product_ceiling, network_cost
+from flowrl.diagnostics.meter import Meter, MeteredFamily
+from flowrl.policies import tiny
+from flowrl.policies.architectures import RandomEmbeddings, architecture
+from flowrl.policies.flux import Flux
+from flowrl.policies.pipeline import DTYPES, ModelOptions, PipelinePolicy
+from flowrl.policies.sd3 import SD3
+from flowrl.rewards import FunctionReward
+from flowrl.training.config import RunConfig
+
+METHODS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
+BRIGHTNESS = FunctionReward(lambda images, prompts: images.mean((1, 2, 3)))
+OFFLOAD = any(field.name == "offload" for field in fields(RunConfig))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is varied. Sizes per network call are in latents, twice as many with guidance above 1."""
+
+    prompts: int = 1
+    members: int = 24
+    steps: int = 10
+    updates: int = 2
+    resolution: int = 512
+    rank: int = 32
+    dtype: str = "bfloat16"
+    max_batch: int = 24
+    micro_batch: int = 8
+    decode_batch: int = 8
+    decode_dtype: str = "float32"
+    checkpointing: bool = True
+    compile: str = ""
+    guidance: float = 1.0
+    kl_weight: float = 0.0
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class Model:
+    """How a model is built: (device, dtype of the network) -> pipeline, its family, and its base setting."""
+
+    pipeline: Callable[[str, torch.dtype], Any]
+    family: SD3 | Flux
+    tokens: int
+    base: Setting
+
+
+SMALL = Setting(members=3, steps=4, resolution=16, rank=4, dtype="bfloat16", max_batch=6, micro_batch=4, decode_batch=4)
+MODELS = {
+    "sd3.5-medium": Model(architecture("sd3.5-medium").pipeline, SD3(), 333, Setting()),
+    "sd3.5-large": Model(architecture("sd3.5-large").pipeline, SD3(), 333, Setting(members=12, max_batch=12, micro_batch=4)),
+    "flux.1-dev": Model(
+        architecture("flux.1-dev").pipeline, Flux(), 512, Setting(members=12, steps=6, max_batch=12, micro_batch=4)
+    ),
+    "tiny-sd3": Model(lambda device, dtype: tiny.tiny_sd3(), SD3(), 64, SMALL),
+    "tiny-flux": Model(lambda device, dtype: tiny.tiny_flux(), Flux(), 24, SMALL),
+}
+
+
+def variants(base: Setting, compiler: str) -> dict[str, dict[str, Any]]:
+    """One change of the base each, by name."""
+    compiled = "" if base.compile else compiler
+    found: dict[str, dict[str, Any]] = {
+        "base": {},
+        f"checkpointing {'off' if base.checkpointing else 'on'}": {"checkpointing": not base.checkpointing},
+        f"compile {compiled or 'off'}": {"compile": compiled},
+        "micro-batch 1": {"micro_batch": 1},
+        f"micro-batch {base.micro_batch * 2}": {"micro_batch": base.micro_batch * 2},
+        f"max-batch {max(1, base.max_batch // 4)}": {"max_batch": max(1, base.max_batch // 4)},
+        "decode one by one": {"decode_batch": 1},
+        "decode bfloat16": {"decode_dtype": "bfloat16"},
+        "float32 network": {"dtype": "float32"},
+        "guidance 4.5": {"guidance": 4.5},
+        "KL to the base": {"kl_weight": 0.04},
+    }
+    if OFFLOAD:
+        found["nodes offloaded" if not base.offload else "nodes on the GPU"] = {"offload": not base.offload}
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration: a line of the results."""
+
+    model: str
+    method: str
+    variant: str
+    setting: Setting
+
+
+def cases(models: Sequence[str], methods: Sequence[str], chosen: str, changes: dict[str, Any]) -> Iterator[Case]:
+    """For every model the methods with its base, then the first method with every variant ("all", "none" or names)."""
+    for model in models:
+        base = replace(MODELS[model].base, **changes)
+        yield from (Case(model, method, "base", base) for method in methods)
+        compiler = "eager" if model.startswith("tiny") else "inductor"  # which takes minutes on a CPU
+        for name, change in variants(base, compiler).items():
+            wanted = chosen == "all" or name in chosen.split(",")
+            if change and wanted:
+                yield Case(model, methods[0], name, replace(base, **change))
+
+
+def build(case: Case, device: str) -> tuple[PipelinePolicy, Meter, NetworkCost]:
+    """The policy with a meter around its network, and what an evaluation costs."""
+    model, setting = MODELS[case.model], case.setting
+    options = ModelOptions(
+        height=setting.resolution, width=setting.resolution, device=device, dtype=setting.dtype, guidance=setting.guidance,
+        rank=setting.rank, alpha=2.0 * setting.rank, checkpointing=setting.checkpointing, compile=setting.compile,
+        decode_batch=setting.decode_batch, decode_dtype=setting.decode_dtype,
+    )  # fmt: skip
+    pipe = model.pipeline(device, DTYPES[setting.dtype])
+    policy = PipelinePolicy(pipe, RandomEmbeddings(model.family, model.tokens), options)  # pyright: ignore[reportArgumentType]
+    condition = policy.encode([Prompt("a prompt")])
+    cost = network_cost(policy, policy.prompts.rows(condition.tensors["prompt"]))
+    meter = Meter(policy.device)
+    policy.family = MeteredFamily(policy.family, meter)  # pyright: ignore[reportAttributeAccessIssue]
+    meter.watch(list(policy.trainable().values()))
+    return policy, meter, cost
+
+
+def run_config(case: Case) -> RunConfig:
+    """The settings of the trainer."""
+    setting = case.setting
+    more = {"offload": setting.offload} if OFFLOAD else {}
+    return preset("default").apply(
+        method=case.method, prompts=setting.prompts, members=setting.members, steps=setting.steps, updates=setting.updates,
+        window="all-but-last", micro_batch=setting.micro_batch, max_batch=setting.max_batch, lr=3e-4, clip=1e-4, ema=0.9,
+        kl_weight=setting.kl_weight, dtype=setting.dtype, iterations=1000, **more,
+    )  # fmt: skip
+
+
+def measure(case: Case, device: str, repeats: int, ceiling: float, left: Callable[[], float]) -> dict[str, Any]:
+    """One unmeasured iteration (start-up, compilation), then the fastest of up to `repeats`, as many as the time allows."""
+    policy, meter, cost = build(case, device)
+    config = run_config(case)
+    trainer = Trainer(policy, config.make_method(), BRIGHTNESS, [Prompt(f"prompt {n}") for n in range(16)], config)
+    trainer.on_phase = meter.phase
+    found: list[dict[str, Any]] = []
+    for _ in range(repeats + 1):
+        meter.work.clear()
+        start = time.perf_counter()
+        meter.phase("rollout")
+        trainer.iteration()
+        meter.phase("")
+        seconds = time.perf_counter() - start
+        found.append(summary(case, meter, cost, ceiling, seconds))
+        if left() < 1.2 * seconds:
+            break
+    timed = found[1:] or found
+    best = min(timed, key=lambda line: line["seconds"])
+    return {**best, "warm": len(found) > 1, "repeats": len(timed), "all_seconds": [line["seconds"] for line in found]}
+
+
+def summary(case: Case, meter: Meter, cost: NetworkCost, ceiling: float, seconds: float) -> dict[str, Any]:
+    """The figures of one iteration."""
+    setting = case.setting
+    trajectories = setting.prompts * setting.members
+    phases: dict[str, Any] = {}
+    for name, work in meter.work.items():
+        operations = work.operations(cost)
+        phases[name] = {
+            **asdict(work),
+            "operations": operations,
+            "use": operations / work.seconds / ceiling if work.seconds else 0.0,
+            "other": 1 - work.network_seconds / work.seconds if work.seconds else 0.0,
+        }
+    peaks = [work.peak_bytes for work in meter.work.values() if work.peak_bytes is not None]
+    pairs = trajectories * (setting.steps - 1)
+    return {
+        "seconds": seconds,
+        "phases": phases,
+        "images_per_second": trajectories / seconds,
+        "pairs_per_second": pairs / phases["update"]["seconds"],
+        "peak_gigabytes": max(peaks) / 1e9 if peaks else None,
+        "forward_operations": cost.forward,
+        "backward_operations": cost.backward,
+    }
+
+
+def release() -> None:
+    """Forget the last model before the next one is built."""
+    gc.collect()
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def attempt(case: Case, device: str, repeats: int, ceiling: float, left: Callable[[], float]) -> dict[str, Any]:
+    """`measure`, or what went wrong: running out of memory is a result too."""
+    try:
+        return measure(case, device, repeats, ceiling, left)
+    except torch.OutOfMemoryError as error:
+        return {"error": "out of memory", "detail": str(error).splitlines()[0]}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}", "detail": str(error)[:500], "retry": True}
+    finally:
+        release()
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Where and with what: part of every line, and of what must agree for a line to be kept."""
+    packages = ("torch", "diffusers", "peft", "transformers", "triton")
+    cuda = torch.cuda.get_device_properties(0) if device.startswith("cuda") else None
+    return {
+        "device": cuda.name if cuda else f"CPU, one thread of {os.cpu_count()} cores ({platform.machine()})",
+        "memory_gigabytes": cuda.total_memory / 1e9 if cuda else None,
+        "driver": _driver() if cuda else None,
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        "code": _code(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _driver() -> str:
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(ask, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+
+
+def _code() -> str:
+    """The hash of the package's sources and of this file."""
+    import hashlib
+
+    import flowrl
+
+    root = Path(flowrl.__file__).parent
+    total = hashlib.sha256()
+    for path in [*sorted(root.rglob("*.py")), Path(__file__)]:
+        total.update(path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+COLUMNS = ("model", "method", "variant", "rollout", "score", "update", "images/s", "pairs/s", "GB", "use: rollout", "use: update")
+COLUMNS = (*COLUMNS, "other: rollout", "other: update")
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """One aligned table."""
+    rows = [COLUMNS, *(_cells(line) for line in lines)]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(COLUMNS))]
+    shown = []
+    for row in rows:
+        cells = (cell.ljust(w) if k < 3 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        shown.append("  ".join(cells).rstrip())
+    return "\n".join([shown[0], "-" * len(shown[0]), *shown[1:]])
+
+
+def _cells(line: dict[str, Any]) -> tuple[str, ...]:
+    case = line["case"]
+    head = (case["model"], case["method"], case["variant"])
+    if "error" in line:
+        return (*head, line["error"], *("",) * (len(COLUMNS) - 4))
+    phases, peak = line["phases"], line["peak_gigabytes"]
+    seconds = tuple(f"{phases[name]['seconds']:.2f}" for name in ("rollout", "reward", "update"))
+    shares = [f"{100 * phases[name][what]:.1f}%" for what in ("use", "other") for name in ("rollout", "update")]
+    rates = (f"{line['images_per_second']:.2f}", f"{line['pairs_per_second']:.1f}", "-" if peak is None else f"{peak:.1f}")
+    return (*head, *seconds, *rates, *shares)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Complete lines of an earlier run."""
+    found = []
+    for text in path.read_text().splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(text))
+        except json.JSONDecodeError:
+            print(f"a broken line of {path} is left out", file=sys.stderr)
+    return found
+
+
+def parse_changes(words: Sequence[str]) -> dict[str, Any]:
+    """`name=value` pairs as changes of a `Setting`."""
+    defaults, found = asdict(Setting()), {}
+    for word in words:
+        name, _, text = word.partition("=")
+        if name not in defaults:
+            raise SystemExit(f"--set {word}: no such setting; allowed: {', '.join(defaults)}")
+        kind = type(defaults[name])
+        try:
+            found[name] = text.lower() in ("1", "true", "on", "yes") if kind is bool else kind(text)
+        except ValueError:
+            raise SystemExit(f"--set {word}: a {kind.__name__} is needed") from None
+    return found
+
+
+def ceilings(device: str, dtypes: Sequence[str], small: bool) -> dict[str, float]:
+    """Operations per second of the best matrix product, by precision."""
+    sizes = (256, 512) if small else (4096, 8192, 16384)
+    return {d: matrix_product_ceiling(torch.device(device), DTYPES[d], sizes, 0.1 if small else 1.0) for d in dtypes}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is not measured yet; write and print everything."""
+    args = parse(arguments)
+    device = args.device or ("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
+    models = args.models or (["tiny-sd3", "tiny-flux"] if args.tiny else ["sd3.5-medium", "flux.1-dev"])
+    end = time.monotonic() + 60 * args.minutes
+    todo = list(cases(models, args.methods, args.variants, parse_changes(args.set)))
+    where = environment(device)
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "gpu.jsonl"
+    kept = {json.dumps(line["case"], sort_keys=True): line for line in read_lines(file) if line["where"] == where}
+    limits = ceilings(device, sorted({case.setting.dtype for case in todo}), device == "cpu")
+    for name, limit in limits.items():
+        print(f"ceiling {name}: {limit / 1e12:.3g} TFLOP/s on {where['device']}", file=sys.stderr)
+    lines = []
+    for number, case in enumerate(todo, 1):
+        key = json.dumps(asdict(case), sort_keys=True)
+        line, told = kept.get(key), f"[{number}/{len(todo)}] {case.model} {case.method} {case.variant}"
+        if line is None or line.get("retry"):
+            if time.monotonic() > end:
+                print(f"{told}: not measured, the time is up; the same command goes on here", file=sys.stderr)
+                continue
+            start = time.monotonic()
+            found = attempt(case, device, args.repeats, limits[case.setting.dtype], lambda: end - time.monotonic())
+            line = {"case": asdict(case), "where": where, "ceiling": limits[case.setting.dtype], **found}
+            with file.open("a") as stream:
+                stream.write(json.dumps(line) + "\n")
+            outcome = line.get("detail", "") if "error" in line else f"{line['seconds']:.2f} s an iteration"
+            print(
+                f"{told}: {line.get('error', '')} {outcome} (took {time.monotonic() - start:.0f} s)", file=sys.stderr, flush=True
+            )
+        lines.append(line)
+    command = shlex.join(["python", "benchmarks/gpu.py", *(sys.argv[1:] if arguments is None else arguments)])
+    whole = {"command": command, **where, "ceilings": limits, "lines": lines}
+    (args.out / "gpu.json").write_text(json.dumps(whole, indent=1) + "\n")
+    print(f"{where['device']}, torch {where['versions']['torch']}, {len(lines)} of {len(todo)} configurations")
+    print(table(lines))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: sd3.5-medium flux.1-dev")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--variants", default="all", help="all, none, or names separated by commas (of the first method)")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help=f"of the base: {', '.join(asdict(Setting()))}")
+    parser.add_argument("--repeats", type=int, default=2, help="measured iterations, after one that is not")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no further configuration after this time")
+    parser.add_argument("--device", default="", help="default: cuda where there is one")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
+    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
