@@ -259,11 +259,11 @@ figure, axes = panels(6, width=2.0, height=2.3)
 for cell, (name, kernel) in zip(axes[:5], kernels.items(), strict=True):
     final = follow(kernel, noise, 10, data=sharp)[-1]
     plane(cell, name.replace(", ", "\n"), extent=2.6)
-    cell.scatter(*final[:1500].T, s=2, alpha=0.5, color=DATA)
+    cell.scatter(*final[:1500].T, s=2, alpha=0.5, color=ACCENT)
     nearest = torch.cdist(final, sharp.means).min(dim=1).values
     print(f"{name:28} median distance to the nearest blob's centre {float(nearest.median()):.3f}")
 plane(axes[5], "data", extent=2.6)
-axes[5].scatter(*sharp.sample(1500, torch.Generator().manual_seed(8)).T, s=2, alpha=0.5, color=NOISE)
+axes[5].scatter(*sharp.sample(1500, torch.Generator().manual_seed(8)).T, s=2, alpha=0.5, color=DATA)
 exact = torch.cdist(sharp.sample(20000, torch.Generator().manual_seed(9)), sharp.means).min(dim=1).values
 print(f"{'data':28} median distance to the nearest blob's centre {float(exact.median()):.3f}")
 plt.show()
