@@ -74,7 +74,11 @@ def _explain(error: Exception, answer: tuple[Any, ...]) -> str:
         return "not answered yet: replace the dots"
     told = f"your code raised {type(error).__name__}: {error}"
     if "must match the size of tensor" in str(error):
-        return f"{told}. A [sample] tensor meets a [sample, dim] one as time[:, None]"
+        return f"{told}. A [sample] tensor meets a [sample, dim] one as time[:, None]; a mean keeps its axis with keepdim=True"
+    if "must be Tensor, not float" in str(error):
+        return f"{told}. For plain numbers there is the module math"
+    if "Boolean value of Tensor" in str(error):
+        return f"{told}. Python's max, min and if do not go through elements; torch.maximum, torch.minimum and torch.where do"
     return f"{told}. Does it return something yet?" if "ellipsis" in str(error) or "NoneType" in str(error) else told
 
 
@@ -86,7 +90,7 @@ def expect(condition: object, mistake: str) -> None:
 
 def answered(value: Any, what: str = "the function") -> Any:
     """`value`, unless it is still the dots (or None) of the starting cell."""
-    expect(value is not ... and value is not None, f"{what} returns nothing yet: replace the dots")
+    expect(value is not ... and value is not None, f"no answer yet for {what}: replace the dots")
     return value
 
 

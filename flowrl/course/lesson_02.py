@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.course.checking import answered, check, close, expect, number, tensor
+from flowrl.course.checking import answered, check, close, expect, number, same, tensor
 from flowrl.flow.mixture import GaussianMixture
 
 Answer = Callable[..., Any]
@@ -20,7 +20,7 @@ def _state(time: float = 0.6) -> tuple[Tensor, Tensor]:
 
 
 def _two(value: Any) -> tuple[Any, Any]:
-    expect(isinstance(value, tuple) and len(value) == 2, "return two values: the mean, and the standard deviation")
+    expect(isinstance(value, tuple | list) and len(value) == 2, "return two values: the mean, and the standard deviation")
     return answered(value[0], "the mean"), answered(value[1], "the standard deviation")
 
 
@@ -64,6 +64,8 @@ def check_flow_sde(answer: Answer) -> None:
             "this is sigma times Delta; noise grows with the root of Delta": sigma * delta,
             "this is sigma; times the root of Delta": sigma,
             "this is the variance; take its root": std**2,
+            "the root in sigma is missing: sigma = a sqrt(t / (1-t))": a * t / (1 - t) * math.sqrt(delta),
+            "sigma is taken at the next time s; take it where the step starts, at t": a * math.sqrt(s / (1 - s) * delta),
             "sigma has 1 - t and t swapped: there is more noise near t = 1": a * math.sqrt((1 - t) / t) * math.sqrt(delta),
         },
     )
@@ -76,14 +78,17 @@ def check_flow_sde(answer: Answer) -> None:
         "the velocity has the wrong sign: time runs down": x + delta * v - pull,
         "the pull uses sigma instead of sigma squared": x - delta * v - pull / sigma,
         "the pull is not multiplied by Delta": x - delta * v - pull / delta,
+        "the noise estimate is x + (1 - t) v, with the time t of the state x": x - delta * v - pull * (x + (1 - s) * v) / noise,
     }
+    random = not same(got_mean, _two(answer(x, v, t, s, a))[0])
+    expect(not random, "the mean is another one at every call: the noise is not drawn here, only its std is returned")
     close(tensor(got_mean, (7, 2), "the mean"), mean, "the mean is not x - Delta v - sigma^2 Delta / (2t) eps_hat", mistakes)
 
 
 @check("Exercise 3")
 def check_excess_variance(answer: Answer) -> None:
     """`answer(t, s, sigma)` is Delta^2 sigma^2 (1/t + sigma^2 / (4 t^2))."""
-    t, s, sigma = 0.7, 0.5, 0.9
+    t, s, sigma = 0.7, 0.4, 0.9
     delta = t - s
     fresh, pull = sigma**2 * delta, sigma**2 * delta / (2 * t)
     truth = delta**2 * sigma**2 * (1 / t + sigma**2 / (4 * t**2))
@@ -93,6 +98,10 @@ def check_excess_variance(answer: Answer) -> None:
         "the fresh noise is missing: add sigma^2 Delta": (s - pull) ** 2 - s**2,
         "standard deviations do not add: square each coefficient on its own": (s - pull + math.sqrt(fresh)) ** 2 - s**2,
         "the fresh noise has variance sigma^2 Delta, not sigma^2": (s - pull) ** 2 + sigma**2 - s**2,
+        "a coefficient c of the noise gives variance c^2: square s - sigma^2 Delta / (2t)": s - pull + fresh - s**2,
+        "the square of the change of the old noise's coefficient is missing": truth - pull**2,
+        "this is a difference of standard deviations; take that of the variances": math.sqrt(truth + s**2) - s,
+        "x_0 is the same for all samples: it has no variance": truth + (1 - s) ** 2,
     }
     got = number(answer(t, s, sigma), "the excess variance")
     close(got, truth, "this is not the variance of x_s minus s squared", mistakes, 1e-6)
@@ -124,6 +133,8 @@ def check_cps(answer: Answer) -> None:
         "standard deviations were subtracted: variances add, so the old noise keeps sqrt(s^2 - sigma^2)": (1 - s) * clean
         + (s - std) * noise,
         "the clean part is weighted with 1 - t; at the next node it is 1 - s": (1 - t) * clean + rest * noise,
+        "the root is missing: the old noise keeps sqrt(s^2 - sigma^2)": (1 - s) * clean + (s**2 - std**2) * noise,
+        "old noise is the estimate x + (1 - t) v, not the velocity": (1 - s) * clean + rest * v,
         "the two estimates are swapped": (1 - s) * noise + rest * clean,
     }
     wanted = (1 - s) * clean + rest * noise

@@ -30,6 +30,8 @@ def check_log_prob(answer: Answer) -> None:
         "this is the sum over elements; the mean is asked for": normal.log_prob(x).sum(1),
         "the squares are summed, the rest is not: take the mean": -squares.sum(1) / (2 * std**2) - constant,
         "the sign is wrong: this is the negative log-density": -truth,
+        "the squares have the wrong sign: far from the mean the density is small": squares.mean(1) / (2 * std**2) - constant,
+        "a / 2 * b is (a / 2) b: put 2 std^2 in brackets": -squares.mean(1) / 2 * std**2 - constant,
         "the normalisation is missing: - log std - log(2 pi) / 2": -squares.mean(1) / (2 * std**2),
         "the 2 below the fraction bar is missing: (x - mu)^2 / (2 std^2)": -squares.mean(1) / std**2 - constant,
         "divided by std, not by its square": -squares.mean(1) / (2 * std) - constant,
@@ -77,6 +79,7 @@ def check_clipped_loss(answer: Answer) -> None:
     ratio, c = (new - old).exp(), 0.1
     plain, held = -advantage * ratio, -advantage * ratio.clamp(1 - c, 1 + c)
     got = answered(answer(new, old, advantage, c), "clipped_loss")
+    expect(not isinstance(got, float), "the loss is a plain number, and carries no gradient: leave out .item()")
     expect(isinstance(got, torch.Tensor) and got.ndim == 0, "the loss must be one number: take the mean")
     other = (old - new).exp()
     mistakes = {
@@ -84,7 +87,13 @@ def check_clipped_loss(answer: Answer) -> None:
         "only the clipped term is used: corrections of ratios that are already too far get no gradient": held.mean(),
         "this takes the minimum: of two losses the pessimistic one is the larger": torch.minimum(plain, held).mean(),
         "the sign is wrong: a loss is minimised, so -A": -torch.maximum(plain, held).mean(),
-        "the objective is right, but it is to be maximised: put a minus": -torch.maximum(plain, held).mean(),
+        "the sign of A is wrong: a loss is minimised, so -A": torch.maximum(-plain, -held).mean(),
+        "the range is 1 - c to 1 + c: the ratio is near 1, not near 0": torch.maximum(
+            plain, -advantage * ratio.clamp(-c, c)
+        ).mean(),
+        "the ratio of probabilities is exp(new - old), not new / old": torch.maximum(
+            -advantage * new / old, -advantage * (new / old).clamp(1 - c, 1 + c)
+        ).mean(),
         "the ratio is upside down: new over old": torch.maximum(
             -advantage * other, -advantage * other.clamp(1 - c, 1 + c)
         ).mean(),
@@ -95,6 +104,8 @@ def check_clipped_loss(answer: Answer) -> None:
     }
     close(got, torch.maximum(plain, held).mean(), "this is not mean max(-A rho, -A clip(rho))", mistakes, 1e-5)
     expect(got.requires_grad, "the loss carries no gradient to the new log-probability")
+    wanted, grown = (torch.autograd.grad(loss, new)[0] for loss in (torch.maximum(plain, held).mean(), got))
+    expect(same(grown, wanted, 1e-5), "the value is right, but not its gradient: is a part detached?")
 
 
 @check("Exercise 4")
@@ -110,6 +121,7 @@ def check_kl(answer: Answer) -> None:
         "the 2 is missing: ||mu - mu_ref||^2 / (2 std^2)": truth * 2,
         "divided by std, not by its square": truth * std,
         "not divided by the variance: the same distance matters more where there is less noise": truth * std**2,
+        "a / 2 * b is (a / 2) b: put 2 std^2 in brackets": truth * std**4,
         "the distance is not squared": (mean - reference).abs().mean(1) / (2 * std**2),
     }
     got = answered(answer(mean, reference, std), "kl")

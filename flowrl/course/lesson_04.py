@@ -44,6 +44,7 @@ def check_uniform(answer: Answer) -> None:
         "the standard deviation is that of the whole batch; here it is that of the group (dim=1)": _scores(final, 1, (0, 1)),
         "the standard deviation is the unbiased one (divided by G - 1): pass unbiased=False": _scores(final, 1, unbiased=True),
         "the standard deviation is missing: divide by it (plus 1e-4)": final - final.mean(1, keepdim=True),
+        "the advantage is not shared out: each step gets the whole of it": _scores(final, 1) / steps,
         "the group's mean is not taken away": final / (final.std(1, keepdim=True, unbiased=False) + 1e-4),
     }
     mistakes = {message: value[..., None].repeat(1, 1, steps) for message, value in slips.items()}
@@ -67,8 +68,14 @@ def check_silent(answer: Answer) -> None:
         "the two probabilities are multiplied; all succeed OR all fail: add them": (fail * win).mean(),
         "this is the share of groups that do speak; 1 minus that is asked": 1 - (fail + win).mean(),
         "this sums over the prompts; take their mean": (fail + win).sum(),
+        "twice the share in which all succeed: all fail has probability (1 - p)^G": 2 * win.mean(),
+        "the exponents are one too small: all G members succeed with probability p^G, not p^(G-1)": (fail / (1 - success)).mean()
+        + (win / success).mean(),
     }
-    got = number(answer(success, size), "silent_share")
+    got = answer(success, size)
+    several = isinstance(got, Tensor) and got.shape == success.shape
+    expect(not several, "this is one share per prompt; take the mean over the prompts")
+    got = number(got, "silent_share")
     close(got, (fail + win).mean(), "this is not the mean over prompts of p^G + (1 - p)^G", mistakes, tolerance=1e-5)
 
 
@@ -82,6 +89,15 @@ def check_cost(answer: Answer) -> None:
             "the sampling is missing: one evaluation per step of every trajectory": trajectories * 3 * decisions,
             "the update is missing: 3 evaluations per decision": trajectories * steps,
             "this is for one trajectory: multiply everything by the number of trajectories": steps + 3 * decisions,
+            "the update must be counted per trajectory too": trajectories * steps + 3 * decisions,
+            "sampling and update are added, not multiplied": trajectories * steps * 3 * decisions,
+            "each trajectory has one training evaluation per decision, not per decision and step": trajectories
+            * steps
+            * (1 + 3 * decisions),
+            "the factor 3 holds for the update only; sampling has no backward pass": 3 * trajectories * (steps + decisions),
+            "the stochastic steps are sampled too: count all steps once, and the decisions again with 3": trajectories
+            * (steps + 2 * decisions),
+            "3 is forward and backward together": trajectories * (steps + 4 * decisions),
             "sampling must be counted per trajectory too": steps + 3 * trajectories * decisions,
         }
         got = number(answer(trajectories, steps, decisions), "iteration_cost")
@@ -89,6 +105,8 @@ def check_cost(answer: Answer) -> None:
 
 
 def _bools(value: Any, count: int) -> Tensor:
+    if isinstance(value, list | tuple):
+        value = torch.tensor(value)
     expect(isinstance(answered(value, "pushing"), Tensor), "the result must be a torch.Tensor of booleans")
     expect(value.dtype == torch.bool, f"the result has dtype {value.dtype}; booleans are wanted")
     return tensor(value, (count,), "the result")
@@ -114,6 +132,9 @@ def check_pushing(answer: Answer) -> None:
         "this is where the gradient is zero; asked is where it is not": ~wanted,
         "the upper bound holds for good pairs only: a bad pair whose ratio grew must be pushed down": ratio <= 1 + clip,
         "pairs with negative advantages push too, down": wanted & positive,
+        "not all of them: where the clipped term is the larger loss, it is constant in the ratio": torch.ones(
+            10, dtype=torch.bool
+        ),
     }
     got = _bools(answer(ratio, advantage, clip), len(ratio))
     close(got, wanted, "compare with the derivative of max(-A ratio, -A clip(ratio)) by hand: four cases, A > 0 or < 0", mistakes)

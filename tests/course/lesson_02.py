@@ -51,6 +51,11 @@ CASES = [
                 "wrong sign",
             ),
             (lambda x, v, t, s, a: flow_sde(x, v, t, s, a)[0], "return two values"),
+            (lambda x, v, t, s, a: (flow_sde(x, v, t, s, a)[0], a * t / (1 - t) * (t - s) ** 0.5), "root in sigma"),
+            (
+                lambda x, v, t, s, a: (flow_sde(x, v, t, s, a)[0] + torch.randn(7, 2), flow_sde(x, v, t, s, a)[1]),
+                "noise is not drawn",
+            ),
             (lambda x, v, t, s, a: (..., ...), "replace the dots"),
         ],
     ),
@@ -60,6 +65,10 @@ CASES = [
         [
             (lambda t, s, sigma: excess(t, s, sigma) + s**2, "subtract s squared"),
             (lambda t, s, sigma: sigma**2 * (t - s), "only the fresh noise"),
+            (lambda t, s, sigma: s - sigma**2 * (t - s) / (2 * t) + sigma**2 * (t - s) - s**2, "square s - sigma"),
+            (lambda t, s, sigma: sigma**2 * (t - s) ** 2 / t, "change of the old noise's coefficient"),
+            (lambda t, s, sigma: (excess(t, s, sigma) + s**2) ** 0.5 - s, "difference of standard deviations"),
+            (lambda t, s, sigma: excess(t, s, sigma) + (1 - s) ** 2, "no variance"),
             (lambda t, s, sigma: (s - sigma**2 * (t - s) / (2 * t)) ** 2 - s**2, "fresh noise is missing"),
         ],
     ),
@@ -69,6 +78,13 @@ CASES = [
         [
             (lambda x, v, t, s, e: ((1 - s) * (x - t * v) + s * (x + (1 - t) * v), cps(x, v, t, s, e)[1]), "whole coefficient"),
             (lambda x, v, t, s, e: (cps(x, v, t, s, e)[0], s * math.sin(e)), "radians"),
+            (
+                lambda x, v, t, s, e: (
+                    (1 - s) * (x - t * v) + (s**2 - cps(x, v, t, s, e)[1] ** 2) * (x + (1 - t) * v),
+                    cps(x, v, t, s, e)[1],
+                ),
+                "the root is missing",
+            ),
             (lambda x, v, t, s, e: (cps(x, v, t, s, e)[0], cps(x, v, t, s, e)[1] * math.sqrt(t - s)), "no root of Delta"),
             (
                 lambda x, v, t, s, e: (

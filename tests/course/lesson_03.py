@@ -33,6 +33,9 @@ CASES = [
         [
             (lambda x, m, s: torch.distributions.Normal(m, s[:, None]).log_prob(x).sum(1), "the sum over elements"),
             (lambda x, m, s: -log_prob(x, m, s), "negative log-density"),
+            (lambda x, m, s: log_prob(x, m, s) + (x - m).square().mean(1) / s**2, "wrong sign"),
+            (lambda x, m, s: -(x - m).square().mean(1) / 2 * s**2 - s.log() - 0.5 * math.log(2 * math.pi), "in brackets"),
+            (lambda x, m, s: log_prob(x, m, s) + torch.log(2 * math.pi), "module math"),
             (lambda x, m, s: -(x - m).square().mean(1) / (2 * s**2), "normalisation is missing"),
             (lambda x, m, s: torch.distributions.Normal(m, s[:, None]).log_prob(x), "one number per sample"),
         ],
@@ -45,6 +48,7 @@ CASES = [
             (lambda r: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4), "G - 1"),
             (lambda r: (r - r.mean(1, keepdim=True)) / r.std(1, correction=0, keepdim=True).clamp(min=0), "gives nan"),
             (lambda r: r - r.mean(1, keepdim=True), "not divided by the std"),
+            (lambda r: (r - r.mean(1)) / (r.std(1) + 1e-4), "keepdim=True"),
         ],
     ),
     Case(
@@ -55,7 +59,16 @@ CASES = [
             (lambda n, o, a, c: (-a * (n - o).exp()).mean(), "the clip is missing"),
             (lambda n, o, a, c: -clipped(n, o, a, c), "the sign is wrong"),
             (lambda n, o, a, c: clipped(o, n, a, c), "upside down"),
-            (lambda n, o, a, c: clipped(n, o, a, c).detach(), "no gradient"),
+            (lambda n, o, a, c: clipped(n, o, a, c).detach(), "no gradient to the new"),
+            (lambda n, o, a, c: clipped(n, o, a, c).item(), "leave out .item()"),
+            (lambda n, o, a, c: clipped(n, o, -a, c), "sign of A"),
+            (lambda n, o, a, c: torch.maximum(-a * n / o, -a * (n / o).clamp(1 - c, 1 + c)).mean(), "not new / old"),
+            (lambda n, o, a, c: torch.maximum(-a * (n - o).exp(), -a * (n - o).exp().clamp(-c, c)).mean(), "not near 0"),
+            (lambda n, o, a, c: max(-a * (n - o).exp(), -a * (n - o).exp().clamp(1 - c, 1 + c)).mean(), "torch.maximum"),
+            (
+                lambda n, o, a, c: clipped(n, o, a, c).detach() + (-a * (n - o).exp().clamp(1 - c, 1 + c)).mean() * 0,
+                "is a part detached",
+            ),
         ],
     ),
     Case(
@@ -66,6 +79,7 @@ CASES = [
             (lambda m, r, s: (m - r).square().mean(dim=1) / s**2, "the 2 is missing"),
             (lambda m, r, s: (m - r).square().mean(dim=1) / (2 * s), "not by its square"),
             (lambda m, r, s: kl(m, r, s).mean(), "not the mean over the batch"),
+            (lambda m, r, s: (m - r).square().mean(dim=1) / 2 * s**2, "in brackets"),
         ],
     ),
     Case(

@@ -1,5 +1,7 @@
 """Solutions and likely mistakes of lesson 4."""
 
+import torch
+
 from flowrl.course import lesson_04 as lesson
 from tests.course.cases import Case
 
@@ -25,6 +27,7 @@ CASES = [
             (lambda f, s: uniform(f, s, unbiased=True), "unbiased=False"),
             (lambda f, s: uniform(f, s, epsilon=0.0), "equal rewards gives NaN"),
             (lambda f, s: uniform(f, s)[..., 0], "step axis is missing"),
+            (lambda f, s: uniform(f, s) / s, "not shared out"),
             (lambda f, s: ..., "replace the dots"),
         ],
     ),
@@ -36,6 +39,9 @@ CASES = [
             (lambda p, g: float((p**g).mean()), "only groups in which all succeed"),
             (lambda p, g: float(p.mean() ** g + (1 - p.mean()) ** g), "apply it to every prompt"),
             (lambda p, g: float((p**g * (1 - p) ** g).mean()), "add them"),
+            (lambda p, g: p**g + (1 - p) ** g, "one share per prompt"),
+            (lambda p, g: (p ** (g - 1) + (1 - p) ** (g - 1)).mean(), "not p^(G-1)"),
+            (lambda p, g: 2 * (p**g).mean(), "all fail has probability"),
             (lambda p, g: 1 - float((p**g + (1 - p) ** g).mean()), "groups that do speak"),
         ],
     ),
@@ -47,6 +53,12 @@ CASES = [
             (lambda n, t, d: n * 4 * t, "only the stochastic ones"),
             (lambda n, t, d: t + 3 * d, "for one trajectory"),
             (lambda n, t, d: 3 * n * d, "sampling is missing"),
+            (lambda n, t, d: n * t + 3 * d, "update must be counted per trajectory"),
+            (lambda n, t, d: n * t * 3 * d, "added, not multiplied"),
+            (lambda n, t, d: n * t + 3 * n * d * t, "not per decision and step"),
+            (lambda n, t, d: 3 * n * (t + d), "no backward pass"),
+            (lambda n, t, d: n * (t - d) + 3 * n * d, "sampled too"),
+            (lambda n, t, d: n * (t + 4 * d), "together"),
         ],
     ),
     Case(
@@ -56,6 +68,7 @@ CASES = [
             (lambda r, a, c: (r - 1).abs() <= c, "every pair outside"),
             (lambda r, a, c: ~(((a > 0) & (r < 1 - c)) | ((a < 0) & (r > 1 + c))), "sides are swapped"),
             (lambda r, a, c: ~pushing(r, a, c), "where the gradient is zero"),
+            (lambda r, a, c: torch.ones_like(r) > 0, "not all of them"),
             (lambda r, a, c: r <= 1 + c, "upper bound holds for good pairs only"),
             (lambda r, a, c: pushing(r, a, c).float(), "booleans are wanted"),
         ],

@@ -118,7 +118,7 @@ CASES = [
             ({**RIGHT, "E": "supported"}, "overhead per call"),
             ({**RIGHT, "F": "open"}, "same six prompts"),
             ({**RIGHT, "G": "supported"}, "two dimensions say nothing"),
-            ({**RIGHT, "B": ...}, "claim B returns nothing yet"),
+            ({**RIGHT, "B": ...}, "no answer yet for claim B"),
         ],
     ),
 ]

@@ -80,7 +80,7 @@ lesson.check_weakness(my_prompt)
 # %% [markdown]
 # ## What GRPO does
 #
-# Sample a *group* of pictures for one prompt, from different randomness. Score them. Make the better ones likelier and the worse ones less likely, by a small update. Repeat with other prompts. That is all; the score may be anything that can
+# Sample a *group* of pictures for one prompt, its *members*, from different randomness. Score them. Make the better ones likelier and the worse ones less likely, by a small update. Repeat with other prompts. That is all; the score may be anything that can
 # be computed for a picture, and the network is never told how to draw.
 #
 # One group, sorted by score:
@@ -179,12 +179,12 @@ figure.colorbar(picture, ax=axes, label="advantage", extend="both")
 plt.show()
 
 # %% [markdown]
-# Flow-GRPO makes every step of the worst picture less likely, the good one too. The other two praise step 2 and blame step 4. TP-GRPO also blames step 3: it is a turning point (circles mark them), the last step before the fall that decided this
-# picture. Only steps 2 to 6 are random here; steps without randomness are decided by what came before, bring no gain, and are left out of the update anyway.
+# Flow-GRPO makes every step of the worst picture less likely, the good one too. The other two praise step 2 and blame step 4. TP-GRPO also blames step 3: it is a turning point (circles mark them), from which the score
+# only falls, so it is paid the whole fall. Only steps 2 to 6 are random here; steps without randomness are decided by what came before, bring no gain, and are left out of the update anyway.
 #
 # ### Exercise 3 · who is blamed? *(easy, 3 minutes)*
 #
-# A trajectory ends well above its group's mean, but its third step lowered the guess's score while its siblings' third steps raised theirs. Which rules make that step *less* likely? Answer with a set of names
+# A trajectory ends well above its group's mean, but its third step lowered the guess's score while the third steps of the other members raised theirs. Which rules make that step *less* likely? Answer with a set of names
 # from `"flow-grpo"`, `"stepwise-flow-grpo"` and `"tp-grpo"`.
 
 # %% tags=["exercise"]

@@ -22,6 +22,8 @@
 # twice: once by the ODE, and sixty times by an SDE with the same velocity.
 
 # %% tags=["hide-input"]
+import math
+
 import matplotlib.pyplot as plt
 import torch
 
@@ -79,10 +81,15 @@ opening()
 #
 # $$\mathrm dx = \Big[v - \tfrac{\sigma_t^2}{2}\nabla \log p_t(x)\Big]\mathrm dt + \sigma_t\,\mathrm dw .$$
 #
-# For any $\sigma_t$ the marginals $p_t$ are those of the ODE. And for a flow the score needs no new network: $x_t$ is, given the data, Gaussian with standard deviation $t$, so
+# Read this as one small step of length $\Delta$ down in time: $x$ moves by $-\Delta$ times the bracket and gets a Gaussian push of variance $\sigma_t^2\Delta$, which is what $\sigma_t\,\mathrm dw$ stands for.
+#
+# For any $\sigma_t$ the marginals (the distributions of $x_t$ at each $t$) $p_t$ are those of the ODE. And for a flow the score needs no new network: given the data point $x_0$, $x_t$ is Gaussian with mean $(1-t)x_0$ and standard deviation $t$, and the
+# gradient of its log-density is $-(x_t - (1-t)x_0)/t^2 = -\varepsilon/t$. Averaged over all $x_0$ that may lie behind $x$ this is
 # $\nabla \log p_t(x) = -\mathbb E[\varepsilon \mid x_t = x]/t$, and lesson 1 read the noise estimate off the velocity: $\hat\varepsilon = x + (1-t)v$.
 #
 # ### Exercise 1 · the score from the velocity *(easy, 4 minutes)*
+#
+# Put the two formulas together; `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`.
 
 
 # %% tags=["exercise"]
@@ -108,7 +115,7 @@ lesson.check_score(score)
 # %% [markdown]
 # ## One step of Flow-SDE
 #
-# Discretise with Euler-Maruyama from $t$ to $s = t - \Delta$. The next node is Gaussian, and this Gaussian *is* the policy:
+# Take one such step (this is the Euler-Maruyama method) from $t$ to $s = t - \Delta$. The next node is Gaussian, and this Gaussian *is* the policy:
 #
 # $$x_s \sim \mathcal N\big(\mu,\ \sigma^2\Delta\, I\big),\qquad \mu = x - \Delta v - \frac{\sigma^2\Delta}{2t}\big(x + (1-t)v\big).$$
 #
@@ -116,7 +123,7 @@ lesson.check_score(score)
 #
 # ### Exercise 2 · the transition *(medium, 6 minutes)*
 #
-# Return mean `[sample, dim]` and standard deviation (a number) of $x_s$. Here $t < 1$ is one number for the whole batch.
+# Return mean `[sample, dim]` and standard deviation (a number) of $x_s$, in this order. Here $t < 1$ is one number for the whole batch.
 
 
 # %% tags=["exercise"]
@@ -139,10 +146,13 @@ def flow_sde_step(x, velocity, t, s, noise_level):
 lesson.check_flow_sde(flow_sde_step)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The drift is multiplied by $\Delta$, the noise by $\sqrt\Delta$: variances add up over time, not standard deviations. At $t = 1$ the formula divides by zero; the released code
-# puts the next grid time in the denominator there, and so does `flowrl.samplers.FlowSDE`.
+# **Why.** The drift is multiplied by $\Delta$, the noise by $\sqrt\Delta$: variances add up over time, not standard deviations. The noise is drawn later; mean and standard deviation are all that the
+# policy needs.
 
 # %% [markdown]
+# At $t = 1$, where every path starts, $\sigma$ divides by zero. The released code takes the next grid time $s$ in the denominator there, $\sigma = a\sqrt{1/(1-s)}$, which is finite; so does `FlowSDE`. The wrapper
+# `AllButLast` makes the last step an ODE step; why follows below.
+#
 # Are the marginals kept? With many small steps, compare the SDE's samples with the ODE's from other noise, halfway and at the end: by eye, and by the quantiles of the distance from the centre.
 
 # %%
@@ -207,6 +217,8 @@ lesson.check_excess_variance(excess_variance)
 # *Coefficients-Preserving Sampling* (CPS; Wang & Yu 2025, arXiv 2509.05952) sets $\sigma = s\,\sin(\eta\pi/2)$; Stepwise-Flow-GRPO (arXiv 2603.28718) uses a *DDIM-inspired* one with $\sigma = a\,s\sqrt{1-t}$.
 #
 # ### Exercise 4 · CPS *(medium, 6 minutes)*
+#
+# Return mean and standard deviation of the next node with CPS's $\sigma$; `t`, `s` and `eta` are numbers, so `math.sin` will do.
 
 
 # %% tags=["exercise"]
@@ -219,8 +231,8 @@ def cps_step(x, velocity, t, s, eta):
 def cps_step(x, velocity, t, s, eta):
     """Mean [sample, dim] and std (a number) of the next node; 0 <= eta <= 1."""
     clean, noise = x - t * velocity, x + (1 - t) * velocity
-    std = s * torch.sin(torch.tensor(eta * torch.pi / 2))
-    return (1 - s) * clean + (s**2 - std**2).clamp(min=0).sqrt() * noise, std
+    std = s * math.sin(eta * math.pi / 2)
+    return (1 - s) * clean + math.sqrt(max(0, s**2 - std**2)) * noise, std
 
 
 # %%
@@ -243,13 +255,15 @@ kernels = {
     "CPS 0.7": CPS(0.7),
     "DDIM-SDE 0.7": DDIMSDE(0.7),
 }
-figure, axes = panels(5, width=2.2, height=2.5)
-for cell, (name, kernel) in zip(axes, kernels.items(), strict=True):
+figure, axes = panels(6, width=2.0, height=2.3)
+for cell, (name, kernel) in zip(axes[:5], kernels.items(), strict=True):
     final = follow(kernel, noise, 10, data=sharp)[-1]
     plane(cell, name.replace(", ", "\n"), extent=2.6)
-    cell.scatter(*final[:1500].T, s=2, alpha=0.5, color=DATA)
+    cell.scatter(*final[:1500].T, s=2, alpha=0.5, color=ACCENT)
     nearest = torch.cdist(final, sharp.means).min(dim=1).values
     print(f"{name:28} median distance to the nearest blob's centre {float(nearest.median()):.3f}")
+plane(axes[5], "data", extent=2.6)
+axes[5].scatter(*sharp.sample(1500, torch.Generator().manual_seed(8)).T, s=2, alpha=0.5, color=DATA)
 exact = torch.cdist(sharp.sample(20000, torch.Generator().manual_seed(9)), sharp.means).min(dim=1).values
 print(f"{'data':28} median distance to the nearest blob's centre {float(exact.median()):.3f}")
 plt.show()
@@ -300,7 +314,7 @@ print("another blob, per step:           ", " ".join(f"{value:.2f}" for value in
 # ### Exercise 5 · count the decisions *(easy, 4 minutes)*
 #
 # For each kernel with ten steps on the even grid, how many steps are decisions (standard deviation above 0)? Consider both ends: $t = 1$ and $s = 0$. The kernels are as published, without a wrapper: Flow-SDE with the
-# released code's rule at $t = 1$.
+# released code's $\sigma$ at $t = 1$ (above).
 
 # %% tags=["exercise"]
 decisions = {"FlowSDE": ..., "CPS": ..., "DDIMSDE": ...}

@@ -64,7 +64,7 @@ opening()
 # | episode | $T$ steps from noise to image |
 # | reward | one number $R$, for the finished image |
 #
-# To make an action likelier we need its log-probability. For a Gaussian with mean $\mu$ and standard deviation $\sigma$ per element,
+# To make an action likelier we need its log-probability. For a Gaussian with mean $\mu$ and standard deviation $\sigma$ per element (here $\sigma$ is that of the whole step, lesson 2's $\sigma_t\sqrt\Delta$),
 #
 # $$\log \pi(x) = -\frac{(x-\mu)^2}{2\sigma^2} - \log\sigma - \tfrac12\log 2\pi .$$
 #
@@ -130,7 +130,9 @@ lesson.check_group_advantage(group_advantage)
 # %% [markdown]
 # ## Ratio and clip
 #
-# Samples are drawn once and used for several updates. After the first, the policy that made them is no longer the current one, so each term is reweighted by the ratio $\rho = \pi/\pi_\text{old}$, and PPO's clip takes away the incentive to go far:
+# To make an action with $A > 0$ likelier and one with $A < 0$ less likely, follow the gradient of $A \log\pi$. Samples are drawn once and used for several updates. After the first, the policy that made them is no longer the current one, so each term is
+# reweighted by the ratio $\rho = \pi/\pi_\text{old} = \exp(\log\pi - \log\pi_\text{old})$: the loss is $-A\rho$, and at $\rho = 1$ its gradient is just $-A\,\nabla\log\pi$. The ratio is only to be trusted near 1. The clip of PPO (Schulman et al. 2017, arXiv
+# 1707.06347) with *clip range* $c$ takes away the incentive to go further:
 #
 # $$L = \operatorname{mean}\ \max\big(-A\rho,\ -A\,\operatorname{clip}(\rho, 1-c, 1+c)\big).$$
 #
@@ -160,15 +162,38 @@ lesson.check_clipped_loss(clipped_loss)
 # reverse: it stops corrections and lets the policy run away.
 
 # %% [markdown]
+# Your loss for one pair, as a function of its ratio (with $c = 0.2$, wider than one would use, to be seen):
+
+# %% tags=["hide-input"]
+figure, axes = panels(2, width=3.6, height=2.7)
+ratios = torch.linspace(0.5, 1.5, 101)
+for cell, sign in zip(axes, (1.0, -1.0), strict=True):
+    lost = [clipped_loss(rho.log(), torch.tensor(0.0), torch.tensor(sign), 0.2) for rho in ratios]
+    cell.axvspan(0.8, 1.2, color=NOISE, alpha=0.08)
+    cell.plot(ratios, -sign * ratios, ":", color=NOISE, label="without clip")
+    cell.plot(ratios, lost, color=ACCENT, label="with clip")
+    title = "A = +1: no reward for going above 1 + c" if sign > 0 else "A = -1: no reward for going below 1 - c"
+    cell.set(xlabel="ratio $\\rho$", ylabel="loss of the pair")
+    cell.set_title(title, fontsize=10)
+    cell.legend(frameon=False, fontsize=8)
+    clean(cell)
+plt.show()
+
+# %% [markdown]
+# Where the curve is flat there is no gradient: the update has gone far enough in the direction that the advantage asks for. In the other direction the loss goes on growing, and its gradient leads back.
+
+# %% [markdown]
 # ## A leash
 #
 # The reward never is all that one wants. A penalty on the distance from the base model keeps what the reward does not mention. Per step both are Gaussians with the same standard deviation, for which
 #
 # $$\mathrm{KL}(\pi \,\|\, \pi_\text{ref}) = \frac{\|\mu - \mu_\text{ref}\|^2}{2\sigma^2},$$
 #
-# again as a mean over elements.
+# again as a mean over elements, so with the mean of $(\mu - \mu_\text{ref})^2$ instead of its sum.
 #
 # ### Exercise 4 · KL *(easy, 3 minutes)*
+#
+# `mean` and `reference_mean` are `[sample, dim]`, `std` is `[sample]`. Return `[sample]`.
 
 
 # %% tags=["exercise"]
@@ -279,11 +304,20 @@ for cell, degrees in zip(axes[1:], (45, 170, 290), strict=True):
     with torch.no_grad():
         points = rollout(direction, torch.Generator().manual_seed(7), steps=0)[-1]
     plane(cell, f"towards {degrees} degrees")
-    cell.scatter(*points.T, s=4, color=DATA, alpha=0.6)
-    cell.scatter(*(2 * direction[0]), s=90, marker="*", color=ACCENT)
+    cell.scatter(*ring.sample(400, torch.Generator().manual_seed(0)).T, s=3, color="#d5d8dd")
+    cell.scatter(*(2 * direction[0]), s=260, marker="*", facecolor="none", edgecolor=ACCENT)
+    cell.scatter(*points.T, s=8, color=DATA, alpha=0.6)
+    print(
+        f"towards {degrees} degrees: reward {reward_of(points, direction).mean():.3f}, standard deviation {points.std(0).mean():.3f}"
+    )
+axes[1].text(0, -3.0, "300 samples (blue), asked for (star)", ha="center", fontsize=8, color=NOISE)
+print(f"one blob of the ring: standard deviation {ring.std:.3f}")
 plt.show()
 
 # %% [markdown]
+# It worked, and look at the price: for each prompt all 300 samples, from 300 different noises, end in nearly the same place. The reward is largest in one point, so a policy that only wants reward gives up all variety, here that of a whole
+# ring, even that within a blob. The leash of exercise 4 is not in this loop; this is what it is for.
+#
 # ## The same with the library
 #
 # `Trainer` composes the four parts: a sampler, a credit rule (here `Uniform`: every step gets the group advantage of the final reward), a loss, and a reward. Its metrics say what to watch: the ratio's mean should stay near 1, and some pairs, not most, should be clipped.
@@ -327,7 +361,7 @@ for name, shade in (("sum", ACCENT), ("mean", DATA)):
     axes.loglog(sizes, spread[name], "o-", color=shade, markersize=4)
     axes.text(sizes[-1] * 1.25, spread[name][-1], name, color=shade, va="center")
 axes.axhline(1e-4, color=NOISE, linestyle=":", linewidth=1)
-axes.text(2, 1.2e-4, "Flow-GRPO's clip, 1e-4", fontsize=8, color=NOISE)
+axes.text(3e3, 1.25e-4, "Flow-GRPO's clip, 1e-4", fontsize=8, color=NOISE)
 axes.set(
     xlabel="elements of the latent", ylabel="std of the ratio", title="the same small change, seen by the ratio", xlim=(1.5, 3e5)
 )

@@ -53,7 +53,7 @@ plt.show()
 # ## The world
 #
 # A picture has 64 × 64 pixels on a lattice of 4 × 4 cells; a cell holds an object, a letter, or nothing. The policy is the transformer class of Stable Diffusion 3
-# (`SD3Transformer2DModel` of diffusers) at a small size, and what we train is a LoRA adapter on its attention projections: exactly what Flow-GRPO trains on SD3.5.
+# (`SD3Transformer2DModel` of diffusers) at a small size, and what we train is a LoRA adapter on its attention projections (a small low-rank matrix added to each frozen weight matrix): exactly what Flow-GRPO trains on SD3.5.
 # The base model learned from captions that were often careless, so it knows every word and does not always mean it.
 #
 # We work on the task `preference`, "calm red and blue pattern": the judge likes the colours asked for, mirror symmetry, and the right amount of paint. It scores
@@ -107,7 +107,7 @@ lesson.check_uniform(uniform_advantages)
 # Flow-GRPO takes the mean per prompt but the standard deviation over the whole batch, which is `Uniform(std="batch")`.
 
 # %% [markdown]
-# Here is a group of eight. The sampler is Flow-SDE of lesson 2 with $a = 0.7$ on the steps 2 to 6 and the ODE elsewhere (why these, comes next).
+# Here is a group of eight. The sampler is Flow-SDE of lesson 2 with $a = 0.7$ on the steps 2 to 6 and the ODE elsewhere (why these, comes next). `flowrl` calls this window `2:5`: from step 2 on, five steps.
 
 # %%
 sampler = Window(FlowSDE(0.7), start=2, size=5)
@@ -148,7 +148,7 @@ print("std of the step's own noise " + " ".join(f"{value:.2f} " for value in std
 # %% tags=["hide-input"]
 figure, axes = panels(width=6.4, height=3.0)
 axes.axvspan(1.5, 6.5, color="#eef1f5")
-axes.text(4, 0.262, "window 2:5 (what we train)", ha="center", fontsize=8, color=NOISE)
+axes.text(4, 0.262, "window 2:5, steps 2 to 6 (what we train)", ha="center", fontsize=8, color=NOISE)
 for task, shade, place in (("compositional", ACCENT, (4.1, 0.175)), ("preference", DATA, (0.05, 0.085))):
     axes.plot(range(10), spread[task], "o-", color=shade)
     axes.text(*place, task, color=shade)
@@ -159,7 +159,8 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# Noise after step 6 changes the picture so little that its log-probabilities are pure nuisance in the loss; the last step is random in name only. The earliest steps do matter, yet this world's
+# Noise after step 6 changes the picture so little that its log-probabilities are pure nuisance in the loss; the last step is random in name only (the grid of this model, like that of
+# diffusers, ends with 0.001 and 0, so the last step's noise has a standard deviation of 0.0007). The earliest steps do matter, yet this world's
 # default window begins at step 2: Flow-SDE's noise near $t = 1$ is very large (std 0.70 and 0.66), and training with it
 # was slower in the search that set the defaults (`docs/design.md`). Which steps should be random is a choice like the learning rate, and public code differs on it: all but the last
 # (Flow-GRPO), a few (Flow-GRPO-Fast), a window that slides from early to late (MixGRPO).
@@ -322,6 +323,9 @@ plt.show()
 # Three brakes kept this run safe: a small learning rate, few updates on the same pictures, and the clip, which stops counting a pair once its probability ratio has moved too far. Take them away: learning rate 0.01
 # instead of 0.004, 16 updates instead of 4, and a clip so wide (0.9) that it never holds.
 #
+# All three keep the policy close to the one that drew the pictures, and for the same reason: the advantages say which way to change *that* policy. One that has already moved far away follows advice that was meant for
+# another.
+#
 # First, what the clip does exactly. The loss of a pair is $\max(-A\,\rho,\; -A\,\mathrm{clip}(\rho, 1-c, 1+c))$ with the ratio $\rho$.
 #
 # ### Exercise 4 · which pairs still push? *(medium, 6 minutes)*
@@ -351,7 +355,8 @@ lesson.check_pushing(pushing)
 # pairs pushed it there, keeps its full gradient, so that the mistake can be mended. So the clip holds on one side only, and it stops pairs from pushing on; it does not pull back what other pairs moved.
 
 # %% [markdown]
-# Now the collapse, and two cures that leave learning rate and number of updates as they are: the clip of $2 \times 10^{-3}$ alone, or a penalty on the KL divergence from the base model alone.
+# Now the collapse, and two cures that leave learning rate and number of updates as they are: the clip of $2 \times 10^{-3}$ alone, or a penalty on the KL divergence from the base model alone. The table also has
+# another KL, `approx_kl`: between the policy while it is updated and the one that drew the iteration's pictures. It says how far one iteration moves.
 
 # %% tags=["varies"]
 reckless = replace(settings, iterations=5, updates=16, lr=1e-2, clip=0.9)
