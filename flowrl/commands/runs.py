@@ -102,6 +102,8 @@ class Train:
     """Folder for the run; default runs/train-DATE."""
     resume: Path | None = None
     """Go on with the run in this folder."""
+    start: Annotated[str, tyro.conf.arg(name="from")] = ""
+    """With --resume: the checkpoint to go on from, such as 000010; the ones after it are deleted. Default: the newest."""
     config: Path | None = None
     """Repeat a run from its saved config.json or config.yaml."""
     plan: bool = False
@@ -120,6 +122,7 @@ class Train:
         from flowrl.training.plan import plan, plan_text
         from flowrl.training.run import Run
 
+        require(not self.start or self.resume is not None, "from", self.start, "given with --resume DIR only")
         out = self.resume or self.out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
         if self.resume or self.config:
             config = RunConfig.from_dict(load_config(self.config or out / "config.json"))
@@ -147,7 +150,7 @@ class Train:
             print(
                 f"{config.method} on {config.model or f'{config.world}/{config.task}'}, seed {config.seed} -> {out}", flush=True
             )
-            finished = Run(config, out, train_line(out), lambda: asked).execute(self.resume is not None)
+            finished = Run(config, out, train_line(out), lambda: asked).execute(self.resume is not None, self.start)
         finally:
             signal.signal(signal.SIGINT, previous)
         if not finished:
