@@ -181,6 +181,10 @@ class Checkpoints:
         """Write the checkpoint of `iteration`, then delete those that are no longer kept."""
         name = f"{iteration:06d}"
         save_checkpoint(self.path(name), checkpoint)
+        for old in self._entries(r"\d{6,}\.old"):  # a crash between two renames left it: it is that checkpoint
+            if not self.path(old.removesuffix(".old")).exists():
+                with suppress(OSError):
+                    os.replace(self.folder / old, self.path(old.removesuffix(".old")))
         others = [other for other in self.names() if other != name]
         self._delete(others[: max(0, len(others) - self.keep + 1)])
 
@@ -197,7 +201,7 @@ class Checkpoints:
                     with suppress(OSError):
                         os.replace(path, self.folder / f"{name}.gone")
                     shutil.rmtree(self.folder / f"{name}.gone", ignore_errors=True)
-        for leftover in self._entries(r"\w+\.(new|gone)"):
+        for leftover in self._entries(r"\w+\.(new|gone|old)"):
             shutil.rmtree(self.folder / leftover, ignore_errors=True)
 
     def load(self, name: str = "") -> Checkpoint:

@@ -74,9 +74,9 @@ def zero_spread(rows: Sequence[Row], limits: Limits) -> Notice | None:
         return None
     return Notice(
         "zero-spread",
-        f"{statistics.fmean(values):.0%} of the groups have members with equal rewards, so they teach nothing. Is the task solved, "
-        "or hopeless, for these prompts? Use a finer reward (reward_form soft instead of strict), other prompts, more members, or a "
-        "larger noise_level",
+        f"{statistics.fmean(values):.0%} of the groups have members with equal rewards, so they teach nothing. Is the task "
+        "solved, or hopeless, for these prompts? Use a finer reward (reward_form soft instead of strict), other prompts, more "
+        "members, or a larger noise_level",
     )
 
 
@@ -117,8 +117,8 @@ def kl_runaway(rows: Sequence[Row], limits: Limits) -> Notice | None:
 
 def collapse(rows: Sequence[Row], limits: Limits) -> Notice | None:
     """The reward fell back from its best by more than `fall` of the gain, and by more than chance explains: held-out reward by
-    0.2 standard deviations of a sample's reward, training reward (means of `WINDOW` iterations) by 5 standard errors, taken as if all
-    of a reward's variance were between prompts."""
+    0.2 standard deviations of a sample's reward, training reward (means of `WINDOW` iterations) by 5 standard errors, taken as
+    if all of a reward's variance were between prompts."""
     trained = [row for row in rows if "reward_mean" in row]
     spread = statistics.median([row["reward_std"] for row in trained]) if trained else 0.0
     held = [row["evaluation"]["reward"] for row in rows if row.get("evaluation")]
@@ -131,8 +131,8 @@ def collapse(rows: Sequence[Row], limits: Limits) -> Notice | None:
         if best - last > max(limits.fall * (best - first), least):
             return Notice(
                 "collapse",
-                f"the {name} reward has fallen back to {last:.3f} from its best, {best:.3f} (it began at {first:.3f}). Stop and go "
-                "on from an earlier checkpoint (keep_checkpoints above 1) with a lower lr or clip, fewer updates, or a kl_weight",
+                f"the {name} reward has fallen back to {last:.3f} from its best, {best:.3f} (it began at {first:.3f}). Stop; go "
+                "on from an earlier checkpoint (keep_checkpoints above 1) with a lower lr or clip, fewer updates or a kl_weight",
             )
     return None
 
