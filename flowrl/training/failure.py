@@ -69,15 +69,14 @@ class Scene:
                 count = f"{int(bad.sum())} of {len(bad)} pairs"
                 cause = "" if found.term == "loss" else f", because the {found.term} is not finite in {count},"
                 what = f"the loss is {row['loss']}{cause}"
-                raise self._error(
-                    what, found.term, row["loss"], gradients.found.samples.start, part.sample[bad], part.step[bad], []
-                )
+                samples = part.sample[bad] + gradients.found.samples.start
+                raise self._error(what, found.term, row["loss"], samples, part.step[bad])
 
     def require_finite_gradient(
         self, norm: float, gradients: Gradients, parts: Sequence[Part], trained: Mapping[str, Tensor]
     ) -> None:
-        """`norm` is the gradient's over `parts`; `trained` are the parameters. Only where `norm` is not finite the gradient of every
-        pair is computed again, one by one, to find steps, samples and parameters."""
+        """`norm` is the gradient's over `parts`; `trained` are the parameters. Only where `norm` is not finite every pair's
+        gradient is computed again, one by one, to find steps, samples and parameters."""
         if math.isfinite(norm):
             return
         bad: list[tuple[int, int]] = []
@@ -96,14 +95,13 @@ class Scene:
         chosen = bad or [(int(sample), int(step)) for sample, step in pairs]
         samples, steps = (torch.tensor([pair[i] for pair in chosen], dtype=torch.long) for i in (0, 1))
         what = f"the gradient norm is {norm}, {where},"
-        raise self._error(what, "gradient", norm, gradients.found.samples.start, samples, steps, names)
+        raise self._error(what, "gradient", norm, samples + gradients.found.samples.start, steps, names)
 
     def _error(
-        self, what: str, term: str, value: float, first: int, sample: Tensor, step: Tensor, parameters: list[str]
+        self, what: str, term: str, value: float, sample: Tensor, step: Tensor, parameters: Sequence[str] = ()
     ) -> NonFiniteError:
-        """`sample` counts from the process's `first` one."""
         members = self.advantages.shape[1]
-        pairs = list(zip((sample + first).tolist(), step.tolist(), strict=True))
+        pairs = list(zip(sample.tolist(), step.tolist(), strict=True))
         steps = sorted({at for _, at in pairs})
         texts = sorted({self.prompts[one // members].text for one, _ in pairs} or {prompt.text for prompt in self.prompts})
         flat = self.advantages.flatten(0, 1)
@@ -115,7 +113,7 @@ class Scene:
             "term": term,
             "value": str(value),
             "denoising_steps": steps,
-            "parameters": parameters,
+            "parameters": list(parameters),
             "prompts": [prompt.text for prompt in self.prompts],
             "bad_pairs": len(pairs),
             "pairs": [
