@@ -107,7 +107,10 @@ class Scene:
         flat = self.advantages.flatten(0, 1)
         shown = ", ".join(map(repr, texts[:8])) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
         at_steps = f" at denoising step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" if steps else ""
-        message = f"iteration {self.iteration}: {what}{at_steps}; the weights are those of the last update. Prompts: {shown}. {ADVICE[term]}"
+        message = (
+            f"iteration {self.iteration}: {what}{at_steps}; the weights are those of the last update. "
+            f"Prompts: {shown}. {ADVICE[term]}"
+        )
         values = {
             "iteration": self.iteration,
             "term": term,

@@ -117,13 +117,13 @@ def kl_runaway(rows: Sequence[Row], limits: Limits) -> Notice | None:
 
 def collapse(rows: Sequence[Row], limits: Limits) -> Notice | None:
     """The reward fell back from its best by more than `fall` of the gain, and by more than chance explains: held-out reward by
-    0.2 standard deviations of a sample's reward, training reward (means of `WINDOW` iterations) by 5 standard errors, taken as
+    0.2 standard deviations of a sample's reward, training reward (means of `WINDOW` iterations) by 7 standard errors, taken as
     if all of a reward's variance were between prompts."""
     trained = [row for row in rows if "reward_mean" in row]
     spread = statistics.median([row["reward_std"] for row in trained]) if trained else 0.0
     held = [row["evaluation"]["reward"] for row in rows if row.get("evaluation")]
     means = [statistics.fmean(row["reward_mean"] for row in trained[i - WINDOW : i]) for i in range(WINDOW, len(trained) + 1)]
-    chance = 5.0 * spread / (WINDOW * limits.prompts) ** 0.5
+    chance = 7.0 * spread / (WINDOW * limits.prompts) ** 0.5
     for name, values, least in (("held-out", held, 0.2 * spread), ("training", means, chance)):
         if len(values) < 2:
             continue

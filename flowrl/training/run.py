@@ -40,10 +40,10 @@ def _silent(_: dict[str, Any]) -> None:
 class Run:
     """A run of `config` in `folder`. `execute` returns True when it is finished, False when `stop` asked it to pause.
 
-    The folder gets config.json (and .yaml), metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/ and,
-    at the end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline also in
-    lora/ or full/, as diffusers reads them, with a model card) and done.json; `tracking` says what trackers add. `shared` is a
-    folder where runs of one comparison keep the evaluation of the untrained model, which is the same for all of them.
+    The folder gets config.json (and .yaml), metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/
+    and, at the end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline
+    also in lora/ or full/, as diffusers reads them, with a model card) and done.json; `tracking` says what trackers add. `shared`
+    is a folder where runs of one comparison keep the evaluation of the untrained model, which is the same for all of them.
     """
 
     config: RunConfig
