@@ -27,6 +27,7 @@ class Display:
         self.config = config
         self.started = time.monotonic()
         self.printed: dict[str, int] = {}
+        self.warned: dict[str, str] = {}
         self.bar = Progress(TextColumn("{task.description}"), BarColumn(40), TextColumn("{task.fields[note]}"))
         self.task = self.bar.add_task("all runs", total=sum(self.iterations.values()), note="")
         self.live: Live | None = None
@@ -58,6 +59,10 @@ class Display:
 
     def watch(self, states: dict[str, dict[str, Any]]) -> None:
         """Called with the state of all runs about twice a second."""
+        for name, state in states.items():
+            if state.get("warning", "") != self.warned.get(name, ""):
+                self.warned[name] = state["warning"]
+                self.say(warning_text(state["warning"], name))
         done = sum(self._progress(name, state) for name, state in states.items())
         note = f"{done:.0f}/{sum(self.iterations.values())} iterations, time left {_clock(self._time_left(states))}"
         self.bar.update(self.task, completed=done, note=note)
@@ -126,11 +131,18 @@ def _clock(seconds: float | None) -> str:
     return "unknown" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
+def warning_text(warnings: str, run: str = "") -> str:
+    """A line per warning."""
+    return "\n".join(f"Warning{f' ({run})' if run else ''}: {text}" for text in warnings.splitlines())
+
+
 def train_line(out: Path) -> Callable[[dict[str, Any]], None]:
     """Progress of a single run: one line per iteration, with the evaluation where there was one."""
     started = time.monotonic()
 
     def show(state: dict[str, Any]) -> None:
+        if "warning" in state:
+            print(warning_text(state["warning"]), flush=True)
         if "iteration" not in state:
             return
         row = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])

@@ -886,7 +886,7 @@ def test_training_through_a_server_gives_the_same_numbers(world, reward, tmp_pat
         broken = Run(config(f"remote(url='{url}', batch=512, retries=0)"), tmp_path / "broken")
         with pytest.raises(RewardError, match=r"the card is on fire.*resume the run"):
             broken.execute()
-        assert (tmp_path / "broken" / "checkpoint").exists() and not (tmp_path / "broken" / "done.json").exists()
+        assert (tmp_path / "broken" / "checkpoints").exists() and not (tmp_path / "broken" / "done.json").exists()
         assert broken.execute(resume=True)
     assert weights(tmp_path / "broken") == weights(tmp_path / "local")
 

@@ -176,7 +176,7 @@ def test_a_paused_run_resumes_to_the_same_numbers(tmp_path, name, credit):
         assert {k: v for k, v in a.items() if k not in drop} == {k: v for k, v in b.items() if k not in drop}
         if a["evaluation"]:
             assert a["evaluation"]["reward"] == b["evaluation"]["reward"]
-    first, second = (load_checkpoint(tmp_path / part / "checkpoint") for part in ("whole", "parts"))
+    first, second = (load_checkpoint(tmp_path / part / "checkpoints" / "000004") for part in ("whole", "parts"))
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
     trained_policy(tmp_path / "parts")
 
@@ -186,7 +186,10 @@ def test_shapes_world_trains_in_bfloat16_with_float32_transitions(tmp_path):
     Run(config, tmp_path).execute()
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["grad_norm"] > 0
-    assert load_checkpoint(tmp_path / "checkpoint").tensors["weight." + next(iter(trainer(config).names))].dtype == torch.float32
+    assert (
+        load_checkpoint(tmp_path / "checkpoints" / "000001").tensors["weight." + next(iter(trainer(config).names))].dtype
+        == torch.float32
+    )
 
 
 def test_checkpoints_refuse_what_is_not_theirs(tmp_path):

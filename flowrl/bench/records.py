@@ -21,10 +21,11 @@ PACKAGE = Path(flowrl.__file__).parent
 UNSEEN = (
     "bench", "plots", "commands", "testing", "diagnostics", "course", "prompts", "display.py", "cli.py", "__main__.py",
     "models.py", "rewards", "training/compare.py", "training/pretrain.py", "training/results.py", "training/checkpoint.py",
-    "training/run.py", "training/beside.py", "worlds/shapes/quality.py",
-    "policies/adapters.py", "policies/architectures.py", "policies/compiled.py", "policies/family.py", "policies/flux.py",
-    "policies/load.py", "policies/options.py", "policies/pipeline.py", "policies/prompts.py", "policies/sd3.py",
-    "policies/shared.py", "policies/tiny.py",
+    "training/run.py", "training/rows.py", "training/guards.py", "training/memory.py", "training/failure.py",
+    "training/beside.py", "training/plan.py", "training/card.py", "training/tracking.py", "training/pictures.py",
+    "worlds/shapes/quality.py", "policies/adapters.py", "policies/architectures.py", "policies/compiled.py", "policies/family.py",
+    "policies/flux.py", "policies/load.py", "policies/options.py", "policies/pipeline.py", "policies/prompts.py",
+    "policies/sd3.py", "policies/shared.py", "policies/tiny.py",
 )  # fmt: skip
 """Rooms and modules that no run of the built-in worlds passes through: they may change without making the runs void."""
 SEEN_ANYWAY = ("bench/measure.py", "bench/faults.py", "rewards/noisy.py")

@@ -130,6 +130,8 @@ class Train:
     """Folder for the run; default runs/train-DATE."""
     resume: Path | None = None
     """Go on with the run in this folder."""
+    start: Annotated[str, tyro.conf.arg(name="from")] = ""
+    """With --resume: the checkpoint to go on from, such as 000010; the ones after it are deleted. Default: the newest."""
     config: Path | None = None
     """Repeat a run from its saved config.json or config.yaml."""
     plan: bool = False
@@ -149,6 +151,7 @@ class Train:
         from flowrl.training.plan import plan, plan_text
         from flowrl.training.run import Run
 
+        require(not self.start or self.resume is not None, "from", self.start, "given with --resume DIR only")
         out = self.resume or self.out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
         if self.resume or self.config:
             config = RunConfig.from_dict(load_config(self.config or out / "config.json"))
@@ -170,7 +173,7 @@ class Train:
             several = f", {team.size} processes" if team.size > 1 else ""
             say(f"{config.method} on {config.model or f'{config.world}/{config.task}'}, seed {config.seed}{several} -> {out}")
             run = Run(config, out, train_line(out), asked.is_set, team=team)
-            finished = run.execute(self.resume is not None)
+            finished = run.execute(self.resume is not None, self.start)
         if not finished:
             say(f"Paused; nothing is lost. Go on with: flowrl train --resume {shlex.quote(str(out))}")
             return 130

@@ -1,9 +1,14 @@
-"""Checkpoints: safetensors and JSON only, written to a temporary folder and moved into place."""
+"""Checkpoints: safetensors and JSON only; written to a temporary folder, flushed to the disk, and moved into place."""
 
+import errno
 import hashlib
 import json
 import os
+import re
+import shlex
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +20,11 @@ from torch import Tensor
 
 from flowrl.errors import CheckpointError
 
-FORMAT = "flowrl-checkpoint-1"
+FORMAT = "flowrl-checkpoint-2"
+OLD_FORMAT = "flowrl-checkpoint-1"
+"""Without a hash of the values."""
+OLD_FOLDER = "checkpoint"
+"""Where runs once kept their only checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -32,28 +41,68 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write, fsync, rename."""
+    """Write, fsync, rename, fsync the folder. A write that fails leaves the old file and nothing else."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        _write(temporary, data)
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    _flush_folder(path.parent)
+
+
+def _write(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power cut (where the system lets one open a folder)."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Replace `folder` by the new checkpoint; the old one stays until the new one is complete."""
+    """Replace `folder` by the new checkpoint; the old one stays until the new one is complete and on the disk."""
     new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     shutil.rmtree(new, ignore_errors=True)
     data = save({name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()})
-    write_bytes(new / "tensors.safetensors", data)
-    card = {"format": FORMAT, "sha256": hashlib.sha256(data).hexdigest(), "values": checkpoint.values}
-    write_json(new / "checkpoint.json", card)
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(new, folder)
+    card = {
+        "format": FORMAT,
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "values_sha256": _hash(checkpoint.values),
+        "values": checkpoint.values,
+    }
+    try:
+        if not folder.parent.exists():
+            folder.parent.mkdir(parents=True)
+            _flush_folder(folder.parent.parent)
+        new.mkdir()
+        _write(new / "tensors.safetensors", data)
+        _write(new / "checkpoint.json", json.dumps(card).encode())
+        _flush_folder(new)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(folder, old)
+        os.replace(new, folder)
+        _flush_folder(folder.parent)
+    except OSError:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -65,34 +114,173 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     for path in (card_path, tensor_path):
         if not path.is_file():
             raise CheckpointError(f"checkpoint: {path} does not exist")
+    values, expected = _read_card(card_path)
     try:
-        card = json.loads(card_path.read_text())
-        if card["format"] != FORMAT:
-            raise CheckpointError(f"checkpoint: {folder} has format {card['format']!r}; this version reads {FORMAT!r}")
-        values, expected = card["values"], card["sha256"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint: {card_path} is not a flowrl checkpoint ({type(error).__name__}: {error})") from error
-    data = tensor_path.read_bytes()
-    if hashlib.sha256(data).hexdigest() != expected:
-        raise CheckpointError(f"checkpoint: {tensor_path} does not match the hash in {card_path.name}; it is damaged or foreign")
-    try:
+        data = tensor_path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != expected:
+            raise CheckpointError(
+                f"checkpoint: {tensor_path} does not match the hash in {card_path.name}; it is damaged or foreign"
+            )
         return Checkpoint(load(data), values)
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint: {tensor_path} cannot be read: {error}") from error
 
 
+def _read_card(path: Path) -> tuple[dict[str, Any], str]:
+    """The plain values of a checkpoint, and the hash that its tensors must have."""
+    try:
+        card = json.loads(path.read_bytes())
+        found = card["format"]
+        if found not in (FORMAT, OLD_FORMAT):
+            raise CheckpointError(f"checkpoint: {path.parent} has format {found!r}; this version reads {FORMAT!r}")
+        values, expected = card["values"], card["sha256"]
+        if found == FORMAT and card["values_sha256"] != _hash(values):
+            raise CheckpointError(f"checkpoint: {path} does not match its own hash; it was changed after it was written")
+        return dict(values), expected
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint: {path} is not a flowrl checkpoint ({type(error).__name__}: {error})") from error
+
+
+def _hash(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of the run in folder `run`: `run`/checkpoints/000010 after iteration 10, and so on.
+
+    `save` keeps the newest `keep` and deletes an older one only when the newer is complete and on the disk, so a complete one can
+    be read at every moment after the first save. The single folder `run`/checkpoint of earlier versions is read too.
+    """
+
+    run: Path
+    keep: int = 1
+
+    @property
+    def folder(self) -> Path:
+        """Where the numbered ones are."""
+        return self.run / "checkpoints"
+
+    def names(self) -> list[str]:
+        """Oldest first; the folder of earlier versions counts as the oldest."""
+        found = {name.removesuffix(".old") for name in self._entries(r"\d{6,}(\.old)?")}
+        old = [self.run / OLD_FOLDER, self.run / f"{OLD_FOLDER}.old"]
+        return [*([OLD_FOLDER] if any(path.exists() for path in old) else []), *sorted(found, key=int)]
+
+    def _entries(self, pattern: str) -> list[str]:
+        """Names in `folder` that match as a whole."""
+        if not self.folder.is_dir():
+            return []
+        return [path.name for path in self.folder.iterdir() if re.fullmatch(pattern, path.name)]
+
+    def path(self, name: str) -> Path:
+        """The folder of checkpoint `name`."""
+        return self.run / OLD_FOLDER if name == OLD_FOLDER else self.folder / name
+
+    def save(self, checkpoint: Checkpoint, iteration: int) -> None:
+        """Write the checkpoint of `iteration`, then delete those that are no longer kept."""
+        name = f"{iteration:06d}"
+        save_checkpoint(self.path(name), checkpoint)
+        for old in self._entries(r"\d{6,}\.old"):  # a crash between two renames left it: it is that checkpoint
+            if not self.path(old.removesuffix(".old")).exists():
+                with suppress(OSError):
+                    os.replace(self.folder / old, self.path(old.removesuffix(".old")))
+        others = [other for other in self.names() if other != name]
+        self._delete(others[: max(0, len(others) - self.keep + 1)])
+
+    def forget_after(self, name: str) -> None:
+        """Delete what is newer than `name`, the newest first, so that a crash leaves no gap."""
+        names = self.names()
+        self._delete(reversed(names[names.index(name) + 1 :]))
+
+    def _delete(self, names: Iterator[str] | list[str]) -> None:
+        """Rename, then remove: half a checkpoint never carries a checkpoint's name. What cannot be deleted stays until later."""
+        for name in names:
+            for path in (self.path(name), self.path(f"{name}.old") if name != OLD_FOLDER else self.run / f"{OLD_FOLDER}.old"):
+                if path.exists():
+                    with suppress(OSError):
+                        os.replace(path, self.folder / f"{name}.gone")
+                    shutil.rmtree(self.folder / f"{name}.gone", ignore_errors=True)
+        for leftover in self._entries(r"\w+\.(new|gone|old)"):
+            shutil.rmtree(self.folder / leftover, ignore_errors=True)
+
+    def load(self, name: str = "") -> Checkpoint:
+        """Checkpoint `name`, or the newest. Raises `CheckpointError` where it is missing or damaged, with the way to go on from
+        an earlier one that is complete."""
+        names = self.names()
+        if not names or (name and name not in names):
+            there = f"; there are {', '.join(names)}" if names else ""
+            raise CheckpointError(f"checkpoint: there is no checkpoint {name or 'at all'} in {self.run}{there}")
+        chosen = name or names[-1]
+        try:
+            return load_checkpoint(self.path(chosen))
+        except CheckpointError as error:
+            earlier = self._newest_complete(names[: names.index(chosen)])
+            if earlier is None:
+                raise CheckpointError(
+                    f"{error}. There is no earlier one in {self.run} (keep_checkpoints = {self.keep}; 2 or more keeps some)"
+                ) from error
+            raise CheckpointError(
+                f"{error}. Checkpoint {earlier} is complete; go on from there with: "
+                f"flowrl train --resume {shlex.quote(str(self.run))} --from {earlier}"
+            ) from error
+
+    def _newest_complete(self, names: list[str]) -> str | None:
+        for name in reversed(names):
+            with suppress(CheckpointError):
+                load_checkpoint(self.path(name))
+                return name
+        return None
+
+
+FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EROFS)
+
+
+@contextmanager
+def disk_errors(checkpoints: Checkpoints) -> Iterator[None]:
+    """Turns "the disk is full" (or read-only) into a `CheckpointError` that says what is safe and how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        where = error.filename or checkpoints.run
+        raise CheckpointError(f"disk: {where} cannot be written: {error.strerror}. {_what_is_left(checkpoints)}") from error
+    except SafetensorError as error:  # written by a library that does not raise OSError
+        if "os error 28" not in str(error):
+            raise
+        raise CheckpointError(
+            f"disk: {checkpoints.run} cannot be written: No space left on device. {_what_is_left(checkpoints)}"
+        ) from error
+
+
+def _what_is_left(checkpoints: Checkpoints) -> str:
+    names = checkpoints.names()
+    last = f"Checkpoint {names[-1]} is complete" if names else "There was no checkpoint yet"
+    free = shutil.disk_usage(checkpoints.run).free / 1e6
+    return f"{last}; {free:,.1f} MB are free. Make room, then: flowrl train --resume {shlex.quote(str(checkpoints.run))}"
+
+
 def optimiser_tensors(optimiser: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """AdamW's state as named tensors."""
+    """The optimiser's state as named tensors; a plain number becomes one too, under another prefix."""
     tensors = {}
     for name, parameter in zip(names, optimiser.param_groups[0]["params"], strict=True):
         for key, value in optimiser.state[parameter].items():
-            tensors[f"optimiser.{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(float(value))
+            prefix = "optimiser" if isinstance(value, Tensor) else "optimiser-number"
+            tensors[f"{prefix}.{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
     return tensors
 
 
 def restore_optimiser(optimiser: torch.optim.Optimizer, names: list[str], tensors: dict[str, Tensor]) -> None:
-    """The inverse of `optimiser_tensors`."""
-    for name, parameter in zip(names, optimiser.param_groups[0]["params"], strict=True):
-        state = {key: tensors.get(f"optimiser.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
-        if all(value is not None for value in state.values()):
-            optimiser.state[parameter] = {key: value.clone() for key, value in state.items() if value is not None}
+    """The inverse of `optimiser_tensors`; state goes to its parameter's device, but for the counters `step`."""
+    parameters = dict(zip(names, optimiser.param_groups[0]["params"], strict=True))
+    for parameter in parameters.values():
+        optimiser.state.pop(parameter, None)
+    for full, value in tensors.items():
+        prefix, _, rest = full.partition(".")
+        key, _, name = rest.partition(".")
+        if prefix == "optimiser-number":
+            optimiser.state[parameters[name]][key] = value.item()
+        elif prefix == "optimiser":
+            device = value.device if key == "step" else parameters[name].device
+            optimiser.state[parameters[name]][key] = value.clone().to(device)

@@ -122,6 +122,8 @@ class RunConfig:
     """euler, heun (two evaluations per step), dpm++ or unipc."""
     checkpoint_every: int = 10
     """Iterations between checkpoints; one is always written at the end and on Ctrl-C."""
+    keep_checkpoints: int = 1
+    """How many of the newest checkpoints stay; an older one goes when the newer is complete."""
     device: str = "cpu"
     """cpu or cuda."""
     dtype: str = "float32"
@@ -158,7 +160,7 @@ class RunConfig:
         require(self.chunk >= 1 or not self.overlap_rewards, "overlap_rewards", self.overlap_rewards, need)
         require(self.optimiser in OPTIMISERS, "optimiser", self.optimiser, f"one of {', '.join(OPTIMISERS)}")
         LossScale(self.loss_scale)
-        for name in ("steps", "eval_prompts", "eval_steps", "diversity_prompts"):
+        for name in ("steps", "eval_prompts", "eval_steps", "diversity_prompts", "keep_checkpoints"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         require(self.members >= 2, "members", self.members, "2 or more: a group of one has nobody to be compared with")
         require(self.diversity_members >= 2, "diversity_members", self.diversity_members, "2 or more: one sample has no pair")

@@ -14,19 +14,23 @@ from flowrl.builtin import World
 from flowrl.errors import CheckpointError, ConfigError
 from flowrl.protocols import Exportable, FlowPolicy
 from flowrl.rollout import Groups, Usage, reward_table, rollout
+from flowrl.training import rows as lines
 from flowrl.training.beside import Beside, make_beside
 from flowrl.training.card import write_card, write_config
-from flowrl.training.checkpoint import load_checkpoint, save_checkpoint, write_bytes, write_json
+from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors, write_bytes, write_json
 from flowrl.training.config import RunConfig
 from flowrl.training.distributed import Team
 from flowrl.training.evaluation import Evaluation, evaluate
+from flowrl.training.failure import NonFiniteError
+from flowrl.training.guards import Limits, Notice, notices
+from flowrl.training.memory import memory_notices
 from flowrl.training.tracking import Journal
 from flowrl.training.trainer import Trainer
 from flowrl.types import Completion, Tweedie
 
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
 Report = Callable[[dict[str, Any]], None]
-"""Called with {"phase", "iteration", "reward", "nfe_total"} whenever one of them changes."""
+"""Called with {"phase", "iteration", "reward", "nfe_total"} whenever one of them changes, and with {"warning"}."""
 
 
 def _silent(_: dict[str, Any]) -> None:
@@ -37,10 +41,10 @@ def _silent(_: dict[str, Any]) -> None:
 class Run:
     """A run of `config` in `folder`. `execute` returns True when it is finished, False when `stop` asked it to pause.
 
-    The folder gets config.json (and .yaml), metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoint/, and
-    at the end samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline also in
-    lora/ or full/, as diffusers reads them, with a model card) and done.json; `tracking` says what trackers add. `shared` is a
-    folder where runs of one comparison keep the evaluation of the untrained model, which is the same for all of them.
+    The folder gets config.json (and .yaml), metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/
+    and, at the end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline
+    also in lora/ or full/, as diffusers reads them, with a model card) and done.json; `tracking` says what trackers add. `shared`
+    is a folder where runs of one comparison keep the evaluation of the untrained model, which is the same for all of them.
     Every process of `team` executes the run; the main one alone writes and reports, and all stop where one is asked to.
     """
 
@@ -52,9 +56,19 @@ class Run:
     team: Team = field(default_factory=Team)
     _beside: Beside | None = field(default=None, init=False, repr=False)
 
-    def execute(self, resume: bool = False) -> bool:
-        """Train to the end, or with `resume` go on from the last checkpoint. Raises a `FlowrlError` where a part does."""
-        if resume and (self.folder / "done.json").exists():
+    def execute(self, resume: bool = False, start: str = "") -> bool:
+        """Train to the end, or with `resume` go on from the last checkpoint, or from the one named `start`, whose successors are
+        then deleted. Raises a `FlowrlError` where a part does, a `CheckpointError` for a damaged checkpoint or a full disk, and a
+        `NonFiniteError` where a loss is not finite (what it was trained on is then in failure/)."""
+        with disk_errors(self._checkpoints):
+            return self._execute(resume, start)
+
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.folder, self.config.keep_checkpoints)
+
+    def _execute(self, resume: bool, start: str) -> bool:
+        if resume and not start and (self.folder / "done.json").exists():
             return True
         world = self.config.make_world()
         self._beside = make_beside(self.config, world)
@@ -63,7 +77,7 @@ class Run:
         reward = self.config.make_reward()
         trainer = Trainer(policy, method, reward, world.prompts(self.config.task, "train"), self.config, self.team)
         trainer.on_phase = lambda phase: self._tell({"phase": phase})
-        rows = self._restore(trainer) if resume else []
+        rows = self._restore(trainer, start) if resume else []
         journal = Journal(self.config, self.folder, trainer.done)
         if not rows:
             if (self.folder / "metrics.jsonl").exists() and not resume:
@@ -74,29 +88,52 @@ class Run:
                 write_config(self.folder, self.config)
             rows = [self._first_row(policy, world)]
             journal.row(rows[0])
+        latest = self._train(trainer, world, rows, journal)
+        if trainer.done == self.config.iterations:
+            self._finish(trainer, world, latest or self._evaluate(trainer, world))
+        journal.finish()
+        return trainer.done == self.config.iterations
+
+    def _train(self, trainer: Trainer, world: World, rows: list[dict[str, Any]], journal: Journal) -> Evaluation | None:
+        """Iterations to the end or to a pause; the evaluation of the last one if it had one."""
         latest: Evaluation | None = None
+        limits = Limits(getattr(trainer.method.loss, "clip", None), self.config.prompts)
+        found = memory_notices(trainer) if trainer.policy.device.type == "cuda" and trainer.done < self.config.iterations else []
+        self._warn(found)
         while trainer.done < self.config.iterations:
-            row = trainer.iteration()
+            row = self._iteration(trainer)
             for name in TOTALS:
                 row[f"{name}_total"] = rows[-1][f"{name}_total"] + row[name]
             due = trainer.done % self.config.eval_every == 0 or trainer.done == self.config.iterations
             latest = self._evaluate(trainer, world) if due else None
             row["evaluation"] = latest.row(self.config.reward_form) if latest else None
             rows.append(row)
+            new = notices(rows, limits)
+            if found or new:
+                row["warnings"] = [notice.as_dict() for notice in (*found, *new)]
+            found = []
             self._append(row)
             journal.row(row, latest)
+            self._warn(new)
             self._tell({"iteration": trainer.done, "reward": row["reward_mean"], "nfe_total": row["nfe_total"]})
             paused = self.team.any(trainer.done < self.config.iterations and self.stop())
             if paused or trainer.done % self.config.checkpoint_every == 0 or trainer.done == self.config.iterations:
                 state = trainer.state()
                 if self.team.main:
-                    save_checkpoint(self.folder / "checkpoint", state)
+                    self._checkpoints.save(replace(state, values={**state.values, "rows": rows}), trainer.done)
             if paused:
-                journal.finish()
-                return False
-        self._finish(trainer, world, latest or self._evaluate(trainer, world))
-        journal.finish()
-        return True
+                return latest
+        return latest
+
+    def _iteration(self, trainer: Trainer) -> dict[str, Any]:
+        try:
+            return trainer.iteration()
+        except NonFiniteError as error:
+            raise error.saved(self.folder / "failure") from error
+
+    def _warn(self, found: list[Notice]) -> None:
+        if found:
+            self._tell({"warning": "\n".join(notice.text for notice in found)})
 
     def _first_row(self, policy: FlowPolicy, world: World) -> dict[str, Any]:
         self._tell({"phase": "evaluation"})
@@ -142,34 +179,31 @@ class Run:
         return pictures, before.row(c.reward_form)
 
     def _append(self, row: dict[str, Any]) -> None:
-        if not self.team.main:
-            return
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def _restore(self, trainer: Trainer) -> list[dict[str, Any]]:
-        """Rows up to the last checkpoint; later lines are dropped, they will be made again. No checkpoint: start anew."""
-        folder = self.folder / "checkpoint"
-        if not folder.exists() and not folder.with_name("checkpoint.old").exists():
-            return []
-        trainer.restore(load_checkpoint(folder))
-        rows = []
-        for line in (self.folder / "metrics.jsonl").read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if row["iteration"] <= trainer.done:
-                rows.append(row)
-        if not rows or rows[-1]["iteration"] != trainer.done:
-            raise CheckpointError(
-                f"resume: {self.folder / 'metrics.jsonl'} ends before iteration {trainer.done} of the checkpoint beside it"
-            )
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        self.team.gather(lambda: None)  # everybody has read
         if self.team.main:
-            write_bytes(self.folder / "metrics.jsonl", text.encode())
-        return rows
+            lines.append(self.folder / "metrics.jsonl", row)
+
+    def _restore(self, trainer: Trainer, start: str) -> list[dict[str, Any]]:
+        """Rows up to the last checkpoint (or `start`); later lines are dropped, they will be made again. None yet: start anew."""
+        kept = self._checkpoints
+        checkpoint = kept.load(start) if kept.names() or start else None
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        self.team.gather(lambda: None)  # everybody has read
+        return self.team.gather(lambda: self._rewind(checkpoint, start, trainer.done) if self.team.main else [])[0]
+
+    def _rewind(self, checkpoint: Checkpoint | None, start: str, done: int) -> list[dict[str, Any]]:
+        """Bring the folder back to the checkpoint's iteration; its rows."""
+        for half in self.folder.glob("*.tmp"):
+            half.unlink()
+        if checkpoint is None:
+            return []
+        if start:
+            (self.folder / "done.json").unlink(missing_ok=True)
+            self._checkpoints.forget_after(start)
+        restored = lines.restore(self.folder / "metrics.jsonl", checkpoint.values.get("rows"), done)
+        if restored.note:
+            self._tell({"warning": restored.note})
+        return restored.rows
 
     def _score(self, policy: FlowPolicy, world: World) -> Evaluation:
         c = self.config
@@ -186,11 +220,9 @@ class Run:
             return self._score(trainer.policy, world)
 
     def _finish(self, trainer: Trainer, world: World, after: Evaluation) -> None:
-        from safetensors.torch import load_file
-
+        before = self._before(world)
         if not self.team.main:
             return
-        before = load_file(self.folder / "before.safetensors")
         write_bytes(self.folder / "samples.safetensors", save({"before": before["images"], "after": after.images}))
         samples = {
             "prompts": [prompt.text for prompt in after.prompts],
@@ -207,6 +239,27 @@ class Run:
         if self.config.model:
             write_card(self.folder)
         write_json(self.folder / "done.json", {"iterations": trainer.done})
+
+    def _before(self, world: World) -> dict[str, torch.Tensor]:
+        """The untrained model's samples and scores; made again where the file is missing or damaged."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        path = self.folder / "before.safetensors"
+
+        def read() -> dict[str, torch.Tensor] | None:
+            try:
+                return load(path.read_bytes()) if self.team.main else None
+            except (OSError, SafetensorError):
+                return None
+
+        found = self.team.gather(read)[0]
+        if found is None:
+            pictures, _ = self._untrained(world.policy(self.config.policy_options()), world)
+            if self.team.main:
+                write_bytes(path, pictures)
+            found = load(pictures)
+        return found
 
     def _show_trajectory(self, trainer: Trainer, world: World, members: int = 12) -> None:
         """Rewards along the trajectories of one group, and the completions of the one with the largest swings."""

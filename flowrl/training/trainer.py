@@ -3,7 +3,6 @@
 prompts -> trajectories + estimates -> rewards [prompt, member, node] -> advantages [prompt, member, step] -> update
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowrl.credit import check_advantages
-from flowrl.errors import ConfigError, TrainingError
+from flowrl.errors import ConfigError
 from flowrl.methods import Method
 from flowrl.protocols import FlowPolicy, PartsCreditAssigner, RandomSampler, RewardModel, Sampler, Stateful
 from flowrl.rollout import Groups, RewardTables, Usage
@@ -22,6 +21,7 @@ from flowrl.training.collect import Collected, Collector
 from flowrl.training.config import RunConfig
 from flowrl.training.distributed import Team
 from flowrl.training.engine import Engine
+from flowrl.training.failure import Scene
 from flowrl.training.invalid import valid_credit
 from flowrl.training.metrics import Clock, reward_metrics
 from flowrl.training.optimisers import LossScale, make_optimiser
@@ -52,7 +52,7 @@ class Trainer:
 
     Call `iteration()` once per iteration; it returns the metrics of that iteration as plain values. `averaged()` is the
     context in which the policy has its EMA weights. `state()` and `restore()` make a run resumable bit for bit on the CPU.
-    Raises `TrainingError` when a loss or gradient is not finite, `CreditError` and `RewardError` when a part breaks its
+    Raises `NonFiniteError` when a loss or gradient is not finite, `CreditError` and `RewardError` when a part breaks its
     contract; the weights are then those of the last complete update.
     """
 
@@ -90,7 +90,7 @@ class Trainer:
         tables, schedule = found.tables, found.result.trajectories.schedule
         advantages, used = valid_credit(tables, lambda some: self._credit(some, schedule))
         clock.enter("update")
-        metrics = self._update(sampler, found, advantages, used, prompts)
+        metrics = self._update(sampler, found, advantages, used, Scene(self.done + 1, prompts, tables.total, advantages))
         clock.stop()
         self.done += 1
         return {
@@ -121,9 +121,7 @@ class Trainer:
         sampler = self.method.sampler
         return sampler.draw(self.schedule, self.generator, self.done) if isinstance(sampler, RandomSampler) else sampler
 
-    def _update(
-        self, sampler: Sampler, found: Collected, advantages: Tensor, used: Tensor, prompts: Sequence[Prompt]
-    ) -> dict[str, Any]:
+    def _update(self, sampler: Sampler, found: Collected, advantages: Tensor, used: Tensor, scene: Scene) -> dict[str, Any]:
         """`updates` optimiser steps, each on its share of the `used` trajectories and all their stochastic steps.
 
         Every process knows the shares and differentiates the pairs of its own trajectories, each micro-batch weighted by its part
@@ -144,20 +142,21 @@ class Trainer:
         for share in shares:
             parts = parts_of(share, steps, config.micro_batch, found, self.team, self.engine.padded)
             self.engine.zero_grad()
-            for metrics in chain.from_iterable(self.team.gather(lambda some=parts: self._gradients(gradients, some, prompts))):
+            for metrics in chain.from_iterable(self.team.gather(lambda some=parts: self._gradients(gradients, some, scene))):
                 add_metrics(totals, metrics, len(shares))
-            self._step(totals, prompts)
+                if share is shares[0] and "ratio_deviation" in metrics:  # still on policy: only rounding moves a ratio from 1
+                    totals["ratio_noise"] = max(totals.get("ratio_noise", 0.0), metrics["ratio_deviation"])
+            self._step(totals, scene, gradients, parts)
         train_nfe = len(order) * len(steps) * (1 + self.method.loss.needs_reference)
         return {**totals, "train_nfe": train_nfe, "abs_advantage": float(advantages[used].abs().mean())}
 
-    def _gradients(self, gradients: Gradients, parts: list[Part], prompts: Sequence[Prompt]) -> list[dict[str, float]]:
+    def _gradients(self, gradients: Gradients, parts: list[Part], scene: Scene) -> list[dict[str, float]]:
         """This process's part of a share's gradient, and its metrics."""
         rows = gradients.of(parts, self.engine.backward)
-        for row in rows:
-            self._require_finite(row["loss"], "loss", prompts)
+        scene.require_finite_losses(rows, gradients, parts)
         return rows
 
-    def _step(self, totals: dict[str, float], prompts: Sequence[Prompt]) -> None:
+    def _step(self, totals: dict[str, float], scene: Scene, gradients: Gradients, parts: list[Part]) -> None:
         """Move the weights and their average, unless the loss's scale was too large for this gradient."""
         norm = self.engine.norm(self.config.grad_clip)
         taken = self.scale.accepts(norm)
@@ -165,20 +164,13 @@ class Trainer:
             totals["loss_scale"], totals["skipped_steps"] = self.scale.value, self.scale.skipped
         if not taken:
             return
-        self._require_finite(float(norm), "gradient norm", prompts)
+        trained = dict(zip(self.names, self.parameters, strict=True))
+        scene.require_finite_gradient(float(norm), gradients, [] if self.engine.padded else parts, trained)
         totals["grad_norm"] = float(norm)
         self.engine.step()
         with torch.no_grad():
             for mean, parameter in zip(self.average, self.parameters, strict=True):
                 mean.lerp_(parameter, 1 - self.config.ema)
-
-    def _require_finite(self, value: float, what: str, prompts: Sequence[Prompt]) -> None:
-        if not math.isfinite(value):
-            texts = ", ".join(sorted({repr(prompt.text) for prompt in prompts})[:8])
-            raise TrainingError(
-                f"iteration {self.done + 1}: the {what} is {value}; the weights are those of the last update. "
-                f"Prompts of this iteration: {texts}. Lower lr ({self.config.lr}) or raise the noise level."
-            )
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from flowrl.protocols import FlowPolicy, PolicyLoss, Sampler
 from flowrl.training.collect import Collected
 from flowrl.training.distributed import Team
 from flowrl.training.pairs import loss_pairs
+from flowrl.types import LossBatch
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,13 @@ class Gradients:
     found: Collected
     advantages: Tensor
 
+    def batch(self, part: Part) -> LossBatch:
+        """What the loss sees of `part`."""
+        return loss_pairs(
+            self.policy, self.sampler, self.found.result, self.found.condition, self.advantages, part.sample, part.step,
+            self.loss.needs_reference,
+        )  # fmt: skip
+
     def of(self, parts: list[Part], backward: Callable[[Tensor], None]) -> list[dict[str, float]]:
         """Hand every part's weighted loss to `backward`; returns "weight", "loss" and the loss's metrics, part by part.
 
@@ -59,11 +67,7 @@ class Gradients:
         weights, values = [], []
         names: list[str] = []
         for part in parts:
-            batch = loss_pairs(
-                self.policy, self.sampler, self.found.result, self.found.condition, self.advantages, part.sample, part.step,
-                self.loss.needs_reference,
-            )  # fmt: skip
-            outcome = self.loss.loss(batch)
+            outcome = self.loss.loss(self.batch(part))
             backward(outcome.loss * part.weight)
             if part.weight > 0:
                 named = {"loss": outcome.loss.detach(), **outcome.metrics}
