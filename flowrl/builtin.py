@@ -2,19 +2,20 @@
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
 import torch
 
 from flowrl.errors import CheckpointError, ConfigError
-from flowrl.flow.mixture import GaussianMixture
 from flowrl.protocols import FlowPolicy, RewardModel
 from flowrl.types import Prompt
 from flowrl.worlds import mixture as mixture_world
 from flowrl.worlds.shapes import scene, verifier
+from flowrl.worlds.shapes.quality import QUALITIES, ShapesQuality
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,10 @@ class PolicyOptions:
 
 @dataclass(frozen=True)
 class World:
-    """A world: its tasks, the forms of its scores, and makers of prompts ("train" or "heldout"), rewards and policies."""
+    """A world: its tasks, the forms of its scores, and makers of prompts ("train" or "heldout"), rewards and policies.
+
+    `qualities` are rewards that nobody trains on, by name, for measuring beside the reward.
+    """
 
     name: str
     tasks: tuple[str, ...]
@@ -40,6 +44,7 @@ class World:
     parse: Callable[[str], Prompt]
     reward: Callable[[str], RewardModel]
     policy: Callable[[PolicyOptions], FlowPolicy]
+    qualities: Mapping[str, Callable[[], RewardModel]] = field(default_factory=dict)
 
 
 def weights_path() -> Path:
@@ -90,8 +95,7 @@ def _shapes_policy(options: PolicyOptions) -> FlowPolicy:
 def _mixture_policy(options: PolicyOptions) -> FlowPolicy:
     from flowrl.policies.mixture import MixturePolicy
 
-    ring = GaussianMixture.ring(radius=mixture_world.RADIUS)
-    return MixturePolicy(ring, mixture_world.angle_of, seed=options.seed, device=options.device)
+    return MixturePolicy(mixture_world.ring(), mixture_world.angle_of, seed=options.seed, device=options.device)
 
 
 def _mixture_prompt(text: str) -> Prompt:
@@ -107,6 +111,7 @@ WORLDS: dict[str, World] = {
         lambda text: scene.parse(text).prompt(),
         verifier.ShapesReward,
         _shapes_policy,
+        {name: partial(ShapesQuality, name) for name in QUALITIES},
     ),
     "mixture": World(
         "mixture",
@@ -116,6 +121,7 @@ WORLDS: dict[str, World] = {
         _mixture_prompt,
         mixture_world.DirectionReward,
         _mixture_policy,
+        {"density": mixture_world.DensityReward},
     ),
 }
 

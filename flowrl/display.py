@@ -139,9 +139,20 @@ def train_line(out: Path) -> Callable[[dict[str, Any]], None]:
         if row["evaluation"]:
             strict = row["evaluation"].get("strict")
             line += f"  held out: reward {row['evaluation']['reward']:.3f}" + ("" if strict is None else f", strict {strict:.3f}")
+            line += _beside(row["evaluation"])
         print(line, flush=True)
 
     return show
+
+
+def _beside(evaluation: dict[str, Any]) -> str:
+    """What was measured beside the reward."""
+    from flowrl.training.results import short
+
+    found = {short(name): value for name, value in evaluation.get("heldout", {}).items() if name != "strict"}
+    if "diversity" in evaluation:
+        found["diversity"] = evaluation["diversity"]
+    return "".join(f", {name} {'failed' if value is None else f'{value:.3f}'}" for name, value in found.items())
 
 
 def pretrain_progress() -> Callable[[str, int, int, float], None]:

@@ -75,6 +75,18 @@ class CompositeReward(RewardModel, Protocol):
 
 
 @runtime_checkable
+class Features(Protocol):
+    """What a diversity is measured in: any callable from pictures to vectors whose distances mean something.
+
+    One with a true attribute `reads_latents` is given the latents instead. Contract: finite, one row per sample, in order.
+    """
+
+    def __call__(self, images: Float[Tensor, "sample channel height width"], /) -> Tensor:
+        """Feature vectors, shape [sample, feature]."""
+        ...
+
+
+@runtime_checkable
 class CreditAssigner(Protocol):
     """A pure function from a reward table to an advantage table.
 

@@ -5,8 +5,8 @@ Values are Python literals, or bare words (``balance=trend``). Options called ``
 ``substeps:N``, ``completion`` or ``continuation:N``; options that hold another part (``rule``, ``sampler``, ``reward``) take its
 name, and ``models`` a dictionary of rewards, as in ``weighted-sum(models={'pick': 'pickscore', 'text': 'ocr'})``.
 
-A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.samplers``, ``flowrl.rewards`` and
-``flowrl.losses``, each pointing at a class (or a function) that builds the part from keyword options.
+A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.samplers``, ``flowrl.rewards``,
+``flowrl.losses`` and ``flowrl.features``, each pointing at a class (or a function) that builds the part from keyword options.
 """
 
 import ast
@@ -26,7 +26,7 @@ from typing import Any
 from flowrl.credit import GDPO, MovingAverageGain, RandomCredit, StepwiseGain, TurningPoint, Uniform, Weighted
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
-from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, RewardModel, Sampler
+from flowrl.protocols import CreditAssigner, Features, PolicyLoss, RandomSampler, RewardModel, Sampler
 from flowrl.rewards import (
     OCR,
     Aesthetic,
@@ -40,6 +40,7 @@ from flowrl.rewards import (
     PickScore,
     WeightedSum,
 )
+from flowrl.rewards.diversity import ClipFeatures, LatentFeatures, PixelFeatures
 from flowrl.rewards.remote import RemoteReward
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
 from flowrl.types import Completion, Continuation, NoProbe, Probe, Substeps, Tweedie
@@ -114,11 +115,19 @@ KINDS: dict[str, Kind] = {
         (RewardModel,),
         "a method `score(images, prompts)`",
     ),
+    "features": Kind(
+        "features",
+        "feature space",
+        "flowrl.features",
+        {"pixels": PixelFeatures, "latents": LatentFeatures, "clip": ClipFeatures},
+        (Features,),
+        "a method `__call__(images)` that gives [sample, feature]",
+    ),
 }
 
 
 def build(kind: str, spec: str, **defaults: Any) -> Any:
-    """The part of `kind` (credit, sampler, loss or reward) that `spec` describes.
+    """The part of `kind` (credit, sampler, loss, reward or features) that `spec` describes.
 
     `defaults` are options used where the spec does not set them and the part has them. Raises `ConfigError` that names what is
     wrong and what is allowed: an unknown name, a missing file, an option that does not exist, an object of another kind.

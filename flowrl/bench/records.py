@@ -21,7 +21,7 @@ PACKAGE = Path(flowrl.__file__).parent
 UNSEEN = (
     "bench", "plots", "commands", "testing", "diagnostics", "course", "prompts", "display.py", "cli.py", "__main__.py",
     "models.py", "rewards", "training/compare.py", "training/pretrain.py", "training/results.py", "training/checkpoint.py",
-    "training/run.py",
+    "training/run.py", "training/beside.py", "worlds/shapes/quality.py",
     "policies/adapters.py", "policies/architectures.py", "policies/flux.py", "policies/load.py", "policies/pipeline.py",
     "policies/prompts.py", "policies/sd3.py", "policies/shared.py", "policies/tiny.py",
 )  # fmt: skip

@@ -49,10 +49,10 @@ class Explain:
 
 @dataclass(frozen=True)
 class Parts:
-    """List the credit rules, samplers, losses and rewards that can be named, with their options, plug-ins included."""
+    """List the credit rules, samplers, losses, rewards and features that can be named, with their options, plug-ins included."""
 
     kind: str = ""
-    """credit, sampler, loss or reward; default all."""
+    """credit, sampler, loss, reward or features; default all."""
 
     def main(self) -> int:
         """Print one line per part, its options below it."""

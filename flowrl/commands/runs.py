@@ -73,6 +73,19 @@ class Compare:
         return 0
 
 
+def _draw_proxy(out: Path) -> Path | None:
+    """proxy.png in a run's folder, where held-out rewards or the diversity were measured."""
+    from flowrl.plots.hacking import proxy_and_heldout
+    from flowrl.training.results import load_run
+
+    run = load_run(out)
+    figure = proxy_and_heldout({run.method: [run]})
+    if figure is None:
+        return None
+    figure.savefig(out / "proxy.png", dpi=130)
+    return out / "proxy.png"
+
+
 @dataclass(frozen=True)
 class Train:
     """Train one method with one seed, on a built-in world or on a diffusers model of your own.
@@ -97,6 +110,7 @@ class Train:
         import torch
 
         from flowrl.display import train_line
+        from flowrl.training.beside import make_beside
         from flowrl.training.compare import rule_name
         from flowrl.training.run import Run
 
@@ -109,6 +123,7 @@ class Train:
                 chosen.setdefault("method", rule_name(chosen["credit"]))
             config = preset(self.preset).apply(**chosen)
         config.make_method()
+        make_beside(config, config.make_world())
         if config.device == "cpu":
             torch.set_num_threads(1)
         asked = False
@@ -129,5 +144,8 @@ class Train:
         if not finished:
             print(f"Paused; nothing is lost. Go on with: flowrl train --resume {shlex.quote(str(out))}")
             return 130
+        drawn = _draw_proxy(out)
+        if drawn is not None:
+            print(f"The proxy against held-out rewards: {drawn}")
         print(f"Done. Weights and metrics in {out}; see its pictures with: flowrl sample --weights {shlex.quote(str(out))}")
         return 0

@@ -35,7 +35,10 @@ def _settings_class(name: str, leave_out: tuple[str, ...]) -> type[Any]:
         elif item.name not in leave_out:
             text = helps.get(item.name, item.name.replace("_", " ").capitalize() + ".")
             kind: Any = item.type
-            shown = tyro.conf.arg(help=text, metavar=kind.__name__.upper(), help_behavior_hint=f"(default: {item.default})")
+            several = kind == tuple[str, ...]
+            word = "NAME ..." if several else kind.__name__.upper()
+            usual = "none" if several else item.default
+            shown = tyro.conf.arg(help=text, metavar=word, help_behavior_hint=f"(default: {usual})")
             columns.append((item.name, Annotated[kind | None, shown], None))
     return dataclasses.make_dataclass(name, columns, frozen=True)
 

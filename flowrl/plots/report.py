@@ -9,9 +9,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from flowrl.plots.figures import curves, phases, samples, trajectory
+from flowrl.plots.hacking import proxy_and_heldout
 from flowrl.plots.style import colour
 from flowrl.training.checkpoint import write_bytes, write_json
-from flowrl.training.results import ROWS, Comparison, MethodSummary, as_text, load_comparison, summarise, summary_values
+from flowrl.training.results import Comparison, MethodSummary, as_text, load_comparison, summarise, summary_values, table_rows
 
 PAPERS = {
     "flow-grpo": ("Flow-GRPO", "Liu et al. 2025", "2505.05470", "credits every step alike with the final reward"),
@@ -51,6 +52,7 @@ def write_report(folder: Path) -> Path:
             "samples": samples(comparison),
             "trajectory": trajectory(comparison),
             "phases": phases(comparison),
+            "proxy": proxy_and_heldout({m: comparison.of(m) for m in comparison.methods}),
         }
     pictures = {}
     for name, figure in drawn.items():
@@ -98,13 +100,28 @@ def _table(comparison: Comparison, summaries: list[MethodSummary]) -> str:
         for s in summaries
     )
     body = ""
-    for name, cell in ROWS:
+    for name, cell in table_rows(summaries):
         body += f"<tr><td>{html.escape(name)}</td>" + "".join(f"<td>{html.escape(cell(s))}</td>" for s in summaries) + "</tr>"
     return f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
+def _proxy(pictures: dict[str, bytes]) -> str:
+    """The section on held-out rewards, where some were scored."""
+    if "proxy" not in pictures:
+        return ""
+    return f"""<section><h2>Proxy and held-out rewards</h2>{_figure(pictures, "proxy", "The proxy against held-out rewards over time")}
+<p class="note">The proxy is the reward that training maximises, here on held-out prompts; nobody trains on the others. Above: over
+iterations. Below: held-out against proxy, from the untrained model (hollow) to the last evaluation (full). A curve that goes right
+and down is a reward being hacked: from there on the policy learns what only the proxy likes.</p></section>
+"""
+
+
 def _settings(values: dict[str, Any]) -> str:
-    rows = (f"<div><span>{html.escape(k)}</span><span>{html.escape(str(v))}</span></div>" for k, v in values.items() if v != "")
+    rows = (
+        f"<div><span>{html.escape(k)}</span><span>{html.escape(str(v))}</span></div>"
+        for k, v in values.items()
+        if v not in ("", [], ())
+    )
     return f'<div class="settings">{"".join(rows)}</div>'
 
 
@@ -139,7 +156,7 @@ network evaluations while sampling and scoring, not those of the update. A diffe
 <section><h2>Learning curves</h2>{_figure(pictures, "curves", "Held-out reward against iterations, NFE and seconds")}
 <p class="note">Thin lines are seeds, thick ones their mean. The same, as strict success (everything asked for, nothing else):</p>
 {_figure(pictures, "strict", "Strict success against iterations, NFE and seconds")}</section>
-<section><h2>Before and after</h2>{_figure(pictures, "samples", "Samples before and after training")}
+{_proxy(pictures)}<section><h2>Before and after</h2>{_figure(pictures, "samples", "Samples before and after training")}
 <p class="note">The same prompts and noise in every row, first seed; the number is the {html.escape(run["reward_form"])} reward.</p></section>
 <section><h2>Along one trajectory</h2>{_figure(pictures, "trajectory", "Rewards along one trajectory")}
 <p class="note">R at a node estimates the final reward as of that state: by the remaining ODE steps (solid; TP-GRPO) or by the one-step

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError, require
+from flowrl.training.beside import make_beside
 from flowrl.training.checkpoint import write_json
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.results import run_folder
@@ -55,6 +56,7 @@ class CompareConfig:
             for name, credit in specs:
                 config = replace(self.run, method=name, credit=credit, seed=seed, **self.method_settings.get(name, {}))
                 config.make_method()
+                make_beside(config, config.make_world())
                 result[run_folder(name, seed)] = config
         return result
 

@@ -44,6 +44,15 @@ class RunConfig:
     """Standard deviation of the noise on every score while training; evaluation is without."""
     reward_bias: float = 0.0
     """How much training also likes bright pictures: the mean of a picture's values times this; evaluation is without."""
+    heldout_rewards: tuple[str, ...] = ()
+    """Rewards that nobody trains on, scored in every evaluation: names as for `reward`; also strict, graded, soft, palette,
+    balance and clarity (shapes), or strict, graded, soft and density (mixture)."""
+    diversity: str = ""
+    """How different the samples of one prompt are, in every evaluation: pixels, latents, clip, or path/to/file.py:Class."""
+    diversity_prompts: int = 8
+    """Held-out prompts whose samples are compared for `diversity`."""
+    diversity_members: int = 8
+    """Samples of each of them."""
     seed: int = 0
     """Draws the adapter's first matrices, the prompts' order and all noise."""
     iterations: int = 12
@@ -143,9 +152,11 @@ class RunConfig:
         require(self.chunk >= 1 or not self.overlap_rewards, "overlap_rewards", self.overlap_rewards, need)
         require(self.optimiser in OPTIMISERS, "optimiser", self.optimiser, f"one of {', '.join(OPTIMISERS)}")
         LossScale(self.loss_scale)
-        for name in ("steps", "eval_prompts", "eval_steps"):
+        for name in ("steps", "eval_prompts", "eval_steps", "diversity_prompts"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         require(self.members >= 2, "members", self.members, "2 or more: a group of one has nobody to be compared with")
+        require(self.diversity_members >= 2, "diversity_members", self.diversity_members, "2 or more: one sample has no pair")
+        require(len(set(self.heldout_rewards)) == len(self.heldout_rewards), "heldout_rewards", self.heldout_rewards, "each once")
         require(self.lr > 0, "lr", self.lr, "above 0")
         require(0 <= self.final_lr <= 1, "final_lr", self.final_lr, "in [0, 1]")
         require(self.grad_clip > 0, "grad_clip", self.grad_clip, "above 0")
@@ -223,7 +234,8 @@ class RunConfig:
         unknown = sorted(set(values) - known)
         if unknown:
             raise ConfigError(f"config: unknown settings {', '.join(unknown)}; allowed: {', '.join(sorted(known))}")
-        return RunConfig(**values)
+        chosen: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return RunConfig(**chosen)
 
 
 def even_schedule(steps: int, kernel: str, noise_level: float, window: str) -> Schedule:

@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,32 @@ class RunRecord:
         rows = self.evaluations
         return [float(row[x]) for row in rows], [float(row["evaluation"][score]) for row in rows]
 
+    @property
+    def heldout(self) -> list[str]:
+        """Names of the held-out rewards that were scored beside the reward."""
+        return list(dict.fromkeys(name for row in self.evaluations for name in row["evaluation"].get("heldout", {})))
+
+    def beside(self, x: str, *path: str) -> tuple[list[float], list[float]]:
+        """(x, number at `path` within an evaluation): ("proxy",), ("diversity",) or ("heldout", NAME), where it was measured."""
+        points = [(float(row[x]), _at(row["evaluation"], path)) for row in self.evaluations]
+        kept = [(at, value) for at, value in points if value is not None]
+        return [at for at, _ in kept], [value for _, value in kept]
+
     def mean(self, *path: str) -> float:
         """Mean over the training rows of a number at `path`; NaN where no row has it."""
         found = []
         for row in self.rows:
-            value: Any = row
-            for key in path:
-                value = value.get(key) if isinstance(value, dict) else None
-            if isinstance(value, int | float) and row["iteration"] > 0:
-                found.append(float(value))
+            value = _at(row, path)
+            if value is not None and row["iteration"] > 0:
+                found.append(value)
         return statistics.fmean(found) if found else math.nan
+
+
+def _at(value: Any, path: Sequence[str]) -> float | None:
+    """The number at `path` within nested objects; None where there is none."""
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 @dataclass(frozen=True)
@@ -126,10 +142,22 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 @dataclass(frozen=True)
+class Change:
+    """A number of the first and of the last evaluation that has it, over seeds."""
+
+    before: Spread
+    after: Spread
+
+    def text(self) -> str:
+        """'0.712 to 0.934 ± 0.013'."""
+        return f"{self.before.mean:.3f} to {self.after.text()}" if self.before.text() != "-" else "-"
+
+
+@dataclass(frozen=True)
 class MethodSummary:
     """One line of the table. Rewards are evaluation rewards (held-out prompts, ODE, averaged weights); `to_baseline_*` say when
     the mean curve over seeds first reaches the baseline's final mean reward (None: not reached); NFE counts the rollout's network
-    evaluations."""
+    evaluations. `beside` is what was measured beside the reward, by name (`training.beside`)."""
 
     method: str
     seeds: int
@@ -148,6 +176,30 @@ class MethodSummary:
     seconds_rollout: float
     seconds_reward: float
     seconds_update: float
+    beside: dict[str, Change] = field(default_factory=dict)
+
+
+def _beside(runs: Sequence[RunRecord]) -> dict[str, Change]:
+    """The proxy, every held-out reward and the diversity, from the first evaluation to the last."""
+    names = list(dict.fromkeys(name for run in runs for name in run.heldout))
+    paths = {
+        "proxy": ("proxy",),
+        **{f"held out: {short(name)}": ("heldout", name) for name in names},
+        "diversity": ("diversity",),
+    }
+    found = {label: [run.beside("iteration", *path)[1] for run in runs] for label, path in paths.items()}
+    return {
+        label: Change(spread([c[0] for c in curves if c]), spread([c[-1] for c in curves if c]))
+        for label, curves in found.items()
+        if any(curves) or label.startswith("held out")
+    }
+
+
+def short(spec: str) -> str:
+    """A reward's spec as figures and tables show it: without a file's folder, and without a long list of options."""
+    head, bracket, rest = spec.partition("(")
+    head = head.rpartition("/")[2]
+    return head + (f"({rest}" if bracket and len(rest) <= 24 else "(...)" if bracket else "")
 
 
 def mean_curve(runs: Sequence[RunRecord], x: str, score: str = "reward") -> tuple[list[float], list[float]]:
@@ -200,6 +252,7 @@ def summarise(comparison: Comparison) -> list[MethodSummary]:
                 seconds_rollout=phases["rollout"],
                 seconds_reward=phases["reward"],
                 seconds_update=phases["update"],
+                beside=_beside(runs),
             )
         )
     return result
@@ -230,6 +283,17 @@ ROWS: tuple[tuple[str, Callable[[MethodSummary], str]], ...] = (
 """The table's lines: what they say, and a method's cell."""
 
 
+Row = tuple[str, Callable[[MethodSummary], str]]
+
+
+def table_rows(summaries: Sequence[MethodSummary]) -> list[Row]:
+    """The table's lines: those of every comparison, and what was measured beside the reward."""
+    names = dict.fromkeys(name for summary in summaries for name in summary.beside)
+    beside: list[Row] = [(name, lambda s, name=name: s.beside[name].text() if name in s.beside else "-") for name in names]
+    place = next(i for i, (name, _) in enumerate(ROWS) if name == "smallest gain of a seed") + 1
+    return [*ROWS[:place], *beside, *ROWS[place:]]
+
+
 def _reached(value: float | None, digits: str) -> str:
     return "not reached" if value is None else f"{value:{digits}}"
 
@@ -240,7 +304,7 @@ def print_table(summaries: Sequence[MethodSummary], console: Console) -> None:
     table.add_column("", no_wrap=True)
     for summary in summaries:
         table.add_column(summary.method, justify="right", min_width=13)
-    for name, cell in ROWS:
+    for name, cell in table_rows(summaries):
         table.add_row(name, *(cell(summary) for summary in summaries))
     console.print(table)
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from flowrl.builtin import World
 from flowrl.errors import CheckpointError, ConfigError
 from flowrl.protocols import Exportable, FlowPolicy
 from flowrl.rollout import Groups, Usage, reward_table, rollout
+from flowrl.training.beside import Beside, make_beside
 from flowrl.training.checkpoint import load_checkpoint, save_checkpoint, write_bytes, write_json
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import Evaluation, evaluate
@@ -44,12 +45,14 @@ class Run:
     report: Report = _silent
     stop: Callable[[], bool] = lambda: False
     shared: Path | None = None
+    _beside: Beside | None = field(default=None, init=False, repr=False)
 
     def execute(self, resume: bool = False) -> bool:
         """Train to the end, or with `resume` go on from the last checkpoint. Raises a `FlowrlError` where a part does."""
         if resume and (self.folder / "done.json").exists():
             return True
         world = self.config.make_world()
+        self._beside = make_beside(self.config, world)
         method = self.config.make_method()
         policy = world.policy(self.config.policy_options())
         reward = self.config.make_reward()
@@ -105,6 +108,7 @@ class Run:
             c.dtype,
             c.weights,
             *((c.model, c.prompt_file, c.heldout_file, c.resolution, c.guidance, c.text_tokens, c.adapter) if c.model else ()),
+            *_beside_settings(c),
         ]
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
         kept = None if self.shared is None else self.shared / f"untrained-{key}.safetensors"
@@ -112,7 +116,7 @@ class Run:
             return kept.read_bytes(), json.loads(kept.with_suffix(".json").read_text())
         before = self._score(policy, world)
         pictures = save({"images": before.images, "scores": before.image_scores})
-        if kept is not None:
+        if kept is not None and not before.incomplete:
             write_bytes(kept, pictures)
             write_json(kept.with_suffix(".json"), before.row(c.reward_form))
         return pictures, before.row(c.reward_form)
@@ -148,8 +152,9 @@ class Run:
         quiet = replace(c, reward_noise=0.0, reward_bias=0.0)
         own = quiet.make_reward() if c.reward and not c.model else None  # a model's world has no other reward than this
         return evaluate(
-            policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch, reward=own, solver=c.eval_solver
-        )
+            policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch,
+            reward=own, solver=c.eval_solver, beside=self._beside,
+        )  # fmt: skip
 
     def _evaluate(self, trainer: Trainer, world: World) -> Evaluation:
         self.report({"phase": "evaluation"})
@@ -202,6 +207,14 @@ class Run:
         assert estimates is not None
         images = torch.cat([policy.decode(estimates[node][chosen : chosen + 1]) for node in sorted(estimates)])
         write_bytes(self.folder / "trajectory.safetensors", save({"images": images.cpu().contiguous()}))
+
+
+def _beside_settings(c: RunConfig) -> list[Any]:
+    """What the measurements beside the reward depend on; empty where there are none."""
+    if not c.heldout_rewards and not c.diversity:
+        return []
+    groups = (c.diversity_prompts, c.diversity_members)
+    return [c.heldout_rewards, c.reward_noise, c.reward_bias, c.seed if c.reward_noise else 0, c.diversity, *groups]
 
 
 def trained_policy(folder: Path, device: str = "") -> tuple[FlowPolicy, RunConfig]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import ConfigError, RewardError, require
+from flowrl.flow.mixture import GaussianMixture
 from flowrl.types import Prompt
 
 TASKS = ("direction",)
@@ -29,6 +30,11 @@ def split(task: str) -> dict[str, list[Prompt]]:
     random.Random("flowrl mixture").shuffle(angles)
     prompts = [Prompt(f"towards {angle} degrees", {"angle": angle}) for angle in angles]
     return {"heldout": prompts[:6], "train": prompts[6:]}
+
+
+def ring() -> GaussianMixture:
+    """The data: what the untrained policy draws from."""
+    return GaussianMixture.ring(radius=RADIUS)
 
 
 def angle_of(text: str) -> float:
@@ -67,3 +73,19 @@ class DirectionReward:
             return torch.exp(-distance.square() / (2 * WIDTH**2))
         near, middling = (distance < 0.8).float(), (distance < 1.6).float()
         return near if self.form == "strict" else (near + middling) / 2
+
+
+@dataclass(frozen=True)
+class DensityReward:
+    """log p(point) under the world's data, in nats: whether a point is still one that the data has. Does not read the prompt.
+
+    -1.1 at a mode's centre, -5.3 on the circle halfway between two of them. Maximising closeness to a prompt's direction gives it
+    up where no mode lies in that direction.
+    """
+
+    def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Points [sample, 2, 1, 1] -> [sample]."""
+        if images.shape[1:] != (2, 1, 1):
+            raise RewardError(f"DensityReward needs [sample, 2, 1, 1], got {tuple(images.shape)}")
+        data, points = ring(), images.flatten(1).float().cpu()
+        return data.log_marginal(points, torch.zeros(len(points))).to(images.device)

@@ -1,0 +1,88 @@
+"""How different the samples of one prompt are: the mean distance of pairs, in a space of features.
+
+A policy that has found one picture which a reward likes draws it every time; the score does not show that, the diversity does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowrl.errors import RewardError, require
+from flowrl.protocols import Features
+from flowrl.types import checked
+
+
+@checked
+def pairwise_diversity(features: Float[Tensor, "prompt member feature"]) -> Float[Tensor, " prompt"]:
+    """D = 2 / (M (M - 1)) sum_{i<j} |f_i - f_j| over the M members of each prompt: the mean Euclidean distance of its pairs.
+
+    A sample is not compared with itself, so that D is an unbiased estimate of E|f(X) - f(X')| for independent samples X, X' of
+    the prompt (a U-statistic): it does not depend on how many samples were drawn. 0 where all samples are the same. Float64.
+    """
+    members = features.shape[1]
+    require(members >= 2, "members", members, "2 or more: one sample has no pair")
+    distances = [torch.nn.functional.pdist(group) for group in features.double().cpu()]
+    return torch.stack([pairs.mean() for pairs in distances])
+
+
+@dataclass(frozen=True)
+class PixelFeatures:
+    """The picture's values, divided by the root of their number: distances are root mean square differences per value.
+
+    Of pictures in [0, 1] these are 0 to 1; of the mixture world's points they are distances in the plane divided by sqrt(2).
+    """
+
+    def __call__(self, images: Float[Tensor, "sample channel height width"]) -> Tensor:
+        """[sample, channel x height x width]."""
+        flat = images.detach().flatten(1).float()
+        return flat / flat.shape[1] ** 0.5
+
+
+@dataclass(frozen=True)
+class LatentFeatures:
+    """As `PixelFeatures`, of the latents before they are decoded."""
+
+    reads_latents: ClassVar[bool] = True
+
+    def __call__(self, latents: Tensor) -> Tensor:
+        """[sample, value]."""
+        return PixelFeatures()(latents)
+
+
+@dataclass(frozen=True)
+class ClipFeatures:
+    """CLIP's picture features, of length 1: the distance is sqrt(2 - 2 cos), 0 to 2. Blind to noise, sees what is depicted.
+
+    `model`: a folder in transformers' format or a name on the Hub; preprocessing as in `flowrl.rewards.clip`.
+    """
+
+    model: str = "openai/clip-vit-base-patch32"
+    device: str = "cpu"
+    dtype: str = "float32"
+    batch: int = 64
+
+    def __call__(self, images: Float[Tensor, "sample channel height width"]) -> Tensor:
+        """[sample, feature]."""
+        from flowrl.rewards.clip import load_encoder
+
+        return load_encoder(self.model, "", self.device, self.dtype, self.batch).pictures(images)
+
+
+def group_features(features: Features, images: Tensor, latents: Tensor, groups: Sequence[int]) -> Tensor:
+    """Features [prompt, member, feature] of samples in prompt-major order; `groups` is (prompts, members).
+
+    `features` sees the pictures, or the latents where it has a true attribute `reads_latents`. Raises `RewardError` where it does
+    not give one finite vector per sample.
+    """
+    found = features(latents if getattr(features, "reads_latents", False) else images)
+    name = type(features).__name__
+    if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != len(images):
+        told = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise RewardError(f"diversity: {name} returned {told} for {len(images)} samples; allowed: a tensor [sample, feature]")
+    if not bool(found.isfinite().all()):
+        raise RewardError(f"diversity: {name} returned values that are not finite")
+    return found.detach().float().unflatten(0, tuple(groups))
