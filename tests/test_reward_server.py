@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -26,8 +26,10 @@ from safetensors.torch import save
 
 from flowrl import Prompt
 from flowrl.errors import ConfigError, RewardError
+from flowrl.protocols import CompositeReward
 from flowrl.registry import build
-from flowrl.rewards.remote import RemoteReward
+from flowrl.rewards import FunctionReward, WeightedSum
+from flowrl.rewards.remote import RemoteReward, RemoteSum
 from flowrl.rewards.server import Limits, Listener, Settings
 from flowrl.rewards.server.serve import is_loopback, make_server, serve
 
@@ -215,6 +217,75 @@ def test_an_error_reaches_only_the_request_that_causes_it():
     assert max(reward.sizes) > 1
     assert "a prompt has no number" in outcomes.pop(2)
     assert outcomes == {0: [0.0], 1: [1.0], 3: [3.0]}
+
+
+def unsure(images, prompts):
+    """Cannot judge pictures whose number is a multiple of three."""
+    found = echo(images, prompts)
+    return torch.where(found % 3 == 0, torch.nan, found)
+
+
+def marking(function):
+    return FunctionReward(function, marks_invalid=True)
+
+
+def test_marks_travel_beside_the_scores():
+    wanted = [float("nan") if n % 3 == 0 else float(n) for n in range(10)]
+    with served(marking(unsure)) as (url, _):
+        remote = RemoteReward(url, batch=4)
+        assert remote.marks_invalid and remote.score(*numbered(range(10))).tolist() == pytest.approx(wanted, nan_ok=True)
+        body = post(url, bench.good([2, 3])).json()
+        assert (body["scores"], body["invalid"]) == ([2.0, None], [False, True])
+        assert "flowrl_reward_invalid_total 5\n" in httpx.get(url + "/metrics", trust_env=False).text
+    with served(Function(echo)) as (url, _):
+        assert post(url, bench.good([2, 3])).json()["invalid"] == [False, False]
+    with served(Function(unsure)) as (url, _):
+        refused(post(url, bench.good([2, 3])), 500, "reward_broken")
+    with served(marking(lambda images, prompts: torch.full((2,), torch.inf))) as (url, _):
+        refused(post(url, bench.good([2, 3])), 500, "reward_broken")
+
+
+def test_components_of_a_weighted_sum_travel():
+    """Parts and total have the bits that they have in process; a sample that one component marks is marked."""
+    plain = WeightedSum({"a": Function(), "b": build("reward", "jpeg-compressibility")}, {"b": -0.3})
+    images, prompts = torch.rand(9, 3, 16, 16, generator=torch.Generator().manual_seed(0)), [Prompt("p")] * 9
+    with served(plain) as (url, _):
+        remote = build("reward", f"remote-sum(url='{url}', batch=4)")
+        assert isinstance(remote, CompositeReward) and not isinstance(RemoteReward(url), CompositeReward)
+        with pytest.raises(RewardError, match="components a; the server has none yet"):
+            remote.total({"a": torch.zeros(1)})
+        parts, wanted = remote.parts(images, prompts), plain.parts(images, prompts)
+        assert list(parts) == ["a", "b"] and all(torch.equal(parts[name], wanted[name]) for name in parts)
+        assert torch.equal(remote.total(parts), plain.score(images, prompts))
+        assert torch.equal(remote.score(images, prompts), plain.score(images, prompts))
+        assert httpx.get(url + "/v1/info", trust_env=False).json()["components"] == {"a": 1.0, "b": -0.3}
+        assert set(post(url, bench.good([1])).json()) == {"request", "scores", "invalid"}
+    with served(WeightedSum({"a": Function(echo), "b": marking(unsure)})) as (url, _):
+        parts = RemoteSum(url).parts(*numbered([1, 3]))
+        assert parts["a"].tolist() == [1.0, 3.0] and parts["b"].isnan().tolist() == [False, True]
+        assert RemoteSum(url).score(*numbered([1, 3])).isnan().tolist() == [False, True]
+    with served(Function()) as (url, _):
+        with pytest.raises(RewardError, match="no_parts: this reward has no components"):
+            RemoteSum(url).parts(images, prompts)
+        for words in ("parts=maybe", "parts="):
+            refused(post(url, replace(bench.good([1]), path=f"/v1/score?{words}")), 422, "bad_query")
+
+
+def test_weights_that_change_are_an_error():
+    """A server that was started again with others would change the reward in the middle of a run."""
+    images, prompts = numbered([1, 2])
+
+    def answer(weight):
+        return lambda name: json.dumps(
+            {"request": name, "scores": [1.0, 2.0], "invalid": [False] * 2, "parts": {"a": [1, 2]}, "weights": {"a": weight}}
+        )
+
+    with scripted(answer(1.0), answer(1.0), answer(2.0)) as (url, _):
+        remote = RemoteSum(url)
+        for _ in range(2):
+            assert remote.total(remote.parts(images, prompts)).tolist() == [1.0, 2.0]
+        with pytest.raises(RewardError, match=r"the weights at .* were {'a': 1.0}, and are {'a': 2.0} now"):
+            remote.parts(images, prompts)
 
 
 def test_connections_are_reused():
@@ -550,6 +621,11 @@ def scores(text):
     return lambda name: f'{{"request": "{name}", "scores": {text}}}'
 
 
+def marked(text, marks, **more):
+    extra = "".join(f', "{name}": {value}' for name, value in more.items())
+    return lambda name: f'{{"request": "{name}", "scores": {text}, "invalid": {marks}{extra}}}'
+
+
 def raw(status, body=b"", **headers):
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
     return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{lines}\r\n".encode() + body
@@ -598,6 +674,12 @@ def test_faults_that_pass_are_waited_out(fault):
         (scores("[1.0, null]"), "sent None as score 1"),
         (scores('[1.0, "2.0"]'), "sent '2.0' as score 1"),
         (scores("[1.0, true]"), "sent True as score 1"),
+        (marked("[1.0, NaN]", "[false, true]"), "sent nan as score 1 of 2; scores must be finite, or marked invalid"),
+        (marked("[1.0, null]", "[false, false]"), "sent None as score 1 of 2"),
+        (marked("[1.0, 2.0]", "[false, true]"), "marks sample 1 of 2 invalid, yet sends a score"),
+        (marked("[1.0, null]", "[true]"), r"sent \[True\] as invalid marks for 2 pictures"),
+        (marked("[1.0, null]", "[0, 1]"), r"sent \[0, 1\] as invalid marks"),
+        (marked("[1.0, null]", '"NaN"'), "sent 'NaN' as invalid marks"),
         (lambda name: " " * 100_000, "answer is larger than"),
         (raw(401), "401.*token"),
         (raw(404, b"not here"), "refuses: status 404"),
@@ -612,6 +694,27 @@ def test_faults_that_pass_are_waited_out(fault):
 def test_faults_that_stay_are_one_error_at_once(fault, message):
     with scripted(fault) as (url, counts), pytest.raises(RewardError, match=message):
         RemoteReward(url, backoff=0.01).score(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
+    assert len(counts) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({}, "sends no components"),
+        ({"parts": "{}", "weights": "{}"}, "sends no components"),
+        ({"parts": "[1]", "weights": "{}"}, "sends no components"),
+        ({"parts": '{"a": [1.0]}', "weights": '{"a": 1}'}, "sent 1 'a' components for 2 pictures"),
+        ({"parts": '{"a": [1.0, null]}', "weights": '{"a": 1}'}, "sent None as 'a' component 1"),
+        ({"parts": '{"a": [1.0, NaN]}', "weights": '{"a": 1}'}, "sent nan as 'a' component 1"),
+        ({"parts": '{"a": [1.0, 2.0]}', "weights": '{"b": 1}'}, "as the weights of the components a"),
+        ({"parts": '{"a": [1.0, 2.0]}', "weights": '{"a": NaN}'}, "as the weights of the components a"),
+        ({"parts": '{"a": [1.0, 2.0]}'}, "sent None as the weights"),
+        ({"parts": f'{{"{"a" * 90_000}": [1.0, 2.0]}}'}, "answer is larger than"),
+    ],
+)
+def test_components_that_are_garbage(more, message):
+    with scripted(marked("[1.0, 2.0]", "[false, false]", **more)) as (url, counts), pytest.raises(RewardError, match=message):
+        RemoteSum(url, backoff=0.01).parts(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
     assert len(counts) == 1
 
 
@@ -632,15 +735,22 @@ def test_an_answer_that_trickles_ends_with_the_time_limit():
         assert time.monotonic() - began < 3
 
 
+NESTED = st.recursive(st.floats() | st.none() | st.booleans() | st.text(max_size=3), lambda x: st.lists(x, max_size=3))
+MARKS = st.lists(st.booleans(), min_size=2, max_size=2) | NESTED
+
+
 @settings(max_examples=150)
-@given(st.binary(max_size=60) | st.recursive(st.floats() | st.none() | st.text(max_size=3), lambda x: st.lists(x, max_size=3)))
+@given(st.binary(max_size=60) | st.tuples(NESTED | st.lists(st.floats(0, 1) | st.none(), min_size=2, max_size=2), MARKS))
 def test_no_answer_crashes_the_client(answer_server, content):
-    """Whatever a server answers: two finite numbers, or a `RewardError`."""
+    """Whatever a server answers: two numbers, NaN only where a typed mark says so, or a `RewardError`."""
     url, answers = answer_server
     answers.append(content)
     with contextlib.suppress(RewardError):
         found = RemoteReward(url, retries=0).score(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
-        assert torch.isfinite(found).all() and found.shape == (2,)
+        marks = [False] * 2 if isinstance(content, bytes) or content[1] is None else content[1]
+        assert found.shape == (2,) and found.isnan().tolist() == marks and not found.isinf().any()
+    with contextlib.suppress(RewardError):
+        RemoteSum(url, retries=0).parts(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
 
 
 @pytest.fixture(scope="module")
@@ -649,7 +759,9 @@ def answer_server():
 
     def step(name):
         content = answers[-1]
-        return content.decode("latin-1") if isinstance(content, bytes) else json.dumps({"request": name, "scores": content})
+        if isinstance(content, bytes):
+            return content.decode("latin-1")
+        return json.dumps({"request": name, "scores": content[0], "invalid": content[1], "parts": {"a": content[0]}})
 
     with scripted(step) as (url, _):
         yield url, answers
@@ -777,6 +889,30 @@ def test_training_through_a_server_gives_the_same_numbers(world, reward, tmp_pat
         assert (tmp_path / "broken" / "checkpoint").exists() and not (tmp_path / "broken" / "done.json").exists()
         assert broken.execute(resume=True)
     assert weights(tmp_path / "broken") == weights(tmp_path / "local")
+
+
+def test_marks_and_components_in_a_run_through_a_server(tmp_path):
+    """The same metrics, counts of invalid samples and components as in process, and the same weights."""
+    from flowrl.training.config import preset
+    from flowrl.training.trainer import Trainer
+
+    def dark(images, prompts):
+        values = images.flatten(1).mean(1)
+        return torch.where(values < -0.8, torch.nan, values)
+
+    def rows(reward):
+        config = preset("tiny").apply(world="mixture", prompts=3, members=5, iterations=3)
+        world = config.make_world()
+        policy, prompts = world.policy(config.policy_options()), world.prompts("direction", "train")
+        trainer = Trainer(policy, config.make_method(), reward, prompts, config)
+        found = [trainer.iteration() for _ in range(3)]
+        return [{k: v for k, v in row.items() if k not in ("seconds", "phases")} for row in found]
+
+    own = build("reward", "flowrl.worlds.mixture:DirectionReward")
+    local = WeightedSum({"task": own, "dark": marking(dark)}, {"dark": 0.5})
+    with served(local, Settings(merge=False)) as (url, _):
+        assert rows(RemoteSum(url, batch=512)) == (wanted := rows(local))
+    assert sum(row["invalid"] for row in wanted) > 0 and set(wanted[0]["parts"]) == {"task", "dark"}
 
 
 # --- the rest -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,11 @@ from flowrl.protocols import RewardModel
 from flowrl.types import Prompt
 
 
+def weighted_total(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """sum_k w_k R^(k) over named scores [sample]; a weight left out is 1."""
+    return torch.stack([float(weights.get(name, 1.0)) * values for name, values in parts.items()]).sum(dim=0)
+
+
 @dataclass(frozen=True)
 class WeightedSum:
     """R = sum_k w_k R^(k) over named reward models.
@@ -42,7 +47,7 @@ class WeightedSum:
 
     def total(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The weighted sum of `parts`."""
-        return torch.stack([float(self.weights.get(name, 1.0)) * values for name, values in parts.items()]).sum(dim=0)
+        return weighted_total(parts, self.weights)
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """The weighted sum [sample]."""

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import logging
+import math
 import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
@@ -18,8 +20,9 @@ from torch import Tensor
 
 from flowrl.errors import require
 from flowrl.protocols import RewardModel
+from flowrl.rewards.combine import WeightedSum
 from flowrl.rewards.server.access import Memory, Share, TokenCheck
-from flowrl.rewards.server.batching import Batcher
+from flowrl.rewards.server.batching import Batcher, Scored
 from flowrl.rewards.server.limits import Limits, Refusal
 from flowrl.rewards.server.metrics import Metrics
 from flowrl.rewards.server.multipart import Parts
@@ -28,7 +31,7 @@ from flowrl.rewards.server.payload import png_sizes, read_pngs, read_prompts, re
 from flowrl.rewards.server.schema import ERRORS, SCORE_BODY, HealthAnswer, InfoAnswer, ScoreAnswer
 from flowrl.types import Prompt
 
-API_VERSION = "1.0"
+API_VERSION = "1.1"
 logger = logging.getLogger("flowrl.reward_server")
 
 
@@ -61,6 +64,7 @@ class RewardServer:
         self.metrics = Metrics()
         self.memory = Memory(self.limits.memory_bytes)
         self.tokens = TokenCheck(settings.token, settings.any_host)
+        self.components = _components(reward)
         self.batcher = Batcher(reward, self.metrics, settings.max_batch, settings.wait, self.limits.queue, settings.merge)
 
     def authorise(self, request: Request) -> None:
@@ -68,9 +72,10 @@ class RewardServer:
         headers = request.headers
         self.tokens.check(headers.get("authorization", "").encode("latin-1"), headers.get("host", "").encode("latin-1"))
 
-    async def score(self, request: Request) -> list[float]:
+    async def score(self, request: Request) -> dict[str, Any]:
         """Read the request, wait for its scores. Raises `Refusal`, or `ClientDisconnect` where nobody waits any more."""
         self.authorise(request)
+        parts_wanted = self._wants_parts(request)
         with Share(self.memory) as share:
             try:
                 async with asyncio.timeout(self.limits.body_seconds):
@@ -79,7 +84,21 @@ class RewardServer:
                 message = f"the body took longer than {self.limits.body_seconds:g} seconds"
                 raise Refusal(408, "slow_body", message, retry=True) from None
             images, prompts = await asyncio.to_thread(self._read, parts, share)
-            return await self._wait(request, self.batcher.submit(images, prompts))
+            scored = await self._wait(request, self.batcher.submit(images, prompts))
+        found = {"scores": _nulls(scored.scores, scored.invalid), "invalid": scored.invalid}
+        if parts_wanted:
+            parts = {name: _nulls(values) for name, values in scored.parts.items()}
+            found |= {"parts": parts, "weights": self.components}
+        return found
+
+    def _wants_parts(self, request: Request) -> bool:
+        """Whether the components are asked for. Raises `Refusal` where there are none, or the word is no truth value."""
+        word = request.query_params.get("parts", "false").lower()
+        if word not in ("true", "false", "1", "0"):
+            raise Refusal(422, "bad_query", "parts must be true or false")
+        if word in ("true", "1") and self.components is None:
+            raise Refusal(422, "no_parts", "this reward has no components: a weighted-sum has")
+        return word in ("true", "1")
 
     async def _body(self, request: Request, share: Share) -> dict[str, list[bytes]]:
         limits = self.limits
@@ -116,7 +135,7 @@ class RewardServer:
             raise Refusal(422, "wrong_count", f"{len(images)} pictures and {len(prompts)} prompts; allowed: as many of each")
         return images, prompts
 
-    async def _wait(self, request: Request, future: "Future[list[float]]") -> list[float]:
+    async def _wait(self, request: Request, future: "Future[Scored]") -> Scored:
         """The scores; or an end where the time is over or the client has gone."""
         scores = asyncio.wrap_future(future)
         gone = asyncio.ensure_future(_disconnected(request))
@@ -137,6 +156,19 @@ class RewardServer:
         if not self.batcher.alive:
             return "stopped"
         return "stuck" if self.batcher.busy_seconds > self.limits.score_seconds else "ok"
+
+
+def _components(reward: RewardModel) -> dict[str, float] | None:
+    """The weight of every component of a weighted sum; None for other rewards."""
+    if not isinstance(reward, WeightedSum):
+        return None
+    return {name: float(reward.weights.get(name, 1.0)) for name in reward.models}
+
+
+def _nulls(values: list[float], invalid: list[bool] | None = None) -> list[float | None]:
+    """JSON has no NaN: null there, and where `invalid`."""
+    marks = [False] * len(values) if invalid is None else invalid
+    return [None if mark or math.isnan(value) else value for value, mark in zip(values, marks, strict=True)]
 
 
 async def _disconnected(request: Request) -> None:
@@ -168,13 +200,16 @@ def _add_score(app: FastAPI, server: RewardServer) -> None:
     async def score(request: Request) -> JSONResponse:
         """Send one prompt per picture and the pictures; get one number per picture, in the same order.
 
+        Where the reward cannot judge a picture its score is `null`, and `invalid` says true. `?parts=true` also gives the
+        components of a weighted sum.
+
         `curl -F 'prompts=[{"text": "a red circle"}]' -F png=@picture.png -H "Authorization: Bearer TOKEN" URL/v1/score`
         """
         began, status = time.monotonic(), 499  # the client has gone
         try:
-            scores = await server.score(request)
+            found = await server.score(request)
             status = 200
-            return JSONResponse({"request": _request_id(request), "scores": scores})
+            return JSONResponse({"request": _request_id(request), **found})
         except Refusal as refusal:
             status = refusal.status
             if status >= 500:
@@ -200,7 +235,8 @@ def _add_state(app: FastAPI, server: RewardServer) -> None:
         """The reward and the limits."""
         server.authorise(request)
         found = {"reward": settings.name, "version": API_VERSION, "max_batch": settings.max_batch}
-        return JSONResponse({**found, "limits": asdict(settings.limits)})
+        components = {} if server.components is None else {"components": server.components}
+        return JSONResponse({**found, **components, "limits": asdict(settings.limits)})
 
     @app.get("/metrics", response_class=PlainTextResponse, responses={401: ERRORS[401]}, summary="Counters for Prometheus")
     async def metrics(request: Request) -> PlainTextResponse:

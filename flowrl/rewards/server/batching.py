@@ -1,5 +1,6 @@
 """One thread that scores: requests that arrive together share a call of the reward model."""
 
+import math
 import threading
 import time
 from collections import deque
@@ -12,9 +13,35 @@ from torch import Tensor
 
 from flowrl.errors import FlowrlError
 from flowrl.protocols import RewardModel
+from flowrl.rewards.combine import WeightedSum
 from flowrl.rewards.server.limits import Refusal
 from flowrl.rewards.server.metrics import Metrics
 from flowrl.types import Prompt
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores in the order of the pictures and, for a weighted sum, those of every component; NaN marks what cannot be judged."""
+
+    scores: list[float]
+    parts: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def invalid(self) -> list[bool]:
+        """Which samples are marked, in any component."""
+        return [any(map(math.isnan, values)) for values in zip(self.scores, *self.parts.values(), strict=True)]
+
+    def slice(self, start: int, count: int) -> "Scored":
+        """`count` of them from `start` on."""
+        stop = start + count
+        return Scored(self.scores[start:stop], {name: values[start:stop] for name, values in self.parts.items()})
+
+    @staticmethod
+    def join(pieces: "Sequence[Scored]") -> "Scored":
+        """One after the other."""
+        names = pieces[0].parts
+        parts = {name: [value for piece in pieces for value in piece.parts[name]] for name in names}
+        return Scored([value for piece in pieces for value in piece.scores], parts)
 
 
 @dataclass
@@ -23,7 +50,7 @@ class Job:
 
     images: Tensor
     prompts: Sequence[Prompt]
-    future: "Future[list[float]]" = field(default_factory=Future)
+    future: "Future[Scored]" = field(default_factory=Future)
 
 
 class Batcher:
@@ -53,7 +80,7 @@ class Batcher:
         self._thread = threading.Thread(target=self._work, name="flowrl-reward", daemon=True)
         self._thread.start()
 
-    def submit(self, images: Tensor, prompts: Sequence[Prompt]) -> "Future[list[float]]":
+    def submit(self, images: Tensor, prompts: Sequence[Prompt]) -> "Future[Scored]":
         """Ask for scores. Raises `Refusal` (503) where too many pictures wait already, or the server stops."""
         job = Job(images, prompts)
         with self._news:
@@ -140,7 +167,7 @@ class Batcher:
             return
         try:
             images = jobs[0].images if len(jobs) == 1 else torch.cat([job.images for job in jobs])
-            scores = self._call(images, [prompt for job in jobs for prompt in job.prompts])
+            scored = self._call(images, [prompt for job in jobs for prompt in job.prompts])
         except BaseException as error:  # whatever a model raises, SystemExit included, must not end the thread
             if len(jobs) > 1:
                 for job in jobs:
@@ -150,31 +177,41 @@ class Batcher:
             return
         start = 0
         for job in jobs:
-            job.future.set_result(scores[start : start + len(job.prompts)])
+            job.future.set_result(scored.slice(start, len(job.prompts)))
             start += len(job.prompts)
 
-    def _call(self, images: Tensor, prompts: list[Prompt]) -> list[float]:
-        scores: list[float] = []
+    def _call(self, images: Tensor, prompts: list[Prompt]) -> Scored:
+        pieces: list[Scored] = []
         for start in range(0, len(prompts), self.max_batch):
             piece = prompts[start : start + self.max_batch]
             began = time.monotonic()
             with torch.no_grad():
-                found = self.model.score(images[start : start + self.max_batch], piece)
-            self.metrics.batch(len(piece), time.monotonic() - began)
-            scores += _checked(found, len(piece), type(self.model).__name__)
-        return scores
+                scored = self._scores(images[start : start + self.max_batch], piece)
+            self.metrics.batch(len(piece), time.monotonic() - began, sum(scored.invalid))
+            pieces.append(scored)
+        return Scored.join(pieces)
+
+    def _scores(self, images: Tensor, prompts: list[Prompt]) -> Scored:
+        """One call of the model, checked; a weighted sum is evaluated once for its total and its components."""
+        model, count = self.model, len(prompts)
+        name, marks = type(model).__name__, bool(getattr(model, "marks_invalid", False))
+        if not isinstance(model, WeightedSum):
+            return Scored(_checked(model.score(images, prompts), count, f"{name}.score", marks))
+        parts = model.parts(images, prompts)
+        total = _checked(model.total(parts), count, f"{name}.total", marks)
+        return Scored(total, {key: _checked(found, count, f"{name}.parts()[{key!r}]", marks) for key, found in parts.items()})
 
 
-def _checked(scores: object, count: int, name: str) -> list[float]:
-    """The scores as numbers, or a `Refusal` (500) that says how the reward broke its contract."""
+def _checked(scores: object, count: int, origin: str, marks: bool) -> list[float]:
+    """The scores as numbers, or a `Refusal` (500) that says how the reward broke its contract. `marks`: NaN is allowed."""
     if not isinstance(scores, Tensor):
-        raise Refusal(500, "reward_broken", f"{name}.score returned a {type(scores).__name__}; allowed: a torch.Tensor")
+        raise Refusal(500, "reward_broken", f"{origin} returned a {type(scores).__name__}; allowed: a torch.Tensor")
     if scores.shape != (count,):
-        raise Refusal(500, "reward_broken", f"{name}.score returned shape {tuple(scores.shape)}; allowed: ({count},)")
+        raise Refusal(500, "reward_broken", f"{origin} returned shape {tuple(scores.shape)}; allowed: ({count},)")
     values = scores.detach().cpu().double()
-    bad = int((~torch.isfinite(values)).sum())
+    bad = int((values.isinf() if marks else ~values.isfinite()).sum())
     if bad:
-        raise Refusal(500, "reward_broken", f"{name}.score returned {bad} of {count} values that are not finite")
+        raise Refusal(500, "reward_broken", f"{origin} returned {bad} of {count} values that are not finite")
     return values.tolist()
 
 

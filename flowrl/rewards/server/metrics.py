@@ -18,7 +18,7 @@ class Metrics:
         self._sizes: Counter[float] = Counter()
         self._call_seconds: Counter[float] = Counter()
         self._request_seconds: Counter[float] = Counter()
-        self._sums = {"samples": 0.0, "call": 0.0, "request": 0.0}
+        self._sums = {"samples": 0.0, "invalid": 0.0, "call": 0.0, "request": 0.0}
 
     def request(self, status: int, seconds: float) -> None:
         """A request for scores was answered."""
@@ -27,10 +27,11 @@ class Metrics:
             self._sums["request"] += seconds
             self._request_seconds[_bucket(seconds, SECONDS_BUCKETS)] += 1
 
-    def batch(self, size: int, seconds: float) -> None:
-        """The model scored `size` pictures."""
+    def batch(self, size: int, seconds: float, invalid: int = 0) -> None:
+        """The model scored `size` pictures, and marked `invalid` of them."""
         with self._lock:
             self._sums["samples"] += size
+            self._sums["invalid"] += invalid
             self._sums["call"] += seconds
             self._sizes[_bucket(size, BATCH_BUCKETS)] += 1
             self._call_seconds[_bucket(seconds, SECONDS_BUCKETS)] += 1
@@ -42,6 +43,7 @@ class Metrics:
             lines += [f'flowrl_reward_requests_total{{status="{s}"}} {n}' for s, n in sorted(self._requests.items())]
             for name, kind, value in (
                 ("samples_total", "counter", self._sums["samples"]),
+                ("invalid_total", "counter", self._sums["invalid"]),
                 ("uptime_seconds", "gauge", time.monotonic() - self._started),
                 ("waiting_samples", "gauge", waiting),
                 ("memory_bytes", "gauge", memory),

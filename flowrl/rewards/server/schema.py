@@ -8,10 +8,21 @@ from flowrl.rewards.server.payload import PromptPayload
 
 
 class ScoreAnswer(BaseModel):
-    """One finite number per picture, in the order of the request."""
+    """One finite number per picture, in the order of the request, or a mark that the reward cannot judge it."""
 
     request: str = Field(description="The request's X-Request-Id, or one made up by the server")
-    scores: list[float] = Field(description="One finite number per picture, in the order of the request; higher is better")
+    scores: list[float | None] = Field(
+        description="One finite number per picture, in the order of the request; higher is better. null where invalid is true"
+    )
+    invalid: list[bool] = Field(
+        description="Per picture, whether the reward marked it as one that cannot be judged. Rewards that mark nothing: all false"
+    )
+    parts: dict[str, list[float | None]] | None = Field(
+        None, description="With ?parts=true: every component's own scores; null only where invalid is true"
+    )
+    weights: dict[str, float] | None = Field(
+        None, description="With ?parts=true: each component's weight; scores are the weighted sum of parts"
+    )
 
 
 class Problem(BaseModel):
@@ -34,6 +45,7 @@ class InfoAnswer(BaseModel):
     reward: str
     version: str = Field(description="of this API")
     max_batch: int = Field(description="Pictures in one call of the model")
+    components: dict[str, float] | None = Field(None, description="Of a weighted sum: the weight of every component")
     limits: dict[str, float]
 
 
@@ -57,6 +69,15 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 SCORE_BODY: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "parts",
+            "in": "query",
+            "required": False,
+            "schema": {"type": "boolean", "default": False},
+            "description": "true: send every component of a weighted sum, too; other rewards answer 422",
+        }
+    ],
     "requestBody": {
         "required": True,
         "content": {
@@ -87,5 +108,5 @@ SCORE_BODY: dict[str, Any] = {
                 "encoding": {"prompts": {"contentType": "application/json"}, "png": {"contentType": "image/png"}},
             }
         },
-    }
+    },
 }
