@@ -1,4 +1,4 @@
-"""Rewards that can be hacked, and how it shows: three proxies on the shapes world, with held-out rewards and diversity beside them.
+"""Rewards that can be hacked, and how it shows: three proxies on the shapes world, with held-out rewards and diversity beside.
 
     python benchmarks/reward_hacking.py            # about six minutes of one core; goes on where it was stopped
 
@@ -6,8 +6,8 @@ task     the task's own soft reward: the control, where nothing should part
 bright   the task's reward plus 40 times the picture's mean value (--reward-bias 40): a judge with a taste of its own
 jpeg     minus the size as a JPEG file (--reward jpeg-compressibility): the classic of DDPO (arXiv 2305.13301)
 
-Compositional task, Flow-GRPO, 16 iterations of the default settings, 96 held-out samples, an evaluation every second iteration. Held
-out: strict success, palette, clarity and balance (`flowrl.worlds.shapes.quality`); diversity of 8 samples of 8 prompts in pixels.
+Compositional task, Flow-GRPO, 16 iterations of the default settings, 96 held-out samples, an evaluation every second iteration.
+Held out: strict success, palette, clarity and balance (`flowrl.worlds.shapes.quality`); diversity of 8 samples of 8 prompts in pixels.
 """
 
 import argparse

@@ -8,6 +8,7 @@ from typing import Any
 import tyro
 
 from flowrl.commands.bench import Bench
+from flowrl.commands.evaluate import Evaluate
 from flowrl.commands.models import Pretrain, Sample
 from flowrl.commands.parts import Explain, Parts
 from flowrl.commands.presets import Presets
@@ -21,6 +22,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "train": Train,
     "pretrain": Pretrain,
     "sample": Sample,
+    "evaluate": Evaluate,
     "explain": Explain,
     "parts": Parts,
     "bench": Bench,

@@ -148,7 +148,7 @@ class Train:
         from flowrl.training.beside import make_beside
         from flowrl.training.compare import rule_name
         from flowrl.training.distributed import Team
-        from flowrl.training.plan import plan, plan_text
+        from flowrl.training.plan import memory_text, plan, plan_text
         from flowrl.training.run import Run
 
         require(not self.start or self.resume is not None, "from", self.start, "given with --resume DIR only")
@@ -162,7 +162,8 @@ class Train:
             config = preset(self.preset).apply(**chosen)
         config.make_method()
         if self.plan:
-            print(plan_text(plan(config, self.processes), config))
+            counted = plan(config, self.processes)
+            print("\n".join(filter(None, (plan_text(counted, config), memory_text(counted, config)))))
             return 0
         make_beside(config, config.make_world())
         if config.device == "cpu":

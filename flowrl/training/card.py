@@ -154,7 +154,12 @@ def _evaluated(folder: Path) -> list[str]:
         return ["", "No interval: `flowrl evaluate --weights THIS_RUN --prompts FILE` measures the paired difference with one."]
     found = json.loads(path.read_text())
     rows = [
-        f"| `{name}` | {s['base']:.4f} | {s['trained']:.4f} | {s['difference']:+.4f} [{s['low']:+.4f}, {s['high']:+.4f}] |"
+        f"| `{without_folders(name)}` | {s['base']:.4f} | {s['trained']:.4f} | "
+        + (
+            f"{s['difference']:+.4f} [{s['low']:+.4f}, {s['high']:+.4f}] |"
+            if s["low"] is not None
+            else f"{s['difference']:+.4f} |"
+        )
         for name, s in found["scores"].items()
     ]
     told = f"And by `{without_folders(found['command'])}`: {found['prompts']} prompts, {found['count']} pictures each,"
@@ -172,8 +177,9 @@ def _settings(config: RunConfig, run: RunRecord) -> str:
     trained, c = sum(row.get("trajectories", 0) for row in run.rows), config
     return (
         f"Prompts: `{without_folders(c.prompt_file)}`. {c.iterations} iterations of {c.prompts} groups of {c.members} pictures "
-        f"({trained:,} in all) at {c.resolution} px, {c.steps} steps, sampler {c.sampler} (noise {c.noise_level:g}, window {c.window}), "
-        f"loss {c.loss} (clip {c.clip:g}, KL weight {c.kl_weight:g}), learning rate {c.lr:g}, precision {c.dtype}.\n\n"
+        f"({trained:,} in all) at {c.resolution} px, {c.steps} steps, sampler {c.sampler} (noise {c.noise_level:g}, "
+        f"window {c.window}), loss {c.loss} (clip {c.clip:g}, KL weight {c.kl_weight:g}), learning rate {c.lr:g}, "
+        f"precision {c.dtype}.\n\n"
         "Repeat the run with the settings beside this file:\n\n"
         "```bash\nflowrl train --config config.yaml --out NEW_FOLDER\n```\n\n"
         f"Made with {versions()}. On a GPU a repetition agrees up to the order of floating-point sums."
@@ -183,7 +189,8 @@ def _settings(config: RunConfig, run: RunRecord) -> str:
 def _limits(config: RunConfig) -> str:
     return (
         f"- The scores above are those of `{without_folders(config.reward)}`, which is what training maximised. A higher score "
-        "can mean better pictures, or pictures that please the reward alone: look at the samples, and at rewards that were not trained on.\n"
+        "can mean better pictures, or pictures that please the reward alone: look at the samples, and at rewards that were "
+        "not trained on.\n"
         "- One seed: nothing here says how another run would end.\n"
         "- Diversity, safety, other resolutions, guidance scales and kinds of prompts were not measured.\n"
         "- The licence and the terms of use of the base model, and of the reward's weights, apply."

@@ -7,6 +7,7 @@ import torch
 
 from flowrl.errors import require
 from flowrl.methods import Method
+from flowrl.policies.memory import count_memory
 from flowrl.training.config import RunConfig, even_schedule
 from flowrl.types import Completion, Continuation, Probe, Substeps
 
@@ -141,7 +142,7 @@ def plan_text(found: Plan, config: RunConfig) -> str:
         f"  optimiser steps    {p.updates}, each on the mean over {p.trajectories_per_update:,} trajectories = "
         f"{p.pairs_per_update:,} pairs",
         f"  backward passes    {p.pairs_per_update_and_process:,} pairs a process{' (on average)' if p.processes > 1 else ''} / "
-        f"micro_batch {p.micro_batch} = {p.micro_batches_per_update} an optimiser step, {p.rows_per_micro_batch} network rows each",
+        f"micro_batch {p.micro_batch} = {p.micro_batches_per_update} an optimiser step, of {p.rows_per_micro_batch} network rows",
         f"  rollout            {p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in {p.sequential_calls} "
         f"sequential calls; split by max_batch {config.max_batch}: {p.calls_of_a_process} a process",
         f"  update             {p.pairs:,} pairs{kl} = {p.train_nfe:,} network evaluations, {p.pairs:,} of them with gradients",
@@ -150,6 +151,40 @@ def plan_text(found: Plan, config: RunConfig) -> str:
         f"  every {config.eval_every} iterations: evaluation of {config.eval_prompts} samples, {p.evaluation_nfe:,} network "
         f"evaluations{guidance}",
         f"  in all             {config.iterations * p.updates:,} optimiser steps, "
-        f"{config.iterations * p.trajectories:,} trajectories, {config.iterations * p.passes:,} forward passes without evaluations",
+        f"{config.iterations * p.trajectories:,} trajectories, {config.iterations * p.passes:,} forward passes, no evaluations",
     ]
     return "\n".join(lines)
+
+
+KNOWN = {"3.5-medium": "sd3.5-medium", "3.5-large": "sd3.5-large", "flux.1-dev": "flux.1-dev", "flux.1-schnell": "flux.1-schnell"}
+"""Architectures by what the end of a model's name says."""
+
+
+def memory_text(found: Plan, config: RunConfig) -> str:
+    """GPU memory of a process, counted (`policies.memory`), for a model whose name tells its size; else ""."""
+    name = next((known for ending, known in KNOWN.items() if config.model.lower().rstrip("/").endswith(ending)), "")
+    if not name:
+        return ""
+    passes = found.passes_per_evaluation
+    memory = count_memory(
+        name, config.resolution, found.rows_per_micro_batch, config.max_batch * passes, config.rank, config.dtype,
+        config.checkpointing, config.tuning == "full",
+    )  # fmt: skip
+    latent = 16 * (config.resolution // 8) ** 2 * 4
+    nodes = found.groups_per_process * found.members * (2 * found.steps + 1) * latent
+    lines = [
+        f"memory of a process, counted on {name}'s architecture in {config.dtype}, not measured; GB = 10^9 bytes",
+        f"  always             {_gb(memory.weights)} frozen weights + {_gb(memory.trained)} for "
+        f"{memory.trained_parameters:,} trained ones",
+        f"  trajectories       {_gb(nodes)} (nodes and velocities, float32)",
+        f"  and one of         {_gb(memory.update)} micro-batch of {found.rows_per_micro_batch} rows, {_gb(memory.rollout)} "
+        f"sampling {config.max_batch * passes} rows, {_gb(memory.decode)} decoding 8 pictures, {_gb(memory.encoders)} text "
+        "encoders",
+        f"  at most            {_gb(memory.peak + nodes)}, besides the reward's network, CUDA's work space and the "
+        "allocator's reserve",
+    ]
+    return "\n".join(lines)
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -303,20 +303,28 @@ def trained_policy(folder: Path, device: str = "") -> tuple[FlowPolicy, RunConfi
 
     `device` left out: the CPU for a built-in world; for a model the run's own where that exists.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     from flowrl.training.config import load_config
 
-    path = folder / "weights.safetensors"
-    if not path.is_file():
-        raise CheckpointError(f"weights: {path} does not exist; {folder} must be the folder of a finished run")
+    if not (folder / "weights.safetensors").is_file():
+        raise CheckpointError(
+            f"weights: {folder / 'weights.safetensors'} does not exist; {folder} must be the folder of a finished run"
+        )
     config = RunConfig.from_dict(load_config(folder / "config.json"))
     own = config.device if config.model and torch.cuda.is_available() else "cpu"
     policy = config.make_world().policy(replace(config.policy_options(), device=device or own))
+    load_trained(policy, folder)
+    return policy, config
+
+
+def load_trained(policy: FlowPolicy, folder: Path) -> None:
+    """Put the averaged weights of the finished run in `folder` into its policy. Raises `CheckpointError`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = folder / "weights.safetensors"
     try:
         tensors = load_file(path)
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(f"weights: {path} cannot be read: {error}") from error
     named = policy.trainable()
     if set(named) != set(tensors):
@@ -324,4 +332,3 @@ def trained_policy(folder: Path, device: str = "") -> tuple[FlowPolicy, RunConfi
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(tensors[name])
-    return policy, config

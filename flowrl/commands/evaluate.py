@@ -1,0 +1,195 @@
+"""`flowrl evaluate`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from flowrl.commands.settings import typed_command
+from flowrl.errors import CheckpointError, ConfigError, require
+from flowrl.training.card import without_folders, write_card
+
+if TYPE_CHECKING:
+    from flowrl.protocols import FlowPolicy, RewardModel
+    from flowrl.training.paired import Comparison
+    from flowrl.types import Prompt
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Score base and trained weights on the same prompts from the same noise: table, JSON, pictures side by side.
+
+    Examples: flowrl evaluate --weights runs/mine --reward pickscore --reward ocr
+
+    flowrl evaluate --weights lora-folder --model stabilityai/stable-diffusion-3.5-medium --prompts prompts.txt --reward pickscore
+    """
+
+    weights: Path
+    """Folder of a finished run; or, with --model, a LoRA (file or folder) or a folder with transformer/ in diffusers' form."""
+    model: str = ""
+    """The base model of weights that are not a run's: a folder or a name on the Hub."""
+    prompts: str = ""
+    """File of prompts, or a generator's slice as text[0:64]; default the run's held-out prompts (required with --model)."""
+    reward: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME, NAME(option=value) or path/to/file.py:Class; may be given several times. Default: the run's own."""
+    limit: int = 0
+    """Use the first so many prompts; 0 = all (of a built-in world: as many as the run evaluated)."""
+    count: int = 1
+    """Pictures per prompt."""
+    steps: int | None = None
+    """ODE steps [default: the run's, else 40]."""
+    guidance: float | None = None
+    """Classifier-free guidance for both [default: the run's, else 1]."""
+    resolution: int | None = None
+    """Height and width in pixels [default: the run's, else 512]."""
+    seed: int = 20240
+    """Draws the noise, which is the same for both."""
+    batch: int = 16
+    """Latents per network call and pictures decoded at a time."""
+    device: str = ""
+    """cpu or cuda [default: cuda for a model where there is one]."""
+    dtype: str = ""
+    """float32, bfloat16 or float16 [default: the run's, else bfloat16 on cuda and float32 on the CPU]."""
+    text_tokens: int = 0
+    """Length of the prompts of the T5 encoder; 0 = as the run or the pipeline has it."""
+    shown: int = 8
+    """Prompts in the picture."""
+    out: Path | None = None
+    """Folder for the results; default evaluation/ in the run's folder, or beside the weights."""
+    html: bool = False
+    """Write report.html as well."""
+
+    def main(self) -> int:
+        """Compare, show, write."""
+        from flowrl.training.paired import Draw, compare_weights
+
+        require(self.limit >= 0, "limit", self.limit, "0 (all) or more")
+        setup = _lora_setup(self) if self.model else _run_setup(self)
+        how = Draw(setup.steps, self.count, self.seed, self.batch, self.shown)
+        out = self.out or (self.weights if self.weights.is_dir() else self.weights.parent) / "evaluation"
+        facts = {"command": typed_command(), "weights": str(self.weights), **setup.facts}
+        found = compare_weights(setup.policy, setup.use_trained, setup.prompts, setup.rewards, how, facts, _progress())
+        write_results(found, out, self.html)
+        if (self.weights / "README.md").exists() and not self.model and out == self.weights / "evaluation":
+            write_card(self.weights)
+        print(table(found))
+        print(f"Wrote {out}/evaluation.json and {out}/grid.png{f' and {out}/report.html' if self.html else ''}")
+        return 0
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What is compared, and how the trained weights are put in."""
+
+    policy: "FlowPolicy"
+    use_trained: Callable[[], None]
+    prompts: "list[Prompt]"
+    rewards: "dict[str, RewardModel]"
+    steps: int
+    facts: dict[str, Any]
+
+
+def _run_setup(asked: Evaluate) -> _Setup:
+    """Base and averaged weights of a finished run, with its settings where none are given."""
+    from flowrl.prompts import prompts_from
+    from flowrl.registry import build
+    from flowrl.training.config import RunConfig, load_config
+    from flowrl.training.run import load_trained
+
+    if not (asked.weights / "config.json").is_file():
+        raise ConfigError(
+            f"weights: {asked.weights} is not the folder of a run; for a LoRA or a transformer give its --model too"
+        )
+    config = RunConfig.from_dict(load_config(asked.weights / "config.json"))
+    given = {name: getattr(asked, name) for name in ("guidance", "resolution") if getattr(asked, name) is not None}
+    given |= {name: getattr(asked, name) for name in ("dtype", "text_tokens") if getattr(asked, name)}
+    config = replace(config, **given, reward_noise=0.0, reward_bias=0.0, device=_device(asked, bool(config.model)))
+    world = config.make_world()
+    if asked.prompts:
+        prompts = prompts_from(asked.prompts)
+        prompts = prompts if config.model else [world.parse(prompt.text) for prompt in prompts]
+    else:
+        prompts = world.prompts(config.task, "heldout")[: None if config.model else config.eval_prompts]
+    prompts = prompts[: asked.limit or None]
+    if asked.reward:
+        rewards = {spec: build("reward", spec, device=config.device) for spec in asked.reward}
+    elif config.reward:
+        rewards = {config.reward: config.make_reward()}
+    else:
+        rewards = {form: world.reward(form) for form in world.forms}
+    policy = world.policy(config.policy_options())
+    facts = {"base": config.model or f"{config.world}/{config.task}", "method": config.method, "guidance": config.guidance,
+             "resolution": config.resolution if config.model else None, "dtype": config.dtype,
+             "device": config.device}  # fmt: skip
+    return _Setup(policy, lambda: load_trained(policy, asked.weights), prompts, rewards, asked.steps or config.eval_steps, facts)
+
+
+def _lora_setup(asked: Evaluate) -> _Setup:
+    """A base model, and weights in diffusers' form from any program."""
+    from flowrl.policies.load import load_policy
+    from flowrl.policies.pipeline import ModelOptions
+    from flowrl.prompts import prompts_from
+    from flowrl.registry import build
+    from flowrl.training.paired import load_weights
+
+    require(bool(asked.prompts), "prompts", asked.prompts, "a file of prompts, or a generator's slice such as text[0:64]")
+    require(bool(asked.reward), "reward", asked.reward, "one or more: --reward NAME")
+    if not asked.weights.exists():
+        raise CheckpointError(f"weights: {asked.weights} does not exist")
+    device = _device(asked, True)
+    size, dtype = asked.resolution or 512, asked.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    options = ModelOptions(
+        size, size, device, dtype, asked.guidance or 1.0, train="nothing", text_tokens=asked.text_tokens, decode_batch=8
+    )
+    prompts = prompts_from(asked.prompts)[: asked.limit or None]
+    rewards = {spec: build("reward", spec, device=device) for spec in asked.reward}
+    policy = load_policy(asked.model, options)
+    facts = {"base": asked.model, "guidance": options.guidance, "resolution": size, "dtype": dtype, "device": device}
+    return _Setup(policy, lambda: load_weights(policy, asked.weights), prompts, rewards, asked.steps or 40, facts)
+
+
+def _device(asked: Evaluate, model: bool) -> str:
+    import torch
+
+    return asked.device or ("cuda" if model and torch.cuda.is_available() else "cpu")
+
+
+def write_results(found: "Comparison", out: Path, html: bool) -> None:
+    """evaluation.json, grid.png and, with `html`, report.html."""
+    from flowrl.plots.paired import save_comparison, write_comparison_page
+    from flowrl.training.checkpoint import write_json
+
+    save_comparison(found, out / "grid.png")
+    write_json(out / "evaluation.json", found.values())
+    if html:
+        write_comparison_page(found, out / "report.html")
+
+
+def table(found: "Comparison") -> str:
+    """One line per reward: before, after, difference with its interval, share of prompts that got better."""
+    lines = [f"{'score':32s} {'base':>9s} {'trained':>9s} {'difference [95% interval]':>33s} {'better':>8s}"]
+    for name, s in found.scores.items():
+        interval = f"{s.difference:+.4f} [{s.low:+.4f}, {s.high:+.4f}]" if s.prompts > 1 else f"{s.difference:+.4f} [one prompt]"
+        short = without_folders(name)
+        short = short if len(short) <= 32 else f"{short[:29]}..."
+        lines.append(f"{short:32s} {s.base:9.4f} {s.trained:9.4f} {interval:>33s} {s.better:8.0%}")
+    how = found.how
+    lines.append(
+        f"{len(found.prompts)} prompts x {how.count} pictures, {how.steps} ODE steps, the same noise; intervals over prompts"
+    )
+    return "\n".join(lines)
+
+
+def _progress() -> Callable[[str, int, int], None]:
+    last = ""
+
+    def tell(what: str, done: int, all: int) -> None:
+        nonlocal last
+        line = f"{what}: {done * 100 // all // 10 * 10}%"
+        if line != last:
+            print(line, flush=True)
+            last = line
+
+    return tell
