@@ -191,6 +191,17 @@ class FlowPolicy(Protocol):
 
 
 @runtime_checkable
+class OneNetwork(Protocol):
+    """A policy all of whose trainable parameters are in one module, which `velocity` calls: it can be compiled, and its weights can
+    be divided between processes, in place."""
+
+    @property
+    def velocity_network(self) -> torch.nn.Module:
+        """The module; `trainable` names its parameters anew after it was divided."""
+        ...
+
+
+@runtime_checkable
 class Exportable(Protocol):
     """A policy whose trained weights other programs can read."""
 

@@ -5,13 +5,16 @@ import multiprocessing
 import os
 import signal
 import socket
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from flowrl.errors import ConfigError, RewardError, TrainingError
+from flowrl.policies.sharding import whole
 from flowrl.rewards import FunctionReward
 from flowrl.training.config import preset
 from flowrl.training.distributed import Share, Team, share_of
@@ -95,6 +98,48 @@ def compared(team):
     return found
 
 
+def divided(team):
+    """The same for weights that are divided between the processes; with what was saved, and after a resumption."""
+    from flowrl.policies.sharding import is_divided
+    from flowrl.policies.tiny import TINY, tiny_sd3_policy
+
+    team = replace(team, sharded=True)
+    found = {}
+    config = preset("tiny").apply(method="tp-grpo", **{**SETTINGS, "lr": 1e-4, "prompts": 1})
+    for train in ("lora", "full"):
+
+        def make(config, team, train=train):
+            prompts = [Prompt(text) for text in ("three red circles", "a dog", "a small house")]
+            policy = tiny_sd3_policy(replace(TINY, train=train))
+            return Trainer(policy, config.make_method(), REDNESS, prompts, config, team)
+
+        trainer = make(config, team)
+        assert all(is_divided(parameter) for parameter in trainer.parameters)
+        alone, together = trained(make, config, Team()), trained(make, config, team)
+        assert largest_difference(alone[0], together[0]) < 1e-5
+        found[train] = largest_difference(alone[1], together[1])
+        trainer.iteration()
+        state = trainer.state()
+        again = make(config, team)
+        again.restore(state)
+        rows = [trainer.iteration(), again.iteration()]
+        for row in rows:
+            row.pop("seconds"), row.pop("phases")
+        found[f"{train} resumed"] = largest_difference(*rows)
+        with trainer.averaged(), tempfile.TemporaryDirectory() as folder:
+            trainer.policy.save(Path(folder) / "saved")
+            options = replace(TINY, adapter=f"{folder}/saved") if train == "lora" else TINY
+            plain = tiny_sd3_policy(options)
+            if train == "full":
+                plain.transformer = type(plain.transformer).from_pretrained(f"{folder}/saved/transformer")
+        named = {name: tensor.detach() for name, tensor in plain.transformer.named_parameters()}
+        found[f"{train} saved"] = largest_difference(
+            {name: whole(mean) for name, mean in zip(trainer.names, trainer.average, strict=True)},
+            {name: named[name] for name in trainer.names},
+        )
+    return found
+
+
 def failing_reward(team):
     """What each process sees where the reward fails in process 1."""
 
@@ -127,6 +172,7 @@ def everything(team, tell):
     tell("compared", compared(team))
     tell("reward", failing_reward(team))
     tell("update", failing_update(team))
+    tell("divided", divided(team))
     tell("any", [team.any(team.rank == 1), team.any(False)])
     if team.rank == 1:
         raise OSError("the disk is full")
@@ -188,6 +234,12 @@ def test_two_processes_train_what_one_does(two):
         assert set(CASES) < set(told["compared"])
         assert {name: worst for name, worst in told["compared"].items() if not worst < 1e-6} == {}
         assert told["any"] == [True, False]
+
+
+def test_divided_weights_train_as_whole_ones_do(two):
+    for told in two:
+        assert {name: worst for name, worst in told["divided"].items() if not worst < 2e-6} == {}
+        assert all(told["divided"][f"{train} resumed"] == 0 for train in ("lora", "full"))
 
 
 def test_an_error_in_one_process_stops_all_and_names_it(two):

@@ -50,6 +50,11 @@ class MixturePolicy:
         """Where the network lives."""
         return self._device
 
+    @property
+    def velocity_network(self) -> nn.Module:
+        """What is added to the exact velocity."""
+        return self.net
+
     def schedule(self, steps: int) -> Schedule:
         """The even grid."""
         grid = uniform_schedule(steps)

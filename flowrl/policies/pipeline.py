@@ -17,6 +17,7 @@ from flowrl.policies.compiled import compile_blocks
 from flowrl.policies.family import Family
 from flowrl.policies.options import DTYPES, ModelOptions
 from flowrl.policies.prompts import PromptCache
+from flowrl.policies.sharding import any_divided, whole
 from flowrl.types import Condition, Prompt, Schedule
 
 __all__ = ["DTYPES", "Family", "ModelOptions", "PipelinePolicy"]
@@ -87,6 +88,11 @@ class PipelinePolicy:
     def device(self) -> torch.device:
         """Where the network lives."""
         return self._device
+
+    @property
+    def velocity_network(self) -> nn.Module:
+        """The transformer."""
+        return self.transformer
 
     def schedule(self, steps: int) -> Schedule:
         """The grid that the pipeline itself uses for this size of picture, float32."""
@@ -211,12 +217,21 @@ class PipelinePolicy:
         if self.adapters is not None:
             type(self.pipe).save_lora_weights(new, transformer_lora_layers=self.adapters.tensors())
         else:
-            self.transformer.save_pretrained(new / "transformer")
+            _whole_network(self.transformer).save_pretrained(new / "transformer")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             os.replace(folder, old)
         os.replace(new, folder)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _whole_network(network: Any) -> Any:
+    """`network`, or a copy of it in main memory where its weights are divided between processes."""
+    if not any_divided(list(network.parameters())):
+        return network
+    copied = type(network).from_config(network.config)
+    copied.load_state_dict({name: whole(tensor).cpu() for name, tensor in network.state_dict().items()})
+    return copied
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -131,6 +131,11 @@ class SmallSD3Policy:
         """Where the network lives."""
         return self.network.autoencoder.shift.device
 
+    @property
+    def velocity_network(self) -> nn.Module:
+        """The transformer."""
+        return self.network.transformer
+
     def schedule(self, steps: int) -> Schedule:
         """The grid of diffusers' `FlowMatchEulerDiscreteScheduler`, float32."""
         require(steps >= 1, "steps", steps, "1 or more")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flowrl.errors import FlowrlError, TrainingError
+from flowrl.errors import ConfigError, FlowrlError, TrainingError
 from flowrl.training.liveness import Liveness
 
 T = TypeVar("T")
@@ -67,20 +67,30 @@ class Team:
 
     rank: int = 0
     size: int = 1
+    sharded: bool = False
+    """Whether weights, gradients and the optimiser are divided between the processes (FSDP2)."""
+    reshard: bool = True
+    """Whether a block's weights are given back between its forward and its backward pass."""
     liveness: Liveness | None = field(default=None, repr=False)
 
     @staticmethod
     def join(device: str) -> "Team":
         """The team that the environment describes: RANK, WORLD_SIZE and the like, as launchers set them; gloo on the CPU, NCCL on
-        GPUs, where this process's becomes the current one."""
+        GPUs, where this process's becomes the current one. Raises `ConfigError` for a kind of training that is not supported."""
         if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
             return Team()
+        if _flag("ACCELERATE_USE_DEEPSPEED"):
+            raise ConfigError("DeepSpeed is not supported: the config file zero2.yaml divides by PyTorch what its ZeRO-2 does")
         from accelerate import PartialState
 
         threads = torch.get_num_threads()
         state = PartialState(cpu=torch.device(device).type == "cpu", timeout=PATIENCE)
         torch.set_num_threads(threads)
-        return Team(state.process_index, state.num_processes, Liveness(state.process_index, state.num_processes))
+        sharded, reshard = _flag("ACCELERATE_USE_FSDP"), _flag("FSDP_RESHARD_AFTER_FORWARD", "true")
+        if sharded and os.environ.get("FSDP_VERSION", "2") != "2":
+            raise ConfigError("fsdp_version: only 2 is supported; see fsdp2.yaml")
+        rank, size = state.process_index, state.num_processes
+        return Team(rank, size, sharded, reshard, Liveness(rank, size))
 
     @property
     def main(self) -> bool:
@@ -150,6 +160,10 @@ class Team:
         self.liveness.leave(None if error is None else self._named(error))
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _flag(name: str, default: str = "false") -> bool:
+    return os.environ.get(name, default).lower() in ("1", "true")
 
 
 def _gather_object(thing: Any) -> list[Any]:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import save
 
 from flowrl.builtin import World
 from flowrl.errors import CheckpointError, ConfigError
+from flowrl.policies.sharding import whole
 from flowrl.protocols import Exportable, FlowPolicy
 from flowrl.rollout import Groups, Usage, reward_table, rollout
 from flowrl.training import rows as lines
@@ -222,6 +224,9 @@ class Run:
     def _finish(self, trainer: Trainer, world: World, after: Evaluation) -> None:
         before = self._before(world)
         if not self.team.main:
+            if self.team.sharded:  # the main process alone can neither call the network nor put its weights together
+                with TemporaryDirectory() as scratch:
+                    self._export(Path(scratch), trainer, world)
             return
         write_bytes(self.folder / "samples.safetensors", save({"before": before["images"], "after": after.images}))
         samples = {
@@ -230,12 +235,7 @@ class Run:
             "reward_after": after.image_scores.tolist(),
         }
         write_json(self.folder / "samples.json", samples)
-        with trainer.averaged():
-            self._show_trajectory(trainer, world)
-            if isinstance(trainer.policy, Exportable):
-                trainer.policy.save(self.folder / self.config.tuning)
-        average = {n: a.cpu().contiguous() for n, a in zip(trainer.names, trainer.average, strict=True)}
-        write_bytes(self.folder / "weights.safetensors", save(average))
+        self._export(self.folder, trainer, world)
         if self.config.model:
             write_card(self.folder)
         write_json(self.folder / "done.json", {"iterations": trainer.done})
@@ -261,7 +261,16 @@ class Run:
             found = load(pictures)
         return found
 
-    def _show_trajectory(self, trainer: Trainer, world: World, members: int = 12) -> None:
+    def _export(self, folder: Path, trainer: Trainer, world: World) -> None:
+        """What the averaged weights are, and a trajectory that they draw."""
+        with trainer.averaged():
+            self._show_trajectory(folder, trainer, world)
+            if isinstance(trainer.policy, Exportable):
+                trainer.policy.save(folder / self.config.tuning)
+        average = {n: whole(a).cpu().contiguous() for n, a in zip(trainer.names, trainer.average, strict=True)}
+        write_bytes(folder / "weights.safetensors", save(average))
+
+    def _show_trajectory(self, folder: Path, trainer: Trainer, world: World, members: int = 12) -> None:
         """Rewards along the trajectories of one group, and the completions of the one with the largest swings."""
         policy, config = trainer.policy, self.config
         prompt = world.prompts(config.task, "heldout")[0]
@@ -284,10 +293,10 @@ class Run:
             "members": tables[0].tolist(),
             "tweedie": tables[1][chosen].tolist(),
         }
-        write_json(self.folder / "trajectory.json", record)
+        write_json(folder / "trajectory.json", record)
         assert estimates is not None
         images = torch.cat([policy.decode(estimates[node][chosen : chosen + 1]) for node in sorted(estimates)])
-        write_bytes(self.folder / "trajectory.safetensors", save({"images": images.cpu().contiguous()}))
+        write_bytes(folder / "trajectory.safetensors", save({"images": images.cpu().contiguous()}))
 
 
 def _beside_settings(c: RunConfig) -> list[Any]:

@@ -14,13 +14,14 @@ from torch import Tensor
 from flowrl.credit import check_advantages
 from flowrl.errors import ConfigError
 from flowrl.methods import Method
+from flowrl.policies.sharding import whole
 from flowrl.protocols import FlowPolicy, PartsCreditAssigner, RandomSampler, RewardModel, Sampler, Stateful
 from flowrl.rollout import Groups, RewardTables, Usage
 from flowrl.training.checkpoint import Checkpoint, optimiser_tensors, restore_optimiser
 from flowrl.training.collect import Collected, Collector
 from flowrl.training.config import RunConfig
 from flowrl.training.distributed import Team
-from flowrl.training.engine import Engine
+from flowrl.training.engine import Engine, divided, exchanged, prepared
 from flowrl.training.failure import Scene
 from flowrl.training.invalid import valid_credit
 from flowrl.training.metrics import Clock, reward_metrics
@@ -65,9 +66,8 @@ class Trainer:
         self.generator = torch.Generator(policy.device).manual_seed(config.seed + 1)
         self.schedule = policy.schedule(config.steps)
         self.groups = Groups(config.prompts, config.members, method.shared_noise)
-        named = policy.trainable()
+        named = prepared(policy, team, config.compile)
         self.names, self.parameters = list(named), list(named.values())
-        team.spread([p.data for p in self.parameters])
         self.average = [p.detach().clone() for p in self.parameters]
         self.optimiser = make_optimiser(config.optimiser, self.parameters, config.lr, config.weight_decay)
         self.scale = LossScale(config.loss_scale if config.dtype == "float16" else 0.0)
@@ -175,14 +175,11 @@ class Trainer:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within this context the policy has its averaged (EMA) weights."""
-        kept = [p.data for p in self.parameters]
-        for parameter, value in zip(self.parameters, self.average, strict=True):
-            parameter.data = value
+        kept = exchanged(self.parameters, self.average, self.team.sharded)
         try:
             yield
         finally:
-            for parameter, value in zip(self.parameters, kept, strict=True):
-                parameter.data = value
+            exchanged(self.parameters, kept, self.team.sharded)
 
     def state(self) -> Checkpoint:
         """Weights, averages, optimiser, generators, the prompt order, and the credit rule's memory if it has one."""
@@ -194,11 +191,14 @@ class Trainer:
             tensors["loss_scale"] = self.scale.state()
         if isinstance(self.method.credit, Stateful):
             tensors |= {f"credit.{name}": tensor for name, tensor in self.method.credit.state_dict().items()}
-        return Checkpoint(dict(tensors), {"done": self.done, "order": self.prompts.order})
+        return Checkpoint(
+            {name: whole(tensor.detach()) for name, tensor in tensors.items()}, {"done": self.done, "order": self.prompts.order}
+        )
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from `state()`. Raises `ConfigError` where the checkpoint belongs to other weights."""
-        tensors, values = checkpoint.tensors, checkpoint.values
+        named = dict(zip(self.names, self.parameters, strict=True))
+        tensors, values = divided(checkpoint.tensors, named, self.team.sharded), checkpoint.values
         for name, parameter in zip(self.names, self.parameters, strict=True):
             found = tensors.get(f"weight.{name}")
             if found is None or found.shape != parameter.shape:
