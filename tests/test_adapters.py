@@ -166,6 +166,19 @@ def test_what_is_wrong_is_said(family, style, tmp_path):
             make(replace(TINY, **changes))
 
 
+def test_settings_of_a_run_reach_the_model(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a dog\n")
+    files = {"model": "somewhere", "prompt_file": str(tmp_path / "prompts.txt"), "reward": "jpeg-compressibility"}
+    changes = {"frozen_adapters": "style=a,b", "decode_batch": 3, "decode_dtype": "bfloat16", "compile": True}
+    options = preset("default").apply(**files, **changes).model_options()
+    assert options.frozen_adapters == ("style=a", "b") and options.compile == "inductor"
+    assert (options.decode_batch, options.decode_dtype) == (3, "bfloat16")
+    usual = preset("default").apply(**files).model_options()
+    assert (usual.frozen_adapters, usual.compile, usual.decode_batch, usual.decode_dtype) == ((), "", 8, "float32")
+    with pytest.raises(ConfigError, match="decode_dtype"):
+        preset("default").apply(**files, decode_dtype="int8")
+
+
 def test_another_rank_is_one_clear_line(tmp_path, capsys):
     policy = tiny_sd3_policy(replace(TINY, rank=2))
     policy.save(tmp_path / "lora")
