@@ -57,7 +57,10 @@ def _prompt_options(default: Any) -> list[tuple[str, Any, None]]:
     return [("prompts", Annotated[str | None, number_or_file], None), ("groups", Annotated[int | None, number], None)]
 
 
-MODEL_FIELDS = ("model", "heldout_file", "resolution", "guidance", "tuning", "adapter", "text_tokens", "checkpointing", "tracker")
+MODEL_FIELDS = (
+    "model", "heldout_file", "resolution", "guidance", "tuning", "adapter", "frozen_adapters", "decode_batch", "decode_dtype",
+    "text_tokens", "checkpointing", "tracker",
+)  # fmt: skip
 TrainSettings = _settings_class("TrainSettings", ("prompt_file",))
 CompareSettings = _settings_class("CompareSettings", ("method", "credit", "seed", "prompt_file", *MODEL_FIELDS))
 

@@ -1,5 +1,6 @@
 """LoRA (arXiv 2106.09685) on a diffusers transformer: adding, choosing, switching off, merging, and its file on disk."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +68,8 @@ class Adapters:
             raise ConfigError(f"adapter name = {name!r} is not allowed: the model has one of this name")
         lora: Any = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=list(targets))  # pyright: ignore[reportArgumentType]
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Already found a `peft_config`")
                 torch.manual_seed(seed)
                 self.network.add_adapter(lora, adapter_name=name)
         except ValueError as error:

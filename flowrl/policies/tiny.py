@@ -21,17 +21,18 @@ CLIP_TOKENS = 40
 WIDTH = 32
 
 
-def tiny_sd3(seed: int = 0) -> Any:
+def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
     """A `StableDiffusion3Pipeline` with a two-layer transformer, 2 x 2 patches and shift 3.
 
-    As in SD3.5-Medium queries and keys are normalised, and the first layer has a second attention of the image to itself.
+    As in SD3.5-Medium queries and keys are normalised, and the first layer has a second attention of the image to itself;
+    `large`: no layer has, as in SD3.5-Large.
     """
     with _seeded(seed):
         transformer = _diffusers().SD3Transformer2DModel(
             sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16,
             num_attention_heads=2, joint_attention_dim=2 * WIDTH, caption_projection_dim=32, pooled_projection_dim=2 * WIDTH,
             pos_embed_max_size=16, qk_norm="rms_norm",
-            dual_attention_layers=(0,),
+            dual_attention_layers=() if large else (0,),
         )  # fmt: skip
         return _diffusers().StableDiffusion3Pipeline(
             transformer=transformer,

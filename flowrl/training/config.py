@@ -111,7 +111,7 @@ class RunConfig:
     loss_scale: float = 65536.0
     """First factor of the loss where `dtype` is float16, adapted as training goes; 0 = none."""
     compile: bool = False
-    """Compile the network by torch.compile: a minute or more at the start, faster calls afterwards."""
+    """Compile the blocks of `model` by torch.compile: a minute or more at the start, faster calls afterwards."""
     eval_every: int = 6
     """Iterations between evaluations; the first and last iterations are always evaluated."""
     eval_prompts: int = 192
@@ -145,6 +145,12 @@ class RunConfig:
     """What of `model` is trained: lora or full."""
     adapter: str = ""
     """Start `model` from this LoRA (a file or folder that diffusers reads; `rank` must be the file's)."""
+    frozen_adapters: str = ""
+    """LoRAs of `model` that are in use but not trained: files or folders, as PATH or NAME=PATH, separated by commas."""
+    decode_batch: int = 8
+    """Latents of `model` per call of its image decoder."""
+    decode_dtype: str = "float32"
+    """Precision of the image decoder of `model`: float32, bfloat16 or float16."""
     text_tokens: int = 0
     """Length of the prompts of the model's T5 encoder; 0 = as its pipeline has it."""
     checkpointing: bool = False
@@ -226,6 +232,8 @@ class RunConfig:
             height=self.resolution, width=self.resolution, guidance=self.guidance, train=self.tuning, adapter=self.adapter,
             text_tokens=self.text_tokens, checkpointing=self.checkpointing, keep_reference=self.make_loss().needs_reference,
             rank=self.rank, alpha=self.alpha, seed=self.seed, device=self.device, dtype=self.dtype,
+            frozen_adapters=tuple(filter(None, self.frozen_adapters.split(","))), compile="inductor" if self.compile else "",
+            decode_batch=self.decode_batch, decode_dtype=self.decode_dtype,
         )  # fmt: skip
 
     def policy_options(self) -> PolicyOptions:
