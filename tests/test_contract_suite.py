@@ -58,6 +58,19 @@ def dense(rewards):
     return zscore(gains(rewards), over=("member",))
 
 
+def repeated(rewards):
+    """The same credit at every step, without a copy of it."""
+    return zscore(rewards[..., -1:], over=("member",)).expand(-1, -1, rewards.shape[-1] - 1)
+
+
+test_a_rule_that_expands = credit_contract(faulty_rule(repeated, NoProbe()))
+
+
+def test_an_expanded_view_of_the_table_shares_its_memory() -> None:
+    rule = faulty_rule(lambda rewards: rewards[..., -1:].expand(-1, -1, rewards.shape[-1] - 1), NoProbe())
+    assert "leaves_its_input_alone" in {finding.promise for finding in check_credit(rule()) if not finding.ok}
+
+
 class Remembers:
     """Keeps a baseline that no checkpoint sees."""
 

@@ -60,6 +60,8 @@ def check_substeps(answer: Answer) -> None:
     v, calls = _field(x, t), []
 
     def velocity(state: Tensor, time: Any) -> Tensor:
+        one = torch.as_tensor(time).numel() == 1
+        expect(one, "`velocity` takes the time as one number here, not one per sample")
         calls.append(float(time))
         return _field(state, time)
 
@@ -75,7 +77,13 @@ def check_substeps(answer: Answer) -> None:
             x, t, count, length=1 / count
         ),
         "the sign is wrong: v points towards noise, so subtract it": _backwards(x, t, count),
+        "substeps have the length 1 / count, and the times too; only the time t remains to be walked: t / count": _from_one(
+            x, t, count
+        ),
         "the velocity is asked one substep ahead of its state": _euler(x, t, count, ahead=1),
+        "the velocity is asked one substep behind its state: after k substeps the time is t - k t / count": _euler(
+            x, t, count, ahead=-1
+        ),
         "one substep is missing: the last one ends at t = 0": _short(x, t, count),
     }
     close(got, _euler(x, t, count), "this is not `count` Euler steps of length t / count from x", mistakes)
@@ -91,6 +99,12 @@ def _backwards(x: Tensor, t: float, count: int) -> Tensor:
     for k in range(count):
         v = _field(x, t - k * t / count) if k > 0 else v
         x = x + t / count * v
+    return x
+
+
+def _from_one(x: Tensor, t: float, count: int) -> Tensor:
+    for k in range(count):
+        x = x - _field(x, t - k / count) / count
     return x
 
 

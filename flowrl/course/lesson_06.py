@@ -29,7 +29,13 @@ def check_complete(answer: Answer) -> None:
     times = torch.tensor([1.0, 0.85, 0.6, 0.3, 0.1, 0.0])
     x, node, steps = torch.randn(4, 3, generator=torch.Generator().manual_seed(6)), 2, 5
     given = x.clone()
-    got = tensor(answer(_field, given, node, times), (4, 3), "the end point")
+
+    def velocity(state: Tensor, time: Any) -> Tensor:
+        one = torch.as_tensor(time).numel() == 1
+        expect(one, "`velocity` takes the time as one number here, not one per sample")
+        return _field(state, time)
+
+    got = tensor(answer(velocity, given, node, times), (4, 3), "the end point")
     even = x
     for k in range(steps - node):
         t = float(times[node]) * (1 - k / (steps - node))
@@ -67,6 +73,14 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
     """The turning points of the three example trajectories under both rules."""
     first, second = _lists(plain, "plain"), _lists(consistent, "consistent")
     expect(
+        first != {name: [step + 1 for step in steps] for name, steps in PLAIN.items()},
+        "these are the numbers of the nodes where a step ends; step i leads from node i to node i + 1, so each is one too large",
+    )
+    expect(
+        bool(first["b"]) or not first["a"],
+        "b ends below its start, so its trend D is negative: turning points of b go down",
+    )
+    expect(
         not (1 in first["a"] and 1 in first["b"] and 2 not in first["a"]),
         "a and b turn at node 2, and the step that turned them is the one that starts there: step 2, not 1",
     )
@@ -81,7 +95,8 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
     expect(0 in first["c"], "step 0 of c is missing: the first step counts when it has the sign of the trend, d_0 D > 0")
     expect(0 not in first["a"] and 0 not in first["b"], "step 0 of a and b goes against the trend; compare with D = R_T - R_0")
     expect(2 in first["c"], "step 2 of c is missing under the plain rule: step 1 went down, step 2 goes up, as the trend does")
-    expect(first == PLAIN, "plain: look again at the signs of d_{i-1}, d_i and D of each trajectory")
+    wrong = ", ".join(name for name in PLAIN if first[name] != PLAIN[name])
+    expect(first == PLAIN, f"plain: look again at the signs of d_{{i-1}}, d_i and D of {wrong}")
     expect(
         2 not in second["c"],
         "step 2 of c is not consistent: after it the reward falls from 0.65 to 0.62, against the step's own direction",
@@ -252,3 +267,9 @@ def check_null(answer: Answer) -> None:
     )
     strict = number(answer(lambda rewards: turning_points(rewards, consistent=True), 10), "noise_count")
     expect(abs(strict - 1.60) < 0.03, f"the consistent rule has 1.60; you get {strict:.2f}: is `turning` used?")
+    seen.clear()
+    answer(plain, 6)
+    expect(
+        seen and seen[0][-1] == 6,
+        "right for 10 nodes, but with `nodes` = 6 the trajectories still have another length: use `nodes`",
+    )

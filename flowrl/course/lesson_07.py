@@ -37,6 +37,11 @@ def check_interval(answer: Answer) -> None:
             ),
             "n seeds leave n - 1 degrees of freedom: T_QUANTILE[n - 1]": _interval(values, T_QUANTILE[n]),
             "this is the standard error; multiply it by the quantile": _interval(values, 1.0),
+            "this is the standard deviation of single seeds; multiply by the quantile, divide by the root of n": float(
+                values.std()
+            ),
+            "this divides by n; the mean's standard error is std / sqrt(n)": _interval(values, T_QUANTILE[n - 1]) / math.sqrt(n),
+            "this is the whole width of the interval; return half of it": 2 * _interval(values, T_QUANTILE[n - 1]),
         }
         half = number(got[1], "the half width")
         close(half, _interval(values, T_QUANTILE[n - 1]), "the half width is not t std / sqrt(n)", mistakes)
@@ -59,7 +64,7 @@ def check_permutation(answer: Answer) -> None:
     tables = (
         (torch.tensor([0.60, 0.72, 0.55, 0.81]), torch.tensor([0.10, 0.20, 0.17])),
         (torch.tensor([0.71, 0.74, 0.66, 0.73]), torch.tensor([0.61, 0.72, 0.55])),
-        (torch.tensor([0.40, 0.52, 0.47]), torch.tensor([0.44, 0.50, 0.55])),
+        (torch.tensor([0.40, 0.53, 0.47]), torch.tensor([0.44, 0.50, 0.55])),
     )
     for a, b in tables:
         splits, seen = _differences(a, b), float(a.double().mean() - b.double().mean())
@@ -75,7 +80,10 @@ def check_permutation(answer: Answer) -> None:
         }
         shares = {told: float(where.double().mean()) for told, where in mistakes.items()}
         wanted = float((splits.abs() >= size - 1e-9).double().mean())
-        close(got, wanted, "p is not the share of all splits whose difference is at least the observed one", shares, 1e-6)
+        told = "p is not the share of all splits whose difference is at least the observed one"
+        if 0 < wanted - got < 1.5 / len(splits):
+            told += ": a split as far apart as the observed one is missing (lost to rounding? allow 1e-6)"
+        close(got, wanted, told, shares, 1e-6)
 
 
 @check("Exercise 3")
@@ -92,7 +100,14 @@ def check_reach(answer: Answer) -> None:
     }
     got = number(answer(cost, reward, 0.7), "the cost")
     close(got, 25.0, "between (10, 0.4) and (30, 0.8) a straight line passes 0.7 at a cost of 25", mistakes)
-    never = number(answer(cost, reward, 0.95), "the cost of a target that is never reached")
+    unsorted = (
+        "right where the curve rises, not where it falls back: take the first evaluation at or above the target, from the left"
+    )
+    sharp = number(answer(cost, torch.tensor([0.2, 0.8, 0.5, 0.6, 0.9]), 0.7), "the cost")
+    close(sharp, 25.0 / 3, unsorted)
+    never = answer(cost, reward, 0.95)
+    expect(never is not None, "a target that is never reached has no cost: return math.nan, not None")
+    never = number(never, "the cost of a target that is never reached")
     expect(math.isnan(never), f"a target that is never reached has no cost: return nan, not {never:g}; averages of it would lie")
     start = number(answer(cost, reward, 0.1), "the cost of a target below the start")
     expect(start == 0.0, "a target below the first evaluation is reached at once: at cost[0]")
@@ -121,6 +136,7 @@ def check_tuned(answer: Answer) -> None:
             "this reports the seeds that chose the setting: the best of several is too good. Report the others": tune.amax(1),
             "one setting for all rules favours the rule it suits; choose for each rule by itself": at(common, report),
             "this reports all seeds, those that chose among them; report the others only": at(best, everything),
+            "all seeds choose and all report: choose with the first ones, report the others": everything.amax(1),
         }
         got = tensor(answer(scores.clone(), tuning), (3,), "tuned")
         close(got, at(best, report), "this is not each rule's own best setting, scored on the seeds left over", mistakes)

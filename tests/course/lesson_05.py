@@ -6,11 +6,11 @@ from flowrl.course import lesson_05 as lesson
 from tests.course.cases import Case
 
 
-def substeps(velocity, x, t, v, count, still=False, sign=-1.0, length=None, always=False):
+def substeps(velocity, x, t, v, count, still=False, sign=-1.0, length=None, always=False, tick=None, late=0):
     length = t / count if length is None else length
     for k in range(count):
         if k > 0 or always:
-            v = velocity(x, t if still else t - k * t / count)
+            v = velocity(x, t if still else t - (k - late) * (tick or t / count))
         x = x + sign * length * v
     return x
 
@@ -52,6 +52,9 @@ CASES = [
             (lambda f, x, t, v, n: x - t * v, "Tweedie estimate"),
             (lambda f, x, t, v, n: substeps(f, x, t, v, n, still=True), "always asked at the time t"),
             (lambda f, x, t, v, n: substeps(f, x, t, v, n, length=1 / n), "length 1 / count"),
+            (lambda f, x, t, v, n: substeps(f, x, t, v, n, length=1 / n, tick=1 / n), "and the times too"),
+            (lambda f, x, t, v, n: substeps(f, x, t, v, n, late=1), "behind its state"),
+            (lambda f, x, t, v, n: substeps(lambda y, s: f(y, torch.full((len(y),), s)), x, t, v, n), "one per sample"),
             (lambda f, x, t, v, n: substeps(f, x, t, v, n, sign=1.0), "the sign is wrong"),
             (lambda f, x, t, v, n: substeps(f, x, t, v, n, always=True), "3 are enough"),
         ],

@@ -58,6 +58,15 @@ def last_crossing(cost, reward, target):
     return math.nan
 
 
+def by_bisection(cost, reward, target):
+    """As if the rewards were sorted."""
+    i = int(torch.searchsorted(reward, torch.tensor(target)))
+    if i in (0, len(reward)):
+        return float(cost[0]) if i == 0 else math.nan
+    share = (target - reward[i - 1]) / (reward[i] - reward[i - 1])
+    return float(cost[i - 1] + share * (cost[i] - cost[i - 1]))
+
+
 def tuned(scores, tuning, choose=None, report=None, common=False):
     chooser = scores[..., :tuning] if choose is None else choose(scores, tuning)
     values = (scores[..., tuning:] if report is None else report(scores, tuning)).mean(-1)
@@ -76,6 +85,9 @@ CASES = [
             (lambda v: interval(v, unbiased=False), "divides by n - 1"),
             (lambda v: interval(v, root=False), "divide by the root of n"),
             (lambda v: interval(v, lambda n: lesson.T_QUANTILE[n]), "degrees of freedom"),
+            (lambda v: (v.mean(), v.std()), "standard deviation of single seeds"),
+            (lambda v: (v.mean(), interval(v)[1] / len(v) ** 0.5), "this divides by n;"),
+            (lambda v: (v.mean(), 2 * interval(v)[1]), "whole width"),
             (lambda v: interval(v)[1], "return two numbers"),
             (lambda v: ..., "replace the dots"),
         ],
@@ -87,6 +99,10 @@ CASES = [
             (lambda a, b: permutation(a, b, lambda split, seen: abs(split) > abs(seen) + 1e-9), "p = 0 cannot be"),
             (lambda a, b: permutation(a, b, lambda split, seen: split >= seen - 1e-9), "one side only"),
             (lambda a, b: ..., "replace the dots"),
+            (
+                lambda a, b: permutation(a, b, lambda split, seen: split != -seen and abs(split) >= abs(seen) - 1e-9),
+                "lost to rounding",
+            ),
             (lambda a, b: permutation(a, b, lambda split, seen: abs(split) <= abs(seen) + 1e-9), "the other tail"),
         ],
     ),
@@ -98,6 +114,8 @@ CASES = [
             (last_crossing, "the last crossing"),
             (lambda c, r, t: reach(c, r, t, never=float(c[-1])), "return nan"),
             (lambda c, r, t: reach(torch.arange(len(c)), r, t), "not a cost"),
+            (by_bisection, "falls back"),
+            (lambda c, r, t: reach(c, r, t, never=None), "not None"),
         ],
     ),
     Case(
@@ -108,6 +126,7 @@ CASES = [
             (lambda s, k: tuned(s, k, report=lambda x, n: x[..., :n]), "the best of several is too good"),
             (lambda s, k: tuned(s, k, common=True), "one setting for all rules"),
             (lambda s, k: tuned(s, k, report=lambda x, n: x), "this reports all seeds"),
+            (lambda s, k: s.mean(-1).amax(1), "all seeds choose and all report"),
         ],
     ),
     Case(

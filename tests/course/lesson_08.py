@@ -36,6 +36,11 @@ def one_std(values):
     return scored(values, ("member",), ("member", "step"))
 
 
+def std_after(values):
+    centred = values - values.mean(1, keepdim=True)
+    return centred / (centred.std((1, 2), unbiased=False, keepdim=True) + 1e-4)
+
+
 def in_place(rewards):
     rewards -= rewards.mean(dim=1, keepdim=True)
     return joint(gains(rewards))
@@ -47,7 +52,7 @@ def no_epsilon(rewards):
 
 
 def state_value(latents, node, steps, go, score, count, first=0, last=0, mixed=False, mean_first=False):
-    copies = latents.repeat(count, 1) if mixed else latents.repeat_interleave(count, dim=0)
+    copies = latents.repeat(count, 1, 1) if mixed else latents.repeat_interleave(count, dim=0)
     for step in range(node + first, steps + last):
         copies = go(copies, step)
     if mean_first:
@@ -57,6 +62,13 @@ def state_value(latents, node, steps, go, score, count, first=0, last=0, mixed=F
 
 def from_start(latents, node, steps, go, score, count):
     return state_value(latents, 0, steps, go, score, count)
+
+
+def too_early(latents, node, steps, go, score, count):
+    copies = latents.repeat_interleave(count, dim=0)
+    for step in range(steps - node):
+        copies = go(copies, step)
+    return score(copies).view(len(latents), count).mean(1)
 
 
 def single(latents, node, steps, go, score, count):
@@ -149,6 +161,28 @@ class Late(OneRuler):
         return (values / (ruler.sqrt() + 1e-4)).clamp(-5, 5)
 
 
+class ByGroup(OneRuler):
+    def measure(self, values):
+        return values.square().mean((1, 2), keepdim=True)
+
+
+class FromZero(OneRuler):
+    def assign(self, rewards, schedule):
+        self.squares = torch.zeros(()) if self.squares is None else self.squares
+        return super().assign(rewards, schedule)
+
+
+class WantsMemory(OneRuler):
+    def load_state_dict(self, state):
+        self.squares = state["squares"]
+
+
+class Stubborn(OneRuler):
+    def assign(self, rewards, schedule):
+        self.decay = 0.9
+        return super().assign(rewards, schedule)
+
+
 CASES = [
     Case(
         lesson.check_mended,
@@ -172,6 +206,7 @@ CASES = [
             (lambda *a: state_value(*a, mixed=True), "repeat_interleave"),
             (lambda *a: state_value(*a, mean_first=True), "average the rewards"),
             (from_start, "all steps from 0"),
+            (too_early, "the steps 1, 2, 3 follow; you made 0, 1, 2"),
             (single, "only one continuation"),
         ],
     ),
@@ -183,6 +218,7 @@ CASES = [
             (rule(lambda r: one_std(gains(r))), "these are the gains again"),
             (rule(lambda r: scored(reward_to_go(r))), "blows up late steps"),
             (rule(lambda r: joint(reward_to_go(r))), "paid for being early"),
+            (rule(lambda r: std_after(reward_to_go(r))), "as zscore does"),
         ],
     ),
     Case(
@@ -214,6 +250,10 @@ CASES = [
             (ForgetsState, "is the memory in state_dict"),
             (Swapped, "weights of the average are swapped"),
             (Late, "take its own part in first"),
+            (ByGroup, "each group has a ruler of its own"),
+            (FromZero, "starts from 0"),
+            (WantsMemory, "must take that too"),
+            (Stubborn, "is 0.9 written into the rule"),
         ],
     ),
 ]

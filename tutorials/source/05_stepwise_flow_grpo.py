@@ -172,7 +172,7 @@ plt.show()
 #
 # ### Exercise 2 · a substep estimate *(medium, 8 minutes)*
 #
-# `x` `[sample, dim]` is the state at time `t` (a number), `v` its velocity, which the rollout has already computed. `velocity(x, t)` evaluates the network. Return the estimate after `count` Euler steps of equal length from $t$ to 0,
+# `x` `[sample, dim]` is the state at time `t` (a number), `v` its velocity, which the rollout has already computed. `velocity(x, t)` evaluates the network, at a time that is a number here too. Return the estimate after `count` Euler steps of equal length from $t$ to 0,
 # with as few network evaluations as possible.
 
 
@@ -209,7 +209,7 @@ everyone = batch.condition.repeat(12)
 
 
 def network(x, t):
-    """The policy's velocity for all trajectories of the batch at time t."""
+    """The policy's velocity for all trajectories of the batch at time t; like every image transformer it is told 1000 t, per sample."""
     return base.velocity(x, torch.full((len(x),), 1000.0 * float(t)), everyone)
 
 
@@ -258,7 +258,7 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# A one-step estimate begins near the reward of a grey blur and rises for everyone: its gains mostly say "the picture got sharper". Five substeps are close to the whole ODE. No estimator can come near 0 on the right at early nodes: most of what happens is not
+# A one-step estimate begins near the reward of a grey blur and rises for everyone: its gains mostly say "the picture got sharper". Five substeps are close to the whole ODE. (With a sampler of ten steps they cost as much, since five steps remain on average; with forty the ODE would cost four times as much.) No estimator can come near 0 on the right at early nodes: most of what happens is not
 # decided yet, the noise is still to come.
 #
 # ## When is reward gained?
@@ -407,8 +407,8 @@ for index, name in enumerate(rules):
 #
 # ### Exercise 5 · how many batches? *(harder, 8 minutes)*
 #
-# Write a batch's gradient as signal plus noise, $s + n$, with $\rho = |s|^2 / \mathbb E|n|^2$. In many dimensions the cosine between two batches is then about $c = |s|^2/(|s|^2 + \mathbb E|n|^2)$. Averaging $m$ batches divides $\mathbb E|n|^2$ by $m$. How many batches of rule 1
-# (cosine `weak`) are as clear as one batch of rule 2 (cosine `strong`)?
+# Write a batch's gradient as signal plus noise, $s + n$, with $\rho = |s|^2 / \mathbb E|n|^2$. In many dimensions the noises of two batches are nearly orthogonal to each other and to $s$: the inner product of two batches is about $|s|^2$, the squared length of each about $|s|^2 + \mathbb E|n|^2$, so their cosine is about $c = |s|^2/(|s|^2 + \mathbb E|n|^2)$. Averaging $m$ batches divides $\mathbb E|n|^2$ by $m$. How many batches of rule 1
+# (cosine `weak`) are as clear as one batch of rule 2 (cosine `strong`)? The number need not be whole.
 
 
 # %% tags=["exercise"]
@@ -437,7 +437,7 @@ print(f"sampling: {spent:.1f} against {plain} NFE per trajectory, {spent / plain
 print(f"with the update (5 decisions, 3 each): {(spent + 15) / (plain + 15):.1f} times as many")
 
 # %% [markdown]
-# So on this task, at the start of training, stepwise credit earns more than it costs. On the task `compositional` the same experiment shows nothing: with 96 trajectories the cosines of all rules are within their spread of 0 (replace `"preference"` above and try). And a clear gradient is not yet a better
+# So on this task, at the start of training, stepwise credit earns more than it costs. On the task `compositional` the same experiment shows nothing: with 96 trajectories the cosines of all rules are about as small as their spread over pairs, and none is clearly ahead (replace `"preference"` above and try). And a clear gradient is not yet a better
 # model.
 #
 # ## Training

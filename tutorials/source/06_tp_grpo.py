@@ -121,7 +121,7 @@ everyone, paths, node = batch.condition.repeat(12), batch.result.trajectories, 4
 
 
 def network(x, t):
-    """The policy's velocity for all trajectories of the batch at time t."""
+    """The policy's velocity for all trajectories of the batch at time t; like every image transformer it is told 1000 t, per sample."""
     return base.velocity(x, torch.full((len(x),), 1000.0 * float(t)), everyone)
 
 
@@ -324,7 +324,7 @@ print("same as ours:", torch.equal(selected, balance(consistent_turns(rewards), 
 print(explain(rule, name="TP-GRPO"))  # without a table: these three trajectories
 
 # %% [markdown]
-# Two things to notice. Balancing by size keeps *a*, by trend *c*: with few trajectories such choices decide everything. And look at the advantages of step 2: *a* and *b* were paid $R_T - R_i = \pm 0.30$ there, *c* its increment +0.13, and the three are normalised together, as if they were of the same kind. That is how
+# Two things to notice. Balancing by size keeps *a*; by trend, as the released code does it (sign and rank are those of $D$), it keeps *c*: with few trajectories such choices decide everything. And look at the advantages of step 2: *a* and *b* were paid $R_T - R_i = \pm 0.30$ there, *c* its increment +0.13, and the three are normalised together, as if they were of the same kind. That is how
 # the method is published.
 #
 # ## How many turning points would pure noise have?
@@ -333,7 +333,7 @@ print(explain(rule, name="TP-GRPO"))  # without a table: these three trajectorie
 #
 # ### Exercise 6 · the null model *(medium, 8 minutes)*
 #
-# `turning` is a function such as `consistent_turns`. Return the mean number of turning points *per trajectory* when the rewards at the `nodes` nodes are independent standard normal numbers. Use enough trajectories to be right to about 0.02.
+# `turning` is a function such as `consistent_turns`. Return the mean number of turning points *per trajectory* when the rewards at the `nodes` nodes are independent standard normal numbers. (Ten nodes, although our trajectories have eleven: their last step is an ODE step, gains exactly 0, and so never turns.) Use enough trajectories to be right to about 0.02.
 
 
 # %% tags=["exercise"]
@@ -496,6 +496,7 @@ axes.set(
     xlabel="iteration",
     ylabel="mean training reward (soft)",
     title="With random places instead of turning points: nearly the same",
+    xticks=range(1, 6),
     ylim=(0.7, 0.95),
 )
 clean(axes)

@@ -174,7 +174,7 @@ plt.show()
 #
 # ### Exercise 2 · all ways to deal the seeds *(medium, 10 minutes)*
 #
-# `itertools.combinations(range(n), k)` lists the choices. Allow for rounding when you compare: `>= observed - 1e-9`.
+# `itertools.combinations(range(n), k)` lists the choices. Rounding must not decide a tie, so compare with `>= observed - 1e-6` (rewards are float32, exact to about $10^{-7}$).
 
 
 # %% tags=["exercise"]
@@ -192,7 +192,7 @@ def permutation_p(a, b):
     for chosen in itertools.combinations(range(len(values)), len(a)):
         heap = torch.zeros(len(values), dtype=torch.bool)
         heap[list(chosen)] = True
-        as_large += abs(float(values[heap].mean() - values[~heap].mean())) >= observed - 1e-9
+        as_large += abs(float(values[heap].mean() - values[~heap].mean())) >= observed - 1e-6
         splits += 1
     return as_large / splits
 

@@ -441,7 +441,7 @@ print(
 #
 # ### Exercise 3 · pay to the end *(medium, 10 minutes)*
 #
-# Pay step $i$ everything that was gained from there to the *finished* sample, $R_T - R_i$. Normalise with the mean over members at each step, and one standard deviation for the whole group: `zscore(values, over=("member",), std_over=("member", "step"))`.
+# Pay step $i$ everything that was gained from there to the *finished* sample, $R_T - R_i$. Normalise with the mean over members at each step, and one standard deviation for the whole group: `zscore(values, over=("member",), std_over=("member", "step"))`. (The standard deviation is that of the values as they are, before a mean is taken away.)
 
 
 # %% tags=["exercise"]

@@ -379,7 +379,7 @@ plt.show()
 #
 # ### Exercise 5 · from settings to batches *(medium, 8 minutes)*
 #
-# For the busiest process, return three whole numbers: its trajectories; the pairs of its largest update; the backward passes of that update. Nothing has to divide anything.
+# For the busiest process, return three whole numbers: its trajectories; the pairs of its largest update; the backward passes of that update. No number need be a multiple of another.
 
 
 # %% tags=["exercise"]
