@@ -23,6 +23,7 @@ UNSEEN = (
     "models.py", "rewards", "training/compare.py", "training/pretrain.py", "training/results.py", "training/checkpoint.py",
     "training/run.py", "training/rows.py", "training/guards.py", "training/memory.py", "training/failure.py",
     "training/beside.py", "training/plan.py", "training/card.py", "training/tracking.py", "training/pictures.py",
+    "training/showcase.py",
     "worlds/shapes/quality.py", "policies/adapters.py", "policies/architectures.py", "policies/compiled.py", "policies/family.py",
     "policies/flux.py", "policies/load.py", "policies/options.py", "policies/pipeline.py", "policies/prompts.py",
     "policies/sd3.py", "policies/shared.py", "policies/tiny.py",

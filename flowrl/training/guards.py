@@ -96,10 +96,10 @@ def ratio_noise(rows: Sequence[Row], limits: Limits) -> Notice | None:
 
 def kl_runaway(rows: Sequence[Row], limits: Limits) -> Notice | None:
     """The mean KL of the last `WINDOW` iterations is above a level and a multiple of the median of the (up to `HISTORY`)
-    iterations before them: the policy leaves the base model ("kl") or moves too far in one iteration ("approx_kl")."""
+    iterations before them: the policy leaves the base model ("kl") or moves too far from the one that sampled ("approx_kl")."""
     for key, level, growth, what in (
         ("kl", limits.kl, limits.kl_growth, "to the base model"),
-        ("approx_kl", limits.approx_kl, limits.approx_kl_growth, "between an iteration's first and last update"),
+        ("approx_kl", limits.approx_kl, limits.approx_kl_growth, "to the policy that sampled"),
     ):
         values = [row[key] for row in rows if key in row]
         recent, before = values[-WINDOW:], values[-WINDOW - HISTORY : -WINDOW]

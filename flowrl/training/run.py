@@ -15,7 +15,6 @@ from flowrl.builtin import World
 from flowrl.errors import CheckpointError, ConfigError
 from flowrl.policies.sharding import whole
 from flowrl.protocols import Exportable, FlowPolicy
-from flowrl.rollout import Groups, Usage, reward_table, rollout
 from flowrl.training import rows as lines
 from flowrl.training.beside import Beside, make_beside
 from flowrl.training.card import write_card, write_config
@@ -26,9 +25,9 @@ from flowrl.training.evaluation import Evaluation, evaluate
 from flowrl.training.failure import NonFiniteError
 from flowrl.training.guards import Limits, Notice, notices
 from flowrl.training.memory import memory_notices
+from flowrl.training.showcase import show_trajectory
 from flowrl.training.tracking import Journal
 from flowrl.training.trainer import Trainer
-from flowrl.types import Completion, Tweedie
 
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
 Report = Callable[[dict[str, Any]], None]
@@ -264,39 +263,11 @@ class Run:
     def _export(self, folder: Path, trainer: Trainer, world: World) -> None:
         """What the averaged weights are, and a trajectory that they draw."""
         with trainer.averaged():
-            self._show_trajectory(folder, trainer, world)
+            show_trajectory(folder, trainer, world)
             if isinstance(trainer.policy, Exportable):
                 trainer.policy.save(folder / self.config.tuning)
         average = {n: whole(a).cpu().contiguous() for n, a in zip(trainer.names, trainer.average, strict=True)}
         write_bytes(folder / "weights.safetensors", save(average))
-
-    def _show_trajectory(self, folder: Path, trainer: Trainer, world: World, members: int = 12) -> None:
-        """Rewards along the trajectories of one group, and the completions of the one with the largest swings."""
-        policy, config = trainer.policy, self.config
-        prompt = world.prompts(config.task, "heldout")[0]
-        generator = torch.Generator(policy.device).manual_seed(7)
-        groups = Groups(1, members)
-        noise = groups.noise(policy.latent_shape, generator)
-        start = generator.get_state()
-        tables, estimates = [], None
-        sampler = trainer.draw_sampler()
-        for probe in (Completion(), Tweedie()):
-            generator.set_state(start)
-            result = rollout(policy, sampler, trainer.schedule, policy.encode([prompt]), noise, generator, groups, probe, Usage())
-            tables.append(reward_table(policy, trainer.reward, result, [prompt])[0])
-            estimates = estimates or result.estimates
-        chosen = int(tables[0].diff(dim=1).abs().sum(1).nan_to_num(-1.0).argmax())
-        record = {
-            "prompt": prompt.text,
-            "chosen": chosen,
-            "rewards": tables[0][chosen].tolist(),
-            "members": tables[0].tolist(),
-            "tweedie": tables[1][chosen].tolist(),
-        }
-        write_json(folder / "trajectory.json", record)
-        assert estimates is not None
-        images = torch.cat([policy.decode(estimates[node][chosen : chosen + 1]) for node in sorted(estimates)])
-        write_bytes(folder / "trajectory.safetensors", save({"images": images.cpu().contiguous()}))
 
 
 def _beside_settings(c: RunConfig) -> list[Any]:
