@@ -192,8 +192,8 @@ class FlowPolicy(Protocol):
 
 @runtime_checkable
 class OneNetwork(Protocol):
-    """A policy all of whose trainable parameters are in one module, which `velocity` calls: it can be compiled, and its weights can
-    be divided between processes, in place."""
+    """A policy all of whose trainable parameters are in one module, which `velocity` calls: it can be compiled, and its weights
+    can be divided between processes, in place."""
 
     @property
     def velocity_network(self) -> torch.nn.Module:

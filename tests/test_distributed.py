@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -13,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import flowrl.launch
 from flowrl.errors import ConfigError, RewardError, TrainingError
 from flowrl.policies.sharding import whole
 from flowrl.rewards import FunctionReward
-from flowrl.training.config import preset
+from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.distributed import Share, Team, share_of
 from flowrl.training.evaluation import evaluate
+from flowrl.training.run import Run, trained_policy
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
 
@@ -258,6 +262,40 @@ def test_a_killed_process_ends_the_others(tmp_path):
     survivor, dead = lives(killed, tmp_path, limit=200)
     assert dead is None
     assert survivor["end"].startswith("TrainingError: process 1 of 2 has died")
+
+
+def test_accelerate_launch_trains_and_resumes(tmp_path):
+    """The shipped config file, two processes on the CPU, to a folder that plain `flowrl` reads."""
+    file = Path(flowrl.launch.__file__).parent / "ddp.yaml"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", "2"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        launcher += ["--main_process_port", str(free.getsockname()[1])]
+    train = "-m flowrl train --preset tiny --world mixture --task direction --prompts 3 --device cpu --out"
+    done = subprocess.run([*launcher, *train.split(), str(tmp_path / "run")], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "2 processes" in done.stdout and done.stdout.count("Done.") == 1
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    Run(RunConfig.from_dict(load_config(tmp_path / "run" / "config.json")), tmp_path / "alone").execute()
+    alone = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
+    for one, two in zip(alone, rows, strict=True):
+        for name in ("reward_mean", "loss", "grad_norm"):
+            assert two.get(name) == pytest.approx(one.get(name), abs=1e-5)
+        assert (one["evaluation"] is None) == (two["evaluation"] is None)
+    trained_policy(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2"])
+def test_config_files_are_accelerates(name):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(Path(flowrl.launch.__file__).parent / f"{name}.yaml"))
+    assert config.mixed_precision == "no" and config.num_processes == 8
+    assert (config.distributed_type == "FSDP") == (name != "ddp")
+    if name != "ddp":
+        assert config.fsdp_config["fsdp_version"] == 2
+        assert config.fsdp_config["fsdp_reshard_after_forward"] == (name == "fsdp2")
 
 
 @pytest.mark.parametrize(("size", "total"), [(1, 5), (2, 3), (2, 1), (4, 5), (3, 9), (8, 3)])

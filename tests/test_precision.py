@@ -192,3 +192,23 @@ def test_settings_are_checked():
         RunConfig(optimiser="sgd")
     with pytest.raises(ConfigError, match="loss_scale"):
         RunConfig(loss_scale=0.1)
+
+
+def test_a_compiled_network_gives_the_same_numbers():
+    """On the tiny network of the mixture world, by the compiler for this CPU, to float rounding."""
+    plain, rows = trained(replace(TINY, lr=1e-4), iterations=1)
+    compiled, others = trained(replace(TINY, lr=1e-4, compile=True), iterations=1)
+    assert compiled.policy.net._compiled_call_impl is not None
+    assert others[0]["reward_mean"] == pytest.approx(rows[0]["reward_mean"], abs=1e-5)
+    assert others[0]["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-3)
+    torch.testing.assert_close(weights(compiled), weights(plain), atol=1e-5, rtol=0)
+
+
+def test_only_a_policy_that_shows_its_network_is_compiled():
+    world = TINY.make_world()
+    policy = world.policy(TINY.policy_options())
+    parts = ("latent_shape", "device", "schedule", "encode", "velocity", "decode", "trainable", "reference", "frozen")
+    closed = SimpleNamespace(**{name: getattr(policy, name) for name in parts})
+    config = replace(TINY, compile=True)
+    with pytest.raises(ConfigError, match="velocity_network"):
+        Trainer(closed, config.make_method(), config.make_reward(), world.prompts("direction", "train"), config)

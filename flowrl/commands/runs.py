@@ -120,7 +120,7 @@ class Train:
 
     flowrl train --model path/to/stable-diffusion-3.5-medium --prompts prompts.txt --reward my_rewards.py:Score --guidance 4.5
 
-    On several GPUs: accelerate launch --config_file configs/ddp.yaml -m flowrl train ... (see `configs/`).
+    On several GPUs: accelerate launch --config_file flowrl/launch/ddp.yaml -m flowrl train ... (see flowrl/launch/).
     """
 
     preset: str = "default"
