@@ -173,9 +173,8 @@ class _Walk:
             if isinstance(probe, Completion) and i in decisions:
                 running[i] = following[self.groups.first_members()] if self._is_shared(i) else following
             index = torch.full((len(x),), i, device=x.device)
-            stochastic = float(self.schedule.stochastic[i])
             gaussian = self.sampler.transition(x, velocity, self.schedule, index)
-            x = self.groups.draw(gaussian, self.generator) if stochastic else gaussian.mean
+            x = self.groups.draw(gaussian, self.generator) if i in decisions else gaussian.mean
             nodes.append(x)
             velocities.append(velocity)
         trajectories = Trajectories(torch.stack(nodes, 1), torch.stack(velocities, 1), self.schedule)
