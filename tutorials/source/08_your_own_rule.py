@@ -301,7 +301,7 @@ for cell, (name, (_, shared, shade)) in zip(axes[:4], RULES.items(), strict=True
 axes[0].set_ylabel("credit")
 for name, (_, _, shade) in RULES.items():
     axes[4].plot(steps, [step.correlation.value for step in reports[name][1].per_step], color=shade, marker="o", markersize=3)
-axes[4].set(xlabel="step", ylim=(0, 1.05), title="correlation by step")
+axes[4].set(xlabel="step", xticks=range(0, 9, 2), ylim=(0, 1.05), title="correlation by step")
 clean(axes[4])
 plt.show()
 
