@@ -111,7 +111,7 @@ class _Reader:
             value = node.value if value is not None else ""
         if kind is tuple and isinstance(value, str | list):
             value = (value,) if isinstance(value, str) else tuple(value)
-        texts = kind is not tuple or all(isinstance(item, str) for item in value or ())
+        texts = kind is not tuple or (isinstance(value, tuple) and all(isinstance(item, str) for item in value))
         if type(value) is not kind or not texts:
             told = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list of texts"}[
                 kind
