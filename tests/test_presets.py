@@ -168,6 +168,7 @@ def test_later_files_and_options_overrule_earlier_ones(tmp_path):
         ("lr: fast\n", "lr = 'fast' is not allowed: a number"),
         ("checkpointing: 3\n", "true or false"),
         ("reward: [a, b]\n", "reward = ['a', 'b'] is not allowed: a text"),
+        ("heldout_rewards: [3]\n", "heldout_rewards = (3,) is not allowed: a list of texts"),
         ("prompts: words.txt\n", "a file of prompts goes to prompt_file"),
         ("lr: 1\nlr: 2\n", "line 2: lr is set twice"),
         ("- lr\n", "line 1: the file must be lines of 'name: value', not a list"),
@@ -202,9 +203,17 @@ def test_values_survive_yaml(tmp_path):
     """Numbers to the last bit, texts that look like something else, and quotation marks."""
     values = {"lr": 0.1 + 0.2, "clip": 1e-5, "window": "0:9", "reward": "ocr(side=32, language='no')", "steps": 7,
               "credit": "", "checkpointing": False, "prompt_file": "text[0:3]", "task": "null",
-              "adapter": "1e5", "model": "a: b # c"}  # fmt: skip
+              "adapter": "1e5", "model": "a: b # c", "heldout_rewards": ("ocr", "clipscore(weight=1.0)")}  # fmt: skip
     (tmp_path / "x.yaml").write_text(settings_text(values, ("a comment\nof two lines",)))
     assert read_settings(tmp_path / "x.yaml", setting_kinds()).settings == values
-    (tmp_path / "y.yaml").write_text("lr: 1e-4\nkl_weight: 0\nseed: 3\nwindow: 0:9\nadapter: 12\nmodel:\n")
+    (tmp_path / "y.yaml").write_text("lr: 1e-4\nkl_weight: 0\nseed: 3\nwindow: 0:9\nadapter: 12\nmodel:\nheldout_rewards: ocr\n")
     found = read_settings(tmp_path / "y.yaml", setting_kinds()).settings
-    assert found == {"lr": 1e-4, "kl_weight": 0.0, "seed": 3, "window": "0:9", "adapter": "12", "model": ""}
+    assert found == {
+        "lr": 1e-4,
+        "kl_weight": 0.0,
+        "seed": 3,
+        "window": "0:9",
+        "adapter": "12",
+        "model": "",
+        "heldout_rewards": ("ocr",),
+    }

@@ -13,6 +13,7 @@ from flowrl.training.checkpoint import write_bytes
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.results import RunRecord, load_run
 from flowrl.training.settings_file import settings_text
+from flowrl.training.tracking import scalars
 
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 CODE = {
@@ -121,6 +122,7 @@ def _use(config: RunConfig, base: str) -> str:
 
 def _measured(folder: Path, config: RunConfig, run: RunRecord) -> str:
     first, last, reward = run.evaluations[0], run.evaluations[-1], f"`{without_folders(config.reward)}`"
+    before, after = scalars(first["evaluation"]), scalars(last["evaluation"])
     held = (
         f"held-out prompts of `{without_folders(config.heldout_file)}`"
         if config.heldout_file
@@ -133,9 +135,9 @@ def _measured(folder: Path, config: RunConfig, run: RunRecord) -> str:
         "| score | before | after |",
         "|---|---|---|",
         *(
-            f"| {reward if name == 'reward' else name} | {first['evaluation'][name]:.4f} | {value:.4f} |"
-            for name, value in last["evaluation"].items()
-            if name != "seconds" and isinstance(value, float) and isinstance(first["evaluation"].get(name), float)
+            f"| {reward if name == 'reward' else name} | {before[name]:.4f} | {value:.4f} |"
+            for name, value in after.items()
+            if name != "seconds" and name in before
         ),
         "",
         f"After {last['iteration']} iterations, {last['nfe_total']:,} network evaluations of rollouts, "

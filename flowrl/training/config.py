@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 
@@ -326,4 +326,4 @@ def preset(name: str) -> Preset:
 
 def setting_kinds() -> dict[str, type]:
     """The settings of a run and their types."""
-    return {item.name: item.type for item in fields(RunConfig) if isinstance(item.type, type)}
+    return {item.name: get_origin(item.type) or item.type for item in fields(RunConfig)}  # pyright: ignore[reportReturnType]

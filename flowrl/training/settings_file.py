@@ -13,7 +13,7 @@ from flowrl.errors import ConfigError
 
 Settings = dict[str, Any]
 Kinds = Mapping[str, type]
-"""The settings that exist and their types: str, int, float or bool."""
+"""The settings that exist and their types: str, int, float, bool, or tuple (of texts)."""
 SECTIONS = ("about", "settings", "with")
 RENAMED = {
     "groups": "prompts", "group_size": "members", "learning_rate": "lr", "beta": "kl_weight", "clip_range": "clip",
@@ -100,7 +100,8 @@ class _Reader:
         return entries
 
     def _value(self, name: str, node: yaml.Node) -> Any:
-        kind, value = self.kinds[name], _plain(node)
+        kind: type = self.kinds[name]
+        value: Any = _plain(node)
         if kind is float and isinstance(value, str):
             with suppress(ValueError):
                 value = float(value)
@@ -108,8 +109,13 @@ class _Reader:
             value = float(value)
         if kind is str and isinstance(node, yaml.ScalarNode) and not isinstance(value, str):
             value = node.value if value is not None else ""
-        if type(value) is not kind:
-            told = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
+        if kind is tuple and isinstance(value, str | list):
+            value = (value,) if isinstance(value, str) else tuple(value)
+        texts = kind is not tuple or (isinstance(value, tuple) and all(isinstance(item, str) for item in value))
+        if type(value) is not kind or not texts:
+            told = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list of texts"}[
+                kind
+            ]
             hint = "; a file of prompts goes to prompt_file" if name == "prompts" and isinstance(value, str) else ""
             raise ConfigError(f"{self._at(node)}: {name} = {value!r} is not allowed: {told}{hint}")
         return value
