@@ -63,7 +63,7 @@ ROOMS = {
     "Policies": ("policies",),
     "Rollout": ("rollout",),
     "Methods and parts by name": ("methods", "registry"),
-    "Training": ("training",),
+    "Training": ("training", "launch"),
     "Diagnostics": ("diagnostics",),
     "Contracts for your parts": ("testing",),
     "Benchmarks": ("bench",),
