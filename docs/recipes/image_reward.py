@@ -1,10 +1,17 @@
-"""ImageReward-v1.0 as a reward, for an environment of its own (its package wants older versions of transformers).
+"""ImageReward-v1.0 as a reward, for an environment of its own: its package wants older versions of transformers.
 
-python3.11 -m venv ~/image-reward && . ~/image-reward/bin/activate
-pip install 'flowrl-lab[server]' image-reward==1.5
-flowrl serve-reward "docs/recipes/image_reward.py:ImageRewardScore(device='cuda')" --port 8000
+Where the reward lives (serving needs no transformers of flowrl's own range, hence --no-deps):
 
-flowrl train --reward "remote(url='http://127.0.0.1:8000')" ...      # where the run lives
+    python3.11 -m venv ~/image-reward && . ~/image-reward/bin/activate
+    pip install image-reward==1.5 'transformers<4.48'
+    pip install --no-deps flowrl-lab
+    pip install torch numpy scipy einops jaxtyping beartype safetensors tyro rich pyyaml pillow
+    pip install fastapi uvicorn python-multipart httpx
+    flowrl serve-reward "docs/recipes/image_reward.py:ImageRewardScore(device='cuda')" --port 8000
+
+Where the run lives:
+
+    flowrl train --reward "remote(url='http://127.0.0.1:8000')"
 """
 
 from collections.abc import Sequence
