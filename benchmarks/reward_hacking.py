@@ -53,8 +53,13 @@ def make(proxy: str, seed: int, folder: Path) -> None:
         return
     began = time.process_time()
     Run(preset("default").apply(seed=seed, **SHARED, **PROXIES[proxy]), folder).execute((folder / "metrics.jsonl").exists())
-    (folder / "cpu.json").write_text(json.dumps({"cpu_seconds": time.process_time() - began}))
+    (folder / "cpu.json").write_text(json.dumps({"cpu_seconds": time.process_time() - began, "commit": commit()}))
     print(f"{proxy}, seed {seed}: {time.process_time() - began:.0f} processor seconds", flush=True)
+
+
+def commit() -> str:
+    """The state of the sources."""
+    return subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False).stdout.strip()
 
 
 def figure(runs: dict[str, list[RunRecord]]) -> Figure:
@@ -119,12 +124,10 @@ def main() -> None:
         for proxy in PROXIES:
             make(proxy, seed, folders[proxy][number])
     runs = {proxy: [load_run(folder) for folder in some] for proxy, some in folders.items()}
-    seconds = [json.loads((folder / "cpu.json").read_text())["cpu_seconds"] for some in folders.values() for folder in some]
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    made = [json.loads((folder / "cpu.json").read_text()) for some in folders.values() for folder in some]
+    seconds, commits = [one["cpu_seconds"] for one in made], ", ".join(sorted({one["commit"] for one in made}))
     record = {
-        "commit": commit,
+        "commit": commits,
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "seeds": options.seeds,
@@ -141,7 +144,9 @@ def main() -> None:
     head = (
         f"Means over seeds {', '.join(map(str, options.seeds))}; {min(seconds):.0f} to {max(seconds):.0f} processor seconds a run"
     )
-    page = f"# Proxies that are hacked\n\n`python benchmarks/reward_hacking.py` (commit {commit}, torch {torch.__version__}).\n\n"
+    page = (
+        f"# Proxies that are hacked\n\n`python benchmarks/reward_hacking.py` (commit {commits}, torch {torch.__version__}).\n\n"
+    )
     page += f"<!-- figures -->\n{head}.\n\n{table(runs)}\n"
     RESULTS.with_suffix(".md").write_text(page)
     print(page)

@@ -21,7 +21,12 @@ def model_world(model: str, prompt_file: str, heldout_file: str, reward: str, op
     It has one task, "prompts", and one form of the reward, "reward". Held-out prompts are those of `heldout_file`, or the
     training prompts where there is none. Nothing is loaded until the policy is asked for; the files are read at once.
     """
-    require(bool(prompt_file), "prompt_file", prompt_file, "a text file with a prompt a line (--prompts FILE)")
+    require(
+        bool(prompt_file),
+        "prompt_file",
+        prompt_file,
+        "a text file with a prompt a line, or a dataset (--prompts FILE or hf:NAME)",
+    )
     require(bool(reward), "reward", reward, "NAME of a reward or path/to/file.py:Class: a model has none of its own")
     training = prompts_from(prompt_file)
     heldout = prompts_from(heldout_file) if heldout_file else training

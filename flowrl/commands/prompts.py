@@ -23,7 +23,7 @@ class Prompts:
     """compositional (GenEval's requests), text (texts in quotation marks, for OCR), pictures (general ones), or
     check (say what is in a file)."""
     file: Path = Path("prompts.jsonl")
-    """The file to write, or to check (.jsonl, or text with a prompt a line)."""
+    """The file to write, or to check: .jsonl, text with a prompt a line, or a dataset (hf:NAME[:SPLIT[:COLUMN]])."""
     count: int = 500
     """How many prompts to make."""
     seed: int = 0

@@ -47,7 +47,7 @@ def _prompt_options(default: Any) -> list[tuple[str, Any, None]]:
     """`--prompts` says how many or, for a model, from which file; with a file, `--groups` says how many."""
     hint = f"(default: {default})"
     number_or_file = tyro.conf.arg(
-        help="Prompts (groups) per iteration; or, with --model, the file that holds them.",
+        help="Prompts (groups) per iteration; or, with --model, the file or dataset (hf:NAME[:SPLIT[:COLUMN]]) that holds them.",
         metavar="INT|FILE",
         help_behavior_hint=hint,
     )

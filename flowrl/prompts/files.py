@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flowrl.errors import ConfigError
 from flowrl.prompts.geneval import request_of
+from flowrl.prompts.tables import is_dataset, read_rows
 from flowrl.types import Prompt
 
 SHOWN = 5
@@ -16,7 +17,10 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class PromptFile:
-    """What a file holds: its prompts with their line numbers, the blank lines, and lines that repeat an earlier one."""
+    """What a file holds: its prompts with their line numbers, the blank lines, and lines that repeat an earlier one.
+
+    Of a dataset the lines are its rows, counted from 1 (`unit`).
+    """
 
     path: Path
     prompts: tuple[Prompt, ...]
@@ -24,25 +28,29 @@ class PromptFile:
     blank: tuple[int, ...]
     repeated: tuple[tuple[int, int], ...]
     """(line, the line that it repeats)."""
+    unit: str = "line"
 
     def remarks(self) -> list[str]:
         """What is allowed but may be a mistake, a sentence each."""
         found = []
         if self.blank:
-            found.append(f"{self.path}: blank {_lines(self.blank)}")
+            found.append(f"{self.path}: blank {_lines(self.blank, self.unit)}")
         if self.repeated:
-            told = "; ".join(f"line {line} repeats line {first}" for line, first in self.repeated[:SHOWN])
+            told = "; ".join(f"{self.unit} {line} repeats {self.unit} {first}" for line, first in self.repeated[:SHOWN])
             found.append(f"{self.path}: {told}{_more(self.repeated)}; repeated prompts are drawn more often")
         return found
 
 
 def load_prompts(path: Path) -> PromptFile:
-    """The prompts of a text file, a line each (lines that start with # are left out), or of a .jsonl file.
+    """The prompts of a text file, a line each (lines that start with # are left out), of a .jsonl file, or of a dataset.
 
     JSON lines are objects with an entry "prompt"; their other entries are the prompt's metadata, and where these have an entry
-    "include" it must be a request as GenEval writes them (`flowrl.prompts.geneval`). Raises `ConfigError` that names the file and
+    "include" it must be a request as GenEval writes them (`flowrl.prompts.geneval`). Datasets are ``hf:NAME[:SPLIT[:COLUMN]]``,
+    folders, .parquet, .arrow, .csv and .json files (`flowrl.prompts.tables`). Raises `ConfigError` that names the file and
     every bad line (the first five).
     """
+    if is_dataset(str(path)):
+        return _from_dataset(path)
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -63,13 +71,39 @@ def load_prompts(path: Path) -> PromptFile:
         raise ConfigError(f"prompts: {path}, {'; '.join(faults[:SHOWN])}{_more(faults)}")
     if not prompts:
         raise ConfigError(f"prompts: {path} holds no prompt; write one a line")
+    return PromptFile(path, tuple(prompts.values()), tuple(prompts), blank, _repeated(prompts))
+
+
+def _from_dataset(path: Path) -> PromptFile:
+    """The rows of a dataset; those with an empty text are left out, as blank lines are."""
+    prompts: dict[int, Prompt] = {}
+    blank, faults = [], []
+    for number, (text, metadata) in enumerate(read_rows(str(path)), 1):
+        if not text.strip():
+            blank.append(number)
+            continue
+        try:
+            if "include" in metadata:
+                request_of(metadata)
+            prompts[number] = Prompt(text.strip(), metadata)
+        except ConfigError as error:
+            faults.append(f"row {number} {error}")
+    if faults:
+        raise ConfigError(f"prompts: {path}, {'; '.join(faults[:SHOWN])}{_more(faults)}")
+    if not prompts:
+        raise ConfigError(f"prompts: {path} holds no prompt")
+    return PromptFile(path, tuple(prompts.values()), tuple(prompts), tuple(blank), _repeated(prompts), "row")
+
+
+def _repeated(prompts: dict[int, Prompt]) -> tuple[tuple[int, int], ...]:
+    """Lines whose prompt, metadata included, is that of an earlier line, with that line."""
     first: dict[str, int] = {}
     repeated = []
     for number, prompt in prompts.items():
         earlier = first.setdefault(json.dumps([prompt.text, dict(prompt.metadata)], sort_keys=True), number)
         if earlier != number:
             repeated.append((number, earlier))
-    return PromptFile(path, tuple(prompts.values()), tuple(prompts), blank, tuple(repeated))
+    return tuple(repeated)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -102,8 +136,8 @@ def _from_json(line: str) -> Prompt:
     return Prompt(text, values)
 
 
-def _lines(numbers: tuple[int, ...]) -> str:
-    word = "line" if len(numbers) == 1 else "lines"
+def _lines(numbers: tuple[int, ...], unit: str) -> str:
+    word = unit if len(numbers) == 1 else f"{unit}s"
     return f"{word} {', '.join(map(str, numbers[:SHOWN]))}{_more(numbers)}"
 
 

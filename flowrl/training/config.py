@@ -133,8 +133,8 @@ class RunConfig:
     model: str = ""
     """Train this instead of a world's model: the folder of a diffusers pipeline, or its name on the Hub."""
     prompt_file: str = ""
-    """Training prompts for `model`: a text file with a prompt a line, .jsonl with "prompt" and metadata, or a slice of a
-    generator's list, as in compositional[0:500] (also text, pictures)."""
+    """Training prompts for `model`: a text file with a prompt a line, .jsonl with "prompt" and metadata, a slice of a generator's
+    list, as in compositional[0:500] (also text, pictures), or a dataset: hf:NAME[:SPLIT[:COLUMN]], a folder or .parquet."""
     heldout_file: str = ""
     """Prompts for evaluating `model`, in a file like `prompt_file`; without it, the training prompts."""
     resolution: int = 512
