@@ -14,8 +14,8 @@ from flowrl.rewards.tiny import tiny_clip, tiny_detector
 from flowrl.training.config import RunConfig, load_config, preset, setting_kinds
 from flowrl.training.presets import combinations, shipped
 from flowrl.training.results import load_run
-from flowrl.training.run import Run
 from flowrl.training.settings_file import read_settings, settings_text
+from flowrl.training.showcase import show_trajectory
 
 FLOW, STEPWISE, TURNING = "flow-grpo", "stepwise-flow-grpo", "tp-grpo"
 SD3, FLUX = "sd3.5-medium", "flux.1-dev"
@@ -114,7 +114,7 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     if task == "ocr":
         pytest.importorskip("rapidocr")
     root, rewards = tiny
-    monkeypatch.setattr(Run._show_trajectory, "__defaults__", (2,))  # of twelve trajectories
+    monkeypatch.setattr(show_trajectory, "__defaults__", (2,))  # of twelve trajectories
     own = {**SMALL, "model": str(root / model), "reward": rewards[task], "tracker": "none"}
     if task == "geneval":  # the tiny detector knows four classes
         (tmp_path / "objects.jsonl").write_text(OBJECTS)
