@@ -1,11 +1,10 @@
 """Counting operations against closed forms, the meter, and the benchmark of full-size models at the size of a toy."""
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import gpu
+import gpu_cases
 import pytest
 import torch
 
@@ -16,12 +15,6 @@ from flowrl.policies.pipeline import PipelinePolicy
 from flowrl.policies.sd3 import SD3
 from flowrl.policies.tiny import CLIP_TOKENS, TINY, WIDTH, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from flowrl.types import Prompt
-
-spec = importlib.util.spec_from_file_location("gpu_benchmark", Path(__file__).parents[1] / "benchmarks" / "gpu.py")
-assert spec and spec.loader
-gpu = importlib.util.module_from_spec(spec)
-sys.modules["gpu_benchmark"] = gpu
-spec.loader.exec_module(gpu)
 
 
 def cost_of(policy):
@@ -182,11 +175,11 @@ def test_time_that_is_up_and_failures_are_said(tmp_path, capsys, monkeypatch):
 
 
 def test_every_optimisation_is_switched_once():
-    base = gpu.Setting()
-    changes = gpu.variants(base, "inductor")
+    base = gpu_cases.Setting()
+    changes = gpu_cases.variants(base, "inductor")
     assert changes["base"] == {} and all(replace(base, **change) != base for name, change in changes.items() if change)
     assert {key for change in changes.values() for key in change} >= {
         "checkpointing", "compile", "micro_batch", "max_batch", "decode_batch", "decode_dtype", "dtype", "guidance", "kl_weight",
     }  # fmt: skip
-    other = gpu.variants(replace(base, checkpointing=False, compile="inductor"), "inductor")
+    other = gpu_cases.variants(replace(base, checkpointing=False, compile="inductor"), "inductor")
     assert other["checkpointing on"] == {"checkpointing": True} and other["compile off"] == {"compile": ""}

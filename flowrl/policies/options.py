@@ -19,7 +19,7 @@ class ModelOptions:
     dtype: str = "float32"
     """Precision of the frozen weights and of the network's arithmetic (autocast): float32, bfloat16 or float16. What is trained
     is stored in float32, and velocities, latents and everything computed from them are float32. For training on a GPU take
-    bfloat16: float16 would need its loss scaled, or small gradients vanish."""
+    bfloat16; float16 needs the loss scaled (the run's `loss_scale`), or small gradients vanish."""
     guidance: float = 1.0
     """Classifier-free guidance s: v = v_neg + s (v_prompt - v_neg), in rollouts and updates alike; 1 = off (half the cost)."""
     negative_prompt: str = ""

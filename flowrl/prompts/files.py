@@ -2,9 +2,10 @@
 
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.prompts.geneval import request_of
@@ -55,44 +56,47 @@ def load_prompts(path: Path) -> PromptFile:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"prompts: {path} cannot be read: {error}") from error
-    blank = tuple(number for number, line in enumerate(lines, 1) if not line.strip())
-    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    prompts: dict[int, Prompt] = {}
-    faults: list[str] = []
-    for number, line in numbered:
-        try:
-            if path.suffix == ".jsonl":
-                prompts[number] = _from_json(line)
-            elif not line.startswith("#"):
-                prompts[number] = Prompt(line)
-        except ConfigError as error:
-            faults.append(f"line {number} {error}")
-    if faults:
-        raise ConfigError(f"prompts: {path}, {'; '.join(faults[:SHOWN])}{_more(faults)}")
-    if not prompts:
-        raise ConfigError(f"prompts: {path} holds no prompt; write one a line")
-    return PromptFile(path, tuple(prompts.values()), tuple(prompts), blank, _repeated(prompts))
+    read = _from_json if path.suffix == ".jsonl" else _from_text
+    return _collect(path, ((line, lambda line=line: read(line)) for line in lines), "line", "; write one a line")
 
 
 def _from_dataset(path: Path) -> PromptFile:
     """The rows of a dataset; those with an empty text are left out, as blank lines are."""
+    rows = read_rows(str(path))
+    return _collect(path, ((text, lambda text=text, data=data: _checked(text.strip(), data)) for text, data in rows), "row", "")
+
+
+def _collect(path: Path, lines: Iterable[tuple[str, Callable[[], Prompt | None]]], unit: str, advice: str) -> PromptFile:
+    """The prompts of lines: (text, how to make its prompt; None: a comment). Raises what is wrong with any of them."""
     prompts: dict[int, Prompt] = {}
     blank, faults = [], []
-    for number, (text, metadata) in enumerate(read_rows(str(path)), 1):
+    for number, (text, make) in enumerate(lines, 1):
         if not text.strip():
             blank.append(number)
             continue
         try:
-            if "include" in metadata:
-                request_of(metadata)
-            prompts[number] = Prompt(text.strip(), metadata)
+            prompt = make()
         except ConfigError as error:
-            faults.append(f"row {number} {error}")
+            faults.append(f"{unit} {number} {error}")
+        else:
+            if prompt is not None:
+                prompts[number] = prompt
     if faults:
         raise ConfigError(f"prompts: {path}, {'; '.join(faults[:SHOWN])}{_more(faults)}")
     if not prompts:
-        raise ConfigError(f"prompts: {path} holds no prompt")
-    return PromptFile(path, tuple(prompts.values()), tuple(prompts), tuple(blank), _repeated(prompts), "row")
+        raise ConfigError(f"prompts: {path} holds no prompt{advice}")
+    return PromptFile(path, tuple(prompts.values()), tuple(prompts), tuple(blank), _repeated(prompts), unit)
+
+
+def _checked(text: str, metadata: dict[str, Any]) -> Prompt:
+    """The prompt; its request, where its metadata hold one, must be one that GenEval's rules know."""
+    if "include" in metadata:
+        request_of(metadata)
+    return Prompt(text, metadata)
+
+
+def _from_text(line: str) -> Prompt | None:
+    return None if line.strip().startswith("#") else Prompt(line.strip())
 
 
 def _repeated(prompts: dict[int, Prompt]) -> tuple[tuple[int, int], ...]:
@@ -131,9 +135,7 @@ def _from_json(line: str) -> Prompt:
     text = values.pop("prompt", None) if isinstance(values, dict) else None
     if not isinstance(values, dict) or not isinstance(text, str) or not text.strip():
         raise ConfigError('is no JSON object with an entry "prompt"')
-    if "include" in values:
-        request_of(values)
-    return Prompt(text, values)
+    return _checked(text, values)
 
 
 def _lines(numbers: tuple[int, ...], unit: str) -> str:

@@ -1,0 +1,118 @@
+"""For the tests of the reward server: a server in a thread, a reward that counts its calls, numbered pictures."""
+
+import contextlib
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+import httpx
+import server_fuzz as fuzzing
+import torch
+
+from flowrl import Prompt
+from flowrl.rewards import FunctionReward
+from flowrl.rewards.server import Listener, Settings
+from flowrl.rewards.server.serve import make_server
+
+
+@dataclass
+class Function:
+    """A reward from a function; counts its calls and the pictures in each."""
+
+    function: object = None
+
+    def __post_init__(self):
+        self.sizes = []
+
+    def score(self, images, prompts):
+        self.sizes.append(len(images))
+        assert len(images) == len(prompts)
+        return images.flatten(1).amax(1) if self.function is None else self.function(images, prompts)
+
+
+def echo(images, prompts):
+    """The number in the picture, if the prompt names the same one, else -1."""
+    found = (images.flatten(1).amax(1) * 2**24).round()
+    return torch.where(found == torch.tensor([float(p.metadata["sample"]) for p in prompts]), found, -1.0)
+
+
+@contextlib.contextmanager
+def served(reward, settings=None, certificate=None, key=None):
+    """A server in a thread; gives its address and its state."""
+    listener = Listener.open("127.0.0.1", 0)
+    server = make_server(reward, settings or Settings(), certificate, key)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener.socket]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield listener.url(), server.config.app.state.server
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def numbered(numbers):
+    return torch.cat([fuzzing.picture(n) for n in numbers]), [Prompt("p", {"sample": n}) for n in numbers]
+
+
+def post(url, attempt, **options):
+    with httpx.Client(base_url=url, trust_env=False, timeout=20) as client:
+        return client.request(attempt.method, attempt.path, content=attempt.body, headers={**attempt.headers, **options})
+
+
+def refused(answer, status, code):
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, code), answer.text
+    assert set(error) == {"code", "message", "retry"}
+    return error["message"]
+
+
+def unsure(images, prompts):
+    """Cannot judge pictures whose number is a multiple of three."""
+    found = echo(images, prompts)
+    return torch.where(found % 3 == 0, torch.nan, found)
+
+
+def marking(function):
+    return FunctionReward(function, marks_invalid=True)
+
+
+@contextlib.contextmanager
+def scripted(*script):
+    """A server that answers its requests by `script` in turn: bytes to send, then the connection is closed; or a function of the
+    request's id and the number of pictures that gives the scores as JSON text. Its last entry serves all further requests."""
+    counts = []
+
+    def answer(connection):
+        with connection, contextlib.suppress(OSError):
+            data = b""
+            while b"\r\n\r\n" not in data:
+                data += connection.recv(65536)
+            head, _, body = data.partition(b"\r\n\r\n")
+            headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+            while len(body) < int(headers[b"content-length"]):
+                body += connection.recv(65536)
+            number = len(counts)
+            counts.append(number)
+            step = script[min(number, len(script) - 1)]
+            name = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"x-request-id"))[14:].decode()
+            if callable(step):
+                text = step(name)
+                step = f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n{text}".encode()
+            if isinstance(step, float):
+                time.sleep(step)
+                return
+            connection.sendall(step)
+
+    def listen():
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=listen, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", counts
+        listener.shutdown(socket.SHUT_RDWR)

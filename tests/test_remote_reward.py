@@ -1,0 +1,191 @@
+"""A client and servers that fail: faults that pass are waited out, faults that stay are one clear error."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reward_serving import numbered, scripted
+
+from flowrl import Prompt
+from flowrl.errors import ConfigError, RewardError
+from flowrl.rewards.remote import RemoteReward, RemoteSum
+
+
+def scores(text):
+    return lambda name: f'{{"request": "{name}", "scores": {text}}}'
+
+
+def marked(text, marks, **more):
+    extra = "".join(f', "{name}": {value}' for name, value in more.items())
+    return lambda name: f'{{"request": "{name}", "scores": {text}, "invalid": {marks}{extra}}}'
+
+
+def raw(status, body=b"", **headers):
+    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
+    return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{lines}\r\n".encode() + body
+
+
+GOOD = scores("[1.0, 2.0]")
+PASSING = [
+    raw(500),
+    raw(500, b"<html>oops</html>"),
+    raw(503, b'{"error": {"code": "busy", "message": "later", "retry": true}}', Retry_After=0),
+    raw(502, b"\xff\xfe"),
+    raw(429, b'{"error": []}', Retry_After="soon"),
+    raw(500, b'{"error": ' + b"[" * 50_000),
+    b"",  # closed without an answer
+    b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{",  # truncated
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{",
+    b"\x00\x01garbage\r\n\r\n",
+    raw(200, b""),
+    raw(200, b"{"),
+    raw(200, b"[1.0, 2.0]"),
+    raw(200, b'{"request": "another", "scores": [1.0, 2.0]}'),
+    raw(200, b'{"scores": [1.0, 2.0]}'),
+    raw(200, b"[" * 50_000),
+    0.6,  # no answer in time
+]
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=lambda fault: repr(fault)[:30])
+def test_faults_that_pass_are_waited_out(fault):
+    with scripted(fault, fault, GOOD) as (url, counts):
+        remote = RemoteReward(url, timeout=0.4, backoff=0.01, deadline=60)
+        assert remote.score(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2).tolist() == [1.0, 2.0]
+        assert len(counts) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (scores("[1.0]"), "sent 1 scores for 2 pictures"),
+        (scores("[1.0, 2.0, 3.0]"), "sent 3 scores for 2 pictures"),
+        (scores("{}"), "sent a dict of scores"),
+        (scores("[1.0, NaN]"), "sent nan as score 1 of 2; scores must be finite"),
+        (scores("[1e999, 1.0]"), "sent inf as score 0"),
+        (scores("[1e300, 1.0]"), "sent 1e\\+300 as score 0"),
+        (scores(f"[1.0, {10**400}]"), "as score 1"),
+        (scores("[1.0, null]"), "sent None as score 1"),
+        (scores('[1.0, "2.0"]'), "sent '2.0' as score 1"),
+        (scores("[1.0, true]"), "sent True as score 1"),
+        (marked("[1.0, NaN]", "[false, true]"), "sent nan as score 1 of 2; scores must be finite, or marked invalid"),
+        (marked("[1.0, null]", "[false, false]"), "sent None as score 1 of 2"),
+        (marked("[1.0, 2.0]", "[false, true]"), "marks sample 1 of 2 invalid, yet sends a score"),
+        (marked("[1.0, null]", "[true]"), r"sent \[True\] as invalid marks for 2 pictures"),
+        (marked("[1.0, null]", "[0, 1]"), r"sent \[0, 1\] as invalid marks"),
+        (marked("[1.0, null]", '"NaN"'), "sent 'NaN' as invalid marks"),
+        (lambda name: " " * 100_000, "answer is larger than"),
+        (raw(401), "401.*token"),
+        (raw(404, b"not here"), "refuses: status 404"),
+        (raw(307, Location="http://127.0.0.1:1/"), "refuses: status 307"),
+        (
+            raw(422, b'{"error": {"code": "reward_refused", "message": "no quoted text", "retry": false}}'),
+            "reward_refused: no quoted",
+        ),
+        (raw(500, b'{"error": {"code": "reward_broken", "message": "not finite", "retry": false}}'), "reward_broken: not finite"),
+    ],
+)
+def test_faults_that_stay_are_one_error_at_once(fault, message):
+    with scripted(fault) as (url, counts), pytest.raises(RewardError, match=message):
+        RemoteReward(url, backoff=0.01).score(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
+    assert len(counts) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({}, "sends no components"),
+        ({"parts": "{}", "weights": "{}"}, "sends no components"),
+        ({"parts": "[1]", "weights": "{}"}, "sends no components"),
+        ({"parts": '{"a": [1.0]}', "weights": '{"a": 1}'}, "sent 1 'a' components for 2 pictures"),
+        ({"parts": '{"a": [1.0, null]}', "weights": '{"a": 1}'}, "sent None as 'a' component 1"),
+        ({"parts": '{"a": [1.0, NaN]}', "weights": '{"a": 1}'}, "sent nan as 'a' component 1"),
+        ({"parts": '{"a": [1.0, 2.0]}', "weights": '{"b": 1}'}, "as the weights of the components a"),
+        ({"parts": '{"a": [1.0, 2.0]}', "weights": '{"a": NaN}'}, "as the weights of the components a"),
+        ({"parts": '{"a": [1.0, 2.0]}'}, "sent None as the weights"),
+        ({"parts": f'{{"{"a" * 90_000}": [1.0, 2.0]}}'}, "answer is larger than"),
+    ],
+)
+def test_components_that_are_garbage(more, message):
+    with scripted(marked("[1.0, 2.0]", "[false, false]", **more)) as (url, counts), pytest.raises(RewardError, match=message):
+        RemoteSum(url, backoff=0.01).parts(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
+    assert len(counts) == 1
+
+
+def test_an_answer_that_trickles_ends_with_the_time_limit():
+    def trickle():
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n")
+            for _ in range(200):
+                connection.sendall(b" ")
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=trickle, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(RewardError, match="too slowly"):
+            RemoteReward(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.5, retries=0).score(*numbered([1]))
+        assert time.monotonic() - began < 3
+
+
+NESTED = st.recursive(st.floats() | st.none() | st.booleans() | st.text(max_size=3), lambda x: st.lists(x, max_size=3))
+MARKS = st.lists(st.booleans(), min_size=2, max_size=2) | NESTED
+
+
+@settings(max_examples=150)
+@given(st.binary(max_size=60) | st.tuples(NESTED | st.lists(st.floats(0, 1) | st.none(), min_size=2, max_size=2), MARKS))
+def test_no_answer_crashes_the_client(answer_server, content):
+    """Whatever a server answers: two numbers, NaN only where a typed mark says so, or a `RewardError`."""
+    url, answers = answer_server
+    answers.append(content)
+    with contextlib.suppress(RewardError):
+        found = RemoteReward(url, retries=0).score(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
+        marks = [False] * 2 if isinstance(content, bytes) or content[1] is None else content[1]
+        assert found.shape == (2,) and found.isnan().tolist() == marks and not found.isinf().any()
+    with contextlib.suppress(RewardError):
+        RemoteSum(url, retries=0).parts(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
+
+
+@pytest.fixture(scope="module")
+def answer_server():
+    answers = []
+
+    def step(name):
+        content = answers[-1]
+        if isinstance(content, bytes):
+            return content.decode("latin-1")
+        return json.dumps({"request": name, "scores": content[0], "invalid": content[1], "parts": {"a": content[0]}})
+
+    with scripted(step) as (url, _):
+        yield url, answers
+
+
+def test_giving_up_is_one_error_within_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    images, prompts = numbered(range(40))
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=r"gave no scores in \d+ attempts over . seconds.*ConnectError.*resume the run"):
+        RemoteReward(url, batch=4, deadline=1.0, backoff=0.05).score(images, prompts)
+    assert time.monotonic() - began < 4
+    with pytest.raises(RewardError, match="in 3 attempts"):
+        RemoteReward(url, retries=2, backoff=0.01).score(images[:1], prompts[:1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"url": "localhost:8000"}, {"url": "ftp://x"}, {"url": "http://user:word@x"}, {"images": "jpeg"}, {"batch": 0},
+        {"concurrency": 0}, {"timeout": 0.0}, {"deadline": float("inf")}, {"retries": -1}, {"backoff": -1.0},
+    ],
+)  # fmt: skip
+def test_options_are_checked(options):
+    with pytest.raises(ConfigError, match=f"remote.{next(iter(options))}"):
+        RemoteReward(**{"url": "http://localhost:1", **options})
