@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowrl.errors import ConfigError, require
@@ -26,7 +26,7 @@ KL_FORMS: dict[str, Divergence] = {"exact": exact_kl, "without_delta": kl_withou
 
 def counted_pairs(batch: LossBatch) -> LossBatch:
     """The pairs of `batch` that count: unmasked, and stochastic (behaviour std > 0). The others get no gradient."""
-    counts = batch.mask & (batch.behaviour.std > 0)
+    counts = (batch.mask & (batch.behaviour.std > 0)).nonzero().squeeze(1)  # waits for the device once, not per tensor
     behaviour = _rows(batch.behaviour, counts)
     reference = None if batch.reference is None else _rows(batch.reference, counts)
     return replace(
@@ -98,6 +98,6 @@ def _mean(values: Tensor, new: Gaussian) -> Tensor:
     return values.mean() if len(values) else new.mean.sum()
 
 
-def _rows(gaussian: Gaussian, rows: Bool[Tensor, " sample"]) -> Gaussian:
+def _rows(gaussian: Gaussian, rows: Int[Tensor, " row"]) -> Gaussian:
     """The `rows` of `gaussian`; its std is a constant of the sampler and takes no gradient."""
     return Gaussian(mean=gaussian.mean[rows], std=gaussian.std[rows].detach())
