@@ -202,6 +202,15 @@ class OneNetwork(Protocol):
 
 
 @runtime_checkable
+class PromptEmbedding(Protocol):
+    """A policy that embeds prompts with networks of their own and keeps the embeddings."""
+
+    def warm(self, prompts: Sequence[Prompt]) -> None:
+        """Embed `prompts` now, as many as are kept, so that these networks visit the device once, not at every iteration."""
+        ...
+
+
+@runtime_checkable
 class Exportable(Protocol):
     """A policy whose trained weights other programs can read."""
 

@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,20 @@ def folder(tmp_path_factory):
     more = ["--preset", "tiny", "--lr", "0.03", "--groups", "1", "--checkpoint-every", "1", "--guidance", "2"]
     assert main(["train", *files, *sizes, *more, "--out", str(root / "run")]) == 0
     return root
+
+
+def test_text_encoders_visit_the_device_twice(folder, tmp_path, monkeypatch):
+    """For the held-out prompts, and for all prompts of the coming iterations; not at every iteration."""
+    from flowrl.policies.pipeline import PipelinePolicy
+
+    visits = []
+    monkeypatch.setattr(
+        PipelinePolicy, "_embed", lambda self, texts, old=PipelinePolicy._embed: visits.append(texts) or old(self, texts)
+    )
+    (tmp_path / "held.txt").write_text("a blue dog\n")
+    config = RunConfig.from_dict(load_config(folder / "run" / "config.json"))
+    Run(replace(config, heldout_file=str(tmp_path / "held.txt"), iterations=3, tracker="none"), tmp_path / "run").execute()
+    assert [sorted(texts) for texts in visits] == [["", "a blue dog"], ["a red car", "a red fox", "a red hat"]]
 
 
 def events(folder):

@@ -326,3 +326,10 @@ def test_prompts_come_in_shuffled_passes():
     assert sorted(taken[:5]) == sorted(taken[5:]) == list("01234")
     with pytest.raises(ConfigError, match="empty"):
         PromptStream([], seed=0)
+
+
+def test_upcoming_prompts_are_those_that_come():
+    stream = PromptStream([Prompt(str(i % 4)) for i in range(6)], seed=3)
+    stream.take(2)
+    ahead = [p.text for p in stream.upcoming(9)]
+    assert ahead == list(dict.fromkeys(p.text for p in stream.take(9)))

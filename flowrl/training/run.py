@@ -14,7 +14,7 @@ from safetensors.torch import save
 from flowrl.builtin import World
 from flowrl.errors import CheckpointError, ConfigError
 from flowrl.policies.sharding import whole
-from flowrl.protocols import Exportable, FlowPolicy
+from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
 from flowrl.training import rows as lines
 from flowrl.training.beside import Beside, make_beside
 from flowrl.training.card import write_card, write_config
@@ -89,6 +89,9 @@ class Run:
                 write_config(self.folder, self.config)
             rows = [self._first_row(policy, world)]
             journal.row(rows[0])
+        if isinstance(policy, PromptEmbedding):
+            self._tell({"phase": "prompts"})
+            policy.warm(trainer.prompts.upcoming((self.config.iterations - trainer.done) * self.config.prompts))
         latest = self._train(trainer, world, rows, journal)
         if trainer.done == self.config.iterations:
             self._finish(trainer, world, latest or self._evaluate(trainer, world))

@@ -47,6 +47,13 @@ class PromptStream:
         chosen, self.order = self.order[:count], self.order[count:]
         return [self.prompts[i] for i in chosen]
 
+    def upcoming(self, count: int) -> list[Prompt]:
+        """The distinct ones among the next `count` prompts, in their order; takes none."""
+        ahead = PromptStream(self.prompts, 0)
+        ahead.generator.set_state(self.generator.get_state())
+        ahead.order = list(self.order)
+        return list({prompt.text: prompt for prompt in ahead.take(count)}.values())
+
 
 class Trainer:
     """Fine-tunes `policy` by `method` on `prompts` scored by `reward`; knows no paper by name.
