@@ -14,7 +14,7 @@ from flowrl.bench.claims import make_run
 from flowrl.bench.document import Table
 from flowrl.bench.evidence import column
 from flowrl.bench.measure import PHASES, measure
-from flowrl.bench.records import code_hash, provenance
+from flowrl.bench.records import code_hash, config_hash, provenance
 from flowrl.training.checkpoint import write_json
 from flowrl.training.config import RunConfig
 
@@ -75,10 +75,12 @@ def cost_table(
         *(f"s/iteration: {phase}" for phase in PHASES), "reward gained per million NFE", "peak memory (MiB)",
     )  # fmt: skip
     rows = []
+    by_seed: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines.values():
+        by_seed.setdefault(config_hash(RunConfig.from_dict({**line["config"], "seed": 0})), []).append(line)
     for world, task in (("mixture", "direction"), ("shapes", "compositional")):
         for name, changes in (arms or ARMS).items():
-            wanted = make_run(world, task, 0, changes).as_dict()
-            runs = [line for line in lines.values() if {**line["config"], "seed": 0} == wanted]
+            runs = by_seed.get(config_hash(make_run(world, task, 0, changes)), [])
             peak = next((f"{m['peak_mib']:.0f}" for m in memory if m["world"] == world and m["arm"] == name), "-")
             if runs:
                 rows.append((world, name, str(len(runs)), *_cost(runs), peak))
