@@ -22,7 +22,8 @@ from flowrl.rewards import FunctionReward
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.distributed import Share, Team, share_of
 from flowrl.training.evaluation import evaluate
-from flowrl.training.run import Run, trained_policy
+from flowrl.training.run import Run
+from flowrl.training.trained import trained_policy
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
 

@@ -13,7 +13,7 @@ from flowrl.policies.tiny import tiny_flux, tiny_sd3
 from flowrl.prompts import read_prompts
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.results import load_run
-from flowrl.training.run import trained_policy
+from flowrl.training.trained import trained_policy
 
 REWARD = """
 class Redness:

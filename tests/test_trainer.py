@@ -17,7 +17,8 @@ from flowrl.samplers import RandomWindow
 from flowrl.training.checkpoint import load_checkpoint, save_checkpoint
 from flowrl.training.config import PRESETS, RunConfig, preset
 from flowrl.training.evaluation import evaluate
-from flowrl.training.run import Run, trained_policy
+from flowrl.training.run import Run
+from flowrl.training.trained import trained_policy
 from flowrl.training.trainer import PromptStream, Trainer
 from flowrl.types import NoProbe, Prompt
 

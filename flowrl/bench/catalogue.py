@@ -80,6 +80,7 @@ _STEPWISE_CLAIMS = (
                 Beats("stepwise, DDIM-SDE", "stepwise, Flow-SDE"),
             )
         ),
+        samples=("uniform, Flow-SDE", "uniform, DDIM-SDE"),
     ),
     Claim(
         "early-gains",
@@ -401,6 +402,7 @@ _QUESTIONS = (
         {"turning points": {**POINTS, **LONG_WINDOW}},
         Above("turning points", "turning points over null"),
         asks=True,
+        samples=("turning points",),
     ),
     Claim(
         "planted",

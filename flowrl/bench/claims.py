@@ -26,7 +26,8 @@ class Claim:
 
     `says`: the paper's claim in our words; `source`: the paper; `number`: what it reports. `arms`: changes to the run's settings
     by name; `base`: changes that all arms share; `rule` judges. `tasks`: image tasks on which the claim is tried too (none: the
-    2-D world alone). `asks` marks an open question: nobody claims anything.
+    2-D world alone). `asks` marks an open question: nobody claims anything. `samples`: arms that are judged by what their sampler
+    draws, too (`flowrl.bench.samples`).
     """
 
     id: str
@@ -38,6 +39,7 @@ class Claim:
     base: Mapping[str, Any] = field(default_factory=dict)
     tasks: tuple[str, ...] = ()
     asks: bool = False
+    samples: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require(len(self.arms) >= 1, f"claim {self.id}: arms", dict(self.arms), "one or more")

@@ -84,10 +84,6 @@ def _share_of_early_gains(line: Line) -> float:
     return float(np.log2(np.mean(gains[:third]) / np.mean(gains[-third:])))
 
 
-def _points(line: Line, which: str) -> float:
-    return line["after"][which]["consistent"]
-
-
 _TO = "to the baseline's final reward, share of the baseline's"
 MEASURES: dict[str, Measure] = {
     "area": Measure("mean reward over training", lambda line: float(np.mean(_after(line, "soft")))),
@@ -98,12 +94,14 @@ MEASURES: dict[str, Measure] = {
     "drop": Measure("best minus final reward", lambda line: max(column(line, "soft")) - column(line, "soft")[-1], higher=False),
     "quality": Measure("final log-density under the data", lambda line: column(line, "quality")[-1]),
     "diversity": Measure("final distance between samples of a prompt", lambda line: column(line, "diversity")[-1]),
-    "sampler quality": Measure("log-density of the sampler's own samples, untrained", lambda line: line["before"]["sde_quality"]),
+    "sampler quality": Measure(
+        "log-density of the sampler's own samples, untrained", lambda line: line["samples"]["before"]["quality"]
+    ),
     "early gains": Measure("log2 of gains at early over late steps", _share_of_early_gains),
-    "turning points": Measure("turning points per trajectory", lambda line: _points(line, "turning_points")),
+    "turning points": Measure("turning points per trajectory", lambda line: line["samples"]["after"]["points"]),
     "turning points over null": Measure(
         "turning points per trajectory, beyond signs drawn at random",
-        lambda line: _points(line, "turning_points") - _points(line, "null"),
+        lambda line: line["samples"]["after"]["points"] - line["samples"]["after"]["null"],
     ),
     "updates": Measure(f"updates {_TO}", against=_share("updates"), higher=False),
     "nfe": Measure(f"NFE {_TO}", against=_share("nfe"), higher=False),

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from flowrl.builtin import World
-from flowrl.credit import turning_points
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.protocols import FlowPolicy
-from flowrl.rollout import Groups, Usage, integrate, reward_table, rollout
+from flowrl.rollout import Usage, integrate
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import EVALUATION_SEED, evaluate
 from flowrl.training.trainer import Trainer
-from flowrl.types import Completion, NoProbe
 
 CURVE = ("iteration", "nfe", "train_nfe", "seconds", "reward", "strict", "graded", "soft", "quality", "diversity")
 """Columns of a run's curve: totals up to the evaluation, and its scores."""
@@ -38,7 +36,6 @@ def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict
     trainer = Trainer(policy, method, config.make_reward(), world.prompts(config.task, "train"), config)
     totals: dict[str, float] = dict.fromkeys(TOTALS, 0.0)
     phases, gains, curve = dict.fromkeys(PHASES, 0.0), [], [_evaluated(trainer, world, 0, totals)]
-    before = observe(trainer, world)
     while trainer.done < config.iterations:
         if stop():
             return None
@@ -59,8 +56,6 @@ def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict
         "totals": {**totals, "trajectories": config.prompts * config.members * config.iterations},
         "phases": phases,
         "gains": [_mean(gains[:quarter]), _mean(gains[-quarter:])] if scored else None,
-        "before": before,
-        "after": observe(trainer, world),
     }
 
 
@@ -95,42 +90,3 @@ def _plausible(policy: FlowPolicy, world: World, config: RunConfig) -> tuple[flo
 def log_density(policy: MixturePolicy, points: Tensor) -> float:
     """Mean log-density of points [sample, 2, 1, 1] under the data the base model was made for."""
     return float(policy.mixture.log_marginal(points.flatten(1), torch.zeros(len(points))).mean())
-
-
-def observe(trainer: Trainer, world: World, members: int = 8) -> dict[str, Any]:
-    """The stochastic sampler's own samples of the current policy: their quality (2-D world), and turning points per trajectory.
-
-    Turning points are those of ODE completions; `null` counts them after the signs of the increments were drawn anew, a
-    trajectory whose gains have no order at all.
-    """
-    policy, config = trainer.policy, trainer.config
-    prompts = world.prompts(config.task, "train")[:18]
-    generator = torch.Generator(policy.device).manual_seed(EVALUATION_SEED)
-    groups = Groups(len(prompts), members)
-    noise = groups.noise(policy.latent_shape, generator)
-    state = trainer.generator.get_state()
-    sampler = trainer.draw_sampler()
-    trainer.generator.set_state(state)
-    probe = Completion() if isinstance(policy, MixturePolicy) else NoProbe()
-    result = rollout(
-        policy, sampler, trainer.schedule, policy.encode(prompts), noise, generator, groups, probe, max_batch=config.max_batch
-    )
-    if not isinstance(policy, MixturePolicy):
-        return {}
-    table = reward_table(policy, world.reward("soft"), result, prompts)
-    increments = table.diff(dim=-1)
-    signs = torch.randint(0, 2, increments.shape, generator=generator) * 2 - 1
-    null = torch.cat([table[..., :1], table[..., :1] + (increments.abs() * signs).cumsum(-1)], -1)
-    return {
-        "sde_quality": log_density(policy, result.trajectories.images_latent),
-        "turning_points": _density(table),
-        "null": _density(null),
-    }
-
-
-def _density(table: Tensor) -> dict[str, float]:
-    """Turning points per trajectory by both rules."""
-    return {name: float(turning_points(table, consistent).float().sum(-1).mean()) for name, consistent in KINDS_OF_POINTS.items()}
-
-
-KINDS_OF_POINTS = {"consistent": True, "plain": False}

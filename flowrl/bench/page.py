@@ -30,7 +30,8 @@ INTRODUCTION = (
     "Each claim of three papers, in our words, beside what happens in the built-in worlds: the same code, the same budgets, "
     "several seeds, intervals. A verdict is computed by a rule that was written before the runs; it speaks of these worlds, "
     "not of large models. Numbers are interquartile means with 95% intervals from a stratified bootstrap over seeds (tasks are "
-    "the strata), widened for few seeds; runs of one seed share their prompts and noise, so differences are paired."
+    "the strata), widened for few seeds; runs of one seed share their prompts and noise, so differences are paired. Held-out "
+    "prompts and their noise are the same for all runs: intervals speak of other seeds of training, not of other prompts."
 )
 COSTS = (
     "As measured, per rule: evaluations and reward calls of a trajectory, sequential calls and seconds of an iteration, and what "

@@ -119,12 +119,12 @@ class Suite:
 
 
 def evidence(claim: Claim, world: str, lines: Mapping[str, Mapping[str, Any]], seeds: tuple[int, ...]) -> Evidence | None:
-    """The claim's runs in a world: every seed that all its arms and tasks have; None where there is no such seed."""
+    """The claim's runs in a world: every seed that all its arms and tasks have (with samples, if it asks for them), or None."""
     found: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {arm: {} for arm in claim.arms}
     for arm, task, seed, config in claim.configs(world, seeds):
         line = lines.get(config_hash(config))
         cell = found[arm].setdefault(task, {})
-        if line is not None:
+        if line is not None and ("samples" in line or arm not in claim.samples):
             cell[seed] = line
     complete = [s for s in seeds if all(s in cell for tasks in found.values() for cell in tasks.values())]
     if not complete:

@@ -39,6 +39,9 @@ class Claims:
     """Start no more runs after so many minutes; the next call goes on."""
     judge: bool = False
     """Make no runs: judge what the file holds (also if older code made it) and write the page."""
+    look: bool = False
+    """With --judge: what the claims about samplers lack (FILE-samples.json) is measured by today's code; a run that then ends
+    otherwise than its line says is refused."""
     redo: str = ""
     """Make the run with this id again from its line, compare every number, and stop."""
     list: bool = False
@@ -52,6 +55,7 @@ class Claims:
         from flowrl.bench.page import claims_page, judge_all
         from flowrl.bench.records import Ledger
         from flowrl.bench.runner import Suite, needed
+        from flowrl.bench.samples import Samples, joined, wanted
 
         require(self.world in ("all", "mixture", "shapes"), "world", self.world, "mixture, shapes or all")
         for name in self.only:
@@ -73,6 +77,11 @@ class Claims:
             measure=finished and not (self.quick or self.only or self.judge),
             code=next(iter(lines.values()))["code"] if lines else "",
         )
+        samples = Samples(self.out.with_name(f"{self.out.stem}-samples.json"))
+        if finished and (self.look or not self.judge):
+            looked = wanted(chosen, seeds)
+            samples.complete({key: looked[key] for key in looked.keys() & lines.keys()}, self.workers, _counter("samples"))
+        lines = joined(lines, samples.read())
         judged = judge_all(CLAIMS, lines)
         written = claims_page(judged, lines, self.out, memory).write(self.page or self.out.parent, "claims", "claims")
         for one in judged:

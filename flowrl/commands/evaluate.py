@@ -96,7 +96,7 @@ def _run_setup(asked: Evaluate) -> _Setup:
     from flowrl.prompts import prompts_from
     from flowrl.registry import build
     from flowrl.training.config import RunConfig, load_config
-    from flowrl.training.run import load_trained
+    from flowrl.training.trained import load_trained
 
     if not (asked.weights / "config.json").is_file():
         raise ConfigError(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from flowrl.builtin import World
-from flowrl.errors import CheckpointError, ConfigError
+from flowrl.errors import ConfigError
 from flowrl.policies.sharding import whole
 from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
 from flowrl.training import rows as lines
@@ -279,39 +279,3 @@ def _beside_settings(c: RunConfig) -> list[Any]:
         return []
     groups = (c.diversity_prompts, c.diversity_members)
     return [c.heldout_rewards, c.reward_noise, c.reward_bias, c.seed if c.reward_noise else 0, c.diversity, *groups]
-
-
-def trained_policy(folder: Path, device: str = "") -> tuple[FlowPolicy, RunConfig]:
-    """The policy of a finished run with its averaged weights. Raises `ConfigError` or `CheckpointError`.
-
-    `device` left out: the CPU for a built-in world; for a model the run's own where that exists.
-    """
-    from flowrl.training.config import load_config
-
-    if not (folder / "weights.safetensors").is_file():
-        raise CheckpointError(
-            f"weights: {folder / 'weights.safetensors'} does not exist; {folder} must be the folder of a finished run"
-        )
-    config = RunConfig.from_dict(load_config(folder / "config.json"))
-    own = config.device if config.model and torch.cuda.is_available() else "cpu"
-    policy = config.make_world().policy(replace(config.policy_options(), device=device or own))
-    load_trained(policy, folder)
-    return policy, config
-
-
-def load_trained(policy: FlowPolicy, folder: Path) -> None:
-    """Put the averaged weights of the finished run in `folder` into its policy. Raises `CheckpointError`."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = folder / "weights.safetensors"
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"weights: {path} cannot be read: {error}") from error
-    named = policy.trainable()
-    if set(named) != set(tensors):
-        raise CheckpointError(f"weights: {path} does not hold the weights that {folder / 'config.json'} describes")
-    with torch.no_grad():
-        for name, parameter in named.items():
-            parameter.copy_(tensors[name])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.builtin import PolicyOptions, world
 from flowrl.rollout import Usage, integrate, score
-from flowrl.training.run import trained_policy
+from flowrl.training.trained import trained_policy
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,155 @@
+"""What the stochastic sampler itself draws, before and after training: quality, and turning points. The 2-D world only.
+
+A run's curve scores ODE samples from the same noise for all runs, which pairs them. What a sampler draws cannot be paired so, and
+needs more samples, drawn with noise of every seed's own: else the interval over seeds would hide the error of the sampling.
+"""
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrl.bench.claims import Claim
+from flowrl.bench.evidence import column
+from flowrl.bench.measure import log_density
+from flowrl.bench.records import config_hash, provenance
+from flowrl.credit import turning_points
+from flowrl.errors import ConfigError
+from flowrl.policies.mixture import MixturePolicy
+from flowrl.rollout import Groups, reward_table, rollout
+from flowrl.training.checkpoint import write_json
+from flowrl.training.config import RunConfig
+from flowrl.training.evaluation import evaluate
+from flowrl.training.trainer import Trainer
+from flowrl.types import Completion
+
+MEMBERS, DRAWS, FIRST_SEED = 128, 32, 50_000
+Lines = Mapping[str, Mapping[str, Any]]
+
+
+def observe(trainer: Trainer, members: int = MEMBERS) -> dict[str, float]:
+    """Of the present policy's stochastic samples, `members` for each of 18 prompts: mean log-density under the data (quality),
+    and turning points per trajectory, of ODE completions (points).
+
+    null: the same count after the signs of the increments were drawn anew (mean over 32 draws): a trajectory whose gains have no
+    order at all. The noise depends on the run's seed, and on nothing else of the run.
+    """
+    policy, config = trainer.policy, trainer.config
+    if not isinstance(policy, MixturePolicy):
+        raise ConfigError(f"samples: only the 2-D world's density is known, not that of {config.world}")
+    world = config.make_world()
+    prompts = world.prompts(config.task, "train")[:18]
+    generator = torch.Generator(policy.device).manual_seed(FIRST_SEED + config.seed)
+    groups = Groups(len(prompts), members)
+    noise = groups.noise(policy.latent_shape, generator)
+    state = trainer.generator.get_state()
+    sampler = trainer.draw_sampler()
+    trainer.generator.set_state(state)
+    result = rollout(
+        policy,
+        sampler,
+        trainer.schedule,
+        policy.encode(prompts),
+        noise,
+        generator,
+        groups,
+        Completion(),
+        max_batch=config.max_batch,
+    )
+    table = reward_table(policy, world.reward("soft"), result, prompts)
+    increments = table.diff(dim=-1)
+
+    def redrawn() -> torch.Tensor:
+        signs = torch.randint(0, 2, increments.shape, generator=generator) * 2 - 1
+        return torch.cat([table[..., :1], table[..., :1] + (increments.abs() * signs).cumsum(-1)], -1)
+
+    return {
+        "quality": log_density(policy, result.trajectories.images_latent),
+        "points": _points(table),
+        "null": sum(_points(redrawn()) for _ in range(DRAWS)) / DRAWS,
+    }
+
+
+def _points(table: torch.Tensor) -> float:
+    """Turning points per trajectory, by the consistent rule."""
+    return float(turning_points(table, True).float().sum(-1).mean())
+
+
+def look(config: RunConfig) -> dict[str, Any]:
+    """Train by `config`, and observe before and after. `final`: the last held-out reward, by which a run is known again."""
+    torch.set_num_threads(1)
+    world = config.make_world()
+    policy = world.policy(config.policy_options())
+    trainer = Trainer(policy, config.make_method(), config.make_reward(), world.prompts(config.task, "train"), config)
+    before = observe(trainer)
+    while trainer.done < config.iterations:
+        trainer.iteration()
+    c = config
+    with trainer.averaged():
+        found = evaluate(policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch, solver=c.eval_solver)
+    return {"final": found.scores["soft"], "before": before, "after": observe(trainer)}
+
+
+def wanted(claims: Mapping[str, Claim], seeds: Mapping[str, tuple[int, ...]]) -> dict[str, RunConfig]:
+    """The runs whose own samples a claim is judged by, by id."""
+    found = {}
+    for claim in claims.values():
+        for arm, _, _, config in claim.configs("mixture", seeds["mixture"]):
+            if arm in claim.samples:
+                found[config_hash(config)] = config
+    return found
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The file of what was observed, by the id of the run; written anew after every run, so that a stop loses little."""
+
+    path: Path
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """What is there. Raises `ConfigError` for a file that is something else."""
+        if not self.path.exists():
+            return {}
+        try:
+            return dict(json.loads(self.path.read_text())["rows"])
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"samples: {self.path} does not hold what `flowrl bench claims` writes: {error!r}") from error
+
+    def complete(self, runs: Mapping[str, RunConfig], workers: int, progress: Callable[[int, int], None]) -> None:
+        """Look at the runs that are missing."""
+        rows = self.read()
+        todo = {key: config for key, config in runs.items() if key not in rows}
+        if not todo:
+            return
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(len(todo), workers or os.cpu_count() or 1), context) as pool:
+            futures = {pool.submit(look, config): key for key, config in todo.items()}
+            try:
+                for future in as_completed(futures):
+                    rows[futures[future]] = future.result()
+                    write_json(self.path, {**provenance(), "rows": dict(sorted(rows.items()))})
+                    progress(len(rows), len(rows) + sum(not f.done() for f in futures))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def joined(lines: Lines, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Lines, those that were observed with an entry "samples". Raises `ConfigError` where another run was observed than the
+    line's: its last held-out reward must be the line's to the last digit."""
+    found = dict(lines)
+    for key in rows.keys() & lines.keys():
+        line, row = lines[key], rows[key]
+        if row["final"] != column(line, "soft")[-1]:
+            raise ConfigError(
+                f"samples: the run {key} that was observed ended with a reward of {row['final']!r}, its line says "
+                f"{column(line, 'soft')[-1]!r}: other code or another machine made one of them; delete the file of samples"
+            )
+        found[key] = {**line, "samples": row}
+    return found
