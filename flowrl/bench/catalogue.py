@@ -300,7 +300,7 @@ _QUESTIONS = (
     *(
         Claim(
             f"scale-{name}",
-            f"Does the lead of stepwise credit change with {words}?",
+            f"Is the lead of stepwise credit larger {words}?",
             NONE,
             "-",
             {
@@ -324,8 +324,8 @@ _QUESTIONS = (
             asks=True,
         )
         for name, words, option, word, values in (
-            ("steps", "more denoising steps", "steps", "T =", (20,)),
-            ("groups", "larger groups", "members", "G =", (24,)),
+            ("steps", "with 10 denoising steps than with 20", "steps", "T =", (20,)),
+            ("groups", "in groups of 12 than in groups of 24", "members", "G =", (24,)),
         )
     ),
     Claim(

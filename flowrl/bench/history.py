@@ -5,6 +5,6 @@ EARLIER_RULES: dict[str, str] = {
     "and with the earlier measure of the sampler's own samples, see the next",
     "80b0d79a4ad3f108": "the same rules, but quality and turning points of the sampler's own samples were those of 144 samples "
     "from the same noise for every seed, so that intervals hid the error of the sampling; with 2,304 samples of each seed's own "
-    "the quality of the DDIM-inspired SDE changed its sign",
+    "the quality of the DDIM-inspired SDE changed its sign. Two questions had words that fitted their rules badly",
 }
 """How the rules with this hash differed from today's."""

@@ -35,10 +35,15 @@ TONES = {"good": "#009E73", "bad": "#D55E00", "open": "#8a8f98"}
 
 
 def bands(panels: Mapping[str, Mapping[str, Band]], x: str, y: str) -> Figure:
-    """A panel per setting, a band per arm, named where it ends."""
-    figure = Figure(figsize=(5.6 * len(panels) + 0.6, 4.0), layout="constrained")
+    """A panel per setting, two in a row; a band per arm, named where it ends."""
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(5.6 * columns + 0.6, 3.8 * rows), layout="constrained")
     names = list(dict.fromkeys(name for arms in panels.values() for name in arms))
-    for axes, (title, arms) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+    cells = figure.subplots(rows, columns, squeeze=False).flatten()
+    for empty in cells[len(panels) :]:
+        empty.set_axis_off()
+    for axes, (title, arms) in zip(cells, panels.items(), strict=False):
         for name, band in arms.items():
             shade = SHADES[names.index(name) % len(SHADES)]
             axes.fill_between(band.x, band.low, band.high, color=shade, alpha=0.18, linewidth=0)
@@ -50,6 +55,7 @@ def bands(panels: Mapping[str, Mapping[str, Band]], x: str, y: str) -> Figure:
             shade = SHADES[names.index(name) % len(SHADES)]
             axes.annotate(f" {name}", (end, height), color=shade, fontsize=9, va="center", annotation_clip=False)
         axes.set_xlim(0, end * 1.42)
+        axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= end])
         axes.set_xlabel(x, loc="left")
         axes.set_ylabel(y)
         axes.set_title(title, loc="left", fontsize=10)
