@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -150,3 +151,14 @@ def test_every_built_in_part_can_be_listed_and_built() -> None:
 def test_probes_by_word() -> None:
     probes = [parse_probe(words) for words in ("none", "tweedie", "substeps:3", "completion", "continuation:7")]
     assert probes == [NoProbe(), Tweedie(), Substeps(3), Completion(), Continuation(7)]
+
+
+def test_the_list_of_parts_names_options_of_train(capsys):
+    from flowrl.cli import main
+    from flowrl.training.config import RunConfig
+
+    assert main(["parts"]) == 0
+    named = re.findall(r"^\S+ \(--([\w-]+)\)$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert len(named) == len(KINDS)
+    for option in named:
+        assert option.replace("-", "_") in RunConfig.__dataclass_fields__

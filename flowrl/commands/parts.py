@@ -10,6 +10,9 @@ import tyro
 from flowrl.errors import FlowrlError, require
 from flowrl.registry import KINDS, available, build, options_of, summary_of
 
+OPTIONS = {"features": "diversity"}
+"""Kinds of parts whose option of `flowrl train` has another name."""
+
 
 @dataclass(frozen=True)
 class Explain:
@@ -58,7 +61,7 @@ class Parts:
         """Print one line per part, its options below it."""
         require(self.kind in ("", *KINDS), "kind", self.kind, f"one of {', '.join(KINDS)}")
         for kind in (self.kind,) if self.kind else KINDS:
-            print(f"{kind} (--{kind})")
+            print(f"{kind} (--{OPTIONS.get(kind, kind)})")
             for name, origin in sorted(available(kind).items()):
                 title = f"  {name}{'' if origin == 'flowrl' else f'  [{origin}]'}"
                 try:

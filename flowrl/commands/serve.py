@@ -19,7 +19,7 @@ class ServeReward:
     """
 
     reward: tyro.conf.Positional[str]
-    """NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts reward` lists names."""
+    """NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts --kind reward` lists names."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 for all."""
     port: int = 8000
