@@ -42,6 +42,24 @@ def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path):
     assert load_prompts(tmp_path / "p.txt").prompts[0].text == "a fox"
 
 
+def test_lines_end_at_line_feeds_only(tmp_path):
+    odd = "a fox\u2028beside\u0085a \x0c car"
+    path = written(tmp_path, "p.txt", odd, "", "third")
+    found = load_prompts(path)
+    assert [p.text for p in found.prompts] == [odd, "third"] and found.blank == (2,) and found.lines == (1, 3)
+    write_prompts(tmp_path / "p.jsonl", found.prompts)
+    assert load_prompts(tmp_path / "p.jsonl").prompts == found.prompts
+    (tmp_path / "dos.txt").write_bytes(b"a fox\r\na cat\r\n")
+    assert [p.text for p in load_prompts(tmp_path / "dos.txt").prompts] == ["a fox", "a cat"]
+
+
+def test_what_is_wrong_with_the_json_is_told(tmp_path):
+    with pytest.raises(ConfigError, match=r"line 1 is no JSON object .* \(Expecting ',' delimiter at column 16\)"):
+        load_prompts(written(tmp_path, "p.jsonl", '{"prompt": "a" "n": 1}'))
+    with pytest.raises(ConfigError, match=r"line 2 is no JSON object .* \(NaN is no number in JSON\)"):
+        load_prompts(written(tmp_path, "p.jsonl", '{"prompt": "a"}', '{"prompt": "b", "n": NaN}'))
+
+
 def test_geneval_lines(tmp_path):
     first, second = load_prompts(written(tmp_path, "p.jsonl", *GENEVAL)).prompts
     assert first.text == "two dogs" and request_of(first.metadata).exclude == (Clause("dog", 3),)
@@ -71,6 +89,7 @@ def test_every_bad_line_is_named(tmp_path):
         ({"include": [{"class": "dog", "count": 0}]}, '"count" = 0 is not allowed: 1 or more'),
         ({"include": [{"class": "dog", "count": True}]}, '"count" = True'),
         ({"include": [{"class": "dog", "color": "mauve"}]}, "\"color\" = 'mauve' is not allowed: one of red"),
+        ({"include": [{"class": "dog", "colour": "red"}]}, "colour is not allowed: only class, count, color, position"),
         ({"include": [{"class": "dog", "position": ["left of", 0]}]}, "the number of an earlier clause"),
         ({"include": [{"class": "dog"}, {"class": "cat", "position": ["near", 0]}]}, "one of left of, right of"),
         ({"include": [{"class": "dog"}], "exclude": [{"class": "dog", "count": -1}]}, "exclude[0]"),
@@ -108,6 +127,11 @@ def test_only_as_many_as_there_are():
         compositional_prompts(81, tags=["single_object"])
     with pytest.raises(ConfigError, match="tags = 'size' is not allowed"):
         compositional_prompts(1, tags=["size"])
+
+
+def test_too_many_are_refused_soon():
+    with pytest.raises(ConfigError, match="at most about"):
+        text_prompts(10**9, words=["a"], scenes=["b"])
 
 
 def test_text_prompts_quote_their_text():

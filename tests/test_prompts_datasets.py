@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from pathlib import Path
 
 import pytest
 
@@ -154,3 +155,8 @@ def test_without_the_package_there_is_one_clear_error(tmp_path, monkeypatch):
             preset("tiny").apply(model="any", prompt_file=spec, reward="ocr")
     (tmp_path / "p.txt").write_text("a fox\n")
     assert len(load_prompts(tmp_path / "p.txt").prompts) == 1
+
+
+def test_a_dataset_without_a_name_is_refused():
+    with pytest.raises(ConfigError, match=r"'hf:' is not allowed: hf:NAME"):
+        load_prompts(Path("hf:"))

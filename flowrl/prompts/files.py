@@ -53,7 +53,7 @@ def load_prompts(path: Path) -> PromptFile:
     if is_dataset(str(path)):
         return _from_dataset(path)
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")  # splitlines would also cut at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"prompts: {path} cannot be read: {error}") from error
     read = _from_json if path.suffix == ".jsonl" else _from_text
@@ -129,13 +129,19 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
 
 def _from_json(line: str) -> Prompt:
     try:
-        values = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
-        values = None
+        values = json.loads(line, parse_constant=_no_number)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f'is no JSON object with an entry "prompt" ({error.msg} at column {error.colno})') from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f'is no JSON object with an entry "prompt" ({error})') from error
     text = values.pop("prompt", None) if isinstance(values, dict) else None
     if not isinstance(values, dict) or not isinstance(text, str) or not text.strip():
         raise ConfigError('is no JSON object with an entry "prompt"')
     return _checked(text, values)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
 
 
 def _lines(numbers: tuple[int, ...], unit: str) -> str:

@@ -7,6 +7,8 @@ from flowrl.errors import require
 from flowrl.prompts.geneval import COLOURS, OBJECTS, POSITIONS, TAGS
 from flowrl.types import Prompt
 
+PATIENCE = 20_000
+"""Prompts in a row that are all known already, after which no more new ones are expected."""
 NUMBERS = ("zero", "one", "two", "three", "four")
 PLURALS = {
     "person": "people", "sheep": "sheep", "skis": "pairs of skis", "scissors": "pairs of scissors", "knife": "knives",
@@ -66,11 +68,11 @@ def distinct(source: Iterator[Prompt], count: int) -> list[Prompt]:
     """The first `count` prompts of `source` with different texts. Raises `ConfigError` where so many do not come."""
     require(count >= 1, "count", count, "1 or more")
     found: dict[str, Prompt] = {}
-    tries = 0
-    while len(found) < count and tries < 100 * count + 1000:
+    known = 0
+    while len(found) < count and known < PATIENCE:
         prompt = next(source)
+        known = known + 1 if prompt.text in found else 0
         found.setdefault(prompt.text, prompt)
-        tries += 1
     require(len(found) == count, "count", count, f"at most about {len(found)}: there are no more different prompts of this kind")
     return list(found.values())
 

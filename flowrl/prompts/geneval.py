@@ -24,6 +24,8 @@ OBJECTS = (
 """COCO's 80 classes, with GenEval's names for mouse, remote and keyboard."""
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 POSITIONS = ("left of", "right of", "above", "below")
+ENTRIES = ("class", "count", "color", "position")
+"""What a clause may say; anything else would be left unscored."""
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 
 
@@ -64,6 +66,9 @@ def _clauses(metadata: Mapping[str, Any], entry: str) -> tuple[Clause, ...]:
 
 def _clause(values: Mapping[str, Any], where: str, number: int) -> Clause:
     name, count, colour = values.get("class"), values.get("count", 1), values.get("color", "")
+    unknown = sorted(str(key) for key in values if key not in ENTRIES)
+    if unknown:
+        raise ConfigError(f"{where}: {', '.join(unknown)} is not allowed: only {', '.join(ENTRIES)}")
     if not isinstance(name, str) or not name:
         raise ConfigError(f'{where}: "class" = {name!r} is not allowed: the name of an object')
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:

@@ -54,7 +54,7 @@ def _rows(spec: str) -> tuple[tuple[str, str], ...]:
 def _split(spec: str) -> tuple[str, str | None, str | None]:
     """Name, split and column; a local path may hold colons of its own."""
     text = spec.removeprefix(PREFIX)
-    if Path(text).exists():
+    if text and Path(text).exists():
         return text, None, None
     name, *rest = text.split(":")
     if not name or len(rest) > 2:
