@@ -73,6 +73,19 @@ class TestPixels:
         white = clip_pixels(image, 8)[0, 0]
         assert torch.allclose(white, torch.full_like(white, (1 - 0.48145466) / 0.26862954), atol=1e-6)
 
+    def test_the_whole_picture_between_black_bars(self):
+        image = torch.ones(1, 3, 8, 16)
+        image[..., :2] = image[..., 14:] = 0.5
+        pixels = clip_pixels(image, 16, whole=True)[0, 0]
+        black, white, grey = ((level - 0.48145466) / 0.26862954 for level in (0.0, 1.0, 128 / 255))
+        assert torch.allclose(pixels[:4], torch.tensor(black)) and torch.allclose(pixels[12:], torch.tensor(black))
+        assert torch.allclose(pixels[4:12, 2:14], torch.tensor(white)) and torch.allclose(pixels[4:12, :2], torch.tensor(grey))
+        tall = clip_pixels(image.transpose(2, 3), 16, whole=True)
+        assert torch.equal(tall.transpose(2, 3)[0, 0], pixels)
+        assert clip_pixels(torch.rand(1, 3, 1, 100), 16, whole=True).shape == (1, 3, 16, 16)
+        square = torch.rand(1, 3, 20, 20)
+        assert torch.equal(clip_pixels(square, 16, whole=True), clip_pixels(square, 16))
+
     @pytest.mark.parametrize(("height", "width"), [(50, 50), (64, 48), (32, 90), (20, 30)])
     def test_equals_transformers_own(self, height, width):
         from transformers import CLIPImageProcessorPil
@@ -215,6 +228,17 @@ def test_hps_reads_open_clips_weights(folder, images, other):
     assert torch.allclose(scores, expected, atol=1e-4)
     assert scores.std() > 0.01
     assert not torch.allclose(HPSv21(folder, weights="").score(images, PROMPTS), expected, atol=1e-2)
+
+
+def test_hps_sees_all_of_a_wide_picture(folder, other):
+    _, path = other
+    picture = torch.rand(1, 3, 20, 40, generator=torch.Generator().manual_seed(5))
+    bars = torch.zeros(1, 3, 40, 40)
+    bars[:, :, 10:30] = picture
+    hps, clipscore = HPSv21(folder, weights=str(path)), PickScore(folder, tokenizer="")
+    text = [Prompt("a red fox")]
+    assert torch.allclose(hps.score(picture, text), hps.score(bars, text), atol=0.02)
+    assert not torch.allclose(clipscore.score(picture, text), clipscore.score(bars, text), atol=1.0)
 
 
 def test_foreign_weights_are_refused(folder, images, tmp_path):

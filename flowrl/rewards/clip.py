@@ -3,15 +3,16 @@
 Weights are loaded at the first score, from a local folder in transformers' format or from the Hugging Face Hub by name (the
 command line works offline unless ``HF_HUB_OFFLINE=0`` is set), and shared between rewards with the same model and settings.
 
-Pictures are rounded to 8 bits, their shorter side is brought to the network's size (224) with Pillow's bicubic filter, the
-middle is cut out, and the channels are normalised with OpenAI's mean and standard deviation, as in the published code of all
-four. Prompts are cut after 77 tokens. Features are normalised and compared in float32, whatever `dtype` the network has.
+Pictures are rounded to 8 bits, brought to the network's size (224 x 224) with Pillow's bicubic filter, and the channels are
+normalised with OpenAI's mean and standard deviation. Of pictures that are not square the middle is cut out; HPSv2.1 sees all of
+them, between black bars. Both as in the published code (of square pictures it is the same). Prompts are cut after 77 tokens.
+Features are normalised and compared in float32, whatever `dtype` the network has.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -21,29 +22,52 @@ from torch.nn import functional as F
 from flowrl.errors import ConfigError, require
 from flowrl.rewards.open_clip import affine_map, from_open_clip, read_weights
 from flowrl.rewards.pictures import to_pillow
+from flowrl.rewards.pretrained import DTYPES, load_network, placed, refused, require_options, require_tokenizer, unavailable
 from flowrl.types import Prompt
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 """Channel means and standard deviations of CLIP's training data (arXiv 2103.00020, public code)."""
 TOKENS = 77
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def clip_pixels(images: Float[Tensor, "sample channel height width"], size: int = 224) -> Float[Tensor, "sample 3 size size"]:
-    """The network's input: 8 bits, shorter side to `size` (bicubic, antialiased), centre crop, (x - mean) / std. On the CPU."""
-    from PIL.Image import Resampling
+def clip_pixels(
+    images: Float[Tensor, "sample channel height width"], size: int = 224, whole: bool = False
+) -> Float[Tensor, "sample 3 size size"]:
+    """The network's input: 8 bits, `size` x `size` (bicubic, antialiased), (x - mean) / std. On the CPU.
 
-    rows = []
-    for picture in to_pillow(images):
-        width, height = picture.size
-        short = min(width, height)
-        wide, high = (size * width // short, size * height // short)
-        left, top = round((wide - size) / 2), round((high - size) / 2)
-        cut = picture.resize((wide, high), Resampling.BICUBIC).crop((left, top, left + size, top + size))
-        rows.append(torch.frombuffer(bytearray(cut.tobytes()), dtype=torch.uint8).view(size, size, 3))
+    The shorter side becomes `size` and the middle is cut out; with `whole` the longer side does, and black bars fill the rest.
+    """
+    make = _between_bars if whole else _middle
+    cut = (make(picture, size) for picture in to_pillow(images))
+    rows = [torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(size, size, 3) for square in cut]
     levels = torch.stack(rows).permute(0, 3, 1, 2).float() / 255
     return (levels - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+
+
+def _middle(picture: "Image", size: int) -> "Image":
+    """The shorter side brought to `size`, and as much of the longer one."""
+    from PIL.Image import Resampling
+
+    width, height = picture.size
+    short = min(width, height)
+    wide, high = (size * width // short, size * height // short)
+    left, top = round((wide - size) / 2), round((high - size) / 2)
+    return picture.resize((wide, high), Resampling.BICUBIC).crop((left, top, left + size, top + size))
+
+
+def _between_bars(picture: "Image", size: int) -> "Image":
+    """The longer side brought to `size`; black above and below, or left and right."""
+    from PIL.Image import Resampling, new
+
+    scale = size / max(picture.size)
+    wide, high = (max(1, round(side * scale)) for side in picture.size)
+    square = new("RGB", (size, size))
+    square.paste(picture.resize((wide, high), Resampling.BICUBIC), ((size - wide) // 2, (size - high) // 2))
+    return square
 
 
 @dataclass(frozen=True)
@@ -60,10 +84,12 @@ class Encoder:
         return float(self.model.logit_scale.detach().float().exp())
 
     @torch.no_grad()
-    def pictures(self, images: Float[Tensor, "sample channel height width"]) -> Float[Tensor, "sample feature"]:
-        """Features of the pictures, length 1."""
+    def pictures(
+        self, images: Float[Tensor, "sample channel height width"], whole: bool = False
+    ) -> Float[Tensor, "sample feature"]:
+        """Features of the pictures, length 1; `whole` as in `clip_pixels`."""
         size = self.model.config.vision_config.image_size
-        return torch.cat([self.features(clip_pixels(piece, size)) for piece in images.split(self.batch)])
+        return torch.cat([self.features(clip_pixels(piece, size, whole)) for piece in images.split(self.batch)])
 
     @torch.no_grad()
     def features(self, pixels: Float[Tensor, "sample 3 size size"]) -> Float[Tensor, "sample feature"]:
@@ -83,9 +109,11 @@ class Encoder:
         place = {text: i for i, text in enumerate(distinct)}
         return torch.cat(rows)[[place[text] for text in texts]]
 
-    def cosines(self, images: Float[Tensor, "sample channel height width"], texts: Sequence[str]) -> Float[Tensor, " sample"]:
-        """Cosine of every picture's features with those of its text."""
-        return (self.pictures(images) * self.texts(texts)).sum(1)
+    def cosines(
+        self, images: Float[Tensor, "sample channel height width"], texts: Sequence[str], whole: bool = False
+    ) -> Float[Tensor, " sample"]:
+        """Cosine of every picture's features with those of its text; `whole` as in `clip_pixels`."""
+        return (self.pictures(images, whole) * self.texts(texts)).sum(1)
 
 
 def _features(found: Any) -> Tensor:
@@ -102,10 +130,10 @@ def load_encoder(
 
     `weights`: a file in open_clip's format that replaces the model's own (then only its configuration is read).
 
-    Raises `ConfigError` for a model that cannot be had, a device that does not exist, or a precision that is none.
+    Raises `ConfigError` for a model that cannot be had or lacks weights, a tokenizer of another model, a device that does not
+    exist, or a precision that is none.
     """
-    require(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
-    require(batch >= 1, "batch", batch, "1 or more")
+    require_options(dtype, batch)
     from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 
     try:
@@ -113,11 +141,10 @@ def load_encoder(
         if weights:
             network: Any = _converted(CLIPModel(CLIPConfig.from_pretrained(model)), weights).to(DTYPES[dtype])
         else:
-            network = CLIPModel.from_pretrained(model, dtype=DTYPES[dtype])
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(unavailable(model, tokenizer, error)) from error
+            network = load_network(CLIPModel, model, dtype)
+        require_tokenizer(words, network.config.text_config.vocab_size, tokenizer or model)
+    except refused() as error:
+        raise unavailable(model, tokenizer, error) from error
     return Encoder(placed(network, device), words, batch)
 
 
@@ -140,24 +167,6 @@ def _shape(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
 @lru_cache(maxsize=4)
 def _head(place: str) -> tuple[Tensor, Tensor]:
     return affine_map(read_weights(place))
-
-
-def unavailable(model: str, tokenizer: str, error: Exception) -> str:
-    """What to do about weights that cannot be loaded."""
-    told = repr(model) if tokenizer in ("", model) else f"{model!r} (or its tokenizer {tokenizer!r})"
-    first = str(error).strip().splitlines()[0]
-    return (
-        f"reward: {told} is no folder with a model, and cannot be had from the Hub ({first}); give a folder, as in "
-        "model='path/to/folder', or allow downloads: HF_HUB_OFFLINE=0"
-    )
-
-
-def placed(network: Any, device: str) -> Any:
-    """`network` on `device`, for scoring only. Raises `ConfigError` where there is no such device."""
-    try:
-        return network.eval().requires_grad_(False).to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device = {device!r} is not allowed: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -233,7 +242,8 @@ class HPSv21:
 
     `weights`: the published file (open_clip's format, read without running code from it), as a path or as ``REPOSITORY:FILE`` on
     the Hub; it replaces the weights of `model`, which has the same architecture. "" where `model` is itself a folder with HPS
-    v2.1 in transformers' format. Source: HPS v2 (arXiv 2306.09341) and its public code. Weights: Apache-2.0.
+    v2.1 in transformers' format. Source: HPS v2 (arXiv 2306.09341) and its public code, which shows the network the whole picture:
+    of one that is not square the longer side becomes 224 pixels, between black bars. Weights: Apache-2.0.
     """
 
     model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -245,4 +255,4 @@ class HPSv21:
     def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
         encoder = load_encoder(self.model, "", self.device, self.dtype, self.batch, self.weights)
-        return encoder.cosines(images, [prompt.text for prompt in prompts])
+        return encoder.cosines(images, [prompt.text for prompt in prompts], whole=True)

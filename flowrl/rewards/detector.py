@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowrl.errors import ConfigError, require
-from flowrl.rewards.clip import DTYPES, placed, unavailable
 from flowrl.rewards.pictures import to_pillow
+from flowrl.rewards.pretrained import load_network, placed, refused, require_options, unavailable
 
 SEGMENTERS = ("mask2former", "maskformer")
 RENAMED = {
@@ -100,19 +99,18 @@ def load_detector(model: str, device: str = "cpu", dtype: str = "float32", batch
     """The detector in the folder `model`, or of that name on the Hub, loaded once per setting.
 
     An instance segmentation model (Mask2Former) or any of transformers' object detectors. Raises `ConfigError` for a model that
-    cannot be had, a device that does not exist, or a precision that is none.
+    cannot be had or lacks weights, a device that does not exist, or a precision that is none.
     """
-    require(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
-    require(batch >= 1, "batch", batch, "1 or more")
+    require_options(dtype, batch)
     from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetection, AutoModelForUniversalSegmentation
 
     try:
         kind = AutoConfig.from_pretrained(model).model_type
         loader: Any = AutoModelForUniversalSegmentation if kind in SEGMENTERS else AutoModelForObjectDetection
-        network = loader.from_pretrained(model, dtype=DTYPES[dtype])
+        network = load_network(loader, model, dtype)
         processor = AutoImageProcessor.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ConfigError(unavailable(model, "", error)) from error
+    except refused() as error:
+        raise unavailable(model, "", error) from error
     return Detector(placed(network, device), processor, batch)
 
 
