@@ -172,6 +172,13 @@ def test_keeps_the_contract(form, detector, clip):
     assert found.ok, found
 
 
+def test_a_wrong_clip_shows_before_a_coloured_object_is_found(detector):
+    reward = build("reward", f"geneval(model='{detector}', clip='/no/such/folder', threshold=0.999)")
+    with pytest.raises(ConfigError, match="'/no/such/folder' is no folder with a model"):
+        reward.score(pictures(1), prompts()[1:2])
+    assert reward.score(pictures(1), prompts()[2:]).tolist() == [0.0]
+
+
 def test_prompts_without_a_request_are_refused(detector):
     reward = build("reward", f"geneval(model='{detector}')")
     for metadata, told in [

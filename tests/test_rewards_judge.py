@@ -26,6 +26,9 @@ from flowrl.types import Prompt
         ("final score: 5/5", 5.0),
         ("Final Score: 2. Again: Final Score: 2", 2.0),
         ("Final Score: 1.", 1.0),
+        ("Final Score: 4, since 3 objects are right", 4.0),
+        ("Final Score: 4 out of 5", 4.0),
+        ("<think>Final Score: 1-5, I was told.</think> Final Score: 4", 4.0),
     ],
 )
 def test_scores_that_are_read(answer, score):
@@ -46,6 +49,11 @@ def test_scores_that_are_read(answer, score):
         ("Final Score: 4/10", "not from 1 to 5"),
         ("Final Score: nan", "has no"),
         ("Final Score: 1.2.3", "has no"),
+        ("Final Score: 3,5", "has no"),
+        ("Final Score: 1-5", "has no"),
+        ("Final Score: 1 to 5", "has no"),
+        ("Final Score: 4%", "has no"),
+        ("Final Score: 4 out of 10", "not from 1 to 5"),
     ],
 )
 def test_garbage_is_refused(answer, told):
@@ -86,6 +94,8 @@ class Answer(BaseHTTPRequestHandler):
             said = (200, json.dumps({"choices": [{"message": {"content": said}}]}).encode())
         self.send_response(said[0])
         self.send_header("Content-Length", str(len(said[1]) + (50 if said[0] == 299 else 0)))
+        if said[0] == 429:
+            self.send_header("Retry-After", "1")
         self.end_headers()
         self.wfile.write(said[1])
 
@@ -156,6 +166,17 @@ def test_a_fault_that_passes(serve, fault):
     server = serve(lambda n, q, i: fault if n == 1 else red(n, q, i))
     assert judge(server, timeout=0.3, workers=1).score(shades(1), [Prompt("x")]).tolist() == pytest.approx([0.2])
     assert len(server.seen) == 2
+
+
+def test_an_endpoint_may_ask_for_time(serve):
+    server = serve(lambda n, q, i: (429, b"{}") if n == 1 else red(n, q, i))
+    start = time.monotonic()
+    judge(server, workers=1).score(shades(1), [Prompt("x")])
+    assert len(server.seen) == 2 and time.monotonic() - start >= 1.0
+    server.seen.clear()
+    start = time.monotonic()
+    judge(server, workers=1, timeout=0.9).score(shades(1), [Prompt("x")])
+    assert time.monotonic() - start >= 0.9
 
 
 def test_giving_up_says_why(serve):

@@ -242,8 +242,8 @@ class HPSv21:
 
     `weights`: the published file (open_clip's format, read without running code from it), as a path or as ``REPOSITORY:FILE`` on
     the Hub; it replaces the weights of `model`, which has the same architecture. "" where `model` is itself a folder with HPS
-    v2.1 in transformers' format. Source: HPS v2 (arXiv 2306.09341) and its public code, which shows the network the whole picture:
-    of one that is not square the longer side becomes 224 pixels, between black bars. Weights: Apache-2.0.
+    v2.1 in transformers' format. Source: HPS v2 (arXiv 2306.09341) and its public code, which shows the network the whole
+    picture: of one that is not square the longer side becomes 224 pixels, between black bars. Weights: Apache-2.0.
     """
 
     model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"

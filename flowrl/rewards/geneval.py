@@ -64,6 +64,8 @@ class GenEval:
         """Scores [sample] in [0, 1]."""
         detector = load_detector(self.model, self.device, self.dtype, self.batch)
         requests = [_request(prompt, detector.names) for prompt in prompts]
+        if any(clause.colour for request in requests for clause in request.include):
+            self._encoder()  # so that a wrong folder shows now, not when the first coloured object is found
         found = detector.find(images, min(self.threshold, self.counting_threshold))
         scores = []
         for image, objects, request in zip(images, found, requests, strict=True):
@@ -76,10 +78,12 @@ class GenEval:
 
     def _colours(self, image: Float[Tensor, "channel height width"]) -> ColoursOf:
         def colours(objects: Sequence[Detection], name: str) -> list[str]:
-            encoder = load_encoder(self.clip, "", self.device, self.dtype)
-            return object_colours(encoder, image, objects, name)
+            return object_colours(self._encoder(), image, objects, name)
 
         return colours
+
+    def _encoder(self) -> Encoder:
+        return load_encoder(self.clip, "", self.device, self.dtype)
 
 
 Found = dict[str, list[Detection]]

@@ -30,13 +30,20 @@ Judge it by two criteria.
 1. Alignment: are the objects, their numbers, attributes and relations those of the caption?
 2. Quality: is the picture clear, detailed, natural in its colours, and without artefacts?
 Think briefly, then end with one line: Final Score: X, where X is a number from {low:g} (bad) to {high:g} (perfect)."""
-SCORE = re.compile(r"final\s+score\s*\**\s*:\s*\**\s*(-?\d+(?:\.\d+)?)(?![\d.]*\d)\s*(?:/\s*(\d+(?:\.\d+)?))?", re.IGNORECASE)
+SCORE = re.compile(
+    r"final\s+score\s*\**\s*:\s*\**\s*"
+    r"(-?\d+(?:\.\d+)?)(?![\d.,]*\d)(?!\s*(?:[-\u2013~]|to\b)\s*\d)(?!\s*%)"  # no 3,5, no 1-5 or 1 to 5, no 4%
+    r"\s*(?:(?:/|out\s+of)\s*(\d+(?:\.\d+)?))?",
+    re.IGNORECASE,
+)
 PASSING = (408, 409, 425, 429, 500, 502, 503, 504)
 """HTTP errors that a later attempt may not meet."""
 
 
 class _Again(Exception):
-    """An attempt failed in a way that another may not."""
+    """An attempt failed in a way that another may not; the endpoint may have said how many seconds to wait."""
+
+    wait: float = 0.0
 
 
 class _Final(RewardError):
@@ -50,9 +57,9 @@ class Judge:
     Every picture is a request of its own: the picture as PNG and `question` (with {prompt}, {low:g} and {high:g} filled in),
     temperature 0, `workers` at a time. The answer must hold "Final Score: X" with one X from `low` to `high`; anything else is
     refused. After `attempts` failures (no connection, no answer within `timeout` seconds, an overloaded server, an answer that is
-    refused; with pauses of `pause`, 2 `pause`, ... seconds) a `RewardError` ends the scoring; with `mark_invalid` a sample whose
-    answer is refused is marked invalid instead. `url` is the endpoint's base, such as http://localhost:8000/v1; its key is read
-    from the environment variable `key`, and never shown.
+    refused; with pauses of `pause`, 2 `pause`, ... seconds, longer where the endpoint asks for it, up to `timeout`) a
+    `RewardError` ends the scoring; with `mark_invalid` a sample whose answer is refused is marked invalid instead. `url` is the
+    endpoint's base, such as http://localhost:8000/v1; its key is read from the environment variable `key`, and never shown.
 
     The question is after UnifiedReward's (arXiv 2503.05236), in whose form Flow-GRPO's public code asks it.
     """
@@ -96,17 +103,18 @@ class Judge:
         body = self._body(picture, prompt)
         refused = False
         last: Exception | None = None
+        asked = 0.0
         for attempt in range(self.attempts):
             if attempt:
-                time.sleep(self.pause * 2 ** (attempt - 1))
+                time.sleep(max(self.pause * 2 ** (attempt - 1), min(asked, self.timeout)))
             try:
                 return parse_score(self._ask(body), self.low, self.high)
             except _Final:
                 raise
             except _Again as error:
-                last, refused = error, False
+                last, refused, asked = error, False, error.wait
             except RewardError as error:
-                last, refused = error, True
+                last, refused, asked = error, True, 0.0
         if refused and self.mark_invalid:
             return float("nan")
         raise RewardError(f"judge: no score for the prompt {prompt.text!r} after {self.attempts} attempts at {self.url}: {last}")
@@ -133,7 +141,9 @@ class Judge:
             text = answer["choices"][0]["message"]["content"]
         except urllib.error.HTTPError as error:
             if error.code in PASSING:
-                raise _Again(f"HTTP error {error.code}") from error
+                again = _Again(f"HTTP error {error.code}")
+                again.wait = _seconds(error.headers.get("Retry-After"))
+                raise again from error
             raise _Final(f"judge: {self.url} answered with HTTP error {error.code} ({error.reason})") from error
         except (OSError, HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
             raise _Again(f"{type(error).__name__}: {error}") from error
@@ -142,11 +152,16 @@ class Judge:
         return text
 
 
+def _seconds(header: str | None) -> float:
+    """What a Retry-After header asks for; 0 where it is missing or a date."""
+    return float(header) if header and re.fullmatch(r"\d{1,6}", header.strip()) else 0.0
+
+
 def parse_score(answer: str, low: float, high: float) -> float:
-    """The one number after "Final Score:" in `answer`, in [`low`, `high`], as in "Final Score: 4" or "**Final Score:** 4.5/5".
+    """The number after "Final Score:" in `answer`, in [`low`, `high`]: "Final Score: 4", "**Final Score:** 4.5/5", "4 out of 5".
 
     Raises `RewardError` where there is none, where there are different ones, or where it is out of range (or out of another range
-    than `high`, as in 8/10).
+    than `high`, as in 8/10). A range ("1-5"), a decimal comma and a percentage are no numbers.
     """
     found = {(float(number), float(of) if of else high) for number, of in SCORE.findall(answer)}
     shown = answer if len(answer) <= 120 else f"...{answer[-120:]}"

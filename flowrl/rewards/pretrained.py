@@ -20,9 +20,8 @@ def load_network(loader: Any, model: str, dtype: str) -> Any:
     network, told = loader.from_pretrained(model, dtype=DTYPES[dtype], output_loading_info=True)
     missing = sorted(set(told["missing_keys"]) & {name for name, _ in network.named_parameters()})
     if missing:
-        raise ConfigError(
-            f"reward: {model!r} is no {type(network).__name__}: its files lack {len(missing)} of the weights, such as {missing[0]}"
-        )
+        kind, count = type(network).__name__, len(missing)
+        raise ConfigError(f"reward: {model!r} is no {kind}: its files lack {count} of the weights, such as {missing[0]}")
     return network
 
 
