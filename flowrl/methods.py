@@ -1,7 +1,7 @@
 """The papers as compositions of a sampler, a credit rule and a loss; and compositions by name."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted, check_advantages
 from flowrl.errors import ConfigError, CreditError
 from flowrl.losses import ClippedLoss
-from flowrl.protocols import CreditAssigner, PolicyLoss, RandomSampler, Sampler
+from flowrl.protocols import CreditAssigner, PartsCreditAssigner, PolicyLoss, RandomSampler, Sampler
 from flowrl.registry import build
 from flowrl.samplers import AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
 from flowrl.types import Completion, NoProbe, Schedule
@@ -139,12 +139,20 @@ def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:
     name = type(rule).__name__
     rule = copy.deepcopy(rule)  # a rule with memory must not remember the trial
     try:
-        advantages = rule.assign(table, schedule)
+        advantages = _tried(rule, table, schedule)
     except CreditError:
         raise
     except Exception as error:
         raise CreditError(f"{name}.assign failed on a table of {tuple(table.shape)}: {type(error).__name__}: {error}") from error
     check_advantages(advantages, table, name)
+
+
+def _tried(rule: CreditAssigner, table: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+    """The rule's advantages for `table`; for a rule that weights components by name, of components with these names."""
+    names = getattr(rule, "weights", None)
+    if isinstance(rule, PartsCreditAssigner) and isinstance(names, Mapping) and names:
+        return rule.assign_parts(dict.fromkeys(names, table), schedule)
+    return rule.assign(table, schedule)
 
 
 def make_method(

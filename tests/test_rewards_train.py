@@ -5,6 +5,7 @@ import json
 import pytest
 
 from flowrl.cli import main
+from flowrl.errors import ConfigError
 from flowrl.policies.tiny import tiny_sd3
 from flowrl.registry import build
 from flowrl.rewards import Clipped, CLIPScore, JPEGCompressibility, WeightedSum
@@ -17,6 +18,49 @@ def test_rewards_within_a_reward_take_their_options_and_the_device():
     found = build("reward", f"weighted-sum(models={models})", device="meta")
     assert isinstance(found, WeightedSum) and found.models["size"] == JPEGCompressibility(50)
     assert found.models["clip"] == CLIPScore(device="meta") and found.models["cut"] == Clipped(CLIPScore(device="meta"), high=1)
+
+
+TWO = "weighted-sum(models={'plain': 'jpeg-compressibility', 'rough': 'jpeg-compressibility(quality=20)'})"
+
+
+@pytest.mark.parametrize(
+    ("reward", "credit", "told"),
+    [
+        (TWO, "gdpo(weights={'plain': 2.0})", ""),
+        (TWO, "gdpo(weights={'smooth': 2.0})", "GDPO.weights names rewards smooth; there are plain, rough"),
+        ("jpeg-compressibility", "gdpo(weights={'plain': 2.0})", "GDPO.weights names rewards plain; there are reward"),
+    ],
+)
+def test_gdpo_weights_components_by_name(tmp_path, capsys, reward, credit, told):
+    run = [
+        "train",
+        "--preset",
+        "tiny",
+        "--iterations",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+        "--reward",
+        reward,
+        "--credit",
+        credit,
+    ]
+    assert main(run) == (2 if told else 0)
+    assert told in capsys.readouterr().err
+    if not told:
+        assert set(load_run(tmp_path / "run").rows[-1]["parts"]) == {"plain", "rough"}
+
+
+@pytest.mark.parametrize("weight", ["'x'", "'nan'", "None"])
+def test_a_weight_is_a_number(weight):
+    with pytest.raises(ConfigError, match=r"WeightedSum.weights\['size'\] = .* is not allowed: a finite number"):
+        build("reward", f"weighted-sum(models={{'size': 'jpeg-compressibility'}}, weights={{'size': {weight}}})")
+
+
+def test_points_are_no_pictures(tmp_path, capsys):
+    run = ["train", "--world", "mixture", "--preset", "tiny", "--out", str(tmp_path), "--reward", "jpeg-compressibility"]
+    assert main(run) == 2
+    assert "this reward needs pictures: 1 channel or 3, not 2" in capsys.readouterr().err
 
 
 def test_train_with_two_rewards(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Several rewards as one: a weighted sum whose parts stay visible."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +22,8 @@ class WeightedSum:
     """R = sum_k w_k R^(k) over named reward models.
 
     `parts` gives every component's own scores, unweighted: the trainer logs them, and a rule such as `credit.GDPO` normalises
-    them one by one. `weights` left out: 1 each. Raises `ConfigError` for no models or a weight without a model.
+    them one by one. `weights` left out: 1 each. Raises `ConfigError` for no models, a weight without a model, or one that is
+    no finite number.
     """
 
     models: Mapping[str, RewardModel]
@@ -31,6 +33,9 @@ class WeightedSum:
         require(len(self.models) > 0, "WeightedSum.models", dict(self.models), "one or more named reward models")
         unknown = sorted(set(self.weights) - set(self.models))
         require(not unknown, "WeightedSum.weights", unknown, f"names among {', '.join(self.models)}")
+        for name, weight in self.weights.items():
+            number = isinstance(weight, int | float) and math.isfinite(weight)
+            require(number, f"WeightedSum.weights[{name!r}]", weight, "a finite number")
 
     @property
     def marks_invalid(self) -> bool:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import ConfigError, RewardError, require
-from flowrl.rewards.pictures import to_bytes
+from flowrl.rewards.pictures import to_bytes, to_colours
 from flowrl.text import edit_distance, quoted_text
 from flowrl.types import Prompt
 
@@ -54,8 +54,7 @@ class OCR:
     def read(self, images: Float[Tensor, "sample channel height width"]) -> list[str]:
         """What the reader finds in each picture."""
         engine = _engine(self.confidence, self.side, self.threads)
-        colours = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images[:, :3]
-        blue_first = to_bytes(colours).flip(-1).numpy()
+        blue_first = to_bytes(to_colours(images)).flip(-1).numpy()
         return [" ".join(engine(array).txts or ()) for array in blue_first]
 
 
