@@ -274,11 +274,13 @@ def test_https(tmp_path):
         (tmp_path / "token").write_text("x" * 20)
         remote = RemoteReward(url, token_file=str(tmp_path / "token"), certificate=str(tmp_path / "cert"), retries=0)
         assert remote.score(*numbered([5])).tolist() == [5.0]
-        remote.close()
-        with pytest.raises(RewardError, match="certificate verify failed"):
-            RemoteReward(url, token_file=str(tmp_path / "token"), retries=0).score(*numbered([5]))
+        with pytest.raises(RewardError, match=r"is not trusted .*certificate verify failed.*certificate='ca.pem'"):  # at once
+            RemoteReward(url, token_file=str(tmp_path / "token")).score(*numbered([5]))
         with pytest.raises(ConfigError, match=r"remote\.certificate"):
             RemoteReward(url, certificate=str(tmp_path / "missing")).score(*numbered([5]))
+        began = time.monotonic()
+    assert time.monotonic() - began < 10, "a server that ends waits for an idle client"
+    remote.close()
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch):
@@ -399,6 +401,11 @@ def test_what_cannot_be_read_is_refused(parts, status, code, module_server):
 def module_server():
     with served(Function(lambda images, prompts: torch.zeros(len(prompts)))) as found:
         yield found
+
+
+def test_what_is_no_png_is_told_so(module_server):
+    answer = post(module_server[0], fuzzing.posted([("prompts", b'[{"text": "a"}]'), ("png", b"GIF89a")]))
+    assert b"png 0 cannot be read: it is no PNG" in answer.content
 
 
 def test_nothing_is_unpickled(module_server, tmp_path):

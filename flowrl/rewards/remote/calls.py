@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import ssl
 import threading
 import time
 import uuid
@@ -100,6 +101,9 @@ class Call:
         except httpx.TimeoutException as error:
             raise Again(f"no answer within {left:.0f} seconds") from error
         except (httpx.TransportError, httpx.StreamError) as error:
+            if _distrusted(error):
+                hint = "give the authority's, or the server's own if it signed itself, as certificate='ca.pem'"
+                raise GiveUp(f"remote: the certificate of {self.reward.url} is not trusted ({error}); {hint}") from error
             raise Again(f"the connection failed ({type(error).__name__}: {error})") from error
         except (httpx.InvalidURL, UnicodeError) as error:
             raise GiveUp(f"remote: {self.reward.url} is no address: {error}") from error
@@ -118,6 +122,15 @@ class Call:
         hint = f"; set {TOKEN_VARIABLE} or token_file to the server's token" if status == 401 else ""
         hint = f"; lower remote's batch (now {self.reward.batch}) or raise the server's limits" if status == 413 else hint
         return GiveUp(f"remote: the reward server at {self.reward.url} refuses: {said}{hint}")
+
+
+def _distrusted(error: BaseException | None) -> bool:
+    """Whether a certificate that cannot be verified is behind `error`: no further attempt would help."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _bounded(chunks: Iterator[bytes], most: int, stop: float) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -114,7 +114,8 @@ def _open(number: int, data: bytes) -> Image.Image:
 
 
 def _unreadable(number: int, error: Exception) -> Refusal:
-    return Refusal(422, "bad_images", f"png {number} cannot be read: {type(error).__name__}: {str(error)[:100]}")
+    told = "it is no PNG" if isinstance(error, UnidentifiedImageError) else f"{type(error).__name__}: {str(error)[:100]}"
+    return Refusal(422, "bad_images", f"png {number} cannot be read: {told}")
 
 
 def _check_pixels(width: int, height: int, limits: Limits) -> None:

@@ -90,6 +90,10 @@ def serve(
     make_server(reward, settings, certificate, key).run(sockets=[listener.socket])
 
 
+GOODBYE_SECONDS = 1.0
+"""How long a server that ends waits for the other side of an idle connection."""
+
+
 class HeaderLimit(H11Protocol):
     """uvicorn's HTTP/1.1 protocol, which waits for ever for a request's headers, with a limit on that wait."""
 
@@ -110,6 +114,12 @@ class HeaderLimit(H11Protocol):
             self._stop()
         elif self._timer is None and self.conn.our_state is h11.IDLE:
             self._timer = self.loop.call_later(self.header_seconds, self._late)
+
+    def shutdown(self) -> None:
+        """Close an idle connection for good: over TLS the other side, idle too, would be waited for until it says goodbye."""
+        super().shutdown()
+        if self.transport.is_closing():
+            self.loop.call_later(GOODBYE_SECONDS, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock."""
