@@ -316,6 +316,8 @@ def test_the_figure_draws_what_was_measured(tmp_path):
     path = figure.axes[4].lines[0]
     proxies = [run.beside("iteration", "proxy")[1] for run in runs]
     assert list(path.get_xdata()) == pytest.approx([(a + b) / 2 for a, b in zip(*proxies, strict=True)])
+    assert all(tick == round(tick) for axes in figure.axes[:3] for tick in axes.get_xticks())
+    assert all(len(axes.get_xticks()) <= 6 for axes in figure.axes[4:])
     assert proxy_and_heldout({"flow-grpo": [mixture_run(tmp_path / "plain")]}) is None
 
 

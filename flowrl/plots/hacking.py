@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from flowrl.plots.style import clean, colour
 from flowrl.training.results import RunRecord, short
@@ -48,6 +49,7 @@ def _over_time(axes: Axes, runs: Runs, path: Sequence[str]) -> None:
         points = _mean(some, [path])
         axes.plot([at for at, _ in points], [y for _, (y,) in points], color=shade, linewidth=2.4, marker="o", markersize=3.5)
     axes.set_xlabel("iteration")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     clean(axes)
 
 
@@ -62,6 +64,7 @@ def _against(axes: Axes, runs: Runs, proxy: Sequence[str], path: Sequence[str]) 
         axes.plot(xs[:1], ys[:1], marker="o", markersize=9, markerfacecolor="white", markeredgecolor=shade, linestyle="none")
         axes.plot(xs[-1:], ys[-1:], marker="o", markersize=9, color=shade, linestyle="none")
     axes.margins(0.12)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
     clean(axes)
 
 

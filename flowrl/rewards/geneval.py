@@ -38,7 +38,8 @@ class GenEval:
     another entry: the share of objects of the colour, or 1 if all stand where they should; 0 where the number is not exactly
     right. (The reward server counts a wrong position as a 0 and a 1; here it is a 0.)
 
-    An object counts above a score of `threshold`, or `counting_threshold` where the tag is "counting". `model`: Mask2Former
+    An object counts above a score of `threshold`, or `counting_threshold` where the tag is "counting"; objects that overlap all
+    count (GenEval's code has a limit, too, and leaves it at 1.0: none). `model`: Mask2Former
     (GenEval's detector) or any object detector of transformers that knows the classes; other detectors need other thresholds.
     Colours: zero-shot classification of the object on grey by the CLIP model `clip`, ten colours, three templates each.
 
