@@ -2,7 +2,7 @@
 
 import re
 
-QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»')
+QUOTED = re.compile(r'"([^"]+)"|„([^“”]+)[“”]|“([^”]+)”|«([^»]+)»|「([^」]+)」')
 
 
 def edit_distance(a: str, b: str) -> int:
@@ -16,5 +16,5 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def quoted_text(prompt: str) -> str:
-    """What stands between quotation marks ("...", “...” or «...») in `prompt`, passages joined by a space; else ""."""
+    """What stands between quotation marks ("...", “...”, „...“, «...», 「...」) in `prompt`, joined by spaces; else ""."""
     return " ".join(next(group for group in match.groups() if group) for match in QUOTED.finditer(prompt))

@@ -116,6 +116,7 @@ def test_clipscore_is_2_5_times_the_cosine_or_0(folder, images):
     cosines = (pictures * texts).sum(1)
     scores = CLIPScore(folder).score(images, PROMPTS)
     assert torch.allclose(scores, 2.5 * cosines.clamp(min=0), atol=1e-5)
+    assert torch.equal(CLIPScore(folder, prefix="A photo depicts").score(images, PROMPTS), scores)  # the space is added
     turned = CLIPScore(str(folder), prefix="", weight=1.0).score(images, PROMPTS)
     _, plain, _ = reference(folder, images, [p.text for p in PROMPTS])
     assert torch.allclose(turned, (pictures * plain).sum(1).clamp(min=0), atol=1e-5)

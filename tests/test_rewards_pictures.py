@@ -71,6 +71,9 @@ test_jpeg_incompressibility = reward_contract(lambda: build("reward", "jpeg-inco
         ('a sign that says "OPEN"', "OPEN"),
         ("a sign that says “New York”", "New York"),
         ('"ONE" above "TWO"', "ONE TWO"),
+        ("ein Schild „Bäckerei“ neben „Bar”", "Bäckerei Bar"),
+        ("一块写着「茶」的牌子", "茶"),
+        ("une enseigne « Café »", " Café "),
         ("the dog's bone", ""),
     ],
 )

@@ -193,7 +193,7 @@ class PickScore:
 class CLIPScore:
     """`weight` max(0, cos(picture, `prefix` + prompt)) with OpenAI's CLIP ViT-B/32; in practice about 0.4 to 1.
 
-    Source: CLIPScore (arXiv 2104.08718), equation 1: weight 2.5, prefix "A photo depicts". Weights: MIT.
+    Source: CLIPScore (arXiv 2104.08718), equation 1: weight 2.5, prefix "A photo depicts" and a space. Weights: MIT.
     """
 
     model: str = "openai/clip-vit-base-patch32"
@@ -209,7 +209,8 @@ class CLIPScore:
     def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample] in [0, `weight`]."""
         encoder = load_encoder(self.model, "", self.device, self.dtype, self.batch)
-        return self.weight * encoder.cosines(images, [self.prefix + prompt.text for prompt in prompts]).clamp(min=0)
+        prefix = f"{self.prefix.rstrip()} " if self.prefix else ""
+        return self.weight * encoder.cosines(images, [prefix + prompt.text for prompt in prompts]).clamp(min=0)
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,7 @@ class Call:
             return Again(said, float(asked) if asked.isdecimal() and len(asked) < 6 else 0.0)
         hint = f"; set {TOKEN_VARIABLE} or token_file to the server's token" if status == 401 else ""
         hint = f"; lower remote's batch (now {self.reward.batch}) or raise the server's limits" if status == 413 else hint
+        hint = "; ask for its total with remote instead of remote-sum" if code == "no_parts" else hint
         return GiveUp(f"remote: the reward server at {self.reward.url} refuses: {said}{hint}")
 
 
