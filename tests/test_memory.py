@@ -63,7 +63,7 @@ def test_memory_grows_with_what_it_should(name, small):
     assert full.trained == OPTIMISED * full.parameters and full.weights == one.weights - frozen
     beside = count_memory(name, update_rows=1, full=True, reference=True, **sizes)
     assert (beside.weights, beside.update) == (one.weights, full.update)
-    assert 0 < full.rollout - 2 * full.parameters < one.rollout  # the weights in bfloat16, which autocast keeps during a call
+    assert 0 < full.rollout - 2 * full.parameters <= one.rollout  # the weights in bfloat16, which autocast keeps during a call
     assert one.peak == one.weights + one.trained + max(one.update, one.rollout, one.decode, one.encoders)
 
 
