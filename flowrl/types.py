@@ -75,6 +75,11 @@ class Schedule:
             if value is not None:
                 require(len(value) == len(times) - 1, f"schedule.{name}", len(value), f"{len(times) - 1} steps")
 
+    def to(self, device: torch.device | str) -> "Schedule":
+        """The same grid on `device`."""
+        timesteps, stds = (None if tensor is None else tensor.to(device) for tensor in (self.timesteps, self.stds))
+        return Schedule(self.times.to(device), timesteps, stds)
+
     @property
     def steps(self) -> int:
         """T, the number of transitions."""

@@ -107,6 +107,13 @@ def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
         (["compare", "--resume", "nowhere"], "nowhere/config.json does not exist"),
         (["compare", "--methods", "flow-grpo", "flow-grpo"], "each method once"),
         (["train", "--config", "none.json"], "none.json does not exist"),
+        (["train", "--config", "none.yaml", "--lr", "1"], "without --lr: repeat it as it was; --preset FILE.yaml takes changes"),
+        (["train", "--resume", "nowhere", "--iterations", "9", "--lr", "1"], "without --iterations, --lr"),
+        (["train", "--processes", "2"], "given with --plan only"),
+        (["train", "--world", "mixture", "--task", "direction", "--device", "gpu"], "device = 'gpu' is not allowed: cpu, cuda"),
+        (["train", "--device", "cuda:99"], "device = 'cuda:99' is not allowed"),
+        (["train", "--lr", "inf"], "lr = inf"),
+        (["train", "--weight-decay", "-1"], "weight_decay = -1.0"),
         (["sample", "--prompts", "a green dog"], "unknown word 'a'"),
         (["sample", "--weights", "nowhere"], "must be the folder of a finished run"),
         (["pretrain", "--updates", "0"], "updates = 0"),
@@ -217,3 +224,37 @@ def test_curves_can_be_drawn_whatever_the_values(rewards, methods):
     heights = spread_labels([rewards[-1]] * methods, 0.0, 1.0, 0.075)
     assert min(heights) >= -1e-9 and max(heights) <= 1 + 1e-9
     assert len({round(height, 6) for height in heights}) == methods
+
+
+def test_what_is_on_or_off_needs_no_word():
+    import tyro
+
+    from flowrl.commands.settings import TrainSettings, changes
+
+    for words, expected in (
+        (["--compile", "--lr", "1"], {"compile": True, "lr": 1.0}),
+        (["--offload", "False"], {"offload": False}),
+        (["--heldout-rewards", "soft", "--checkpointing", "true"], {"checkpointing": True, "heldout_rewards": ("soft",)}),
+        ([], {}),
+    ):
+        assert changes(tyro.cli(TrainSettings, args=words)) == expected
+    with pytest.raises(SystemExit):
+        tyro.cli(TrainSettings, args=["--compile", "perhaps"])
+
+
+def test_a_file_in_the_place_of_the_runs_folder(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["train", "--preset", "tiny", "--world", "mixture", "--task", "direction", "--out", str(tmp_path / "file")]) == 2
+    assert "a folder that may be new; this is a file" in capsys.readouterr().err
+
+
+def test_a_run_that_breaks_says_how_to_go_on(tmp_path, capsys):
+    (tmp_path / "reward.py").write_text(
+        "class Breaks:\n    calls = 0\n    def score(self, images, prompts):\n        Breaks.calls += 1\n"
+        "        assert Breaks.calls < 5, 'the server has gone'\n        return images.flatten(1).mean(1)\n"
+    )
+    options = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--checkpoint-every", "1", "--eval-every", "9"]
+    options += ["--iterations", "9", "--reward", f"{tmp_path}/reward.py:Breaks", "--out", str(tmp_path / "run")]
+    with pytest.raises(AssertionError, match="the server has gone"):
+        main(["train", *options])
+    assert "is kept. Go on with: flowrl train --resume" in capsys.readouterr().out

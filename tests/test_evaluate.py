@@ -173,6 +173,8 @@ def test_pictures_do_not_depend_on_batches():
         (["--weights", "w", "--model", "m", "--reward", "ocr"], "prompts = "),
         (["--weights", "w", "--model", "m", "--prompts", "text[0:2]"], "reward = "),
         (["--weights", "w", "--limit", "-1"], "limit = -1"),
+        (["--weights", ".", "--model", "m", "--prompts", "text[0:2]", "--reward", "ocr", "--guidance", "0"], "guidance = 0.0"),
+        (["--weights", ".", "--model", "m", "--prompts", "text[0:2]", "--reward", "ocr", "--resolution", "0"], "height = 0"),
     ],
 )
 def test_what_is_wrong_is_said(arguments, words, capsys, tmp_path, monkeypatch):
@@ -180,6 +182,11 @@ def test_what_is_wrong_is_said(arguments, words, capsys, tmp_path, monkeypatch):
     assert main(["evaluate", *arguments]) == 2
     assert words in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_steps_are_not_the_usual_ones(folder, tmp_path, capsys):
+    assert main(["evaluate", "--weights", str(folder / "run"), "--steps", "0", "--out", str(tmp_path)]) == 2
+    assert "steps = 0 is not allowed" in capsys.readouterr().err
 
 
 def test_a_lora_of_another_model_is_refused(folder, tmp_path, capsys):

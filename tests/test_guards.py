@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from flowrl.cli import main
 from flowrl.display import warning_text
+from flowrl.errors import TrainingError
 from flowrl.losses import ClippedLoss
 from flowrl.training.config import preset
 from flowrl.training.failure import NonFiniteError, culprit
@@ -236,6 +237,19 @@ def test_measuring_memory_changes_nothing_and_names_what_fits():
         raise torch.OutOfMemoryError
 
     assert [notice.text.split(" will")[0] for notice in memory_notices(run, too_much)] == ["micro_batch 100", "max_batch 6"]
+
+
+def test_a_gpu_that_is_full_before_the_first_measurement_is_told_too(monkeypatch):
+    import flowrl.training.memory as measured
+
+    def too_much(trainer, batch, train):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    monkeypatch.setattr(measured, "_velocities", too_much)
+    assert [notice.kind for notice in memory_notices(trainer())] == ["memory", "memory"]
+    words = "ran out: CUDA out of memory. Tried to allocate 2.00 GiB. Take a smaller micro_batch"
+    with pytest.raises(TrainingError, match=words), measured.out_of_memory():
+        too_much(None, 1, True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

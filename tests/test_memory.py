@@ -61,6 +61,9 @@ def test_memory_grows_with_what_it_should(name, small):
     assert one.weights - frozen == stored.weights - frozen > 0.15e9  # the decoder, 50 million weights in float32
     full = count_memory(name, update_rows=1, full=True, **sizes)
     assert full.trained == OPTIMISED * full.parameters and full.weights == one.weights - frozen
+    beside = count_memory(name, update_rows=1, full=True, reference=True, **sizes)
+    assert (beside.weights, beside.update) == (one.weights, full.update)
+    assert 0 < full.rollout - 2 * full.parameters <= one.rollout  # the weights in bfloat16, which autocast keeps during a call
     assert one.peak == one.weights + one.trained + max(one.update, one.rollout, one.decode, one.encoders)
 
 
@@ -75,5 +78,6 @@ def test_a_plan_tells_the_memory_of_models_it_knows(small):
     told = memory_text(plan(config), config)
     assert "not measured" in told and "micro-batch of 8 rows" in told and "11.2 GB text encoders" in told
     assert memory_text(plan(config), replace(config, model="some/other-model")) == ""
+    assert "no GPU is used here" in memory_text(plan(config), replace(config, dtype="float32", decode_batch=3))
     with pytest.raises(ConfigError, match="dtype"):
         count_memory("sd3.5-medium", dtype="int8")

@@ -209,3 +209,15 @@ def test_the_cache_is_bounded(family):
     policy.warm([Prompt(f"word {n}") for n in range(9)])
     assert len(policy.prompts) <= 4
     assert len(policy.prompts._table["words"]) == 3  # on the device: the latest call's alone
+
+
+def test_compiled_blocks_are_not_compiled_again_as_a_whole():
+    from flowrl.training.distributed import Team
+    from flowrl.training.engine import prepared
+
+    blocks, plain = filled(tiny_flux_policy, compile="eager"), filled(tiny_flux_policy)
+    for policy in (blocks, plain):
+        prepared(policy, Team(), compiled=True)
+    assert blocks.transformer._compiled_call_impl is None
+    assert all(block._compiled_call_impl is not None for block in blocks.transformer.transformer_blocks)
+    assert plain.transformer._compiled_call_impl is not None

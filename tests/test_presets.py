@@ -217,3 +217,13 @@ def test_values_survive_yaml(tmp_path):
         "model": "",
         "heldout_rewards": ("ocr",),
     }
+
+
+def test_what_presets_prints_is_repeated_by_config_and_changed_by_preset(tmp_path, capsys):
+    assert main(["presets", f"{FLUX},{TURNING},ocr"]) == 0
+    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
+    told = []
+    for door in (["--config", str(tmp_path / "mine.yaml")], ["--preset", str(tmp_path / "mine.yaml"), "--model", "another"]):
+        assert main(["train", *door, "--plan"]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0].startswith(told[1].rstrip()) and "tp-grpo: one iteration of 300" in told[0]

@@ -186,3 +186,23 @@ def test_evaluation_sampling_is_the_ode(mixture_policy):
     path = rollout(mixture_policy, ODE(), schedule, condition, noise, generator, Groups(3, 1)).trajectories
     torch.testing.assert_close(path.images_latent, end)
     assert score(world("mixture").reward("soft"), end, PROMPTS).shape == (3,)
+
+
+def test_a_rewards_own_weights_get_no_gradients(mixture_policy):
+    """A network without `no_grad` would else be differentiated, and its activations kept, with the policy."""
+    weight = torch.nn.Parameter(torch.ones(()))
+
+    class Parts:
+        def parts(self, images, prompts):
+            return {"one": images.mean((1, 2, 3)) * weight}
+
+        def total(self, parts):
+            return 2 * weight * parts["one"]
+
+        def score(self, images, prompts):
+            return self.total(self.parts(images, prompts))
+
+    result, _ = run(mixture_policy, NoProbe())
+    for reward in (FunctionReward(lambda images, prompts: images.mean((1, 2, 3)) * weight), Parts()):
+        assert not reward_table(mixture_policy, reward, result, PROMPTS).requires_grad
+    assert not score(FunctionReward(lambda i, p: weight * torch.ones(len(p))), torch.zeros(3, 1, 1, 1), PROMPTS).requires_grad

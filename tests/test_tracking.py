@@ -197,3 +197,28 @@ def test_strips_keep_the_shape_of_pictures_and_their_number_small(tmp_path):
     picture = over_time(tmp_path)
     assert picture is not None and picture.size == (94, 16 * 4 + 15 * 4)
     assert picture.getpixel((92, 1)) == (0, 0, 0) and picture.getpixel((92, picture.height - 2)) == (255, 255, 255)
+
+
+def test_the_card_calls_each_pipeline_with_the_guidance_of_the_training(tmp_path):
+    from flowrl.training.card import _use
+
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    flux = preset("flux.1-dev,tp-grpo,ocr").apply(model=str(tmp_path))
+    assert "guidance" not in _use(flux, "") and 'true_cfg_scale=2.0, negative_prompt=""' in _use(replace(flux, guidance=2.0), "")
+    sd3 = preset("sd3.5-medium,tp-grpo,ocr").apply(guidance=1.0, text_tokens=77)
+    assert "guidance_scale=1.0, max_sequence_length=77)" in _use(sd3, sd3.model)
+
+
+def test_a_run_is_sampled_where_its_device_is_not(folder, tmp_path):
+    """A run that was trained on a GPU, on a machine without."""
+    import shutil
+
+    (tmp_path / "reward.py").write_text(
+        "class Here:\n    def __init__(self, device='cpu'):\n        assert device == 'cpu'\n"
+        "    def score(self, images, prompts):\n        return images.mean((1, 2, 3))\n"
+    )
+    shutil.copytree(folder / "run", tmp_path / "run")
+    settings = load_config(tmp_path / "run" / "config.json") | {"device": "cuda:99", "reward": f"{tmp_path}/reward.py:Here"}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(settings))
+    more = ["--prompts", "a fox", "--count", "1", "--steps", "2", "--out", str(tmp_path / "picture.png")]
+    assert main(["sample", "--weights", str(tmp_path / "run"), *more]) == 0

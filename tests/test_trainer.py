@@ -13,6 +13,7 @@ from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import ClippedLoss
 from flowrl.methods import METHODS, load_credit, make_method, make_sampler
 from flowrl.rewards import FunctionReward, WeightedSum
+from flowrl.rollout import RewardTables
 from flowrl.samplers import RandomWindow
 from flowrl.training.checkpoint import load_checkpoint, save_checkpoint
 from flowrl.training.config import PRESETS, RunConfig, preset
@@ -334,3 +335,29 @@ def test_upcoming_prompts_are_those_that_come():
     stream.take(2)
     ahead = [p.text for p in stream.upcoming(9)]
     assert ahead == list(dict.fromkeys(p.text for p in stream.take(9)))
+
+
+def test_rules_see_the_schedule_where_the_rewards_are():
+    """A run on a GPU has its schedule there, and its rewards in main memory."""
+    run, asked = trainer(), []
+
+    class Elsewhere:
+        def to(self, device):
+            asked.append(device)
+            return run.schedule
+
+    run._credit(RewardTables(torch.zeros(2, 3, run.schedule.steps + 1), {}, torch.ones(2, 3, dtype=torch.bool)), Elsewhere())
+    assert asked == [torch.device("cpu")]
+    stds = torch.ones(run.schedule.steps)
+    moved = replace(run.schedule, stds=stds).to("cpu")
+    assert torch.equal(moved.times, run.schedule.times) and moved.timesteps is None and torch.equal(moved.stds, stds)
+
+
+def test_no_network_call_of_a_run_is_larger_than_it_may_be(tmp_path, monkeypatch):
+    """Evaluations and the trajectory shown at the end included."""
+    from flowrl.policies.mixture import MixturePolicy
+
+    sizes, plain = [], MixturePolicy.velocity
+    monkeypatch.setattr(MixturePolicy, "velocity", lambda self, x, *more: sizes.append(len(x)) or plain(self, x, *more))
+    assert Run(replace(TINY, max_batch=5, micro_batch=4, iterations=1), tmp_path).execute()
+    assert max(sizes) == 5

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from flowrl.protocols import FlowPolicy, RewardModel
     from flowrl.training.paired import Comparison
     from flowrl.types import Prompt
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,9 @@ def _run_setup(asked: Evaluate) -> _Setup:
     facts = {"base": config.model or f"{config.world}/{config.task}", "method": config.method, "guidance": config.guidance,
              "resolution": config.resolution if config.model else None, "dtype": config.dtype,
              "device": config.device}  # fmt: skip
-    return _Setup(policy, lambda: load_trained(policy, asked.weights), prompts, rewards, asked.steps or config.eval_steps, facts)
+    return _Setup(
+        policy, lambda: load_trained(policy, asked.weights), prompts, rewards, _given(asked.steps, config.eval_steps), facts
+    )
 
 
 def _lora_setup(asked: Evaluate) -> _Setup:
@@ -139,15 +143,20 @@ def _lora_setup(asked: Evaluate) -> _Setup:
     if not asked.weights.exists():
         raise CheckpointError(f"weights: {asked.weights} does not exist")
     device = _device(asked, True)
-    size, dtype = asked.resolution or 512, asked.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    size, dtype = _given(asked.resolution, 512), asked.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     options = ModelOptions(
-        size, size, device, dtype, asked.guidance or 1.0, train="nothing", text_tokens=asked.text_tokens, decode_batch=8
+        size, size, device, dtype, _given(asked.guidance, 1.0), train="nothing", text_tokens=asked.text_tokens, decode_batch=8
     )
     prompts = prompts_from(asked.prompts)[: asked.limit or None]
     rewards = {spec: build("reward", spec, device=device) for spec in asked.reward}
     policy = load_policy(asked.model, options)
     facts = {"base": asked.model, "guidance": options.guidance, "resolution": size, "dtype": dtype, "device": device}
-    return _Setup(policy, lambda: load_weights(policy, asked.weights), prompts, rewards, asked.steps or 40, facts)
+    return _Setup(policy, lambda: load_weights(policy, asked.weights), prompts, rewards, _given(asked.steps, 40), facts)
+
+
+def _given(value: T | None, usual: T) -> T:
+    """An option's value, or the usual one where it was left out; 0 is a value."""
+    return usual if value is None else value
 
 
 def _device(asked: Evaluate, model: bool) -> str:

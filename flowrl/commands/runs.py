@@ -16,7 +16,7 @@ import tyro
 
 from flowrl.commands.settings import CompareSettings, TrainSettings, changes, typed_command
 from flowrl.errors import require
-from flowrl.training.config import RunConfig, load_config, preset
+from flowrl.training.config import Preset, RunConfig, load_config, preset
 
 if TYPE_CHECKING:
     from flowrl.training.compare import CompareConfig
@@ -38,6 +38,20 @@ def asked_to_stop() -> Iterator[threading.Event]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _told_how_to_go_on(out: Path, main: bool) -> Iterator[None]:
+    """Where a run of many hours ends by an error (a reward's, the disk's), say what is left of it."""
+    from flowrl.training.checkpoint import Checkpoints
+
+    try:
+        yield
+    except Exception:
+        names = Checkpoints(out).names()
+        if main and names and not (out / "done.json").exists():
+            print(f"The run stopped; checkpoint {names[-1]} is kept. Go on with: flowrl train --resume {shlex.quote(str(out))}")
+        raise
 
 
 def _say_nothing(text: str) -> None:
@@ -133,38 +147,58 @@ class Train:
     start: Annotated[str, tyro.conf.arg(name="from")] = ""
     """With --resume: the checkpoint to go on from, such as 000010; the ones after it are deleted. Default: the newest."""
     config: Path | None = None
-    """Repeat a run from its saved config.json or config.yaml."""
+    """Repeat a run from its saved config.json or config.yaml; to change some of its settings give the .yaml as `preset`."""
     plan: bool = False
     """Print what an iteration consists of (trajectories, pairs, batches, network evaluations, memory) and train nothing."""
-    processes: int = 1
-    """Processes that `plan` counts for; `accelerate launch` says how many train."""
+    processes: int | None = None
+    """Processes that `plan` counts for [default: 1]; `accelerate launch` says how many train."""
     run: Annotated[TrainSettings, tyro.conf.arg(name="")] = field(default_factory=TrainSettings)  # pyright: ignore[reportInvalidTypeForm]
+
+    def configuration(self) -> RunConfig:
+        """The settings of the run to go on with or to repeat, or else the preset's with the given ones on top."""
+        from flowrl.training.compare import rule_name
+
+        chosen = changes(self.run)
+        for name, source in (("resume", self.resume), ("config", self.config)):
+            given = ", ".join(f"--{setting.replace('_', '-')}" for setting in chosen)
+            how = "go on with its own settings" if name == "resume" else "repeat it as it was; --preset FILE.yaml takes changes"
+            require(source is None or not chosen, name, str(source), f"without {given}: {how}")
+        if self.config is not None and self.config.suffix in (".yaml", ".yml"):
+            return Preset(str(self.config), load_config(self.config)).apply()
+        if self.resume or self.config:
+            folder = self.resume or Path()
+            return RunConfig.from_dict(load_config(self.config or folder / "config.json"))
+        if "credit" in chosen:
+            chosen.setdefault("method", rule_name(chosen["credit"]))
+        return preset(self.preset).apply(**chosen)
 
     def main(self) -> int:
         """Train, printing every evaluation."""
         import torch
 
         from flowrl.display import train_line
+        from flowrl.policies.devices import device_of
         from flowrl.training.beside import make_beside
-        from flowrl.training.compare import rule_name
         from flowrl.training.distributed import Team
         from flowrl.training.plan import memory_text, plan, plan_text
         from flowrl.training.run import Run
 
         require(not self.start or self.resume is not None, "from", self.start, "given with --resume DIR only")
         out = self.resume or self.out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
-        if self.resume or self.config:
-            config = RunConfig.from_dict(load_config(self.config or out / "config.json"))
-        else:
-            chosen = changes(self.run)
-            if "credit" in chosen:
-                chosen.setdefault("method", rule_name(chosen["credit"]))
-            config = preset(self.preset).apply(**chosen)
+        config = self.configuration()
         config.make_method()
+        require(
+            self.plan or self.processes is None,
+            "processes",
+            self.processes,
+            "given with --plan only; `accelerate launch` starts several",
+        )
         if self.plan:
-            counted = plan(config, self.processes)
+            counted = plan(config, 1 if self.processes is None else self.processes)
             print("\n".join(filter(None, (plan_text(counted, config), memory_text(counted, config)))))
             return 0
+        device_of(config.device)
+        require(not out.is_file(), "out", str(out), "a folder that may be new; this is a file")
         make_beside(config, config.make_world())
         if config.device == "cpu":
             torch.set_num_threads(1)
@@ -174,7 +208,8 @@ class Train:
             several = f", {team.size} processes" if team.size > 1 else ""
             say(f"{config.method} on {config.model or f'{config.world}/{config.task}'}, seed {config.seed}{several} -> {out}")
             run = Run(config, out, train_line(out), asked.is_set, team=team)
-            finished = run.execute(self.resume is not None, self.start)
+            with _told_how_to_go_on(out, team.main):
+                finished = run.execute(self.resume is not None, self.start)
         if not finished:
             say(f"Paused; nothing is lost. Go on with: flowrl train --resume {shlex.quote(str(out))}")
             return 130

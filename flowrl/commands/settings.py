@@ -8,9 +8,23 @@ import sys
 from typing import Annotated, Any
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 from flowrl.errors import require
 from flowrl.training.config import RunConfig
+
+
+def _switch(words: list[str]) -> bool:
+    if words and words[0].lower() not in ("true", "false"):
+        raise ValueError("true or false (or nothing, which is true)")
+    return not words or words[0].lower() == "true"
+
+
+SWITCH: Any = PrimitiveConstructorSpec(
+    nargs=(0, 1), metavar="[TRUE|FALSE]", instance_from_str=_switch, is_instance=lambda value: value in (None, True, False),
+    str_from_instance=lambda value: [],
+)  # fmt: skip
+"""How an option that is on or off is written: `--compile`, `--compile True` or `--compile False`."""
 
 
 def _field_help() -> dict[str, str]:
@@ -36,10 +50,11 @@ def _settings_class(name: str, leave_out: tuple[str, ...]) -> type[Any]:
             text = helps.get(item.name, item.name.replace("_", " ").capitalize() + ".")
             kind: Any = item.type
             several = kind == tuple[str, ...]
-            word = "NAME ..." if several else kind.__name__.upper()
+            word = "NAME ..." if several else "[TRUE|FALSE]" if kind is bool else kind.__name__.upper()
             usual = "none" if several else item.default
             shown = tyro.conf.arg(help=text, metavar=word, help_behavior_hint=f"(default: {usual})")
-            columns.append((item.name, Annotated[kind | None, shown], None))
+            switch = (SWITCH,) if kind is bool else ()
+            columns.append((item.name, Annotated[kind | None, *switch, shown], None))
     return dataclasses.make_dataclass(name, columns, frozen=True)
 
 

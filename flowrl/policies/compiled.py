@@ -27,7 +27,14 @@ def compile_blocks(network: Any, backend: str) -> None:
         return
     limit = torch._dynamo.config
     limit.recompile_limit = max(limit.recompile_limit, PROGRAMS)
-    for child in network.children():
-        if isinstance(child, nn.ModuleList):
-            for block in child:
-                block.compile(backend=backend)
+    for block in _blocks(network):
+        block.compile(backend=backend)
+
+
+def has_compiled_blocks(network: nn.Module) -> bool:
+    """Whether `compile_blocks` was here."""
+    return any(block._compiled_call_impl is not None for block in _blocks(network))
+
+
+def _blocks(network: Any) -> list[nn.Module]:
+    return [block for child in network.children() if isinstance(child, nn.ModuleList) for block in child]

@@ -1,8 +1,9 @@
 """From a model's folder, or its name on the Hugging Face Hub, to a policy."""
 
+import os
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -35,14 +36,22 @@ def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Fami
     try:
         name = str(diffusers.DiffusionPipeline.load_config(model)["_class_name"])
     except (OSError, KeyError, ValueError) as error:
+        offline = os.environ.get("HF_HUB_OFFLINE", "0") in ("1", "true", "TRUE", "ON", "YES")
+        hint = "; only the local cache was searched: HF_HUB_OFFLINE=0 downloads" if offline else ""
         raise ConfigError(
-            f"model: {model!r} is no folder with a model_index.json, and cannot be had from the Hub under this name ({error})"
+            f"model: {model!r} is no folder with a model_index.json, and cannot be had from the Hub under this name "
+            f"({error}){hint}"
         ) from error
     chosen = family or family_of(name)
     network = "float32" if options.train == "full" else options.dtype
     dtypes = {"default": DTYPES[options.dtype], "transformer": DTYPES[network], "vae": DTYPES["float32"]}
     try:
-        pipe = getattr(diffusers, name).from_pretrained(model, torch_dtype=dtypes, use_safetensors=True)
+        pipe = getattr(diffusers, name).from_pretrained(model, use_safetensors=True, **{_dtype_argument(): dtypes})
     except (OSError, ValueError) as error:
         raise ConfigError(f"model: the {name} in {model!r} cannot be read: {error}") from error
     return PipelinePolicy(pipe, chosen, options)
+
+
+def _dtype_argument() -> str:
+    """What diffusers calls the precision: `dtype`, and before 0.42 `torch_dtype`."""
+    return "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42) else "torch_dtype"

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -67,16 +67,18 @@ def count_memory(
     checkpointing: bool = True,
     full: bool = False,
     decode_batch: int = 8,
+    reference: bool = False,
 ) -> Memory:
     """Count for the architecture `name` (`policies.architectures`). Rows are what the network sees at once, guidance included.
 
-    `full`: all weights are trained, and kept in float32, instead of a LoRA of `rank`. Raises `ConfigError` for an unknown name.
+    `full`: all weights are trained, and kept in float32, instead of a LoRA of `rank`; `reference`: a frozen copy of them is there
+    too. A call then holds them in `dtype` besides (autocast's cache). Raises `ConfigError` for an unknown name.
     """
     require(dtype in BYTES, "dtype", dtype, f"one of {', '.join(BYTES)}")
     known = architecture(name)
     network = known.build()
     parameters = sum(p.numel() for p in network.parameters())
-    network.to(getattr(torch, dtype))
+    nn.Module.to(network, getattr(torch, dtype))  # that of diffusers warns of layers to be kept in float32 where there are none
     if full:
         network.requires_grad_(True)
     else:
@@ -91,7 +93,8 @@ def count_memory(
     with torch.device("meta"):
         decoder = decoder(**DECODER)
         latent = torch.empty(decode_batch, 16, resolution // 8, resolution // 8)
-    frozen = 0 if full else parameters * BYTES[dtype]
+    frozen = 0 if full and not reference else parameters * BYTES[dtype]
+    cast = parameters * BYTES[dtype] if full and dtype != "float32" else 0
     network.train()
     with _flash():
         update = _largest(lambda: _step(network, _inputs(known, update_rows, resolution, dtype)), network)
@@ -101,7 +104,7 @@ def count_memory(
     decoding = sum(p.numel() for p in decoder.parameters()) * 4
     gradients = sum(p.numel() for p in network.parameters() if p.requires_grad) * BYTES[dtype]
     return Memory(
-        parameters, trained, frozen + decoding, trained * OPTIMISED, max(update - gradients, 0), rollout, decode,
+        parameters, trained, frozen + decoding, trained * OPTIMISED, max(update - gradients, 0) + cast, rollout + cast, decode,
         encoder_parameters(known) * BYTES[dtype],
     )  # fmt: skip
 

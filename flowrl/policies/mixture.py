@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.flow.time import uniform_schedule
+from flowrl.policies.devices import device_of
 from flowrl.types import Condition, Prompt, Schedule
 
 
@@ -27,6 +28,7 @@ class MixturePolicy:
         seed: int = 0,
         device: str | torch.device = "cpu",
     ) -> None:
+        device = device_of(device)
         self.mixture = GaussianMixture(mixture.means.to(device), mixture.std, mixture.weights.to(device))
         self.direction = direction
         with torch.random.fork_rng(devices=[]):
@@ -37,7 +39,7 @@ class MixturePolicy:
         nn.init.zeros_(self.net[-1].weight)  # pyright: ignore[reportArgumentType]
         nn.init.zeros_(self.net[-1].bias)  # pyright: ignore[reportArgumentType]
         self.net.to(device)
-        self._device = torch.device(device)
+        self._device = device
         self._base_only = False
 
     @property

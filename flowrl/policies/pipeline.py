@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flowrl.errors import ConfigError, require
 from flowrl.policies.adapters import LORA_TARGETS, Adapters, frozen_adapters
 from flowrl.policies.compiled import compile_blocks
+from flowrl.policies.devices import device_of
 from flowrl.policies.family import Family
 from flowrl.policies.options import DTYPES, ModelOptions
 from flowrl.policies.prompts import PromptCache
@@ -36,7 +37,7 @@ class PipelinePolicy:
         found = type(pipe).__name__
         require(found == family.pipeline, "pipeline", found, family.pipeline)
         self.pipe, self.family, self.options = pipe, family, options
-        self._device = torch.device(options.device)
+        self._device = device_of(options.device)
         self.dtype = DTYPES[options.dtype]
         self.transformer: Any = pipe.transformer
         _place(self.transformer, self._device, torch.float32 if options.train == "full" else self.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flowrl.errors import require
 from flowrl.policies.adapters import LORA_TARGETS, Adapters
 from flowrl.policies.autoencoder import CellAutoencoder
+from flowrl.policies.devices import device_of
 from flowrl.types import Condition, Prompt, Schedule
 
 
@@ -113,7 +114,7 @@ class SmallSD3Policy:
         require(rank >= 0, "lora rank", rank, "0 or more")
         from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-        self.network = network.to(device).eval().requires_grad_(False)
+        self.network = network.to(device_of(device)).eval().requires_grad_(False)
         self.tokenise = tokenise
         self.dtype = dtype
         config = network.config

@@ -17,12 +17,14 @@ from flowrl.types import Prompt
 def score(
     reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None = None, invalid: bool = False
 ) -> Tensor:
-    """Scores [sample] in float32, checked: one finite number per image, or a `RewardError` that says what came instead.
+    """Scores [sample] in float32 and without gradients, checked: one finite number per image, or a `RewardError` that says what
+    came instead.
 
     `invalid`: the caller can deal with samples that a reward with `marks_invalid` marks by NaN; without it they are errors too.
     """
     allowed = invalid and marks_invalid(reward)
-    scores = _checked(reward.score(images, prompts), prompts, f"{type(reward).__name__}.score", allowed)
+    with torch.no_grad():
+        scores = _checked(reward.score(images, prompts), prompts, f"{type(reward).__name__}.score", allowed)
     if usage is not None:
         usage.reward_calls += len(prompts)
     return scores
@@ -45,7 +47,7 @@ def _checked(scores: object, prompts: Sequence[Prompt], origin: str, invalid: bo
             f"{origin} returned {int(bad.sum())} of {len(prompts)} values that are not finite, the first at sample {first} "
             f"(prompt {prompts[first].text!r}); scores must be finite"
         )
-    return scores.float()
+    return scores.detach().float()
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,11 @@ def _scores(reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usag
     """The total and every component, each checked; a composite reward is evaluated once."""
     if not isinstance(reward, CompositeReward):
         return {_TOTAL: score(reward, images, prompts, usage, invalid=True)}
-    parts = dict(reward.parts(images, prompts))
-    name = type(reward).__name__
-    allowed = marks_invalid(reward)
-    checked = {key: _checked(values, prompts, f"{name}.parts()[{key!r}]", allowed) for key, values in parts.items()}
+    name, allowed = type(reward).__name__, marks_invalid(reward)
+    with torch.no_grad():
+        parts = dict(reward.parts(images, prompts))
+        checked = {key: _checked(values, prompts, f"{name}.parts()[{key!r}]", allowed) for key, values in parts.items()}
+        total = _checked(reward.total(parts), prompts, f"{name}.total", allowed)
     if usage is not None:
         usage.reward_calls += len(prompts)
-    return {_TOTAL: _checked(reward.total(parts), prompts, f"{name}.total", allowed), **checked}
+    return {_TOTAL: total, **checked}

@@ -114,10 +114,20 @@ def _what(config: RunConfig, base: str) -> str:
 def _use(config: RunConfig, base: str) -> str:
     code = CODE[config.tuning].format(base=base or Path(config.model).name, here="THIS_FOLDER")
     classes = "DiffusionPipeline" if config.tuning == "lora" else "AutoModel, DiffusionPipeline"
-    guidance = f", guidance_scale={config.guidance}" if config.guidance != 1 else ""
+    tokens = f", max_sequence_length={config.text_tokens}" if config.text_tokens else ""
     size = f"height={config.resolution}, width={config.resolution}"
-    call = f'image = pipe("a prompt", {size}, num_inference_steps={config.eval_steps}{guidance}).images[0]'
+    call = f'image = pipe("a prompt", {size}, num_inference_steps={config.eval_steps}{_guidance(config)}{tokens}).images[0]'
     return f"```python\nimport torch\nfrom diffusers import {classes}\n\n{code}\n{call}\n```"
+
+
+def _guidance(config: RunConfig) -> str:
+    """Classifier-free guidance as the pipeline takes it: SD3's own default is another one, and what FLUX calls
+    `guidance_scale` is told to the network."""
+    index = Path(config.model) / "model_index.json"
+    name = str(json.loads(index.read_text()).get("_class_name", "")) if index.is_file() else config.model
+    if "flux" not in name.lower():
+        return f", guidance_scale={config.guidance}"
+    return f', true_cfg_scale={config.guidance}, negative_prompt=""' if config.guidance != 1 else ""
 
 
 def _measured(folder: Path, config: RunConfig, run: RunRecord) -> str:

@@ -1,6 +1,7 @@
 """The settings of a run: one frozen data class, presets, and its JSON form."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_origin
@@ -171,7 +172,8 @@ class RunConfig:
         require(self.members >= 2, "members", self.members, "2 or more: a group of one has nobody to be compared with")
         require(self.diversity_members >= 2, "diversity_members", self.diversity_members, "2 or more: one sample has no pair")
         require(len(set(self.heldout_rewards)) == len(self.heldout_rewards), "heldout_rewards", self.heldout_rewards, "each once")
-        require(self.lr > 0, "lr", self.lr, "above 0")
+        require(0 < self.lr < math.inf, "lr", self.lr, "above 0")
+        require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
         require(0 <= self.final_lr <= 1, "final_lr", self.final_lr, "in [0, 1]")
         require(self.grad_clip > 0, "grad_clip", self.grad_clip, "above 0")
         require(0 <= self.ema < 1, "ema", self.ema, "in [0, 1)")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.errors import require
+from flowrl.policies.compiled import has_compiled_blocks
 from flowrl.policies.sharding import divided_like, is_divided, shard, whole
 from flowrl.protocols import FlowPolicy, OneNetwork
 from flowrl.training.distributed import Team
@@ -58,6 +59,8 @@ class Engine:
 def prepared(policy: FlowPolicy, team: Team, compiled: bool) -> Mapping[str, nn.Parameter]:
     """Give all processes the main one's weights, divide and compile the network where that is wanted; the trainable parameters.
 
+    A network whose blocks are compiled already (`policies.compiled`) is left as it is: it would be compiled twice over.
+
     Raises `ConfigError` where the policy does not say which its network is (`protocols.OneNetwork`).
     """
     team.spread([parameter.data for parameter in policy.trainable().values()])
@@ -67,7 +70,7 @@ def prepared(policy: FlowPolicy, team: Team, compiled: bool) -> Mapping[str, nn.
     if isinstance(policy, OneNetwork):
         if team.sharded:
             shard(policy.velocity_network, team.size, policy.device, team.reshard)
-        if compiled:
+        if compiled and not has_compiled_blocks(policy.velocity_network):
             policy.velocity_network.compile()
     return policy.trainable()
 

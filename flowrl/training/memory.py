@@ -1,10 +1,12 @@
 """GPU memory, measured at two small batches before training begins."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from flowrl.errors import TrainingError
 from flowrl.training.guards import Notice, Peak, memory
 from flowrl.training.trainer import Trainer
 from flowrl.types import Condition
@@ -28,6 +30,19 @@ def cuda_room() -> float:
     return SHARE * (free + torch.cuda.memory_reserved())
 
 
+@contextmanager
+def out_of_memory() -> Iterator[None]:
+    """Turns a GPU's "out of memory" into a `TrainingError` that says which settings take less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            f"GPU memory ran out: {str(error).splitlines()[0]} Take a smaller micro_batch (updates), max_batch (sampling) or "
+            "decode_batch (pictures), checkpointing, chunk 1 or offload; to go on from a checkpoint, write them into the run's "
+            "config.json before --resume"
+        ) from error
+
+
 def memory_notices(
     trainer: Trainer, peak: Callable[[Callable[[], None]], int] = cuda_peak, room: Callable[[], float] = cuda_room
 ) -> list[Notice]:
@@ -44,14 +59,17 @@ def memory_notices(
     for setting, chosen, train in (("micro_batch", config.micro_batch, True), ("max_batch", config.max_batch, False)):
         if chosen > 1:
             small, large = (1, 2) if chosen < 4 else (2, 4)
-            _velocities(trainer, 1, train)  # what is allocated once and for all: handles, workspaces
             try:
+                _velocities(trainer, 1, train)  # what is allocated once and for all: handles, workspaces
                 peaks = [
                     Peak(batch, peak(lambda batch=batch, train=train: _velocities(trainer, batch, train)))
                     for batch in (small, large)
                 ]
             except torch.OutOfMemoryError:
-                text = f"{setting} {chosen} will not fit: a batch of {large} is too much already. Use 1, or a smaller model"
+                for parameter in trainer.parameters:
+                    parameter.grad = None
+                less = "Use 1, checkpointing or a smaller model"
+                text = f"{setting} {chosen} will not fit: a batch of {large} is too much already. {less}"
                 found.append(Notice("memory", text))
                 continue
             notice = memory(setting, chosen, peaks[0], peaks[1], room(), kept + moments)

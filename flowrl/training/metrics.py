@@ -24,7 +24,7 @@ class Clock:
 
     def stop(self) -> None:
         """The time since the last call belonged to the present phase."""
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # something of this process runs on a GPU
             torch.cuda.synchronize()
         now = time.perf_counter()
         self.phases[self.phase] = self.phases.get(self.phase, 0.0) + now - self.last

@@ -168,7 +168,7 @@ def memory_text(found: Plan, config: RunConfig) -> str:
     passes = found.passes_per_evaluation
     memory = count_memory(
         name, config.resolution, found.rows_per_micro_batch, config.max_batch * passes, config.rank, config.dtype,
-        config.checkpointing, config.tuning == "full",
+        config.checkpointing, config.tuning == "full", config.decode_batch, found.train_nfe > found.pairs,
     )  # fmt: skip
     latent = 16 * (config.resolution // 8) ** 2 * 4
     nodes = found.groups_per_process * found.members * (2 * found.steps + 1) * latent
@@ -178,11 +178,13 @@ def memory_text(found: Plan, config: RunConfig) -> str:
         f"{memory.trained_parameters:,} trained ones",
         f"  trajectories       {_gb(nodes)} (nodes and velocities, float32)",
         f"  and one of         {_gb(memory.update)} micro-batch of {found.rows_per_micro_batch} rows, {_gb(memory.rollout)} "
-        f"sampling {config.max_batch * passes} rows, {_gb(memory.decode)} decoding 8 pictures, {_gb(memory.encoders)} text "
-        "encoders",
+        f"sampling {config.max_batch * passes} rows, {_gb(memory.decode)} decoding {config.decode_batch} pictures, "
+        f"{_gb(memory.encoders)} text encoders",
         f"  at most            {_gb(memory.peak + nodes)}, besides the reward's network, CUDA's work space and the "
         "allocator's reserve",
     ]
+    if config.device == "cpu" and config.dtype == "float32":
+        lines.append("  no GPU is used here, hence float32; --dtype bfloat16 counts what a GPU would take by default")
     return "\n".join(lines)
 
 

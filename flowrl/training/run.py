@@ -24,7 +24,7 @@ from flowrl.training.distributed import Team
 from flowrl.training.evaluation import Evaluation, evaluate
 from flowrl.training.failure import NonFiniteError
 from flowrl.training.guards import Limits, Notice, notices
-from flowrl.training.memory import memory_notices
+from flowrl.training.memory import memory_notices, out_of_memory
 from flowrl.training.showcase import show_trajectory
 from flowrl.training.tracking import Journal
 from flowrl.training.trainer import Trainer
@@ -61,7 +61,7 @@ class Run:
         """Train to the end, or with `resume` go on from the last checkpoint, or from the one named `start`, whose successors are
         then deleted. Raises a `FlowrlError` where a part does, a `CheckpointError` for a damaged checkpoint or a full disk, and a
         `NonFiniteError` where a loss is not finite (what it was trained on is then in failure/)."""
-        with disk_errors(self._checkpoints):
+        with disk_errors(self._checkpoints), out_of_memory():
             return self._execute(resume, start)
 
     @property
@@ -71,19 +71,19 @@ class Run:
     def _execute(self, resume: bool, start: str) -> bool:
         if resume and not start and (self.folder / "done.json").exists():
             return True
+        if (self.folder / "metrics.jsonl").exists() and not resume:
+            raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
         world = self.config.make_world()
         self._beside = make_beside(self.config, world)
         method = self.config.make_method()
+        reward = self.config.make_reward()  # before the policy: what is wrong here is told without waiting for a large model
         policy = world.policy(self.config.policy_options())
-        reward = self.config.make_reward()
         trainer = Trainer(policy, method, reward, world.prompts(self.config.task, "train"), self.config, self.team)
         trainer.on_phase = lambda phase: self._tell({"phase": phase})
         rows = self._restore(trainer, start) if resume else []
         journal = Journal(self.config, self.folder, trainer.done)
         if not rows:
-            if (self.folder / "metrics.jsonl").exists() and not resume:
-                raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
-            self.team.gather(lambda: None)  # everybody has looked
+            self.team.gather(lambda: None)  # everybody has looked whether there is a run already
             if self.team.main:
                 write_json(self.folder / "config.json", self.config.as_dict())
                 write_config(self.folder, self.config)

@@ -1,7 +1,7 @@
 """Pictures for prompts, from the base model or a finished run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,7 +30,8 @@ def sample_grid(prompts: Sequence[str], weights: Path | None, world_name: str, c
         policy = chosen.policy(PolicyOptions())
     else:
         policy, config = trained_policy(weights)
-        chosen, max_batch = config.make_world(), config.max_batch
+        here = replace(config, device=str(policy.device))  # not that of the training, which may not exist here
+        chosen, max_batch = here.make_world(), config.max_batch
         parsed = [chosen.parse(text) for text in prompts]
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn((len(parsed) * count, *policy.latent_shape), generator=generator).to(policy.device)

@@ -24,7 +24,9 @@ def show_trajectory(folder: Path, trainer: Trainer, world: World, members: int =
     sampler = trainer.draw_sampler()
     for probe in (Completion(), Tweedie()):
         generator.set_state(start)
-        result = rollout(policy, sampler, trainer.schedule, policy.encode([prompt]), noise, generator, groups, probe, Usage())
+        result = rollout(
+            policy, sampler, trainer.schedule, policy.encode([prompt]), noise, generator, groups, probe, Usage(), config.max_batch
+        )
         tables.append(reward_table(policy, trainer.reward, result, [prompt])[0])
         estimates = estimates or result.estimates
     chosen = int(tables[0].diff(dim=1).abs().sum(1).nan_to_num(-1.0).argmax())

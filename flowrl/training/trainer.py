@@ -115,8 +115,9 @@ class Trainer:
         }
 
     def _credit(self, tables: RewardTables, schedule: Schedule) -> Tensor:
-        """The rule's advantages, checked; a rule that reads components gets them where the reward has some."""
-        rule = self.method.credit
+        """The rule's advantages, checked; a rule that reads components gets them where the reward has some. It sees the schedule
+        where the rewards are, in main memory."""
+        rule, schedule = self.method.credit, schedule.to(tables.total.device)
         if tables.parts and isinstance(rule, PartsCreditAssigner):
             advantages = rule.assign_parts(tables.parts, schedule)
         else:
