@@ -191,7 +191,7 @@ def test_components_of_a_weighted_sum_travel():
         assert parts["a"].tolist() == [1.0, 3.0] and parts["b"].isnan().tolist() == [False, True]
         assert RemoteSum(url).score(*numbered([1, 3])).isnan().tolist() == [False, True]
     with served(Function()) as (url, _):
-        with pytest.raises(RewardError, match="no_parts: this reward has no components.*remote instead of remote-sum"):
+        with pytest.raises(RewardError, match=r"no_parts: this reward has no components.*remote instead of remote-sum"):
             RemoteSum(url).parts(images, prompts)
         for words in ("parts=maybe", "parts="):
             refused(post(url, replace(fuzzing.good([1]), path=f"/v1/score?{words}")), 422, "bad_query")
