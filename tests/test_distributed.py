@@ -321,3 +321,25 @@ def test_one_process_alone_is_a_team():
     assert team.share(5) == Share(0, 5, range(5))
     with pytest.raises(ConfigError), team:
         raise ConfigError("passes through")
+
+
+def test_with_divided_weights_nobody_waits_for_those_who_compute():
+    """The others may stand in a network call, which needs this process too: meeting them elsewhere would never end."""
+
+    def fails():
+        raise ValueError("the reward")
+
+    with pytest.raises(ValueError, match="the reward"):
+        Team(0, 2, sharded=True).gather(fails)
+
+
+def test_a_full_gpu_is_no_lost_connection():
+    class Blames:
+        def blame(self):
+            raise AssertionError("nobody is to blame")
+
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        Team(0, 2, liveness=Blames())._together(full)

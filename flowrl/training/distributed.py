@@ -104,7 +104,8 @@ class Team:
     def gather(self, work: Callable[[], T]) -> list[T]:
         """Every process does its `work`; all get all results, in order of rank.
 
-        Where one raises, it raises that, and all others a `TrainingError` that names it.
+        Where one raises, it raises that, and all others a `TrainingError` that names it. With divided weights it does not wait
+        for them: they may be in the middle of a network call, which is the work of all, and are ended by `liveness`.
         """
         if self.size == 1:
             return [work()]
@@ -113,6 +114,8 @@ class Team:
         try:
             outcome = work()
         except Exception as failure:
+            if self.sharded:
+                raise
             error = failure
         told = (None if error is None else self._named(error), outcome)
         found = self._together(lambda: _gather_object(told))
@@ -142,7 +145,7 @@ class Team:
         try:
             return act()
         except (RuntimeError, pickle.UnpicklingError) as error:
-            if isinstance(error, FlowrlError) or self.liveness is None:
+            if isinstance(error, FlowrlError | torch.OutOfMemoryError) or self.liveness is None:
                 raise
             raise TrainingError(f"{self.liveness.blame()}; this is process {self.rank}, which cannot go on alone") from error
 
