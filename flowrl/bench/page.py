@@ -130,9 +130,13 @@ def _count(judged: Sequence[Judged]) -> str:
 
 
 def _shown(comparison: Comparison) -> str:
-    """The number with its interval; a share stays a share."""
-    signed = " minus " in comparison.text
-    return comparison.estimate.text(3, signed)
+    """The number with its interval, which a single seed does not have; a share stays a share."""
+    signed, found = " minus " in comparison.text, comparison.estimate
+    return (
+        found.text(3, signed)
+        if math.isfinite(found.high)
+        else f"{found.value:{'+' if signed else ''}.3f} (one seed: no interval)"
+    )
 
 
 def _summary(judged: Sequence[Judged], last: str) -> Table:
