@@ -16,8 +16,9 @@ from flowrl.types import Completion, Continuation, Probe, Substeps
 class Plan:
     """Counts of one iteration. `pairs` = trajectories x trained steps.
 
-    Processes roll out whole groups, `groups_per_process` each (the last may have fewer of its own); the pairs of an update are
-    drawn at random from all trajectories, so that `pairs_per_update_and_process` is a mean.
+    Processes roll out whole groups, `groups_per_process` each until all are given out: the last may have fewer or none (`idle`
+    processes). A process differentiates its own pairs; those of an update are drawn at random from all trajectories, so that
+    `pairs_per_update_and_process` is a mean, of a process that has its full number of groups.
 
     `nfe` are network evaluations of the rollout and its probes, `train_nfe` those of the update (one per pair, two with a KL to
     the base model), both without guidance; `passes_per_evaluation` is 2 with classifier-free guidance. `rows_per_micro_batch` is
@@ -49,6 +50,11 @@ class Plan:
     evaluation_reward_calls: int
 
     @property
+    def idle(self) -> int:
+        """Processes without a group, which wait for the others."""
+        return self.processes - math.ceil(self.groups / self.groups_per_process)
+
+    @property
     def passes(self) -> int:
         """Forward passes of an iteration, one latent each, guidance included."""
         return (self.nfe + self.train_nfe) * self.passes_per_evaluation
@@ -78,7 +84,7 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     groups = math.ceil(config.prompts / processes)
     counted = _rollout(config.prompts, config.members, stochastic, method)
     own = _rollout(groups, config.members, stochastic, method)
-    per_process = math.ceil(share * trained / processes)
+    per_process = math.ceil(share * trained * groups / config.prompts)
     passes = 2 if config.model and config.guidance != 1 else 1
     solver = 2 * config.eval_steps - 1 if config.eval_solver == "heun" else config.eval_steps
     return Plan(
@@ -134,10 +140,11 @@ def plan_text(found: Plan, config: RunConfig) -> str:
     p = found
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
     kl = " x 2 (the base model, for the KL)" if p.train_nfe > p.pairs else ""
+    idle = f", {p.idle} of {p.processes} processes have none and wait" if p.idle else ""
     lines = [
         f"{config.method}: one iteration of {config.iterations}, {p.processes} process{'es' if p.processes > 1 else ''}",
         f"  trajectories       {p.groups} groups x {p.members} members = {p.trajectories:,}; a process rolls out "
-        f"{p.groups_per_process} whole group{'s' if p.groups_per_process > 1 else ''}",
+        f"{p.groups_per_process} whole group{'s' if p.groups_per_process > 1 else ''}{idle}",
         f"  pairs              {p.trajectories:,} trajectories x {p.trained_steps} trained steps of {p.steps} = {p.pairs:,}",
         f"  optimiser steps    {p.updates}, each on the mean over {p.trajectories_per_update:,} trajectories = "
         f"{p.pairs_per_update:,} pairs",
