@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bench_lines import FAST, FLAT, SLOW, fake_evidence, fake_line
 
 from flowrl.bench import records
 from flowrl.bench.catalogue import CLAIMS
 from flowrl.bench.claims import Claim, make_run
-from flowrl.bench.document import Document, Table
 from flowrl.bench.evidence import MEASURES, NEVER, Evidence
 from flowrl.bench.faults import FreshNoiseFault
 from flowrl.bench.measure import CURVE, measure
-from flowrl.bench.page import claims_page, judge_all
 from flowrl.bench.records import Ledger, config_hash, make_line
 from flowrl.bench.rule import bench_rule, ranking, rule_claims, rule_page
 from flowrl.bench.runner import Suite, evidence, needed, redo
@@ -106,37 +105,6 @@ def _quick_difference(a: list[np.ndarray], b: list[np.ndarray], seed: int) -> Es
         return interquartile_mean(np.concatenate([g[i] for g, i in zip(gaps, index, strict=True)], axis=-1), axis)
 
     return bootstrap(statistic, [len(g) for g in gaps], seed, draws=200)
-
-
-def fake_line(rewards: list[float], nfe: float = 100.0, seconds: float = 1.0, **extra: float) -> dict:
-    """A line whose curve has one evaluation per iteration, costing `nfe` and `seconds` each."""
-    rows = []
-    for i, reward in enumerate(rewards):
-        row = dict.fromkeys(CURVE, 0.0) | {"iteration": i, "nfe": nfe * i, "seconds": seconds * i, "strict": reward / 2}
-        rows.append(
-            [({**row, "reward": reward, "soft": reward, "quality": -reward, "diversity": 1.0} | extra)[name] for name in CURVE]
-        )
-    seen = {"quality": -2.0, "points": 2.5, "null": 2.0}
-    return {
-        "curve": rows,
-        "totals": {"nfe": 100.0, "train_nfe": 1.0, "calls": 4.0, "reward_calls": 2.0, "trajectories": 4, "seconds": 9.0},
-        "phases": {"rollout": 1.0, "reward": 0.1, "update": 0.5},
-        "gains": [[0.4, 0.2, 0.1], [0.1, 0.1, 0.1]],
-        "samples": {"final": rewards[-1], "before": seen, "after": seen},
-    }  # fmt: skip
-
-
-def fake_evidence(seeds: int = 8, spread: float = 0.0, **arms: list[float]) -> Evidence:
-    """Arms with the given rewards along training, and noise of `spread` on every seed's curve."""
-    generator = np.random.default_rng(0)
-    runs = {
-        arm: {"task": [fake_line([r + spread * float(generator.normal()) for r in rewards]) for _ in range(seeds)]}
-        for arm, rewards in arms.items()
-    }
-    return Evidence(runs, tuple(range(seeds)))
-
-
-SLOW, FAST, FLAT = [0.0, 0.2, 0.4, 0.6], [0.0, 0.5, 0.6, 0.7], [0.0, 0.01, 0.0, 0.01]
 
 
 class TestEvidence:
@@ -470,29 +438,6 @@ def test_planted_rules_are_ranked_first_and_last() -> None:
     assert Beats("random", "true").judge(found).verdict == FAILS
 
 
-def test_the_page_is_made_from_lines(tmp_path: Path) -> None:
-    lines = {}
-    for key in ("stepwise-updates", "tp-updates", "random-points"):
-        for arm, _, seed, config in CLAIMS[key].configs("mixture", (0, 1, 2)):
-            base = SLOW if arm == "uniform" else FAST
-            line = fake_line([r + 0.01 * seed for r in base])
-            lines[config_hash(config)] = {**make_line(config, line, "-"), **line}
-    judged = judge_all(CLAIMS, lines)
-    labels = {(one.claim.id, one.world): one.label for one in judged}
-    assert labels["stepwise-updates", "mixture"] == HOLDS
-    assert labels["tp-updates", "mixture"] == FAILS  # two thirds of the updates are more than 0.304
-    assert labels["random-points", "mixture"] == ALIKE
-    assert labels["stepwise-updates", "shapes"] == "no runs yet"
-    written = claims_page(judged, lines, tmp_path / "claims.jsonl").write(tmp_path, "claims", "claims")
-    text, html = (path.read_text() for path in written)
-    for claim in CLAIMS.values():
-        assert claim.says in text
-        assert claim.rule.words() in text
-    assert "2 holds here; 1 does not hold here" in text
-    assert html.count("<img") == text.count("](claims/") == 4
-    assert "GenEval .87 against .72" in text and "P(first beats second)" in text
-
-
 class TestCommands:
     def test_list(self, capsys) -> None:
         assert main(["bench", "claims", "--list"]) == 0
@@ -532,20 +477,6 @@ def test_the_page_of_a_rule_ranks_it(tmp_path: Path) -> None:
     assert "It beats stepwise gains. | does not hold here" in text
 
 
-def test_documents_say_the_same_twice(tmp_path: Path) -> None:
-    page = Document("A title")
-    page.text("Before <any> section, `code`.")
-    page.heading("One")
-    page.blocks.append(Table(("what", "x"), [("a | b", "1"), ("good", "2")], ("what",), {"good": "good"}))
-    markdown, html = (path.read_text() for path in page.write(tmp_path, "page"))
-    assert (
-        markdown
-        == "# A title\n\nBefore <any> section, `code`.\n\n## One\n\n| what | x |\n| --- | --- |\n| a / b | 1 |\n| good | 2 |\n"
-    )
-    assert "&lt;any&gt;" in html and "<code>code</code>" in html and '<span class="pill good">good</span>' in html
-    assert html.count("<section>") == html.count("</section>") == 1
-
-
 def test_a_rule_goes_through_everything(tmp_path: Path) -> None:
     """Runs (made up here), microscope (tiny), memory (measured) and page, in one call; a paused suite still leaves a page."""
 
@@ -563,7 +494,7 @@ def test_a_rule_goes_through_everything(tmp_path: Path) -> None:
     assert bench_rule("weighted", 2, tmp_path / "done", made_up, lambda *_: None, 1, look)
     text = (tmp_path / "done" / "rule.md").read_text()
     assert "`weighted` is number 1 of 6" in text and "rule-steps.png" in text
-    memory = next(line for line in text.splitlines() if line.startswith("| mixture | weighted |")).split("|")[-2]
+    memory = next(line for line in text.splitlines() if line.startswith("| 2-D world | weighted |")).split("|")[-2]
     assert float(memory) > 100  # MiB: torch alone is more
     with pytest.raises(ConfigError, match="unknown credit rule"):
         bench_rule("nothing", 2, tmp_path / "none", lambda suite: True, lambda *_: None)

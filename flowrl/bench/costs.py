@@ -10,13 +10,18 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from flowrl.bench.claims import make_run
+import numpy as np
+
+from flowrl.bench.claims import SEEDS, make_run
 from flowrl.bench.document import Table
-from flowrl.bench.evidence import column
+from flowrl.bench.evidence import column, spent
 from flowrl.bench.measure import PHASES, measure
 from flowrl.bench.records import code_hash, config_hash, provenance
+from flowrl.bench.statistics import level
+from flowrl.bench.tables import WORLD_WORDS
 from flowrl.training.checkpoint import write_json
 from flowrl.training.config import RunConfig
+from flowrl.training.results import reaches
 
 Lines = Mapping[str, Mapping[str, Any]]
 ARMS: dict[str, dict[str, Any]] = {
@@ -72,7 +77,7 @@ def cost_table(
     """Means over all finished runs of each arm with the world's own settings; memory where it was measured."""
     head = (
         "world", "rule", "runs", "NFE/trajectory", "reward calls/trajectory", "network calls/iteration",
-        *(f"s/iteration: {phase}" for phase in PHASES), "reward gained per million NFE", "peak memory (MiB)",
+        *(f"s/iteration: {phase}" for phase in PHASES), "reward gained per million NFE, whole run", "peak memory (MiB)",
     )  # fmt: skip
     rows = []
     by_seed: dict[str, list[Mapping[str, Any]]] = {}
@@ -83,7 +88,7 @@ def cost_table(
             runs = by_seed.get(config_hash(make_run(world, task, 0, changes)), [])
             peak = next((f"{m['peak_mib']:.0f}" for m in memory if m["world"] == world and m["arm"] == name), "-")
             if runs:
-                rows.append((world, name, str(len(runs)), *_cost(runs), peak))
+                rows.append((WORLD_WORDS[world], name, str(len(runs)), *_cost(runs), peak))
     return Table(head, rows)
 
 
@@ -100,3 +105,70 @@ def _cost(runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         *(f"{mean(lambda r, p=phase: r['phases'][p]):.3f}" for phase in PHASES),
         f"{price:.2f}",
     )
+
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "uniform": {"method": "flow-grpo"},
+    "gains, 5 substeps": {"method": "stepwise-flow-grpo"},
+    "turning points": {"method": "tp-grpo"},
+}
+"""Rules whose price for a level of reward is told, at the default clip and at one ten times as wide."""
+
+
+def level_table(lines: Lines) -> Table | None:
+    """Updates, evaluations and seconds until a level of held-out reward, and their ratios to uniform credit at the same clip.
+
+    The level: what all of these runs reach at some time, rounded down to a twentieth. Ratios are those of runs of one seed.
+    """
+    axes = {"updates": 1.0, "nfe": 1e6, "seconds": 1.0}
+    head = (
+        "world",
+        "reward",
+        "clip",
+        "rule",
+        "seeds",
+        "updates",
+        "million NFE",
+        "seconds",
+        *(f"{axis} / uniform's" for axis in ("updates", "NFE", "seconds")),
+    )
+    rows = []
+    for world, task in (("mixture", "direction"), ("shapes", "compositional")):
+        runs, seeds = _runs_by_clip(lines, world, task)
+        if not seeds:
+            continue
+        highest = min(max(column(run, "soft")) for arms in runs.values() for arm in arms.values() for run in arm)
+        target = np.floor(highest * 20) / 20
+        for clip, arms in runs.items():
+            price = {
+                (arm, axis): np.array([reaches(spent(run, axis), column(run, "soft"), target) for run in of]) / unit
+                for arm, of in arms.items()
+                for axis, unit in axes.items()
+            }
+            for arm in arms:
+                cells = [_digits(level([price[arm, axis]]).value) for axis in axes]
+                ratios = [level([price[arm, axis] / price["uniform", axis]]) for axis in axes]
+                shown = [f"{r.value:.2f} [{r.low:.2f}, {r.high:.2f}]" if len(seeds) > 1 else f"{r.value:.2f}" for r in ratios]
+                shown = ["1"] * len(axes) if arm == "uniform" else shown
+                rows.append((WORLD_WORDS[world], f"{target:.2f}", clip, arm, str(len(seeds)), *cells, *shown))
+    return Table(head, rows) if rows else None
+
+
+def _runs_by_clip(lines: Lines, world: str, task: str) -> tuple[dict[str, dict[str, list[Mapping[str, Any]]]], list[int]]:
+    """Runs by clip and rule, of the seeds that all of them have."""
+
+    def key(seed: int, changes: Mapping[str, Any]) -> str:
+        return config_hash(make_run(world, task, seed, changes))
+
+    cells = {
+        str(changes.get("clip", RunConfig().clip)): {arm: {**of, **changes} for arm, of in LEVELS.items()}
+        for changes in ({}, {"clip": 2e-2})
+    }
+    every = [changes for arms in cells.values() for changes in arms.values()]
+    seeds = [seed for seed in SEEDS[world] if all(key(seed, changes) in lines for changes in every)]
+    runs = {clip: {arm: [lines[key(seed, c)] for seed in seeds] for arm, c in arms.items()} for clip, arms in cells.items()}
+    return runs, seeds
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3f}" if value < 1 else f"{value:.1f}"

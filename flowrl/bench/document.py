@@ -104,7 +104,9 @@ class Document:
 
 
 def _inline(words: str) -> str:
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(words, quote=False))
+    """`code` and *stress*, as in Markdown."""
+    stressed = re.sub(r"(?<![\w*])\*(\w[^*`]*\w)\*(?![\w*])", r"<em>\1</em>", html.escape(words, quote=False))
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", stressed)
 
 
 def _table(table: Table) -> str:

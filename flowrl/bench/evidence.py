@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from flowrl.bench.measure import CURVE
-from flowrl.bench.statistics import Values, interquartile_mean
+from flowrl.bench.statistics import Estimate, Index, Values, bootstrap, interquartile_mean
 from flowrl.errors import ConfigError
 from flowrl.training.results import reaches
 
@@ -39,7 +40,7 @@ class Measure:
     higher: bool = True
 
 
-def _spent(line: Line, axis: str) -> list[float]:
+def spent(line: Line, axis: str) -> list[float]:
     """The curve's budget so far: updates (iterations), nfe (sampling, scoring and training) or seconds."""
     if axis == "updates":
         return column(line, "iteration")
@@ -52,20 +53,37 @@ def _share(axis: str) -> Callable[[Line, Sequence[Line]], float]:
     """Budget until the run reaches the baseline's final reward (IQM over seeds), over the baseline's whole budget."""
 
     def share(line: Line, baseline: Sequence[Line]) -> float:
-        target = float(interquartile_mean(np.array([column(run, "soft")[-1] for run in baseline])))
-        whole = float(np.mean([_spent(run, axis)[-1] for run in baseline]))
-        found = reaches(_spent(line, axis), column(line, "soft"), target)
-        return NEVER if found is None else min(NEVER, found / whole)
+        final, whole = _finals(baseline), _wholes(baseline, axis)
+        return float(_reached(line, axis, interquartile_mean(final), np.mean(whole)))
 
     return share
+
+
+def _finals(runs: Sequence[Line]) -> Values:
+    return np.array([column(run, "soft")[-1] for run in runs])
+
+
+def _wholes(runs: Sequence[Line], axis: str) -> Values:
+    return np.array([spent(run, axis)[-1] for run in runs])
+
+
+def _reached(line: Line, axis: str, target: ArrayLike, whole: ArrayLike) -> Values:
+    """The share of `whole` at which the run first has the reward `target`, linearly between evaluations; `NEVER` at the most."""
+    budget, height = np.array(spent(line, axis)), np.array(column(line, "soft"))
+    first = np.searchsorted(np.maximum.accumulate(height), np.asarray(target) - 1e-12)
+    there = np.clip(first, 1, len(height) - 1)
+    rise = height[there] - height[there - 1]
+    part = (target - height[there - 1]) / np.where(rise > 0, rise, 1.0)
+    found = np.where(first == 0, budget[0], budget[there - 1] + part * (budget[there] - budget[there - 1]))
+    return np.where(first == len(height), NEVER, np.minimum(NEVER, found / whole))
 
 
 def _at(axis: str) -> Callable[[Line, Sequence[Line]], float]:
     """The reward when as much has been spent as the baseline spends in half of its run."""
 
     def value(line: Line, baseline: Sequence[Line]) -> float:
-        budget = 0.5 * float(np.mean([_spent(run, axis)[-1] for run in baseline]))
-        return float(np.interp(budget, _spent(line, axis), column(line, "soft")))
+        budget = 0.5 * float(np.mean([spent(run, axis)[-1] for run in baseline]))
+        return float(np.interp(budget, spent(line, axis), column(line, "soft")))
 
     return value
 
@@ -134,3 +152,25 @@ class Evidence:
                 others = self.runs[baseline or arm][task]
                 found.append(np.array([chosen.against(line, others) for line in lines]))
         return found
+
+    def share(self, arm: str, axis: str, of: str) -> Estimate:
+        """The budget (updates, nfe or seconds) after which `arm` has the final reward of `of`, as a share of `of`'s whole budget.
+
+        Seeds of both are resampled together: the target is measured as well, and its error belongs in the interval, which lies
+        between 0 and `NEVER`.
+        """
+        mine = list(self.runs[arm].values())
+        finals = [_finals(runs) for runs in self.runs[of].values()]
+        wholes = [_wholes(runs, axis) for runs in self.runs[of].values()]
+        what = axis
+
+        def statistic(*index: Index, axis: int = -1) -> Values:
+            shares = []
+            for lines, final, whole, chosen in zip(mine, finals, wholes, index, strict=True):
+                goal = interquartile_mean(final[chosen]), whole[chosen].mean(-1)
+                every = np.stack([_reached(line, what, *goal) for line in lines], -1)
+                shares.append(np.take_along_axis(every, chosen, -1))
+            return interquartile_mean(np.concatenate(shares, -1), axis)
+
+        found = bootstrap(statistic, [len(lines) for lines in mine])
+        return Estimate(found.value, max(0.0, found.low), found.high if math.isinf(found.high) else min(NEVER, found.high))

@@ -2,9 +2,11 @@
 
 EARLIER_RULES: dict[str, str] = {
     "30b7bbf788fe4b92": "the same rules without the questions about the clip, which were added before their own runs were made, "
-    "and with the earlier measure of the sampler's own samples, see the next",
+    "and with the earlier intervals of shares and measure of the sampler's own samples, see the next",
     "80b0d79a4ad3f108": "the same rules, but quality and turning points of the sampler's own samples were those of 144 samples "
     "from the same noise for every seed, so that intervals hid the error of the sampling; with 2,304 samples of each seed's own "
-    "the quality of the DDIM-inspired SDE changed its sign. Two questions had words that fitted their rules badly",
+    "the quality of the DDIM-inspired SDE changed its sign. Two questions had words that fitted their rules badly. The interval "
+    "of a share of the baseline's budget took the baseline's final reward as known; now that is resampled too, which made such "
+    "intervals wider and changed no verdict",
 }
 """How the rules with this hash differed from today's."""

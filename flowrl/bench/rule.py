@@ -12,10 +12,11 @@ from flowrl.bench.claims import Claim
 from flowrl.bench.costs import cost_table, peak_memory
 from flowrl.bench.document import Document, Picture, Table
 from flowrl.bench.evidence import MEASURES
-from flowrl.bench.page import comparison_table, judged_table, method_bands
+from flowrl.bench.pictures import method_bands
 from flowrl.bench.records import Ledger
 from flowrl.bench.runner import Suite, evidence, needed
 from flowrl.bench.statistics import improvement, level
+from flowrl.bench.tables import comparison_table, judged_table
 from flowrl.bench.verdicts import Answer, Beats, Needs, NoWorse
 from flowrl.diagnostics.inspection import EQUAL_NFE, RULES, MicroscopeConfig, inspect
 from flowrl.plots.claims import bands
@@ -77,7 +78,7 @@ def ranking(claims: Mapping[str, Claim], lines: Mapping[str, Any], seeds: tuple[
         chances = [
             improvement(found.values(arm, "area"), found.values(other, "area")).value for other in found.runs if other != arm
         ]
-        shares = [level(found.values(arm, axis, "uniform")).text(2) for axis in ("updates", "nfe")]
+        shares = [found.share(arm, axis, "uniform").text(2) for axis in ("updates", "nfe")]
         final = level(found.values(arm, "final")).text()
         ranks.append(Rank(arm, (area.text(), final, *shares, f"{float(np.mean(chances)):.2f}"), area.value))
     return sorted(ranks, key=lambda rank: -rank.area)

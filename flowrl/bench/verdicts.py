@@ -22,7 +22,7 @@ class Comparison:
 
     text: str
     estimate: Estimate
-    probability: float | None = None
+    probability: Estimate | None = None
     verdict: str = UNDECIDED
 
 
@@ -51,12 +51,12 @@ class Rule(Protocol):
         ...
 
 
-def _compare(evidence: Evidence, arm: str, other: str, measure: str) -> tuple[Estimate, float]:
+def _compare(evidence: Evidence, arm: str, other: str, measure: str) -> tuple[Estimate, Estimate]:
     """(paired difference so that more is better, probability of improvement)."""
     mine, theirs = evidence.values(arm, measure, other), evidence.values(other, measure, other)
     if not MEASURES[measure].higher:
         mine, theirs = [-m for m in mine], [-t for t in theirs]
-    return difference(mine, theirs), improvement(mine, theirs).value
+    return difference(mine, theirs), improvement(mine, theirs)
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,7 @@ class Needs:
 
     def judge(self, evidence: Evidence) -> Verdict:
         """Holds: the interval of the share is below `at_most`; fails: above it."""
-        found = level(evidence.values(self.arm, self.axis, self.of))
-        found = Estimate(found.value, max(0.0, found.low), found.high)
+        found = evidence.share(self.arm, self.axis, self.of)
         verdict = HOLDS if found.high < self.at_most else FAILS if found.low > self.at_most else UNDECIDED
         return Verdict(verdict, (Comparison(f"{self.arm}: {MEASURES[self.axis].label} ({self.of})", found, None, verdict),))
 

@@ -52,10 +52,11 @@ class Claims:
         from flowrl.bench.catalogue import CLAIMS
         from flowrl.bench.claims import QUICK_SEEDS, SEEDS
         from flowrl.bench.costs import kept_memory
-        from flowrl.bench.page import claims_page, judge_all
+        from flowrl.bench.page import claims_page
         from flowrl.bench.records import Ledger
         from flowrl.bench.runner import Suite, needed
         from flowrl.bench.samples import Samples, joined, wanted
+        from flowrl.bench.tables import judge_all
 
         require(self.world in ("all", "mixture", "shapes"), "world", self.world, "mixture, shapes or all")
         for name in self.only:

@@ -22,13 +22,14 @@ class Band:
 
 @dataclass(frozen=True)
 class Effect:
-    """A number with its interval and how it is to be read: good, bad or open."""
+    """A number with its interval and how it is to be read: good, bad or open. `mark`: the number it is to stay below."""
 
     text: str
     value: float
     low: float
     high: float
     tone: str
+    mark: float | None = None
 
 
 TONES = {"good": "#009E73", "bad": "#D55E00", "open": "#8a8f98"}
@@ -74,10 +75,11 @@ def effects(groups: Mapping[str, Sequence[Effect]]) -> Figure:
             shade = TONES[row.tone]
             axes.plot([row.low, row.high], [place, place], color=shade, linewidth=2.4, alpha=0.6, solid_capstyle="round")
             axes.plot([row.value], [place], "o", color=shade, markersize=6)
-        if "share" not in title:
-            axes.axvline(0, color=INK, linewidth=0.8, linestyle=":")
-        else:
-            axes.axvline(1, color=INK, linewidth=0.8, linestyle=":")
+            if row.mark is not None:
+                axes.plot([row.mark, row.mark], [place - 0.35, place + 0.35], color=INK, linewidth=1.6)
+        same = 1 if "share" in title else 0
+        axes.axvline(same, color=INK, linewidth=0.8, linestyle=":")
+        if same:
             axes.set_xlim(left=0)
         axes.set_yticks(range(len(rows)), [row.text for row in rows], fontsize=8.5)
         axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -89,15 +91,21 @@ def effects(groups: Mapping[str, Sequence[Effect]]) -> Figure:
     return figure
 
 
-def profiles(levels: Sequence[float], arms: Mapping[str, Sequence[float]], x: str) -> Figure:
-    """Performance profiles: the share of runs that reach a level."""
-    figure = Figure(figsize=(7.4, 3.8), layout="constrained")
-    axes = figure.subplots()
-    for place, (name, shares) in enumerate(arms.items()):
-        axes.step(levels, shares, where="post", color=SHADES[place % len(SHADES)], linewidth=2, label=name)
-    axes.legend(frameon=False, fontsize=9)
-    axes.set_xlabel(x)
-    axes.set_ylabel("share of runs at or above")
-    axes.set_ylim(-0.03, 1.03)
-    clean(axes)
+def profiles(levels: Sequence[float], panels: Mapping[str, Mapping[str, Sequence[float]]], x: str) -> Figure:
+    """Performance profiles, a panel per world: the share of runs that reach a level, where that is not 0 or 1."""
+    panels = {title: arms for title, arms in panels.items() if arms}
+    figure = Figure(figsize=(5.8 * len(panels) + 0.4, 3.8), layout="constrained")
+    for axes, (title, arms) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        told = [level for i, level in enumerate(levels) if any(0 < shares[i] < 1 for shares in arms.values())]
+        for place, (name, shares) in enumerate(arms.items()):
+            axes.step(levels, shares, where="post", color=SHADES[place % len(SHADES)], linewidth=2, label=name)
+        if told:
+            space = 0.05 * (told[-1] - told[0]) + 0.01
+            axes.set_xlim(told[0] - space, told[-1] + space)
+        axes.legend(frameon=False, fontsize=9)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlabel(x, loc="left")
+        axes.set_ylabel("share of runs at or above")
+        axes.set_ylim(-0.03, 1.03)
+        clean(axes)
     return figure
