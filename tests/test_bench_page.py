@@ -179,11 +179,9 @@ class TestAfterwards:
 
 
 def test_what_a_level_costs() -> None:
-    """Straight learning curves: the level 0.55 is reached at known updates, so that all prices and ratios are known."""
-    slow, fast = (
-        {"uniform": [0.0, 0.3, 0.6], **{k: [0.0, 0.6, 0.6] for k in list(LEVELS)[1:]}},
-        dict.fromkeys(LEVELS, [0.0, 0.6, 0.6]),
-    )
+    """Straight learning curves: the level 0.60 is reached at known updates, so that all prices and ratios are known."""
+    fast = {arm: [0.0, 0.6, 0.6] for arm in LEVELS}
+    slow = fast | {"uniform": [0.0, 0.3, 0.6]}
     arms = dict(LEVELS)
     lines = made(Claim("d", "-", "-", "-", arms, Beats("uniform", "uniform")), "mixture", slow, (0,))
     assert level_table(lines) is None  # the other clip is missing
