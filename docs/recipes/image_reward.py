@@ -4,7 +4,7 @@ Where the reward lives (serving needs no transformers of flowrl's own range, hen
 
     python3.11 -m venv ~/image-reward && . ~/image-reward/bin/activate
     pip install image-reward==1.5 'transformers<4.48'
-    pip install --no-deps flowrl-lab
+    pip install --no-deps -e .    # in the clone of flowrl
     pip install torch numpy scipy einops jaxtyping beartype safetensors tyro rich pyyaml pillow
     pip install fastapi uvicorn python-multipart httpx
     flowrl serve-reward "docs/recipes/image_reward.py:ImageRewardScore(device='cuda')" --port 8000

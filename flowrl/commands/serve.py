@@ -53,7 +53,7 @@ class ServeReward:
         try:
             from flowrl.rewards.server import Limits, Listener, Settings, serve
         except ImportError as error:
-            message = f"serve-reward needs the extra 'server' ({error}); install it with: pip install 'flowrl-lab[server]'"
+            message = f"serve-reward needs the extra 'server' ({error}); install it with: pip install -e '.[server]'"
             raise ConfigError(message) from error
         from flowrl.registry import build
 

@@ -67,7 +67,7 @@ def _load(spec: str, name: str, split: str | None) -> Any:
     try:
         datasets: Any = import_module("datasets")
     except ImportError as error:
-        message = f"prompts: {spec} needs the package datasets; install it with: pip install 'flowrl-lab[datasets]'"
+        message = f"prompts: {spec} needs the package datasets; install it with: pip install -e '.[datasets]'"
         raise ConfigError(message) from error
     path = Path(name)
     try:

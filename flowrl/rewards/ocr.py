@@ -87,7 +87,7 @@ def _engine(confidence: float, side: int, threads: int) -> Any:
         rapidocr: Any = import_module("rapidocr")
         import_module("onnxruntime")
     except ImportError as error:
-        raise ConfigError('ocr: the reader is not installed: pip install "flowrl-lab[rewards]"') from error
+        raise ConfigError('ocr: the reader is not installed: pip install -e ".[rewards]"') from error
     count = threads or -1
     return rapidocr.RapidOCR(
         params={

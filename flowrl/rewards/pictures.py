@@ -31,5 +31,5 @@ def to_pillow(images: Float[Tensor, "sample channel height width"]) -> "list[Ima
     try:
         from PIL import Image
     except ImportError as error:
-        raise ConfigError('this reward needs Pillow: pip install "flowrl-lab[rewards]"') from error
+        raise ConfigError('this reward needs Pillow: pip install -e ".[rewards]"') from error
     return [Image.fromarray(array) for array in to_bytes(to_colours(images)).numpy()]

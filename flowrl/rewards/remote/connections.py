@@ -45,7 +45,7 @@ class Connections:
         try:
             import httpx
         except ImportError as error:
-            raise ConfigError("remote needs the package httpx; install it with: pip install 'flowrl-lab[server]'") from error
+            raise ConfigError("remote needs the package httpx; install it with: pip install -e '.[server]'") from error
         import ssl
 
         reward = self._reward
