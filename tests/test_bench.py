@@ -358,9 +358,9 @@ class TestLedger:
         path = tmp_path / "mine.py"
         path.write_text("from flowrl.credit import Uniform as Mine\n")
         config = tiny("uniform", 0, credit=f"{path}:Mine")
-        before = config_hash.__wrapped__(config)
+        before = config_hash(config)
         path.write_text("from flowrl.credit import Weighted as Mine\n")
-        assert config_hash.__wrapped__(config) != before
+        assert config_hash(config) != before
 
 
 def test_the_code_hash_covers_what_runs_depend_on() -> None:
@@ -386,7 +386,7 @@ class TestRunner:
         assert suite.runs and not suite.execute(1, minutes=0)
         assert suite.ledger.read() == {}
 
-        def interrupt(done: int, total: int, config) -> None:
+        def interrupt(done: int, total: int, line) -> None:
             seen.append((done, total))
             raise KeyboardInterrupt
 
@@ -394,7 +394,7 @@ class TestRunner:
         kept = suite.ledger.path.read_text()
         assert seen == [(1, 4)] and 1 <= kept.count("\n") < 4
         order = []
-        assert suite.execute(1, lambda done, total, config: order.append(config.seed))
+        assert suite.execute(1, lambda done, total, line: order.append(line["seed"]))
         assert suite.ledger.path.read_text().startswith(kept)
         assert order == sorted(order)
         assert set(suite.ledger.read(suite.allowed)) == set(suite.runs)

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import flowrl
-from flowrl.errors import ConfigError
+from flowrl.bench.sources import sources
+from flowrl.errors import ConfigError, FlowrlError
 from flowrl.training.config import RunConfig
 
 FORMAT = 1
@@ -24,13 +26,20 @@ UNSEEN = (
     "training/run.py", "training/rows.py", "training/guards.py", "training/memory.py", "training/failure.py",
     "training/beside.py", "training/plan.py", "training/card.py", "training/tracking.py", "training/pictures.py",
     "training/showcase.py",
-    "worlds/shapes/quality.py", "policies/adapters.py", "policies/architectures.py", "policies/compiled.py", "policies/family.py",
+    "worlds/shapes/quality.py", "policies/architectures.py", "policies/compiled.py", "policies/family.py",
     "policies/flux.py", "policies/load.py", "policies/options.py", "policies/pipeline.py", "policies/prompts.py",
     "policies/sd3.py", "policies/shared.py", "policies/tiny.py",
 )  # fmt: skip
 """Rooms and modules that no run of the built-in worlds passes through: they may change without making the runs void."""
 SEEN_ANYWAY = ("bench/measure.py", "bench/faults.py", "rewards/noisy.py")
 RULES = ("bench/claims.py", "bench/catalogue.py", "bench/verdicts.py", "bench/evidence.py", "bench/statistics.py")
+
+
+ENTRIES: dict[str, type | tuple[type, ...]] = {
+    "id": str, "code": str, "rules": str, "commit": str, "command": str, "hardware": str, "seed": int, "versions": dict,
+    "config": dict, "curve": list, "totals": dict, "phases": dict,
+}  # fmt: skip
+"""What every line holds, besides `gains`, which may be null."""
 
 
 def _digest(paths: Iterable[Path]) -> str:
@@ -45,12 +54,17 @@ def unseen(path: str) -> bool:
     return any(path == name or path.startswith(f"{name}/") for name in UNSEEN)
 
 
-@cache
-def code_hash() -> str:
-    """Of all sources and built-in weights that a run's numbers depend on."""
+def code_hash_now() -> str:
+    """Of all sources and built-in weights that a run's numbers depend on, as they lie on the disk now."""
     files = [p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".safetensors") and "__pycache__" not in p.parts]
     chosen = [p for p in files if not unseen(p.relative_to(PACKAGE).as_posix())]
     return _digest([*chosen, *(PACKAGE / name for name in SEEN_ANYWAY)])
+
+
+@cache
+def code_hash() -> str:
+    """`code_hash_now` at the first call in this process."""
+    return code_hash_now()
 
 
 @cache
@@ -59,23 +73,38 @@ def rules_hash() -> str:
     return _digest(PACKAGE / name for name in RULES)
 
 
-@cache
 def config_hash(config: RunConfig) -> str:
-    """Of every setting of a run, the seed included, and of the file that a rule of the user's own stands in.
+    """Of every setting of a run, the seed included, and of the files that parts of the user's own stand in, as they are now.
 
-    Settings at their default are left out, so that a setting added later does not rename old runs.
+    Settings at their default are left out, so that a setting added later does not rename old runs. `flowrl.bench.sources` says
+    which files count, and which do not: what the user's files import.
     """
+    own = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in _own(config))
+    return hashlib.sha256(f"{_settings(config)}{own}".encode()).hexdigest()[:16]
+
+
+def _own(config: RunConfig) -> list[Path]:
+    """The files of a run's parts that are not in the code's hash."""
+    return [path for path in sources(config) if not _covered(path.resolve())]
+
+
+def _covered(path: Path) -> bool:
+    if not path.is_relative_to(PACKAGE.resolve()):
+        return False
+    name = path.relative_to(PACKAGE.resolve()).as_posix()
+    return name in SEEN_ANYWAY or not unseen(name)
+
+
+@cache
+def _settings(config: RunConfig) -> str:
     usual = RunConfig().as_dict()
-    values = json.dumps({name: value for name, value in config.as_dict().items() if value != usual[name]}, sort_keys=True)
-    head = config.credit.partition("(")[0].rpartition(":")[0]
-    own = hashlib.sha256(Path(head).read_bytes()).hexdigest() if head.endswith(".py") and Path(head).is_file() else ""
-    return hashlib.sha256(f"{values}{own}".encode()).hexdigest()[:16]
+    return json.dumps({name: value for name, value in config.as_dict().items() if value != usual[name]}, sort_keys=True)
 
 
 @cache
 def provenance() -> dict[str, Any]:
     """Where and with what a line was made: commit, versions, hardware."""
-    packages = ("torch", "scipy", "diffusers", "flowrl-lab")
+    packages = ("torch", "scipy", "diffusers", "peft", "flowrl-lab")
     return {
         "commit": _commit(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
@@ -109,16 +138,36 @@ def _processor() -> str:
         return platform.machine()
 
 
-def make_line(config: RunConfig, found: Mapping[str, Any], command: str) -> dict[str, Any]:
-    """The line of a finished run."""
+def stamp() -> dict[str, Any]:
+    """By what code, under which rules and where a line is made: taken before the run."""
+    return {"code": code_hash(), "rules": rules_hash(), **provenance()}
+
+
+def require_unchanged(config: RunConfig, key: str, code: str) -> None:
+    """Raises `ConfigError` where the files of the user's own, or this package's, are no longer those that a run began with."""
+    if config_hash(config) != key:
+        names = ", ".join(map(str, _own(config))) or "a file of its parts"
+        changed = f"{names} changed or went away"
+    elif code_hash_now() != code:
+        changed = f"the code in {PACKAGE} changed"
+    else:
+        return
+    raise ConfigError(
+        f"{changed} while the run {config.method} (seed {config.seed}, {config.world}) was made: nobody can say which version "
+        f"made it, so it was not kept; start again"
+    )
+
+
+def make_line(
+    config: RunConfig, found: Mapping[str, Any], command: str, key: str = "", made: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The line of a finished run; `key`, `made`: its id and `stamp` from before the run, by default today's."""
     return {
         "format": FORMAT,
-        "id": config_hash(config),
-        "code": code_hash(),
-        "rules": rules_hash(),
+        "id": key or config_hash(config),
         "seed": config.seed,
         "command": command,
-        **provenance(),
+        **(made or stamp()),
         "config": config.as_dict(),
         **found,
     }
@@ -126,7 +175,7 @@ def make_line(config: RunConfig, found: Mapping[str, Any], command: str) -> dict
 
 @dataclass(frozen=True)
 class Ledger:
-    """The results file: one JSON line per run, appended and flushed as runs finish."""
+    """The results file: one JSON line per run, appended and flushed as runs finish. Whoever appends holds it (`bench.lock`)."""
 
     path: Path
 
@@ -137,46 +186,89 @@ class Ledger:
         A half-written last line (the machine was switched off) is ignored, and will be made again.
         """
         found: dict[str, dict[str, Any]] = {}
-        texts = self.path.read_text().splitlines() if self.path.exists() else []
+        texts = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
         for number, text in enumerate(texts, 1):
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError as error:
-                if number == len(texts):
-                    break
-                raise ConfigError(f"results: line {number} of {self.path} is not JSON: {error}") from error
-            code = next(iter(found.values()), line).get("code") if any_code else code_hash()
-            self._require_same(line, number, allowed, code)
+            line, error = _parsed(text)
+            if number == len(texts) and error:
+                break  # what follows the last line break is nothing, or torn
+            where = f"results: line {number} of {self.path}"
+            if error:
+                raise ConfigError(f"{where} is not JSON: {error}")
+            _require_whole(line, where)
+            code = next(iter(found.values()), line)["code"] if any_code else code_hash()
+            _require_same(line, where, allowed, code)
             found[line["id"]] = line
         return found
 
-    def _require_same(self, line: dict[str, Any], number: int, allowed: Mapping[str, Any] | None, code: str | None) -> None:
-        where = f"results: line {number} of {self.path}"
-        if line.get("format") != FORMAT:
-            raise ConfigError(f"{where} has format {line.get('format')!r}; allowed: {FORMAT}")
-        if line["code"] != code:
-            raise ConfigError(
-                f"{where} was made by other code ({line['code']}, commit {line['commit']}; expected {code}): results of "
-                f"different code are not mixed; choose another --out, go back to that commit, or only --judge the file"
-            )
-        if config_hash(RunConfig.from_dict(line["config"])) != line["id"]:
-            raise ConfigError(
-                f"{where} does not hold the settings that its id {line['id']} was made from (or its rule's file changed)"
-            )
-        if allowed is not None and line["id"] not in allowed:
-            raise ConfigError(
-                f"{where} has settings that are not part of this suite ({line['config']['method']}, seed {line['seed']}): "
-                f"results of different settings are not mixed; choose another --out"
-            )
-
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write one line and force it to the disk; a torn last line is completed by a line break first."""
+        """Write one line and force it to the disk; a torn last line is cut off first, and nothing of one that fails is left.
+
+        Raises `ConfigError` where the file cannot be written (a full disk): the lines before are as they were.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        torn = self.path.exists() and self.path.stat().st_size > 0 and not self.path.read_bytes().endswith(b"\n")
-        if torn:
-            kept = self.path.read_bytes()
-            self.path.write_bytes(kept[: kept.rfind(b"\n") + 1])
-        with open(self.path, "a") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        end = -1
+        try:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644)
+            try:
+                end = self._mended(handle)
+                rest = (json.dumps(line) + "\n").encode()
+                while rest:
+                    rest = rest[os.write(handle, rest) :]
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            if end >= 0:
+                with suppress(OSError):
+                    os.truncate(self.path, end)
+            raise ConfigError(f"results: {self.path} cannot be written: {error.strerror}; the lines before are whole") from error
+
+    def _mended(self, handle: int) -> int:
+        """Where the next line begins: a whole last line gets its line break, a torn one is cut off."""
+        tail = self.path.read_bytes().rpartition(b"\n")[2]
+        if tail and _parsed(tail)[1]:
+            os.truncate(handle, os.fstat(handle).st_size - len(tail))
+        elif tail:
+            os.write(handle, b"\n")
+        return os.fstat(handle).st_size
+
+
+def _parsed(text: bytes) -> tuple[Any, str]:
+    """A line's value, or what is wrong with it."""
+    try:
+        return json.loads(text), ""
+    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
+        return None, str(error)
+
+
+def _require_whole(line: Any, where: str) -> None:
+    """A line of this format with every entry."""
+    if not isinstance(line, dict):
+        raise ConfigError(f"{where} is no run but {str(line)[:40]!r}; allowed: a JSON object as `flowrl bench` writes it")
+    if line.get("format") != FORMAT:
+        raise ConfigError(f"{where} has format {line.get('format')!r}; allowed: {FORMAT}")
+    missing = [name for name in ENTRIES if not isinstance(line.get(name), ENTRIES[name])]
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}; allowed: a line as `flowrl bench` writes it")
+
+
+def _require_same(line: dict[str, Any], where: str, allowed: Mapping[str, Any] | None, code: str) -> None:
+    """Of this code, of the settings that its id says, and of this suite."""
+    if line["code"] != code:
+        raise ConfigError(
+            f"{where} was made by other code ({line['code']}, commit {line['commit']}; expected {code}): results of "
+            f"different code are not mixed; choose another --out, go back to that commit, or only --judge the file"
+        )
+    try:
+        key = config_hash(RunConfig.from_dict(line["config"]))
+    except (FlowrlError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where} has settings that cannot be read: {error}") from error
+    if key != line["id"]:
+        raise ConfigError(
+            f"{where} does not hold the settings that its id {line['id']} was made from (or a file of its parts changed)"
+        )
+    if allowed is not None and key not in allowed:
+        raise ConfigError(
+            f"{where} has settings that are not part of this suite ({line['config'].get('method')}, seed {line['seed']}): "
+            f"results of different settings are not mixed; choose another --out"
+        )

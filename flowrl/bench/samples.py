@@ -4,9 +4,10 @@ A run's curve scores ODE samples from the same noise for all runs, which pairs t
 needs more samples, drawn with noise of every seed's own: else the interval over seeds would hide the error of the sampling.
 """
 
+import hashlib
+import inspect
 import json
 import multiprocessing
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ import torch
 
 from flowrl.bench.claims import Claim
 from flowrl.bench.evidence import column
+from flowrl.bench.lock import held
 from flowrl.bench.measure import log_density
 from flowrl.bench.records import config_hash, provenance
+from flowrl.bench.runner import processes
 from flowrl.credit import turning_points
 from flowrl.errors import ConfigError
 from flowrl.policies.mixture import MixturePolicy
@@ -106,6 +109,12 @@ def wanted(claims: Mapping[str, Claim], seeds: Mapping[str, tuple[int, ...]]) ->
     return found
 
 
+def observer() -> str:
+    """Hash of how samples are observed here: `observe`, what it calls in this module, and its numbers."""
+    sources = [inspect.getsource(part) for part in (observe, _points, look)]
+    return hashlib.sha256("\0".join([*sources, f"{MEMBERS} {DRAWS} {FIRST_SEED}"]).encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class Samples:
     """The file of what was observed, by the id of the run; written anew after every run, so that a stop loses little."""
@@ -113,27 +122,44 @@ class Samples:
     path: Path
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """What is there. Raises `ConfigError` for a file that is something else."""
+        """What is there. Raises `ConfigError` for a file that is something else, or was observed otherwise than today."""
+        rows, how = self._rows()
+        if rows and how != observer():
+            raise ConfigError(
+                f"samples: {self.path} was observed by other code ({how or 'it does not say which'}; expected {observer()}): "
+                f"delete the file, or measure it again with --look"
+            )
+        return rows
+
+    def _rows(self) -> tuple[dict[str, dict[str, Any]], str]:
+        """What is there, and the hash of what observed it."""
         if not self.path.exists():
-            return {}
+            return {}, ""
         try:
-            return dict(json.loads(self.path.read_text())["rows"])
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            found = json.loads(self.path.read_text())
+            return dict(found["rows"]), str(found.get("observer", ""))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"samples: {self.path} does not hold what `flowrl bench claims` writes: {error!r}") from error
 
     def complete(self, runs: Mapping[str, RunConfig], workers: int, progress: Callable[[int, int], None]) -> None:
-        """Look at the runs that are missing."""
-        rows = self.read()
-        todo = {key: config for key, config in runs.items() if key not in rows}
-        if not todo:
-            return
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(len(todo), workers or os.cpu_count() or 1), context) as pool:
+        """Look at the runs that are missing; at all of them, where the file was observed by other code."""
+        with held(self.path, "samples of flowrl bench claims"):
+            rows, how = self._rows()
+            rows = rows if how == observer() else {}
+            todo = {key: config for key, config in runs.items() if key not in rows}
+            if todo:
+                self._look(todo, rows, processes(workers, len(todo)), progress)
+
+    def _look(
+        self, todo: Mapping[str, RunConfig], rows: dict[str, dict[str, Any]], count: int, progress: Callable[[int, int], None]
+    ) -> None:
+        how = {"observer": observer(), **provenance()}
+        with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
             futures = {pool.submit(look, config): key for key, config in todo.items()}
             try:
                 for future in as_completed(futures):
                     rows[futures[future]] = future.result()
-                    write_json(self.path, {**provenance(), "rows": dict(sorted(rows.items()))})
+                    write_json(self.path, {**how, "rows": dict(sorted(rows.items()))})
                     progress(len(rows), len(rows) + sum(not f.done() for f in futures))
             except BaseException:
                 pool.shutdown(cancel_futures=True)

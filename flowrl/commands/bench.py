@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import tyro
 
 from flowrl.errors import require
-from flowrl.training.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -200,20 +199,34 @@ def _redo(key: str, ledger: Any) -> int:
     from flowrl.bench.runner import redo
 
     found = redo(key, ledger)
-    print(f"{key}: " + ("the same to the last digit" if found.same else f"differs, by at most {found.largest:.3g}"))
-    return 0 if found.same else 1
+    if found.same:
+        print(f"{key}: the same to the last digit")
+        return 0
+    print(f"{key}: differs in {len(found.differing)} numbers (first: {found.differing[0]}), by at most {found.largest:.3g}")
+    return 1
 
 
 def _execute(suite: Any, workers: int, minutes: float) -> bool:
     """Run a suite with one line of progress per run, and say how to go on where it was paused."""
-    done = len(set(suite.runs) & set(suite.ledger.read(suite.allowed)))
-    print(f"{len(suite.runs) - done} of {len(suite.runs)} runs to make in {suite.ledger.path}; Ctrl-C pauses", flush=True)
-    started, first = time.monotonic(), done
+    from flowrl.bench.pace import Pace, words
+    from flowrl.bench.runner import processes
 
-    def progress(finished: int, total: int, config: RunConfig) -> None:
-        each = (time.monotonic() - started) / max(1, finished - first)
-        left = each * (total - finished) / 60
-        print(f"{finished}/{total} {config.world} {config.method} seed {config.seed}; about {left:.0f} minutes left", flush=True)
+    lines = suite.ledger.read(suite.allowed)
+    done = suite.runs.keys() & lines.keys()
+    pace = Pace(suite.runs, processes(workers, max(1, len(suite.runs) - len(done))))
+    for key in done:
+        pace.finished(lines[key], now=False)
+    ahead = f"about {words(pace.left(0.0))}; " if len(done) < len(suite.runs) else ""
+    print(
+        f"{len(suite.runs) - len(done)} of {len(suite.runs)} runs to make in {suite.ledger.path}; {ahead}Ctrl-C pauses",
+        flush=True,
+    )
+    started = time.monotonic()
+
+    def progress(finished: int, total: int, line: Mapping[str, Any]) -> None:
+        pace.finished(line)
+        run, left = line["config"], words(pace.left(time.monotonic() - started))
+        print(f"{finished}/{total} {run['world']} {run['method']} seed {run['seed']}; about {left} left", flush=True)
 
     finished = suite.execute(workers, progress, minutes)
     if not finished:
