@@ -27,12 +27,12 @@ def held(path: Path, work: str) -> Iterator[None]:
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         handle = _locked(lock) if fcntl else _created(lock)
-    except (BlockingIOError, FileExistsError) as error:
-        gone = "" if fcntl else f", or delete {lock} if that process is gone"
-        hint = f"wait until it has ended or choose another --out{gone}"
-        raise ConfigError(f"results: {path} is being written by {_holder(lock)}; {hint}") from error
     except OSError as error:
         raise ConfigError(f"results: {path} cannot be locked ({error.strerror}); choose another --out") from error
+    if handle is None:
+        gone = "" if fcntl else f", or delete {lock} if that process is gone"
+        hint = f"wait until it has ended or choose another --out{gone}"
+        raise ConfigError(f"results: {path} is being written by {_holder(lock)}; {hint}")
     try:
         who = {"process": os.getpid(), "machine": platform.node(), "work": work, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with suppress(OSError):  # it is held also where the disk is full
@@ -50,8 +50,8 @@ def held(path: Path, work: str) -> Iterator[None]:
                 lock.unlink()
 
 
-def _locked(lock: Path) -> int:
-    """An open file with the system's lock on it, which is still the one at `lock`: whoever held it before may have removed it."""
+def _locked(lock: Path) -> int | None:
+    """An open file with the system's lock on it, and which is still the one at `lock`: its last holder removes it. None: held."""
     assert fcntl is not None
     while True:
         handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
@@ -60,15 +60,21 @@ def _locked(lock: Path) -> int:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), os.stat(lock)):
                     return handle
+        except BlockingIOError:
+            os.close(handle)
+            return None
         except OSError:
             os.close(handle)
             raise
         os.close(handle)
 
 
-def _created(lock: Path) -> int:
-    """The lock file, made by this process: it must not have been there."""
-    return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+def _created(lock: Path) -> int | None:
+    """The lock file, made by this process. None: it is there."""
+    try:
+        return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return None
 
 
 def _holder(lock: Path) -> str:
