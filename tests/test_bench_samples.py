@@ -2,16 +2,19 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from flowrl.bench import samples
 from flowrl.bench.catalogue import CLAIMS
 from flowrl.bench.claims import make_run
+from flowrl.bench.lock import held
 from flowrl.bench.measure import log_density
 from flowrl.bench.records import config_hash
 from flowrl.bench.runner import evidence
-from flowrl.bench.samples import Samples, joined, look, observe, wanted
+from flowrl.bench.samples import Samples, joined, look, observe, observer, wanted
 from flowrl.errors import ConfigError
 from flowrl.training.trainer import Trainer
 
@@ -68,6 +71,30 @@ def test_samples_are_kept_joined_and_asked_for(tmp_path):
         file.path.write_text(text)
         with pytest.raises(ConfigError, match=r"samples\.json does not hold"):
             file.read()
+
+
+def test_samples_say_what_observed_them(tmp_path, monkeypatch):
+    """Rows of another `observe` are refused by who reads them, and measured again by who may measure; they are never mixed."""
+    file, told = Samples(tmp_path / "samples.json"), []
+    small = make_run("mixture", "direction", 0, SMALL)
+    file.complete({"a": small}, 1, lambda *_: None)
+    kept = json.loads(file.path.read_text())
+    for other in ({**kept, "observer": "0123456789abcdef"}, {name: value for name, value in kept.items() if name != "observer"}):
+        file.path.write_text(json.dumps({**other, "rows": {"a": {"final": 0.0}, "b": {"final": 0.0}}}))
+        with pytest.raises(ConfigError, match=r"samples\.json was observed by other code .* --look"):
+            file.read()
+    file.complete({"a": small}, 1, lambda done, total: told.append((done, total)))
+    assert told == [(1, 1)] and json.loads(file.path.read_text()) == kept
+    before = observer()
+    monkeypatch.setattr(samples, "MEMBERS", 64)
+    assert observer() != before
+    with held(file.path, "another's work"), pytest.raises(ConfigError, match="another's work"):
+        file.complete({"b": small}, 1, lambda *_: None)
+
+
+def test_the_published_samples_were_observed_as_today():
+    """Whoever changes `observe` measures them again."""
+    assert len(Samples(Path(__file__).parents[1] / "benchmarks" / "results" / "claims-samples.json").read()) > 10
 
 
 def test_only_the_plane_can_be_observed():

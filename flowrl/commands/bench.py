@@ -42,7 +42,8 @@ class Claims:
     """With --judge: what the claims about samplers lack (FILE-samples.json) is measured by today's code; a run that then ends
     otherwise than its line says is refused."""
     redo: str = ""
-    """Make the run with this id again from its line, compare every number, and stop."""
+    """Make the run with this id again from its line in `out` (that of a rule of your own, too), compare every number but seconds,
+    and stop."""
     list: bool = False
     """Print the claims and their rules, and stop."""
 
