@@ -141,11 +141,7 @@ def _gradient(rows: Sequence[Row], stage: int, equal_nfe: int, shades: Shades) -
     left.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
     for axes, key, title in (
         (middle, "signal_to_noise", "signal to noise of one batch\n(the same number of trajectories)"),
-        (
-            right,
-            "signal_to_noise_at_equal_nfe",
-            f"signal to noise of as many batches as {equal_nfe:,}\nevaluations pay for (update included)",
-        ),
+        (right, "signal_to_noise_at_equal_nfe", f"signal to noise of as many batches\nas {equal_nfe:,} evaluations pay for"),
     ):
         _dots(axes, names, shades, [r[key] for r in rows], [(0.0, r[key]) for r in rows], title)
         axes.set_xlim(left=0)
