@@ -281,9 +281,8 @@ def test_the_number_of_workers_changes_no_number(tmp_path) -> None:
 
 
 def test_evaluations_are_counted_as_the_trainer_counts_them() -> None:
-    config = replace(
-        SMALL_LOOK, rules={"uniform": "uniform", "gains": "stepwise-gain"}, iterations=(0,), noise_at=0, noises=(0.0,)
-    )
+    rules = {"uniform": "uniform", "gains": "stepwise-gain(lam=1, probe=completion)"}
+    config = replace(SMALL_LOOK, rules=rules, iterations=(0,), noise_at=0, noises=(0.0,))
     setting = settings_of(config)[0]
     run = replace(config.run, method="flow-grpo", members=config.gradient_members, prompts=len(setting.prompts))
     trained = Trainer(setting.policy, run.make_method(), setting.reward, setting.prompts, run).iteration()
@@ -291,6 +290,7 @@ def test_evaluations_are_counted_as_the_trainer_counts_them() -> None:
     row = rows["uniform"]
     assert (row["nfe_per_batch"], row["train_nfe_per_batch"]) == (trained["nfe"], trained["train_nfe"])
     assert rows["gains"]["train_nfe_per_batch"] == trained["train_nfe"] < rows["gains"]["nfe_per_batch"]
+    assert rows["gains"]["signal_to_noise"] > 0.5
     for row in rows.values():
         batches = EQUAL_NFE / (row["nfe_per_batch"] + row["train_nfe_per_batch"])
         assert row["signal_to_noise_at_equal_nfe"] == pytest.approx(row["signal_to_noise"] * math.sqrt(batches))
