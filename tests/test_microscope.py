@@ -290,7 +290,7 @@ def test_evaluations_are_counted_as_the_trainer_counts_them() -> None:
     row = rows["uniform"]
     assert (row["nfe_per_batch"], row["train_nfe_per_batch"]) == (trained["nfe"], trained["train_nfe"])
     assert rows["gains"]["train_nfe_per_batch"] == trained["train_nfe"] < rows["gains"]["nfe_per_batch"]
-    assert rows["gains"]["signal_to_noise"] > 0.5
+    assert rows["gains"]["signal_to_noise"] > 0.2
     for row in rows.values():
         batches = EQUAL_NFE / (row["nfe_per_batch"] + row["train_nfe_per_batch"])
         assert row["signal_to_noise_at_equal_nfe"] == pytest.approx(row["signal_to_noise"] * math.sqrt(batches))
