@@ -486,7 +486,7 @@ def test_a_rule_goes_through_everything(tmp_path: Path) -> None:
         return True
 
     look = MicroscopeConfig(
-        rules={"uniform": "uniform"}, iterations=(0,), noise_at=0, noises=(0.0,), members=2, continuations=2, batches=2,
+        rules={"uniform": "uniform"}, iterations=(0,), noise_at=0, noises=(0.0,), members=2, continuations=2, batches=3,
         gradient_members=2, truth_batches=2,
     )  # fmt: skip
     assert not bench_rule("weighted", 2, tmp_path / "paused", lambda suite: False, lambda *_: None)

@@ -1,6 +1,6 @@
 """A rule of the user's own against the built-in ones: claims, microscope, cost, and a page that ranks them."""
 
-import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,17 +12,17 @@ from flowrl.bench.claims import Claim
 from flowrl.bench.costs import cost_table, peak_memory
 from flowrl.bench.document import Document, Picture, Table
 from flowrl.bench.evidence import MEASURES
+from flowrl.bench.naming import known_as, lines_of, named_rules, results_folder
 from flowrl.bench.pictures import method_bands
 from flowrl.bench.records import Ledger
 from flowrl.bench.runner import Suite, evidence, needed
 from flowrl.bench.statistics import improvement, level
 from flowrl.bench.tables import comparison_table, judged_table
 from flowrl.bench.verdicts import Answer, Beats, Needs, NoWorse
-from flowrl.diagnostics.inspection import EQUAL_NFE, RULES, MicroscopeConfig, inspect
+from flowrl.diagnostics.inspection import EQUAL_NFE, MicroscopeConfig, inspect
+from flowrl.errors import require
 from flowrl.plots.claims import bands
 from flowrl.plots.microscope import QUESTIONS, figures
-from flowrl.registry import build
-from flowrl.training.compare import rule_name
 
 RIVALS: dict[str, dict[str, Any]] = {
     "uniform": {"method": "flow-grpo"},
@@ -32,10 +32,12 @@ RIVALS: dict[str, dict[str, Any]] = {
     "random": {"credit": "random"},
 }
 """The built-in rules that it is ranked against."""
+RIVAL_SPECS = frozenset(changes.get("credit", "") for changes in RIVALS.values())
 
 
 def rule_claims(name: str, spec: str) -> dict[str, Claim]:
-    """What a new credit rule is asked, as claims with verdict rules, on the 2-D world."""
+    """What a new credit rule is asked, as claims with verdict rules, on the 2-D world. `name`: none of the rivals'."""
+    require(name not in RIVALS, "name of the rule", name, f"another than those of the rivals, {', '.join(RIVALS)}")
     arms = {**RIVALS, name: {"credit": spec}}
     versus = Beats(name, "uniform")
     few = {arm: arms[arm] for arm in ("uniform", "stepwise gains", name)}
@@ -93,21 +95,31 @@ def bench_rule(
     workers: int = 0,
     look: MicroscopeConfig | None = None,
 ) -> bool:
-    """Make the runs, look through the microscope, write rule.md and rule.html; False where the runs were paused."""
-    build("credit", spec)
-    name = rule_name(spec)
-    folder = out or Path("runs") / ("rule-" + re.sub(r"[^\w.=,-]+", "_", name).strip("_"))
+    """Make the runs, look through the microscope, write rule.md and rule.html; False where the runs were paused.
+
+    The rule is tried on random tables first. Results that lie in the folder are used, whatever path the rule was named by then;
+    those of more seeds than asked for stay there, and out of the page. Raises `CreditError` where the rule breaks its contract,
+    `ConfigError` where its name is a rival's or the folder's results are of another rule, or of other code.
+    """
+    require(workers >= 0, "workers", workers, "0 (one per core) or more")
+    look = look or MicroscopeConfig()
+    (name,) = named_rules([spec], {*RIVALS, *look.rules})
+    look = replace(look, rules={name: spec, **look.rules})
+    path = (out or results_folder(spec, RIVAL_SPECS)) / "results.jsonl"
+    spec = known_as(spec, path, RIVAL_SPECS)
     claims, chosen = rule_claims(name, spec), tuple(range(seeds))
     runs = needed(claims, "mixture", {"mixture": chosen})
-    suite = Suite(runs, Ledger(folder / "results.jsonl"), runs, f"flowrl bench rule {spec}")
+    for config in {config.steps: config for config in runs.values() if config.credit == spec}.values():
+        config.make_method()
+    kept = max([seeds, *(line["seed"] + 1 for line in lines_of(path))])
+    allowed = needed(claims, "mixture", {"mixture": tuple(range(kept))})
+    again = shlex.join(["flowrl", "bench", "claims", "--out", str(path)])
+    suite = Suite(runs, Ledger(path), allowed, again)
     finished = execute(suite)
-    lines = suite.ledger.read(suite.allowed)
-    rows: list[dict[str, Any]] = []
-    if finished:
-        config = look or MicroscopeConfig()
-        rows = inspect(replace(config, rules={name: spec, **(RULES if look is None else look.rules)}), workers, progress)
+    lines = {key: line for key, line in suite.ledger.read(suite.allowed).items() if key in runs}
+    rows = inspect(look, workers, progress) if finished else []
     memory = peak_memory(("mixture",), {name: {"credit": spec}}) if finished else []
-    written = rule_page(name, spec, claims, lines, chosen, rows, memory).write(folder, "rule")
+    written = rule_page(name, spec, claims, lines, chosen, rows, memory).write(path.parent, "rule")
     print(f"Wrote {', '.join(map(str, written))}")
     return finished
 

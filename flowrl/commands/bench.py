@@ -138,7 +138,7 @@ class Microscope:
     iterations: tuple[int, ...] = (0, 10, 40)
     """Stages of training by Flow-GRPO at which to look."""
     noise: tuple[float, ...] = (0.1, 0.3)
-    """Standard deviations of the noise on the rewards that the rules see, tried at the middle stage."""
+    """Standard deviations of the noise on the rewards that the rules see, tried at the middle stage (0 always is)."""
     reward_form: str = "soft"
     """strict (0/1), graded or soft (continuous); only the last has a gradient to compare with."""
     continuations: int = 96
@@ -146,28 +146,30 @@ class Microscope:
     looks: int = 1
     """Groups per prompt."""
     batches: int = 24
-    """Policy gradients per rule."""
+    """Policy gradients per rule, 3 or more."""
     seed: int = 0
     out: Path = Path("runs/microscope")
-    """Folder for microscope.json, the page and the figures."""
+    """The results file, NAME.json; or a folder, for microscope.json."""
+    page: Path | None = None
+    """Folder of the page microscope.md, microscope.html and their figures; default beside the results."""
     workers: int = 0
     """Processes; 0 = one per core. The numbers do not depend on it."""
 
     def main(self) -> int:
         """Look, draw, write."""
         from flowrl.bench.microscope import microscope_document
+        from flowrl.bench.naming import named_rules
         from flowrl.bench.records import code_hash, provenance
         from flowrl.diagnostics.inspection import RULES, MicroscopeConfig, inspect
         from flowrl.training.checkpoint import write_json
-        from flowrl.training.compare import rule_name
 
         stages = tuple(sorted(set(self.iterations)))
         require(len(stages) >= 1, "iterations", self.iterations, "one or more stages")
         config = MicroscopeConfig(
             run=replace(MicroscopeConfig().run, reward_form=self.reward_form),
-            rules={**RULES, **{rule_name(spec): spec for spec in self.rules}},
+            rules={**RULES, **named_rules(self.rules, RULES)},
             iterations=stages,
-            noises=(0.0, *(n for n in self.noise if n > 0)),
+            noises=tuple(dict.fromkeys((0.0, *self.noise))),
             noise_at=stages[len(stages) // 2],
             continuations=self.continuations,
             looks=self.looks,
@@ -178,9 +180,12 @@ class Microscope:
         rows = inspect(config, self.workers, _counter("microscope"))
         seconds, computing = time.monotonic() - started, sum(os.times()[:4]) - before
         command = shlex.join(["flowrl", *sys.argv[1:]])
-        made = {"command": command, "code": code_hash(), **provenance(), "seconds": seconds, "cpu_seconds": computing}
-        write_json(self.out / "microscope.json", {**made, "config": config.as_dict(), "rows": rows})
-        written = microscope_document(rows, config.noise_at, seconds, computing).write(self.out, "microscope")
+        made = {"command": command, "code": code_hash(), **provenance(), "seed": self.seed, "seeds": config.seeds()}
+        made |= {"seconds": seconds, "cpu_seconds": computing}
+        results = self.out if self.out.suffix == ".json" else self.out / "microscope.json"
+        write_json(results, {**made, "config": config.as_dict(), "rows": rows})
+        page = microscope_document(rows, config.noise_at, made)
+        written = [results, *page.write(self.page or results.parent, "microscope", "microscope")]
         print(f"{seconds:.0f} s; wrote {', '.join(map(str, written))}")
         return 0
 

@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.credit import generalised_gains
+from flowrl.credit import check_advantages, generalised_gains
+from flowrl.errors import CreditError, FlowrlError, require
 from flowrl.flow.time import expand
 from flowrl.losses import PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, FlowPolicy, PolicyLoss, RewardModel, Sampler
@@ -62,6 +63,19 @@ class RawCredit:
         members = rewards.shape[1]
         others = (values.sum(1, keepdim=True) - values) / max(1, members - 1)
         return values - others if self.baseline else values
+
+
+def assigned(rule: CreditAssigner, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None) -> Tensor:
+    """The rule's advantages [prompt, member, step] for `rewards`. Raises `CreditError` where it fails or breaks its contract."""
+    name = type(rule).__name__
+    try:
+        advantages = rule.assign(rewards, schedule)
+    except FlowrlError:
+        raise
+    except Exception as error:
+        shape = tuple(rewards.shape)
+        raise CreditError(f"{name}.assign failed on a table of {shape}: {type(error).__name__}: {error}") from error
+    return check_advantages(advantages, rewards, name)
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -139,7 +153,8 @@ def policy_gradients(
 ) -> Tensor:
     """The estimate of each of `batches` iterations (all prompts, `members` each), on policy, [batch, parameter].
 
-    `usage` counts what the rollouts cost; `reward` is one that the rule is shown instead of the setting's own.
+    `usage` counts what the rollouts and probes cost, not the update (see `update_evaluations`); `reward` is one that the rule is
+    shown instead of the setting's own. Raises `CreditError` where the rule breaks its contract.
     """
     generator = torch.Generator().manual_seed(seed)
     groups = Groups(len(setting.prompts), members, shared_noise)
@@ -154,11 +169,18 @@ def policy_gradients(
             setting.policy, setting.sampler, setting.schedule, condition, noise, generator, groups, rule.probe, usage
         )
         rewards = reward_table(setting.policy, reward or setting.reward, result, setting.prompts)
-        advantages = rule.assign(rewards, result.trajectories.schedule).reshape(groups.samples, -1)
+        advantages = assigned(rule, rewards, result.trajectories.schedule).reshape(groups.samples, -1)
         batch = loss_pairs(setting.policy, setting.sampler, result, condition, advantages, sample, step)
         gradient = flat(torch.autograd.grad(loss.loss(batch).loss, setting.parameters))
         rows.append(-gradient * len(stochastic) * elements)
     return torch.stack(rows)
+
+
+def update_evaluations(setting: Setting, members: int, loss: PolicyLoss = PolicyGradientLoss()) -> int:
+    """Network evaluations of one policy update on prompts x `members` trajectories: one per trajectory and stochastic step, two
+    where the loss needs the reference; what the trainer counts as `train_nfe`."""
+    steps = int(attach_stds(setting.schedule, setting.sampler).stochastic.sum())
+    return len(setting.prompts) * members * steps * (1 + loss.needs_reference)
 
 
 @dataclass(frozen=True)
@@ -167,7 +189,7 @@ class Alignment:
 
     `cosine`: of the angle between them, the noise of the estimate taken out of its length. `scale`: <g, truth> / |truth|^2, the
     factor by which the rule stretches the true gradient. `relative_bias`: |E g - scale truth| / |scale truth|, what remains
-    whatever the learning rate. `signal_to_noise`: |E g| over the rms deviation of one batch's gradient.
+    whatever the learning rate. `signal_to_noise`: |E g| over the rms deviation of one batch's gradient (0 where all are 0).
     """
 
     cosine: float
@@ -194,7 +216,13 @@ def _statistics(estimates: Tensor, truth: Tensor, truth_squared: float) -> tuple
 
 
 def alignment(estimates: Tensor, truths: Tensor) -> Alignment:
-    """Compare estimates [batch, parameter] with independent `pathwise_gradients` [batch, parameter]."""
+    """Compare estimates [batch, parameter] with independent `pathwise_gradients` [batch, parameter].
+
+    Raises `ConfigError` for fewer than 3 estimates (the jackknife leaves one out, and a length without noise takes two) or fewer
+    than 2 truths.
+    """
+    require(len(estimates) >= 3, "alignment: batches", len(estimates), "3 or more: the jackknife leaves one out")
+    require(len(truths) >= 2, "alignment: batches of the truth", len(truths), "2 or more: a length without noise takes two")
     estimates, truth, truth_squared = estimates.double(), truths.double().mean(0), float(_squared_norm(truths.double()))
     cosine, scale = _statistics(estimates, truth, truth_squared)
     count = len(estimates)
@@ -206,5 +234,5 @@ def alignment(estimates: Tensor, truths: Tensor) -> Alignment:
         intervals.append((value - 1.96 * error, value + 1.96 * error))
     bias = math.sqrt(1 / min(1.0, max(abs(cosine), 1e-6)) ** 2 - 1)
     noise = float((estimates - estimates.mean(0)).square().sum(1).mean().sqrt())
-    signal = math.sqrt(max(float(_squared_norm(estimates)), 0.0)) / noise
+    signal = math.sqrt(max(float(_squared_norm(estimates)), 0.0)) / noise if noise > 0 else 0.0
     return Alignment(cosine, intervals[0], scale, intervals[1], bias, signal, count)

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.diagnostics.gradient import Setting
+from flowrl.diagnostics.gradient import Setting, assigned
 from flowrl.errors import require
 from flowrl.flow.gaussian import sample as draw
 from flowrl.protocols import CreditAssigner, RewardModel
@@ -118,18 +118,20 @@ class Look:
         )
 
     def credit(self, rule: CreditAssigner, shared_noise: bool, reward: RewardModel | None = None) -> "Credit":
-        """The rule's advantages on these trajectories; `reward`: one that is shown to the rule instead of the true one."""
+        """The rule's advantages on these trajectories; `reward`: one that is shown to the rule instead of the true one.
+
+        Raises `CreditError` where the rule fails or breaks its contract.
+        """
         usage = Usage()
         result = self.trajectories(shared_noise, rule.probe, usage)
         table = reward_table(self.setting.policy, reward or self.setting.reward, result, self.setting.prompts, usage)
-        return Credit(
-            rule.assign(table, result.trajectories.schedule), usage.nfe / result.groups.samples, result.trajectories.schedule
-        )
+        schedule = result.trajectories.schedule
+        return Credit(assigned(rule, table, schedule), usage.nfe / result.groups.samples, schedule)
 
 
 @dataclass(frozen=True)
 class Credit:
-    """A rule's advantages [prompt, member, step], and what a trajectory cost in network evaluations."""
+    """A rule's advantages [prompt, member, step], and what sampling and scoring a trajectory cost in network evaluations."""
 
     advantages: Float[Tensor, "prompt member step"]
     nfe_per_trajectory: float
@@ -178,8 +180,13 @@ class CreditReport:
 def compare_credit(credit: Tensor, truth: TrueAdvantages, draws: int = 1000, seed: int = 0) -> CreditReport:
     """Compare a rule's `credit` [prompt, member, step] with the truth; intervals by bootstrap over groups.
 
-    Several looks can be put together along the first axis (`pooled`).
+    Several looks can be put together along the first axis (`pooled`). Raises `ConfigError` for credit of another shape than the
+    truth's, or not finite.
     """
+    shape, wanted = tuple(credit.shape), tuple(truth.values.shape)
+    require(shape == wanted, "credit of shape", shape, f"[prompt, member, step] = {wanted}, as the true advantages")
+    bad = int((~torch.isfinite(credit)).sum())
+    require(bad == 0, "credit: values that are not finite", bad, "none")
     steps = list(truth.steps)
     sums = _sums(credit[..., steps].double(), truth.values[..., steps].double(), truth.errors[..., steps].double())
     generator = torch.Generator().manual_seed(seed)
