@@ -48,9 +48,9 @@ AFTERWARDS = (
 )
 ARMS = "Arms are options of `flowrl train`, with `--world mixture --eval-every 2` in the 2-D world. Levels are without intervals."
 AGAIN = (
-    "`flowrl bench claims` makes what is missing in the results file and this page; `flowrl bench claims --redo ID` makes one "
-    "run again from its line and compares every number; `flowrl bench claims --only ID` runs a single claim. All runs are in "
-    "the file, none is left out."
+    "FILE is the results file. `flowrl bench claims --out FILE` makes what is missing in it, and this page; `flowrl bench claims "
+    "--out FILE --redo ID` makes one run again from its line and compares every number; `flowrl bench claims --out FILE --only ID` "
+    "runs a single claim. All runs are in the file, none is left out."
 )
 
 

@@ -185,7 +185,7 @@ def update_evaluations(setting: Setting, members: int, loss: PolicyLoss = Policy
 
 @dataclass(frozen=True)
 class Alignment:
-    """How a rule's mean gradient lies to the truth, with 95% intervals by jackknife over batches.
+    """How close a rule's mean gradient is to the truth, with 95% intervals by jackknife over batches.
 
     `cosine`: of the angle between them, the noise of the estimate taken out of its length. `scale`: <g, truth> / |truth|^2, the
     factor by which the rule stretches the true gradient. `relative_bias`: |E g - scale truth| / |scale truth|, what remains

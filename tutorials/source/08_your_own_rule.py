@@ -31,7 +31,7 @@ from flowrl.course.figures import ACCENT, COLOURS, DATA, INK, NOISE, animation, 
 from flowrl.course.lesson_07 import T_QUANTILE
 from flowrl.course.runs import learn, start
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, gains, reward_to_go, zscore
-from flowrl.diagnostics.gradient import Setting, alignment, pathwise_gradients, policy_gradients
+from flowrl.diagnostics.gradient import Setting, alignment, pathwise_gradients, policy_gradients, update_evaluations
 from flowrl.diagnostics.microscope import Look, compare_credit, true_advantages
 from flowrl.flow.gaussian import sample as draw_from
 from flowrl.rollout import reward_table
@@ -311,15 +311,15 @@ plt.show()
 #
 # ## Under the microscope: the gradient
 #
-# Credit is a means; what moves the weights is the gradient $\sum_i A_i \nabla_\theta \log \pi(x_{i+1} \mid x_i)$. In this world the reward can be differentiated through the sampler, so the gradient of the expected reward is known (`pathwise_gradients`). Three numbers say how a rule's gradient lies to it: the **cosine** of its mean to the truth (1: no bias in direction), the **signal-to-noise** of one batch, and what a batch
-# costs.
+# Credit is a means; what moves the weights is the gradient $\sum_i A_i \nabla_\theta \log \pi(x_{i+1} \mid x_i)$. In this world the reward can be differentiated through the sampler, so the gradient of the expected reward is known (`pathwise_gradients`). Three numbers say how close a rule's gradient is to it: the **cosine** of its mean to the truth (1: no bias in direction), the **signal-to-noise** of one batch, and what a batch
+# costs, the update's evaluations included.
 
 # %%
 direction = pathwise_gradients(beginning, batches=20, repeats=100, seed=1, decisions_only=True)
 print("              cosine to the true gradient   signal to noise of a batch   the same per 10,000 evaluations")
 for name, (rule, shared, _) in RULES.items():
     found = alignment(policy_gradients(beginning, rule, batches=40, members=8, shared_noise=shared, seed=2), direction)
-    batch = reports[name][0].nfe_per_trajectory * 8 * len(beginning.prompts)
+    batch = reports[name][0].nfe_per_trajectory * 8 * len(beginning.prompts) + update_evaluations(beginning, 8)
     interval = f"[{found.cosine_interval[0]:.2f}, {found.cosine_interval[1]:.2f}]"
     equal = found.signal_to_noise * math.sqrt(10_000 / batch)
     print(f"{name:<14} {found.cosine:10.2f} {interval:<16} {found.signal_to_noise:16.2f} {equal:28.2f}")
