@@ -49,8 +49,8 @@ AFTERWARDS = (
 ARMS = "Arms are options of `flowrl train`, with `--world mixture --eval-every 2` in the 2-D world. Levels are without intervals."
 AGAIN = (
     "FILE is the results file. `flowrl bench claims --out FILE` makes what is missing in it, and this page; `flowrl bench claims "
-    "--out FILE --redo ID` makes one run again from its line and compares every number; `flowrl bench claims --out FILE --only ID` "
-    "runs a single claim. All runs are in the file, none is left out."
+    "--out FILE --redo ID` makes one run again from its line and compares every number; `--only ID` in its place runs a single "
+    "claim. All runs are in the file, none is left out."
 )
 
 
