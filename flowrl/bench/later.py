@@ -61,14 +61,31 @@ _QUESTIONS = (
             ("points", "turning-point credit", POINTS),
         )
     ),
+    *(
+        Claim(
+            f"clip-wide-{name}",
+            f"What does a clip 10 times as wide (0.02) do to {words}?",
+            NONE,
+            "-",
+            {"clip 0.002": arm, "clip 0.02": {**arm, "clip": 2e-2}},
+            Answer(("clip 0.02",), "clip 0.002"),
+            tasks=("compositional",),
+            asks=True,
+        )
+        for name, words, arm in (
+            ("uniform", "uniform credit", UNIFORM),
+            ("stepwise", "stepwise credit", GAINS),
+            ("points", "turning-point credit", POINTS),
+        )
+    ),
 )
 
 LATER: dict[str, Claim] = {claim.id: claim for claim in _QUESTIONS}
 """They need no runs of their own."""
 
 _CLIP = (
-    "The default clip holds uniform credit back: `clip-uniform` and `clip-lead-10` have all rules at a clip ten times as "
-    "wide, and the table *What a level costs* shows both."
+    "How far uniform credit is behind depends on the clip: `clip-uniform`, `clip-lead-10` and `clip-wide-uniform` have one ten "
+    "times as wide, and the table *What a level costs* shows both."
 )
 NOTES: dict[str, str] = {
     "stepwise-updates": _CLIP,

@@ -30,6 +30,15 @@ Progress = Callable[[int, int, Mapping[str, Any]], None]
 """Called with (runs in the file, runs in all, the line of the run that has just finished)."""
 
 
+QUICK_QUESTIONS = ("random-points", "clip-own", "point-density")
+"""Open questions of the quick suite, which has all claims."""
+
+
+def quick(claims: Mapping[str, Claim]) -> dict[str, Claim]:
+    """The claims of the quick suite: those of the papers, and `QUICK_QUESTIONS`."""
+    return {key: claim for key, claim in claims.items() if not claim.asks or key in QUICK_QUESTIONS}
+
+
 def needed(claims: Mapping[str, Claim], world: str, seeds: Mapping[str, tuple[int, ...]]) -> dict[str, RunConfig]:
     """All runs that the claims need, by id; a run that several claims share appears once. `world`: its name, or "all"."""
     found: dict[str, RunConfig] = {}

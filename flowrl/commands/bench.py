@@ -23,7 +23,8 @@ class Claims:
     """
 
     quick: bool = False
-    """The 2-D world with three seeds only: the first runs of the full suite, in the same file."""
+    """The 2-D world with three seeds and some of the open questions (others by --only): runs of the full suite, in the same
+    file."""
     world: str = "all"
     """mixture (two dimensions), shapes (images, headline claims only) or all."""
     only: tuple[str, ...] = ()
@@ -54,14 +55,15 @@ class Claims:
         from flowrl.bench.costs import kept_memory
         from flowrl.bench.page import claims_page
         from flowrl.bench.records import Ledger
-        from flowrl.bench.runner import Suite, needed
+        from flowrl.bench.runner import Suite, needed, quick
         from flowrl.bench.samples import Samples, joined, wanted
         from flowrl.bench.tables import judge_all
 
         require(self.world in ("all", "mixture", "shapes"), "world", self.world, "mixture, shapes or all")
         for name in self.only:
             require(name in CLAIMS, "only", name, f"one of {', '.join(CLAIMS)}")
-        chosen = {key: claim for key, claim in CLAIMS.items() if not self.only or key in self.only}
+        offered = CLAIMS if self.only or not self.quick else quick(CLAIMS)
+        chosen = {key: claim for key, claim in offered.items() if not self.only or key in self.only}
         if self.list:
             print("\n".join(f"{c.id}: {c.says} ({c.rule.words()})" for c in chosen.values()))
             return 0

@@ -77,7 +77,7 @@ class MicroscopeConfig:
     noise_at: int = 10
     looks: int = 1
     members: int = 12
-    continuations: int = 96
+    continuations: int = 64
     batches: int = 24
     gradient_members: int = 8
     truth_batches: int = 16
