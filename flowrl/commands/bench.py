@@ -143,7 +143,7 @@ class Microscope:
     """Standard deviations of the noise on the rewards that the rules see, tried at the middle stage (0 always is)."""
     reward_form: str = "soft"
     """strict (0/1), graded or soft (continuous); only the last has a gradient to compare with."""
-    continuations: int = 96
+    continuations: int = 64
     """Stochastic continuations per node that estimate the true value."""
     looks: int = 1
     """Groups per prompt."""
