@@ -143,11 +143,11 @@ class Microscope:
     """Standard deviations of the noise on the rewards that the rules see, tried at the middle stage (0 always is)."""
     reward_form: str = "soft"
     """strict (0/1), graded or soft (continuous); only the last has a gradient to compare with."""
-    continuations: int = 64
+    continuations: int = 96
     """Stochastic continuations per node that estimate the true value."""
     looks: int = 1
     """Groups per prompt."""
-    batches: int = 24
+    batches: int = 20
     """Policy gradients per rule, 3 or more."""
     seed: int = 0
     out: Path = Path("runs/microscope")

@@ -77,8 +77,8 @@ class MicroscopeConfig:
     noise_at: int = 10
     looks: int = 1
     members: int = 12
-    continuations: int = 64
-    batches: int = 24
+    continuations: int = 96
+    batches: int = 20
     gradient_members: int = 8
     truth_batches: int = 16
     seed: int = 0
