@@ -9,7 +9,7 @@ import flowrl.bench.rule as bench
 from flowrl.bench.document import Document
 from flowrl.bench.measure import CURVE, PHASES, TOTALS
 from flowrl.bench.naming import identity, named_rules, results_folder
-from flowrl.bench.records import config_hash, make_line
+from flowrl.bench.records import make_line
 from flowrl.bench.rule import RIVAL_SPECS, RIVALS, bench_rule, rule_claims, rule_page
 from flowrl.bench.runner import Suite
 from flowrl.cli import main
@@ -34,7 +34,6 @@ class {name}:
 def rule_file(path: Path, name: str = "Mine", steps: str = "steps") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(RULE.format(name=name, steps=steps))
-    config_hash.cache_clear()  # a process is not meant to see a file change
     return path
 
 
@@ -150,7 +149,6 @@ class TestResults:
         self.bench("my.py:Mine")
         with (tmp_path / "my.py").open("a") as file:
             file.write("# changed\n")
-        config_hash.cache_clear()
         with pytest.raises(ConfigError, match=r"before its file was changed: choose another --out, or delete .*results.jsonl"):
             self.bench("my.py:Mine")
         assert self.bench("my.py:Mine", out=tmp_path / "anew") > 0

@@ -14,6 +14,7 @@ from flowrl.bench.verdicts import Comparison, Needs
 from flowrl.plots.claims import Band, Effect, bands, effects, profiles
 
 COLOURS = "Green: holds, or better. Orange: does not hold, or worse. Grey: undecided, or no difference that matters."
+MARK = "A black mark is the share that the claim asks for at most."
 REWARD, DENSITY, SHARE = "difference in reward", "difference in log-density", "share of the baseline's budget"
 Runs = Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]
 
@@ -24,7 +25,7 @@ def add_pictures(page: Document, judged: Sequence[Judged]) -> None:
         groups = _groups([j for j in judged if j.claim.asks == asks and j.claim.source != "self-test"])
         if any(groups.values()):
             page.heading(title)
-            page.text(f"{COLOURS} Lines are 95% intervals; a dot alone is one seed.")
+            page.text(f"{COLOURS} Lines are 95% intervals; a dot alone is one seed. {'' if asks else MARK}".rstrip())
             page.blocks.append(Picture(name, effects(groups), "Effects with intervals"))
     curves = _method_curves(judged)
     if curves:
