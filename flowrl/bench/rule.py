@@ -11,7 +11,7 @@ import numpy as np
 from flowrl.bench.claims import Claim
 from flowrl.bench.costs import cost_table, peak_memory
 from flowrl.bench.document import Document, Picture, Table
-from flowrl.bench.evidence import MEASURES
+from flowrl.bench.evidence import MEASURES, NEVER
 from flowrl.bench.naming import known_as, lines_of, named_rules, results_folder
 from flowrl.bench.pictures import method_bands
 from flowrl.bench.records import Ledger
@@ -149,6 +149,10 @@ def rule_page(
         "P(beats another)",
     )
     page.blocks.append(Table(head, [(rank.name, *rank.cells) for rank in ranks]))
+    page.text(
+        "Shares: the budget until uniform credit's final reward, over its whole run. A run that never gets there counts as "
+        f"{NEVER:g}, so that uniform credit's own share can exceed 1."
+    )
     found = evidence(claims["beats-uniform"], "mixture", lines, seeds)
     if found is not None:
         curves = {"2-D world": method_bands(found.runs)}
