@@ -7,6 +7,6 @@ EARLIER_RULES: dict[str, str] = {
     "from the same noise for every seed, so that intervals hid the error of the sampling; with 2,304 samples of each seed's own "
     "the quality of the DDIM-inspired SDE changed its sign. Two questions had words that fitted their rules badly. The interval "
     "of a share of the baseline's budget took the baseline's final reward as known; now that is resampled too, which made such "
-    "intervals wider and changed no verdict",
+    "intervals wider; no claim's verdict changed, one part of one became undecided",
 }
 """How the rules with this hash differed from today's."""
