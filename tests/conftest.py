@@ -1,6 +1,7 @@
 """Deterministic, single-threaded tests; small worlds shared by the test files."""
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -9,6 +10,9 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job ignores Ctrl-C, and so would the commands that the tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("flowrl", derandomize=True, deadline=None)
 settings.load_profile("flowrl")
 

@@ -105,11 +105,11 @@ class TestShares:
         assert 0.0 <= at_once.low <= at_once.high <= NEVER
 
     def test_coverage_where_the_truth_is_known(self) -> None:
-        """Straight lines with random ends: 400 experiments of 10 seeds; the interval must hold the true share in 95% of them.
+        """Straight lines with random ends: 200 experiments of 10 seeds; the interval must hold the true share in 95% of them.
 
-        Between 0.90 and 0.99 passes: a true 0.95 fails in fewer than one of 10,000 times (binomial).
+        Between 0.88 and 0.995 passes: a true 0.95 falls below in fewer than one of 10,000 times (binomial).
         """
-        generator, inside, trials = np.random.default_rng(0), 0, 400
+        generator, inside, trials = np.random.default_rng(0), 0, 200
         for _ in range(trials):
             ends = 0.5 + 0.05 * generator.normal(size=10)
             runs = {
@@ -118,7 +118,7 @@ class TestShares:
             }
             found = Evidence(runs, tuple(range(10))).share("mine", "updates", "base")
             inside += found.low <= 0.5 <= found.high
-        assert 0.90 <= inside / trials <= 0.99
+        assert 0.88 <= inside / trials <= 0.995
 
 
 class TestTables:
