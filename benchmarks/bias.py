@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowrl.builtin import PolicyOptions, world
 from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, Weighted
 from flowrl.diagnostics.gradient import Alignment, RawCredit, Setting, alignment, pathwise_gradients, policy_gradients
 from flowrl.protocols import CreditAssigner
 from flowrl.samplers import AllButLast, FlowSDE
 from flowrl.types import Completion, Substeps, Tweedie
+from flowrl.worlds.base import PolicyOptions, world
 
 MEMBERS = 8
 

@@ -39,8 +39,7 @@ import torch
 from gpu_cases import METHODS, MODELS, Case, Setting, cases, parse_changes
 
 from flowrl import Prompt, Trainer, preset
-from flowrl.diagnostics.cost import NetworkCost, matrix_product_ceiling, network_cost
-from flowrl.diagnostics.meter import Meter, MeteredFamily
+from flowrl.diagnostics.compute import Meter, MeteredFamily, NetworkCost, matrix_product_ceiling, network_cost
 from flowrl.policies.architectures import RandomEmbeddings
 from flowrl.policies.pipeline import DTYPES, ModelOptions, PipelinePolicy
 from flowrl.rewards import FunctionReward

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from flowrl.policies import tiny
 from flowrl.policies.architectures import architecture
 from flowrl.policies.flux import Flux
 from flowrl.policies.sd3 import SD3
+from flowrl.testing import tiny
 
 METHODS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 

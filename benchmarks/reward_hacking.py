@@ -7,7 +7,7 @@ bright   the task's reward plus 40 times the picture's mean value (--reward-bias
 jpeg     minus the size as a JPEG file (--reward jpeg-compressibility): the classic of DDPO (arXiv 2305.13301)
 
 Compositional task, Flow-GRPO, 16 iterations of the default settings, 96 held-out samples, an evaluation every second iteration.
-Held out: strict success, palette, clarity and balance (`flowrl.worlds.shapes.quality`); diversity of 8 samples of 8 prompts.
+Held out: strict success, palette, clarity and balance (`flowrl.worlds.shapes.verifier`); diversity of 8 samples of 8 prompts.
 """
 
 import argparse

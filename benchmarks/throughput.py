@@ -11,7 +11,7 @@ import time
 import torch
 
 from flowrl import world
-from flowrl.builtin import PolicyOptions
+from flowrl.worlds.base import PolicyOptions
 
 BATCH = 128
 

@@ -18,14 +18,13 @@ _HOMES = {
     "Trainer": "flowrl.training.trainer",
     "Run": "flowrl.training.run",
     "evaluate": "flowrl.training.evaluation",
-    "world": "flowrl.builtin",
+    "world": "flowrl.worlds.base",
     "preset": "flowrl.training.config",
     "Prompt": "flowrl.types",
     "Schedule": "flowrl.types",
 }
 
 if TYPE_CHECKING:
-    from flowrl.builtin import world
     from flowrl.methods import METHODS, Method
     from flowrl.training.compare import CompareConfig, compare
     from flowrl.training.config import RunConfig, preset
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from flowrl.training.run import Run
     from flowrl.training.trainer import Trainer
     from flowrl.types import Prompt, Schedule
+    from flowrl.worlds.base import world
 
 __all__ = [
     "METHODS",

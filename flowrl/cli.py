@@ -3,18 +3,17 @@
 import os
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Any
 
 import tyro
 
-from flowrl.commands.bench import Bench
 from flowrl.commands.evaluate import Evaluate
 from flowrl.commands.models import Pretrain, Sample
 from flowrl.commands.parts import Explain, Parts
 from flowrl.commands.presets import Presets
 from flowrl.commands.prompts import Prompts
 from flowrl.commands.runs import Compare, Train
-from flowrl.commands.serve import ServeReward
 from flowrl.errors import ConfigError, FlowrlError
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -25,8 +24,6 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "evaluate": Evaluate,
     "explain": Explain,
     "parts": Parts,
-    "bench": Bench,
-    "serve-reward": ServeReward,
     "prompts": Prompts,
     "presets": Presets,
 }
@@ -37,12 +34,18 @@ DESCRIPTION = (
 )
 
 
+def commands() -> dict[str, Callable[..., Any]]:
+    """The built-in commands and those of installed packages (entry-point group ``flowrl.commands``)."""
+    points = sorted(entry_points(group="flowrl.commands"), key=lambda point: point.name)
+    return {**COMMANDS, **{point.name: point.load() for point in points}}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point. Errors of the user's making print one line and return 2; Ctrl-C returns 130."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         command = tyro.extras.subcommand_cli_from_dict(
-            COMMANDS,
+            commands(),
             prog="flowrl",
             description=DESCRIPTION,
             args=arguments,

@@ -1,9 +1,8 @@
 """Finished runs that never ran: lines with a given learning curve, for the tests of the benchmark suite."""
 
 import numpy as np
-
-from flowrl.bench.evidence import Evidence
-from flowrl.bench.measure import CURVE
+from flowrl_bench.evidence import Evidence
+from flowrl_bench.measure import CURVE
 
 
 def fake_line(rewards: list[float], nfe: float = 100.0, seconds: float = 1.0, **extra: float) -> dict:

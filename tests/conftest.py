@@ -20,7 +20,7 @@ settings.load_profile("flowrl")
 @pytest.fixture(scope="session")
 def shapes_policy():
     """The shipped base model with a fresh adapter."""
-    from flowrl.builtin import PolicyOptions, world
+    from flowrl.worlds.base import PolicyOptions, world
 
     return world("shapes").policy(PolicyOptions(rank=4))
 
@@ -28,6 +28,6 @@ def shapes_policy():
 @pytest.fixture
 def mixture_policy():
     """The 2-D policy at its exact start."""
-    from flowrl.builtin import PolicyOptions, world
+    from flowrl.worlds.base import PolicyOptions, world
 
     return world("mixture").policy(PolicyOptions())

@@ -12,8 +12,8 @@ import torch
 
 from flowrl import Prompt
 from flowrl.rewards import FunctionReward
-from flowrl.rewards.server import Listener, Settings
-from flowrl.rewards.server.serve import make_server
+from flowrl.serving import Listener, Settings
+from flowrl.serving.serve import make_server
 
 
 @dataclass

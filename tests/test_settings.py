@@ -22,7 +22,7 @@ from flowrl.credit import (
     random_steps,
     turning_points,
 )
-from flowrl.credit.normalise import zscore
+from flowrl.credit.table import zscore
 from flowrl.errors import ConfigError, CreditError
 from flowrl.flow import shifted_schedule, uniform_schedule
 from flowrl.flow.mixture import GaussianMixture

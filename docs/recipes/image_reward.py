@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import ConfigError
-from flowrl.rewards.pictures import to_pillow
+from flowrl.rewards.images import to_pillow
 from flowrl.types import Prompt
 
 

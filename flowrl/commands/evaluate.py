@@ -12,8 +12,8 @@ from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.training.card import without_folders, write_card
 
 if TYPE_CHECKING:
+    from flowrl.diagnostics.paired import Comparison
     from flowrl.protocols import FlowPolicy, RewardModel
-    from flowrl.training.paired import Comparison
     from flowrl.types import Prompt
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Evaluate:
 
     def main(self) -> int:
         """Compare, show, write."""
-        from flowrl.training.paired import Draw, compare_weights
+        from flowrl.diagnostics.paired import Draw, compare_weights
 
         require(self.limit >= 0, "limit", self.limit, "0 (all) or more")
         setup = _lora_setup(self) if self.model else _run_setup(self)
@@ -98,7 +98,7 @@ def _run_setup(asked: Evaluate) -> _Setup:
     from flowrl.prompts import prompts_from
     from flowrl.registry import build
     from flowrl.training.config import RunConfig, load_config
-    from flowrl.training.trained import load_trained
+    from flowrl.training.finished import load_trained
 
     if not (asked.weights / "config.json").is_file():
         raise ConfigError(
@@ -132,11 +132,11 @@ def _run_setup(asked: Evaluate) -> _Setup:
 
 def _lora_setup(asked: Evaluate) -> _Setup:
     """A base model, and weights in diffusers' form from any program."""
+    from flowrl.diagnostics.paired import load_weights
     from flowrl.policies.load import load_policy
     from flowrl.policies.pipeline import ModelOptions
     from flowrl.prompts import prompts_from
     from flowrl.registry import build
-    from flowrl.training.paired import load_weights
 
     require(bool(asked.prompts), "prompts", asked.prompts, "a file of prompts, or a generator's slice such as text[0:64]")
     require(bool(asked.reward), "reward", asked.reward, "one or more: --reward NAME")
@@ -167,8 +167,8 @@ def _device(asked: Evaluate, model: bool) -> str:
 
 def write_results(found: "Comparison", out: Path, html: bool) -> None:
     """evaluation.json, grid.png and, with `html`, report.html."""
+    from flowrl.io import write_json
     from flowrl.plots.paired import save_comparison, write_comparison_page
-    from flowrl.training.checkpoint import write_json
 
     save_comparison(found, out / "grid.png")
     write_json(out / "evaluation.json", found.values())

@@ -21,12 +21,12 @@ class Pretrain:
 
     def main(self) -> int:
         """Train the autoencoder and the base model; write weights and card."""
-        from flowrl.training.pretrain import PretrainConfig, pretrain_to_file
+        from flowrl.worlds.shapes.pretrain import PretrainConfig, pretrain_to_file
 
         changes = {} if self.updates is None else {"updates": self.updates}
         config = PretrainConfig(seed=self.seed, **changes)
         require(self.threads >= 1, "threads", self.threads, "1 or more")
-        from flowrl.display import pretrain_progress
+        from flowrl.commands.progress import pretrain_progress
 
         pretrain_to_file(config, self.out, self.threads, pretrain_progress(), typed_command())
         print(f"Wrote {self.out} and {self.out.with_suffix('.json')}; use them with --weights {self.out}")
@@ -61,7 +61,7 @@ class Sample:
 
     def main(self) -> int:
         """Sample and draw."""
-        from flowrl.training.sampling import sample_grid
+        from flowrl.training.finished import sample_grid
 
         require(self.count >= 1, "count", self.count, "1 or more")
         require(self.steps >= 1, "steps", self.steps, "1 or more")

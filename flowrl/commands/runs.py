@@ -101,7 +101,7 @@ class Compare:
         out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
         config = load_compare(out) if self.resume else self.configuration()
         config.jobs()
-        from flowrl.display import Display
+        from flowrl.commands.progress import Display
 
         display = Display(config)
         display.start(out)
@@ -176,10 +176,10 @@ class Train:
         """Train, printing every evaluation."""
         import torch
 
-        from flowrl.display import train_line
+        from flowrl.commands.progress import train_line
+        from flowrl.distributed import Team
         from flowrl.policies.devices import device_of
-        from flowrl.training.beside import make_beside
-        from flowrl.training.distributed import Team
+        from flowrl.training.heldout import make_beside
         from flowrl.training.plan import memory_text, plan, plan_text
         from flowrl.training.run import Run
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.credit.normalise import STD_EPSILON
+from flowrl.credit.table import STD_EPSILON
 from flowrl.credit.uniform import Uniform
 from flowrl.errors import CreditError, require
 from flowrl.protocols import CreditAssigner

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.credit.normalise import require_clamp, zscore
-from flowrl.credit.table import gains, require_nodes
+from flowrl.credit.table import gains, require_clamp, require_nodes, zscore
 from flowrl.errors import CreditError, require
 from flowrl.types import Probe, Schedule, Substeps, checked
 

@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowrl.credit.normalise import require_clamp, zscore
 from flowrl.credit.selection import clear_swings, large_aggregates, random_steps
-from flowrl.credit.table import gains, require_nodes, reward_to_go
+from flowrl.credit.table import gains, require_clamp, require_nodes, reward_to_go, zscore
 from flowrl.errors import require
 from flowrl.types import Completion, Probe, Schedule, checked
 

@@ -6,8 +6,7 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.credit.normalise import require_clamp, zscore
-from flowrl.credit.table import require_nodes
+from flowrl.credit.table import require_clamp, require_nodes, zscore
 from flowrl.errors import require
 from flowrl.types import NoProbe, Probe, Schedule, checked
 

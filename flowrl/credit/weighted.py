@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.credit.normalise import require_clamp
+from flowrl.credit.table import require_clamp
 from flowrl.credit.uniform import Uniform
 from flowrl.errors import CreditError, require
 from flowrl.types import NoProbe, Probe, Schedule, checked

@@ -22,7 +22,7 @@ from flowrl.flow.time import expand
 from flowrl.losses import PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, FlowPolicy, PolicyLoss, RewardModel, Sampler
 from flowrl.rollout import Groups, Usage, attach_stds, reward_table, rollout
-from flowrl.training.pairs import loss_pairs
+from flowrl.rollout.loss_batch import loss_pairs
 from flowrl.types import NoProbe, Probe, Prompt, Schedule
 
 

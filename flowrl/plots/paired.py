@@ -8,9 +8,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from flowrl.diagnostics.paired import Comparison
+from flowrl.io import write_bytes
 from flowrl.plots.report import STYLE
-from flowrl.training.checkpoint import write_bytes
-from flowrl.training.paired import Comparison
 
 PAIRS = 2
 """Prompts beside each other."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from flowrl.io import write_bytes, write_json
 from flowrl.plots.figures import curves, phases, samples, trajectory
 from flowrl.plots.hacking import proxy_and_heldout
 from flowrl.plots.style import colour
-from flowrl.training.checkpoint import write_bytes, write_json
 from flowrl.training.results import Comparison, MethodSummary, as_text, load_comparison, summarise, summary_values, table_rows
 
 PAPERS = {

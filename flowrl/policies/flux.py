@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from flowrl.errors import require
-from flowrl.policies.shared import decode_scaled, resolution_shift
+from flowrl.policies.family import decode_scaled, resolution_shift
 
 
 @dataclass(frozen=True)

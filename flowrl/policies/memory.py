@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from flowrl.errors import require
-from flowrl.policies.adapters import LORA_TARGETS, Adapters
 from flowrl.policies.architectures import Architecture, architecture
+from flowrl.policies.lora import LORA_TARGETS, Adapters
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMISED = 4 * (1 + 1 + 2 + 1)

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.errors import ConfigError, require
-from flowrl.policies.adapters import LORA_TARGETS, Adapters, frozen_adapters
-from flowrl.policies.compiled import compile_blocks
-from flowrl.policies.devices import device_of
-from flowrl.policies.family import Family
-from flowrl.policies.options import DTYPES, ModelOptions
-from flowrl.policies.prompts import PromptCache
-from flowrl.policies.sharding import any_divided, whole
+from flowrl.policies.devices import compile_blocks, device_of
+from flowrl.policies.family import DTYPES, Family, ModelOptions
+from flowrl.policies.lora import LORA_TARGETS, Adapters, frozen_adapters
+from flowrl.policies.prompt_cache import PromptCache
+from flowrl.sharding import any_divided, whole
 from flowrl.types import Condition, Prompt, Schedule
 
 __all__ = ["DTYPES", "Family", "ModelOptions", "PipelinePolicy"]

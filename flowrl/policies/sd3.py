@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import require
-from flowrl.policies.shared import decode_scaled, resolution_shift
+from flowrl.policies.family import decode_scaled, resolution_shift
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
 """Prompts: files of them, GenEval's requests, and generators."""
 
-from flowrl.prompts.files import PromptFile, load_prompts, read_prompts, write_prompts
-from flowrl.prompts.generate import compositional_prompts, text_prompts
+from flowrl.prompts.files import PromptFile, load_prompts, prompts_from, read_prompts, write_prompts
+from flowrl.prompts.generate import compositional_prompts, picture_prompts, text_prompts
 from flowrl.prompts.geneval import Clause, Request, request_of
-from flowrl.prompts.pictures import picture_prompts
-from flowrl.prompts.source import prompts_from
 
 __all__ = [
     "Clause",

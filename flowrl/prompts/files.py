@@ -1,13 +1,15 @@
 """Prompts from files: a line each, or JSON lines with metadata, GenEval's among them."""
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, require
+from flowrl.prompts.generate import compositional_prompts, picture_prompts, text_prompts
 from flowrl.prompts.geneval import request_of
 from flowrl.prompts.tables import is_dataset, read_rows
 from flowrl.types import Prompt
@@ -151,3 +153,26 @@ def _lines(numbers: tuple[int, ...], unit: str) -> str:
 
 def _more(things: list[str] | tuple[object, ...]) -> str:
     return f" and {len(things) - SHOWN} more" if len(things) > SHOWN else ""
+
+
+GENERATORS: dict[str, Callable[[int], list[Prompt]]] = {
+    "compositional": compositional_prompts,
+    "text": text_prompts,
+    "pictures": picture_prompts,
+}
+
+
+def prompts_from(source: str) -> list[Prompt]:
+    """The prompts in the file `source`, or those of a generator, as in ``text[0:500]``: the first 500 of its list.
+
+    ``text[500:600]`` are the next 100, different from them: held-out prompts. A list is always the same (seed 0 of the
+    generator). Raises `ConfigError` for an unknown generator or an empty slice, and what `read_prompts` raises for a file.
+    """
+    match = re.fullmatch(r"([\w-]+)\[(\d+):(\d+)\]", source)
+    if match is None or Path(source).exists():
+        return read_prompts(Path(source))
+    name, start, end = match[1], int(match[2]), int(match[3])
+    if name not in GENERATORS:
+        raise ConfigError(f"prompts: unknown generator {name!r} in {source}; allowed: {', '.join(GENERATORS)}, or a file")
+    require(start < end, "prompts", source, "a slice [START:END] with START below END")
+    return GENERATORS[name](end)[start:]

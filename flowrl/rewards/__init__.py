@@ -1,12 +1,10 @@
 """Reward models that are not tied to a world."""
 
 from flowrl.rewards.clip import Aesthetic, CLIPScore, HPSv21, PickScore
-from flowrl.rewards.combine import Clipped, WeightedSum
-from flowrl.rewards.function import FunctionReward
+from flowrl.rewards.combine import Clipped, FunctionReward, NoisyReward, WeightedSum
 from flowrl.rewards.geneval import GenEval
 from flowrl.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
 from flowrl.rewards.judge import Judge
-from flowrl.rewards.noisy import NoisyReward
 from flowrl.rewards.ocr import OCR
 
 __all__ = [

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.errors import ConfigError, require
+from flowrl.rewards.images import to_pillow
 from flowrl.rewards.open_clip import affine_map, from_open_clip, read_weights
-from flowrl.rewards.pictures import to_pillow
 from flowrl.rewards.pretrained import DTYPES, load_network, placed, refused, require_options, require_tokenizer, unavailable
 from flowrl.types import Prompt
 

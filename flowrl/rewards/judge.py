@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import RewardError, require
-from flowrl.rewards.pictures import to_pillow
+from flowrl.rewards.images import to_pillow
 from flowrl.types import Prompt
 
 if TYPE_CHECKING:

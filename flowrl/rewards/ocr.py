@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import ConfigError, RewardError, require
-from flowrl.rewards.pictures import to_bytes, to_colours
+from flowrl.rewards.images import to_bytes, to_colours
 from flowrl.text import edit_distance, quoted_text
 from flowrl.types import Prompt
 

@@ -1,13 +1,12 @@
 """Transition kernels: pure functions from (node, velocity) to a Gaussian over the next node, one file each."""
 
+from flowrl.samplers._kernels import transition_stds
 from flowrl.samplers.cps import CPS
 from flowrl.samplers.dance_sde import DanceSDE
 from flowrl.samplers.ddim_sde import DDIMSDE
 from flowrl.samplers.flow_sde import FlowSDE
 from flowrl.samplers.ode import ODE
-from flowrl.samplers.sliding import SlidingWindow
-from flowrl.samplers.stds import transition_stds
-from flowrl.samplers.windowed import AllButLast, RandomWindow, Window
+from flowrl.samplers.windows import AllButLast, RandomWindow, SlidingWindow, Window
 
 __all__ = [
     "CPS",

@@ -10,6 +10,7 @@ from torch import Tensor
 from flowrl.errors import require
 from flowrl.flow.interpolant import noise_estimate, tweedie
 from flowrl.flow.time import expand
+from flowrl.protocols import Sampler
 from flowrl.types import Schedule
 
 
@@ -72,3 +73,14 @@ def require_noise_level(kernel: str, noise_level: float, most: float = math.inf)
     allowed = "finite and 0 or more" if most == math.inf else f"within [0, {most:g}]"
     fits = math.isfinite(noise_level) and 0.0 <= noise_level <= most
     require(fits, f"{kernel}.noise_level", noise_level, allowed)
+
+
+def transition_stds(sampler: Sampler, schedule: Schedule) -> Float[Tensor, " step"]:
+    """The transition's std at every step of `schedule`, shape [step], on the schedule's device; 0 = not a decision.
+
+    Evaluates the sampler's own `transition` on zeros, so there is no second formula to keep in step. A kernel's std
+    must not depend on the latent.
+    """
+    device = schedule.times.device
+    zeros = torch.zeros(schedule.steps, 1, device=device)
+    return sampler.transition(zeros, zeros, schedule, torch.arange(schedule.steps, device=device)).std

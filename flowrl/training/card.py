@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from flowrl.training.checkpoint import write_bytes
+from flowrl.io import write_bytes
 from flowrl.training.config import RunConfig, load_config
+from flowrl.training.logging import scalars
 from flowrl.training.results import RunRecord, load_run
 from flowrl.training.settings_file import settings_text
-from flowrl.training.tracking import scalars
 
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 CODE = {

@@ -19,6 +19,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from flowrl.errors import CheckpointError
+from flowrl.io import flush_folder, write_file
 
 FORMAT = "flowrl-checkpoint-2"
 OLD_FORMAT = "flowrl-checkpoint-1"
@@ -35,47 +36,6 @@ class Checkpoint:
     values: dict[str, Any]
 
 
-def write_json(path: Path, values: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never half of one."""
-    write_bytes(path, (json.dumps(values, indent=1) + "\n").encode())
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write, fsync, rename, fsync the folder. A write that fails leaves the old file and nothing else."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        _write(temporary, data)
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    _flush_folder(path.parent)
-
-
-def _write(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
-    try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(descriptor, left) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut (where the system lets one open a folder)."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Replace `folder` by the new checkpoint; the old one stays until the new one is complete and on the disk."""
     new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
@@ -90,16 +50,16 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     try:
         if not folder.parent.exists():
             folder.parent.mkdir(parents=True)
-            _flush_folder(folder.parent.parent)
+            flush_folder(folder.parent.parent)
         new.mkdir()
-        _write(new / "tensors.safetensors", data)
-        _write(new / "checkpoint.json", json.dumps(card).encode())
-        _flush_folder(new)
+        write_file(new / "tensors.safetensors", data)
+        write_file(new / "checkpoint.json", json.dumps(card).encode())
+        flush_folder(new)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(folder, old)
         os.replace(new, folder)
-        _flush_folder(folder.parent)
+        flush_folder(folder.parent)
     except OSError:
         shutil.rmtree(new, ignore_errors=True)
         raise

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError, require
-from flowrl.training.beside import make_beside
-from flowrl.training.checkpoint import write_json
+from flowrl.io import write_json
 from flowrl.training.config import RunConfig, load_config
+from flowrl.training.heldout import make_beside
 from flowrl.training.results import run_folder
 from flowrl.training.run import Run
 from flowrl.types import NoProbe

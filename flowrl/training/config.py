@@ -8,21 +8,21 @@ from typing import Any, get_origin
 
 import torch
 
-from flowrl.builtin import PolicyOptions, World, world
 from flowrl.errors import ConfigError, require
 from flowrl.flow.time import uniform_schedule
 from flowrl.methods import Method, make_method, make_sampler, try_credit
-from flowrl.models import FORM, TASK, model_world
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.protocols import PolicyLoss, RandomSampler, RewardModel
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.rollout import require_solver
 from flowrl.samplers import transition_stds
-from flowrl.training.optimisers import OPTIMISERS, LossScale
+from flowrl.training.optim import OPTIMISERS, LossScale
 from flowrl.training.presets import combine
 from flowrl.training.settings_file import read_settings
 from flowrl.types import Schedule
+from flowrl.worlds.base import PolicyOptions, World, world
+from flowrl.worlds.finetune import FORM, TASK, model_world
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRACKERS = ("auto", "none", "tensorboard", "wandb", "trackio")

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from flowrl.distributed import Team
 from flowrl.errors import require
-from flowrl.policies.compiled import has_compiled_blocks
-from flowrl.policies.sharding import divided_like, is_divided, shard, whole
+from flowrl.policies.devices import has_compiled_blocks
 from flowrl.protocols import FlowPolicy, OneNetwork
-from flowrl.training.distributed import Team
-from flowrl.training.optimisers import LossScale
+from flowrl.sharding import divided_like, is_divided, shard, whole
+from flowrl.training.optim import LossScale
 
 KEPT = ("weight", "average", "optimiser.exp_avg", "optimiser.exp_avg_sq")
 """What a checkpoint holds of every parameter."""
@@ -59,7 +59,7 @@ class Engine:
 def prepared(policy: FlowPolicy, team: Team, compiled: bool) -> Mapping[str, nn.Parameter]:
     """Give all processes the main one's weights, divide and compile the network where that is wanted; the trainable parameters.
 
-    A network whose blocks are compiled already (`policies.compiled`) is left as it is: it would be compiled twice over.
+    A network whose blocks are compiled already (`policies.devices`) is left as it is: it would be compiled twice over.
 
     Raises `ConfigError` where the policy does not say which its network is (`protocols.OneNetwork`).
     """

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.builtin import World
+from flowrl.diagnostics.paired import EVALUATION_SEED
+from flowrl.distributed import Team
 from flowrl.errors import RewardError
 from flowrl.protocols import FlowPolicy, RewardModel
 from flowrl.rollout import Usage, score, solve
-from flowrl.training.beside import Beside, Sampling
-from flowrl.training.distributed import Team
+from flowrl.training.heldout import Beside, Sampling
 from flowrl.types import Prompt
+from flowrl.worlds.base import World
 
-EVALUATION_SEED = 20240
 OWN = "its own"
 """The key of the training's own reward among those of the task."""
 
@@ -25,7 +25,7 @@ class Evaluation:
     """Mean scores by form, the seconds it took, and the scores and pictures of the first samples.
 
     `own` is the mean of the reward that training uses where that is not the task's; `image_scores` are then its scores too.
-    `beside` is what was measured beside it (`training.beside`).
+    `beside` is what was measured beside it (`training.heldout`).
     """
 
     scores: dict[str, float]

@@ -157,7 +157,7 @@ class Change:
 class MethodSummary:
     """One line of the table. Rewards are evaluation rewards (held-out prompts, ODE, averaged weights); `to_baseline_*` say when
     the mean curve over seeds first reaches the baseline's final mean reward (None: not reached); NFE counts the rollout's network
-    evaluations. `beside` is what was measured beside the reward, by name (`training.beside`)."""
+    evaluations. `beside` is what was measured beside the reward, by name (`training.heldout`)."""
 
     method: str
     seeds: int

@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from flowrl.builtin import World
+from flowrl.distributed import Team
 from flowrl.errors import ConfigError
-from flowrl.policies.sharding import whole
+from flowrl.io import write_bytes, write_json
 from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
-from flowrl.training import rows as lines
-from flowrl.training.beside import Beside, make_beside
+from flowrl.sharding import whole
+from flowrl.training import logging as lines
 from flowrl.training.card import write_card, write_config
-from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors, write_bytes, write_json
+from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors
 from flowrl.training.config import RunConfig
-from flowrl.training.distributed import Team
 from flowrl.training.evaluation import Evaluation, evaluate
-from flowrl.training.failure import NonFiniteError
-from flowrl.training.guards import Limits, Notice, notices
-from flowrl.training.memory import memory_notices, out_of_memory
+from flowrl.training.heldout import Beside, make_beside
+from flowrl.training.logging import Journal
+from flowrl.training.monitors import Limits, Notice, memory_notices, notices, out_of_memory
+from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.showcase import show_trajectory
-from flowrl.training.tracking import Journal
 from flowrl.training.trainer import Trainer
+from flowrl.worlds.base import World
 
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
 Report = Callable[[dict[str, Any]], None]

@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from flowrl.builtin import World
+from flowrl.io import write_bytes, write_json
 from flowrl.rollout import Groups, Usage, reward_table, rollout
-from flowrl.training.checkpoint import write_bytes, write_json
 from flowrl.training.trainer import Trainer
 from flowrl.types import Completion, Tweedie
+from flowrl.worlds.base import World
 
 
 def show_trajectory(folder: Path, trainer: Trainer, world: World, members: int = 12) -> None:

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from flowrl.credit import check_advantages
+from flowrl.distributed import Team
 from flowrl.errors import ConfigError
 from flowrl.methods import Method
-from flowrl.policies.sharding import whole
 from flowrl.protocols import FlowPolicy, PartsCreditAssigner, RandomSampler, RewardModel, Sampler, Stateful
 from flowrl.rollout import Groups, RewardTables, Usage
+from flowrl.rollout.collector import Collected, Collector
+from flowrl.rollout.masking import valid_credit
+from flowrl.sharding import whole
 from flowrl.training.checkpoint import Checkpoint, optimiser_tensors, restore_optimiser
-from flowrl.training.collect import Collected, Collector
 from flowrl.training.config import RunConfig
-from flowrl.training.distributed import Team
 from flowrl.training.engine import Engine, divided, exchanged, prepared
-from flowrl.training.failure import Scene
-from flowrl.training.invalid import valid_credit
 from flowrl.training.metrics import Clock, reward_metrics
-from flowrl.training.optimisers import LossScale, make_optimiser
+from flowrl.training.nonfinite import Scene
+from flowrl.training.optim import LossScale, make_optimiser
 from flowrl.training.update import Gradients, Part, add_metrics, parts_of
 from flowrl.types import Prompt, Schedule
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowrl.distributed import Team
 from flowrl.protocols import FlowPolicy, PolicyLoss, Sampler
-from flowrl.training.collect import Collected
-from flowrl.training.distributed import Team
-from flowrl.training.pairs import loss_pairs
+from flowrl.rollout.collector import Collected
+from flowrl.rollout.loss_batch import loss_pairs
 from flowrl.types import LossBatch
 
 

@@ -1,6 +1,7 @@
 """Solutions and likely mistakes of lesson 0."""
 
-from flowrl.course import lesson_00 as lesson
+from flowrl_course import lesson_00 as lesson
+
 from tests.course.cases import Case
 
 CASES = [

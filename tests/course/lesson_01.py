@@ -3,8 +3,8 @@
 from itertools import pairwise
 
 import torch
+from flowrl_course import lesson_01 as lesson
 
-from flowrl.course import lesson_01 as lesson
 from flowrl.flow.mixture import GaussianMixture
 from tests.course.cases import Case
 

@@ -3,8 +3,8 @@
 import math
 
 import torch
+from flowrl_course import lesson_02 as lesson
 
-from flowrl.course import lesson_02 as lesson
 from tests.course.cases import Case
 
 

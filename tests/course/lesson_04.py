@@ -1,8 +1,8 @@
 """Solutions and likely mistakes of lesson 4."""
 
 import torch
+from flowrl_course import lesson_04 as lesson
 
-from flowrl.course import lesson_04 as lesson
 from tests.course.cases import Case
 
 

@@ -1,8 +1,8 @@
 """Solutions and likely mistakes of lesson 5."""
 
 import torch
+from flowrl_course import lesson_05 as lesson
 
-from flowrl.course import lesson_05 as lesson
 from tests.course.cases import Case
 
 

@@ -4,8 +4,8 @@ import itertools
 import math
 
 import torch
+from flowrl_course import lesson_07 as lesson
 
-from flowrl.course import lesson_07 as lesson
 from tests.course.cases import Case
 
 RIGHT = {

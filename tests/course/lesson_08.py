@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from flowrl_course import lesson_08 as lesson
 
-from flowrl.course import lesson_08 as lesson
 from flowrl.credit import gains, reward_to_go, zscore
 from flowrl.types import NoProbe, Tweedie
 from tests.course.cases import Case

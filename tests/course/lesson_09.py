@@ -2,7 +2,8 @@
 
 import math
 
-from flowrl.course import lesson_09 as lesson
+from flowrl_course import lesson_09 as lesson
+
 from tests.course.cases import Case
 
 

@@ -25,9 +25,9 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl import RunConfig, Trainer, world
-from flowrl.builtin import PolicyOptions
-from flowrl.course import lesson_00 as lesson
-from flowrl.course.figures import ACCENT, COLOURS, NOISE, clean, panels, show_pictures
+from flowrl.worlds.base import PolicyOptions
+from flowrl_course import lesson_00 as lesson
+from flowrl_course.figures import ACCENT, COLOURS, NOISE, clean, panels, show_pictures
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, turning_points
 from flowrl.rollout import Groups, Usage, integrate, reward_table, rollout, score
 from flowrl.samplers import FlowSDE, Window

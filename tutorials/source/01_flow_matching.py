@@ -27,8 +27,8 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from flowrl.course import lesson_01 as lesson
-from flowrl.course.figures import ACCENT, DATA, NOISE, animation, clean, panels, plane
+from flowrl_course import lesson_01 as lesson
+from flowrl_course.figures import ACCENT, DATA, NOISE, animation, clean, panels, plane
 from flowrl.flow.mixture import GaussianMixture
 
 ring = GaussianMixture.ring()
@@ -323,7 +323,7 @@ print(
 
 # %%
 from flowrl import world
-from flowrl.builtin import PolicyOptions
+from flowrl.worlds.base import PolicyOptions
 from flowrl.flow import tweedie as library_tweedie
 from flowrl.rollout import Usage, integrate
 

@@ -27,8 +27,8 @@ import math
 import matplotlib.pyplot as plt
 import torch
 
-from flowrl.course import lesson_02 as lesson
-from flowrl.course.figures import ACCENT, DATA, NOISE, OTHERS, animation, clean, panels, plane
+from flowrl_course import lesson_02 as lesson
+from flowrl_course.figures import ACCENT, DATA, NOISE, OTHERS, animation, clean, panels, plane
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, FlowSDE, Window, transition_stds

@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from flowrl import RunConfig, Trainer, world
-from flowrl.builtin import PolicyOptions
-from flowrl.course import lesson_03 as lesson
-from flowrl.course.figures import ACCENT, COLOURS, DATA, NOISE, clean, panels, plane
+from flowrl.worlds.base import PolicyOptions
+from flowrl_course import lesson_03 as lesson
+from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, clean, panels, plane
 from flowrl.flow.mixture import GaussianMixture
 
 ring = GaussianMixture.ring()

@@ -28,10 +28,10 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl import evaluate, preset, world
-from flowrl.builtin import PolicyOptions
-from flowrl.course import lesson_04 as lesson
-from flowrl.course.figures import ACCENT, COLOURS, DATA, NOISE, clean, panels
-from flowrl.course.pictures import draw, gallery, roll, train
+from flowrl.worlds.base import PolicyOptions
+from flowrl_course import lesson_04 as lesson
+from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, clean, panels
+from flowrl_course.pictures import draw, gallery, roll, train
 from flowrl.samplers import FlowSDE, Window
 
 shapes = world("shapes")
@@ -277,7 +277,7 @@ print(
 # shrink, and fewer steps save less; but then the window itself is the larger saving (25 instead of 37 evaluations at 10 steps).
 
 # %% [markdown]
-# Now we train: 8 iterations of 8 prompts × 12 members, 10 steps. `train` (in `flowrl.course.pictures`) is a loop around `Trainer.iteration`, the same that `flowrl train` runs; it ends with
+# Now we train: 8 iterations of 8 prompts × 12 members, 10 steps. `train` (in `flowrl_course.pictures`) is a loop around `Trainer.iteration`, the same that `flowrl train` runs; it ends with
 # the averaged weights and an evaluation on held-out prompts. The reduction asks for a test: does what was learned with 10 steps hold when we draw with 5 or 40?
 
 # %%

@@ -26,10 +26,10 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl import preset, world
-from flowrl.builtin import PolicyOptions
-from flowrl.course import lesson_05 as lesson
-from flowrl.course.figures import ACCENT, COLOURS, DATA, INK, NOISE, animation, clean, panels
-from flowrl.course.pictures import agreement, gallery, gradients, roll, train
+from flowrl.worlds.base import PolicyOptions
+from flowrl_course import lesson_05 as lesson
+from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, animation, clean, panels
+from flowrl_course.pictures import agreement, gallery, gradients, roll, train
 from flowrl.credit import StepwiseGain, Uniform
 from flowrl.samplers import AllButLast, FlowSDE, Window
 from flowrl.types import Completion, Substeps

@@ -26,10 +26,10 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl import preset, world
-from flowrl.builtin import PolicyOptions
-from flowrl.course import lesson_06 as lesson
-from flowrl.course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, animation, clean, panels
-from flowrl.course.pictures import agreement, gradients, roll, train
+from flowrl.worlds.base import PolicyOptions
+from flowrl_course import lesson_06 as lesson
+from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, animation, clean, panels
+from flowrl_course.pictures import agreement, gradients, roll, train
 from flowrl.credit import TurningPoint, Uniform, gains, reward_to_go
 from flowrl.diagnostics.explain import explain
 from flowrl.rollout import Usage, integrate, score

@@ -28,9 +28,9 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 import torch
 
-from flowrl.course import lesson_07 as lesson
-from flowrl.course.figures import COLOURS, INK, NOISE, animation, clean, panels, plane
-from flowrl.course.runs import learn, start
+from flowrl_course import lesson_07 as lesson
+from flowrl_course.figures import COLOURS, INK, NOISE, animation, clean, panels, plane
+from flowrl_course.runs import learn, start
 from flowrl.credit import TurningPoint
 from flowrl.flow.gaussian import log_prob
 from flowrl.losses import ClippedLoss
@@ -131,7 +131,7 @@ lesson.check_interval(interval)
 # their ceiling of 1 are not, which is one reason to look at the points as well.
 
 # %% [markdown]
-# Five more seeds of each rule. `learn` (in `flowrl.course.runs`) is the trainer of `flowrl` with a fixed evaluation: 96 ODE samples of the averaged weights for six
+# Five more seeds of each rule. `learn` (in `flowrl_course.runs`) is the trainer of `flowrl` with a fixed evaluation: 96 ODE samples of the averaged weights for six
 # directions that were never trained on, the same noise every time.
 
 # %%

@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 import matplotlib.pyplot as plt
 import torch
 
-from flowrl.course import lesson_08 as lesson
-from flowrl.course.figures import ACCENT, COLOURS, DATA, INK, NOISE, animation, clean, panels, plane
-from flowrl.course.lesson_07 import T_QUANTILE
-from flowrl.course.runs import learn, start
+from flowrl_course import lesson_08 as lesson
+from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, animation, clean, panels, plane
+from flowrl_course.lesson_07 import T_QUANTILE
+from flowrl_course.runs import learn, start
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, gains, reward_to_go, zscore
 from flowrl.diagnostics.gradient import Setting, alignment, pathwise_gradients, policy_gradients, update_evaluations
-from flowrl.diagnostics.microscope import Look, compare_credit, true_advantages
+from flowrl.diagnostics.true_advantage import Look, compare_credit, true_advantages
 from flowrl.flow.gaussian import sample as draw_from
 from flowrl.rollout import reward_table
 from flowrl.testing import check_credit
@@ -716,7 +716,7 @@ for name in finalists:
 # | idea | $A^*_i = V(x_{i+1}) - V(x_i)$; what is your guess of $V$, and what does it cost? | `types.Tweedie`, `Substeps`, `Completion`, `NoProbe` |
 # | class | `probe`, `assign(rewards, schedule)`; `shared_noise`; `state_dict` where it remembers | `protocols.CreditAssigner`, `Stateful` |
 # | contract | does it keep what the trainer relies on? | `testing.check_credit`, `testing.credit_contract` |
-# | microscope | close to $A^*$? gradient unbiased, and how noisy? *On which policy?* | `diagnostics.microscope`, `diagnostics.gradient` |
+# | microscope | close to $A^*$? gradient unbiased, and how noisy? *On which policy?* | `diagnostics.true_advantage`, `diagnostics.gradient` |
 # | comparison | seeds, prices, settings, controls (lesson 7) | `flowrl compare --credit my_rules.py:MyRule` |
 #
 # The rules of this lesson run in the image world as they are: put one into a file and name it, `flowrl compare --credit my_rules.py:CalibratedGain`. What is true of them there, you would be among the first to know.

@@ -30,16 +30,16 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl import RunConfig, Trainer
-from flowrl.course import lesson_09 as lesson
-from flowrl.course.figures import ACCENT, COLOURS, DATA, NOISE, OTHERS, clean, panels, show_pictures
+from flowrl_course import lesson_09 as lesson
+from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, OTHERS, clean, panels, show_pictures
 from flowrl.flow import log_prob
 from flowrl.losses import ClippedLoss
 from flowrl.methods import flow_grpo, tp_grpo
-from flowrl.policies.adapters import LORA_TARGETS
+from flowrl.policies.lora import LORA_TARGETS
 from flowrl.policies.architectures import architecture
 from flowrl.policies.load import load_policy
 from flowrl.policies.pipeline import ModelOptions
-from flowrl.policies.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
+from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, integrate, rollout
 from flowrl.samplers import AllButLast, FlowSDE

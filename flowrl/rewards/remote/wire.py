@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import RewardError
-from flowrl.rewards.pictures import to_pillow
+from flowrl.rewards.images import to_pillow
 from flowrl.types import Prompt
 
 

@@ -1,0 +1,263 @@
+"""Rules that turn runs into verdicts. They are fixed before the runs: a line records the hash of the rules it was made under.
+
+HOLDS and FAILS need the whole 95% interval on one side; everything else is undecided at the power of the runs.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from flowrl.diagnostics.statistics import Estimate, difference, improvement, level
+from flowrl_bench.evidence import MEASURES, Evidence
+
+HOLDS = "holds here"
+FAILS = "does not hold here"
+UNDECIDED = "undecided at this power"
+BETTER, WORSE, ALIKE = "better", "worse", "no difference that matters"
+VERDICTS = (HOLDS, FAILS, UNDECIDED, BETTER, WORSE, ALIKE)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One comparison behind a verdict: its words, the number with its interval, and P(arm's run beats the other's) if any."""
+
+    text: str
+    estimate: Estimate
+    probability: Estimate | None = None
+    verdict: str = UNDECIDED
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict, the comparison that the page shows first, and all of them."""
+
+    verdict: str
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def main(self) -> Comparison:
+        """The comparison that decided: the first that has the verdict, else the first."""
+        return next((c for c in self.comparisons if c.verdict == self.verdict), self.comparisons[0])
+
+
+class Rule(Protocol):
+    """From runs to a verdict; `words` say what is demanded."""
+
+    def judge(self, evidence: Evidence) -> Verdict:
+        """The verdict and the comparisons behind it."""
+        ...
+
+    def words(self) -> str:
+        """The rule in words."""
+        ...
+
+
+def _compare(evidence: Evidence, arm: str, other: str, measure: str) -> tuple[Estimate, Estimate]:
+    """(paired difference so that more is better, probability of improvement)."""
+    mine, theirs = evidence.values(arm, measure, other), evidence.values(other, measure, other)
+    if not MEASURES[measure].higher:
+        mine, theirs = [-m for m in mine], [-t for t in theirs]
+    return difference(mine, theirs), improvement(mine, theirs)
+
+
+@dataclass(frozen=True)
+class Beats:
+    """`arm` is better than `than` by `measure`. Holds: the interval of the difference is above 0; fails: below `least`."""
+
+    arm: str
+    than: str
+    measure: str = "area"
+    least: float = 0.01
+
+    def judge(self, evidence: Evidence) -> Verdict:
+        """See the class."""
+        found, chance = _compare(evidence, self.arm, self.than, self.measure)
+        verdict = HOLDS if found.low > 0 else FAILS if found.high < self.least else UNDECIDED
+        sign = "" if MEASURES[self.measure].higher else ", less is better and counted so"
+        text = f"{self.arm} minus {self.than}: {MEASURES[self.measure].label}{sign}"
+        return Verdict(verdict, (Comparison(text, found, chance, verdict),))
+
+    def words(self) -> str:
+        """The rule in words."""
+        label = MEASURES[self.measure].label
+        return f"holds if {self.arm} beats {self.than} by more than 0 ({label}), fails if by less than {self.least:g}"
+
+
+@dataclass(frozen=True)
+class NoWorse:
+    """`arm` loses at most `margin` against `than`. Holds: the interval is above -margin; fails: below it."""
+
+    arm: str
+    than: str
+    measure: str = "area"
+    margin: float = 0.02
+
+    def judge(self, evidence: Evidence) -> Verdict:
+        """See the class."""
+        found, chance = _compare(evidence, self.arm, self.than, self.measure)
+        verdict = HOLDS if found.low > -self.margin else FAILS if found.high < -self.margin else UNDECIDED
+        text = f"{self.arm} minus {self.than}: {MEASURES[self.measure].label}"
+        return Verdict(verdict, (Comparison(text, found, chance, verdict),))
+
+    def words(self) -> str:
+        """The rule in words."""
+        return f"holds if {self.arm} loses at most {self.margin:g} against {self.than} ({MEASURES[self.measure].label})"
+
+
+@dataclass(frozen=True)
+class Alike:
+    """All `arms` are within `margin` of the first by `measure`."""
+
+    arms: tuple[str, ...]
+    measure: str = "area"
+    margin: float = 0.02
+
+    def judge(self, evidence: Evidence) -> Verdict:
+        """Holds: every interval lies within +-margin; fails: one lies outside."""
+        shown = []
+        for arm in self.arms[1:]:
+            found, chance = _compare(evidence, arm, self.arms[0], self.measure)
+            inside = found.low > -self.margin and found.high < self.margin
+            outside = found.high < -self.margin or found.low > self.margin
+            verdict = HOLDS if inside else FAILS if outside else UNDECIDED
+            shown.append(Comparison(f"{arm} minus {self.arms[0]}: {MEASURES[self.measure].label}", found, chance, verdict))
+        return Verdict(_all([c.verdict for c in shown]), tuple(shown))
+
+    def words(self) -> str:
+        """The rule in words."""
+        return f"holds if all of {', '.join(self.arms)} lie within {self.margin:g} of the first ({MEASURES[self.measure].label})"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """`arm` needs at most the share `at_most` of `of`'s budget (`axis`: updates, nfe or seconds) to reach its final reward."""
+
+    arm: str
+    of: str
+    axis: str = "updates"
+    at_most: float = 1.0
+
+    def judge(self, evidence: Evidence) -> Verdict:
+        """Holds: the interval of the share is below `at_most`; fails: above it."""
+        found = evidence.share(self.arm, self.axis, self.of)
+        verdict = HOLDS if found.high < self.at_most else FAILS if found.low > self.at_most else UNDECIDED
+        return Verdict(verdict, (Comparison(f"{self.arm}: {MEASURES[self.axis].label} ({self.of})", found, None, verdict),))
+
+    def words(self) -> str:
+        """The rule in words."""
+        return f"holds if {self.arm} needs less than {self.at_most:g} of the {self.axis} of {self.of} for the same final reward"
+
+
+@dataclass(frozen=True)
+class Best:
+    """`arm` is better than every one of `others`."""
+
+    arm: str
+    others: tuple[str, ...]
+    measure: str = "area"
+
+    def judge(self, evidence: Evidence) -> Verdict:
+        """Holds: better than each; fails: worse than one."""
+        shown = []
+        for other in self.others:
+            found, chance = _compare(evidence, self.arm, other, self.measure)
+            verdict = HOLDS if found.low > 0 else FAILS if found.high < 0 else UNDECIDED
+            shown.append(Comparison(f"{self.arm} minus {other}: {MEASURES[self.measure].label}", found, chance, verdict))
+        return Verdict(_all([c.verdict for c in shown]), tuple(shown))
+
+    def words(self) -> str:
+        """The rule in words."""
+        return (
+            f"holds if {self.arm} beats each of {', '.join(self.others)}, fails if one beats it ({MEASURES[self.measure].label})"
+        )
+
+
+@dataclass(frozen=True)
+class Above:
+    """`measure` of `arm` is above `threshold`."""
+
+    arm: str
+    measure: str
+    threshold: float = 0.0
+
+    def judge(self, evidence: Evidence) -> Verdict:
+        """Holds: the interval is above; fails: below."""
+        found = level(evidence.values(self.arm, self.measure))
+        verdict = HOLDS if found.low > self.threshold else FAILS if found.high < self.threshold else UNDECIDED
+        return Verdict(verdict, (Comparison(f"{self.arm}: {MEASURES[self.measure].label}", found, None, verdict),))
+
+    def words(self) -> str:
+        """The rule in words."""
+        return f"holds if for {self.arm} {MEASURES[self.measure].label} is above {self.threshold:g}"
+
+
+@dataclass(frozen=True)
+class WidensBy:
+    """What `arm` gains over `than` is more than what `other` gains over `other_than`, by `measure`."""
+
+    arm: str
+    than: str
+    other: str
+    other_than: str
+    measure: str = "area"
+    least: float = 0.01
+
+    def judge(self, evidence: Evidence) -> Verdict:
+        """As `Beats`, for the difference of the two paired differences."""
+        values = [evidence.values(name, self.measure) for name in (self.arm, self.than, self.other, self.other_than)]
+        first = [a - b for a, b in zip(values[0], values[1], strict=True)]
+        second = [a - b for a, b in zip(values[2], values[3], strict=True)]
+        found = difference(first, second)
+        verdict = HOLDS if found.low > 0 else FAILS if found.high < self.least else UNDECIDED
+        text = f"({self.arm} minus {self.than}) minus ({self.other} minus {self.other_than}): {MEASURES[self.measure].label}"
+        return Verdict(verdict, (Comparison(text, found, None, verdict),))
+
+    def words(self) -> str:
+        """The rule in words."""
+        return f"holds if {self.arm} gains more over {self.than} than {self.other} over {self.other_than}"
+
+
+@dataclass(frozen=True)
+class All:
+    """Every one of `rules`: holds if all hold, fails if one fails."""
+
+    rules: tuple[Rule, ...] = field(default_factory=tuple)
+
+    def judge(self, evidence: Evidence) -> Verdict:
+        """See the class."""
+        found = [rule.judge(evidence) for rule in self.rules]
+        return Verdict(_all([f.verdict for f in found]), tuple(c for f in found for c in f.comparisons))
+
+    def words(self) -> str:
+        """The rules in words."""
+        return "; and ".join(rule.words() for rule in self.rules)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An open question: each of `arms` against `than`. Better or worse beyond `margin`'s doubt, alike within it, or undecided.
+
+    The verdict is the first arm's; all are shown.
+    """
+
+    arms: tuple[str, ...]
+    than: str
+    measure: str = "area"
+    margin: float = 0.02
+
+    def judge(self, evidence: Evidence) -> Verdict:
+        """Better (worse): the interval is above (below) 0; alike: within +-margin; both: alike."""
+        shown = []
+        for arm in self.arms:
+            found, chance = _compare(evidence, arm, self.than, self.measure)
+            alike = found.low > -self.margin and found.high < self.margin
+            verdict = ALIKE if alike else BETTER if found.low > 0 else WORSE if found.high < 0 else UNDECIDED
+            shown.append(Comparison(f"{arm} minus {self.than}: {MEASURES[self.measure].label}", found, chance, verdict))
+        return Verdict(shown[0].verdict, tuple(shown))
+
+    def words(self) -> str:
+        """The rule in words."""
+        return f"{', '.join(self.arms)} against {self.than} ({MEASURES[self.measure].label}); alike means within {self.margin:g}"
+
+
+def _all(verdicts: list[str]) -> str:
+    return FAILS if FAILS in verdicts else HOLDS if all(v == HOLDS for v in verdicts) else UNDECIDED

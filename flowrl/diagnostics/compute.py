@@ -1,0 +1,197 @@
+"""How long a policy's network works, and on how many latents, while the code around it runs as always."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.flop_counter import FlopCounterMode
+
+from flowrl.policies.family import Family
+from flowrl.policies.lora import LORA_TARGETS, Adapters
+from flowrl.policies.pipeline import PipelinePolicy
+
+
+@dataclass(frozen=True)
+class NetworkCost:
+    """Floating-point operations (a multiplication and an addition count as two) of one evaluation of one latent.
+
+    Matrix products, convolutions and attention are counted, as is usual for model FLOP utilisation; norms, activations and the
+    image decoder are not. `backward` is what a gradient of the trained parameters needs besides `forward`: with a LoRA no weight
+    gradients of frozen layers. Work that is done twice to save memory (gradient checkpointing, attention's own recomputation) is
+    not part of either.
+    """
+
+    forward: int
+    backward: int
+
+
+def network_cost(policy: PipelinePolicy, rows: Mapping[str, Tensor]) -> NetworkCost:
+    """Counted by PyTorch's own counter on a twin of the policy's transformer that has shapes but no memory.
+
+    `rows` are the embeddings of one prompt, [1, ...]. All operations are linear in the number of latents, so one is enough.
+    """
+    with torch.device("meta"):
+        twin: Any = type(policy.transformer).from_config(policy.transformer.config)
+    options = policy.options
+    twin.requires_grad_(options.train == "full")
+    if options.train == "lora":
+        Adapters(twin, options.rank, options.alpha, options.targets or LORA_TARGETS, options.seed)
+    shaped = {name: torch.empty(row.shape, device="meta") for name, row in rows.items()}
+    latent = torch.empty((1, *policy.latent_shape), device="meta")
+    with FlopCounterMode(display=False) as counter:
+        time_told = torch.empty(1, device="meta")
+        velocity = policy.family.velocity(twin, latent, time_told, shaped, policy.latent_size)
+        forward = counter.get_total_flops()
+        if velocity.requires_grad:
+            velocity.sum().backward()
+    return NetworkCost(forward, counter.get_total_flops() - forward)
+
+
+def matrix_product_ceiling(device: torch.device, dtype: torch.dtype, sizes: Sequence[int], seconds: float = 0.5) -> float:
+    """Floating-point operations per second of square matrix products of random numbers: the best of `sizes`, each measured for
+    about `seconds` after a warm-up. What a network made of such products alone would reach at most."""
+    best = 0.0
+    for size in sizes:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        once = _product_seconds(a, b, 1)
+        count = max(3, min(200, int(seconds / 4 / max(once, 1e-6))))
+        best = max(best, *(2 * size**3 * count / _product_seconds(a, b, count) for _ in range(4)))
+    return best
+
+
+def _product_seconds(a: Tensor, b: Tensor, count: int) -> float:
+    """Seconds that `count` products take, after one that does not count."""
+    out = a @ b
+    synchronise(a.device)
+    start = time.perf_counter()
+    for _ in range(count):
+        torch.matmul(a, b, out=out)
+    synchronise(a.device)
+    return time.perf_counter() - start
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass
+class PhaseWork:
+    """What happened in one phase: wall-clock `seconds`, those in which the network worked, latents evaluated without a gradient
+    (`sampled`) and with one (`trained`), and the largest memory in bytes (None where the device does not count it)."""
+
+    seconds: float = 0.0
+    network_seconds: float = 0.0
+    sampled: int = 0
+    trained: int = 0
+    peak_bytes: int | None = None
+
+    def operations(self, cost: NetworkCost) -> int:
+        """Useful floating-point operations of the network: no recomputation."""
+        return (self.sampled + self.trained) * cost.forward + self.trained * cost.backward
+
+
+@dataclass
+class Meter:
+    """A stopwatch around a family's network, by phases; call `phase(name)` where one begins and `phase("")` at the end.
+
+    On a GPU the network's time is that between events in its own queue, so measuring does not slow it down; the device is
+    waited for only where a phase begins or ends. A backward pass counts from the gradient's arrival at the network's output to
+    the last of the watched parameters' gradients.
+    """
+
+    device: torch.device
+    work: dict[str, PhaseWork] = field(default_factory=dict)
+    _name: str = ""
+    _start: float = 0.0
+    _spans: list[tuple[Any, Any]] = field(default_factory=list)
+    _open: Any = None
+
+    def phase(self, name: str) -> None:
+        """End the phase under way and begin `name`; one that was there before goes on."""
+        synchronise(self.device)
+        now = time.perf_counter()
+        if self._name:
+            current = self.work.setdefault(self._name, PhaseWork())
+            current.seconds += now - self._start
+            current.network_seconds += sum(_between(a, b) for a, b in self._spans)
+            current.peak_bytes = _larger(current.peak_bytes, peak_memory(self.device))
+        self._spans.clear()
+        reset_peak_memory(self.device)
+        self._name, self._start = name, time.perf_counter()
+
+    def watch(self, parameters: Sequence[Tensor]) -> None:
+        """The parameters whose gradients end a backward pass."""
+        if parameters:
+            register_multi_grad_hook(list(parameters), lambda gradients: self._ended(), mode="all")
+
+    def evaluated(self, start: Any, velocity: Tensor) -> None:
+        """A forward pass from `start` until now gave `velocity`."""
+        self._spans.append((start, self.mark()))
+        current = self.work.setdefault(self._name, PhaseWork())
+        if velocity.requires_grad:
+            current.trained += len(velocity)
+            velocity.register_hook(self._began)
+        else:
+            current.sampled += len(velocity)
+
+    def _began(self, gradient: Tensor) -> None:
+        if self._open is None:
+            self._open = self.mark()
+
+    def _ended(self) -> None:
+        if self._open is not None:
+            self._spans.append((self._open, self.mark()))
+        self._open = None
+
+    def mark(self) -> Any:
+        """Now, in the device's own queue."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class MeteredFamily:
+    """`family` with a meter around its network."""
+
+    def __init__(self, family: Family, meter: Meter) -> None:
+        self.family, self.meter = family, meter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.family, name)
+
+    def velocity(
+        self, transformer: Any, latent: Tensor, timestep: Tensor, rows: Mapping[str, Tensor], size: tuple[int, int]
+    ) -> Tensor:
+        """The family's own."""
+        start = self.meter.mark()
+        velocity = self.family.velocity(transformer, latent, timestep, rows, size)
+        self.meter.evaluated(start, velocity)
+        return velocity
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes that tensors took since `reset_peak_memory`; None on a device that does not count."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start counting anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _between(start: Any, end: Any) -> float:
+    """Seconds."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+
+
+def _larger(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else max(a, b)

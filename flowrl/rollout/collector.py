@@ -1,0 +1,172 @@
+"""One iteration's trajectories and rewards: rolled out in parts, scored, and put together again."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.distributed import Share, Team
+from flowrl.protocols import FlowPolicy, RewardModel, Sampler
+from flowrl.rollout import Groups, RewardTables, Rollout, Usage, reward_tables, rollout
+from flowrl.types import Condition, Probe, Prompt, Schedule, Trajectories
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What an iteration has gathered.
+
+    `result` holds the trajectories of the groups that this process has rolled out, number `share.first` and following, without
+    estimates; `condition` has their rows. `tables` are the rewards of all groups of all processes.
+    """
+
+    result: Rollout
+    condition: Condition
+    tables: RewardTables
+    share: Share
+
+    @property
+    def samples(self) -> slice:
+        """Those in `result`, among all samples."""
+        members = self.result.groups.members
+        return slice(self.share.first * members, (self.share.first + self.share.count) * members)
+
+    def owned(self, sample: Tensor, share: Share | None = None) -> Tensor:
+        """Which of `sample` (numbers among all samples) are this process's own to train on, or those of another `share`."""
+        own, members = (share or self.share).own, self.result.groups.members
+        return (sample >= own.start * members) & (sample < own.stop * members)
+
+
+@dataclass
+class Collector:
+    """Rolls out this process's groups and scores them, `chunk` groups at a time (0: all at once).
+
+    A chunk draws the noise of the whole iteration from the same generator state and takes its own rows, so neither the chunk
+    nor the number of processes changes which noise a group gets; network values may differ in their last bits, as the network
+    sees other batches. `overlap`: rewards are computed in a second thread while the next chunk is rolled out; the policy's
+    `decode` and the reward are then called beside `velocity`, and give what they give one after the other. `offload`:
+    trajectories wait in main memory for the update.
+    """
+
+    policy: FlowPolicy
+    reward: RewardModel
+    schedule: Schedule
+    groups: Groups
+    probe: Probe
+    team: Team
+    max_batch: int
+    chunk: int = 0
+    overlap: bool = False
+    offload: bool = False
+
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        condition: Condition,
+        noise: Tensor,
+        sampler: Sampler,
+        generator: torch.Generator,
+        usage: Usage,
+        enter: Callable[[str], None],
+    ) -> Collected:
+        """Roll out and score. `noise` [sample, *latent] and `condition` [prompt] are of all groups; `usage` becomes the costs of
+        all processes; `enter` is told "rollout" and "reward" as they begin. Raises what the parts raise, in every process."""
+        share, members = self.team.share(self.groups.prompts), self.groups.members
+        start = generator.get_state()
+        done: list[Rollout] = []
+        jobs: list[Callable[[], RewardTables]] = []
+
+        def work() -> tuple[list[RewardTables], int]:
+            scored = Usage()
+            with _Background(self.overlap) as background:
+                for first, count in share.chunks(self.chunk):
+                    enter("rollout")
+                    background.raise_early()
+                    generator.set_state(start)
+                    rows = torch.arange(first, first + count, device=self.policy.device)
+                    part = noise[first * members : (first + count) * members]
+                    result = rollout(
+                        self.policy, sampler, self.schedule, condition.take(rows), part, generator,
+                        self.groups.part(first, count), self.probe, usage, self.max_batch,
+                    )  # fmt: skip
+                    done.append(self._kept(result))
+                    own = share.own_within(first, count)
+                    if own:
+                        enter("reward" if not self.overlap else "rollout")
+                        owned, texts = result.part(own.start - first, len(own)), prompts[own.start : own.stop]
+                        jobs.append(background.submit(self._score, owned, texts, scored))
+                enter("reward")
+                return [job() for job in jobs], scored.reward_calls
+
+        gathered = self.team.gather(work)
+        usage.nfe = usage.nfe // share.count * self.groups.prompts
+        usage.reward_calls += sum(calls for _, calls in gathered)
+        path = _joined([result.trajectories for result in done])
+        rows = torch.arange(share.first, share.first + share.count, device=self.policy.device)
+        tables = _stacked([table for tables, _ in gathered for table in tables])
+        return Collected(Rollout(path, {}, self.groups.part(share.first, share.count)), condition.take(rows), tables, share)
+
+    def _score(self, result: Rollout, prompts: Sequence[Prompt], usage: Usage) -> RewardTables:
+        return reward_tables(self.policy, self.reward, result, prompts, usage)
+
+    def _kept(self, result: Rollout) -> Rollout:
+        """Without the estimates, and in main memory where that is wanted."""
+        path = result.trajectories
+        if self.offload:
+            path = Trajectories(path.nodes.cpu(), path.velocities.cpu(), path.schedule)
+        return Rollout(path, {}, result.groups)
+
+
+class _Background:
+    """Runs jobs one after the other in a second thread with this thread's device and number of threads; or here, at once."""
+
+    def __init__(self, on: bool) -> None:
+        threads = torch.get_num_threads()
+        device = torch.cuda.current_device() if on and torch.cuda.is_available() else None
+
+        def like_here() -> None:
+            torch.set_num_threads(threads)
+            if device is not None:
+                torch.cuda.set_device(device)
+
+        self.pool = ThreadPoolExecutor(1, "rewards", like_here) if on else None
+        self.futures: list[Future[RewardTables]] = []
+
+    def submit(self, job: Callable[..., RewardTables], *arguments: object) -> Callable[[], RewardTables]:
+        """A function that returns (or raises) what the job did."""
+        if self.pool is None:
+            result = job(*arguments)
+            return lambda: result
+        future = self.pool.submit(job, *arguments)
+        self.futures.append(future)
+        return future.result
+
+    def raise_early(self) -> None:
+        """Raise the error of a job that has failed already."""
+        for future in self.futures:
+            if future.done():
+                future.result()
+
+    def __enter__(self) -> "_Background":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+
+def _joined(paths: Sequence[Trajectories]) -> Trajectories:
+    """One after the other along the samples."""
+    if len(paths) == 1:
+        return paths[0]
+    nodes, velocities = torch.cat([p.nodes for p in paths]), torch.cat([p.velocities for p in paths])
+    return Trajectories(nodes, velocities, paths[0].schedule)
+
+
+def _stacked(tables: Sequence[RewardTables]) -> RewardTables:
+    """One after the other along the prompts."""
+    if len(tables) == 1:
+        return tables[0]
+    parts = {name: torch.cat([table.parts[name] for table in tables]) for name in tables[0].parts}
+    return RewardTables(torch.cat([t.total for t in tables]), parts, torch.cat([t.valid for t in tables]))

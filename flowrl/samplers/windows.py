@@ -1,0 +1,176 @@
+"""Which steps are stochastic: any kernel on a subset of the steps, the ODE on the others.
+
+The subset is the same for every sample of a call. One drawn per sample would add its own variance to the rewards of a
+group, so random windows are drawn once per iteration.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from flowrl.errors import ConfigError, require
+from flowrl.flow.time import expand
+from flowrl.protocols import RandomSampler, Sampler
+from flowrl.samplers.ode import ODE
+from flowrl.types import Gaussian, Schedule, checked
+
+
+@dataclass(frozen=True)
+class Window:
+    """`sampler` on the `size` >= 1 steps from `start` >= 0, the ODE elsewhere.
+
+    Source: Flow-GRPO-Fast (public code of arXiv 2505.05470), MixGRPO (arXiv 2507.21802). Raises `ConfigError` for a bad
+    field, and at the first transition if the schedule is too short for the window.
+    """
+
+    sampler: Sampler
+    start: int
+    size: int
+
+    def __post_init__(self) -> None:
+        require_kernel("Window", self.sampler)
+        require(self.start >= 0, "Window.start", self.start, "0 or more")
+        require(self.size >= 1, "Window.size", self.size, "1 or more steps")
+
+    @checked
+    def transition(
+        self,
+        latent: Float[Tensor, "sample *latent"],
+        velocity: Float[Tensor, "sample *latent"],
+        schedule: Schedule,
+        step: Int[Tensor, " sample"],
+    ) -> Gaussian:
+        """The Gaussian over node `step + 1`, with std 0 outside the window."""
+        end = self.start + self.size
+        window = f"start {self.start}, size {self.size}"
+        require(end <= schedule.steps, "Window", window, f"within the schedule's {schedule.steps} steps")
+        return _inside_only(self.sampler, (step >= self.start) & (step < end), latent, velocity, schedule, step)
+
+
+@dataclass(frozen=True)
+class AllButLast:
+    """`sampler` on every step but the last, which is an ODE step. Source: Flow-GRPO (arXiv 2505.05470), public code.
+
+    Raises `ConfigError` on a schedule of one step, where nothing would be stochastic.
+    """
+
+    sampler: Sampler
+
+    def __post_init__(self) -> None:
+        require_kernel("AllButLast", self.sampler)
+
+    @checked
+    def transition(
+        self,
+        latent: Float[Tensor, "sample *latent"],
+        velocity: Float[Tensor, "sample *latent"],
+        schedule: Schedule,
+        step: Int[Tensor, " sample"],
+    ) -> Gaussian:
+        """The Gaussian over node `step + 1`, with std 0 at the last step."""
+        require(schedule.steps >= 2, "schedule.steps", schedule.steps, "2 or more for AllButLast")
+        return _inside_only(self.sampler, step < schedule.steps - 1, latent, velocity, schedule, step)
+
+
+@dataclass(frozen=True)
+class RandomWindow:
+    """A `Window` of `size` steps whose start is drawn anew every iteration, uniformly within steps [`low`, `high`).
+
+    `high` = None means the schedule's number of steps. `draw` gives the iteration's `Window`, shared by all groups; the
+    undrawn sampler has no transition of its own. Source: Flow-GRPO-Fast (public code of arXiv 2505.05470). Raises
+    `ConfigError` for a bad field, and in `draw` where the window does not fit the schedule.
+    """
+
+    sampler: Sampler
+    size: int
+    low: int = 0
+    high: int | None = None
+
+    def __post_init__(self) -> None:
+        require_kernel("RandomWindow", self.sampler)
+        require(self.size >= 1, "RandomWindow.size", self.size, "1 or more steps")
+        require(self.low >= 0, "RandomWindow.low", self.low, "0 or more")
+        if self.high is not None:
+            least = self.low + self.size
+            require(self.high >= least, "RandomWindow.high", self.high, f"low + size = {least} or more, or None")
+
+    def draw(self, schedule: Schedule, generator: torch.Generator, iteration: int = 0) -> Window:
+        """This iteration's window; the same generator state gives the same window."""
+        high = schedule.steps if self.high is None else self.high
+        require(high <= schedule.steps, "RandomWindow.high", high, f"at most the schedule's {schedule.steps} steps")
+        room = f"a window of {self.size} steps within steps [{self.low}, {high})"
+        require(self.low + self.size <= high, "RandomWindow.size", self.size, room)
+        last_start = high - self.size
+        start = torch.randint(self.low, last_start + 1, (), generator=generator, device=generator.device)
+        return Window(self.sampler, start=int(start), size=self.size)
+
+    def transition(self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor) -> Gaussian:
+        """Always raises `ConfigError`: a random window must be drawn first."""
+        raise ConfigError("RandomWindow has not been drawn: call .draw(schedule, generator) once per iteration, use its result")
+
+
+def require_kernel(where: str, sampler: object) -> None:
+    """Raise `ConfigError` unless `sampler` has a transition of its own (and need not be drawn first)."""
+    fits = isinstance(sampler, Sampler) and not isinstance(sampler, RandomSampler)
+    require(fits, f"{where}.sampler", sampler, "a kernel such as FlowSDE() or CPS(), not a random window")
+
+
+def _inside_only(
+    sampler: Sampler,
+    inside: Bool[Tensor, " sample"],
+    latent: Tensor,
+    velocity: Tensor,
+    schedule: Schedule,
+    step: Tensor,
+) -> Gaussian:
+    """`sampler`'s transition where `inside`, the ODE's elsewhere."""
+    stochastic = sampler.transition(latent, velocity, schedule, step)
+    deterministic = ODE().transition(latent, velocity, schedule, step)
+    inside = inside.to(stochastic.std.device)
+    mean = torch.where(expand(inside, stochastic.mean), stochastic.mean, deterministic.mean)
+    return Gaussian(mean=mean, std=torch.where(inside, stochastic.std, deterministic.std))
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """A `Window` of `size` steps that starts at step 0 and moves by `stride` every `every` iterations.
+
+    The last position ends with the schedule (also where the stride does not divide the way). After it the window starts over
+    at step 0 (`at_end` = "wrap") or remains there ("stay"). Early steps, which decide the layout, are trained first. One
+    window per iteration, shared by all groups. Source: MixGRPO (arXiv 2507.21802), progressive sliding window; published
+    with size 4, stride 1 and every 25 on 25 steps. Its public code stays unless told to roll back, and lets the window shrink
+    as it runs out of the schedule, which ours never does. Raises `ConfigError` for a bad field, and in `draw` where the
+    window does not fit the schedule.
+    """
+
+    sampler: Sampler
+    size: int
+    stride: int = 1
+    every: int = 1
+    at_end: Literal["wrap", "stay"] = "wrap"
+
+    def __post_init__(self) -> None:
+        require_kernel("SlidingWindow", self.sampler)
+        for name in ("size", "stride", "every"):
+            require(getattr(self, name) >= 1, f"SlidingWindow.{name}", getattr(self, name), "1 or more")
+        require(self.at_end in ("wrap", "stay"), "SlidingWindow.at_end", self.at_end, "'wrap' or 'stay'")
+
+    def starts(self, steps: int) -> list[int]:
+        """The positions that the window takes in turn on a schedule of `steps` steps."""
+        require(self.size <= steps, "SlidingWindow.size", self.size, f"at most the schedule's {steps} steps")
+        last = steps - self.size
+        return [*range(0, last, self.stride), last]
+
+    def draw(self, schedule: Schedule, generator: torch.Generator, iteration: int = 0) -> Window:
+        """The window of `iteration` (counted from 0); nothing is drawn from the generator."""
+        starts = self.starts(schedule.steps)
+        moves = iteration // self.every
+        position = moves % len(starts) if self.at_end == "wrap" else min(moves, len(starts) - 1)
+        return Window(self.sampler, start=starts[position], size=self.size)
+
+    def transition(self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor) -> Gaussian:
+        """Always raises `ConfigError`: the window of an iteration must be taken first."""
+        raise ConfigError("SlidingWindow has no place of its own: call .draw(schedule, generator, iteration), use its result")

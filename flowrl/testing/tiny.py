@@ -1,0 +1,201 @@
+"""Randomly initialised pipelines of the real diffusers and transformers classes, small enough for tests and lessons.
+
+They draw noise, not pictures, but everything around the weights is real: tokenizers, text encoders, transformer, image decoder,
+scheduler; they can be saved, loaded and given a LoRA like the models they stand for. Nothing is downloaded.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrl.policies.flux import Flux
+from flowrl.policies.pipeline import ModelOptions, PipelinePolicy
+from flowrl.policies.sd3 import SD3
+
+TINY = ModelOptions(height=16, width=16, rank=4, alpha=8.0, text_tokens=24)
+"""Options that fit the tiny pipelines."""
+CLIP_TOKENS = 40
+WIDTH = 32
+
+
+def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
+    """A `StableDiffusion3Pipeline` with a two-layer transformer, 2 x 2 patches and shift 3.
+
+    As in SD3.5-Medium queries and keys are normalised, and the first layer has a second attention of the image to itself;
+    `large`: no layer has, as in SD3.5-Large.
+    """
+    with _seeded(seed):
+        transformer = _diffusers().SD3Transformer2DModel(
+            sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16,
+            num_attention_heads=2, joint_attention_dim=2 * WIDTH, caption_projection_dim=32, pooled_projection_dim=2 * WIDTH,
+            pos_embed_max_size=16, qk_norm="rms_norm",
+            dual_attention_layers=() if large else (0,),
+        )  # fmt: skip
+        return _diffusers().StableDiffusion3Pipeline(
+            transformer=transformer,
+            scheduler=_scheduler(shift=3.0),
+            vae=_decoder(4),
+            text_encoder=_clip(projected=True),
+            tokenizer=_tokenizer(clip=True),
+            text_encoder_2=_clip(projected=True),
+            tokenizer_2=_tokenizer(clip=True),
+            text_encoder_3=_t5(2 * WIDTH),
+            tokenizer_3=_tokenizer(clip=False),
+        )
+
+
+def tiny_flux(seed: int = 0, distilled: bool = True) -> Any:
+    """A `FluxPipeline` with one double and one single block, dynamic shifting as FLUX.1-dev.
+
+    `distilled`: it is told a guidance scale, as FLUX.1-dev is and FLUX.1-schnell is not."""
+    with _seeded(seed):
+        transformer = _diffusers().FluxTransformer2DModel(
+            patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+            joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH, guidance_embeds=distilled, axes_dims_rope=(4, 6, 6),
+        )  # fmt: skip
+        return _diffusers().FluxPipeline(
+            transformer=transformer,
+            scheduler=_scheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15),
+            vae=_decoder(4),
+            text_encoder=_clip(projected=False),
+            tokenizer=_tokenizer(clip=True),
+            text_encoder_2=_t5(WIDTH),
+            tokenizer_2=_tokenizer(clip=False),
+        )
+
+
+def tiny_sd3_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
+    """A policy over `tiny_sd3`."""
+    return PipelinePolicy(tiny_sd3(seed), SD3(), options)
+
+
+def tiny_flux_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
+    """A policy over `tiny_flux`."""
+    return PipelinePolicy(tiny_flux(seed), Flux(), options)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _diffusers() -> Any:
+    """Imported where used: it takes seconds."""
+    return import_module("diffusers")
+
+
+def _scheduler(**settings: Any) -> Any:
+    return _diffusers().FlowMatchEulerDiscreteScheduler(**settings)
+
+
+def _decoder(channels: int) -> Any:
+    """An image decoder that halves each side."""
+    return _diffusers().AutoencoderKL(
+        in_channels=3, out_channels=3, down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 16), layers_per_block=1, latent_channels=channels, norm_num_groups=4, sample_size=16,
+        use_quant_conv=False, use_post_quant_conv=False, scaling_factor=1.5305, shift_factor=0.0609,
+    ).eval()  # fmt: skip
+
+
+def _clip(projected: bool) -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    names = _tokenizer(clip=True)
+    config = CLIPTextConfig(
+        vocab_size=len(names), hidden_size=WIDTH, intermediate_size=64, projection_dim=WIDTH, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=CLIP_TOKENS, bos_token_id=names.bos_token_id,
+        eos_token_id=names.eos_token_id, pad_token_id=names.pad_token_id,
+    )  # fmt: skip
+    return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config).eval()
+
+
+def _t5(width: int) -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    names = _tokenizer(clip=False)
+    config = T5Config(
+        vocab_size=len(names), d_model=width, d_kv=16, d_ff=64, num_layers=2, num_heads=2, feed_forward_proj="gated-gelu",
+        pad_token_id=names.pad_token_id, eos_token_id=names.eos_token_id,
+    )  # fmt: skip
+    return T5EncoderModel(config).eval()
+
+
+def _tokenizer(clip: bool) -> Any:
+    """One token per byte: any text has one, and different texts differ."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|startoftext|>", "<|endoftext|>"] if clip else ["<pad>", "</s>"]
+    vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    frame = f"{special[0]} $A {special[1]}" if clip else f"$A {special[1]}"
+    pairs = [(token, i) for i, token in enumerate(special)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=frame, special_tokens=pairs)  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=special[0] if clip else None,
+        eos_token=special[1],
+        pad_token=special[1] if clip else special[0],
+        unk_token=special[1] if clip else special[0],
+        model_max_length=CLIP_TOKENS if clip else 512,
+    )
+
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789'\".,:-()"
+
+
+def tiny_clip(folder: Path, seed: int = 0, size: int = 32) -> Path:
+    """Write a `CLIPModel` of two layers for pictures of `size` pixels, and a tokenizer of letters, to `folder`; returns it."""
+    from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
+
+    pieces = [*CHARACTERS, *(f"{c}</w>" for c in CHARACTERS), "<|startoftext|>", "<|endoftext|>"]
+    words = {piece: i for i, piece in enumerate(pieces)}
+    layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**layers, "vocab_size": len(words), "bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1}
+    vision = {**layers, "image_size": size, "patch_size": 8}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8, initializer_factor=8.0))
+    model.save_pretrained(folder)
+    CLIPTokenizer(vocab=words, merges=[]).save_pretrained(folder)
+    return folder
+
+
+def tiny_detector(folder: Path, masks: bool, seed: int = 0) -> Path:
+    """Write a COCO detector to `folder` and return it: Mask2Former (`masks`), else RT-DETR, with pictures of 64 pixels."""
+    transformers: Any = import_module("transformers")
+    labels = dict(enumerate(("person", "cat", "dog", "mouse")))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if masks:
+            swin = transformers.SwinConfig(
+                image_size=64, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2,
+                out_features=["stage1", "stage2", "stage3", "stage4"],
+            )  # fmt: skip
+            config = transformers.Mask2FormerConfig(
+                backbone_config=swin, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=16,
+                encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=16, num_queries=6, id2label=labels,
+            )  # fmt: skip
+            transformers.Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
+            transformers.Mask2FormerImageProcessorPil(size={"height": 64, "width": 64}).save_pretrained(folder)
+            return folder
+        resnet = transformers.RTDetrResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], layer_type="basic",
+            out_features=["stage2", "stage3", "stage4"],
+        )  # fmt: skip
+        config = transformers.RTDetrConfig(
+            backbone_config=resnet, encoder_hidden_dim=16, encoder_in_channels=[8, 16, 16], encoder_ffn_dim=16,
+            encoder_attention_heads=2, encoder_layers=1, d_model=16, decoder_in_channels=[16, 16, 16], decoder_ffn_dim=16,
+            decoder_attention_heads=2, decoder_layers=1, num_queries=6, num_denoising=0, id2label=labels,
+        )  # fmt: skip
+        transformers.RTDetrForObjectDetection(config).save_pretrained(folder)
+        transformers.RTDetrImageProcessorPil(size={"height": 64, "width": 64}).save_pretrained(folder)
+        return folder

@@ -1,0 +1,280 @@
+"""Warnings about a run that is going wrong, as pure functions of its metrics; each says what to do.
+
+The thresholds were set on runs of the built-in worlds, healthy and broken on purpose (docs/guides/watching-a-run.md).
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import TrainingError
+from flowrl.training.trainer import Trainer
+from flowrl.types import Condition
+
+Row = Mapping[str, Any]
+
+EVERY = 20
+"""Iterations before the same kind of warning is given again."""
+WINDOW = 3
+"""Iterations over which noisy metrics are averaged."""
+HISTORY = 20
+"""Iterations before the window whose median says what is usual."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A warning: its kind (one of `KINDS`), and what happened and what to do in one text."""
+
+    kind: str
+    text: str
+
+    def as_dict(self) -> dict[str, str]:
+        """Plain values for metrics.jsonl."""
+        return asdict(self)
+
+
+KINDS = ("zero-spread", "ratio-noise", "kl", "collapse", "memory")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the warnings compare with. `clip` is the loss's range for the ratio (None for a loss without one), `prompts` the
+    number of groups per iteration."""
+
+    clip: float | None = None
+    prompts: int = 1
+    zero_spread: float = 0.5
+    """Share of groups with equal rewards."""
+    kl: float = 1.0
+    """KL to the base model per latent element: means of 1.0 lie sqrt(2) standard deviations of the step's noise away."""
+    kl_growth: float = 2.0
+    approx_kl: float = 0.1
+    """KL between the policy after and before one iteration's updates, per latent element."""
+    approx_kl_growth: float = 4.0
+    fall: float = 0.5
+    """Share of the gain that is lost."""
+
+
+def notices(rows: Sequence[Row], limits: Limits, every: int = EVERY) -> list[Notice]:
+    """What is wrong after the last of `rows` (one per iteration; row 0, the untrained model, may be among them).
+
+    A kind that stands under "warnings" in one of the `every` - 1 rows before is left out; so a resumed run warns as a whole
+    one does.
+    """
+    trained = [row for row in rows if row.get("iteration", 0) > 0]
+    if not trained:
+        return []
+    now = trained[-1]["iteration"]
+    recent = {said["kind"] for row in trained[:-1] if now - row["iteration"] < every for said in row.get("warnings", ())}
+    found = [zero_spread(trained, limits), ratio_noise(trained, limits), kl_runaway(trained, limits), collapse(rows, limits)]
+    return [notice for notice in found if notice is not None and notice.kind not in recent]
+
+
+def zero_spread(rows: Sequence[Row], limits: Limits) -> Notice | None:
+    """Most groups of the last `WINDOW` iterations had equal rewards: their advantages are 0, nothing is learned from them."""
+    values = [row["zero_spread_groups"] for row in rows[-WINDOW:] if "zero_spread_groups" in row]
+    if len(values) < WINDOW or statistics.fmean(values) <= limits.zero_spread:
+        return None
+    return Notice(
+        "zero-spread",
+        f"{statistics.fmean(values):.0%} of the groups have members with equal rewards, so they teach nothing. Is the task "
+        "solved, or hopeless, for these prompts? Use a finer reward (reward_form soft instead of strict), other prompts, more "
+        "members, or a larger noise_level",
+    )
+
+
+def ratio_noise(rows: Sequence[Row], limits: Limits) -> Notice | None:
+    """Before the first optimiser step of an iteration every ratio should be 1. What differs is rounding: half precision, another
+    batch shape, merged adapters. Above the clip it decides which pairs count. Tiny clips as TP-GRPO's 1e-5 (arXiv 2602.06422) and
+    Flow-GRPO's 1e-4 (arXiv 2505.05470) are near it."""
+    noise = rows[-1].get("ratio_noise")
+    if limits.clip is None or noise is None or noise <= limits.clip:
+        return None
+    return Notice(
+        "ratio-noise",
+        f"before any update the ratio, which should be 1, is off by up to {noise:.1e}, more than the clip of {limits.clip:.1e}, "
+        f"so rounding decides which pairs count. Use clip {_round_up(3 * noise):.0e} or more, or dtype float32",
+    )
+
+
+def kl_runaway(rows: Sequence[Row], limits: Limits) -> Notice | None:
+    """The mean KL of the last `WINDOW` iterations is above a level and a multiple of the median of the (up to `HISTORY`)
+    iterations before them: the policy leaves the base model ("kl") or moves too far from the one that sampled ("approx_kl")."""
+    for key, level, growth, what in (
+        ("kl", limits.kl, limits.kl_growth, "to the base model"),
+        ("approx_kl", limits.approx_kl, limits.approx_kl_growth, "to the policy that sampled"),
+    ):
+        values = [row[key] for row in rows if key in row]
+        recent, before = values[-WINDOW:], values[-WINDOW - HISTORY : -WINDOW]
+        if len(recent) < WINDOW or not before:
+            continue
+        mean, usual = statistics.fmean(recent), statistics.median(before)
+        if mean > level and mean > growth * usual:
+            return Notice(
+                "kl",
+                f"the KL {what} runs away: {mean:.2g} per latent element, {usual:.2g} before. Look at the samples; lower lr or "
+                "updates, raise kl_weight, or go on from an earlier checkpoint",
+            )
+    return None
+
+
+def collapse(rows: Sequence[Row], limits: Limits) -> Notice | None:
+    """The reward fell back from its best by more than `fall` of the gain, and by more than chance explains: held-out reward by
+    0.2 standard deviations of a sample's reward, training reward (means of `WINDOW` iterations) by 7 standard errors, taken as
+    if all of a reward's variance were between prompts."""
+    trained = [row for row in rows if "reward_mean" in row]
+    spread = statistics.median([row["reward_std"] for row in trained]) if trained else 0.0
+    held = [row["evaluation"]["reward"] for row in rows if row.get("evaluation")]
+    means = [statistics.fmean(row["reward_mean"] for row in trained[i - WINDOW : i]) for i in range(WINDOW, len(trained) + 1)]
+    chance = 7.0 * spread / (WINDOW * limits.prompts) ** 0.5
+    for name, values, least in (("held-out", held, 0.2 * spread), ("training", means, chance)):
+        if len(values) < 2:
+            continue
+        first, best, last = values[0], max(values), values[-1]
+        if best - last > max(limits.fall * (best - first), least):
+            return Notice(
+                "collapse",
+                f"the {name} reward has fallen back to {last:.3f} from its best, {best:.3f} (it began at {first:.3f}). Stop; go "
+                "on from an earlier checkpoint (keep_checkpoints above 1) with a lower lr or clip, fewer updates or a kl_weight",
+            )
+    return None
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most memory, in bytes, that was in use at once with `batch` latents."""
+
+    batch: int
+    bytes: int
+
+
+def predicted_bytes(small: Peak, large: Peak, batch: int) -> float:
+    """Memory at `batch` by a straight line through two measurements; never below the larger one's slope 0."""
+    slope = max(0.0, (large.bytes - small.bytes) / (large.batch - small.batch))
+    return large.bytes + slope * (batch - large.batch)
+
+
+def largest_batch(small: Peak, large: Peak, room: float) -> int | None:
+    """The largest batch that the line predicts to fit into `room` bytes: 0 where not even one does, None where any does."""
+    slope = (large.bytes - small.bytes) / (large.batch - small.batch)
+    if slope <= 0:
+        return None if large.bytes <= room else 0
+    return max(0, int((room - (large.bytes - slope * large.batch)) // slope))
+
+
+def memory(setting: str, chosen: int, small: Peak, large: Peak, room: float, later: float = 0.0) -> Notice | None:
+    """Whether `setting` = `chosen` latents at once will exceed `room` bytes. `later`: what training will hold besides, such as
+    the optimiser's state."""
+    needed = predicted_bytes(small, large, chosen) + later
+    if needed <= room:
+        return None
+    fits = largest_batch(small, large, room - later)
+    advice = (
+        f"{setting} {fits} fits"
+        if fits
+        else "not even 1 fits: use a smaller resolution, rank or dtype, or gradient checkpointing"
+    )
+    return Notice(
+        "memory",
+        f"{setting} {chosen} will need about {needed / 1e9:.1f} GB of GPU memory, and {room / 1e9:.1f} GB are there: {advice}",
+    )
+
+
+def _round_up(value: float) -> float:
+    """To one digit, upwards."""
+    unit = 10.0 ** int(f"{value:e}".partition("e")[2])
+    return -(-value // unit) * unit
+
+
+SHARE = 0.95
+"""Of the free memory; the rest is lost to fragmentation."""
+
+
+def cuda_peak(work: Callable[[], None]) -> int:
+    """The most bytes that PyTorch had in use on the GPU during `work`."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def cuda_room() -> float:
+    """Bytes that this process may use: what is free, and what PyTorch holds already."""
+    free, _ = torch.cuda.mem_get_info()
+    return SHARE * (free + torch.cuda.memory_reserved())
+
+
+@contextmanager
+def out_of_memory() -> Iterator[None]:
+    """Turns a GPU's "out of memory" into a `TrainingError` that says which settings take less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            f"GPU memory ran out: {str(error).splitlines()[0]} Take a smaller micro_batch (updates), max_batch (sampling) or "
+            "decode_batch (pictures), checkpointing, chunk 1 or offload; to go on from a checkpoint, write them into the run's "
+            "config.json before --resume"
+        ) from error
+
+
+def memory_notices(
+    trainer: Trainer, peak: Callable[[Callable[[], None]], int] = cuda_peak, room: Callable[[], float] = cuda_room
+) -> list[Notice]:
+    """Whether `micro_batch` (velocities with a gradient) and `max_batch` (without) will fit; costs four small network calls.
+
+    Draws from its own generator and leaves no gradient, so that no number of the run changes. Image decoding is not measured.
+    """
+    config = trainer.config
+    groups = 0 if config.offload else trainer.team.share(config.prompts).count
+    kept = 4.0 * groups * config.members * (2 * config.steps + 1) * _numbers(trainer)  # nodes and velocities, float32
+    each = 8.0 if config.optimiser == "adamw" else 2.0
+    moments = 0.0 if trainer.optimiser.state else each * sum(p.numel() for p in trainer.parameters)
+    found = []
+    for setting, chosen, train in (("micro_batch", config.micro_batch, True), ("max_batch", config.max_batch, False)):
+        if chosen > 1:
+            small, large = (1, 2) if chosen < 4 else (2, 4)
+            try:
+                _velocities(trainer, 1, train)  # what is allocated once and for all: handles, workspaces
+                peaks = [
+                    Peak(batch, peak(lambda batch=batch, train=train: _velocities(trainer, batch, train)))
+                    for batch in (small, large)
+                ]
+            except torch.OutOfMemoryError:
+                for parameter in trainer.parameters:
+                    parameter.grad = None
+                less = "Use 1, checkpointing or a smaller model"
+                text = f"{setting} {chosen} will not fit: a batch of {large} is too much already. {less}"
+                found.append(Notice("memory", text))
+                continue
+            notice = memory(setting, chosen, peaks[0], peaks[1], room(), kept + moments)
+            found += [notice] if notice else []
+    if trainer.policy.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _numbers(trainer: Trainer) -> int:
+    return torch.Size(trainer.policy.latent_shape).numel()
+
+
+def _velocities(trainer: Trainer, batch: int, train: bool) -> None:
+    """One network call on noise as the update (`train`) or the rollout makes it."""
+    policy = trainer.policy
+    generator = torch.Generator(policy.device).manual_seed(0)
+    latent = torch.randn(batch, *policy.latent_shape, generator=generator, device=policy.device)
+    timestep = trainer.schedule.network_timesteps[:1].to(policy.device).expand(batch)
+    rows: Condition = policy.encode(trainer.prompts.prompts[:1]).take(torch.zeros(batch, dtype=torch.long, device=policy.device))
+    if not train:
+        with policy.frozen():
+            policy.velocity(latent, timestep, rows)
+        return
+    loss: Tensor = policy.velocity(latent, timestep, rows).square().mean()
+    loss.backward()
+    for parameter in trainer.parameters:
+        parameter.grad = None

@@ -1,0 +1,157 @@
+"""When a loss or a gradient is not finite: which term, at which denoising step, for which prompts."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from flowrl.errors import TrainingError
+from flowrl.flow.gaussian import kl, log_prob
+from flowrl.io import write_bytes, write_json
+from flowrl.training.update import Gradients, Part
+from flowrl.types import LossBatch, Prompt
+
+LISTED = 64
+"""Pairs that a dump lists one by one."""
+ADVICE = {
+    "advantage": "Look at the reward model and the credit rule",
+    "sampled latent": "The rollout went out of range: use bfloat16 instead of float16, or a smaller noise_level",
+    "velocity of the rollout": "The rollout went out of range: use bfloat16 instead of float16, or a lower lr",
+    "velocity of the network": "The last update broke the network: lower lr, or use bfloat16 instead of float16",
+    "velocity of the reference": "The base model overflows: use bfloat16 instead of float16",
+    "ratio": "The policy moved too far from the one that sampled: lower lr or updates, or raise the noise level",
+    "KL": "The policy moved too far from the base model: lower lr, or raise the noise level",
+    "loss": "Lower lr, or raise the noise level",
+    "gradient": "Lower lr, or use bfloat16 instead of float16",
+}
+
+
+class NonFiniteError(TrainingError):
+    """A `TrainingError` with what is worth keeping: plain `values` and named `tensors`."""
+
+    def __init__(self, message: str, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        super().__init__(message)
+        self.values, self.tensors = values, tensors
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.values, self.tensors)  # it travels between processes
+
+    def saved(self, folder: Path) -> "NonFiniteError":
+        """Write failure.json and failure.safetensors to `folder`; the error with a sentence more that says so."""
+        write_json(folder / "failure.json", self.values)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
+        write_bytes(folder / "failure.safetensors", save(tensors))
+        return NonFiniteError(f"{self}. Prompts, rewards and advantages are in {folder}", self.values, self.tensors)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What one iteration trains on, for the report of a failure: prompts [prompt], rewards [prompt, member, node], advantages
+    [prompt, member, step]. `require_*` raise `NonFiniteError`; the weights are then those of the last complete update."""
+
+    iteration: int
+    prompts: Sequence[Prompt]
+    rewards: Tensor
+    advantages: Tensor
+
+    def require_finite_losses(self, rows: Sequence[Mapping[str, float]], gradients: Gradients, parts: Sequence[Part]) -> None:
+        """`rows` are what `gradients` gave for `parts`; the first bad one is computed again, to find the term."""
+        for row, part in zip(rows, parts, strict=False):
+            if not math.isfinite(row["loss"]):
+                with torch.no_grad():
+                    found = culprit(gradients.batch(part))
+                bad = found.bad.to(part.sample.device)
+                count = f"{int(bad.sum())} of {len(bad)} pairs"
+                cause = "" if found.term == "loss" else f", because the {found.term} is not finite in {count},"
+                what = f"the loss is {row['loss']}{cause}"
+                samples = part.sample[bad] + gradients.found.samples.start
+                raise self._error(what, found.term, row["loss"], samples, part.step[bad])
+
+    def require_finite_gradient(
+        self, norm: float, gradients: Gradients, parts: Sequence[Part], trained: Mapping[str, Tensor]
+    ) -> None:
+        """`norm` is the gradient's over `parts`; `trained` are the parameters. Only where `norm` is not finite every pair's
+        gradient is computed again, one by one, to find steps, samples and parameters."""
+        if math.isfinite(norm):
+            return
+        bad: list[tuple[int, int]] = []
+        names: list[str] = []
+        pairs = [pair for part in parts if part.weight > 0 for pair in zip(part.sample, part.step, strict=True)]
+        for sample, step in pairs:
+            loss = gradients.loss.loss(gradients.batch(Part(sample[None], step[None], 1.0))).loss
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            broken = [name for name, g in zip(trained, found, strict=True) if g is not None and not bool(g.isfinite().all())]
+            names += [name for name in broken if name not in names]
+            bad += [(int(sample), int(step))] if broken else []
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        where = (
+            f"the gradient of {', '.join(names[:4])}{more} is not finite" if names else "that of every pair is, the sum is not"
+        )
+        chosen = bad or [(int(sample), int(step)) for sample, step in pairs]
+        samples, steps = (torch.tensor([pair[i] for pair in chosen], dtype=torch.long) for i in (0, 1))
+        what = f"the gradient norm is {norm}, {where},"
+        raise self._error(what, "gradient", norm, samples + gradients.found.samples.start, steps, names)
+
+    def _error(
+        self, what: str, term: str, value: float, sample: Tensor, step: Tensor, parameters: Sequence[str] = ()
+    ) -> NonFiniteError:
+        members = self.advantages.shape[1]
+        pairs = list(zip(sample.tolist(), step.tolist(), strict=True))
+        steps = sorted({at for _, at in pairs})
+        texts = sorted({self.prompts[one // members].text for one, _ in pairs} or {prompt.text for prompt in self.prompts})
+        flat = self.advantages.flatten(0, 1)
+        shown = ", ".join(map(repr, texts[:8])) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
+        at_steps = f" at denoising step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" if steps else ""
+        message = (
+            f"iteration {self.iteration}: {what}{at_steps}; the weights are those of the last update. "
+            f"Prompts: {shown}. {ADVICE[term]}"
+        )
+        values = {
+            "iteration": self.iteration,
+            "term": term,
+            "value": str(value),
+            "denoising_steps": steps,
+            "parameters": list(parameters),
+            "prompts": [prompt.text for prompt in self.prompts],
+            "bad_pairs": len(pairs),
+            "pairs": [
+                {"prompt": self.prompts[i // members].text, "member": i % members, "step": j, "advantage": float(flat[i, j])}
+                for i, j in pairs[:LISTED]
+            ],
+        }
+        return NonFiniteError(message, values, {"rewards": self.rewards, "advantages": self.advantages})
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The first term that is not finite, and in which pairs [sample]."""
+
+    term: str
+    bad: Tensor
+
+
+def culprit(batch: LossBatch) -> Culprit:
+    """Terms are looked at in the order in which they are computed; "loss" with all pairs where all of them are finite."""
+    counts = batch.mask & (batch.behaviour.std > 0)
+    terms: dict[str, Tensor] = {
+        "advantage": batch.advantages,
+        "sampled latent": batch.next_node,
+        "velocity of the rollout": batch.behaviour.mean,
+        "velocity of the network": batch.new.mean,
+    }
+    if batch.reference is not None:
+        terms["velocity of the reference"] = batch.reference.mean
+    with torch.no_grad():
+        terms["ratio"] = (log_prob(batch.new, batch.next_node) - log_prob(batch.behaviour, batch.next_node)).exp()
+        if batch.reference is not None:
+            terms["KL"] = kl(batch.new, batch.reference)
+    for term, values in terms.items():
+        bad = counts & ~torch.isfinite(values).flatten(1).all(1) if values.ndim > 1 else counts & ~torch.isfinite(values)
+        if bool(bad.any()):
+            return Culprit(term, bad)
+    return Culprit("loss", counts)

@@ -1,0 +1,36 @@
+"""The short runs that lessons train: what they count, and that they repeat."""
+
+import torch
+from flowrl_course.runs import learn, start
+
+from flowrl.credit import StepwiseGain, Uniform
+from flowrl.types import Tweedie
+
+
+def test_counts_of_a_run() -> None:
+    """12 x 8 trajectories of 10 steps, of which 5 are trained; a trained pair counts as three forward passes."""
+    run = learn(iterations=3, eval_every=2)
+    assert run.iterations.tolist() == [0, 2, 3]
+    assert run.sampled.tolist() == [0, 1920, 2880]
+    assert run.trained.tolist() == [0, 960, 1440]
+    assert torch.equal(run.work, run.sampled + 3 * run.trained)
+    assert run.points.shape == (3, 96, 2)
+    assert bool((run.seconds.diff() > 0).all())
+    assert 0 < run.clipped < 1
+
+
+def test_the_same_arguments_give_the_same_curve() -> None:
+    first, second, other = (learn("tp-grpo", seed, iterations=2) for seed in (1, 1, 2))
+    assert torch.equal(first.reward, second.reward)
+    assert torch.equal(first.points, second.points)
+    assert not torch.equal(first.reward, other.reward)
+
+
+def test_a_rule_brings_its_own_noise_sharing() -> None:
+    """As its attribute says, unless told otherwise; the first node of a group is then sampled once."""
+    rule = StepwiseGain(probe=Tweedie())
+    assert start(rule=rule).groups.shared_noise
+    assert not start(rule=rule, shared_noise=False).groups.shared_noise
+    assert not start(rule=Uniform()).groups.shared_noise
+    assert start("stepwise-flow-grpo").groups.shared_noise
+    assert learn(rule=rule, iterations=1).sampled[-1] == 9 * 96 + 12

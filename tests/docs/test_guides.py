@@ -1,0 +1,30 @@
+"""The parts that the guides show keep the promises that the guides tell to check."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from flowrl.testing import check_credit, check_loss, check_reward, check_sampler
+
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+
+
+@pytest.mark.parametrize(
+    ("guide", "name", "check"),
+    [
+        ("credit-rule", "LargestGain", check_credit),
+        ("loss", "TanhLoss", check_loss),
+        ("sampler", "Jitter", check_sampler),
+        ("reward", "Sharpness", check_reward),
+    ],
+)
+def test_a_guides_part_keeps_its_promises(guide: str, name: str, check, tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(# (\w+\.py)\n.*?)```", (GUIDES / f"{guide}.md").read_text(), re.DOTALL)
+    assert len(blocks) == 1, "one block to save, which begins with its file's name"
+    text, file = blocks[0]
+    assert f"{file}:{name}" in (GUIDES / f"{guide}.md").read_text(), "the commands use the file's name"
+    (tmp_path / file).write_text(text)
+    found = check(runpy.run_path(str(tmp_path / file))[name]())
+    assert found.ok, str(found)

@@ -1,0 +1,83 @@
+"""The recipes in docs/recipes, with a fake of the package that each is about; the real one needs an environment of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from PIL import Image
+
+from flowrl.errors import ConfigError
+from flowrl.registry import build
+from flowrl.testing import check_reward
+from flowrl.types import Prompt
+
+RECIPE = Path(__file__).parents[2] / "docs" / "recipes" / "image_reward.py"
+
+
+class FakeNetwork:
+    """`score(prompt, image)` as the package has it: one text, one Pillow picture, one Python float."""
+
+    def score(self, prompt: str, image: Image.Image) -> float:
+        assert isinstance(prompt, str) and isinstance(image, Image.Image) and image.mode == "RGB"
+        assert not torch.is_grad_enabled()
+        return len(prompt) + float(torch.tensor(list(image.tobytes()), dtype=torch.float32).mean()) / 255
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """The package's door `load(name, device=...)`; remembers how it was called."""
+    calls = []
+    fake = ModuleType("ImageReward")
+    fake.load = lambda name, device: (calls.append((name, device)), FakeNetwork())[1]  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "ImageReward", fake)
+    return calls
+
+
+def test_image_reward_keeps_the_contract(package):
+    reward = build("reward", f"{RECIPE}:ImageRewardScore", device="cpu")
+    found = check_reward(reward)
+    assert found.ok, found
+    images = torch.stack([torch.zeros(3, 4, 4), torch.ones(3, 4, 4)])
+    assert reward.score(images, [Prompt("ab"), Prompt("a")]).tolist() == pytest.approx([2.0, 2.0])
+    assert reward.score(images, [Prompt("a"), Prompt("abcd")]).tolist() == pytest.approx([1.0, 5.0])
+    assert package == [("ImageReward-v1.0", "cpu")], "loaded once, at the first score"
+
+
+def test_image_reward_can_be_served(package):
+    pytest.importorskip("fastapi")
+    import threading
+    import time
+
+    from flowrl.rewards.remote import RemoteReward
+    from flowrl.serving import Listener, Settings
+    from flowrl.serving.serve import make_server
+
+    listener = Listener.open("127.0.0.1", 0)
+    server = make_server(build("reward", f"{RECIPE}:ImageRewardScore(device='cpu')"), Settings())
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener.socket]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        images = torch.stack([torch.zeros(3, 4, 4), torch.ones(3, 4, 4)])
+        found = RemoteReward(listener.url()).score(images, [Prompt("ab"), Prompt("a")])
+        assert found.tolist() == pytest.approx([2.0, 2.0])
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+def test_without_the_package_there_is_one_clear_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ImageReward", None)
+    reward = build("reward", f"{RECIPE}:ImageRewardScore(model='another')")
+    with pytest.raises(ConfigError, match="the package image-reward cannot be imported"):
+        reward.score(torch.zeros(1, 3, 4, 4), [Prompt("a")])
+
+
+@pytest.mark.parametrize("path", sorted(RECIPE.parent.glob("*.py")), ids=lambda path: path.name)
+def test_recipes_can_be_imported_without_their_packages(path):
+    code = f"import runpy; runpy.run_path({str(path)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

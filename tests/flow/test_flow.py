@@ -1,0 +1,159 @@
+"""Time grids, the interpolant, and diagonal Gaussians."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.errors import ConfigError
+from flowrl.flow import (
+    expand,
+    interpolate,
+    kl,
+    kl_without_delta,
+    log_prob,
+    log_prob_without_constants,
+    noise_estimate,
+    sample,
+    shifted_schedule,
+    tweedie,
+    uniform_schedule,
+    velocity_target,
+)
+from flowrl.types import Gaussian
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "kernels.json").read_text())
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_uniform_schedule_is_even() -> None:
+    assert torch.allclose(uniform_schedule(4).times, torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]))
+
+
+def test_shifted_schedule_is_dancegrpos_grid() -> None:
+    """XueZeyue/DanceGRPO 15cc71d, 10 steps, shift 3."""
+    expected = torch.tensor(GOLDEN["dance"]["sigmas"])
+    torch.testing.assert_close(shifted_schedule(10, 3.0).times, expected, rtol=0, atol=1e-6)
+
+
+@given(steps=st.integers(1, 60), shift=st.floats(0.1, 20.0))
+@settings(max_examples=50, derandomize=True, deadline=None)
+def test_schedules_end_exactly_at_one_and_zero(steps: int, shift: float) -> None:
+    times = shifted_schedule(steps, shift).times
+    assert times[0] == 1.0 and times[-1] == 0.0 and len(times) == steps + 1
+
+
+@pytest.mark.parametrize(("steps", "shift"), [(0, 3.0), (10, 0.0), (10, -1.0), (10, math.inf), (10, math.nan)])
+def test_bad_schedules_are_refused(steps: int, shift: float) -> None:
+    with pytest.raises(ConfigError, match="is not allowed"):
+        shifted_schedule(steps, shift)
+
+
+def test_expand_broadcasts_over_the_latent_axes() -> None:
+    assert expand(torch.ones(3), torch.zeros(3, 4, 5)).shape == (3, 1, 1)
+    assert expand(torch.ones(3), torch.zeros(3)).shape == (3,)
+
+
+@given(seed=st.integers(0, 1000))
+@settings(max_examples=25, derandomize=True, deadline=None)
+def test_estimates_invert_the_interpolant(seed: int) -> None:
+    clean, noise = randn(5, 2, 3, seed=seed), randn(5, 2, 3, seed=seed + 1)
+    time = torch.rand(5, generator=torch.Generator().manual_seed(seed))
+    x, v = interpolate(clean, noise, time), velocity_target(clean, noise)
+    torch.testing.assert_close(tweedie(x, v, time), clean, rtol=0, atol=1e-5)
+    torch.testing.assert_close(noise_estimate(x, v, time), noise, rtol=0, atol=1e-5)
+
+
+def test_log_prob_is_the_mean_of_the_normal_log_density() -> None:
+    gaussian, x = Gaussian(randn(4, 2, 3), torch.tensor([0.01, 0.3, 1.0, 5.0])), randn(4, 2, 3, seed=1)
+    normal = torch.distributions.Normal(gaussian.mean, gaussian.std.reshape(4, 1, 1))
+    torch.testing.assert_close(log_prob(gaussian, x), normal.log_prob(x).mean(dim=(1, 2)))
+
+
+def test_log_prob_of_a_latent_without_axes() -> None:
+    gaussian, x = Gaussian(randn(4), torch.full((4,), 0.5)), randn(4, seed=1)
+    torch.testing.assert_close(log_prob(gaussian, x), torch.distributions.Normal(gaussian.mean, 0.5).log_prob(x))
+
+
+def test_log_prob_without_constants_is_minus_the_mean_square() -> None:
+    gaussian, x = Gaussian(randn(4, 6), torch.ones(4)), randn(4, 6, seed=1)
+    torch.testing.assert_close(log_prob_without_constants(gaussian, x), -(x - gaussian.mean).square().mean(dim=1))
+
+
+def test_kl_matches_torch_distributions() -> None:
+    std = torch.tensor([0.05, 0.3, 2.0])
+    p, q = Gaussian(randn(3, 4), std), Gaussian(randn(3, 4, seed=1), std)
+    column = std.reshape(3, 1)
+    normals = torch.distributions.Normal(p.mean, column), torch.distributions.Normal(q.mean, column)
+    exact = torch.distributions.kl_divergence(*normals).mean(dim=1)
+    torch.testing.assert_close(kl(p, q), exact)
+    delta = torch.tensor([0.1, 0.2, 0.3])
+    sigma = std / delta.sqrt()
+    expected = (p.mean - q.mean).square().mean(dim=1) / (2 * sigma.square())
+    torch.testing.assert_close(kl_without_delta(p, q, delta), expected)
+
+
+@pytest.mark.parametrize("function", [log_prob, log_prob_without_constants])
+def test_densities_give_no_gradient_to_the_sample(function) -> None:
+    mean, x = randn(3, 4).requires_grad_(), randn(3, 4, seed=1).requires_grad_()
+    function(Gaussian(mean, torch.full((3,), 0.4)), x).sum().backward()
+    assert x.grad is None
+    assert mean.grad is not None and bool((mean.grad != 0).all())
+
+
+def test_gradient_of_log_prob_is_the_score_over_the_number_of_elements() -> None:
+    mean, x = randn(3, 4).requires_grad_(), randn(3, 4, seed=1)
+    log_prob(Gaussian(mean, torch.full((3,), 0.4)), x).sum().backward()
+    torch.testing.assert_close(mean.grad, (x - mean.detach()) / 0.4**2 / 4)
+
+
+def test_std_zero_gives_exact_zeros_with_finite_gradients() -> None:
+    """Even where the mean is not a number: such a step is not a decision."""
+    mean = randn(3, 4)
+    mean[2] = torch.nan
+    mean.requires_grad_()
+    gaussian, x = Gaussian(mean, torch.tensor([0.4, 0.0, 0.0])), randn(3, 4, seed=1)
+    delta, other = torch.ones(3), Gaussian(randn(3, 4, seed=2), gaussian.std)
+    outputs = [log_prob(gaussian, x), log_prob_without_constants(gaussian, x)]
+    outputs += [kl(gaussian, other), kl_without_delta(gaussian, other, delta)]
+    for output in outputs:
+        assert output[0] != 0 and output[1] == 0 and output[2] == 0
+    torch.stack(outputs).sum().backward()
+    assert mean.grad is not None
+    assert bool((mean.grad[1:] == 0).all()) and bool((mean.grad[0] != 0).all())
+
+
+def test_samples_are_detached_float32_and_reproducible() -> None:
+    mean = randn(3, 4).to(torch.bfloat16).requires_grad_()
+    gaussian = Gaussian(mean, torch.tensor([0.0, 0.5, 2.0]))
+    first, second = (sample(gaussian, torch.Generator().manual_seed(7)) for _ in range(2))
+    assert torch.equal(first, second) and first.dtype == torch.float32 and not first.requires_grad
+    assert torch.equal(first[0], mean[0].detach().float())
+    assert not torch.equal(first, sample(gaussian, torch.Generator().manual_seed(8)))
+
+
+def test_samples_leave_the_global_generator_alone() -> None:
+    state = torch.get_rng_state()
+    sample(Gaussian(randn(3, 4), torch.ones(3)), torch.Generator().manual_seed(7))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_samples_have_the_stated_mean_and_std() -> None:
+    """False alarm below 1e-6: |z| < 5 for the mean, and for the variance of n = 40000 normal draws."""
+    n = 40_000
+    draws = sample(Gaussian(torch.full((1, n), 3.0), torch.tensor([0.5])), torch.Generator().manual_seed(0))
+    assert abs(float(draws.mean()) - 3.0) < 5 * 0.5 / math.sqrt(n)
+    assert abs(float(draws.var()) / 0.25 - 1.0) < 5 * math.sqrt(2 / n)
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_a_grid_without_steps_is_refused_by_name(steps: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^steps = {steps} is not allowed: 1 or more"):
+        uniform_schedule(steps)

@@ -1,0 +1,203 @@
+"""Policy losses on a real policy: parameter gradients against closed forms, and Flow-DPPO's mask pair by pair."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.flow import log_prob
+from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
+from flowrl.policies.mixture import MixturePolicy
+from flowrl.protocols import PolicyLoss
+from flowrl.rollout import Groups, rollout
+from flowrl.rollout.loss_batch import loss_pairs
+from flowrl.samplers import AllButLast, FlowSDE
+from flowrl.training.config import preset
+from flowrl.training.trainer import Trainer
+from flowrl.types import Gaussian, LossBatch
+from flowrl.worlds.base import PolicyOptions, world
+
+STEPS, GROUPS, LEVEL = 6, Groups(prompts=3, members=4), 0.7
+SAMPLER = AllButLast(FlowSDE(LEVEL))
+
+
+class OnPolicy:
+    """Trajectories of a mixture policy away from its start, and all their pairs as the trainer sees them before any update."""
+
+    def __init__(self) -> None:
+        chosen = world("mixture")
+        self.policy = chosen.policy(PolicyOptions())
+        assert isinstance(self.policy, MixturePolicy)
+        generator = torch.Generator().manual_seed(0)
+        self.parameters = list(self.policy.trainable().values())
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        self.condition = self.policy.encode(chosen.prompts("direction", "train")[: GROUPS.prompts])
+        noise = GROUPS.noise(self.policy.latent_shape, generator)
+        self.result = rollout(self.policy, SAMPLER, self.policy.schedule(STEPS), self.condition, noise, generator, GROUPS)
+        self.advantages = torch.randn(GROUPS.samples, STEPS, generator=generator)
+        pairs = torch.cartesian_prod(torch.arange(GROUPS.samples), torch.arange(STEPS))
+        self.sample, self.step = pairs.unbind(1)
+
+    def batch(self) -> LossBatch:
+        arguments = (self.policy, SAMPLER, self.result, self.condition, self.advantages, self.sample, self.step)
+        return loss_pairs(*arguments, with_reference=True)
+
+    def gradient(self, loss: PolicyLoss, batch: LossBatch | None = None) -> torch.Tensor:
+        value = loss.loss(self.batch() if batch is None else batch).loss
+        return torch.cat([g.flatten() for g in torch.autograd.grad(value, self.parameters)])
+
+    def closed_form(self, weights: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+        """Gradient of mean(-w A log pi + penalty_weight KL) through v alone, with the sampler's formula written out:
+
+        d log pi / d mu = (x_next - mu) / (std^2 d), d KL / d mu = (mu - mu_ref) / (std^2 d), and
+        d mu / d v = -(1 + sigma^2 (1-t) / (2 t)) Delta; `weights` and `penalty` are per pair.
+        """
+        path, batch = self.result.trajectories, self.batch()
+        times = path.schedule.times
+        t, s = times[self.step], times[self.step + 1]
+        sigma_squared = LEVEL**2 * t / (1 - torch.where(t == 1, s, t))
+        x = path.nodes[self.sample, self.step]
+        velocity = self.policy.velocity(x, 1000 * t, self.condition.take(self.sample // GROUPS.members))
+        assert batch.reference is not None
+        mean, reference = batch.new.mean.detach(), batch.reference.mean
+        counted = (self.step < STEPS - 1).float()
+        variance = sigma_squared * (t - s)
+        advantages = self.advantages[self.sample, self.step]
+        to_mean = -(weights * advantages)[:, None] * (path.nodes[self.sample, self.step + 1] - mean).flatten(1)
+        to_mean = to_mean + penalty[:, None] * (mean - reference).flatten(1)
+        through = -(1 + sigma_squared * (1 - t) / (2 * t)) * (t - s)
+        scale = counted / counted.sum() * through / (variance * 2)
+        cotangent = (to_mean * scale[:, None]).view(velocity.shape)
+        return torch.cat([g.flatten() for g in torch.autograd.grad(velocity, self.parameters, cotangent)])
+
+
+@pytest.fixture(scope="module")
+def world_of() -> OnPolicy:
+    return OnPolicy()
+
+
+def weights_of(loss: PolicyLoss, batch: LossBatch) -> torch.Tensor:
+    """What each loss's docstring says it multiplies the policy gradient by, per pair."""
+    if isinstance(loss, GRPOGuard):
+        return batch.new.std / batch.delta
+    if isinstance(loss, ClippedLoss) and loss.log_prob == "released_cps":
+        return 2 * batch.new.std.square()
+    return torch.ones_like(batch.delta)
+
+
+@pytest.mark.parametrize("kl", ["exact", "without_delta"])
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (PolicyGradientLoss, {}),
+        (ClippedLoss, {}),
+        (ClippedLoss, {"log_prob": "released_cps"}),
+        (GRPOGuard, {}),
+        (FlowDPPO, {}),
+        (FlowDPPO, {"bound": 1e-12}),
+    ],
+)
+def test_on_policy_parameter_gradients_are_the_closed_form(world_of: OnPolicy, kind: type, options: dict, beta, kl) -> None:
+    loss, batch = kind(kl_weight=beta, kl=kl, **options), world_of.batch()
+    penalty = beta * (batch.delta if kl == "without_delta" else torch.ones_like(batch.delta))
+    expected = world_of.closed_form(weights_of(loss, batch), penalty)
+    assert float(expected.norm()) > 0.01
+    torch.testing.assert_close(world_of.gradient(loss), expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("loss", [PolicyGradientLoss(), ClippedLoss(), GRPOGuard(), FlowDPPO(bound=1e-12)], ids=repr)
+def test_before_the_first_update_nothing_is_off_policy(world_of: OnPolicy, loss: PolicyLoss) -> None:
+    """The network is evaluated in another batch than in the rollout: the ratio is 1 to rounding, and nothing is held back."""
+    metrics = loss.loss(world_of.batch()).metrics
+    assert float(metrics["ratio_deviation"]) < 1e-5
+    assert float(metrics["approx_kl"]) < 1e-10
+    assert float(metrics["clip_fraction"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "loss", [PolicyGradientLoss(0.1), ClippedLoss(kl_weight=0.1), GRPOGuard(kl_weight=0.1), FlowDPPO(1e-5, 0.1)]
+)
+def test_masked_pairs_leave_no_trace_in_the_parameters(world_of: OnPolicy, loss: PolicyLoss) -> None:
+    batch = world_of.batch()
+    nothing = replace(batch, mask=torch.zeros_like(batch.mask))
+    assert torch.equal(world_of.gradient(loss, nothing), torch.zeros(sum(p.numel() for p in world_of.parameters)))
+    half = world_of.sample < GROUPS.samples // 2
+    batch = world_of.batch()
+    masked = world_of.gradient(loss, replace(batch, mask=batch.mask & half))
+    other = replace(world_of.batch(), mask=batch.mask & half, advantages=torch.where(half, batch.advantages, torch.inf))
+    assert torch.equal(masked, world_of.gradient(loss, other))
+
+
+MOVES = (0.05, -0.05, 0.3, -0.3)
+"""Shifts of the mean towards (+) and away from (-) the node sampled: KL = move^2 / 2 = .00125 and .045."""
+
+
+def moved(tiles: int = 1) -> LossBatch:
+    """Eight pairs: every move with A = +1 and A = -2; std 1, node at 1, behaviour at 0, reference at 1."""
+    move = torch.tensor(MOVES).repeat(2)[:, None].repeat(1, tiles)
+    ones, still = torch.ones(8), torch.zeros(8, tiles)
+    return LossBatch(
+        new=Gaussian(move.requires_grad_(), ones),
+        behaviour=Gaussian(still, ones),
+        next_node=torch.ones(8, tiles),
+        advantages=torch.tensor([1.0] * 4 + [-2.0] * 4),
+        mask=torch.ones(8, dtype=torch.bool),
+        delta=ones,
+        reference=Gaussian(torch.ones(8, tiles), ones),
+    )
+
+
+DROPPED = torch.tensor([False, False, True, False, False, False, False, True])
+"""Far and going further: towards the node with A > 0, away from it with A < 0."""
+
+
+@pytest.mark.parametrize("tiles", [1, 5])
+def test_dppo_drops_in_two_of_the_eight_cases(tiles: int) -> None:
+    """Kept pairs: gradient -A ratio (x - mu) / d / N, N counting the dropped ones; dropped pairs: exactly 0."""
+    batch = moved(tiles)
+    result = FlowDPPO(bound=0.01).loss(batch)
+    (found,) = torch.autograd.grad(result.loss, batch.new.mean)
+    mean = batch.new.mean.detach()
+    ratio = (mean[:, 0] - mean[:, 0].square() / 2).exp()
+    terms = torch.where(DROPPED, 0.0, -batch.advantages * ratio)
+    torch.testing.assert_close(result.loss.detach(), terms.mean())
+    torch.testing.assert_close(found, terms[:, None] * (1 - mean) / tiles / 8)
+    assert bool((found[DROPPED] == 0).all()) and bool((found[~DROPPED] != 0).all())
+    assert float(result.metrics["mask_fraction"]) == float(result.metrics["clip_fraction"]) == 0.25
+
+
+def test_dppo_still_pulls_dropped_pairs_to_the_reference() -> None:
+    batch = moved()
+    (found,) = torch.autograd.grad(FlowDPPO(bound=0.01, kl_weight=0.5).loss(batch).loss, batch.new.mean)
+    pull = 0.5 * (batch.new.mean.detach() - 1) / 8
+    torch.testing.assert_close(found[DROPPED], pull[DROPPED])
+
+
+def test_dppo_keeps_what_a_clip_cuts_and_the_reverse() -> None:
+    """The clip looks at one sample's ratio, the mask at the distance: near pairs are cut by a clip of 1e-4, never by the mask;
+    a far pair whose ratio happens to be 1 passes the clip and the mask alike."""
+    batch = moved()
+    far = Gaussian(torch.full((8, 1), 2.0), batch.new.std)  # x = 1 lies midway: ratio 1, KL 2
+    same = replace(batch, new=far)
+    assert torch.equal(log_prob(far, same.next_node), log_prob(same.behaviour, same.next_node))
+    assert float(ClippedLoss().loss(batch).metrics["clip_fraction"]) == 1.0
+    assert float(FlowDPPO(0.1).loss(batch).metrics["mask_fraction"]) == 0.0
+    assert float(ClippedLoss().loss(same).metrics["clip_fraction"]) == 0.0
+    assert float(FlowDPPO().loss(same).metrics["mask_fraction"]) == 0.0
+
+
+@pytest.mark.parametrize("spec", ["flow-dppo(bound=1e-7)", "policy-gradient", "grpo-guard(kl=without_delta)"])
+def test_by_name_in_the_trainer(spec: str) -> None:
+    config = preset("tiny").apply(world="mixture", loss=spec, updates=2, kl_weight=0.01)
+    chosen = config.make_world()
+    policy, prompts = chosen.policy(config.policy_options()), chosen.prompts("direction", "train")
+    run = Trainer(policy, config.make_method(), config.make_reward(), prompts, config)
+    before = [p.detach().clone() for p in run.parameters]
+    metrics = run.iteration()
+    assert any(not torch.equal(a, b) for a, b in zip(before, run.parameters, strict=True))
+    assert metrics["kl"] >= 0
+    if spec.startswith("flow-dppo"):
+        assert 0 < metrics["mask_fraction"] == metrics["clip_fraction"] < 1

@@ -1,0 +1,558 @@
+"""The reward server and its client: order, limits, tokens, and every way in which either side can fail."""
+
+import io
+import json
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+import server_fuzz as fuzzing
+import torch
+from PIL import Image
+from reward_serving import Function, echo, marking, numbered, post, refused, scripted, served, unsure
+from safetensors.torch import save
+from server_load import REWARD, TOKEN
+
+from flowrl import Prompt
+from flowrl.errors import ConfigError, RewardError
+from flowrl.protocols import CompositeReward
+from flowrl.registry import build
+from flowrl.rewards import WeightedSum
+from flowrl.rewards.remote import RemoteReward, RemoteSum
+from flowrl.serving import Limits, Listener, Settings
+from flowrl.serving.serve import is_loopback, serve
+
+# --- scores come back, exactly and in order -------------------------------------------------------------------------
+
+
+def test_scores_equal_those_in_process():
+    images = torch.rand(50, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    prompts = [Prompt(f"prompt {n}") for n in range(50)]
+    with served(Function()) as (url, _):
+        assert torch.equal(RemoteReward(url, batch=7).score(images, prompts), Function().score(images, prompts))
+        rounded = (images * 255).round() / 255
+        assert torch.equal(RemoteReward(url, batch=7, images="png").score(images, prompts), Function().score(rounded, prompts))
+        grey = RemoteReward(url, images="png").score(images[:, :1], prompts)
+        assert torch.equal(grey, rounded[:, 0].flatten(1).amax(1))
+        assert RemoteReward(url).score(images[:0], []).shape == (0,)
+
+
+def test_a_reward_by_name():
+    """JPEG sees 8 bits, so that even PNG changes nothing."""
+    reward = build("reward", "jpeg-compressibility")
+    images, prompts = torch.rand(9, 3, 32, 32, generator=torch.Generator().manual_seed(0)) ** 3, [Prompt("p")] * 9
+    with served(reward) as (url, _):
+        for kind in ("safetensors", "png"):
+            assert torch.equal(build("reward", f"remote(url='{url}', batch=4, images={kind})").score(images, prompts),
+                               reward.score(images, prompts))  # fmt: skip
+
+
+def test_pictures_that_cannot_be_sent():
+    with pytest.raises(RewardError, match="not finite"):
+        RemoteReward("http://127.0.0.1:1").score(torch.full((1, 3, 2, 2), torch.nan), [Prompt("p")])
+    with pytest.raises(RewardError, match="1 or 3 channels, got 4"):
+        RemoteReward("http://127.0.0.1:1", images="png").score(torch.zeros(1, 4, 2, 2), [Prompt("p")])
+    with pytest.raises(RewardError, match="as many of each"):
+        RemoteReward("http://127.0.0.1:1").score(torch.zeros(2, 3, 2, 2), [Prompt("p")])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8])
+def test_other_precisions_are_read(dtype):
+    images = (torch.rand(2, 3, 4, 4) * (255 if dtype == torch.uint8 else 1)).to(dtype)
+    wanted = images.float().flatten(1).amax(1) / (255 if dtype == torch.uint8 else 1)
+    with served(Function()) as (url, _):
+        answer = post(url, fuzzing.posted([("prompts", fuzzing.listed([0, 1])), ("safetensors", save({"images": images}))]))
+    assert answer.json()["scores"] == wanted.tolist()
+
+
+def test_prompts_arrive_whole():
+    @dataclass(frozen=True)
+    class Request:
+        words: tuple[str, ...] = ("two", "rot & grün", '\u2603 "quoted"\n')
+        number: int = 2**70
+
+    seen = []
+    with served(Function(lambda images, prompts: (seen.extend(prompts), torch.zeros(len(prompts)))[1])) as (url, _):
+        RemoteReward(url).score(torch.zeros(1, 3, 2, 2), [Prompt("snöw\u2603\0", {"request": Request(), "x": [1.5, None, True]})])
+        with pytest.raises(RewardError, match=r"metadata\['a'\]\[1\] of prompt 'p' is nan .*cannot be sent"):
+            RemoteReward(url).score(torch.zeros(1, 3, 2, 2), [Prompt("p", {"a": (0.0, float("nan"))})])
+        with pytest.raises(RewardError, match="Tensor"):
+            RemoteReward(url).score(torch.zeros(1, 3, 2, 2), [Prompt("p", {"a": torch.zeros(1)})])
+    words = {"words": ["two", "rot & grün", '\u2603 "quoted"\n'], "number": 2**70}
+    assert seen == [Prompt("snöw\u2603\0", {"request": words, "x": [1.5, None, True]})]
+
+
+def test_concurrent_clients_lose_and_swap_nothing():
+    """Twelve clients, two picture sizes, one pool each; every score encodes its sample."""
+    reward = Function(echo)
+    with served(reward, Settings(max_batch=16)) as (url, state):
+        wrong, done = [], []
+
+        def work(client):
+            remote = RemoteReward(url, batch=3, concurrency=2)
+            for turn in range(12):
+                numbers = [client * 1000 + turn * 20 + i for i in range(1 + (client + turn) % 9)]
+                images = torch.cat([fuzzing.picture(n, 2, 2 + 2 * (client % 2)) for n in numbers])
+                scores = remote.score(images, [Prompt("p", {"sample": n}) for n in numbers])
+                wrong.extend(n for n, s in zip(numbers, scores.tolist(), strict=True) if n != s)
+                done.extend(numbers)
+
+        threads = [threading.Thread(target=work, args=(client,)) for client in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert state.memory.used == 0
+    assert wrong == []
+    assert len(done) == sum(reward.sizes)
+    assert max(reward.sizes) <= 16 and len(reward.sizes) < len(done) / 3, "requests did not share calls"
+
+
+def test_without_merging_every_request_has_calls_of_its_own():
+    reward = Function(echo)
+    with served(reward, Settings(merge=False, max_batch=4)) as (url, _):
+        threads = [threading.Thread(target=RemoteReward(url, batch=6).score, args=numbered(range(6))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert reward.sizes == [4, 2] * 4
+
+
+def test_an_error_reaches_only_the_request_that_causes_it():
+    """A prompt that the reward refuses shares a call with others."""
+
+    def picky(images, prompts):
+        if any("sample" not in prompt.metadata for prompt in prompts):
+            raise RewardError("a prompt has no number")
+        return echo(images, prompts)
+
+    reward, outcomes = Function(picky), {}
+    with served(reward, Settings(wait=0.5)) as (url, _):
+
+        def work(client):
+            images, prompts = numbered([client])
+            try:
+                outcomes[client] = RemoteReward(url).score(images, [Prompt("bad")] if client == 2 else prompts).tolist()
+            except RewardError as error:
+                outcomes[client] = str(error)
+
+        threads = [threading.Thread(target=work, args=(client,)) for client in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert max(reward.sizes) > 1
+    assert "a prompt has no number" in outcomes.pop(2)
+    assert outcomes == {0: [0.0], 1: [1.0], 3: [3.0]}
+
+
+def test_marks_travel_beside_the_scores():
+    wanted = [float("nan") if n % 3 == 0 else float(n) for n in range(10)]
+    with served(marking(unsure)) as (url, _):
+        remote = RemoteReward(url, batch=4)
+        assert remote.marks_invalid and remote.score(*numbered(range(10))).tolist() == pytest.approx(wanted, nan_ok=True)
+        body = post(url, fuzzing.good([2, 3])).json()
+        assert (body["scores"], body["invalid"]) == ([2.0, None], [False, True])
+        assert "flowrl_reward_invalid_total 5\n" in httpx.get(url + "/metrics", trust_env=False).text
+    with served(Function(echo)) as (url, _):
+        assert post(url, fuzzing.good([2, 3])).json()["invalid"] == [False, False]
+    with served(Function(unsure)) as (url, _):
+        refused(post(url, fuzzing.good([2, 3])), 500, "reward_broken")
+    with served(marking(lambda images, prompts: torch.full((2,), torch.inf))) as (url, _):
+        refused(post(url, fuzzing.good([2, 3])), 500, "reward_broken")
+
+
+def test_components_of_a_weighted_sum_travel():
+    """Parts and total have the bits that they have in process; a sample that one component marks is marked."""
+    plain = WeightedSum({"a": Function(), "b": build("reward", "jpeg-compressibility")}, {"b": -0.3})
+    images, prompts = torch.rand(9, 3, 16, 16, generator=torch.Generator().manual_seed(0)), [Prompt("p")] * 9
+    with served(plain) as (url, _):
+        remote = build("reward", f"remote-sum(url='{url}', batch=4)")
+        assert isinstance(remote, CompositeReward) and not isinstance(RemoteReward(url), CompositeReward)
+        with pytest.raises(RewardError, match="components a; the server has none yet"):
+            remote.total({"a": torch.zeros(1)})
+        parts, wanted = remote.parts(images, prompts), plain.parts(images, prompts)
+        assert list(parts) == ["a", "b"] and all(torch.equal(parts[name], wanted[name]) for name in parts)
+        assert torch.equal(remote.total(parts), plain.score(images, prompts))
+        assert torch.equal(remote.score(images, prompts), plain.score(images, prompts))
+        assert httpx.get(url + "/v1/info", trust_env=False).json()["components"] == {"a": 1.0, "b": -0.3}
+        assert set(post(url, fuzzing.good([1])).json()) == {"request", "scores", "invalid"}
+    with served(WeightedSum({"a": Function(echo), "b": marking(unsure)})) as (url, _):
+        parts = RemoteSum(url).parts(*numbered([1, 3]))
+        assert parts["a"].tolist() == [1.0, 3.0] and parts["b"].isnan().tolist() == [False, True]
+        assert RemoteSum(url).score(*numbered([1, 3])).isnan().tolist() == [False, True]
+    with served(Function()) as (url, _):
+        with pytest.raises(RewardError, match=r"no_parts: this reward has no components.*remote instead of remote-sum"):
+            RemoteSum(url).parts(images, prompts)
+        for words in ("parts=maybe", "parts="):
+            refused(post(url, replace(fuzzing.good([1]), path=f"/v1/score?{words}")), 422, "bad_query")
+
+
+def test_weights_that_change_are_an_error():
+    """A server that was started again with others would change the reward in the middle of a run."""
+    images, prompts = numbered([1, 2])
+
+    def answer(weight):
+        return lambda name: json.dumps(
+            {"request": name, "scores": [1.0, 2.0], "invalid": [False] * 2, "parts": {"a": [1, 2]}, "weights": {"a": weight}}
+        )
+
+    with scripted(answer(1.0), answer(1.0), answer(2.0)) as (url, _):
+        remote = RemoteSum(url)
+        for _ in range(2):
+            assert remote.total(remote.parts(images, prompts)).tolist() == [1.0, 2.0]
+        with pytest.raises(RewardError, match=r"the weights at .* were {'a': 1.0}, and are {'a': 2.0} now"):
+            remote.parts(images, prompts)
+
+
+def test_connections_are_reused():
+    opened = []
+    with served(Function()) as (url, _):
+        remote = RemoteReward(url, batch=1, concurrency=3)
+        for _ in range(5):
+            remote.score(torch.zeros(6, 3, 2, 2), [Prompt("p")] * 6)
+            pool = remote._connections.client()._transport._pool
+            opened.append({id(connection) for connection in pool.connections})
+        assert len(set().union(*opened)) <= 3
+        remote.close()
+        assert remote.score(torch.ones(1, 3, 2, 2), [Prompt("p")]).tolist() == [1.0]
+        again = pickle.loads(pickle.dumps(remote))
+        assert again == remote and again.score(torch.ones(1, 3, 2, 2), [Prompt("p")]).tolist() == [1.0]
+
+
+# --- who may ask ----------------------------------------------------------------------------------------------------
+
+
+def test_token(tmp_path, monkeypatch):
+    monkeypatch.delenv("FLOWRL_REWARD_TOKEN", raising=False)
+    (tmp_path / "token").write_text(" gehéim \n")
+    images, prompts = numbered([5])
+    with served(Function(), Settings(token="gehéim")) as (url, _):
+        fine = fuzzing.good([5])
+        for given_token in ("", "Bearer", "Bearer x", "Basic geheim", "Bearer geheim2", "bearer\tgeheim"):
+            answer = post(url, fine, Authorization=given_token)
+            refused(answer, 401, "wrong_token")
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+        for path in ("/v1/info", "/metrics"):
+            refused(httpx.get(url + path, trust_env=False), 401, "wrong_token")
+        assert httpx.get(url + "/health", trust_env=False).json() == {"status": "ok"}
+        began = time.monotonic()
+        with pytest.raises(RewardError, match=r"401, wrong_token.*set FLOWRL_REWARD_TOKEN or token_file"):
+            RemoteReward(url).score(images, prompts)
+        assert time.monotonic() - began < 5, "a wrong token must not be tried again"
+
+
+def test_token_from_file_or_environment(tmp_path, monkeypatch):
+    images, prompts = numbered([5])
+    (tmp_path / "token").write_text(" secret \n")
+    with served(Function(echo), Settings(token="secret")) as (url, _):
+        remote = RemoteReward(url, token_file=str(tmp_path / "token"))
+        assert remote.score(images, prompts).tolist() == [5.0]
+        assert "secret" not in repr(remote)
+        monkeypatch.setenv("FLOWRL_REWARD_TOKEN", "secret")
+        assert RemoteReward(url).score(images, prompts).tolist() == [5.0]
+        with pytest.raises(ConfigError, match="token_file"):
+            RemoteReward(url, token_file=str(tmp_path / "missing")).score(images, prompts)
+    assert "secret" not in repr(Settings(token="secret"))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_https(tmp_path):
+    words = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=here -addext subjectAltName=IP:127.0.0.1 -keyout key -out cert"
+    subprocess.run(["openssl", *words.split()], cwd=tmp_path, check=True, capture_output=True)
+    with served(Function(echo), Settings(token="x" * 20), tmp_path / "cert", tmp_path / "key") as (url, _):
+        url = url.replace("http", "https")
+        (tmp_path / "token").write_text("x" * 20)
+        remote = RemoteReward(url, token_file=str(tmp_path / "token"), certificate=str(tmp_path / "cert"), retries=0)
+        assert remote.score(*numbered([5])).tolist() == [5.0]
+        with pytest.raises(RewardError, match=r"is not trusted .*certificate verify failed.*certificate='ca.pem'"):  # at once
+            RemoteReward(url, token_file=str(tmp_path / "token")).score(*numbered([5]))
+        with pytest.raises(ConfigError, match=r"remote\.certificate"):
+            RemoteReward(url, certificate=str(tmp_path / "missing")).score(*numbered([5]))
+        began = time.monotonic()
+    assert time.monotonic() - began < 10, "a server that ends waits for an idle client"
+    remote.close()
+
+
+def test_tokens_are_compared_in_constant_time(monkeypatch):
+    import hmac
+
+    from flowrl.serving import access
+
+    compared, real = [], hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: (compared.append((a, b)), real(a, b))[1])
+    access.TokenCheck("right").check(b"Bearer right", b"")
+    with pytest.raises(access.Refusal):
+        access.TokenCheck("right").check(b"Bearer wrong and much longer", b"")
+    assert len(compared) == 2 and all(len(a) == len(b) == 32 for a, b in compared)
+
+
+def test_without_a_token_only_the_loopback_is_served():
+    """By address, and by name: a web page whose name was rebound to 127.0.0.1 is refused."""
+    with served(Function()) as (url, _):
+        for host in ("127.0.0.1:80", "localhost", "LOCALHOST:1", "[::1]:8000", "[::1]"):
+            assert post(url, fuzzing.good([1]), Host=host).status_code == 200, host
+        for host in ("attacker.example", "attacker.example:80", "127.0.0.1.attacker.example", "localhost.evil:1", "192.168.0.1"):
+            refused(post(url, fuzzing.good([1]), Host=host), 421, "wrong_host")
+    with socket.create_server(("0.0.0.0", 0)) as open_to_all, pytest.raises(ConfigError, match="token"):
+        serve(Function(), Settings(), Listener(open_to_all, "0.0.0.0"))
+    assert [is_loopback(host) for host in ("127.3.2.1", "::1", "localhost", "0.0.0.0", "", "example.org")] == [True] * 3 + [
+        False
+    ] * 3
+
+
+# --- limits ---------------------------------------------------------------------------------------------------------
+
+
+def png(width, height, mode="RGB", **options):
+    file = io.BytesIO()
+    Image.new(mode, (width, height)).save(file, "PNG", **options)
+    return file.getvalue()
+
+
+def test_sizes_are_limited():
+    limits = Limits(body_bytes=200_000, samples=3, pixels=10_000, prompts_bytes=2000, memory_bytes=300_000)
+    reward = Function()
+    with served(reward, Settings(limits=limits)) as (url, state):
+        fine = fuzzing.good([1])
+        big = b"x" * 300_000
+        refused(post(url, fuzzing.posted([("prompts", b"[]"), ("safetensors", big)])), 413, "body_too_large")
+        with httpx.Client(base_url=url, trust_env=False) as client:
+            body = fuzzing.posted([("prompts", b"[]"), ("safetensors", big)]).body
+            chunked = client.post("/v1/score", content=iter([body[:150], body[150:]]), headers=fine.headers)
+            refused(chunked, 413, "body_too_large")
+        refused(post(url, fuzzing.good([1, 2, 3, 4])), 413, "too_many_samples")
+        refused(post(url, fuzzing.posted([("prompts", b" " * 3000)])), 413, "part_too_large")
+        one = ("prompts", fuzzing.listed([1]))
+        refused(post(url, fuzzing.posted([one, ("png", png(101, 100))])), 413, "too_many_pixels")
+        refused(post(url, fuzzing.posted([one, *[("png", png(9, 9))] * 4])), 413, "too_many_parts")
+        large = [("prompts", fuzzing.listed([1, 2, 3])), *[("png", png(100, 100))] * 3]
+        refused(post(url, fuzzing.posted(large)), 413, "too_much_memory")
+        assert reward.sizes == []
+        assert post(url, fine).json()["scores"] == [1 / 2**24]
+        assert state.memory.used == 0
+        state.memory.take(299_900)
+        assert refused(post(url, fine), 503, "busy")
+        state.memory.give(299_900)
+        with pytest.raises(RewardError, match=r"413, too_many_samples.*lower remote's batch"):
+            RemoteReward(url).score(torch.zeros(4, 3, 2, 2), [Prompt("p")] * 4)
+
+
+def test_a_small_file_that_decodes_to_a_large_picture_is_refused_before_decoding():
+    bomb = png(4200, 4200, "L")
+    assert len(bomb) < 600_000
+    with served(Function()) as (url, _):
+        began = time.monotonic()
+        refused(post(url, fuzzing.posted([("prompts", fuzzing.listed([1])), ("png", bomb)])), 413, "too_many_pixels")
+        assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("parts", "status", "code"),
+    [
+        ([], 422, "no_prompts"),
+        ([("prompts", b"[]")], 422, "no_images"),
+        ([("prompts", b"{")], 422, "no_images"),
+        ([("prompts", b"{"), ("png", png(2, 2))], 422, "bad_prompts"),
+        ([("prompts", b'[{"text": 1}]'), ("png", png(2, 2))], 422, "bad_prompts"),
+        ([("prompts", b'[{"text": "p", "meta": {}}]'), ("png", png(2, 2))], 422, "bad_prompts"),
+        ([("prompts", b'[{"text": "p"}]' * 2), ("png", png(2, 2))], 422, "bad_prompts"),
+        ([("prompts", b'[{"text": "\xff"}]'), ("png", png(2, 2))], 422, "bad_prompts"),
+        ([("prompts", fuzzing.listed([1, 2])), ("png", png(2, 2))], 422, "wrong_count"),
+        ([("prompts", fuzzing.listed([1])), ("png", png(2, 2)[:-20])], 422, "bad_images"),
+        ([("prompts", fuzzing.listed([1])), ("png", b"GIF89a")], 422, "bad_images"),
+        ([("prompts", fuzzing.listed([1])), ("png", png(2, 2, "RGBA"))], 422, "bad_images"),
+        ([("prompts", fuzzing.listed([1])), ("png", png(2, 2, "I;16"))], 422, "bad_images"),
+        ([("prompts", fuzzing.listed([1, 2])), ("png", png(2, 2)), ("png", png(2, 3))], 422, "bad_images"),
+        ([("prompts", fuzzing.listed([1])), ("safetensors", save({"images": torch.zeros(3, 4, 4)}))], 422, "bad_images"),
+        (
+            [("prompts", fuzzing.listed([1])), ("safetensors", save({"images": torch.full((1, 3, 2, 2), torch.nan)}))],
+            422,
+            "bad_images",
+        ),
+        (
+            [("prompts", fuzzing.listed([1])), ("safetensors", save({"images": torch.zeros(1, 3, 2, 2).long()}))],
+            422,
+            "bad_images",
+        ),
+        ([("prompts", fuzzing.listed([1])), ("safetensors", save({"other": torch.zeros(1, 3, 2, 2)}))], 422, "bad_safetensors"),
+        (
+            [("prompts", fuzzing.listed([1])), ("png", png(2, 2)), ("safetensors", save({"images": torch.zeros(1)}))],
+            422,
+            "no_images",
+        ),
+        ([("pickle", b"")], 400, "unknown_part"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(parts, status, code, module_server):
+    refused(post(module_server[0], fuzzing.posted(parts)), status, code)
+
+
+@pytest.fixture(scope="module")
+def module_server():
+    with served(Function(lambda images, prompts: torch.zeros(len(prompts)))) as found:
+        yield found
+
+
+def test_what_is_no_png_is_told_so(module_server):
+    answer = post(module_server[0], fuzzing.posted([("prompts", b'[{"text": "a"}]'), ("png", b"GIF89a")]))
+    assert b"png 0 cannot be read: it is no PNG" in answer.content
+
+
+def test_nothing_is_unpickled(module_server, tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "owned",))
+
+    torch_file = io.BytesIO()
+    torch.save({"images": Attack()}, torch_file)
+    for data in (pickle.dumps(Attack()), torch_file.getvalue()):
+        for name in ("safetensors", "png"):
+            answer = post(module_server[0], fuzzing.posted([("prompts", fuzzing.listed([1])), (name, data)]))
+            assert answer.status_code == 422
+    assert not (tmp_path / "owned").exists()
+
+
+def test_time_is_limited():
+    limits = Limits(header_seconds=0.3, body_seconds=0.4, score_seconds=0.3)
+    release = threading.Event()
+    with served(Function(lambda images, prompts: (release.wait(20), echo(images, prompts))[1]), Settings(limits=limits)) as (
+        url,
+        state,
+    ):
+        port = int(url.rpartition(":")[2])
+        first = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        for opening in (b"", b"POST /v1/score HTTP/1.1\r\nHost: localh", first):
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as slow:
+                slow.sendall(opening)
+                if opening == first:
+                    assert slow.recv(4096).startswith(b"HTTP/1.1 200")
+                    slow.sendall(b"GET /hea")
+                began = time.monotonic()
+                while slow.recv(4096):
+                    pass
+                assert time.monotonic() - began < 3, f"{opening!r} was left open"
+        fine = fuzzing.good([1])
+        head = f"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: {fine.headers['Content-Type']}\r\n"
+        head += "Content-Length: 900\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as slow:
+            slow.sendall(head.encode() + fine.body[:100])
+            assert slow.recv(4096).startswith(b"HTTP/1.1 408")
+        refused(post(url, fine), 504, "slow_reward")
+        time.sleep(0.1)
+        assert httpx.get(url + "/health", trust_env=False).json() == {"status": "stuck"}
+        release.set()
+        time.sleep(0.2)
+        assert post(url, fine).json()["scores"] == [1.0]
+        assert state.memory.used == 0
+
+
+def test_bodies_that_are_no_http_end_quietly(capsys):
+    """The application must not try to answer a connection that is over."""
+    head = b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    form = head.replace(b"Host", b"Content-Type: multipart/form-data; boundary=x\r\nHost")
+    with served(Function()) as (url, state):
+        for data in (head + b"zz\r\n", form + b"zz\r\n", form + b"3\r\n--x\r\nnonsense\r\n", head + b"0\r\n\r\n\x00\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as connection:
+                connection.sendall(data)
+                assert connection.recv(4096).startswith(b"HTTP/1.1 4")
+        assert post(url, fuzzing.good([1])).status_code == 200
+        assert state.memory.used == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_full_queue_refuses_and_clients_that_leave_are_not_scored():
+    release, entered = threading.Event(), threading.Event()
+    reward = Function(lambda images, prompts: (entered.set(), release.wait(20), echo(images, prompts))[2])
+    with served(reward, Settings(merge=False, limits=Limits(queue=2))) as (url, state):
+        outcomes = []
+        first = threading.Thread(target=lambda: outcomes.append(post(url, fuzzing.good([1])).status_code))
+        first.start()
+        assert entered.wait(10)
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as leaver:
+            fine = fuzzing.good([7, 8])
+            head = f"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: {fine.headers['Content-Type']}\r\n"
+            leaver.sendall(f"{head}Content-Length: {len(fine.body)}\r\n\r\n".encode() + fine.body)
+            while state.batcher.waiting < 2:
+                time.sleep(0.01)
+            answer = post(url, fuzzing.good([2]))
+            refused(answer, 503, "busy")
+            assert answer.headers["Retry-After"] == "1"
+        time.sleep(0.3)
+        release.set()
+        first.join()
+        assert post(url, fuzzing.good([3])).json()["scores"] == [3.0]
+    assert outcomes == [200]
+    assert reward.sizes == [1, 1], "a request that nobody waits for was scored"
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda images, prompts: torch.full((len(prompts),), torch.nan), "2 of 2 values that are not finite"),
+        (lambda images, prompts: torch.zeros(len(prompts) + 1), r"returned shape \(3,\); allowed: \(2,\)"),
+        (lambda images, prompts: torch.zeros(len(prompts), 1), r"returned shape \(2, 1\)"),
+        (lambda images, prompts: [0.0] * len(prompts), "returned a list"),
+        (lambda images, prompts: sys.exit("over"), "in 2 attempts.*SystemExit: over"),
+        (lambda images, prompts: prompts[0].metadata["missing"], "in 2 attempts.*KeyError: 'missing'"),
+    ],
+)
+def test_a_broken_reward_is_one_clear_error(function, message):
+    with served(Function(function)) as (url, state):
+        with pytest.raises(RewardError, match=message):
+            RemoteReward(url, retries=1, backoff=0.01).score(*numbered([1, 2]))
+        assert state.health() == "ok"
+
+
+# --- the rest -------------------------------------------------------------------------------------------------------
+
+
+def test_fuzzed_requests_do_no_harm(tmp_path):
+    """The generator of benchmarks/reward_server.py, which sends 10,000."""
+    (tmp_path / "echo.py").write_text(REWARD)
+    with served(build("reward", f"{tmp_path / 'echo.py'}:Echo"), Settings(token=TOKEN)) as (url, state):
+        seen = fuzzing.fuzz(url, TOKEN, 300)
+        end = time.monotonic() + 10
+        while state.memory.used and time.monotonic() < end:  # the last connection may still be closing
+            time.sleep(0.01)
+        assert state.memory.used == 0 and state.health() == "ok"
+    assert sum(seen.values()) == 300 and not any(status >= 500 for status in seen)
+    refusals = {status for status in seen if status >= 400}  # Hypothesis also draws constants of whatever modules are loaded
+    assert {0, 200} <= set(seen) and len(refusals) >= 3, seen
+
+
+def test_state_and_description():
+    with served(Function(), Settings(name="echo", max_batch=2)) as (url, _):
+        RemoteReward(url).score(torch.zeros(5, 3, 2, 2), [Prompt("p")] * 5)
+        with httpx.Client(base_url=url, trust_env=False) as client:
+            info = client.get("/v1/info").json()
+            text = client.get("/metrics").text
+            page = client.get("/docs")
+            document = client.get("/openapi.json").json()
+            refused(client.get("/v2/score"), 404, "no_such_endpoint")
+            refused(client.get("/v1/score"), 405, "no_such_endpoint")
+    assert info["reward"] == "echo" and info["limits"]["samples"] == 1024
+    for line in ('requests_total{status="200"} 1', "samples_total 5", 'batch_samples_bucket{le="1"} 1', "batch_samples_count 3"):
+        assert f"flowrl_reward_{line}\n" in text, text
+    assert "POST /v1/score" in page.text and "ScoreAnswer" in page.text
+    assert "<script" not in page.text and "http" not in page.text.replace("URL/v1", "").lower().replace("x-http", "")
+    score = document["paths"]["/v1/score"]["post"]
+    assert "multipart/form-data" in score["requestBody"]["content"] and set(score["responses"]) >= {"200", "401", "413", "504"}
+
+
+def test_limits_are_checked():
+    with pytest.raises(ConfigError, match=r"Limits\.samples = 0"):
+        Limits(samples=0)
+    with pytest.raises(ConfigError, match=r"Limits\.score_seconds"):
+        Limits(score_seconds=float("inf"))
+    with pytest.raises(ConfigError, match="max_batch"):
+        Settings(max_batch=0)

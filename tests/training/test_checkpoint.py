@@ -1,0 +1,444 @@
+"""Checkpoints: whatever kills a run, at whatever moment, a complete one can be read and the run ends with the same numbers."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrl.cli import main
+from flowrl.errors import CheckpointError
+from flowrl.testing.tiny import tiny_flux, tiny_sd3
+from flowrl.training.checkpoint import Checkpoint, Checkpoints, load_checkpoint, optimiser_tensors, restore_optimiser
+from flowrl.training.config import preset
+from flowrl.training.results import load_run
+from flowrl.training.run import Run
+
+SMALL = preset("tiny").apply(
+    world="mixture", prompts=2, members=2, steps=3, eval_prompts=2, eval_steps=1, iterations=2, checkpoint_every=1, updates=2
+)
+
+
+def checkpoint(done):
+    return Checkpoint({"weight": torch.full((3,), float(done))}, {"done": done, "rows": [{"iteration": done, "x": float("nan")}]})
+
+
+def whole_content(found):
+    """What a checkpoint of `checkpoint` holds, if it is all of one piece."""
+    done = found.values["done"]
+    assert torch.equal(found.tensors["weight"], checkpoint(done).tensors["weight"])
+    assert found.values["rows"][0]["iteration"] == done
+    return done
+
+
+# --- the folder -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, ["000040"]), (3, ["000020", "000030", "000040"])])
+def test_the_newest_few_are_kept(tmp_path, keep, left):
+    kept = Checkpoints(tmp_path, keep)
+    for done in (10, 20, 30, 40):
+        kept.save(checkpoint(done), done)
+        assert whole_content(kept.load()) == done
+    assert kept.names() == left == sorted(path.name for path in kept.folder.iterdir())
+    assert [whole_content(kept.load(name)) for name in left] == [int(name) for name in left]
+    with pytest.raises(CheckpointError, match=f"no checkpoint 000011 in .*; there are {', '.join(left)}"):
+        kept.load("000011")
+
+
+def test_names_stay_in_order_beyond_six_digits(tmp_path):
+    kept = Checkpoints(tmp_path, 2)
+    for done in (999_999, 1_000_000):
+        kept.save(checkpoint(done), done)
+    assert kept.names() == ["999999", "1000000"] and whole_content(kept.load()) == 1_000_000
+
+
+def test_saving_the_same_iteration_again_replaces_it(tmp_path):
+    kept = Checkpoints(tmp_path)
+    kept.save(checkpoint(1), 5)
+    kept.save(checkpoint(2), 5)
+    assert whole_content(kept.load()) == 2 and kept.names() == ["000005"]
+
+
+DAMAGE = {
+    "truncated tensors": lambda f: (f / "tensors.safetensors").write_bytes((f / "tensors.safetensors").read_bytes()[:-3]),
+    "one bit": lambda f: (f / "tensors.safetensors").write_bytes(flipped((f / "tensors.safetensors").read_bytes())),
+    "no tensors": lambda f: (f / "tensors.safetensors").unlink(),
+    "truncated card": lambda f: (f / "checkpoint.json").write_bytes((f / "checkpoint.json").read_bytes()[:-3]),
+    "binary card": lambda f: (f / "checkpoint.json").write_bytes(b"\xff\x00\xfe"),
+    "empty card": lambda f: (f / "checkpoint.json").write_bytes(b""),
+    "a list": lambda f: (f / "checkpoint.json").write_text("[1]"),
+    "another position": lambda f: edit(f / "checkpoint.json", '"done": 20', '"done": 21'),
+    "another row": lambda f: edit(f / "checkpoint.json", '"iteration": 20', '"iteration": 2'),
+    "no card": lambda f: (f / "checkpoint.json").unlink(),
+}
+
+
+def flipped(data):
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def edit(path, before, after):
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_offered(tmp_path, kind):
+    kept = Checkpoints(tmp_path / "a run", keep=2)
+    for done in (10, 20):
+        kept.save(checkpoint(done), done)
+    DAMAGE[kind](kept.folder / "000020")
+    words = r"000020.*Checkpoint 000010 is complete.*flowrl train --resume '.*a run' --from 000010$"
+    with pytest.raises(CheckpointError, match=words):
+        kept.load()
+    assert whole_content(kept.load("000010")) == 10
+    (kept.folder / "000010" / "tensors.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"000020.*no earlier one.*keep_checkpoints"):
+        kept.load()
+
+
+def test_the_folder_of_earlier_versions_is_read(tmp_path):
+    kept = Checkpoints(tmp_path)
+    kept.save(checkpoint(7), 7)
+    (kept.folder / "000007").rename(tmp_path / "checkpoint")
+    card = json.loads((tmp_path / "checkpoint" / "checkpoint.json").read_text())
+    del card["values_sha256"]
+    (tmp_path / "checkpoint" / "checkpoint.json").write_text(json.dumps({**card, "format": "flowrl-checkpoint-1"}))
+    assert kept.names() == ["checkpoint"] and whole_content(kept.load()) == whole_content(kept.load("checkpoint")) == 7
+    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.old")  # where a crash fell between two renames
+    assert whole_content(kept.load()) == 7
+    kept.save(checkpoint(8), 8)
+    assert whole_content(kept.load()) == 8 and [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_every_kind_of_optimiser_state_comes_back():
+    parameter = torch.nn.Parameter(torch.ones(4))
+    first, second = (torch.optim.AdamW([parameter]) for _ in range(2))
+    first.state[parameter] = {"step": 3, "state1": torch.arange(4), "scale": 0.5, "exp_avg.x".partition(".")[0]: torch.ones(4)}
+    second.state[parameter] = {"stale": torch.zeros(1)}
+    restore_optimiser(second, ["a.b.c"], {**optimiser_tensors(first, ["a.b.c"]), "weight.a.b.c": torch.zeros(4)})
+    found = second.state[parameter]
+    assert found.keys() == first.state[parameter].keys()
+    assert (found["step"], found["scale"]) == (3, 0.5) and isinstance(found["step"], int)
+    assert torch.equal(found["state1"], torch.arange(4)) and found["state1"].dtype == torch.int64
+
+
+# --- a failing disk -------------------------------------------------------------------------------------------------
+
+
+class DiedError(BaseException):
+    """The process is gone; nothing that it would still do happens."""
+
+
+class FailingDisk:
+    """Counts changes of the disk. The `at`-th one fails as `mode` says: "error" raises once, "full" raises for every write from
+    then on, "before" and "after" end the process before or after it, "half" in the middle of a write."""
+
+    def __init__(self, monkeypatch, mode, at):
+        self.mode, self.at, self.count, self.dead, self.fired = mode, at, 0, False, False
+        for name in ("open", "write", "fsync", "replace", "rename", "unlink", "rmdir", "mkdir"):
+            monkeypatch.setattr(os, name, self.failing(name, getattr(os, name)))
+
+    def failing(self, name, real):
+        def operation(*arguments, **options):
+            if self.dead:
+                raise DiedError
+            self.count += 1
+            due = self.count == self.at or (self.mode == "full" and self.count > self.at and name in ("write", "fsync", "mkdir"))
+            if not due:
+                return real(*arguments, **options)
+            self.fired = True
+            if self.mode in ("error", "full"):
+                code = errno.ENOSPC if name in ("open", "write", "fsync", "mkdir") else errno.EIO
+                raise OSError(code, os.strerror(code), str(arguments[0]))
+            self.dead = True
+            if self.mode == "half" and name == "write":
+                real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+            elif self.mode == "after":
+                real(*arguments, **options)
+            raise DiedError
+
+        return operation
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("mode", ["error", "full", "before", "after", "half"])
+@pytest.mark.parametrize("again", [False, True])
+def test_whatever_operation_of_a_save_fails_a_complete_checkpoint_is_left(tmp_path, mode, keep, again):
+    """The fault moves through all operations of the third save, of a new iteration or of one that is there already."""
+    at, fired = 0, True
+    while fired:
+        at += 1
+        kept = Checkpoints(tmp_path / f"{at}", keep)
+        for done in (1, 2):
+            kept.save(checkpoint(done), done)
+        iteration = 2 if again else 3
+        with pytest.MonkeyPatch.context() as patch:
+            disk = FailingDisk(patch, mode, at)
+            try:
+                kept.save(checkpoint(3), iteration)
+                saved = True
+            except (OSError, DiedError):
+                saved = False
+            fired = disk.fired
+        assert whole_content(kept.load()) in ((3,) if saved else (2, 3))
+        for name in kept.names():
+            whole_content(kept.load(name))
+        kept.save(checkpoint(4), 4)  # and it goes on, and cleans up
+        assert whole_content(kept.load()) == 4
+        assert sorted(path.name for path in kept.folder.iterdir()) == kept.names()
+        assert len(kept.names()) == keep
+    assert at > 15
+
+
+def numbers(folder):
+    """What must not depend on interruptions."""
+    rows = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = {k: v for k, v in json.loads(line).items() if k not in ("seconds", "seconds_total", "phases")}
+        if row["evaluation"]:
+            row["evaluation"].pop("seconds")
+        rows.append(row)
+    files = ("weights.safetensors", "samples.safetensors", "samples.json", "trajectory.json", "trajectory.safetensors")
+    return json.dumps(rows), *((folder / name).read_bytes() for name in files)
+
+
+@pytest.mark.parametrize("mode", ["full", "before", "half"])
+def test_whatever_operation_of_a_run_fails_it_resumes_to_the_same_numbers(tmp_path, mode):
+    """Every second operation of the whole run, each by one of the modes."""
+    Run(SMALL, tmp_path / "whole").execute()
+    expected = numbers(tmp_path / "whole")
+    at, fired = 2 * ["full", "before", "half"].index(mode) - 5, True
+    while fired:
+        at += 6
+        folder = tmp_path / f"{at}"
+        with pytest.MonkeyPatch.context() as patch:
+            disk = FailingDisk(patch, mode, at)
+            try:
+                Run(SMALL, folder).execute()
+                said = None
+            except (CheckpointError, OSError, DiedError) as error:
+                said = error
+            fired = disk.fired
+        if isinstance(said, CheckpointError):
+            assert "cannot be written: No space left on device" in str(said) and "MB are free" in str(said)
+        if (folder / "metrics.jsonl").exists():
+            load_run(folder)
+        assert Run(SMALL, folder).execute(resume=True)
+        assert numbers(folder) == expected
+        assert not list(folder.glob("*.tmp"))
+
+
+def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, capsys):
+    out = tmp_path / "run"
+    options = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "4", "--checkpoint-every", "2"]
+    real = os.replace
+
+    def full(source, target):
+        if str(target).endswith("000004"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(source))
+        real(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        assert main(["train", *options, "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "000004.new cannot be written: No space left on device. Checkpoint 000002 is complete" in error.replace("\n", " ")
+    assert f"flowrl train --resume {out}" in error.replace("\n", " ")
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["000002"]
+    assert main(["train", "--resume", str(out)]) == 0
+    assert Checkpoints(out).names() == ["000004"]
+
+
+# --- resuming -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_from_the_previous_checkpoint_where_the_last_is_damaged(tmp_path, capsys):
+    out = tmp_path / "run"
+    config = replace(SMALL, iterations=4, keep_checkpoints=3)
+    Run(config, out).execute()
+    expected = numbers(out)
+    assert Checkpoints(out).names() == ["000002", "000003", "000004"]
+    DAMAGE["one bit"](out / "checkpoints" / "000004")
+    (out / "done.json").unlink()
+    assert main(["train", "--resume", str(out)]) == 2
+    assert "Checkpoint 000003 is complete" in capsys.readouterr().err.replace("\n", " ")
+    assert main(["train", "--resume", str(out), "--from", "000009"]) == 2
+    assert main(["train", "--out", str(tmp_path / "other"), "--from", "000003"]) == 2
+    assert "given with --resume DIR only" in capsys.readouterr().err.replace("\n", " ")
+    assert main(["train", "--resume", str(out), "--from", "000003"]) == 0
+    assert numbers(out) == expected
+    assert main(["train", "--resume", str(out), "--from", "000002"]) == 0  # also of a finished run
+    assert numbers(out) == expected and Checkpoints(out).names() == ["000002", "000003", "000004"]
+
+
+@pytest.mark.parametrize(
+    ("tamper", "noted"),
+    [
+        (lambda text: text.replace('"reward_mean": 0', '"reward_mean": 1', 1), True),
+        (lambda text: text.replace("{", "", 1), True),
+        (lambda text: "".join(text.splitlines(keepends=True)[1:]), True),
+        (lambda text: text + '{"iteration": 3, "half', False),
+        (lambda text: text[: len(text) // 2], False),
+        (lambda text: "", False),
+    ],
+)
+def test_metrics_that_were_tampered_with_come_back_from_the_checkpoint(tmp_path, tamper, noted):
+    config = replace(SMALL, iterations=3)
+    Run(config, tmp_path / "whole").execute()
+    assert not Run(config, tmp_path / "run", stop=lambda: (tmp_path / "run" / "checkpoints").exists()).execute()
+    metrics, said = tmp_path / "run" / "metrics.jsonl", []
+    text = metrics.read_text()
+    metrics.write_text(tamper(text))
+    assert Run(config, tmp_path / "run", said.append).execute(resume=True)
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+    warnings = [state["warning"] for state in said if "warning" in state]
+    assert len(warnings) == noted and all("is not what the checkpoint recorded" in warning for warning in warnings)
+    assert (tmp_path / "run" / "metrics.damaged.jsonl").exists() == noted
+
+
+def test_lost_metrics_and_lost_pictures_come_back(tmp_path):
+    Run(SMALL, tmp_path / "whole").execute()
+    Run(SMALL, tmp_path / "run", stop=lambda: True).execute()
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "before.safetensors").write_bytes(b"no")
+    assert Run(SMALL, tmp_path / "run").execute(resume=True)
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
+def test_damaged_metrics_beside_a_checkpoint_of_earlier_versions_are_named_by_line(tmp_path):
+    out = tmp_path / "run"
+    Run(SMALL, out, stop=lambda: True).execute()
+    (out / "checkpoints" / "000001").rename(out / "checkpoint")
+    path = out / "checkpoint" / "checkpoint.json"
+    card = json.loads(path.read_text())
+    del card["values_sha256"], card["values"]["rows"]
+    path.write_text(json.dumps({**card, "format": "flowrl-checkpoint-1"}))
+    lines = (out / "metrics.jsonl").read_text()
+    (out / "metrics.jsonl").write_text(lines.replace('{"iteration": 1', '{"iteration": 7'))
+    with pytest.raises(CheckpointError, match=r"line 2 of .*metrics.jsonl is damaged: it must be the row of iteration 1"):
+        Run(SMALL, out).execute(resume=True)
+    (out / "metrics.jsonl").write_text(lines.splitlines(keepends=True)[0])
+    with pytest.raises(CheckpointError, match="ends before iteration 1"):
+        Run(SMALL, out).execute(resume=True)
+    (out / "metrics.jsonl").write_text(lines)
+    assert Run(SMALL, out).execute(resume=True)
+    Run(SMALL, tmp_path / "whole").execute()
+    assert numbers(out) == numbers(tmp_path / "whole")
+
+
+NURSERY = """
+import json, os, random, select, signal, sys, time
+from pathlib import Path
+
+import torch
+
+from flowrl.training.checkpoint import Checkpoints
+from flowrl.training.config import RunConfig
+from flowrl.training.results import load_run
+from flowrl.training.run import Run
+
+torch.set_num_threads(1)
+values, out, kills, seed, longest, pauses = json.loads(sys.argv[1])
+config, out, draw = RunConfig.from_dict(values), Path(out), random.Random(seed)
+config.make_world().policy(config.policy_options())  # what every child needs is imported once
+
+
+def child(folder, resume):
+    ours, theirs = os.pipe()
+    identity = os.fork()
+    if identity == 0:
+        os.write(theirs, b"0\\n")
+        report = lambda state: "iteration" in state and os.write(theirs, b"%d\\n" % state["iteration"])
+        Run(config, folder, report, lambda: pauses and folder.name != "whole").execute(resume)
+        os._exit(0)
+    os.close(theirs)
+    return identity, ours
+
+
+def ended(identity, ours):
+    _, status = os.waitpid(identity, 0)
+    told = os.read(ours, 65536).split()
+    os.close(ours)
+    return status, int(told[-1]) if told else 0
+
+
+assert ended(*child(out / "whole", False)) == (0, config.iterations)
+killed, runs = [], 0
+while len(killed) < kills:
+    folder, resume = out / f"run{runs}", False
+    while not (folder / "done.json").exists():
+        identity, ours = child(folder, resume)
+        if len(killed) < kills:
+            select.select([ours], [], [])
+            time.sleep(draw.uniform(0, longest))
+            os.kill(identity, signal.SIGKILL)
+        status, told = ended(identity, ours)
+        names = Checkpoints(folder).names()
+        assert not names or Checkpoints(folder).load().values["done"] == int(names[-1])
+        assert (int(names[-1]) if names else 0) >= told - 1, (names, told)
+        if (folder / "metrics.jsonl").exists():
+            load_run(folder)
+        if status:
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            killed.append(int(names[-1]) if names else 0)
+        resume = (folder / "config.json").exists()
+    runs += 1
+print(json.dumps({"runs": runs, "killed": killed}))
+"""
+
+
+def kill(config, out, kills, longest, pauses=False):
+    """Run `config` in `out`/whole, and killed `kills` times at random moments in `out`/run0 and, where that ends, run1 ...;
+    with `pauses` it also pauses after every iteration."""
+    given = json.dumps([config.as_dict(), str(out), kills, 20261121, longest, pauses])
+    done = subprocess.run([sys.executable, "-c", NURSERY, given], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_at_twenty_random_moments_a_run_loses_nothing_but_the_iteration_under_way(tmp_path):
+    told = kill(replace(SMALL, iterations=12), tmp_path, kills=20, longest=0.25)
+    assert len(told["killed"]) == 20
+    expected = numbers(tmp_path / "whole")
+    for number in range(told["runs"]):
+        assert numbers(tmp_path / f"run{number}") == expected
+        assert not list((tmp_path / f"run{number}").glob("*.tmp"))
+
+
+REWARD = """
+class Redness:
+    def score(self, images, prompts):
+        return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
+"""
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_paused_and_killed_diffusers_models_resume_to_the_same_bits(tmp_path, family):
+    {"sd3": tiny_sd3, "flux": tiny_flux}[family]().save_pretrained(tmp_path / "model")
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "prompts.txt").write_text("a red fox\na red car\na red hat\n")
+    config = preset("tiny").apply(
+        model=str(tmp_path / "model"), prompt_file=str(tmp_path / "prompts.txt"), reward=f"{tmp_path}/reward.py:Redness",
+        resolution=16, text_tokens=24, rank=2, iterations=3, checkpoint_every=1, device="cpu", dtype="float32", updates=2,
+        eval_prompts=2, lr=0.01,
+    )  # fmt: skip
+    assert len(kill(config, tmp_path, kills=2, longest=1.0, pauses=True)["killed"]) == 2
+    assert numbers(tmp_path / "run0") == numbers(tmp_path / "whole")
+    adapter = Path("lora") / "pytorch_lora_weights.safetensors"
+    assert (tmp_path / "run0" / adapter).read_bytes() == (tmp_path / "whole" / adapter).read_bytes()
+
+
+def test_a_finished_run_leaves_one_checkpoint_that_can_be_read(tmp_path):
+    Run(SMALL, tmp_path).execute()
+    assert load_checkpoint(tmp_path / "checkpoints" / "000002").values["done"] == 2
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000002"]

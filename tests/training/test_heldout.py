@@ -1,0 +1,325 @@
+"""Aids against reward hacking: held-out rewards and diversity beside the reward, and the figure of proxy against held-out."""
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.cli import main
+from flowrl.errors import ConfigError, RewardError
+from flowrl.plots.hacking import proxy_and_heldout
+from flowrl.registry import build
+from flowrl.rewards import FunctionReward, NoisyReward
+from flowrl.rewards.clip import load_encoder
+from flowrl.rewards.diversity import ClipFeatures, LatentFeatures, PixelFeatures, group_features, pairwise_diversity
+from flowrl.testing import check_reward
+from flowrl.testing.tiny import tiny_clip, tiny_sd3
+from flowrl.training.config import RunConfig, preset
+from flowrl.training.heldout import Sampling, make_beside
+from flowrl.training.results import load_run, short
+from flowrl.training.run import Run
+from flowrl.types import Prompt
+from flowrl.worlds.base import world
+from flowrl.worlds.mixture import DensityReward, ring
+from flowrl.worlds.shapes.render import render
+from flowrl.worlds.shapes.scene import object_class, parse
+from flowrl.worlds.shapes.verifier import ShapesQuality
+
+FAILING = """
+class Failing:
+    def score(self, images, prompts):
+        raise RuntimeError("the card is on fire")
+
+class Marks:
+    marks_invalid = True
+    def score(self, images, prompts):
+        scores = images.flatten(1).mean(1)
+        scores[0] = float("nan")
+        return scores
+"""
+
+
+# --- diversity ------------------------------------------------------------------------------------------------------
+
+
+def test_diversity_of_known_points():
+    points = torch.tensor([[[0.0, 0.0], [3.0, 0.0], [0.0, 4.0]], [[1.0, 1.0], [1.0, 1.0], [1.0, 3.0]]])
+    assert pairwise_diversity(points).tolist() == pytest.approx([(3 + 4 + 5) / 3, (0 + 2 + 2) / 3])
+
+
+@given(st.integers(0, 1000), st.integers(2, 7), st.integers(1, 5))
+@settings(max_examples=50, deadline=None)
+def test_diversity_does_not_depend_on_the_order(seed, members, width):
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(3, members, width, generator=generator)
+    order = torch.randperm(members, generator=generator)
+    assert torch.allclose(pairwise_diversity(features), pairwise_diversity(features[:, order]), rtol=1e-12)
+    shifted = pairwise_diversity(2 * features.double() + 5)
+    assert torch.allclose(shifted, 2 * pairwise_diversity(features), rtol=1e-6), "it scales with the features, and only with them"
+
+
+def test_diversity_of_identical_samples_is_zero():
+    same = torch.rand(4, 1, 6).expand(4, 5, 6)
+    assert pairwise_diversity(same).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("members", [2, 3, 8])
+def test_diversity_is_unbiased_whatever_the_size_of_a_group(members):
+    """E|X - X'| = 2 / sqrt(pi) for standard normals; false alarms once in 10^6 (4.9 standard errors)."""
+    features = torch.randn(20_000, members, 1, generator=torch.Generator().manual_seed(members))
+    found = pairwise_diversity(features)
+    gap = abs(float(found.mean()) - 2 / math.sqrt(math.pi))
+    assert gap < 4.9 * float(found.std()) / math.sqrt(len(found)) < 0.05
+
+
+def test_one_sample_has_no_diversity():
+    with pytest.raises(ConfigError, match="members = 1"):
+        pairwise_diversity(torch.rand(2, 1, 3))
+
+
+def test_features():
+    black, white = torch.zeros(1, 3, 4, 4), torch.ones(1, 3, 4, 4)
+    images = torch.cat([black, white, black, black])
+    assert pairwise_diversity(group_features(PixelFeatures(), images, images[:, :1], (2, 2))).tolist() == pytest.approx(
+        [1.0, 0.0]
+    )
+    latents = torch.tensor([0.0, 0.0, 3.0, 1.0]).view(4, 1, 1, 1)
+    assert pairwise_diversity(group_features(LatentFeatures(), images, latents, (2, 2))).tolist() == pytest.approx([0.0, 2.0])
+    assert isinstance(build("features", "pixels"), PixelFeatures) and isinstance(build("features", "latents"), LatentFeatures)
+
+
+def test_clip_features_are_those_of_transformers(tmp_path):
+    """The same class, a picture at a time; distance sqrt(2 - 2 cos)."""
+    folder = str(tiny_clip(tmp_path / "clip"))
+    images = torch.rand(4, 3, 40, 40, generator=torch.Generator().manual_seed(0))
+    features = build("features", f"clip(model='{folder}')", device="cpu")
+    assert features == ClipFeatures(folder)
+    found = pairwise_diversity(group_features(features, images, images, (2, 2)))
+    encoder = load_encoder(folder, batch=64)
+    rows = torch.cat([encoder.pictures(image[None]) for image in images])
+    cosines = (rows[::2] * rows[1::2]).sum(1)
+    assert torch.allclose(found.float(), (2 - 2 * cosines).sqrt(), atol=1e-4) and bool((found > 0).all())
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda images: images.flatten(1)[:2], r"returned \(2, 48\) for 4 samples"),
+        (lambda images: images, r"returned \(4, 3, 4, 4\)"),
+        (lambda images: [1, 2], "returned list"),
+        (lambda images: images.flatten(1) / 0, "not finite"),
+    ],
+)
+def test_features_that_break_their_contract(function, told):
+    with pytest.raises(RewardError, match=told):
+        group_features(function, torch.zeros(4, 3, 4, 4), torch.zeros(4, 1), (2, 2))
+
+
+# --- held-out rewards of the built-in worlds ------------------------------------------------------------------------
+
+
+def test_qualities_of_shapes():
+    cells = torch.zeros(2, 16, dtype=torch.long)
+    cells[0, [0, 3]] = object_class("red", "circle")
+    images, prompts = render(cells), [parse("two red circles").prompt()] * 2
+    assert ShapesQuality("clarity").score(images, prompts).tolist() == pytest.approx([1.0, 1.0], abs=0.05)
+    palette = ShapesQuality("palette").score(images, prompts)
+    assert palette[0] > 0.9 and palette[1] == 0.0
+    blue = [parse("two blue circles").prompt()] * 2
+    assert ShapesQuality("palette").score(images, blue)[0] < 0.1
+    assert ShapesQuality("balance").score(images, prompts)[0] > 0.9
+    noise = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    assert bool((ShapesQuality("clarity").score(noise, prompts) < 0.2).all())
+    with pytest.raises(RewardError, match=r"palette: the prompt 'text \"K72\"' names no colour"):
+        ShapesQuality("palette").score(images, [parse('text "K72"').prompt()] * 2)
+    with pytest.raises(ConfigError, match="one of palette, balance, clarity"):
+        ShapesQuality("beauty")
+    for quality in ("palette", "balance", "clarity"):
+        pictures = torch.cat([images, noise])
+        assert check_reward(ShapesQuality(quality), (pictures, [*prompts, *blue])).ok
+
+
+def test_density_of_points():
+    points = torch.cat([ring().means[:2], torch.tensor([[2 * math.cos(math.pi / 8), 2 * math.sin(math.pi / 8)]])])
+    found = DensityReward().score(points.view(3, 2, 1, 1), [Prompt("towards 0 degrees")] * 3)
+    alone = math.log(1 / 8) - math.log(2 * math.pi * 0.25**2)
+    between = alone + math.log(2) - (4 * math.sin(math.pi / 16)) ** 2 / (2 * 0.25**2)
+    assert found.tolist() == pytest.approx([alone, alone, between], abs=1e-3)
+    with pytest.raises(RewardError, match="needs"):
+        DensityReward().score(torch.zeros(1, 3, 4, 4), [Prompt("p")])
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"world": "mixture", "heldout_rewards": ("jpeg-compressibility",)}, "scores pictures, and the mixture world has points"),
+        ({"world": "mixture", "heldout_rewards": ("clarity",)}, "unknown reward 'clarity'"),
+        ({"heldout_rewards": ("clarty",)}, "unknown reward 'clarty'"),
+        ({"heldout_rewards": ("ocr(speed=1)",)}, "has no option speed"),
+        ({"diversity": "pixel"}, "unknown feature space 'pixel'.*did you mean 'pixels'"),
+    ],
+)
+def test_what_does_not_exist_or_fit_is_refused_before_the_run(changes, told, tmp_path):
+    config = preset("tiny").apply(**changes)
+    with pytest.raises(ConfigError, match=told):
+        make_beside(config, config.make_world())
+    with pytest.raises(ConfigError, match=told):
+        Run(config, tmp_path / "run").execute()
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_are_checked_and_kept():
+    with pytest.raises(ConfigError, match="each once"):
+        RunConfig(heldout_rewards=("clarity", "clarity"))
+    with pytest.raises(ConfigError, match="diversity_members = 1"):
+        RunConfig(diversity_members=1)
+    config = RunConfig(heldout_rewards=("clarity", "ocr"), diversity="pixels")
+    assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config and hash(config)
+    assert make_beside(RunConfig(), world("shapes")) is None
+
+
+# --- in a run -------------------------------------------------------------------------------------------------------
+
+
+def mixture_run(folder, **changes):
+    config = preset("tiny").apply(world="mixture", iterations=4, eval_every=2, checkpoint_every=2, **changes)
+    Run(config, folder).execute()
+    return load_run(folder)
+
+
+def test_measuring_changes_no_number_of_the_run(tmp_path):
+    """Weights, training and evaluation are bit for bit those of a run without."""
+    plain = mixture_run(tmp_path / "plain")
+    full = mixture_run(tmp_path / "full", heldout_rewards=("density", "strict"), diversity="latents")
+    assert (tmp_path / "plain/weights.safetensors").read_bytes() == (tmp_path / "full/weights.safetensors").read_bytes()
+    for one, other in zip(plain.rows, full.rows, strict=True):
+        for row in (one, other):
+            for timed in ("seconds", "seconds_total", "phases"):
+                row.pop(timed, None)
+            if row["evaluation"]:
+                row["evaluation"].pop("seconds")
+        if other["evaluation"]:
+            found = other["evaluation"]
+            assert set(found) - set(one["evaluation"]) == {"proxy", "heldout", "diversity"}
+            assert found["proxy"] == pytest.approx(found["reward"], abs=1e-6)
+            assert found["heldout"]["strict"] == found["strict"] and found["heldout"]["density"] < 0 < found["diversity"]
+            other["evaluation"] = {name: found[name] for name in one["evaluation"]}
+        assert one == other
+
+
+def test_the_proxy_has_the_errors_of_training(tmp_path):
+    found = mixture_run(tmp_path / "run", heldout_rewards=("density",), reward_bias=10.0).evaluations[-1]["evaluation"]
+    assert abs(found["proxy"] - found["reward"]) > 0.01
+    config = preset("tiny").apply(world="mixture", heldout_rewards=("density",), reward_bias=2.0, reward_noise=0.5, seed=3)
+    beside = make_beside(config, config.make_world())
+    assert beside is not None
+    points, own = torch.randn(6, 2, 1, 1), torch.rand(6)
+    own[4] = float("nan")
+    prompts = [Prompt("towards 0 degrees")] * 6
+    wanted = NoisyReward(FunctionReward(lambda i, p: own, True), 0.5, 2.0, 3).score(points, prompts)[~own.isnan()].mean()
+    policy = config.make_world().policy(config.policy_options())
+    measured = beside.measure(points, prompts, own, Sampling(policy, prompts, 2, "euler", 8))
+    assert measured["proxy"] == pytest.approx(float(wanted))
+
+
+@pytest.mark.filterwarnings("ignore:diversity could not be measured")
+def test_a_held_out_reward_that_fails_does_not_end_the_run(tmp_path):
+    (tmp_path / "mine.py").write_text(FAILING)
+    bad, marks = f"{tmp_path}/mine.py:Failing", f"{tmp_path}/mine.py:Marks"
+    with pytest.warns(UserWarning, match=r"held-out reward .*Failing could not be measured.*RuntimeError: the card is on fire"):
+        run = mixture_run(tmp_path / "run", heldout_rewards=(bad, marks), diversity="clip(model='/nowhere')")
+    assert run.finished and [row["iteration"] for row in run.evaluations] == [0, 2, 4]
+    for row in run.evaluations:
+        found = row["evaluation"]
+        assert found["heldout"][bad] is None and math.isfinite(found["heldout"][marks]) and found["diversity"] is None
+    assert run.beside("iteration", "heldout", bad) == ([], []) and len(run.beside("iteration", "heldout", marks)[0]) == 3
+    assert proxy_and_heldout({"flow-grpo": [run]}) is not None
+
+
+def test_a_failure_is_not_kept_for_other_runs(tmp_path):
+    """The untrained model's evaluation is shared between the runs of a comparison, unless something in it failed."""
+    (tmp_path / "mine.py").write_text(FAILING)
+    config = preset("tiny").apply(world="mixture", heldout_rewards=(f"{tmp_path}/mine.py:Failing",))
+    with pytest.warns(UserWarning, match="the card is on fire"):
+        Run(config, tmp_path / "a", shared=tmp_path).execute()
+    assert not list(tmp_path.glob("untrained-*"))
+    Run(replace(config, heldout_rewards=("density",)), tmp_path / "b", shared=tmp_path).execute()
+    Run(replace(config, heldout_rewards=("strict",)), tmp_path / "c", shared=tmp_path).execute()
+    assert len(list(tmp_path.glob("untrained-*.json"))) == 2
+
+
+def test_train_on_shapes_by_the_command_line(tmp_path, capsys):
+    out = tmp_path / "run"
+    words = ["train", "--preset", "tiny", "--reward-bias", "1.0", "--diversity", "pixels", "--diversity-members", "3"]
+    assert main([*words, "--heldout-rewards", "clarity", "jpeg-compressibility(quality=50)", "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"clarity 0\.\d+, jpeg-compressibility\(quality=50\) -\d\.\d+, diversity 0\.\d+", told)
+    assert (out / "proxy.png").stat().st_size > 1000 and f"{out / 'proxy.png'}" in told
+    assert main(["train", "--config", str(out / "config.json"), "--out", str(tmp_path / "again")]) == 0
+    first, second = (load_run(folder).evaluations[-1]["evaluation"]["heldout"] for folder in (out, tmp_path / "again"))
+    assert first == second
+    assert main(["train", "--preset", "tiny", "--out", str(tmp_path / "plain")]) == 0
+    assert not (tmp_path / "plain" / "proxy.png").exists()
+    assert main(["train", "--preset", "tiny", "--heldout-rewards", "clarty", "--out", str(tmp_path / "bad")]) == 2
+    assert "unknown reward 'clarty'" in capsys.readouterr().err
+
+
+def test_a_comparison_reports_them(tmp_path, capsys):
+    words = ["compare", "--world", "mixture", "--preset", "tiny", "--task", "direction", "--seeds", "0", "1", "--workers", "1"]
+    words += ["--methods", "flow-grpo", "tp-grpo", "--heldout-rewards", "density", "--diversity", "pixels"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    for line in ("proxy ", "held out: density", "diversity "):
+        assert re.search(rf"{line}.*\d to -?\d\.\d+ ± ", told), line
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Proxy and held-out rewards" in page and page.count("data:image/png;base64,") == 6
+    assert (tmp_path / "out" / "proxy.png").stat().st_size > 1000
+    found = json.loads((tmp_path / "out" / "summary.json").read_text())[0]["beside"]
+    assert set(found) == {"proxy", "held out: density", "diversity"}
+
+
+def test_train_a_model_with_them(tmp_path, capsys):
+    tiny_sd3().save_pretrained(tmp_path / "model")
+    clip = tiny_clip(tmp_path / "clip", size=16)
+    (tmp_path / "prompts.txt").write_text("a fox\na car\n")
+    options = {
+        "model": tmp_path / "model", "prompts": tmp_path / "prompts.txt", "groups": 2, "out": tmp_path / "run",
+        "reward": "jpeg-compressibility", "diversity": f"clip(model='{clip}')", "diversity-members": 2,
+        "resolution": 16, "text-tokens": 24, "device": "cpu", "dtype": "float32", "rank": 2, "alpha": 8, "preset": "tiny",
+    }  # fmt: skip
+    words = ["train", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
+    assert main([*words, "--heldout-rewards", f"clipscore(model='{clip}')", "jpeg-incompressibility"]) == 0
+    found = load_run(tmp_path / "run").evaluations[-1]["evaluation"]
+    assert found["heldout"]["jpeg-incompressibility"] == pytest.approx(-found["proxy"], abs=1e-6)
+    assert 0 <= found["heldout"][f"clipscore(model='{clip}')"] <= 2.5 and found["diversity"] > 0
+    assert (tmp_path / "run" / "proxy.png").exists()
+
+
+# --- the figure -----------------------------------------------------------------------------------------------------
+
+
+def test_the_figure_draws_what_was_measured(tmp_path):
+    runs = [mixture_run(tmp_path / f"run{seed}", heldout_rewards=("density",), diversity="pixels", seed=seed) for seed in (0, 1)]
+    figure = proxy_and_heldout({"flow-grpo": runs})
+    assert figure is not None
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles[:3] == ["proxy (trained on)", "held out: density", "diversity"]
+    thick = figure.axes[1].lines[-1]
+    values = [run.beside("iteration", "heldout", "density")[1] for run in runs]
+    assert list(thick.get_ydata()) == pytest.approx([(a + b) / 2 for a, b in zip(*values, strict=True)])
+    path = figure.axes[4].lines[0]
+    proxies = [run.beside("iteration", "proxy")[1] for run in runs]
+    assert list(path.get_xdata()) == pytest.approx([(a + b) / 2 for a, b in zip(*proxies, strict=True)])
+    assert all(tick == round(tick) for axes in figure.axes[:3] for tick in axes.get_xticks())
+    assert all(len(axes.get_xticks()) <= 6 for axes in figure.axes[4:])
+    assert proxy_and_heldout({"flow-grpo": [mixture_run(tmp_path / "plain")]}) is None
+
+
+def test_short_names():
+    assert short("path/to/mine.py:Sharp(a='x/y')") == "mine.py:Sharp(a='x/y')"
+    assert short("weighted-sum(models={'a': 'pickscore', 'b': 'ocr'})") == "weighted-sum(...)" and short("ocr") == "ocr"

@@ -1,0 +1,214 @@
+"""Narrow numbers, little memory and odd batch sizes change what they cost, and nothing else."""
+
+import sys
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flowrl.errors import ConfigError, RewardError, TrainingError
+from flowrl.rewards import FunctionReward
+from flowrl.training.config import RunConfig, preset
+from flowrl.training.optim import LossScale, make_optimiser
+from flowrl.training.trainer import Trainer
+
+TINY = preset("tiny").apply(world="mixture", task="direction", prompts=4, iterations=3, method="tp-grpo")
+
+
+def trainer(config=TINY, reward=None):
+    world = config.make_world()
+    policy, prompts = world.policy(config.policy_options()), world.prompts(config.task, "train")
+    return Trainer(policy, config.make_method(), reward or config.make_reward(), prompts, config)
+
+
+def trained(config, reward=None, iterations=2):
+    run = trainer(config, reward)
+    rows = [run.iteration() for _ in range(iterations)]
+    return run, rows
+
+
+def weights(run):
+    return torch.cat([p.detach().flatten() for p in run.parameters])
+
+
+def test_overlapped_rewards_are_the_same_numbers_and_really_overlap():
+    """Scores arrive late, in another thread, while the next chunk is rolled out; every number is that of one after the other."""
+    config = replace(TINY, chunk=1)
+    own = config.make_reward()
+    threads, spans = set(), []
+
+    def slow(images, prompts):
+        threads.add(threading.current_thread().name)
+        began = time.perf_counter()
+        time.sleep(0.02)
+        spans.append((began, time.perf_counter()))
+        return own.score(images, prompts)
+
+    one, rows = trained(config)
+    calls = []
+    overlapping = trainer(replace(config, overlap_rewards=True), FunctionReward(slow))
+    velocity = overlapping.policy.velocity
+    overlapping.policy.velocity = lambda *given: (calls.append(time.perf_counter()), velocity(*given))[1]
+    late = [overlapping.iteration() for _ in range(2)]
+    assert threads == {"rewards_0"}
+    assert any(began < call < ended for began, ended in spans for call in calls)
+    assert torch.equal(weights(one), weights(overlapping))
+    timing = {"seconds", "phases"}
+    for a, b in zip(rows, late, strict=True):
+        assert {k: v for k, v in a.items() if k not in timing} == {k: v for k, v in b.items() if k not in timing}
+
+
+def test_chunks_get_the_noise_of_the_whole():
+    whole, rows = trained(TINY)
+    for chunk in (1, 3):
+        parts, others = trained(replace(TINY, chunk=chunk))
+        torch.testing.assert_close(weights(parts), weights(whole), atol=1e-6, rtol=0)
+        assert torch.equal(parts.generator.get_state(), whole.generator.get_state())
+        assert [row["nfe"] for row in others] == [row["nfe"] for row in rows]
+        assert [row["reward_calls"] for row in others] == [row["reward_calls"] for row in rows]
+
+
+def test_an_error_of_an_overlapped_reward_arrives():
+    def broken(images, prompts):
+        return torch.full((len(images),), float("nan"))
+
+    run = trainer(replace(TINY, chunk=1, overlap_rewards=True), FunctionReward(broken))
+    with pytest.raises(RewardError, match="not finite"):
+        run.iteration()
+    assert not [t for t in threading.enumerate() if t.name.startswith("rewards")]
+
+
+def test_offloaded_trajectories_are_the_same():
+    stay, _ = trained(TINY)
+    go, _ = trained(replace(TINY, offload=True))
+    assert torch.equal(weights(stay), weights(go))
+
+
+@pytest.mark.parametrize("size", [1, 5, 7, 1000])
+def test_any_micro_batch_has_the_right_mean(size):
+    """12 samples x 3 steps in 5 updates: nothing divides anything."""
+    config = replace(TINY, window="0:3", updates=5, lr=1e-3)
+    reference, rows = trained(replace(config, micro_batch=4), iterations=1)
+    other, others = trained(replace(config, micro_batch=size), iterations=1)
+    assert others[0]["train_nfe"] == 36
+    for name in ("loss", "policy_loss", "ratio_mean", "clip_fraction", "grad_norm"):
+        assert others[0][name] == pytest.approx(rows[0][name], abs=1e-6)
+    torch.testing.assert_close(weights(other), weights(reference), atol=1e-5, rtol=1e-4)
+
+
+def test_the_loss_scale_skips_halves_and_grows():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    scale = LossScale(8.0, patience=2)
+    scale.scaled(parameter.sum() * 3).backward()
+    assert parameter.grad.tolist() == [24.0, 24.0]
+    scale.unscale([parameter])
+    assert parameter.grad.tolist() == [3.0, 3.0]
+    infinite, fine = torch.tensor(float("inf")), torch.tensor(1.0)
+    assert not scale.accepts(infinite) and (scale.value, scale.skipped) == (4.0, 1)
+    assert scale.accepts(fine) and not scale.accepts(infinite) and scale.accepts(fine) and scale.value == 2.0
+    assert scale.accepts(fine) and scale.value == 4.0  # two good ones in a row
+    again = LossScale(1.0)
+    again.restore(scale.state())
+    assert (again.value, again.good, again.skipped) == (scale.value, scale.good, scale.skipped)
+    for _ in range(2):
+        assert not scale.accepts(infinite)
+    with pytest.raises(TrainingError, match="loss scale"):
+        scale.accepts(torch.tensor(float("nan")))
+    off = LossScale(0.0)
+    assert off.accepts(infinite) and off.scaled(fine) is fine
+    with pytest.raises(ConfigError, match="loss_scale"):
+        LossScale(0.5)
+
+
+def test_float16_saves_gradients_that_would_vanish():
+    """The loss is a mean over many pairs of small advantages: unscaled, its gradient is below float16's smallest number."""
+    config = preset("tiny").apply(dtype="float16", iterations=2, prompts=2, lr=1e-3)
+    exact, rows = trained(replace(config, dtype="float32"), iterations=1)
+    scaled, narrow = trained(config, iterations=1)
+    assert narrow[0]["skipped_steps"] == 0 and narrow[0]["loss_scale"] == 65536
+    assert narrow[0]["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=0.1)
+    assert all(p.dtype == torch.float32 for p in scaled.parameters)
+    assert "loss_scale" not in rows[0]
+    state = scaled.state()
+    scaled.scale.value = 4.0
+    scaled.restore(state)
+    assert scaled.scale.value == 65536.0
+    assert torch.allclose(weights(exact), weights(scaled), atol=5e-3)
+
+
+def test_float16_skips_a_step_that_overflows_and_goes_on():
+    config = preset("tiny").apply(dtype="float16", iterations=2, prompts=2, updates=1)
+    run = trainer(config)
+    run.scale.value = 2.0**60
+    before = weights(run)
+    row = run.iteration()
+    assert row["skipped_steps"] == 1 and run.scale.value == 2.0**59 and "grad_norm" not in row
+    assert torch.equal(weights(run), before)
+    run.scale.value = 256.0
+    row = run.iteration()
+    assert row["grad_norm"] > 0 and not torch.equal(weights(run), before)
+
+
+def test_a_loss_that_is_not_finite_stops_float16_too():
+    run = trainer(preset("tiny").apply(dtype="float16", prompts=2))
+    with torch.no_grad():
+        run.parameters[0].fill_(float("nan"))
+    run.collector.collect, found = None, run.collector.collect
+
+    def collect(*given):  # a rollout with good weights, then an update with bad ones
+        with torch.no_grad():
+            run.parameters[0].zero_()
+            result = found(*given)
+            run.parameters[0].fill_(float("nan"))
+        return result
+
+    run.collector.collect = collect
+    with pytest.raises(TrainingError, match="loss"):
+        run.iteration()
+
+
+def test_eight_bit_adam_is_wired_or_asked_for(monkeypatch):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match="needs the package bitsandbytes"):
+        make_optimiser("adamw-8bit", [parameter], 1e-3, 0.0)
+    fake = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=lambda *given, **named: (given, named)))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", fake)
+    made = make_optimiser("adamw-8bit", [parameter], 1e-3, 0.1)
+    assert made == (([parameter],), {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1})
+    with pytest.raises(ConfigError, match="adamw, adamw-8bit"):
+        make_optimiser("sgd", [parameter], 1e-3, 0.0)
+
+
+def test_settings_are_checked():
+    with pytest.raises(ConfigError, match="overlap_rewards = True is not allowed"):
+        RunConfig(overlap_rewards=True)
+    with pytest.raises(ConfigError, match="chunk"):
+        RunConfig(chunk=-1)
+    with pytest.raises(ConfigError, match="optimiser"):
+        RunConfig(optimiser="sgd")
+    with pytest.raises(ConfigError, match="loss_scale"):
+        RunConfig(loss_scale=0.1)
+
+
+def test_a_compiled_network_gives_the_same_numbers():
+    """On the tiny network of the mixture world, by the compiler for this CPU, to float rounding."""
+    plain, rows = trained(replace(TINY, lr=1e-4), iterations=1)
+    compiled, others = trained(replace(TINY, lr=1e-4, compile=True), iterations=1)
+    assert compiled.policy.net._compiled_call_impl is not None
+    assert others[0]["reward_mean"] == pytest.approx(rows[0]["reward_mean"], abs=1e-5)
+    assert others[0]["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-3)
+    torch.testing.assert_close(weights(compiled), weights(plain), atol=1e-5, rtol=0)
+
+
+def test_only_a_policy_that_shows_its_network_is_compiled():
+    world = TINY.make_world()
+    policy = world.policy(TINY.policy_options())
+    parts = ("latent_shape", "device", "schedule", "encode", "velocity", "decode", "trainable", "reference", "frozen")
+    closed = SimpleNamespace(**{name: getattr(policy, name) for name in parts})
+    config = replace(TINY, compile=True)
+    with pytest.raises(ConfigError, match="velocity_network"):
+        Trainer(closed, config.make_method(), config.make_reward(), world.prompts("direction", "train"), config)

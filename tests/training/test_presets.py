@@ -1,0 +1,228 @@
+"""Presets: the papers' settings by value, every combination run at tiny size, files of one's own and what is wrong with them."""
+
+import json
+
+import pytest
+import yaml
+
+from flowrl.cli import main
+from flowrl.errors import ConfigError
+from flowrl.methods import make_method
+from flowrl.prompts import prompts_from
+from flowrl.testing.tiny import tiny_clip, tiny_detector, tiny_flux, tiny_sd3
+from flowrl.training.config import RunConfig, load_config, preset, setting_kinds
+from flowrl.training.presets import combinations, shipped
+from flowrl.training.results import load_run
+from flowrl.training.settings_file import read_settings, settings_text
+from flowrl.training.showcase import show_trajectory
+
+FLOW, STEPWISE, TURNING = "flow-grpo", "stepwise-flow-grpo", "tp-grpo"
+SD3, FLUX = "sd3.5-medium", "flux.1-dev"
+EVERYWHERE = {
+    "resolution": 512, "rank": 32, "alpha": 64.0, "tuning": "lora", "lr": 3e-4, "weight_decay": 1e-4, "grad_clip": 1.0,
+    "members": 24, "updates": 2,
+}  # fmt: skip
+"""The same in all three papers (Stepwise-Flow-GRPO builds on Flow-GRPO's code)."""
+MODELS = {
+    SD3: {"steps": 10, "eval_steps": 40, "guidance": 4.5},
+    FLUX: {"steps": 6, "eval_steps": 28, "guidance": 1.0},  # its guidance of 3.5 is distilled
+}
+METHODS = {
+    FLOW: {"sampler": "flow-sde", "initial_noise": "independent", "clip": 1e-4, "window": "all-but-last"},
+    STEPWISE: {"sampler": "flow-sde", "initial_noise": "shared", "window": "all"},
+    TURNING: {"sampler": "cps", "initial_noise": "independent", "clip": 1e-5, "kl_weight": 1e-4},
+}
+CROSSED = {
+    (FLOW, SD3): {"noise_level": 0.7},
+    (FLOW, FLUX): {"noise_level": 0.9, "kl_weight": 0.0},
+    (TURNING, SD3): {"noise_level": 0.7, "window": "0:9"},
+    (TURNING, FLUX): {"noise_level": 0.8, "window": "0:5"},
+    (FLOW, SD3, "geneval"): {"kl_weight": 0.04},
+    (FLOW, SD3, "ocr"): {"kl_weight": 0.04},
+    (FLOW, SD3, "pickscore"): {"kl_weight": 0.01},
+}
+REWARDS = {"geneval": "geneval", "ocr": "ocr", "pickscore": "pickscore"}
+
+
+@pytest.mark.parametrize("name", combinations())
+def test_values_are_the_papers(name):
+    """arXiv 2505.05470, 2603.28718, 2602.06422 and the settings released with the first and last."""
+    model, method, task = name.split(",")
+    config = preset(name).apply()
+    expected = {**EVERYWHERE, **MODELS[model], **METHODS[method]}
+    for names, values in CROSSED.items():
+        if set(names) <= {model, method, task}:
+            expected |= values
+    assert {key: getattr(config, key) for key in expected} == expected
+    assert config.reward.startswith(REWARDS[task]) and config.method == method
+    assert config.ema == pytest.approx(0.9 ** (1 / 8), abs=2e-4)
+    trained = {(SD3, FLOW): 9, (SD3, STEPWISE): 10, (SD3, TURNING): 9, (FLUX, FLOW): 5, (FLUX, STEPWISE): 6, (FLUX, TURNING): 5}
+    assert int(config._trial_schedule().stochastic.sum()) == trained[model, method]
+
+
+def test_there_are_two_models_three_methods_three_tasks():
+    assert {kind: set(files) for kind, files in shipped().items()} == {
+        "models": {SD3, FLUX}, "methods": {FLOW, STEPWISE, TURNING}, "tasks": {"geneval", "ocr", "pickscore"},
+    }  # fmt: skip
+    assert len(combinations()) == 18
+    for kind, files in shipped().items():
+        for path in files.values():
+            about = yaml.safe_load(path.read_text())["about"]
+            wanted = {"models": {"gpus", "memory", "time"}, "methods": {"paper_batch"}, "tasks": {"reward_memory"}}[kind]
+            assert {"summary", "notes", *wanted} <= set(about), path
+
+
+def test_held_out_prompts_are_not_trained_on():
+    for task, tags in (("geneval", 6), ("ocr", 1), ("pickscore", 1)):
+        config = preset(f"{SD3},{FLOW},{task}").apply()
+        world = config.make_world()
+        train, heldout = ({p.text for p in world.prompts("prompts", part)} for part in ("train", "heldout"))
+        assert len(heldout) == config.eval_prompts == 64 and len(train) >= 2000 and not train & heldout
+        assert len({p.metadata["tag"] for p in world.prompts("prompts", "heldout")}) == tags
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Tiny pipelines and reward networks on disk: what replaces the downloads."""
+    root = tmp_path_factory.mktemp("tiny")
+    tiny_sd3().save_pretrained(root / SD3)
+    tiny_flux().save_pretrained(root / FLUX)
+    clip, detector = tiny_clip(root / "clip"), tiny_detector(root / "detector", masks=False)
+    (root / "length.py").write_text(
+        "class Score:\n    def score(self, images, prompts):\n        return images.mean((1, 2, 3)) + len(prompts[0].text)\n"
+    )
+    rewards = {
+        "pickscore": f"pickscore(model='{clip}', tokenizer='{clip}')",
+        "geneval": f"geneval(form=partial, model='{detector}', clip='{clip}')",
+        "ocr": "ocr(side=32, threads=1)",
+    }
+    return root, rewards
+
+
+OBJECTS = '{"prompt": "a cat and a dog", "include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 1}]}\n'
+SMALL = {
+    "resolution": 16, "text_tokens": 24, "iterations": 1, "prompts": 1, "members": 2, "eval_prompts": 1, "eval_steps": 2,
+    "rank": 2, "device": "cpu", "dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", combinations())
+def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
+    """Networks, sizes and counts are small; steps, sampler, window, loss, rule, prompts and kind of reward are the preset's."""
+    model, _, task = name.split(",")
+    if task == "ocr":
+        pytest.importorskip("rapidocr")
+    root, rewards = tiny
+    monkeypatch.setattr(show_trajectory, "__defaults__", (2,))  # of twelve trajectories
+    own = {**SMALL, "model": str(root / model), "reward": rewards[task], "tracker": "none"}
+    if task == "geneval":  # the tiny detector knows four classes
+        (tmp_path / "objects.jsonl").write_text(OBJECTS)
+        own |= dict.fromkeys(("prompt_file", "heldout_file"), str(tmp_path / "objects.jsonl"))
+    (tmp_path / "small.yaml").write_text(settings_text(own))
+    out = tmp_path / "run"
+    assert main(["train", "--preset", f"{name},{tmp_path / 'small.yaml'}", "--out", str(out)]) == 0
+    run, config = load_run(out), RunConfig.from_dict(load_config(out / "config.yaml"))
+    assert run.finished and run.rows[1]["trajectories"] == 2 and run.rows[1]["grad_norm"] >= 0
+    kept = preset(name).changes
+    assert all(getattr(config, key) == value for key, value in kept.items() if key not in own)
+    assert (out / "lora" / "pytorch_lora_weights.safetensors").exists()
+    assert config == RunConfig.from_dict(json.loads((out / "config.json").read_text()))
+
+
+def test_a_preset_in_print_is_a_preset(tmp_path, capsys):
+    name = f"{FLUX},{TURNING},ocr,tiny"
+    assert main(["presets", name]) == 0
+    text = capsys.readouterr().out
+    assert "noise_level: 0.8" in text and "# tp-grpo with flux.1-dev" in text and "unmeasured" in text
+    (tmp_path / "mine.yaml").write_text(text)
+    assert preset(str(tmp_path / "mine.yaml")).changes == preset(name).changes
+    assert main(["presets"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in combinations()) and "unmeasured" in shown
+
+
+def test_later_files_and_options_overrule_earlier_ones(tmp_path):
+    (tmp_path / "mine.yaml").write_text("lr: 1e-5\nsteps: 12\n")
+    config = preset(f"{tmp_path / 'mine.yaml'},ocr,{FLOW},{SD3}").apply(steps=14)
+    assert (config.lr, config.steps, config.members) == (1e-5, 14, 24)
+    assert make_method(config.method).name == FLOW
+    assert preset("tiny").apply(method=FLOW) == RunConfig(**{**preset("tiny").changes, "method": FLOW})
+    assert preset(f"{SD3},{TURNING},ocr").apply(prompts=48).prompts == 48
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "steps: 10\nlearning_rate: 1e-4\n",
+            "line 2: unknown setting 'learning_rate' (did you mean 'lr'?); allowed: adapter, alpha",
+        ),
+        ("steps: 10\n\nguidence: 2\n", "line 3: unknown setting 'guidence' (did you mean 'guidance'?)"),
+        ("settings:\n  steps: 10\n  groups: 4\n", "line 3: unknown setting 'groups' (did you mean 'prompts'?)"),
+        ("settings:\n  steps: 10\nlr: 1e-3\n", "line 3: unknown section 'lr' (settings go below 'settings:')"),
+        ("settings:\n  lr: 0.1\nwith:\n  ocr: {stepz: 3}\n", "line 4: unknown setting 'stepz' (did you mean 'steps'?)"),
+        ("steps: ten\n", "line 1: steps = 'ten' is not allowed: a whole number"),
+        ("steps: 10.5\n", "a whole number"),
+        ("steps: true\n", "a whole number"),
+        ("lr: fast\n", "lr = 'fast' is not allowed: a number"),
+        ("checkpointing: 3\n", "true or false"),
+        ("reward: [a, b]\n", "reward = ['a', 'b'] is not allowed: a text"),
+        ("heldout_rewards: [3]\n", "heldout_rewards = (3,) is not allowed: a list of texts"),
+        ("prompts: words.txt\n", "a file of prompts goes to prompt_file"),
+        ("lr: 1\nlr: 2\n", "line 2: lr is set twice"),
+        ("- lr\n", "line 1: the file must be lines of 'name: value', not a list"),
+        ("lr: [1\nsteps: 3\n", "is not YAML"),
+        ("# nothing\n", "is empty"),
+        ("steps: -3\n", "steps = -3 is not allowed"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_line(text, words, tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert main(["train", "--preset", str(path), "--out", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert words in told and told.count("\n") == 1 and not (tmp_path / "run").exists()
+    assert str(path) in told or "steps = -3" in told
+
+
+def test_names_that_do_not_exist_or_do_not_combine():
+    with pytest.raises(ConfigError, match=r"unknown preset 'tp-grp' \(did you mean 'tp-grpo'\?\); allowed: default, long, tiny;"):
+        preset("tp-grp")
+    with pytest.raises(ConfigError, match="ocr and geneval are both tasks"):
+        preset("ocr,geneval")
+    with pytest.raises(ConfigError, match=r"none\.yaml does not exist"):
+        preset("ocr,none.yaml")
+    with pytest.raises(ConfigError, match="unknown generator 'poems'"):
+        prompts_from("poems[0:3]")
+    with pytest.raises(ConfigError, match="START below END"):
+        prompts_from("text[3:3]")
+
+
+def test_values_survive_yaml(tmp_path):
+    """Numbers to the last bit, texts that look like something else, and quotation marks."""
+    values = {"lr": 0.1 + 0.2, "clip": 1e-5, "window": "0:9", "reward": "ocr(side=32, language='no')", "steps": 7,
+              "credit": "", "checkpointing": False, "prompt_file": "text[0:3]", "task": "null",
+              "adapter": "1e5", "model": "a: b # c", "heldout_rewards": ("ocr", "clipscore(weight=1.0)")}  # fmt: skip
+    (tmp_path / "x.yaml").write_text(settings_text(values, ("a comment\nof two lines",)))
+    assert read_settings(tmp_path / "x.yaml", setting_kinds()).settings == values
+    (tmp_path / "y.yaml").write_text("lr: 1e-4\nkl_weight: 0\nseed: 3\nwindow: 0:9\nadapter: 12\nmodel:\nheldout_rewards: ocr\n")
+    found = read_settings(tmp_path / "y.yaml", setting_kinds()).settings
+    assert found == {
+        "lr": 1e-4,
+        "kl_weight": 0.0,
+        "seed": 3,
+        "window": "0:9",
+        "adapter": "12",
+        "model": "",
+        "heldout_rewards": ("ocr",),
+    }
+
+
+def test_what_presets_prints_is_repeated_by_config_and_changed_by_preset(tmp_path, capsys):
+    assert main(["presets", f"{FLUX},{TURNING},ocr"]) == 0
+    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
+    told = []
+    for door in (["--config", str(tmp_path / "mine.yaml")], ["--preset", str(tmp_path / "mine.yaml"), "--model", "another"]):
+        assert main(["train", *door, "--plan"]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0].startswith(told[1].rstrip()) and "tp-grpo: one iteration of 300" in told[0]

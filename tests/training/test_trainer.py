@@ -1,0 +1,363 @@
+"""The trainer: it learns, it is reproducible, it resumes to the same numbers, and it says what is wrong."""
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from flowrl.credit import GDPO, Uniform
+from flowrl.errors import CheckpointError, ConfigError, CreditError, RewardError, TrainingError
+from flowrl.flow.mixture import GaussianMixture
+from flowrl.losses import ClippedLoss
+from flowrl.methods import METHODS, load_credit, make_method, make_sampler
+from flowrl.rewards import FunctionReward, WeightedSum
+from flowrl.rollout import RewardTables
+from flowrl.samplers import RandomWindow
+from flowrl.training.checkpoint import load_checkpoint, save_checkpoint
+from flowrl.training.config import PRESETS, RunConfig, preset
+from flowrl.training.evaluation import evaluate
+from flowrl.training.finished import trained_policy
+from flowrl.training.run import Run
+from flowrl.training.trainer import PromptStream, Trainer
+from flowrl.types import NoProbe, Prompt
+from flowrl.worlds.base import world
+
+TINY = preset("tiny").apply(world="mixture", task="direction", iterations=4, checkpoint_every=2)
+
+
+def trainer(config=TINY, method=None, reward=None):
+    chosen = config.make_world()
+    policy = chosen.policy(config.policy_options())
+    return Trainer(
+        policy,
+        method or config.make_method(),
+        reward or chosen.reward(config.reward_form),
+        chosen.prompts(config.task, "train"),
+        config,
+    )
+
+
+@pytest.mark.parametrize("name", ["flow-grpo", "stepwise-flow-grpo", "tp-grpo"])
+def test_every_method_learns_the_two_dimensional_world(name):
+    config = preset("default").apply(world="mixture", method=name, iterations=25)
+    run = trainer(config)
+    scores = []
+    for _ in range(2):
+        with run.averaged():
+            scores.append(evaluate(run.policy, world("mixture"), "direction", "soft", 240, 20).scores["soft"])
+        for _ in range(25 * (len(scores) == 1)):
+            run.iteration()
+    assert scores[0] == pytest.approx(GaussianMixture.ring().expected_bump(torch.tensor([2.0, 0.0]), 1.0), abs=0.06)
+    assert scores[1] > scores[0] + 0.15
+
+
+def weights(run):
+    return [p.detach().clone() for p in run.parameters]
+
+
+def test_same_seed_same_weights_and_another_seed_others():
+    runs = [trainer(replace(TINY, seed=seed)) for seed in (0, 0, 1)]
+    rows = [[run.iteration()["reward_mean"] for _ in range(2)] for run in runs]
+    assert rows[0] == rows[1] != rows[2]
+    assert all(torch.equal(a, b) for a, b in zip(weights(runs[0]), weights(runs[1]), strict=True))
+
+
+def test_the_micro_batch_does_not_change_the_update():
+    big, small = trainer(replace(TINY, micro_batch=1000)), trainer(replace(TINY, micro_batch=3))
+    big.iteration()
+    small.iteration()
+    for a, b in zip(weights(big), weights(small), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3)
+
+
+def test_first_update_is_on_policy_and_updates_split_the_trajectories():
+    row = trainer(replace(TINY, updates=1)).iteration()
+    assert row["ratio_deviation"] < 1e-5
+    assert row["train_nfe"] == 2 * 3 * 2  # prompts x members x stochastic steps
+    assert trainer(replace(TINY, updates=3)).iteration()["train_nfe"] == 2 * 3 * 2
+
+
+def test_kl_to_the_reference_is_zero_at_the_start_and_grows():
+    run = trainer(replace(TINY, kl_weight=0.1, lr=1e-2, iterations=6))
+    kls = [run.iteration()["kl"] for _ in range(6)]
+    assert kls[0] == pytest.approx(0.0, abs=1e-9) or kls[0] < kls[-1]
+    assert kls[-1] > 0
+
+
+def test_equal_rewards_change_nothing_but_weight_decay():
+    flat = FunctionReward(lambda images, prompts: torch.ones(len(images)))
+    run = trainer(replace(TINY, weight_decay=0.0), reward=flat)
+    before = weights(run)
+    row = run.iteration()
+    assert row["zero_spread_groups"] == 1.0 and row["grad_norm"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(run), strict=True))
+
+
+def test_components_are_logged_and_credited_one_by_one():
+    """A component of a thousand times the scale drowns the other under uniform credit of the sum, not under GDPO."""
+
+    def along(direction):
+        return FunctionReward(lambda images, prompts: images.flatten(1)[:, direction])
+
+    both = WeightedSum({"small": along(0), "large": along(1)}, {"large": 1000.0})
+    run = trainer(TINY, method=make_method("gdpo", credit="gdpo"), reward=both)
+    seen = {}
+    whole = run.method.credit.assign_parts
+
+    def watch(parts, schedule):
+        seen.update(parts)
+        return whole(parts, schedule)
+
+    object.__setattr__(run.method.credit, "assign_parts", watch)
+    row = run.iteration()
+    assert set(seen) == set(row["parts"]) == {"small", "large"}
+    assert row["reward_mean"] == pytest.approx(row["parts"]["small"] + 1000 * row["parts"]["large"], rel=1e-4)
+    assert row["reward_calls"] == 2 * 3  # a composite reward is evaluated once
+    small = GDPO(batch=False).assign_parts({"small": seen["small"]})
+    torch.testing.assert_close(Uniform().assign(seen["small"]), small)
+    assert trainer(TINY, reward=both).iteration()["parts"].keys() == {"small", "large"}
+
+
+def test_a_wrong_component_is_named():
+    wrong = WeightedSum(
+        {"ok": FunctionReward(lambda i, p: torch.zeros(len(p))), "odd": FunctionReward(lambda i, p: torch.zeros(2))}
+    )
+    with pytest.raises(RewardError, match="reward 'odd' returned shape"):
+        trainer(TINY, reward=wrong).iteration()
+    nan = WeightedSum({"nan": FunctionReward(lambda i, p: torch.full((len(p),), float("nan")))})
+    with pytest.raises(RewardError, match=r"parts\(\)\['nan'\] returned .* not finite"):
+        trainer(TINY, reward=nan).iteration()
+    with pytest.raises(ConfigError, match=r"WeightedSum.weights"):
+        WeightedSum({"a": FunctionReward(lambda i, p: torch.zeros(len(p)))}, {"b": 1.0})
+
+
+def test_initial_noise_can_be_overruled():
+    assert replace(TINY, method="stepwise-flow-grpo").make_method().shared_noise
+    assert not replace(TINY, method="stepwise-flow-grpo", initial_noise="independent").make_method().shared_noise
+    assert replace(TINY, initial_noise="shared").make_method().shared_noise
+    assert replace(TINY, credit="stepwise-gain").make_method().shared_noise
+    with pytest.raises(ConfigError, match="initial_noise"):
+        replace(TINY, initial_noise="same")
+
+
+def test_a_random_window_is_drawn_once_per_iteration():
+    config = replace(TINY, window="random:2")
+    run = trainer(config)
+    assert isinstance(run.method.sampler, RandomWindow)
+    starts = {run.draw_sampler().start for _ in range(40)}  # pyright: ignore[reportAttributeAccessIssue]
+    assert starts == {0, 1, 2}
+    run.iteration()
+
+
+class Stop:
+    """Asks to pause after a number of iterations."""
+
+    def __init__(self, after):
+        self.calls, self.after = 0, after
+
+    def __call__(self):
+        self.calls += 1
+        return self.calls == self.after
+
+
+@pytest.mark.parametrize(("name", "credit"), [("flow-grpo", ""), ("tp-grpo", ""), ("average", "moving-average-gain")])
+def test_a_paused_run_resumes_to_the_same_numbers(tmp_path, name, credit):
+    config = replace(TINY, method=name, credit=credit, updates=2)
+    assert Run(config, tmp_path / "whole").execute()
+    assert not Run(config, tmp_path / "parts", stop=Stop(3)).execute()
+    with open(tmp_path / "parts" / "metrics.jsonl", "a") as file:
+        file.write('{"iteration": 4, "half')  # killed while writing
+    assert Run(config, tmp_path / "parts").execute(resume=True)
+    rows = [
+        [json.loads(line) for line in (tmp_path / part / "metrics.jsonl").read_text().splitlines()] for part in ("whole", "parts")
+    ]
+    assert [row["iteration"] for row in rows[0]] == [row["iteration"] for row in rows[1]] == [0, 1, 2, 3, 4]
+    for a, b in zip(*rows, strict=True):
+        drop = {"seconds", "seconds_total", "phases", "evaluation"}
+        assert {k: v for k, v in a.items() if k not in drop} == {k: v for k, v in b.items() if k not in drop}
+        if a["evaluation"]:
+            assert a["evaluation"]["reward"] == b["evaluation"]["reward"]
+    first, second = (load_checkpoint(tmp_path / part / "checkpoints" / "000004") for part in ("whole", "parts"))
+    assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
+    trained_policy(tmp_path / "parts")
+
+
+def test_shapes_world_trains_in_bfloat16_with_float32_transitions(tmp_path):
+    config = preset("tiny").apply(iterations=1, dtype="bfloat16", task="text")
+    Run(config, tmp_path).execute()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["grad_norm"] > 0
+    assert (
+        load_checkpoint(tmp_path / "checkpoints" / "000001").tensors["weight." + next(iter(trainer(config).names))].dtype
+        == torch.float32
+    )
+
+
+def test_checkpoints_refuse_what_is_not_theirs(tmp_path):
+    run = trainer()
+    run.iteration()
+    folder = tmp_path / "checkpoint"
+    save_checkpoint(folder, run.state())
+    with pytest.raises(ConfigError, match="another run"):
+        trainer(preset("tiny").apply()).restore(load_checkpoint(folder))
+    tensors = folder / "tensors.safetensors"
+    data = tensors.read_bytes()
+    tensors.write_bytes(data[:-9])
+    with pytest.raises(CheckpointError, match="hash"):
+        load_checkpoint(folder)
+    (folder / "checkpoint.json").write_text('{"format": "other", "values": {}, "sha256": ""}')
+    with pytest.raises(CheckpointError, match="format 'other'"):
+        load_checkpoint(folder)
+    (folder / "checkpoint.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not a flowrl checkpoint"):
+        load_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_checkpoint(tmp_path / "none")
+
+
+def test_an_interrupted_save_leaves_the_previous_checkpoint(tmp_path):
+    run = trainer()
+    folder = tmp_path / "checkpoint"
+    save_checkpoint(folder, run.state())
+    folder.rename(tmp_path / "checkpoint.old")  # the moment between two renames
+    assert load_checkpoint(folder).values["done"] == 0
+
+
+@dataclass(frozen=True)
+class WrongShape:
+    """One advantage too many."""
+
+    probe: NoProbe = NoProbe()
+
+    def assign(self, rewards, schedule):
+        return torch.zeros_like(rewards)
+
+
+@dataclass(frozen=True)
+class ReadsUnfilledNodes:
+    """Asks for nothing, reads everything."""
+
+    probe: NoProbe = NoProbe()
+
+    def assign(self, rewards, schedule):
+        return rewards.diff(dim=-1)
+
+
+@pytest.mark.parametrize(("rule", "words"), [(WrongShape(), r"shape \(2, 3, 5\)"), (ReadsUnfilledNodes(), "not finite")])
+def test_rules_that_break_their_contract_are_named(rule, words):
+    with pytest.raises(CreditError, match=words):
+        trainer(method=replace(TINY.make_method(), credit=rule)).iteration()
+
+
+def test_failures_name_the_cause_and_leave_the_weights_alone():
+    with pytest.raises(RewardError, match="not finite"):
+        trainer(reward=FunctionReward(lambda images, prompts: torch.full((len(images),), float("inf")))).iteration()
+
+    @dataclass(frozen=True)
+    class Broken:
+        needs_reference: bool = False
+
+        def loss(self, batch):
+            result = ClippedLoss().loss(batch)
+            return replace(result, loss=result.loss * float("nan"))
+
+    run = trainer(method=replace(TINY.make_method(), loss=Broken()))
+    before = weights(run)
+    with pytest.raises(TrainingError, match=r"iteration 1: the loss is nan.*towards"):
+        run.iteration()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(run), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"members": 1}, "group of one"),
+        ({"steps": -1}, "steps = -1"),
+        ({"iterations": 0}, "iterations"),
+        ({"noise_level": 0.0}, "log-probabilities"),
+        ({"sampler": "ode"}, "log-probabilities"),
+        ({"noise_level": -1.0}, "noise_level"),
+        ({"sampler": "euler"}, "flow-sde"),
+        ({"world": "mars"}, "shapes, mixture"),
+        ({"task": "poetry"}, "compositional, text, preference"),
+        ({"reward_form": "fuzzy"}, "strict, graded, soft"),
+        ({"window": "8:9"}, "within the schedule's 10 steps"),
+        ({"window": "some"}, "START:SIZE"),
+        ({"dtype": "int8"}, "float32"),
+        ({"lr": 0.0}, "lr"),
+        ({"ema": 1.0}, "ema"),
+    ],
+)
+def test_bad_settings_are_refused_when_the_config_is_built(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        RunConfig(**changes)
+
+
+def test_unknown_names_list_what_is_allowed(tmp_path):
+    with pytest.raises(ConfigError, match="flow-grpo, stepwise-flow-grpo, tp-grpo"):
+        make_method("ppo")
+    with pytest.raises(ConfigError, match="default, long, tiny"):
+        preset("huge")
+    with pytest.raises(ConfigError, match="unknown settings colour"):
+        RunConfig.from_dict({"colour": 1})
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_credit(str(tmp_path / "none.py:Rule"))
+    file = tmp_path / "rules.py"
+    file.write_text("class Rule:\n    pass\n")
+    with pytest.raises(ConfigError, match="no class 'Other'; it defines Rule"):
+        load_credit(f"{file}:Other")
+    with pytest.raises(ConfigError, match="no credit rule"):
+        load_credit(f"{file}:Rule")
+    with pytest.raises(ConfigError, match=r"file\.py:Class"):
+        load_credit("rules")
+
+
+def test_configs_survive_json_and_presets_are_valid():
+    for name in PRESETS:
+        config = preset(name).apply()
+        assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+    for name in METHODS:
+        method = make_method(name, make_sampler("cps", 0.7), ClippedLoss(clip=1e-3))
+        assert method.name == name and method.loss == ClippedLoss(clip=1e-3)
+
+
+def test_prompts_come_in_shuffled_passes():
+    stream = PromptStream([Prompt(str(i)) for i in range(5)], seed=0)
+    taken = [p.text for p in stream.take(7)] + [p.text for p in stream.take(3)]
+    assert sorted(taken[:5]) == sorted(taken[5:]) == list("01234")
+    with pytest.raises(ConfigError, match="empty"):
+        PromptStream([], seed=0)
+
+
+def test_upcoming_prompts_are_those_that_come():
+    stream = PromptStream([Prompt(str(i % 4)) for i in range(6)], seed=3)
+    stream.take(2)
+    ahead = [p.text for p in stream.upcoming(9)]
+    assert ahead == list(dict.fromkeys(p.text for p in stream.take(9)))
+
+
+def test_rules_see_the_schedule_where_the_rewards_are():
+    """A run on a GPU has its schedule there, and its rewards in main memory."""
+    run, asked = trainer(), []
+
+    class Elsewhere:
+        def to(self, device):
+            asked.append(device)
+            return run.schedule
+
+    run._credit(RewardTables(torch.zeros(2, 3, run.schedule.steps + 1), {}, torch.ones(2, 3, dtype=torch.bool)), Elsewhere())
+    assert asked == [torch.device("cpu")]
+    stds = torch.ones(run.schedule.steps)
+    moved = replace(run.schedule, stds=stds).to("cpu")
+    assert torch.equal(moved.times, run.schedule.times) and moved.timesteps is None and torch.equal(moved.stds, stds)
+
+
+def test_no_network_call_of_a_run_is_larger_than_it_may_be(tmp_path, monkeypatch):
+    """Evaluations and the trajectory shown at the end included."""
+    from flowrl.policies.mixture import MixturePolicy
+
+    sizes, plain = [], MixturePolicy.velocity
+    monkeypatch.setattr(MixturePolicy, "velocity", lambda self, x, *more: sizes.append(len(x)) or plain(self, x, *more))
+    assert Run(replace(TINY, max_batch=5, micro_batch=4, iterations=1), tmp_path).execute()
+    assert max(sizes) == 5

@@ -1,0 +1,152 @@
+"""Training a diffusers model from the command line: prompts from a file, a reward by name, weights that others read."""
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowrl.cli import main
+from flowrl.errors import ConfigError
+from flowrl.prompts import read_prompts
+from flowrl.testing.tiny import tiny_flux, tiny_sd3
+from flowrl.training.config import RunConfig, preset
+from flowrl.training.finished import trained_policy
+from flowrl.training.results import load_run
+
+REWARD = """
+class Redness:
+    def score(self, images, prompts):
+        return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
+"""
+SIZES = ["--resolution", "16", "--text-tokens", "24", "--device", "cpu", "--dtype", "float32", "--rank", "2", "--alpha", "8"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Prompts, a reward, and a tiny SD3 pipeline on disk."""
+    (tmp_path / "prompts.txt").write_text("# training prompts\na red fox\n\n  a red car  \na red hat\n")
+    (tmp_path / "reward.py").write_text(REWARD)
+    tiny_sd3().save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def arguments(folder, *more):
+    files = [
+        "--model",
+        str(folder / "model"),
+        "--prompts",
+        str(folder / "prompts.txt"),
+        "--reward",
+        f"{folder}/reward.py:Redness",
+    ]
+    return ["train", *files, *SIZES, "--preset", "tiny", "--out", str(folder / "run"), "--lr", "0.03", *more]
+
+
+def test_train_a_model_and_read_its_lora_with_plain_diffusers(folder, capsys):
+    assert main(arguments(folder, "--groups", "3", "--method", "tp-grpo", "--guidance", "2")) == 0
+    assert "tp-grpo on" in capsys.readouterr().out
+    run = load_run(folder / "run")
+    assert run.finished and len(run.rows) == 3 and run.rows[1]["trajectories"] == 9
+    config = json.loads((folder / "run" / "config.json").read_text())
+    assert (config["prompts"], config["rank"], config["steps"], config["world"]) == (3, 2, 4, "model")
+    assert run.rows[0]["evaluation"].keys() == {"reward", "seconds"}
+    policy, _ = trained_policy(folder / "run")
+    plain = tiny_sd3()
+    plain.load_lora_weights(folder / "run" / "lora")
+    plain.set_progress_bar_config(disable=True)
+    noise = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    call = dict(height=16, width=16, num_inference_steps=3, max_sequence_length=24, guidance_scale=1.0, output_type="latent")
+    latent = plain("a red fox", latents=noise, **call).images
+    from flowrl.rollout import Usage, integrate
+    from flowrl.types import Prompt
+
+    with policy.guided(1.0):  # pyright: ignore[reportAttributeAccessIssue]
+        ours = integrate(policy, policy.schedule(3), policy.encode([Prompt("a red fox")]), noise, Usage())
+    torch.testing.assert_close(ours, latent, atol=5e-6, rtol=0)
+    assert main(["sample", "--weights", str(folder / "run"), "--prompts", "any words", "--count", "2", "--steps", "2",
+                 "--out", str(folder / "grid.png")]) == 0  # fmt: skip
+    assert (folder / "grid.png").stat().st_size > 0
+
+
+def test_a_killed_run_resumes_to_the_same_weights(folder, monkeypatch):
+    from flowrl.training.trainer import Trainer
+
+    assert main(arguments(folder, "--checkpoint-every", "1")) == 0
+    whole = load_file(folder / "run" / "weights.safetensors")
+    (folder / "run").rename(folder / "whole")
+    iteration = Trainer.iteration
+
+    def dies(trainer):
+        if trainer.done == 1:
+            raise RuntimeError("killed")
+        return iteration(trainer)
+
+    monkeypatch.setattr(Trainer, "iteration", dies)
+    with pytest.raises(RuntimeError, match="killed"):
+        main(arguments(folder, "--checkpoint-every", "1"))
+    monkeypatch.undo()
+    assert main(["train", "--resume", str(folder / "run")]) == 0
+    again = load_file(folder / "run" / "weights.safetensors")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_full_fine_tuning_of_flux_against_its_reference(folder):
+    tiny_flux().save_pretrained(folder / "model")
+    assert main(arguments(folder, "--tuning", "full", "--kl-weight", "0.1", "--lr", "0.001")) == 0
+    run = load_run(folder / "run")
+    assert [row["kl"] >= 0 for row in run.rows[1:]] == [True, True]
+    transformer = type(tiny_flux().transformer).from_pretrained(folder / "run" / "full", subfolder="transformer")
+    averaged = load_file(folder / "run" / "weights.safetensors")
+    assert all(torch.equal(p, averaged[name]) for name, p in transformer.named_parameters())
+
+
+def test_held_out_prompts_have_their_own_file(folder):
+    (folder / "held.jsonl").write_text('{"prompt": "two cats", "count": 2}\n')
+    files = {"prompt_file": str(folder / "prompts.txt"), "heldout_file": str(folder / "held.jsonl")}
+    config = preset("default").apply(model="somewhere", reward=f"{folder}/reward.py:Redness", **files)
+    world = config.make_world()
+    assert [p.text for p in world.prompts("prompts", "train")] == ["a red fox", "a red car", "a red hat"]
+    (held,) = world.prompts("prompts", "heldout")
+    assert (held.text, held.metadata) == ("two cats", {"count": 2})
+    assert config.rank == 32 and config.clip == 1e-4 and config.make_world().reward("reward") is not None
+    assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--prompts", "missing.txt"], "missing.txt cannot be read"),
+        (["--reward", ""], "a model has none of its own"),
+        (["--tuning", "some"], "lora or full"),
+        (["--model", "nowhere/at-all"], "no folder with a model_index.json"),
+        (["--world", "shapes"], "model where `model` is given"),
+        (["--prompts", "4"], "prompt_file"),
+        (["--prompts", "4", "--groups", "3"], "groups = 3"),
+        (["--guidance", "0.2"], "guidance = 0.2"),
+        (["--resolution", "17"], "height = 17"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(folder, capsys, more, words):
+    logging.getLogger("diffusers").setLevel(logging.CRITICAL)
+    assert main([*arguments(folder), *more]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]  # before it: progress of loading
+    assert told.startswith("flowrl: error: ") and words in told
+
+
+def test_prompt_files(tmp_path):
+    text = tmp_path / "prompts.txt"
+    text.write_text("one\n\n# two\n three \n")
+    assert [p.text for p in read_prompts(text)] == ["one", "three"]
+    text.write_text("# nothing\n")
+    with pytest.raises(ConfigError, match="holds no prompt"):
+        read_prompts(text)
+    objects = tmp_path / "prompts.jsonl"
+    objects.write_text('{"prompt": "one", "tag": "colour"}\n\n{"text": "two"}\n')
+    with pytest.raises(ConfigError, match="line 3 is no JSON object"):
+        read_prompts(objects)
+    with pytest.raises(ConfigError, match="prompt_file"):
+        preset("default").apply(model="somewhere", reward="x")
+    with pytest.raises(ConfigError, match="world = 'model'"):
+        RunConfig(world="model")

@@ -1,0 +1,216 @@
+"""The shapes world: its language, its verifier, its decoder and its base model."""
+
+import json
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.errors import CheckpointError, ConfigError, RewardError
+from flowrl.types import Prompt
+from flowrl.worlds.base import PolicyOptions, check_hash, weights_path, world
+from flowrl.worlds.shapes.render import render
+from flowrl.worlds.shapes.scene import (
+    CELLS,
+    TASKS,
+    Request,
+    all_requests,
+    draw_layout,
+    draw_wrong_layout,
+    object_class,
+    parse,
+    requests_by_kind,
+    split,
+    tokenise,
+)
+from flowrl.worlds.shapes.verifier import FORMS, ShapesReward, edit_distance, looks, read
+
+KINDS = sorted(requests_by_kind())
+
+
+def drawings(kind, count=200, draw=draw_layout, seed=0):
+    """Requests of one kind with pictures drawn for them."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    requests = [rng.choice(requests_by_kind()[kind]) for _ in range(count)]
+    layouts = torch.tensor([draw(request, rng) for request in requests])
+    return [r.prompt() for r in requests], layouts, render(layouts, generator)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verifier_is_right_about_renderings_and_reconstructions(kind, shapes_policy):
+    prompts, layouts, images = drawings(kind)
+    assert float(ShapesReward("strict").score(images, prompts).mean()) >= 0.99
+    assert float((read(images).classes == layouts).float().mean()) >= 0.9999
+    auto = shapes_policy.network.autoencoder
+    with torch.no_grad():
+        again = auto.decode(auto.encode(images))
+    assert float(ShapesReward("strict").score(again, prompts).mean()) >= 0.97
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verifier_tells_careless_pictures_from_right_ones(kind):
+    right, careless = drawings(kind), drawings(kind, draw=draw_wrong_layout)
+    for form in FORMS:
+        reward = ShapesReward(form)
+        assert reward.score(right[2], right[0]).mean() > reward.score(careless[2], careless[0]).mean() + 0.1
+        for prompts, _, images in (right, careless):
+            scores = reward.score(images, prompts)
+            assert bool(((scores >= 0) & (scores <= 1)).all())
+
+
+def picture(cells):
+    """A layout from {cell: (colour, shape)}."""
+    layout = [0] * CELLS
+    for cell, named in cells.items():
+        layout[cell] = object_class(*named)
+    return render(torch.tensor([layout]))
+
+
+@pytest.mark.parametrize(
+    ("text", "cells", "strict", "graded"),
+    [
+        ("two red circles", {0: ("red", "circle"), 9: ("red", "circle")}, 1, 1.0),
+        ("two red circles", {0: ("red", "circle")}, 0, 0.5),
+        ("two red circles", {0: ("red", "circle"), 1: ("red", "circle"), 2: ("red", "circle")}, 0, 2 / 3),
+        ("two red circles", {0: ("red", "square"), 1: ("blue", "circle")}, 0, 0.0),
+        ("red circle left of blue square", {0: ("red", "circle"), 7: ("blue", "square")}, 1, 1.0),
+        ("red circle left of blue square", {3: ("red", "circle"), 4: ("blue", "square")}, 0, 0.5),
+        ("red circle above blue square", {3: ("red", "circle"), 4: ("blue", "square")}, 1, 1.0),
+        ("red circle above blue square", {3: ("red", "circle"), 0: ("blue", "square")}, 0, 0.5),
+        ("red circle and blue square", {3: ("red", "circle"), 0: ("blue", "square"), 5: ("green", "square")}, 0, 2 / 3),
+    ],
+)
+def test_scores_worked_out_by_hand(text, cells, strict, graded):
+    prompts = [Prompt(text)]
+    assert float(ShapesReward("strict").score(picture(cells), prompts)) == strict
+    assert float(ShapesReward("graded").score(picture(cells), prompts)) == pytest.approx(graded)
+    assert float(ShapesReward("soft").score(picture(cells), prompts)) == pytest.approx(0.85 * graded + 0.15, abs=0.05)
+
+
+def test_soft_form_is_continuous_where_the_others_jump():
+    one, two = picture({0: ("red", "circle")}), picture({0: ("red", "circle"), 9: ("red", "circle")})
+    blends = torch.cat([one + share * (two - one) for share in torch.linspace(0, 1, 41)])
+    prompts = [Prompt("two red circles")] * 41
+    soft = ShapesReward("soft").score(blends, prompts)
+    strict = ShapesReward("strict").score(blends, prompts)
+    assert len(set(strict.tolist())) == 2
+    assert len(set(soft.tolist())) > 20
+
+
+def test_preference_parts_move_with_what_they_measure():
+    request = parse("calm red pattern")
+    balanced = picture({0: ("red", "circle"), 3: ("red", "circle"), 8: ("red", "circle"), 11: ("red", "circle")})
+    lopsided = picture({0: ("red", "circle"), 1: ("red", "circle"), 8: ("red", "circle"), 9: ("red", "circle")})
+    blue = picture({0: ("blue", "circle"), 3: ("blue", "circle"), 8: ("blue", "circle"), 11: ("blue", "circle")})
+    empty = picture({})
+    values = [looks(image, [request]) for image in (balanced, lopsided, blue, empty)]
+    assert float(values[0]["balance"]) > 0.95 and float(values[1]["balance"]) < 0.1
+    assert float(values[0]["palette"]) > 0.95 and float(values[2]["palette"]) < 0.1
+    assert float(values[0]["mood"]) > 0.8 and float(values[3]["mood"]) < 0.05
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_train_and_heldout_prompts_do_not_overlap_in_words_or_meaning(task):
+    parts = split(task)
+    assert parts == split(task)
+    assert {*parts["train"], *parts["heldout"]} == set(all_requests(task))
+    for key in (Request.words, lambda request: request.meaning):
+        assert not {key(r) for r in parts["train"]} & {key(r) for r in parts["heldout"]}
+    assert {r.kind for r in parts["train"]} == {r.kind for r in parts["heldout"]}
+
+
+def test_every_kind_of_request_counts_alike():
+    for requests in split("compositional").values():
+        for length in (3, 30, len(requests)):
+            kinds = [r.kind for r in requests[:length]]
+            assert {kinds.count(kind) for kind in set(kinds)} == {length // 3}
+
+
+def test_every_prompt_is_read_back_as_what_it_asks():
+    for task in TASKS:
+        for request in all_requests(task):
+            assert parse(request.words()) == request
+            assert len(tokenise(request.words())) == 5
+
+
+@pytest.mark.parametrize("text", ["", "a dog", "three red", "red circle and red circle", "calm pattern", 'text "Q"', "pattern"])
+def test_prompts_outside_the_language_are_refused(text):
+    with pytest.raises(ConfigError, match="prompt"):
+        parse(text)
+
+
+@given(st.text("AB2", max_size=5), st.text("AB2", max_size=5))
+def test_edit_distance_is_a_metric_with_known_bounds(a, b):
+    distance = edit_distance(a, b)
+    assert distance == edit_distance(b, a)
+    assert (distance == 0) == (a == b)
+    assert abs(len(a) - len(b)) <= distance <= max(len(a), len(b))
+
+
+def test_wrong_pictures_and_forms_are_refused():
+    with pytest.raises(RewardError, match="64"):
+        ShapesReward().score(torch.zeros(1, 3, 32, 32), [Prompt("two red circles")])
+    with pytest.raises(ConfigError, match="strict, graded, soft"):
+        ShapesReward("fuzzy")
+
+
+def test_base_model_is_undecided_on_every_task(shapes_policy):
+    """Strict success on held-out prompts by 20 ODE steps lies in 25%..65%, within the error of 256 samples (2.6 std = 8%)."""
+    from flowrl.training.evaluation import evaluate
+
+    with shapes_policy.reference():
+        for task in TASKS:
+            strict = evaluate(shapes_policy, world("shapes"), task, "soft", 256, 20).scores["strict"]
+            assert 0.25 - 0.08 < strict < 0.65, task
+
+
+def test_adapter_starts_as_the_base_model_and_merging_changes_nothing():
+    policy = world("shapes").policy(PolicyOptions(rank=4))
+    generator = torch.Generator().manual_seed(0)
+    x, t = torch.randn(5, *policy.latent_shape, generator=generator), torch.rand(5, generator=generator) * 1000
+    condition = policy.encode([world("shapes").parse("two red circles")]).repeat(5)
+    with torch.no_grad():
+        start = policy.velocity(x, t, condition)
+        with policy.reference():
+            assert torch.equal(policy.velocity(x, t, condition), start)
+        for name, parameter in policy.trainable().items():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05, generator=generator)
+        apart = policy.velocity(x, t, condition)
+        assert float((apart - start).abs().max()) > 1e-3
+        with policy.frozen():
+            torch.testing.assert_close(policy.velocity(x, t, condition), apart, atol=1e-5, rtol=1e-5)
+        assert torch.equal(policy.velocity(x, t, condition), apart)
+        with policy.reference():
+            assert torch.equal(policy.velocity(x, t, condition), start)
+            with policy.frozen():
+                assert torch.equal(policy.velocity(x, t, condition), start)
+        assert torch.equal(policy.velocity(x, t, condition), apart)
+    assert all(p.requires_grad for p in policy.trainable().values()) and len(policy.trainable()) > 20
+
+
+def test_schedule_is_the_schedulers_own(shapes_policy):
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
+    scheduler.set_timesteps(10)
+    assert torch.equal(shapes_policy.schedule(10).times, scheduler.sigmas)
+    assert torch.equal(shapes_policy.schedule(10).network_timesteps, scheduler.timesteps)
+
+
+def test_damaged_or_missing_weights_are_refused(tmp_path):
+    copy = tmp_path / "shapes.safetensors"
+    with pytest.raises(CheckpointError, match="does not exist"):
+        check_hash(copy)
+    data = bytearray(weights_path().read_bytes())
+    data[-1] ^= 1
+    copy.write_bytes(data)
+    copy.with_suffix(".json").write_text(weights_path().with_suffix(".json").read_text())
+    with pytest.raises(CheckpointError, match="damaged or foreign"):
+        world("shapes").policy(PolicyOptions(weights=str(copy)))
+    copy.with_suffix(".json").write_text(json.dumps({"hash": 1}))
+    with pytest.raises(CheckpointError, match="sha256"):
+        check_hash(copy)
+    assert weights_path().stat().st_size < 8_000_000

@@ -1,0 +1,65 @@
+"""Checks of lesson 0, the tour."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flowrl.errors import FlowrlError
+from flowrl.rollout import Usage, integrate, score
+from flowrl.worlds.base import PolicyOptions, world
+from flowrl_course.checking import answered, check, expect, number, same
+
+METHODS = {"flow-grpo", "stepwise-flow-grpo", "tp-grpo"}
+
+
+@check("Exercise 1")
+def check_weakness(answer: str) -> None:
+    """`answer` is a prompt that the base model draws with a mean score below 0.75."""
+    expect(isinstance(answer, str), f"a prompt is a text in quotes; this is a {type(answer).__name__}")
+    expect(answer.strip(" .") != "", "no prompt yet: replace the dots")
+    shapes = world("shapes")
+    try:
+        prompt = shapes.parse(answer)
+    except FlowrlError as error:
+        expect(False, f"the model's language does not know this prompt: {error}")
+        return
+    policy = shapes.policy(PolicyOptions())
+    noise = torch.randn(16, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    latents = integrate(policy, policy.schedule(20), policy.encode([prompt] * 16), noise, Usage())
+    mean = float(score(shapes.reward("soft"), policy.decode(latents), [prompt] * 16).mean())
+    expect(
+        mean < 0.75, f"the model is good at this one: mean score {mean:.2f}. Try a relation between two objects, or a long text"
+    )
+
+
+@check("Exercise 2")
+def check_best_step(answer: Callable[..., Any]) -> None:
+    """`answer(rewards)` is the step with the largest gain."""
+    rewards = torch.tensor([0.70, 0.75, 0.40, 0.70, 0.50, 0.90, 0.95, 0.85, 0.88, 0.86, 0.80])
+    got = number(answered(answer(rewards), "best_step"), "the step")
+    expect(got != 6, "node 6 has the highest score; asked for is the step with the largest rise")
+    expect(got != 5, "this is the node that the largest rise leads to; step i leads from node i to node i + 1")
+    expect(got != 2, "this is the second-largest rise, or the lowest score; look at all differences R[i+1] - R[i]")
+    expect(got != 1, "this is the largest fall: gains are R[i+1] - R[i], not R[i] - R[i+1]")
+    expect(not same(got, 0.4), "this is how much the score rose; asked for is the number of the step: argmax instead of max")
+    expect(got == 4, "this is not the step with the largest R[i+1] - R[i]")
+    late = torch.tensor([0.20, 0.70, 0.72, 0.10, 0.55, 0.60, 0.62, 0.71, 0.70, 0.74, 0.72])
+    again = number(answer(late), "the step")
+    expect(again != 2, "this takes a fall for a rise: a gain is R[i+1] - R[i] with its sign, not its absolute value")
+    expect(again == 0, "the step with the largest rise is not where the score is highest")
+
+
+@check("Exercise 3")
+def check_blame(answer: set[str]) -> None:
+    """`answer` names the rules that make a falling step of a good trajectory less likely."""
+    expect(isinstance(answer, set | list | tuple), "give a set of names, such as {'flow-grpo'}")
+    expect(... not in answer, "not answered yet: replace the dots")
+    given = {str(name).strip().lower().replace(" ", "-") for name in answer}
+    unknown = given - METHODS
+    expect(not unknown, f"no rule is called {', '.join(sorted(unknown))}; the names are {', '.join(sorted(METHODS))}")
+    expect(
+        "flow-grpo" not in given, "flow-grpo looks at the finished picture only: every step of a good trajectory is made likelier"
+    )
+    expect("stepwise-flow-grpo" in given, "stepwise-flow-grpo pays each step its own gain, and this one is negative")
+    expect("tp-grpo" in given, "tp-grpo pays increments too; a falling step of a rising trajectory is not a turning point")

@@ -1,0 +1,168 @@
+"""Checks of lesson 2, from ODE to SDE."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.flow.mixture import GaussianMixture
+from flowrl_course.checking import answered, check, close, expect, number, same, tensor
+
+Answer = Callable[..., Any]
+
+
+def _state(time: float = 0.6) -> tuple[Tensor, Tensor]:
+    """Points [7, 2] and their velocities on the ring."""
+    x = torch.randn(7, 2, generator=torch.Generator().manual_seed(5))
+    return x, GaussianMixture.ring().velocity(x, torch.full((7,), time))
+
+
+def _two(value: Any) -> tuple[Any, Any]:
+    expect(isinstance(value, tuple | list) and len(value) == 2, "return two values: the mean, and the standard deviation")
+    return answered(value[0], "the mean"), answered(value[1], "the standard deviation")
+
+
+@check("Exercise 1")
+def check_score(answer: Answer) -> None:
+    """`answer(x, velocity, time)` is the gradient of log p_t."""
+    ring, time = GaussianMixture.ring(), torch.linspace(0.2, 0.9, 7)
+    x = torch.randn(7, 2, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    (truth,) = torch.autograd.grad(ring.log_marginal(x, time).sum(), x)
+    x = x.detach()
+    velocity, t = ring.velocity(x, time), time[:, None]
+    noise = x + (1 - t) * velocity
+    mistakes = {
+        "the sign is wrong: the score points away from the noise": noise / t,
+        "the noise is not divided by its standard deviation t": -noise,
+        "divided by t squared; x_t - (1-t) x_0 = t eps already holds one t": -noise / t**2,
+        "this is built on the clean estimate x - t v; the score needs the noise estimate x + (1-t) v": -(x - t * velocity) / t,
+    }
+    got = tensor(answer(x, velocity, time), (7, 2), "the score")
+    close(got, truth, "this is not the gradient of log p_t (compared with autograd on the ring)", mistakes, 1e-3)
+
+
+def _flow_sde(x: Tensor, v: Tensor, t: float, s: float, a: float) -> tuple[Tensor, float]:
+    variance, delta = a**2 * t / (1 - t), t - s
+    return x - delta * v - variance * delta / (2 * t) * (x + (1 - t) * v), math.sqrt(variance * delta)
+
+
+@check("Exercise 2")
+def check_flow_sde(answer: Answer) -> None:
+    """`answer(x, velocity, t, s, noise_level)` is mean and std of a Flow-SDE step."""
+    t, s, a = 0.6, 0.45, 0.7
+    x, v = _state(t)
+    got_mean, got_std = _two(answer(x, v, t, s, a))
+    mean, std = _flow_sde(x, v, t, s, a)
+    sigma, delta = a * math.sqrt(t / (1 - t)), t - s
+    close(
+        number(got_std, "the standard deviation"),
+        std,
+        "the standard deviation is not sigma sqrt(Delta) with sigma = a sqrt(t / (1-t))",
+        {
+            "this is sigma times Delta; noise grows with the root of Delta": sigma * delta,
+            "this is sigma; times the root of Delta": sigma,
+            "this is the variance; take its root": std**2,
+            "the root in sigma is missing: sigma = a sqrt(t / (1-t))": a * t / (1 - t) * math.sqrt(delta),
+            "sigma is taken at the next time s; take it where the step starts, at t": a * math.sqrt(s / (1 - s) * delta),
+            "sigma has 1 - t and t swapped: there is more noise near t = 1": a * math.sqrt((1 - t) / t) * math.sqrt(delta),
+        },
+    )
+    noise = x + (1 - t) * v
+    pull = sigma**2 * delta / (2 * t) * noise
+    mistakes = {
+        "this is the ODE's mean: the pull along the score is missing, so the samples spread out": x - delta * v,
+        "the pull has the wrong sign: it must undo the spreading": x - delta * v + pull,
+        "the pull is twice too strong: sigma^2 / 2": x - delta * v - 2 * pull,
+        "the velocity has the wrong sign: time runs down": x + delta * v - pull,
+        "the pull uses sigma instead of sigma squared": x - delta * v - pull / sigma,
+        "the pull is not multiplied by Delta": x - delta * v - pull / delta,
+        "the noise estimate is x + (1 - t) v, with the time t of the state x": x - delta * v - pull * (x + (1 - s) * v) / noise,
+    }
+    random = not same(got_mean, _two(answer(x, v, t, s, a))[0])
+    expect(not random, "the mean is another one at every call: the noise is not drawn here, only its std is returned")
+    close(tensor(got_mean, (7, 2), "the mean"), mean, "the mean is not x - Delta v - sigma^2 Delta / (2t) eps_hat", mistakes)
+
+
+@check("Exercise 3")
+def check_excess_variance(answer: Answer) -> None:
+    """`answer(t, s, sigma)` is Delta^2 sigma^2 (1/t + sigma^2 / (4 t^2))."""
+    t, s, sigma = 0.7, 0.4, 0.9
+    delta = t - s
+    fresh, pull = sigma**2 * delta, sigma**2 * delta / (2 * t)
+    truth = delta**2 * sigma**2 * (1 / t + sigma**2 / (4 * t**2))
+    mistakes = {
+        "this is the whole variance of x_s: subtract s squared": truth + s**2,
+        "this is only the fresh noise: the old noise's coefficient shrinks too": fresh,
+        "the fresh noise is missing: add sigma^2 Delta": (s - pull) ** 2 - s**2,
+        "standard deviations do not add: square each coefficient on its own": (s - pull + math.sqrt(fresh)) ** 2 - s**2,
+        "the fresh noise has variance sigma^2 Delta, not sigma^2": (s - pull) ** 2 + sigma**2 - s**2,
+        "a coefficient c of the noise gives variance c^2: square s - sigma^2 Delta / (2t)": s - pull + fresh - s**2,
+        "the square of the change of the old noise's coefficient is missing": truth - pull**2,
+        "this is a difference of standard deviations; take that of the variances": math.sqrt(truth + s**2) - s,
+        "x_0 is the same for all samples: it has no variance": truth + (1 - s) ** 2,
+    }
+    got = number(answer(t, s, sigma), "the excess variance")
+    close(got, truth, "this is not the variance of x_s minus s squared", mistakes, 1e-6)
+
+
+@check("Exercise 4")
+def check_cps(answer: Answer) -> None:
+    """`answer(x, velocity, t, s, eta)` is mean and std of a CPS step."""
+    t, s, eta = 0.6, 0.45, 0.7
+    x, v = _state(t)
+    got_mean, got_std = _two(answer(x, v, t, s, eta))
+    std = s * math.sin(eta * math.pi / 2)
+    close(
+        number(got_std, "the standard deviation"),
+        std,
+        "the standard deviation is not s sin(eta pi / 2)",
+        {
+            "this uses the time t; the factor is the next time s": t * math.sin(eta * math.pi / 2),
+            "sin takes radians: eta pi / 2": s * math.sin(eta),
+            "CPS has no root of Delta: sigma is the step's standard deviation": std * math.sqrt(t - s),
+            "this is the variance": std**2,
+        },
+    )
+    clean, noise = x - t * v, x + (1 - t) * v
+    rest = math.sqrt(s**2 - std**2)
+    mistakes = {
+        "old noise keeps its whole coefficient s: with the fresh noise the variance is then too large": (1 - s) * clean
+        + s * noise,
+        "standard deviations were subtracted: variances add, so the old noise keeps sqrt(s^2 - sigma^2)": (1 - s) * clean
+        + (s - std) * noise,
+        "the clean part is weighted with 1 - t; at the next node it is 1 - s": (1 - t) * clean + rest * noise,
+        "the root is missing: the old noise keeps sqrt(s^2 - sigma^2)": (1 - s) * clean + (s**2 - std**2) * noise,
+        "old noise is the estimate x + (1 - t) v, not the velocity": (1 - s) * clean + rest * v,
+        "the two estimates are swapped": (1 - s) * noise + rest * clean,
+    }
+    wanted = (1 - s) * clean + rest * noise
+    got = tensor(got_mean, (7, 2), "the mean")
+    close(got, wanted, "the mean is not (1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat", mistakes)
+    still = _two(answer(x, v, t, 0.0, eta))
+    expect(
+        bool(torch.isfinite(torch.as_tensor(still[0])).all()),
+        "at s = 0 the mean is not finite: is the root taken of a tiny negative?",
+    )
+
+
+@check("Exercise 5")
+def check_decisions(answer: dict[str, Any]) -> None:
+    """`answer` counts stochastic steps of ten for FlowSDE, CPS and DDIMSDE."""
+    expect(isinstance(answer, dict), "give a dict with the keys FlowSDE, CPS and DDIMSDE")
+    missing = [key for key in ("FlowSDE", "CPS", "DDIMSDE") if key not in answer]
+    expect(not missing, f"no entry for {', '.join(missing)}")
+    counts = {key: number(value, key) for key, value in answer.items()}
+    expect(
+        counts["FlowSDE"] != 9,
+        "FlowSDE: nothing in sigma sqrt(Delta) vanishes at the last step; it takes a wrapper to make it an ODE step",
+    )
+    expect(
+        counts["FlowSDE"] == 10,
+        "FlowSDE: sigma sqrt(Delta) is above 0 at every step (at t = 1 the denominator uses the next time)",
+    )
+    expect(counts["CPS"] != 10, "CPS: look at the factor s at the last step")
+    expect(counts["CPS"] == 9, "CPS: only a factor s = 0 makes the std 0")
+    expect(counts["DDIMSDE"] != 9, "DDIMSDE: the factor sqrt(1-t) matters too; what is t at the first step?")
+    expect(counts["DDIMSDE"] == 8, "DDIMSDE: both ends drop out, and nothing else")

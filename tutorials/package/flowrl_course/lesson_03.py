@@ -1,0 +1,144 @@
+"""Checks of lesson 3, GRPO on a flow."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flowrl_course.checking import answered, check, close, expect, same, tensor
+
+Answer = Callable[..., Any]
+
+
+@check("Exercise 1")
+def check_log_prob(answer: Answer) -> None:
+    """`answer(x, mean, std)` is the Gaussian log-density, mean over elements."""
+    generator = torch.Generator().manual_seed(0)
+    x, mean = torch.randn(2, 5, 3, generator=generator)
+    std = torch.linspace(0.2, 1.1, 5)
+    normal = torch.distributions.Normal(mean, std[:, None])
+    truth = normal.log_prob(x).mean(1)
+    squares = (x - mean).square()
+    constant = std.log() + 0.5 * math.log(2 * math.pi)
+    got = answered(answer(x, mean, std), "log_prob")
+    expect(
+        not isinstance(got, torch.Tensor) or got.shape != (5, 3),
+        "one number per sample is asked for: take the mean over elements",
+    )
+    mistakes = {
+        "this is the sum over elements; the mean is asked for": normal.log_prob(x).sum(1),
+        "the squares are summed, the rest is not: take the mean": -squares.sum(1) / (2 * std**2) - constant,
+        "the sign is wrong: this is the negative log-density": -truth,
+        "the squares have the wrong sign: far from the mean the density is small": squares.mean(1) / (2 * std**2) - constant,
+        "a / 2 * b is (a / 2) b: put 2 std^2 in brackets": -squares.mean(1) / 2 * std**2 - constant,
+        "the normalisation is missing: - log std - log(2 pi) / 2": -squares.mean(1) / (2 * std**2),
+        "the 2 below the fraction bar is missing: (x - mu)^2 / (2 std^2)": -squares.mean(1) / std**2 - constant,
+        "divided by std, not by its square": -squares.mean(1) / (2 * std) - constant,
+    }
+    close(
+        tensor(got, (5,), "the log-probability"),
+        truth,
+        "this is not the log-density of a Gaussian, averaged over elements",
+        mistakes,
+    )
+
+
+@check("Exercise 2")
+def check_group_advantage(answer: Answer) -> None:
+    """`answer(rewards)` is the z-score within each prompt."""
+    rewards = torch.rand(4, 6, generator=torch.Generator().manual_seed(1)) + torch.arange(4.0)[:, None]
+
+    def score(mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+        return (rewards - mean) / (std + 1e-4)
+
+    mean, std = rewards.mean(1, keepdim=True), rewards.std(1, correction=0, keepdim=True)
+    silent = tensor(answer(torch.full((2, 3), 0.7)), (2, 3), "the advantages")
+    expect(bool(torch.isfinite(silent).all()), "a group of equal rewards gives nan: add 1e-4 to the std")
+    expect(float(silent.abs().max()) < 1e-2, "a group of equal rewards must get 0")
+    got = tensor(answer(rewards), (4, 6), "the advantages")
+    mistakes = {
+        "the whole batch is one group here: take mean and std over the members of each prompt (dim=1, keepdim=True)": score(
+            rewards.mean(), rewards.std(correction=0)
+        ),
+        "this compares the same member of different prompts: reduce over dim=1": score(
+            rewards.mean(0, keepdim=True), rewards.std(0, correction=0, keepdim=True)
+        ),
+        "this divides by G - 1: torch's std does so by default; write correction=0": score(mean, rewards.std(1, keepdim=True)),
+        "the mean is taken off, but not divided by the std": rewards - mean,
+        "divided by the variance": (rewards - mean) / (rewards.var(1, correction=0, keepdim=True) + 1e-4),
+    }
+    close(got, score(mean, std), "this is not (R - mean) / (std + 1e-4) within each prompt", mistakes, 1e-6)
+
+
+@check("Exercise 3")
+def check_clipped_loss(answer: Answer) -> None:
+    """`answer(new, old, advantage, clip)` is PPO's clipped loss."""
+    new = torch.tensor([0.3, -0.4, 0.02, -0.01, 0.5, -0.6], requires_grad=True)
+    old, advantage = torch.zeros(6) + 0.05, torch.tensor([1.0, 1.0, -0.5, 2.0, -1.5, -0.3])
+    ratio, c = (new - old).exp(), 0.1
+    plain, held = -advantage * ratio, -advantage * ratio.clamp(1 - c, 1 + c)
+    got = answered(answer(new, old, advantage, c), "clipped_loss")
+    expect(not isinstance(got, float), "the loss is a plain number, and carries no gradient: leave out .item()")
+    expect(isinstance(got, torch.Tensor) and got.ndim == 0, "the loss must be one number: take the mean")
+    other = (old - new).exp()
+    mistakes = {
+        "the clip is missing: this is the plain reweighted loss": plain.mean(),
+        "only the clipped term is used: corrections of ratios that are already too far get no gradient": held.mean(),
+        "this takes the minimum: of two losses the pessimistic one is the larger": torch.minimum(plain, held).mean(),
+        "the sign is wrong: a loss is minimised, so -A": -torch.maximum(plain, held).mean(),
+        "the sign of A is wrong: a loss is minimised, so -A": torch.maximum(-plain, -held).mean(),
+        "the range is 1 - c to 1 + c: the ratio is near 1, not near 0": torch.maximum(
+            plain, -advantage * ratio.clamp(-c, c)
+        ).mean(),
+        "the ratio of probabilities is exp(new - old), not new / old": torch.maximum(
+            -advantage * new / old, -advantage * (new / old).clamp(1 - c, 1 + c)
+        ).mean(),
+        "the ratio is upside down: new over old": torch.maximum(
+            -advantage * other, -advantage * other.clamp(1 - c, 1 + c)
+        ).mean(),
+        "this is the sum; take the mean over pairs": torch.maximum(plain, held).sum(),
+        "the ratio is the difference of log-probabilities; take its exponential": torch.maximum(
+            -advantage * (new - old), -advantage * (new - old).clamp(1 - c, 1 + c)
+        ).mean(),
+    }
+    close(got, torch.maximum(plain, held).mean(), "this is not mean max(-A rho, -A clip(rho))", mistakes, 1e-5)
+    expect(got.requires_grad, "the loss carries no gradient to the new log-probability")
+    wanted, grown = (torch.autograd.grad(loss, new)[0] for loss in (torch.maximum(plain, held).mean(), got))
+    expect(same(grown, wanted, 1e-5), "the value is right, but not its gradient: is a part detached?")
+
+
+@check("Exercise 4")
+def check_kl(answer: Answer) -> None:
+    """`answer(mean, reference_mean, std)` is the KL per element."""
+    generator = torch.Generator().manual_seed(2)
+    mean, reference = torch.randn(2, 5, 3, generator=generator)
+    std = torch.linspace(0.2, 1.1, 5)
+    p, q = (torch.distributions.Normal(m, std[:, None]) for m in (mean, reference))
+    truth = torch.distributions.kl_divergence(p, q).mean(1)
+    mistakes = {
+        "this is the sum over elements; take the mean": truth * 3,
+        "the 2 is missing: ||mu - mu_ref||^2 / (2 std^2)": truth * 2,
+        "divided by std, not by its square": truth * std,
+        "not divided by the variance: the same distance matters more where there is less noise": truth * std**2,
+        "a / 2 * b is (a / 2) b: put 2 std^2 in brackets": truth * std**4,
+        "the distance is not squared": (mean - reference).abs().mean(1) / (2 * std**2),
+    }
+    got = answered(answer(mean, reference, std), "kl")
+    expect(not same(got, truth.mean()), "one number per sample is asked for, not the mean over the batch")
+    close(tensor(got, (5,), "the KL"), truth, "this is not ||mu - mu_ref||^2 / (2 std^2), averaged over elements", mistakes)
+
+
+@check("Exercise 5")
+def check_diagnosis(answer: dict[int, str]) -> None:
+    """`answer` maps the logs 1, 2, 3 to the settings A, B, C."""
+    expect(isinstance(answer, dict) and set(answer) == {1, 2, 3}, "give a dict with the keys 1, 2 and 3")
+    answered(None if ... in answer.values() else answer, "the diagnosis")
+    given = {log: str(letter).strip().upper() for log, letter in answer.items()}
+    expect(set(given.values()) == {"A", "B", "C"}, "use each of the letters A, B and C once")
+    expect(given[1] != "A", "log 1 moves a lot: its advantages cannot all be 0")
+    expect(given[1] != "C", "log 1: nothing is clipped there, so its clip cannot be tiny")
+    expect(
+        given[2] != "A", "log 2 clips pairs, so ratios move and gradients exist; where all advantages are 0 nothing would move"
+    )
+    expect(given == {1: "B", 2: "C", 3: "A"}, "look again at logs 2 and 3: which of them has advantages at all?")

@@ -1,0 +1,195 @@
+"""Checks of lesson 5, Stepwise-Flow-GRPO."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.credit import StepwiseGain, gains, generalised_gains, reward_to_go
+from flowrl_course.checking import answered, check, close, expect, number, tensor
+
+Answer = Callable[..., Any]
+
+
+def _rewards() -> Tensor:
+    """2 prompts, 3 members, 5 nodes."""
+    return torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(5)).cumsum(-1) * torch.tensor([0.3, 0.1])[:, None, None]
+
+
+@check("Exercise 1")
+def check_gains(answer: Answer) -> None:
+    """`answer(rewards)` are the gains [prompt, member, step]."""
+    rewards = _rewards()
+    got = answered(answer(rewards), "step_gains")
+    expect(isinstance(got, Tensor), "the result must be a torch.Tensor")
+    expect(got.shape != rewards.shape, "there are as many entries as nodes; a step lies between two nodes, so there is one less")
+    expect(
+        got.shape != (1, 3, 5) and got.shape != (2, 2, 5),
+        "the difference is taken along another axis; nodes are the last one",
+    )
+    mistakes = {
+        "the sign is wrong: a step that raises the expected reward must get a positive gain, R_{i+1} - R_i": -gains(rewards),
+        "this is the reward-to-go R_T - R_i; a gain compares neighbouring nodes": reward_to_go(rewards),
+        "this is what was gained since the start, R_{i+1} - R_0; a gain compares neighbouring nodes": rewards[..., 1:]
+        - rewards[..., :1],
+        "these are rewards, not differences": rewards[..., 1:],
+    }
+    close(tensor(got, (2, 3, 4), "the result"), gains(rewards), "this is not R_{i+1} - R_i", mistakes)
+
+
+def _field(x: Tensor, t: Any) -> Tensor:
+    """A velocity that depends on both, so that every slip shows."""
+    return torch.sin(x) * (1.0 + 2.0 * float(t) ** 2)
+
+
+def _euler(x: Tensor, t: float, count: int, length: float | None = None, still: bool = False, ahead: int = 0) -> Tensor:
+    length = t / count if length is None else length
+    v = _field(x, t)
+    for k in range(count):
+        if k > 0:
+            v = _field(x, t if still else t - (k + ahead) * t / count)
+        x = x - length * v
+    return x
+
+
+@check("Exercise 2")
+def check_substeps(answer: Answer) -> None:
+    """`answer(velocity, x, t, v, count)` is the estimate after `count` Euler steps."""
+    x, t, count = torch.randn(4, 3, generator=torch.Generator().manual_seed(6)), 0.6, 4
+    v, calls = _field(x, t), []
+
+    def velocity(state: Tensor, time: Any) -> Tensor:
+        one = torch.as_tensor(time).numel() == 1
+        expect(one, "`velocity` takes the time as one number here, not one per sample")
+        calls.append(float(time))
+        return _field(state, time)
+
+    given = x.clone()
+    got = tensor(answer(velocity, given, t, v, count), (4, 3), "the estimate")
+    mistakes = {
+        "the first velocity is used for every substep: this is the Tweedie estimate; ask `velocity` again after each substep": x
+        - t * v,
+        "the velocity is always asked at the time t; after k substeps the time is t - k t / count": _euler(
+            x, t, count, still=True
+        ),
+        "substeps have the length 1 / count; only the time t remains to be walked: t / count": _euler(
+            x, t, count, length=1 / count
+        ),
+        "the sign is wrong: v points towards noise, so subtract it": _backwards(x, t, count),
+        "substeps have the length 1 / count, and the times too; only the time t remains to be walked: t / count": _from_one(
+            x, t, count
+        ),
+        "the velocity is asked one substep ahead of its state": _euler(x, t, count, ahead=1),
+        "the velocity is asked one substep behind its state: after k substeps the time is t - k t / count": _euler(
+            x, t, count, ahead=-1
+        ),
+        "one substep is missing: the last one ends at t = 0": _short(x, t, count),
+    }
+    close(got, _euler(x, t, count), "this is not `count` Euler steps of length t / count from x", mistakes)
+    expect(torch.equal(given, x), "the estimate is right, but `x` itself was changed: write x = x - ..., not x -= ...")
+    expect(
+        len(calls) == count - 1,
+        f"the estimate is right, but the network was asked {len(calls)} times; v at (x, t) is given, so {count - 1} are enough",
+    )
+
+
+def _backwards(x: Tensor, t: float, count: int) -> Tensor:
+    v = _field(x, t)
+    for k in range(count):
+        v = _field(x, t - k * t / count) if k > 0 else v
+        x = x + t / count * v
+    return x
+
+
+def _from_one(x: Tensor, t: float, count: int) -> Tensor:
+    for k in range(count):
+        x = x - _field(x, t - k / count) / count
+    return x
+
+
+def _short(x: Tensor, t: float, count: int) -> Tensor:
+    for k in range(count - 1):
+        x = x - t / count * _field(x, t - k * t / count)
+    return x
+
+
+@check("Exercise 3")
+def check_joint(answer: Answer) -> None:
+    """`answer(gained)` are jointly normalised advantages."""
+    rewards = _rewards()
+    gained = gains(rewards)
+    got = tensor(answer(gained), (2, 3, 4), "the result")
+
+    def scores(dims: tuple[int, ...], std_dims: tuple[int, ...] | None = None, unbiased: bool = False) -> Tensor:
+        spread = gained.std(dim=std_dims or dims, keepdim=True, unbiased=unbiased)
+        return (gained - gained.mean(dim=dims, keepdim=True)) / (spread + 1e-4)
+
+    mistakes = {
+        "every step is normalised by itself (over members only); here mean and std run over members and steps together": scores(
+            (1,)
+        ),
+        "every trajectory is normalised by itself (over steps only): a good one and a bad one then get the same total, 0": scores(
+            (2,)
+        ),
+        "prompts are mixed: mean and std are those of one group": scores((0, 1, 2)),
+        "the standard deviation is unbiased: pass unbiased=False": scores((1, 2), unbiased=True),
+        "the mean is taken step by step: a joint mean is one number per group": scores((1,), (1, 2)),
+        "the mean is not taken away": gained / (gained.std(dim=(1, 2), keepdim=True, unbiased=False) + 1e-4),
+        "the standard deviation is missing": gained - gained.mean(dim=(1, 2), keepdim=True),
+    }
+    wanted = StepwiseGain(clamp=None).assign(rewards)
+    close(got, wanted, "this is not (g - mean) / (std + 1e-4), both over members and steps of a group", mistakes)
+
+
+def _from_gains(gained: Tensor) -> Tensor:
+    """Rewards that begin at 0 and have these gains."""
+    return torch.cat([torch.zeros_like(gained[..., :1]), gained.cumsum(-1)], dim=-1)
+
+
+@check("Exercise 4")
+def check_generalised(answer: Answer) -> None:
+    """`answer(gained, lam)` is the discounted sum of the gains from each step on."""
+    rewards = _rewards()
+    gained = gains(rewards)
+    lam = 0.6
+    got = tensor(answer(gained.clone(), lam), (2, 3, 4), "the result")
+    wanted = generalised_gains(rewards, lam)
+    past = generalised_gains(_from_gains(gained.flip(-1)), lam).flip(-1)
+    after = torch.cat([wanted[..., 1:], torch.zeros_like(wanted[..., :1])], dim=-1)
+    powers = lam ** torch.arange(4.0)
+    mistakes = {
+        "the sum runs over the past (k <= 0): a step is paid for what came before it; run from the last step to the first": past,
+        "the result is in reversed order: flip it back": wanted.flip(-1),
+        "the step's own gain is left out: k starts at 0": after,
+        "the step's own gain is left out: k starts at 0, with lam^0 = 1": lam * after,
+        "the first gain is discounted too: lam^0 = 1": lam * wanted,
+        "lambda is not applied: this is the reward-to-go for every lambda": reward_to_go(rewards),
+        "only the next gain is added; the sum goes on to the end": gained
+        + lam * torch.cat([gained[..., 1:], 0 * gained[..., :1]], -1),
+        "gains are discounted by their absolute step, not by their distance from step i": (gained * powers)
+        .flip(-1)
+        .cumsum(-1)
+        .flip(-1),
+    }
+    close(got, wanted, "this is not the sum over k of lam^k g_{i+k}", mistakes)
+    close(answer(gained.clone(), 0.0), gained, "with lam = 0 the result must be the gains themselves")
+    close(answer(gained.clone(), 1.0), reward_to_go(rewards), "with lam = 1 the result must be R_T - R_i")
+
+
+@check("Exercise 5")
+def check_worth(answer: Answer) -> None:
+    """`answer(weak, strong)` is how many batches of the weak rule are as clear as one of the strong."""
+    weak, strong = 0.2, 0.65
+    mistakes = {
+        "this is the ratio of the cosines; the signal-to-noise ratio of a batch is c / (1 - c)": strong / weak,
+        "this is the ratio of the squared cosines; solve c = rho / (rho + 1) for rho": (strong / weak) ** 2,
+        "this is the inverse: one batch of the clearer rule is worth more than one of the other": (1 - strong)
+        / strong
+        * weak
+        / (1 - weak),
+        "this compares the noise only; divide signal by noise, c / (1 - c)": (1 - weak) / (1 - strong),
+        "rho is a ratio of squared lengths already: no root": (strong / (1 - strong) * (1 - weak) / weak) ** 0.5,
+    }
+    got = number(answer(weak, strong), "batches_worth")
+    close(got, strong / (1 - strong) * (1 - weak) / weak, "this is not the ratio of the two c / (1 - c)", mistakes)

@@ -1,0 +1,275 @@
+"""Checks of lesson 6, TP-GRPO."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.credit import balanced, gains, reward_to_go, turning_points
+from flowrl_course.checking import answered, check, close, expect, number, tensor
+
+Answer = Callable[..., Any]
+
+
+def _field(x: Tensor, t: Any) -> Tensor:
+    """A velocity that depends on both, so that every slip shows."""
+    return torch.sin(x) * (1.0 + 2.0 * float(t) ** 2)
+
+
+def _walk(x: Tensor, times: Tensor, first: int, last: int, ahead: int = 0, sign: float = -1.0) -> Tensor:
+    for i in range(first, last):
+        x = x + sign * (times[i] - times[i + 1]) * _field(x, times[i + ahead])
+    return x
+
+
+@check("Exercise 1")
+def check_complete(answer: Answer) -> None:
+    """`answer(velocity, x, node, times)` is the ODE's end point."""
+    times = torch.tensor([1.0, 0.85, 0.6, 0.3, 0.1, 0.0])
+    x, node, steps = torch.randn(4, 3, generator=torch.Generator().manual_seed(6)), 2, 5
+    given = x.clone()
+
+    def velocity(state: Tensor, time: Any) -> Tensor:
+        one = torch.as_tensor(time).numel() == 1
+        expect(one, "`velocity` takes the time as one number here, not one per sample")
+        return _field(state, time)
+
+    got = tensor(answer(velocity, given, node, times), (4, 3), "the end point")
+    even = x
+    for k in range(steps - node):
+        t = float(times[node]) * (1 - k / (steps - node))
+        even = even - float(times[node]) / (steps - node) * _field(even, t)
+    mistakes = {
+        "all steps from t = 1 are walked; the state stands at times[node], only the remaining ones are left": _walk(
+            x, times, 0, steps
+        ),
+        "this is the one-step (Tweedie) estimate; walk the remaining steps one by one": x - times[node] * _field(x, times[node]),
+        "the steps are even; a completion uses the sampler's own grid, times[i] - times[i + 1]": even,
+        "one step is missing: the last one ends at t = 0": _walk(x, times, node, steps - 1),
+        "the velocity is taken at times[i + 1]; take it where the step starts": _walk(x, times, node, steps, ahead=1),
+        "the sign is wrong: v points towards noise, so subtract it": _walk(x, times, node, steps, sign=1.0),
+        "the first step is missing: begin at node itself": _walk(x, times, node + 1, steps),
+    }
+    close(got, _walk(x, times, node, steps), "this is not the Euler path over times[node:], from x", mistakes)
+    expect(torch.equal(given, x), "the end point is right, but `x` itself was changed: write x = x - ..., not x -= ...")
+
+
+PLAIN = {"a": [2], "b": [2], "c": [0, 2]}
+CONSISTENT = {"a": [2], "b": [2], "c": [0]}
+
+
+def _lists(answer: Any, what: str) -> dict[str, list[int]]:
+    expect(isinstance(answered(answer, what), Mapping), f"{what} must be a dictionary with the keys a, b, c")
+    expect(set(answer) == set(PLAIN), f"{what} must have the keys a, b, c")
+    for name, steps in answer.items():
+        expect(steps is not ..., f"{what}[{name!r}] is not answered yet: a list of steps, [] for none")
+        expect(isinstance(steps, list | tuple | set), f"{what}[{name!r}] must be a list of steps, such as [2]")
+    return {name: sorted(int(step) for step in steps) for name, steps in answer.items()}
+
+
+@check("Exercise 2")
+def check_by_hand(plain: Any, consistent: Any) -> None:
+    """The turning points of the three example trajectories under both rules."""
+    first, second = _lists(plain, "plain"), _lists(consistent, "consistent")
+    expect(
+        first != {name: [step + 1 for step in steps] for name, steps in PLAIN.items()},
+        "these are the numbers of the nodes where a step ends; step i leads from node i to node i + 1, so each is one too large",
+    )
+    expect(
+        bool(first["b"]) or not first["a"],
+        "b ends below its start, so its trend D is negative: turning points of b go down",
+    )
+    expect(
+        not (1 in first["a"] and 1 in first["b"] and 2 not in first["a"]),
+        "a and b turn at node 2, and the step that turned them is the one that starts there: step 2, not 1",
+    )
+    expect(
+        not (3 in first["a"] or 3 in first["b"]),
+        "only the first step in the new direction turns; the step before step 3 of a and b already went with the trend",
+    )
+    expect(
+        not (1 in first["c"] or 3 in first["c"]),
+        "steps 1 and 3 of c go down, but c ends higher than it began: a turning point goes with the trend",
+    )
+    expect(0 in first["c"], "step 0 of c is missing: the first step counts when it has the sign of the trend, d_0 D > 0")
+    expect(0 not in first["a"] and 0 not in first["b"], "step 0 of a and b goes against the trend; compare with D = R_T - R_0")
+    expect(2 in first["c"], "step 2 of c is missing under the plain rule: step 1 went down, step 2 goes up, as the trend does")
+    wrong = ", ".join(name for name in PLAIN if first[name] != PLAIN[name])
+    expect(first == PLAIN, f"plain: look again at the signs of d_{{i-1}}, d_i and D of {wrong}")
+    expect(
+        2 not in second["c"],
+        "step 2 of c is not consistent: after it the reward falls from 0.65 to 0.62, against the step's own direction",
+    )
+    expect(0 in second["c"], "step 0 of c is consistent: it rises, and from 0.55 to 0.62 so does the rest")
+    expect(second == CONSISTENT, "consistent: for each plain turning point compare d_i with R_T - R_{i+1}")
+
+
+def _table() -> Tensor:
+    """Many short trajectories with repeated values, so that zero differences occur."""
+    return torch.randint(0, 6, (2, 60, 6), generator=torch.Generator().manual_seed(8)).float() / 5
+
+
+def _bools(value: Any, shape: tuple[int, ...], what: str) -> Tensor:
+    expect(isinstance(answered(value, what), Tensor), f"{what} must return a torch.Tensor of booleans")
+    expect(value.dtype == torch.bool, f"{what} returned dtype {value.dtype}; booleans are wanted")
+    if tuple(value.shape) == (*shape[:-1], shape[-1] - 1):
+        expect(False, "there is one entry too few on the last axis: fill step 0 with False")
+    return tensor(value, shape, "the result")
+
+
+def _signs(rewards: Tensor) -> tuple[Tensor, Tensor]:
+    return gains(rewards).sign(), (rewards[..., -1:] - rewards[..., :1]).sign()
+
+
+def _later(pairs: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(pairs[..., :1]), pairs], dim=-1)
+
+
+@check("Exercise 3")
+def check_plain(answer: Answer) -> None:
+    """`answer(rewards)` marks the plain turning points of steps 1 and later."""
+    rewards = _table()
+    step, trend = _signs(rewards)
+    along = step * trend
+    before, here = along[..., :-1], along[..., 1:]
+    got = _bools(answer(rewards), (2, 60, 5), "plain_turns")
+    turns = (before < 0) & (here > 0)
+    mistakes = {
+        "every change of direction is marked; a turning point turns towards the trend R_T - R_0": _later(
+            step[..., :-1] * step[..., 1:] < 0
+        ),
+        "only turns upwards are marked; where the trend is down, turning points go down": _later(
+            (step[..., :-1] < 0) & (step[..., 1:] > 0)
+        ),
+        "the mark is one step early: it belongs to the step that goes with the trend, not to the one before it": torch.cat(
+            [turns, torch.zeros_like(turns[..., :1])], dim=-1
+        ),
+        "zero differences are taken for a step against the trend; they never qualify: use < 0, not <= 0": _later(
+            (before <= 0) & (here > 0)
+        ),
+        "zero differences are taken for a step with the trend; they never qualify: use > 0, not >= 0": _later(
+            (before < 0) & (here >= 0)
+        ),
+        "zero differences qualify here; they must not: use strict inequalities": _later((before <= 0) & (here >= 0)),
+        "these are turns away from the trend; the step before went against it, this one goes with it": _later(
+            (before > 0) & (here < 0)
+        ),
+        "step 0 is marked; leave it False here, the next exercise adds it": turning_points(rewards, consistent=False),
+    }
+    wanted = turning_points(rewards, consistent=False, first_step=False)
+    close(got, wanted, "compare sign(d_{i-1}) sign(D) < 0 and sign(d_i) sign(D) > 0 step by step", mistakes)
+
+
+@check("Exercise 4")
+def check_consistent(answer: Answer) -> None:
+    """`answer(rewards)` marks the consistent turning points, the first step included."""
+    rewards = _table()
+    got = _bools(answer(rewards), (2, 60, 5), "consistent_turns")
+    step, trend = _signs(rewards)
+    plain = turning_points(rewards, consistent=False, first_step=False)
+    after = (rewards[..., -1:] - rewards[..., 1:]).sign()
+    agrees = step * after > 0
+
+    def first(turns: Tensor, mark: Tensor) -> Tensor:
+        return torch.cat([mark[..., :1], turns[..., 1:]], dim=-1)
+
+    own = step * reward_to_go(rewards).sign() > 0
+    mistakes = {
+        "the first step is missing: it counts where d_0 (R_T - R_1) > 0": plain & agrees,
+        "the first step follows the plain rule here, d_0 D > 0; the consistent one asks d_0 (R_T - R_1) > 0": first(
+            plain & agrees, step * trend > 0
+        ),
+        "R_T - R_i contains the step's own gain; what comes after step i is R_T - R_{i+1}": first(plain & own, own),
+        "R_T - R_i contains the step's own gain; what comes after step i is R_T - R_{i+1} (the first step is right)": first(
+            plain & own, agrees
+        ),
+        "the consistency is not asked for: these are the plain turning points": turning_points(rewards, consistent=False),
+        "consistency is asked for alone; it must hold besides the plain rule": agrees,
+        "zero differences qualify here; use > 0, not >= 0": first(plain & (step * after >= 0), step * after >= 0),
+    }
+    wanted = turning_points(rewards, consistent=True)
+    close(
+        got, wanted, "a consistent turning point is a plain one with d_i (R_T - R_{i+1}) > 0; step 0 needs that alone", mistakes
+    )
+
+
+def _ranked(turns: Tensor, size: Tensor, plus: int, minus: int, largest: bool = True) -> Tensor:
+    kept = torch.zeros_like(turns)
+    for sign, count in ((1.0, plus), (-1.0, minus)):
+        value = torch.where(turns & (size * sign > 0), size.abs(), torch.nan).flatten()
+        order = value.nan_to_num(nan=-1.0 if largest else 9.0).argsort(descending=largest)[:count]
+        kept.view(-1)[order] = True
+    return kept & turns
+
+
+@check("Exercise 5")
+def check_balance(answer: Answer) -> None:
+    """`answer(turns, size)` says which turning points remain."""
+    generator = torch.Generator().manual_seed(13)
+    size = torch.rand(2, 3, 4, generator=generator) - 0.35
+    turns = torch.rand(2, 3, 4, generator=generator) < 0.7
+    plus, minus = int((turns & (size > 0)).sum()), int((turns & (size < 0)).sum())
+    k = min(plus, minus)
+    got = _bools(answer(turns.clone(), size.clone()), (2, 3, 4), "balance")
+    scope = torch.stack([balanced(size_to_rewards(s)[None], t[None])[0] for t, s in zip(turns, size, strict=True)])
+    total = torch.where(turns, size.abs(), -1.0).flatten()
+    top = torch.zeros_like(turns)
+    top.view(-1)[total.argsort(descending=True)[: 2 * k]] = True
+    wanted = _ranked(turns, size, k, k)
+    mistakes = {
+        "nothing is dropped; of the more frequent sign only the min(n+, n-) largest remain": turns,
+        "the smallest are kept; keep those of the largest |R_T - R_i|": _ranked(turns, size, k, k, largest=False),
+        "the 2 k largest of both signs together are kept; keep k of each sign": top & turns,
+        "each prompt is balanced by itself; here the whole table is one batch": scope,
+        "entries that are no turning points are kept: combine with `turns`": _ranked(torch.ones_like(turns), size, k, k),
+        "max(n+, n-) is used, so nothing is dropped": _ranked(turns, size, plus, minus),
+    }
+    close(got, wanted, "keep the min(n+, n-) largest of each sign", mistakes)
+    single = answer(turns.clone(), size.abs())
+    told = "where all turning points have the same sign, all of them remain; here some or all are dropped"
+    close(_bools(single, (2, 3, 4), "balance"), turns, told)
+    mirrored = _bools(answer(turns.clone(), -size), (2, 3, 4), "balance")
+    told = (
+        "right where positive turns are more frequent, but not where negative ones are: there the most negative are the largest"
+    )
+    close(mirrored, wanted, told)
+
+
+def size_to_rewards(size: Tensor) -> Tensor:
+    """Rewards [member, node] with R_T - R_i = `size` [member, step] and R_T = 0."""
+    return torch.cat([-size, torch.zeros_like(size[..., :1])], dim=-1)
+
+
+@check("Exercise 6")
+def check_null(answer: Answer) -> None:
+    """`answer(turning, nodes)` is the mean count of turning points of pure noise."""
+    seen: list[tuple[int, ...]] = []
+
+    def plain(rewards: Tensor) -> Tensor:
+        seen.append(tuple(rewards.shape))
+        return turning_points(rewards, consistent=False)
+
+    got = number(answer(plain, 10), "noise_count")
+    expect(bool(seen), "`turning` was not called")
+    expect(seen[0][-1] == 10, f"`turning` was given {seen[0][-1]} nodes; `nodes` = 10 are asked for")
+    expect(len(seen[0]) == 3, "`turning` wants a table [prompt, member, node]: three axes")
+    trajectories = sum(shape[0] * shape[1] for shape in seen)
+    expect(
+        abs(got - 3.33 / 9) > 0.02, "this is the share of steps that turn; sum over the steps of a trajectory, then take the mean"
+    )
+    expect(abs(got - 2.61) > 0.03, "this is the count of a random walk; here the rewards at different nodes are independent")
+    expect(got < 20, "this is a total over trajectories; take the mean per trajectory")
+    if abs(got - 3.33) < 0.5 and trajectories < 5000:
+        expect(False, f"{trajectories:,} trajectories are too few for two digits; take 20,000 or more")
+    expect(
+        abs(got - 3.33) < 0.03, f"the plain rule has 3.33 turning points per trajectory in noise of 10 nodes; you get {got:.2f}"
+    )
+    strict = number(answer(lambda rewards: turning_points(rewards, consistent=True), 10), "noise_count")
+    expect(abs(strict - 1.60) < 0.03, f"the consistent rule has 1.60; you get {strict:.2f}: is `turning` used?")
+    seen.clear()
+    answer(plain, 6)
+    expect(
+        seen and seen[0][-1] == 6,
+        "right for 10 nodes, but with `nodes` = 6 the trajectories still have another length: use `nodes`",
+    )

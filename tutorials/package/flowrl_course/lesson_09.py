@@ -1,0 +1,152 @@
+"""Checks of lesson 9, scaling up to SD3.5 and FLUX."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flowrl_course.checking import answered, check, close, expect, number, same, tensor
+
+Answer = Callable[..., Any]
+
+
+@check("Exercise 1")
+def check_shifted(answer: Answer) -> None:
+    """`answer(u, shift)` is the shifted grid."""
+    u = torch.tensor([1.0, 0.8, 0.45, 0.1, 0.0])
+    got = tensor(answer(u, 3.0), (5,), "the grid")
+    wanted = 3 * u / (1 + 2 * u)
+    mistakes = {
+        "nothing is shifted yet": u,
+        "this shifts towards data: with s = 3 the middle of the grid must be above 1/2": u / (3 - 2 * u),
+        "the denominator is missing: t = 1 must stay 1": 3 * u,
+        "the denominator has s instead of s - 1: t = 1 must stay 1": 3 * u / (1 + 3 * u),
+        "u is missing in the denominator: 1 + (s - 1) u": 3 * u / (1 + 2),
+    }
+    close(got, wanted, "this is not s u / (1 + (s - 1) u)", mistakes)
+    expect(same(answer(u, 1.0), u), "a shift of 1 must change nothing: is the 3 written into the function?")
+    expect(same(answer(u, 6.0), 6 * u / (1 + 5 * u)), "with a shift of 6 the grid is wrong: is the 3 written into the function?")
+
+
+@check("Exercise 2")
+def check_lora_parameters(answer: Answer) -> None:
+    """`answer(shapes, rank)` counts the trained numbers of LoRA on layers of those (out, in) shapes."""
+    shapes, rank = [(7, 5), (11, 3), (4, 4)], 2
+    wanted = rank * sum(out + wide for out, wide in shapes)
+    got = number(answer(shapes, rank), "the count")
+    full = sum(out * wide for out, wide in shapes)
+    mistakes = {
+        "these are the layers' own weights, which are frozen": full,
+        "this counts B A multiplied out; A and B are trained": rank * full,
+        "only one of the two matrices is counted: A is rank x in, B is out x rank": rank * sum(wide for _, wide in shapes),
+        "only one of the two matrices is counted, B; A is rank x in": rank * sum(out for out, _ in shapes),
+        "the rank is missing: each of the matrices has that many rows or columns": sum(sum(s) for s in shapes),
+        "only the last layer is counted: add up all of them": rank * 8,
+        "only the first layer is counted: add up all of them": rank * 12,
+    }
+    close(got, wanted, f"{got:.0f} instead of {wanted} for the shapes {shapes} and rank {rank}", mistakes, 1e-6)
+
+
+@check("Exercise 3")
+def check_folded(answer: Answer) -> None:
+    """`answer(A, B, alpha)` gives matrices for a reader that adds B A and knows no alpha."""
+    generator = torch.Generator().manual_seed(4)
+    a, b = torch.randn(4, 6, generator=generator), torch.randn(5, 4, generator=generator)
+    kept = (a.clone(), b.clone())
+    alpha = 8.0 * 1.5
+    pair = answered(answer(a, b, alpha), "folded")
+    expect(isinstance(pair, tuple | list) and len(pair) == 2, "return two matrices, A' and B'")
+    expect(
+        torch.equal(a, kept[0]) and torch.equal(b, kept[1]),
+        "the matrices given were changed in place; training goes on with them",
+    )
+    new_a, new_b = tensor(pair[0], (4, 6), "A'"), tensor(pair[1], (5, 4), "B'")
+    delta = b @ a
+    mistakes = {
+        "nothing is folded: a reader that knows no alpha would add B A instead of (alpha / rank) B A": delta,
+        "both matrices got the whole scale, so the product has its square: scale one of them": 9 * delta,
+        "the scale is alpha / rank, not alpha; the rank is A's number of rows": 12 * delta,
+        "the scale is upside down: alpha / rank, not rank / alpha": delta / 3,
+        "the rank is A's number of rows, 4 here, not its number of columns": 2 * delta,
+        "the rank is B's number of columns, 4 here, not its number of rows": 2.4 * delta,
+    }
+    close(new_b @ new_a, 3 * delta, "B' A' is not (alpha / rank) B A", mistakes)
+
+
+@check("Exercise 4")
+def check_guided(answer: Answer) -> None:
+    """`answer(prompt, negative, scale)` is the guided velocity."""
+    generator = torch.Generator().manual_seed(5)
+    towards, away = torch.randn(2, 3, 4, generator=generator)
+    wanted = away + 4.5 * (towards - away)
+    mistakes = {
+        "the two are swapped: start at the negative velocity and go beyond the prompt's": towards + 4.5 * (away - towards),
+        "this starts at the prompt's velocity; then scale 1 would not give that one back": towards + 4.5 * (towards - away),
+        "this is the difference alone; it starts at the negative velocity": 4.5 * (towards - away),
+        "the negative velocity is not subtracted": away + 4.5 * towards,
+        "this is a mean of the two; guidance goes beyond: v_neg + s (v - v_neg)": (towards + 4.5 * away) / 5.5,
+    }
+    close(tensor(answer(towards, away, 4.5), (3, 4), "the velocity"), wanted, "this is not v_neg + s (v - v_neg)", mistakes)
+    expect(
+        same(answer(towards, away, 1.0), towards), "scale 1 must be the prompt's velocity: is the 4.5 written into the function?"
+    )
+
+
+def _arithmetic(prompts: int, members: int, steps: int, updates: int, micro_batch: int, processes: int) -> tuple[int, int, int]:
+    trajectories = math.ceil(prompts / processes) * members
+    pairs = math.ceil(trajectories / updates) * steps
+    return trajectories, pairs, math.ceil(pairs / micro_batch)
+
+
+@check("Exercise 5")
+def check_arithmetic(answer: Answer) -> None:
+    """`answer(prompts, members, steps, updates, micro_batch, processes)`: trajectories, pairs and backward passes."""
+    case = (10, 6, 9, 4, 16, 4)
+    found = answered(answer(*case), "arithmetic")
+    expect(isinstance(found, tuple | list) and len(found) == 3, "return three numbers: trajectories, pairs, backward passes")
+    trajectories, pairs, passes = (number(value, "each of the three") for value in found)
+    told = "10 prompts x 6 members on 4 processes"
+    mistakes: dict[str, Any] = {
+        f"trajectories: {told}: that is the number over all processes": 60,
+        f"trajectories: {told}: whole groups stay together, so a process has 3 prompts, not 2.5": 15,
+        f"trajectories: {told}: two prompts are left over when each process takes two; round up": 12,
+        f"trajectories: {told}: prompts are counted, not their members": 3,
+    }
+    close(trajectories, 18, f"trajectories of the busiest process: {trajectories:g} instead of 18 for {told}", mistakes, 1e-6)
+    mistakes = {
+        "pairs: every trajectory gives one pair per trained step; the steps are missing": 5,
+        "pairs: these are the pairs of all updates together; each update takes its share of the trajectories": 162,
+        "pairs: the trajectories are split, not their pairs: a trajectory's steps stay together, so round up first": 40.5,
+        "pairs: a trajectory's steps stay together: split the 18 trajectories into 4 updates (5, 5, 5, 3), then count steps": 41,
+        "pairs: round up: 18 trajectories in 4 updates are 5, 5, 5 and 3": 36,
+    }
+    close(pairs, 45, f"pairs of the largest update: {pairs:g} instead of 45", mistakes, 1e-6)
+    mistakes = {
+        "backward passes: the last, smaller batch is missing; round up": 2,
+        "backward passes: part of a batch takes a pass too; round up": 45 / 16,
+        "backward passes: one per pair would be a micro-batch of 1": 45,
+    }
+    close(passes, 3, f"backward passes: {passes:g} instead of 3 for 45 pairs in batches of 16", mistakes, 1e-6)
+    for other in ((48, 24, 9, 2, 8, 8), (5, 4, 3, 1, 7, 1), (3, 4, 2, 5, 3, 2)):
+        names = "prompts, members, steps, updates, micro_batch, processes"
+        expect(tuple(answer(*other)) == _arithmetic(*other), f"wrong for ({names}) = {other}; expected {_arithmetic(*other)}")
+
+
+@check("Exercise 6")
+def check_memory(answer: Answer) -> None:
+    """`answer(samples, steps, elements)` is the gigabytes of stored float32 trajectories."""
+    samples, steps, elements = 96, 10, 65536
+    wanted = samples * (2 * steps + 1) * elements * 4 / 1e9
+    got = number(answer(samples, steps, elements), "the answer")
+    mistakes = {
+        "these are bytes; divide by 1e9": wanted * 1e9,
+        "these are numbers, not bytes: float32 takes 4 bytes each": wanted / 4,
+        "2 bytes per number would be bfloat16; nodes are stored in float32": wanted / 2,
+        "T steps have T + 1 nodes, and a velocity each": wanted * 2 * steps / (2 * steps + 1),
+        "only the nodes are counted; the velocities of the T steps are stored too": wanted * (steps + 1) / (2 * steps + 1),
+        "only the velocities are counted; the T + 1 nodes are stored too": wanted * steps / (2 * steps + 1),
+        "T steps have T + 1 nodes but only T velocities": wanted * (2 * steps + 2) / (2 * steps + 1),
+        "these are gibibytes (2**30); take 1e9": wanted * 1e9 / 2**30,
+    }
+    close(got, wanted, f"{got:.4g} instead of {wanted:.4g} GB", mistakes, 1e-4)
