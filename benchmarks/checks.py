@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 from flowrl import RunConfig, Trainer, world
 config = RunConfig(method="tp-grpo", iterations=3)
 shapes = world("shapes")
-trainer = Trainer(shapes.policy(config.policy_options()), config.make_method(), shapes.reward("soft"),
+trainer = Trainer(shapes.policy(policy_options(config)), make_method(config), shapes.reward("soft"),
                   shapes.prompts("compositional", "train"), config)
 trainer.iteration()
 print(min(trainer.iteration()["seconds"] for _ in range(2)))
@@ -49,7 +49,7 @@ types.checked = counting
 from flowrl import RunConfig, Trainer, world
 config = RunConfig(method="tp-grpo", iterations=3)
 shapes = world("shapes")
-trainer = Trainer(shapes.policy(config.policy_options()), config.make_method(), shapes.reward("soft"),
+trainer = Trainer(shapes.policy(policy_options(config)), make_method(config), shapes.reward("soft"),
                   shapes.prompts("compositional", "train"), config)
 calls = 0
 trainer.iteration()

@@ -43,6 +43,7 @@ from flowrl.diagnostics.compute import Meter, MeteredFamily, NetworkCost, matrix
 from flowrl.policies.architectures import RandomEmbeddings
 from flowrl.policies.pipeline import DTYPES, ModelOptions, PipelinePolicy
 from flowrl.rewards import FunctionReward
+from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
 
 BRIGHTNESS = FunctionReward(lambda images, prompts: images.mean((1, 2, 3)))
@@ -52,8 +53,9 @@ def build(case: Case, device: str) -> tuple[PipelinePolicy, Meter, NetworkCost]:
     """The policy with a meter around its network, and what an evaluation costs."""
     model, setting = MODELS[case.model], case.setting
     options = ModelOptions(
-        height=setting.resolution, width=setting.resolution, device=device, dtype=setting.dtype, guidance=setting.guidance,
-        rank=setting.rank, alpha=2.0 * setting.rank, checkpointing=setting.checkpointing, compile=setting.compile,
+        height=setting.resolution, width=setting.resolution, device=device, dtype=setting.dtype, guidance_scale=setting.guidance,
+        lora_rank=setting.rank, lora_alpha=2.0 * setting.rank,
+        gradient_checkpointing=setting.checkpointing, compile=setting.compile,
         decode_batch=setting.decode_batch, decode_dtype=setting.decode_dtype,
     )  # fmt: skip
     pipe = model.pipeline(device, DTYPES[setting.dtype])
@@ -70,8 +72,10 @@ def run_config(case: Case) -> RunConfig:
     """The settings of the trainer."""
     setting = case.setting
     return preset("default").apply(
-        method=case.method, prompts=setting.prompts, members=setting.members, steps=setting.steps, updates=setting.updates,
-        window="all-but-last", micro_batch=setting.micro_batch, max_batch=setting.max_batch, lr=3e-4, clip=1e-4, ema=0.9,
+        method=case.method, groups=setting.prompts, group_size=setting.members, num_steps=setting.steps,
+        minibatches=setting.updates,
+        window="all-but-last", micro_batch=setting.micro_batch, max_batch=setting.max_batch, learning_rate=3e-4,
+        clip_range=1e-4, ema_decay=0.9,
         kl_weight=setting.kl_weight, dtype=setting.dtype, offload=setting.offload, iterations=1000,
     )  # fmt: skip
 
@@ -80,7 +84,7 @@ def measure(case: Case, device: str, repeats: int, ceiling: float, left: Callabl
     """One unmeasured iteration (start-up, compilation), then the fastest of up to `repeats`, as many as the time allows."""
     policy, meter, cost = build(case, device)
     config = run_config(case)
-    trainer = Trainer(policy, config.make_method(), BRIGHTNESS, [Prompt(f"prompt {n}") for n in range(16)], config)
+    trainer = Trainer(policy, make_method(config), BRIGHTNESS, [Prompt(f"prompt {n}") for n in range(16)], config)
     trainer.on_phase = meter.phase
     found: list[dict[str, Any]] = []
     for _ in range(repeats + 1):

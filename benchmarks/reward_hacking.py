@@ -36,7 +36,7 @@ PROXIES: dict[str, dict[str, Any]] = {
 }
 HELDOUT = ("strict", "palette", "clarity", "balance")
 SHARED: dict[str, Any] = {
-    "iterations": 16, "eval_every": 2, "eval_prompts": 96, "heldout_rewards": HELDOUT, "diversity": "pixels",
+    "iterations": 16, "eval_every": 2, "eval_samples": 96, "heldout_rewards": HELDOUT, "diversity": "pixels",
 }  # fmt: skip
 COLUMNS = {
     "proxy": ("proxy",),

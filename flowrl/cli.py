@@ -1,57 +1,87 @@
-"""The command line: `flowrl compare`, `train`, `pretrain`, `sample`, `explain`, `parts`, `prompts`, `bench`, `serve-reward`."""
+"""The command line: `flowrl COMMAND`. Only the module of the chosen command is imported."""
 
 import os
 import sys
-from collections.abc import Callable
-from importlib.metadata import entry_points
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-import tyro
-
-from flowrl.commands.evaluate import Evaluate
-from flowrl.commands.models import Pretrain, Sample
-from flowrl.commands.parts import Explain, Parts
-from flowrl.commands.presets import Presets
-from flowrl.commands.prompts import Prompts
-from flowrl.commands.runs import Compare, Train
+from flowrl import __version__
 from flowrl.errors import ConfigError, FlowrlError
+from flowrl.settings import unknown
 
-COMMANDS: dict[str, Callable[..., Any]] = {
-    "compare": Compare,
-    "train": Train,
-    "pretrain": Pretrain,
-    "sample": Sample,
-    "evaluate": Evaluate,
-    "explain": Explain,
-    "parts": Parts,
-    "prompts": Prompts,
-    "presets": Presets,
+COMMANDS = {
+    "compare": ("flowrl.commands.runs:Compare", "Compare credit rules: train every method with every seed, write a report."),
+    "train": ("flowrl.commands.runs:Train", "Train one method with one seed, on a built-in world or a diffusers model."),
+    "evaluate": ("flowrl.commands.evaluate:Evaluate", "Score base and trained weights on the same prompts and noise."),
+    "sample": ("flowrl.commands.models:Sample", "Draw images for prompts from the base model or a finished run."),
+    "explain": ("flowrl.commands.parts:Explain", "Show what credit rules do with a table of rewards."),
+    "parts": ("flowrl.commands.parts:Parts", "List credit rules, samplers, losses and rewards with their options."),
+    "presets": ("flowrl.commands.presets:Presets", "List the presets, or print one as YAML."),
+    "prompts": ("flowrl.commands.prompts:Prompts", "Make or check a file of prompts."),
+    "pretrain": ("flowrl.commands.models:Pretrain", "Make the built-in weights of the shapes world again."),
+    "env": ("flowrl.commands.env:Env", "Print versions, devices and cores: what a bug report needs."),
 }
+"""Built-in commands: where their class is, and a line for the list."""
 
-DESCRIPTION = (
-    "Reinforcement learning for flow-matching image models: compare credit rules (Flow-GRPO, Stepwise-Flow-GRPO, TP-GRPO, "
-    "or your own) on a laptop. Start with `flowrl compare`; every command explains itself with --help."
-)
+DESCRIPTION = """\
+usage: flowrl COMMAND [OPTIONS]
 
-
-def commands() -> dict[str, Callable[..., Any]]:
-    """The built-in commands and those of installed packages (entry-point group ``flowrl.commands``)."""
-    points = sorted(entry_points(group="flowrl.commands"), key=lambda point: point.name)
-    return {**COMMANDS, **{point.name: point.load() for point in points}}
+Reinforcement learning for flow-matching image models: credit rules of Flow-GRPO, Stepwise-Flow-GRPO and TP-GRPO, or your
+own, side by side. `flowrl compare` is a good start."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point. Errors of the user's making print one line and return 2; Ctrl-C returns 130."""
+def plugins() -> dict[str, EntryPoint]:
+    """The commands of installed packages: entry points in the group ``flowrl.commands``, each a tyro data class with `main`."""
+    return {point.name: point for point in sorted(entry_points(group="flowrl.commands"), key=lambda point: point.name)}
+
+
+def overview() -> str:
+    """What bare `flowrl` prints."""
+    lines = [f"  {name:14s} {line}" for name, (_, line) in COMMANDS.items()]
+    lines += [f"  {name:14s} from {point.dist.name if point.dist else point.value}" for name, point in plugins().items()]
+    return "\n".join(
+        [DESCRIPTION, "", "commands:", *lines, "", "flowrl COMMAND --help lists the options of one; flowrl --version."]
+    )
+
+
+def load_command(name: str) -> Any:
+    """The class of a command. Raises `ConfigError` for an unknown one, or for a plug-in that cannot be imported."""
+    if name in COMMANDS:
+        module, _, attribute = COMMANDS[name][0].partition(":")
+        return getattr(import_module(module), attribute)
+    found = plugins()
+    if name not in found:
+        raise ConfigError(unknown(name, [*COMMANDS, *found], "command"))
+    try:
+        return found[name].load()
+    except ImportError as error:
+        raise ConfigError(f"command {name}: {found[name].value} cannot be imported: {error}") from error
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Parse and run one command. A class that has `defaults(arguments)` says what its options start from."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    if arguments[0] == "--version":
+        print(f"flowrl {__version__}")
+        return 0
+    import tyro
+
+    name, rest = arguments[0], list(arguments[1:])
+    command = load_command(name)
+    start = {"default": command.defaults(rest)} if hasattr(command, "defaults") else {}
+    parsed = tyro.cli(command, prog=f"flowrl {name}", args=rest, config=(tyro.conf.OmitArgPrefixes,), **start)
+    return parsed.main()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line. Foreseen errors print one line and return 2; Ctrl-C returns 130."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        command = tyro.extras.subcommand_cli_from_dict(
-            commands(),
-            prog="flowrl",
-            description=DESCRIPTION,
-            args=arguments,
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
-        return command.main()
+        return run_command(sys.argv[1:] if arguments is None else arguments)
     except FlowrlError as error:
         print(f"flowrl: error: {error}", file=sys.stderr)
         return 2
@@ -68,4 +98,4 @@ def entry() -> None:
     sys.exit(main())
 
 
-__all__ = ["ConfigError", "entry", "main"]
+__all__ = ["entry", "main"]

@@ -53,7 +53,7 @@ def tp_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | N
         "tp-grpo",
         sampler or AllButLast(FlowSDE(0.7)),
         TurningPoint(),
-        loss or ClippedLoss(clip=1e-5),
+        loss or ClippedLoss(clip_range=1e-5),
         source="arXiv 2602.06422",
     )
 

@@ -22,7 +22,7 @@ def shapes_policy():
     """The shipped base model with a fresh adapter."""
     from flowrl.worlds.base import PolicyOptions, world
 
-    return world("shapes").policy(PolicyOptions(rank=4))
+    return world("shapes").policy(PolicyOptions(lora_rank=4))
 
 
 @pytest.fixture

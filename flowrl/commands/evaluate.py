@@ -1,7 +1,7 @@
 """`flowrl evaluate`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -9,6 +9,7 @@ import tyro
 
 from flowrl.commands.settings import typed_command
 from flowrl.errors import CheckpointError, ConfigError, require
+from flowrl.training.build import make_reward, make_world, policy_options
 from flowrl.training.card import without_folders, write_card
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ class Evaluate:
     """Use the first so many prompts; 0 = all (of a built-in world: as many as the run evaluated)."""
     count: int = 1
     """Pictures per prompt."""
-    steps: int | None = None
+    num_steps: int | None = None
     """ODE steps [default: the run's, else 40]."""
-    guidance: float | None = None
+    guidance_scale: float | None = None
     """Classifier-free guidance for both [default: the run's, else 1]."""
     resolution: int | None = None
     """Height and width in pixels [default: the run's, else 512]."""
@@ -54,7 +55,7 @@ class Evaluate:
     """cpu or cuda [default: cuda for a model where there is one]."""
     dtype: str = ""
     """float32, bfloat16 or float16 [default: the run's, else bfloat16 on cuda and float32 on the CPU]."""
-    text_tokens: int = 0
+    max_sequence_length: int = 0
     """Length of the prompts of the T5 encoder; 0 = as the run or the pipeline has it."""
     shown: int = 8
     """Prompts in the picture."""
@@ -97,36 +98,44 @@ def _run_setup(asked: Evaluate) -> _Setup:
     """Base and averaged weights of a finished run, with its settings where none are given."""
     from flowrl.prompts import prompts_from
     from flowrl.registry import build
-    from flowrl.training.config import RunConfig, load_config
-    from flowrl.training.finished import load_trained
+    from flowrl.training.build import load_trained
+    from flowrl.training.config import load_config
 
     if not (asked.weights / "config.json").is_file():
         raise ConfigError(
             f"weights: {asked.weights} is not the folder of a run; for a LoRA or a transformer give its --model too"
         )
-    config = RunConfig.from_dict(load_config(asked.weights / "config.json"))
-    given = {name: getattr(asked, name) for name in ("guidance", "resolution") if getattr(asked, name) is not None}
-    given |= {name: getattr(asked, name) for name in ("dtype", "text_tokens") if getattr(asked, name)}
-    config = replace(config, **given, reward_noise=0.0, reward_bias=0.0, device=_device(asked, bool(config.model)))
-    world = config.make_world()
+    config = load_config(asked.weights / "config.json")
+    given = {name: getattr(asked, name) for name in ("guidance_scale", "resolution") if getattr(asked, name) is not None}
+    given |= {name: getattr(asked, name) for name in ("dtype", "max_sequence_length") if getattr(asked, name)}
+    config = config.replace(**given, reward_noise=0.0, reward_bias=0.0, device=_device(asked, bool(config.policy.model)))
+    world = make_world(config)
     if asked.prompts:
         prompts = prompts_from(asked.prompts)
-        prompts = prompts if config.model else [world.parse(prompt.text) for prompt in prompts]
+        prompts = prompts if config.policy.model else [world.parse(prompt.text) for prompt in prompts]
     else:
-        prompts = world.prompts(config.task, "heldout")[: None if config.model else config.eval_prompts]
+        prompts = world.prompts(config.environment.task, "heldout")[
+            : None if config.policy.model else config.evaluation.eval_samples
+        ]
     prompts = prompts[: asked.limit or None]
     if asked.reward:
-        rewards = {spec: build("reward", spec, device=config.device) for spec in asked.reward}
-    elif config.reward:
-        rewards = {config.reward: config.make_reward()}
+        rewards = {spec: build("reward", spec, device=config.policy.device) for spec in asked.reward}
+    elif config.environment.reward:
+        rewards = {config.environment.reward: make_reward(config)}
     else:
         rewards = {form: world.reward(form) for form in world.forms}
-    policy = world.policy(config.policy_options())
-    facts = {"base": config.model or f"{config.world}/{config.task}", "method": config.method, "guidance": config.guidance,
-             "resolution": config.resolution if config.model else None, "dtype": config.dtype,
-             "device": config.device}  # fmt: skip
+    policy = world.policy(policy_options(config))
+    facts = {"base": config.policy.model or f"{config.environment.world}/{config.environment.task}",
+             "method": config.algorithm.method, "guidance": config.policy.guidance_scale,
+             "resolution": config.policy.resolution if config.policy.model else None, "dtype": config.policy.dtype,
+             "device": config.policy.device}  # fmt: skip
     return _Setup(
-        policy, lambda: load_trained(policy, asked.weights), prompts, rewards, _given(asked.steps, config.eval_steps), facts
+        policy,
+        lambda: load_trained(policy, asked.weights),
+        prompts,
+        rewards,
+        _given(asked.num_steps, config.evaluation.eval_steps),
+        facts,
     )
 
 
@@ -145,13 +154,20 @@ def _lora_setup(asked: Evaluate) -> _Setup:
     device = _device(asked, True)
     size, dtype = _given(asked.resolution, 512), asked.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     options = ModelOptions(
-        size, size, device, dtype, _given(asked.guidance, 1.0), train="nothing", text_tokens=asked.text_tokens, decode_batch=8
+        size,
+        size,
+        device,
+        dtype,
+        _given(asked.guidance_scale, 1.0),
+        tuning="nothing",
+        max_sequence_length=asked.max_sequence_length,
+        decode_batch=8,
     )
     prompts = prompts_from(asked.prompts)[: asked.limit or None]
     rewards = {spec: build("reward", spec, device=device) for spec in asked.reward}
     policy = load_policy(asked.model, options)
-    facts = {"base": asked.model, "guidance": options.guidance, "resolution": size, "dtype": dtype, "device": device}
-    return _Setup(policy, lambda: load_weights(policy, asked.weights), prompts, rewards, _given(asked.steps, 40), facts)
+    facts = {"base": asked.model, "guidance": options.guidance_scale, "resolution": size, "dtype": dtype, "device": device}
+    return _Setup(policy, lambda: load_weights(policy, asked.weights), prompts, rewards, _given(asked.num_steps, 40), facts)
 
 
 def _given(value: T | None, usual: T) -> T:

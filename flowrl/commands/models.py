@@ -29,7 +29,7 @@ class Pretrain:
         from flowrl.commands.progress import pretrain_progress
 
         pretrain_to_file(config, self.out, self.threads, pretrain_progress(), typed_command())
-        print(f"Wrote {self.out} and {self.out.with_suffix('.json')}; use them with --weights {self.out}")
+        print(f"Wrote {self.out} and {self.out.with_suffix('.json')}; use them with --base-weights {self.out}")
         return 0
 
 
@@ -55,18 +55,18 @@ class Sample:
     """The world of the base model."""
     count: int = 8
     """Pictures per prompt."""
-    steps: int = 20
+    num_steps: int = 20
     """ODE steps."""
     seed: int = 0
 
     def main(self) -> int:
         """Sample and draw."""
-        from flowrl.training.finished import sample_grid
+        from flowrl.training.evaluation import sample_grid
 
         require(self.count >= 1, "count", self.count, "1 or more")
-        require(self.steps >= 1, "steps", self.steps, "1 or more")
+        require(self.num_steps >= 1, "num_steps", self.num_steps, "1 or more")
         require(len(self.prompts) >= 1, "prompts", self.prompts, "one or more prompts")
-        grid = sample_grid(self.prompts, self.weights, self.world, self.count, self.steps, self.seed)
+        grid = sample_grid(self.prompts, self.weights, self.world, self.count, self.num_steps, self.seed)
         from flowrl.plots.grid import save_grid
 
         save_grid(grid, self.out)

@@ -35,7 +35,7 @@ class Explain:
         """Assign, print, draw."""
         from flowrl.diagnostics.explain import EXAMPLE, explain, parse_rewards, read_rewards
         from flowrl.plots.explain import explanation
-        from flowrl.training.config import even_schedule
+        from flowrl.training.build import even_schedule
 
         table = read_rewards(self.rewards) if self.rewards else parse_rewards(EXAMPLE)
         schedule = even_schedule(table.rewards.shape[-1] - 1, self.sampler, self.noise_level, "all")

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import tyro
 
-from flowrl.training.config import PRESETS, setting_kinds
+from flowrl.settings import grouped, settings_text
+from flowrl.training.config import PRESETS, RunConfig
 from flowrl.training.presets import Combined, combinations, combine, shipped
-from flowrl.training.settings_file import settings_text
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Presets:
 
     def main(self) -> int:
         """Print."""
-        print(preset_text(combine(self.name, PRESETS, setting_kinds())) if self.name else listing())
+        print(preset_text(combine(self.name, PRESETS, RunConfig)) if self.name else listing())
         return 0
 
 
@@ -33,7 +33,7 @@ def listing() -> str:
     for kind, files in shipped().items():
         lines.append(f"{kind}:")
         for name in files:
-            about = combine(name, PRESETS, setting_kinds()).pieces[0].about
+            about = combine(name, PRESETS, RunConfig).pieces[0].about
             lines.append(f"  {name}: {about['summary']}")
             lines += [f"      {key.replace('_', ' ')}: {text}" for key, text in about.items() if key not in ("summary", "notes")]
             lines += [f"      note: {text}" for text in about.get("notes", ())]
@@ -49,7 +49,9 @@ def preset_text(found: Combined) -> str:
         lines += [f"# {piece.name}: {piece.about.get('summary', piece.origin)}"]
         lines += [f"#   {key.replace('_', ' ')}: {text}" for key, text in piece.about.items() if key not in ("summary", "notes")]
         lines += [f"#   note: {text}" for text in piece.about.get("notes", ())]
-    width = max(len(settings_text({name: value})) for name, value in found.settings.items())
-    for name, value in found.settings.items():
-        lines.append(f"{settings_text({name: value}).strip():{width}s} # {found.origins[name]}")
+    text = settings_text(grouped(RunConfig, found.settings)).splitlines()
+    width = max(map(len, text))
+    for line in text:
+        origin = found.origins.get(line.strip().partition(":")[0], "")
+        lines.append(f"{line:{width}s}  # {origin}" if origin else line)
     return "\n".join(lines)

@@ -36,9 +36,10 @@ class Display:
         """Say what is going to happen."""
         run = self.config.run
         self.say(
-            f"Comparing {', '.join(self.config.names())} on {run.world}/{run.task} ({run.reward_form} reward), "
+            f"Comparing {', '.join(self.config.names())} on {run.environment.world}/{run.environment.task} "
+            f"({run.environment.reward_form} reward), "
             f"seeds {', '.join(map(str, self.config.seeds))}: "
-            f"{run.iterations} iterations of {run.prompts} x {run.members} samples"
+            f"{run.iterations} iterations of {run.rollout.groups} x {run.rollout.group_size} samples"
         )
         self.say(f"Results in {out}; Ctrl-C pauses without loss")
 

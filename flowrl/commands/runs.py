@@ -5,21 +5,42 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from flowrl.commands.settings import CompareSettings, TrainSettings, changes, typed_command
+from flowrl.commands.settings import base_of, changes, options_class, options_with, typed_command
 from flowrl.errors import require
-from flowrl.training.config import Preset, RunConfig, load_config, preset
+from flowrl.training.build import make_method, make_world
+from flowrl.training.config import RunConfig, load_config, preset
 
 if TYPE_CHECKING:
     from flowrl.training.compare import CompareConfig
+
+
+MODEL_SETTINGS = (
+    "model", "prompts", "heldout_prompts", "resolution", "guidance_scale", "tuning", "adapter", "frozen_adapters",
+    "decode_batch", "decode_dtype", "max_sequence_length", "gradient_checkpointing", "tracker",
+)  # fmt: skip
+TrainOptions = options_class("TrainOptions")
+CompareOptions = options_class("CompareOptions", ("method", "credit", "seed", *MODEL_SETTINGS))
+
+
+def start_of(name: str, options: Any) -> RunConfig:
+    """The run of preset `name` for the world, or the model, that the options name."""
+    model = getattr(options.policy, "model", "")
+    return preset(name).apply(**({"model": model} if model else {"world": options.environment.world}))
+
+
+def settings(name: str, options: Any) -> RunConfig:
+    """Preset `name` with the options on top."""
+    base = start_of(name, options)
+    return base.replace(**changes(options, base))
 
 
 @contextmanager
@@ -82,15 +103,20 @@ class Compare:
     """Repeat a comparison from its saved config.json (other options but --out are then ignored)."""
     workers: int = 0
     """Runs at a time; 0 = one per core. Every run uses one thread, so the numbers do not depend on this."""
-    run: Annotated[CompareSettings, tyro.conf.arg(name="")] = field(default_factory=CompareSettings)  # pyright: ignore[reportInvalidTypeForm]
+    run: Annotated[CompareOptions, tyro.conf.arg(name="")] = field(default_factory=CompareOptions)  # pyright: ignore[reportInvalidTypeForm]
+
+    @staticmethod
+    def defaults(arguments: Sequence[str]) -> "Compare":
+        """The options start from the settings of the chosen preset and world."""
+        return Compare(run=options_with(CompareOptions, base_of(arguments)))
 
     def configuration(self) -> "CompareConfig":
         """The comparison that these options describe."""
-        from flowrl.training.compare import CompareConfig
+        from flowrl.training.compare import CompareConfig, load_compare
 
         if self.config is not None:
-            return dataclasses.replace(CompareConfig.from_dict(load_config(self.config)), command=typed_command())
-        run = preset(self.preset).apply(**changes(self.run))
+            return dataclasses.replace(load_compare(self.config), command=typed_command())
+        run = settings(self.preset, self.run)
         return CompareConfig(run, self.methods, self.seeds, self.credit, self.preset, typed_command())
 
     def main(self) -> int:
@@ -99,7 +125,7 @@ class Compare:
 
         require(self.workers >= 0, "workers", self.workers, "0 or more")
         out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
-        config = load_compare(out) if self.resume else self.configuration()
+        config = load_compare(out / "config.json") if self.resume else self.configuration()
         config.jobs()
         from flowrl.commands.progress import Display
 
@@ -132,7 +158,7 @@ class Train:
 
     Examples: flowrl train --method tp-grpo --task text --iterations 40
 
-    flowrl train --model path/to/stable-diffusion-3.5-medium --prompts prompts.txt --reward my_rewards.py:Score --guidance 4.5
+    flowrl train --model path/to/sd3.5-medium --prompts prompts.txt --reward my_rewards.py:Score --guidance-scale 4.5
 
     On several GPUs: accelerate launch --config_file flowrl/launch/ddp.yaml -m flowrl train ... (see flowrl/launch/).
     """
@@ -152,25 +178,29 @@ class Train:
     """Print what an iteration consists of (trajectories, pairs, batches, network evaluations, memory) and train nothing."""
     processes: int | None = None
     """Processes that `plan` counts for [default: 1]; `accelerate launch` says how many train."""
-    run: Annotated[TrainSettings, tyro.conf.arg(name="")] = field(default_factory=TrainSettings)  # pyright: ignore[reportInvalidTypeForm]
+    run: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(default_factory=TrainOptions)  # pyright: ignore[reportInvalidTypeForm]
+
+    @staticmethod
+    def defaults(arguments: Sequence[str]) -> "Train":
+        """The options start from the settings of the chosen preset, world or model."""
+        return Train(run=options_with(TrainOptions, base_of(arguments)))
 
     def configuration(self) -> RunConfig:
         """The settings of the run to go on with or to repeat, or else the preset's with the given ones on top."""
         from flowrl.training.compare import rule_name
 
-        chosen = changes(self.run)
+        base = start_of(self.preset, self.run)
+        chosen = changes(self.run, base)
         for name, source in (("resume", self.resume), ("config", self.config)):
             given = ", ".join(f"--{setting.replace('_', '-')}" for setting in chosen)
             how = "go on with its own settings" if name == "resume" else "repeat it as it was; --preset FILE.yaml takes changes"
             require(source is None or not chosen, name, str(source), f"without {given}: {how}")
-        if self.config is not None and self.config.suffix in (".yaml", ".yml"):
-            return Preset(str(self.config), load_config(self.config)).apply()
         if self.resume or self.config:
             folder = self.resume or Path()
-            return RunConfig.from_dict(load_config(self.config or folder / "config.json"))
+            return load_config(self.config or folder / "config.json")
         if "credit" in chosen:
             chosen.setdefault("method", rule_name(chosen["credit"]))
-        return preset(self.preset).apply(**chosen)
+        return base.replace(**chosen)
 
     def main(self) -> int:
         """Train, printing every evaluation."""
@@ -186,7 +216,7 @@ class Train:
         require(not self.start or self.resume is not None, "from", self.start, "given with --resume DIR only")
         out = self.resume or self.out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
         config = self.configuration()
-        config.make_method()
+        make_method(config)
         require(
             self.plan or self.processes is None,
             "processes",
@@ -197,16 +227,17 @@ class Train:
             counted = plan(config, 1 if self.processes is None else self.processes)
             print("\n".join(filter(None, (plan_text(counted, config), memory_text(counted, config)))))
             return 0
-        device_of(config.device)
+        device_of(config.policy.device)
         require(not out.is_file(), "out", str(out), "a folder that may be new; this is a file")
-        make_beside(config, config.make_world())
-        if config.device == "cpu":
+        make_beside(config, make_world(config))
+        if config.policy.device == "cpu":
             torch.set_num_threads(1)
-        with Team.join(config.device) as team, asked_to_stop() as asked:
+        with Team.join(config.policy.device) as team, asked_to_stop() as asked:
             say = partial(print, flush=True) if team.main else _say_nothing
             out = team.gather(lambda: out)[0]  # the clock in its name may differ
             several = f", {team.size} processes" if team.size > 1 else ""
-            say(f"{config.method} on {config.model or f'{config.world}/{config.task}'}, seed {config.seed}{several} -> {out}")
+            subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"
+            say(f"{config.algorithm.method} on {subject}, seed {config.seed}{several} -> {out}")
             run = Run(config, out, train_line(out), asked.is_set, team=team)
             with _told_how_to_go_on(out, team.main):
                 finished = run.execute(self.resume is not None, self.start)

@@ -1,97 +1,85 @@
-"""The fields of `RunConfig` as options, and what commands share."""
+"""The settings of a run as options, grouped in the help and flat on the command line."""
 
-import ast
+import argparse
 import dataclasses
-import inspect
 import shlex
 import sys
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, cast
 
 import tyro
-from tyro.constructors import PrimitiveConstructorSpec
 
-from flowrl.errors import require
-from flowrl.training.config import RunConfig
-
-
-def _switch(words: list[str]) -> bool:
-    if words and words[0].lower() not in ("true", "false"):
-        raise ValueError("true or false (or nothing, which is true)")
-    return not words or words[0].lower() == "true"
+from flowrl.settings import flat, groups_of
+from flowrl.training.config import RunConfig, preset
 
 
-SWITCH: Any = PrimitiveConstructorSpec(
-    nargs=(0, 1), metavar="[TRUE|FALSE]", instance_from_str=_switch, is_instance=lambda value: value in (None, True, False),
-    str_from_instance=lambda value: [],
-)  # fmt: skip
-"""How an option that is on or off is written: `--compile`, `--compile True` or `--compile False`."""
+def options_class(name: str, without: Sequence[str] = ()) -> type[Any]:
+    """A plain copy of `RunConfig` and its groups, `without` some settings: types and help, no checks of ranges.
 
-
-def _field_help() -> dict[str, str]:
-    """The docstring under each field of `RunConfig`, so that the help says what the class says."""
-    tree = ast.parse(inspect.getsource(RunConfig)).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    helps: dict[str, str] = {}
-    for item, following in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(following, ast.Expr):
-            if isinstance(following.value, ast.Constant):
-                helps[item.target.id] = str(following.value.value)
-    return helps
-
-
-def _settings_class(name: str, leave_out: tuple[str, ...]) -> type[Any]:
-    """The fields of `RunConfig` as options that default to the preset's value."""
-    helps = _field_help()
-    columns = []
-    for item in dataclasses.fields(RunConfig):
-        if item.name == "prompts":
-            columns += _prompt_options(item.default)
-        elif item.name not in leave_out:
-            text = helps.get(item.name, item.name.replace("_", " ").capitalize() + ".")
-            kind: Any = item.type
-            several = kind == tuple[str, ...]
-            word = "NAME ..." if several else "[TRUE|FALSE]" if kind is bool else kind.__name__.upper()
-            usual = "none" if several else item.default
-            shown = tyro.conf.arg(help=text, metavar=word, help_behavior_hint=f"(default: {usual})")
-            switch = (SWITCH,) if kind is bool else ()
-            columns.append((item.name, Annotated[kind | None, *switch, shown], None))
+    The values are checked when `RunConfig` is built from them, so that a bad one gives the same message as in Python or YAML.
+    """
+    columns = _options(RunConfig, without)
+    for group, kind in groups_of(RunConfig).items():
+        options = dataclasses.make_dataclass(f"{name}{kind.__name__}", _options(kind, without), frozen=True)
+        options.__doc__ = kind.__doc__
+        columns.append((group, Annotated[options, tyro.conf.arg(name=group)], dataclasses.field(default_factory=options)))
     return dataclasses.make_dataclass(name, columns, frozen=True)
 
 
-def _prompt_options(default: Any) -> list[tuple[str, Any, None]]:
-    """`--prompts` says how many or, for a model, from which file; with a file, `--groups` says how many."""
-    hint = f"(default: {default})"
-    number_or_file = tyro.conf.arg(
-        help="Prompts (groups) per iteration; or, with --model, the file or dataset (hf:NAME[:SPLIT[:COLUMN]]) that holds them.",
-        metavar="INT|FILE",
-        help_behavior_hint=hint,
-    )
-    number = tyro.conf.arg(
-        help="Prompts (groups) per iteration where --prompts is a file.", metavar="INT", help_behavior_hint=hint
-    )
-    return [("prompts", Annotated[str | None, number_or_file], None), ("groups", Annotated[int | None, number], None)]
+def _options(kind: type, without: Sequence[str]) -> list[tuple[str, Any, Any]]:
+    known = cast(Any, kind).__pydantic_fields__
+    columns: list[tuple[str, Any, Any]] = []
+    for item in dataclasses.fields(kind):
+        if item.name not in without and item.name not in groups_of(kind):
+            info = known[item.name]
+            columns.append((item.name, Annotated[info.annotation, tyro.conf.arg(help=info.description)], item.default))
+    return columns
 
 
-MODEL_FIELDS = (
-    "model", "heldout_file", "resolution", "guidance", "tuning", "adapter", "frozen_adapters", "decode_batch", "decode_dtype",
-    "text_tokens", "checkpointing", "tracker",
-)  # fmt: skip
-TrainSettings = _settings_class("TrainSettings", ("prompt_file",))
-CompareSettings = _settings_class("CompareSettings", ("method", "credit", "seed", "prompt_file", *MODEL_FIELDS))
+def options_with(kind: type[Any], base: RunConfig) -> Any:
+    """Options whose defaults are the settings of `base`, so that the help shows them."""
+    values = flat(base)
+    groups = {
+        item.name: _filled(_class(item), values) for item in dataclasses.fields(kind) if dataclasses.is_dataclass(_class(item))
+    }
+    own = {item.name: values[item.name] for item in dataclasses.fields(kind) if item.name not in groups}
+    return kind(**own, **groups)
 
 
-def changes(settings: Any) -> dict[str, Any]:
-    """The options that were given, as fields of `RunConfig`. Raises `ConfigError` where two numbers of prompts are given."""
-    given = {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
-    prompts, groups = given.pop("prompts", None), given.pop("groups", None)
-    if prompts is not None and not prompts.lstrip("-").isdecimal():
-        given["prompt_file"] = prompts
-    elif prompts is not None:
-        require(groups is None, "groups", groups, "left out where --prompts is a number: both say how many groups there are")
-        given["prompts"] = int(prompts)
-    if groups is not None:
-        given["prompts"] = groups
-    return given
+def _class(item: dataclasses.Field[Any]) -> Any:
+    return getattr(item.type, "__origin__", item.type)
+
+
+def _filled(kind: Any, values: dict[str, Any]) -> Any:
+    return kind(**{item.name: values[item.name] for item in dataclasses.fields(kind)})
+
+
+def changes(options: Any, base: RunConfig) -> dict[str, Any]:
+    """The settings in which `options` differ from `base`, by their own names."""
+    values = flat(base)
+    given: dict[str, Any] = {}
+    for item in dataclasses.fields(options):
+        value = getattr(options, item.name)
+        given |= flat_values(value) if dataclasses.is_dataclass(value) else {item.name: value}
+    return {name: value for name, value in given.items() if value != values[name]}
+
+
+def flat_values(group: Any) -> dict[str, Any]:
+    """The fields of one group."""
+    return {item.name: getattr(group, item.name) for item in dataclasses.fields(group)}
+
+
+def base_of(arguments: Sequence[str]) -> RunConfig:
+    """The run that the options start from: that of `--preset`, `--world` and `--model`, found before the others are read."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("preset", "world", "model"):
+        parser.add_argument(f"--{name}")
+    try:
+        found, _ = parser.parse_known_args([text.replace("_", "-", 1) if text.startswith("--") else text for text in arguments])
+    except argparse.ArgumentError:  # an option without its value: the command's own parser says so
+        return RunConfig()
+    chosen = {name: getattr(found, name) for name in ("world", "model") if getattr(found, name)}
+    return preset(found.preset or "default").apply(**chosen)
 
 
 def typed_command() -> str:

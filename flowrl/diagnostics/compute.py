@@ -37,9 +37,9 @@ def network_cost(policy: PipelinePolicy, rows: Mapping[str, Tensor]) -> NetworkC
     with torch.device("meta"):
         twin: Any = type(policy.transformer).from_config(policy.transformer.config)
     options = policy.options
-    twin.requires_grad_(options.train == "full")
-    if options.train == "lora":
-        Adapters(twin, options.rank, options.alpha, options.targets or LORA_TARGETS, options.seed)
+    twin.requires_grad_(options.tuning == "full")
+    if options.tuning == "lora":
+        Adapters(twin, options.lora_rank, options.lora_alpha, options.targets or LORA_TARGETS, options.seed)
     shaped = {name: torch.empty(row.shape, device="meta") for name, row in rows.items()}
     latent = torch.empty((1, *policy.latent_shape), device="meta")
     with FlopCounterMode(display=False) as counter:

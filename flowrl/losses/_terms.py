@@ -41,14 +41,16 @@ def counted_pairs(batch: LossBatch) -> LossBatch:
     )
 
 
-def surrogate(ratio: Float[Tensor, " sample"], advantages: Float[Tensor, " sample"], clip: float) -> Float[Tensor, " sample"]:
+def surrogate(
+    ratio: Float[Tensor, " sample"], advantages: Float[Tensor, " sample"], clip_range: float
+) -> Float[Tensor, " sample"]:
     """max(-A ratio, -A clip(ratio, 1 - c, 1 + c)). Source: PPO (arXiv 1707.06347, equation 7)."""
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + clip))
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range))
 
 
-def beyond(ratio: Float[Tensor, " sample"], clip: float) -> Bool[Tensor, " sample"]:
-    """Where |ratio - 1| > `clip`."""
-    return (ratio.detach() - 1.0).abs() > clip
+def beyond(ratio: Float[Tensor, " sample"], clip_range: float) -> Bool[Tensor, " sample"]:
+    """Where |ratio - 1| > `clip_range`."""
+    return (ratio.detach() - 1.0).abs() > clip_range
 
 
 def combine(
@@ -82,9 +84,9 @@ def combine(
     return LossResult(loss=loss, metrics=metrics)
 
 
-def require_clip(loss: str, clip: float) -> None:
-    """Raise `ConfigError` unless `clip` is in (0, 1)."""
-    require(0.0 < clip < 1.0, f"{loss}.clip", clip, "above 0 and below 1")
+def require_clip(loss: str, clip_range: float) -> None:
+    """Raise `ConfigError` unless `clip_range` is in (0, 1)."""
+    require(0.0 < clip_range < 1.0, f"{loss}.clip_range", clip_range, "above 0 and below 1")
 
 
 def require_kl(loss: str, kl_weight: float, form: str) -> None:

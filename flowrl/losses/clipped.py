@@ -13,7 +13,7 @@ from flowrl.types import LossBatch, LossResult, checked
 class ClippedLoss:
     """mean of max(-A ratio, -A clip(ratio, 1-c, 1+c)) + beta KL(new || reference), ratio = exp(logp - logp_old).
 
-    Means run over the unmasked stochastic pairs. `clip` = c is tiny (1e-4, Flow-GRPO; 1e-5, TP-GRPO) because logp is a
+    Means run over the unmasked stochastic pairs. `clip_range` = c is tiny (1e-4, Flow-GRPO; 1e-5, TP-GRPO) because logp is a
     *mean* over latent elements. `kl_weight` = beta >= 0; above 0 the batch must carry the reference.
 
     `kl` = "exact": the transition's KL per element; "without_delta": that times Delta, as the public Flow-GRPO code
@@ -26,13 +26,13 @@ class ClippedLoss:
     bad field or a missing reference.
     """
 
-    clip: float = 1e-4
+    clip_range: float = 1e-4
     kl_weight: float = 0.0
     kl: Literal["exact", "without_delta"] = "exact"
     log_prob: Literal["exact", "released_cps"] = "exact"
 
     def __post_init__(self) -> None:
-        require_clip("ClippedLoss", self.clip)
+        require_clip("ClippedLoss", self.clip_range)
         require_kl("ClippedLoss", self.kl_weight, self.kl)
         densities = ("exact", "released_cps")
         require(self.log_prob in densities, "ClippedLoss.log_prob", self.log_prob, "'exact' or 'released_cps'")
@@ -48,5 +48,5 @@ class ClippedLoss:
         pairs = counted_pairs(batch)
         density = log_prob if self.log_prob == "exact" else log_prob_without_constants
         ratio = (density(pairs.new, pairs.next_node) - density(pairs.behaviour, pairs.next_node)).exp()
-        terms = surrogate(ratio, pairs.advantages, self.clip)
-        return combine(pairs, ratio, terms, beyond(ratio, self.clip), self.kl_weight, KL_FORMS[self.kl])
+        terms = surrogate(ratio, pairs.advantages, self.clip_range)
+        return combine(pairs, ratio, terms, beyond(ratio, self.clip_range), self.kl_weight, KL_FORMS[self.kl])

@@ -15,19 +15,19 @@ class GRPOGuard:
     log ratio = std (logp - logp_old + |mu - mu_old|^2 / (2 std^2)), means over latent elements, std the transition's;
     the added term cancels the negative mean of the plain log-ratio, and the factor std gives it the same spread at
     every step. Each pair's clipped term max(-A ratio, -A clip(ratio, 1-c, 1+c)) is divided by its step length Delta.
-    On policy the gradient is therefore the policy gradient with step weights std / Delta. `clip` = c in (0, 1);
+    On policy the gradient is therefore the policy gradient with step weights std / Delta. `clip_range` = c in (0, 1);
     `kl_weight` >= 0 adds the KL to the reference, not divided by Delta, in the form `kl` (see `ClippedLoss`).
 
     Metrics as in `ClippedLoss`, of the normalised ratio; policy_loss includes the division by Delta. Source: GRPO-Guard
     (arXiv 2510.22319). Raises `ConfigError` for a bad field or a missing reference.
     """
 
-    clip: float = 1e-4
+    clip_range: float = 1e-4
     kl_weight: float = 0.0
     kl: Literal["exact", "without_delta"] = "exact"
 
     def __post_init__(self) -> None:
-        require_clip("GRPOGuard", self.clip)
+        require_clip("GRPOGuard", self.clip_range)
         require_kl("GRPOGuard", self.kl_weight, self.kl)
 
     @property
@@ -41,5 +41,5 @@ class GRPOGuard:
         pairs = counted_pairs(batch)
         log_ratio = log_prob(pairs.new, pairs.next_node) - log_prob(pairs.behaviour, pairs.next_node)
         ratio = (pairs.behaviour.std * (log_ratio + kl(pairs.new, pairs.behaviour))).exp()
-        terms = surrogate(ratio, pairs.advantages, self.clip) / pairs.delta
-        return combine(pairs, ratio, terms, beyond(ratio, self.clip), self.kl_weight, KL_FORMS[self.kl])
+        terms = surrogate(ratio, pairs.advantages, self.clip_range) / pairs.delta
+        return combine(pairs, ratio, terms, beyond(ratio, self.clip_range), self.kl_weight, KL_FORMS[self.kl])

@@ -5,7 +5,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from flowrl.errors import ConfigError
-from flowrl.training.finished import Grid
+from flowrl.training.evaluation import Grid
 
 
 def grid_figure(grid: Grid) -> Figure:

@@ -82,15 +82,15 @@ class ModelOptions:
     """Precision of the frozen weights and of the network's arithmetic (autocast): float32, bfloat16 or float16. What is trained
     is stored in float32, and velocities, latents and everything computed from them are float32. For training on a GPU take
     bfloat16; float16 needs the loss scaled (the run's `loss_scale`), or small gradients vanish."""
-    guidance: float = 1.0
+    guidance_scale: float = 1.0
     """Classifier-free guidance s: v = v_neg + s (v_prompt - v_neg), in rollouts and updates alike; 1 = off (half the cost)."""
     negative_prompt: str = ""
     guidance_gradient: str = "both"
     """both, or prompt: v_neg is computed without a gradient (less memory; the values are the same)."""
-    train: str = "lora"
+    tuning: str = "lora"
     """lora, full (all weights of the transformer) or nothing."""
-    rank: int = 32
-    alpha: float = 64.0
+    lora_rank: int = 32
+    lora_alpha: float = 64.0
     targets: tuple[str, ...] = ()
     """Ends of the names of the layers that get a LoRA; empty: the family's own, all attention projections."""
     adapter: str = ""
@@ -102,9 +102,9 @@ class ModelOptions:
     trained."""
     keep_reference: bool = True
     """Full fine-tuning: keep a frozen copy of the transformer, in `dtype`, for a KL to the base model."""
-    checkpointing: bool = False
+    gradient_checkpointing: bool = False
     """Gradient checkpointing: activations are computed twice instead of stored."""
-    text_tokens: int = 0
+    max_sequence_length: int = 0
     """Tokens of the T5 encoder; 0: the family's own."""
     decode_batch: int = 8
     """Latents per call of the image decoder."""
@@ -120,15 +120,20 @@ class ModelOptions:
     """Draws the LoRA's first matrices."""
 
     def __post_init__(self) -> None:
-        for name in ("height", "width", "rank", "decode_batch", "cached_prompts"):
+        for name in ("height", "width", "lora_rank", "decode_batch", "cached_prompts"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         require(self.adapter_name.isidentifier(), "adapter_name", self.adapter_name, "letters, digits and _")
-        beside = self.train == "lora" or not self.frozen_adapters
-        require(beside, "frozen_adapters", self.frozen_adapters, "left out unless train is lora: make them part of the weights")
-        require(self.alpha > 0, "alpha", self.alpha, "above 0")
-        require(0 <= self.text_tokens <= 512, "text_tokens", self.text_tokens, "1 to 512, or 0 for the family's own")
+        beside = self.tuning == "lora" or not self.frozen_adapters
+        require(beside, "frozen_adapters", self.frozen_adapters, "left out unless tuning is lora: make them part of the weights")
+        require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "above 0")
+        require(
+            0 <= self.max_sequence_length <= 512,
+            "max_sequence_length",
+            self.max_sequence_length,
+            "1 to 512, or 0 for the family's own",
+        )
         for name in ("dtype", "decode_dtype"):
             require(getattr(self, name) in DTYPES, name, getattr(self, name), f"one of {', '.join(DTYPES)}")
-        require(self.guidance >= 1, "guidance", self.guidance, "1 (off) or more")
-        for name, choices in (("guidance_gradient", ("both", "prompt")), ("train", ("lora", "full", "nothing"))):
+        require(self.guidance_scale >= 1, "guidance_scale", self.guidance_scale, "1 (off) or more")
+        for name, choices in (("guidance_gradient", ("both", "prompt")), ("tuning", ("lora", "full", "nothing"))):
             require(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")

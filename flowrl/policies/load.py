@@ -43,7 +43,7 @@ def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Fami
             f"({error}){hint}"
         ) from error
     chosen = family or family_of(name)
-    network = "float32" if options.train == "full" else options.dtype
+    network = "float32" if options.tuning == "full" else options.dtype
     dtypes = {"default": DTYPES[options.dtype], "transformer": DTYPES[network], "vae": DTYPES["float32"]}
     try:
         pipe = getattr(diffusers, name).from_pretrained(model, use_safetensors=True, **{_dtype_argument(): dtypes})

@@ -38,13 +38,13 @@ class PipelinePolicy:
         self._device = device_of(options.device)
         self.dtype = DTYPES[options.dtype]
         self.transformer: Any = pipe.transformer
-        _place(self.transformer, self._device, torch.float32 if options.train == "full" else self.dtype)
+        _place(self.transformer, self._device, torch.float32 if options.tuning == "full" else self.dtype)
         _place(pipe.vae, self._device, DTYPES[options.decode_dtype])
         self._latent_shape = family.latent_shape(pipe, options.height, options.width)
         self._size = (options.height // pipe.vae_scale_factor, options.width // pipe.vae_scale_factor)
         self._scheduler = _own_scheduler(pipe)
         self.prompts = PromptCache(self._embed, self._device, options.cached_prompts, self.dtype)
-        self._guidance = options.guidance
+        self._guidance = options.guidance_scale
         self.adapters: Adapters | None = None
         self._copy: Any = None
         self._released = False
@@ -53,21 +53,21 @@ class PipelinePolicy:
 
     def _prepare_training(self) -> None:
         options = self.options
-        if options.train == "lora":
+        if options.tuning == "lora":
             targets = options.targets or LORA_TARGETS
             beside = frozen_adapters(self.pipe, options.frozen_adapters)
-            name, size = options.adapter_name, (options.rank, options.alpha)
+            name, size = options.adapter_name, (options.lora_rank, options.lora_alpha)
             self.adapters = Adapters(self.transformer, *size, targets, options.seed, name, beside)
             if self.dtype != torch.float32:
                 self.adapters.cast_by_autocast()
             if options.adapter:
                 self.adapters.load(Path(options.adapter), type(self.pipe))
-        elif options.train == "full":
+        elif options.tuning == "full":
             if options.keep_reference:
                 self._copy = copy.deepcopy(self.transformer)
                 _place(self._copy, self._device, self.dtype)
             self.transformer.requires_grad_(True)
-        if options.checkpointing:
+        if options.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
         if options.compile:
             for network in (self.transformer, self._copy):
@@ -125,7 +125,7 @@ class PipelinePolicy:
                 f"the prompt {texts[0]!r} is new, but the text encoders were released; warm the cache with it before"
             )
         encoders = [encoder for name in self.family.encoders if (encoder := getattr(self.pipe, name)) is not None]
-        tokens = self.options.text_tokens or self.family.text_tokens
+        tokens = self.options.max_sequence_length or self.family.text_tokens
         for encoder in encoders:
             encoder.eval().requires_grad_(False).to(self._device)
         try:
@@ -163,7 +163,7 @@ class PipelinePolicy:
     @contextmanager
     def guided(self, guidance: float) -> Iterator[None]:
         """Within this context classifier-free guidance is `guidance`, for example to evaluate with another than in training."""
-        require(guidance >= 1, "guidance", guidance, "1 (off) or more")
+        require(guidance >= 1, "guidance_scale", guidance, "1 (off) or more")
         kept, self._guidance = self._guidance, guidance
         try:
             yield
@@ -186,7 +186,7 @@ class PipelinePolicy:
     @contextmanager
     def reference(self) -> Iterator[None]:
         """The base model, no gradients. Raises `ConfigError` for full fine-tuning without `keep_reference`."""
-        if self.options.train == "full" and self._copy is None:
+        if self.options.tuning == "full" and self._copy is None:
             raise ConfigError("keep_reference = False is not allowed: this loss compares with the base model, which was not kept")
         kept = self._active
         self._active = self.transformer if self._copy is None else self._copy
@@ -210,7 +210,7 @@ class PipelinePolicy:
         """Write the trained weights as diffusers reads them: a LoRA for `pipe.load_lora_weights(folder)`, or the transformer for
         `from_pretrained(folder, subfolder="transformer")`; safetensors only. An older folder of this name is replaced when the
         new one is complete."""
-        require(self.options.train != "nothing", "train", self.options.train, "lora or full: there is nothing to save")
+        require(self.options.tuning != "nothing", "tuning", self.options.tuning, "lora or full: there is nothing to save")
         new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
         shutil.rmtree(new, ignore_errors=True)
         if self.adapters is not None:

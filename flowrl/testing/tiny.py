@@ -16,7 +16,7 @@ from flowrl.policies.flux import Flux
 from flowrl.policies.pipeline import ModelOptions, PipelinePolicy
 from flowrl.policies.sd3 import SD3
 
-TINY = ModelOptions(height=16, width=16, rank=4, alpha=8.0, text_tokens=24)
+TINY = ModelOptions(height=16, width=16, lora_rank=4, lora_alpha=8.0, max_sequence_length=24)
 """Options that fit the tiny pipelines."""
 CLIP_TOKENS = 40
 WIDTH = 32

@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from flowrl.io import write_bytes
+from flowrl.settings import settings_text
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.logging import scalars
 from flowrl.training.results import RunRecord, load_run
-from flowrl.training.settings_file import settings_text
 
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 CODE = {
@@ -30,8 +30,8 @@ CODE = {
 
 def write_config(folder: Path, config: RunConfig) -> None:
     """config.yaml: all settings, for ``flowrl train --config``."""
-    comments = (f"All settings of this run; repeat it with: flowrl train --config config.yaml --out NEW_FOLDER ({versions()})",)
-    write_bytes(folder / "config.yaml", settings_text(config.as_dict(), comments).encode())
+    comment = f"All settings of this run; repeat it with: flowrl train --config config.yaml --out NEW_FOLDER ({versions()})"
+    write_bytes(folder / "config.yaml", settings_text(config.as_dict(), comment).encode())
 
 
 def versions() -> str:
@@ -50,13 +50,13 @@ def write_card(folder: Path) -> None:
 
     Scores come from metrics.jsonl and, where ``flowrl evaluate`` has left one, evaluation/evaluation.json; nothing is measured.
     """
-    config, run = RunConfig.from_dict(load_config(folder / "config.json")), load_run(folder)
+    config, run = load_config(folder / "config.json"), load_run(folder)
     text = card_text(folder, config, run)
     write_bytes(folder / "README.md", text.encode())
-    weights = folder / config.tuning
+    weights = folder / config.policy.tuning
     if not weights.is_dir():
         return
-    write_bytes(weights / "README.md", text.replace(f"]({config.tuning}/", "](").encode())
+    write_bytes(weights / "README.md", text.replace(f"]({config.policy.tuning}/", "](").encode())
     for name in ("config.yaml", "samples/over-time.png", "samples/prompts.txt", "evaluation/grid.png"):
         if (folder / name).exists():
             (weights / name).parent.mkdir(exist_ok=True)
@@ -82,15 +82,24 @@ def without_folders(text: str) -> str:
 
 def card_text(folder: Path, config: RunConfig, run: RunRecord) -> str:
     """The card: the Hub's YAML header, then what a reader must know before relying on the weights."""
-    base = base_model(config.model)
-    header: dict[str, Any] = {"base_model": base, "base_model_relation": "adapter" if config.tuning == "lora" else "finetune"}
+    base = base_model(config.policy.model)
+    header: dict[str, Any] = {
+        "base_model": base,
+        "base_model_relation": "adapter" if config.policy.tuning == "lora" else "finetune",
+    }
     header = {key: value for key, value in header.items() if base} | {
         "library_name": "diffusers",
         "pipeline_tag": "text-to-image",
-        "tags": ["diffusers", *(["lora"] * (config.tuning == "lora")), "reinforcement-learning", "flow-matching", config.method],
+        "tags": [
+            "diffusers",
+            *(["lora"] * (config.policy.tuning == "lora")),
+            "reinforcement-learning",
+            "flow-matching",
+            config.algorithm.method,
+        ],
     }
-    reward = without_folders(config.reward).partition("(")[0]
-    title = f"{(base or Path(config.model).name).rpartition('/')[2]}, {config.method}, {reward}"
+    reward = without_folders(config.environment.reward).partition("(")[0]
+    title = f"{(base or Path(config.policy.model).name).rpartition('/')[2]}, {config.algorithm.method}, {reward}"
     parts = [
         "---\n" + yaml.safe_dump(header, sort_keys=False) + "---",
         f"# {title}",
@@ -104,43 +113,47 @@ def card_text(folder: Path, config: RunConfig, run: RunRecord) -> str:
 
 
 def _what(config: RunConfig, base: str) -> str:
-    weights = f"A LoRA of rank {config.rank}" if config.tuning == "lora" else "All weights of the transformer, fine-tuned"
+    weights = (
+        f"A LoRA of rank {config.policy.lora_rank}"
+        if config.policy.tuning == "lora"
+        else "All weights of the transformer, fine-tuned"
+    )
     return (
-        f"{weights} for `{base or Path(config.model).name}`, trained by reinforcement learning ({config.method}"
-        f"{', credit rule ' + config.credit if config.credit else ''}) to raise the reward `{without_folders(config.reward)}`."
+        f"{weights} for `{base or Path(config.policy.model).name}`, trained by reinforcement learning ({config.algorithm.method}"
+        f"{', credit rule ' + config.algorithm.credit if config.algorithm.credit else ''}) to raise the reward `{without_folders(config.environment.reward)}`."
     )
 
 
 def _use(config: RunConfig, base: str) -> str:
-    code = CODE[config.tuning].format(base=base or Path(config.model).name, here="THIS_FOLDER")
-    classes = "DiffusionPipeline" if config.tuning == "lora" else "AutoModel, DiffusionPipeline"
-    tokens = f", max_sequence_length={config.text_tokens}" if config.text_tokens else ""
-    size = f"height={config.resolution}, width={config.resolution}"
-    call = f'image = pipe("a prompt", {size}, num_inference_steps={config.eval_steps}{_guidance(config)}{tokens}).images[0]'
+    code = CODE[config.policy.tuning].format(base=base or Path(config.policy.model).name, here="THIS_FOLDER")
+    classes = "DiffusionPipeline" if config.policy.tuning == "lora" else "AutoModel, DiffusionPipeline"
+    tokens = f", max_sequence_length={config.policy.max_sequence_length}" if config.policy.max_sequence_length else ""
+    size = f"height={config.policy.resolution}, width={config.policy.resolution}"
+    call = f'image = pipe("a prompt", {size}, num_inference_steps={config.evaluation.eval_steps}{_guidance(config)}{tokens}).images[0]'
     return f"```python\nimport torch\nfrom diffusers import {classes}\n\n{code}\n{call}\n```"
 
 
 def _guidance(config: RunConfig) -> str:
     """Classifier-free guidance as the pipeline takes it: SD3's own default is another one, and what FLUX calls
     `guidance_scale` is told to the network."""
-    index = Path(config.model) / "model_index.json"
-    name = str(json.loads(index.read_text()).get("_class_name", "")) if index.is_file() else config.model
+    index = Path(config.policy.model) / "model_index.json"
+    name = str(json.loads(index.read_text()).get("_class_name", "")) if index.is_file() else config.policy.model
     if "flux" not in name.lower():
-        return f", guidance_scale={config.guidance}"
-    return f', true_cfg_scale={config.guidance}, negative_prompt=""' if config.guidance != 1 else ""
+        return f", guidance_scale={config.policy.guidance_scale}"
+    return f', true_cfg_scale={config.policy.guidance_scale}, negative_prompt=""' if config.policy.guidance_scale != 1 else ""
 
 
 def _measured(folder: Path, config: RunConfig, run: RunRecord) -> str:
-    first, last, reward = run.evaluations[0], run.evaluations[-1], f"`{without_folders(config.reward)}`"
+    first, last, reward = run.evaluations[0], run.evaluations[-1], f"`{without_folders(config.environment.reward)}`"
     before, after = scalars(first["evaluation"]), scalars(last["evaluation"])
     held = (
-        f"held-out prompts of `{without_folders(config.heldout_file)}`"
-        if config.heldout_file
+        f"held-out prompts of `{without_folders(config.environment.heldout_prompts)}`"
+        if config.environment.heldout_prompts
         else "training prompts (there were no held-out ones)"
     )
     lines = [
-        f"Mean over {config.eval_prompts} {held}, one picture each from the same noise, {config.eval_steps} ODE steps, guidance "
-        f"{config.guidance:g}, averaged (EMA) weights:",
+        f"Mean over {config.evaluation.eval_samples} {held}, one picture each from the same noise, {config.evaluation.eval_steps} ODE steps, guidance "
+        f"{config.policy.guidance_scale:g}, averaged (EMA) weights:",
         "",
         "| score | before | after |",
         "|---|---|---|",
@@ -151,7 +164,7 @@ def _measured(folder: Path, config: RunConfig, run: RunRecord) -> str:
         ),
         "",
         f"After {last['iteration']} iterations, {last['nfe_total']:,} network evaluations of rollouts, "
-        f"{last['seconds_total']:,.0f} seconds on {config.device}. One run with one seed ({config.seed}).",
+        f"{last['seconds_total']:,.0f} seconds on {config.policy.device}. One run with one seed ({config.seed}).",
         *_evaluated(folder),
     ]
     if (folder / "samples" / "over-time.png").exists():
@@ -188,10 +201,10 @@ def _evaluated(folder: Path) -> list[str]:
 def _settings(config: RunConfig, run: RunRecord) -> str:
     trained, c = sum(row.get("trajectories", 0) for row in run.rows), config
     return (
-        f"Prompts: `{without_folders(c.prompt_file)}`. {c.iterations} iterations of {c.prompts} groups of {c.members} pictures "
-        f"({trained:,} in all) at {c.resolution} px, {c.steps} steps, sampler {c.sampler} (noise {c.noise_level:g}, "
-        f"window {c.window}), loss {c.loss} (clip {c.clip:g}, KL weight {c.kl_weight:g}), learning rate {c.lr:g}, "
-        f"precision {c.dtype}.\n\n"
+        f"Prompts: `{without_folders(c.environment.prompts)}`. {c.iterations} iterations of {c.rollout.groups} groups of {c.rollout.group_size} pictures "
+        f"({trained:,} in all) at {c.policy.resolution} px, {c.rollout.num_steps} steps, sampler {c.algorithm.sampler} (noise {c.algorithm.noise_level:g}, "
+        f"window {c.algorithm.window}), loss {c.algorithm.loss} (clip {c.algorithm.clip_range:g}, KL weight {c.algorithm.kl_weight:g}), learning rate {c.optim.learning_rate:g}, "
+        f"precision {c.policy.dtype}.\n\n"
         "Repeat the run with the settings beside this file:\n\n"
         "```bash\nflowrl train --config config.yaml --out NEW_FOLDER\n```\n\n"
         f"Made with {versions()}. On a GPU a repetition agrees up to the order of floating-point sums."
@@ -200,7 +213,7 @@ def _settings(config: RunConfig, run: RunRecord) -> str:
 
 def _limits(config: RunConfig) -> str:
     return (
-        f"- The scores above are those of `{without_folders(config.reward)}`, which is what training maximised. A higher score "
+        f"- The scores above are those of `{without_folders(config.environment.reward)}`, which is what training maximised. A higher score "
         "can mean better pictures, or pictures that please the reward alone: look at the samples, and at rewards that were "
         "not trained on.\n"
         "- One seed: nothing here says how another run would end.\n"

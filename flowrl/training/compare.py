@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -16,7 +16,9 @@ from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError, require
 from flowrl.io import write_json
-from flowrl.training.config import RunConfig, load_config
+from flowrl.settings import load_document
+from flowrl.training.build import make_method, make_world
+from flowrl.training.config import RunConfig
 from flowrl.training.heldout import make_beside
 from flowrl.training.results import run_folder
 from flowrl.training.run import Run
@@ -54,9 +56,9 @@ class CompareConfig:
         result = {}
         for seed in self.seeds:
             for name, credit in specs:
-                config = replace(self.run, method=name, credit=credit, seed=seed, **self.method_settings.get(name, {}))
-                config.make_method()
-                make_beside(config, config.make_world())
+                config = self.run.replace(method=name, credit=credit, seed=seed, **self.method_settings.get(name, {}))
+                make_method(config)
+                make_beside(config, make_world(config))
                 result[run_folder(name, seed)] = config
         return result
 
@@ -153,7 +155,7 @@ def compare(config: CompareConfig, out: Path, resume: bool = False, workers: int
     stop, messages = context.Event(), context.Queue()
     states: dict[str, dict[str, Any]] = {name: {"phase": "waiting", "iteration": 0} for name in jobs}
     with ProcessPoolExecutor(count, context, _start_worker, (stop, messages)) as pool:
-        longest_first = sorted(jobs, key=lambda name: isinstance(jobs[name].make_method().credit.probe, NoProbe))
+        longest_first = sorted(jobs, key=lambda name: isinstance(make_method(jobs[name]).credit.probe, NoProbe))
         futures = {
             name: pool.submit(_run_job, name, jobs[name].as_dict(), str(out / "runs" / name), resume) for name in longest_first
         }
@@ -191,6 +193,6 @@ def _follow(futures: dict[str, Future[bool]], states: dict[str, dict[str, Any]],
             return
 
 
-def load_compare(out: Path) -> CompareConfig:
-    """The configuration of the comparison in `out`."""
-    return CompareConfig.from_dict(load_config(out / "config.json"))
+def load_compare(path: Path) -> CompareConfig:
+    """The comparison that the file config.json at `path` describes."""
+    return CompareConfig.from_dict(load_document(path)[0])

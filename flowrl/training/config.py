@@ -1,307 +1,281 @@
-"""The settings of a run: one frozen data class, presets, and its JSON form."""
+"""The settings of a run: frozen groups of checked fields, the presets of the built-in worlds, and their file form.
 
-import json
-import math
-from dataclasses import asdict, dataclass, field, fields, replace
+Nothing here builds anything: `flowrl.training.build` makes worlds, methods, policies and trainers from these settings.
+"""
+
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Annotated, Any, Literal
 
-import torch
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import model_validator
 
-from flowrl.errors import ConfigError, require
-from flowrl.flow.time import uniform_schedule
-from flowrl.methods import Method, make_method, make_sampler, try_credit
-from flowrl.policies.pipeline import ModelOptions
-from flowrl.protocols import PolicyLoss, RandomSampler, RewardModel
-from flowrl.registry import build
-from flowrl.rewards import NoisyReward
-from flowrl.rollout import require_solver
-from flowrl.samplers import transition_stds
-from flowrl.training.optim import OPTIMISERS, LossScale
+from flowrl.errors import require
+from flowrl.settings import flat, nested, read_settings, read_values, replaced, settings_group
 from flowrl.training.presets import combine
-from flowrl.training.settings_file import read_settings
-from flowrl.types import Schedule
-from flowrl.worlds.base import PolicyOptions, World, world
-from flowrl.worlds.finetune import FORM, TASK, model_world
 
-DTYPES = ("float32", "bfloat16", "float16")
-TRACKERS = ("auto", "none", "tensorboard", "wandb", "trackio")
+Precision = Literal["float32", "bfloat16", "float16"]
+Count = Annotated[int, Ge(1)]
+Whole = Annotated[int, Ge(0)]
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """Everything one training run depends on. The defaults are the five-minute preset on the shapes world."""
+@settings_group
+class EnvironmentConfig:
+    """What is trained on: prompts and a reward."""
 
-    method: str = "flow-grpo"
-    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted or dense-grpo; the name shown for a rule of your own."""
-    credit: str = ""
-    """Another credit rule: NAME, NAME(option=value), or path/to/file.py:Class (then `method` is only its name in tables)."""
-    world: str = "shapes"
-    """shapes (text to image), mixture (two dimensions) or model (see `model`)."""
+    world: Literal["shapes", "mixture", "model"] = "shapes"
+    """shapes (text to image), mixture (two dimensions), or model (see `model`)."""
     task: str = "compositional"
     """compositional, text or preference (shapes); direction (mixture); prompts (model)."""
     reward_form: str = "soft"
-    """strict (0/1), graded (partial credit) or soft (continuous)."""
+    """strict (0/1), graded (partial credit) or soft (continuous); reward (model)."""
     reward: str = ""
-    """Another reward than the task's own: NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts` lists names."""
-    reward_noise: float = 0.0
-    """Standard deviation of the noise on every score while training; evaluation is without."""
+    """A reward that replaces the task's own: NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts` lists names."""
+    reward_noise: Annotated[float, Ge(0)] = 0.0
+    """Standard deviation of the noise added to every training score; evaluation has none."""
     reward_bias: float = 0.0
-    """How much training also likes bright pictures: the mean of a picture's values times this; evaluation is without."""
-    heldout_rewards: tuple[str, ...] = ()
-    """Rewards that nobody trains on, scored in every evaluation: names as for `reward`; also strict, graded, soft, palette,
-    balance and clarity (shapes), or strict, graded, soft and density (mixture)."""
-    diversity: str = ""
-    """How different the samples of one prompt are, in every evaluation: pixels, latents, clip, or path/to/file.py:Class."""
-    diversity_prompts: int = 8
-    """Held-out prompts whose samples are compared for `diversity`."""
-    diversity_members: int = 8
-    """Samples of each of them."""
-    seed: int = 0
-    """Draws the adapter's first matrices, the prompts' order and all noise."""
-    iterations: int = 12
-    """Rollouts with the updates that follow them."""
-    prompts: int = 16
-    """Prompts (groups) per iteration."""
-    members: int = 12
-    """Samples of each prompt: the size of a group."""
-    steps: int = 10
-    """Denoising steps while training."""
+    """Weight of the mean pixel value added to every training score; evaluation has none."""
+    prompts: str = ""
+    """Training prompts for `model`: a text file with a prompt per line, .jsonl with "prompt" and metadata, a slice of a generated
+    list, as in compositional[0:500] (also text, pictures), or a dataset: hf:NAME[:SPLIT[:COLUMN]], a folder or .parquet."""
+    heldout_prompts: str = ""
+    """Evaluation prompts for `model`, in the same forms as `prompts`; default: the training prompts."""
+
+
+@settings_group
+class AlgorithmConfig:
+    """The method: how trajectories are sampled, how steps are credited, and what is minimised."""
+
+    method: str = "flow-grpo"
+    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted or dense-grpo; with `credit`, the name in tables."""
+    credit: str = ""
+    """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class."""
     sampler: str = "flow-sde"
     """flow-sde, dance-sde, cps or ddim-sde; NAME of a plug-in, or path/to/file.py:Class."""
     noise_level: float = 0.7
     """The sampler's noise: a of flow-sde and ddim-sde, eta of dance-sde and cps."""
     window: str = "2:5"
     """Stochastic (trained) steps: all, all-but-last, START:SIZE, random:SIZE, or sliding:SIZE[:STRIDE[:EVERY]]."""
-    initial_noise: str = "auto"
-    """Whether the members of a group start from the same noise: auto (as the method says), shared or independent."""
+    initial_noise: Literal["auto", "shared", "independent"] = "auto"
+    """Initial noise within a group: auto (as the method says), shared or independent."""
     loss: str = "clipped"
-    """clipped, grpo-guard, flow-dppo or policy-gradient, with options as in clipped(kl=without_delta); a plug-in or file."""
-    updates: int = 4
-    """Optimiser steps per iteration; the trajectories are split between them."""
-    lr: float = 4e-3
-    """Learning rate of AdamW."""
-    final_lr: float = 1.0
-    """Share of `lr` that is left at the last iteration; it falls linearly."""
-    clip: float = 2e-3
-    """How far a ratio may move before its pair stops counting (losses that clip)."""
+    """clipped, grpo-guard, flow-dppo or policy-gradient, with options as in clipped(kl=without_delta); a plug-in or a file."""
+    clip_range: float = 2e-3
+    """Largest change of a ratio before its pair stops counting (losses that clip)."""
     kl_weight: float = 0.0
-    """Weight of the KL to the base model in the loss (beta)."""
-    rank: int = 8
-    """LoRA rank (shapes)."""
-    alpha: float = 16.0
-    """LoRA alpha."""
-    weight_decay: float = 1e-4
-    """Weight decay of AdamW."""
-    grad_clip: float = 1.0
-    """Largest norm of a gradient; longer ones are scaled down."""
-    ema: float = 0.8
-    """Decay of the averaged weights that evaluation uses, per optimiser step; 0 = no averaging."""
-    micro_batch: int = 256
-    """(trajectory, step) pairs per backward pass."""
-    max_batch: int = 512
-    """Latents per network call."""
-    chunk: int = 0
-    """Groups rolled out at a time (by each process): less memory; 0 = all at once."""
+    """Weight of the KL to the base model in the loss (beta in the papers)."""
+
+
+@settings_group
+class RolloutConfig:
+    """How many trajectories an iteration samples, and in which batches."""
+
+    groups: Count = 16
+    """Prompts (groups) per iteration."""
+    group_size: Annotated[int, Ge(2)] = 12
+    """Samples per prompt."""
+    num_steps: Count = 10
+    """Denoising steps during training."""
+    max_batch: Count = 512
+    """Latents per network call without gradients."""
+    chunk: Whole = 0
+    """Groups rolled out at a time by each process, to save memory; 0 = all."""
     overlap_rewards: bool = False
     """Score finished chunks while the next one is rolled out, for slow (remote) rewards; needs a `chunk`."""
     offload: bool = False
     """Keep the trajectories in main memory between rollout and update."""
-    optimiser: str = "adamw"
-    """adamw, or adamw-8bit (needs bitsandbytes)."""
-    loss_scale: float = 65536.0
-    """First factor of the loss where `dtype` is float16, adapted as training goes; 0 = none."""
-    compile: bool = False
-    """Compile the blocks of `model` by torch.compile: a minute or more at the start, faster calls afterwards."""
-    eval_every: int = 6
-    """Iterations between evaluations; the first and last iterations are always evaluated."""
-    eval_prompts: int = 192
-    """Held-out samples per evaluation (prompts are repeated where there are fewer)."""
-    eval_steps: int = 20
-    """ODE steps while evaluating."""
-    eval_solver: str = "euler"
-    """euler, heun (two evaluations per step), dpm++ or unipc."""
-    checkpoint_every: int = 10
-    """Iterations between checkpoints; one is always written at the end and on Ctrl-C."""
-    keep_checkpoints: int = 1
-    """How many of the newest checkpoints stay; an older one goes when the newer is complete."""
-    device: str = "cpu"
-    """cpu or cuda."""
-    dtype: str = "float32"
-    """Precision of the network: float32, bfloat16 or float16 (transition maths is always float32)."""
-    weights: str = ""
-    """Base weights other than those that ship (made by `flowrl pretrain`)."""
-    model: str = ""
-    """Train this instead of a world's model: the folder of a diffusers pipeline, or its name on the Hub."""
-    prompt_file: str = ""
-    """Training prompts for `model`: a text file with a prompt a line, .jsonl with "prompt" and metadata, a slice of a generator's
-    list, as in compositional[0:500] (also text, pictures), or a dataset: hf:NAME[:SPLIT[:COLUMN]], a folder or .parquet."""
-    heldout_file: str = ""
-    """Prompts for evaluating `model`, in a file like `prompt_file`; without it, the training prompts."""
-    resolution: int = 512
-    """Height and width of the model's pictures in pixels."""
-    guidance: float = 1.0
-    """Classifier-free guidance of `model`, in sampling, training and evaluation; 1 = off."""
-    tuning: str = "lora"
-    """What of `model` is trained: lora or full."""
-    adapter: str = ""
-    """Start `model` from this LoRA (a file or folder that diffusers reads; `rank` must be the file's)."""
-    frozen_adapters: str = ""
-    """LoRAs of `model` that are in use but not trained: files or folders, as PATH or NAME=PATH, separated by commas."""
-    decode_batch: int = 8
-    """Latents of `model` per call of its image decoder."""
-    decode_dtype: str = "float32"
-    """Precision of the image decoder of `model`: float32, bfloat16 or float16."""
-    text_tokens: int = 0
-    """Length of the prompts of the model's T5 encoder; 0 = as its pipeline has it."""
-    checkpointing: bool = False
-    """Gradient checkpointing of `model`: less memory, one more forward pass in updates."""
-    tracker: str = "auto"
-    """none, tensorboard, wandb or trackio; auto is tensorboard for `model` where it is installed, and none else."""
 
-    def __post_init__(self) -> None:
-        for name in ("iterations", "prompts", "updates", "micro_batch", "max_batch", "eval_every", "checkpoint_every"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        require(self.chunk >= 0, "chunk", self.chunk, "1 or more, or 0 for all groups at once")
+    @model_validator(mode="after")
+    def _consistent(self) -> "RolloutConfig":
         need = "with `chunk` 1 or more only: a chunk's rewards are computed beside the next one's rollout"
         require(self.chunk >= 1 or not self.overlap_rewards, "overlap_rewards", self.overlap_rewards, need)
-        require(self.optimiser in OPTIMISERS, "optimiser", self.optimiser, f"one of {', '.join(OPTIMISERS)}")
-        LossScale(self.loss_scale)
-        for name in ("steps", "eval_prompts", "eval_steps", "diversity_prompts", "keep_checkpoints"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        require(self.members >= 2, "members", self.members, "2 or more: a group of one has nobody to be compared with")
-        require(self.diversity_members >= 2, "diversity_members", self.diversity_members, "2 or more: one sample has no pair")
-        require(len(set(self.heldout_rewards)) == len(self.heldout_rewards), "heldout_rewards", self.heldout_rewards, "each once")
-        require(0 < self.lr < math.inf, "lr", self.lr, "above 0")
-        require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
-        require(0 <= self.final_lr <= 1, "final_lr", self.final_lr, "in [0, 1]")
-        require(self.grad_clip > 0, "grad_clip", self.grad_clip, "above 0")
-        require(0 <= self.ema < 1, "ema", self.ema, "in [0, 1)")
-        require(self.rank >= 1, "rank", self.rank, "1 or more")
-        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        require(self.reward_noise >= 0, "reward_noise", self.reward_noise, "0 or more")
-        require_solver(self.eval_solver)
-        choices = ("auto", "shared", "independent")
-        require(self.initial_noise in choices, "initial_noise", self.initial_noise, f"one of {', '.join(choices)}")
-        fits = (self.world == "model") == bool(self.model)
-        require(fits, "world", self.world, "model where `model` is given, and only there")
-        require(self.tracker in TRACKERS, "tracker", self.tracker, f"one of {', '.join(TRACKERS)}")
-        require(self.tuning in ("lora", "full"), "tuning", self.tuning, "lora or full")
-        chosen = self.make_world()
-        require(self.task in chosen.tasks, f"task of world {self.world}", self.task, f"one of {', '.join(chosen.tasks)}")
-        require(self.reward_form in chosen.forms, "reward_form", self.reward_form, f"one of {', '.join(chosen.forms)}")
-        silent = self.sampler == "ode" or self.noise_level == 0
-        require(
-            not silent,
-            "noise_level" if self.sampler != "ode" else "sampler",
-            self.noise_level if self.sampler != "ode" else "ode",
-            "above 0, with a stochastic sampler: the loss needs log-probabilities, and a deterministic step has none",
-        )
-        stds = self._trial_schedule().stds
-        require(stds is not None and bool((stds > 0).any()), "window", self.window, "at least one stochastic step")
+        return self
 
-    def _trial_schedule(self) -> Schedule:
-        """An even grid with this run's stds, for checks before anything is built."""
-        return even_schedule(self.steps, self.sampler, self.noise_level, self.window)
 
-    def make_world(self) -> World:
-        """The world by name, or the one that `model`, its prompts and its reward make up."""
-        if not self.model:
-            return world(self.world)
-        return model_world(self.model, self.prompt_file, self.heldout_file, self.reward, self.model_options())
+@settings_group
+class OptimConfig:
+    """The optimizer and the mini-batches of an iteration."""
 
-    def make_method(self) -> Method:
-        """The method by name, with this run's sampler, clip and KL weight; its rule is tried on a random table first."""
-        sampler = make_sampler(self.sampler, self.noise_level, self.window)
-        shared = None if self.initial_noise == "auto" else self.initial_noise == "shared"
-        method = make_method(self.method, sampler, self.make_loss(), self.credit, shared)
-        try_credit(method.credit, self._trial_schedule(), self.members)
-        return method
+    optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
+    """adamw, or adamw-8bit (needs bitsandbytes)."""
+    learning_rate: Annotated[float, Gt(0)] = 4e-3
+    """Initial learning rate."""
+    final_learning_rate: Annotated[float, Ge(0), Le(1)] = 1.0
+    """Final learning rate as a fraction of the initial one; it falls linearly."""
+    weight_decay: Annotated[float, Ge(0)] = 1e-4
+    """Weight decay of AdamW."""
+    max_grad_norm: Annotated[float, Gt(0)] = 1.0
+    """Largest gradient norm; longer gradients are scaled down."""
+    minibatches: Count = 4
+    """Mini-batches (optimizer steps) per iteration; the trajectories are split between them."""
+    micro_batch: Count = 256
+    """(trajectory, step) pairs per backward pass."""
+    ema_decay: Annotated[float, Ge(0), Lt(1)] = 0.8
+    """Decay of the averaged weights that evaluation uses, per optimizer step; 0 = no averaging."""
+    loss_scale: Annotated[float, Ge(0)] = 65536.0
+    """Initial loss scale when `dtype` is float16, adapted during training; 0 = none."""
 
-    def make_loss(self) -> PolicyLoss:
-        """The loss by name, with this run's clip and KL weight where it has such options and the spec does not set them."""
-        return build("loss", self.loss, clip=self.clip, kl_weight=self.kl_weight)
 
-    def make_reward(self) -> RewardModel:
-        """The reward that training uses: the task's own in `reward_form`, or `reward`; with errors where the run wants them."""
-        model = build("reward", self.reward, device=self.device) if self.reward else self.make_world().reward(self.reward_form)
-        errs = self.reward_noise != 0 or self.reward_bias != 0
-        return NoisyReward(model, self.reward_noise, self.reward_bias, self.seed) if errs else model
+@settings_group
+class PolicyConfig:
+    """The network that is trained."""
 
-    def model_options(self) -> ModelOptions:
-        """How `model` becomes a policy."""
-        return ModelOptions(
-            height=self.resolution, width=self.resolution, guidance=self.guidance, train=self.tuning, adapter=self.adapter,
-            text_tokens=self.text_tokens, checkpointing=self.checkpointing, keep_reference=self.make_loss().needs_reference,
-            rank=self.rank, alpha=self.alpha, seed=self.seed, device=self.device, dtype=self.dtype,
-            frozen_adapters=tuple(filter(None, self.frozen_adapters.split(","))), compile="inductor" if self.compile else "",
-            decode_batch=self.decode_batch, decode_dtype=self.decode_dtype,
-        )  # fmt: skip
+    model: str = ""
+    """Train this model instead of a world's: the folder of a diffusers pipeline, or its name on the Hub."""
+    base_weights: str = ""
+    """Base weights of a built-in world other than the shipped ones (made by `flowrl pretrain`)."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:NUMBER."""
+    dtype: Precision = "float32"
+    """Precision of the network: float32, bfloat16 or float16 (transition mathematics is always float32)."""
+    tuning: Literal["lora", "full"] = "lora"
+    """What of `model` is trained: lora or full."""
+    lora_rank: Count = 8
+    """Rank of the LoRA."""
+    lora_alpha: Annotated[float, Gt(0)] = 16.0
+    """Alpha of the LoRA: its product is scaled by alpha / rank."""
+    adapter: str = ""
+    """LoRA that `model` starts from (a file or folder that diffusers reads; `lora_rank` must be the file's)."""
+    frozen_adapters: str = ""
+    """LoRAs of `model` that are in use but not trained: files or folders, as PATH or NAME=PATH, separated by commas."""
+    resolution: Count = 512
+    """Height and width of the images of `model` in pixels."""
+    guidance_scale: Annotated[float, Ge(1)] = 1.0
+    """Classifier-free guidance of `model` in sampling, training and evaluation; 1 = off."""
+    max_sequence_length: Annotated[int, Ge(0), Le(512)] = 0
+    """Prompt length of the T5 encoder of `model` in tokens; 0 = as its pipeline has it."""
+    gradient_checkpointing: bool = False
+    """Recompute activations of `model` in the backward pass: less memory, one more forward pass."""
+    decode_batch: Count = 8
+    """Latents of `model` per call of its image decoder."""
+    decode_dtype: Precision = "float32"
+    """Precision of the image decoder of `model`."""
+    compile: bool = False
+    """Compile the network's blocks with torch.compile: a minute or more at the start, faster calls afterwards."""
 
-    def policy_options(self) -> PolicyOptions:
-        """What the world's policy is built from; the seed draws the adapter's first matrices."""
-        return PolicyOptions(self.rank, self.alpha, self.seed, self.device, self.dtype, self.weights)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+@settings_group
+class EvaluationConfig:
+    """Held-out evaluation: averaged weights, deterministic sampling, fixed noise."""
+
+    eval_every: Count = 6
+    """Iterations between evaluations; the first and last iterations are always evaluated."""
+    eval_samples: Count = 192
+    """Held-out samples per evaluation (prompts are repeated if there are fewer)."""
+    eval_steps: Count = 20
+    """Denoising steps during evaluation."""
+    eval_solver: Literal["euler", "heun", "dpm++", "unipc"] = "euler"
+    """euler, heun (two evaluations per step), dpm++ or unipc."""
+    heldout_rewards: tuple[str, ...] = ()
+    """Rewards that are evaluated but never trained on: names as for `reward`; also strict, graded, soft, palette, balance and
+    clarity (shapes), or strict, graded, soft and density (mixture)."""
+    diversity: str = ""
+    """Features in which the diversity of one prompt's samples is evaluated: pixels, latents, clip, or path/to/file.py:Class."""
+    diversity_prompts: Count = 8
+    """Held-out prompts whose samples are compared for `diversity`."""
+    diversity_samples: Annotated[int, Ge(2)] = 8
+    """Samples of each of these prompts."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "EvaluationConfig":
+        once = len(set(self.heldout_rewards)) == len(self.heldout_rewards)
+        require(once, "heldout_rewards", self.heldout_rewards, "each reward once")
+        return self
+
+
+@settings_group
+class LoggingConfig:
+    """Trackers and checkpoints."""
+
+    tracker: Literal["auto", "none", "tensorboard", "wandb", "trackio"] = "auto"
+    """none, tensorboard, wandb or trackio; auto is tensorboard for `model` if it is installed, and none otherwise."""
+    checkpoint_every: Count = 10
+    """Iterations between checkpoints; one is always written at the end and on Ctrl-C."""
+    keep_checkpoints: Count = 1
+    """Number of newest checkpoints to keep; an older one is deleted when the newer is complete."""
+
+
+@settings_group
+class RunConfig:
+    """Everything one training run depends on. The defaults are the five-minute preset on the shapes world.
+
+    `RunConfig.of(groups=4, learning_rate=1e-3)` and `config.replace(seed=1)` name settings without their groups. Raises
+    `ConfigError` naming the setting, its value and what is allowed.
+    """
+
+    seed: Whole = 0
+    """Draws the adapter's initial matrices, the order of the prompts and all noise."""
+    iterations: Count = 12
+    """Rollouts, each followed by its updates."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RunConfig":
+        is_model, world = bool(self.policy.model), self.environment.world
+        require((world == "model") == is_model, "world", world, "model if `model` is given, and only then")
+        silent = self.algorithm.sampler == "ode" or self.algorithm.noise_level == 0
+        name = "sampler" if self.algorithm.sampler == "ode" else "noise_level"
+        value = getattr(self.algorithm, name)
+        need = "above 0, with a stochastic sampler: the loss needs log-probabilities, and a deterministic step has none"
+        require(not silent, name, value, need)
+        return self
 
     @staticmethod
-    def from_dict(values: dict[str, Any]) -> "RunConfig":
-        """The inverse of `as_dict`. Raises `ConfigError` naming settings that do not exist."""
-        known = {f.name for f in fields(RunConfig)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(f"config: unknown settings {', '.join(unknown)}; allowed: {', '.join(sorted(known))}")
-        chosen: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        return RunConfig(**chosen)
+    def of(**settings: Any) -> "RunConfig":
+        """The defaults with some settings changed, named without their groups."""
+        return replaced(RunConfig(), settings)
+
+    def replace(self, **settings: Any) -> "RunConfig":
+        """This run with some settings changed, named without their groups."""
+        return replaced(self, settings)
+
+    @staticmethod
+    def from_dict(values: Any) -> "RunConfig":
+        """The inverse of `as_dict`. Raises `ConfigError` naming settings that do not exist or are not allowed."""
+        return RunConfig.of(**read_values(values, RunConfig))
+
+    def flat(self) -> dict[str, Any]:
+        """All settings by their own names."""
+        return flat(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Groups of plain values, for JSON and YAML."""
+        return nested(self)
 
 
-def even_schedule(steps: int, kernel: str, noise_level: float, window: str) -> Schedule:
-    """An even grid with a sampler's stds; of a sampler that is drawn every iteration, those of its first draw."""
-    sampler = make_sampler(kernel, noise_level, window)
-    grid = uniform_schedule(steps)
-    if isinstance(sampler, RandomSampler):
-        sampler = sampler.draw(grid, torch.Generator().manual_seed(0))
-    return replace(grid, stds=transition_stds(sampler, grid))
-
-
-def load_config(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or settings from a .yaml file; `ConfigError` where it is missing or neither."""
-    if not path.is_file():
-        raise ConfigError(f"config: the file {path} does not exist")
-    if path.suffix in (".yaml", ".yml"):
-        return read_settings(path, setting_kinds()).settings
-    try:
-        values = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"config: {path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"config: {path} must hold a JSON object")
-    return values
+def load_config(path: Path) -> RunConfig:
+    """The run that config.json or config.yaml describes; what it leaves out has its default. Raises `ConfigError`."""
+    return Preset(str(path), read_settings(path, RunConfig).settings).apply()
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    "long": {"iterations": 75, "lr": 3e-3, "final_lr": 0.2, "eval_every": 15, "eval_prompts": 384},
+    "long": {"iterations": 75, "learning_rate": 3e-3, "final_learning_rate": 0.2, "eval_every": 15, "eval_samples": 384},
     "tiny": {
-        "iterations": 2, "prompts": 2, "members": 3, "steps": 4, "eval_every": 1, "eval_prompts": 4,
+        "iterations": 2, "groups": 2, "group_size": 3, "num_steps": 4, "eval_every": 1, "eval_samples": 4,
         "eval_steps": 4, "window": "1:2",
     },
 }  # fmt: skip
+"""Changes to the defaults, by name, for the built-in worlds."""
 
 MIXTURE_DEFAULTS: dict[str, Any] = {
-    "task": "direction", "lr": 2e-2, "iterations": 40, "eval_every": 5, "window": "0:5",
+    "task": "direction", "learning_rate": 2e-2, "iterations": 40, "eval_every": 5, "window": "0:5",
 }  # fmt: skip
-
 
 MODEL_DEFAULTS: dict[str, Any] = {
-    "world": "model", "task": TASK, "reward_form": FORM, "steps": 10, "window": "all-but-last", "updates": 2, "lr": 3e-4,
-    "clip": 1e-4, "rank": 32, "alpha": 64.0, "ema": 0.9, "prompts": 4, "members": 24, "micro_batch": 8, "max_batch": 16,
-    "iterations": 300, "eval_every": 20, "eval_prompts": 32, "eval_steps": 40, "checkpointing": True,
+    "world": "model", "task": "prompts", "reward_form": "reward", "num_steps": 10, "window": "all-but-last", "minibatches": 2,
+    "learning_rate": 3e-4, "clip_range": 1e-4, "lora_rank": 32, "lora_alpha": 64.0, "ema_decay": 0.9, "groups": 4,
+    "group_size": 24, "micro_batch": 8, "max_batch": 16, "iterations": 300, "eval_every": 20, "eval_samples": 32,
+    "eval_steps": 40, "gradient_checkpointing": True,
 }  # fmt: skip
-"""Steps, updates, learning rate, clip, LoRA and group size as Flow-GRPO has them for SD3.5-Medium (arXiv 2505.05470); 4 groups an
-iteration for one GPU instead of its 48."""
+"""Steps, mini-batches, learning rate, clip, LoRA and group size as Flow-GRPO has them for SD3.5-Medium (arXiv 2505.05470); 4
+groups per iteration for one GPU instead of its 48."""
 
 
 @dataclass(frozen=True)
@@ -312,20 +286,23 @@ class Preset:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def apply(self, **changes: Any) -> RunConfig:
-        """The run with this preset's settings, then `changes` on top; the mixture world and models bring their own defaults."""
-        base = MIXTURE_DEFAULTS if changes.get("world") == "mixture" else {}
-        if {**self.changes, **changes}.get("model"):
-            base = {**MODEL_DEFAULTS, "device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else MODEL_DEFAULTS
-        return replace(RunConfig(), **{**base, **self.changes, **changes})
+        """The run with this preset's settings, then `changes`; the mixture world and models have defaults of their own."""
+        chosen = {**self.changes, **changes}
+        base: dict[str, Any] = MIXTURE_DEFAULTS if chosen.get("world") == "mixture" else {}
+        if chosen.get("model"):
+            base = {**MODEL_DEFAULTS, **_accelerator()}
+        return RunConfig.of(**{**base, **chosen})
+
+
+def _accelerator() -> dict[str, Any]:
+    """Where a model trains by default."""
+    import torch
+
+    return {"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}
 
 
 def preset(name: str) -> Preset:
     """A preset by name, a .yaml file, or several of them separated by commas (see `flowrl.training.presets`).
 
     Raises `ConfigError` for an unknown one."""
-    return Preset(name, combine(name, PRESETS, setting_kinds()).settings)
-
-
-def setting_kinds() -> dict[str, type]:
-    """The settings of a run and their types."""
-    return {item.name: get_origin(item.type) or item.type for item in fields(RunConfig)}  # pyright: ignore[reportReturnType]
+    return Preset(name, combine(name, PRESETS, RunConfig).settings)

@@ -1,7 +1,9 @@
 """Evaluation: ODE samples of the averaged weights on fixed held-out prompts and noise, scored in all three forms."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +13,11 @@ from flowrl.diagnostics.paired import EVALUATION_SEED
 from flowrl.distributed import Team
 from flowrl.errors import RewardError
 from flowrl.protocols import FlowPolicy, RewardModel
-from flowrl.rollout import Usage, score, solve
+from flowrl.rollout import Usage, integrate, score, solve
+from flowrl.training.build import make_world, trained_policy
 from flowrl.training.heldout import Beside, Sampling
 from flowrl.types import Prompt
-from flowrl.worlds.base import World
+from flowrl.worlds.base import PolicyOptions, World, world
 
 OWN = "its own"
 """The key of the training's own reward among those of the task."""
@@ -110,3 +113,33 @@ def _mean(scores: Tensor, name: str) -> float:
     if bool(scores.isnan().all()):
         raise RewardError(f"evaluation: the reward {name} marked all {len(scores)} samples invalid")
     return float(scores.nanmean())
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`images` [prompt, count, channel, height, width], their soft scores [prompt, count], and the prompts' texts."""
+
+    images: Tensor
+    scores: Tensor
+    prompts: tuple[str, ...]
+
+
+def sample_grid(prompts: Sequence[str], weights: Path | None, world_name: str, count: int, steps: int, seed: int) -> Grid:
+    """`count` ODE samples per prompt; the same seed gives every model the same noise. Unknown words raise `ConfigError`."""
+    max_batch = 1024
+    if weights is None:
+        chosen = world(world_name)
+        parsed = [chosen.parse(text) for text in prompts]
+        policy = chosen.policy(PolicyOptions())
+    else:
+        policy, config = trained_policy(weights)
+        here = config.replace(device=str(policy.device))  # not that of the training, which may not exist here
+        chosen, max_batch = make_world(here), config.rollout.max_batch
+        parsed = [chosen.parse(text) for text in prompts]
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn((len(parsed) * count, *policy.latent_shape), generator=generator).to(policy.device)
+    everyone = [prompt for prompt in parsed for _ in range(count)]
+    latents = integrate(policy, policy.schedule(steps), policy.encode(everyone), noise, Usage(), max_batch)
+    images = policy.decode(latents)
+    scores = score(chosen.reward("soft"), images, everyone)
+    return Grid(images.cpu().unflatten(0, (len(parsed), count)), scores.cpu().view(len(parsed), count), tuple(prompts))

@@ -94,31 +94,33 @@ def make_beside(config: "RunConfig", world: World) -> Beside | None:
 
     Raises `ConfigError` for a reward or features that do not exist or do not fit the world; nothing is loaded yet.
     """
-    if not config.heldout_rewards and not config.diversity:
+    if not config.evaluation.heldout_rewards and not config.evaluation.diversity:
         return None
-    features = build("features", config.diversity, device=config.device) if config.diversity else None
+    features = (
+        build("features", config.evaluation.diversity, device=config.policy.device) if config.evaluation.diversity else None
+    )
     return Beside(
-        {spec: _heldout(spec, config, world) for spec in config.heldout_rewards},
+        {spec: _heldout(spec, config, world) for spec in config.evaluation.heldout_rewards},
         features,
-        config.reward_noise,
-        config.reward_bias,
+        config.environment.reward_noise,
+        config.environment.reward_bias,
         config.seed,
-        config.diversity_prompts,
-        config.diversity_members,
+        config.evaluation.diversity_prompts,
+        config.evaluation.diversity_samples,
     )
 
 
 def _heldout(spec: str, config: "RunConfig", world: World) -> RewardModel:
     if spec in world.qualities:
         return world.qualities[spec]()
-    if spec in world.forms and not config.model:
+    if spec in world.forms and not config.policy.model:
         return world.reward(spec)
     name = spec.partition("(")[0].strip()
     reads_pictures = name in KINDS["reward"].built_in and name not in COMBINATIONS
     own = ", ".join([*world.forms, *world.qualities])
     allowed = f"{own} or path/to/file.py:Class; {name} scores pictures, and the {world.name} world has points"
     require(world.name != "mixture" or not reads_pictures, "heldout_rewards", spec, allowed)
-    return build("reward", spec, device=config.device)
+    return build("reward", spec, device=config.policy.device)
 
 
 def _mean(model: RewardModel, images: Tensor, prompts: Sequence[Prompt]) -> float:

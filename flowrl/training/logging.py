@@ -30,13 +30,13 @@ def tracker_name(config: RunConfig) -> str:
 
     Raises `ConfigError` where the tracker's package is not installed.
     """
-    if config.tracker == "auto":
-        return "tensorboard" if config.model and find_spec("tensorboard") else "none"
-    if config.tracker != "none":
-        package = PACKAGES[config.tracker]
+    if config.logging.tracker == "auto":
+        return "tensorboard" if config.policy.model and find_spec("tensorboard") else "none"
+    if config.logging.tracker != "none":
+        package = PACKAGES[config.logging.tracker]
         found = find_spec(package) is not None
-        require(found, "tracker", config.tracker, f"a tracker that is installed (pip install {package}), auto or none")
-    return config.tracker
+        require(found, "tracker", config.logging.tracker, f"a tracker that is installed (pip install {package}), auto or none")
+    return config.logging.tracker
 
 
 def scalars(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -63,7 +63,7 @@ class Journal:
     def __init__(self, config: RunConfig, folder: Path, done: int = 0) -> None:
         self.config, self.folder, self.done = config, folder, done
         self.name = tracker_name(config) if _first_process() else "none"
-        self.pictures = _first_process() and (bool(config.model) or self.name != "none")
+        self.pictures = _first_process() and (bool(config.policy.model) or self.name != "none")
         self._tracker: Any = None
 
     def row(self, row: Mapping[str, Any], evaluation: Evaluation | None = None) -> None:
@@ -79,13 +79,13 @@ class Journal:
             images = load_file(self.folder / "before.safetensors")["images"]
         if images is not None and images.shape[1] == 3:
             self._show(images, step)
-        if evaluation is not None and self.config.model:
+        if evaluation is not None and self.config.policy.model:
             texts = "".join(f"{prompt.text}\n" for prompt in evaluation.prompts)
             write_bytes(self.folder / "samples" / "prompts.txt", texts.encode())  # from left to right
 
     def _show(self, images: Tensor, step: int) -> None:
         picture = strip(images)
-        if self.config.model:
+        if self.config.policy.model:
             place = self.folder / "samples"
             write_picture(place / f"iteration-{step:06d}.png", picture)
             everything = over_time(place)

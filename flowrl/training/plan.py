@@ -8,7 +8,8 @@ import torch
 from flowrl.errors import require
 from flowrl.methods import Method
 from flowrl.policies.memory import count_memory
-from flowrl.training.config import RunConfig, even_schedule
+from flowrl.training.build import make_method, trial_schedule
+from flowrl.training.config import RunConfig
 from flowrl.types import Completion, Continuation, Probe, Substeps
 
 
@@ -76,22 +77,22 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     "reward_calls" are the numbers that a run records in metrics.jsonl, unless a reward marks samples invalid.
     """
     require(processes >= 1, "processes", processes, "1 or more")
-    method = config.make_method()
-    stochastic = even_schedule(config.steps, config.sampler, config.noise_level, config.window).stochastic
-    samples, trained = config.prompts * config.members, int(stochastic.sum())
-    share = max(len(part) for part in torch.arange(samples).chunk(config.updates))
-    updates = len(torch.arange(samples).chunk(config.updates))
-    groups = math.ceil(config.prompts / processes)
-    counted = _rollout(config.prompts, config.members, stochastic, method)
-    own = _rollout(groups, config.members, stochastic, method)
-    per_process = math.ceil(share * trained * groups / config.prompts)
-    passes = 2 if config.model and config.guidance != 1 else 1
-    solver = 2 * config.eval_steps - 1 if config.eval_solver == "heun" else config.eval_steps
+    method = make_method(config)
+    stochastic = trial_schedule(config).stochastic
+    samples, trained = config.rollout.groups * config.rollout.group_size, int(stochastic.sum())
+    share = max(len(part) for part in torch.arange(samples).chunk(config.optim.minibatches))
+    updates = len(torch.arange(samples).chunk(config.optim.minibatches))
+    groups = math.ceil(config.rollout.groups / processes)
+    counted = _rollout(config.rollout.groups, config.rollout.group_size, stochastic, method)
+    own = _rollout(groups, config.rollout.group_size, stochastic, method)
+    per_process = math.ceil(share * trained * groups / config.rollout.groups)
+    passes = 2 if config.policy.model and config.policy.guidance_scale != 1 else 1
+    solver = 2 * config.evaluation.eval_steps - 1 if config.evaluation.eval_solver == "heun" else config.evaluation.eval_steps
     return Plan(
-        groups=config.prompts,
-        members=config.members,
+        groups=config.rollout.groups,
+        members=config.rollout.group_size,
         trajectories=samples,
-        steps=config.steps,
+        steps=config.rollout.num_steps,
         trained_steps=trained,
         pairs=samples * trained,
         updates=updates,
@@ -100,17 +101,17 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         processes=processes,
         groups_per_process=groups,
         pairs_per_update_and_process=per_process,
-        micro_batch=config.micro_batch,
-        micro_batches_per_update=math.ceil(per_process / config.micro_batch),
-        rows_per_micro_batch=min(config.micro_batch, per_process) * passes,
+        micro_batch=config.optim.micro_batch,
+        micro_batches_per_update=math.ceil(per_process / config.optim.micro_batch),
+        rows_per_micro_batch=min(config.optim.micro_batch, per_process) * passes,
         nfe=counted.nfe,
         sequential_calls=len(counted.calls),
-        calls_of_a_process=sum(math.ceil(rows / config.max_batch) for rows in own.calls),
+        calls_of_a_process=sum(math.ceil(rows / config.rollout.max_batch) for rows in own.calls),
         train_nfe=samples * trained * (1 + method.loss.needs_reference),
         passes_per_evaluation=passes,
         reward_calls=counted.reward_calls,
-        evaluation_nfe=config.eval_prompts * solver,
-        evaluation_reward_calls=config.eval_prompts,
+        evaluation_nfe=config.evaluation.eval_samples * solver,
+        evaluation_reward_calls=config.evaluation.eval_samples,
     )
 
 
@@ -137,12 +138,13 @@ def _rollout(groups: int, members: int, stochastic: torch.Tensor, method: Method
 
 def plan_text(found: Plan, config: RunConfig) -> str:
     """The plan in words and lines of arithmetic, as ``flowrl train --plan`` prints it."""
-    p = found
+    p, evaluation = found, config.evaluation
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
     kl = " x 2 (the base model, for the KL)" if p.train_nfe > p.pairs else ""
     idle = f", {p.idle} of {p.processes} processes have none and wait" if p.idle else ""
     lines = [
-        f"{config.method}: one iteration of {config.iterations}, {p.processes} process{'es' if p.processes > 1 else ''}",
+        f"{config.algorithm.method}: one iteration of {config.iterations}, "
+        f"{p.processes} process{'es' if p.processes > 1 else ''}",
         f"  trajectories       {p.groups} groups x {p.members} members = {p.trajectories:,}; a process rolls out "
         f"{p.groups_per_process} whole group{'s' if p.groups_per_process > 1 else ''}{idle}",
         f"  pairs              {p.trajectories:,} trajectories x {p.trained_steps} trained steps of {p.steps} = {p.pairs:,}",
@@ -151,11 +153,11 @@ def plan_text(found: Plan, config: RunConfig) -> str:
         f"  backward passes    {p.pairs_per_update_and_process:,} pairs a process{' (on average)' if p.processes > 1 else ''} / "
         f"micro_batch {p.micro_batch} = {p.micro_batches_per_update} an optimiser step, of {p.rows_per_micro_batch} network rows",
         f"  rollout            {p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in {p.sequential_calls} "
-        f"sequential calls; split by max_batch {config.max_batch}: {p.calls_of_a_process} a process",
+        f"sequential calls; split by max_batch {config.rollout.max_batch}: {p.calls_of_a_process} a process",
         f"  update             {p.pairs:,} pairs{kl} = {p.train_nfe:,} network evaluations, {p.pairs:,} of them with gradients",
         f"  network in all     ({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
         f"  reward             {p.reward_calls:,} images scored ({p.reward_calls / p.trajectories:.1f} a trajectory)",
-        f"  every {config.eval_every} iterations: evaluation of {config.eval_prompts} samples, {p.evaluation_nfe:,} network "
+        f"  every {evaluation.eval_every} iterations: evaluation of {evaluation.eval_samples} samples, {p.evaluation_nfe:,} network "
         f"evaluations{guidance}",
         f"  in all             {config.iterations * p.updates:,} optimiser steps, "
         f"{config.iterations * p.trajectories:,} trajectories, {config.iterations * p.passes:,} forward passes, no evaluations",
@@ -169,28 +171,29 @@ KNOWN = {"3.5-medium": "sd3.5-medium", "3.5-large": "sd3.5-large", "flux.1-dev":
 
 def memory_text(found: Plan, config: RunConfig) -> str:
     """GPU memory of a process, counted (`policies.memory`), for a model whose name tells its size; else ""."""
-    name = next((known for ending, known in KNOWN.items() if config.model.lower().rstrip("/").endswith(ending)), "")
+    policy, batch = config.policy, config.rollout.max_batch
+    name = next((known for ending, known in KNOWN.items() if policy.model.lower().rstrip("/").endswith(ending)), "")
     if not name:
         return ""
     passes = found.passes_per_evaluation
     memory = count_memory(
-        name, config.resolution, found.rows_per_micro_batch, config.max_batch * passes, config.rank, config.dtype,
-        config.checkpointing, config.tuning == "full", config.decode_batch, found.train_nfe > found.pairs,
+        name, policy.resolution, found.rows_per_micro_batch, batch * passes, policy.lora_rank, policy.dtype,
+        policy.gradient_checkpointing, policy.tuning == "full", policy.decode_batch, found.train_nfe > found.pairs,
     )  # fmt: skip
-    latent = 16 * (config.resolution // 8) ** 2 * 4
+    latent = 16 * (policy.resolution // 8) ** 2 * 4
     nodes = found.groups_per_process * found.members * (2 * found.steps + 1) * latent
     lines = [
-        f"memory of a process, counted on {name}'s architecture in {config.dtype}, not measured; GB = 10^9 bytes",
+        f"memory of a process, counted on {name}'s architecture in {policy.dtype}, not measured; GB = 10^9 bytes",
         f"  always             {_gb(memory.weights)} frozen weights + {_gb(memory.trained)} for "
         f"{memory.trained_parameters:,} trained ones",
         f"  trajectories       {_gb(nodes)} (nodes and velocities, float32)",
         f"  and one of         {_gb(memory.update)} micro-batch of {found.rows_per_micro_batch} rows, {_gb(memory.rollout)} "
-        f"sampling {config.max_batch * passes} rows, {_gb(memory.decode)} decoding {config.decode_batch} pictures, "
+        f"sampling {batch * passes} rows, {_gb(memory.decode)} decoding {policy.decode_batch} pictures, "
         f"{_gb(memory.encoders)} text encoders",
         f"  at most            {_gb(memory.peak + nodes)}, besides the reward's network, CUDA's work space and the "
         "allocator's reserve",
     ]
-    if config.device == "cpu" and config.dtype == "float32":
+    if policy.device == "cpu" and policy.dtype == "float32":
         lines.append("  no GPU is used here, hence float32; --dtype bfloat16 counts what a GPU would take by default")
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.training.settings_file import Kinds, Settings, read_settings
+from flowrl.settings import read_settings
 
 KINDS = ("models", "methods", "tasks")
 """The folders of preset files, in the order in which their settings are laid over each other."""
@@ -23,8 +23,8 @@ class Piece:
 
     name: str
     origin: str
-    settings: Settings
-    when: dict[str, Settings] = field(default_factory=dict)
+    settings: dict[str, Any]
+    when: dict[str, dict[str, Any]] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
 
@@ -33,7 +33,7 @@ class Combined:
     """Pieces laid over each other: the settings, and which piece each comes from."""
 
     pieces: tuple[Piece, ...]
-    settings: Settings
+    settings: dict[str, Any]
     origins: dict[str, str]
 
 
@@ -49,13 +49,13 @@ def combinations() -> list[str]:
     return [",".join(names) for names in product(*(shipped()[kind] for kind in KINDS))]
 
 
-def combine(name: str, built_in: dict[str, Settings], kinds: Kinds) -> Combined:
+def combine(name: str, built_in: dict[str, dict[str, Any]], schema: type) -> Combined:
     """The presets `name` lists, separated by commas: shipped files by name, names of `built_in`, or paths of .yaml files.
 
     Model, method and task files are laid over each other in this order, then the settings that they have for each other, then
     built-in presets and files of the user's own in the order given. Raises `ConfigError` for an unknown name or two of a kind.
     """
-    pieces = [_piece(part.strip(), built_in, kinds) for part in name.split(",")]
+    pieces = [_piece(part.strip(), built_in, schema) for part in name.split(",")]
     for kind in KINDS:
         same = [piece.name for piece in pieces if piece.origin == kind]
         if len(same) > 1:
@@ -81,17 +81,17 @@ def _layers(pieces: Sequence[Piece]) -> list[Piece]:
     return [*files, *crossed, *(piece for piece in pieces if piece.origin not in KINDS)]
 
 
-def _piece(name: str, built_in: dict[str, Settings], kinds: Kinds) -> Piece:
+def _piece(name: str, built_in: dict[str, dict[str, Any]], schema: type) -> Piece:
     if name in built_in:
         return Piece(name, "built-in", built_in[name])
     for kind, files in shipped().items():
         if name in files:
-            found = read_settings(files[name], kinds)
+            found = read_settings(files[name], schema)
             return Piece(name, kind, found.settings, found.when, found.about)
     if name.endswith((".yaml", ".yml")):
         if not Path(name).is_file():
             raise ConfigError(f"preset: the file {name} does not exist")
-        found = read_settings(Path(name), kinds)
+        found = read_settings(Path(name), schema)
         return Piece(name, "file", found.settings, found.when, found.about)
     lists = [", ".join(built_in), *(", ".join(files) for files in shipped().values())]
     known = [*built_in, *(stem for files in shipped().values() for stem in files)]

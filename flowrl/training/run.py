@@ -17,6 +17,7 @@ from flowrl.io import write_bytes, write_json
 from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
 from flowrl.sharding import whole
 from flowrl.training import logging as lines
+from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.card import write_card, write_config
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors
 from flowrl.training.config import RunConfig
@@ -66,19 +67,19 @@ class Run:
 
     @property
     def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.folder, self.config.keep_checkpoints)
+        return Checkpoints(self.folder, self.config.logging.keep_checkpoints)
 
     def _execute(self, resume: bool, start: str) -> bool:
         if resume and not start and (self.folder / "done.json").exists():
             return True
         if (self.folder / "metrics.jsonl").exists() and not resume:
             raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
-        world = self.config.make_world()
+        world = make_world(self.config)
         self._beside = make_beside(self.config, world)
-        method = self.config.make_method()
-        reward = self.config.make_reward()  # before the policy: what is wrong here is told without waiting for a large model
-        policy = world.policy(self.config.policy_options())
-        trainer = Trainer(policy, method, reward, world.prompts(self.config.task, "train"), self.config, self.team)
+        method = make_method(self.config)
+        reward = make_reward(self.config)  # before the policy: what is wrong here is told without waiting for a large model
+        policy = world.policy(policy_options(self.config))
+        trainer = Trainer(policy, method, reward, world.prompts(self.config.environment.task, "train"), self.config, self.team)
         trainer.on_phase = lambda phase: self._tell({"phase": phase})
         rows = self._restore(trainer, start) if resume else []
         journal = Journal(self.config, self.folder, trainer.done)
@@ -91,7 +92,7 @@ class Run:
             journal.row(rows[0])
         if isinstance(policy, PromptEmbedding):
             self._tell({"phase": "prompts"})
-            policy.warm(trainer.prompts.upcoming((self.config.iterations - trainer.done) * self.config.prompts))
+            policy.warm(trainer.prompts.upcoming((self.config.iterations - trainer.done) * self.config.rollout.groups))
         latest = self._train(trainer, world, rows, journal)
         if trainer.done == self.config.iterations:
             self._finish(trainer, world, latest or self._evaluate(trainer, world))
@@ -101,16 +102,16 @@ class Run:
     def _train(self, trainer: Trainer, world: World, rows: list[dict[str, Any]], journal: Journal) -> Evaluation | None:
         """Iterations to the end or to a pause; the evaluation of the last one if it had one."""
         latest: Evaluation | None = None
-        limits = Limits(getattr(trainer.method.loss, "clip", None), self.config.prompts)
+        limits = Limits(getattr(trainer.method.loss, "clip", None), self.config.rollout.groups)
         found = memory_notices(trainer) if trainer.policy.device.type == "cuda" and trainer.done < self.config.iterations else []
         self._warn(found)
         while trainer.done < self.config.iterations:
             row = self._iteration(trainer)
             for name in TOTALS:
                 row[f"{name}_total"] = rows[-1][f"{name}_total"] + row[name]
-            due = trainer.done % self.config.eval_every == 0 or trainer.done == self.config.iterations
+            due = trainer.done % self.config.evaluation.eval_every == 0 or trainer.done == self.config.iterations
             latest = self._evaluate(trainer, world) if due else None
-            row["evaluation"] = latest.row(self.config.reward_form) if latest else None
+            row["evaluation"] = latest.row(self.config.environment.reward_form) if latest else None
             rows.append(row)
             new = notices(rows, limits)
             if found or new:
@@ -121,7 +122,7 @@ class Run:
             self._warn(new)
             self._tell({"iteration": trainer.done, "reward": row["reward_mean"], "nfe_total": row["nfe_total"]})
             paused = self.team.any(trainer.done < self.config.iterations and self.stop())
-            if paused or trainer.done % self.config.checkpoint_every == 0 or trainer.done == self.config.iterations:
+            if paused or trainer.done % self.config.logging.checkpoint_every == 0 or trainer.done == self.config.iterations:
                 state = trainer.state()
                 if self.team.main:
                     self._checkpoints.save(replace(state, values={**state.values, "rows": rows}), trainer.done)
@@ -158,17 +159,29 @@ class Run:
         """First samples (safetensors) and scores of the model before training, computed once per evaluation setting."""
         c = self.config
         settings = [
-            c.world,
-            c.task,
-            c.reward_form,
-            c.reward,
-            c.eval_prompts,
-            c.eval_steps,
-            c.eval_solver,
-            c.device,
-            c.dtype,
-            c.weights,
-            *((c.model, c.prompt_file, c.heldout_file, c.resolution, c.guidance, c.text_tokens, c.adapter) if c.model else ()),
+            c.environment.world,
+            c.environment.task,
+            c.environment.reward_form,
+            c.environment.reward,
+            c.evaluation.eval_samples,
+            c.evaluation.eval_steps,
+            c.evaluation.eval_solver,
+            c.policy.device,
+            c.policy.dtype,
+            c.policy.base_weights,
+            *(
+                (
+                    c.policy.model,
+                    c.environment.prompts,
+                    c.environment.heldout_prompts,
+                    c.policy.resolution,
+                    c.policy.guidance_scale,
+                    c.policy.max_sequence_length,
+                    c.policy.adapter,
+                )
+                if c.policy.model
+                else ()
+            ),
             *_beside_settings(c),
         ]
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
@@ -179,8 +192,8 @@ class Run:
         pictures = save({"images": before.images, "scores": before.image_scores})
         if kept is not None and not before.incomplete:
             write_bytes(kept, pictures)
-            write_json(kept.with_suffix(".json"), before.row(c.reward_form))
-        return pictures, before.row(c.reward_form)
+            write_json(kept.with_suffix(".json"), before.row(c.environment.reward_form))
+        return pictures, before.row(c.environment.reward_form)
 
     def _append(self, row: dict[str, Any]) -> None:
         if self.team.main:
@@ -211,11 +224,14 @@ class Run:
 
     def _score(self, policy: FlowPolicy, world: World) -> Evaluation:
         c = self.config
-        quiet = replace(c, reward_noise=0.0, reward_bias=0.0)
-        own = quiet.make_reward() if c.reward and not c.model else None  # a model's world has no other reward than this
+        quiet = c.replace(reward_noise=0.0, reward_bias=0.0)
+        own = (
+            make_reward(quiet) if c.environment.reward and not c.policy.model else None
+        )  # a model's world has no other reward than this
         return evaluate(
-            policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch,
-            reward=own, solver=c.eval_solver, beside=self._beside, team=self.team,
+            policy, world, c.environment.task, c.environment.reward_form, c.evaluation.eval_samples, c.evaluation.eval_steps,
+            c.rollout.max_batch,
+            reward=own, solver=c.evaluation.eval_solver, beside=self._beside, team=self.team,
         )  # fmt: skip
 
     def _evaluate(self, trainer: Trainer, world: World) -> Evaluation:
@@ -238,7 +254,7 @@ class Run:
         }
         write_json(self.folder / "samples.json", samples)
         self._export(self.folder, trainer, world)
-        if self.config.model:
+        if self.config.policy.model:
             write_card(self.folder)
         write_json(self.folder / "done.json", {"iterations": trainer.done})
 
@@ -257,7 +273,7 @@ class Run:
 
         found = self.team.gather(read)[0]
         if found is None:
-            pictures, _ = self._untrained(world.policy(self.config.policy_options()), world)
+            pictures, _ = self._untrained(world.policy(policy_options(self.config)), world)
             if self.team.main:
                 write_bytes(path, pictures)
             found = load(pictures)
@@ -268,14 +284,21 @@ class Run:
         with trainer.averaged():
             show_trajectory(folder, trainer, world)
             if isinstance(trainer.policy, Exportable):
-                trainer.policy.save(folder / self.config.tuning)
+                trainer.policy.save(folder / self.config.policy.tuning)
         average = {n: whole(a).cpu().contiguous() for n, a in zip(trainer.names, trainer.average, strict=True)}
         write_bytes(folder / "weights.safetensors", save(average))
 
 
 def _beside_settings(c: RunConfig) -> list[Any]:
     """What the measurements beside the reward depend on; empty where there are none."""
-    if not c.heldout_rewards and not c.diversity:
+    if not c.evaluation.heldout_rewards and not c.evaluation.diversity:
         return []
-    groups = (c.diversity_prompts, c.diversity_members)
-    return [c.heldout_rewards, c.reward_noise, c.reward_bias, c.seed if c.reward_noise else 0, c.diversity, *groups]
+    groups = (c.evaluation.diversity_prompts, c.evaluation.diversity_samples)
+    return [
+        c.evaluation.heldout_rewards,
+        c.environment.reward_noise,
+        c.environment.reward_bias,
+        c.seed if c.environment.reward_noise else 0,
+        c.evaluation.diversity,
+        *groups,
+    ]

@@ -15,7 +15,7 @@ from flowrl.worlds.base import World
 def show_trajectory(folder: Path, trainer: Trainer, world: World, members: int = 12) -> None:
     """Rewards along the trajectories of one group, and the completions of the one with the largest swings."""
     policy, config = trainer.policy, trainer.config
-    prompt = world.prompts(config.task, "heldout")[0]
+    prompt = world.prompts(config.environment.task, "heldout")[0]
     generator = torch.Generator(policy.device).manual_seed(7)
     groups = Groups(1, members)
     noise = groups.noise(policy.latent_shape, generator)
@@ -25,7 +25,16 @@ def show_trajectory(folder: Path, trainer: Trainer, world: World, members: int =
     for probe in (Completion(), Tweedie()):
         generator.set_state(start)
         result = rollout(
-            policy, sampler, trainer.schedule, policy.encode([prompt]), noise, generator, groups, probe, Usage(), config.max_batch
+            policy,
+            sampler,
+            trainer.schedule,
+            policy.encode([prompt]),
+            noise,
+            generator,
+            groups,
+            probe,
+            Usage(),
+            config.rollout.max_batch,
         )
         tables.append(reward_table(policy, trainer.reward, result, [prompt])[0])
         estimates = estimates or result.estimates

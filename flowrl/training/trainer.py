@@ -71,17 +71,19 @@ class Trainer:
         self.policy, self.method, self.reward, self.config, self.team = policy, method, reward, config, team
         self.prompts = PromptStream(prompts, config.seed)
         self.generator = torch.Generator(policy.device).manual_seed(config.seed + 1)
-        self.schedule = policy.schedule(config.steps)
-        self.groups = Groups(config.prompts, config.members, method.shared_noise)
-        named = prepared(policy, team, config.compile)
+        self.schedule = policy.schedule(config.rollout.num_steps)
+        self.groups = Groups(config.rollout.groups, config.rollout.group_size, method.shared_noise)
+        named = prepared(policy, team, config.policy.compile)
         self.names, self.parameters = list(named), list(named.values())
         self.average = [p.detach().clone() for p in self.parameters]
-        self.optimiser = make_optimiser(config.optimiser, self.parameters, config.lr, config.weight_decay)
-        self.scale = LossScale(config.loss_scale if config.dtype == "float16" else 0.0)
+        self.optimiser = make_optimiser(
+            config.optim.optimizer, self.parameters, config.optim.learning_rate, config.optim.weight_decay
+        )
+        self.scale = LossScale(config.optim.loss_scale if config.policy.dtype == "float16" else 0.0)
         self.engine = Engine(self.parameters, self.optimiser, self.scale, team)
         self.collector = Collector(
-            policy, reward, self.schedule, self.groups, method.credit.probe, team, config.max_batch, config.chunk,
-            config.overlap_rewards, config.offload,
+            policy, reward, self.schedule, self.groups, method.credit.probe, team, config.rollout.max_batch, config.rollout.chunk,
+            config.rollout.overlap_rewards, config.rollout.offload,
         )  # fmt: skip
         self.done = 0
         self.on_phase: Callable[[str], None] = lambda phase: None
@@ -89,7 +91,7 @@ class Trainer:
     def iteration(self) -> dict[str, Any]:
         """One pass from prompts to updated weights; returns its metrics."""
         usage, clock = Usage(), Clock(self.on_phase, "rollout")
-        prompts = self.prompts.take(self.config.prompts)
+        prompts = self.prompts.take(self.config.rollout.groups)
         condition = self.policy.encode(prompts)
         noise = self.groups.noise(self.policy.latent_shape, self.generator)
         sampler = self.draw_sampler()
@@ -141,14 +143,16 @@ class Trainer:
             raise ConfigError(f"{sampler} has no stochastic step on this schedule: there is no log-probability to train on")
         order = torch.randperm(self.groups.samples, generator=self.generator, device=device)
         order = order[used.to(device).flatten()[order]]
-        shares = order.chunk(config.updates)
+        shares = order.chunk(config.optim.minibatches)
         left = 1 - self.done / config.iterations
-        self.optimiser.param_groups[0]["lr"] = config.lr * (config.final_lr + (1 - config.final_lr) * left)
+        self.optimiser.param_groups[0]["lr"] = config.optim.learning_rate * (
+            config.optim.final_learning_rate + (1 - config.optim.final_learning_rate) * left
+        )
         local = advantages.to(device).reshape(self.groups.samples, -1)[found.samples]
         gradients = Gradients(self.policy, sampler, self.method.loss, found, local)
         totals: dict[str, float] = {}
         for share in shares:
-            parts = parts_of(share, steps, config.micro_batch, found, self.team, self.engine.padded)
+            parts = parts_of(share, steps, config.optim.micro_batch, found, self.team, self.engine.padded)
             self.engine.zero_grad()
             for metrics in chain.from_iterable(self.team.gather(lambda some=parts: self._gradients(gradients, some, scene))):
                 add_metrics(totals, metrics, len(shares))
@@ -166,7 +170,7 @@ class Trainer:
 
     def _step(self, totals: dict[str, float], scene: Scene, gradients: Gradients, parts: list[Part]) -> None:
         """Move the weights and their average, unless the loss's scale was too large for this gradient."""
-        norm = self.engine.norm(self.config.grad_clip)
+        norm = self.engine.norm(self.config.optim.max_grad_norm)
         taken = self.scale.accepts(norm)
         if self.scale.on:
             totals["loss_scale"], totals["skipped_steps"] = self.scale.value, self.scale.skipped
@@ -178,7 +182,7 @@ class Trainer:
         self.engine.step()
         with torch.no_grad():
             for mean, parameter in zip(self.average, self.parameters, strict=True):
-                mean.lerp_(parameter, 1 - self.config.ema)
+                mean.lerp_(parameter, 1 - self.config.optim.ema_decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -20,14 +20,15 @@ from flowrl.worlds.shapes.verifier import QUALITIES, ShapesQuality
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """How a world's policy is built. `rank` and `alpha` are LoRA's (arXiv 2106.09685); `weights` replaces the shipped file."""
+    """How a world's policy is built. `lora_rank` and `lora_alpha` are LoRA's (arXiv 2106.09685); `base_weights`
+    replaces the shipped file."""
 
-    rank: int = 8
-    alpha: float = 16.0
+    lora_rank: int = 8
+    lora_alpha: float = 16.0
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
-    weights: str = ""
+    base_weights: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _shapes_policy(options: PolicyOptions) -> FlowPolicy:
 
     from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
 
-    path = Path(options.weights) if options.weights else weights_path()
+    path = Path(options.base_weights) if options.base_weights else weights_path()
     check_hash(path)
     network = SmallSD3(SmallSD3Config(len(scene.VOCABULARY), scene.MAX_WORDS, grid=scene.GRID))
     try:
@@ -89,7 +90,7 @@ def _shapes_policy(options: PolicyOptions) -> FlowPolicy:
     except (SafetensorError, RuntimeError) as error:
         raise CheckpointError(f"weights: {path} does not hold the shapes world's model: {str(error)[:200]}") from error
     dtype = getattr(torch, options.dtype)
-    return SmallSD3Policy(network, scene.tokenise, options.rank, options.alpha, options.seed, options.device, dtype)
+    return SmallSD3Policy(network, scene.tokenise, options.lora_rank, options.lora_alpha, options.seed, options.device, dtype)
 
 
 def _mixture_policy(options: PolicyOptions) -> FlowPolicy:

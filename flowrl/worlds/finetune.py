@@ -54,7 +54,7 @@ def _reward_maker(spec: str, device: str) -> Callable[[str], RewardModel]:
 
 
 def _shared(options: PolicyOptions) -> dict[str, object]:
-    return {name: getattr(options, name) for name in ("rank", "alpha", "seed", "device", "dtype")}
+    return {name: getattr(options, name) for name in ("lora_rank", "lora_alpha", "seed", "device", "dtype")}
 
 
 def _policy(model: str, options: ModelOptions) -> FlowPolicy:

@@ -124,7 +124,13 @@ class TestShares:
 class TestTables:
     def test_a_question_says_what_each_arm_does(self) -> None:
         claim = Claim(
-            "q", "Which?", "-", "-", {"a": {}, "b": {"lr": 1e-3}, "c": {"lr": 2e-3}}, Answer(("b", "c"), "a"), asks=True
+            "q",
+            "Which?",
+            "-",
+            "-",
+            {"a": {}, "b": {"learning_rate": 1e-3}, "c": {"learning_rate": 2e-3}},
+            Answer(("b", "c"), "a"),
+            asks=True,
         )
         lines = made(claim, "mixture", {"a": SLOW, "b": FAST, "c": SLOW}, (0, 1, 2))
         one = Judged(claim, "mixture", lines, (0, 1, 2))
@@ -135,7 +141,7 @@ class TestTables:
         assert same.label == ALIKE
 
     def test_a_failure_says_whether_the_effect_is_too_small(self) -> None:
-        claim = Claim("c", "A beats b.", "-", "-", {"a": {}, "b": {"lr": 1e-3}}, Beats("a", "b"))
+        claim = Claim("c", "A beats b.", "-", "-", {"a": {}, "b": {"learning_rate": 1e-3}}, Beats("a", "b"))
         small = Judged(claim, "mixture", made(claim, "mixture", {"a": SLOW, "b": SLOW}, (0, 1, 2)), (0, 1, 2))
         turned = Judged(claim, "mixture", made(claim, "mixture", {"a": SLOW, "b": FAST}, (0, 1, 2)), (0, 1, 2))
         assert small.label == turned.label == FAILS
@@ -143,15 +149,17 @@ class TestTables:
         assert summary([turned], "verdict").rows[0][2].endswith("(does not hold)")
 
     def test_the_self_test_is_no_claim(self) -> None:
-        claim = Claim("c", "A beats b.", "-", "-", {"a": {}, "b": {"lr": 1e-3}}, Beats("a", "b"))
-        check = Claim("d", "As known.", "self-test", "-", {"a": {}, "b": {"lr": 1e-3}}, Beats("a", "b"))
+        claim = Claim("c", "A beats b.", "-", "-", {"a": {}, "b": {"learning_rate": 1e-3}}, Beats("a", "b"))
+        check = Claim("d", "As known.", "self-test", "-", {"a": {}, "b": {"learning_rate": 1e-3}}, Beats("a", "b"))
         lines = made(claim, "mixture", {"a": FAST, "b": SLOW}, (0, 1, 2))
         assert count([Judged(c, "mixture", lines, (0, 1, 2)) for c in (claim, check)]).startswith(
             "1 claims, some in two worlds (1 lines): 1 holds"
         )
 
     def test_tasks_alone_and_levels(self) -> None:
-        claim = Claim("c", "A beats b.", "-", "-", {"a": {}, "b": {"lr": 1e-3}}, Beats("a", "b"), tasks=("compositional", "text"))
+        claim = Claim(
+            "c", "A beats b.", "-", "-", {"a": {}, "b": {"learning_rate": 1e-3}}, Beats("a", "b"), tasks=("compositional", "text")
+        )
         lines = made(claim, "shapes", {"a": FAST, "b": SLOW}, (0, 1, 2))
         one = Judged(claim, "shapes", lines, (0, 1, 2))
         alone = by_task(one)

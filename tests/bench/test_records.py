@@ -26,7 +26,7 @@ from flowrl.errors import ConfigError
 from flowrl.training.config import RunConfig
 
 SMALL = {
-    "iterations": 1, "prompts": 2, "members": 3, "eval_every": 1, "eval_prompts": 6, "eval_steps": 4, "steps": 5, "window": "0:3",
+    "iterations": 1, "groups": 2, "group_size": 3, "eval_every": 1, "eval_samples": 6, "eval_steps": 4, "num_steps": 5, "window": "0:3",
 }  # fmt: skip
 MINE = "from flowrl.credit import Uniform\n\n\nclass Mine(Uniform):\n    pass\n"
 
@@ -374,7 +374,7 @@ class TestFile:
             with pytest.raises(ConfigError, match=rf"line 1 of .*results\.jsonl {message}"):
                 ledger.read(any_code=any_code)
 
-    @pytest.mark.parametrize("config", [{"nothing": 1}, {"lr": "x"}, {"iterations": None}])
+    @pytest.mark.parametrize("config", [{"nothing": 1}, {"learning_rate": "x"}, {"iterations": None}])
     def test_settings_that_cannot_be_read_name_their_line(self, ledger: Ledger, config: dict) -> None:
         ledger.append({**line_of(2), "config": config})
         with pytest.raises(ConfigError, match=r"line 3 of .* has settings that cannot be read"):

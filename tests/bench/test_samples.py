@@ -16,16 +16,17 @@ from flowrl_bench.runner import evidence
 from flowrl_bench.samples import Samples, joined, look, observe, observer, wanted
 
 from flowrl.errors import ConfigError
+from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.trainer import Trainer
 
-SMALL = {"iterations": 1, "prompts": 2, "members": 3, "eval_prompts": 6, "eval_steps": 4, "window": "all-but-last"}
+SMALL = {"iterations": 1, "groups": 2, "group_size": 3, "eval_samples": 6, "eval_steps": 4, "window": "all-but-last"}
 
 
 def trainer_of(seed=0, **changes):
     config = make_run("mixture", "direction", seed, {**SMALL, **changes})
-    world = config.make_world()
-    policy = world.policy(config.policy_options())
-    return Trainer(policy, config.make_method(), config.make_reward(), world.prompts(config.task, "train"), config)
+    world = make_world(config)
+    policy = world.policy(policy_options(config))
+    return Trainer(policy, make_method(config), make_reward(config), world.prompts(config.environment.task, "train"), config)
 
 
 def test_every_seed_has_noise_of_its_own_and_a_sampling_error_that_shows():

@@ -51,6 +51,7 @@ from flowrl.diagnostics.statistics import (
 )
 from flowrl.errors import ConfigError
 from flowrl.testing import credit_contract
+from flowrl.training.build import make_method
 
 test_random_credit = credit_contract(RandomCredit(), without=("pays_the_better_member", "treats_prompts_alike"))
 
@@ -225,7 +226,7 @@ class TestCatalogue:
         assert claim.asks or claim.id == "planted" or "arXiv" in claim.source
         for world in claim.worlds:
             for _, _, _, config in claim.configs(world, (0,)):
-                config.make_method()
+                make_method(config)
 
     def test_arms_of_a_claim_are_different_runs(self) -> None:
         for claim in CLAIMS.values():
@@ -240,12 +241,12 @@ class TestCatalogue:
 
 SMALL = {
     "iterations": 2,
-    "prompts": 2,
-    "members": 3,
+    "groups": 2,
+    "group_size": 3,
     "eval_every": 1,
-    "eval_prompts": 6,
+    "eval_samples": 6,
     "eval_steps": 4,
-    "steps": 5,
+    "num_steps": 5,
     "window": "0:3",
 }
 
@@ -424,8 +425,8 @@ def test_planted_rules_are_ranked_first_and_last() -> None:
     What is known to be better is found to be better; a suite that could not see this could see nothing.
     """
     short = {
-        "iterations": 10, "eval_every": 1, "prompts": 12, "members": 12, "eval_prompts": 48, "eval_steps": 10, "steps": 5,
-        "window": "0:3", "lr": 4e-2,
+        "iterations": 10, "eval_every": 1, "groups": 12, "group_size": 12, "eval_samples": 48, "eval_steps": 10, "num_steps": 5,
+        "window": "0:3", "learning_rate": 4e-2,
     }  # fmt: skip
     arms = {
         "true": {"credit": "stepwise-gain(probe='continuation:6')"},
@@ -491,7 +492,7 @@ def test_a_rule_goes_through_everything(tmp_path: Path) -> None:
 
     def made_up(suite: Suite) -> bool:
         for config in suite.runs.values():
-            suite.ledger.append(make_line(config, fake_line(FAST if config.credit == "weighted" else SLOW), "-"))
+            suite.ledger.append(make_line(config, fake_line(FAST if config.algorithm.credit == "weighted" else SLOW), "-"))
         return True
 
     look = MicroscopeConfig(

@@ -49,16 +49,16 @@ def closed_form(rank):
 
 @pytest.mark.parametrize("rank", [1, 4])
 def test_operations_are_those_of_the_closed_form(rank):
-    cost = cost_of(tiny_sd3_policy(replace(TINY, rank=rank)))
+    cost = cost_of(tiny_sd3_policy(replace(TINY, lora_rank=rank)))
     assert (cost.forward, cost.backward) == closed_form(rank)
 
 
 def test_frozen_weights_cost_no_weight_gradients_and_recomputation_does_not_count():
     """All weights: gradients of activations and of weights, twice the forward pass. A LoRA: of activations, and little more."""
-    plain, full = cost_of(tiny_sd3_policy()), cost_of(tiny_sd3_policy(replace(TINY, train="full")))
+    plain, full = cost_of(tiny_sd3_policy()), cost_of(tiny_sd3_policy(replace(TINY, tuning="full")))
     assert full.backward > 1.9 * full.forward and plain.backward < 1.3 * plain.forward
-    assert cost_of(tiny_sd3_policy(replace(TINY, checkpointing=True))) == plain
-    assert cost_of(tiny_sd3_policy(replace(TINY, train="nothing"))).backward == 0
+    assert cost_of(tiny_sd3_policy(replace(TINY, gradient_checkpointing=True))) == plain
+    assert cost_of(tiny_sd3_policy(replace(TINY, tuning="nothing"))).backward == 0
     assert cost_of(tiny_flux_policy()).backward > 0
 
 
@@ -180,5 +180,5 @@ def test_every_optimisation_is_switched_once():
     assert {key for change in changes.values() for key in change} >= {
         "checkpointing", "compile", "micro_batch", "max_batch", "decode_batch", "decode_dtype", "dtype", "guidance", "kl_weight",
     }  # fmt: skip
-    other = gpu_cases.variants(replace(base, checkpointing=False, compile="inductor"), "inductor")
+    other = gpu_cases.variants(replace(base, gradient_checkpointing=False, compile="inductor"), "inductor")
     assert other["checkpointing on"] == {"checkpointing": True} and other["compile off"] == {"compile": ""}

@@ -57,7 +57,7 @@ def test_a_comparison_with_a_rule_of_the_users_own(tmp_path, capsys):
         assert rewards[0] == rewards[1]
     picture = tmp_path / "grid.png"
     run = out / "runs" / "flow-grpo-seed0"
-    assert main(["sample", "--weights", str(run), "--count", "2", "--steps", "3", "--out", str(picture)]) == 0
+    assert main(["sample", "--weights", str(run), "--count", "2", "--num-steps", "3", "--out", str(picture)]) == 0
     assert picture.stat().st_size > 1000
 
 
@@ -99,20 +99,23 @@ def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
         (["compare", "--methods", "ppo"], "unknown method 'ppo'; allowed: flow-grpo"),
         (["compare", "--task", "poetry"], "compositional, text, preference"),
         (["compare", "--world", "mars"], "shapes, mixture"),
-        (["compare", "--steps", "-3"], "steps = -3"),
-        (["compare", "--members", "1"], "group of one"),
+        (["compare", "--num-steps", "-3"], "steps = -3"),
+        (["compare", "--group-size", "1"], "group of one"),
         (["compare", "--noise-level", "0"], "log-probabilities"),
         (["compare", "--preset", "huge"], "default, long, tiny"),
         (["compare", "--credit", "none.py:Rule"], "none.py does not exist"),
         (["compare", "--resume", "nowhere"], "nowhere/config.json does not exist"),
         (["compare", "--methods", "flow-grpo", "flow-grpo"], "each method once"),
         (["train", "--config", "none.json"], "none.json does not exist"),
-        (["train", "--config", "none.yaml", "--lr", "1"], "without --lr: repeat it as it was; --preset FILE.yaml takes changes"),
-        (["train", "--resume", "nowhere", "--iterations", "9", "--lr", "1"], "without --iterations, --lr"),
+        (
+            ["train", "--config", "none.yaml", "--learning-rate", "1"],
+            "without --learning-rate: repeat it as it was; --preset FILE.yaml takes changes",
+        ),
+        (["train", "--resume", "nowhere", "--iterations", "9", "--learning-rate", "1"], "without --iterations, --learning-rate"),
         (["train", "--processes", "2"], "given with --plan only"),
         (["train", "--world", "mixture", "--task", "direction", "--device", "gpu"], "device = 'gpu' is not allowed: cpu, cuda"),
         (["train", "--device", "cuda:99"], "device = 'cuda:99' is not allowed"),
-        (["train", "--lr", "inf"], "lr = inf"),
+        (["train", "--learning-rate", "inf"], "lr = inf"),
         (["train", "--weight-decay", "-1"], "weight_decay = -1.0"),
         (["sample", "--prompts", "a green dog"], "unknown word 'a'"),
         (["sample", "--weights", "nowhere"], "must be the folder of a finished run"),
@@ -232,9 +235,12 @@ def test_what_is_on_or_off_needs_no_word():
     from flowrl.commands.settings import TrainSettings, changes
 
     for words, expected in (
-        (["--compile", "--lr", "1"], {"compile": True, "lr": 1.0}),
+        (["--compile", "--learning-rate", "1"], {"compile": True, "learning_rate": 1.0}),
         (["--offload", "False"], {"offload": False}),
-        (["--heldout-rewards", "soft", "--checkpointing", "true"], {"checkpointing": True, "heldout_rewards": ("soft",)}),
+        (
+            ["--heldout-rewards", "soft", "--gradient-checkpointing", "true"],
+            {"gradient_checkpointing": True, "heldout_rewards": ("soft",)},
+        ),
         ([], {}),
     ):
         assert changes(tyro.cli(TrainSettings, args=words)) == expected

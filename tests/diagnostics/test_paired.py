@@ -27,7 +27,7 @@ class Dark:
         return scores
 """
 PROMPTS = ("a red fox", "a red car", "a red hat")
-SIZES = ["--resolution", "16", "--text-tokens", "24", "--device", "cpu", "--dtype", "float32"]
+SIZES = ["--resolution", "16", "--max-sequence-length", "24", "--device", "cpu", "--dtype", "float32"]
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +39,17 @@ def folder(tmp_path_factory):
     tiny_sd3().save_pretrained(root / "model")
     files = ["--model", str(root / "model"), "--prompts", str(root / "prompts.txt"), "--reward", f"{root}/reward.py:Redness"]
     more = [
-        "--rank",
+        "--lora-rank",
         "2",
         "--preset",
         "tiny",
-        "--lr",
+        "--learning-rate",
         "0.3",
-        "--ema",
+        "--ema-decay",
         "0",
         "--groups",
         "1",
-        "--guidance",
+        "--guidance-scale",
         "2",
         "--tracker",
         "none",
@@ -83,7 +83,7 @@ def test_a_run_is_compared_with_its_base_model(folder, capsys):
 
 def test_a_lora_gives_the_numbers_of_the_run_it_comes_from(folder, tmp_path):
     """Through diffusers' own loader, as a LoRA from any other program."""
-    common = ["--reward", f"{folder}/reward.py:Redness", "--steps", "3", "--guidance", "2", "--batch", "2"]
+    common = ["--reward", f"{folder}/reward.py:Redness", "--num-steps", "3", "--guidance-scale", "2", "--batch", "2"]
     assert main(["evaluate", "--weights", str(folder / "run"), *common, "--out", str(tmp_path / "a")]) == 0
     again = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.txt"), *SIZES, *common]
     files = {"folder": folder / "run" / "lora", "file": folder / "run" / "lora" / "pytorch_lora_weights.safetensors"}
@@ -98,7 +98,17 @@ def test_a_lora_gives_the_numbers_of_the_run_it_comes_from(folder, tmp_path):
 def test_whole_transformers_can_be_compared_too(folder, tmp_path):
     other = tiny_sd3(seed=5)
     other.transformer.save_pretrained(tmp_path / "full" / "transformer")
-    again = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.txt"), *SIZES, "--steps", "2", "--limit", "2"]
+    again = [
+        "--model",
+        str(folder / "model"),
+        "--prompts",
+        str(folder / "prompts.txt"),
+        *SIZES,
+        "--num-steps",
+        "2",
+        "--limit",
+        "2",
+    ]
     assert main(["evaluate", "--weights", str(tmp_path / "full"), *again, "--reward", f"{folder}/reward.py:Redness"]) == 0
     (found,) = results(tmp_path / "full" / "evaluation")["scores"].values()
     assert found["prompts"] == 2 and found["base"] != found["trained"]
@@ -107,8 +117,8 @@ def test_whole_transformers_can_be_compared_too(folder, tmp_path):
 def test_weights_that_changed_nothing_differ_by_nothing(tmp_path):
     """A run of the image world whose learning rate rounds to no change: every difference is 0 to rounding, in all three forms."""
     out = tmp_path / "run"
-    assert main(["train", "--preset", "tiny", "--lr", "1e-12", "--weight-decay", "0", "--out", str(out)]) == 0
-    assert main(["evaluate", "--weights", str(out), "--limit", "3", "--steps", "4"]) == 0
+    assert main(["train", "--preset", "tiny", "--learning-rate", "1e-12", "--weight-decay", "0", "--out", str(out)]) == 0
+    assert main(["evaluate", "--weights", str(out), "--limit", "3", "--num-steps", "4"]) == 0
     found = results(out / "evaluation")["scores"]
     assert set(found) == {"strict", "graded", "soft"}
     assert all(abs(score["difference"]) < 1e-5 for score in found.values())
@@ -173,7 +183,10 @@ def test_pictures_do_not_depend_on_batches():
         (["--weights", "w", "--model", "m", "--reward", "ocr"], "prompts = "),
         (["--weights", "w", "--model", "m", "--prompts", "text[0:2]"], "reward = "),
         (["--weights", "w", "--limit", "-1"], "limit = -1"),
-        (["--weights", ".", "--model", "m", "--prompts", "text[0:2]", "--reward", "ocr", "--guidance", "0"], "guidance = 0.0"),
+        (
+            ["--weights", ".", "--model", "m", "--prompts", "text[0:2]", "--reward", "ocr", "--guidance-scale", "0"],
+            "guidance = 0.0",
+        ),
         (["--weights", ".", "--model", "m", "--prompts", "text[0:2]", "--reward", "ocr", "--resolution", "0"], "height = 0"),
     ],
 )
@@ -185,7 +198,7 @@ def test_what_is_wrong_is_said(arguments, words, capsys, tmp_path, monkeypatch):
 
 
 def test_no_steps_are_not_the_usual_ones(folder, tmp_path, capsys):
-    assert main(["evaluate", "--weights", str(folder / "run"), "--steps", "0", "--out", str(tmp_path)]) == 2
+    assert main(["evaluate", "--weights", str(folder / "run"), "--num-steps", "0", "--out", str(tmp_path)]) == 2
     assert "steps = 0 is not allowed" in capsys.readouterr().err
 
 
@@ -193,6 +206,16 @@ def test_a_lora_of_another_model_is_refused(folder, tmp_path, capsys):
     from flowrl.testing.tiny import tiny_flux_policy
 
     tiny_flux_policy().save(tmp_path / "flux")
-    again = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.txt"), *SIZES, "--steps", "1", "--limit", "1"]
+    again = [
+        "--model",
+        str(folder / "model"),
+        "--prompts",
+        str(folder / "prompts.txt"),
+        *SIZES,
+        "--num-steps",
+        "1",
+        "--limit",
+        "1",
+    ]
     assert main(["evaluate", "--weights", str(tmp_path / "flux"), *again, "--reward", f"{folder}/reward.py:Redness"]) == 2
     assert "holds no LoRA and no transformer for this model" in capsys.readouterr().err.splitlines()[-1]

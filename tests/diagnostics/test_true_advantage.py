@@ -25,6 +25,7 @@ from flowrl.registry import build
 from flowrl.rewards.combine import NoisyReward, pseudo_normal
 from flowrl.rollout import attach_stds
 from flowrl.samplers import AllButLast, FlowSDE, Window
+from flowrl.training.build import make_method
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
 from flowrl.types import Continuation, Prompt
@@ -214,7 +215,7 @@ def test_stepwise_credit_is_closer_to_the_truth_than_its_opposite() -> None:
 
 
 SMALL_LOOK = MicroscopeConfig(
-    run=preset("default").apply(world="mixture", prompts=3, members=3, steps=4, window="all-but-last"),
+    run=preset("default").apply(world="mixture", groups=3, group_size=3, num_steps=4, window="all-but-last"),
     rules={"gains": "stepwise-gain", "values": "stepwise-gain(probe='continuation:2')", "random": "random"},
     iterations=(0, 1),
     noises=(0.0, 0.5),
@@ -252,9 +253,9 @@ def test_a_session_covers_rules_stages_and_noise(tmp_path) -> None:
 
 def test_noise_reaches_the_rule_and_not_the_truth() -> None:
     """A session's rows with noise are those of credit from noisy rewards against the truth from clean ones."""
-    config = replace(SMALL_LOOK, rules={"gains": "stepwise-gain"}, run=replace(SMALL_LOOK.run, reward_form="strict"))
+    config = replace(SMALL_LOOK, rules={"gains": "stepwise-gain"}, run=SMALL_LOOK.run.replace(reward_form="strict"))
     setting = settings_of(config)[1]
-    look = Look(setting, config.members, config.seed)
+    look = Look(setting, config.rollout.group_size, config.seed)
     truth = true_advantages(setting, look.trajectories(True), config.continuations, config.seeds()["continuations"][0])
     for row in inspect(config, 1):
         if row["iteration"] == 1:
@@ -284,8 +285,8 @@ def test_evaluations_are_counted_as_the_trainer_counts_them() -> None:
     rules = {"uniform": "uniform", "gains": "stepwise-gain(lam=1, probe=completion)"}
     config = replace(SMALL_LOOK, rules=rules, iterations=(0,), noise_at=0, noises=(0.0,))
     setting = settings_of(config)[0]
-    run = replace(config.run, method="flow-grpo", members=config.gradient_members, prompts=len(setting.prompts))
-    trained = Trainer(setting.policy, run.make_method(), setting.reward, setting.prompts, run).iteration()
+    run = config.run.replace(method="flow-grpo", group_size=config.gradient_members, groups=len(setting.prompts))
+    trained = Trainer(setting.policy, make_method(run), setting.reward, setting.prompts, run).iteration()
     rows = {row["rule"]: row for row in inspect(config, 1) if row["kind"] == "gradient"}
     row = rows["uniform"]
     assert (row["nfe_per_batch"], row["train_nfe_per_batch"]) == (trained["nfe"], trained["train_nfe"])
@@ -396,7 +397,7 @@ def test_a_session_says_what_is_wrong(changes, message) -> None:
 
 
 def test_a_reward_in_steps_has_credit_but_no_gradient(tmp_path) -> None:
-    config = replace(SMALL_LOOK, run=replace(SMALL_LOOK.run, reward_form="strict"))
+    config = replace(SMALL_LOOK, run=SMALL_LOOK.run.replace(reward_form="strict"))
     assert {kind for kind, *_ in jobs(config)} == {"credit"}
     rows = inspect(config, 1)
     microscope_document(rows, 1, MADE).write(tmp_path, "microscope", "microscope")

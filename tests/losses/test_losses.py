@@ -166,11 +166,11 @@ def test_off_policy_loss_by_hand() -> None:
             mask=torch.ones(2, dtype=torch.bool),
             delta=torch.ones(2),
         )
-        result = ClippedLoss(clip=0.05).loss(batch)
+        result = ClippedLoss(clip_range=0.05).loss(batch)
         assert float(result.loss.detach()) == pytest.approx(expected, abs=1e-5)
         assert float(result.metrics["clip_fraction"]) == 1.0
         assert float(result.metrics["ratio_deviation"]) == pytest.approx(0.105171, abs=1e-5)
-        assert bool((gradient(ClippedLoss(clip=0.05), batch) == 0).any())  # the clipped pair has none
+        assert bool((gradient(ClippedLoss(clip_range=0.05), batch) == 0).any())  # the clipped pair has none
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_guards_ratio_is_the_projected_noise() -> None:
     batch = make_batch(0.05)
     eps = (batch.next_node - batch.behaviour.mean) / batch.new.std.reshape(N, 1, 1)
     log_ratio = (eps * (batch.new.mean - batch.behaviour.mean)).mean(dim=(1, 2))
-    metrics = GRPOGuard(clip=0.5).loss(batch).metrics
+    metrics = GRPOGuard(clip_range=0.5).loss(batch).metrics
     torch.testing.assert_close(metrics["ratio_mean"], log_ratio.exp().mean().detach())
     terms = -batch.advantages * log_ratio.exp() / batch.delta
     torch.testing.assert_close(metrics["policy_loss"], terms.mean().detach())
@@ -270,13 +270,13 @@ def test_only_nodes_stored_in_float32_keep_the_ratio_at_one() -> None:
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: ClippedLoss(clip=0.0),
-        lambda: ClippedLoss(clip=1.0),
+        lambda: ClippedLoss(clip_range=0.0),
+        lambda: ClippedLoss(clip_range=1.0),
         lambda: ClippedLoss(kl_weight=-0.1),
         lambda: ClippedLoss(kl_weight=float("nan")),
         lambda: ClippedLoss(kl="reverse"),  # pyright: ignore[reportArgumentType]
         lambda: ClippedLoss(log_prob="sum"),  # pyright: ignore[reportArgumentType]
-        lambda: GRPOGuard(clip=-1.0),
+        lambda: GRPOGuard(clip_range=-1.0),
         lambda: GRPOGuard(kl_weight=float("inf")),
         lambda: GRPOGuard(kl="reverse"),  # pyright: ignore[reportArgumentType]
         lambda: PolicyGradientLoss(kl_weight=-1.0),

@@ -12,6 +12,7 @@ from flowrl.protocols import PolicyLoss
 from flowrl.rollout import Groups, rollout
 from flowrl.rollout.loss_batch import loss_pairs
 from flowrl.samplers import AllButLast, FlowSDE
+from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
 from flowrl.types import Gaussian, LossBatch
@@ -191,10 +192,10 @@ def test_dppo_keeps_what_a_clip_cuts_and_the_reverse() -> None:
 
 @pytest.mark.parametrize("spec", ["flow-dppo(bound=1e-7)", "policy-gradient", "grpo-guard(kl=without_delta)"])
 def test_by_name_in_the_trainer(spec: str) -> None:
-    config = preset("tiny").apply(world="mixture", loss=spec, updates=2, kl_weight=0.01)
-    chosen = config.make_world()
-    policy, prompts = chosen.policy(config.policy_options()), chosen.prompts("direction", "train")
-    run = Trainer(policy, config.make_method(), config.make_reward(), prompts, config)
+    config = preset("tiny").apply(world="mixture", loss=spec, minibatches=2, kl_weight=0.01)
+    chosen = make_world(config)
+    policy, prompts = chosen.policy(policy_options(config)), chosen.prompts("direction", "train")
+    run = Trainer(policy, make_method(config), make_reward(config), prompts, config)
     before = [p.detach().clone() for p in run.parameters]
     metrics = run.iteration()
     assert any(not torch.equal(a, b) for a, b in zip(before, run.parameters, strict=True))

@@ -45,9 +45,9 @@ def fill(policy, seed):
 
 
 def train_once(policy, **changes):
-    config = preset("tiny").apply(steps=3, prompts=2, members=3, updates=1, lr=1e-2, **changes)
+    config = preset("tiny").apply(num_steps=3, groups=2, group_size=3, minibatches=1, learning_rate=1e-2, **changes)
     trainer = Trainer(
-        policy, flow_grpo(AllButLast(FlowSDE(0.7)), ClippedLoss(clip=1e-2, kl_weight=0.1)), REDNESS, PROMPTS, config
+        policy, flow_grpo(AllButLast(FlowSDE(0.7)), ClippedLoss(clip_range=1e-2, kl_weight=0.1)), REDNESS, PROMPTS, config
     )
     return trainer, trainer.iteration()
 
@@ -55,7 +55,7 @@ def train_once(policy, **changes):
 @pytest.fixture
 def style(family, tmp_path):
     """A saved LoRA of another rank and of fewer layers, and the velocity of the model that has it."""
-    policy = family[0](replace(TINY, rank=2, alpha=6.0, targets=("to_q", "to_k")))
+    policy = family[0](replace(TINY, lora_rank=2, lora_alpha=6.0, targets=("to_q", "to_k")))
     fill(policy, 1)
     policy.save(tmp_path / "style")
     return tmp_path / "style", velocity(policy)
@@ -86,7 +86,7 @@ def test_a_frozen_adapter_is_part_of_policy_and_reference(family, style):
 
 def test_plain_diffusers_stacks_the_files_to_the_same_picture(family, style, tmp_path):
     make, plain = family
-    policy = make(replace(TINY, frozen_adapters=(str(style[0]),), adapter_name="mine", rank=3))
+    policy = make(replace(TINY, frozen_adapters=(str(style[0]),), adapter_name="mine", lora_rank=3))
     train_once(policy)
     policy.save(tmp_path / "mine")
     pipe = plain()
@@ -155,7 +155,7 @@ def test_what_is_wrong_is_said(family, style, tmp_path):
     with pytest.raises(CheckpointError, match="none does not exist"):
         make(replace(TINY, frozen_adapters=(str(tmp_path / "none"),)))
     with pytest.raises(ConfigError, match="left out unless train is lora"):
-        replace(TINY, train="full", frozen_adapters=("x",))
+        replace(TINY, tuning="full", frozen_adapters=("x",))
     with pytest.raises(ConfigError, match="adapter_name"):
         replace(TINY, adapter_name="a.b")
     broken = tmp_path / "broken"
@@ -168,7 +168,7 @@ def test_what_is_wrong_is_said(family, style, tmp_path):
 
 def test_settings_of_a_run_reach_the_model(tmp_path):
     (tmp_path / "prompts.txt").write_text("a dog\n")
-    files = {"model": "somewhere", "prompt_file": str(tmp_path / "prompts.txt"), "reward": "jpeg-compressibility"}
+    files = {"model": "somewhere", "prompts": str(tmp_path / "prompts.txt"), "reward": "jpeg-compressibility"}
     changes = {"frozen_adapters": "style=a,b", "decode_batch": 3, "decode_dtype": "bfloat16", "compile": True}
     options = preset("default").apply(**files, **changes).model_options()
     assert options.frozen_adapters == ("style=a", "b") and options.compile == "inductor"
@@ -180,12 +180,23 @@ def test_settings_of_a_run_reach_the_model(tmp_path):
 
 
 def test_another_rank_is_one_clear_line(tmp_path, capsys):
-    policy = tiny_sd3_policy(replace(TINY, rank=2))
+    policy = tiny_sd3_policy(replace(TINY, lora_rank=2))
     policy.save(tmp_path / "lora")
     tiny_sd3().save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a dog\n")
     words = ["train", "--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.txt"), "--preset", "tiny"]
-    words += ["--reward", "jpeg-compressibility", "--resolution", "16", "--text-tokens", "24", "--device", "cpu", "--rank", "4"]
+    words += [
+        "--reward",
+        "jpeg-compressibility",
+        "--resolution",
+        "16",
+        "--max-sequence-length",
+        "24",
+        "--device",
+        "cpu",
+        "--lora-rank",
+        "4",
+    ]
     words += ["--dtype", "float32", "--out", str(tmp_path / "run"), "--adapter", str(tmp_path / "lora")]
     assert main(words) == 2
     told = capsys.readouterr().err.splitlines()[-1]

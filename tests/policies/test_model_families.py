@@ -69,7 +69,7 @@ def draw(policy, noise, texts=TEXTS):
 
 
 def train_once(policy, method=None, iterations=1, **changes):
-    config = preset("tiny").apply(steps=STEPS, prompts=2, members=3, updates=1, lr=1e-2, **changes)
+    config = preset("tiny").apply(num_steps=STEPS, groups=2, group_size=3, minibatches=1, learning_rate=1e-2, **changes)
     trainer = Trainer(policy, method or flow_grpo(AllButLast(FlowSDE(0.7))), REDNESS, PROMPTS, config)
     return trainer, [trainer.iteration() for _ in range(iterations)]
 
@@ -121,7 +121,7 @@ def test_guidance_is_the_formula_of_two_evaluations(case):
 @pytest.mark.parametrize("make", [flow_grpo, stepwise_flow_grpo, tp_grpo])
 def test_one_update_with_every_method(case, make):
     policy = case.policy()
-    trainer, (row,) = train_once(policy, make(AllButLast(FlowSDE(0.7)), ClippedLoss(clip=1e-2, kl_weight=0.1)))
+    trainer, (row,) = train_once(policy, make(AllButLast(FlowSDE(0.7)), ClippedLoss(clip_range=1e-2, kl_weight=0.1)))
     assert row["ratio_deviation"] < 1e-4 and row["grad_norm"] > 0
     assert row["kl"] == pytest.approx(0, abs=1e-9)
     assert max(float(p.detach().abs().max()) for n, p in policy.trainable().items() if "lora_B" in n) > 0
@@ -372,7 +372,7 @@ def test_what_is_wrong_is_said(case, tmp_path):
         ({"guidance": 0.5}, "guidance = 0.5"),
         ({"guidance_gradient": "none"}, "both, prompt"),
         ({"train": "some"}, "lora, full, nothing"),
-        ({"rank": 0}, "rank = 0"),
+        ({"lora_rank": 0}, "rank = 0"),
         ({"alpha": 0.0}, "alpha"),
         ({"text_tokens": -1}, "text_tokens"),
         ({"text_tokens": 513}, "1 to 512"),

@@ -61,8 +61,8 @@ def filled(make, **changes):
 
 
 def trainer_of(policy, method):
-    config = preset("tiny").apply(steps=STEPS, prompts=2, members=3, updates=2, lr=1e-2)
-    made = method(AllButLast(FlowSDE(0.7)), ClippedLoss(clip=1e-2, kl_weight=0.1))
+    config = preset("tiny").apply(num_steps=STEPS, groups=2, group_size=3, minibatches=2, learning_rate=1e-2)
+    made = method(AllButLast(FlowSDE(0.7)), ClippedLoss(clip_range=1e-2, kl_weight=0.1))
     return Trainer(policy, made, REDNESS, PROMPTS, config)
 
 
@@ -98,7 +98,7 @@ def test_train_save_reload_resume(family, dtype, guidance, method, tmp_path):
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
 def test_large_sd3_draws_the_plain_pipelines_pictures(guidance):
     """SD3.5-Large: no second attention in any layer."""
-    policy = PipelinePolicy(tiny_sd3(large=True), SD3(), replace(TINY, guidance=guidance, negative_prompt="blurry"))
+    policy = PipelinePolicy(tiny_sd3(large=True), SD3(), replace(TINY, guidance_scale=guidance, negative_prompt="blurry"))
     pipe = tiny_sd3(large=True)
     pipe.set_progress_bar_config(disable=True)
     call = dict(height=16, width=16, num_inference_steps=STEPS, max_sequence_length=TINY.text_tokens, output_type="pt")
@@ -140,7 +140,7 @@ def test_compiled_blocks_compute_the_same(dtype):
 
 def test_a_velocity_reads_nothing_back_from_the_device(family, monkeypatch):
     """On a GPU that would wait for all work under way. The numbers of a condition are known where it was made."""
-    policy = family[0](replace(TINY, guidance=2.0))
+    policy = family[0](replace(TINY, guidance_scale=2.0))
     condition = policy.encode(PROMPTS).repeat(2).take(torch.tensor([0, 3, 2]))
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: pytest.fail("read back"))
     monkeypatch.setattr(torch.Tensor, "item", lambda tensor: pytest.fail("read back"))

@@ -62,7 +62,7 @@ test_protocol = policy_contract(lambda: PipelinePolicy(tiny_aura_flow(), documen
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
 def test_samples_and_grid_are_the_pipelines_own(guidance):
-    policy = PipelinePolicy(tiny_aura_flow(), documented_family(), replace(tiny.TINY, guidance=guidance))
+    policy = PipelinePolicy(tiny_aura_flow(), documented_family(), replace(tiny.TINY, guidance_scale=guidance))
     noise = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
     pipe = tiny_aura_flow()
     plain = picture(pipe, noise, guidance)
@@ -71,11 +71,11 @@ def test_samples_and_grid_are_the_pipelines_own(guidance):
 
 
 def test_plain_diffusers_draws_the_same_picture_after_an_update(tmp_path):
-    policy = PipelinePolicy(tiny_aura_flow(), documented_family(), replace(tiny.TINY, alpha=128.0))
+    policy = PipelinePolicy(tiny_aura_flow(), documented_family(), replace(tiny.TINY, lora_alpha=128.0))
     noise = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
     before = draw(policy, noise)
     reward = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
-    config = preset("tiny").apply(prompts=2, members=3, lr=3e-2)
+    config = preset("tiny").apply(groups=2, group_size=3, learning_rate=3e-2)
     Trainer(policy, flow_grpo(), reward, [Prompt(text) for text in TEXTS], config).iteration()
     policy.save(tmp_path / "lora")
     plain = tiny_aura_flow()

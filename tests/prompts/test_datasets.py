@@ -150,7 +150,7 @@ def test_without_the_package_there_is_one_clear_error(tmp_path, monkeypatch):
     tables._rows.cache_clear()
     for spec in ("hf:user/prompts", "hf:user/prompts:test:text"):
         with pytest.raises(ConfigError, match=r"needs the package datasets; install it with: pip install -e '\.\[datasets\]'"):
-            preset("tiny").apply(model="any", prompt_file=spec, reward="ocr")
+            preset("tiny").apply(model="any", prompts=spec, reward="ocr")
     (tmp_path / "p.txt").write_text("a fox\n")
     assert len(load_prompts(tmp_path / "p.txt").prompts) == 1
 

@@ -11,6 +11,7 @@ from flowrl.rewards import Clipped, FunctionReward, NoisyReward, WeightedSum
 from flowrl.rollout import RewardTables, score
 from flowrl.rollout.masking import valid_credit
 from flowrl.testing import check_reward
+from flowrl.training.build import make_method, make_reward, make_world, policy_options, trial_schedule
 from flowrl.training.config import preset
 from flowrl.training.evaluation import evaluate
 from flowrl.training.trainer import Trainer
@@ -103,28 +104,28 @@ def test_clipped_limits():
 
 
 def test_training_leaves_them_out_and_counts_them():
-    config = preset("tiny").apply(world="mixture", prompts=2, members=6, iterations=2)
-    world = config.make_world()
-    policy = world.policy(config.policy_options())
-    reward = Unsure(config.make_reward())
-    trainer = Trainer(policy, config.make_method(), reward, world.prompts(config.task, "train"), config)
+    config = preset("tiny").apply(world="mixture", groups=2, group_size=6, iterations=2)
+    world = make_world(config)
+    policy = world.policy(policy_options(config))
+    reward = Unsure(make_reward(config))
+    trainer = Trainer(policy, make_method(config), reward, world.prompts(config.environment.task, "train"), config)
     rows = [trainer.iteration() for _ in range(2)]
     assert [row["invalid"] for row in rows] == [4, 4]
-    stochastic = int(config._trial_schedule().stochastic.sum())
+    stochastic = int(trial_schedule(config).stochastic.sum())
     assert rows[0]["train_nfe"] == 8 * stochastic
     assert all(torch.isfinite(torch.tensor(row["reward_mean"])) for row in rows)
-    found = evaluate(policy, world, config.task, config.reward_form, 4, 2, reward=reward)
+    found = evaluate(policy, world, config.environment.task, config.environment.reward_form, 4, 2, reward=reward)
     assert found.own is not None and found.own == found.own and found.image_scores.isnan().sum() == 2
 
 
 def test_without_marks_nothing_changes():
     def run(wrapped):
-        config = preset("tiny").apply(world="mixture", prompts=2, members=4)
-        world = config.make_world()
-        policy = world.policy(config.policy_options())
-        reward = config.make_reward()
+        config = preset("tiny").apply(world="mixture", groups=2, group_size=4)
+        world = make_world(config)
+        policy = world.policy(policy_options(config))
+        reward = make_reward(config)
         reward = FunctionReward(reward.score, marks_invalid=True) if wrapped else reward
-        trainer = Trainer(policy, config.make_method(), reward, world.prompts(config.task, "train"), config)
+        trainer = Trainer(policy, make_method(config), reward, world.prompts(config.environment.task, "train"), config)
         return [{k: v for k, v in trainer.iteration().items() if k not in ("seconds", "phases")} for _ in range(2)]
 
     assert run(False) == run(True)

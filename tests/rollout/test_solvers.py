@@ -148,6 +148,6 @@ def test_evaluations_are_counted_and_chunks_do_not_matter(solver: str, calls: in
 def test_a_run_can_be_evaluated_by_another_solver(tmp_path) -> None:
     config = preset("tiny").apply(world="mixture", eval_solver="heun")
     assert Run(config, tmp_path / "a").execute()
-    assert Run(replace(config, eval_solver="dpm++"), tmp_path / "b").execute()
+    assert Run(config.replace(eval_solver="dpm++"), tmp_path / "b").execute()
     with pytest.raises(ConfigError, match=r"solver = 'rk4' is not allowed: one of euler, heun, dpm\+\+, unipc"):
-        replace(config, eval_solver="rk4")
+        config.replace(eval_solver="rk4")

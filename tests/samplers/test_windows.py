@@ -8,6 +8,7 @@ from flowrl.flow import shifted_schedule
 from flowrl.methods import make_sampler
 from flowrl.protocols import RandomSampler
 from flowrl.samplers import CPS, FlowSDE, RandomWindow, SlidingWindow, transition_stds
+from flowrl.training.build import make_method, make_world, policy_options
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
 
@@ -59,9 +60,9 @@ def test_by_word_and_in_the_trainer() -> None:
     assert make_sampler("cps", 0.3, "sliding:4") == SlidingWindow(CPS(0.3), 4)
     assert make_sampler("cps", 0.3, "sliding:4:2:25") == SlidingWindow(CPS(0.3), 4, 2, 25)
     config = preset("tiny").apply(world="mixture", window="sliding:2:1:1", iterations=3)
-    chosen = config.make_world()
-    policy = chosen.policy(config.policy_options())
-    run = Trainer(policy, config.make_method(), chosen.reward("soft"), chosen.prompts("direction", "train"), config)
+    chosen = make_world(config)
+    policy = chosen.policy(policy_options(config))
+    run = Trainer(policy, make_method(config), chosen.reward("soft"), chosen.prompts("direction", "train"), config)
     seen = []
     for _ in range(4):
         seen.append(run.draw_sampler().start)  # pyright: ignore[reportAttributeAccessIssue]

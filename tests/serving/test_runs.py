@@ -19,6 +19,7 @@ from flowrl.registry import build
 from flowrl.rewards import WeightedSum
 from flowrl.rewards.remote import RemoteReward, RemoteSum
 from flowrl.serving import Settings
+from flowrl.training.build import make_method, make_world, policy_options
 
 
 def test_a_server_killed_in_mid_request_and_restarted(tmp_path):
@@ -128,10 +129,10 @@ def test_marks_and_components_in_a_run_through_a_server(tmp_path):
         return torch.where(values < -0.8, torch.nan, values)
 
     def rows(reward):
-        config = preset("tiny").apply(world="mixture", prompts=3, members=5, iterations=3)
-        world = config.make_world()
-        policy, prompts = world.policy(config.policy_options()), world.prompts("direction", "train")
-        trainer = Trainer(policy, config.make_method(), reward, prompts, config)
+        config = preset("tiny").apply(world="mixture", groups=3, group_size=5, iterations=3)
+        world = make_world(config)
+        policy, prompts = world.policy(policy_options(config)), world.prompts("direction", "train")
+        trainer = Trainer(policy, make_method(config), reward, prompts, config)
         found = [trainer.iteration() for _ in range(3)]
         return [{k: v for k, v in row.items() if k not in ("seconds", "phases")} for row in found]
 

@@ -231,7 +231,7 @@ class FaultyLoss:
     needs_reference: bool = False
 
     def loss(self, batch):
-        good = ClippedLoss(clip=0.5, kl_weight=0.0).loss(batch)
+        good = ClippedLoss(clip_range=0.5, kl_weight=0.0).loss(batch)
         counts = batch.mask & (batch.behaviour.std > 0)
         ratio = (log_prob(batch.new, batch.next_node) - log_prob(batch.behaviour, batch.next_node)).exp()
         terms = -batch.advantages * ratio

@@ -60,7 +60,7 @@ SAMPLERS = [
 ]
 LOSSES = [
     ClippedLoss(),
-    ClippedLoss(clip=1e-5, kl_weight=0.1, kl="without_delta"),
+    ClippedLoss(clip_range=1e-5, kl_weight=0.1, kl="without_delta"),
     ClippedLoss(log_prob="released_cps"),
     GRPOGuard(),
     GRPOGuard(kl_weight=0.1),

@@ -21,12 +21,12 @@ def mixture():
 
 
 test_mixture = pytest.mark.filterwarnings("ignore::flowrl.testing.ContractAdvice")(policy_contract(mixture, DIRECTIONS))
-test_small_sd3 = policy_contract(lambda: world("shapes").policy(PolicyOptions(rank=4)), SHAPES)
+test_small_sd3 = policy_contract(lambda: world("shapes").policy(PolicyOptions(lora_rank=4)), SHAPES)
 test_sd3 = policy_contract(tiny_sd3_policy)
-test_sd3_guided = policy_contract(lambda: tiny_sd3_policy(replace(TINY, guidance=3.0)))
+test_sd3_guided = policy_contract(lambda: tiny_sd3_policy(replace(TINY, guidance_scale=3.0)))
 test_sd3_in_bfloat16 = policy_contract(lambda: tiny_sd3_policy(replace(TINY, dtype="bfloat16")), tolerance=2e-2)
 test_flux = policy_contract(tiny_flux_policy)
-test_flux_as_a_whole = policy_contract(lambda: tiny_flux_policy(replace(TINY, train="full")))
+test_flux_as_a_whole = policy_contract(lambda: tiny_flux_policy(replace(TINY, tuning="full")))
 
 
 class Faulty:

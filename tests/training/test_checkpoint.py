@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,15 @@ from flowrl.training.results import load_run
 from flowrl.training.run import Run
 
 SMALL = preset("tiny").apply(
-    world="mixture", prompts=2, members=2, steps=3, eval_prompts=2, eval_steps=1, iterations=2, checkpoint_every=1, updates=2
+    world="mixture",
+    groups=2,
+    group_size=2,
+    num_steps=3,
+    eval_samples=2,
+    eval_steps=1,
+    iterations=2,
+    checkpoint_every=1,
+    minibatches=2,
 )
 
 
@@ -262,7 +269,7 @@ def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, c
 
 def test_a_run_goes_on_from_the_previous_checkpoint_where_the_last_is_damaged(tmp_path, capsys):
     out = tmp_path / "run"
-    config = replace(SMALL, iterations=4, keep_checkpoints=3)
+    config = SMALL.replace(iterations=4, keep_checkpoints=3)
     Run(config, out).execute()
     expected = numbers(out)
     assert Checkpoints(out).names() == ["000002", "000003", "000004"]
@@ -291,7 +298,7 @@ def test_a_run_goes_on_from_the_previous_checkpoint_where_the_last_is_damaged(tm
     ],
 )
 def test_metrics_that_were_tampered_with_come_back_from_the_checkpoint(tmp_path, tamper, noted):
-    config = replace(SMALL, iterations=3)
+    config = SMALL.replace(iterations=3)
     Run(config, tmp_path / "whole").execute()
     assert not Run(config, tmp_path / "run", stop=lambda: (tmp_path / "run" / "checkpoints").exists()).execute()
     metrics, said = tmp_path / "run" / "metrics.jsonl", []
@@ -348,7 +355,7 @@ from flowrl.training.run import Run
 torch.set_num_threads(1)
 values, out, kills, seed, longest, pauses = json.loads(sys.argv[1])
 config, out, draw = RunConfig.from_dict(values), Path(out), random.Random(seed)
-config.make_world().policy(config.policy_options())  # what every child needs is imported once
+make_world(config).policy(policy_options(config))  # what every child needs is imported once
 
 
 def child(folder, resume):
@@ -406,7 +413,7 @@ def kill(config, out, kills, longest, pauses=False):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_twenty_random_moments_a_run_loses_nothing_but_the_iteration_under_way(tmp_path):
-    told = kill(replace(SMALL, iterations=12), tmp_path, kills=20, longest=0.25)
+    told = kill(SMALL.replace(iterations=12), tmp_path, kills=20, longest=0.25)
     assert len(told["killed"]) == 20
     expected = numbers(tmp_path / "whole")
     for number in range(told["runs"]):
@@ -428,9 +435,9 @@ def test_paused_and_killed_diffusers_models_resume_to_the_same_bits(tmp_path, fa
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "prompts.txt").write_text("a red fox\na red car\na red hat\n")
     config = preset("tiny").apply(
-        model=str(tmp_path / "model"), prompt_file=str(tmp_path / "prompts.txt"), reward=f"{tmp_path}/reward.py:Redness",
-        resolution=16, text_tokens=24, rank=2, iterations=3, checkpoint_every=1, device="cpu", dtype="float32", updates=2,
-        eval_prompts=2, lr=0.01,
+        model=str(tmp_path / "model"), prompts=str(tmp_path / "prompts.txt"), reward=f"{tmp_path}/reward.py:Redness",
+        resolution=16, max_sequence_length=24, lora_rank=2, iterations=3, checkpoint_every=1, device="cpu", dtype="float32", minibatches=2,
+        eval_samples=2, learning_rate=0.01,
     )  # fmt: skip
     assert len(kill(config, tmp_path, kills=2, longest=1.0, pauses=True)["killed"]) == 2
     assert numbers(tmp_path / "run0") == numbers(tmp_path / "whole")

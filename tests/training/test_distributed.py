@@ -20,39 +20,39 @@ from flowrl.distributed import Share, Team, share_of
 from flowrl.errors import ConfigError, RewardError, TrainingError
 from flowrl.rewards import FunctionReward
 from flowrl.sharding import whole
-from flowrl.training.config import RunConfig, load_config, preset
+from flowrl.training.build import make_method, make_reward, make_world, policy_options, trained_policy
+from flowrl.training.config import load_config, preset
 from flowrl.training.evaluation import evaluate
-from flowrl.training.finished import trained_policy
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
 
 SETTINGS = dict(members=4, updates=2, micro_batch=7, iterations=2, kl_weight=0.1, window="random:2", lr=3e-4)
-MIXTURE = preset("tiny").apply(world="mixture", task="direction", prompts=3, **SETTINGS)
+MIXTURE = preset("tiny").apply(world="mixture", task="direction", groups=3, **SETTINGS)
 CASES = {
-    "uniform": replace(MIXTURE, method="flow-grpo"),
-    "stepwise": replace(MIXTURE, method="stepwise-flow-grpo"),
-    "turning points": replace(MIXTURE, method="tp-grpo"),
-    "moving average": replace(MIXTURE, method="average", credit="moving-average-gain"),
-    "batch statistics": replace(MIXTURE, method="global", credit="uniform(std=batch)"),
-    "one prompt": replace(MIXTURE, method="tp-grpo", prompts=1),
-    "continuations": replace(MIXTURE, credit="stepwise-gain(probe='continuation:3')"),
-    "chunks": replace(MIXTURE, prompts=5, chunk=1, overlap_rewards=True, offload=True),
+    "uniform": MIXTURE.replace(method="flow-grpo"),
+    "stepwise": MIXTURE.replace(method="stepwise-flow-grpo"),
+    "turning points": MIXTURE.replace(method="tp-grpo"),
+    "moving average": MIXTURE.replace(method="average", credit="moving-average-gain"),
+    "batch statistics": MIXTURE.replace(method="global", credit="uniform(std=batch)"),
+    "one prompt": MIXTURE.replace(method="tp-grpo", groups=1),
+    "continuations": MIXTURE.replace(credit="stepwise-gain(probe='continuation:3')"),
+    "chunks": MIXTURE.replace(groups=5, chunk=1, overlap_rewards=True, offload=True),
 }
 REDNESS = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3)))
 
 
 def world_trainer(config, team):
-    world = config.make_world()
-    policy, prompts = world.policy(config.policy_options()), world.prompts(config.task, "train")
-    return Trainer(policy, config.make_method(), config.make_reward(), prompts, config, team)
+    world = make_world(config)
+    policy, prompts = world.policy(policy_options(config)), world.prompts(config.environment.task, "train")
+    return Trainer(policy, make_method(config), make_reward(config), prompts, config, team)
 
 
 def pipeline_trainer(config, team):
     from flowrl.testing.tiny import tiny_sd3_policy
 
     prompts = [Prompt(text) for text in ("three red circles", "a dog", "a small house")]
-    return Trainer(tiny_sd3_policy(), config.make_method(), REDNESS, prompts, config, team)
+    return Trainer(tiny_sd3_policy(), make_method(config), REDNESS, prompts, config, team)
 
 
 def trained(make, config, team):
@@ -86,13 +86,13 @@ def compared(team):
     for name in ("flow-grpo", "tp-grpo"):
         # Adam divides by the gradient's size: where that is near its epsilon of 1e-8, rounding errors of 1e-10 in the gradient
         # are 1% of the step, so the learning rate bounds how close weights can be
-        config = preset("tiny").apply(method=name, prompts=3, **{**SETTINGS, "lr": 1e-4})
+        config = preset("tiny").apply(method=name, groups=3, **{**SETTINGS, "lr": 1e-4})
         alone, together = trained(pipeline_trainer, config, Team()), trained(pipeline_trainer, config, team)
         # a group's rewards differ by hundredths here, so advantages have a hundred times the rewards' rounding errors
         sizes = [[row.pop("abs_advantage") for row in rows] for rows, _ in (alone, together)]
         assert largest_difference(*sizes) < 1e-5
         found[f"sd3 {name}"] = largest_difference(alone, together)
-    policy, world = MIXTURE.make_world().policy(MIXTURE.policy_options()), MIXTURE.make_world()
+    policy, world = make_world(MIXTURE).policy(policy_options(MIXTURE)), make_world(MIXTURE)
     for count in (1, 9):
         alone, together = (
             evaluate(policy, world, "direction", "soft", count, 5, keep=7, reward=world.reward("strict"), team=some)
@@ -115,8 +115,8 @@ def divided(team):
 
         def make(config, team, train=train):
             prompts = [Prompt(text) for text in ("three red circles", "a dog", "a small house")]
-            policy = tiny_sd3_policy(replace(TINY, train=train))
-            return Trainer(policy, config.make_method(), REDNESS, prompts, config, team)
+            policy = tiny_sd3_policy(TINY.replace(tuning=train))
+            return Trainer(policy, make_method(config), REDNESS, prompts, config, team)
 
         trainer = make(config, team)
         assert all(is_divided(parameter) for parameter in trainer.parameters)
@@ -133,7 +133,7 @@ def divided(team):
         found[f"{train} resumed"] = largest_difference(*rows)
         with trainer.averaged(), tempfile.TemporaryDirectory() as folder:
             trainer.policy.save(Path(folder) / "saved")
-            options = replace(TINY, adapter=f"{folder}/saved") if train == "lora" else TINY
+            options = TINY.replace(adapter=f"{folder}/saved") if train == "lora" else TINY
             plain = tiny_sd3_policy(options)
             if train == "full":
                 plain.transformer = type(plain.transformer).from_pretrained(f"{folder}/saved/transformer")
@@ -151,10 +151,10 @@ def failing_reward(team):
     def score(images, prompts):
         return torch.full((len(images),), float("nan") if team.rank == 1 else 0.0)
 
-    world = MIXTURE.make_world()
-    policy, prompts = world.policy(MIXTURE.policy_options()), world.prompts("direction", "train")
+    world = make_world(MIXTURE)
+    policy, prompts = world.policy(policy_options(MIXTURE)), world.prompts("direction", "train")
     try:
-        Trainer(policy, MIXTURE.make_method(), FunctionReward(score), prompts, MIXTURE, team).iteration()
+        Trainer(policy, make_method(MIXTURE), FunctionReward(score), prompts, MIXTURE, team).iteration()
     except (RewardError, TrainingError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -272,13 +272,13 @@ def test_accelerate_launch_trains_and_resumes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         launcher += ["--main_process_port", str(free.getsockname()[1])]
-    train = "-m flowrl train --preset tiny --world mixture --task direction --prompts 3 --device cpu --out"
+    train = "-m flowrl train --preset tiny --world mixture --task direction --groups 3 --device cpu --out"
     done = subprocess.run([*launcher, *train.split(), str(tmp_path / "run")], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2 processes" in done.stdout and done.stdout.count("Done.") == 1
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [0, 1, 2]
-    Run(RunConfig.from_dict(load_config(tmp_path / "run" / "config.json")), tmp_path / "alone").execute()
+    Run(load_config(tmp_path / "run" / "config.json"), tmp_path / "alone").execute()
     alone = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
     for one, two in zip(alone, rows, strict=True):
         for name in ("reward_mean", "loss", "grad_norm"):

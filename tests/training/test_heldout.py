@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from flowrl.rewards.clip import load_encoder
 from flowrl.rewards.diversity import ClipFeatures, LatentFeatures, PixelFeatures, group_features, pairwise_diversity
 from flowrl.testing import check_reward
 from flowrl.testing.tiny import tiny_clip, tiny_sd3
+from flowrl.training.build import make_world, policy_options
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.heldout import Sampling, make_beside
 from flowrl.training.results import load_run, short
@@ -167,7 +167,7 @@ def test_density_of_points():
 def test_what_does_not_exist_or_fit_is_refused_before_the_run(changes, told, tmp_path):
     config = preset("tiny").apply(**changes)
     with pytest.raises(ConfigError, match=told):
-        make_beside(config, config.make_world())
+        make_beside(config, make_world(config))
     with pytest.raises(ConfigError, match=told):
         Run(config, tmp_path / "run").execute()
     assert not (tmp_path / "run").exists()
@@ -175,10 +175,10 @@ def test_what_does_not_exist_or_fit_is_refused_before_the_run(changes, told, tmp
 
 def test_settings_are_checked_and_kept():
     with pytest.raises(ConfigError, match="each once"):
-        RunConfig(heldout_rewards=("clarity", "clarity"))
+        RunConfig.of(heldout_rewards=("clarity", "clarity"))
     with pytest.raises(ConfigError, match="diversity_members = 1"):
-        RunConfig(diversity_members=1)
-    config = RunConfig(heldout_rewards=("clarity", "ocr"), diversity="pixels")
+        RunConfig.of(diversity_samples=1)
+    config = RunConfig.of(heldout_rewards=("clarity", "ocr"), diversity="pixels")
     assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config and hash(config)
     assert make_beside(RunConfig(), world("shapes")) is None
 
@@ -216,13 +216,13 @@ def test_the_proxy_has_the_errors_of_training(tmp_path):
     found = mixture_run(tmp_path / "run", heldout_rewards=("density",), reward_bias=10.0).evaluations[-1]["evaluation"]
     assert abs(found["proxy"] - found["reward"]) > 0.01
     config = preset("tiny").apply(world="mixture", heldout_rewards=("density",), reward_bias=2.0, reward_noise=0.5, seed=3)
-    beside = make_beside(config, config.make_world())
+    beside = make_beside(config, make_world(config))
     assert beside is not None
     points, own = torch.randn(6, 2, 1, 1), torch.rand(6)
     own[4] = float("nan")
     prompts = [Prompt("towards 0 degrees")] * 6
     wanted = NoisyReward(FunctionReward(lambda i, p: own, True), 0.5, 2.0, 3).score(points, prompts)[~own.isnan()].mean()
-    policy = config.make_world().policy(config.policy_options())
+    policy = make_world(config).policy(policy_options(config))
     measured = beside.measure(points, prompts, own, Sampling(policy, prompts, 2, "euler", 8))
     assert measured["proxy"] == pytest.approx(float(wanted))
 
@@ -248,14 +248,14 @@ def test_a_failure_is_not_kept_for_other_runs(tmp_path):
     with pytest.warns(UserWarning, match="the card is on fire"):
         Run(config, tmp_path / "a", shared=tmp_path).execute()
     assert not list(tmp_path.glob("untrained-*"))
-    Run(replace(config, heldout_rewards=("density",)), tmp_path / "b", shared=tmp_path).execute()
-    Run(replace(config, heldout_rewards=("strict",)), tmp_path / "c", shared=tmp_path).execute()
+    Run(config.replace(heldout_rewards=("density",)), tmp_path / "b", shared=tmp_path).execute()
+    Run(config.replace(heldout_rewards=("strict",)), tmp_path / "c", shared=tmp_path).execute()
     assert len(list(tmp_path.glob("untrained-*.json"))) == 2
 
 
 def test_train_on_shapes_by_the_command_line(tmp_path, capsys):
     out = tmp_path / "run"
-    words = ["train", "--preset", "tiny", "--reward-bias", "1.0", "--diversity", "pixels", "--diversity-members", "3"]
+    words = ["train", "--preset", "tiny", "--reward-bias", "1.0", "--diversity", "pixels", "--diversity-samples", "3"]
     assert main([*words, "--heldout-rewards", "clarity", "jpeg-compressibility(quality=50)", "--out", str(out)]) == 0
     told = capsys.readouterr().out
     assert re.search(r"clarity 0\.\d+, jpeg-compressibility\(quality=50\) -\d\.\d+, diversity 0\.\d+", told)

@@ -15,6 +15,7 @@ from flowrl.cli import main
 from flowrl.commands.progress import warning_text
 from flowrl.errors import TrainingError
 from flowrl.losses import ClippedLoss
+from flowrl.training.build import make_method, make_reward, make_world, policy_options, trial_schedule
 from flowrl.training.config import preset
 from flowrl.training.monitors import (
     EVERY,
@@ -150,7 +151,7 @@ def test_a_usual_run_warns_of_nothing(tmp_path, method):
 
 def test_a_run_that_collapses_says_so(tmp_path):
     said = []
-    Run(preset("default").apply(world="mixture", clip=0.2, seed=1), tmp_path, said.append).execute()
+    Run(preset("default").apply(world="mixture", clip_range=0.2, seed=1), tmp_path, said.append).execute()
     assert any("reward has fallen back" in state["warning"] for state in said if "warning" in state)
 
 
@@ -179,7 +180,7 @@ def test_warnings_reach_the_console_and_the_metrics(tmp_path, capsys):
 @pytest.mark.parametrize(("dtype", "fires"), [("bfloat16", True), ("float32", False)])
 def test_half_precision_under_a_tiny_clip(dtype, fires):
     """The adapter's second matrices begin at 0: from the second iteration on bfloat16 shows."""
-    run = trainer(preset("tiny").apply(dtype=dtype, clip=1e-5))
+    run = trainer(preset("tiny").apply(dtype=dtype, clip_range=1e-5))
     made = [run.iteration(), run.iteration()]
     assert made[0]["ratio_noise"] < 1e-6
     assert (made[1]["ratio_noise"] > 1e-5) == fires
@@ -213,14 +214,14 @@ def test_memory_by_hand():
 
 
 def trainer(config=TINY, **changes):
-    world, method = config.make_world(), replace(config.make_method(), **changes)
+    world, method = make_world(config), replace(make_method(config), **changes)
     return Trainer(
-        world.policy(config.policy_options()), method, config.make_reward(), world.prompts(config.task, "train"), config
+        world.policy(policy_options(config)), method, make_reward(config), world.prompts(config.environment.task, "train"), config
     )
 
 
 def test_measuring_memory_changes_nothing_and_names_what_fits():
-    run, other = trainer(replace(TINY, micro_batch=100, max_batch=6)), trainer(replace(TINY, micro_batch=100, max_batch=6))
+    run, other = trainer(TINY.replace(micro_batch=100, max_batch=6)), trainer(TINY.replace(micro_batch=100, max_batch=6))
     peaks = iter([3 * 10**9, 5 * 10**9, 10**9, 2 * 10**9])  # 1 + n GB with a gradient, n / 2 GB without
 
     def peak(work):
@@ -356,7 +357,7 @@ class InfiniteGradient:
 
 
 def test_a_gradient_that_is_not_finite_names_step_and_parameter(tmp_path):
-    stds = TINY._trial_schedule().stds
+    stds = trial_schedule(TINY).stds
     first, second = stds[stds > 0].tolist()
     assert first > second
     run = trainer(loss=InfiniteGradient((first + second) / 2))
@@ -369,7 +370,7 @@ def test_a_gradient_that_is_not_finite_names_step_and_parameter(tmp_path):
 
 
 def test_a_run_that_breaks_leaves_a_dump_and_can_be_resumed(tmp_path, monkeypatch):
-    config = replace(TINY, checkpoint_every=1)
+    config = TINY.replace(checkpoint_every=1)
     Run(config, tmp_path / "whole").execute()
     make = type(config).make_loss
 

@@ -1,7 +1,5 @@
 """The plan of a run: its arithmetic by hand, and against what runs record."""
 
-from dataclasses import replace
-
 import pytest
 
 from flowrl.cli import main
@@ -11,7 +9,7 @@ from flowrl.training.plan import plan
 from flowrl.training.results import load_run
 from flowrl.training.run import Run
 
-MIXTURE = preset("tiny").apply(world="mixture", iterations=1, prompts=3, members=4, steps=5, window="all-but-last")
+MIXTURE = preset("tiny").apply(world="mixture", iterations=1, groups=3, group_size=4, num_steps=5, window="all-but-last")
 
 
 @pytest.mark.parametrize(
@@ -24,13 +22,13 @@ MIXTURE = preset("tiny").apply(world="mixture", iterations=1, prompts=3, members
         {"method": "tp-grpo", "initial_noise": "shared", "window": "1:3"},
         {"method": "stepwise-flow-grpo", "sampler": "ddim-sde", "window": "all"},
         {"method": "x", "credit": "stepwise-gain(probe='continuation:2')", "kl_weight": 0.1},
-        {"method": "dense-grpo", "sampler": "cps", "window": "all", "updates": 5, "kl_weight": 0.1},
-        {"method": "flow-grpo", "window": "random:2", "updates": 24},
+        {"method": "dense-grpo", "sampler": "cps", "window": "all", "minibatches": 5, "kl_weight": 0.1},
+        {"method": "flow-grpo", "window": "random:2", "minibatches": 24},
     ],
     ids=str,
 )
 def test_a_run_records_what_the_plan_counts(changes, tmp_path):
-    config = replace(MIXTURE, **changes)
+    config = MIXTURE.replace(**changes)
     row, found = (Run(config, tmp_path / "run").execute(), load_run(tmp_path / "run").rows[1])[1], plan(config)
     for name, value in {
         "trajectories": found.trajectories, "nfe": found.nfe, "calls": found.sequential_calls, "reward_calls": found.reward_calls,
@@ -41,7 +39,7 @@ def test_a_run_records_what_the_plan_counts(changes, tmp_path):
 
 def test_the_arithmetic_of_the_published_batch():
     """Flow-GRPO for SD3.5-Medium: 48 groups of 24, 10 steps, 9 of them trained, two updates, guidance, KL, 32 processes."""
-    config = preset("sd3.5-medium,flow-grpo,geneval").apply(prompts=48)
+    config = preset("sd3.5-medium,flow-grpo,geneval").apply(groups=48)
     found = plan(config, 32)
     assert (found.trajectories, found.pairs, found.updates) == (1152, 1152 * 9, 2)
     assert (found.trajectories_per_update, found.pairs_per_update) == (576, 576 * 9)
@@ -59,17 +57,17 @@ def test_evaluations_of_a_trajectory_are_those_of_the_papers_at_their_least():
     assert (
         turning.nfe == 96 * 55 and turning.sequential_calls == 10
     )  # the last step is no decision, and its completion no evaluation
-    assert plan(replace(MIXTURE, method="tp-grpo", steps=10, window="all")).nfe == 12 * 55
+    assert plan(MIXTURE.replace(method="tp-grpo", num_steps=10, window="all")).nfe == 12 * 55
 
 
 @pytest.mark.parametrize(("groups", "processes", "each"), [(4, 1, 4), (4, 3, 2), (5, 2, 3), (4, 8, 1)])
 def test_groups_are_not_split(groups, processes, each):
-    found = plan(preset("sd3.5-medium,flow-grpo,ocr").apply(prompts=groups), processes)
+    found = plan(preset("sd3.5-medium,flow-grpo,ocr").apply(groups=groups), processes)
     assert found.groups_per_process == each and found.trajectories == 24 * groups  # the batch does not grow with the processes
 
 
 def test_more_updates_than_trajectories_are_as_many_as_there_are():
-    assert plan(replace(MIXTURE, updates=100)).updates == 12
+    assert plan(MIXTURE.replace(minibatches=100)).updates == 12
 
 
 def test_train_prints_it_and_trains_nothing(tmp_path, capsys):

@@ -3,7 +3,6 @@
 import sys
 import threading
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,17 +10,18 @@ import torch
 
 from flowrl.errors import ConfigError, RewardError, TrainingError
 from flowrl.rewards import FunctionReward
+from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.optim import LossScale, make_optimiser
 from flowrl.training.trainer import Trainer
 
-TINY = preset("tiny").apply(world="mixture", task="direction", prompts=4, iterations=3, method="tp-grpo")
+TINY = preset("tiny").apply(world="mixture", task="direction", groups=4, iterations=3, method="tp-grpo")
 
 
 def trainer(config=TINY, reward=None):
-    world = config.make_world()
-    policy, prompts = world.policy(config.policy_options()), world.prompts(config.task, "train")
-    return Trainer(policy, config.make_method(), reward or config.make_reward(), prompts, config)
+    world = make_world(config)
+    policy, prompts = world.policy(policy_options(config)), world.prompts(config.environment.task, "train")
+    return Trainer(policy, make_method(config), reward or make_reward(config), prompts, config)
 
 
 def trained(config, reward=None, iterations=2):
@@ -36,8 +36,8 @@ def weights(run):
 
 def test_overlapped_rewards_are_the_same_numbers_and_really_overlap():
     """Scores arrive late, in another thread, while the next chunk is rolled out; every number is that of one after the other."""
-    config = replace(TINY, chunk=1)
-    own = config.make_reward()
+    config = TINY.replace(chunk=1)
+    own = make_reward(config)
     threads, spans = set(), []
 
     def slow(images, prompts):
@@ -49,7 +49,7 @@ def test_overlapped_rewards_are_the_same_numbers_and_really_overlap():
 
     one, rows = trained(config)
     calls = []
-    overlapping = trainer(replace(config, overlap_rewards=True), FunctionReward(slow))
+    overlapping = trainer(config.replace(overlap_rewards=True), FunctionReward(slow))
     velocity = overlapping.policy.velocity
     overlapping.policy.velocity = lambda *given: (calls.append(time.perf_counter()), velocity(*given))[1]
     late = [overlapping.iteration() for _ in range(2)]
@@ -64,7 +64,7 @@ def test_overlapped_rewards_are_the_same_numbers_and_really_overlap():
 def test_chunks_get_the_noise_of_the_whole():
     whole, rows = trained(TINY)
     for chunk in (1, 3):
-        parts, others = trained(replace(TINY, chunk=chunk))
+        parts, others = trained(TINY.replace(chunk=chunk))
         torch.testing.assert_close(weights(parts), weights(whole), atol=1e-6, rtol=0)
         assert torch.equal(parts.generator.get_state(), whole.generator.get_state())
         assert [row["nfe"] for row in others] == [row["nfe"] for row in rows]
@@ -75,7 +75,7 @@ def test_an_error_of_an_overlapped_reward_arrives():
     def broken(images, prompts):
         return torch.full((len(images),), float("nan"))
 
-    run = trainer(replace(TINY, chunk=1, overlap_rewards=True), FunctionReward(broken))
+    run = trainer(TINY.replace(chunk=1, overlap_rewards=True), FunctionReward(broken))
     with pytest.raises(RewardError, match="not finite"):
         run.iteration()
     assert not [t for t in threading.enumerate() if t.name.startswith("rewards")]
@@ -83,16 +83,16 @@ def test_an_error_of_an_overlapped_reward_arrives():
 
 def test_offloaded_trajectories_are_the_same():
     stay, _ = trained(TINY)
-    go, _ = trained(replace(TINY, offload=True))
+    go, _ = trained(TINY.replace(offload=True))
     assert torch.equal(weights(stay), weights(go))
 
 
 @pytest.mark.parametrize("size", [1, 5, 7, 1000])
 def test_any_micro_batch_has_the_right_mean(size):
     """12 samples x 3 steps in 5 updates: nothing divides anything."""
-    config = replace(TINY, window="0:3", updates=5, lr=1e-3)
-    reference, rows = trained(replace(config, micro_batch=4), iterations=1)
-    other, others = trained(replace(config, micro_batch=size), iterations=1)
+    config = TINY.replace(window="0:3", minibatches=5, learning_rate=1e-3)
+    reference, rows = trained(config.replace(micro_batch=4), iterations=1)
+    other, others = trained(config.replace(micro_batch=size), iterations=1)
     assert others[0]["train_nfe"] == 36
     for name in ("loss", "policy_loss", "ratio_mean", "clip_fraction", "grad_norm"):
         assert others[0][name] == pytest.approx(rows[0][name], abs=1e-6)
@@ -125,8 +125,8 @@ def test_the_loss_scale_skips_halves_and_grows():
 
 def test_float16_saves_gradients_that_would_vanish():
     """The loss is a mean over many pairs of small advantages: unscaled, its gradient is below float16's smallest number."""
-    config = preset("tiny").apply(dtype="float16", iterations=2, prompts=2, lr=1e-3)
-    exact, rows = trained(replace(config, dtype="float32"), iterations=1)
+    config = preset("tiny").apply(dtype="float16", iterations=2, groups=2, learning_rate=1e-3)
+    exact, rows = trained(config.replace(dtype="float32"), iterations=1)
     scaled, narrow = trained(config, iterations=1)
     assert narrow[0]["skipped_steps"] == 0 and narrow[0]["loss_scale"] == 65536
     assert narrow[0]["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=0.1)
@@ -140,7 +140,7 @@ def test_float16_saves_gradients_that_would_vanish():
 
 
 def test_float16_skips_a_step_that_overflows_and_goes_on():
-    config = preset("tiny").apply(dtype="float16", iterations=2, prompts=2, updates=1)
+    config = preset("tiny").apply(dtype="float16", iterations=2, groups=2, minibatches=1)
     run = trainer(config)
     run.scale.value = 2.0**60
     before = weights(run)
@@ -153,7 +153,7 @@ def test_float16_skips_a_step_that_overflows_and_goes_on():
 
 
 def test_a_loss_that_is_not_finite_stops_float16_too():
-    run = trainer(preset("tiny").apply(dtype="float16", prompts=2))
+    run = trainer(preset("tiny").apply(dtype="float16", groups=2))
     with torch.no_grad():
         run.parameters[0].fill_(float("nan"))
     run.collector.collect, found = None, run.collector.collect
@@ -185,19 +185,19 @@ def test_eight_bit_adam_is_wired_or_asked_for(monkeypatch):
 
 def test_settings_are_checked():
     with pytest.raises(ConfigError, match="overlap_rewards = True is not allowed"):
-        RunConfig(overlap_rewards=True)
+        RunConfig.of(overlap_rewards=True)
     with pytest.raises(ConfigError, match="chunk"):
-        RunConfig(chunk=-1)
+        RunConfig.of(chunk=-1)
     with pytest.raises(ConfigError, match="optimiser"):
-        RunConfig(optimiser="sgd")
+        RunConfig.of(optimizer="sgd")
     with pytest.raises(ConfigError, match="loss_scale"):
-        RunConfig(loss_scale=0.1)
+        RunConfig.of(loss_scale=0.1)
 
 
 def test_a_compiled_network_gives_the_same_numbers():
     """On the tiny network of the mixture world, by the compiler for this CPU, to float rounding."""
-    plain, rows = trained(replace(TINY, lr=1e-4), iterations=1)
-    compiled, others = trained(replace(TINY, lr=1e-4, compile=True), iterations=1)
+    plain, rows = trained(TINY.replace(learning_rate=1e-4), iterations=1)
+    compiled, others = trained(TINY.replace(learning_rate=1e-4, compile=True), iterations=1)
     assert compiled.policy.net._compiled_call_impl is not None
     assert others[0]["reward_mean"] == pytest.approx(rows[0]["reward_mean"], abs=1e-5)
     assert others[0]["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-3)
@@ -205,10 +205,10 @@ def test_a_compiled_network_gives_the_same_numbers():
 
 
 def test_only_a_policy_that_shows_its_network_is_compiled():
-    world = TINY.make_world()
-    policy = world.policy(TINY.policy_options())
+    world = make_world(TINY)
+    policy = world.policy(policy_options(TINY))
     parts = ("latent_shape", "device", "schedule", "encode", "velocity", "decode", "trainable", "reference", "frozen")
     closed = SimpleNamespace(**{name: getattr(policy, name) for name in parts})
-    config = replace(TINY, compile=True)
+    config = TINY.replace(compile=True)
     with pytest.raises(ConfigError, match="velocity_network"):
-        Trainer(closed, config.make_method(), config.make_reward(), world.prompts("direction", "train"), config)
+        Trainer(closed, make_method(config), make_reward(config), world.prompts("direction", "train"), config)

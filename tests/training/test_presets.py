@@ -4,33 +4,34 @@ import json
 
 import pytest
 import yaml
+from flowrl.training.settings_file import read_settings, settings_text
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.methods import make_method
 from flowrl.prompts import prompts_from
 from flowrl.testing.tiny import tiny_clip, tiny_detector, tiny_flux, tiny_sd3
+from flowrl.training.build import make_world, trial_schedule
 from flowrl.training.config import RunConfig, load_config, preset, setting_kinds
 from flowrl.training.presets import combinations, shipped
 from flowrl.training.results import load_run
-from flowrl.training.settings_file import read_settings, settings_text
 from flowrl.training.showcase import show_trajectory
 
 FLOW, STEPWISE, TURNING = "flow-grpo", "stepwise-flow-grpo", "tp-grpo"
 SD3, FLUX = "sd3.5-medium", "flux.1-dev"
 EVERYWHERE = {
-    "resolution": 512, "rank": 32, "alpha": 64.0, "tuning": "lora", "lr": 3e-4, "weight_decay": 1e-4, "grad_clip": 1.0,
-    "members": 24, "updates": 2,
+    "resolution": 512, "lora_rank": 32, "lora_alpha": 64.0, "tuning": "lora", "learning_rate": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0,
+    "group_size": 24, "minibatches": 2,
 }  # fmt: skip
 """The same in all three papers (Stepwise-Flow-GRPO builds on Flow-GRPO's code)."""
 MODELS = {
-    SD3: {"steps": 10, "eval_steps": 40, "guidance": 4.5},
-    FLUX: {"steps": 6, "eval_steps": 28, "guidance": 1.0},  # its guidance of 3.5 is distilled
+    SD3: {"num_steps": 10, "eval_steps": 40, "guidance_scale": 4.5},
+    FLUX: {"num_steps": 6, "eval_steps": 28, "guidance_scale": 1.0},  # its guidance of 3.5 is distilled
 }
 METHODS = {
-    FLOW: {"sampler": "flow-sde", "initial_noise": "independent", "clip": 1e-4, "window": "all-but-last"},
+    FLOW: {"sampler": "flow-sde", "initial_noise": "independent", "clip_range": 1e-4, "window": "all-but-last"},
     STEPWISE: {"sampler": "flow-sde", "initial_noise": "shared", "window": "all"},
-    TURNING: {"sampler": "cps", "initial_noise": "independent", "clip": 1e-5, "kl_weight": 1e-4},
+    TURNING: {"sampler": "cps", "initial_noise": "independent", "clip_range": 1e-5, "kl_weight": 1e-4},
 }
 CROSSED = {
     (FLOW, SD3): {"noise_level": 0.7},
@@ -54,10 +55,10 @@ def test_values_are_the_papers(name):
         if set(names) <= {model, method, task}:
             expected |= values
     assert {key: getattr(config, key) for key in expected} == expected
-    assert config.reward.startswith(REWARDS[task]) and config.method == method
-    assert config.ema == pytest.approx(0.9 ** (1 / 8), abs=2e-4)
+    assert config.environment.reward.startswith(REWARDS[task]) and config.algorithm.method == method
+    assert config.optim.ema_decay == pytest.approx(0.9 ** (1 / 8), abs=2e-4)
     trained = {(SD3, FLOW): 9, (SD3, STEPWISE): 10, (SD3, TURNING): 9, (FLUX, FLOW): 5, (FLUX, STEPWISE): 6, (FLUX, TURNING): 5}
-    assert int(config._trial_schedule().stochastic.sum()) == trained[model, method]
+    assert int(trial_schedule(config).stochastic.sum()) == trained[model, method]
 
 
 def test_there_are_two_models_three_methods_three_tasks():
@@ -75,9 +76,9 @@ def test_there_are_two_models_three_methods_three_tasks():
 def test_held_out_prompts_are_not_trained_on():
     for task, tags in (("geneval", 6), ("ocr", 1), ("pickscore", 1)):
         config = preset(f"{SD3},{FLOW},{task}").apply()
-        world = config.make_world()
+        world = make_world(config)
         train, heldout = ({p.text for p in world.prompts("prompts", part)} for part in ("train", "heldout"))
-        assert len(heldout) == config.eval_prompts == 64 and len(train) >= 2000 and not train & heldout
+        assert len(heldout) == config.evaluation.eval_samples == 64 and len(train) >= 2000 and not train & heldout
         assert len({p.metadata["tag"] for p in world.prompts("prompts", "heldout")}) == tags
 
 
@@ -101,8 +102,8 @@ def tiny(tmp_path_factory):
 
 OBJECTS = '{"prompt": "a cat and a dog", "include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 1}]}\n'
 SMALL = {
-    "resolution": 16, "text_tokens": 24, "iterations": 1, "prompts": 1, "members": 2, "eval_prompts": 1, "eval_steps": 2,
-    "rank": 2, "device": "cpu", "dtype": "float32",
+    "resolution": 16, "max_sequence_length": 24, "iterations": 1, "groups": 1, "group_size": 2, "eval_samples": 1, "eval_steps": 2,
+    "lora_rank": 2, "device": "cpu", "dtype": "float32",
 }  # fmt: skip
 
 
@@ -121,7 +122,7 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     (tmp_path / "small.yaml").write_text(settings_text(own))
     out = tmp_path / "run"
     assert main(["train", "--preset", f"{name},{tmp_path / 'small.yaml'}", "--out", str(out)]) == 0
-    run, config = load_run(out), RunConfig.from_dict(load_config(out / "config.yaml"))
+    run, config = load_run(out), load_config(out / "config.yaml")
     assert run.finished and run.rows[1]["trajectories"] == 2 and run.rows[1]["grad_norm"] >= 0
     kept = preset(name).changes
     assert all(getattr(config, key) == value for key, value in kept.items() if key not in own)
@@ -143,11 +144,11 @@ def test_a_preset_in_print_is_a_preset(tmp_path, capsys):
 
 def test_later_files_and_options_overrule_earlier_ones(tmp_path):
     (tmp_path / "mine.yaml").write_text("lr: 1e-5\nsteps: 12\n")
-    config = preset(f"{tmp_path / 'mine.yaml'},ocr,{FLOW},{SD3}").apply(steps=14)
-    assert (config.lr, config.steps, config.members) == (1e-5, 14, 24)
-    assert make_method(config.method).name == FLOW
-    assert preset("tiny").apply(method=FLOW) == RunConfig(**{**preset("tiny").changes, "method": FLOW})
-    assert preset(f"{SD3},{TURNING},ocr").apply(prompts=48).prompts == 48
+    config = preset(f"{tmp_path / 'mine.yaml'},ocr,{FLOW},{SD3}").apply(num_steps=14)
+    assert (config.optim.learning_rate, config.rollout.num_steps, config.rollout.group_size) == (1e-5, 14, 24)
+    assert make_method(config.algorithm.method).name == FLOW
+    assert preset("tiny").apply(method=FLOW) == RunConfig.of(**{**preset("tiny").changes, "method": FLOW})
+    assert preset(f"{SD3},{TURNING},ocr").apply(groups=48).prompts == 48
 
 
 @pytest.mark.parametrize(
@@ -200,15 +201,15 @@ def test_names_that_do_not_exist_or_do_not_combine():
 
 def test_values_survive_yaml(tmp_path):
     """Numbers to the last bit, texts that look like something else, and quotation marks."""
-    values = {"lr": 0.1 + 0.2, "clip": 1e-5, "window": "0:9", "reward": "ocr(side=32, language='no')", "steps": 7,
-              "credit": "", "checkpointing": False, "prompt_file": "text[0:3]", "task": "null",
+    values = {"learning_rate": 0.1 + 0.2, "clip_range": 1e-5, "window": "0:9", "reward": "ocr(side=32, language='no')", "num_steps": 7,
+              "credit": "", "gradient_checkpointing": False, "prompts": "text[0:3]", "task": "null",
               "adapter": "1e5", "model": "a: b # c", "heldout_rewards": ("ocr", "clipscore(weight=1.0)")}  # fmt: skip
     (tmp_path / "x.yaml").write_text(settings_text(values, ("a comment\nof two lines",)))
     assert read_settings(tmp_path / "x.yaml", setting_kinds()).settings == values
     (tmp_path / "y.yaml").write_text("lr: 1e-4\nkl_weight: 0\nseed: 3\nwindow: 0:9\nadapter: 12\nmodel:\nheldout_rewards: ocr\n")
     found = read_settings(tmp_path / "y.yaml", setting_kinds()).settings
     assert found == {
-        "lr": 1e-4,
+        "learning_rate": 1e-4,
         "kl_weight": 0.0,
         "seed": 3,
         "window": "0:9",

@@ -14,10 +14,10 @@ from flowrl.methods import METHODS, load_credit, make_method, make_sampler
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import RewardTables
 from flowrl.samplers import RandomWindow
+from flowrl.training.build import make_method, make_world, policy_options, trained_policy
 from flowrl.training.checkpoint import load_checkpoint, save_checkpoint
 from flowrl.training.config import PRESETS, RunConfig, preset
 from flowrl.training.evaluation import evaluate
-from flowrl.training.finished import trained_policy
 from flowrl.training.run import Run
 from flowrl.training.trainer import PromptStream, Trainer
 from flowrl.types import NoProbe, Prompt
@@ -27,13 +27,13 @@ TINY = preset("tiny").apply(world="mixture", task="direction", iterations=4, che
 
 
 def trainer(config=TINY, method=None, reward=None):
-    chosen = config.make_world()
-    policy = chosen.policy(config.policy_options())
+    chosen = make_world(config)
+    policy = chosen.policy(policy_options(config))
     return Trainer(
         policy,
-        method or config.make_method(),
-        reward or chosen.reward(config.reward_form),
-        chosen.prompts(config.task, "train"),
+        method or make_method(config),
+        reward or chosen.reward(config.environment.reward_form),
+        chosen.prompts(config.environment.task, "train"),
         config,
     )
 
@@ -57,14 +57,14 @@ def weights(run):
 
 
 def test_same_seed_same_weights_and_another_seed_others():
-    runs = [trainer(replace(TINY, seed=seed)) for seed in (0, 0, 1)]
+    runs = [trainer(TINY.replace(seed=seed)) for seed in (0, 0, 1)]
     rows = [[run.iteration()["reward_mean"] for _ in range(2)] for run in runs]
     assert rows[0] == rows[1] != rows[2]
     assert all(torch.equal(a, b) for a, b in zip(weights(runs[0]), weights(runs[1]), strict=True))
 
 
 def test_the_micro_batch_does_not_change_the_update():
-    big, small = trainer(replace(TINY, micro_batch=1000)), trainer(replace(TINY, micro_batch=3))
+    big, small = trainer(TINY.replace(micro_batch=1000)), trainer(TINY.replace(micro_batch=3))
     big.iteration()
     small.iteration()
     for a, b in zip(weights(big), weights(small), strict=True):
@@ -72,14 +72,14 @@ def test_the_micro_batch_does_not_change_the_update():
 
 
 def test_first_update_is_on_policy_and_updates_split_the_trajectories():
-    row = trainer(replace(TINY, updates=1)).iteration()
+    row = trainer(TINY.replace(minibatches=1)).iteration()
     assert row["ratio_deviation"] < 1e-5
     assert row["train_nfe"] == 2 * 3 * 2  # prompts x members x stochastic steps
-    assert trainer(replace(TINY, updates=3)).iteration()["train_nfe"] == 2 * 3 * 2
+    assert trainer(TINY.replace(minibatches=3)).iteration()["train_nfe"] == 2 * 3 * 2
 
 
 def test_kl_to_the_reference_is_zero_at_the_start_and_grows():
-    run = trainer(replace(TINY, kl_weight=0.1, lr=1e-2, iterations=6))
+    run = trainer(TINY.replace(kl_weight=0.1, learning_rate=1e-2, iterations=6))
     kls = [run.iteration()["kl"] for _ in range(6)]
     assert kls[0] == pytest.approx(0.0, abs=1e-9) or kls[0] < kls[-1]
     assert kls[-1] > 0
@@ -87,7 +87,7 @@ def test_kl_to_the_reference_is_zero_at_the_start_and_grows():
 
 def test_equal_rewards_change_nothing_but_weight_decay():
     flat = FunctionReward(lambda images, prompts: torch.ones(len(images)))
-    run = trainer(replace(TINY, weight_decay=0.0), reward=flat)
+    run = trainer(TINY.replace(weight_decay=0.0), reward=flat)
     before = weights(run)
     row = run.iteration()
     assert row["zero_spread_groups"] == 1.0 and row["grad_norm"] == 0.0
@@ -133,16 +133,16 @@ def test_a_wrong_component_is_named():
 
 
 def test_initial_noise_can_be_overruled():
-    assert replace(TINY, method="stepwise-flow-grpo").make_method().shared_noise
-    assert not replace(TINY, method="stepwise-flow-grpo", initial_noise="independent").make_method().shared_noise
-    assert replace(TINY, initial_noise="shared").make_method().shared_noise
-    assert replace(TINY, credit="stepwise-gain").make_method().shared_noise
+    assert TINY.replace(method="stepwise-flow-grpo").make_method().shared_noise
+    assert not TINY.replace(method="stepwise-flow-grpo", initial_noise="independent").make_method().shared_noise
+    assert TINY.replace(initial_noise="shared").make_method().shared_noise
+    assert TINY.replace(credit="stepwise-gain").make_method().shared_noise
     with pytest.raises(ConfigError, match="initial_noise"):
-        replace(TINY, initial_noise="same")
+        TINY.replace(initial_noise="same")
 
 
 def test_a_random_window_is_drawn_once_per_iteration():
-    config = replace(TINY, window="random:2")
+    config = TINY.replace(window="random:2")
     run = trainer(config)
     assert isinstance(run.method.sampler, RandomWindow)
     starts = {run.draw_sampler().start for _ in range(40)}  # pyright: ignore[reportAttributeAccessIssue]
@@ -163,7 +163,7 @@ class Stop:
 
 @pytest.mark.parametrize(("name", "credit"), [("flow-grpo", ""), ("tp-grpo", ""), ("average", "moving-average-gain")])
 def test_a_paused_run_resumes_to_the_same_numbers(tmp_path, name, credit):
-    config = replace(TINY, method=name, credit=credit, updates=2)
+    config = TINY.replace(method=name, credit=credit, minibatches=2)
     assert Run(config, tmp_path / "whole").execute()
     assert not Run(config, tmp_path / "parts", stop=Stop(3)).execute()
     with open(tmp_path / "parts" / "metrics.jsonl", "a") as file:
@@ -247,7 +247,7 @@ class ReadsUnfilledNodes:
 @pytest.mark.parametrize(("rule", "words"), [(WrongShape(), r"shape \(2, 3, 5\)"), (ReadsUnfilledNodes(), "not finite")])
 def test_rules_that_break_their_contract_are_named(rule, words):
     with pytest.raises(CreditError, match=words):
-        trainer(method=replace(TINY.make_method(), credit=rule)).iteration()
+        trainer(method=replace(make_method(TINY), credit=rule)).iteration()
 
 
 def test_failures_name_the_cause_and_leave_the_weights_alone():
@@ -262,7 +262,7 @@ def test_failures_name_the_cause_and_leave_the_weights_alone():
             result = ClippedLoss().loss(batch)
             return replace(result, loss=result.loss * float("nan"))
 
-    run = trainer(method=replace(TINY.make_method(), loss=Broken()))
+    run = trainer(method=replace(make_method(TINY), loss=Broken()))
     before = weights(run)
     with pytest.raises(TrainingError, match=r"iteration 1: the loss is nan.*towards"):
         run.iteration()
@@ -272,7 +272,7 @@ def test_failures_name_the_cause_and_leave_the_weights_alone():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"members": 1}, "group of one"),
+        ({"group_size": 1}, "group of one"),
         ({"steps": -1}, "steps = -1"),
         ({"iterations": 0}, "iterations"),
         ({"noise_level": 0.0}, "log-probabilities"),
@@ -285,13 +285,13 @@ def test_failures_name_the_cause_and_leave_the_weights_alone():
         ({"window": "8:9"}, "within the schedule's 10 steps"),
         ({"window": "some"}, "START:SIZE"),
         ({"dtype": "int8"}, "float32"),
-        ({"lr": 0.0}, "lr"),
-        ({"ema": 1.0}, "ema"),
+        ({"learning_rate": 0.0}, "lr"),
+        ({"ema_decay": 1.0}, "ema"),
     ],
 )
 def test_bad_settings_are_refused_when_the_config_is_built(changes, words):
     with pytest.raises(ConfigError, match=words):
-        RunConfig(**changes)
+        RunConfig.of(**changes)
 
 
 def test_unknown_names_list_what_is_allowed(tmp_path):
@@ -318,8 +318,8 @@ def test_configs_survive_json_and_presets_are_valid():
         config = preset(name).apply()
         assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
     for name in METHODS:
-        method = make_method(name, make_sampler("cps", 0.7), ClippedLoss(clip=1e-3))
-        assert method.name == name and method.loss == ClippedLoss(clip=1e-3)
+        method = make_method(name, make_sampler("cps", 0.7), ClippedLoss(clip_range=1e-3))
+        assert method.name == name and method.loss == ClippedLoss(clip_range=1e-3)
 
 
 def test_prompts_come_in_shuffled_passes():
@@ -359,5 +359,5 @@ def test_no_network_call_of_a_run_is_larger_than_it_may_be(tmp_path, monkeypatch
 
     sizes, plain = [], MixturePolicy.velocity
     monkeypatch.setattr(MixturePolicy, "velocity", lambda self, x, *more: sizes.append(len(x)) or plain(self, x, *more))
-    assert Run(replace(TINY, max_batch=5, micro_batch=4, iterations=1), tmp_path).execute()
+    assert Run(TINY.replace(max_batch=5, micro_batch=4, iterations=1), tmp_path).execute()
     assert max(sizes) == 5

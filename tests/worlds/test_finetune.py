@@ -11,8 +11,8 @@ from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.prompts import read_prompts
 from flowrl.testing.tiny import tiny_flux, tiny_sd3
+from flowrl.training.build import make_world, trained_policy
 from flowrl.training.config import RunConfig, preset
-from flowrl.training.finished import trained_policy
 from flowrl.training.results import load_run
 
 REWARD = """
@@ -20,7 +20,20 @@ class Redness:
     def score(self, images, prompts):
         return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
 """
-SIZES = ["--resolution", "16", "--text-tokens", "24", "--device", "cpu", "--dtype", "float32", "--rank", "2", "--alpha", "8"]
+SIZES = [
+    "--resolution",
+    "16",
+    "--max-sequence-length",
+    "24",
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--lora-rank",
+    "2",
+    "--lora-alpha",
+    "8",
+]
 
 
 @pytest.fixture
@@ -41,11 +54,11 @@ def arguments(folder, *more):
         "--reward",
         f"{folder}/reward.py:Redness",
     ]
-    return ["train", *files, *SIZES, "--preset", "tiny", "--out", str(folder / "run"), "--lr", "0.03", *more]
+    return ["train", *files, *SIZES, "--preset", "tiny", "--out", str(folder / "run"), "--learning-rate", "0.03", *more]
 
 
 def test_train_a_model_and_read_its_lora_with_plain_diffusers(folder, capsys):
-    assert main(arguments(folder, "--groups", "3", "--method", "tp-grpo", "--guidance", "2")) == 0
+    assert main(arguments(folder, "--groups", "3", "--method", "tp-grpo", "--guidance-scale", "2")) == 0
     assert "tp-grpo on" in capsys.readouterr().out
     run = load_run(folder / "run")
     assert run.finished and len(run.rows) == 3 and run.rows[1]["trajectories"] == 9
@@ -65,7 +78,7 @@ def test_train_a_model_and_read_its_lora_with_plain_diffusers(folder, capsys):
     with policy.guided(1.0):  # pyright: ignore[reportAttributeAccessIssue]
         ours = integrate(policy, policy.schedule(3), policy.encode([Prompt("a red fox")]), noise, Usage())
     torch.testing.assert_close(ours, latent, atol=5e-6, rtol=0)
-    assert main(["sample", "--weights", str(folder / "run"), "--prompts", "any words", "--count", "2", "--steps", "2",
+    assert main(["sample", "--weights", str(folder / "run"), "--prompts", "any words", "--count", "2", "--num-steps", "2",
                  "--out", str(folder / "grid.png")]) == 0  # fmt: skip
     assert (folder / "grid.png").stat().st_size > 0
 
@@ -94,7 +107,7 @@ def test_a_killed_run_resumes_to_the_same_weights(folder, monkeypatch):
 
 def test_full_fine_tuning_of_flux_against_its_reference(folder):
     tiny_flux().save_pretrained(folder / "model")
-    assert main(arguments(folder, "--tuning", "full", "--kl-weight", "0.1", "--lr", "0.001")) == 0
+    assert main(arguments(folder, "--tuning", "full", "--kl-weight", "0.1", "--learning-rate", "0.001")) == 0
     run = load_run(folder / "run")
     assert [row["kl"] >= 0 for row in run.rows[1:]] == [True, True]
     transformer = type(tiny_flux().transformer).from_pretrained(folder / "run" / "full", subfolder="transformer")
@@ -104,13 +117,15 @@ def test_full_fine_tuning_of_flux_against_its_reference(folder):
 
 def test_held_out_prompts_have_their_own_file(folder):
     (folder / "held.jsonl").write_text('{"prompt": "two cats", "count": 2}\n')
-    files = {"prompt_file": str(folder / "prompts.txt"), "heldout_file": str(folder / "held.jsonl")}
+    files = {"prompts": str(folder / "prompts.txt"), "heldout_prompts": str(folder / "held.jsonl")}
     config = preset("default").apply(model="somewhere", reward=f"{folder}/reward.py:Redness", **files)
-    world = config.make_world()
+    world = make_world(config)
     assert [p.text for p in world.prompts("prompts", "train")] == ["a red fox", "a red car", "a red hat"]
     (held,) = world.prompts("prompts", "heldout")
     assert (held.text, held.metadata) == ("two cats", {"count": 2})
-    assert config.rank == 32 and config.clip == 1e-4 and config.make_world().reward("reward") is not None
+    assert (
+        config.policy.lora_rank == 32 and config.algorithm.clip_range == 1e-4 and make_world(config).reward("reward") is not None
+    )
     assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
 
 
@@ -122,9 +137,9 @@ def test_held_out_prompts_have_their_own_file(folder):
         (["--tuning", "some"], "lora or full"),
         (["--model", "nowhere/at-all"], "no folder with a model_index.json"),
         (["--world", "shapes"], "model where `model` is given"),
-        (["--prompts", "4"], "prompt_file"),
-        (["--prompts", "4", "--groups", "3"], "groups = 3"),
-        (["--guidance", "0.2"], "guidance = 0.2"),
+        (["--groups", "4"], "prompt_file"),
+        (["--groups", "4", "--groups", "3"], "groups = 3"),
+        (["--guidance-scale", "0.2"], "guidance = 0.2"),
         (["--resolution", "17"], "height = 17"),
     ],
 )
@@ -149,4 +164,4 @@ def test_prompt_files(tmp_path):
     with pytest.raises(ConfigError, match="prompt_file"):
         preset("default").apply(model="somewhere", reward="x")
     with pytest.raises(ConfigError, match="world = 'model'"):
-        RunConfig(world="model")
+        RunConfig.of(world="model")

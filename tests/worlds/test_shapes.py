@@ -167,7 +167,7 @@ def test_base_model_is_undecided_on_every_task(shapes_policy):
 
 
 def test_adapter_starts_as_the_base_model_and_merging_changes_nothing():
-    policy = world("shapes").policy(PolicyOptions(rank=4))
+    policy = world("shapes").policy(PolicyOptions(lora_rank=4))
     generator = torch.Generator().manual_seed(0)
     x, t = torch.randn(5, *policy.latent_shape, generator=generator), torch.rand(5, generator=generator) * 1000
     condition = policy.encode([world("shapes").parse("two red circles")]).repeat(5)
@@ -209,7 +209,7 @@ def test_damaged_or_missing_weights_are_refused(tmp_path):
     copy.write_bytes(data)
     copy.with_suffix(".json").write_text(weights_path().with_suffix(".json").read_text())
     with pytest.raises(CheckpointError, match="damaged or foreign"):
-        world("shapes").policy(PolicyOptions(weights=str(copy)))
+        world("shapes").policy(PolicyOptions(base_weights=str(copy)))
     copy.with_suffix(".json").write_text(json.dumps({"hash": 1}))
     with pytest.raises(CheckpointError, match="sha256"):
         check_hash(copy)

@@ -207,13 +207,15 @@ lesson.check_blame(blaming)
 
 # %%
 mixture = world("mixture")
-base = RunConfig(world="mixture", task="direction", iterations=30, window="all-but-last", lr=3e-3, clip=2e-2, seed=1)
+base = RunConfig.of(
+    world="mixture", task="direction", iterations=30, window="all-but-last", learning_rate=3e-3, clip_range=2e-2, seed=1
+)
 curves, final = {}, {}
 for name in rules:
-    config = base if name == "flow-grpo" else RunConfig(**{**vars(base), "method": name})
+    config = base if name == "flow-grpo" else RunConfig.of(**{**vars(base), "method": name})
     trainer = Trainer(
-        mixture.policy(config.policy_options()),
-        config.make_method(),
+        mixture.policy(policy_options(config)),
+        make_method(config),
         mixture.reward("soft"),
         mixture.prompts("direction", "train"),
         config,
@@ -236,8 +238,8 @@ plt.show()
 # And with pictures: ten iterations of Flow-GRPO on compositional prompts (about half a minute), then the same noise again.
 
 # %%
-config = RunConfig(iterations=10, seed=0)
-trainer = Trainer(policy, config.make_method(), verifier, shapes.prompts("compositional", "train"), config)
+config = RunConfig.of(iterations=10, seed=0)
+trainer = Trainer(policy, make_method(config), verifier, shapes.prompts("compositional", "train"), config)
 for iteration in range(10):
     row = trainer.iteration()
     if iteration % 3 == 0:

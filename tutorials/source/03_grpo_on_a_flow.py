@@ -328,9 +328,11 @@ from flowrl.methods import flow_grpo
 from flowrl.samplers import AllButLast, FlowSDE
 
 mixture = world("mixture")
-config = RunConfig(world="mixture", task="direction", iterations=30, prompts=16, members=12, lr=3e-3, updates=4, seed=0)
+config = RunConfig.of(
+    world="mixture", task="direction", iterations=30, groups=16, group_size=12, learning_rate=3e-3, minibatches=4, seed=0
+)
 policy = mixture.policy(PolicyOptions())
-method = flow_grpo(AllButLast(FlowSDE(0.7)), ClippedLoss(clip=2e-2))
+method = flow_grpo(AllButLast(FlowSDE(0.7)), ClippedLoss(clip_range=2e-2))
 trainer = Trainer(policy, method, mixture.reward("soft"), mixture.prompts("direction", "train"), config)
 history = [trainer.iteration() for _ in range(30)]
 for row in history[::10] + history[-1:]:

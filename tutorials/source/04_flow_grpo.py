@@ -281,7 +281,7 @@ print(
 # the averaged weights and an evaluation on held-out prompts. The reduction asks for a test: does what was learned with 10 steps hold when we draw with 5 or 40?
 
 # %%
-settings = preset("default").apply(task="preference", prompts=8, members=12, iterations=8)
+settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=8)
 healthy = train(settings, shapes)
 print("mean reward of the training samples:", " ".join(f"{value:.2f}" for value in healthy.curve("reward_mean")))
 held = {}
@@ -419,9 +419,9 @@ plt.show()
 # |---|---|---|
 # | $R^{(k)}_T$ | reward of member $k$'s finished picture | `reward_table(...)[..., -1]` |
 # | $A = (R_T - \operatorname{mean})/(\operatorname{std} + 10^{-4})$ | uniform credit | `credit.Uniform` |
-# | $G$ | group size | `Groups(prompts, members)`, `--members` |
+# | $G$ | group size | `Groups(prompts, members)`, `--group-size` |
 # | stochastic steps | the decisions | `samplers.Window`, `--window 2:5` |
-# | 10 / 40 | steps in training / evaluation | `--steps`, `--eval-steps` |
+# | 10 / 40 | steps in training / evaluation | `--num-steps`, `--eval-steps` |
 # | $c$, $\beta$ | clip, KL weight | `ClippedLoss(clip, kl_weight)` |
 #
 # On the command line: `flowrl train --task preference --out runs/mine`.

@@ -445,7 +445,7 @@ print(f"with the update (5 decisions, 3 each): {(spent + 15) / (plain + 15):.1f}
 # Six iterations of each, same settings, same seed.
 
 # %%
-settings = preset("default").apply(task="preference", prompts=8, members=12, iterations=6)
+settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=6)
 runs = {
     name: train(preset("default").apply(**{**settings.as_dict(), "method": name}), shapes)
     for name in ("flow-grpo", "stepwise-flow-grpo")

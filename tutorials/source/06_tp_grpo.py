@@ -472,7 +472,7 @@ print(f"share of trained steps that are paid R_T - R_i: {float(share):.0%}")
 # Five iterations each, same settings and seed: Flow-GRPO, TP-GRPO, and TP-GRPO with random places.
 
 # %%
-settings = preset("default").apply(task="preference", prompts=8, members=12, iterations=5)
+settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=5)
 changes = {
     "flow-grpo": {"method": "flow-grpo"},
     "tp-grpo": {"method": "tp-grpo"},

@@ -421,7 +421,7 @@ class Watching:
     needs_reference = False
 
     def __init__(self):
-        self.inner, self.along, self.beyond = ClippedLoss(clip=TIGHT), 0, 0
+        self.inner, self.along, self.beyond = ClippedLoss(clip_range=TIGHT), 0, 0
 
     def loss(self, batch):
         with torch.no_grad():
@@ -593,7 +593,7 @@ lesson.check_claims(verdicts)
 # | how sure is one number | $\bar r \pm t_{n-1}\, s/\sqrt n$ over seeds | `flowrl compare --seeds 0 1 2 3 4 5` |
 # | is a difference luck | exact permutation test; the method against itself | `training.results.load_comparison` gives the curves of all seeds |
 # | at what price | iterations, NFE, NFE + 3 × pairs trained, seconds | `nfe_total`, `train_nfe_total`, `seconds_total` of every metrics line |
-# | rule or setting | same effort of tuning for all; report on other seeds | `--clip`, `--lr`, `--loss`; the metric `clip_fraction` |
+# | rule or setting | same effort of tuning for all; report on other seeds | `--clip-range`, `--learning-rate`, `--loss`; the metric `clip_fraction` |
 # | which part of the rule | controls that keep all but one part | `--credit "turning-point(where=random)"`, `where=none` |
 #
 # **Next:** [8 · Write your own credit rule](08_your_own_rule.ipynb) turns the tools around: a rule of yours, from the idea to a comparison that would convince you.

@@ -40,7 +40,7 @@ from flowrl.types import Completion, NoProbe, Probe, Tweedie
 from flowrl.worlds.mixture import target
 
 torch.set_num_threads(1)
-WORLD = {"window": "all-but-last", "clip": 2e-2}  # every step but the last is a decision; the clip is lesson 7's middle one
+WORLD = {"window": "all-but-last", "clip_range": 2e-2}  # every step but the last is a decision; the clip is lesson 7's middle one
 
 
 def setting_of(trainer):

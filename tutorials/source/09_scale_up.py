@@ -92,7 +92,7 @@ opening()
 MODEL = ""  # for example "stabilityai/stable-diffusion-3.5-medium", or a folder
 PROMPTS = [Prompt(text) for text in ("a red fox", "a red car", "a red house", "a red hat")]
 STEPS = 8
-base = ModelOptions(device="cuda", dtype="bfloat16", checkpointing=True) if MODEL else TINY
+base = ModelOptions(device="cuda", dtype="bfloat16", gradient_checkpointing=True) if MODEL else TINY
 
 
 def load(**changes):
@@ -454,13 +454,13 @@ for size in (512, 1024):
 
 # %%
 REDNESS = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3)))
-settings = RunConfig(
-    prompts=4, members=6, steps=STEPS, updates=1, micro_batch=4 if MODEL else 64, max_batch=8 if MODEL else 64,
-    iterations=10, lr=3e-4 if MODEL else 5e-2, ema=0.0, seed=0,
+settings = RunConfig.of(
+    groups=4, group_size=6, num_steps=STEPS, minibatches=1, micro_batch=4 if MODEL else 64, max_batch=8 if MODEL else 64,
+    iterations=10, learning_rate=3e-4 if MODEL else 5e-2, ema_decay=0.0, seed=0,
 )  # fmt: skip
 histories, trained = {}, {}
 for make in (flow_grpo, tp_grpo):
-    method = make(AllButLast(FlowSDE(0.7)), ClippedLoss(clip=1e-2))
+    method = make(AllButLast(FlowSDE(0.7)), ClippedLoss(clip_range=1e-2))
     trained[method.name] = load()
     trainer = Trainer(trained[method.name], method, REDNESS, PROMPTS, settings)
     rows = [trainer.iteration() for _ in range(settings.iterations)]

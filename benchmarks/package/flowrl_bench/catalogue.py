@@ -378,7 +378,7 @@ _QUESTIONS = (
             "-",
             {"uniform": UNIFORM, "stepwise": GAINS, "turning points": POINTS},
             Answer(("stepwise", "turning points"), "uniform"),
-            base={"clip": clip},
+            base={"clip_range": clip},
             tasks=("compositional",) if name == "10" else (),
             asks=True,
         )

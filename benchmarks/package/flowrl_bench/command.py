@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ class Microscope:
         stages = tuple(sorted(set(self.iterations)))
         require(len(stages) >= 1, "iterations", self.iterations, "one or more stages")
         config = MicroscopeConfig(
-            run=replace(MicroscopeConfig().run, reward_form=self.reward_form),
+            run=MicroscopeConfig().run.replace(reward_form=self.reward_form),
             rules={**RULES, **named_rules(self.rules, RULES)},
             iterations=stages,
             noises=tuple(dict.fromkeys((0.0, *self.noise))),

@@ -161,8 +161,8 @@ def _runs_by_clip(lines: Lines, world: str, task: str) -> tuple[dict[str, dict[s
         return config_hash(make_run(world, task, seed, changes))
 
     cells = {
-        str(changes.get("clip", RunConfig().clip)): {arm: {**of, **changes} for arm, of in LEVELS.items()}
-        for changes in ({}, {"clip": 2e-2})
+        str(changes.get("clip_range", RunConfig().algorithm.clip_range)): {arm: {**of, **changes} for arm, of in LEVELS.items()}
+        for changes in ({}, {"clip_range": 2e-2})
     }
     every = [changes for arms in cells.values() for changes in arms.values()]
     seeds = [seed for seed in SEEDS[world] if all(key(seed, changes) in lines for changes in every)]

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -29,7 +29,8 @@ from flowrl.protocols import RandomSampler
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.rollout import Usage
-from flowrl.training.config import RunConfig, even_schedule, preset
+from flowrl.training.build import even_schedule, make_method, make_reward, make_world, policy_options
+from flowrl.training.config import RunConfig, preset
 from flowrl.training.trainer import Trainer
 from flowrl.types import Continuation
 
@@ -94,9 +95,13 @@ class MicroscopeConfig:
         require(len(self.noises) >= 1 and self.noises[0] == 0, "noises", self.noises, "0 first: the rule without noise")
         require(self.noise_at in self.iterations, "noise_at", self.noise_at, f"one of iterations = {self.iterations}")
         require(len(self.rules) >= 1, "rules", dict(self.rules), "one or more rules")
-        if self.run.world != "mixture":
-            raise ConfigError(f"microscope: world = {self.run.world!r} is not allowed: mixture, whose reward has a gradient")
-        schedule = even_schedule(self.run.steps, self.run.sampler, self.run.noise_level, self.run.window)
+        if self.run.environment.world != "mixture":
+            raise ConfigError(
+                f"microscope: world = {self.run.environment.world!r} is not allowed: mixture, whose reward has a gradient"
+            )
+        schedule = even_schedule(
+            self.run.rollout.num_steps, self.run.algorithm.sampler, self.run.algorithm.noise_level, self.run.algorithm.window
+        )
         for name, spec in self.rules.items():
             for members in {self.members, self.gradient_members}:
                 try:
@@ -123,19 +128,21 @@ class MicroscopeConfig:
 
 def settings_of(config: MicroscopeConfig) -> dict[int, Setting]:
     """By stage: the policy after so many iterations of uniform credit (current weights, not averaged), and what it is asked."""
-    run = replace(config.run, method="flow-grpo", credit="", iterations=max(1, *config.iterations), seed=config.seed)
-    world, method = run.make_world(), run.make_method()
+    run = config.run.replace(method="flow-grpo", credit="", iterations=max(1, *config.iterations), seed=config.seed)
+    world, method = make_world(run), make_method(run)
     if isinstance(method.sampler, RandomSampler):
-        raise ConfigError(f"microscope: window = {run.window!r} is not allowed: one that is the same every iteration")
-    policy = world.policy(run.policy_options())
-    prompts = world.prompts(run.task, "train")
-    trainer = Trainer(policy, method, run.make_reward(), prompts, run)
+        raise ConfigError(f"microscope: window = {run.algorithm.window!r} is not allowed: one that is the same every iteration")
+    policy = world.policy(policy_options(run))
+    prompts = world.prompts(run.environment.task, "train")
+    trainer = Trainer(policy, method, make_reward(run), prompts, run)
     found = {}
     for stage in sorted(set(config.iterations)):
         while trainer.done < stage:
             trainer.iteration()
         kept = copy.deepcopy(policy)
-        found[stage] = Setting(kept, method.sampler, kept.schedule(run.steps), world.reward(run.reward_form), prompts)
+        found[stage] = Setting(
+            kept, method.sampler, kept.schedule(run.rollout.num_steps), world.reward(run.environment.reward_form), prompts
+        )
     return found
 
 
@@ -143,7 +150,7 @@ def jobs(config: MicroscopeConfig) -> Iterator[tuple[str, int, float, str]]:
     """(kind, iterations, noise, rule) in the order in which they should start: the long ones first."""
     for stage in config.iterations:
         yield "credit", stage, 0.0, ""
-    for stage in config.iterations if config.run.reward_form == "soft" else ():
+    for stage in config.iterations if config.run.environment.reward_form == "soft" else ():
         for noise in config.noises_at(stage):
             for name, spec in config.rules.items():
                 if isinstance(build("credit", spec).probe, Continuation):

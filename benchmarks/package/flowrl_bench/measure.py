@@ -10,6 +10,7 @@ from torch import Tensor
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.protocols import FlowPolicy
 from flowrl.rollout import Usage, integrate
+from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import EVALUATION_SEED, evaluate
 from flowrl.training.trainer import Trainer
@@ -31,9 +32,9 @@ def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict
     not count; a run has one thread, so on a free core they are the time on the clock.
     """
     torch.set_num_threads(1)
-    world, method = config.make_world(), config.make_method()
-    policy = world.policy(config.policy_options())
-    trainer = Trainer(policy, method, config.make_reward(), world.prompts(config.task, "train"), config)
+    world, method = make_world(config), make_method(config)
+    policy = world.policy(policy_options(config))
+    trainer = Trainer(policy, method, make_reward(config), world.prompts(config.environment.task, "train"), config)
     totals: dict[str, float] = dict.fromkeys(TOTALS, 0.0)
     phases, gains, curve = dict.fromkeys(PHASES, 0.0), [], [_evaluated(trainer, world, 0, totals)]
     while trainer.done < config.iterations:
@@ -47,13 +48,13 @@ def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict
         for name in PHASES:
             phases[name] += row["phases"][name] / row["seconds"] * seconds / config.iterations
         gains.append(row.get("mean_abs_gain"))
-        if trainer.done % config.eval_every == 0 or trainer.done == config.iterations:
+        if trainer.done % config.evaluation.eval_every == 0 or trainer.done == config.iterations:
             curve.append(_evaluated(trainer, world, trainer.done, totals))
     quarter = max(1, config.iterations // 4)
     scored = gains[0] is not None
     return {
         "curve": curve,
-        "totals": {**totals, "trajectories": config.prompts * config.members * config.iterations},
+        "totals": {**totals, "trajectories": config.rollout.groups * config.rollout.group_size * config.iterations},
         "phases": phases,
         "gains": [_mean(gains[:quarter]), _mean(gains[-quarter:])] if scored else None,
     }
@@ -68,10 +69,17 @@ def _evaluated(trainer: Trainer, world: World, iteration: int, totals: dict[str,
     c = trainer.config
     with trainer.averaged():
         found = evaluate(
-            trainer.policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch, solver=c.eval_solver
+            trainer.policy,
+            world,
+            c.environment.task,
+            c.environment.reward_form,
+            c.evaluation.eval_samples,
+            c.evaluation.eval_steps,
+            c.rollout.max_batch,
+            solver=c.evaluation.eval_solver,
         )
         quality, diversity = _plausible(trainer.policy, world, c)
-    scores = [found.scores[name] for name in (c.reward_form, "strict", "graded", "soft")]
+    scores = [found.scores[name] for name in (c.environment.reward_form, "strict", "graded", "soft")]
     return [iteration, totals["nfe"], totals["train_nfe"], totals["seconds"], *scores, quality, diversity]
 
 
@@ -79,10 +87,12 @@ def _plausible(policy: FlowPolicy, world: World, config: RunConfig) -> tuple[flo
     """Quality and diversity of held-out ODE samples; None outside the 2-D world, whose density is known."""
     if not isinstance(policy, MixturePolicy):
         return None, None
-    prompts, repeats = world.prompts(config.task, "heldout"), 32
+    prompts, repeats = world.prompts(config.environment.task, "heldout"), 32
     generator = torch.Generator().manual_seed(EVALUATION_SEED)
     noise = torch.randn((len(prompts) * repeats, *policy.latent_shape), generator=generator)
-    points = integrate(policy, policy.schedule(config.eval_steps), policy.encode(prompts).repeat(repeats), noise, Usage(), 4096)
+    points = integrate(
+        policy, policy.schedule(config.evaluation.eval_steps), policy.encode(prompts).repeat(repeats), noise, Usage(), 4096
+    )
     spread = torch.cdist(points.flatten(1).view(-1, repeats, 2), points.flatten(1).view(-1, repeats, 2))
     return log_density(policy, points), float(spread.sum((1, 2)).mean() / (repeats * (repeats - 1)))
 

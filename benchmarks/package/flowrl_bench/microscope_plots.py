@@ -44,7 +44,7 @@ def figures(rows: Sequence[Row], stage: int, equal_nfe: int) -> dict[str, Figure
     shades = {name: LINES[place % len(LINES)] for place, name in enumerate(_names(rows))}
     drawn = {
         "credit": _credit(_at(credit, stage), stage, shades),
-        "steps": _steps(_at(credit, stage), stage),
+        "num_steps": _steps(_at(credit, stage), stage),
     }
     if gradient:
         drawn["gradient"] = _gradient(_at(gradient, stage), stage, equal_nfe, shades)

@@ -153,7 +153,8 @@ def require_unchanged(config: RunConfig, key: str, code: str) -> None:
     else:
         return
     raise ConfigError(
-        f"{changed} while the run {config.method} (seed {config.seed}, {config.world}) was made: nobody can say which version "
+        f"{changed} while the run {config.algorithm.method} (seed {config.seed}, {config.environment.world}) was made: "
+        f"nobody can say which version "
         f"made it, so it was not kept; start again"
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from flowrl.diagnostics.statistics import improvement, level
 from flowrl.errors import require
+from flowrl.training.build import make_method
 from flowrl_bench.claim_figures import method_bands
 from flowrl_bench.claim_plots import bands
 from flowrl_bench.claims import Claim
@@ -109,8 +110,8 @@ def bench_rule(
     spec = known_as(spec, path, RIVAL_SPECS)
     claims, chosen = rule_claims(name, spec), tuple(range(seeds))
     runs = needed(claims, "mixture", {"mixture": chosen})
-    for config in {config.steps: config for config in runs.values() if config.credit == spec}.values():
-        config.make_method()
+    for config in {config.rollout.num_steps: config for config in runs.values() if config.algorithm.credit == spec}.values():
+        make_method(config)
     kept = max([seeds, *(line["seed"] + 1 for line in lines_of(path))])
     allowed = needed(claims, "mixture", {"mixture": tuple(range(kept))})
     again = shlex.join(["flowrl", "bench", "claims", "--out", str(path)])

@@ -164,7 +164,9 @@ class Suite:
         except FlowrlError:
             raise
         except Exception as error:
-            raise RuntimeError(f"the run {config.method} (seed {config.seed}, {config.world}) failed: {error!r}") from error
+            raise RuntimeError(
+                f"the run {config.algorithm.method} (seed {config.seed}, {config.environment.world}) failed: {error!r}"
+            ) from error
         if line is not None:
             self.ledger.append(line)
         return line

@@ -21,6 +21,7 @@ from flowrl.errors import ConfigError
 from flowrl.io import write_json
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.rollout import Groups, reward_table, rollout
+from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import evaluate
 from flowrl.training.trainer import Trainer
@@ -45,9 +46,9 @@ def observe(trainer: Trainer, members: int = MEMBERS) -> dict[str, float]:
     """
     policy, config = trainer.policy, trainer.config
     if not isinstance(policy, MixturePolicy):
-        raise ConfigError(f"samples: only the 2-D world's density is known, not that of {config.world}")
-    world = config.make_world()
-    prompts = world.prompts(config.task, "train")[:18]
+        raise ConfigError(f"samples: only the 2-D world's density is known, not that of {config.environment.world}")
+    world = make_world(config)
+    prompts = world.prompts(config.environment.task, "train")[:18]
     generator = torch.Generator(policy.device).manual_seed(FIRST_SEED + config.seed)
     groups = Groups(len(prompts), members)
     noise = groups.noise(policy.latent_shape, generator)
@@ -63,7 +64,7 @@ def observe(trainer: Trainer, members: int = MEMBERS) -> dict[str, float]:
         generator,
         groups,
         Completion(),
-        max_batch=config.max_batch,
+        max_batch=config.rollout.max_batch,
     )
     table = reward_table(policy, world.reward("soft"), result, prompts)
     increments = table.diff(dim=-1)
@@ -87,15 +88,24 @@ def _points(table: torch.Tensor) -> float:
 def look(config: RunConfig) -> dict[str, Any]:
     """Train by `config`, and observe before and after. `final`: the last held-out reward, by which a run is known again."""
     torch.set_num_threads(1)
-    world = config.make_world()
-    policy = world.policy(config.policy_options())
-    trainer = Trainer(policy, config.make_method(), config.make_reward(), world.prompts(config.task, "train"), config)
+    world = make_world(config)
+    policy = world.policy(policy_options(config))
+    trainer = Trainer(policy, make_method(config), make_reward(config), world.prompts(config.environment.task, "train"), config)
     before = observe(trainer)
     while trainer.done < config.iterations:
         trainer.iteration()
     c = config
     with trainer.averaged():
-        found = evaluate(policy, world, c.task, c.reward_form, c.eval_prompts, c.eval_steps, c.max_batch, solver=c.eval_solver)
+        found = evaluate(
+            policy,
+            world,
+            c.environment.task,
+            c.environment.reward_form,
+            c.evaluation.eval_samples,
+            c.evaluation.eval_steps,
+            c.rollout.max_batch,
+            solver=c.evaluation.eval_solver,
+        )
     return {"final": found.scores["soft"], "before": before, "after": observe(trainer)}
 
 

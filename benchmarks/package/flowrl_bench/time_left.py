@@ -25,9 +25,9 @@ AROUND = 1.45
 
 def known(config: RunConfig) -> float:
     """Processor seconds that a run takes, by what is known of its world, its probe, and its length."""
-    world = config.world if config.world in USUAL else "shapes"
-    factor = DEARER[world].get(_probe(config.method, config.credit), 1.0)
-    return USUAL[world] * factor * config.iterations / LENGTH[world] * config.steps / 10
+    world = config.environment.world if config.environment.world in USUAL else "shapes"
+    factor = DEARER[world].get(_probe(config.algorithm.method, config.algorithm.credit), 1.0)
+    return USUAL[world] * factor * config.iterations / LENGTH[world] * config.rollout.num_steps / 10
 
 
 @cache
@@ -55,7 +55,7 @@ class Pace:
     _work: float = field(init=False, repr=False, default=0.0)
 
     def __post_init__(self) -> None:
-        self._left = {key: (_kind(c.as_dict()), c.world, known(c)) for key, c in self.runs.items()}
+        self._left = {key: (_kind(c.as_dict()), c.environment.world, known(c)) for key, c in self.runs.items()}
 
     def finished(self, line: Mapping[str, Any], now: bool = True) -> None:
         """A run's line; `now`: it was made since this pace's clock started."""

@@ -13,6 +13,7 @@ from flowrl.losses import PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, FlowPolicy, RewardModel, Sampler
 from flowrl.rollout import Groups, Rollout, Usage, integrate, reward_table, rollout, score
 from flowrl.rollout.loss_batch import loss_pairs
+from flowrl.training.build import make_method, make_reward, policy_options
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import Evaluation, evaluate
 from flowrl.training.trainer import Trainer
@@ -96,13 +97,13 @@ class Trained:
 
 def train(config: RunConfig, world: World, samples: int = 96, steps: int = STEPS) -> Trained:
     """`config.iterations` iterations; then held-out evaluation on `samples` ODE samples of `steps` steps."""
-    policy = world.policy(config.policy_options())
-    trainer = Trainer(policy, config.make_method(), config.make_reward(), world.prompts(config.task, "train"), config)
+    policy = world.policy(policy_options(config))
+    trainer = Trainer(policy, make_method(config), make_reward(config), world.prompts(config.environment.task, "train"), config)
     rows = [trainer.iteration() for _ in range(config.iterations)]
     with torch.no_grad():
         for weight, average in zip(trainer.parameters, trainer.average, strict=True):
             weight.copy_(average)
-    return Trained(policy, rows, evaluate(policy, world, config.task, config.reward_form, samples, steps))
+    return Trained(policy, rows, evaluate(policy, world, config.environment.task, config.environment.reward_form, samples, steps))
 
 
 @dataclass(frozen=True)

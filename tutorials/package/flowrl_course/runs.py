@@ -7,17 +7,18 @@ import torch
 from torch import Tensor
 
 from flowrl.protocols import CreditAssigner
+from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import preset
 from flowrl.training.evaluation import evaluate
 from flowrl.training.trainer import Trainer
 
 SMALL: dict[str, Any] = {
     "world": "mixture",
-    "prompts": 12,
-    "members": 8,
+    "groups": 12,
+    "group_size": 8,
     "iterations": 20,
     "eval_every": 2,
-    "eval_prompts": 96,
+    "eval_samples": 96,
     "eval_steps": 10,
 }
 """What differs from the presets here: fewer samples, more evaluations."""
@@ -55,13 +56,13 @@ def start(
     `shared_noise` of a rule: as its own attribute says unless given.
     """
     config = preset("default").apply(**{**SMALL, "method": method, "seed": seed, **changes})
-    world, chosen = config.make_world(), config.make_method()
+    world, chosen = make_world(config), make_method(config)
     if rule is not None:
         chosen = replace(chosen, credit=rule, shared_noise=bool(getattr(rule, "shared_noise", False)))
     if shared_noise is not None:
         chosen = replace(chosen, shared_noise=shared_noise)
-    policy = world.policy(config.policy_options())
-    return Trainer(policy, chosen, config.make_reward(), world.prompts(config.task, "train"), config)
+    policy = world.policy(policy_options(config))
+    return Trainer(policy, chosen, make_reward(config), world.prompts(config.environment.task, "train"), config)
 
 
 def learn(
@@ -69,17 +70,25 @@ def learn(
 ) -> Curve:
     """Train to the end, arguments as in `start`. The same arguments give the same curve, but for seconds."""
     trainer = start(method, seed, rule, shared_noise, **changes)
-    config, policy, world = trainer.config, trainer.policy, trainer.config.make_world()
+    config, policy, world = trainer.config, trainer.policy, make_world(trainer.config)
     totals, rows, points, clipped = {"nfe": 0.0, "train_nfe": 0.0, "seconds": 0.0}, [], [], 0.0
     for done in range(config.iterations + 1):
         if done > 0:
             metrics = trainer.iteration()
             totals = {name: total + metrics[name] for name, total in totals.items()}
             clipped += metrics["clip_fraction"] / config.iterations
-        if done % config.eval_every == 0 or done == config.iterations:
+        if done % config.evaluation.eval_every == 0 or done == config.iterations:
             with trainer.averaged():
-                count = config.eval_prompts
-                found = evaluate(policy, world, config.task, config.reward_form, count, config.eval_steps, keep=count)
-            rows.append((done, *totals.values(), found.scores[config.reward_form]))
+                count = config.evaluation.eval_samples
+                found = evaluate(
+                    policy,
+                    world,
+                    config.environment.task,
+                    config.environment.reward_form,
+                    count,
+                    config.evaluation.eval_steps,
+                    keep=count,
+                )
+            rows.append((done, *totals.values(), found.scores[config.environment.reward_form]))
             points.append(found.images.flatten(1))
     return Curve(*torch.tensor(rows, dtype=torch.float64).T.contiguous().unbind(0), points=torch.stack(points), clipped=clipped)

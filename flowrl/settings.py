@@ -1,0 +1,317 @@
+"""Settings as checked data classes: one schema for Python, YAML, JSON and the command line.
+
+`settings_group` makes a frozen data class whose fields are checked by pydantic when it is built: types are not converted (except
+whole numbers to floats), numbers are finite, and ranges stand in the annotations. A run's settings are a group of groups; the
+names of all fields are unique across groups, so that a setting can be given by its own name (`flat`, `replaced`).
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin
+
+import yaml
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from flowrl.errors import ConfigError
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+RULES = ConfigDict(strict=True, allow_inf_nan=False)
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", use_attribute_docstrings=True)
+
+
+@dataclass_transform(frozen_default=True)
+def settings_group(group: C) -> C:
+    """Class decorator: a frozen data class that raises `ConfigError` naming a field, its value and what is allowed."""
+    checked: Any = checked_dataclass(group, frozen=True, config=STRICT)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    build = checked.__init__
+
+    def __init__(self: Any, *arguments: Any, **values: Any) -> None:
+        tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        try:
+            build(self, *arguments, **tuples)
+        except ValidationError as error:
+            raise ConfigError(_words(checked, error)) from error
+
+    checked.__init__ = __init__
+    return checked
+
+
+def _words(group: type, error: ValidationError) -> str:
+    """The first problem of a group as one sentence."""
+    problem = error.errors(include_url=False)[0]
+    name = str(problem["loc"][0]) if problem["loc"] else ""
+    if problem["type"] == "unexpected_keyword_argument":
+        return unknown(name, [item.name for item in fields(group)])
+    if problem["type"] == "value_error":  # a condition on several fields, written as a ConfigError
+        return str(problem.get("ctx", {}).get("error"))
+    return f"{name} = {problem['input']!r} is not allowed: {allowed(group, name)}"
+
+
+def unknown(name: str, known: Any, what: str = "setting") -> str:
+    """The message for a name that does not exist, with the nearest one."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"unknown {what} {name!r}{hint}; allowed: {', '.join(sorted(known))}"
+
+
+def allowed(group: type, name: str) -> str:
+    """What a field may be, in words made from its annotation."""
+    info = cast(Any, group).__pydantic_fields__[name]
+    kind, bounds = info.annotation, info.metadata
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if kind not in KINDS:
+        return "a list of texts" if get_origin(kind) is tuple else f"a {getattr(kind, '__name__', kind)}"
+    low = next((b for b in bounds if isinstance(b, Ge | Gt)), None)
+    high = next((b for b in bounds if isinstance(b, Le | Lt)), None)
+    words = KINDS[kind]
+    if low is not None and high is not None:
+        left = f"[{low.ge}" if isinstance(low, Ge) else f"({low.gt}"
+        right = f"{high.le}]" if isinstance(high, Le) else f"{high.lt})"
+        return f"{words} in {left}, {right}"
+    if low is not None:
+        return f"{words}, {low.ge} or more" if isinstance(low, Ge) else f"{words} above {low.gt}"
+    return words
+
+
+KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def groups_of(settings: Any) -> dict[str, type]:
+    """The groups of a settings class (or value) by the name of their field."""
+    return {item.name: cast(type, item.type) for item in fields(settings) if hasattr(item.type, "__pydantic_fields__")}
+
+
+def owners(settings: Any) -> dict[str, str]:
+    """Every setting's name and the field of its group; "" for a setting of no group."""
+    groups = groups_of(settings)
+    found = {item.name: "" for item in fields(settings) if item.name not in groups}
+    for group, kind in groups.items():
+        found |= {item.name: group for item in fields(cast(Any, kind))}
+    return found
+
+
+def flat(settings: Any) -> dict[str, Any]:
+    """All settings by their own names."""
+    return {
+        name: getattr(getattr(settings, group) if group else settings, name) for name, group in owners(type(settings)).items()
+    }
+
+
+def nested(settings: Any) -> dict[str, Any]:
+    """Plain values for JSON or YAML, group by group."""
+    result: dict[str, Any] = {}
+    for name, value in flat(settings).items():
+        group = owners(type(settings))[name]
+        place = result.setdefault(group, {}) if group else result
+        place[name] = list(value) if isinstance(value, tuple) else value
+    return result
+
+
+def grouped(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their own names, put into their groups. Raises `ConfigError` for an unknown name."""
+    home, result = owners(kind), {}
+    for name, value in values.items():
+        if name not in home:
+            raise ConfigError(unknown(name, home))
+        place = result.setdefault(home[name], {}) if home[name] else result
+        place[name] = list(value) if isinstance(value, tuple) else value
+    return result
+
+
+def replaced(settings: T, values: Mapping[str, Any]) -> T:
+    """`settings` with some changed, named without their groups. Raises `ConfigError`."""
+    home = owners(type(settings))
+    for name in values:
+        if name not in home:
+            raise ConfigError(unknown(name, home))
+    top = {name: value for name, value in values.items() if not home[name]}
+    for group in dict.fromkeys(home[name] for name in values if home[name]):
+        inside = {name: value for name, value in values.items() if home[name] == group}
+        top[group] = replace(cast(Any, getattr(settings, group)), **inside)
+    return replace(cast(Any, settings), **top)
+
+
+@dataclass(frozen=True)
+class SettingsFile:
+    """What a file says: settings by their own names, those that hold `when` another named preset is chosen too (in the file's
+    order), and what it says about itself."""
+
+    path: Path
+    settings: dict[str, Any]
+    when: dict[str, dict[str, Any]]
+    about: dict[str, Any]
+
+
+def read_values(values: Any, kind: type) -> dict[str, Any]:
+    """Settings by their own names from groups of plain values (the inverse of `nested`). Raises `ConfigError`."""
+    return _Reader(None, kind, None).settings(values)
+
+
+SECTIONS = ("about", "settings", "with")
+
+
+def read_settings(path: Path, kind: type) -> SettingsFile:
+    """Read settings of `kind` from YAML (.yaml, .yml) or JSON: groups of ``name: value``, or a preset file's sections ``about``,
+    ``settings`` and ``with``.
+
+    Raises `ConfigError` that names the file, the line, the setting and what is allowed. Names that occur twice in a group are
+    refused; numbers may be written as ``1e-4``.
+    """
+    root, node = load_document(path)
+    reader = _Reader(path, kind, node)
+    if not isinstance(root, dict):
+        raise reader.error((), f"a file of settings holds groups of them, as in 'rollout: {{groups: 4}}', not {root!r:.60}")
+    if not set(root) & set(SECTIONS):
+        return SettingsFile(path, reader.settings(root), {}, {})
+    for name in root:
+        if name not in SECTIONS:
+            raise reader.error([name], f"{unknown(name, SECTIONS, 'section')} (settings go below 'settings:')")
+    when = {str(other): reader.settings(values, "with", str(other)) for other, values in reader.mapping(root, "with").items()}
+    return SettingsFile(path, reader.settings(reader.mapping(root, "settings"), "settings"), when, reader.mapping(root, "about"))
+
+
+def load_document(path: Path) -> tuple[Any, yaml.Node | None]:
+    """The content of a YAML or JSON file, and the tree that has the lines. Raises `ConfigError` with the place of an error."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"config: the file {path} does not exist") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: {path} cannot be read: {error}") from error
+    if path.suffix == ".json":
+        try:
+            return json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs)), None
+        except (ValueError, RecursionError) as error:
+            raise error if isinstance(error, ConfigError) else ConfigError(f"config: {path} is not JSON: {error}") from error
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        _refuse_repeats(path, node)
+        return yaml.load(text, Loader=_Loader), node
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"config: {path}{place}, is not YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's numbers: ``1e-4`` is one, which PyYAML takes for a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"), list("-+0123456789.")
+)
+
+
+def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ConfigError(f"config: {path}: {next(name for name in names if names.count(name) > 1)} is set twice")
+    return found
+
+
+def _refuse_repeats(path: Path, node: yaml.Node | None) -> None:
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = str(getattr(key, "value", key))
+            if name in seen:
+                raise ConfigError(f"config: {path}, line {key.start_mark.line + 1}: {name} is set twice")
+            seen.add(name)
+            _refuse_repeats(path, value)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Checks the settings of one file, and finds the line of what is wrong."""
+
+    path: Path | None
+    kind: type
+    node: yaml.Node | None
+
+    def mapping(self, root: Mapping[str, Any], section: str) -> dict[str, Any]:
+        """A section that is missing is empty."""
+        found = root.get(section, {})
+        if not isinstance(found, dict):
+            raise self.error([section], f"{section} must be lines of 'name: value', not {found!r:.60}")
+        return found
+
+    def settings(self, values: Any, *section: str) -> dict[str, Any]:
+        """Settings by their own names, every group checked against its class."""
+        groups, own, found = groups_of(self.kind), {item.name for item in fields(cast(Any, self.kind))}, {}
+        if not isinstance(values, dict):
+            raise self.error(section, f"{'/'.join(section)} must hold groups of settings, not {values!r:.60}".strip())
+        for name, value in values.items():
+            if name in groups:
+                found |= self._group(groups[name], value, *section, name)
+            elif name in own:
+                found |= self._checked(self.kind, name, value, *section)
+            else:
+                home = owners(self.kind).get(name)
+                hint = f"{name} belongs below '{home}:'" if home else unknown(str(name), [*own], "group or setting")
+                raise self.error([*section, name], hint)
+        return found
+
+    def _group(self, group: type, values: Any, *place: str) -> dict[str, Any]:
+        if not isinstance(values, dict):
+            raise self.error(place, f"{place[-1]} must hold lines of 'name: value', not {values!r:.60}")
+        found = {}
+        for name, value in values.items():
+            found |= self._checked(group, str(name), value, *place)
+        return found
+
+    def _checked(self, group: type, name: str, value: Any, *place: str) -> dict[str, Any]:
+        """One setting alone, so that its own line is named; conditions on several are checked when the run is put together."""
+        known = cast(Any, group).__pydantic_fields__
+        if name not in known:
+            home = owners(self.kind).get(name)
+            hint = f"{name} belongs below '{home}:'" if home else unknown(name, known)
+            raise self.error([*place, name], hint)
+        value = tuple(value) if isinstance(value, list) else value
+        problem = problem_with(group, name, value)
+        if problem:
+            raise self.error([*place, name], problem)
+        return {name: value}
+
+    def error(self, place: Any, message: str) -> ConfigError:
+        """`message` with the file and, where it is known, the line of the entry at `place`."""
+        if self.path is None:
+            return ConfigError(f"config: {message}")
+        line, node = None, self.node
+        for key in place:
+            entry = next((pair for pair in getattr(node, "value", ()) if getattr(pair[0], "value", None) == str(key)), None)
+            if entry is None:
+                break
+            line, node = entry[0].start_mark.line + 1, entry[1]
+        if self.node is None and place:
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+            line = next((number for number, text in enumerate(lines, start=1) if f'"{place[-1]}"' in text), None)
+        return ConfigError(f"config: {self.path}{f', line {line}' if line else ''}: {message}")
+
+
+def problem_with(group: type, name: str, value: Any) -> str:
+    """Why `value` is not allowed for the field `name`; "" if it is."""
+    info = cast(Any, group).__pydantic_fields__[name]
+    kind: Any = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
+    try:
+        TypeAdapter(kind, config=RULES).validate_python(value)
+    except ValidationError:
+        return f"{name} = {value!r:.200} is not allowed: {allowed(group, name)}"
+    return ""
+
+
+def settings_text(values: Mapping[str, Any], comment: str = "") -> str:
+    """Groups of settings as YAML that `read_settings` reads back exactly; `comment` goes above them."""
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    return head + yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=1000)

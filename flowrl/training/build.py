@@ -1,0 +1,149 @@
+"""From settings to parts: worlds, methods, rewards, policies, trainers and the policies of finished runs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from flowrl.distributed import Team
+from flowrl.errors import CheckpointError, require
+from flowrl.flow.time import uniform_schedule
+from flowrl.methods import Method, make_sampler, try_credit
+from flowrl.methods import make_method as named_method
+from flowrl.policies.pipeline import ModelOptions
+from flowrl.protocols import FlowPolicy, PolicyLoss, RandomSampler, RewardModel
+from flowrl.registry import build
+from flowrl.rewards import NoisyReward
+from flowrl.samplers import transition_stds
+from flowrl.training.config import RunConfig, load_config
+from flowrl.training.trainer import Trainer
+from flowrl.types import Schedule
+from flowrl.worlds.base import PolicyOptions, World, world
+from flowrl.worlds.finetune import model_world
+
+
+def make_world(config: RunConfig) -> World:
+    """The world by name, or the one that a model, its prompts and its reward make up. Raises `ConfigError` for a task or a form
+    that it does not have."""
+    environment, model = config.environment, config.policy.model
+    chosen = world(environment.world) if not model else model_world(
+        model, environment.prompts, environment.heldout_prompts, environment.reward, model_options(config)
+    )  # fmt: skip
+    tasks, forms = chosen.tasks, chosen.forms
+    require(environment.task in tasks, f"task of world {environment.world}", environment.task, f"one of {', '.join(tasks)}")
+    require(environment.reward_form in forms, "reward_form", environment.reward_form, f"one of {', '.join(forms)}")
+    return chosen
+
+
+def make_method(config: RunConfig) -> Method:
+    """The method by name, with this run's sampler, clip and KL weight; its rule is tried on a random table first.
+
+    Raises `ConfigError` if no step is stochastic, or for an unknown part; `CreditError` if the rule breaks its contract.
+    """
+    algorithm = config.algorithm
+    schedule = trial_schedule(config)
+    sampler = make_sampler(algorithm.sampler, algorithm.noise_level, algorithm.window)
+    shared = None if algorithm.initial_noise == "auto" else algorithm.initial_noise == "shared"
+    method = named_method(algorithm.method, sampler, make_loss(config), algorithm.credit, shared)
+    try_credit(method.credit, schedule, config.rollout.group_size)
+    return method
+
+
+def make_loss(config: RunConfig) -> PolicyLoss:
+    """The loss by name, with this run's clip and KL weight if it has such options and the spec does not set them."""
+    return build("loss", config.algorithm.loss, clip_range=config.algorithm.clip_range, kl_weight=config.algorithm.kl_weight)
+
+
+def make_reward(config: RunConfig) -> RewardModel:
+    """The reward that training uses: the task's own in `reward_form`, or `reward`; with the run's noise and bias, if any."""
+    environment = config.environment
+    if environment.reward:
+        model: RewardModel = build("reward", environment.reward, device=config.policy.device)
+    else:
+        model = make_world(config).reward(environment.reward_form)
+    if environment.reward_noise == 0 and environment.reward_bias == 0:
+        return model
+    return NoisyReward(model, environment.reward_noise, environment.reward_bias, config.seed)
+
+
+def make_policy(config: RunConfig, device: str = "") -> FlowPolicy:
+    """The untrained policy, on `device` or the run's own."""
+    options = policy_options(config)
+    return make_world(config).policy(replace(options, device=device) if device else options)
+
+
+def make_trainer(config: RunConfig, team: Team = Team()) -> Trainer:
+    """A trainer of `config`: the policy, the method, the reward and the training prompts of its world."""
+    chosen, method = make_world(config), make_method(config)
+    reward = make_reward(config)  # before the policy: its errors should not wait for a large model
+    prompts = chosen.prompts(config.environment.task, "train")
+    return Trainer(chosen.policy(policy_options(config)), method, reward, prompts, config, team)
+
+
+def model_options(config: RunConfig) -> ModelOptions:
+    """How the run's diffusers pipeline becomes a policy."""
+    p = config.policy
+    return ModelOptions(
+        height=p.resolution, width=p.resolution, guidance_scale=p.guidance_scale, tuning=p.tuning, adapter=p.adapter,
+        max_sequence_length=p.max_sequence_length, gradient_checkpointing=p.gradient_checkpointing,
+        keep_reference=make_loss(config).needs_reference, lora_rank=p.lora_rank, lora_alpha=p.lora_alpha, seed=config.seed,
+        device=p.device, dtype=p.dtype, frozen_adapters=tuple(filter(None, p.frozen_adapters.split(","))),
+        compile="inductor" if p.compile else "", decode_batch=p.decode_batch, decode_dtype=p.decode_dtype,
+    )  # fmt: skip
+
+
+def policy_options(config: RunConfig) -> PolicyOptions:
+    """What the world's policy is built from; the seed draws the adapter's initial matrices."""
+    p = config.policy
+    return PolicyOptions(p.lora_rank, p.lora_alpha, config.seed, p.device, p.dtype, p.base_weights)
+
+
+def trial_schedule(config: RunConfig) -> Schedule:
+    """An even grid with this run's stds, for checks before anything is built. Raises `ConfigError` without a stochastic step."""
+    algorithm = config.algorithm
+    schedule = even_schedule(config.rollout.num_steps, algorithm.sampler, algorithm.noise_level, algorithm.window)
+    stds = schedule.stds
+    require(stds is not None and bool((stds > 0).any()), "window", algorithm.window, "at least one stochastic step")
+    return schedule
+
+
+def even_schedule(steps: int, kernel: str, noise_level: float, window: str) -> Schedule:
+    """An even grid with a sampler's stds; for a sampler that is drawn every iteration, those of its first draw."""
+    sampler = make_sampler(kernel, noise_level, window)
+    grid = uniform_schedule(steps)
+    if isinstance(sampler, RandomSampler):
+        sampler = sampler.draw(grid, torch.Generator().manual_seed(0))
+    return replace(grid, stds=transition_stds(sampler, grid))
+
+
+def trained_policy(folder: Path, device: str = "") -> tuple[FlowPolicy, RunConfig]:
+    """The policy of a finished run with its averaged weights. Raises `ConfigError` or `CheckpointError`.
+
+    `device` defaults to the CPU for a built-in world, and to the run's own, if there is one, for a model.
+    """
+    if not (folder / "weights.safetensors").is_file():
+        raise CheckpointError(
+            f"weights: {folder / 'weights.safetensors'} does not exist; {folder} must be the folder of a finished run"
+        )
+    config = load_config(folder / "config.json")
+    own = config.policy.device if config.policy.model and torch.cuda.is_available() else "cpu"
+    policy = make_policy(config, device or own)
+    load_trained(policy, folder)
+    return policy, config
+
+
+def load_trained(policy: FlowPolicy, folder: Path) -> None:
+    """Put the averaged weights of the finished run in `folder` into its policy. Raises `CheckpointError`."""
+    path = folder / "weights.safetensors"
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"weights: {path} cannot be read: {error}") from error
+    named = policy.trainable()
+    if set(named) != set(tensors):
+        raise CheckpointError(f"weights: {path} does not hold the weights that {folder / 'config.json'} describes")
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(tensors[name])
