@@ -117,8 +117,8 @@ class Journal:
             tracker = kind(PROJECT, name=self.folder.name)
         try:
             tracker.start()
-            settings = self.config.as_dict().items()
-            plain = {name: ", ".join(map(str, value)) if isinstance(value, list) else value for name, value in settings}
+            settings = self.config.flat().items()
+            plain = {name: ", ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in settings}
             tracker.store_init_configuration(plain)  # TensorBoard takes no lists
         except Exception as error:
             raise ConfigError(f"tracker: {self.name} cannot start: {error}; --tracker none goes without") from error

@@ -101,7 +101,7 @@ def load_run(folder: Path) -> RunRecord:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
             break
-    return RunRecord(config["method"], int(config["seed"]), folder, tuple(rows), (folder / "done.json").exists())
+    return RunRecord(config["algorithm"]["method"], int(config["seed"]), folder, tuple(rows), (folder / "done.json").exists())
 
 
 def run_folder(name: str, seed: int) -> str:

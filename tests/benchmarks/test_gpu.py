@@ -26,7 +26,7 @@ def closed_form(rank):
     Layer 0 has a second attention of the image, layer 1 is the last: of its text stream only q, k, v are used. With a LoRA
     nothing before layer 0's first adapters has a gradient: its q, k, v need none with respect to their inputs.
     """
-    d, i, w, r = 32, 16, CLIP_TOKENS + TINY.text_tokens, rank
+    d, i, w, r = 32, 16, CLIP_TOKENS + TINY.max_sequence_length, rank
     joint = i + w
     linear = lambda n, a, b: 2 * n * a * b  # noqa: E731
     attention = lambda n: 2 * 2 * n * n * d  # noqa: E731
@@ -73,7 +73,7 @@ def metered(make=tiny_sd3_policy, **changes):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_the_meter_counts_latents_and_the_networks_time(checkpointing, guidance):
-    policy, meter = metered(checkpointing=checkpointing, guidance=guidance)
+    policy, meter = metered(gradient_checkpointing=checkpointing, guidance_scale=guidance)
     noise, told = torch.randn(3, *policy.latent_shape), torch.full((3,), 500.0)
     condition = policy.encode([Prompt("a")] * 3)
     factor = 2 if guidance > 1 else 1

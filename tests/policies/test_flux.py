@@ -21,7 +21,7 @@ def noise_of(policy, count=1):
 
 def call(pipe, **settings):
     pipe.set_progress_bar_config(disable=True)
-    return pipe("a dog", max_sequence_length=TINY.text_tokens, **settings)
+    return pipe("a dog", max_sequence_length=TINY.max_sequence_length, **settings)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

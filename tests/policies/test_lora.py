@@ -94,7 +94,7 @@ def test_plain_diffusers_stacks_the_files_to_the_same_picture(family, style, tmp
     pipe.load_lora_weights(tmp_path / "mine", adapter_name="mine")
     pipe.set_adapters(["style", "mine"])
     pipe.set_progress_bar_config(disable=True)
-    call = dict(height=16, width=16, num_inference_steps=3, max_sequence_length=TINY.text_tokens, output_type="latent")
+    call = dict(height=16, width=16, num_inference_steps=3, max_sequence_length=TINY.max_sequence_length, output_type="latent")
     guidance = {"guidance_scale": 1.0} if plain is tiny_sd3 else {"guidance_scale": 3.5}
     noise = noise_of(policy)
     expected = pipe([p.text for p in PROMPTS], latents=noise, **call, **guidance).images
@@ -122,7 +122,7 @@ def test_adapters_are_added_and_chosen(family):
     assert torch.equal(velocity(policy), both)
     assert {t.shape[0] for n, t in policy.adapters.tensors().items() if "lora_A" in n} == {2}
     policy.adapters.train("first")
-    assert torch.equal(velocity(policy), first) and policy.adapters.rank == TINY.rank
+    assert torch.equal(velocity(policy), first) and policy.adapters.rank == TINY.lora_rank
     with policy.reference():
         assert torch.equal(velocity(policy), base)
 

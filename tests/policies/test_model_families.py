@@ -43,7 +43,7 @@ class Case:
     def picture(self, pipe, noise, guidance=1.0, texts=TEXTS, **more):
         """The plain pipeline's own images, [sample, 3, 16, 16]."""
         pipe.set_progress_bar_config(disable=True)
-        size = dict(height=16, width=16, num_inference_steps=STEPS, max_sequence_length=TINY.text_tokens)
+        size = dict(height=16, width=16, num_inference_steps=STEPS, max_sequence_length=TINY.max_sequence_length)
         call = {**size, **self.plain, self.scale: guidance, **more}
         return pipe(texts, latents=noise, output_type="pt", **call).images
 
@@ -84,7 +84,7 @@ def test_the_protocol(case):
 
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
 def test_ode_samples_are_those_of_the_plain_pipeline(case, guidance):
-    policy = case.policy(guidance=guidance, negative_prompt="blurry")
+    policy = case.policy(guidance_scale=guidance, negative_prompt="blurry")
     noise = noise_of(policy)
     plain = case.picture(case.make(), noise, guidance, negative_prompt=["blurry"] * 2)
     torch.testing.assert_close(draw(policy, noise), plain, atol=2e-6, rtol=0)
@@ -92,7 +92,7 @@ def test_ode_samples_are_those_of_the_plain_pipeline(case, guidance):
 
 
 def test_guidance_changes_the_picture_and_its_gradient_may_leave_out_the_negative_branch(case):
-    off, on, saving = case.policy(), case.policy(guidance=3.0), case.policy(guidance=3.0, guidance_gradient="prompt")
+    off, on, saving = case.policy(), case.policy(guidance_scale=3.0), case.policy(guidance_scale=3.0, guidance_gradient="prompt")
     noise, time = noise_of(off), torch.full((2,), 600.0)
     velocities, gradients = [], []
     for policy in (off, on, saving):
@@ -109,7 +109,7 @@ def test_guidance_changes_the_picture_and_its_gradient_may_leave_out_the_negativ
 
 
 def test_guidance_is_the_formula_of_two_evaluations(case):
-    policy = case.policy(guidance=2.5, negative_prompt="blurry")
+    policy = case.policy(guidance_scale=2.5, negative_prompt="blurry")
     noise, time = noise_of(policy), torch.full((2,), 600.0)
     guided = policy.velocity(noise, time, policy.encode(PROMPTS))
     with policy.guided(1.0):
@@ -147,7 +147,7 @@ def test_probes(case, probe):
 
 def test_a_saved_lora_is_read_by_plain_diffusers(case, tmp_path):
     """alpha is not the rank, so a reader that forgot the scale would draw another picture."""
-    policy = case.policy(rank=4, alpha=16.0)
+    policy = case.policy(lora_rank=4, lora_alpha=16.0)
     noise = noise_of(policy)
     before = draw(policy, noise)
     train_once(policy)
@@ -158,7 +158,7 @@ def test_a_saved_lora_is_read_by_plain_diffusers(case, tmp_path):
     plain.load_lora_weights(tmp_path / "lora")
     torch.testing.assert_close(case.picture(plain, noise), trained, atol=5e-6, rtol=0)
     assert (trained - before).abs().max() > 1e-3
-    again = case.policy(rank=4, alpha=16.0, adapter=str(tmp_path / "lora"))
+    again = case.policy(lora_rank=4, lora_alpha=16.0, adapter=str(tmp_path / "lora"))
     for name, parameter in policy.trainable().items():
         torch.testing.assert_close(again.trainable()[name], parameter, atol=0, rtol=0)
     torch.testing.assert_close(draw(again, noise), trained, atol=1e-6, rtol=0)
@@ -177,17 +177,17 @@ def test_a_lora_of_plain_diffusers_is_taken_up_with_its_own_alpha(case, tmp_path
     metadata = {"r": 2, "lora_alpha": 6, "target_modules": ["to_k", "to_q"]}
     layers = get_peft_model_state_dict(pipe.transformer)
     type(pipe).save_lora_weights(tmp_path, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
-    policy = case.policy(rank=2, alpha=2.0, targets=("to_q", "to_k"), adapter=str(tmp_path))
+    policy = case.policy(lora_rank=2, lora_alpha=2.0, targets=("to_q", "to_k"), adapter=str(tmp_path))
     noise = noise_of(policy)
     torch.testing.assert_close(draw(policy, noise), case.picture(pipe, noise), atol=5e-6, rtol=0)
     with pytest.raises(CheckpointError, match=r"rank \[2\].*of rank 4"):
-        case.policy(rank=4, targets=("to_q", "to_k"), adapter=str(tmp_path))
+        case.policy(lora_rank=4, targets=("to_q", "to_k"), adapter=str(tmp_path))
     with pytest.raises(CheckpointError, match="does not exist"):
         case.policy(adapter=str(tmp_path / "none"))
 
 
 def test_full_fine_tuning_and_its_reference(case, tmp_path):
-    policy = case.policy(train="full")
+    policy = case.policy(tuning="full")
     noise, time, condition = noise_of(policy), torch.full((2,), 600.0), policy.encode(PROMPTS)
     base = policy.velocity(noise, time, condition).detach()
     train_once(policy, flow_grpo(loss=ClippedLoss(kl_weight=0.1)))
@@ -199,7 +199,7 @@ def test_full_fine_tuning_and_its_reference(case, tmp_path):
     plain = case.make()
     plain.transformer = type(plain.transformer).from_pretrained(tmp_path / "full", subfolder="transformer")
     torch.testing.assert_close(case.picture(plain, noise), draw(policy, noise), atol=2e-6, rtol=0)
-    with pytest.raises(ConfigError, match="keep_reference"), case.policy(train="full", keep_reference=False).reference():
+    with pytest.raises(ConfigError, match="keep_reference"), case.policy(tuning="full", keep_reference=False).reference():
         pass
 
 
@@ -216,7 +216,7 @@ def test_the_reference_is_the_base_model(case):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("train", ["lora", "full"])
 def test_narrow_networks_with_float32_around_them(case, dtype, train):
-    policy, exact = case.policy(dtype=dtype, train=train), case.policy(train="nothing")
+    policy, exact = case.policy(dtype=dtype, tuning=train), case.policy(tuning="nothing")
     noise, time = noise_of(policy), torch.full((2,), 600.0)
     velocity = policy.velocity(noise, time, policy.encode(PROMPTS))
     assert velocity.dtype == torch.float32
@@ -258,7 +258,7 @@ def test_activations_enter_a_narrow_adapter_as_they_are(case, monkeypatch):
 def test_gradient_checkpointing_changes_nothing(case, dtype):
     gradients = []
     for checkpointing in (False, True):
-        policy = case.policy(checkpointing=checkpointing, dtype=dtype)
+        policy = case.policy(gradient_checkpointing=checkpointing, dtype=dtype)
         for parameter in policy.trainable().values():
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(parameter.numel()))
         calls = []
@@ -360,7 +360,7 @@ def test_what_is_wrong_is_said(case, tmp_path):
     with pytest.raises(ConfigError, match="has adapters already"):
         PipelinePolicy(pipe, case.family, TINY)
     with pytest.raises(ConfigError, match="nothing to save"):
-        case.policy(train="nothing").save(tmp_path / "x")
+        case.policy(tuning="nothing").save(tmp_path / "x")
     with pytest.raises(ConfigError, match="pipeline = "):
         PipelinePolicy(case.make(), Flux() if isinstance(case.family, SD3) else SD3(), TINY)
 
@@ -369,13 +369,13 @@ def test_what_is_wrong_is_said(case, tmp_path):
     ("changes", "words"),
     [
         ({"dtype": "int8"}, "float32, bfloat16"),
-        ({"guidance": 0.5}, "guidance = 0.5"),
+        ({"guidance_scale": 0.5}, "guidance = 0.5"),
         ({"guidance_gradient": "none"}, "both, prompt"),
-        ({"train": "some"}, "lora, full, nothing"),
+        ({"tuning": "some"}, "lora, full, nothing"),
         ({"lora_rank": 0}, "rank = 0"),
-        ({"alpha": 0.0}, "alpha"),
-        ({"text_tokens": -1}, "text_tokens"),
-        ({"text_tokens": 513}, "1 to 512"),
+        ({"lora_alpha": 0.0}, "alpha"),
+        ({"max_sequence_length": -1}, "max_sequence_length"),
+        ({"max_sequence_length": 513}, "1 to 512"),
         ({"decode_batch": 0}, "decode_batch"),
     ],
 )

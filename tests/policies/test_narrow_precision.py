@@ -71,12 +71,12 @@ def trainer_of(policy, method):
 def test_train_save_reload_resume(family, dtype, guidance, method, tmp_path):
     """Rollouts with probes, updates with a KL, saving, the same picture from plain diffusers, and a resume to the bit."""
     make, plain, scale = family
-    trainer = trainer_of(filled(make, dtype=dtype, guidance=guidance), method)
+    trainer = trainer_of(filled(make, dtype=dtype, guidance_scale=guidance), method)
     row = trainer.iteration()
     assert row["grad_norm"] > 0 and row["kl"] > 0 and 0 <= row["ratio_deviation"] < (1e-1 if dtype == "bfloat16" else 5e-2)
     state = copy.deepcopy(trainer.state())
     trainer.iteration()
-    again = trainer_of(filled(make, dtype=dtype, guidance=guidance), method)
+    again = trainer_of(filled(make, dtype=dtype, guidance_scale=guidance), method)
     again.restore(state)
     again.iteration()
     assert all(torch.equal(a, b) for a, b in zip(trainer.parameters, again.parameters, strict=True))
@@ -85,7 +85,7 @@ def test_train_save_reload_resume(family, dtype, guidance, method, tmp_path):
     policy.save(tmp_path / "lora")
     pipe = plain()
     pipe.transformer.to(getattr(torch, dtype)).to(torch.float32)
-    call = dict(height=16, width=16, num_inference_steps=STEPS, max_sequence_length=TINY.text_tokens, output_type="pt")
+    call = dict(height=16, width=16, num_inference_steps=STEPS, max_sequence_length=TINY.max_sequence_length, output_type="pt")
     call |= {scale: guidance, "negative_prompt": [""] * 2} | ({} if scale == "guidance_scale" else {"guidance_scale": 3.5})
     pipe.set_progress_bar_config(disable=True)
     base = pipe(TEXTS, latents=noise_of(policy), **call).images
@@ -101,7 +101,7 @@ def test_large_sd3_draws_the_plain_pipelines_pictures(guidance):
     policy = PipelinePolicy(tiny_sd3(large=True), SD3(), replace(TINY, guidance_scale=guidance, negative_prompt="blurry"))
     pipe = tiny_sd3(large=True)
     pipe.set_progress_bar_config(disable=True)
-    call = dict(height=16, width=16, num_inference_steps=STEPS, max_sequence_length=TINY.text_tokens, output_type="pt")
+    call = dict(height=16, width=16, num_inference_steps=STEPS, max_sequence_length=TINY.max_sequence_length, output_type="pt")
     expected = pipe(TEXTS, latents=noise_of(policy), guidance_scale=guidance, negative_prompt=["blurry"] * 2, **call).images
     torch.testing.assert_close(picture(policy), expected, atol=2e-6, rtol=0)
     assert not any("attn2" in name for name in policy.trainable())
@@ -122,7 +122,7 @@ def test_compiled_blocks_compute_the_same(dtype):
     """Sampling, the reference and a gradient under checkpointing, where the blocks run again in the backward pass."""
     found = []
     for backend in ("", "eager"):
-        policy = filled(tiny_flux_policy, dtype=dtype, compile=backend, checkpointing=True)
+        policy = filled(tiny_flux_policy, dtype=dtype, compile=backend, gradient_checkpointing=True)
         condition, told = policy.encode(PROMPTS), torch.full((2,), 600.0)
         with policy.frozen():
             sampled = policy.velocity(noise_of(policy), told, condition)

@@ -15,7 +15,7 @@ from flowrl.types import Prompt
 def grid_of(pipe, **call):
     """The sigmas that the plain pipeline walks along."""
     pipe.set_progress_bar_config(disable=True)
-    pipe("a dog", output_type="latent", guidance_scale=1.0, max_sequence_length=TINY.text_tokens, **call)
+    pipe("a dog", output_type="latent", guidance_scale=1.0, max_sequence_length=TINY.max_sequence_length, **call)
     return pipe.scheduler.sigmas, pipe.scheduler.timesteps
 
 
@@ -43,7 +43,7 @@ def test_t5_may_be_left_out():
     pipe.text_encoder_3 = pipe.tokenizer_3 = None
     policy = PipelinePolicy(pipe, SD3(), TINY)
     rows = policy.prompts.rows(policy.encode([Prompt("a dog")]).tensors["prompt"])
-    assert rows["words"].shape[1] == 40 + TINY.text_tokens and not bool(rows["words"][0, 40:].any())
+    assert rows["words"].shape[1] == 40 + TINY.max_sequence_length and not bool(rows["words"][0, 40:].any())
 
 
 def test_pictures_may_be_oblong_and_sizes_are_checked():

@@ -214,7 +214,7 @@ def test_the_card_calls_each_pipeline_with_the_guidance_of_the_training(tmp_path
 
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     flux = preset("flux.1-dev,tp-grpo,ocr").apply(model=str(tmp_path))
-    assert "guidance" not in _use(flux, "") and 'true_cfg_scale=2.0, negative_prompt=""' in _use(replace(flux, guidance=2.0), "")
+    assert "guidance" not in _use(flux, "") and 'true_cfg_scale=2.0, negative_prompt=""' in _use(flux.replace(guidance_scale=2.0), "")
     sd3 = preset("sd3.5-medium,tp-grpo,ocr").apply(guidance_scale=1.0, max_sequence_length=77)
     assert "guidance_scale=1.0, max_sequence_length=77)" in _use(sd3, sd3.model)
 
