@@ -39,7 +39,12 @@ from torch import Tensor
 
 REFERENCE = "6704dec"
 
-SETTINGS: dict[str, str] = {}
+SETTINGS: dict[str, str] = {
+    "members": "group_size", "steps": "num_steps", "updates": "minibatches", "lr": "learning_rate",
+    "final_lr": "final_learning_rate", "clip": "clip_range", "grad_clip": "max_grad_norm", "ema": "ema_decay",
+    "rank": "lora_rank", "alpha": "lora_alpha", "guidance": "guidance_scale", "text_tokens": "max_sequence_length",
+    "eval_prompts": "eval_samples",
+}  # fmt: skip
 """Settings (options without the dashes, `_` for `-`): the reference's name -> the working tree's."""
 METRICS: dict[str, str] = {}
 """Keys of metrics.jsonl and of the other JSON files: a whole key such as "evaluation/reward", or one of its parts."""
@@ -53,7 +58,6 @@ MEANT: dict[str, str] = {}
 COMPARED = ("metrics.jsonl", "samples.json", "trajectory.json", "summary.json", "*.safetensors")
 SKIPPED_FILES = "untrained-*"  # named after a hash of the settings; before.safetensors of each run has the same content
 SKIPPED_KEYS = re.compile(r"seconds|phases|(^|/)time(/|$)|warnings/\d+/text")
-SHOWN = 20  # files per case whose differences the report shows
 
 
 # --- one side -----------------------------------------------------------------------------------------------------------
@@ -83,7 +87,7 @@ class Side:
     def run(self, case: str, jobs: Sequence[Job]) -> list[str]:
         """Execute the commands of a case; what failed, as lines of text."""
         folder = self.out / case
-        folder.mkdir(parents=True)
+        folder.mkdir()
         places = {job.name: str(folder / job.name) for job in jobs}
         todo = [
             {"out": place, "arguments": job.arguments(place, self.names), "copy": places.get(job.copy, ""), "pause": job.pause}
@@ -94,18 +98,15 @@ class Side:
         statuses = folder / "statuses.json"
         found = json.loads(statuses.read_text()) if statuses.exists() else {}
         wrong = [job.name for job in jobs if found.get(job.name) != (130 if job.pause else 0)]
-        log = (folder / "log.txt").read_text(errors="replace")
-        return [f"{self.name}: {name} failed; its output ends:\n{tail(section(log, name))}" for name in wrong]
+        output = ending(folder / "log.txt", wrong[0]) if wrong else ""
+        return [f"{self.name}: {', '.join(wrong)} failed; the output of {wrong[0]} ends:\n{output}"] if wrong else []
 
 
-def section(log: str, name: str) -> str:
-    """What the job `name` printed; all of the log if the job never began."""
-    return log.partition(f"=== {name}\n")[2].partition("\n=== ")[0] or log
-
-
-def tail(text: str, lines: int = 12) -> str:
-    """The end of a log."""
-    return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
+def ending(log: Path, name: str = "", lines: int = 12) -> str:
+    """The last lines that the job `name` printed; of the whole log if the job never began."""
+    text = log.read_text(errors="replace")
+    own = text.partition(f"=== {name}\n")[2].partition("\n=== ")[0]
+    return "\n".join(f"    {line}" for line in (own or text).splitlines()[-lines:])
 
 
 def execute(root: Path, jobs: Path) -> None:
@@ -141,7 +142,7 @@ def make_inputs(side: Side, inputs: Path) -> None:
     (inputs / "prompts.txt").write_text("a red fox\na red car\na red hat\n")
     side.python("-c", BUILD, str(inputs), log=inputs / "log.txt")
     if not (inputs / "flux" / "model_index.json").exists():
-        raise SystemExit(f"the tiny pipelines could not be built; the log ends:\n{tail((inputs / 'log.txt').read_text())}")
+        raise SystemExit(f"the tiny pipelines could not be built; the log ends:\n{ending(inputs / 'log.txt')}")
 
 
 # --- the comparison -------------------------------------------------------------------------------------------------------
@@ -276,8 +277,8 @@ def largest(values: Sequence[float]) -> str:
     return f"{max(known):.1e}" if known else "-"
 
 
-def print_report(results: Mapping[str, Result]) -> None:
-    """The table, and the first difference in each file."""
+def print_report(results: Mapping[str, Result], shown: int = 20) -> None:
+    """The table, and the first difference in each of `shown` files per case."""
     print(f"\n{'case':<18}{'files':>6}{'numbers':>10}{'differences':>13}{'largest abs':>13}{'largest rel':>13}  verdict")
     for case, result in results.items():
         every = [*result.differences, *result.meant]
@@ -289,12 +290,12 @@ def print_report(results: Mapping[str, Result]) -> None:
             print(f"\n{failure}")
         metrics_first = sorted(result.differences, key=lambda one: "/metrics.jsonl" not in one.key)
         by_file = [(file, list(found)) for file, found in groupby(metrics_first, lambda one: one.key.partition(":")[0])]
-        for file, found in by_file[:SHOWN]:
+        for file, found in by_file[:shown]:
             one, key = found[0], found[0].key.partition(":")[2]
             size = "" if math.isnan(one.absolute) else f" (abs {one.absolute:.1e}, rel {one.relative:.1e})"
             print(f"{file}: {f'{len(found)} keys, first {key}: ' if key else ''}{one.text}{size}")
-        if len(by_file) > SHOWN:
-            print(f"... and {len(by_file) - SHOWN} files more")
+        if len(by_file) > shown:
+            print(f"... and {len(by_file) - shown} files more")
     meant = [one.key for result in results.values() for one in result.meant]
     for pattern, why in MEANT.items():
         print(f"\nmeant: {pattern} ({len(fnmatch.filter(meant, pattern))} keys): {why}")
@@ -327,12 +328,11 @@ def main() -> int:
     results: dict[str, Result] = {}
     with tempfile.TemporaryDirectory(prefix="golden-") as scratch:
         work = (options.keep or Path(scratch) / "runs").resolve()
-        work.mkdir(parents=True)
         inputs = work / "inputs"
         with checked_out(root, options.reference, Path(scratch) / "reference") as reference:
             sides = [Side("reference", reference, work / "reference", {}), Side("working tree", root, work / "current", SETTINGS)]
             for folder in (inputs, *(side.out for side in sides)):
-                folder.mkdir()
+                folder.mkdir(parents=True)
             if "sd3" in options.cases:
                 make_inputs(sides[0], inputs)
             for case in options.cases:
