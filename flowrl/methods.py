@@ -155,7 +155,7 @@ def _tried(rule: CreditAssigner, table: torch.Tensor, schedule: Schedule) -> tor
     return rule.assign(table, schedule)
 
 
-def make_method(
+def named_method(
     name: str,
     sampler: Sampler | RandomSampler | None = None,
     loss: PolicyLoss | None = None,

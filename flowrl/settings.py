@@ -8,7 +8,7 @@ names of all fields are unique across groups, so that a setting can be given by 
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin
@@ -168,6 +168,8 @@ def read_settings(path: Path, kind: type) -> SettingsFile:
     """
     root, node = load_document(path)
     reader = _Reader(path, kind, node)
+    if root is None:
+        raise reader.error((), "the file is empty; write groups of settings, as in 'rollout: {groups: 4}'")
     if not isinstance(root, dict):
         raise reader.error((), f"a file of settings holds groups of them, as in 'rollout: {{groups: 4}}', not {root!r:.60}")
     if not set(root) & set(SECTIONS):
@@ -278,22 +280,31 @@ class _Reader:
             home = owners(self.kind).get(name)
             hint = f"{name} belongs below '{home}:'" if home else unknown(name, known)
             raise self.error([*place, name], hint)
-        value = tuple(value) if isinstance(value, list) else value
+        kind, node = known[name].annotation, self._entry([*place, name])[1]
+        if kind is str and isinstance(node, yaml.ScalarNode) and not isinstance(value, str):
+            value = node.value if value is not None else ""  # 0:9 and 12 are texts for a setting that is one
+        if get_origin(kind) is tuple:
+            value = tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
         problem = problem_with(group, name, value)
         if problem:
             raise self.error([*place, name], problem)
         return {name: value}
 
-    def error(self, place: Any, message: str) -> ConfigError:
-        """`message` with the file and, where it is known, the line of the entry at `place`."""
-        if self.path is None:
-            return ConfigError(f"config: {message}")
+    def _entry(self, place: Sequence[str]) -> tuple[int | None, yaml.Node | None]:
+        """The line and the node of the entry at `place`, or of the last group on the way to it."""
         line, node = None, self.node
         for key in place:
             entry = next((pair for pair in getattr(node, "value", ()) if getattr(pair[0], "value", None) == str(key)), None)
             if entry is None:
                 break
             line, node = entry[0].start_mark.line + 1, entry[1]
+        return line, node
+
+    def error(self, place: Sequence[str], message: str) -> ConfigError:
+        """`message` with the file and, where it is known, the line of the entry at `place`."""
+        if self.path is None:
+            return ConfigError(f"config: {message}")
+        line = self._entry(place)[0]
         if self.node is None and place:
             lines = self.path.read_text(encoding="utf-8").splitlines()
             line = next((number for number, text in enumerate(lines, start=1) if f'"{place[-1]}"' in text), None)

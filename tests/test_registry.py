@@ -87,7 +87,7 @@ assert main(["train", "--world", "mixture", "--credit", "broken"]) == 2
     assert "last-step  [sample-plugin]: All credit to the last step." in done.stdout
     assert "scale=1.0" in done.stdout
     assert "its plug-in sample-plugin (sample_plugin:Missing) cannot be loaded" in done.stderr
-    assert json.loads((out / "config.json").read_text())["method"] == "last-step(scale=0.5)"
+    assert json.loads((out / "config.json").read_text())["algorithm"]["method"] == "last-step(scale=0.5)"
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["iteration"] == 2
     assert rows[0]["evaluation"]["reward"] != rows[0]["evaluation"]["soft"]
@@ -101,7 +101,9 @@ def test_options_reach_the_part() -> None:
     assert build("credit", " uniform ( std = batch ) ").std == "batch"
     assert build("sampler", "cps", noise_level=0.3) == CPS(0.3)
     assert build("sampler", "flow-sde(noise_level=0.5)", noise_level=0.3) == FlowSDE(0.5)
-    assert build("loss", "clipped(kl=without_delta)", clip=1e-5, kl_weight=0.1) == ClippedLoss(1e-5, 0.1, kl="without_delta")
+    assert build("loss", "clipped(kl=without_delta)", clip_range=1e-5, kl_weight=0.1) == ClippedLoss(
+        1e-5, 0.1, kl="without_delta"
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_options_reach_the_part() -> None:
         ("credit", "uniform(std=neither)", "Uniform.std"),
         ("credit", "none.py:Rule", "the file none.py does not exist"),
         ("credit", "stepwise-gain(probe=all)", "none, tweedie, substeps:N, completion or continuation:N"),
-        ("loss", "clipped(clip=2)", "ClippedLoss.clip"),
+        ("loss", "clipped(clip_range=2)", "ClippedLoss.clip_range"),
         ("sampler", "euler", "unknown sampler 'euler'"),
         ("reward", "pretty", "unknown reward 'pretty'"),
     ],
@@ -155,10 +157,11 @@ def test_probes_by_word() -> None:
 
 def test_the_list_of_parts_names_options_of_train(capsys):
     from flowrl.cli import main
+    from flowrl.settings import owners
     from flowrl.training.config import RunConfig
 
     assert main(["parts"]) == 0
     named = re.findall(r"^\S+ \(--([\w-]+)\)$", capsys.readouterr().out, flags=re.MULTILINE)
     assert len(named) == len(KINDS)
     for option in named:
-        assert option.replace("-", "_") in RunConfig.__dataclass_fields__
+        assert option.replace("-", "_") in owners(RunConfig)

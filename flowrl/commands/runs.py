@@ -16,7 +16,6 @@ import tyro
 
 from flowrl.commands.settings import base_of, changes, options_class, options_with, typed_command
 from flowrl.errors import require
-from flowrl.training.build import make_method, make_world
 from flowrl.training.config import RunConfig, load_config, preset
 
 if TYPE_CHECKING:
@@ -209,14 +208,14 @@ class Train:
         from flowrl.commands.progress import train_line
         from flowrl.distributed import Team
         from flowrl.policies.devices import device_of
-        from flowrl.training.heldout import make_beside
+        from flowrl.training.build import check
         from flowrl.training.plan import memory_text, plan, plan_text
         from flowrl.training.run import Run
 
         require(not self.start or self.resume is not None, "from", self.start, "given with --resume DIR only")
         out = self.resume or self.out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
         config = self.configuration()
-        make_method(config)
+        check(config)
         require(
             self.plan or self.processes is None,
             "processes",
@@ -229,7 +228,6 @@ class Train:
             return 0
         device_of(config.policy.device)
         require(not out.is_file(), "out", str(out), "a folder that may be new; this is a file")
-        make_beside(config, make_world(config))
         if config.policy.device == "cpu":
             torch.set_num_threads(1)
         with Team.join(config.policy.device) as team, asked_to_stop() as asked:

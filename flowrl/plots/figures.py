@@ -45,7 +45,7 @@ def curves(comparison: Comparison, score: str = "reward") -> Figure:
         axes.set_xlabel(label)
         if x == "nfe_total":
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    form = comparison.config["run"]["reward_form"]
+    form = comparison.config["run"]["environment"]["reward_form"]
     panels[0].set_ylabel(f"held-out reward ({form})" if score == "reward" else "held-out strict success")
     panels[1].set_title("dashed: the baseline's final value", fontsize=9, color="#555b66")
     return figure

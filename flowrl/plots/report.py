@@ -137,7 +137,8 @@ def _papers(methods: list[str]) -> str:
 
 
 def _page(comparison: Comparison, summaries: list[MethodSummary], pictures: dict[str, bytes]) -> str:
-    config, run = comparison.config, comparison.config["run"]
+    config = comparison.config
+    run = {name: value for group in config["run"].values() if isinstance(group, dict) for name, value in group.items()}
     unfinished = sum(not r.finished for r in comparison.runs) + (
         len(config["methods"]) * len(config["seeds"]) - len(comparison.runs)
     )

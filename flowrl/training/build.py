@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 from flowrl.distributed import Team
 from flowrl.errors import CheckpointError, require
 from flowrl.flow.time import uniform_schedule
-from flowrl.methods import Method, make_sampler, try_credit
-from flowrl.methods import make_method as named_method
+from flowrl.methods import Method, make_sampler, named_method, try_credit
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.protocols import FlowPolicy, PolicyLoss, RandomSampler, RewardModel
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.samplers import transition_stds
 from flowrl.training.config import RunConfig, load_config
+from flowrl.training.heldout import make_beside
 from flowrl.training.trainer import Trainer
 from flowrl.types import Schedule
 from flowrl.worlds.base import PolicyOptions, World, world
@@ -72,6 +72,13 @@ def make_policy(config: RunConfig, device: str = "") -> FlowPolicy:
     """The untrained policy, on `device` or the run's own."""
     options = policy_options(config)
     return make_world(config).policy(replace(options, device=device) if device else options)
+
+
+def check(config: RunConfig) -> None:
+    """Raise what is wrong with the world, the method and the held-out rewards of `config`; builds no network."""
+    world = make_world(config)
+    make_method(config)
+    make_beside(config, world)
 
 
 def make_trainer(config: RunConfig, team: Team = Team()) -> Trainer:

@@ -17,9 +17,8 @@ from typing import Any
 from flowrl.errors import ConfigError, FlowrlError, require
 from flowrl.io import write_json
 from flowrl.settings import load_document
-from flowrl.training.build import make_method, make_world
+from flowrl.training.build import check, make_method
 from flowrl.training.config import RunConfig
-from flowrl.training.heldout import make_beside
 from flowrl.training.results import run_folder
 from flowrl.training.run import Run
 from flowrl.types import NoProbe
@@ -57,8 +56,7 @@ class CompareConfig:
         for seed in self.seeds:
             for name, credit in specs:
                 config = self.run.replace(method=name, credit=credit, seed=seed, **self.method_settings.get(name, {}))
-                make_method(config)
-                make_beside(config, make_world(config))
+                check(config)
                 result[run_folder(name, seed)] = config
         return result
 

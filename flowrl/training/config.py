@@ -115,6 +115,11 @@ class OptimConfig:
     loss_scale: Annotated[float, Ge(0)] = 65536.0
     """Initial loss scale when `dtype` is float16, adapted during training; 0 = none."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> "OptimConfig":
+        require(self.loss_scale == 0 or self.loss_scale >= 1, "loss_scale", self.loss_scale, "1 or more, or 0 for none")
+        return self
+
 
 @settings_group
 class PolicyConfig:

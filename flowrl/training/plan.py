@@ -157,8 +157,8 @@ def plan_text(found: Plan, config: RunConfig) -> str:
         f"  update             {p.pairs:,} pairs{kl} = {p.train_nfe:,} network evaluations, {p.pairs:,} of them with gradients",
         f"  network in all     ({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
         f"  reward             {p.reward_calls:,} images scored ({p.reward_calls / p.trajectories:.1f} a trajectory)",
-        f"  every {evaluation.eval_every} iterations: evaluation of {evaluation.eval_samples} samples, {p.evaluation_nfe:,} network "
-        f"evaluations{guidance}",
+        f"  every {evaluation.eval_every} iterations: evaluation of {evaluation.eval_samples} samples, {p.evaluation_nfe:,} "
+        f"network evaluations{guidance}",
         f"  in all             {config.iterations * p.updates:,} optimiser steps, "
         f"{config.iterations * p.trajectories:,} trajectories, {config.iterations * p.passes:,} forward passes, no evaluations",
     ]

@@ -102,7 +102,7 @@ class Run:
     def _train(self, trainer: Trainer, world: World, rows: list[dict[str, Any]], journal: Journal) -> Evaluation | None:
         """Iterations to the end or to a pause; the evaluation of the last one if it had one."""
         latest: Evaluation | None = None
-        limits = Limits(getattr(trainer.method.loss, "clip", None), self.config.rollout.groups)
+        limits = Limits(getattr(trainer.method.loss, "clip_range", None), self.config.rollout.groups)
         found = memory_notices(trainer) if trainer.policy.device.type == "cuda" and trainer.done < self.config.iterations else []
         self._warn(found)
         while trainer.done < self.config.iterations:

@@ -23,7 +23,7 @@ def model_world(model: str, prompt_file: str, heldout_file: str, reward: str, op
     """
     require(
         bool(prompt_file),
-        "prompt_file",
+        "prompts",
         prompt_file,
         "a text file with a prompt a line, or a dataset (--prompts FILE or hf:NAME)",
     )

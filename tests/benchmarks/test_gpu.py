@@ -180,5 +180,5 @@ def test_every_optimisation_is_switched_once():
     assert {key for change in changes.values() for key in change} >= {
         "checkpointing", "compile", "micro_batch", "max_batch", "decode_batch", "decode_dtype", "dtype", "guidance", "kl_weight",
     }  # fmt: skip
-    other = gpu_cases.variants(replace(base, gradient_checkpointing=False, compile="inductor"), "inductor")
+    other = gpu_cases.variants(replace(base, checkpointing=False, compile="inductor"), "inductor")
     assert other["checkpointing on"] == {"checkpointing": True} and other["compile off"] == {"compile": ""}

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from flowrl.cli import main
+import flowrl
+from flowrl.cli import COMMANDS, main, plugins
 from flowrl.plots.report import write_report
 from flowrl.training.results import RunRecord, load_comparison, mean_curve, reaches, spread, summarise
 
@@ -100,7 +101,7 @@ def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
         (["compare", "--task", "poetry"], "compositional, text, preference"),
         (["compare", "--world", "mars"], "shapes, mixture"),
         (["compare", "--num-steps", "-3"], "steps = -3"),
-        (["compare", "--group-size", "1"], "group of one"),
+        (["compare", "--group-size", "1"], "group_size = 1 is not allowed: a whole number, 2 or more"),
         (["compare", "--noise-level", "0"], "log-probabilities"),
         (["compare", "--preset", "huge"], "default, long, tiny"),
         (["compare", "--credit", "none.py:Rule"], "none.py does not exist"),
@@ -115,7 +116,7 @@ def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
         (["train", "--processes", "2"], "given with --plan only"),
         (["train", "--world", "mixture", "--task", "direction", "--device", "gpu"], "device = 'gpu' is not allowed: cpu, cuda"),
         (["train", "--device", "cuda:99"], "device = 'cuda:99' is not allowed"),
-        (["train", "--learning-rate", "inf"], "lr = inf"),
+        (["train", "--learning-rate", "inf"], "learning_rate = inf is not allowed: a number above 0"),
         (["train", "--weight-decay", "-1"], "weight_decay = -1.0"),
         (["sample", "--prompts", "a green dog"], "unknown word 'a'"),
         (["sample", "--weights", "nowhere"], "must be the folder of a finished run"),
@@ -151,11 +152,31 @@ def test_a_broken_rule_is_refused_before_anything_is_written(body, words, tmp_pa
 
 
 def test_help_is_there_for_everything(capsys):
-    for arguments in (["--help"], ["compare", "--help"], ["train", "--help"], ["pretrain", "--help"], ["sample", "--help"]):
+    for name in [*COMMANDS, *plugins()]:
         with pytest.raises(SystemExit) as stop:
-            main(arguments)
+            main([name, "--help"])
         assert stop.value.code == 0
-        assert "flowrl" in capsys.readouterr().out
+        assert f"flowrl {name}" in capsys.readouterr().out
+    for arguments in ([], ["--help"], ["-h"]):
+        assert main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert all(name in shown for name in [*COMMANDS, "bench", "serve-reward"])
+
+
+def test_version_and_environment(capsys):
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"flowrl {flowrl.__version__}\n"
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("torch", "Python", "CPU cores", "CUDA"))
+    assert main(["trian"]) == 2 and "did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_the_help_shows_the_defaults_of_the_chosen_world(capsys):
+    for arguments, default in (([], "0.004"), (["--world", "mixture"], "0.02"), (["--preset", "long"], "0.003")):
+        with pytest.raises(SystemExit):
+            main(["train", *arguments, "--help"])
+        text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert f"--learning-rate FLOAT Initial learning rate. (default: {default})" in text
 
 
 def record(method, seed, rewards, seconds=2.0, finished=True):
@@ -220,7 +241,7 @@ def test_curves_can_be_drawn_whatever_the_values(rewards, methods):
     from flowrl.training.results import Comparison
 
     names = [f"rule {i}" for i in range(methods)]
-    config = {"methods": names, "seeds": [0], "run": {"reward_form": "soft"}}
+    config = {"methods": names, "seeds": [0], "run": {"environment": {"reward_form": "soft"}}}
     comparison = Comparison(Path("."), config, tuple(record(name, 0, rewards) for name in names))
     for figure in (curves(comparison), curves(comparison, "strict"), phases(comparison)):
         figure.savefig(os.devnull, format="png", dpi=50)
@@ -232,20 +253,21 @@ def test_curves_can_be_drawn_whatever_the_values(rewards, methods):
 def test_what_is_on_or_off_needs_no_word():
     import tyro
 
-    from flowrl.commands.settings import TrainSettings, changes
+    from flowrl.commands.runs import TrainOptions
+    from flowrl.commands.settings import changes, options_with
+    from flowrl.training.config import RunConfig
 
-    for words, expected in (
-        (["--compile", "--learning-rate", "1"], {"compile": True, "learning_rate": 1.0}),
-        (["--offload", "False"], {"offload": False}),
-        (
-            ["--heldout-rewards", "soft", "--gradient-checkpointing", "true"],
-            {"gradient_checkpointing": True, "heldout_rewards": ("soft",)},
-        ),
-        ([], {}),
-    ):
-        assert changes(tyro.cli(TrainSettings, args=words)) == expected
+    def given(words, base=RunConfig()):
+        start = options_with(TrainOptions, base)
+        return changes(tyro.cli(TrainOptions, args=words, default=start, config=(tyro.conf.OmitArgPrefixes,)), base)
+
+    assert given(["--compile", "--learning-rate", "1"]) == {"compile": True, "learning_rate": 1.0}
+    assert given(["--no-offload"], RunConfig.of(offload=True)) == {"offload": False}
+    found = given(["--heldout-rewards", "soft", "--gradient-checkpointing"])
+    assert found == {"gradient_checkpointing": True, "heldout_rewards": ("soft",)}
+    assert given([]) == {} and given(["--seed", "0"]) == {}
     with pytest.raises(SystemExit):
-        tyro.cli(TrainSettings, args=["--compile", "perhaps"])
+        given(["--compile", "perhaps"])
 
 
 def test_a_file_in_the_place_of_the_runs_folder(tmp_path, capsys):

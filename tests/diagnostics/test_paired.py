@@ -185,7 +185,7 @@ def test_pictures_do_not_depend_on_batches():
         (["--weights", "w", "--limit", "-1"], "limit = -1"),
         (
             ["--weights", ".", "--model", "m", "--prompts", "text[0:2]", "--reward", "ocr", "--guidance-scale", "0"],
-            "guidance = 0.0",
+            "guidance_scale = 0.0",
         ),
         (["--weights", ".", "--model", "m", "--prompts", "text[0:2]", "--reward", "ocr", "--resolution", "0"], "height = 0"),
     ],

@@ -14,6 +14,7 @@ from flowrl.rewards import FunctionReward
 from flowrl.rollout import Usage, integrate
 from flowrl.samplers import AllButLast, FlowSDE
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
+from flowrl.training.build import model_options
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
@@ -154,7 +155,7 @@ def test_what_is_wrong_is_said(family, style, tmp_path):
         make(replace(TINY, frozen_adapters=(f"a b={style[0]}",)))
     with pytest.raises(CheckpointError, match="none does not exist"):
         make(replace(TINY, frozen_adapters=(str(tmp_path / "none"),)))
-    with pytest.raises(ConfigError, match="left out unless train is lora"):
+    with pytest.raises(ConfigError, match="left out unless tuning is lora"):
         replace(TINY, tuning="full", frozen_adapters=("x",))
     with pytest.raises(ConfigError, match="adapter_name"):
         replace(TINY, adapter_name="a.b")
@@ -170,10 +171,10 @@ def test_settings_of_a_run_reach_the_model(tmp_path):
     (tmp_path / "prompts.txt").write_text("a dog\n")
     files = {"model": "somewhere", "prompts": str(tmp_path / "prompts.txt"), "reward": "jpeg-compressibility"}
     changes = {"frozen_adapters": "style=a,b", "decode_batch": 3, "decode_dtype": "bfloat16", "compile": True}
-    options = preset("default").apply(**files, **changes).model_options()
+    options = model_options(preset("default").apply(**files, **changes))
     assert options.frozen_adapters == ("style=a", "b") and options.compile == "inductor"
     assert (options.decode_batch, options.decode_dtype) == (3, "bfloat16")
-    usual = preset("default").apply(**files).model_options()
+    usual = model_options(preset("default").apply(**files))
     assert (usual.frozen_adapters, usual.compile, usual.decode_batch, usual.decode_dtype) == ((), "", 8, "float32")
     with pytest.raises(ConfigError, match="decode_dtype"):
         preset("default").apply(**files, decode_dtype="int8")

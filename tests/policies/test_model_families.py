@@ -369,7 +369,7 @@ def test_what_is_wrong_is_said(case, tmp_path):
     ("changes", "words"),
     [
         ({"dtype": "int8"}, "float32, bfloat16"),
-        ({"guidance_scale": 0.5}, "guidance = 0.5"),
+        ({"guidance_scale": 0.5}, "guidance_scale = 0.5"),
         ({"guidance_gradient": "none"}, "both, prompt"),
         ({"tuning": "some"}, "lora, full, nothing"),
         ({"lora_rank": 0}, "rank = 0"),

@@ -10,6 +10,7 @@ from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.prompts import load_prompts, read_prompts, request_of, tables
 from flowrl.testing.tiny import tiny_clip
+from flowrl.training.build import make_world
 from flowrl.training.config import preset
 
 ROWS = {"prompt": ["a fox", "a car", "", "a fox", None], "seed": [1, 2, 3, 1, 5], "tags": [["x"], [], [], ["x"], []]}
@@ -128,12 +129,12 @@ def test_training_and_checking_by_the_command_line(datasets, tmp_path, capsys):
     assert main(["prompts", "check", "--file", spec]) == 0
     assert f"{spec}: 2 prompts" in capsys.readouterr().out
     options = {
-        "model": tmp_path / "model", "prompts": spec, "groups": 2, "out": tmp_path / "run", "heldout-file": spec,
-        "reward": f"clipscore(model='{clip}')", "resolution": 16, "text-tokens": 24, "device": "cpu", "dtype": "float32",
-        "rank": 2, "alpha": 8, "preset": "tiny", "iterations": 1,
+        "model": tmp_path / "model", "prompts": spec, "groups": 2, "out": tmp_path / "run", "heldout-prompts": spec,
+        "reward": f"clipscore(model='{clip}')", "resolution": 16, "max-sequence-length": 24, "device": "cpu", "dtype": "float32",
+        "lora-rank": 2, "lora-alpha": 8, "preset": "tiny", "iterations": 1,
     }  # fmt: skip
     assert main(["train", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]) == 0
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["prompt_file"] == spec
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["environment"]["prompts"] == spec
     assert set(json.loads((tmp_path / "run" / "samples.json").read_text())["prompts"]) == {"a fox", "a car"}
 
 
@@ -150,7 +151,7 @@ def test_without_the_package_there_is_one_clear_error(tmp_path, monkeypatch):
     tables._rows.cache_clear()
     for spec in ("hf:user/prompts", "hf:user/prompts:test:text"):
         with pytest.raises(ConfigError, match=r"needs the package datasets; install it with: pip install -e '\.\[datasets\]'"):
-            preset("tiny").apply(model="any", prompts=spec, reward="ocr")
+            make_world(preset("tiny").apply(model="any", prompts=spec, reward="ocr"))
     (tmp_path / "p.txt").write_text("a fox\n")
     assert len(load_prompts(tmp_path / "p.txt").prompts) == 1
 

@@ -70,7 +70,8 @@ def test_train_with_two_rewards(tmp_path, capsys):
     options = {
         "model": tmp_path / "model", "prompts": tmp_path / "prompts.jsonl", "groups": 2, "out": tmp_path / "run",
         "reward": f"weighted-sum(models={models}, weights={{'clip': 2.0}})",
-        "resolution": 16, "text-tokens": 24, "device": "cpu", "dtype": "float32", "rank": 2, "alpha": 8, "preset": "tiny",
+        "resolution": 16, "max-sequence-length": 24, "device": "cpu", "dtype": "float32", "lora-rank": 2, "lora-alpha": 8,
+        "preset": "tiny",
     }  # fmt: skip
     assert main(["train", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]) == 0
     capsys.readouterr()
@@ -78,4 +79,4 @@ def test_train_with_two_rewards(tmp_path, capsys):
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     parts = rows[1]["parts"]
     assert rows[1]["reward_mean"] == pytest.approx(parts["size"] + 2 * parts["clip"], abs=1e-5) and rows[1]["invalid"] == 0
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["reward"].startswith("weighted-sum")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["environment"]["reward"].startswith("weighted-sum")

@@ -348,6 +348,7 @@ from pathlib import Path
 import torch
 
 from flowrl.training.checkpoint import Checkpoints
+from flowrl.training.build import make_world, policy_options
 from flowrl.training.config import RunConfig
 from flowrl.training.results import load_run
 from flowrl.training.run import Run

@@ -27,7 +27,7 @@ from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
 
-SETTINGS = dict(members=4, updates=2, micro_batch=7, iterations=2, kl_weight=0.1, window="random:2", lr=3e-4)
+SETTINGS = dict(group_size=4, minibatches=2, micro_batch=7, iterations=2, kl_weight=0.1, window="random:2", learning_rate=3e-4)
 MIXTURE = preset("tiny").apply(world="mixture", task="direction", groups=3, **SETTINGS)
 CASES = {
     "uniform": MIXTURE.replace(method="flow-grpo"),
@@ -86,7 +86,7 @@ def compared(team):
     for name in ("flow-grpo", "tp-grpo"):
         # Adam divides by the gradient's size: where that is near its epsilon of 1e-8, rounding errors of 1e-10 in the gradient
         # are 1% of the step, so the learning rate bounds how close weights can be
-        config = preset("tiny").apply(method=name, groups=3, **{**SETTINGS, "lr": 1e-4})
+        config = preset("tiny").apply(method=name, groups=3, **{**SETTINGS, "learning_rate": 1e-4})
         alone, together = trained(pipeline_trainer, config, Team()), trained(pipeline_trainer, config, team)
         # a group's rewards differ by hundredths here, so advantages have a hundred times the rewards' rounding errors
         sizes = [[row.pop("abs_advantage") for row in rows] for rows, _ in (alone, together)]
@@ -110,7 +110,7 @@ def divided(team):
 
     team = replace(team, sharded=True)
     found = {}
-    config = preset("tiny").apply(method="tp-grpo", **{**SETTINGS, "lr": 1e-4, "prompts": 1})
+    config = preset("tiny").apply(method="tp-grpo", **{**SETTINGS, "learning_rate": 1e-4, "groups": 1})
     for train in ("lora", "full"):
 
         def make(config, team, train=train):
@@ -133,7 +133,7 @@ def divided(team):
         found[f"{train} resumed"] = largest_difference(*rows)
         with trainer.averaged(), tempfile.TemporaryDirectory() as folder:
             trainer.policy.save(Path(folder) / "saved")
-            options = TINY.replace(adapter=f"{folder}/saved") if train == "lora" else TINY
+            options = replace(TINY, adapter=f"{folder}/saved") if train == "lora" else TINY
             plain = tiny_sd3_policy(options)
             if train == "full":
                 plain.transformer = type(plain.transformer).from_pretrained(f"{folder}/saved/transformer")

@@ -174,9 +174,9 @@ def test_what_does_not_exist_or_fit_is_refused_before_the_run(changes, told, tmp
 
 
 def test_settings_are_checked_and_kept():
-    with pytest.raises(ConfigError, match="each once"):
+    with pytest.raises(ConfigError, match="each reward once"):
         RunConfig.of(heldout_rewards=("clarity", "clarity"))
-    with pytest.raises(ConfigError, match="diversity_members = 1"):
+    with pytest.raises(ConfigError, match="diversity_samples = 1"):
         RunConfig.of(diversity_samples=1)
     config = RunConfig.of(heldout_rewards=("clarity", "ocr"), diversity="pixels")
     assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config and hash(config)
@@ -289,8 +289,9 @@ def test_train_a_model_with_them(tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("a fox\na car\n")
     options = {
         "model": tmp_path / "model", "prompts": tmp_path / "prompts.txt", "groups": 2, "out": tmp_path / "run",
-        "reward": "jpeg-compressibility", "diversity": f"clip(model='{clip}')", "diversity-members": 2,
-        "resolution": 16, "text-tokens": 24, "device": "cpu", "dtype": "float32", "rank": 2, "alpha": 8, "preset": "tiny",
+        "reward": "jpeg-compressibility", "diversity": f"clip(model='{clip}')", "diversity-samples": 2,
+        "resolution": 16, "max-sequence-length": 24, "device": "cpu", "dtype": "float32", "lora-rank": 2, "lora-alpha": 8,
+        "preset": "tiny",
     }  # fmt: skip
     words = ["train", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
     assert main([*words, "--heldout-rewards", f"clipscore(model='{clip}')", "jpeg-incompressibility"]) == 0

@@ -15,6 +15,7 @@ from flowrl.cli import main
 from flowrl.commands.progress import warning_text
 from flowrl.errors import TrainingError
 from flowrl.losses import ClippedLoss
+from flowrl.training import build
 from flowrl.training.build import make_method, make_reward, make_world, policy_options, trial_schedule
 from flowrl.training.config import preset
 from flowrl.training.monitors import (
@@ -334,7 +335,7 @@ def test_a_network_that_breaks_in_the_update_is_named_with_step_and_prompt(tmp_p
     assert str(tmp_path / "failure") in str(saved)
     values = json.loads((tmp_path / "failure" / "failure.json").read_text())
     assert (values["term"], values["denoising_steps"], values["iteration"]) == ("velocity of the network", [2], 1)
-    assert len(values["prompts"]) == TINY.prompts and all(pair["step"] == 2 for pair in values["pairs"])
+    assert len(values["prompts"]) == TINY.rollout.groups and all(pair["step"] == 2 for pair in values["pairs"])
     tensors = load_file(tmp_path / "failure" / "failure.safetensors")
     assert tensors["rewards"].shape == (2, 3, 5) and tensors["advantages"].shape == (2, 3, 4)
     pair = values["pairs"][0]
@@ -347,7 +348,7 @@ class InfiniteGradient:
     """A finite loss whose gradient is not, at the step with the larger noise."""
 
     above: float
-    clip: float = 0.1
+    clip_range: float = 0.1
     needs_reference: bool = False
 
     def loss(self, batch):
@@ -372,7 +373,7 @@ def test_a_gradient_that_is_not_finite_names_step_and_parameter(tmp_path):
 def test_a_run_that_breaks_leaves_a_dump_and_can_be_resumed(tmp_path, monkeypatch):
     config = TINY.replace(checkpoint_every=1)
     Run(config, tmp_path / "whole").execute()
-    make = type(config).make_loss
+    make = build.make_loss
 
     @dataclass(frozen=True)
     class BreaksLater(ClippedLoss):
@@ -381,7 +382,7 @@ def test_a_run_that_breaks_leaves_a_dump_and_can_be_resumed(tmp_path, monkeypatc
             return replace(found, loss=found.loss * math.nan) if batch.new.mean.requires_grad and len(told) > 2 else found
 
     told = []
-    monkeypatch.setattr(type(config), "make_loss", lambda self: BreaksLater(clip=self.clip))
+    monkeypatch.setattr(build, "make_loss", lambda config: BreaksLater(clip_range=config.algorithm.clip_range))
 
     def report(state):
         if "iteration" in state:
@@ -390,7 +391,7 @@ def test_a_run_that_breaks_leaves_a_dump_and_can_be_resumed(tmp_path, monkeypatc
     with pytest.raises(NonFiniteError, match=r"iteration 3: the loss is nan.*are in .*failure"):
         Run(config, tmp_path / "run", report).execute()
     assert json.loads((tmp_path / "run" / "failure" / "failure.json").read_text())["term"] == "loss"
-    monkeypatch.setattr(type(config), "make_loss", make)
+    monkeypatch.setattr(build, "make_loss", make)
     assert Run(config, tmp_path / "run").execute(resume=True)
     first, second = ((tmp_path / name / "weights.safetensors").read_bytes() for name in ("whole", "run"))
     assert first == second

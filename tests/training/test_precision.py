@@ -188,7 +188,7 @@ def test_settings_are_checked():
         RunConfig.of(overlap_rewards=True)
     with pytest.raises(ConfigError, match="chunk"):
         RunConfig.of(chunk=-1)
-    with pytest.raises(ConfigError, match="optimiser"):
+    with pytest.raises(ConfigError, match="optimizer"):
         RunConfig.of(optimizer="sgd")
     with pytest.raises(ConfigError, match="loss_scale"):
         RunConfig.of(loss_scale=0.1)

@@ -4,15 +4,15 @@ import json
 
 import pytest
 import yaml
-from flowrl.training.settings_file import read_settings, settings_text
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
-from flowrl.methods import make_method
+from flowrl.methods import named_method
 from flowrl.prompts import prompts_from
+from flowrl.settings import grouped, read_settings, settings_text
 from flowrl.testing.tiny import tiny_clip, tiny_detector, tiny_flux, tiny_sd3
 from flowrl.training.build import make_world, trial_schedule
-from flowrl.training.config import RunConfig, load_config, preset, setting_kinds
+from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.presets import combinations, shipped
 from flowrl.training.results import load_run
 from flowrl.training.showcase import show_trajectory
@@ -20,8 +20,8 @@ from flowrl.training.showcase import show_trajectory
 FLOW, STEPWISE, TURNING = "flow-grpo", "stepwise-flow-grpo", "tp-grpo"
 SD3, FLUX = "sd3.5-medium", "flux.1-dev"
 EVERYWHERE = {
-    "resolution": 512, "lora_rank": 32, "lora_alpha": 64.0, "tuning": "lora", "learning_rate": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0,
-    "group_size": 24, "minibatches": 2,
+    "resolution": 512, "lora_rank": 32, "lora_alpha": 64.0, "tuning": "lora", "group_size": 24, "minibatches": 2,
+    "learning_rate": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0,
 }  # fmt: skip
 """The same in all three papers (Stepwise-Flow-GRPO builds on Flow-GRPO's code)."""
 MODELS = {
@@ -54,7 +54,7 @@ def test_values_are_the_papers(name):
     for names, values in CROSSED.items():
         if set(names) <= {model, method, task}:
             expected |= values
-    assert {key: getattr(config, key) for key in expected} == expected
+    assert {key: config.flat()[key] for key in expected} == expected
     assert config.environment.reward.startswith(REWARDS[task]) and config.algorithm.method == method
     assert config.optim.ema_decay == pytest.approx(0.9 ** (1 / 8), abs=2e-4)
     trained = {(SD3, FLOW): 9, (SD3, STEPWISE): 10, (SD3, TURNING): 9, (FLUX, FLOW): 5, (FLUX, STEPWISE): 6, (FLUX, TURNING): 5}
@@ -102,8 +102,8 @@ def tiny(tmp_path_factory):
 
 OBJECTS = '{"prompt": "a cat and a dog", "include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 1}]}\n'
 SMALL = {
-    "resolution": 16, "max_sequence_length": 24, "iterations": 1, "groups": 1, "group_size": 2, "eval_samples": 1, "eval_steps": 2,
-    "lora_rank": 2, "device": "cpu", "dtype": "float32",
+    "resolution": 16, "max_sequence_length": 24, "iterations": 1, "groups": 1, "group_size": 2, "eval_samples": 1,
+    "eval_steps": 2, "lora_rank": 2, "device": "cpu", "dtype": "float32",
 }  # fmt: skip
 
 
@@ -118,14 +118,14 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     own = {**SMALL, "model": str(root / model), "reward": rewards[task], "tracker": "none"}
     if task == "geneval":  # the tiny detector knows four classes
         (tmp_path / "objects.jsonl").write_text(OBJECTS)
-        own |= dict.fromkeys(("prompt_file", "heldout_file"), str(tmp_path / "objects.jsonl"))
-    (tmp_path / "small.yaml").write_text(settings_text(own))
+        own |= dict.fromkeys(("prompts", "heldout_prompts"), str(tmp_path / "objects.jsonl"))
+    (tmp_path / "small.yaml").write_text(settings_text(grouped(RunConfig, own)))
     out = tmp_path / "run"
     assert main(["train", "--preset", f"{name},{tmp_path / 'small.yaml'}", "--out", str(out)]) == 0
     run, config = load_run(out), load_config(out / "config.yaml")
     assert run.finished and run.rows[1]["trajectories"] == 2 and run.rows[1]["grad_norm"] >= 0
     kept = preset(name).changes
-    assert all(getattr(config, key) == value for key, value in kept.items() if key not in own)
+    assert all(config.flat()[key] == value for key, value in kept.items() if key not in own)
     assert (out / "lora" / "pytorch_lora_weights.safetensors").exists()
     assert config == RunConfig.from_dict(json.loads((out / "config.json").read_text()))
 
@@ -143,38 +143,44 @@ def test_a_preset_in_print_is_a_preset(tmp_path, capsys):
 
 
 def test_later_files_and_options_overrule_earlier_ones(tmp_path):
-    (tmp_path / "mine.yaml").write_text("lr: 1e-5\nsteps: 12\n")
+    (tmp_path / "mine.yaml").write_text("optim: {learning_rate: 1e-5}\nrollout:\n  num_steps: 12\n")
     config = preset(f"{tmp_path / 'mine.yaml'},ocr,{FLOW},{SD3}").apply(num_steps=14)
     assert (config.optim.learning_rate, config.rollout.num_steps, config.rollout.group_size) == (1e-5, 14, 24)
-    assert make_method(config.algorithm.method).name == FLOW
+    assert named_method(config.algorithm.method).name == FLOW
     assert preset("tiny").apply(method=FLOW) == RunConfig.of(**{**preset("tiny").changes, "method": FLOW})
-    assert preset(f"{SD3},{TURNING},ocr").apply(groups=48).prompts == 48
+    assert preset(f"{SD3},{TURNING},ocr").apply(groups=48).rollout.groups == 48
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("rollout:\n  num_steps: 10\n  gropus: 4\n", "line 3: unknown setting 'gropus' (did you mean 'groups'?); allowed: chunk"),
+        ("policy: {guidence_scale: 2}\n", "line 1: unknown setting 'guidence_scale' (did you mean 'guidance_scale'?)"),
+        ("settings:\n  seed: 1\n  groups: 4\n", "line 3: groups belongs below 'rollout:'"),
+        ("settings:\n  policy:\n    groups: 4\n", "line 3: groups belongs below 'rollout:'"),
         (
-            "steps: 10\nlearning_rate: 1e-4\n",
-            "line 2: unknown setting 'learning_rate' (did you mean 'lr'?); allowed: adapter, alpha",
+            "settings:\n  seed: 1\noptim: {}\n",
+            "line 3: unknown section 'optim'; allowed: about, settings, with (settings go below",
         ),
-        ("steps: 10\n\nguidence: 2\n", "line 3: unknown setting 'guidence' (did you mean 'guidance'?)"),
-        ("settings:\n  steps: 10\n  groups: 4\n", "line 3: unknown setting 'groups' (did you mean 'prompts'?)"),
-        ("settings:\n  steps: 10\nlr: 1e-3\n", "line 3: unknown section 'lr' (settings go below 'settings:')"),
-        ("settings:\n  lr: 0.1\nwith:\n  ocr: {stepz: 3}\n", "line 4: unknown setting 'stepz' (did you mean 'steps'?)"),
-        ("steps: ten\n", "line 1: steps = 'ten' is not allowed: a whole number"),
-        ("steps: 10.5\n", "a whole number"),
-        ("steps: true\n", "a whole number"),
-        ("lr: fast\n", "lr = 'fast' is not allowed: a number"),
-        ("checkpointing: 3\n", "true or false"),
-        ("reward: [a, b]\n", "reward = ['a', 'b'] is not allowed: a text"),
-        ("heldout_rewards: [3]\n", "heldout_rewards = (3,) is not allowed: a list of texts"),
-        ("prompts: words.txt\n", "a file of prompts goes to prompt_file"),
-        ("lr: 1\nlr: 2\n", "line 2: lr is set twice"),
-        ("- lr\n", "line 1: the file must be lines of 'name: value', not a list"),
-        ("lr: [1\nsteps: 3\n", "is not YAML"),
-        ("# nothing\n", "is empty"),
-        ("steps: -3\n", "steps = -3 is not allowed"),
+        (
+            "settings: {}\nwith:\n  ocr:\n    rollout: {num_stepz: 3}\n",
+            "line 4: unknown setting 'num_stepz' (did you mean 'num_steps'?)",
+        ),
+        ("rollout:\n  num_steps: ten\n", "line 2: num_steps = 'ten' is not allowed: a whole number, 1 or more"),
+        ("rollout: {num_steps: 10.5}\n", "num_steps = 10.5 is not allowed: a whole number"),
+        ("rollout: {num_steps: true}\n", "num_steps = True is not allowed: a whole number"),
+        ("optim: {learning_rate: fast}\n", "learning_rate = 'fast' is not allowed: a number above 0"),
+        ("optim: {learning_rate: .nan}\n", "learning_rate = nan is not allowed: a number above 0"),
+        ("optim: {ema_decay: 1}\n", "ema_decay = 1 is not allowed: a number in [0, 1)"),
+        ("optim: {optimizer: sgd}\n", "optimizer = 'sgd' is not allowed: one of adamw, adamw-8bit"),
+        ("policy: {gradient_checkpointing: 3}\n", "gradient_checkpointing = 3 is not allowed: true or false"),
+        ("environment: {reward: [a, b]}\n", "reward = ['a', 'b'] is not allowed: a text"),
+        ("evaluation: {heldout_rewards: [3]}\n", "heldout_rewards = (3,) is not allowed: a list of texts"),
+        ("optim:\n  weight_decay: 1\n  weight_decay: 2\n", "line 3: weight_decay is set twice"),
+        ("- seed\n", "a file of settings holds groups of them"),
+        ("rollout: 3\n", "line 1: rollout must hold lines of 'name: value', not 3"),
+        ("seed: [1\nrollout: 3\n", "is not YAML"),
+        ("# nothing\n", "the file is empty"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line(text, words, tmp_path, capsys):
@@ -183,7 +189,7 @@ def test_what_is_wrong_with_a_file_is_one_line(text, words, tmp_path, capsys):
     assert main(["train", "--preset", str(path), "--out", str(tmp_path / "run")]) == 2
     told = capsys.readouterr().err
     assert words in told and told.count("\n") == 1 and not (tmp_path / "run").exists()
-    assert str(path) in told or "steps = -3" in told
+    assert str(path) in told
 
 
 def test_names_that_do_not_exist_or_do_not_combine():
@@ -201,22 +207,17 @@ def test_names_that_do_not_exist_or_do_not_combine():
 
 def test_values_survive_yaml(tmp_path):
     """Numbers to the last bit, texts that look like something else, and quotation marks."""
-    values = {"learning_rate": 0.1 + 0.2, "clip_range": 1e-5, "window": "0:9", "reward": "ocr(side=32, language='no')", "num_steps": 7,
-              "credit": "", "gradient_checkpointing": False, "prompts": "text[0:3]", "task": "null",
+    values = {"learning_rate": 0.1 + 0.2, "clip_range": 1e-5, "window": "0:9", "reward": "ocr(side=32, language='no')",
+              "num_steps": 7, "credit": "", "gradient_checkpointing": False, "prompts": "text[0:3]", "task": "null",
               "adapter": "1e5", "model": "a: b # c", "heldout_rewards": ("ocr", "clipscore(weight=1.0)")}  # fmt: skip
-    (tmp_path / "x.yaml").write_text(settings_text(values, ("a comment\nof two lines",)))
-    assert read_settings(tmp_path / "x.yaml", setting_kinds()).settings == values
-    (tmp_path / "y.yaml").write_text("lr: 1e-4\nkl_weight: 0\nseed: 3\nwindow: 0:9\nadapter: 12\nmodel:\nheldout_rewards: ocr\n")
-    found = read_settings(tmp_path / "y.yaml", setting_kinds()).settings
-    assert found == {
-        "learning_rate": 1e-4,
-        "kl_weight": 0.0,
-        "seed": 3,
-        "window": "0:9",
-        "adapter": "12",
-        "model": "",
+    (tmp_path / "x.yaml").write_text(settings_text(grouped(RunConfig, values), "a comment\nof two lines"))
+    assert read_settings(tmp_path / "x.yaml", RunConfig).settings == values
+    text = "optim: {learning_rate: 1e-4}\nseed: 3\nalgorithm:\n  kl_weight: 0\n  window: 2:5\npolicy:\n  adapter: 12\n  model:\n"
+    (tmp_path / "y.yaml").write_text(text + "evaluation:\n  heldout_rewards: ocr\n")
+    assert read_settings(tmp_path / "y.yaml", RunConfig).settings == {
+        "learning_rate": 1e-4, "kl_weight": 0.0, "seed": 3, "window": "2:5", "adapter": "12", "model": "",
         "heldout_rewards": ("ocr",),
-    }
+    }  # fmt: skip
 
 
 def test_what_presets_prints_is_repeated_by_config_and_changed_by_preset(tmp_path, capsys):

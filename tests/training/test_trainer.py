@@ -10,11 +10,11 @@ from flowrl.credit import GDPO, Uniform
 from flowrl.errors import CheckpointError, ConfigError, CreditError, RewardError, TrainingError
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import ClippedLoss
-from flowrl.methods import METHODS, load_credit, make_method, make_sampler
+from flowrl.methods import METHODS, load_credit, make_sampler, named_method
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import RewardTables
 from flowrl.samplers import RandomWindow
-from flowrl.training.build import make_method, make_world, policy_options, trained_policy
+from flowrl.training.build import check, make_method, make_world, policy_options, trained_policy
 from flowrl.training.checkpoint import load_checkpoint, save_checkpoint
 from flowrl.training.config import PRESETS, RunConfig, preset
 from flowrl.training.evaluation import evaluate
@@ -101,7 +101,7 @@ def test_components_are_logged_and_credited_one_by_one():
         return FunctionReward(lambda images, prompts: images.flatten(1)[:, direction])
 
     both = WeightedSum({"small": along(0), "large": along(1)}, {"large": 1000.0})
-    run = trainer(TINY, method=make_method("gdpo", credit="gdpo"), reward=both)
+    run = trainer(TINY, method=named_method("gdpo", credit="gdpo"), reward=both)
     seen = {}
     whole = run.method.credit.assign_parts
 
@@ -133,10 +133,10 @@ def test_a_wrong_component_is_named():
 
 
 def test_initial_noise_can_be_overruled():
-    assert TINY.replace(method="stepwise-flow-grpo").make_method().shared_noise
-    assert not TINY.replace(method="stepwise-flow-grpo", initial_noise="independent").make_method().shared_noise
-    assert TINY.replace(initial_noise="shared").make_method().shared_noise
-    assert TINY.replace(credit="stepwise-gain").make_method().shared_noise
+    assert make_method(TINY.replace(method="stepwise-flow-grpo")).shared_noise
+    assert not make_method(TINY.replace(method="stepwise-flow-grpo", initial_noise="independent")).shared_noise
+    assert make_method(TINY.replace(initial_noise="shared")).shared_noise
+    assert make_method(TINY.replace(credit="stepwise-gain")).shared_noise
     with pytest.raises(ConfigError, match="initial_noise"):
         TINY.replace(initial_noise="same")
 
@@ -272,8 +272,8 @@ def test_failures_name_the_cause_and_leave_the_weights_alone():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"group_size": 1}, "group of one"),
-        ({"steps": -1}, "steps = -1"),
+        ({"group_size": 1}, "group_size = 1 is not allowed: a whole number, 2 or more"),
+        ({"num_steps": -1}, "num_steps = -1"),
         ({"iterations": 0}, "iterations"),
         ({"noise_level": 0.0}, "log-probabilities"),
         ({"sampler": "ode"}, "log-probabilities"),
@@ -285,21 +285,21 @@ def test_failures_name_the_cause_and_leave_the_weights_alone():
         ({"window": "8:9"}, "within the schedule's 10 steps"),
         ({"window": "some"}, "START:SIZE"),
         ({"dtype": "int8"}, "float32"),
-        ({"learning_rate": 0.0}, "lr"),
+        ({"learning_rate": 0.0}, "learning_rate"),
         ({"ema_decay": 1.0}, "ema"),
     ],
 )
-def test_bad_settings_are_refused_when_the_config_is_built(changes, words):
+def test_bad_settings_are_refused_before_anything_is_built(changes, words):
     with pytest.raises(ConfigError, match=words):
-        RunConfig.of(**changes)
+        check(RunConfig.of(**changes))
 
 
 def test_unknown_names_list_what_is_allowed(tmp_path):
     with pytest.raises(ConfigError, match="flow-grpo, stepwise-flow-grpo, tp-grpo"):
-        make_method("ppo")
+        named_method("ppo")
     with pytest.raises(ConfigError, match="default, long, tiny"):
         preset("huge")
-    with pytest.raises(ConfigError, match="unknown settings colour"):
+    with pytest.raises(ConfigError, match="unknown group or setting 'colour'"):
         RunConfig.from_dict({"colour": 1})
     with pytest.raises(ConfigError, match="does not exist"):
         load_credit(str(tmp_path / "none.py:Rule"))
@@ -318,7 +318,7 @@ def test_configs_survive_json_and_presets_are_valid():
         config = preset(name).apply()
         assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
     for name in METHODS:
-        method = make_method(name, make_sampler("cps", 0.7), ClippedLoss(clip_range=1e-3))
+        method = named_method(name, make_sampler("cps", 0.7), ClippedLoss(clip_range=1e-3))
         assert method.name == name and method.loss == ClippedLoss(clip_range=1e-3)
 
 

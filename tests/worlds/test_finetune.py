@@ -63,7 +63,8 @@ def test_train_a_model_and_read_its_lora_with_plain_diffusers(folder, capsys):
     run = load_run(folder / "run")
     assert run.finished and len(run.rows) == 3 and run.rows[1]["trajectories"] == 9
     config = json.loads((folder / "run" / "config.json").read_text())
-    assert (config["prompts"], config["rank"], config["steps"], config["world"]) == (3, 2, 4, "model")
+    assert (config["rollout"]["groups"], config["rollout"]["num_steps"], config["policy"]["lora_rank"]) == (3, 4, 2)
+    assert config["environment"]["world"] == "model"
     assert run.rows[0]["evaluation"].keys() == {"reward", "seconds"}
     policy, _ = trained_policy(folder / "run")
     plain = tiny_sd3()
@@ -134,12 +135,11 @@ def test_held_out_prompts_have_their_own_file(folder):
     [
         (["--prompts", "missing.txt"], "missing.txt cannot be read"),
         (["--reward", ""], "a model has none of its own"),
-        (["--tuning", "some"], "lora or full"),
         (["--model", "nowhere/at-all"], "no folder with a model_index.json"),
-        (["--world", "shapes"], "model where `model` is given"),
-        (["--groups", "4"], "prompt_file"),
-        (["--groups", "4", "--groups", "3"], "groups = 3"),
-        (["--guidance-scale", "0.2"], "guidance = 0.2"),
+        (["--world", "shapes"], "model if `model` is given"),
+        (["--prompts", ""], "prompts = ''"),
+        (["--groups", "0"], "groups = 0"),
+        (["--guidance-scale", "0.2"], "guidance_scale = 0.2"),
         (["--resolution", "17"], "height = 17"),
     ],
 )
@@ -161,7 +161,7 @@ def test_prompt_files(tmp_path):
     objects.write_text('{"prompt": "one", "tag": "colour"}\n\n{"text": "two"}\n')
     with pytest.raises(ConfigError, match="line 3 is no JSON object"):
         read_prompts(objects)
-    with pytest.raises(ConfigError, match="prompt_file"):
-        preset("default").apply(model="somewhere", reward="x")
+    with pytest.raises(ConfigError, match="prompts = ''"):
+        make_world(preset("default").apply(model="somewhere", reward="x"))
     with pytest.raises(ConfigError, match="world = 'model'"):
         RunConfig.of(world="model")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from flowrl.methods import make_method
+from flowrl.methods import named_method
 from flowrl.training.config import RunConfig
 from flowrl.types import Completion, Continuation, Substeps
 
@@ -32,7 +32,7 @@ def known(config: RunConfig) -> float:
 
 @cache
 def _probe(method: str, credit: str) -> type:
-    return type(make_method(method, credit=credit).credit.probe)
+    return type(named_method(method, credit=credit).credit.probe)
 
 
 def _kind(values: Mapping[str, Any]) -> str:
