@@ -71,7 +71,7 @@ def figure(runs: dict[str, list[RunRecord]]) -> Figure:
         for column, (label, path) in enumerate(COLUMNS.items()):
             axes = drawn.add_subplot(grid[row, column])
             for run in some:
-                axes.plot(*run.beside("iteration", *path), color=SHADES[proxy], linewidth=2, marker="o", markersize=3.5)
+                axes.plot(*run.curve("iteration", *path), color=SHADES[proxy], linewidth=2, marker="o", markersize=3.5)
             if label in lows:
                 axes.set_ylim(*lows[label])
             axes.set_title(label if column else f"proxy: {proxy}", fontweight="normal" if column else "bold")
@@ -88,7 +88,7 @@ def figure(runs: dict[str, list[RunRecord]]) -> Figure:
 
 
 def _range(runs: dict[str, list[RunRecord]], path: tuple[str, ...]) -> tuple[float, float]:
-    values = [value for some in runs.values() for run in some for value in run.beside("iteration", *path)[1]]
+    values = [value for some in runs.values() for run in some for value in run.curve("iteration", *path)[1]]
     pad = 0.06 * (max(values) - min(values))
     return min(values) - pad, max(values) + pad
 
@@ -105,7 +105,7 @@ def table(runs: dict[str, list[RunRecord]]) -> str:
     lines = ["| proxy | | untrained | best | at iteration | last |", "|---|---|---|---|---|---|"]
     for proxy, some in runs.items():
         for label, path in {"proxy": ("proxy",), **{n: ("heldout", n) for n in HELDOUT}, "diversity": ("diversity",)}.items():
-            curves = [run.beside("iteration", *path) for run in some]
+            curves = [run.curve("iteration", *path) for run in some]
             mean = [statistics.fmean(values) for values in zip(*(ys for _, ys in curves), strict=True)]
             best = max(range(len(mean)), key=lambda i: mean[i])
             shown = f"{mean[0]:.3f} | {mean[best]:.3f} | {curves[0][0][best]:.0f} | {mean[-1]:.3f}"

@@ -10,7 +10,6 @@ import tyro
 from flowrl.commands.settings import typed_command
 from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.training.build import make_reward, make_world, policy_options
-from flowrl.training.card import without_folders, write_card
 
 if TYPE_CHECKING:
     from flowrl.diagnostics.paired import Comparison
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Score base and trained weights on the same prompts from the same noise: table, JSON, pictures side by side.
+    """Score base and trained weights on the same prompts from the same noise: table, JSON and a grid of images.
 
     Examples: flowrl evaluate --weights runs/mine --reward pickscore --reward ocr
 
@@ -40,7 +39,7 @@ class Evaluate:
     limit: int = 0
     """Use the first so many prompts; 0 = all (of a built-in world: as many as the run evaluated)."""
     count: int = 1
-    """Pictures per prompt."""
+    """Images per prompt."""
     num_steps: int | None = None
     """ODE steps [default: the run's, else 40]."""
     guidance_scale: float | None = None
@@ -50,7 +49,7 @@ class Evaluate:
     seed: int = 20240
     """Draws the noise, which is the same for both."""
     batch: int = 16
-    """Latents per network call and pictures decoded at a time."""
+    """Latents per network call and images decoded at a time."""
     device: str = ""
     """cpu or cuda [default: cuda for a model where there is one]."""
     dtype: str = ""
@@ -58,7 +57,7 @@ class Evaluate:
     max_sequence_length: int = 0
     """Length of the prompts of the T5 encoder; 0 = as the run or the pipeline has it."""
     shown: int = 8
-    """Prompts in the picture."""
+    """Prompts in grid.png."""
     out: Path | None = None
     """Folder for the results; default evaluation/ in the run's folder, or beside the weights."""
     html: bool = False
@@ -66,7 +65,9 @@ class Evaluate:
 
     def main(self) -> int:
         """Compare, show, write."""
+        from flowrl.commands.card import write_card
         from flowrl.diagnostics.paired import Draw, compare_weights
+        from flowrl.plots.report import write_evaluation
 
         require(self.limit >= 0, "limit", self.limit, "0 (all) or more")
         setup = _lora_setup(self) if self.model else _run_setup(self)
@@ -74,7 +75,7 @@ class Evaluate:
         out = self.out or (self.weights if self.weights.is_dir() else self.weights.parent) / "evaluation"
         facts = {"command": typed_command(), "weights": str(self.weights), **setup.facts}
         found = compare_weights(setup.policy, setup.use_trained, setup.prompts, setup.rewards, how, facts, _progress())
-        write_results(found, out, self.html)
+        write_evaluation(found, out, self.html)
         if (self.weights / "README.md").exists() and not self.model and out == self.weights / "evaluation":
             write_card(self.weights)
         print(table(found))
@@ -181,40 +182,30 @@ def _device(asked: Evaluate, model: bool) -> str:
     return asked.device or ("cuda" if model and torch.cuda.is_available() else "cpu")
 
 
-def write_results(found: "Comparison", out: Path, html: bool) -> None:
-    """evaluation.json, grid.png and, with `html`, report.html."""
-    from flowrl.io import write_json
-    from flowrl.plots.paired import save_comparison, write_comparison_page
-
-    save_comparison(found, out / "grid.png")
-    write_json(out / "evaluation.json", found.values())
-    if html:
-        write_comparison_page(found, out / "report.html")
-
-
 def table(found: "Comparison") -> str:
-    """One line per reward: before, after, difference with its interval, share of prompts that got better."""
-    lines = [f"{'score':32s} {'base':>9s} {'trained':>9s} {'difference [95% interval]':>33s} {'better':>8s}"]
-    for name, s in found.scores.items():
+    """The results as text: per reward both means, the difference with its interval, and the fraction of improved prompts."""
+    from flowrl.training.results import short
+
+    lines = [f"{'score':32s} {'base':>9s} {'trained':>9s} {'difference [95% interval]':>33s} {'improved':>8s}"]
+    for spec, s in found.scores.items():
         interval = f"{s.difference:+.4f} [{s.low:+.4f}, {s.high:+.4f}]" if s.prompts > 1 else f"{s.difference:+.4f} [one prompt]"
-        short = without_folders(name)
-        short = short if len(short) <= 32 else f"{short[:29]}..."
-        lines.append(f"{short:32s} {s.base:9.4f} {s.trained:9.4f} {interval:>33s} {s.better:8.0%}")
-    how = found.how
-    lines.append(
-        f"{len(found.prompts)} prompts x {how.count} pictures, {how.steps} ODE steps, the same noise; intervals over prompts"
-    )
+        name = short(spec)
+        name = name if len(name) <= 32 else f"{name[:29]}..."
+        lines.append(f"{name:32s} {s.base:9.4f} {s.trained:9.4f} {interval:>33s} {s.better:8.0%}")
+    images = f"{found.how.count} image{'s' if found.how.count > 1 else ''} per prompt"
+    lines.append(f"{len(found.prompts)} prompts, {images}, {found.how.steps} ODE steps, the same noise; intervals over prompts")
     return "\n".join(lines)
 
 
 def _progress() -> Callable[[str, int, int], None]:
+    """Print every tenth percent of each of the two passes once."""
     last = ""
 
-    def tell(what: str, done: int, all: int) -> None:
+    def show(weights: str, done: int, total: int) -> None:
         nonlocal last
-        line = f"{what}: {done * 100 // all // 10 * 10}%"
+        line = f"{weights}: {done * 100 // total // 10 * 10}%"
         if line != last:
             print(line, flush=True)
             last = line
 
-    return tell
+    return show

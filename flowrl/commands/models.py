@@ -35,7 +35,7 @@ class Pretrain:
 
 @dataclass(frozen=True)
 class Sample:
-    """Draw pictures for prompts from the base model, or from a finished run, as one PNG grid.
+    """Draw images for prompts from the base model, or from a finished run, as one PNG grid.
 
     Example: flowrl sample --prompts "three red circles" 'text "K72"' --weights runs/mine/runs/flow-grpo-seed0
     """
@@ -50,11 +50,11 @@ class Sample:
     weights: Path | None = None
     """Folder of a finished run; without it, the base model."""
     out: Path = Path("samples.png")
-    """The picture to write."""
+    """The PNG file to write."""
     world: str = "shapes"
     """The world of the base model."""
     count: int = 8
-    """Pictures per prompt."""
+    """Images per prompt."""
     num_steps: int = 20
     """ODE steps."""
     seed: int = 0
@@ -67,8 +67,9 @@ class Sample:
         require(self.num_steps >= 1, "num_steps", self.num_steps, "1 or more")
         require(len(self.prompts) >= 1, "prompts", self.prompts, "one or more prompts")
         grid = sample_grid(self.prompts, self.weights, self.world, self.count, self.num_steps, self.seed)
-        from flowrl.plots.grid import save_grid
+        from flowrl.plots.images import image_grid
+        from flowrl.plots.style import save
 
-        save_grid(grid, self.out)
-        print(f"Wrote {self.out}: {len(self.prompts)} prompts x {self.count} pictures")
+        save(image_grid(grid.images, grid.scores, grid.prompts), self.out)
+        print(f"Wrote {self.out}: {len(self.prompts)} prompts x {self.count} images")
         return 0

@@ -16,7 +16,7 @@ OPTIONS = {"features": "diversity"}
 
 @dataclass(frozen=True)
 class Explain:
-    """Show what a credit rule does with a reward table: gains, turning points and advantages, as a table and a picture.
+    """Show what a credit rule does with a reward table: gains, turning points and advantages, as a table and a figure.
 
     Example: flowrl explain turning-point "turning-point(consistent=False)" --rewards table.csv
     """
@@ -29,12 +29,13 @@ class Explain:
     """Kernel whose stds a rule sees that depends on the noise."""
     noise_level: float = 0.7
     out: Path = Path("explain.png")
-    """The picture to write; with several rules or prompts, numbers are added to its name."""
+    """The figure to write; with several rules or prompts, numbers are added to its name."""
 
     def main(self) -> int:
         """Assign, print, draw."""
         from flowrl.diagnostics.explain import EXAMPLE, explain, parse_rewards, read_rewards
-        from flowrl.plots.explain import explanation
+        from flowrl.plots.figures import explanation
+        from flowrl.plots.style import save
         from flowrl.training.build import even_schedule
 
         table = read_rewards(self.rewards) if self.rewards else parse_rewards(EXAMPLE)
@@ -45,7 +46,7 @@ class Explain:
             if prompt == 0:
                 print(one)
             name = f"{self.out.stem}-{number + 1}{self.out.suffix}" if several else self.out.name
-            explanation(one, prompt).savefig(self.out.with_name(name), dpi=150)
+            save(explanation(one, prompt), self.out.with_name(name))
             print(f"Wrote {self.out.with_name(name)}")
         return 0
 

@@ -1,4 +1,4 @@
-"""What a person sees while commands run: progress, then the table and where the report is."""
+"""Progress display of commands, and the results table at the end."""
 
 import json
 import time
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Display:
-    """Progress of a comparison: a live panel on a terminal, one line per finished evaluation elsewhere."""
+    """Progress of a comparison: a live table on a terminal, otherwise one line per five iterations of a run."""
 
     def __init__(self, config: "CompareConfig") -> None:
         self.console = Console()
@@ -33,7 +33,7 @@ class Display:
         self.live: Live | None = None
 
     def start(self, out: Path) -> None:
-        """Say what is going to happen."""
+        """Print what is compared and where the results go."""
         run = self.config.run
         self.say(
             f"Comparing {', '.join(self.config.names())} on {run.environment.world}/{run.environment.task} "
@@ -41,7 +41,7 @@ class Display:
             f"seeds {', '.join(map(str, self.config.seeds))}: "
             f"{run.iterations} iterations of {run.rollout.groups} x {run.rollout.group_size} samples"
         )
-        self.say(f"Results in {out}; Ctrl-C pauses without loss")
+        self.say(f"Results in {out}; Ctrl-C pauses; --resume continues")
 
     def say(self, text: str) -> None:
         """Print one line."""
@@ -59,7 +59,7 @@ class Display:
                 self.live = None
 
     def watch(self, states: dict[str, dict[str, Any]]) -> None:
-        """Called with the state of all runs about twice a second."""
+        """Show the state of all runs; called about twice a second."""
         for name, state in states.items():
             if state.get("warning", "") != self.warned.get(name, ""):
                 self.warned[name] = state["warning"]
@@ -84,14 +84,14 @@ class Display:
         return self.iterations[name] if state.get("phase") == "done" else state.get("iteration", 0)
 
     def _time_left(self, states: dict[str, dict[str, Any]]) -> float | None:
-        """Seconds of work left, from each method's measured seconds per iteration, shared between the runs under way."""
-        pace: dict[str, list[float]] = {}
+        """Remaining seconds, from each method's measured seconds per iteration and the number of active runs."""
+        measured: dict[str, list[float]] = {}
         for name, state in states.items():
             if state.get("iteration", 0) > 0 and "seconds" in state:
-                pace.setdefault(name.rpartition("-seed")[0], []).append(state["seconds"] / state["iteration"])
-        if not pace:
+                measured.setdefault(name.rpartition("-seed")[0], []).append(state["seconds"] / state["iteration"])
+        if not measured:
             return None
-        means = {method: sum(values) / len(values) for method, values in pace.items()}
+        means = {method: sum(values) / len(values) for method, values in measured.items()}
         unknown = max(means.values())
         left, active = 0.0, 0
         for name, state in states.items():
@@ -102,14 +102,10 @@ class Display:
 
     def _table(self, states: dict[str, dict[str, Any]]) -> Table:
         table = Table(box=None, padding=(0, 2))
-        for column, justify in (
-            ("run", "left"),
-            ("phase", "left"),
-            ("iteration", "right"),
-            ("reward", "right"),
-            ("NFE", "right"),
-        ):
-            table.add_column(column, justify=justify)  # pyright: ignore[reportArgumentType]
+        for column in ("run", "phase"):
+            table.add_column(column)
+        for column in ("iteration", "reward", "NFE"):
+            table.add_column(column, justify="right")
         for name, state in states.items():
             reward = f"{state['reward']:.3f}" if "reward" in state else ""
             progress = f"{state.get('iteration', 0)}/{self.iterations[name]}"
@@ -117,18 +113,18 @@ class Display:
         return table
 
     def finish(self, out: Path) -> None:
-        """The table of results, and the report."""
-        from flowrl.plots.report import write_report
-        from flowrl.training.results import load_comparison, print_table, summarise
+        """Write the report and print the results table."""
+        from flowrl.plots.report import print_table, write_report
+        from flowrl.training.results import load_comparison, summarise
 
-        self.say("Drawing the report ...")
+        self.say("Writing the report ...")
         report = write_report(out)
         print_table(summarise(load_comparison(out)), self.console)
-        self.say(f"{_clock(time.monotonic() - self.started)} in all. Open {report}")
+        self.say(f"Finished in {_clock(time.monotonic() - self.started)}. Report: {report}")
 
 
 def _clock(seconds: float | None) -> str:
-    """Minutes and seconds."""
+    """Minutes and seconds, or "unknown"."""
     return "unknown" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
@@ -138,7 +134,7 @@ def warning_text(warnings: str, run: str = "") -> str:
 
 
 def train_line(out: Path) -> Callable[[dict[str, Any]], None]:
-    """Progress of a single run: one line per iteration, with the evaluation where there was one."""
+    """Progress of a single run: one line per iteration, with its evaluation if there is one."""
     started = time.monotonic()
 
     def show(state: dict[str, Any]) -> None:
@@ -147,19 +143,19 @@ def train_line(out: Path) -> Callable[[dict[str, Any]], None]:
         if "iteration" not in state:
             return
         row = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-        spent = _clock(time.monotonic() - started)
-        line = f"iteration {row['iteration']:3d}  reward {row['reward_mean']:.3f}  NFE {row['nfe_total']:>9,d}  {spent}"
+        elapsed = _clock(time.monotonic() - started)
+        line = f"iteration {row['iteration']:3d}  reward {row['reward_mean']:.3f}  NFE {row['nfe_total']:>9,d}  {elapsed}"
         if row["evaluation"]:
             strict = row["evaluation"].get("strict")
             line += f"  held out: reward {row['evaluation']['reward']:.3f}" + ("" if strict is None else f", strict {strict:.3f}")
-            line += _beside(row["evaluation"])
+            line += _heldout(row["evaluation"])
         print(line, flush=True)
 
     return show
 
 
-def _beside(evaluation: dict[str, Any]) -> str:
-    """What was measured beside the reward."""
+def _heldout(evaluation: dict[str, Any]) -> str:
+    """The held-out rewards and the diversity of an evaluation."""
     from flowrl.training.results import short
 
     found = {short(name): value for name, value in evaluation.get("heldout", {}).items() if name != "strict"}
@@ -169,7 +165,7 @@ def _beside(evaluation: dict[str, Any]) -> str:
 
 
 def pretrain_progress() -> Callable[[str, int, int, float], None]:
-    """Progress of pretraining, with the time left."""
+    """Progress of pretraining with the remaining time."""
     started: dict[str, float] = {}
 
     def show(phase: str, update: int, updates: int, loss: float) -> None:

@@ -139,15 +139,16 @@ class Compare:
 
 
 def _draw_proxy(out: Path) -> Path | None:
-    """proxy.png in a run's folder, where held-out rewards or the diversity were measured."""
-    from flowrl.plots.hacking import proxy_and_heldout
+    """Write proxy.png to a run's folder if it has held-out metrics."""
+    from flowrl.plots.figures import proxy_and_heldout
+    from flowrl.plots.style import save
     from flowrl.training.results import load_run
 
     run = load_run(out)
     figure = proxy_and_heldout({run.method: [run]})
     if figure is None:
         return None
-    figure.savefig(out / "proxy.png", dpi=130)
+    save(figure, out / "proxy.png", dpi=130)
     return out / "proxy.png"
 
 
@@ -205,6 +206,7 @@ class Train:
         """Train, printing every evaluation."""
         import torch
 
+        from flowrl.commands.card import write_card
         from flowrl.commands.progress import train_line
         from flowrl.distributed import Team
         from flowrl.policies.devices import device_of
@@ -242,8 +244,10 @@ class Train:
         if not finished:
             say(f"Paused; nothing is lost. Go on with: flowrl train --resume {shlex.quote(str(out))}")
             return 130
+        if team.main and config.policy.model:
+            write_card(out)
         drawn = _draw_proxy(out) if team.main else None
         if drawn is not None:
-            say(f"The proxy against held-out rewards: {drawn}")
-        say(f"Done. Weights and metrics in {out}; see its pictures with: flowrl sample --weights {shlex.quote(str(out))}")
+            say(f"Proxy and held-out metrics: {drawn}")
+        say(f"Done. Weights and metrics in {out}; draw samples with: flowrl sample --weights {shlex.quote(str(out))}")
         return 0

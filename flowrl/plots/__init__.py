@@ -1,1 +1,1 @@
-"""Figures and the report, made from results and nothing else."""
+"""Figures, tables and pages, made from the files of runs and comparisons alone."""

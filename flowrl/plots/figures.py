@@ -1,172 +1,81 @@
-"""The figures of a comparison: curves, samples before and after, rewards along a trajectory, seconds by phase."""
+"""Figures of metrics: learning curves, proxy against held-out rewards, seconds by phase, and what a credit rule assigns."""
 
-import json
+from collections.abc import Mapping, Sequence
 
-import torch
+import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
-from safetensors.torch import load_file
+from matplotlib.ticker import EngFormatter, MaxNLocator
 from torch import Tensor
 
-from flowrl.credit import gains, turning_points
-from flowrl.plots.style import INK, clean, colour, spread_labels
-from flowrl.training.results import Comparison, mean_curve, summarise
+from flowrl.diagnostics.explain import Explanation
+from flowrl.plots.style import COLOURS, INK, OTHERS, clean, colour, spread_labels
+from flowrl.training.results import Comparison, RunRecord, mean_curve, short, summarise
 
-AXES = {"iteration": "iteration", "nfe_total": "network evaluations while sampling", "seconds_total": "training seconds"}
+X_LABELS = {"iteration": "iteration", "nfe_total": "network evaluations while sampling", "seconds_total": "training seconds"}
+PHASES = {"rollout": "#35618f", "reward": "#e0a33a", "update": "#8fb3d1"}
+Runs = Mapping[str, Sequence[RunRecord]]
 
 
-def curves(comparison: Comparison, score: str = "reward") -> Figure:
-    """Evaluation score against iterations, NFE and seconds: thin lines are seeds, thick ones their mean."""
+def curves(comparison: Comparison, metric: str = "reward") -> Figure | None:
+    """An evaluation metric against iterations, NFE and seconds, one colour per method. None if no run contains the metric."""
+    runs = {method: comparison.of(method) for method in comparison.methods}
+    values = [y for some in runs.values() for run in some for y in run.curve("iteration", metric)[1]]
+    if not values:
+        return None
     figure = Figure(figsize=(12.5, 3.9), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
-    baseline = mean_curve(comparison.of(comparison.baseline), "iteration", score)[1]
-    values = [y for method in comparison.methods for run in comparison.of(method) for y in run.curve("iteration", score)[1]]
     pad = max(0.06 * (max(values) - min(values)), 0.01)
-    low, high = min(values) - pad, max(values) + pad
-    panels[0].set_ylim(low, high)
-    for axes, (x, label) in zip(panels, AXES.items(), strict=True):
-        ends = []
-        for method in comparison.methods:
-            shade = colour(method, comparison.config["methods"])
-            for run in comparison.of(method):
-                axes.plot(*run.curve(x, score), color=shade, alpha=0.3, linewidth=1)
-            xs, ys = mean_curve(comparison.of(method), x, score)
-            axes.plot(xs, ys, color=shade, linewidth=2.4, marker="o", markersize=3.5)
-            ends.append((method, xs[-1], ys[-1], shade))
+    panels[0].set_ylim(min(values) - pad, max(values) + pad)
+    baseline = mean_curve(comparison.of(comparison.baseline), "iteration", metric)[1]
+    for axes, (x, label) in zip(panels, X_LABELS.items(), strict=True):
+        _over_seeds(axes, runs, x, (metric,), comparison.config["methods"])
         if baseline:
             axes.axhline(baseline[-1], color="#8a8f98", linestyle="--", linewidth=1)
-        if x == "iteration":
-            right = max(1.0, *(end[1] for end in ends))
-            heights = spread_labels([end[2] for end in ends], low + pad / 2, high - pad / 2, (high - low) * 0.075)
-            for (method, _, _, shade), height in zip(ends, heights, strict=True):
-                axes.annotate(method, (right * 1.03, height), color=shade, va="center", fontsize=9, fontweight="bold")
-            axes.set_xlim(-0.02 * right, right * 1.62)
-        clean(axes)
         axes.set_xlabel(label)
-        if x == "nfe_total":
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    _label_ends(panels[0], runs, metric, comparison.config["methods"])
+    panels[0].xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    panels[1].xaxis.set_major_formatter(EngFormatter(sep=""))
     form = comparison.config["run"]["environment"]["reward_form"]
-    panels[0].set_ylabel(f"held-out reward ({form})" if score == "reward" else "held-out strict success")
-    panels[1].set_title("dashed: the baseline's final value", fontsize=9, color="#555b66")
+    panels[0].set_ylabel(f"held-out reward ({form})" if metric == "reward" else f"held-out {metric} success")
+    panels[1].set_title("dashed: final value of the baseline", fontsize=9, color="#555b66")
     return figure
 
 
-def _picture(axes: object, image: Tensor) -> None:
-    axes.imshow(image.permute(1, 2, 0).clamp(0, 1).numpy(), interpolation="nearest")  # pyright: ignore[reportAttributeAccessIssue]
-    axes.set_xticks([])  # pyright: ignore[reportAttributeAccessIssue]
-    axes.set_yticks([])  # pyright: ignore[reportAttributeAccessIssue]
+def _over_seeds(axes: Axes, runs: Runs, x: str, path: Sequence[str], methods: Sequence[str]) -> None:
+    """Thin lines for the seeds if there are several, a thick line for their mean."""
+    for method, some in runs.items():
+        shade = colour(method, methods)
+        for run in some if len(some) > 1 else ():
+            axes.plot(*run.curve(x, *path), color=shade, alpha=0.3, linewidth=1)
+        axes.plot(*mean_curve(some, x, *path), color=shade, linewidth=2.4, marker="o", markersize=3.5)
+    clean(axes)
 
 
-def samples(comparison: Comparison) -> Figure | None:
-    """The same prompts and noise before training and after each method (first seed); None where no run has finished."""
-    runs = [next((r for r in comparison.of(m) if r.finished), None) for m in comparison.methods]
-    finished = [run for run in runs if run is not None]
-    if not finished:
-        return None
-    cards = [json.loads((run.folder / "samples.json").read_text()) for run in finished]
-    tensors = [load_file(run.folder / "samples.safetensors") for run in finished]
-    rows = [("base model", tensors[0]["before"], cards[0]["reward_before"], INK)]
-    for run, card, tensor in zip(finished, cards, tensors, strict=True):
-        rows.append((run.method, tensor["after"], card["reward_after"], colour(run.method, comparison.config["methods"])))
-    prompts = cards[0]["prompts"]
-    if tensors[0]["before"].shape[-1] == 1:
-        return _scatter(rows, prompts)
-    figure = Figure(figsize=(1.5 * len(prompts), 1.75 * len(rows) + 0.3), layout="constrained")
-    grid = figure.subplots(len(rows), len(prompts), squeeze=False)
-    for axes_row, (name, images, scores, shade) in zip(grid, rows, strict=True):
-        for axes, image, value, first in zip(axes_row, images, scores, rows[0][2], strict=True):
-            _picture(axes, image)
-            better = "#00734f" if value > first + 0.02 else "#b3261e" if value < first - 0.02 else "#555b66"
-            axes.set_xlabel(f"{value:.2f}", fontsize=9, color=better, fontweight="bold")
-        axes_row[0].set_ylabel(name, color=shade, fontweight="bold", fontsize=9)
-    for axes, text in zip(grid[0], prompts, strict=True):
-        words = text.split()
-        half = (len(words) + 1) // 2
-        axes.set_title(" ".join(words[:half]) + "\n" + " ".join(words[half:]), fontsize=8.5)
-    return figure
-
-
-def _scatter(rows: list[tuple[str, Tensor, list[float], str]], prompts: list[str]) -> Figure:
-    figure = Figure(figsize=(3 * len(rows), 3.2), layout="constrained")
-    for axes, (name, points, _, shade) in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
-        axes.scatter(points[:, 0, 0, 0], points[:, 1, 0, 0], color=shade, s=18)
-        for point, text in zip(points, prompts, strict=True):
-            axes.annotate(text.split()[1], (float(point[0]), float(point[1])), fontsize=7)
-        axes.set(xlim=(-3.2, 3.2), ylim=(-3.2, 3.2), aspect="equal")
-        axes.set_title(name, color=shade)
-        clean(axes)
-    return figure
-
-
-def trajectory(comparison: Comparison) -> Figure | None:
-    """Rewards along one trajectory (ODE completions and one-step estimates), its gains, and its turning points."""
-    order = sorted(comparison.methods, key=lambda m: "tp" not in m)
-    run = next((r for m in order for r in comparison.of(m) if r.finished), None)
-    if run is None:
-        return None
-    record = json.loads((run.folder / "trajectory.json").read_text())
-    images = load_file(run.folder / "trajectory.safetensors")["images"]
-    table = torch.tensor(record["members"])[None]
-    chosen, rewards = record["chosen"], torch.tensor(record["rewards"])
-    steps = gains(table)[0, chosen]
-    plain = turning_points(table, consistent=False, first_step=True)[0, chosen]
-    strict = turning_points(table, consistent=True, first_step=True)[0, chosen]
-    pictures = images.shape[-1] > 1
-    figure = Figure(figsize=(11, 6.2 if pictures else 4.6), layout="constrained")
-    nodes = len(rewards)
-    shape = figure.add_gridspec(3 if pictures else 2, nodes, height_ratios=[1.0, 2.2, 1.3] if pictures else [2.2, 1.3])
-    if pictures:
-        for node in range(nodes):
-            axes = figure.add_subplot(shape[0, node])
-            _picture(axes, images[node])
-            axes.set_title(f"{rewards[node]:.2f}", fontsize=9)
-    curve = figure.add_subplot(shape[-2, :])
-    curve.plot(range(nodes), table[0].T, color="#c9ccd3", linewidth=0.8)
-    curve.plot(range(nodes), record["tweedie"], color="#D55E00", linestyle=":", linewidth=2)
-    curve.plot(range(nodes), rewards, color="#009E73", linewidth=2.5, marker="o")
-    curve.annotate(
-        "ODE completion", (0.02, float(rewards[0])), color="#00734f", fontsize=9, xytext=(3, 8), textcoords="offset points"
-    )
-    curve.annotate(
-        "one-step estimate", (1, record["tweedie"][1]), color="#a84600", fontsize=9, xytext=(10, 2), textcoords="offset points"
-    )
-    for step in range(nodes - 1):
-        if plain[step] or strict[step]:
-            height = float(rewards[step])
-            shade = "#b3261e" if strict[step] else "#8a8f98"
-            curve.scatter([step], [height], s=190, facecolors="none", edgecolors=shade, linewidths=2, zorder=5)
-    curve.set_ylabel("estimated final reward")
-    curve.set_title(
-        f'"{record["prompt"]}": red rings are consistent turning points, grey ones plain; thin lines: the rest of the group',
-        fontsize=10,
-    )
-    bars = figure.add_subplot(shape[-1, :], sharex=curve)
-    bars.bar(
-        [s + 0.5 for s in range(nodes - 1)], steps, width=0.8, color=["#009E73" if g >= 0 else "#b3261e" for g in steps.tolist()]
-    )
-    bars.axhline(0, color=INK, linewidth=0.8)
-    bars.set_ylabel("gain of the step")
-    bars.set_xlabel("node (0 = noise, last = image)")
-    bars.set_xticks(range(nodes))
-    for axes in (curve, bars):
-        clean(axes)
-        axes.set_xlim(-0.5, nodes - 0.5)
-    return figure
+def _label_ends(axes: Axes, runs: Runs, metric: str, methods: Sequence[str]) -> None:
+    """The methods' names at the right ends of their curves, without overlap."""
+    ends = {method: mean_curve(some, "iteration", metric) for method, some in runs.items()}
+    ends = {method: curve for method, curve in ends.items() if curve[0]}
+    right = max([1.0, *(xs[-1] for xs, _ in ends.values())])
+    low, high = axes.get_ylim()
+    heights = spread_labels([ys[-1] for _, ys in ends.values()], low + 0.02 * (high - low), high, (high - low) * 0.075)
+    for method, height in zip(ends, heights, strict=True):
+        axes.annotate(method, (right * 1.03, height), color=colour(method, methods), va="center", fontsize=9, fontweight="bold")
+    axes.set_xlim(-0.02 * right, right * 1.62)
 
 
 def phases(comparison: Comparison) -> Figure:
-    """Mean seconds of an iteration, by phase."""
+    """Mean seconds of an iteration by phase, one bar per method."""
     summaries = summarise(comparison)
     figure = Figure(figsize=(9, 0.7 + 0.55 * len(summaries)), layout="constrained")
     axes = figure.subplots()
-    shades = {"rollout": "#35618f", "reward": "#e0a33a", "update": "#8fb3d1"}
     for row, summary in enumerate(summaries):
         left = 0.0
-        for phase, shade in shades.items():
+        for phase, shade in PHASES.items():
             width = getattr(summary, f"seconds_{phase}")
             axes.barh(row, width, left=left, color=shade, label=phase if row == 0 else None)
             left += width
-        axes.annotate(f"{left:.1f} s", (left, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.annotate(f"{left:.3g} s", (left, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(summaries)), [s.method for s in summaries])
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
@@ -174,3 +83,109 @@ def phases(comparison: Comparison) -> Figure:
     axes.margins(x=0.1)
     figure.legend(loc="outside upper right", ncols=3, frameon=False)
     return figure
+
+
+def proxy_and_heldout(runs: Runs) -> Figure | None:
+    """The proxy, every held-out reward and the diversity over iterations, and below each of them against the proxy.
+
+    `runs` by method. In the lower row the untrained model is a hollow point and the last evaluation a filled one. None if no
+    run contains a held-out reward or a diversity.
+    """
+    every = [run for some in runs.values() for run in some]
+    names = list(dict.fromkeys(name for run in every for name in run.heldout_rewards))
+    columns = {short(name): ("heldout", name) for name in names} | {"diversity": ("diversity",)}
+    columns = {label: path for label, path in columns.items() if any(run.curve("iteration", *path)[1] for run in every)}
+    if not columns:
+        return None
+    proxy = ("proxy",) if names else ("reward",)
+    figure = Figure(figsize=(3.3 * (1 + len(columns)), 6.4), layout="constrained")
+    grid = figure.subplots(2, 1 + len(columns), squeeze=False)
+    grid[0, 0].set_title("proxy (trained on)", fontweight="bold")
+    for axes, path in zip(grid[0], (proxy, *columns.values()), strict=True):
+        _over_seeds(axes, runs, "iteration", path, list(runs))
+        axes.set_xlabel("iteration")
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    for place, (label, path) in enumerate(columns.items(), 1):
+        grid[0, place].set_title(label if path == ("diversity",) else f"held out: {label}")
+        _against(grid[1, place], runs, proxy, path)
+        grid[1, place].set(xlabel="proxy", ylabel=label)
+    key = grid[1, 0]
+    key.set_axis_off()
+    for method in runs:
+        key.plot([], [], color=colour(method, list(runs)), linewidth=2.4, label=method)
+    for name, face in (("untrained", "white"), ("last evaluation", "#555b66")):
+        key.plot([], [], marker="o", markersize=8, markerfacecolor=face, markeredgecolor="#555b66", linestyle="none", label=name)
+    key.legend(loc="center", frameon=False, fontsize=9)
+    return figure
+
+
+def _against(axes: Axes, runs: Runs, proxy: Sequence[str], path: Sequence[str]) -> None:
+    """Means over seeds of the metric at `path` against those of the proxy, at the iterations that contain both."""
+    for method, some in runs.items():
+        shade = colour(method, list(runs))
+        x_at, y_at = (dict(zip(*mean_curve(some, "iteration", *metric), strict=True)) for metric in (proxy, path))
+        shared = [at for at in x_at if at in y_at]
+        xs, ys = [x_at[at] for at in shared], [y_at[at] for at in shared]
+        axes.plot(xs, ys, color=shade, linewidth=1.6, marker=".", markersize=5)
+        axes.plot(xs[:1], ys[:1], marker="o", markersize=9, markerfacecolor="white", markeredgecolor=shade, linestyle="none")
+        axes.plot(xs[-1:], ys[-1:], marker="o", markersize=9, color=shade, linestyle="none")
+    axes.margins(0.12)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    clean(axes)
+
+
+def explanation(shown: Explanation, prompt: int = 0) -> Figure:
+    """One prompt's rewards with their turning points, and below them gains and advantages [member, step] as coloured tables."""
+    members, nodes = shown.rewards.shape[1:]
+    figure = Figure(figsize=(max(7.0, 1.5 + 0.9 * nodes), 3.4 + 0.5 * members * 2), layout="constrained")
+    parts = figure.subplots(3, 1, height_ratios=[3.2, 0.45 * members, 0.45 * members])
+    _rewards(parts[0], shown, prompt)
+    _cells(parts[1], shown, prompt, shown.gains[prompt], "gain of the step")
+    _cells(parts[2], shown, prompt, shown.advantages[prompt], f"advantage: {shown.rule}")
+    parts[2].set_xlabel("node (0 = noise, last = image); step i lies between nodes i and i+1")
+    return figure
+
+
+def _rewards(axes: Axes, shown: Explanation, prompt: int) -> None:
+    rewards, shades = shown.rewards[prompt], (*COLOURS.values(), *OTHERS)
+    nodes = rewards.shape[-1]
+    low, high = float(rewards.min()), float(rewards.max())
+    heights = spread_labels(rewards[:, -1].tolist(), low, high, 0.08 * max(high - low, 1e-6))
+    for member, (row, name) in enumerate(zip(rewards, shown.names.members[prompt], strict=True)):
+        shade = shades[member % len(shades)]
+        axes.plot(range(nodes), row, color=shade, marker="o", markersize=4, linewidth=2)
+        place = (nodes - 0.88, heights[member])
+        axes.annotate(name, place, color=shade, va="center", fontweight="bold", annotation_clip=False)
+        for step in range(nodes - 1):
+            consistent = bool(shown.consistent[prompt, member, step])
+            if consistent or bool(shown.plain[prompt, member, step]):
+                ring = {"facecolors": "none", "edgecolors": shade, "linewidths": 2.4, "linestyle": "-" if consistent else ":"}
+                axes.scatter([step], [float(row[step])], s=200, zorder=5, **ring)
+    title = f"{shown.names.prompts[prompt]}: rings mark consistent turning points, dotted rings those of the plain rule only"
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_ylabel("estimated final reward")
+    axes.set_xticks(range(nodes))
+    axes.set_xlim(-0.4, nodes - 0.6)
+    clean(axes)
+
+
+def _cells(axes: Axes, shown: Explanation, prompt: int, values: Tensor, title: str) -> None:
+    """A table of colours; frames mark the steps that receive the long-term reward."""
+    members, steps = values.shape
+    shades, limit = matplotlib.colormaps["PuOr_r"], float(values.abs().max()) or 1.0
+    for member in range(members):
+        for step in range(steps):
+            value = float(values[member, step])
+            axes.barh(member, 1.0, left=step, height=1.0, color=shades(0.5 + 0.27 * value / limit), edgecolor="white")
+            axes.text(step + 0.5, member, f"{value:+.2f}", ha="center", va="center", fontsize=9, color=INK)
+            if shown.selected is not None and bool(shown.selected[prompt, member, step]):
+                axes.barh(member, 0.94, left=step + 0.03, height=0.88, facecolor="none", edgecolor=INK, linewidth=2, zorder=4)
+    axes.set_yticks(range(members), shown.names.members[prompt])
+    axes.invert_yaxis()
+    axes.set_xlim(-0.4, steps + 0.4)
+    axes.set_xticks(range(steps + 1))
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    axes.set_title(
+        title + ("; framed: the long-term reward R_T - R_i" if shown.selected is not None else ""), fontsize=10, loc="left"
+    )

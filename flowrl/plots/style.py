@@ -1,10 +1,15 @@
-"""One look for all figures: a colour per method (safe for the colour-blind), few lines, labels where the eye is."""
+"""Style of all figures (colour-blind safe colours, axes, label positions), and saving them as PNG."""
 
+import io
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from flowrl.errors import ConfigError
 
 COLOURS = {
     "flow-grpo": "#0072B2",
@@ -31,7 +36,7 @@ matplotlib.rcParams.update(
 
 
 def colour(method: str, methods: Sequence[str] = ()) -> str:
-    """The method's colour; methods without one of their own take the others in order."""
+    """The method's colour; methods without a fixed colour take those of `OTHERS` in order."""
     if method in COLOURS:
         return COLOURS[method]
     unknown = [m for m in methods if m not in COLOURS]
@@ -39,14 +44,14 @@ def colour(method: str, methods: Sequence[str] = ()) -> str:
 
 
 def clean(axes: Axes) -> None:
-    """No box, a light grid."""
+    """Remove the upper and right spines and add a light horizontal grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e4e6ea", linewidth=0.8)
     axes.set_axisbelow(True)
 
 
 def spread_labels(values: Sequence[float], low: float, high: float, gap: float) -> list[float]:
-    """Heights near `values`, within [low, high] and at least `gap` apart where there is room, so that labels do not overlap."""
+    """Heights near `values`, within [low, high] and at least `gap` apart if they fit, so that labels do not overlap."""
     order = sorted(range(len(values)), key=lambda i: values[i])
     heights = [min(max(value, low), high) for value in values]
     for before, after in pairwise(order):
@@ -58,3 +63,19 @@ def spread_labels(values: Sequence[float], low: float, high: float, gap: float) 
         heights[index] = min(heights[index], ceiling)
         ceiling = heights[index] - gap
     return heights
+
+
+def png(figure: Figure, dpi: int = 130) -> bytes:
+    """The figure as a PNG file on white."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi, facecolor="white")
+    return buffer.getvalue()
+
+
+def save(figure: Figure, path: Path, dpi: int = 150) -> None:
+    """Write the figure in the format of the file's extension. Raises `ConfigError` if the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=dpi)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"out: {path} cannot be written: {error}") from error

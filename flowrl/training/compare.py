@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from flowrl.settings import load_document
 from flowrl.training.build import check, make_method
 from flowrl.training.config import RunConfig
 from flowrl.training.results import run_folder
-from flowrl.training.run import Run
+from flowrl.training.run import Run, versions
 from flowrl.types import NoProbe
 
 PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
@@ -70,7 +69,7 @@ class CompareConfig:
             "preset": self.preset,
             "command": self.command,
             "method_settings": self.method_settings,
-            "versions": {name: _version(name) for name in ("torch", "diffusers", "peft", "transformers", "flowrl-lab")},
+            "versions": versions(),
             "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}",
             "run": self.run.as_dict(),
         }
@@ -97,13 +96,6 @@ def rule_name(spec: str) -> str:
     """What tables call a rule: its spec, without the path of a file."""
     path, mark, rest = spec.partition(".py:")
     return rest if mark and "(" not in path else spec
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 Watcher = Callable[[dict[str, dict[str, Any]]], None]

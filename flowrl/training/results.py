@@ -1,18 +1,13 @@
-"""Reading run folders back, and the table of a comparison."""
+"""Reads run folders and summarises the runs of a comparison."""
 
-import io
 import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from flowrl.errors import ConfigError
 
@@ -29,37 +24,32 @@ class RunRecord:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The rows that carry an evaluation."""
+        """The rows that contain an evaluation."""
         return [row for row in self.rows if row.get("evaluation")]
 
-    def curve(self, x: str, score: str = "reward") -> tuple[list[float], list[float]]:
-        """(x, evaluation score), x one of iteration, nfe_total, seconds_total."""
-        rows = self.evaluations
-        return [float(row[x]) for row in rows], [float(row["evaluation"][score]) for row in rows]
-
     @property
-    def heldout(self) -> list[str]:
-        """Names of the held-out rewards that were scored beside the reward."""
+    def heldout_rewards(self) -> list[str]:
+        """Names of the held-out rewards that the evaluations contain."""
         return list(dict.fromkeys(name for row in self.evaluations for name in row["evaluation"].get("heldout", {})))
 
-    def beside(self, x: str, *path: str) -> tuple[list[float], list[float]]:
-        """(x, number at `path` within an evaluation): ("proxy",), ("diversity",) or ("heldout", NAME), where it was measured."""
-        points = [(float(row[x]), _at(row["evaluation"], path)) for row in self.evaluations]
-        kept = [(at, value) for at, value in points if value is not None]
-        return [at for at, _ in kept], [value for _, value in kept]
+    def curve(self, x: str, *path: str) -> tuple[list[float], list[float]]:
+        """`x` (iteration, nfe_total or seconds_total) and the metric at `path` within each evaluation that contains it.
+
+        `path` is for example ("strict",), ("proxy",), ("diversity",) or ("heldout", NAME); the default is the reward.
+        """
+        points = [(float(row[x]), _number(row["evaluation"], path or ("reward",))) for row in self.evaluations]
+        found = [(at, value) for at, value in points if value is not None]
+        return [at for at, _ in found], [value for _, value in found]
 
     def mean(self, *path: str) -> float:
-        """Mean over the training rows of a number at `path`; NaN where no row has it."""
-        found = []
-        for row in self.rows:
-            value = _at(row, path)
-            if value is not None and row["iteration"] > 0:
-                found.append(value)
+        """Mean over the training rows of the number at `path`; NaN if no row contains it."""
+        values = [_number(row, path) for row in self.rows if row["iteration"] > 0]
+        found = [value for value in values if value is not None]
         return statistics.fmean(found) if found else math.nan
 
 
-def _at(value: Any, path: Sequence[str]) -> float | None:
-    """The number at `path` within nested objects; None where there is none."""
+def _number(value: Any, path: Sequence[str]) -> float | None:
+    """The number at `path` within nested objects; None if there is none."""
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
     return float(value) if isinstance(value, int | float) else None
@@ -75,21 +65,21 @@ class Comparison:
 
     @property
     def methods(self) -> list[str]:
-        """Methods that have at least one evaluated run, in the order of the configuration."""
+        """Methods with at least one evaluated run, in the order of the configuration."""
         return [m for m in self.config["methods"] if self.of(m)]
 
     @property
     def baseline(self) -> str:
-        """The method that the others are measured against."""
+        """The method that all others are compared with."""
         return self.config.get("baseline") or self.config["methods"][0]
 
     def of(self, method: str) -> list[RunRecord]:
-        """The method's runs that have been evaluated at least once, by seed."""
+        """The method's runs with at least one evaluation, in the order of the seeds."""
         return [run for run in self.runs if run.method == method and run.evaluations]
 
 
 def load_run(folder: Path) -> RunRecord:
-    """Read a run folder; a half-written last line is ignored. Raises `ConfigError` where it is no run folder."""
+    """Read a run folder; an incomplete last line is ignored. Raises `ConfigError` if `folder` is not the folder of a run."""
     try:
         config = json.loads((folder / "config.json").read_text())
         text = (folder / "metrics.jsonl").read_text()
@@ -105,12 +95,12 @@ def load_run(folder: Path) -> RunRecord:
 
 
 def run_folder(name: str, seed: int) -> str:
-    """The folder of one run of a comparison: a name that can be part of a path on every system."""
+    """Folder name of one run of a comparison, valid on every operating system."""
     return re.sub(r"[^\w.=,-]+", "_", name).strip("_") + f"-seed{seed}"
 
 
 def load_comparison(folder: Path) -> Comparison:
-    """Read a comparison folder, finished or not. Raises `ConfigError` where it is none."""
+    """Read a comparison folder, finished or not. Raises `ConfigError` if `folder` is not the folder of a comparison."""
     try:
         config = json.loads((folder / "config.json").read_text())
         names = config["methods"]
@@ -143,7 +133,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Change:
-    """A number of the first and of the last evaluation that has it, over seeds."""
+    """A metric at the first and at the last evaluation that contains it, over seeds."""
 
     before: Spread
     after: Spread
@@ -155,9 +145,12 @@ class Change:
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """One line of the table. Rewards are evaluation rewards (held-out prompts, ODE, averaged weights); `to_baseline_*` say when
-    the mean curve over seeds first reaches the baseline's final mean reward (None: not reached); NFE counts the rollout's network
-    evaluations. `beside` is what was measured beside the reward, by name (`training.heldout`)."""
+    """One column of the results table.
+
+    Rewards are evaluation rewards (held-out prompts, ODE sampler, averaged weights). `to_baseline_*` is the point at which the
+    mean curve over seeds first reaches the baseline's final mean reward (None: not reached). NFE counts the network evaluations
+    of the rollout. `heldout` contains the proxy, the held-out rewards and the diversity by their labels.
+    """
 
     method: str
     seeds: int
@@ -176,18 +169,18 @@ class MethodSummary:
     seconds_rollout: float
     seconds_reward: float
     seconds_update: float
-    beside: dict[str, Change] = field(default_factory=dict)
+    heldout: dict[str, Change] = field(default_factory=dict)
 
 
-def _beside(runs: Sequence[RunRecord]) -> dict[str, Change]:
-    """The proxy, every held-out reward and the diversity, from the first evaluation to the last."""
-    names = list(dict.fromkeys(name for run in runs for name in run.heldout))
+def _heldout(runs: Sequence[RunRecord]) -> dict[str, Change]:
+    """Changes of the proxy, of every held-out reward and of the diversity."""
+    names = list(dict.fromkeys(name for run in runs for name in run.heldout_rewards))
     paths = {
         "proxy": ("proxy",),
         **{f"held out: {short(name)}": ("heldout", name) for name in names},
         "diversity": ("diversity",),
     }
-    found = {label: [run.beside("iteration", *path)[1] for run in runs] for label, path in paths.items()}
+    found = {label: [run.curve("iteration", *path)[1] for run in runs] for label, path in paths.items()}
     return {
         label: Change(spread([c[0] for c in curves if c]), spread([c[-1] for c in curves if c]))
         for label, curves in found.items()
@@ -196,35 +189,35 @@ def _beside(runs: Sequence[RunRecord]) -> dict[str, Change]:
 
 
 def short(spec: str) -> str:
-    """A reward's spec as figures and tables show it: without a file's folder, and without a long list of options."""
+    """Label of a reward spec in figures and tables: no folder, and no options longer than 24 characters."""
     head, bracket, rest = spec.partition("(")
     head = head.rpartition("/")[2]
     return head + (f"({rest}" if bracket and len(rest) <= 24 else "(...)" if bracket else "")
 
 
-def mean_curve(runs: Sequence[RunRecord], x: str, score: str = "reward") -> tuple[list[float], list[float]]:
-    """The mean over seeds at the evaluations that all of them have."""
-    curves = [run.curve(x, score) for run in runs]
-    length = min((len(curve[0]) for curve in curves), default=0)
-    xs = [statistics.fmean(curve[0][i] for curve in curves) for i in range(length)]
-    return xs, [statistics.fmean(curve[1][i] for curve in curves) for i in range(length)]
+def mean_curve(runs: Sequence[RunRecord], x: str, *path: str) -> tuple[list[float], list[float]]:
+    """`RunRecord.curve` averaged over seeds, at the iterations that all `runs` have evaluated."""
+    tables = [dict(zip(run.curve("iteration", *path)[0], zip(*run.curve(x, *path), strict=True), strict=True)) for run in runs]
+    shared = sorted(set.intersection(*map(set, tables))) if tables else []
+    means = [[statistics.fmean(table[at][axis] for table in tables) for at in shared] for axis in (0, 1)]
+    return means[0], means[1]
 
 
 def reaches(xs: Sequence[float], ys: Sequence[float], target: float) -> float | None:
-    """Where the curve first reaches `target`, linearly between its points; None where it never does."""
+    """The x at which the curve first reaches `target`, by linear interpolation; None if it never does."""
     for i, y in enumerate(ys):
         if y >= target - 1e-12:
             if i == 0:
                 return xs[0]
-            share = (target - ys[i - 1]) / (y - ys[i - 1])
-            return xs[i - 1] + share * (xs[i] - xs[i - 1])
+            fraction = (target - ys[i - 1]) / (y - ys[i - 1])
+            return xs[i - 1] + fraction * (xs[i] - xs[i - 1])
     return None
 
 
 def summarise(comparison: Comparison) -> list[MethodSummary]:
-    """One summary per method that has been evaluated."""
+    """One summary per evaluated method."""
     baseline = mean_curve(comparison.of(comparison.baseline), "iteration")[1]
-    target = baseline[-1] if baseline and baseline[-1] > baseline[0] else math.inf  # nothing to reach without a gain
+    target = baseline[-1] if baseline and baseline[-1] > baseline[0] else math.inf  # no target without a gain
     result = []
     for method in comparison.methods:
         runs = comparison.of(method)
@@ -240,7 +233,7 @@ def summarise(comparison: Comparison) -> list[MethodSummary]:
                 base=spread([r[0] for r in rewards]),
                 final=spread([r[-1] for r in rewards]),
                 best=spread([max(r) for r in rewards]),
-                final_strict=spread([run.curve("iteration", "strict")[1][-1] for run in runs]),
+                final_strict=spread([last for run in runs for last in run.curve("iteration", "strict")[1][-1:]]),
                 gain_each_seed=tuple(r[-1] - r[0] for r in rewards),
                 to_baseline_iterations=reached["iteration"],
                 to_baseline_nfe=reached["nfe_total"],
@@ -252,7 +245,7 @@ def summarise(comparison: Comparison) -> list[MethodSummary]:
                 seconds_rollout=phases["rollout"],
                 seconds_reward=phases["reward"],
                 seconds_update=phases["update"],
-                beside=_beside(runs),
+                heldout=_heldout(runs),
             )
         )
     return result
@@ -261,56 +254,3 @@ def summarise(comparison: Comparison) -> list[MethodSummary]:
 def summary_values(summaries: Sequence[MethodSummary]) -> list[dict[str, Any]]:
     """Plain values for JSON (NaN becomes null)."""
     return json.loads(json.dumps([asdict(s) for s in summaries]).replace("NaN", "null"))
-
-
-ROWS: tuple[tuple[str, Callable[[MethodSummary], str]], ...] = (
-    ("seeds", lambda s: str(s.seeds)),
-    ("reward before", lambda s: f"{s.base.mean:.3f}"),
-    ("final reward", lambda s: s.final.text()),
-    ("best reward", lambda s: s.best.text()),
-    ("final strict success", lambda s: s.final_strict.text()),
-    ("smallest gain of a seed", lambda s: f"{min(s.gain_each_seed):+.3f}"),
-    ("iterations to baseline", lambda s: _reached(s.to_baseline_iterations, ".1f")),
-    ("NFE to baseline", lambda s: _reached(s.to_baseline_nfe, ",.0f")),
-    ("seconds to baseline", lambda s: _reached(s.to_baseline_seconds, ".0f")),
-    ("NFE/trajectory", lambda s: f"{s.nfe_per_trajectory:.1f}"),
-    ("network calls/iteration", lambda s: f"{s.calls_per_iteration:.0f}"),
-    ("reward calls/trajectory", lambda s: f"{s.rewards_per_trajectory:.1f}"),
-    ("s/iteration: rollout", lambda s: f"{s.seconds_rollout:.2f}"),
-    ("s/iteration: reward", lambda s: f"{s.seconds_reward:.2f}"),
-    ("s/iteration: update", lambda s: f"{s.seconds_update:.2f}"),
-)
-"""The table's lines: what they say, and a method's cell."""
-
-
-Row = tuple[str, Callable[[MethodSummary], str]]
-
-
-def table_rows(summaries: Sequence[MethodSummary]) -> list[Row]:
-    """The table's lines: those of every comparison, and what was measured beside the reward."""
-    names = dict.fromkeys(name for summary in summaries for name in summary.beside)
-    beside: list[Row] = [(name, lambda s, name=name: s.beside[name].text() if name in s.beside else "-") for name in names]
-    place = next(i for i, (name, _) in enumerate(ROWS) if name == "smallest gain of a seed") + 1
-    return [*ROWS[:place], *beside, *ROWS[place:]]
-
-
-def _reached(value: float | None, digits: str) -> str:
-    return "not reached" if value is None else f"{value:{digits}}"
-
-
-def print_table(summaries: Sequence[MethodSummary], console: Console) -> None:
-    """One aligned table, a column per method; rewards are mean ± sample standard deviation over seeds, seconds per iteration."""
-    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for summary in summaries:
-        table.add_column(summary.method, justify="right", min_width=13)
-    for name, cell in table_rows(summaries):
-        table.add_row(name, *(cell(summary) for summary in summaries))
-    console.print(table)
-
-
-def as_text(summaries: Sequence[MethodSummary]) -> str:
-    """The table as plain text, at most 120 columns wide."""
-    console = Console(width=120, record=True, file=io.StringIO())
-    print_table(summaries, console)
-    return console.export_text()

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,10 +16,10 @@ from flowrl.distributed import Team
 from flowrl.errors import ConfigError
 from flowrl.io import write_bytes, write_json
 from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
+from flowrl.settings import settings_text
 from flowrl.sharding import whole
 from flowrl.training import logging as lines
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
-from flowrl.training.card import write_card, write_config
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import Evaluation, evaluate
@@ -45,8 +46,8 @@ class Run:
 
     The folder gets config.json (and .yaml), metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/
     and, at the end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline
-    also in lora/ or full/, as diffusers reads them, with a model card) and done.json; `tracking` says what trackers add. `shared`
-    is a folder where runs of one comparison keep the evaluation of the untrained model, which is the same for all of them.
+    also in lora/ or full/, as diffusers reads them) and done.json; `tracking` says what trackers add. `shared` is a folder where
+    runs of one comparison keep the evaluation of the untrained model, which is the same for all of them.
     Every process of `team` executes the run; the main one alone writes and reports, and all stop where one is asked to.
     """
 
@@ -87,7 +88,7 @@ class Run:
             self.team.gather(lambda: None)  # everybody has looked whether there is a run already
             if self.team.main:
                 write_json(self.folder / "config.json", self.config.as_dict())
-                write_config(self.folder, self.config)
+                _write_settings(self.folder / "config.yaml", self.config)
             rows = [self._first_row(policy, world)]
             journal.row(rows[0])
         if isinstance(policy, PromptEmbedding):
@@ -254,8 +255,6 @@ class Run:
         }
         write_json(self.folder / "samples.json", samples)
         self._export(self.folder, trainer, world)
-        if self.config.policy.model:
-            write_card(self.folder)
         write_json(self.folder / "done.json", {"iterations": trainer.done})
 
     def _before(self, world: World) -> dict[str, torch.Tensor]:
@@ -302,3 +301,21 @@ def _beside_settings(c: RunConfig) -> list[Any]:
         c.evaluation.diversity,
         *groups,
     ]
+
+
+def _write_settings(path: Path, config: RunConfig) -> None:
+    """All settings as YAML for ``flowrl train --config``."""
+    packages = ", ".join(f"{name} {found}" for name, found in versions().items())
+    comment = f"All settings of this run; repeat it with: flowrl train --config config.yaml --out NEW_FOLDER ({packages})"
+    write_bytes(path, settings_text(config.as_dict(), comment).encode())
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that the numbers depend on."""
+    found = {}
+    for package in ("flowrl-lab", "torch", "diffusers", "transformers", "peft"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found

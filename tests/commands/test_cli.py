@@ -12,8 +12,7 @@ import pytest
 
 import flowrl
 from flowrl.cli import COMMANDS, main, plugins
-from flowrl.plots.report import write_report
-from flowrl.training.results import RunRecord, load_comparison, mean_curve, reaches, spread, summarise
+from flowrl.training.results import load_comparison, summarise
 
 RULE = """
 from dataclasses import dataclass
@@ -177,77 +176,6 @@ def test_the_help_shows_the_defaults_of_the_chosen_world(capsys):
             main(["train", *arguments, "--help"])
         text = " ".join(capsys.readouterr().out.replace("│", " ").split())
         assert f"--learning-rate FLOAT Initial learning rate. (default: {default})" in text
-
-
-def record(method, seed, rewards, seconds=2.0, finished=True):
-    rows = []
-    for i, reward in enumerate(rewards):
-        totals = {"nfe_total": 100 * i, "seconds_total": seconds * i, "reward_calls_total": 0, "train_nfe_total": 0}
-        row = {"iteration": i, "evaluation": {"reward": reward, "strict": reward / 2}, **totals}
-        if i:
-            row |= {"nfe": 100, "calls": 10, "reward_calls": 20, "train_nfe": 40, "trajectories": 10}
-            row["phases"] = {"rollout": 1.0, "reward": 0.5, "update": 0.5}
-        rows.append(row)
-    return RunRecord(method, seed, None, tuple(rows), finished)  # pyright: ignore[reportArgumentType]
-
-
-def test_summary_numbers_worked_out_by_hand():
-    from pathlib import Path
-
-    from flowrl.training.results import Comparison
-
-    runs = (
-        record("base", 0, [0.4, 0.5, 0.6]),
-        record("base", 1, [0.4, 0.6, 0.8]),
-        record("fast", 0, [0.4, 0.8, 0.8]),
-        record("fast", 1, [0.4, 0.8, 0.7]),
-    )
-    config = {"methods": ["base", "fast"], "seeds": [0, 1], "run": {}}
-    base, fast = summarise(Comparison(Path("."), config, runs))
-    assert base.final.mean == pytest.approx(0.7) and base.final.std == pytest.approx(0.2 / 2**0.5)
-    assert base.to_baseline_iterations == pytest.approx(2.0)
-    assert fast.to_baseline_iterations == pytest.approx(0.75)
-    assert fast.to_baseline_nfe == pytest.approx(75) and fast.to_baseline_seconds == pytest.approx(1.5)
-    assert fast.best.mean == pytest.approx(0.8) and fast.gain_each_seed == pytest.approx((0.4, 0.3))
-    assert fast.nfe_per_trajectory == 10 and fast.rewards_per_trajectory == 2 and fast.seconds_reward == 0.5
-    assert reaches([0, 1], [0.1, 0.2], 0.3) is None
-    assert spread([]).text() == "-" and spread([0.5]).text() == "0.500"
-    assert mean_curve([], "iteration") == ([], [])
-
-
-def test_a_report_can_be_written_before_any_run_has_finished(tmp_path):
-    from flowrl.training.compare import CompareConfig
-    from flowrl.training.config import preset
-
-    config = CompareConfig(preset("tiny").apply(), seeds=(0,), command='flowrl compare --out "<script>"')
-    (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
-    page = write_report(tmp_path).read_text()
-    assert "No run has been evaluated yet" in page and "<script>" not in page
-    folder = tmp_path / "runs" / "flow-grpo-seed0"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config.jobs()["flow-grpo-seed0"].as_dict()))
-    rows = record("flow-grpo", 0, [0.4, 0.5]).rows
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"iteration": 2, "re')
-    assert "3 runs have not finished" in write_report(tmp_path).read_text()
-
-
-@pytest.mark.parametrize("rewards", [[0.0, 0.0], [0.5, 0.5, 0.5], [0.1, 0.9], [0.3]])
-@pytest.mark.parametrize("methods", [1, 2, 7])
-def test_curves_can_be_drawn_whatever_the_values(rewards, methods):
-    from pathlib import Path
-
-    from flowrl.plots.figures import curves, phases
-    from flowrl.plots.style import spread_labels
-    from flowrl.training.results import Comparison
-
-    names = [f"rule {i}" for i in range(methods)]
-    config = {"methods": names, "seeds": [0], "run": {"environment": {"reward_form": "soft"}}}
-    comparison = Comparison(Path("."), config, tuple(record(name, 0, rewards) for name in names))
-    for figure in (curves(comparison), curves(comparison, "strict"), phases(comparison)):
-        figure.savefig(os.devnull, format="png", dpi=50)
-    heights = spread_labels([rewards[-1]] * methods, 0.0, 1.0, 0.075)
-    assert min(heights) >= -1e-9 and max(heights) <= 1 + 1e-9
-    assert len({round(height, 6) for height in heights}) == methods
 
 
 def test_what_is_on_or_off_needs_no_word():

@@ -10,7 +10,7 @@ from flowrl.cli import main
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform
 from flowrl.diagnostics.explain import explain, parse_rewards
 from flowrl.errors import ConfigError
-from flowrl.plots.explain import explanation
+from flowrl.plots.figures import explanation
 
 
 def test_the_example_shows_the_rule_at_work() -> None:
@@ -69,12 +69,12 @@ def test_bad_tables_name_the_line(text: str, words: str) -> None:
 def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rewards.csv"
     file.write_text("prompt,member,R0,R1,R2\ncat,x,0,1,2\ncat,y,0,2,1\ndog,x,1,1,0\ndog,y,1,0,1\n")
-    out = tmp_path / "picture.png"
+    out = tmp_path / "figure.png"
     rules = ["stepwise-gain(normalise=step)", "weighted(weights=noise)"]
     assert main(["explain", *rules, "--rewards", str(file), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "cat: stepwise-gain(normalise=step)" in printed
-    assert [(tmp_path / f"picture-{n}.png").stat().st_size > 5000 for n in (1, 2, 3, 4)] == [True] * 4
+    assert [(tmp_path / f"figure-{n}.png").stat().st_size > 5000 for n in (1, 2, 3, 4)] == [True] * 4
     rewards = parse_rewards(file.read_text()).rewards
     first = StepwiseGain(normalise="step").assign(rewards)[0, 0, 0]
     assert f"{float(first):+.3f}" in printed

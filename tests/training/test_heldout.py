@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError, RewardError
-from flowrl.plots.hacking import proxy_and_heldout
+from flowrl.plots.figures import proxy_and_heldout
 from flowrl.registry import build
 from flowrl.rewards import FunctionReward, NoisyReward
 from flowrl.rewards.clip import load_encoder
@@ -237,7 +237,7 @@ def test_a_held_out_reward_that_fails_does_not_end_the_run(tmp_path):
     for row in run.evaluations:
         found = row["evaluation"]
         assert found["heldout"][bad] is None and math.isfinite(found["heldout"][marks]) and found["diversity"] is None
-    assert run.beside("iteration", "heldout", bad) == ([], []) and len(run.beside("iteration", "heldout", marks)[0]) == 3
+    assert run.curve("iteration", "heldout", bad) == ([], []) and len(run.curve("iteration", "heldout", marks)[0]) == 3
     assert proxy_and_heldout({"flow-grpo": [run]}) is not None
 
 
@@ -279,7 +279,7 @@ def test_a_comparison_reports_them(tmp_path, capsys):
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Proxy and held-out rewards" in page and page.count("data:image/png;base64,") == 6
     assert (tmp_path / "out" / "proxy.png").stat().st_size > 1000
-    found = json.loads((tmp_path / "out" / "summary.json").read_text())[0]["beside"]
+    found = json.loads((tmp_path / "out" / "summary.json").read_text())[0]["heldout"]
     assert set(found) == {"proxy", "held out: density", "diversity"}
 
 
@@ -311,10 +311,10 @@ def test_the_figure_draws_what_was_measured(tmp_path):
     titles = [axes.get_title() for axes in figure.axes]
     assert titles[:3] == ["proxy (trained on)", "held out: density", "diversity"]
     thick = figure.axes[1].lines[-1]
-    values = [run.beside("iteration", "heldout", "density")[1] for run in runs]
+    values = [run.curve("iteration", "heldout", "density")[1] for run in runs]
     assert list(thick.get_ydata()) == pytest.approx([(a + b) / 2 for a, b in zip(*values, strict=True)])
     path = figure.axes[4].lines[0]
-    proxies = [run.beside("iteration", "proxy")[1] for run in runs]
+    proxies = [run.curve("iteration", "proxy")[1] for run in runs]
     assert list(path.get_xdata()) == pytest.approx([(a + b) / 2 for a, b in zip(*proxies, strict=True)])
     assert all(tick == round(tick) for axes in figure.axes[:3] for tick in axes.get_xticks())
     assert all(len(axes.get_xticks()) <= 6 for axes in figure.axes[4:])

@@ -1,0 +1,149 @@
+"""Figures of samples: before and after training, along one trajectory, base against trained weights, and plain grids."""
+
+import json
+import textwrap
+from collections.abc import Sequence
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flowrl.credit import gains, turning_points
+from flowrl.diagnostics.paired import Comparison as WeightComparison
+from flowrl.plots.style import INK, clean, colour
+from flowrl.training.results import Comparison, RunRecord
+
+GOOD, BAD, NEUTRAL = "#00734f", "#b3261e", "#555b66"
+COLUMNS = 2
+"""Prompts per row of `base_and_trained`."""
+
+
+def _show(axes: Axes, image: Tensor) -> None:
+    axes.imshow(image.permute(1, 2, 0).clamp(0, 1).numpy(), interpolation="nearest")
+    axes.set(xticks=[], yticks=[])
+
+
+def _points(axes: Axes, points: Tensor, title: str, shade: str = INK) -> None:
+    """Samples of the 2-D world."""
+    axes.scatter(points[:, 0, 0, 0], points[:, 1, 0, 0], color=shade, s=14)
+    axes.set(xlim=(-3.2, 3.2), ylim=(-3.2, 3.2), aspect="equal")
+    axes.set_title(title, color=shade)
+    clean(axes)
+
+
+def _finished(comparison: Comparison, methods: Sequence[str]) -> list[RunRecord]:
+    """The first finished run of each method."""
+    found = [next((run for run in comparison.of(method) if run.finished), None) for method in methods]
+    return [run for run in found if run is not None]
+
+
+def samples(comparison: Comparison) -> Figure | None:
+    """The same prompts and noise before training and after each method (first seed). None if no run has finished."""
+    runs = _finished(comparison, comparison.methods)
+    if not runs:
+        return None
+    records = [json.loads((run.folder / "samples.json").read_text()) for run in runs]
+    tensors = [load_file(run.folder / "samples.safetensors") for run in runs]
+    rows = [("base model", tensors[0]["before"], records[0]["reward_before"], INK)]
+    for run, record, tensor in zip(runs, records, tensors, strict=True):
+        rows.append((run.method, tensor["after"], record["reward_after"], colour(run.method, comparison.config["methods"])))
+    prompts = records[0]["prompts"]
+    if rows[0][1].shape[-1] == 1:
+        figure = Figure(figsize=(3 * len(rows), 3.2), layout="constrained")
+        for axes, (name, points, _, shade) in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
+            _points(axes, points, name, shade)
+            for point, text in zip(points, prompts, strict=True):
+                axes.annotate(text.split()[1], (float(point[0]), float(point[1])), fontsize=7)
+        return figure
+    figure = Figure(figsize=(1.5 * len(prompts), 1.75 * len(rows) + 0.3), layout="constrained")
+    grid = figure.subplots(len(rows), len(prompts), squeeze=False)
+    for axes_row, (name, images, scores, shade) in zip(grid, rows, strict=True):
+        for axes, image, value, before in zip(axes_row, images, scores, rows[0][2], strict=True):
+            _show(axes, image)
+            change = GOOD if value > before + 0.02 else BAD if value < before - 0.02 else NEUTRAL
+            axes.set_xlabel(f"{value:.2f}", fontsize=9, color=change, fontweight="bold")
+        axes_row[0].set_ylabel(name, color=shade, fontweight="bold", fontsize=9)
+    for axes, text in zip(grid[0], prompts, strict=True):
+        words = text.split()
+        half = (len(words) + 1) // 2
+        axes.set_title(" ".join(words[:half]) + "\n" + " ".join(words[half:]), fontsize=8.5)
+    return figure
+
+
+def trajectory(comparison: Comparison) -> Figure | None:
+    """Rewards along one trajectory (ODE completions and one-step estimates), its gains and its turning points."""
+    runs = _finished(comparison, sorted(comparison.methods, key=lambda method: "tp" not in method))
+    if not runs:
+        return None
+    record = json.loads((runs[0].folder / "trajectory.json").read_text())
+    completions = load_file(runs[0].folder / "trajectory.safetensors")["images"]
+    table, rewards = torch.tensor(record["members"])[None], record["rewards"]
+    has_images, nodes = completions.shape[-1] > 1, len(rewards)
+    figure = Figure(figsize=(11, 6.2 if has_images else 4.6), layout="constrained")
+    ratios = [1.0, 2.2, 1.3] if has_images else [2.2, 1.3]
+    layout = figure.add_gridspec(len(ratios), nodes, height_ratios=ratios)
+    for node in range(nodes) if has_images else ():
+        axes = figure.add_subplot(layout[0, node])
+        _show(axes, completions[node])
+        axes.set_title(f"{rewards[node]:.2f}", fontsize=9)
+    curve = figure.add_subplot(layout[-2, :])
+    curve.plot(range(nodes), table[0].T, color="#c9ccd3", linewidth=0.8)
+    for name, values, shade, ink, style, at, shift in (
+        ("one-step estimate", record["tweedie"], "#D55E00", "#a84600", {"linestyle": ":", "linewidth": 2}, 1, (12, -9)),
+        ("ODE completion", rewards, "#009E73", GOOD, {"marker": "o", "linewidth": 2.5}, 0, (3, 8)),
+    ):
+        curve.plot(range(nodes), values, color=shade, **style)
+        curve.annotate(name, (at, values[at]), color=ink, fontsize=9, xytext=shift, textcoords="offset points")
+    for consistent, shade in ((False, "#8a8f98"), (True, BAD)):
+        turns = turning_points(table, consistent=consistent, first_step=True)[0, record["chosen"]].nonzero().flatten().tolist()
+        heights = [rewards[step] for step in turns]
+        curve.scatter(turns, heights, s=190, facecolors="none", edgecolors=shade, linewidths=2, zorder=5 + consistent)
+    curve.set_ylabel("estimated final reward")
+    title = f'"{record["prompt"]}": red rings are consistent turning points, grey rings plain ones; thin lines: rest of the group'
+    curve.set_title(title, fontsize=10)
+    bars, steps = figure.add_subplot(layout[-1, :], sharex=curve), gains(table)[0, record["chosen"]].tolist()
+    bars.bar([i + 0.5 for i in range(nodes - 1)], steps, width=0.8, color=["#009E73" if g >= 0 else BAD for g in steps])
+    bars.axhline(0, color=INK, linewidth=0.8)
+    bars.set(xlabel="node (0 = noise, last = image)", ylabel="gain of the step", xticks=range(nodes))
+    for axes in (curve, bars):
+        clean(axes)
+        axes.set_xlim(-0.5, nodes - 0.5)
+    return figure
+
+
+def base_and_trained(found: WeightComparison) -> Figure:
+    """The first prompts' images from base and trained weights with their scores; two scatter plots in the 2-D world."""
+    sides = {"base": found.base, "trained": found.trained}
+    shown = len(found.base.shown)
+    if found.base.shown.shape[-1] == 1:
+        figure = Figure(figsize=(6.6, 3.4), layout="constrained")
+        for axes, (name, side) in zip(figure.subplots(1, 2), sides.items(), strict=True):
+            _points(axes, side.shown, name)
+        return figure
+    rows = -(-shown // COLUMNS)
+    figure = Figure(figsize=(3.7 * COLUMNS, 2.5 * rows), layout="constrained")
+    for i, part in enumerate(figure.subfigures(rows, COLUMNS, squeeze=False).flatten()[:shown]):
+        part.suptitle(textwrap.fill(found.prompts[i], 52, max_lines=2, placeholder=" ..."), fontsize=8.5)
+        for axes, (name, side) in zip(part.subplots(1, 2), sides.items(), strict=True):
+            _show(axes, side.shown[i])
+            axes.set_xlabel(f"{name}: " + ", ".join(f"{float(scores[i, 0]):.3g}" for scores in side.scores.values()), fontsize=8)
+    return figure
+
+
+def image_grid(images: Tensor, scores: Tensor, prompts: Sequence[str]) -> Figure:
+    """`images` [prompt, count, channel, height, width] with their `scores`, one row (2-D world: one scatter plot) per prompt."""
+    rows, columns = images.shape[:2]
+    if images.shape[-1] == 1:
+        figure = Figure(figsize=(3 * rows, 3.2), layout="constrained")
+        for axes, points, text in zip(figure.subplots(1, rows, squeeze=False)[0], images, prompts, strict=True):
+            _points(axes, points, text)
+        return figure
+    figure = Figure(figsize=(1.25 * columns, 1.62 * rows), layout="constrained")
+    for row, (cells, text) in enumerate(zip(figure.subplots(rows, columns, squeeze=False), prompts, strict=True)):
+        for axes, image, value in zip(cells, images[row], scores[row], strict=True):
+            _show(axes, image)
+            axes.set_xlabel(f"{float(value):.2f}", fontsize=8)
+        cells[0].set_title(text, loc="left", fontsize=10)
+    return figure

@@ -1,0 +1,236 @@
+"""Reports: numbers of the results table, figures for any values, escaped and self-contained pages, lazy imports."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from jinja2 import UndefinedError
+from safetensors.torch import save_file
+
+from flowrl.diagnostics.paired import Comparison as WeightComparison
+from flowrl.diagnostics.paired import Draw, Pictures, compare_scores
+from flowrl.plots.figures import curves, phases
+from flowrl.plots.images import image_grid
+from flowrl.plots.pages import inline, markdown_code, render
+from flowrl.plots.report import headline, table_rows, table_text, write_evaluation, write_report
+from flowrl.plots.style import save, spread_labels
+from flowrl.training.compare import CompareConfig
+from flowrl.training.config import preset
+from flowrl.training.results import Comparison, RunRecord, mean_curve, reaches, run_folder, spread, summarise
+
+EVIL = '<script>alert("1")</script>'
+REMOTE = re.compile(r"""(src|href|url)\s*[=(]\s*["']?(http|//|file)""")
+
+
+def record(method, seed, rewards, seconds=2.0, finished=True):
+    rows = []
+    for i, reward in enumerate(rewards):
+        totals = {"nfe_total": 100 * i, "seconds_total": seconds * i, "reward_calls_total": 0, "train_nfe_total": 0}
+        row = {"iteration": i, "evaluation": {"reward": reward, "strict": reward / 2}, **totals}
+        if i:
+            row |= {"nfe": 100, "calls": 10, "reward_calls": 20, "train_nfe": 40, "trajectories": 10}
+            row["phases"] = {"rollout": 1.0, "reward": 0.5, "update": 0.5}
+        rows.append(row)
+    return RunRecord(method, seed, None, tuple(rows), finished)  # pyright: ignore[reportArgumentType]
+
+
+def test_summary_numbers_worked_out_by_hand():
+    runs = (
+        record("base", 0, [0.4, 0.5, 0.6]),
+        record("base", 1, [0.4, 0.6, 0.8]),
+        record("fast", 0, [0.4, 0.8, 0.8]),
+        record("fast", 1, [0.4, 0.8, 0.7]),
+    )
+    config = {"methods": ["base", "fast"], "seeds": [0, 1], "run": {}}
+    base, fast = summarise(Comparison(Path("."), config, runs))
+    assert base.final.mean == pytest.approx(0.7) and base.final.std == pytest.approx(0.2 / 2**0.5)
+    assert base.to_baseline_iterations == pytest.approx(2.0)
+    assert fast.to_baseline_iterations == pytest.approx(0.75)
+    assert fast.to_baseline_nfe == pytest.approx(75) and fast.to_baseline_seconds == pytest.approx(1.5)
+    assert fast.best.mean == pytest.approx(0.8) and fast.gain_each_seed == pytest.approx((0.4, 0.3))
+    assert fast.nfe_per_trajectory == 10 and fast.rewards_per_trajectory == 2 and fast.seconds_reward == 0.5
+    assert reaches([0, 1], [0.1, 0.2], 0.3) is None
+    assert spread([]).text() == "-" and spread([0.5]).text() == "0.500"
+    assert mean_curve([], "iteration") == ([], [])
+
+
+def test_means_over_seeds_use_the_iterations_of_all_runs():
+    """A metric that failed in one evaluation of one seed is left out of the mean there, and no other point moves."""
+    first, second = record("a", 0, [0.1, 0.2, 0.3]), record("a", 1, [0.3, 0.4, 0.5], seconds=4.0)
+    for run, values in ((first, (1.0, None, 3.0)), (second, (2.0, 2.5, 5.0))):
+        for row, value in zip(run.rows, values, strict=True):
+            row["evaluation"]["heldout"] = {"ocr": value}
+    assert mean_curve([first, second], "iteration", "heldout", "ocr") == ([0.0, 2.0], [1.5, 4.0])
+    assert mean_curve([first, second], "seconds_total", "heldout", "ocr") == ([0.0, 6.0], [1.5, 4.0])
+    assert mean_curve([first, second], "nfe_total", "missing") == ([], [])
+    (summary,) = summarise(Comparison(Path("."), {"methods": ["a"], "seeds": [0, 1], "run": {}}, (first, second)))
+    assert summary.heldout["held out: ocr"].text() == "1.500 to 4.000 ± 1.414"
+    assert ("held out: ocr", ["1.500 to 4.000 ± 1.414"]) in table_rows([summary]) and "held out: ocr" in table_text([summary])
+
+
+def test_the_headline_judges_by_the_spread_over_seeds():
+    config = {"methods": ["base", "fast"], "seeds": [0, 1], "run": {}}
+    finals = {("base", 0): 0.5, ("base", 1): 0.6, ("fast", 0): 0.9, ("fast", 1): 0.8}
+    runs = [record(name, seed, [0.1, final]) for (name, seed), final in finals.items()]
+    comparison = Comparison(Path("."), config, tuple(runs))
+    text = headline(comparison, summarise(comparison))
+    assert "base changes from 0.100 to 0.550 ± 0.071; fast ends 0.300 above it" in text
+    assert text.endswith("(more than the spread over seeds). 2 seeds.")
+    single = Comparison(Path("."), config, (runs[0], runs[2]))
+    text = headline(single, summarise(single))
+    assert text.endswith("fast ends 0.400 above it. With one seed, the spread over seeds is unknown.")
+
+
+def test_a_report_can_be_written_before_any_run_has_finished(tmp_path):
+    config = CompareConfig(preset("tiny").apply(), seeds=(0,), command='flowrl compare --out "<script>"')
+    (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
+    page = write_report(tmp_path).read_text()
+    assert "No run has been evaluated yet" in page and "<script>" not in page
+    folder = tmp_path / "runs" / "flow-grpo-seed0"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config.jobs()["flow-grpo-seed0"].as_dict()))
+    rows = record("flow-grpo", 0, [0.4, 0.5]).rows
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"iteration": 2, "re')
+    assert "3 runs have not finished" in write_report(tmp_path).read_text()
+
+
+def comparison_folder(folder, names, world="mixture"):
+    """Files as `flowrl compare` writes them, with values chosen by hand."""
+    config = CompareConfig(preset("tiny").apply(world=world, task="direction"), seeds=(0, 1), command=f"flowrl {EVIL}")
+    values = config.as_dict() | {"methods": names, "baseline": names[0], "hardware": EVIL}
+    (folder / "config.json").write_text(json.dumps(values))
+    for number, (name, seed) in enumerate((n, s) for n in names for s in (0, 1)):
+        run = folder / "runs" / run_folder(name, seed)
+        run.mkdir(parents=True)
+        (run / "config.json").write_text(json.dumps({"algorithm": {"method": name}, "seed": seed}))
+        rows = record(name, seed, [0.4, 0.5 + number / 100]).rows
+        for row in rows:
+            row["evaluation"]["heldout"] = {f"mine.py:{EVIL}": 0.3}
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        samples = {"prompts": ["towards 0 degrees"] * 2, "reward_before": [0.1, 0.2], "reward_after": [0.3, 0.1]}
+        (run / "samples.json").write_text(json.dumps(samples))
+        save_file({name: torch.rand(2, 2, 1, 1) for name in ("before", "after")}, run / "samples.safetensors")
+        members = [[0.5, 0.4, 0.3, 0.45, 0.6], [0.5, 0.6, 0.7, 0.55, 0.4]]
+        trajectory = {"prompt": EVIL, "chosen": 0, "rewards": members[0], "members": members, "tweedie": members[1]}
+        (run / "trajectory.json").write_text(json.dumps(trajectory))
+        save_file({"images": torch.rand(5, 2, 1, 1)}, run / "trajectory.safetensors")
+        (run / "done.json").write_text("{}")
+
+
+def test_the_report_contains_every_run_and_loads_nothing(tmp_path):
+    names = ["flow-grpo", "tp-grpo", "mine.py:Rule"]
+    comparison_folder(tmp_path, names)
+    page = write_report(tmp_path).read_text()
+    assert page.startswith("<!doctype html>") and not REMOTE.search(page)
+    for number, (name, seed) in enumerate((n, s) for n in names for s in (0, 1)):
+        row = page.split(f"<td>{run_folder(name, seed)}</td>")[1].split("</tr>")[0]
+        assert f"<td>{0.5 + number / 100:.3f}</td>" in row and "<td>finished</td>" in row
+    for name, cells in table_rows(summarise(Comparison(tmp_path, json.loads((tmp_path / "config.json").read_text()), ()))):
+        assert f"<td>{name}</td>" in page and not cells
+    figures = ("curves", "strict", "samples", "trajectory", "phases", "proxy")
+    assert page.count('src="data:image/png;base64,') == len(figures)
+    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in figures)
+    assert "not finished" not in page and "custom rule" in page and "2505.05470" in page
+    algorithm = page.split("<h3>Algorithm</h3>")[1].split("<h3>")[0]
+    assert "<span>noise_level</span><span>0.7</span>" in algorithm and "eval_steps" not in algorithm
+
+
+def test_every_value_of_the_report_is_escaped(tmp_path):
+    comparison_folder(tmp_path, ["flow-grpo", EVIL])
+    config = json.loads((tmp_path / "config.json").read_text())
+    for group in config["run"].values():
+        if isinstance(group, dict):
+            group.update({name: EVIL for name, value in group.items() if isinstance(value, str)})
+    config |= {"preset": EVIL, "versions": {EVIL: EVIL}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    page = write_report(tmp_path).read_text()
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;alert(") > 15
+
+
+def weight_comparison(channels=3, size=8):
+    generator = torch.Generator().manual_seed(0)
+    sides = [torch.rand(3, 2, generator=generator) for _ in range(2)]
+    shown = [torch.rand(2, channels, size, size, generator=generator) for _ in range(2)]
+    base, trained = (Pictures({EVIL: scores}, images) for scores, images in zip(sides, shown, strict=True))
+    facts = {"command": EVIL, "weights": EVIL, "guidance": 1.5, "resolution": None}
+    return WeightComparison(
+        {EVIL: compare_scores(*sides)}, base, trained, ("a fox", EVIL, "a hat"), Draw(steps=3, count=2), facts
+    )
+
+
+@pytest.mark.parametrize("channels", [3, 2])
+def test_the_page_of_an_evaluation(channels, tmp_path):
+    """Images, and points of the 2-D world: numbers as in evaluation.json, escaped, self-contained."""
+    found = weight_comparison(channels, 8 if channels == 3 else 1)
+    write_evaluation(found, tmp_path, html=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.json", "grid.png"]
+    write_evaluation(found, tmp_path, html=True)
+    page, score = (tmp_path / "report.html").read_text(), found.scores[EVIL]
+    assert "<script" not in page and not REMOTE.search(page)
+    for value in (f"<td>{score.base:.4f}</td>", f"<td>{score.difference:+.4f}</td>", f"{score.low:+.4f} to {score.high:+.4f}"):
+        assert value in page
+    assert "<span>guidance</span><span>1.5</span>" in page and "<span>resolution</span>" not in page
+    assert "3 prompts, 2 images per prompt" in " ".join(page.split()) and page.count("data:image/png;base64,") == 1
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 0.0], [0.5, 0.5, 0.5], [0.1, 0.9], [0.3]])
+@pytest.mark.parametrize("methods", [1, 2, 7])
+def test_curves_can_be_drawn_whatever_the_values(rewards, methods):
+    names = [f"rule {i}" for i in range(methods)]
+    config = {"methods": names, "seeds": [0], "run": {"environment": {"reward_form": "soft"}}}
+    comparison = Comparison(Path("."), config, tuple(record(name, 0, rewards) for name in names))
+    for figure in (curves(comparison), curves(comparison, "strict"), phases(comparison)):
+        assert figure is not None
+        figure.savefig(os.devnull, format="png", dpi=50)
+    heights = spread_labels([rewards[-1]] * methods, 0.0, 1.0, 0.075)
+    assert min(heights) >= -1e-9 and max(heights) <= 1 + 1e-9
+    assert len({round(height, 6) for height in heights}) == methods
+
+
+def test_files_that_cannot_be_written_are_named(tmp_path):
+    from flowrl.errors import ConfigError
+
+    grid = image_grid(torch.rand(2, 3, 3, 8, 8), torch.rand(2, 3), ("a", "b"))
+    save(grid, tmp_path / "new" / "grid.png")
+    assert len(grid.axes) == 6 and (tmp_path / "new" / "grid.png").stat().st_size > 1000
+    with pytest.raises(ConfigError, match=r"grid\.xyz cannot be written"):
+        save(grid, tmp_path / "grid.xyz")
+
+
+def test_packages_render_templates_of_their_own(tmp_path, monkeypatch):
+    """A package outside flowrl extends the base template."""
+    templates = tmp_path / "otherpages" / "templates"
+    templates.mkdir(parents=True)
+    (templates.parent / "__init__.py").write_text("")
+    (templates / "own.html.j2").write_text(
+        '{% extends "base.html.j2" %}{% from "macros.html.j2" import figure, table %}{% block title %}{{ title }}{% endblock %}'
+        "{% block main %}{{ text|inline }}{{ table(head, rows) }}{{ figure(png, title) }}{% endblock %}"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    values = {"title": EVIL, "text": f"`code` of *stress* {EVIL}", "head": [EVIL], "rows": [[EVIL], [1]], "png": b"png"}
+    page = render("own.html.j2", "otherpages", **values)
+    assert "<script" not in page and "--accent" in page and "<code>code</code> of <em>stress</em>" in page
+    assert 'src="data:image/png;base64,cG5n"' in page and "<td>1</td>" in page
+    with pytest.raises(UndefinedError, match="'title' is undefined"):
+        render("own.html.j2", "otherpages")
+
+
+def test_filters():
+    assert inline("2 * 3 * 4 and `a<b`") == "2 * 3 * 4 and <code>a&lt;b</code>"
+    assert markdown_code("plain") == "`plain`" and markdown_code("a`b\nc``d") == "``` a`b c``d ```"
+
+
+def test_the_command_line_starts_without_figures():
+    """Neither matplotlib nor jinja2 nor the figures are imported before they are used."""
+    code = (
+        "import sys; import flowrl.cli; import flowrl.commands.progress\n"
+        "print([name for name in sys.modules if name.partition('.')[0] == 'matplotlib' or name.startswith('flowrl.plots')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
