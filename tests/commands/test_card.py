@@ -71,14 +71,15 @@ def test_an_evaluation_and_names_with_special_characters(folder):
     found = {"command": "flowrl evaluate --weights /home/me/run", "prompts": 9, "count": 2, "scores": scores}
     (folder / "evaluation").mkdir()
     (folder / "evaluation" / "evaluation.json").write_text(json.dumps(found))
-    (folder / config.policy.tuning).mkdir()
+    weights = folder / config.policy.tuning
+    weights.mkdir()
     (folder / "config.yaml").write_text("method: tp-grpo\n")
     write_card(folder)
     text = (folder / "README.md").read_text()
     assert "| `` mine.py:A\\|`b`(x=1) `` | 0.1000 | 0.4000 | +0.3000 [+0.2000, +0.4000] |" in text
     assert "| `<script>` | 0.1000 | 0.4000 | +0.3000 |" in text and "/home" not in text
     assert "`flowrl evaluate --weights run` on 9 prompts with 2 images per prompt" in text
-    assert (folder / config.policy.tuning / "README.md").read_text() == text and (folder / config.policy.tuning / "config.yaml").exists()
+    assert (weights / "README.md").read_text() == text and (weights / "config.yaml").exists()
 
 
 def test_paths_lose_their_folders():

@@ -277,7 +277,7 @@ def test_a_comparison_reports_them(tmp_path, capsys):
     for line in ("proxy ", "held out: density", "diversity "):
         assert re.search(rf"{line}.*\d to -?\d\.\d+ ± ", told), line
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "Proxy and held-out rewards" in page and page.count("data:image/png;base64,") == 6
+    assert "Proxy and held-out metrics" in page and page.count("data:image/png;base64,") == 6
     assert (tmp_path / "out" / "proxy.png").stat().st_size > 1000
     found = json.loads((tmp_path / "out" / "summary.json").read_text())[0]["heldout"]
     assert set(found) == {"proxy", "held out: density", "diversity"}
