@@ -14,7 +14,11 @@ class CheckpointError(FlowrlError):
 
 
 class RewardError(FlowrlError):
-    """A reward model broke its contract: wrong count, wrong shape, or a value that is not finite."""
+    """A reward model gives no scores: it refuses a prompt or an image, cannot be reached, or broke its contract."""
+
+
+class RewardContractError(RewardError):
+    """The scores of a reward model break its contract: wrong type, wrong shape, or a value that is not finite."""
 
 
 class CreditError(FlowrlError):

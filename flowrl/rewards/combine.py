@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.errors import RewardError, require
+from flowrl.errors import require
 from flowrl.protocols import RewardModel
+from flowrl.rewards.contract import check_score_shape, marks_invalid
 from flowrl.types import Prompt
 
 
@@ -41,15 +42,12 @@ class WeightedSum:
     @property
     def marks_invalid(self) -> bool:
         """Whether any of the models may mark samples invalid; a sample that one of them marks is invalid."""
-        return any(getattr(model, "marks_invalid", False) for model in self.models.values())
+        return any(marks_invalid(model) for model in self.models.values())
 
     def parts(self, images: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """Every component's scores [sample], unweighted. Raises `RewardError` naming a component of the wrong shape."""
+        """Every component's scores [sample], unweighted. Raises `RewardContractError` naming a component of the wrong shape."""
         scores = {name: model.score(images, prompts) for name, model in self.models.items()}
-        for name, values in scores.items():
-            if values.shape != (len(prompts),):
-                raise RewardError(f"reward {name!r} returned shape {tuple(values.shape)}; allowed: ({len(prompts)},)")
-        return scores
+        return {name: check_score_shape(values, len(prompts), f"reward {name!r}") for name, values in scores.items()}
 
     def total(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The weighted sum of `parts`."""
@@ -80,7 +78,7 @@ class Clipped:
     @property
     def marks_invalid(self) -> bool:
         """Whether the reward may mark samples invalid."""
-        return bool(getattr(self.reward, "marks_invalid", False))
+        return marks_invalid(self.reward)
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """The clipped scores [sample]."""
@@ -123,7 +121,7 @@ class NoisyReward:
     @property
     def marks_invalid(self) -> bool:
         """Whether the model may mark samples invalid."""
-        return bool(getattr(self.model, "marks_invalid", False))
+        return marks_invalid(self.model)
 
     def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""

@@ -2,7 +2,7 @@
 
 from flowrl.rollout.rollout import Groups, Rollout, attach_stds, integrate, rollout
 from flowrl.rollout.solvers import SOLVERS, require_solver, solve
-from flowrl.rollout.table import RewardTables, reward_table, reward_tables, score
+from flowrl.rollout.table import RewardTables, reward_table, reward_tables, score, score_components
 from flowrl.rollout.usage import Usage
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "reward_tables",
     "rollout",
     "score",
+    "score_components",
     "solve",
 ]

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from flowrl.errors import RewardError
 from flowrl.protocols import CompositeReward, FlowPolicy, RewardModel
+from flowrl.rewards.contract import ComponentScores, check_scores, marks_invalid
 from flowrl.rollout.rollout import Rollout
 from flowrl.rollout.usage import Usage
 from flowrl.types import Prompt
@@ -24,29 +24,9 @@ def score(
     """
     allowed = invalid and marks_invalid(reward)
     with torch.no_grad():
-        scores = _checked(reward.score(images, prompts), prompts, f"{type(reward).__name__}.score", allowed)
+        scores = check_scores(reward.score(images, prompts), prompts, f"{type(reward).__name__}.score", allowed)
     if usage is not None:
         usage.reward_calls += len(prompts)
-    return scores
-
-
-def marks_invalid(reward: RewardModel) -> bool:
-    """Whether NaN from this reward marks a sample as invalid; see `protocols.RewardModel`."""
-    return bool(getattr(reward, "marks_invalid", False))
-
-
-def _checked(scores: object, prompts: Sequence[Prompt], origin: str, invalid: bool = False) -> Tensor:
-    if not isinstance(scores, Tensor):
-        raise RewardError(f"{origin} returned a {type(scores).__name__}; a torch.Tensor of shape [sample] is required")
-    if scores.shape != (len(prompts),):
-        raise RewardError(f"{origin} returned shape {tuple(scores.shape)} for {len(prompts)} images; allowed: ({len(prompts)},)")
-    bad = torch.isinf(scores) if invalid else ~torch.isfinite(scores)
-    if bool(bad.any()):
-        first = int(bad.nonzero()[0])
-        raise RewardError(
-            f"{origin} returned {int(bad.sum())} of {len(prompts)} values that are not finite, the first at sample {first} "
-            f"(prompt {prompts[first].text!r}); scores must be finite"
-        )
     return scores.detach().float()
 
 
@@ -85,7 +65,8 @@ def reward_tables(
     columns: dict[str, list[Tensor]] = {}
     for piece in torch.arange(len(flat)).split(max_batch):
         images = policy.decode(flat[piece.to(flat.device)])
-        for name, values in _scores(reward, images, [owners[i] for i in piece.tolist()], usage).items():
+        scored = score_components(reward, images, [owners[i] for i in piece.tolist()], usage)
+        for name, values in {_TOTAL: scored.total, **scored.parts}.items():
             columns.setdefault(name, []).append(values.cpu())
     tables = {}
     for name, pieces in columns.items():
@@ -117,15 +98,20 @@ _TOTAL = ""
 """The key of the total among the component names."""
 
 
-def _scores(reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None) -> dict[str, Tensor]:
-    """The total and every component, each checked; a composite reward is evaluated once."""
+def score_components(
+    reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None = None
+) -> ComponentScores:
+    """The total and every component [sample] in float32, each checked as by `score`; NaN only from a reward with
+    `marks_invalid`. A composite reward is evaluated once; other rewards have no components.
+    """
     if not isinstance(reward, CompositeReward):
-        return {_TOTAL: score(reward, images, prompts, usage, invalid=True)}
+        return ComponentScores(score(reward, images, prompts, usage, invalid=True))
     name, allowed = type(reward).__name__, marks_invalid(reward)
     with torch.no_grad():
         parts = dict(reward.parts(images, prompts))
-        checked = {key: _checked(values, prompts, f"{name}.parts()[{key!r}]", allowed) for key, values in parts.items()}
-        total = _checked(reward.total(parts), prompts, f"{name}.total", allowed)
+        for key, values in parts.items():
+            check_scores(values, prompts, f"{name}.parts()[{key!r}]", allowed)
+        total = check_scores(reward.total(parts), prompts, f"{name}.total", allowed)
     if usage is not None:
         usage.reward_calls += len(prompts)
-    return {_TOTAL: total, **checked}
+    return ComponentScores(total.detach().float(), {key: values.detach().float() for key, values in parts.items()})

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.errors import require
+from flowrl.errors import RewardContractError, require
+from flowrl.rewards.contract import check_scores, marks_invalid
 from flowrl.testing.findings import Contract, ContractBroken, expect, name_of
 from flowrl.types import Prompt
 
@@ -65,17 +66,19 @@ def close(got: Tensor, expected: Tensor, index: Sequence[int], what: str, hint: 
         raise ContractBroken(f"{what} sample {index[i]} scores {float(got[i]):.5g} instead of {float(expected[i]):.5g}. {hint}")
 
 
+def keeps_the_score_contract(case: Case, scores: Any, origin: str, hint: str) -> None:
+    """One finite number per image, or `ContractBroken` with the message of `check_scores`."""
+    try:
+        check_scores(scores, case.prompts, origin, marks_invalid(case.reward))
+    except RewardContractError as error:
+        raise ContractBroken(f"{error}. {hint}") from error
+
+
 @promise("one finite number per image: a tensor [sample]; NaN only from a model with `marks_invalid`", basic=True)
 def returns_one_number_per_image(case: Case) -> None:
     expect(callable(getattr(case.reward, "score", None)), "there is no method score(images, prompts)")
-    scores, count = case.score(), len(case.prompts)
-    expect(isinstance(scores, Tensor), f"score returned a {type(scores).__name__}, not a torch.Tensor. Use torch.tensor(values).")
-    expect(scores.shape == (count,), f"score returned shape {tuple(scores.shape)} for {count} images; allowed: ({count},)")
-    finite = torch.isfinite(scores.detach().float())
-    marked = scores.isnan() if getattr(case.reward, "marks_invalid", False) else torch.zeros_like(finite)
-    bad = (~(finite | marked)).nonzero().flatten().tolist()
     hint = "Give a number for every image, or mark what cannot be judged: NaN, and an attribute marks_invalid = True."
-    expect(not bad, f"the scores of samples {bad} are not finite: {scores[bad].tolist()}. {hint}")
+    keeps_the_score_contract(case, case.score(), "score", hint)
 
 
 @promise("the same images give the same scores", basic=True)
@@ -140,12 +143,8 @@ def needs_no_gradient(case: Case) -> None:
 def adds_up_its_parts(case: Case) -> None:
     if not (hasattr(case.reward, "parts") and hasattr(case.reward, "total")):
         return
-    parts, count = case.reward.parts(case.images.clone(), list(case.prompts)), len(case.prompts)
+    parts = case.reward.parts(case.images.clone(), list(case.prompts))
     for name, values in parts.items():
-        good = isinstance(values, Tensor) and values.shape == (count,)
-        marks = getattr(case.reward, "marks_invalid", False)
-        good = good and bool((values.float().isfinite() | (values.isnan() if marks else False)).all())
-        expect(good, f"component {name!r} is {values!r:.80}, not {count} finite numbers")
-    close(
-        case.reward.total(parts), case.score(), range(count), "by total(parts(...))", "Are weights applied twice, or in one only?"
-    )
+        keeps_the_score_contract(case, values, f"parts, for the component {name!r},", "Give every component a number per image.")
+    hint = "Are weights applied twice, or in one only?"
+    close(case.reward.total(parts), case.score(), range(len(case.prompts)), "by total(parts(...))", hint)

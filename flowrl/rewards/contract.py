@@ -1,0 +1,62 @@
+"""The contract of a reward's scores: one finite number per image, NaN only from a reward that marks invalid samples."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import RewardContractError
+from flowrl.protocols import RewardModel
+from flowrl.types import Prompt
+
+
+@dataclass(frozen=True)
+class ComponentScores:
+    """Scores [sample] of a batch of images and, for a composite reward, those of every component; NaN marks invalid samples."""
+
+    total: Tensor
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def invalid(self) -> Tensor:
+        """Which samples [sample] are marked, in the total or in any component."""
+        return torch.stack([values.isnan() for values in (self.total, *self.parts.values())]).any(0)
+
+
+def marks_invalid(reward: RewardModel) -> bool:
+    """Whether NaN from this reward marks a sample as invalid; see `protocols.RewardModel`."""
+    return bool(getattr(reward, "marks_invalid", False))
+
+
+def check_scores(scores: object, prompts: Sequence[Prompt], origin: str, allow_invalid: bool = False) -> Tensor:
+    """`scores` unchanged, if they are a tensor [sample] of numbers that are finite in float32.
+
+    Args:
+        scores: what a reward returned for as many images as `prompts`.
+        prompts: the prompts of the images; the message quotes the first one with a bad score.
+        origin: what returned the scores, the subject of the message.
+        allow_invalid: whether NaN is allowed, as the mark of an invalid sample.
+
+    Raises:
+        RewardContractError: the type or the shape is wrong, or a value is not finite.
+    """
+    values = check_score_shape(scores, len(prompts), origin)
+    in_float32 = values.detach().float()
+    bad = torch.isinf(in_float32) if allow_invalid else ~torch.isfinite(in_float32)
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        raise RewardContractError(
+            f"{origin} returned {int(bad.sum())} of {len(prompts)} values that are not finite, the first at sample {first} "
+            f"(prompt {prompts[first].text!r}); scores must be finite"
+        )
+    return values
+
+
+def check_score_shape(scores: object, count: int, origin: str) -> Tensor:
+    """`scores` unchanged, if they are a tensor of shape [`count`]. Raises `RewardContractError` otherwise."""
+    if not isinstance(scores, Tensor):
+        raise RewardContractError(f"{origin} returned a {type(scores).__name__}; a torch.Tensor of shape [sample] is required")
+    if scores.shape != (count,):
+        raise RewardContractError(f"{origin} returned shape {tuple(scores.shape)} for {count} images; allowed: ({count},)")
+    return scores
