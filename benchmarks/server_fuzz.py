@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 
-def picture(number: int, height: int = 2, width: int = 4) -> torch.Tensor:
+def numbered_image(number: int, height: int = 2, width: int = 4) -> torch.Tensor:
     """[1, 3, height, width] that carries a number below 2^24 exactly (height and width are powers of 2)."""
     return torch.full((1, 3, height, width), number / 2**24)
 
@@ -53,7 +53,7 @@ def listed(numbers: list[int]) -> bytes:
 
 
 def good(numbers: list[int]) -> Attempt:
-    images = save({"images": torch.cat([picture(n) for n in numbers])})
+    images = save({"images": torch.cat([numbered_image(n) for n in numbers])})
     return posted([("prompts", listed(numbers)), ("safetensors", images)], tuple(float(n) for n in numbers))
 
 
@@ -89,7 +89,7 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
 
 @st.composite
 def image_part(draw: st.DrawFn, count: int) -> list[tuple[str, bytes]]:
-    """Pictures in one of many right and wrong ways."""
+    """Images in one of many right and wrong ways."""
     height, width = draw(st.integers(0, 5)), draw(st.integers(0, 5))
     kind = draw(st.sampled_from(("tensor", "damaged", "names", "header", "png", "damaged png", "bytes", "none", "both")))
     dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.float64, torch.int64, torch.bool)

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import torch
-from server_fuzz import picture
+from server_fuzz import numbered_image
 
 from flowrl import Prompt
 from flowrl.rewards.remote import RemoteReward
@@ -29,7 +29,7 @@ import torch
 
 @dataclass(frozen=True)
 class Echo:
-    """The number that picture and metadata carry; -1 where they do not belong together."""
+    """The number that image and metadata carry; -1 where they do not belong together."""
 
     seconds: float = 0.0
 
@@ -86,14 +86,14 @@ class Server:
 
 
 def one_client(number: int, reward: RemoteReward, end: float, record: dict[str, Any]) -> None:
-    """Requests of 1 to 8 numbered pictures until `end`."""
+    """Requests of 1 to 8 numbered images until `end`."""
     chance, count = random.Random(number), 0
     while time.monotonic() < end:
         size = chance.randint(1, 8)
         numbers = [(number * 2**18 + count + i) % 2**24 for i in range(size)]
         count += size
         began = time.monotonic()
-        scores = reward.score(torch.cat([picture(n) for n in numbers]), [Prompt("p", {"sample": n}) for n in numbers])
+        scores = reward.score(torch.cat([numbered_image(n) for n in numbers]), [Prompt("p", {"sample": n}) for n in numbers])
         record["seconds"].append(time.monotonic() - began)
         record["samples"] += size
         record["wrong"] += sum(a != b for a, b in zip(scores.tolist(), map(float, numbers), strict=True))

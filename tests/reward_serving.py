@@ -1,4 +1,4 @@
-"""For the tests of the reward server: a server in a thread, a reward that counts its calls, numbered pictures."""
+"""For the tests of the reward server: a server in a thread, a reward that counts its calls, numbered images."""
 
 import contextlib
 import socket
@@ -12,13 +12,12 @@ import torch
 
 from flowrl import Prompt
 from flowrl.rewards import FunctionReward
-from flowrl.serving import Listener, Settings
-from flowrl.serving.serve import make_server
+from flowrl.serving import Listener, ServerSettings, make_server
 
 
 @dataclass
 class Function:
-    """A reward from a function; counts its calls and the pictures in each."""
+    """A reward from a function; counts its calls and the images in each."""
 
     function: object = None
 
@@ -32,7 +31,7 @@ class Function:
 
 
 def echo(images, prompts):
-    """The number in the picture, if the prompt names the same one, else -1."""
+    """The number in the image, if the prompt names the same one, else -1."""
     found = (images.flatten(1).amax(1) * 2**24).round()
     return torch.where(found == torch.tensor([float(p.metadata["sample"]) for p in prompts]), found, -1.0)
 
@@ -41,7 +40,7 @@ def echo(images, prompts):
 def served(reward, settings=None, certificate=None, key=None):
     """A server in a thread; gives its address and its state."""
     listener = Listener.open("127.0.0.1", 0)
-    server = make_server(reward, settings or Settings(), certificate, key)
+    server = make_server(reward, settings or ServerSettings(), certificate, key)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener.socket]}, daemon=True)
     thread.start()
     while not server.started:
@@ -55,7 +54,7 @@ def served(reward, settings=None, certificate=None, key=None):
 
 
 def numbered(numbers):
-    return torch.cat([fuzzing.picture(n) for n in numbers]), [Prompt("p", {"sample": n}) for n in numbers]
+    return torch.cat([fuzzing.numbered_image(n) for n in numbers]), [Prompt("p", {"sample": n}) for n in numbers]
 
 
 def post(url, attempt, **options):
@@ -71,7 +70,7 @@ def refused(answer, status, code):
 
 
 def unsure(images, prompts):
-    """Cannot judge pictures whose number is a multiple of three."""
+    """Cannot judge images whose number is a multiple of three."""
     found = echo(images, prompts)
     return torch.where(found % 3 == 0, torch.nan, found)
 
@@ -83,7 +82,7 @@ def marking(function):
 @contextlib.contextmanager
 def scripted(*script):
     """A server that answers its requests by `script` in turn: bytes to send, then the connection is closed; or a function of the
-    request's id and the number of pictures that gives the scores as JSON text. Its last entry serves all further requests."""
+    request's id and the number of images that gives the scores as JSON text. Its last entry serves all further requests."""
     counts = []
 
     def answer(connection):

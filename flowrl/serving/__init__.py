@@ -1,11 +1,25 @@
-"""A reward model behind HTTP: pictures as PNG or safetensors and prompts as JSON in, scores out. Needs the extra `server`.
+"""A reward model behind HTTP: images as PNG or safetensors and prompts as JSON in, scores out. Needs the extra `server`.
 
-`create_app` makes the application for any ASGI server, `serve` runs it with uvicorn, `flowrl serve-reward` does that for a
-reward by name. The client is `flowrl.rewards.remote.RemoteReward`. docs/reward-server.md describes both.
+`create_app` makes the application for any ASGI server, `serve` runs it with uvicorn, and `flowrl serve-reward` serves a reward
+by name. The client is `flowrl.rewards.remote.RemoteReward`, the wire format `flowrl.rewards.wire_format`.
+
+The names are imported at their first use: the command line loads `flowrl.serving.command` even without the extra.
 """
 
-from flowrl.serving.app import Settings, create_app
-from flowrl.serving.limits import Limits
-from flowrl.serving.serve import Listener, serve
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Limits", "Listener", "Settings", "create_app", "serve"]
+if TYPE_CHECKING:
+    from flowrl.serving.app import create_app
+    from flowrl.serving.settings import ServerLimits, ServerSettings
+    from flowrl.serving.uvicorn_server import Listener, make_server, serve
+
+__all__ = ["Listener", "ServerLimits", "ServerSettings", "create_app", "make_server", "serve"]
+
+_MODULES = {"create_app": "app", "ServerLimits": "settings", "ServerSettings": "settings"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'uvicorn_server')}"), name)

@@ -1,6 +1,5 @@
-"""One thread that scores: requests that arrive together share a call of the reward model."""
+"""One thread that scores: requests that arrive together share a call of the reward model. And the counters of a server."""
 
-import math
 import threading
 import time
 from collections import deque
@@ -9,56 +8,72 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from torch import Tensor
 
-from flowrl.errors import FlowrlError
+from flowrl.errors import FlowrlError, RewardContractError
 from flowrl.protocols import RewardModel
-from flowrl.rewards.combine import WeightedSum
-from flowrl.serving.limits import Refusal
-from flowrl.serving.metrics import Metrics
+from flowrl.rewards.contract import ComponentScores
+from flowrl.rollout import score_components
+from flowrl.serving.request import RequestError
 from flowrl.types import Prompt
 
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
-@dataclass(frozen=True)
-class Scored:
-    """Scores in the order of the pictures and, for a weighted sum, those of every component; NaN marks what cannot be judged."""
 
-    scores: list[float]
-    parts: dict[str, list[float]] = field(default_factory=dict)
+class Metrics:
+    """Requests by status, scored samples, calls of the model with their sizes and seconds, for Prometheus."""
 
-    @property
-    def invalid(self) -> list[bool]:
-        """Which samples are marked, in any component."""
-        return [any(map(math.isnan, values)) for values in zip(self.scores, *self.parts.values(), strict=True)]
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._started = time.monotonic()
+        self._requests = Counter("flowrl_reward_requests", "Requests for scores", ["status"], registry=registry)
+        self._samples = Counter("flowrl_reward_samples", "Scored images", registry=registry)
+        self._invalid = Counter("flowrl_reward_invalid", "Images that the reward marked invalid", registry=registry)
+        self._uptime = Gauge("flowrl_reward_uptime_seconds", "Seconds since the start", registry=registry)
+        self._waiting = Gauge("flowrl_reward_waiting_samples", "Images in the queue", registry=registry)
+        self._memory = Gauge("flowrl_reward_memory_bytes", "Bytes that requests hold", registry=registry)
+        batch, model, request = "Images in a call of the model", "Seconds of a call of the model", "Seconds of a request"
+        self._batch_samples = Histogram("flowrl_reward_batch_samples", batch, buckets=BATCH_BUCKETS, registry=registry)
+        self._model_seconds = Histogram("flowrl_reward_model_seconds", model, buckets=SECONDS_BUCKETS, registry=registry)
+        self._request_seconds = Histogram("flowrl_reward_request_seconds", request, buckets=SECONDS_BUCKETS, registry=registry)
 
-    def slice(self, start: int, count: int) -> "Scored":
-        """`count` of them from `start` on."""
-        stop = start + count
-        return Scored(self.scores[start:stop], {name: values[start:stop] for name, values in self.parts.items()})
+    def count_request(self, status: int, seconds: float) -> None:
+        """A request for scores was answered."""
+        self._requests.labels(status).inc()
+        self._request_seconds.observe(seconds)
 
-    @staticmethod
-    def join(pieces: "Sequence[Scored]") -> "Scored":
-        """One after the other."""
-        names = pieces[0].parts
-        parts = {name: [value for piece in pieces for value in piece.parts[name]] for name in names}
-        return Scored([value for piece in pieces for value in piece.scores], parts)
+    def count_batch(self, size: int, seconds: float, invalid: int) -> None:
+        """The model scored `size` images, and marked `invalid` of them."""
+        self._samples.inc(size)
+        self._invalid.inc(invalid)
+        self._batch_samples.observe(size)
+        self._model_seconds.observe(seconds)
+
+    def text(self, waiting_samples: int, memory_bytes: int) -> bytes:
+        """Everything in the text format of Prometheus, with the current length of the queue and the current memory."""
+        self._uptime.set(time.monotonic() - self._started)
+        self._waiting.set(waiting_samples)
+        self._memory.set(memory_bytes)
+        return generate_latest(self._registry)
 
 
 @dataclass
-class Job:
-    """A request's pictures and prompts, and the future that will hold its scores in their order."""
+class ScoringJob:
+    """The images and prompts of a request, and the future that will hold its scores, in the same order, on the CPU."""
 
     images: Tensor
     prompts: Sequence[Prompt]
-    future: "Future[Scored]" = field(default_factory=Future)
+    future: "Future[ComponentScores]" = field(default_factory=Future)
 
 
 class Batcher:
     """Scores jobs in a thread of its own, first come, first served.
 
-    A call of the model takes up to `max_batch` pictures of one shape, from one or several jobs; with fewer it waits up to
-    `wait` seconds for company. Larger jobs are cut. `merge` = False gives every job calls of its own, so that its scores cannot
-    depend on the traffic, not even in the last digit. Where a shared call fails, its jobs are scored one by one: an error
+    A call of the model takes up to `max_batch` images of one shape, from one or several jobs; with fewer images it waits up to
+    `wait` seconds for more jobs. Larger jobs are split. Without `merge` every job has calls of its own, so that its scores do not
+    depend on the traffic, not even in the last digit. If a shared call fails, its jobs are scored one by one: an error
     reaches only the request that causes it.
     """
 
@@ -73,29 +88,29 @@ class Batcher:
     ) -> None:
         self.model, self.metrics = model, metrics
         self.max_batch, self.wait, self.queue, self.merge = max_batch, wait, queue, merge
-        self._jobs: deque[Job] = deque()
-        self._news = threading.Condition()
+        self._jobs: deque[ScoringJob] = deque()
+        self._changed = threading.Condition()
         self._closed = False
-        self._since: float | None = None
+        self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._work, name="flowrl-reward", daemon=True)
         self._thread.start()
 
-    def submit(self, images: Tensor, prompts: Sequence[Prompt]) -> "Future[Scored]":
-        """Ask for scores. Raises `Refusal` (503) where too many pictures wait already, or the server stops."""
-        job = Job(images, prompts)
-        with self._news:
+    def submit(self, images: Tensor, prompts: Sequence[Prompt]) -> "Future[ComponentScores]":
+        """Queue a job. Raises `RequestError` (503) if the queue is full or the server stops."""
+        job = ScoringJob(images, prompts)
+        with self._changed:
             if self._closed:
-                raise Refusal(503, "stopping", "the server is stopping", retry=True)
+                raise RequestError(503, "stopping", "the server is stopping", retry=True)
             waiting = self.waiting
             if waiting and waiting + len(prompts) > self.queue:
-                raise Refusal(503, "busy", f"{waiting} samples wait already; allowed: {self.queue}", retry=True)
+                raise RequestError(503, "busy", f"{waiting} samples wait already; allowed: {self.queue}", retry=True)
             self._jobs.append(job)
-            self._news.notify()
+            self._changed.notify()
         return job.future
 
     @property
     def waiting(self) -> int:
-        """Pictures that wait for their scores (those being scored excluded)."""
+        """Images in the queue, without those in the current call."""
         return sum(len(job.prompts) for job in tuple(self._jobs))
 
     @property
@@ -105,48 +120,48 @@ class Batcher:
 
     @property
     def busy_seconds(self) -> float:
-        """How long the call under way has taken so far; 0 where there is none."""
-        since = self._since
+        """Duration of the current call so far; 0 if there is none."""
+        since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
-        """Refuse what waits and take nothing more; the call under way may end."""
-        with self._news:
+        """Refuse all queued and later jobs; the current call may end."""
+        with self._changed:
             self._closed = True
             left, self._jobs = self._jobs, deque()
-            self._news.notify()
+            self._changed.notify()
         for job in left:
             if job.future.set_running_or_notify_cancel():
-                job.future.set_exception(Refusal(503, "stopping", "the server is stopping", retry=True))
+                job.future.set_exception(RequestError(503, "stopping", "the server is stopping", retry=True))
 
     def _work(self) -> None:
         while True:
-            jobs = self._next()
+            jobs = self._next_jobs()
             if jobs is None:
                 return
-            self._since = time.monotonic()
+            self._busy_since = time.monotonic()
             self._score(jobs)
-            self._since = None
+            self._busy_since = None
 
-    def _next(self) -> list[Job] | None:
+    def _next_jobs(self) -> list[ScoringJob] | None:
         """The jobs of the next call, none of them cancelled; None when closed."""
-        with self._news:
+        with self._changed:
             while not self._jobs and not self._closed:
-                self._news.wait()
+                self._changed.wait()
             deadline = time.monotonic() + self.wait
             while self.merge and not self._closed and self.waiting < self.max_batch:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
-                self._news.wait(left)
+                self._changed.wait(left)
             if self._closed:
                 return None
-            return self._take()
+            return self._take_jobs()
 
-    def _take(self) -> list[Job]:
-        """The first job and those of its shape that fit beside it; jobs that nobody waits for are dropped."""
-        chosen: list[Job] = []
-        kept: deque[Job] = deque()
+    def _take_jobs(self) -> list[ScoringJob]:
+        """The first job, and all of its shape that fit into the same call; cancelled jobs are dropped."""
+        chosen: list[ScoringJob] = []
+        kept: deque[ScoringJob] = deque()
         count = 0
         for job in self._jobs:
             if not chosen:
@@ -162,66 +177,48 @@ class Batcher:
         self._jobs = kept
         return chosen
 
-    def _score(self, jobs: list[Job]) -> None:
+    def _score(self, jobs: list[ScoringJob]) -> None:
         if not jobs:
             return
         try:
             images = jobs[0].images if len(jobs) == 1 else torch.cat([job.images for job in jobs])
-            scored = self._call(images, [prompt for job in jobs for prompt in job.prompts])
+            scores = self._call(images, [prompt for job in jobs for prompt in job.prompts])
         except BaseException as error:  # whatever a model raises, SystemExit included, must not end the thread
             if len(jobs) > 1:
                 for job in jobs:
                     self._score([job])
             else:
-                jobs[0].future.set_exception(_as_refusal(error))
+                jobs[0].future.set_exception(_request_error(error))
             return
         start = 0
         for job in jobs:
-            job.future.set_result(scored.slice(start, len(job.prompts)))
-            start += len(job.prompts)
+            stop = start + len(job.prompts)
+            parts = {name: values[start:stop] for name, values in scores.parts.items()}
+            job.future.set_result(ComponentScores(scores.total[start:stop], parts))
+            start = stop
 
-    def _call(self, images: Tensor, prompts: list[Prompt]) -> Scored:
-        pieces: list[Scored] = []
+    def _call(self, images: Tensor, prompts: list[Prompt]) -> ComponentScores:
+        """The checked scores of any number of images, at most `max_batch` in a call of the model, on the CPU."""
+        pieces: list[ComponentScores] = []
         for start in range(0, len(prompts), self.max_batch):
             piece = prompts[start : start + self.max_batch]
             began = time.monotonic()
-            with torch.no_grad():
-                scored = self._scores(images[start : start + self.max_batch], piece)
-            self.metrics.batch(len(piece), time.monotonic() - began, sum(scored.invalid))
-            pieces.append(scored)
-        return Scored.join(pieces)
-
-    def _scores(self, images: Tensor, prompts: list[Prompt]) -> Scored:
-        """One call of the model, checked; a weighted sum is evaluated once for its total and its components."""
-        model, count = self.model, len(prompts)
-        name, marks = type(model).__name__, bool(getattr(model, "marks_invalid", False))
-        if not isinstance(model, WeightedSum):
-            return Scored(_checked(model.score(images, prompts), count, f"{name}.score", marks))
-        parts = model.parts(images, prompts)
-        total = _checked(model.total(parts), count, f"{name}.total", marks)
-        return Scored(total, {key: _checked(found, count, f"{name}.parts()[{key!r}]", marks) for key, found in parts.items()})
+            found = score_components(self.model, images[start : start + self.max_batch], piece)
+            # copies, since a model may return the same tensor at every call
+            parts = {name: values.to("cpu", copy=True) for name, values in found.parts.items()}
+            pieces.append(ComponentScores(found.total.to("cpu", copy=True), parts))
+            self.metrics.count_batch(len(piece), time.monotonic() - began, int(pieces[-1].invalid.sum()))
+        parts = {name: torch.cat([piece.parts[name] for piece in pieces]) for name in pieces[0].parts}
+        return ComponentScores(torch.cat([piece.total for piece in pieces]), parts)
 
 
-def _checked(scores: object, count: int, origin: str, marks: bool) -> list[float]:
-    """The scores as numbers, or a `Refusal` (500) that says how the reward broke its contract. `marks`: NaN is allowed."""
-    if not isinstance(scores, Tensor):
-        raise Refusal(500, "reward_broken", f"{origin} returned a {type(scores).__name__}; allowed: a torch.Tensor")
-    if scores.shape != (count,):
-        raise Refusal(500, "reward_broken", f"{origin} returned shape {tuple(scores.shape)}; allowed: ({count},)")
-    values = scores.detach().cpu().double()
-    bad = int((values.isinf() if marks else ~values.isfinite()).sum())
-    if bad:
-        raise Refusal(500, "reward_broken", f"{origin} returned {bad} of {count} values that are not finite")
-    return values.tolist()
-
-
-def _as_refusal(error: BaseException) -> Refusal:
-    """How a model's exception is told to the client: what it refuses on purpose is the request's fault (422)."""
-    if isinstance(error, Refusal):
-        return error
+def _request_error(error: BaseException) -> RequestError:
+    """The response to an exception in the model: a deliberate refusal of the model is the request's fault (422)."""
+    if isinstance(error, RewardContractError):
+        return RequestError(500, "reward_broken", str(error))
     message = f"{type(error).__name__}: {str(error)[:500]}"
     if isinstance(error, FlowrlError):
-        return Refusal(422, "reward_refused", message)
-    refusal = Refusal(500, "reward_failed", f"the reward failed: {message}", retry=True)
-    refusal.__cause__ = error
-    return refusal
+        return RequestError(422, "reward_refused", message)
+    failure = RequestError(500, "reward_failed", f"the reward failed: {message}", retry=True)
+    failure.__cause__ = error
+    return failure

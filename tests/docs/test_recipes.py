@@ -52,11 +52,10 @@ def test_image_reward_can_be_served(package):
     import time
 
     from flowrl.rewards.remote import RemoteReward
-    from flowrl.serving import Listener, Settings
-    from flowrl.serving.serve import make_server
+    from flowrl.serving import Listener, ServerSettings, make_server
 
     listener = Listener.open("127.0.0.1", 0)
-    server = make_server(build("reward", f"{RECIPE}:ImageRewardScore(device='cpu')"), Settings())
+    server = make_server(build("reward", f"{RECIPE}:ImageRewardScore(device='cpu')"), ServerSettings())
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener.socket]}, daemon=True)
     thread.start()
     while not server.started:

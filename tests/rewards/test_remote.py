@@ -3,6 +3,8 @@
 import contextlib
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -14,7 +16,7 @@ from reward_serving import numbered, scripted
 
 from flowrl import Prompt
 from flowrl.errors import ConfigError, RewardError
-from flowrl.rewards.remote import RemoteReward, RemoteSum
+from flowrl.rewards.remote import PACKAGES, RemoteReward, RemoteSum
 
 
 def scores(text):
@@ -64,23 +66,23 @@ def test_faults_that_pass_are_waited_out(fault):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (scores("[1.0]"), "sent 1 scores for 2 pictures"),
-        (scores("[1.0, 2.0, 3.0]"), "sent 3 scores for 2 pictures"),
-        (scores("{}"), "sent a dict of scores"),
-        (scores("[1.0, NaN]"), "sent nan as score 1 of 2; scores must be finite"),
-        (scores("[1e999, 1.0]"), "sent inf as score 0"),
-        (scores("[1e300, 1.0]"), "sent 1e\\+300 as score 0"),
-        (scores(f"[1.0, {10**400}]"), "as score 1"),
-        (scores("[1.0, null]"), "sent None as score 1"),
-        (scores('[1.0, "2.0"]'), "sent '2.0' as score 1"),
-        (scores("[1.0, true]"), "sent True as score 1"),
-        (marked("[1.0, NaN]", "[false, true]"), "sent nan as score 1 of 2; scores must be finite, or marked invalid"),
-        (marked("[1.0, null]", "[false, false]"), "sent None as score 1 of 2"),
+        (scores("[1.0]"), r"\(scores\) returned shape \(1,\) for 2 images"),
+        (scores("[1.0, 2.0, 3.0]"), r"\(scores\) returned shape \(3,\) for 2 images"),
+        (scores("{}"), "sent {} as scores: .*array"),
+        (scores("[1.0, NaN]"), "sent nan as scores.1: .*finite"),
+        (scores("[1e999, 1.0]"), "sent inf as scores.0: .*finite"),
+        (scores("[1e300, 1.0]"), "1 of 2 values that are not finite, the first at sample 0"),
+        (scores(f"[1.0, {10**400}]"), "as scores.1: .*finite"),
+        (scores("[1.0, null]"), "sent null in scores for sample 1 of 2 without an invalid mark"),
+        (scores('[1.0, "2.0"]'), "sent '2.0' as scores.1: .*number"),
+        (scores("[1.0, true]"), "sent True as scores.1: .*number"),
+        (marked("[1.0, NaN]", "[false, true]"), "sent nan as scores.1: .*finite"),
+        (marked("[1.0, null]", "[false, false]"), "sent null in scores for sample 1 of 2 without an invalid mark"),
         (marked("[1.0, 2.0]", "[false, true]"), "marks sample 1 of 2 invalid, yet sends a score"),
-        (marked("[1.0, null]", "[true]"), r"sent \[True\] as invalid marks for 2 pictures"),
-        (marked("[1.0, null]", "[0, 1]"), r"sent \[0, 1\] as invalid marks"),
-        (marked("[1.0, null]", '"NaN"'), "sent 'NaN' as invalid marks"),
-        (lambda name: " " * 100_000, "answer is larger than"),
+        (marked("[1.0, null]", "[true]"), "sent 1 invalid marks for 2 images"),
+        (marked("[1.0, null]", "[0, 1]"), "sent 0 as invalid.0: .*boolean"),
+        (marked("[1.0, null]", '"NaN"'), "sent 'NaN' as invalid: .*array"),
+        (lambda name: " " * 100_000, "response is larger than"),
         (raw(401), "401.*token"),
         (raw(404, b"not here"), "refuses: status 404"),
         (raw(307, Location="http://127.0.0.1:1/"), "refuses: status 307"),
@@ -102,14 +104,14 @@ def test_faults_that_stay_are_one_error_at_once(fault, message):
     [
         ({}, "sends no components"),
         ({"parts": "{}", "weights": "{}"}, "sends no components"),
-        ({"parts": "[1]", "weights": "{}"}, "sends no components"),
-        ({"parts": '{"a": [1.0]}', "weights": '{"a": 1}'}, "sent 1 'a' components for 2 pictures"),
-        ({"parts": '{"a": [1.0, null]}', "weights": '{"a": 1}'}, "sent None as 'a' component 1"),
-        ({"parts": '{"a": [1.0, NaN]}', "weights": '{"a": 1}'}, "sent nan as 'a' component 1"),
+        ({"parts": "[1]", "weights": "{}"}, r"sent \[1\] as parts: .*object"),
+        ({"parts": '{"a": [1.0]}', "weights": '{"a": 1}'}, r"\(component 'a'\) returned shape \(1,\) for 2 images"),
+        ({"parts": '{"a": [1.0, null]}', "weights": '{"a": 1}'}, "sent null in component 'a' for sample 1"),
+        ({"parts": '{"a": [1.0, NaN]}', "weights": '{"a": 1}'}, "sent nan as parts.a.1: .*finite"),
         ({"parts": '{"a": [1.0, 2.0]}', "weights": '{"b": 1}'}, "as the weights of the components a"),
-        ({"parts": '{"a": [1.0, 2.0]}', "weights": '{"a": NaN}'}, "as the weights of the components a"),
-        ({"parts": '{"a": [1.0, 2.0]}'}, "sent None as the weights"),
-        ({"parts": f'{{"{"a" * 90_000}": [1.0, 2.0]}}'}, "answer is larger than"),
+        ({"parts": '{"a": [1.0, 2.0]}', "weights": '{"a": NaN}'}, "sent nan as weights.a: .*finite"),
+        ({"parts": '{"a": [1.0, 2.0]}'}, "sent {} as the weights of the components a"),
+        ({"parts": f'{{"{"a" * 90_000}": [1.0, 2.0]}}'}, "response is larger than"),
     ],
 )
 def test_components_that_are_garbage(more, message):
@@ -177,6 +179,83 @@ def test_giving_up_is_one_error_within_the_deadline():
     assert time.monotonic() - began < 4
     with pytest.raises(RewardError, match="in 3 attempts"):
         RemoteReward(url, retries=2, backoff=0.01).score(images[:1], prompts[:1])
+
+
+BUSY = b'{"error": {"code": "busy", "message": "later", "retry": true}}'
+
+
+def test_a_requested_pause_is_kept():
+    """Retry-After is a lower bound: longer than the backoff it replaces it, shorter it changes nothing."""
+    with scripted(raw(503, BUSY, Retry_After=1), GOOD) as (url, counts):
+        began = time.monotonic()
+        RemoteReward(url, backoff=0.001).score(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
+        assert 1.0 <= time.monotonic() - began < 4
+    assert len(counts) == 2
+    with scripted(raw(503, BUSY, Retry_After=0), GOOD) as (url, _):
+        began = time.monotonic()
+        RemoteReward(url, backoff=0.6).score(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
+        assert time.monotonic() - began >= 0.3, "the backoff less a random half"
+
+
+def test_a_requested_pause_beyond_the_deadline_ends_the_call_at_once():
+    with scripted(raw(503, BUSY, Retry_After=30)) as (url, counts):
+        began = time.monotonic()
+        with pytest.raises(RewardError, match=r"in 1 attempts .*due 30 seconds later.*status 503, busy: later"):
+            RemoteReward(url, deadline=5.0).score(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
+        assert time.monotonic() - began < 2 and len(counts) == 1
+
+
+def test_the_deadline_counts_from_the_start_of_the_call():
+    """Attempts that fail slowly and the pauses between them share it; a request that waits its turn does not get a new one."""
+    with scripted(0.4) as (url, counts):
+        began = time.monotonic()
+        with pytest.raises(RewardError, match="gave no scores"):
+            RemoteReward(url, batch=1, concurrency=1, deadline=1.5, backoff=0.2).score(torch.zeros(3, 3, 2, 2), [Prompt("p")] * 3)
+        assert time.monotonic() - began < 2.5 and 2 <= len(counts) <= 4
+
+
+def test_pauses_double_up_to_a_limit_and_leave_the_global_random_numbers_alone():
+    import random
+
+    import tenacity
+
+    from flowrl.rewards.remote import MAX_BACKOFF, _Call
+
+    call = _Call(RemoteReward("http://127.0.0.1:1", backoff=0.5), deadline=0.0, with_parts=False)
+    state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
+    before = random.getstate()
+    for attempt in (1, 2, 3, 5, 6, 7, 40, 5000):
+        state.attempt_number = attempt
+        longest = min(0.5 * 2 ** min(attempt - 1, 100), MAX_BACKOFF)
+        pauses = [call._pause(state) for _ in range(50)]
+        assert longest / 2 <= min(pauses) and max(pauses) <= longest and len(set(pauses)) > 40
+    assert random.getstate() == before
+
+
+def test_a_failed_request_ends_the_pauses_of_the_others():
+    """One request of a call is refused for good while another waits for its next attempt."""
+    refusal = raw(422, b'{"error": {"code": "reward_refused", "message": "no", "retry": false}}')
+    with scripted(raw(503, BUSY, Retry_After=20), refusal) as (url, counts):
+        began = time.monotonic()
+        with pytest.raises(RewardError, match="reward_refused"):
+            RemoteReward(url, batch=1, concurrency=2).score(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
+        time.sleep(0.2)
+        names = [thread.name for thread in threading.enumerate()]
+        assert time.monotonic() - began < 3 and "flowrl-remote" not in names
+    assert len(counts) == 2
+
+
+def test_importing_the_client_imports_no_http_packages():
+    code = "import sys, flowrl.rewards.remote as remote; print([name for name in remote.PACKAGES if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(PACKAGES) >= {"httpx", "tenacity"} and found.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_missing_package_is_one_clear_error(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"remote needs {package}; install the extra with: pip install -e '.\[remote\]'"):
+        RemoteReward("http://localhost:1")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from flowrl.errors import RewardError
 from flowrl.registry import build
 from flowrl.rewards import WeightedSum
 from flowrl.rewards.remote import RemoteReward, RemoteSum
-from flowrl.serving import Settings
+from flowrl.serving import ServerSettings
 from flowrl.training.build import make_method, make_world, policy_options
 
 
@@ -58,6 +58,20 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
             assert message in capsys.readouterr().err
 
 
+def test_the_command_needs_the_extra_only_when_it_runs(tmp_path):
+    """Every call of `flowrl` loads the commands of installed packages, this one too."""
+    code = """
+import sys
+for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
+    sys.modules[name] = None
+from flowrl.cli import main
+assert main(["parts", "--kind", "reward"]) == 0
+sys.exit(main(["serve-reward", "jpeg-compressibility"]))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 2 and "pip install -e '.[server]'" in found.stderr and "remote-sum" in found.stdout, found
+
+
 def test_the_command_makes_a_token_where_others_can_connect(tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
     words = ["serve-reward", f"{tmp_path / 'reward.py'}:Echo", "--port", "0", "--host", "0.0.0.0"]
@@ -95,7 +109,7 @@ def test_training_through_a_server_gives_the_same_numbers(world, reward, tmp_pat
 
     Run(config(reward), tmp_path / "local").execute()
     counted = Function(build("reward", reward).score)
-    with served(counted, Settings(merge=False)) as (url, _):
+    with served(counted, ServerSettings(merge=False)) as (url, _):
         remote = config(f"remote(url='{url}', batch=512, retries=0)")
         Run(remote, tmp_path / "remote").execute()
     middle = len(counted.sizes) // 2
@@ -110,7 +124,7 @@ def test_training_through_a_server_gives_the_same_numbers(world, reward, tmp_pat
             raise RuntimeError("the card is on fire")
         return counted.function(images, prompts)
 
-    with served(Function(dying), Settings(merge=False)) as (url, _):
+    with served(Function(dying), ServerSettings(merge=False)) as (url, _):
         broken = Run(config(f"remote(url='{url}', batch=512, retries=0)"), tmp_path / "broken")
         with pytest.raises(RewardError, match=r"the card is on fire.*resume the run"):
             broken.execute()
@@ -138,6 +152,6 @@ def test_marks_and_components_in_a_run_through_a_server(tmp_path):
 
     own = build("reward", "flowrl.worlds.mixture:DirectionReward")
     local = WeightedSum({"task": own, "dark": marking(dark)}, {"dark": 0.5})
-    with served(local, Settings(merge=False)) as (url, _):
+    with served(local, ServerSettings(merge=False)) as (url, _):
         assert rows(RemoteSum(url, batch=512)) == (wanted := rows(local))
     assert sum(row["invalid"] for row in wanted) > 0 and set(wanted[0]["parts"]) == {"task", "dark"}

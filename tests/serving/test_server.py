@@ -27,8 +27,8 @@ from flowrl.protocols import CompositeReward
 from flowrl.registry import build
 from flowrl.rewards import WeightedSum
 from flowrl.rewards.remote import RemoteReward, RemoteSum
-from flowrl.serving import Limits, Listener, Settings
-from flowrl.serving.serve import is_loopback, serve
+from flowrl.serving import Listener, ServerLimits, ServerSettings, serve
+from flowrl.serving.uvicorn_server import is_loopback
 
 # --- scores come back, exactly and in order -------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ def test_a_reward_by_name():
                                reward.score(images, prompts))  # fmt: skip
 
 
-def test_pictures_that_cannot_be_sent():
+def test_images_that_cannot_be_sent():
     with pytest.raises(RewardError, match="not finite"):
         RemoteReward("http://127.0.0.1:1").score(torch.full((1, 3, 2, 2), torch.nan), [Prompt("p")])
     with pytest.raises(RewardError, match="1 or 3 channels, got 4"):
@@ -91,16 +91,16 @@ def test_prompts_arrive_whole():
 
 
 def test_concurrent_clients_lose_and_swap_nothing():
-    """Twelve clients, two picture sizes, one pool each; every score encodes its sample."""
+    """Twelve clients, two image sizes, one pool each; every score encodes its sample."""
     reward = Function(echo)
-    with served(reward, Settings(max_batch=16)) as (url, state):
+    with served(reward, ServerSettings(max_batch=16)) as (url, state):
         wrong, done = [], []
 
         def work(client):
             remote = RemoteReward(url, batch=3, concurrency=2)
             for turn in range(12):
                 numbers = [client * 1000 + turn * 20 + i for i in range(1 + (client + turn) % 9)]
-                images = torch.cat([fuzzing.picture(n, 2, 2 + 2 * (client % 2)) for n in numbers])
+                images = torch.cat([fuzzing.numbered_image(n, 2, 2 + 2 * (client % 2)) for n in numbers])
                 scores = remote.score(images, [Prompt("p", {"sample": n}) for n in numbers])
                 wrong.extend(n for n, s in zip(numbers, scores.tolist(), strict=True) if n != s)
                 done.extend(numbers)
@@ -118,7 +118,7 @@ def test_concurrent_clients_lose_and_swap_nothing():
 
 def test_without_merging_every_request_has_calls_of_its_own():
     reward = Function(echo)
-    with served(reward, Settings(merge=False, max_batch=4)) as (url, _):
+    with served(reward, ServerSettings(merge=False, max_batch=4)) as (url, _):
         threads = [threading.Thread(target=RemoteReward(url, batch=6).score, args=numbered(range(6))) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -136,7 +136,7 @@ def test_an_error_reaches_only_the_request_that_causes_it():
         return echo(images, prompts)
 
     reward, outcomes = Function(picky), {}
-    with served(reward, Settings(wait=0.5)) as (url, _):
+    with served(reward, ServerSettings(wait=0.5)) as (url, _):
 
         def work(client):
             images, prompts = numbered([client])
@@ -162,7 +162,7 @@ def test_marks_travel_beside_the_scores():
         assert remote.marks_invalid and remote.score(*numbered(range(10))).tolist() == pytest.approx(wanted, nan_ok=True)
         body = post(url, fuzzing.good([2, 3])).json()
         assert (body["scores"], body["invalid"]) == ([2.0, None], [False, True])
-        assert "flowrl_reward_invalid_total 5\n" in httpx.get(url + "/metrics", trust_env=False).text
+        assert "flowrl_reward_invalid_total 5.0\n" in httpx.get(url + "/metrics", trust_env=False).text
     with served(Function(echo)) as (url, _):
         assert post(url, fuzzing.good([2, 3])).json()["invalid"] == [False, False]
     with served(Function(unsure)) as (url, _):
@@ -236,7 +236,7 @@ def test_token(tmp_path, monkeypatch):
     monkeypatch.delenv("FLOWRL_REWARD_TOKEN", raising=False)
     (tmp_path / "token").write_text(" gehéim \n")
     images, prompts = numbered([5])
-    with served(Function(), Settings(token="gehéim")) as (url, _):
+    with served(Function(), ServerSettings(token="gehéim")) as (url, _):
         fine = fuzzing.good([5])
         for given_token in ("", "Bearer", "Bearer x", "Basic geheim", "Bearer geheim2", "bearer\tgeheim"):
             answer = post(url, fine, Authorization=given_token)
@@ -254,7 +254,7 @@ def test_token(tmp_path, monkeypatch):
 def test_token_from_file_or_environment(tmp_path, monkeypatch):
     images, prompts = numbered([5])
     (tmp_path / "token").write_text(" secret \n")
-    with served(Function(echo), Settings(token="secret")) as (url, _):
+    with served(Function(echo), ServerSettings(token="secret")) as (url, _):
         remote = RemoteReward(url, token_file=str(tmp_path / "token"))
         assert remote.score(images, prompts).tolist() == [5.0]
         assert "secret" not in repr(remote)
@@ -262,14 +262,14 @@ def test_token_from_file_or_environment(tmp_path, monkeypatch):
         assert RemoteReward(url).score(images, prompts).tolist() == [5.0]
         with pytest.raises(ConfigError, match="token_file"):
             RemoteReward(url, token_file=str(tmp_path / "missing")).score(images, prompts)
-    assert "secret" not in repr(Settings(token="secret"))
+    assert "secret" not in repr(ServerSettings(token="secret"))
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 def test_https(tmp_path):
     words = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=here -addext subjectAltName=IP:127.0.0.1 -keyout key -out cert"
     subprocess.run(["openssl", *words.split()], cwd=tmp_path, check=True, capture_output=True)
-    with served(Function(echo), Settings(token="x" * 20), tmp_path / "cert", tmp_path / "key") as (url, _):
+    with served(Function(echo), ServerSettings(token="x" * 20), tmp_path / "cert", tmp_path / "key") as (url, _):
         url = url.replace("http", "https")
         (tmp_path / "token").write_text("x" * 20)
         remote = RemoteReward(url, token_file=str(tmp_path / "token"), certificate=str(tmp_path / "cert"), retries=0)
@@ -286,13 +286,13 @@ def test_https(tmp_path):
 def test_tokens_are_compared_in_constant_time(monkeypatch):
     import hmac
 
-    from flowrl.serving import access
+    from flowrl.serving.request import RequestError, TokenCheck
 
     compared, real = [], hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: (compared.append((a, b)), real(a, b))[1])
-    access.TokenCheck("right").check(b"Bearer right", b"")
-    with pytest.raises(access.Refusal):
-        access.TokenCheck("right").check(b"Bearer wrong and much longer", b"")
+    TokenCheck("right").check(b"Bearer right", b"")
+    with pytest.raises(RequestError):
+        TokenCheck("right").check(b"Bearer wrong and much longer", b"")
     assert len(compared) == 2 and all(len(a) == len(b) == 32 for a, b in compared)
 
 
@@ -304,7 +304,7 @@ def test_without_a_token_only_the_loopback_is_served():
         for host in ("attacker.example", "attacker.example:80", "127.0.0.1.attacker.example", "localhost.evil:1", "192.168.0.1"):
             refused(post(url, fuzzing.good([1]), Host=host), 421, "wrong_host")
     with socket.create_server(("0.0.0.0", 0)) as open_to_all, pytest.raises(ConfigError, match="token"):
-        serve(Function(), Settings(), Listener(open_to_all, "0.0.0.0"))
+        serve(Function(), ServerSettings(), Listener(open_to_all, "0.0.0.0"))
     assert [is_loopback(host) for host in ("127.3.2.1", "::1", "localhost", "0.0.0.0", "", "example.org")] == [True] * 3 + [
         False
     ] * 3
@@ -320,9 +320,9 @@ def png(width, height, mode="RGB", **options):
 
 
 def test_sizes_are_limited():
-    limits = Limits(body_bytes=200_000, samples=3, pixels=10_000, prompts_bytes=2000, memory_bytes=300_000)
+    limits = ServerLimits(body_bytes=200_000, samples=3, pixels=10_000, prompts_bytes=2000, memory_bytes=300_000)
     reward = Function()
-    with served(reward, Settings(limits=limits)) as (url, state):
+    with served(reward, ServerSettings(limits=limits)) as (url, state):
         fine = fuzzing.good([1])
         big = b"x" * 300_000
         refused(post(url, fuzzing.posted([("prompts", b"[]"), ("safetensors", big)])), 413, "body_too_large")
@@ -340,14 +340,14 @@ def test_sizes_are_limited():
         assert reward.sizes == []
         assert post(url, fine).json()["scores"] == [1 / 2**24]
         assert state.memory.used == 0
-        state.memory.take(299_900)
+        state.memory.reserve(299_900)
         assert refused(post(url, fine), 503, "busy")
-        state.memory.give(299_900)
+        state.memory.release(299_900)
         with pytest.raises(RewardError, match=r"413, too_many_samples.*lower remote's batch"):
             RemoteReward(url).score(torch.zeros(4, 3, 2, 2), [Prompt("p")] * 4)
 
 
-def test_a_small_file_that_decodes_to_a_large_picture_is_refused_before_decoding():
+def test_a_small_file_that_decodes_to_a_large_image_is_refused_before_decoding():
     bomb = png(4200, 4200, "L")
     assert len(bomb) < 600_000
     with served(Function()) as (url, _):
@@ -423,9 +423,11 @@ def test_nothing_is_unpickled(module_server, tmp_path):
 
 
 def test_time_is_limited():
-    limits = Limits(header_seconds=0.3, body_seconds=0.4, score_seconds=0.3)
+    limits = ServerLimits(header_seconds=0.3, body_seconds=0.4, score_seconds=0.3)
     release = threading.Event()
-    with served(Function(lambda images, prompts: (release.wait(20), echo(images, prompts))[1]), Settings(limits=limits)) as (
+    with served(
+        Function(lambda images, prompts: (release.wait(20), echo(images, prompts))[1]), ServerSettings(limits=limits)
+    ) as (
         url,
         state,
     ):
@@ -473,7 +475,7 @@ def test_bodies_that_are_no_http_end_quietly(capsys):
 def test_a_full_queue_refuses_and_clients_that_leave_are_not_scored():
     release, entered = threading.Event(), threading.Event()
     reward = Function(lambda images, prompts: (entered.set(), release.wait(20), echo(images, prompts))[2])
-    with served(reward, Settings(merge=False, limits=Limits(queue=2))) as (url, state):
+    with served(reward, ServerSettings(merge=False, limits=ServerLimits(queue=2))) as (url, state):
         outcomes = []
         first = threading.Thread(target=lambda: outcomes.append(post(url, fuzzing.good([1])).status_code))
         first.start()
@@ -499,7 +501,7 @@ def test_a_full_queue_refuses_and_clients_that_leave_are_not_scored():
     ("function", "message"),
     [
         (lambda images, prompts: torch.full((len(prompts),), torch.nan), "2 of 2 values that are not finite"),
-        (lambda images, prompts: torch.zeros(len(prompts) + 1), r"returned shape \(3,\); allowed: \(2,\)"),
+        (lambda images, prompts: torch.zeros(len(prompts) + 1), r"returned shape \(3,\) for 2 images; allowed: \(2,\)"),
         (lambda images, prompts: torch.zeros(len(prompts), 1), r"returned shape \(2, 1\)"),
         (lambda images, prompts: [0.0] * len(prompts), "returned a list"),
         (lambda images, prompts: sys.exit("over"), "in 2 attempts.*SystemExit: over"),
@@ -519,7 +521,7 @@ def test_a_broken_reward_is_one_clear_error(function, message):
 def test_fuzzed_requests_do_no_harm(tmp_path):
     """The generator of benchmarks/reward_server.py, which sends 10,000."""
     (tmp_path / "echo.py").write_text(REWARD)
-    with served(build("reward", f"{tmp_path / 'echo.py'}:Echo"), Settings(token=TOKEN)) as (url, state):
+    with served(build("reward", f"{tmp_path / 'echo.py'}:Echo"), ServerSettings(token=TOKEN)) as (url, state):
         seen = fuzzing.fuzz(url, TOKEN, 300)
         end = time.monotonic() + 10
         while state.memory.used and time.monotonic() < end:  # the last connection may still be closing
@@ -531,7 +533,7 @@ def test_fuzzed_requests_do_no_harm(tmp_path):
 
 
 def test_state_and_description():
-    with served(Function(), Settings(name="echo", max_batch=2)) as (url, _):
+    with served(Function(), ServerSettings(name="echo<script>", max_batch=2)) as (url, _):
         RemoteReward(url).score(torch.zeros(5, 3, 2, 2), [Prompt("p")] * 5)
         with httpx.Client(base_url=url, trust_env=False) as client:
             info = client.get("/v1/info").json()
@@ -540,19 +542,24 @@ def test_state_and_description():
             document = client.get("/openapi.json").json()
             refused(client.get("/v2/score"), 404, "no_such_endpoint")
             refused(client.get("/v1/score"), 405, "no_such_endpoint")
-    assert info["reward"] == "echo" and info["limits"]["samples"] == 1024
-    for line in ('requests_total{status="200"} 1', "samples_total 5", 'batch_samples_bucket{le="1"} 1', "batch_samples_count 3"):
+    assert info["reward"] == "echo<script>" and info["limits"]["samples"] == 1024
+    for line in (
+        'requests_total{status="200"} 1.0',
+        "samples_total 5.0",
+        'batch_samples_bucket{le="1.0"} 1.0',
+        "batch_samples_count 3.0",
+    ):
         assert f"flowrl_reward_{line}\n" in text, text
-    assert "POST /v1/score" in page.text and "ScoreAnswer" in page.text
+    assert "POST /v1/score" in page.text and "ScoreResponse" in page.text
     assert "<script" not in page.text and "http" not in page.text.replace("URL/v1", "").lower().replace("x-http", "")
     score = document["paths"]["/v1/score"]["post"]
     assert "multipart/form-data" in score["requestBody"]["content"] and set(score["responses"]) >= {"200", "401", "413", "504"}
 
 
 def test_limits_are_checked():
-    with pytest.raises(ConfigError, match=r"Limits\.samples = 0"):
-        Limits(samples=0)
-    with pytest.raises(ConfigError, match=r"Limits\.score_seconds"):
-        Limits(score_seconds=float("inf"))
+    with pytest.raises(ConfigError, match=r"ServerLimits\.samples = 0"):
+        ServerLimits(samples=0)
+    with pytest.raises(ConfigError, match=r"ServerLimits\.score_seconds"):
+        ServerLimits(score_seconds=float("inf"))
     with pytest.raises(ConfigError, match="max_batch"):
-        Settings(max_batch=0)
+        ServerSettings(max_batch=0)

@@ -1,4 +1,4 @@
-"""Running the application with uvicorn: an open socket, slow and idle connections cut off, an orderly end."""
+"""The application run by uvicorn: an open socket, limits on slow and idle connections, an orderly shutdown."""
 
 import asyncio
 import ipaddress
@@ -13,19 +13,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flowrl.errors import ConfigError, require
 from flowrl.protocols import RewardModel
-from flowrl.serving.app import Settings, create_app
+from flowrl.serving.app import create_app
+from flowrl.serving.settings import ServerSettings
 
 
 @dataclass(frozen=True)
 class Listener:
-    """An open socket: where a server listens. Port 0 takes a free one. Raises `ConfigError` where that is not possible."""
+    """An open socket on which a server listens."""
 
     socket: socket.socket
     host: str
 
     @staticmethod
     def open(host: str, port: int) -> "Listener":
-        """Bind and listen."""
+        """Bind and listen; port 0 takes a free port. Raises `ConfigError` if that is not possible."""
         require(0 <= port <= 65535, "port", port, "0 to 65535")
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -57,11 +58,11 @@ def is_loopback(host: str) -> bool:
 
 
 def make_server(
-    reward: RewardModel, settings: Settings, certificate: Path | None = None, key: Path | None = None
+    reward: RewardModel, settings: ServerSettings, certificate: Path | None = None, key: Path | None = None
 ) -> uvicorn.Server:
     """A uvicorn server, ready to run on the socket of a `Listener` in any thread."""
     limits = settings.limits
-    protocol = type("LimitedProtocol", (HeaderLimit,), {"header_seconds": limits.header_seconds})
+    protocol = type("LimitedProtocol", (HeaderTimeoutProtocol,), {"header_seconds": limits.header_seconds})
     config = uvicorn.Config(
         create_app(reward, settings),
         http=protocol,
@@ -82,56 +83,56 @@ def make_server(
 
 
 def serve(
-    reward: RewardModel, settings: Settings, listener: Listener, certificate: Path | None = None, key: Path | None = None
+    reward: RewardModel, settings: ServerSettings, listener: Listener, certificate: Path | None = None, key: Path | None = None
 ) -> None:
-    """Serve until the process is told to end (SIGINT, SIGTERM); requests under way get half a minute."""
+    """Serve until the process receives SIGINT or SIGTERM; current requests then have half a minute to end."""
     if not settings.token and not listener.loopback:
         require(settings.any_host, "token", "", "a token, or any_host=True to serve everyone who can reach this machine")
     make_server(reward, settings, certificate, key).run(sockets=[listener.socket])
 
 
-GOODBYE_SECONDS = 1.0
-"""How long a server that ends waits for the other side of an idle connection."""
+CLOSE_SECONDS = 1.0
+"""How long a server that stops waits for the other side of an idle connection to close."""
 
 
-class HeaderLimit(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol, which waits for ever for a request's headers, with a limit on that wait."""
+class HeaderTimeoutProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol, which waits for the headers of a request without limit, with a time limit."""
 
     header_seconds = 10.0
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock. Answers go out at once: Nagle's algorithm would hold their second packet for 40 milliseconds."""
+        """Start the timer. Turn off Nagle's algorithm, which would delay the second packet of a response by 40 ms."""
         super().connection_made(transport)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._timer = self.loop.call_later(self.header_seconds, self._late)
+        self._timer = self.loop.call_later(self.header_seconds, self._time_out)
 
     def data_received(self, data: bytes) -> None:
-        """Stop the clock when the headers are complete; start it with the first bytes of another request."""
+        """Stop the timer when the headers are complete; start it with the first bytes of another request."""
         super().data_received(data)
         waiting = self.conn.their_state is h11.IDLE
         if not waiting:
-            self._stop()
+            self._stop_timer()
         elif self._timer is None and self.conn.our_state is h11.IDLE:
-            self._timer = self.loop.call_later(self.header_seconds, self._late)
+            self._timer = self.loop.call_later(self.header_seconds, self._time_out)
 
     def shutdown(self) -> None:
-        """Close an idle connection for good: over TLS the other side, idle too, would be waited for until it says goodbye."""
+        """Close an idle connection for good: over TLS, a clean close would wait for the other side, which is idle too."""
         super().shutdown()
         if self.transport.is_closing():
-            self.loop.call_later(GOODBYE_SECONDS, self.transport.abort)
+            self.loop.call_later(CLOSE_SECONDS, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
-        self._stop()
+        """Stop the timer."""
+        self._stop_timer()
         super().connection_lost(exc)
 
     def handle_websocket_upgrade(self, event: Any) -> None:
-        """There are no websockets here."""
+        """Refuse: there are no websockets."""
         self.send_400_response("Unsupported upgrade request.")
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no HTTP. A request whose body turns into such has ended: the application cannot answer it."""
+        """Answer bytes that are no HTTP. If they are in the body of a request, that request has ended without a response."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -140,12 +141,12 @@ class HeaderLimit(H11Protocol):
         else:
             self.transport.close()
 
-    def _stop(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _late(self) -> None:
+    def _time_out(self) -> None:
         self._timer = None
         if not self.transport.is_closing():
             self.transport.close()

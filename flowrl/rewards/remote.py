@@ -1,0 +1,335 @@
+"""Rewards behind a server: the client of `flowrl serve-reward` (docs/reward-server.md).
+
+Needs httpx, pydantic and tenacity (`pip install -e '.[remote]'`), which are imported when a reward is first used.
+"""
+
+import contextlib
+import math
+import os
+import random
+import ssl
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import ConfigError, RewardError, require
+from flowrl.rewards.combine import weighted_total
+from flowrl.rewards.contract import ComponentScores
+from flowrl.types import Prompt
+
+if TYPE_CHECKING:
+    import httpx
+    from tenacity import RetryCallState
+
+Scored = tuple[ComponentScores, dict[str, float]]
+"""The scores of one request, and the weights of their components."""
+
+TOKEN_VARIABLE = "FLOWRL_REWARD_TOKEN"
+PACKAGES = ("httpx", "pydantic", "tenacity")
+MAX_BACKOFF = 20.0
+"""Longest pause between two attempts in seconds, unless the server requests a longer one."""
+
+
+@dataclass(frozen=True)
+class RemoteReward:
+    """Scores from the reward server at `url` (docs/reward-server.md), in the order of the images.
+
+    The images travel in requests of `batch` images, `concurrency` requests at a time, over connections that are kept open. An
+    attempt fails if the server cannot be reached, answers with an error that may pass (500, 503, ...), sends nothing for
+    `timeout` seconds, or its response is cut off. The next attempt follows after `backoff` seconds, doubled each time up to 20,
+    less a random part of up to a half; a longer pause in the server's Retry-After header takes precedence.
+
+    `score` raises one `RewardError` after `retries` repetitions of a request, or when the next pause would end after `deadline`,
+    in seconds from the start of the call. The trainer then stops with its last checkpoint in place, and the run can be resumed
+    when the server is back. Errors that will not pass raise it at once: a wrong token, a certificate that is not trusted, a
+    request that is too large, a prompt that the reward refuses, or scores that break the contract (a wrong count, NaN).
+    A sample that the served reward marks as invalid is NaN here (`protocols.RewardModel`).
+
+    `images`: "safetensors" sends float32, so that scores equal those in process; "png" sends 8 bits per channel, a fraction of
+    the bytes. Metadata must be JSON; data classes in it become objects, tuples lists. The token comes from `token_file`, or from
+    the environment variable FLOWRL_REWARD_TOKEN; there is no option for the token itself, because a run records its options.
+    `certificate`: a file with the certificates (PEM) to trust instead of the system's.
+    """
+
+    url: str
+    images: Literal["safetensors", "png"] = "safetensors"
+    batch: int = 32
+    concurrency: int = 4
+    timeout: float = 120.0
+    deadline: float = 900.0
+    retries: int = 40
+    backoff: float = 0.5
+    token_file: str = ""
+    certificate: str = ""
+    _connections: "_Connections" = field(init=False, repr=False, compare=False)
+    marks_invalid: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.url, str) and self.url.startswith(("http://", "https://")) and "@" not in self.url
+        require(good, "remote.url", self.url, "http://HOST:PORT or https://HOST:PORT")
+        require(self.images in ("safetensors", "png"), "remote.images", self.images, "safetensors or png")
+        for name in ("batch", "concurrency"):
+            require(getattr(self, name) >= 1, f"remote.{name}", getattr(self, name), "1 or more")
+        for name in ("timeout", "deadline"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value > 0, f"remote.{name}", value, "a positive number of seconds")
+        require(self.retries >= 0, "remote.retries", self.retries, "0 or more")
+        require(math.isfinite(self.backoff) and self.backoff >= 0, "remote.backoff", self.backoff, "0 seconds or more")
+        missing = [name for name in PACKAGES if find_spec(name) is None]
+        if missing:
+            raise ConfigError(f"remote needs {', '.join(missing)}; install the extra with: pip install -e '.[remote]'")
+        object.__setattr__(self, "_connections", _Connections(self.url, self.concurrency, self.token_file, self.certificate))
+
+    def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """[sample, channel, height, width] and as many prompts -> [sample], on the images' device. Raises `RewardError`."""
+        totals = [scores.total for scores, _ in self._score(images, prompts)]
+        return torch.cat([torch.empty(0), *totals]).to(images.device)
+
+    def close(self) -> None:
+        """Close the connections; the next call opens new ones."""
+        self._connections.close()
+
+    def _score(self, images: Tensor, prompts: Sequence[Prompt], with_parts: bool = False) -> list[Scored]:
+        """The scores of every request, in the order of the images."""
+        if images.ndim != 4 or len(images) != len(prompts):
+            raise RewardError(f"remote: got images {tuple(images.shape)} and {len(prompts)} prompts; allowed: as many of each")
+        return _Call(self, time.monotonic() + self.deadline, with_parts).score(images, prompts)
+
+
+@dataclass(frozen=True)
+class RemoteSum(RemoteReward):
+    """A `remote` reward for a server of a weighted sum: the components are logged, and may be credited one by one.
+
+    A `protocols.CompositeReward`: `parts` are the scores of the components, `total` applies the weights of the server. Raises
+    `RewardError` if the server has no `weighted-sum`, or if its components or weights change between two calls (a server that
+    was started again with others); otherwise as `RemoteReward`, with the same options.
+    """
+
+    _weights: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def parts(self, images: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """The scores [sample] of every component, unweighted."""
+        pieces = []
+        for scores, weights in self._score(images, prompts, with_parts=True):
+            known = self._weights or weights
+            if weights != known:
+                raise RewardError(f"remote-sum: the weights at {self.url} were {known}, and are {weights} now")
+            self._weights.update(known)
+            pieces.append(scores.parts)
+        return {n: torch.cat([torch.empty(0), *(piece[n] for piece in pieces)]).to(images.device) for n in self._weights}
+
+    def total(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The weighted sum of `parts` that came from this server."""
+        unknown = sorted(set(parts) - set(self._weights))
+        if unknown:
+            known = ", ".join(self._weights) or "none yet"
+            raise RewardError(f"remote-sum: components {', '.join(unknown)}; the server has {known}")
+        return weighted_total(parts, self._weights)
+
+
+@dataclass
+class _Call:
+    """The requests of one call of a reward. They share a deadline (monotonic seconds), and all stop when one of them fails."""
+
+    reward: RemoteReward
+    deadline: float
+    with_parts: bool
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def score(self, images: Tensor, prompts: Sequence[Prompt]) -> list[Scored]:
+        """The scores of every request, `concurrency` requests at a time."""
+        batch = self.reward.batch
+        pieces = [slice(start, start + batch) for start in range(0, len(prompts), batch)]
+        if len(pieces) <= 1:
+            return [self._request(images[piece], prompts[piece]) for piece in pieces]
+        futures: list[Future[Scored]] = [Future() for _ in pieces]
+        todo = deque(zip(pieces, futures, strict=True))
+
+        def work() -> None:
+            while todo and not self.stopped.is_set():
+                with contextlib.suppress(IndexError):  # another thread was faster
+                    piece, future = todo.popleft()
+                    try:
+                        future.set_result(self._request(images[piece], prompts[piece]))
+                    except BaseException as error:
+                        future.set_exception(error)
+
+        for _ in range(min(self.reward.concurrency, len(pieces))):  # daemons: an interrupted program need not wait for them
+            threading.Thread(target=work, name="flowrl-remote", daemon=True).start()
+        try:
+            done, _ = wait(futures, return_when="FIRST_EXCEPTION")
+            for future in done:
+                future.result()
+            return [future.result() for future in futures]
+        finally:
+            self.stopped.set()
+
+    def _request(self, images: Tensor, prompts: Sequence[Prompt]) -> Scored:
+        """The scores of one request, sent again after failures that may pass. Raises `RewardError`."""
+        import httpx
+        import tenacity
+
+        from flowrl.rewards.wire_format import TransientError, encode_request
+
+        form = httpx.Request("POST", self.reward.url, files=encode_request(images, prompts, self.reward.images))
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(TransientError),
+            wait=self._pause,
+            stop=tenacity.stop_after_attempt(self.reward.retries + 1)
+            | tenacity.stop_before_delay(self.deadline - time.monotonic()),
+            sleep=self._sleep,
+            retry_error_callback=self._give_up,
+        )
+        return retrying(self._attempt, form.read(), form.headers["Content-Type"], prompts)
+
+    def _pause(self, state: "RetryCallState") -> float:
+        """Seconds before the next attempt. The jitter leaves Python's global random numbers alone: runs must not depend on it."""
+        from tenacity import wait_exponential
+
+        longest = wait_exponential(multiplier=self.reward.backoff, max=MAX_BACKOFF)(state)
+        return max(longest * random.SystemRandom().uniform(0.5, 1.0), getattr(_last_error(state), "retry_after", 0.0))
+
+    def _sleep(self, seconds: float) -> None:
+        if self.stopped.wait(seconds):
+            raise RewardError("remote: another request of this call has failed")
+
+    def _give_up(self, state: "RetryCallState") -> NoReturn:
+        error, attempts = _last_error(state), state.attempt_number
+        pause = f" (the next attempt was due {state.upcoming_sleep:.0f} seconds later)" if attempts <= self.reward.retries else ""
+        raise RewardError(
+            f"remote: the reward server at {self.reward.url} gave no scores in {attempts} attempts over "
+            f"{state.seconds_since_start or 0:.0f} seconds{pause}; the last error: {error}. "
+            "Start the server again, then resume the run from its last checkpoint"
+        ) from error
+
+    def _attempt(self, body: bytes, content_type: str, prompts: Sequence[Prompt]) -> Scored:
+        """One HTTP request. Raises `TransientError` for failures that may pass, `RewardError` for others."""
+        import httpx
+
+        from flowrl.rewards.wire_format import TransientError, decode_scores
+
+        reward, request_id = self.reward, uuid.uuid4().hex
+        left = min(reward.timeout, max(self.deadline - time.monotonic(), 0.001))
+        ends = time.monotonic() + left
+        address = reward.url.rstrip("/") + ("/v1/score?parts=true" if self.with_parts else "/v1/score")
+        max_bytes = 65536 + (2048 if self.with_parts else 64) * len(prompts)
+        headers = {"Content-Type": content_type, "X-Request-Id": request_id}
+        try:
+            client = reward._connections.client()
+            with client.stream("POST", address, content=body, headers=headers, timeout=left) as response:
+                content = _read_bounded(response.iter_raw(), max_bytes, ends)
+        except httpx.TimeoutException as error:
+            raise TransientError(f"no response within {left:.0f} seconds") from error
+        except (httpx.TransportError, httpx.StreamError) as error:
+            if _is_certificate_error(error):
+                hint = "give the authority's, or the server's own if it is self-signed, as certificate='ca.pem'"
+                raise RewardError(f"remote: the certificate of {reward.url} is not trusted ({error}); {hint}") from error
+            raise TransientError(f"the connection failed ({type(error).__name__}: {error})") from error
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise RewardError(f"remote: {reward.url} is not a valid URL: {error}") from error
+        if response.status_code != 200:
+            raise self._status_error(response.status_code, response.headers, content)
+        return decode_scores(content, request_id, prompts, f"remote: the reward server at {reward.url}", self.with_parts)
+
+    def _status_error(self, status: int, headers: Mapping[str, str], content: bytes) -> Exception:
+        """The error that a response without scores stands for."""
+        from flowrl.rewards.wire_format import TransientError, decode_error
+
+        error = decode_error(content)
+        reason = f"status {status}" + (f", {error.code[:100]}: {error.message[:1000]}" if error else "")
+        if status in (408, 425, 429) or status >= 500 if error is None else error.retry:
+            seconds = headers.get("Retry-After", "")
+            return TransientError(reason, float(seconds) if seconds.isdecimal() and len(seconds) < 6 else 0.0)
+        hint = f"; set {TOKEN_VARIABLE} or token_file to the server's token" if status == 401 else ""
+        hint = f"; lower remote's batch (now {self.reward.batch}) or raise the server's limits" if status == 413 else hint
+        hint = "; use remote instead of remote-sum for the total alone" if error and error.code == "no_parts" else hint
+        return RewardError(f"remote: the reward server at {self.reward.url} refuses: {reason}{hint}")
+
+
+class _Connections:
+    """The connection pool of a `RemoteReward`; a forked process, or one that unpickles the reward, opens its own."""
+
+    def __init__(self, url: str, limit: int, token_file: str, certificate: str) -> None:
+        self._settings = (url, limit, token_file, certificate)
+        self._lock = threading.Lock()
+        self._client: httpx.Client | None = None
+        self._process = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Connections, self._settings
+
+    def client(self) -> "httpx.Client":
+        """The pool, opened at the first call in a process."""
+        with self._lock:
+            if self._client is None or self._process != os.getpid():
+                self._client, self._process = _open_client(*self._settings), os.getpid()
+            return self._client
+
+    def close(self) -> None:
+        """Close the pool of this process."""
+        with self._lock:
+            if self._client is not None and self._process == os.getpid():
+                self._client.close()
+            self._client = None
+
+
+def _open_client(url: str, limit: int, token_file: str, certificate: str) -> "httpx.Client":
+    import httpx
+
+    headers = {"Accept-Encoding": "identity", "User-Agent": "flowrl"}
+    token = _read_token(token_file)
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    try:  # reading the system's certificates takes a while, and http has no use for them
+        trusted = ssl.create_default_context(cafile=certificate or None) if url.startswith("https://") else False
+    except OSError as error:
+        raise ConfigError(f"remote.certificate: {certificate} cannot be read: {error}") from error
+    limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
+    return httpx.Client(headers=headers, verify=trusted, limits=limits, follow_redirects=False, trust_env=False)
+
+
+def _read_token(file: str) -> str:
+    """The token from `file`, else from the environment; "" if there is none."""
+    if not file:
+        return os.environ.get(TOKEN_VARIABLE, "").strip()
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"remote.token_file: {file} cannot be read: {error}") from error
+
+
+def _last_error(state: "RetryCallState") -> BaseException | None:
+    return state.outcome.exception() if state.outcome else None
+
+
+def _is_certificate_error(error: BaseException | None) -> bool:
+    """Whether a certificate that cannot be verified is behind `error`: no further attempt would help."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _read_bounded(chunks: Iterator[bytes], max_bytes: int, ends: float) -> bytes:
+    """The whole body. Raises `RewardError` beyond `max_bytes` bytes and `TransientError` after the monotonic time `ends`."""
+    from flowrl.rewards.wire_format import TransientError
+
+    content = bytearray()
+    for chunk in chunks:
+        content += chunk
+        if len(content) > max_bytes:
+            raise RewardError(f"remote: the response is larger than {max_bytes} bytes; is this a reward server?")
+        if time.monotonic() > ends:
+            raise TransientError("the response came too slowly")
+    return bytes(content)

@@ -1,0 +1,101 @@
+"""The description of the API: types of the responses, the OpenAPI schema of a request, and the page at /docs."""
+
+import json
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup, escape
+from pydantic import BaseModel, Field
+
+from flowrl.rewards.wire_format import ErrorResponse, PromptMessage
+
+
+class InfoResponse(BaseModel):
+    """What is served, and what a request may hold."""
+
+    reward: str
+    version: str = Field(description="of this API")
+    max_batch: int = Field(description="Images in one call of the model")
+    components: dict[str, float] | None = Field(None, description="Of a weighted sum: the weight of every component")
+    limits: dict[str, float]
+
+
+class HealthResponse(BaseModel):
+    """Whether requests are being scored."""
+
+    status: str = Field(description="ok; or stuck: a call of the model takes longer than the limit; or stopped")
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in (
+        (400, "The body is not the multipart form described here, or is cut off"),
+        (401, "The token is missing or wrong"),
+        (408, "The body arrived too slowly"),
+        (413, "Too many bytes, samples or pixels"),
+        (415, "The body is not multipart/form-data"),
+        (421, "The Host of the request is not this server"),
+        (422, "Prompts or images cannot be read, or the reward refuses them"),
+        (500, "The reward failed, or broke its contract"),
+        (503, "Busy or stopping; retry later"),
+        (504, "Scoring took too long"),
+    )
+}
+
+_FORM: dict[str, Any] = {
+    "type": "object",
+    "required": ["prompts"],
+    "additionalProperties": False,
+    "properties": {
+        "prompts": {
+            "type": "array",
+            "items": PromptMessage.model_json_schema(),
+            "description": "One prompt per image, as JSON",
+        },
+        "safetensors": {
+            "type": "string",
+            "format": "binary",
+            "description": "A safetensors file with one tensor, images [sample, channel, height, width]: "
+            "float32, float16 or bfloat16 in [0, 1], or uint8 (value / 255)",
+        },
+        "png": {
+            "type": "array",
+            "items": {"type": "string", "format": "binary"},
+            "description": "One 8-bit PNG per image, all of one size; instead of safetensors",
+        },
+    },
+}
+
+SCORE_REQUEST: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "parts",
+            "in": "query",
+            "required": False,
+            "schema": {"type": "boolean", "default": False},
+            "description": "true: also send every component of a weighted sum; other rewards answer 422",
+        }
+    ],
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": _FORM,
+                "encoding": {"prompts": {"contentType": "application/json"}, "png": {"contentType": "image/png"}},
+            }
+        },
+    },
+}
+
+
+def render_page(document: dict[str, Any]) -> str:
+    """An OpenAPI document as one HTML page without scripts, which works without a network."""
+    templates = Environment(loader=PackageLoader("flowrl.serving"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    templates.filters |= {"code_spans": _code_spans, "indented_json": lambda schema: json.dumps(schema, indent=2)}
+    return templates.get_template("openapi.html.j2").render(document=document)
+
+
+def _code_spans(text: str) -> Markup:
+    """Text whose `code` becomes <code>."""
+    pieces = [escape(piece) for piece in text.split("`")]
+    return Markup("").join(Markup("<code>{}</code>").format(p) if number % 2 else p for number, p in enumerate(pieces))

@@ -1,0 +1,240 @@
+"""From an HTTP request to images and prompts: authentication, the memory budget, the multipart form and its limits."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from torch import Tensor
+
+from flowrl.rewards.wire_format import WireFormatError, decode_pngs, decode_prompts, decode_safetensors, png_size
+from flowrl.serving.settings import ServerLimits
+from flowrl.types import Prompt
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the response has its warnings; the log need not
+
+
+class RequestError(Exception):
+    """A request that is answered with an error: HTTP `status`, an error `code` for programs, a message for people.
+
+    `retry` tells the client whether the same request may succeed later.
+    """
+
+    def __init__(self, status: int, code: str, message: str, retry: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.retry = status, code, message, retry
+
+
+class TokenCheck:
+    """Compares bearer tokens in constant time: SHA-256 of both, so that not even the length of the token leaks.
+
+    Without a token (allowed on the loopback only) the Host header must name the loopback. A web page can therefore not reach
+    the server by rebinding its own host name to 127.0.0.1.
+    """
+
+    def __init__(self, token: str, any_host: bool = False) -> None:
+        self._digest = hashlib.sha256(token.encode()).digest() if token else None
+        self._any_host = any_host
+
+    def check(self, authorization: bytes, host: bytes) -> None:
+        """Raise `RequestError` (401 or 421) unless the request is authorised."""
+        if self._digest is None:
+            name = host.decode("latin-1").lower()
+            name = name[: name.rfind(":")] if name.rpartition(":")[2].isdigit() and not name.endswith("]") else name
+            if not self._any_host and name not in LOOPBACK_NAMES:
+                raise RequestError(421, "wrong_host", f"without a token only {', '.join(sorted(LOOPBACK_NAMES))} are served")
+            return
+        scheme, _, token = authorization.partition(b" ")
+        same = hmac.compare_digest(hashlib.sha256(token.strip()).digest(), self._digest)
+        if scheme.lower() != b"bearer" or not same:
+            raise RequestError(401, "wrong_token", "the token is missing or wrong; send it as Authorization: Bearer TOKEN")
+
+
+class MemoryBudget:
+    """Bytes held by all requests together, at most `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+        self._lock = threading.Lock()
+
+    def reserve(self, amount: int) -> None:
+        """Count `amount` bytes. Raises `RequestError` (503) beyond the limit."""
+        with self._lock:
+            if self.used + amount > self.limit:
+                raise RequestError(503, "busy", f"requests hold {self.used} bytes; allowed: {self.limit}", retry=True)
+            self.used += amount
+
+    def release(self, amount: int) -> None:
+        """Discount bytes that were reserved before."""
+        with self._lock:
+            self.used -= amount
+
+
+class RequestMemory:
+    """The bytes that one request has reserved in a `MemoryBudget`; leaving the context releases all of them."""
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget, self._reserved = budget, 0
+
+    def reserve(self, amount: int) -> None:
+        """Reserve `amount` more bytes. Raises `RequestError`: 413 if this request alone needs more than the limit, else 503."""
+        if self._reserved + amount > self._budget.limit:
+            message = f"the request needs more than {self._budget.limit} bytes of memory; send fewer or smaller images"
+            raise RequestError(413, "too_much_memory", message)
+        self._budget.reserve(amount)
+        self._reserved += amount
+
+    def __enter__(self) -> "RequestMemory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._budget.release(self._reserved)
+        self._reserved = 0
+
+
+class MultipartForm:
+    """Collects the parts of one multipart/form-data body (RFC 7578) in memory; call `write` for every chunk, then `finish`.
+
+    `max_parts` maps the allowed names to the largest number of parts of that name, `max_bytes` some of them to the largest size
+    of a part. Raises `RequestError` (400, 413 or 415) that says what is wrong with the body.
+    """
+
+    def __init__(self, content_type: str, max_parts: Mapping[str, int], max_bytes: Mapping[str, int]) -> None:
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary", b"")
+        if kind != b"multipart/form-data" or not 1 <= len(boundary) <= 70:
+            message = "the body must be multipart/form-data with a boundary of 1 to 70 characters"
+            raise RequestError(415, "not_multipart", message)
+        self._max_parts, self._max_bytes = max_parts, max_bytes
+        self._parts: dict[str, list[bytes]] = {name: [] for name in max_parts}
+        self._complete = False
+        self._name = ""
+        self._data, self._header, self._value, self._disposition = bytearray(), bytearray(), bytearray(), b""
+        callbacks: MultipartCallbacks = {
+            "on_part_begin": self._part_begin,
+            "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
+            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+            "on_header_end": self._header_end,
+            "on_headers_finished": self._headers_finished,
+            "on_part_data": self._part_data,
+            "on_part_end": self._part_end,
+            "on_end": self._end,
+        }
+        self._parser = MultipartParser(boundary, callbacks)
+
+    def write(self, chunk: bytes) -> None:
+        """The next bytes of the body."""
+        try:
+            self._parser.write(chunk)
+        except FormParserError as error:
+            raise RequestError(400, "bad_multipart", f"the multipart body cannot be read: {error}") from error
+
+    def finish(self) -> dict[str, list[bytes]]:
+        """The contents of the parts by name, in the order of the body."""
+        if not self._complete:
+            raise RequestError(400, "truncated", "the multipart body ends before its last boundary")
+        return self._parts
+
+    def _part_begin(self) -> None:
+        self._name, self._data, self._disposition = "", bytearray(), b""
+
+    def _header_end(self) -> None:
+        if bytes(self._header).lower() == b"content-disposition":
+            self._disposition = bytes(self._value)
+        self._header.clear()
+        self._value.clear()
+
+    def _headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        name = self._name = options.get(b"name", b"").decode("latin-1")
+        if name not in self._parts:
+            raise RequestError(400, "unknown_part", f"unknown part {name[:40]!r}; allowed: {', '.join(self._parts)}")
+        most = self._max_parts[name]
+        if len(self._parts[name]) >= most:
+            raise RequestError(413, "too_many_parts", f"more than {most} part{'s' if most > 1 else ''} called {name!r}")
+
+    def _part_data(self, data: bytes, start: int, end: int) -> None:
+        self._data += data[start:end]
+        most = self._max_bytes.get(self._name)
+        if most is not None and len(self._data) > most:
+            raise RequestError(413, "part_too_large", f"the part {self._name!r} is larger than {most} bytes")
+
+    def _part_end(self) -> None:
+        self._parts[self._name].append(bytes(self._data))
+        self._data = bytearray()
+
+    def _end(self) -> None:
+        self._complete = True
+
+
+async def read_request(request: Request, limits: ServerLimits, memory: RequestMemory) -> tuple[Tensor, Sequence[Prompt]]:
+    """Images [sample, channel, height, width] and as many prompts, within `limits`. Raises `RequestError`."""
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            parts = await _receive_form(request, limits, memory)
+    except TimeoutError:
+        message = f"the body took longer than {limits.body_seconds:g} seconds"
+        raise RequestError(408, "slow_body", message, retry=True) from None
+    try:
+        return await asyncio.to_thread(_decode, parts, limits, memory)
+    except WireFormatError as error:
+        raise RequestError(422, error.code, str(error)) from error
+
+
+async def _receive_form(request: Request, limits: ServerLimits, memory: RequestMemory) -> dict[str, list[bytes]]:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limits.body_bytes:
+        raise RequestError(413, "body_too_large", f"the body has {announced[:20]} bytes; allowed: {limits.body_bytes}")
+    max_parts = {"prompts": 1, "safetensors": 1, "png": limits.samples}
+    form = MultipartForm(request.headers.get("content-type", ""), max_parts, {"prompts": limits.prompts_bytes})
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limits.body_bytes:
+            raise RequestError(413, "body_too_large", f"the body has more than {limits.body_bytes} bytes")
+        memory.reserve(len(chunk))
+        form.write(chunk)
+    return form.finish()
+
+
+def _decode(parts: Mapping[str, Sequence[bytes]], limits: ServerLimits, memory: RequestMemory) -> tuple[Tensor, Sequence[Prompt]]:
+    pngs, tensors = parts["png"], parts["safetensors"]
+    if not parts["prompts"]:
+        raise RequestError(422, "no_prompts", "the part 'prompts' is missing: a JSON list, one object per image")
+    if bool(pngs) == bool(tensors):
+        raise RequestError(422, "no_images", "images are needed either in parts 'png' or in one part 'safetensors'")
+    prompts = decode_prompts(parts["prompts"][0])
+    _check_samples(len(prompts), limits)
+    if pngs:
+        width, height = png_size(pngs)
+        _check_pixels(width, height, limits)
+        memory.reserve(12 * len(pngs) * width * height)  # 3 floats per pixel
+        images = decode_pngs(pngs)
+    else:
+        memory.reserve(4 * len(tensors[0]))  # a byte becomes at most a float
+        images = decode_safetensors(tensors[0])
+        _check_pixels(images.shape[3], images.shape[2], limits)
+        _check_samples(len(images), limits)
+    if len(images) != len(prompts):
+        raise RequestError(422, "wrong_count", f"{len(images)} images and {len(prompts)} prompts; allowed: as many of each")
+    return images, prompts
+
+
+def _check_samples(count: int, limits: ServerLimits) -> None:
+    if count > limits.samples:
+        raise RequestError(413, "too_many_samples", f"{count} samples in one request; allowed: 1 to {limits.samples}")
+
+
+def _check_pixels(width: int, height: int, limits: ServerLimits) -> None:
+    if width * height > limits.pixels:
+        raise RequestError(413, "too_many_pixels", f"images of {width} x {height}; allowed: {limits.pixels} pixels")

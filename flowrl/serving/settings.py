@@ -1,0 +1,62 @@
+"""How a reward is served, and which requests are accepted."""
+
+import math
+from dataclasses import dataclass, field, fields
+
+from flowrl.errors import require
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Bounds of a reward server; each is positive and finite. Raises `ConfigError` otherwise.
+
+    Memory: bodies that are being received and images that wait for their scores together take at most `memory_bytes`. Beyond
+    this limit, requests are refused with a status that tells the client to retry (503).
+    """
+
+    body_bytes: int = 256 * 2**20
+    """Bytes of one request."""
+    prompts_bytes: int = 8 * 2**20
+    """Bytes of the JSON list of prompts in one request."""
+    samples: int = 1024
+    """Images in one request."""
+    pixels: int = 4096 * 4096
+    """Height x width of one image."""
+    memory_bytes: int = 4 * 2**30
+    """Bytes of all bodies and decoded images (float32) at one time."""
+    queue: int = 8192
+    """Images that wait for their scores at one time."""
+    connections: int = 512
+    """Open connections at one time; uvicorn refuses more with 503."""
+    header_seconds: float = 10.0
+    """From the connection (or the first byte of a later request) to the end of the request's headers."""
+    body_seconds: float = 60.0
+    """From the headers to the last byte of the body."""
+    score_seconds: float = 300.0
+    """From the last byte of the body to the scores, time in the queue included."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            require(math.isfinite(value) and value > 0, f"ServerLimits.{item.name}", value, "positive and finite")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How a reward is served. With an empty `token` only requests to the names of the loopback are served, unless `any_host`."""
+
+    name: str = "reward"
+    """The name of the reward in the server's description."""
+    token: str = field(default="", repr=False)
+    any_host: bool = False
+    max_batch: int = 64
+    """Images in one call of the model, from one or several requests."""
+    wait: float = 0.005
+    """Seconds that a call waits for more requests while it is not full."""
+    merge: bool = True
+    """Whether requests share calls. If not, scores are independent of the traffic, down to the last digit."""
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+    def __post_init__(self) -> None:
+        require(self.max_batch >= 1, "max_batch", self.max_batch, "1 or more")
+        require(0 <= self.wait <= 60, "wait", self.wait, "0 to 60 seconds")
