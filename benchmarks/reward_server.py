@@ -1,16 +1,16 @@
-"""A reward server under attack and under load.
+"""A reward server under fuzzed requests and under load.
 
     python benchmarks/reward_server.py                  # about six minutes; writes benchmarks/results/reward_server.*
-    python benchmarks/reward_server.py --report         # the page again
+    python benchmarks/reward_server.py --report         # writes the page again
 
 Three parts, each against a server in a process of its own (`flowrl serve-reward`), over the loopback:
 
 fuzz   10,000 requests made by Hypothesis: damaged PNG and safetensors files, wrong counts, shapes and types, bad JSON, damaged
-       multipart bodies, other methods and paths, and bytes that are no HTTP. No answer may be an error of the server's own
+       multipart bodies, other methods and paths, and bytes that are no HTTP. No response may be an error of the server itself
        (status 500 and more), every refusal must be typed JSON, and the server must score correctly afterwards.
-load   64 clients (threads of two processes), each with its own connection, one minute of requests of 1 to 8 pictures. A score
-       encodes its sample and its client, so that a lost, repeated or swapped one shows.
-kills  the same for half a minute, while the server is killed (SIGKILL) five seconds after every start and started again at once.
+load   64 clients (threads of two processes), each with its own connection, one minute of requests of 1 to 8 images. A score
+       encodes its sample and its client, so that a lost, repeated or swapped one is visible.
+kills  the same for half a minute, while the server is killed (SIGKILL) five seconds after every start and restarted at once.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def measure_load(seconds: float, folder: Path, kill_every: float = 0.0) -> dict[
 def page(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     lines = [
-        "# A reward server under attack and under load",
+        "# A reward server under fuzzed requests and under load",
         "",
         (__doc__ or "").partition("\n")[2].strip(),
         "",
@@ -87,8 +87,8 @@ def page(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000, help="fuzzed requests")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of load; half of it with kills")
-    parser.add_argument("--only", choices=("fuzz", "load", "kills"), help="measure one part again, keep the others")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of load; half as many with kills")
+    parser.add_argument("--only", choices=("fuzz", "load", "kills"), help="measure one part again and keep the other results")
     parser.add_argument("--report", action="store_true", help="write the page from the results again")
     options = parser.parse_args()
     path = RESULTS.with_suffix(".json")
@@ -107,7 +107,7 @@ def main() -> None:
                 "command": f"python benchmarks/reward_server.py --requests {options.requests} --seconds {options.seconds:g}",
                 "versions": {
                     "python": platform.python_version(),
-                    **{n: version(n) for n in ("fastapi", "uvicorn", "httpx", "torch")},
+                    **{n: version(n) for n in ("fastapi", "uvicorn", "httpx", "tenacity", "torch")},
                 },
                 "hardware": f"{os.cpu_count()} cores of {platform.machine()}, shared by server, clients and other work",
                 "results": results,

@@ -1,4 +1,4 @@
-"""Requests that nobody should send to a reward server, and what it may answer."""
+"""Fuzzed requests to a reward server, and a check of its responses."""
 
 import contextlib
 import json
@@ -139,7 +139,7 @@ def prompt_part(draw: st.DrawFn, count: int) -> list[tuple[str, bytes]]:
 
 @st.composite
 def attempts(draw: st.DrawFn) -> Attempt:
-    """Any request: good, nearly good, and nothing of the kind."""
+    """Any request: valid, nearly valid, or no HTTP at all."""
     kind = draw(st.sampled_from(("good", "parts", "parts", "parts", "body", "type", "endpoint", "raw")))
     count = draw(st.integers(1, 3))
     fine = good(draw(st.lists(NUMBERS, min_size=1, max_size=4)))
@@ -163,7 +163,7 @@ def attempts(draw: st.DrawFn) -> Attempt:
 
 
 def judge(attempt: Attempt, status: int, content: bytes) -> None:
-    """Raise `AssertionError` unless the answer is one that the server may give to this request."""
+    """Raise `AssertionError` unless the response is one that is allowed for this request."""
     assert status < 500, (status, content, attempt)
     if attempt.wanted is not None:
         assert status == 200 and json.loads(content)["scores"] == list(attempt.wanted), (status, content, attempt)
@@ -175,7 +175,7 @@ def judge(attempt: Attempt, status: int, content: bytes) -> None:
 
 
 def send_raw(host: str, port: int, data: bytes) -> None:
-    """Bytes into a fresh connection; whatever comes back is read until it ends or pauses."""
+    """Send bytes over a new connection, and read the response until it ends or pauses."""
     with socket.create_connection((host, port), timeout=5) as connection:
         connection.settimeout(0.02)
         with contextlib.suppress(OSError):
@@ -186,7 +186,7 @@ def send_raw(host: str, port: int, data: bytes) -> None:
 
 
 def fuzz(url: str, token: str, count: int) -> Counter[int]:
-    """Send `count` requests; how often which status came (0: bytes that were no HTTP request). Raises where one is wrong."""
+    """Send `count` requests and count the statuses (0: bytes that are no HTTP request). Raises at the first wrong response."""
     seen: Counter[int] = Counter()
     address = httpx.URL(url)
 

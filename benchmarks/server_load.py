@@ -1,4 +1,4 @@
-"""A reward server in a process of its own, and many clients whose scores tell which sample they belong to."""
+"""A reward server in a process of its own, and many clients whose scores identify their samples."""
 
 import collections
 import multiprocessing
@@ -29,7 +29,7 @@ import torch
 
 @dataclass(frozen=True)
 class Echo:
-    """The number that image and metadata carry; -1 where they do not belong together."""
+    """The number that image and metadata carry; -1 if the two differ."""
 
     seconds: float = 0.0
 
@@ -44,12 +44,12 @@ class Echo:
 
 @dataclass
 class Server:
-    """`flowrl serve-reward` in a process of its own, on one port for life."""
+    """`flowrl serve-reward` in a process of its own; a restarted server has the same port."""
 
     folder: Path
     port: int = 0
     seconds: float = 0.0
-    """How long the reward takes."""
+    """Duration of a call of the reward."""
     process: subprocess.Popen[str] | None = None
 
     def start(self) -> "Server":
@@ -70,7 +70,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Its address."""
         return f"http://127.0.0.1:{self.port}"
 
     def end(self, number: int = signal.SIGTERM) -> None:
@@ -100,7 +100,7 @@ def one_client(number: int, reward: RemoteReward, end: float, record: dict[str, 
 
 
 def many_clients(first: int, count: int, url: str, seconds: float, folder: str, pipe: Any) -> None:
-    """`count` clients in threads of this process; their records go through the pipe."""
+    """Run `count` clients in threads of this process; send their records through the pipe."""
     torch.set_num_threads(1)
     record: dict[str, Any] = {"seconds": [], "samples": 0, "wrong": 0, "failed": 0}
     end = time.monotonic() + seconds
@@ -126,7 +126,7 @@ def many_clients(first: int, count: int, url: str, seconds: float, folder: str, 
 
 
 def load(server: Server, clients: int, seconds: float, kill_every: float = 0.0) -> dict[str, Any]:
-    """What `clients` clients see in `seconds`; with `kill_every` the server is killed and started again that often."""
+    """Requests of `clients` clients for `seconds`; `kill_every` so many seconds the server is killed and restarted."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     began, kills = time.monotonic(), 0

@@ -6,7 +6,7 @@ Where the reward lives (serving needs no transformers of flowrl's own range, hen
     pip install image-reward==1.5 'transformers<4.48'
     pip install --no-deps -e .    # in the clone of flowrl
     pip install torch numpy scipy einops jaxtyping beartype safetensors tyro rich pyyaml pillow
-    pip install fastapi uvicorn python-multipart httpx
+    pip install fastapi uvicorn python-multipart prometheus-client jinja2
     flowrl serve-reward "docs/recipes/image_reward.py:ImageRewardScore(device='cuda')" --port 8000
 
 Where the run lives:

@@ -10,6 +10,8 @@ from flowrl.errors import RewardContractError
 from flowrl.protocols import RewardModel
 from flowrl.types import Prompt
 
+__all__ = ["ComponentScores", "check_score_shape", "check_scores", "marks_invalid"]
+
 
 @dataclass(frozen=True)
 class ComponentScores:

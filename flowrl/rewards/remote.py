@@ -31,11 +31,17 @@ if TYPE_CHECKING:
     import httpx
     from tenacity import RetryCallState
 
+__all__ = ["TOKEN_VARIABLE", "RemoteReward", "RemoteSum"]
+
 Scored = tuple[ComponentScores, dict[str, float]]
 """The scores of one request, and the weights of their components."""
 
 TOKEN_VARIABLE = "FLOWRL_REWARD_TOKEN"
+"""The environment variable with the token of a reward server."""
+
 PACKAGES = ("httpx", "pydantic", "tenacity")
+"""The packages of the extra `remote`."""
+
 MAX_BACKOFF = 20.0
 """Longest pause between two attempts in seconds, unless the server requests a longer one."""
 

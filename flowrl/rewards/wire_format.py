@@ -25,7 +25,27 @@ from flowrl.rewards.contract import ComponentScores, check_scores
 from flowrl.rewards.images import to_pillow
 from flowrl.types import Prompt
 
+__all__ = [
+    "API_VERSION",
+    "ErrorDetail",
+    "ErrorResponse",
+    "PromptMessage",
+    "ScoreResponse",
+    "TransientError",
+    "WireFormatError",
+    "decode_error",
+    "decode_pngs",
+    "decode_prompts",
+    "decode_safetensors",
+    "decode_scores",
+    "encode_request",
+    "encode_scores",
+    "png_size",
+]
+
 API_VERSION = "1.1"
+"""The version of the HTTP interface."""
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 PNG_MODES = ("RGB", "L", "P", "1")
 

@@ -3,7 +3,7 @@
 `create_app` makes the application for any ASGI server, `serve` runs it with uvicorn, and `flowrl serve-reward` serves a reward
 by name. The client is `flowrl.rewards.remote.RemoteReward`, the wire format `flowrl.rewards.wire_format`.
 
-The names are imported at their first use: the command line loads `flowrl.serving.command` even without the extra.
+The names are imported at their first use, so that `flowrl serve-reward --help` works without the extra.
 """
 
 from importlib import import_module

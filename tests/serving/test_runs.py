@@ -58,18 +58,20 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
             assert message in capsys.readouterr().err
 
 
-def test_the_command_needs_the_extra_only_when_it_runs(tmp_path):
-    """Every call of `flowrl` loads the commands of installed packages, this one too."""
+def test_without_the_extra_the_command_has_help_and_one_clear_error():
     code = """
 import sys
 for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
     sys.modules[name] = None
 from flowrl.cli import main
-assert main(["parts", "--kind", "reward"]) == 0
+try:
+    main(["serve-reward", "--help"])
+except SystemExit as end:
+    assert not end.code
 sys.exit(main(["serve-reward", "jpeg-compressibility"]))
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert found.returncode == 2 and "pip install -e '.[server]'" in found.stderr and "remote-sum" in found.stdout, found
+    assert found.returncode == 2 and "pip install -e '.[server]'" in found.stderr and "--max-batch" in found.stdout, found
 
 
 def test_the_command_makes_a_token_where_others_can_connect(tmp_path):
