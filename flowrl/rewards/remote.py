@@ -1,6 +1,6 @@
 """Rewards behind a server: the client of `flowrl serve-reward` (docs/reward-server.md).
 
-Needs httpx, pydantic and tenacity (`pip install -e '.[remote]'`), which are imported when a reward is first used.
+Needs httpx and tenacity (`pip install -e '.[remote]'`), which are imported when a reward is first used.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from torch import Tensor
 from flowrl.errors import ConfigError, RewardError, require
 from flowrl.rewards.combine import weighted_total
 from flowrl.rewards.contract import ComponentScores
+from flowrl.rewards.wire_format import TransientError, decode_error, decode_scores, encode_request
 from flowrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ Scored = tuple[ComponentScores, dict[str, float]]
 TOKEN_VARIABLE = "FLOWRL_REWARD_TOKEN"
 """The environment variable with the token of a reward server."""
 
-PACKAGES = ("httpx", "pydantic", "tenacity")
+PACKAGES = ("httpx", "tenacity")
 """The packages of the extra `remote`."""
 
 MAX_BACKOFF = 20.0
@@ -185,8 +186,6 @@ class _Call:
         import httpx
         import tenacity
 
-        from flowrl.rewards.wire_format import TransientError, encode_request
-
         form = httpx.Request("POST", self.reward.url, files=encode_request(images, prompts, self.reward.images))
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(TransientError),
@@ -222,8 +221,6 @@ class _Call:
         """One HTTP request. Raises `TransientError` for failures that may pass, `RewardError` for others."""
         import httpx
 
-        from flowrl.rewards.wire_format import TransientError, decode_scores
-
         reward, request_id = self.reward, uuid.uuid4().hex
         left = min(reward.timeout, max(self.deadline - time.monotonic(), 0.001))
         ends = time.monotonic() + left
@@ -249,8 +246,6 @@ class _Call:
 
     def _status_error(self, status: int, headers: Mapping[str, str], content: bytes) -> Exception:
         """The error that a response without scores stands for."""
-        from flowrl.rewards.wire_format import TransientError, decode_error
-
         error = decode_error(content)
         reason = f"status {status}" + (f", {error.code[:100]}: {error.message[:1000]}" if error else "")
         if status in (408, 425, 429) or status >= 500 if error is None else error.retry:
@@ -329,8 +324,6 @@ def _is_certificate_error(error: BaseException | None) -> bool:
 
 def _read_bounded(chunks: Iterator[bytes], max_bytes: int, ends: float) -> bytes:
     """The whole body. Raises `RewardError` beyond `max_bytes` bytes and `TransientError` after the monotonic time `ends`."""
-    from flowrl.rewards.wire_format import TransientError
-
     content = bytearray()
     for chunk in chunks:
         content += chunk

@@ -1,7 +1,7 @@
 """The wire format between `remote` and a reward server, API 1.1: what one side encodes and the other decodes.
 
 A request is a multipart form: `prompts` (JSON), and the images as one part `safetensors` or as one part `png` per image. A
-response is JSON (`ScoreResponse` or `ErrorResponse`). Neither side unpickles anything. This module needs pydantic.
+response is JSON (`ScoreResponse` or `ErrorResponse`). Neither side unpickles anything.
 """
 
 import io
