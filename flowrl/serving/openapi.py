@@ -1,12 +1,12 @@
 """The description of the API: types of the responses, the OpenAPI schema of a request, and the page at /docs."""
 
 import json
+from functools import partial
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
-from markupsafe import Markup, escape
 from pydantic import BaseModel, Field
 
+from flowrl.plots.pages import render
 from flowrl.rewards.wire_format import ErrorResponse, PromptMessage
 
 
@@ -90,12 +90,4 @@ SCORE_REQUEST: dict[str, Any] = {
 
 def render_page(document: dict[str, Any]) -> str:
     """An OpenAPI document as one HTML page without scripts, which works without a network."""
-    templates = Environment(loader=PackageLoader("flowrl.serving"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    templates.filters |= {"code_spans": _code_spans, "indented_json": lambda schema: json.dumps(schema, indent=2)}
-    return templates.get_template("openapi.html.j2").render(document=document)
-
-
-def _code_spans(text: str) -> Markup:
-    """Text whose `code` becomes <code>."""
-    pieces = [escape(piece) for piece in text.split("`")]
-    return Markup("").join(Markup("<code>{}</code>").format(p) if number % 2 else p for number, p in enumerate(pieces))
+    return render("openapi.html.j2", "flowrl.serving", document=document, to_json=partial(json.dumps, indent=2))
