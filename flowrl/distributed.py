@@ -1,39 +1,46 @@
-"""Several processes as one trainer: who rolls out which groups, what all must know, and what happens when one fails.
+"""Several processes as one trainer: which process rolls out which groups, the collectives, and what happens when one fails.
 
-Every process runs the same program with the same random numbers and knows the whole iteration; it rolls out whole groups of its
-own, and all learn all rewards, so every process computes the same advantages, the same shares and, from the summed gradients, the
-same weights. Processes are set up by Accelerate (`accelerate launch`, torchrun, or the same environment variables).
+Every process runs the same program with the same random numbers. It rolls out whole groups of its own, and all processes receive
+all rewards. Every process therefore computes the same advantages, the same mini-batches and, from summed gradients, the same
+weights. A launcher (`accelerate launch` or torchrun) starts the processes, watches them, and ends all of them if one fails.
 """
 
+import logging
 import os
-import pickle
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flowrl.errors import ConfigError, FlowrlError, TrainingError
-from flowrl.liveness import Liveness
+from flowrl.errors import ConfigError, TrainingError, require
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=2)
-"""How long a process waits for the others at a meeting point: longer than any reward or evaluation should take. That a process
-has died is noticed in seconds, see `liveness`."""
+TIMEOUT = "FLOWRL_TIMEOUT_MINUTES"
+"""The environment variable with the minutes that a process waits for the others in a collective; 10 if it is not set."""
+GRACE = 20.0
+"""Seconds that a process waits for the others after it was asked to stop."""
+POLL = 0.002
+"""Seconds between two looks at a collective that has not finished."""
 
-BUCKET = 2**26
-"""Gradient elements summed in one message (256 MiB in float32)."""
+_LOG = logging.getLogger(__name__)
+
+
+class OtherProcessError(TrainingError):
+    """Another process failed, or the connection to it broke."""
 
 
 @dataclass(frozen=True)
-class Share:
+class Assignment:
     """Groups `first` .. `first + count - 1` are rolled out by a process; those of them in `own` count as its own.
 
-    All processes roll out equally many, so that they make equally many network calls (engines that gather weights need that);
-    where the groups do not go round, the surplus ones repeat a neighbour's and are dropped.
+    All processes roll out equally many groups and so make equally many network calls, which sharded weights require. If the
+    groups do not divide evenly, the last processes repeat groups of their neighbours and drop the results.
     """
 
     first: int
@@ -41,127 +48,179 @@ class Share:
     own: range
 
     def chunks(self, size: int) -> Iterator[tuple[int, int]]:
-        """(first, count) of consecutive parts of at most `size` groups; 0: one part."""
+        """(first, count) of consecutive chunks of at most `size` groups; 0: one chunk."""
         size = size or self.count
         for first in range(self.first, self.first + self.count, size):
             yield first, min(size, self.first + self.count - first)
 
     def own_within(self, first: int, count: int) -> range:
-        """The own groups among `count` ones from `first`."""
+        """The own groups among the `count` groups that begin with `first`."""
         return range(max(self.own.start, first), max(self.own.start, first, min(self.own.stop, first + count)))
 
 
-def share_of(rank: int, size: int, total: int) -> Share:
-    """The share of process `rank` of `size` in `total` things: ceil(total / size) each, the last processes perhaps fewer."""
-    count = -(-total // size)
+def assignment(rank: int, world_size: int, total: int) -> Assignment:
+    """The groups of process `rank`: ceil(total / world_size) of `total`; the last processes may own fewer."""
+    count = -(-total // world_size)
     start, stop = min(rank * count, total), min((rank + 1) * count, total)
-    return Share(min(start, total - count), count, range(start, stop))
+    return Assignment(min(start, total - count), count, range(start, stop))
 
 
-@dataclass
-class Team:
-    """The processes of a run. `Team()` is one process alone, for which all of this costs nothing.
+@dataclass(frozen=True)
+class Distributed:
+    """The processes of a run. `Distributed()` is a single process, for which every method returns at once.
 
-    Use it as a context: leaving it by an error tells the others, who stop with a `TrainingError` that names this process.
+    Use it as a context. A process that leaves the context by an error logs "process R of N failed: ..." and disconnects, so that
+    the others end too.
     """
 
     rank: int = 0
-    size: int = 1
+    world_size: int = 1
     sharded: bool = False
-    """Whether weights, gradients and the optimiser are divided between the processes (FSDP2)."""
-    reshard: bool = True
-    """Whether a block's weights are given back between its forward and its backward pass."""
-    liveness: Liveness | None = field(default=None, repr=False)
+    """Whether weights, gradients and the optimizer's state are sharded over the processes (FSDP2)."""
+    reshard_after_forward: bool = True
+    """Whether a block frees its gathered weights between its forward and its backward pass."""
+    stopping: Callable[[], bool] = lambda: False
+    """Whether this process was asked to stop; from then on it waits for the others for at most `GRACE` seconds."""
 
     @staticmethod
-    def join(device: str) -> "Team":
-        """The team that the environment describes: RANK, WORLD_SIZE and the like, as launchers set them; gloo on the CPU, NCCL on
-        GPUs, where this process's becomes the current one. Raises `ConfigError` for a kind of training that is not supported."""
-        if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
-            return Team()
-        if _flag("ACCELERATE_USE_DEEPSPEED"):
-            raise ConfigError("DeepSpeed is not supported: the config file zero2.yaml divides by PyTorch what its ZeRO-2 does")
-        from accelerate import PartialState
+    def join(device: str, stopping: Callable[[], bool] = lambda: False) -> "Distributed":
+        """Connect to the processes that the launcher's environment variables describe (RANK, WORLD_SIZE, ...).
 
-        threads = torch.get_num_threads()
-        state = PartialState(cpu=torch.device(device).type == "cpu", timeout=PATIENCE)
-        torch.set_num_threads(threads)
+        Object collectives and waiting use gloo. Tensors on GPUs use NCCL, and the GPU number LOCAL_RANK becomes the current one.
+        Raises `ConfigError` for a kind of training that is not supported.
+        """
+        if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+            return Distributed()
+        if _flag("ACCELERATE_USE_DEEPSPEED"):
+            raise ConfigError("DeepSpeed is not supported: the config file zero2.yaml shards what its ZeRO-2 does")
         sharded, reshard = _flag("ACCELERATE_USE_FSDP"), _flag("FSDP_RESHARD_AFTER_FORWARD", "true")
         if sharded and os.environ.get("FSDP_VERSION", "2") != "2":
             raise ConfigError("fsdp_version: only 2 is supported; see fsdp2.yaml")
-        rank, size = state.process_index, state.num_processes
-        return Team(rank, size, sharded, reshard, Liveness(rank, size))
+        backend, limit = "gloo", timedelta(minutes=_timeout_minutes())
+        if torch.device(device).type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            backend = "cpu:gloo,cuda:nccl"
+        torch.distributed.init_process_group(backend, timeout=limit)
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return Distributed(rank, world_size, sharded, reshard, stopping)
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process writes files and talks to the user."""
         return self.rank == 0
 
-    def share(self, total: int, rank: int | None = None) -> Share:
-        """This process's share (or that of `rank`) in `total` groups."""
-        return share_of(self.rank if rank is None else rank, self.size, total)
-
-    def gather(self, work: Callable[[], T]) -> list[T]:
-        """Every process does its `work`; all get all results, in order of rank.
-
-        Where one raises, it raises that, and all others a `TrainingError` that names it. With divided weights it does not wait
-        for them: they may be in the middle of a network call, which is the work of all, and are ended by `liveness`.
-        """
-        if self.size == 1:
-            return [work()]
-        error: Exception | None = None
-        outcome: Any = None
-        try:
-            outcome = work()
-        except Exception as failure:
-            if self.sharded:
-                raise
-            error = failure
-        told = (None if error is None else self._named(error), outcome)
-        found = self._together(lambda: _gather_object(told))
-        if error is not None:
-            raise error
-        for message, _ in found:
-            if message is not None:
-                raise TrainingError(message)
-        return [result for _, result in found]
+    def assign(self, total: int, rank: int | None = None) -> Assignment:
+        """The groups of this process (or of process `rank`) among `total`."""
+        return assignment(self.rank if rank is None else rank, self.world_size, total)
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so in any process."""
-        return any(self.gather(lambda: flag))
+        """Whether `flag` is true in at least one process. All processes wait for each other here."""
+        if self.world_size == 1:
+            return flag
+        found = torch.tensor(int(flag))
+        with self._connected():
+            work: Any = torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, async_op=True)
+            waiting_since = time.monotonic()
+            while not work.is_completed():  # in Python, so that signal handlers run
+                if not self.stopping():
+                    waiting_since = time.monotonic()
+                elif time.monotonic() - waiting_since > GRACE:
+                    raise SystemExit(f"flowrl: {self._name} was asked to stop and has waited {GRACE:g} s for the others; it ends")
+                time.sleep(POLL)
+            work.wait()
+        return bool(found)
 
-    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Every gradient becomes its sum over the processes; None stays None where no process has one."""
-        if self.size > 1:
-            self._together(lambda: _sum_gradients(parameters))
+    def gather(self, value: T) -> list[T]:
+        """The `value` of every process, in order of rank."""
+        if self.world_size == 1:
+            return [value]
+        self.any(False)
+        values: list[Any] = [None] * self.world_size
+        with self._connected():
+            torch.distributed.all_gather_object(values, value)
+        return values
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
-        """`tensors` take the main process's values in all processes."""
-        if self.size > 1:
-            self._together(lambda: [torch.distributed.broadcast(tensor, 0) for tensor in tensors])
+    @contextmanager
+    def shared_errors(self) -> Iterator[None]:
+        """If the block raises in one process, that process raises its error and all others an `OtherProcessError` that names it.
 
-    def _together(self, act: Callable[[], T]) -> T:
-        """Something that all processes take part in; a lost connection becomes an error that names who was lost."""
+        With sharded weights an error does not wait for the other processes: they may be inside a network call, which needs this
+        process too. They end when this one disconnects.
+        """
         try:
-            return act()
-        except (RuntimeError, pickle.UnpicklingError) as error:
-            if isinstance(error, FlowrlError | torch.OutOfMemoryError) or self.liveness is None:
-                raise
-            raise TrainingError(f"{self.liveness.blame()}; this is process {self.rank}, which cannot go on alone") from error
+            yield
+        except Exception as error:
+            if self.world_size > 1 and not self.sharded:
+                with suppress(OtherProcessError):
+                    self.any(True)
+                    self.gather(self._failure(error))
+            raise
+        if self.any(False):
+            raise OtherProcessError("; ".join(filter(None, self.gather(""))))
 
-    def _named(self, error: BaseException) -> str:
-        return f"process {self.rank} of {self.size} failed: {type(error).__name__}: {error}"
+    def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Every gradient becomes its sum over the processes; it stays None if no process has one. Call it once per step.
 
-    def __enter__(self) -> "Team":
+        Replicated gradients are summed by one all-reduce. Sharded ones were averaged in the backward pass by FSDP2.
+        """
+        if self.world_size == 1:
+            return
+        if self.sharded:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.world_size)
+            return
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+        with self._connected():
+            torch.distributed.all_reduce(used)
+            gradients: list[Tensor] = []
+            for parameter, count in zip(parameters, used.tolist(), strict=True):
+                if count and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients += [parameter.grad] if parameter.grad is not None else []
+            if gradients:
+                flat = nn.utils.parameters_to_vector(gradients)
+                torch.distributed.all_reduce(flat)
+                nn.utils.vector_to_parameters(flat, gradients)
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """`tensors` take the main process's values in all processes."""
+        if self.world_size > 1:
+            with self._connected():
+                for tensor in tensors:
+                    torch.distributed.broadcast(tensor, 0)
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """A collective; a broken connection or a time-out becomes an `OtherProcessError`."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise OtherProcessError(
+                f"{self._name} lost another process, which says why in its own message or in the launcher's report. If it was "
+                f"only slow, {TIMEOUT} (now {_timeout_minutes():g}) allows more time ({str(error).splitlines()[0]})"
+            ) from error
+
+    @property
+    def _name(self) -> str:
+        return f"process {self.rank} of {self.world_size}"
+
+    def _failure(self, error: BaseException) -> str:
+        return f"{self._name} failed: {type(error).__name__}: {error}"
+
+    def __enter__(self) -> "Distributed":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self.liveness is None:
+        if self.world_size == 1:
             return
         if error is None:
-            self.gather(lambda: None)  # nobody leaves while others still need the common store
-        self.liveness.leave(None if error is None else self._named(error))
-        if torch.distributed.is_initialized():
+            self.any(False)  # until then the others still need this process
+        elif isinstance(error, Exception) and not isinstance(error, OtherProcessError):
+            _LOG.error(self._failure(error))
+        if error is None or torch.distributed.get_backend() == "gloo":  # NCCL would wait for unfinished operations
             torch.distributed.destroy_process_group()
 
 
@@ -169,34 +228,83 @@ def _flag(name: str, default: str = "false") -> bool:
     return os.environ.get(name, default).lower() in ("1", "true")
 
 
-def _gather_object(thing: Any) -> list[Any]:
-    from accelerate.utils import gather_object
-
-    return gather_object([thing])
-
-
-def _sum_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """In messages of about `BUCKET` elements."""
-    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
-    torch.distributed.all_reduce(has)
-    bucket: list[torch.nn.Parameter] = []
-    for parameter, count in zip(parameters, has.tolist(), strict=True):
-        if count == 0:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        bucket.append(parameter)
-        if sum(p.numel() for p in bucket) >= BUCKET:
-            _sum_bucket(bucket)
-            bucket = []
-    _sum_bucket(bucket)
+def _timeout_minutes() -> float:
+    text = os.environ.get(TIMEOUT, "10")
+    fits = text.replace(".", "", 1).isdigit() and float(text) > 0
+    require(fits, TIMEOUT, text, "minutes, above 0")
+    return float(text)
 
 
-def _sum_bucket(bucket: Sequence[torch.nn.Parameter]) -> None:
-    gradients = [p.grad for p in bucket if p.grad is not None]
-    if not gradients:
-        return
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    torch.distributed.all_reduce(flat)
-    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(summed.view_as(gradient))
+def shard(network: nn.Module, distributed: Distributed, device: torch.device, dtype: torch.dtype) -> None:
+    """Shard `network`'s weights over all processes in place (PyTorch's FSDP2): each process keeps a part of every tensor.
+
+    A block (a module whose class the network names in `_no_split_modules`, as diffusers' transformers do) is gathered while it
+    computes. Gathered weights have `dtype`, in which the network computes under autocast; shards keep their own dtype, and
+    gradients are averaged over the processes in float32. From now on all processes must call the network equally often.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device.type, (distributed.world_size,))
+    # Inputs are left to autocast: time steps need more digits than bfloat16 has.
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    blocks = tuple(getattr(network, "_no_split_modules", None) or ())
+    for module in list(network.modules()):
+        if type(module).__name__ in blocks:
+            fully_shard(module, mesh=mesh, reshard_after_forward=distributed.reshard_after_forward, mp_policy=precision)
+    fully_shard(network, mesh=mesh, mp_policy=precision)
+
+
+def free_gathered_weights(network: nn.Module) -> None:
+    """Make the next call of a sharded `network` gather its weights again; needed after they were changed outside a step."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether the processes hold a part of `tensor` each."""
+    return hasattr(tensor, "full_tensor")
+
+
+def is_sharded_network(network: nn.Module) -> bool:
+    """Whether `shard` was applied to `network`. Its parameters do not tell: between two calls some may be gathered."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(network, FSDPModule)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The full tensor of a sharded one, in every process; all processes must call it. Other tensors are returned unchanged."""
+    sharded: Any = tensor
+    return sharded.full_tensor() if is_sharded(tensor) else tensor
+
+
+def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Full tensors in main memory in the main process; an empty dictionary in all others.
+
+    Sharded tensors are gathered one after the other, so that no device holds more than one of them; all processes must call it.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found: Any = get_model_state_dict(as_module(tensors.values()), options=options)
+    return {name: found[str(i)] for i, name in enumerate(tensors)} if found else {}
+
+
+def load_full_tensors(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor], distributed: Distributed) -> None:
+    """The inverse of `full_tensors`, in place; `values` of the main process are sent to all, one tensor after the other."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    numbered: dict[str, Any] = {str(i): values[name] for i, name in enumerate(tensors)} if distributed.is_main else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed.world_size > 1)
+    set_model_state_dict(as_module(tensors.values()), numbered, options=options)
+
+
+def as_module(tensors: Iterable[Tensor]) -> nn.ParameterList:
+    """A module that holds `tensors` under the names "0", "1", ..., as PyTorch's functions on states require."""
+    return nn.ParameterList(t if isinstance(t, nn.Parameter) else nn.Parameter(t, requires_grad=False) for t in tensors)

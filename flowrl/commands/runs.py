@@ -205,10 +205,11 @@ class Train:
     def main(self) -> int:
         """Train, printing every evaluation."""
         import torch
+        from torch.distributed.elastic.multiprocessing.errors import record
 
         from flowrl.commands.card import write_card
         from flowrl.commands.progress import train_line
-        from flowrl.distributed import Team
+        from flowrl.distributed import Distributed
         from flowrl.policies.devices import device_of
         from flowrl.training.build import check
         from flowrl.training.plan import memory_text, plan, plan_text
@@ -232,21 +233,22 @@ class Train:
         require(not out.is_file(), "out", str(out), "a folder that may be new; this is a file")
         if config.policy.device == "cpu":
             torch.set_num_threads(1)
-        with Team.join(config.policy.device) as team, asked_to_stop() as asked:
-            say = partial(print, flush=True) if team.main else _say_nothing
-            out = team.gather(lambda: out)[0]  # the clock in its name may differ
-            several = f", {team.size} processes" if team.size > 1 else ""
+        with asked_to_stop() as asked, Distributed.join(config.policy.device, asked.is_set) as distributed:
+            say = partial(print, flush=True) if distributed.is_main else _say_nothing
+            out = distributed.gather(out)[0]  # the clock in its name may differ
+            several = f", {distributed.world_size} processes" if distributed.world_size > 1 else ""
             subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"
             say(f"{config.algorithm.method} on {subject}, seed {config.seed}{several} -> {out}")
-            run = Run(config, out, train_line(out), asked.is_set, team=team)
-            with _told_how_to_go_on(out, team.main):
-                finished = run.execute(self.resume is not None, self.start)
+            run = Run(config, out, train_line(out), asked.is_set, distributed=distributed)
+            with _told_how_to_go_on(out, distributed.is_main):
+                execute = record(run.execute) if distributed.world_size > 1 else run.execute
+                finished = bool(execute(self.resume is not None, self.start))
         if not finished:
             say(f"Paused; nothing is lost. Go on with: flowrl train --resume {shlex.quote(str(out))}")
             return 130
-        if team.main and config.policy.model:
+        if distributed.is_main and config.policy.model:
             write_card(out)
-        drawn = _draw_proxy(out) if team.main else None
+        drawn = _draw_proxy(out) if distributed.is_main else None
         if drawn is not None:
             say(f"Proxy and held-out metrics: {drawn}")
         say(f"Done. Weights and metrics in {out}; draw samples with: flowrl sample --weights {shlex.quote(str(out))}")

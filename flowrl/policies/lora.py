@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.distributed import full, is_sharded_network
 from flowrl.errors import CheckpointError, ConfigError
-from flowrl.sharding import any_divided, whole
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """All attention projections, of the image and of the text stream, as Flow-GRPO (arXiv 2505.05470) trains."""
@@ -125,12 +125,12 @@ class Adapters:
     @contextmanager
     def merged(self) -> Iterator[None]:
         """The weights are W + (alpha / rank) B A, so that a call costs what the base model's does. Leaving restores the very same
-        tensors, so nothing drifts. Within `disabled` only what is beside is merged. Weights that are divided between processes
-        stay as they are. Call it under `torch.no_grad`."""
+        tensors, so nothing drifts. Within `disabled` only what is beside is merged. Sharded weights stay as they
+        are. Call it under `torch.no_grad`."""
         saved = []
         in_use = [*self.beside, self.name] if self.on else list(self.beside)
-        divided = any_divided(list(self.network.parameters())[:1])
-        for layer in self.layers if in_use and not divided else ():
+        sharded = is_sharded_network(self.network)
+        for layer in self.layers if in_use and not sharded else ():
             weight = layer.get_base_layer().weight
             saved.append((layer, weight.data))
             for name in in_use:
@@ -158,7 +158,7 @@ class Adapters:
         from peft import get_peft_model_state_dict
 
         found: Mapping[str, Tensor] = get_peft_model_state_dict(self.network, adapter_name=self.name)
-        parts = {n: whole(t.detach()) for n, t in found.items()}
+        parts = {n: full(t.detach()) for n, t in found.items()}
         return {n: (t * self._scale if "lora_B" in n else t).cpu().contiguous() for n, t in parts.items()}
 
     @property

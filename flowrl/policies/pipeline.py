@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.distributed import full_tensors, is_sharded_network
 from flowrl.errors import ConfigError, require
 from flowrl.policies.devices import compile_blocks, device_of
 from flowrl.policies.family import DTYPES, Family, ModelOptions
 from flowrl.policies.lora import LORA_TARGETS, Adapters, frozen_adapters
 from flowrl.policies.prompt_cache import PromptCache
-from flowrl.sharding import any_divided, whole
 from flowrl.types import Condition, Prompt, Schedule
 
 __all__ = ["DTYPES", "Family", "ModelOptions", "PipelinePolicy"]
@@ -209,14 +209,17 @@ class PipelinePolicy:
     def save(self, folder: Path) -> None:
         """Write the trained weights as diffusers reads them: a LoRA for `pipe.load_lora_weights(folder)`, or the transformer for
         `from_pretrained(folder, subfolder="transformer")`; safetensors only. An older folder of this name is replaced when the
-        new one is complete."""
+        new one is complete. With sharded weights all processes must call this; full weights are written by the main one alone."""
         require(self.options.tuning != "nothing", "tuning", self.options.tuning, "lora or full: there is nothing to save")
         new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
         shutil.rmtree(new, ignore_errors=True)
         if self.adapters is not None:
             type(self.pipe).save_lora_weights(new, transformer_lora_layers=self.adapters.tensors())
         else:
-            _whole_network(self.transformer).save_pretrained(new / "transformer")
+            network = _full_network(self.transformer)
+            if network is None:
+                return
+            network.save_pretrained(new / "transformer")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             os.replace(folder, old)
@@ -224,12 +227,15 @@ class PipelinePolicy:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _whole_network(network: Any) -> Any:
-    """`network`, or a copy of it in main memory where its weights are divided between processes."""
-    if not any_divided(list(network.parameters())):
+def _full_network(network: Any) -> Any:
+    """`network`, or, if its weights are sharded, a copy in the main process's main memory and None in the other processes."""
+    if not is_sharded_network(network):
         return network
+    tensors = full_tensors(network.state_dict())
+    if not tensors:
+        return None
     copied = type(network).from_config(network.config)
-    copied.load_state_dict({name: whole(tensor).cpu() for name, tensor in network.state_dict().items()})
+    copied.load_state_dict(tensors)
     return copied
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrl.distributed import Share, Team
+from flowrl.distributed import Assignment, Distributed
 from flowrl.protocols import FlowPolicy, RewardModel, Sampler
 from flowrl.rollout import Groups, RewardTables, Rollout, Usage, reward_tables, rollout
 from flowrl.types import Condition, Probe, Prompt, Schedule, Trajectories
@@ -17,24 +17,25 @@ from flowrl.types import Condition, Probe, Prompt, Schedule, Trajectories
 class Collected:
     """What an iteration has gathered.
 
-    `result` holds the trajectories of the groups that this process has rolled out, number `share.first` and following, without
-    estimates; `condition` has their rows. `tables` are the rewards of all groups of all processes.
+    `result` holds the trajectories of the groups that this process has rolled out, number `assignment.first` and following,
+    without estimates; `condition` has their rows. `tables` are the rewards of all groups of all processes.
     """
 
     result: Rollout
     condition: Condition
     tables: RewardTables
-    share: Share
+    assignment: Assignment
 
     @property
     def samples(self) -> slice:
         """Those in `result`, among all samples."""
         members = self.result.groups.members
-        return slice(self.share.first * members, (self.share.first + self.share.count) * members)
+        first = self.assignment.first * members
+        return slice(first, first + self.assignment.count * members)
 
-    def owned(self, sample: Tensor, share: Share | None = None) -> Tensor:
-        """Which of `sample` (numbers among all samples) are this process's own to train on, or those of another `share`."""
-        own, members = (share or self.share).own, self.result.groups.members
+    def owned(self, sample: Tensor, assignment: Assignment | None = None) -> Tensor:
+        """Which of `sample` (numbers among all samples) are this process's own to train on, or those of another `assignment`."""
+        own, members = (assignment or self.assignment).own, self.result.groups.members
         return (sample >= own.start * members) & (sample < own.stop * members)
 
 
@@ -54,7 +55,7 @@ class Collector:
     schedule: Schedule
     groups: Groups
     probe: Probe
-    team: Team
+    distributed: Distributed
     max_batch: int
     chunk: int = 0
     overlap: bool = False
@@ -72,40 +73,38 @@ class Collector:
     ) -> Collected:
         """Roll out and score. `noise` [sample, *latent] and `condition` [prompt] are of all groups; `usage` becomes the costs of
         all processes; `enter` is told "rollout" and "reward" as they begin. Raises what the parts raise, in every process."""
-        share, members = self.team.share(self.groups.prompts), self.groups.members
+        assigned, members = self.distributed.assign(self.groups.prompts), self.groups.members
         start = generator.get_state()
+        scored = Usage()
         done: list[Rollout] = []
         jobs: list[Callable[[], RewardTables]] = []
-
-        def work() -> tuple[list[RewardTables], int]:
-            scored = Usage()
-            with _Background(self.overlap) as background:
-                for first, count in share.chunks(self.chunk):
-                    enter("rollout")
-                    background.raise_early()
-                    generator.set_state(start)
-                    rows = torch.arange(first, first + count, device=self.policy.device)
-                    part = noise[first * members : (first + count) * members]
-                    result = rollout(
-                        self.policy, sampler, self.schedule, condition.take(rows), part, generator,
-                        self.groups.part(first, count), self.probe, usage, self.max_batch,
-                    )  # fmt: skip
-                    done.append(self._kept(result))
-                    own = share.own_within(first, count)
-                    if own:
-                        enter("reward" if not self.overlap else "rollout")
-                        owned, texts = result.part(own.start - first, len(own)), prompts[own.start : own.stop]
-                        jobs.append(background.submit(self._score, owned, texts, scored))
-                enter("reward")
-                return [job() for job in jobs], scored.reward_calls
-
-        gathered = self.team.gather(work)
-        usage.nfe = usage.nfe // share.count * self.groups.prompts
+        with self.distributed.shared_errors(), _Background(self.overlap) as background:
+            for first, count in assigned.chunks(self.chunk):
+                enter("rollout")
+                background.raise_early()
+                generator.set_state(start)
+                rows = torch.arange(first, first + count, device=self.policy.device)
+                part = noise[first * members : (first + count) * members]
+                result = rollout(
+                    self.policy, sampler, self.schedule, condition.take(rows), part, generator,
+                    self.groups.part(first, count), self.probe, usage, self.max_batch,
+                )  # fmt: skip
+                done.append(self._kept(result))
+                own = assigned.own_within(first, count)
+                if own:
+                    enter("reward" if not self.overlap else "rollout")
+                    owned, texts = result.part(own.start - first, len(own)), prompts[own.start : own.stop]
+                    jobs.append(background.submit(self._score, owned, texts, scored))
+            enter("reward")
+            own_tables = [job() for job in jobs]
+        gathered = self.distributed.gather((own_tables, scored.reward_calls))
+        usage.nfe = usage.nfe // assigned.count * self.groups.prompts
         usage.reward_calls += sum(calls for _, calls in gathered)
         path = _joined([result.trajectories for result in done])
-        rows = torch.arange(share.first, share.first + share.count, device=self.policy.device)
+        rows = torch.arange(assigned.first, assigned.first + assigned.count, device=self.policy.device)
         tables = _stacked([table for tables, _ in gathered for table in tables])
-        return Collected(Rollout(path, {}, self.groups.part(share.first, share.count)), condition.take(rows), tables, share)
+        groups = self.groups.part(assigned.first, assigned.count)
+        return Collected(Rollout(path, {}, groups), condition.take(rows), tables, assigned)
 
     def _score(self, result: Rollout, prompts: Sequence[Prompt], usage: Usage) -> RewardTables:
         return reward_tables(self.policy, self.reward, result, prompts, usage)

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from flowrl.distributed import Team
+from flowrl.distributed import Distributed
 from flowrl.errors import CheckpointError, require
 from flowrl.flow.time import uniform_schedule
 from flowrl.methods import Method, make_sampler, named_method, try_credit
@@ -81,12 +81,12 @@ def check(config: RunConfig) -> None:
     make_beside(config, world)
 
 
-def make_trainer(config: RunConfig, team: Team = Team()) -> Trainer:
+def make_trainer(config: RunConfig, distributed: Distributed = Distributed()) -> Trainer:
     """A trainer of `config`: the policy, the method, the reward and the training prompts of its world."""
     chosen, method = make_world(config), make_method(config)
     reward = make_reward(config)  # before the policy: its errors should not wait for a large model
     prompts = chosen.prompts(config.environment.task, "train")
-    return Trainer(chosen.policy(policy_options(config)), method, reward, prompts, config, team)
+    return Trainer(chosen.policy(policy_options(config)), method, reward, prompts, config, distributed)
 
 
 def model_options(config: RunConfig) -> ModelOptions:

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +16,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
-from flowrl.errors import CheckpointError
+from flowrl.distributed import Distributed, as_module, full_tensors, load_full_tensors
+from flowrl.errors import CheckpointError, ConfigError
 from flowrl.io import flush_folder, write_file
 
-FORMAT = "flowrl-checkpoint-2"
-OLD_FORMAT = "flowrl-checkpoint-1"
-"""Without a hash of the values."""
-OLD_FOLDER = "checkpoint"
-"""Where runs once kept their only checkpoint."""
+FORMAT = "flowrl-checkpoint-3"
 
 
 @dataclass(frozen=True)
@@ -91,10 +88,13 @@ def _read_card(path: Path) -> tuple[dict[str, Any], str]:
     try:
         card = json.loads(path.read_bytes())
         found = card["format"]
-        if found not in (FORMAT, OLD_FORMAT):
-            raise CheckpointError(f"checkpoint: {path.parent} has format {found!r}; this version reads {FORMAT!r}")
+        if found != FORMAT:
+            raise CheckpointError(
+                f"checkpoint: {path.parent} was written by another version of flowrl (format {found!r}; this version reads "
+                f"{FORMAT!r})"
+            )
         values, expected = card["values"], card["sha256"]
-        if found == FORMAT and card["values_sha256"] != _hash(values):
+        if card["values_sha256"] != _hash(values):
             raise CheckpointError(f"checkpoint: {path} does not match its own hash; it was changed after it was written")
         return dict(values), expected
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -110,7 +110,7 @@ class Checkpoints:
     """The checkpoints of the run in folder `run`: `run`/checkpoints/000010 after iteration 10, and so on.
 
     `save` keeps the newest `keep` and deletes an older one only when the newer is complete and on the disk, so a complete one can
-    be read at every moment after the first save. The single folder `run`/checkpoint of earlier versions is read too.
+    be read at every moment after the first save.
     """
 
     run: Path
@@ -122,10 +122,8 @@ class Checkpoints:
         return self.run / "checkpoints"
 
     def names(self) -> list[str]:
-        """Oldest first; the folder of earlier versions counts as the oldest."""
-        found = {name.removesuffix(".old") for name in self._entries(r"\d{6,}(\.old)?")}
-        old = [self.run / OLD_FOLDER, self.run / f"{OLD_FOLDER}.old"]
-        return [*([OLD_FOLDER] if any(path.exists() for path in old) else []), *sorted(found, key=int)]
+        """Oldest first."""
+        return sorted({name.removesuffix(".old") for name in self._entries(r"\d{6,}(\.old)?")}, key=int)
 
     def _entries(self, pattern: str) -> list[str]:
         """Names in `folder` that match as a whole."""
@@ -135,7 +133,7 @@ class Checkpoints:
 
     def path(self, name: str) -> Path:
         """The folder of checkpoint `name`."""
-        return self.run / OLD_FOLDER if name == OLD_FOLDER else self.folder / name
+        return self.folder / name
 
     def save(self, checkpoint: Checkpoint, iteration: int) -> None:
         """Write the checkpoint of `iteration`, then delete those that are no longer kept."""
@@ -156,7 +154,7 @@ class Checkpoints:
     def _delete(self, names: Iterator[str] | list[str]) -> None:
         """Rename, then remove: half a checkpoint never carries a checkpoint's name. What cannot be deleted stays until later."""
         for name in names:
-            for path in (self.path(name), self.path(f"{name}.old") if name != OLD_FOLDER else self.run / f"{OLD_FOLDER}.old"):
+            for path in (self.path(name), self.path(f"{name}.old")):
                 if path.exists():
                     with suppress(OSError):
                         os.replace(path, self.folder / f"{name}.gone")
@@ -221,26 +219,70 @@ def _what_is_left(checkpoints: Checkpoints) -> str:
     return f"{last}; {free:,.1f} MB are free. Make room, then: flowrl train --resume {shlex.quote(str(checkpoints.run))}"
 
 
-def optimiser_tensors(optimiser: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """The optimiser's state as named tensors; a plain number becomes one too, under another prefix."""
-    tensors = {}
-    for name, parameter in zip(names, optimiser.param_groups[0]["params"], strict=True):
-        for key, value in optimiser.state[parameter].items():
-            prefix = "optimiser" if isinstance(value, Tensor) else "optimiser-number"
-            tensors[f"{prefix}.{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
-    return tensors
+PER_PARAMETER = ("weight.", "average.", "optimizer.")
+"""Beginnings of the names of tensors that belong to a parameter."""
 
 
-def restore_optimiser(optimiser: torch.optim.Optimizer, names: list[str], tensors: dict[str, Tensor]) -> None:
-    """The inverse of `optimiser_tensors`; state goes to its parameter's device, but for the counters `step`."""
-    parameters = dict(zip(names, optimiser.param_groups[0]["params"], strict=True))
-    for parameter in parameters.values():
-        optimiser.state.pop(parameter, None)
-    for full, value in tensors.items():
-        prefix, _, rest = full.partition(".")
+def training_state(
+    parameters: Mapping[str, nn.Parameter], average: Sequence[Tensor], optimizer: torch.optim.Optimizer
+) -> Checkpoint:
+    """Full weights, averages and optimizer state (its plain numbers are values). They are in the main process's main memory;
+    other processes get an empty checkpoint, and with sharded weights must call this too."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    tensors = {f"weight.{name}": tensor for name, tensor in full_tensors(parameters).items()}
+    averages = full_tensors(dict(zip(parameters, average, strict=True)))
+    tensors |= {f"average.{name}": tensor for name, tensor in averages.items()}
+    numbers: dict[str, Any] = {}
+    if optimizer.state:  # PyTorch would take a step to fill it
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state: Any = get_optimizer_state_dict(as_module(parameters.values()), optimizer, options=options).get("state", {})
+        for i, name in enumerate(parameters):
+            for key, value in state.get(str(i), {}).items():
+                (tensors if isinstance(value, Tensor) else numbers)[f"optimizer.{key}.{name}"] = value
+    return Checkpoint(tensors, {"optimizer": numbers})
+
+
+def restore_training_state(
+    checkpoint: Checkpoint,
+    parameters: Mapping[str, nn.Parameter],
+    average: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+    distributed: Distributed,
+) -> None:
+    """The inverse of `training_state`, in place; the main process's checkpoint counts, on any number of processes. Raises
+    `ConfigError` if it belongs to other parameters."""
+    with distributed.shared_errors():
+        for name, parameter in parameters.items() if distributed.is_main else ():
+            found = checkpoint.tensors.get(f"weight.{name}")
+            if found is None or found.shape != parameter.shape:
+                raise ConfigError(f"checkpoint: no weight {name} of shape {tuple(parameter.shape)}; it belongs to another run")
+    for prefix, tensors in (("weight", parameters), ("average", dict(zip(parameters, average, strict=True)))):
+        values = {name.removeprefix(f"{prefix}."): value for name, value in checkpoint.tensors.items()}
+        load_full_tensors(tensors, values, distributed)
+    _restore_optimizer(checkpoint, parameters, optimizer, distributed)
+
+
+def _restore_optimizer(
+    checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, distributed: Distributed
+) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    state: dict[str, dict[str, Any]] = {}
+    numbers = {name: str(i) for i, name in enumerate(parameters)}
+    everything = {**checkpoint.tensors, **checkpoint.values.get("optimizer", {})} if distributed.is_main else {}
+    for full_name, value in everything.items():
+        prefix, _, rest = full_name.partition(".")
         key, _, name = rest.partition(".")
-        if prefix == "optimiser-number":
-            optimiser.state[parameters[name]][key] = value.item()
-        elif prefix == "optimiser":
-            device = value.device if key == "step" else parameters[name].device
-            optimiser.state[parameters[name]][key] = value.clone().to(device)
+        if prefix == "optimizer":
+            state.setdefault(numbers[name], {})[key] = value.clone() if isinstance(value, Tensor) else value
+    with_state = distributed.gather(set(state))[0]
+    optimizer.zero_grad()
+    if with_state:
+        group: dict[str, Any] = {**optimizer.param_groups[0], "params": list(numbers.values())}
+        given: Any = {"state": state, "param_groups": [group]} if distributed.is_main else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed.world_size > 1, strict=False)
+        set_optimizer_state_dict(as_module(parameters.values()), optimizer, given, options=options)
+    for number, parameter in zip(numbers.values(), parameters.values(), strict=True):
+        if number not in with_state:
+            optimizer.state.pop(parameter, None)

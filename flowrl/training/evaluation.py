@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.diagnostics.paired import EVALUATION_SEED
-from flowrl.distributed import Team
+from flowrl.distributed import Distributed
 from flowrl.errors import RewardError
 from flowrl.protocols import FlowPolicy, RewardModel
 from flowrl.rollout import Usage, integrate, score, solve
@@ -62,12 +62,12 @@ def evaluate(
     reward: RewardModel | None = None,
     solver: str = "euler",
     beside: Beside | None = None,
-    team: Team = Team(),
+    distributed: Distributed = Distributed(),
 ) -> Evaluation:
     """Sample `count` held-out prompts (in turn, repeated where there are fewer) by `steps` ODE steps from fixed noise.
 
     `reward`: one that is not the task's own, scored in addition. `solver`: see `rollout.solve`. `beside`: what else is measured.
-    The processes of `team` divide the samples between them; all get the whole result (and each measures `beside` by itself).
+    The processes divide the samples between them; all get the full result (and each measures `beside` by itself).
     Means leave out samples that a reward marked invalid; `RewardError` where it marked all of them.
     """
     started = time.perf_counter()
@@ -75,7 +75,7 @@ def evaluate(
     prompts = [heldout[i % len(heldout)] for i in range(count)]
     generator = torch.Generator().manual_seed(EVALUATION_SEED)
     noise = torch.randn((count, *policy.latent_shape), generator=generator).to(policy.device)
-    share = team.share(count)
+    share = distributed.assign(count)
     kept = count if beside is not None else keep
     models = {name: world.reward(name) for name in world.forms}
     if reward is not None:
@@ -93,9 +93,11 @@ def evaluate(
         texts = prompts[share.own.start : share.own.stop]
         scores = {name: score(model, images, texts, invalid=True).cpu() for name, model in models.items()}
         mine = images[: max(0, kept - share.own.start)]
-        return scores, mine if team.size == 1 else mine.cpu()
+        return scores, mine if distributed.world_size == 1 else mine.cpu()
 
-    parts = team.gather(work)
+    with distributed.shared_errors():
+        part = work()
+    parts = distributed.gather(part)
     scores = {name: torch.cat([some[name] for some, _ in parts]) for name in models}
     images = torch.cat([pictures for _, pictures in parts if len(pictures)])
     own = None if reward is None else _mean(scores[OWN], type(reward).__name__)

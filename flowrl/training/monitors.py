@@ -231,12 +231,12 @@ def memory_notices(
     Draws from its own generator and leaves no gradient, so that no number of the run changes. Image decoding is not measured.
     """
     config = trainer.config
-    groups = 0 if config.rollout.offload else trainer.team.share(config.rollout.groups).count
+    groups = 0 if config.rollout.offload else trainer.distributed.assign(config.rollout.groups).count
     kept = (
         4.0 * groups * config.rollout.group_size * (2 * config.rollout.num_steps + 1) * _numbers(trainer)
     )  # nodes and velocities, float32
     each = 8.0 if config.optim.optimizer == "adamw" else 2.0
-    moments = 0.0 if trainer.optimiser.state else each * sum(p.numel() for p in trainer.parameters)
+    moments = 0.0 if trainer.optimizer.state else each * sum(p.numel() for p in trainer.parameters)
     found = []
     for setting, chosen, train in (
         ("micro_batch", config.optim.micro_batch, True),

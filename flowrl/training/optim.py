@@ -1,25 +1,29 @@
-"""Optimisers by name, and the scaling of a loss whose gradients float16 could not hold."""
+"""From gradients to one step of the optimizer: preparing the policy, scaling the loss, clipping, and averaging the weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flowrl.distributed import Distributed, free_gathered_weights, full, is_sharded, shard
 from flowrl.errors import ConfigError, TrainingError, require
+from flowrl.policies.devices import has_compiled_blocks
+from flowrl.protocols import FlowPolicy, OneNetwork
 
-OPTIMISERS = ("adamw", "adamw-8bit")
+OPTIMIZERS = ("adamw", "adamw-8bit")
 BETAS = (0.9, 0.99)
 
 
-def make_optimiser(name: str, parameters: Sequence[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+def make_optimizer(name: str, parameters: Sequence[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101) with betas (0.9, 0.99); "adamw-8bit" keeps both moments in 8 bits (arXiv 2110.02861).
 
     The second needs the package bitsandbytes and quantises only tensors of 4,096 elements or more. Raises `ConfigError` for an
-    unknown name, or where bitsandbytes is missing.
+    unknown name, or if bitsandbytes is missing.
     """
-    require(name in OPTIMISERS, "optimiser", name, f"one of {', '.join(OPTIMISERS)}")
+    require(name in OPTIMIZERS, "optimiser", name, f"one of {', '.join(OPTIMIZERS)}")
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=weight_decay)
     try:
@@ -31,57 +35,122 @@ def make_optimiser(name: str, parameters: Sequence[nn.Parameter], lr: float, wei
     return bitsandbytes.optim.AdamW8bit(parameters, lr=lr, betas=BETAS, weight_decay=weight_decay)
 
 
-class LossScale:
-    """The loss times `value`, the gradients divided by it again, so that small ones survive float16 on their way.
+def prepare_policy(policy: FlowPolicy, distributed: Distributed, compiled: bool) -> Mapping[str, nn.Parameter]:
+    """Give all processes the main one's weights; shard and compile the network if that is wanted. Returns what is trained.
 
-    A step whose gradients are not finite is left out and halves the value; `patience` good steps in a row double it. As
-    `torch.amp.GradScaler` (Micikevicius et al., arXiv 1710.03740), but it looks at the norm over all processes' shards, so that
-    all decide alike. `value` 0: no scaling, and a gradient that is not finite is the caller's to refuse.
+    A network whose blocks are compiled already (`policies.devices`) is left as it is: it would be compiled twice.
+
+    Raises `ConfigError` if sharding or compilation is wanted and the policy is not a `protocols.OneNetwork`.
+    """
+    distributed.broadcast([parameter.data for parameter in policy.trainable().values()])
+    for name, wanted in (("compile", compiled), ("sharded weights", distributed.sharded)):
+        fits = not wanted or isinstance(policy, OneNetwork)
+        require(fits, name, True, f"for a policy with a velocity_network, which {type(policy).__name__} has not")
+    if isinstance(policy, OneNetwork):
+        if distributed.sharded:
+            dtype = getattr(policy, "dtype", torch.float32)  # in which the network computes
+            shard(policy.velocity_network, distributed, policy.device, dtype)
+        if compiled and not has_compiled_blocks(policy.velocity_network):
+            policy.velocity_network.compile()
+    return policy.trainable()
+
+
+class LossScaler:
+    """`torch.amp.GradScaler`, which scales the loss so that small gradients survive float16 (arXiv 1710.03740).
+
+    A step whose gradients are not finite is skipped, counted in `skipped`, and halves the scale; 2,000 good steps in a row
+    double it. All processes decide alike: replicated gradients are summed before, and PyTorch reduces what it found over
+    sharded ones. `init_scale` 0: the loss is not scaled and every step is taken.
     """
 
-    def __init__(self, value: float, patience: int = 2000) -> None:
-        require(value == 0 or value >= 1, "loss_scale", value, "1 or more, or 0 for none")
-        self.value, self.patience, self.good, self.skipped = float(value), patience, 0, 0
+    def __init__(self, init_scale: float, device: torch.device) -> None:
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=init_scale or 1.0, enabled=init_scale > 0)
+        self.scaler.scale(torch.zeros((), device=device))  # it starts with the first loss, which a process may not have
+        self.skipped = 0
 
     @property
-    def on(self) -> bool:
-        """Whether anything is scaled."""
-        return self.value > 0
+    def enabled(self) -> bool:
+        """Whether the loss is scaled."""
+        return self.scaler.is_enabled()
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """What to differentiate."""
-        return loss * self.value if self.on else loss
+    @property
+    def value(self) -> float:
+        """The scale; 1 if the loss is not scaled."""
+        return self.scaler.get_scale()
 
-    def unscale(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide the gradients by the value."""
-        if self.on:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(1.0 / self.value)
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate."""
+        return self.scaler.scale(loss)
 
-    def accepts(self, norm: Tensor) -> bool:
-        """Whether to take a step with gradients of this norm; counts it, and moves the value. Without scaling: always.
+    def clip(self, optimizer: torch.optim.Optimizer, largest: float) -> float:
+        """Undo the scale in the gradients and shorten them to the norm `largest`; returns the norm they had."""
+        self.scaler.unscale_(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return float(full(nn.utils.clip_grad_norm_(parameters, largest)))
 
-        Raises `TrainingError` where gradients are not finite even unscaled: then it is not float16's range.
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take the optimizer's step unless a gradient is not finite; whether it was taken. Without scaling it always is.
+
+        Raises `TrainingError` if gradients are not finite although the scale has come down to 1: float16's range is then not
+        the reason.
         """
-        if not self.on:
+        before = self.value
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        if self.value >= before:
             return True
-        if bool(torch.isfinite(norm)):
-            self.good += 1
-            if self.good >= self.patience:
-                self.value, self.good = self.value * 2, 0
-            return True
-        if self.value <= 1:
+        if before <= 1:
             raise TrainingError(
                 "the gradient is not finite although the loss scale has come down to 1: lower lr, or use bfloat16"
             )
-        self.value, self.good, self.skipped = max(self.value / 2, 1.0), 0, self.skipped + 1
+        self.skipped += 1
         return False
 
-    def state(self) -> Tensor:
-        """Value, good steps in a row and steps left out, [3]."""
-        return torch.tensor([self.value, self.good, self.skipped], dtype=torch.float64)
+    def state_dict(self) -> dict[str, float]:
+        """Plain values for a checkpoint; none without scaling."""
+        return {**self.scaler.state_dict(), "skipped": self.skipped} if self.enabled else {}
 
-    def restore(self, state: Tensor) -> None:
-        """Go on from `state`."""
-        self.value, self.good, self.skipped = float(state[0]), int(state[1]), int(state[2])
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from `state_dict()`; the state of a run without scaling changes nothing."""
+        if self.enabled and state:
+            self.scaler.load_state_dict({name: value for name, value in state.items() if name != "skipped"})
+            self.skipped = int(state["skipped"])
+
+
+@torch.no_grad()
+def update_average(average: Sequence[Tensor], parameters: Sequence[nn.Parameter], decay: float) -> None:
+    """The exponential moving average of the weights, in place: average <- decay * average + (1 - decay) * weight."""
+    for mean, parameter in zip(average, parameters, strict=True):
+        mean.lerp_(parameter, 1 - decay)
+
+
+@contextmanager
+def weights_replaced(policy: FlowPolicy, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
+    """Within this context `parameters` of `policy` have other `values`. Sharded ones keep their memory and are copied."""
+    if not any(map(is_sharded, parameters)):
+        kept = [parameter.data for parameter in parameters]
+        _point(parameters, values)
+        try:
+            yield
+        finally:
+            _point(parameters, kept)
+        return
+    kept = [parameter.detach().clone() for parameter in parameters]
+    _copy(policy, parameters, values)
+    try:
+        yield
+    finally:
+        _copy(policy, parameters, kept)
+
+
+def _point(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data = value
+
+
+@torch.no_grad()
+def _copy(policy: FlowPolicy, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+    if isinstance(policy, OneNetwork):
+        free_gathered_weights(policy.velocity_network)

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from flowrl.distributed import Team
+from flowrl.distributed import Distributed, full_tensors
 from flowrl.errors import ConfigError
 from flowrl.io import write_bytes, write_json
 from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
 from flowrl.settings import settings_text
-from flowrl.sharding import whole
 from flowrl.training import logging as lines
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors
@@ -48,7 +47,7 @@ class Run:
     and, at the end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline
     also in lora/ or full/, as diffusers reads them) and done.json; `tracking` says what trackers add. `shared` is a folder where
     runs of one comparison keep the evaluation of the untrained model, which is the same for all of them.
-    Every process of `team` executes the run; the main one alone writes and reports, and all stop where one is asked to.
+    Every process executes the run; the main one alone writes and reports, and all stop where one is asked to.
     """
 
     config: RunConfig
@@ -56,7 +55,7 @@ class Run:
     report: Report = _silent
     stop: Callable[[], bool] = lambda: False
     shared: Path | None = None
-    team: Team = field(default_factory=Team)
+    distributed: Distributed = Distributed()
     _beside: Beside | None = field(default=None, init=False, repr=False)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
@@ -80,13 +79,15 @@ class Run:
         method = make_method(self.config)
         reward = make_reward(self.config)  # before the policy: what is wrong here is told without waiting for a large model
         policy = world.policy(policy_options(self.config))
-        trainer = Trainer(policy, method, reward, world.prompts(self.config.environment.task, "train"), self.config, self.team)
+        trainer = Trainer(
+            policy, method, reward, world.prompts(self.config.environment.task, "train"), self.config, self.distributed
+        )
         trainer.on_phase = lambda phase: self._tell({"phase": phase})
         rows = self._restore(trainer, start) if resume else []
         journal = Journal(self.config, self.folder, trainer.done)
         if not rows:
-            self.team.gather(lambda: None)  # everybody has looked whether there is a run already
-            if self.team.main:
+            self.distributed.any(False)  # all processes have looked whether there is a run already
+            if self.distributed.is_main:
                 write_json(self.folder / "config.json", self.config.as_dict())
                 _write_settings(self.folder / "config.yaml", self.config)
             rows = [self._first_row(policy, world)]
@@ -122,10 +123,10 @@ class Run:
             journal.row(row, latest)
             self._warn(new)
             self._tell({"iteration": trainer.done, "reward": row["reward_mean"], "nfe_total": row["nfe_total"]})
-            paused = self.team.any(trainer.done < self.config.iterations and self.stop())
+            paused = self.distributed.any(trainer.done < self.config.iterations and self.stop())
             if paused or trainer.done % self.config.logging.checkpoint_every == 0 or trainer.done == self.config.iterations:
                 state = trainer.state()
-                if self.team.main:
+                if self.distributed.is_main:
                     self._checkpoints.save(replace(state, values={**state.values, "rows": rows}), trainer.done)
             if paused:
                 return latest
@@ -146,14 +147,14 @@ class Run:
         pictures, scores = self._untrained(policy, world)
         row: dict[str, Any] = {"iteration": 0, "evaluation": scores}
         row |= {f"{name}_total": 0 for name in TOTALS}
-        if self.team.main:
+        if self.distributed.is_main:
             write_bytes(self.folder / "before.safetensors", pictures)
             (self.folder / "metrics.jsonl").write_text("")
         self._append(row)
         return row
 
     def _tell(self, state: dict[str, Any]) -> None:
-        if self.team.main:
+        if self.distributed.is_main:
             self.report(state)
 
     def _untrained(self, policy: FlowPolicy, world: World) -> tuple[bytes, dict[str, float]]:
@@ -197,17 +198,23 @@ class Run:
         return pictures, before.row(c.environment.reward_form)
 
     def _append(self, row: dict[str, Any]) -> None:
-        if self.team.main:
+        if self.distributed.is_main:
             lines.append(self.folder / "metrics.jsonl", row)
 
     def _restore(self, trainer: Trainer, start: str) -> list[dict[str, Any]]:
         """Rows up to the last checkpoint (or `start`); later lines are dropped, they will be made again. None yet: start anew."""
         kept = self._checkpoints
-        checkpoint = kept.load(start) if kept.names() or start else None
-        if checkpoint is not None:
-            trainer.restore(checkpoint)
-        self.team.gather(lambda: None)  # everybody has read
-        return self.team.gather(lambda: self._rewind(checkpoint, start, trainer.done) if self.team.main else [])[0]
+        checkpoint: Checkpoint | None = None
+        with self.distributed.shared_errors():
+            if self.distributed.is_main and (kept.names() or start):
+                checkpoint = kept.load(start)
+        if self.distributed.any(checkpoint is not None):
+            trainer.restore(checkpoint or Checkpoint({}, {}))
+        rows: list[dict[str, Any]] = []
+        with self.distributed.shared_errors():
+            if self.distributed.is_main:
+                rows = self._rewind(checkpoint, start, trainer.done)
+        return self.distributed.gather(rows)[0]
 
     def _rewind(self, checkpoint: Checkpoint | None, start: str, done: int) -> list[dict[str, Any]]:
         """Bring the folder back to the checkpoint's iteration; its rows."""
@@ -232,7 +239,7 @@ class Run:
         return evaluate(
             policy, world, c.environment.task, c.environment.reward_form, c.evaluation.eval_samples, c.evaluation.eval_steps,
             c.rollout.max_batch,
-            reward=own, solver=c.evaluation.eval_solver, beside=self._beside, team=self.team,
+            reward=own, solver=c.evaluation.eval_solver, beside=self._beside, distributed=self.distributed,
         )  # fmt: skip
 
     def _evaluate(self, trainer: Trainer, world: World) -> Evaluation:
@@ -242,8 +249,8 @@ class Run:
 
     def _finish(self, trainer: Trainer, world: World, after: Evaluation) -> None:
         before = self._before(world)
-        if not self.team.main:
-            if self.team.sharded:  # the main process alone can neither call the network nor put its weights together
+        if not self.distributed.is_main:
+            if self.distributed.sharded:  # the main process alone can neither call the network nor put its weights together
                 with TemporaryDirectory() as scratch:
                     self._export(Path(scratch), trainer, world)
             return
@@ -266,14 +273,14 @@ class Run:
 
         def read() -> dict[str, torch.Tensor] | None:
             try:
-                return load(path.read_bytes()) if self.team.main else None
+                return load(path.read_bytes()) if self.distributed.is_main else None
             except (OSError, SafetensorError):
                 return None
 
-        found = self.team.gather(read)[0]
+        found = self.distributed.gather(read())[0]
         if found is None:
             pictures, _ = self._untrained(world.policy(policy_options(self.config)), world)
-            if self.team.main:
+            if self.distributed.is_main:
                 write_bytes(path, pictures)
             found = load(pictures)
         return found
@@ -284,8 +291,9 @@ class Run:
             show_trajectory(folder, trainer, world)
             if isinstance(trainer.policy, Exportable):
                 trainer.policy.save(folder / self.config.policy.tuning)
-        average = {n: whole(a).cpu().contiguous() for n, a in zip(trainer.names, trainer.average, strict=True)}
-        write_bytes(folder / "weights.safetensors", save(average))
+        average = full_tensors(dict(zip(trainer.names, trainer.average, strict=True)))
+        if average:
+            write_bytes(folder / "weights.safetensors", save({name: mean.contiguous() for name, mean in average.items()}))
 
 
 def _beside_settings(c: RunConfig) -> list[Any]:

@@ -12,20 +12,18 @@ import torch
 from torch import Tensor
 
 from flowrl.credit import check_advantages
-from flowrl.distributed import Team
+from flowrl.distributed import Distributed
 from flowrl.errors import ConfigError
 from flowrl.methods import Method
 from flowrl.protocols import FlowPolicy, PartsCreditAssigner, RandomSampler, RewardModel, Sampler, Stateful
 from flowrl.rollout import Groups, RewardTables, Usage
 from flowrl.rollout.collector import Collected, Collector
 from flowrl.rollout.masking import valid_credit
-from flowrl.sharding import whole
-from flowrl.training.checkpoint import Checkpoint, optimiser_tensors, restore_optimiser
+from flowrl.training.checkpoint import PER_PARAMETER, Checkpoint, restore_training_state, training_state
 from flowrl.training.config import RunConfig
-from flowrl.training.engine import Engine, divided, exchanged, prepared
 from flowrl.training.metrics import Clock, reward_metrics
 from flowrl.training.nonfinite import Scene
-from flowrl.training.optim import LossScale, make_optimiser
+from flowrl.training.optim import LossScaler, make_optimizer, prepare_policy, update_average, weights_replaced
 from flowrl.training.update import Gradients, Part, add_metrics, parts_of
 from flowrl.types import Prompt, Schedule
 
@@ -66,24 +64,25 @@ class Trainer:
 
     def __init__(
         self, policy: FlowPolicy, method: Method, reward: RewardModel, prompts: Sequence[Prompt], config: RunConfig,
-        team: Team = Team(),
+        distributed: Distributed = Distributed(),
     ) -> None:  # fmt: skip
-        self.policy, self.method, self.reward, self.config, self.team = policy, method, reward, config, team
+        self.policy, self.method, self.reward, self.config = policy, method, reward, config
+        self.distributed = distributed
         self.prompts = PromptStream(prompts, config.seed)
         self.generator = torch.Generator(policy.device).manual_seed(config.seed + 1)
         self.schedule = policy.schedule(config.rollout.num_steps)
         self.groups = Groups(config.rollout.groups, config.rollout.group_size, method.shared_noise)
-        named = prepared(policy, team, config.policy.compile)
+        named = prepare_policy(policy, distributed, config.policy.compile)
         self.names, self.parameters = list(named), list(named.values())
         self.average = [p.detach().clone() for p in self.parameters]
-        self.optimiser = make_optimiser(
+        self.optimizer = make_optimizer(
             config.optim.optimizer, self.parameters, config.optim.learning_rate, config.optim.weight_decay
         )
-        self.scale = LossScale(config.optim.loss_scale if config.policy.dtype == "float16" else 0.0)
-        self.engine = Engine(self.parameters, self.optimiser, self.scale, team)
+        scale = config.optim.loss_scale if config.policy.dtype == "float16" else 0.0
+        self.scaler = LossScaler(scale, policy.device)
         self.collector = Collector(
-            policy, reward, self.schedule, self.groups, method.credit.probe, team, config.rollout.max_batch, config.rollout.chunk,
-            config.rollout.overlap_rewards, config.rollout.offload,
+            policy, reward, self.schedule, self.groups, method.credit.probe, distributed, config.rollout.max_batch,
+            config.rollout.chunk, config.rollout.overlap_rewards, config.rollout.offload,
         )  # fmt: skip
         self.done = 0
         self.on_phase: Callable[[str], None] = lambda phase: None
@@ -145,16 +144,19 @@ class Trainer:
         order = order[used.to(device).flatten()[order]]
         shares = order.chunk(config.optim.minibatches)
         left = 1 - self.done / config.iterations
-        self.optimiser.param_groups[0]["lr"] = config.optim.learning_rate * (
+        self.optimizer.param_groups[0]["lr"] = config.optim.learning_rate * (
             config.optim.final_learning_rate + (1 - config.optim.final_learning_rate) * left
         )
         local = advantages.to(device).reshape(self.groups.samples, -1)[found.samples]
         gradients = Gradients(self.policy, sampler, self.method.loss, found, local)
         totals: dict[str, float] = {}
         for share in shares:
-            parts = parts_of(share, steps, config.optim.micro_batch, found, self.team, self.engine.padded)
-            self.engine.zero_grad()
-            for metrics in chain.from_iterable(self.team.gather(lambda some=parts: self._gradients(gradients, some, scene))):
+            parts = parts_of(share, steps, config.optim.micro_batch, found, self.distributed)
+            self.optimizer.zero_grad()
+            with self.distributed.shared_errors():
+                rows = gradients.of(parts, self._backward)
+                scene.require_finite_losses(rows, gradients, parts)
+            for metrics in chain.from_iterable(self.distributed.gather(rows)):
                 add_metrics(totals, metrics, len(shares))
                 if share is shares[0] and "ratio_deviation" in metrics:  # still on policy: only rounding moves a ratio from 1
                     totals["ratio_noise"] = max(totals.get("ratio_noise", 0.0), metrics["ratio_deviation"])
@@ -162,69 +164,55 @@ class Trainer:
         train_nfe = len(order) * len(steps) * (1 + self.method.loss.needs_reference)
         return {**totals, "train_nfe": train_nfe, "abs_advantage": float(advantages[used].abs().mean())}
 
-    def _gradients(self, gradients: Gradients, parts: list[Part], scene: Scene) -> list[dict[str, float]]:
-        """This process's part of a share's gradient, and its metrics."""
-        rows = gradients.of(parts, self.engine.backward)
-        scene.require_finite_losses(rows, gradients, parts)
-        return rows
+    def _backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
 
     def _step(self, totals: dict[str, float], scene: Scene, gradients: Gradients, parts: list[Part]) -> None:
         """Move the weights and their average, unless the loss's scale was too large for this gradient."""
-        norm = self.engine.norm(self.config.optim.max_grad_norm)
-        taken = self.scale.accepts(norm)
-        if self.scale.on:
-            totals["loss_scale"], totals["skipped_steps"] = self.scale.value, self.scale.skipped
-        if not taken:
-            return
-        trained = dict(zip(self.names, self.parameters, strict=True))
-        scene.require_finite_gradient(float(norm), gradients, [] if self.engine.padded else parts, trained)
-        totals["grad_norm"] = float(norm)
-        self.engine.step()
-        with torch.no_grad():
-            for mean, parameter in zip(self.average, self.parameters, strict=True):
-                mean.lerp_(parameter, 1 - self.config.optim.ema_decay)
+        self.distributed.all_reduce_gradients(self.parameters)
+        norm = self.scaler.clip(self.optimizer, self.config.optim.max_grad_norm)
+        if not self.scaler.enabled:
+            trained = dict(zip(self.names, self.parameters, strict=True))
+            scene.require_finite_gradient(norm, gradients, [] if self.distributed.sharded else parts, trained)
+        taken = self.scaler.step(self.optimizer)
+        if self.scaler.enabled:
+            totals["loss_scale"], totals["skipped_steps"] = self.scaler.value, self.scaler.skipped
+        if taken:
+            totals["grad_norm"] = norm
+            update_average(self.average, self.parameters, self.config.optim.ema_decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within this context the policy has its averaged (EMA) weights."""
-        kept = exchanged(self.parameters, self.average, self.team.sharded)
-        try:
+        with weights_replaced(self.policy, self.parameters, self.average):
             yield
-        finally:
-            exchanged(self.parameters, kept, self.team.sharded)
 
     def state(self) -> Checkpoint:
-        """Weights, averages, optimiser, generators, the prompt order, and the credit rule's memory if it has one."""
-        tensors = {f"weight.{n}": p for n, p in zip(self.names, self.parameters, strict=True)}
-        tensors |= {f"average.{n}": p for n, p in zip(self.names, self.average, strict=True)}
-        tensors |= optimiser_tensors(self.optimiser, self.names)
-        tensors |= {"generator": self.generator.get_state(), "prompts.generator": self.prompts.generator.get_state()}
-        if self.scale.on:
-            tensors["loss_scale"] = self.scale.state()
+        """Weights, averages, optimizer, generators, the prompt order, and the credit rule's memory if it has one.
+
+        The main process gets it in main memory. Other processes get an empty checkpoint, and with sharded weights must call this
+        too.
+        """
+        state = training_state(dict(zip(self.names, self.parameters, strict=True)), self.average, self.optimizer)
+        if not self.distributed.is_main:
+            return state
+        tensors = {"generator": self.generator.get_state(), "prompts.generator": self.prompts.generator.get_state()}
         if isinstance(self.method.credit, Stateful):
             tensors |= {f"credit.{name}": tensor for name, tensor in self.method.credit.state_dict().items()}
-        return Checkpoint(
-            {name: whole(tensor.detach()) for name, tensor in tensors.items()}, {"done": self.done, "order": self.prompts.order}
-        )
+        values = {"done": self.done, "order": self.prompts.order, "loss_scale": self.scaler.state_dict()}
+        return Checkpoint({**state.tensors, **tensors}, {**state.values, **values})
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from `state()`. Raises `ConfigError` where the checkpoint belongs to other weights."""
+        """Go on from `state()`, on any number of processes; all of them call this, and the main one's checkpoint counts. Raises
+        `ConfigError` if it belongs to other weights."""
         named = dict(zip(self.names, self.parameters, strict=True))
-        tensors, values = divided(checkpoint.tensors, named, self.team.sharded), checkpoint.values
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            found = tensors.get(f"weight.{name}")
-            if found is None or found.shape != parameter.shape:
-                raise ConfigError(f"checkpoint: no weight {name} of shape {tuple(parameter.shape)}; it belongs to another run")
-        with torch.no_grad():
-            for name, parameter, average in zip(self.names, self.parameters, self.average, strict=True):
-                parameter.copy_(tensors[f"weight.{name}"])
-                average.copy_(tensors[f"average.{name}"])
-        restore_optimiser(self.optimiser, self.names, tensors)
+        restore_training_state(checkpoint, named, self.average, self.optimizer, self.distributed)
+        small = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith(PER_PARAMETER)}
+        tensors, values = self.distributed.gather((small, checkpoint.values))[0]
         if isinstance(self.method.credit, Stateful):
             memory = {name.removeprefix("credit."): t for name, t in tensors.items() if name.startswith("credit.")}
             self.method.credit.load_state_dict(memory)
-        if self.scale.on and "loss_scale" in tensors:
-            self.scale.restore(tensors["loss_scale"])
+        self.scaler.load_state_dict(values["loss_scale"])
         self.generator.set_state(tensors["generator"])
         self.prompts.generator.set_state(tensors["prompts.generator"])
         self.done, self.prompts.order = int(values["done"]), list(values["order"])

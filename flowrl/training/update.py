@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrl.distributed import Team
+from flowrl.distributed import Distributed
 from flowrl.protocols import FlowPolicy, PolicyLoss, Sampler
 from flowrl.rollout.collector import Collected
 from flowrl.rollout.loss_batch import loss_pairs
@@ -16,14 +16,14 @@ from flowrl.types import LossBatch
 @dataclass(frozen=True)
 class Part:
     """A micro-batch: pairs (`sample`, `step`), samples numbered among those of this process, and what their mean loss weighs in
-    the mean over the share. Weight 0: padding, for engines that need equally many network calls in every process."""
+    the mean over the share. Weight 0: padding, since sharded weights need equally many network calls in every process."""
 
     sample: Tensor
     step: Tensor
     weight: float
 
 
-def parts_of(share: Tensor, steps: Tensor, size: int, found: Collected, team: Team, padded: bool) -> list[Part]:
+def parts_of(share: Tensor, steps: Tensor, size: int, found: Collected, distributed: Distributed) -> list[Part]:
     """This process's pairs of `share` (numbers of samples among all) x `steps`, at most `size` at a time.
 
     Weights are pairs of the part / pairs of the share, over all processes; nothing needs to divide anything.
@@ -35,8 +35,9 @@ def parts_of(share: Tensor, steps: Tensor, size: int, found: Collected, team: Te
         list(zip((sample[own] - found.samples.start).split(size), step[own].split(size), strict=True)) if bool(own.any()) else []
     )
     parts = [Part(rows, columns, len(rows) / len(sample)) for rows, columns in mine]
-    if padded:
-        counts = [int(found.owned(sample, team.share(groups, rank)).sum()) for rank in range(team.size)]
+    if distributed.sharded:
+        assigned = [distributed.assign(groups, rank) for rank in range(distributed.world_size)]
+        counts = [int(found.owned(sample, groups_of_rank).sum()) for groups_of_rank in assigned]
         empty = Part(torch.zeros_like(share[:1]), steps[:1], 0.0)
         parts += [empty] * (-(-max(counts) // size) - len(parts))
     return parts

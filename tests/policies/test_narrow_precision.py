@@ -212,12 +212,12 @@ def test_the_cache_is_bounded(family):
 
 
 def test_compiled_blocks_are_not_compiled_again_as_a_whole():
-    from flowrl.distributed import Team
-    from flowrl.training.engine import prepared
+    from flowrl.distributed import Distributed
+    from flowrl.training.optim import prepare_policy
 
     blocks, plain = filled(tiny_flux_policy, compile="eager"), filled(tiny_flux_policy)
     for policy in (blocks, plain):
-        prepared(policy, Team(), compiled=True)
+        prepare_policy(policy, Distributed(), compiled=True)
     assert blocks.transformer._compiled_call_impl is None
     assert all(block._compiled_call_impl is not None for block in blocks.transformer.transformer_blocks)
     assert plain.transformer._compiled_call_impl is not None

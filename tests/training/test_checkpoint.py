@@ -11,9 +11,16 @@ import pytest
 import torch
 
 from flowrl.cli import main
-from flowrl.errors import CheckpointError
+from flowrl.distributed import Distributed
+from flowrl.errors import CheckpointError, ConfigError
 from flowrl.testing.tiny import tiny_flux, tiny_sd3
-from flowrl.training.checkpoint import Checkpoint, Checkpoints, load_checkpoint, optimiser_tensors, restore_optimiser
+from flowrl.training.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    load_checkpoint,
+    restore_training_state,
+    training_state,
+)
 from flowrl.training.config import preset
 from flowrl.training.results import load_run
 from flowrl.training.run import Run
@@ -111,30 +118,75 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_offered(tm
         kept.load()
 
 
-def test_the_folder_of_earlier_versions_is_read(tmp_path):
+def test_a_checkpoint_of_another_version_is_refused_by_its_format(tmp_path):
     kept = Checkpoints(tmp_path)
     kept.save(checkpoint(7), 7)
-    (kept.folder / "000007").rename(tmp_path / "checkpoint")
-    card = json.loads((tmp_path / "checkpoint" / "checkpoint.json").read_text())
-    del card["values_sha256"]
-    (tmp_path / "checkpoint" / "checkpoint.json").write_text(json.dumps({**card, "format": "flowrl-checkpoint-1"}))
-    assert kept.names() == ["checkpoint"] and whole_content(kept.load()) == whole_content(kept.load("checkpoint")) == 7
-    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.old")  # where a crash fell between two renames
-    assert whole_content(kept.load()) == 7
-    kept.save(checkpoint(8), 8)
-    assert whole_content(kept.load()) == 8 and [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    edit(kept.folder / "000007" / "checkpoint.json", "flowrl-checkpoint-3", "flowrl-checkpoint-2")
+    with pytest.raises(CheckpointError, match=r"000007 was written by another version of flowrl \(format 'flowrl-checkpoint-2'"):
+        kept.load()
 
 
-def test_every_kind_of_optimiser_state_comes_back():
-    parameter = torch.nn.Parameter(torch.ones(4))
-    first, second = (torch.optim.AdamW([parameter]) for _ in range(2))
-    first.state[parameter] = {"step": 3, "state1": torch.arange(4), "scale": 0.5, "exp_avg.x".partition(".")[0]: torch.ones(4)}
-    second.state[parameter] = {"stale": torch.zeros(1)}
-    restore_optimiser(second, ["a.b.c"], {**optimiser_tensors(first, ["a.b.c"]), "weight.a.b.c": torch.zeros(4)})
-    found = second.state[parameter]
-    assert found.keys() == first.state[parameter].keys()
-    assert (found["step"], found["scale"]) == (3, 0.5) and isinstance(found["step"], int)
-    assert torch.equal(found["state1"], torch.arange(4)) and found["state1"].dtype == torch.int64
+def parameters_and(optimizer):
+    """Two parameters, their averages, and an optimizer of them."""
+    parameters = {"a.b": torch.nn.Parameter(torch.ones(4)), "c": torch.nn.Parameter(torch.ones(2, 3))}
+    return parameters, [torch.zeros(4), torch.full((2, 3), 0.5)], optimizer(parameters.values())
+
+
+def test_weights_averages_and_moments_come_back_and_share_no_memory():
+    """Also the state of a parameter that had no gradient yet: none."""
+    parameters, average, optimizer = parameters_and(torch.optim.AdamW)
+    assert training_state(parameters, average, optimizer).tensors.keys() == {
+        f"{k}.{n}" for k in ("weight", "average") for n in parameters
+    }
+    for _ in range(3):
+        optimizer.zero_grad()
+        (parameters["a.b"] ** 2).sum().backward()
+        optimizer.step()
+    state = training_state(parameters, average, optimizer)
+    others, means, other = parameters_and(torch.optim.AdamW)
+    restore_training_state(state, others, means, other, Distributed())
+    assert parameters["c"] not in optimizer.state and others["c"] not in other.state
+    for _ in range(2):
+        for some, one in ((parameters, optimizer), (others, other)):
+            one.zero_grad()
+            sum((p**2).sum() for p in some.values()).backward()
+            one.step()
+        again = [training_state(*each) for each in ((parameters, average, optimizer), (others, means, other))]
+        assert again[0].values == again[1].values and again[0].tensors.keys() == again[1].tensors.keys()
+        assert all(torch.equal(again[0].tensors[name], again[1].tensors[name]) for name in again[0].tensors)
+    restore_training_state(training_state(*parameters_and(torch.optim.AdamW)), others, means, other, Distributed())
+    assert not other.state  # of a checkpoint before the first step
+    with pytest.raises(ConfigError, match=r"no weight c of shape \(2, 3\)"):
+        restore_training_state(Checkpoint({"weight.a.b": torch.ones(4)}, {}), others, means, other, Distributed())
+
+
+class Counting(torch.optim.Optimizer):
+    """State as an 8-bit optimizer has it: a plain number, bytes, and a table for each parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1.0})
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            state["state1"] = torch.arange(4, dtype=torch.uint8) + state["step"]
+            state["qmap1"] = torch.full((2,), 0.1 * state["step"])
+
+
+def test_numbers_and_bytes_of_an_optimizer_come_back():
+    parameters, average, optimizer = parameters_and(Counting)
+    for _ in range(3):
+        optimizer.step()
+    state = training_state(parameters, average, optimizer)
+    assert json.loads(json.dumps(state.values)) == {"optimizer": {"optimizer.step.a.b": 3, "optimizer.step.c": 3}}
+    others, means, other = parameters_and(Counting)
+    restore_training_state(state, others, means, other, Distributed())
+    for name in parameters:
+        found = other.state[others[name]]
+        assert found["step"] == 3 and isinstance(found["step"], int)
+        assert found["qmap1"].tolist() == pytest.approx([0.3, 0.3])
+        assert found["state1"].tolist() == [3, 4, 5, 6]
 
 
 # --- a failing disk -------------------------------------------------------------------------------------------------
@@ -320,27 +372,6 @@ def test_lost_metrics_and_lost_pictures_come_back(tmp_path):
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
 
 
-def test_damaged_metrics_beside_a_checkpoint_of_earlier_versions_are_named_by_line(tmp_path):
-    out = tmp_path / "run"
-    Run(SMALL, out, stop=lambda: True).execute()
-    (out / "checkpoints" / "000001").rename(out / "checkpoint")
-    path = out / "checkpoint" / "checkpoint.json"
-    card = json.loads(path.read_text())
-    del card["values_sha256"], card["values"]["rows"]
-    path.write_text(json.dumps({**card, "format": "flowrl-checkpoint-1"}))
-    lines = (out / "metrics.jsonl").read_text()
-    (out / "metrics.jsonl").write_text(lines.replace('{"iteration": 1', '{"iteration": 7'))
-    with pytest.raises(CheckpointError, match=r"line 2 of .*metrics.jsonl is damaged: it must be the row of iteration 1"):
-        Run(SMALL, out).execute(resume=True)
-    (out / "metrics.jsonl").write_text(lines.splitlines(keepends=True)[0])
-    with pytest.raises(CheckpointError, match="ends before iteration 1"):
-        Run(SMALL, out).execute(resume=True)
-    (out / "metrics.jsonl").write_text(lines)
-    assert Run(SMALL, out).execute(resume=True)
-    Run(SMALL, tmp_path / "whole").execute()
-    assert numbers(out) == numbers(tmp_path / "whole")
-
-
 NURSERY = """
 import json, os, random, select, signal, sys, time
 from pathlib import Path
@@ -437,8 +468,8 @@ def test_paused_and_killed_diffusers_models_resume_to_the_same_bits(tmp_path, fa
     (tmp_path / "prompts.txt").write_text("a red fox\na red car\na red hat\n")
     config = preset("tiny").apply(
         model=str(tmp_path / "model"), prompts=str(tmp_path / "prompts.txt"), reward=f"{tmp_path}/reward.py:Redness",
-        resolution=16, max_sequence_length=24, lora_rank=2, iterations=3, checkpoint_every=1, device="cpu", dtype="float32", minibatches=2,
-        eval_samples=2, learning_rate=0.01,
+        resolution=16, max_sequence_length=24, lora_rank=2, iterations=3, checkpoint_every=1, device="cpu", dtype="float32",
+        minibatches=2, eval_samples=2, learning_rate=0.01,
     )  # fmt: skip
     assert len(kill(config, tmp_path, kills=2, longest=1.0, pauses=True)["killed"]) == 2
     assert numbers(tmp_path / "run0") == numbers(tmp_path / "whole")

@@ -1,5 +1,6 @@
 """Narrow numbers, little memory and odd batch sizes change what they cost, and nothing else."""
 
+import json
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ from flowrl.errors import ConfigError, RewardError, TrainingError
 from flowrl.rewards import FunctionReward
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import RunConfig, preset
-from flowrl.training.optim import LossScale, make_optimiser
+from flowrl.training.optim import LossScaler, make_optimizer
 from flowrl.training.trainer import Trainer
 
 TINY = preset("tiny").apply(world="mixture", task="direction", groups=4, iterations=3, method="tp-grpo")
@@ -99,28 +100,56 @@ def test_any_micro_batch_has_the_right_mean(size):
     torch.testing.assert_close(weights(other), weights(reference), atol=1e-5, rtol=1e-4)
 
 
-def test_the_loss_scale_skips_halves_and_grows():
+def stepped(scaler, optimizer, gradient):
+    """One step of `scaler` along a gradient whose elements are all `gradient`; whether it was taken."""
+    (parameter,) = optimizer.param_groups[0]["params"]
+    optimizer.zero_grad()
+    scaler.scale((parameter * gradient).sum()).backward()
+    scaler.clip(optimizer, 100.0)
+    return scaler.step(optimizer)
+
+
+def test_the_loss_scale_skips_halves_and_stops_at_one():
     parameter = torch.nn.Parameter(torch.ones(2))
-    scale = LossScale(8.0, patience=2)
-    scale.scaled(parameter.sum() * 3).backward()
+    optimizer = torch.optim.SGD([parameter], lr=0.25)
+    scaler = LossScaler(8.0, torch.device("cpu"))
+    scaler.scale(parameter.sum() * 3).backward()
     assert parameter.grad.tolist() == [24.0, 24.0]
-    scale.unscale([parameter])
-    assert parameter.grad.tolist() == [3.0, 3.0]
-    infinite, fine = torch.tensor(float("inf")), torch.tensor(1.0)
-    assert not scale.accepts(infinite) and (scale.value, scale.skipped) == (4.0, 1)
-    assert scale.accepts(fine) and not scale.accepts(infinite) and scale.accepts(fine) and scale.value == 2.0
-    assert scale.accepts(fine) and scale.value == 4.0  # two good ones in a row
-    again = LossScale(1.0)
-    again.restore(scale.state())
-    assert (again.value, again.good, again.skipped) == (scale.value, scale.good, scale.skipped)
-    for _ in range(2):
-        assert not scale.accepts(infinite)
+    assert scaler.clip(optimizer, 100.0) == pytest.approx(18**0.5) and parameter.grad.tolist() == [3.0, 3.0]
+    assert scaler.step(optimizer) and parameter.tolist() == [0.25, 0.25]
+    infinite = float("inf")
+    assert not stepped(scaler, optimizer, infinite) and (scaler.value, scaler.skipped) == (4.0, 1)
+    assert parameter.tolist() == [0.25, 0.25]
+    assert stepped(scaler, optimizer, 1.0) and parameter.tolist() == [0.0, 0.0]
+    for value in (2.0, 1.0):
+        assert not stepped(scaler, optimizer, infinite) and scaler.value == value
     with pytest.raises(TrainingError, match="loss scale"):
-        scale.accepts(torch.tensor(float("nan")))
-    off = LossScale(0.0)
-    assert off.accepts(infinite) and off.scaled(fine) is fine
-    with pytest.raises(ConfigError, match="loss_scale"):
-        LossScale(0.5)
+        stepped(scaler, optimizer, float("nan"))
+    assert parameter.tolist() == [0.0, 0.0]
+
+
+def test_the_loss_scale_grows_goes_on_and_can_be_off():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.25)
+    scaler = LossScaler(8.0, torch.device("cpu"))
+    assert stepped(scaler, optimizer, 1.0) and not stepped(scaler, optimizer, float("inf"))
+    state = json.loads(json.dumps(scaler.state_dict()))
+    again = LossScaler(1.0, torch.device("cpu"))
+    again.load_state_dict({**state, "growth_interval": 2})
+    assert (again.value, again.skipped) == (4.0, 1)
+    assert stepped(again, optimizer, 1.0) and again.value == 4.0
+    assert stepped(again, optimizer, 1.0) and again.value == 8.0  # two good steps in a row
+    off = LossScaler(0.0, torch.device("cpu"))
+    off.load_state_dict(state)
+    loss = torch.tensor(1.0)
+    assert off.scale(loss) is loss and off.value == 1.0 and off.state_dict() == {}
+    before = parameter.tolist()
+    assert stepped(off, optimizer, 1.0) and parameter.tolist() == [value - 0.25 for value in before]
+
+
+def with_scale(run, value):
+    run.scaler.load_state_dict({**run.scaler.state_dict(), "scale": value})
+    assert run.scaler.value == value
 
 
 def test_float16_saves_gradients_that_would_vanish():
@@ -133,21 +162,21 @@ def test_float16_saves_gradients_that_would_vanish():
     assert all(p.dtype == torch.float32 for p in scaled.parameters)
     assert "loss_scale" not in rows[0]
     state = scaled.state()
-    scaled.scale.value = 4.0
+    with_scale(scaled, 4.0)
     scaled.restore(state)
-    assert scaled.scale.value == 65536.0
+    assert scaled.scaler.value == 65536.0
     assert torch.allclose(weights(exact), weights(scaled), atol=5e-3)
 
 
 def test_float16_skips_a_step_that_overflows_and_goes_on():
     config = preset("tiny").apply(dtype="float16", iterations=2, groups=2, minibatches=1)
     run = trainer(config)
-    run.scale.value = 2.0**60
+    with_scale(run, 2.0**60)
     before = weights(run)
     row = run.iteration()
-    assert row["skipped_steps"] == 1 and run.scale.value == 2.0**59 and "grad_norm" not in row
+    assert row["skipped_steps"] == 1 and run.scaler.value == 2.0**59 and "grad_norm" not in row
     assert torch.equal(weights(run), before)
-    run.scale.value = 256.0
+    with_scale(run, 256.0)
     row = run.iteration()
     assert row["grad_norm"] > 0 and not torch.equal(weights(run), before)
 
@@ -174,13 +203,13 @@ def test_eight_bit_adam_is_wired_or_asked_for(monkeypatch):
     parameter = torch.nn.Parameter(torch.ones(2))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match="needs the package bitsandbytes"):
-        make_optimiser("adamw-8bit", [parameter], 1e-3, 0.0)
+        make_optimizer("adamw-8bit", [parameter], 1e-3, 0.0)
     fake = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=lambda *given, **named: (given, named)))
     monkeypatch.setitem(sys.modules, "bitsandbytes", fake)
-    made = make_optimiser("adamw-8bit", [parameter], 1e-3, 0.1)
+    made = make_optimizer("adamw-8bit", [parameter], 1e-3, 0.1)
     assert made == (([parameter],), {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1})
     with pytest.raises(ConfigError, match="adamw, adamw-8bit"):
-        make_optimiser("sgd", [parameter], 1e-3, 0.0)
+        make_optimizer("sgd", [parameter], 1e-3, 0.0)
 
 
 def test_settings_are_checked():
