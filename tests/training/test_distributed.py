@@ -61,7 +61,7 @@ def pipeline_trainer(config, distributed, **options):
 
 
 def full_trainer(config, distributed):
-    return pipeline_trainer(config, distributed, train="full")
+    return pipeline_trainer(config, distributed, tuning="full")
 
 
 def weights(trainer):
@@ -254,7 +254,7 @@ def stuck(distributed, tell, folder):
     """Process 0 is asked to stop while process 1 computes."""
     distributed.any(False)
     if distributed.rank == 1:
-        time.sleep(6)
+        time.sleep(3)
         return
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     began = time.monotonic()
@@ -322,6 +322,7 @@ def two(tmp_path_factory):
     for name in ("one-two", "one-sharded"):
         Run(RESUMED, folder / name, stop=lambda: True).execute()
     found = lives(everything, folder)
+    assert all("one-sharded" in told for told in found), found
     for name in ("two-one", "sharded-one"):
         assert Run(RESUMED, folder / name).execute(resume=True)
     found[0]["resumed"] = {
@@ -376,9 +377,9 @@ def test_a_process_that_leaves_by_an_error_ends_the_others(two):
 
 
 def test_a_process_that_was_asked_to_stop_does_not_wait_long_for_the_others(tmp_path):
-    stopped, _ = lives(stuck, tmp_path, grace=1.0)
-    assert stopped["end"].startswith("SystemExit: flowrl: process 0 of 2 was asked to stop and has waited 1 s for the others")
-    assert stopped["code"] == 1 and 1.4 < stopped["seconds"] < 5
+    stopped, _ = lives(stuck, tmp_path, grace=0.5)
+    assert stopped["end"].startswith("SystemExit: flowrl: process 0 of 2 was asked to stop and has waited 0.5 s for the others")
+    assert stopped["code"] == 1 and 0.9 < stopped["seconds"] < 3
 
 
 DEADLY = """
