@@ -192,12 +192,12 @@ class FlowPolicy(Protocol):
 
 @runtime_checkable
 class OneNetwork(Protocol):
-    """A policy all of whose trainable parameters are in one module, which `velocity` calls: it can be compiled, and its weights
-    can be divided between processes, in place."""
+    """A policy all of whose trainable parameters are in one module, which `velocity` calls: the module can be compiled, and its
+    weights can be sharded over processes, in place."""
 
     @property
     def velocity_network(self) -> torch.nn.Module:
-        """The module; `trainable` names its parameters anew after it was divided."""
+        """The module; after it was sharded, `trainable` returns its new parameters."""
         ...
 
 

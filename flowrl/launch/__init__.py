@@ -1,7 +1,7 @@
-"""Config files for `accelerate launch --config_file`: how many processes there are, and who holds the weights.
+"""Config files for `accelerate launch --config_file`: the number of processes, and what each of them holds.
 
-`ddp.yaml`: every process holds everything; right for a LoRA. It also starts processes on CPUs: `--num_processes 2` before, and
-`--device cpu` behind `flowrl train`. `fsdp2.yaml`: weights, gradients and optimiser are divided between the processes, for full
-fine-tuning of a network that one GPU cannot hold; `zero2.yaml`: the same, but weights stay whole from a block's forward to its
-backward pass. Precision is `flowrl train --dtype`, so the files leave Accelerate's own off.
+`ddp.yaml`: every process holds all weights; for a LoRA. It also starts CPU processes: put `--num_processes 2` before `-m flowrl`
+and `--device cpu` after `flowrl train`. `fsdp2.yaml`: weights, gradients and optimizer state are sharded over the processes, for
+full fine-tuning of a network that one GPU cannot train; `zero2.yaml`: the same, but gathered weights stay from a block's forward
+to its backward pass. `flowrl train --dtype` sets the precision, so the files turn Accelerate's own off.
 """

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flowrl.errors import CheckpointError, ConfigError, require
+from flowrl.errors import ConfigError, require
 from flowrl.io import write_bytes
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import Evaluation
@@ -157,22 +157,17 @@ class Restored:
     note: str
 
 
-def restore(path: Path, recorded: Sequence[Row] | None, done: int) -> Restored:
-    """Rows 0 to `done`, and a file that holds them and nothing else: later lines will be made again.
+def restore(path: Path, recorded: Sequence[Row]) -> Restored:
+    """The rows that a checkpoint recorded, and a file that holds them and nothing else: later lines will be made again.
 
-    `recorded` are the rows that the checkpoint holds. A file that ends early, or in half a line, is what a crash leaves and is
-    completed in silence; a file that says something else is kept as metrics.damaged.jsonl. Checkpoints of earlier versions hold
-    no rows (None): then a damaged line before `done` is a `CheckpointError`.
+    A file that ends early, or in half a line, is what a crash leaves and is completed in silence; a file that says something else
+    is kept as metrics.damaged.jsonl.
     """
-    text = path.read_text(errors="replace") if path.exists() else ""
-    if recorded is None:
-        rows, note = _parse(path, text, done), ""
-    else:
-        rows, note = list(recorded), _difference(path, text, recorded)
+    note = _difference(path, path.read_text(errors="replace") if path.exists() else "", recorded)
     if note:
         os.replace(path, path.with_name("metrics.damaged.jsonl"))
-    write_bytes(path, "".join(map(_line, rows)).encode())
-    return Restored(rows, note)
+    write_bytes(path, "".join(map(_line, recorded)).encode())
+    return Restored(list(recorded), note)
 
 
 def _difference(path: Path, text: str, recorded: Sequence[Row]) -> str:
@@ -184,21 +179,6 @@ def _difference(path: Path, text: str, recorded: Sequence[Row]) -> str:
                 "the checkpoint; the other file is kept as metrics.damaged.jsonl"
             )
     return ""
-
-
-def _parse(path: Path, text: str, done: int) -> list[Row]:
-    rows: list[Row] = []
-    for number, line in enumerate(text.splitlines()[: done + 1], start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            row = None
-        if not isinstance(row, dict) or row.get("iteration") != number - 1 or "nfe_total" not in row:
-            raise CheckpointError(f"resume: line {number} of {path} is damaged: it must be the row of iteration {number - 1}")
-        rows.append(row)
-    if len(rows) != done + 1:
-        raise CheckpointError(f"resume: {path} ends before iteration {done} of the checkpoint beside it")
-    return rows
 
 
 SIDE = 256

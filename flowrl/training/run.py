@@ -213,10 +213,10 @@ class Run:
         rows: list[dict[str, Any]] = []
         with self.distributed.shared_errors():
             if self.distributed.is_main:
-                rows = self._rewind(checkpoint, start, trainer.done)
+                rows = self._rewind(checkpoint, start)
         return self.distributed.gather(rows)[0]
 
-    def _rewind(self, checkpoint: Checkpoint | None, start: str, done: int) -> list[dict[str, Any]]:
+    def _rewind(self, checkpoint: Checkpoint | None, start: str) -> list[dict[str, Any]]:
         """Bring the folder back to the checkpoint's iteration; its rows."""
         for half in self.folder.glob("*.tmp"):
             half.unlink()
@@ -225,7 +225,7 @@ class Run:
         if start:
             (self.folder / "done.json").unlink(missing_ok=True)
             self._checkpoints.forget_after(start)
-        restored = lines.restore(self.folder / "metrics.jsonl", checkpoint.values.get("rows"), done)
+        restored = lines.restore(self.folder / "metrics.jsonl", checkpoint.values["rows"])
         if restored.note:
             self._tell({"warning": restored.note})
         return restored.rows

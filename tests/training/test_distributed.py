@@ -376,6 +376,7 @@ def test_a_process_that_leaves_by_an_error_ends_the_others(two):
     assert [told["code"] for told in two] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_process_that_was_asked_to_stop_does_not_wait_long_for_the_others(tmp_path):
     stopped, _ = lives(stuck, tmp_path, grace=0.5)
     assert stopped["end"].startswith("SystemExit: flowrl: process 0 of 2 was asked to stop and has waited 0.5 s for the others")
