@@ -1,4 +1,4 @@
-"""When a loss or a gradient is not finite: which term, at which denoising step, for which prompts."""
+"""Reports a loss or gradient that is not finite: which term, at which denoising step, for which prompts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from flowrl.errors import TrainingError
 from flowrl.flow.gaussian import kl, log_prob
+from flowrl.protocols import PolicyLoss
+from flowrl.rollout.loss_batch import LossBatches, MicroBatch
 from flowrl.io import write_bytes, write_json
-from flowrl.training.update import Gradients, Part
 from flowrl.types import LossBatch, Prompt
 
 LISTED = 64
@@ -50,40 +51,44 @@ class NonFiniteError(TrainingError):
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What one iteration trains on, for the report of a failure: prompts [prompt], rewards [prompt, member, node], advantages
-    [prompt, member, step]. `require_*` raise `NonFiniteError`; the weights are then those of the last complete update."""
+class NonFiniteCheck:
+    """Raises `NonFiniteError` for what is not finite in one iteration; the weights are then those of the last complete update.
+
+    The report needs what the iteration trains on: `prompts` [prompt], `rewards` [prompt, member, node], `advantages` [prompt,
+    member, step], and the loss and its `batches`, from which a broken term is computed again. `first` is the number, among all
+    samples, of the first sample that this process rolled out.
+    """
 
     iteration: int
     prompts: Sequence[Prompt]
     rewards: Tensor
     advantages: Tensor
+    loss: PolicyLoss
+    batches: LossBatches
+    first: int
 
-    def require_finite_losses(self, rows: Sequence[Mapping[str, float]], gradients: Gradients, parts: Sequence[Part]) -> None:
-        """`rows` are what `gradients` gave for `parts`; the first bad one is computed again, to find the term."""
-        for row, part in zip(rows, parts, strict=False):
+    def losses(self, rows: Sequence[Mapping[str, float]], minibatch: Sequence[MicroBatch]) -> None:
+        """`rows` have the loss of every micro-batch; the first one that is not finite is computed again to find the term."""
+        for row, micro in zip(rows, minibatch, strict=False):
             if not math.isfinite(row["loss"]):
                 with torch.no_grad():
-                    found = culprit(gradients.batch(part))
-                bad = found.bad.to(part.sample.device)
+                    found = culprit(self.batches.of(micro.sample, micro.step))
+                bad = found.bad.to(micro.sample.device)
                 count = f"{int(bad.sum())} of {len(bad)} pairs"
                 cause = "" if found.term == "loss" else f", because the {found.term} is not finite in {count},"
                 what = f"the loss is {row['loss']}{cause}"
-                samples = part.sample[bad] + gradients.found.samples.start
-                raise self._error(what, found.term, row["loss"], samples, part.step[bad])
+                raise self._error(what, found.term, row["loss"], micro.sample[bad], micro.step[bad])
 
-    def require_finite_gradient(
-        self, norm: float, gradients: Gradients, parts: Sequence[Part], trained: Mapping[str, Tensor]
-    ) -> None:
-        """`norm` is the gradient's over `parts`; `trained` are the parameters. Only where `norm` is not finite every pair's
+    def gradient(self, norm: float, minibatch: Sequence[MicroBatch], trained: Mapping[str, Tensor]) -> None:
+        """`norm` is the gradient's over the mini-batch; `trained` are the parameters. Only if `norm` is not finite, every pair's
         gradient is computed again, one by one, to find steps, samples and parameters."""
         if math.isfinite(norm):
             return
         bad: list[tuple[int, int]] = []
         names: list[str] = []
-        pairs = [pair for part in parts if part.weight > 0 for pair in zip(part.sample, part.step, strict=True)]
+        pairs = [pair for micro in minibatch if micro.weight > 0 for pair in zip(micro.sample, micro.step, strict=True)]
         for sample, step in pairs:
-            loss = gradients.loss.loss(gradients.batch(Part(sample[None], step[None], 1.0))).loss
+            loss = self.loss.loss(self.batches.of(sample[None], step[None])).loss
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             broken = [name for name, g in zip(trained, found, strict=True) if g is not None and not bool(g.isfinite().all())]
             names += [name for name in broken if name not in names]
@@ -95,13 +100,13 @@ class Scene:
         chosen = bad or [(int(sample), int(step)) for sample, step in pairs]
         samples, steps = (torch.tensor([pair[i] for pair in chosen], dtype=torch.long) for i in (0, 1))
         what = f"the gradient norm is {norm}, {where},"
-        raise self._error(what, "gradient", norm, samples + gradients.found.samples.start, steps, names)
+        raise self._error(what, "gradient", norm, samples, steps, names)
 
     def _error(
         self, what: str, term: str, value: float, sample: Tensor, step: Tensor, parameters: Sequence[str] = ()
     ) -> NonFiniteError:
         members = self.advantages.shape[1]
-        pairs = list(zip(sample.tolist(), step.tolist(), strict=True))
+        pairs = list(zip((sample + self.first).tolist(), step.tolist(), strict=True))
         steps = sorted({at for _, at in pairs})
         texts = sorted({self.prompts[one // members].text for one, _ in pairs} or {prompt.text for prompt in self.prompts})
         flat = self.advantages.flatten(0, 1)

@@ -1,0 +1,33 @@
+"""Training prompts in a reproducible order."""
+
+from collections.abc import Sequence
+
+import torch
+
+from flowrl.errors import ConfigError
+from flowrl.types import Prompt
+
+
+class PromptStream:
+    """Prompts in shuffled passes, reproducible from its generator and position."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
+        if not prompts:
+            raise ConfigError("the list of training prompts is empty")
+        self.prompts = list(prompts)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.order: list[int] = []
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts."""
+        while len(self.order) < count:
+            self.order += torch.randperm(len(self.prompts), generator=self.generator).tolist()
+        chosen, self.order = self.order[:count], self.order[count:]
+        return [self.prompts[i] for i in chosen]
+
+    def upcoming(self, count: int) -> list[Prompt]:
+        """The distinct ones among the next `count` prompts, in their order; takes none."""
+        ahead = PromptStream(self.prompts, 0)
+        ahead.generator.set_state(self.generator.get_state())
+        ahead.order = list(self.order)
+        return list({prompt.text: prompt for prompt in ahead.take(count)}.values())
