@@ -48,11 +48,13 @@ SETTINGS: dict[str, str] = {
 """Settings (options without the dashes, `_` for `-`): the reference's name -> the working tree's."""
 METRICS: dict[str, str] = {}
 """Keys of metrics.jsonl and of the other JSON files: a whole key such as "evaluation/reward", or one of its parts."""
-TENSORS: dict[str, str] = {}
+TENSORS: dict[str, str] = {r"^optimiser\.": "optimizer."}
 """Names of tensors: regular expression -> replacement."""
 FILES: dict[str, str] = {}
 """Paths below a run's folder: regular expression -> replacement."""
-MEANT: dict[str, str] = {}
+MEANT: dict[str, str] = {
+    "*/tensors.safetensors:loss_scale": "the loss scale is a plain value of the checkpoint",
+}
 """Intended differences: pattern of a key as the report prints it (`*` matches anything) -> reason."""
 
 COMPARED = ("metrics.jsonl", "samples.json", "trajectory.json", "summary.json", "*.safetensors")

@@ -22,7 +22,7 @@ from flowrl.flow.time import expand
 from flowrl.losses import PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, FlowPolicy, PolicyLoss, RewardModel, Sampler
 from flowrl.rollout import Groups, Usage, attach_stds, reward_table, rollout
-from flowrl.rollout.loss_batch import loss_pairs
+from flowrl.rollout.loss_batch import LossBatches
 from flowrl.types import NoProbe, Probe, Prompt, Schedule
 
 
@@ -170,7 +170,7 @@ def policy_gradients(
         )
         rewards = reward_table(setting.policy, reward or setting.reward, result, setting.prompts)
         advantages = assigned(rule, rewards, result.trajectories.schedule).reshape(groups.samples, -1)
-        batch = loss_pairs(setting.policy, setting.sampler, result, condition, advantages, sample, step)
+        batch = LossBatches(setting.policy, setting.sampler, result, condition, advantages).of(sample, step)
         gradient = flat(torch.autograd.grad(loss.loss(batch).loss, setting.parameters))
         rows.append(-gradient * len(stochastic) * elements)
     return torch.stack(rows)

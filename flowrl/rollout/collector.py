@@ -17,25 +17,25 @@ from flowrl.types import Condition, Probe, Prompt, Schedule, Trajectories
 class Collected:
     """What an iteration has gathered.
 
-    `result` holds the trajectories of the groups that this process has rolled out, number `assignment.first` and following,
-    without estimates; `condition` has their rows. `tables` are the rewards of all groups of all processes.
+    `rollout` holds the trajectories of the groups that this process has rolled out, number `assignment.first` and following,
+    without estimates; `condition` has their rows. `rewards` are those of all groups of all processes.
     """
 
-    result: Rollout
+    rollout: Rollout
     condition: Condition
-    tables: RewardTables
+    rewards: RewardTables
     assignment: Assignment
 
     @property
     def samples(self) -> slice:
-        """Those in `result`, among all samples."""
-        members = self.result.groups.members
+        """Those in `rollout`, among all samples."""
+        members = self.rollout.groups.members
         first = self.assignment.first * members
         return slice(first, first + self.assignment.count * members)
 
-    def owned(self, sample: Tensor, assignment: Assignment | None = None) -> Tensor:
-        """Which of `sample` (numbers among all samples) are this process's own to train on, or those of another `assignment`."""
-        own, members = (assignment or self.assignment).own, self.result.groups.members
+    def owned(self, sample: Tensor, assignment: Assignment) -> Tensor:
+        """Which of `sample` (numbers among all samples) belong to the process with this `assignment`."""
+        own, members = assignment.own, self.rollout.groups.members
         return (sample >= own.start * members) & (sample < own.stop * members)
 
 

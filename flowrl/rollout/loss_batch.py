@@ -25,9 +25,7 @@ class MicroBatch:
     weight: float
 
 
-def micro_batches(
-    samples: Tensor, steps: Tensor, size: int, collected: Collected, distributed: Distributed
-) -> list[MicroBatch]:
+def micro_batches(samples: Tensor, steps: Tensor, size: int, collected: Collected, distributed: Distributed) -> list[MicroBatch]:
     """This process's pairs of the mini-batch `samples` (numbered among all) x `steps`, at most `size` at a time."""
     sample, step = torch.cartesian_prod(samples, steps).unbind(1)
     own = collected.owned(sample, collected.assignment)

@@ -1,7 +1,7 @@
 """What an iteration reports: seconds by phase, statistics of its rewards, and means of what the loss measured."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.types import LossResult
 
-Row = Mapping[str, float]
+Row = dict[str, float]
 
 
 class Clock:

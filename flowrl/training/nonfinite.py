@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flowrl.errors import TrainingError
 from flowrl.flow.gaussian import kl, log_prob
+from flowrl.io import write_bytes, write_json
 from flowrl.protocols import PolicyLoss
 from flowrl.rollout.loss_batch import LossBatches, MicroBatch
-from flowrl.io import write_bytes, write_json
 from flowrl.types import LossBatch, Prompt
 
 LISTED = 64

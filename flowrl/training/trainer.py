@@ -1,11 +1,10 @@
-"""The trainer: one iteration from prompts to a weight update, readable from top to bottom.
+"""The trainer: one iteration, from prompts to a weight update, readable from top to bottom.
 
 prompts -> trajectories + estimates -> rewards [prompt, member, node] -> advantages [prompt, member, step] -> update
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -15,42 +14,18 @@ from flowrl.credit import check_advantages
 from flowrl.distributed import Distributed
 from flowrl.errors import ConfigError
 from flowrl.methods import Method
+from flowrl.prompts.stream import PromptStream
 from flowrl.protocols import FlowPolicy, PartsCreditAssigner, RandomSampler, RewardModel, Sampler, Stateful
 from flowrl.rollout import Groups, RewardTables, Usage
 from flowrl.rollout.collector import Collected, Collector
+from flowrl.rollout.loss_batch import LossBatches, MicroBatch, micro_batches
 from flowrl.rollout.masking import valid_credit
+from flowrl.rollout.metrics import Clock, LossMetrics, reward_metrics
 from flowrl.training.checkpoint import PER_PARAMETER, Checkpoint, restore_training_state, training_state
 from flowrl.training.config import RunConfig
-from flowrl.training.metrics import Clock, reward_metrics
-from flowrl.training.nonfinite import Scene
+from flowrl.training.nonfinite import NonFiniteCheck
 from flowrl.training.optim import LossScaler, make_optimizer, prepare_policy, update_average, weights_replaced
-from flowrl.training.update import Gradients, Part, add_metrics, parts_of
 from flowrl.types import Prompt, Schedule
-
-
-class PromptStream:
-    """Prompts in shuffled passes, reproducible from its generator and position."""
-
-    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
-        if not prompts:
-            raise ConfigError("the list of training prompts is empty")
-        self.prompts = list(prompts)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.order: list[int] = []
-
-    def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
-        while len(self.order) < count:
-            self.order += torch.randperm(len(self.prompts), generator=self.generator).tolist()
-        chosen, self.order = self.order[:count], self.order[count:]
-        return [self.prompts[i] for i in chosen]
-
-    def upcoming(self, count: int) -> list[Prompt]:
-        """The distinct ones among the next `count` prompts, in their order; takes none."""
-        ahead = PromptStream(self.prompts, 0)
-        ahead.generator.set_state(self.generator.get_state())
-        ahead.order = list(self.order)
-        return list({prompt.text: prompt for prompt in ahead.take(count)}.values())
 
 
 class Trainer:
@@ -68,21 +43,19 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.policy, self.method, self.reward, self.config = policy, method, reward, config
         self.distributed = distributed
+        rollout, optim = config.rollout, config.optim
         self.prompts = PromptStream(prompts, config.seed)
         self.generator = torch.Generator(policy.device).manual_seed(config.seed + 1)
-        self.schedule = policy.schedule(config.rollout.num_steps)
-        self.groups = Groups(config.rollout.groups, config.rollout.group_size, method.shared_noise)
+        self.schedule = policy.schedule(rollout.num_steps)
+        self.groups = Groups(rollout.groups, rollout.group_size, method.shared_noise)
         named = prepare_policy(policy, distributed, config.policy.compile)
         self.names, self.parameters = list(named), list(named.values())
-        self.average = [p.detach().clone() for p in self.parameters]
-        self.optimizer = make_optimizer(
-            config.optim.optimizer, self.parameters, config.optim.learning_rate, config.optim.weight_decay
-        )
-        scale = config.optim.loss_scale if config.policy.dtype == "float16" else 0.0
-        self.scaler = LossScaler(scale, policy.device)
+        self.average = [parameter.detach().clone() for parameter in self.parameters]
+        self.optimizer = make_optimizer(optim.optimizer, self.parameters, optim.learning_rate, optim.weight_decay)
+        self.scaler = LossScaler(optim.loss_scale if config.policy.dtype == "float16" else 0.0, policy.device)
         self.collector = Collector(
-            policy, reward, self.schedule, self.groups, method.credit.probe, distributed, config.rollout.max_batch,
-            config.rollout.chunk, config.rollout.overlap_rewards, config.rollout.offload,
+            policy, reward, self.schedule, self.groups, method.credit.probe, distributed, rollout.max_batch, rollout.chunk,
+            rollout.overlap_rewards, rollout.offload,
         )  # fmt: skip
         self.done = 0
         self.on_phase: Callable[[str], None] = lambda phase: None
@@ -90,95 +63,112 @@ class Trainer:
     def iteration(self) -> dict[str, Any]:
         """One pass from prompts to updated weights; returns its metrics."""
         usage, clock = Usage(), Clock(self.on_phase, "rollout")
+
+        # Rollout: trajectories of this process's groups [sample, node, *latent], rewards of all groups [prompt, member, node].
         prompts = self.prompts.take(self.config.rollout.groups)
         condition = self.policy.encode(prompts)
         noise = self.groups.noise(self.policy.latent_shape, self.generator)
         sampler = self.draw_sampler()
-        found = self.collector.collect(prompts, condition, noise, sampler, self.generator, usage, clock.enter)
-        tables, schedule = found.tables, found.result.trajectories.schedule
-        advantages, used = valid_credit(tables, lambda some: self._credit(some, schedule))
+        collected = self.collector.collect(prompts, condition, noise, sampler, self.generator, usage, clock.enter)
+        rewards = collected.rewards
+
+        # Credit: advantages [prompt, member, step]; `used` [prompt, member] leaves out what the reward marked invalid.
+        advantages, used = self.assign_credit(rewards, collected.rollout.trajectories.schedule)
+
+        # Update: one optimizer step per mini-batch. Micro-batches hold (trajectory, step) pairs of this process; the weighted
+        # sum of their mean losses, over all processes, is the mean over the mini-batch.
         clock.enter("update")
-        metrics = self._update(sampler, found, advantages, used, Scene(self.done + 1, prompts, tables.total, advantages))
+        self.set_learning_rate()
+        loss, metrics = self.method.loss, LossMetrics()
+        own = advantages.to(self.policy.device).flatten(0, 1)[collected.samples]
+        batches = LossBatches(self.policy, sampler, collected.rollout, collected.condition, own, loss.needs_reference)
+        check = NonFiniteCheck(self.done + 1, prompts, rewards.total, advantages, loss, batches, collected.samples.start)
+        steps = self.trained_steps(collected.rollout.trajectories.schedule)
+        minibatches = self.minibatches(collected, used, steps)
+        for minibatch in minibatches:
+            self.optimizer.zero_grad()
+            with self.distributed.shared_errors():
+                for micro in minibatch:
+                    result = loss.loss(batches.of(micro.sample, micro.step))
+                    self.scaler.scale(result.loss * micro.weight).backward()
+                    metrics.add(micro.weight / len(minibatches), result)
+                rows = metrics.take()
+                check.losses(rows, minibatch)
+            metrics.merge(self.distributed.gather(rows))
+            self.optimizer_step(minibatch, check, metrics)
         clock.stop()
+
         self.done += 1
         return {
             "iteration": self.done,
-            **reward_metrics(tables.total),
-            **({"parts": {name: float(t[..., -1].nanmean()) for name, t in tables.parts.items()}} if tables.parts else {}),
-            "invalid": int((~tables.valid).sum()),
+            **reward_metrics(rewards.total),
+            **({"parts": {name: float(t[..., -1].nanmean()) for name, t in rewards.parts.items()}} if rewards.parts else {}),
+            "invalid": int((~rewards.valid).sum()),
             "trajectories": self.groups.samples,
             "nfe": usage.nfe,
             "calls": usage.calls,
             "reward_calls": usage.reward_calls,
             "seconds": sum(clock.phases.values()),
             "phases": clock.phases,
-            **metrics,
+            **metrics.means,
+            "train_nfe": int(used.sum()) * len(steps) * (1 + loss.needs_reference),
+            "abs_advantage": float(advantages[used].abs().mean()),
         }
-
-    def _credit(self, tables: RewardTables, schedule: Schedule) -> Tensor:
-        """The rule's advantages, checked; a rule that reads components gets them where the reward has some. It sees the schedule
-        where the rewards are, in main memory."""
-        rule, schedule = self.method.credit, schedule.to(tables.total.device)
-        if tables.parts and isinstance(rule, PartsCreditAssigner):
-            advantages = rule.assign_parts(tables.parts, schedule)
-        else:
-            advantages = rule.assign(tables.total, schedule)
-        return check_advantages(advantages, tables.total, type(rule).__name__)
 
     def draw_sampler(self) -> Sampler:
         """This iteration's sampler: a random or sliding window is drawn here, once for all groups."""
         sampler = self.method.sampler
         return sampler.draw(self.schedule, self.generator, self.done) if isinstance(sampler, RandomSampler) else sampler
 
-    def _update(self, sampler: Sampler, found: Collected, advantages: Tensor, used: Tensor, scene: Scene) -> dict[str, Any]:
-        """`updates` optimiser steps, each on its share of the `used` trajectories and all their stochastic steps.
+    def assign_credit(self, rewards: RewardTables, schedule: Schedule) -> tuple[Tensor, Tensor]:
+        """Advantages [prompt, member, step] and which samples [prompt, member] count (`rollout.masking`)."""
+        return valid_credit(rewards, lambda valid: self._credit(valid, schedule))
 
-        Every process knows the shares and differentiates the pairs of its own trajectories, each micro-batch weighted by its part
-        of the share, so that the sum of their gradients is that of the share's mean.
-        """
-        config, device = self.config, self.policy.device
-        steps = found.result.trajectories.schedule.stochastic.nonzero().flatten()
+    def _credit(self, rewards: RewardTables, schedule: Schedule) -> Tensor:
+        """The rule's advantages, checked. A rule that reads components gets them if the reward has some. It sees the schedule on
+        the device of the rewards, in main memory."""
+        rule, schedule = self.method.credit, schedule.to(rewards.total.device)
+        if rewards.parts and isinstance(rule, PartsCreditAssigner):
+            advantages = rule.assign_parts(rewards.parts, schedule)
+        else:
+            advantages = rule.assign(rewards.total, schedule)
+        return check_advantages(advantages, rewards.total, type(rule).__name__)
+
+    def set_learning_rate(self) -> None:
+        """Linear from `learning_rate` to `learning_rate` x `final_learning_rate` over the run."""
+        optim, left = self.config.optim, 1 - self.done / self.config.iterations
+        factor = optim.final_learning_rate + (1 - optim.final_learning_rate) * left
+        self.optimizer.param_groups[0]["lr"] = optim.learning_rate * factor
+
+    def trained_steps(self, schedule: Schedule) -> Tensor:
+        """Indices of the stochastic steps. Raises `ConfigError` if there is none."""
+        steps = schedule.stochastic.nonzero().flatten()
         if len(steps) == 0:
+            sampler = self.method.sampler
             raise ConfigError(f"{sampler} has no stochastic step on this schedule: there is no log-probability to train on")
+        return steps
+
+    def minibatches(self, collected: Collected, used: Tensor, steps: Tensor) -> list[list[MicroBatch]]:
+        """The used trajectories of all processes in random order, split into mini-batches; of each, this process's pairs with
+        the trained `steps` in micro-batches. Every process draws the same order."""
+        device, optim = self.policy.device, self.config.optim
         order = torch.randperm(self.groups.samples, generator=self.generator, device=device)
         order = order[used.to(device).flatten()[order]]
-        shares = order.chunk(config.optim.minibatches)
-        left = 1 - self.done / config.iterations
-        self.optimizer.param_groups[0]["lr"] = config.optim.learning_rate * (
-            config.optim.final_learning_rate + (1 - config.optim.final_learning_rate) * left
-        )
-        local = advantages.to(device).reshape(self.groups.samples, -1)[found.samples]
-        gradients = Gradients(self.policy, sampler, self.method.loss, found, local)
-        totals: dict[str, float] = {}
-        for share in shares:
-            parts = parts_of(share, steps, config.optim.micro_batch, found, self.distributed)
-            self.optimizer.zero_grad()
-            with self.distributed.shared_errors():
-                rows = gradients.of(parts, self._backward)
-                scene.require_finite_losses(rows, gradients, parts)
-            for metrics in chain.from_iterable(self.distributed.gather(rows)):
-                add_metrics(totals, metrics, len(shares))
-                if share is shares[0] and "ratio_deviation" in metrics:  # still on policy: only rounding moves a ratio from 1
-                    totals["ratio_noise"] = max(totals.get("ratio_noise", 0.0), metrics["ratio_deviation"])
-            self._step(totals, scene, gradients, parts)
-        train_nfe = len(order) * len(steps) * (1 + self.method.loss.needs_reference)
-        return {**totals, "train_nfe": train_nfe, "abs_advantage": float(advantages[used].abs().mean())}
+        parts = order.chunk(optim.minibatches)
+        return [micro_batches(samples, steps, optim.micro_batch, collected, self.distributed) for samples in parts]
 
-    def _backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
-
-    def _step(self, totals: dict[str, float], scene: Scene, gradients: Gradients, parts: list[Part]) -> None:
-        """Move the weights and their average, unless the loss's scale was too large for this gradient."""
+    def optimizer_step(self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics) -> None:
+        """Sum the gradients over the processes, clip, step and average; a step with overflowed float16 gradients is skipped."""
         self.distributed.all_reduce_gradients(self.parameters)
         norm = self.scaler.clip(self.optimizer, self.config.optim.max_grad_norm)
         if not self.scaler.enabled:
             trained = dict(zip(self.names, self.parameters, strict=True))
-            scene.require_finite_gradient(norm, gradients, [] if self.distributed.sharded else parts, trained)
+            check.gradient(norm, [] if self.distributed.sharded else minibatch, trained)
         taken = self.scaler.step(self.optimizer)
         if self.scaler.enabled:
-            totals["loss_scale"], totals["skipped_steps"] = self.scaler.value, self.scaler.skipped
+            metrics.means |= {"loss_scale": self.scaler.value, "skipped_steps": self.scaler.skipped}
         if taken:
-            totals["grad_norm"] = norm
+            metrics.means["grad_norm"] = norm
             update_average(self.average, self.parameters, self.config.optim.ema_decay)
 
     @contextmanager

@@ -10,7 +10,6 @@ from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.protocols import PolicyLoss
 from flowrl.rollout import Groups, rollout
-from flowrl.rollout.loss_batch import loss_pairs
 from flowrl.samplers import AllButLast, FlowSDE
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import preset
@@ -42,8 +41,8 @@ class OnPolicy:
         self.sample, self.step = pairs.unbind(1)
 
     def batch(self) -> LossBatch:
-        arguments = (self.policy, SAMPLER, self.result, self.condition, self.advantages, self.sample, self.step)
-        return loss_pairs(*arguments, with_reference=True)
+        batches = LossBatches(self.policy, SAMPLER, self.result, self.condition, self.advantages, with_reference=True)
+        return batches.of(self.sample, self.step)
 
     def gradient(self, loss: PolicyLoss, batch: LossBatch | None = None) -> torch.Tensor:
         value = loss.loss(self.batch() if batch is None else batch).loss

@@ -11,6 +11,7 @@ from flowrl.errors import CheckpointError, ConfigError, CreditError, RewardError
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import ClippedLoss
 from flowrl.methods import METHODS, load_credit, make_sampler, named_method
+from flowrl.prompts.stream import PromptStream
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import RewardTables
 from flowrl.samplers import RandomWindow
@@ -19,7 +20,7 @@ from flowrl.training.checkpoint import load_checkpoint, save_checkpoint
 from flowrl.training.config import PRESETS, RunConfig, preset
 from flowrl.training.evaluation import evaluate
 from flowrl.training.run import Run
-from flowrl.training.trainer import PromptStream, Trainer
+from flowrl.training.trainer import Trainer
 from flowrl.types import NoProbe, Prompt
 from flowrl.worlds.base import world
 

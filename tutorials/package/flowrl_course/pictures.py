@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.losses import PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, FlowPolicy, RewardModel, Sampler
 from flowrl.rollout import Groups, Rollout, Usage, integrate, reward_table, rollout, score
-from flowrl.rollout.loss_batch import loss_pairs
+from flowrl.rollout.loss_batch import LossBatches
 from flowrl.training.build import make_method, make_reward, policy_options
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import Evaluation, evaluate
@@ -65,8 +65,9 @@ def gradients(batch: Batch, rules: Sequence[CreditAssigner]) -> list[Tensor]:
     sample, step = torch.cartesian_prod(torch.arange(samples), steps).unbind(1)
     weights = list(batch.policy.trainable().values())
     totals = [torch.zeros(sum(weight.numel() for weight in weights)) for _ in rules]
+    batches = LossBatches(batch.policy, batch.sampler, batch.result, batch.condition, credits[0])
     for part in torch.arange(len(sample)).split(256):
-        pairs = loss_pairs(batch.policy, batch.sampler, batch.result, batch.condition, credits[0], sample[part], step[part])
+        pairs = batches.of(sample[part], step[part])
         for total, advantages in zip(totals, credits, strict=True):
             here = replace(pairs, advantages=advantages[sample[part], step[part]])
             loss = PolicyGradientLoss().loss(here).loss * len(part) / len(sample)
