@@ -98,7 +98,7 @@ def compared(team):
             evaluate(policy, world, "direction", "soft", count, 5, keep=7, reward=world.reward("strict"), team=some)
             for some in (Team(), team)
         )
-        for part in ("scores", "images", "image_scores", "own"):
+        for part in ("scores", "images", "image_scores", "custom_reward"):
             found[f"evaluation of {count}: {part}"] = largest_difference(getattr(alone, part), getattr(together, part))
     return found
 
