@@ -115,14 +115,13 @@ def summary(case: Case, meter: Meter, cost: NetworkCost, ceiling: float, seconds
             "use": operations / work.seconds / ceiling if work.seconds else 0.0,
             "other": 1 - work.network_seconds / work.seconds if work.seconds else 0.0,
         }
-    peaks = [work.peak_bytes for work in meter.work.values() if work.peak_bytes is not None]
     pairs = trajectories * (setting.steps - 1)
     return {
         "seconds": seconds,
         "phases": phases,
         "images_per_second": trajectories / seconds,
         "pairs_per_second": pairs / phases["update"]["seconds"],
-        "peak_gigabytes": max(peaks) / 1e9 if peaks else None,
+        "peak_gigabytes": max(work.peak_bytes for work in meter.work.values()) / 1e9,
         "forward_operations": cost.forward,
         "backward_operations": cost.backward,
     }
@@ -212,7 +211,7 @@ def _cells(line: dict[str, Any]) -> tuple[str, ...]:
     phases, peak = line["phases"], line["peak_gigabytes"]
     seconds = tuple(f"{phases[name]['seconds']:.2f}" for name in ("rollout", "reward", "update"))
     shares = [f"{100 * phases[name][what]:.1f}%" for what in ("use", "other") for name in ("rollout", "update")]
-    rates = (f"{line['images_per_second']:.2f}", f"{line['pairs_per_second']:.1f}", "-" if peak is None else f"{peak:.1f}")
+    rates = (f"{line['images_per_second']:.2f}", f"{line['pairs_per_second']:.1f}", f"{peak:.1f}")
     return (*head, *seconds, *rates, *shares)
 
 

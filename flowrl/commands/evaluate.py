@@ -12,9 +12,11 @@ from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.training.build import make_reward, make_world, policy_options
 
 if TYPE_CHECKING:
-    from flowrl.diagnostics.paired import Comparison
+    from flowrl.diagnostics.weight_comparison import WeightComparison
     from flowrl.protocols import FlowPolicy, RewardModel
+    from flowrl.training.config import RunConfig
     from flowrl.types import Prompt
+    from flowrl.worlds.base import World
 
 T = TypeVar("T")
 
@@ -66,15 +68,15 @@ class Evaluate:
     def main(self) -> int:
         """Compare, show, write."""
         from flowrl.commands.card import write_card
-        from flowrl.diagnostics.paired import Draw, compare_weights
+        from flowrl.diagnostics.weight_comparison import SamplingSettings, compare_weights
         from flowrl.plots.report import write_evaluation
 
         require(self.limit >= 0, "limit", self.limit, "0 (all) or more")
         setup = _lora_setup(self) if self.model else _run_setup(self)
-        how = Draw(setup.steps, self.count, self.seed, self.batch, self.shown)
+        how = SamplingSettings(setup.steps, self.count, self.seed, self.batch, self.shown)
         out = self.out or (self.weights if self.weights.is_dir() else self.weights.parent) / "evaluation"
         facts = {"command": typed_command(), "weights": str(self.weights), **setup.facts}
-        found = compare_weights(setup.policy, setup.use_trained, setup.prompts, setup.rewards, how, facts, _progress())
+        found = compare_weights(setup.policy, setup.load_trained, setup.prompts, setup.rewards, how, facts, _progress())
         write_evaluation(found, out, self.html)
         if (self.weights / "README.md").exists() and not self.model and out == self.weights / "evaluation":
             write_card(self.weights)
@@ -85,104 +87,108 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class _Setup:
-    """What is compared, and how the trained weights are put in."""
+    """The policy with base weights, a function that loads the trained ones, and what both are compared on."""
 
     policy: "FlowPolicy"
-    use_trained: Callable[[], None]
+    load_trained: Callable[[], None]
     prompts: "list[Prompt]"
     rewards: "dict[str, RewardModel]"
     steps: int
     facts: dict[str, Any]
 
 
-def _run_setup(asked: Evaluate) -> _Setup:
-    """Base and averaged weights of a finished run, with its settings where none are given."""
-    from flowrl.prompts import prompts_from
-    from flowrl.registry import build
+def _run_setup(args: Evaluate) -> _Setup:
+    """Base and averaged weights of a finished run, with the run's settings unless the options replace them."""
     from flowrl.training.build import load_trained
     from flowrl.training.config import load_config
 
-    if not (asked.weights / "config.json").is_file():
-        raise ConfigError(
-            f"weights: {asked.weights} is not the folder of a run; for a LoRA or a transformer give its --model too"
-        )
-    config = load_config(asked.weights / "config.json")
-    given = {name: getattr(asked, name) for name in ("guidance_scale", "resolution") if getattr(asked, name) is not None}
-    given |= {name: getattr(asked, name) for name in ("dtype", "max_sequence_length") if getattr(asked, name)}
-    config = config.replace(**given, reward_noise=0.0, reward_bias=0.0, device=_device(asked, bool(config.policy.model)))
+    if not (args.weights / "config.json").is_file():
+        raise ConfigError(f"weights: {args.weights} is not the folder of a run; for a LoRA or a transformer give its --model too")
+    config = load_config(args.weights / "config.json")
+    changes = {name: getattr(args, name) for name in ("guidance_scale", "resolution") if getattr(args, name) is not None}
+    changes |= {name: getattr(args, name) for name in ("dtype", "max_sequence_length") if getattr(args, name)}
+    config = config.replace(**changes, reward_noise=0.0, reward_bias=0.0, device=_device(args, bool(config.policy.model)))
+    environment, options = config.environment, config.policy
     world = make_world(config)
-    if asked.prompts:
-        prompts = prompts_from(asked.prompts)
-        prompts = prompts if config.policy.model else [world.parse(prompt.text) for prompt in prompts]
-    else:
-        prompts = world.prompts(config.environment.task, "heldout")[
-            : None if config.policy.model else config.evaluation.eval_samples
-        ]
-    prompts = prompts[: asked.limit or None]
-    if asked.reward:
-        rewards = {spec: build("reward", spec, device=config.policy.device) for spec in asked.reward}
-    elif config.environment.reward:
-        rewards = {config.environment.reward: make_reward(config)}
+    prompts = _run_prompts(args, config, world)
+    if args.reward:
+        rewards = _named_rewards(args, options.device)
+    elif environment.reward:
+        rewards = {environment.reward: make_reward(config)}
     else:
         rewards = {form: world.reward(form) for form in world.forms}
     policy = world.policy(policy_options(config))
-    facts = {"base": config.policy.model or f"{config.environment.world}/{config.environment.task}",
-             "method": config.algorithm.method, "guidance": config.policy.guidance_scale,
-             "resolution": config.policy.resolution if config.policy.model else None, "dtype": config.policy.dtype,
-             "device": config.policy.device}  # fmt: skip
-    return _Setup(
-        policy,
-        lambda: load_trained(policy, asked.weights),
-        prompts,
-        rewards,
-        _given(asked.num_steps, config.evaluation.eval_steps),
-        facts,
-    )
+    facts = {
+        "base": options.model or f"{environment.world}/{environment.task}",
+        "method": config.algorithm.method,
+        "guidance": options.guidance_scale,
+        "resolution": options.resolution if options.model else None,
+        "dtype": options.dtype,
+        "device": options.device,
+    }
+    steps = _value_or(args.num_steps, config.evaluation.eval_steps)
+    return _Setup(policy, lambda: load_trained(policy, args.weights), prompts, rewards, steps, facts)
 
 
-def _lora_setup(asked: Evaluate) -> _Setup:
-    """A base model, and weights in diffusers' form from any program."""
-    from flowrl.diagnostics.paired import load_weights
+def _run_prompts(args: Evaluate, config: "RunConfig", world: "World") -> "list[Prompt]":
+    """Those of --prompts, or the run's held-out ones: all of a model's, as many as the run evaluated of a built-in world's."""
+    from flowrl.prompts import prompts_from
+
+    built_in = not config.policy.model
+    if args.prompts:
+        prompts = prompts_from(args.prompts)
+        prompts = [world.parse(prompt.text) for prompt in prompts] if built_in else prompts
+    else:
+        prompts = world.prompts(config.environment.task, "heldout")[: config.evaluation.eval_samples if built_in else None]
+    return prompts[: args.limit or None]
+
+
+def _lora_setup(args: Evaluate) -> _Setup:
+    """A base model, and weights in diffusers' formats that any program may have written."""
+    from flowrl.diagnostics.weight_comparison import load_weights
     from flowrl.policies.load import load_policy
     from flowrl.policies.pipeline import ModelOptions
     from flowrl.prompts import prompts_from
-    from flowrl.registry import build
 
-    require(bool(asked.prompts), "prompts", asked.prompts, "a file of prompts, or a generator's slice such as text[0:64]")
-    require(bool(asked.reward), "reward", asked.reward, "one or more: --reward NAME")
-    if not asked.weights.exists():
-        raise CheckpointError(f"weights: {asked.weights} does not exist")
-    device = _device(asked, True)
-    size, dtype = _given(asked.resolution, 512), asked.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    require(bool(args.prompts), "prompts", args.prompts, "a file of prompts, or a generator's slice such as text[0:64]")
+    require(bool(args.reward), "reward", args.reward, "one or more: --reward NAME")
+    if not args.weights.exists():
+        raise CheckpointError(f"weights: {args.weights} does not exist")
+    device, size = _device(args, True), _value_or(args.resolution, 512)
     options = ModelOptions(
-        size,
-        size,
-        device,
-        dtype,
-        _given(asked.guidance_scale, 1.0),
+        height=size,
+        width=size,
+        device=device,
+        dtype=args.dtype or ("bfloat16" if device.startswith("cuda") else "float32"),
+        guidance_scale=_value_or(args.guidance_scale, 1.0),
         tuning="nothing",
-        max_sequence_length=asked.max_sequence_length,
+        max_sequence_length=args.max_sequence_length,
         decode_batch=8,
     )
-    prompts = prompts_from(asked.prompts)[: asked.limit or None]
-    rewards = {spec: build("reward", spec, device=device) for spec in asked.reward}
-    policy = load_policy(asked.model, options)
-    facts = {"base": asked.model, "guidance": options.guidance_scale, "resolution": size, "dtype": dtype, "device": device}
-    return _Setup(policy, lambda: load_weights(policy, asked.weights), prompts, rewards, _given(asked.num_steps, 40), facts)
+    prompts, rewards = prompts_from(args.prompts)[: args.limit or None], _named_rewards(args, device)
+    policy = load_policy(args.model, options)
+    facts = {"base": args.model, "guidance": options.guidance_scale, "resolution": size, "dtype": options.dtype, "device": device}
+    return _Setup(policy, lambda: load_weights(policy, args.weights), prompts, rewards, _value_or(args.num_steps, 40), facts)
 
 
-def _given(value: T | None, usual: T) -> T:
-    """An option's value, or the usual one where it was left out; 0 is a value."""
-    return usual if value is None else value
+def _named_rewards(args: Evaluate, device: str) -> "dict[str, RewardModel]":
+    from flowrl.registry import build
+
+    return {spec: build("reward", spec, device=device) for spec in args.reward}
 
 
-def _device(asked: Evaluate, model: bool) -> str:
+def _value_or(value: T | None, default: T) -> T:
+    """The default only if the option was left out: 0 is a value."""
+    return default if value is None else value
+
+
+def _device(args: Evaluate, model: bool) -> str:
     import torch
 
-    return asked.device or ("cuda" if model and torch.cuda.is_available() else "cpu")
+    return args.device or ("cuda" if model and torch.cuda.is_available() else "cpu")
 
 
-def table(found: "Comparison") -> str:
+def table(found: "WeightComparison") -> str:
     """The results as text: per reward both means, the difference with its interval, and the fraction of improved prompts."""
     from flowrl.training.results import short
 

@@ -2,9 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flowrl.commands.settings import typed_command
 from flowrl.errors import require
+
+if TYPE_CHECKING:
+    from flowrl.protocols import FlowPolicy
+    from flowrl.types import Prompt
+    from flowrl.worlds.base import World
 
 
 @dataclass(frozen=True)
@@ -58,18 +64,40 @@ class Sample:
     num_steps: int = 20
     """ODE steps."""
     seed: int = 0
+    """Draws the noise; the same seed gives every model the same noise."""
 
     def main(self) -> int:
-        """Sample and draw."""
-        from flowrl.training.evaluation import sample_grid
+        """Sample, score and write the grid."""
+        import torch
+
+        from flowrl.plots.images import image_grid
+        from flowrl.plots.style import save
+        from flowrl.rollout import initial_noise, sample_images, score
 
         require(self.count >= 1, "count", self.count, "1 or more")
         require(self.num_steps >= 1, "num_steps", self.num_steps, "1 or more")
         require(len(self.prompts) >= 1, "prompts", self.prompts, "one or more prompts")
-        grid = sample_grid(self.prompts, self.weights, self.world, self.count, self.num_steps, self.seed)
-        from flowrl.plots.images import image_grid
-        from flowrl.plots.style import save
-
-        save(image_grid(grid.images, grid.scores, grid.prompts), self.out)
+        world, policy, prompts, max_batch = self._load()
+        repeated = [prompt for prompt in prompts for _ in range(self.count)]
+        noise, reward = initial_noise(policy, len(repeated), self.seed), world.reward("soft")
+        images, scores = [], []
+        for batch in sample_images(policy, repeated, noise, self.num_steps, max_batch=max_batch):
+            images.append(batch.images.cpu())
+            scores.append(score(reward, batch.images, batch.prompts).cpu())
+        shape = (len(prompts), self.count)
+        save(image_grid(torch.cat(images).unflatten(0, shape), torch.cat(scores).view(shape), self.prompts), self.out)
         print(f"Wrote {self.out}: {len(self.prompts)} prompts x {self.count} images")
         return 0
+
+    def _load(self) -> "tuple[World, FlowPolicy, list[Prompt], int]":
+        """The world, its base model or the run's, the parsed prompts, and the largest batch; `ConfigError` for unknown words."""
+        from flowrl.training.build import make_world, trained_policy
+        from flowrl.worlds.base import PolicyOptions, world
+
+        if self.weights is None:
+            chosen = world(self.world)
+            prompts = [chosen.parse(text) for text in self.prompts]
+            return chosen, chosen.policy(PolicyOptions()), prompts, 1024
+        policy, config = trained_policy(self.weights)
+        chosen = make_world(config.replace(device=str(policy.device)))  # the device of the training may not exist here
+        return chosen, policy, [chosen.parse(text) for text in self.prompts], config.rollout.max_batch

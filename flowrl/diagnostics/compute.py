@@ -1,7 +1,8 @@
 """How long a policy's network works, and on how many latents, while the code around it runs as always."""
 
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,13 +84,13 @@ def synchronise(device: torch.device) -> None:
 @dataclass
 class PhaseWork:
     """What happened in one phase: wall-clock `seconds`, those in which the network worked, latents evaluated without a gradient
-    (`sampled`) and with one (`trained`), and the largest memory in bytes (None where the device does not count it)."""
+    (`sampled`) and with one (`trained`), and the largest memory in bytes (`peak_memory`)."""
 
     seconds: float = 0.0
     network_seconds: float = 0.0
     sampled: int = 0
     trained: int = 0
-    peak_bytes: int | None = None
+    peak_bytes: int = 0
 
     def operations(self, cost: NetworkCost) -> int:
         """Useful floating-point operations of the network: no recomputation."""
@@ -120,7 +121,7 @@ class Meter:
             current = self.work.setdefault(self._name, PhaseWork())
             current.seconds += now - self._start
             current.network_seconds += sum(_between(a, b) for a, b in self._spans)
-            current.peak_bytes = _larger(current.peak_bytes, peak_memory(self.device))
+            current.peak_bytes = max(current.peak_bytes, peak_memory(self.device))
         self._spans.clear()
         reset_peak_memory(self.device)
         self._name, self._start = name, time.perf_counter()
@@ -177,21 +178,29 @@ class MeteredFamily:
         return velocity
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that tensors took since `reset_peak_memory`; None on a device that does not count."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: of PyTorch's tensors on a GPU since `reset_peak_memory`, of this process on the CPU since its start."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 2**10
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start counting anew."""
+    """Forget the peak so far; nothing on the CPU, whose peak cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_during(work: Callable[[], None], device: torch.device) -> int:
+    """`peak_memory` of `work`."""
+    reset_peak_memory(device)
+    work()
+    return peak_memory(device)
 
 
 def _between(start: Any, end: Any) -> float:
     """Seconds."""
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
-
-
-def _larger(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else max(a, b)

@@ -20,7 +20,7 @@ from flowrl.errors import require
 from flowrl.flow.gaussian import sample as draw
 from flowrl.protocols import CreditAssigner, RewardModel
 from flowrl.rollout import Groups, Rollout, Usage, attach_stds, reward_table, rollout, score
-from flowrl.rollout.continuation import Walkers, continued
+from flowrl.rollout.rollout import Walkers, continued
 from flowrl.types import NoProbe, Probe, Schedule
 
 RESOLVED = 2.0

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl.credit import gains, turning_points
-from flowrl.diagnostics.paired import Comparison as WeightComparison
+from flowrl.diagnostics.weight_comparison import WeightComparison
 from flowrl.plots.style import INK, clean, colour
 from flowrl.training.results import Comparison, RunRecord
 

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flowrl.diagnostics.paired import Comparison as WeightComparison
+from flowrl.diagnostics.weight_comparison import WeightComparison
 from flowrl.io import write_bytes, write_json
 from flowrl.plots.figures import curves, phases, proxy_and_heldout
 from flowrl.plots.images import base_and_trained, samples, trajectory

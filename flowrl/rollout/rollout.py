@@ -1,6 +1,6 @@
 """Trajectories and the states their unfinished nodes lead to, in as few network calls as possible."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -10,9 +10,8 @@ from torch import Tensor
 from flowrl.errors import ConfigError, require
 from flowrl.flow.gaussian import sample as draw
 from flowrl.protocols import FlowPolicy, Sampler
-from flowrl.rollout.continuation import Walkers, continued
-from flowrl.rollout.usage import Usage
-from flowrl.samplers import ODE, transition_stds
+from flowrl.rollout.solvers import Usage, ode_step
+from flowrl.samplers import transition_stds
 from flowrl.types import Completion, Condition, Continuation, Gaussian, NoProbe, Probe, Schedule, Substeps, Trajectories
 
 
@@ -128,21 +127,32 @@ def rollout(
         return walk.run(noise.float(), probe)
 
 
-def integrate(
-    policy: FlowPolicy, schedule: Schedule, condition: Condition, noise: Tensor, usage: Usage, max_batch: int = 1024
-) -> Tensor:
-    """Deterministic (ODE) samples for evaluation: `condition` has one row per row of `noise`. Returns the last node."""
-    x = noise.float()
-    with policy.frozen(), torch.no_grad():
-        for i in range(schedule.steps):
-            velocity = usage.velocity(policy, x, schedule.network_timesteps[i].expand(len(x)), condition, max_batch)
-            x = _ode_step(schedule, x, velocity, i)
+@dataclass(frozen=True)
+class Walkers:
+    """Settings of `continued`: policy, sampler, a schedule with stds, how the next node is drawn, counters."""
+
+    policy: FlowPolicy
+    sampler: Sampler
+    schedule: Schedule
+    draw: Callable[[Gaussian], Tensor]
+    usage: Usage
+    max_batch: int = 1024
+
+
+def continued(walkers: Walkers, nodes: Tensor, start: int, condition: Condition, count: int) -> Tensor:
+    """Final latents of `count` independent continuations from each of `nodes` [sample, *latent] at node `start`.
+
+    Returns [sample x count, *latent], those of one sample in a row; `condition` has one row per sample. `count` (T - `start`)
+    network evaluations per sample. Gradients as the caller has them switched; float32.
+    """
+    x, rows = nodes.repeat_interleave(count, dim=0), condition.repeat(count)
+    schedule = walkers.schedule
+    for i in range(start, schedule.steps):
+        timestep = schedule.network_timesteps[i].expand(len(x))
+        velocity = walkers.usage.velocity(walkers.policy, x, timestep, rows, walkers.max_batch)
+        gaussian = walkers.sampler.transition(x, velocity, schedule, torch.full((len(x),), i, device=x.device))
+        x = walkers.draw(gaussian) if bool(schedule.stochastic[i]) else gaussian.mean
     return x
-
-
-def _ode_step(schedule: Schedule, x: Tensor, velocity: Tensor, step: int) -> Tensor:
-    index = torch.full((len(x),), step, device=x.device)
-    return ODE().transition(x, velocity, schedule, index).mean
 
 
 @dataclass
@@ -168,8 +178,8 @@ class _Walk:
         decisions = set(self._decisions())
         for i in range(steps):
             velocity, ahead = self._velocities(x, i, running, per_sample)
-            running = {j: _ode_step(self.schedule, running[j], ahead[j], i) for j in running}
-            following = _ode_step(self.schedule, x, velocity, i)
+            running = {j: ode_step(self.schedule, running[j], ahead[j], i) for j in running}
+            following = ode_step(self.schedule, x, velocity, i)
             if isinstance(probe, Completion) and i in decisions:
                 running[i] = following[self.groups.first_members()] if self._is_shared(i) else following
             index = torch.full((len(x),), i, device=x.device)

@@ -1,5 +1,6 @@
-"""Deterministic sampling by solvers of higher order: those of diffusers, on the policy's own time grid."""
+"""Deterministic samples: the probability-flow ODE by Euler's method or a solver of diffusers, with counted network calls."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,15 +8,34 @@ from torch import Tensor
 
 from flowrl.errors import require
 from flowrl.protocols import FlowPolicy
-from flowrl.rollout.rollout import integrate
-from flowrl.rollout.usage import Usage
+from flowrl.samplers import ODE
 from flowrl.types import Condition, Schedule
 
 SOLVERS = ("euler", "heun", "dpm++", "unipc")
 NEAREST_TO_NOISE = 1.0 - 1e-5
-"""Largest time that the multistep solvers know: their half log signal-to-noise ratio is infinite at t = 1. The network is told
-t = 1; the first step takes pure noise for a state at this time. diffusers' own grids start at 0.999, which leaves an error that
-no number of steps removes."""
+"""Largest time of the multistep solvers, whose half log signal-to-noise ratio is infinite at t = 1. The network still gets t = 1;
+the first step treats pure noise as a state at this time. diffusers' own grids start at 0.999, which leaves an error that no
+number of steps removes."""
+
+
+@dataclass
+class Usage:
+    """Counts of one iteration: network evaluations (`nfe`, one per latent), sequential network `calls` (a call that is split to
+    respect `max_batch` still counts once) and scored images (`reward_calls`)."""
+
+    nfe: int = 0
+    calls: int = 0
+    reward_calls: int = 0
+
+    def velocity(self, policy: FlowPolicy, latent: Tensor, timestep: Tensor, condition: Condition, max_batch: int) -> Tensor:
+        """`policy.velocity` in chunks of at most `max_batch`, counted."""
+        self.nfe += len(latent)
+        self.calls += 1
+        if len(latent) <= max_batch:
+            return policy.velocity(latent, timestep, condition)
+        pieces = torch.arange(len(latent), device=latent.device).split(max_batch)
+        parts = zip(latent.split(max_batch), timestep.split(max_batch), pieces, strict=True)
+        return torch.cat([policy.velocity(part, time, condition.take(index)) for part, time, index in parts])
 
 
 def require_solver(name: str) -> None:
@@ -39,14 +59,32 @@ def solve(
     x = noise.float()
     with policy.frozen(), torch.no_grad():
         for position, node in enumerate(nodes):
-            told = schedule.network_timesteps[node].expand(len(x))
-            velocity = usage.velocity(policy, x, told, condition, max_batch)
+            timestep = schedule.network_timesteps[node].expand(len(x))
+            velocity = usage.velocity(policy, x, timestep, condition, max_batch)
             x = scheduler.step(velocity, scheduler.timesteps[position], x, return_dict=False)[0]
     return x
 
 
+def integrate(
+    policy: FlowPolicy, schedule: Schedule, condition: Condition, noise: Tensor, usage: Usage, max_batch: int = 1024
+) -> Tensor:
+    """The last node of Euler's method on the policy's schedule; `condition` has one row per row of `noise`."""
+    x = noise.float()
+    with policy.frozen(), torch.no_grad():
+        for i in range(schedule.steps):
+            velocity = usage.velocity(policy, x, schedule.network_timesteps[i].expand(len(x)), condition, max_batch)
+            x = ode_step(schedule, x, velocity, i)
+    return x
+
+
+def ode_step(schedule: Schedule, x: Tensor, velocity: Tensor, step: int) -> Tensor:
+    """Node `step` + 1 from node `step` by Euler's method."""
+    index = torch.full((len(x),), step, device=x.device)
+    return ODE().transition(x, velocity, schedule, index).mean
+
+
 def _heun(schedule: Schedule) -> tuple[Any, list[int]]:
-    """The scheduler on our grid, and the node at which each of its evaluations is made."""
+    """The scheduler on the policy's grid, and the node of each of its evaluations."""
     from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
 
     scheduler = FlowMatchHeunDiscreteScheduler()
@@ -69,7 +107,7 @@ def _multistep(solver: str, schedule: Schedule) -> tuple[Any, list[int]]:
 
 
 def _placed(scheduler: Any, schedule: Schedule, nodes: list[int]) -> Any:
-    """Name the steps by distinct numbers and start at the first: a scheduler looks steps up by their value otherwise."""
+    """Give the steps distinct timesteps and start at the first; otherwise a scheduler looks steps up by their value."""
     scheduler.timesteps = schedule.times.cpu()[nodes] * 1000.0
     scheduler.set_begin_index(0)
     return scheduler

@@ -10,7 +10,7 @@ from torch import Tensor
 from flowrl.protocols import CompositeReward, FlowPolicy, RewardModel
 from flowrl.rewards.contract import ComponentScores, check_scores, marks_invalid
 from flowrl.rollout.rollout import Rollout
-from flowrl.rollout.usage import Usage
+from flowrl.rollout.solvers import Usage
 from flowrl.types import Prompt
 
 

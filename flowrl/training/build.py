@@ -17,7 +17,7 @@ from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.samplers import transition_stds
 from flowrl.training.config import RunConfig, load_config
-from flowrl.training.heldout import make_beside
+from flowrl.training.heldout import make_heldout_metrics
 from flowrl.training.trainer import Trainer
 from flowrl.types import Schedule
 from flowrl.worlds.base import PolicyOptions, World, world
@@ -78,7 +78,7 @@ def check(config: RunConfig) -> None:
     """Raise what is wrong with the world, the method and the held-out rewards of `config`; builds no network."""
     world = make_world(config)
     make_method(config)
-    make_beside(config, world)
+    make_heldout_metrics(config, world)
 
 
 def make_trainer(config: RunConfig, distributed: Distributed = Distributed()) -> Trainer:

@@ -1,4 +1,4 @@
-"""Evaluation: ODE samples of the averaged weights on fixed held-out prompts and noise, scored in all three forms."""
+"""Evaluation: ODE samples of the current weights for fixed held-out prompts and noise, and the trajectory record of a run."""
 
 import time
 from collections.abc import Sequence
@@ -7,28 +7,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
-from flowrl.diagnostics.paired import EVALUATION_SEED
 from flowrl.distributed import Distributed
 from flowrl.errors import RewardError
+from flowrl.io import write_bytes, write_json
 from flowrl.protocols import FlowPolicy, RewardModel
-from flowrl.rollout import Usage, integrate, score, solve
-from flowrl.training.build import make_world, trained_policy
-from flowrl.training.heldout import Beside, Sampling
-from flowrl.types import Prompt
-from flowrl.worlds.base import PolicyOptions, World, world
+from flowrl.rollout import (
+    EVALUATION_SEED,
+    Groups,
+    ImageBatch,
+    Usage,
+    initial_noise,
+    reward_table,
+    rollout,
+    sample_images,
+    score,
+)
+from flowrl.training.heldout import HeldoutMetrics
+from flowrl.training.trainer import Trainer
+from flowrl.types import Completion, Prompt, Tweedie
+from flowrl.worlds.base import World
 
-OWN = "its own"
-"""The key of the training's own reward among those of the task."""
+CUSTOM = "custom reward"
+"""The key of a training reward that is not one of the world's forms."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean scores by form, the seconds it took, and the scores and pictures of the first samples.
+    """Mean scores by form, the seconds they took, and the scores and images of the first samples.
 
-    `own` is the mean of the reward that training uses where that is not the task's; `image_scores` are then its scores too.
-    `beside` is what was measured beside it (`training.heldout`).
+    `custom_reward` is the mean of a training reward that is not the task's own; `image_scores` are then its scores. `heldout` are
+    the entries of `training.heldout.HeldoutMetrics.measure`.
     """
 
     scores: dict[str, float]
@@ -36,18 +47,18 @@ class Evaluation:
     images: Tensor
     image_scores: Tensor
     prompts: list[Prompt]
-    own: float | None = None
-    beside: dict[str, Any] = field(default_factory=dict)
+    custom_reward: float | None = None
+    heldout: dict[str, Any] = field(default_factory=dict)
 
     @property
     def incomplete(self) -> bool:
-        """Whether something beside the reward could not be measured."""
-        return None in (*self.beside.get("heldout", {}).values(), self.beside.get("diversity", 0.0))
+        """Whether a held-out metric could not be measured."""
+        return None in (*self.heldout.get("heldout", {}).values(), self.heldout.get("diversity", 0.0))
 
     def row(self, form: str) -> dict[str, Any]:
-        """What a metrics line records; "reward" is what training maximises: the score in its form, or a reward of its own."""
-        scores = {"reward": self.scores[form], **self.scores, "seconds": self.seconds, **self.beside}
-        return scores if self.own is None else {**scores, "reward": self.own}
+        """The entries of a metrics line; "reward" is what training maximises: the score in its form, or the custom reward."""
+        reward = self.scores[form] if self.custom_reward is None else self.custom_reward
+        return {"reward": reward, **self.scores, "seconds": self.seconds, **self.heldout}
 
 
 def evaluate(
@@ -61,53 +72,53 @@ def evaluate(
     keep: int = 8,
     reward: RewardModel | None = None,
     solver: str = "euler",
-    beside: Beside | None = None,
+    heldout_metrics: HeldoutMetrics | None = None,
     distributed: Distributed = Distributed(),
 ) -> Evaluation:
-    """Sample `count` held-out prompts (in turn, repeated where there are fewer) by `steps` ODE steps from fixed noise.
+    """Sample `count` images of the held-out prompts (in turn, repeatedly if there are fewer) by `steps` ODE steps and score them.
 
-    `reward`: one that is not the task's own, scored in addition. `solver`: see `rollout.solve`. `beside`: what else is measured.
-    The processes divide the samples between them; all get the full result (and each measures `beside` by itself).
-    Means leave out samples that a reward marked invalid; `RewardError` where it marked all of them.
+    The noise is the same in every evaluation. `reward`: scored in addition to the task's forms. `solver`: see `rollout.solve`.
+    `keep`: images in the result. The processes divide the samples; all get the full result. Means are over the
+    samples that a reward has not marked invalid; `RewardError` if none is left.
     """
     started = time.perf_counter()
     heldout = world.prompts(task, "heldout")
     prompts = [heldout[i % len(heldout)] for i in range(count)]
-    generator = torch.Generator().manual_seed(EVALUATION_SEED)
-    noise = torch.randn((count, *policy.latent_shape), generator=generator).to(policy.device)
     share = distributed.assign(count)
-    kept = count if beside is not None else keep
     models = {name: world.reward(name) for name in world.forms}
     if reward is not None:
-        models[OWN] = reward
+        models[CUSTOM] = reward
+    own: list[ImageBatch] = []
+
+    def sample(prompts: Sequence[Prompt], seed: int, rows: range) -> ImageBatch:
+        noise = initial_noise(policy, len(prompts), seed)
+        some = slice(rows.start, rows.stop)
+        return ImageBatch.cat(sample_images(policy, prompts[some], noise[some], steps, solver, max_batch))
 
     def work() -> tuple[dict[str, Tensor], Tensor]:
-        """The scores of this process's samples, and its pictures of those to be kept."""
-        rows = torch.arange(share.first, share.first + share.count, device=policy.device)
-        condition = policy.encode(prompts).take(rows)
-        latents = solve(solver, policy, policy.schedule(steps), condition, noise[rows], Usage(), max_batch)
-        latents = latents[share.own.start - share.first :][: len(share.own)]
-        if not share.own:
+        """The scores of this process's samples, and its images among the first `keep`."""
+        rows = range(share.first, share.first + share.count)
+        own.append(sample(prompts, EVALUATION_SEED, rows)[share.own.start - share.first :])
+        batch = own[0]
+        if not batch.prompts:
             return {name: torch.empty(0) for name in models}, torch.empty(0)
-        images = torch.cat([policy.decode(part) for part in latents.split(max_batch)])
-        texts = prompts[share.own.start : share.own.stop]
-        scores = {name: score(model, images, texts, invalid=True).cpu() for name, model in models.items()}
-        mine = images[: max(0, kept - share.own.start)]
-        return scores, mine if distributed.world_size == 1 else mine.cpu()
+        scores = {name: score(model, batch.images, batch.prompts, invalid=True).cpu() for name, model in models.items()}
+        return scores, batch.images[: max(0, keep - share.own.start)].cpu()
 
     with distributed.shared_errors():
         part = work()
     parts = distributed.gather(part)
     scores = {name: torch.cat([some[name] for some, _ in parts]) for name in models}
-    images = torch.cat([pictures for _, pictures in parts if len(pictures)])
-    own = None if reward is None else _mean(scores[OWN], type(reward).__name__)
+    images = torch.cat([some for _, some in parts if len(some)])
     means = {name: _mean(scores[name], name) for name in world.forms}
+    custom = None if reward is None else _mean(scores[CUSTOM], type(reward).__name__)
     seconds = time.perf_counter() - started
-    trained = scores[form if reward is None else OWN]
+    training = scores[form if reward is None else CUSTOM]
     found: dict[str, Any] = {}
-    if beside is not None:
-        found = beside.measure(images.to(policy.device), prompts, trained, Sampling(policy, heldout, steps, solver, max_batch))
-    return Evaluation(means, seconds, images[:keep].cpu(), trained[:keep], prompts[:keep], own, found)
+    if heldout_metrics is not None:
+        mine = training[share.own.start : share.own.stop]
+        found = heldout_metrics.measure(own[0], mine, heldout, sample, distributed)
+    return Evaluation(means, seconds, images, training[:keep], prompts[:keep], custom, found)
 
 
 def _mean(scores: Tensor, name: str) -> float:
@@ -117,31 +128,35 @@ def _mean(scores: Tensor, name: str) -> float:
     return float(scores.nanmean())
 
 
-@dataclass(frozen=True)
-class Grid:
-    """`images` [prompt, count, channel, height, width], their soft scores [prompt, count], and the prompts' texts."""
+def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int = 12) -> None:
+    """trajectory.json: rewards along the trajectories of one group of `members`, by ODE completion at every node.
 
-    images: Tensor
-    scores: Tensor
-    prompts: tuple[str, ...]
-
-
-def sample_grid(prompts: Sequence[str], weights: Path | None, world_name: str, count: int, steps: int, seed: int) -> Grid:
-    """`count` ODE samples per prompt; the same seed gives every model the same noise. Unknown words raise `ConfigError`."""
-    max_batch = 1024
-    if weights is None:
-        chosen = world(world_name)
-        parsed = [chosen.parse(text) for text in prompts]
-        policy = chosen.policy(PolicyOptions())
-    else:
-        policy, config = trained_policy(weights)
-        here = config.replace(device=str(policy.device))  # not that of the training, which may not exist here
-        chosen, max_batch = make_world(here), config.rollout.max_batch
-        parsed = [chosen.parse(text) for text in prompts]
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn((len(parsed) * count, *policy.latent_shape), generator=generator).to(policy.device)
-    everyone = [prompt for prompt in parsed for _ in range(count)]
-    latents = integrate(policy, policy.schedule(steps), policy.encode(everyone), noise, Usage(), max_batch)
-    images = policy.decode(latents)
-    scores = score(chosen.reward("soft"), images, everyone)
-    return Grid(images.cpu().unflatten(0, (len(parsed), count)), scores.cpu().view(len(parsed), count), tuple(prompts))
+    The member with the largest changes of reward is "chosen"; the file also has its rewards by one-step (Tweedie) estimates, and
+    trajectory.safetensors the images of its completions.
+    """
+    policy, prompt = trainer.policy, world.prompts(trainer.config.environment.task, "heldout")[0]
+    generator = torch.Generator(policy.device).manual_seed(7)
+    groups = Groups(1, members)
+    noise = groups.noise(policy.latent_shape, generator)
+    start = generator.get_state()
+    sampler = trainer.draw_sampler()
+    tables, estimates = [], {}
+    for probe in (Completion(), Tweedie()):
+        generator.set_state(start)
+        result = rollout(
+            policy, sampler, trainer.schedule, policy.encode([prompt]), noise, generator, groups, probe, Usage(),
+            trainer.config.rollout.max_batch,
+        )  # fmt: skip
+        tables.append(reward_table(policy, trainer.reward, result, [prompt])[0])
+        estimates = estimates or result.estimates
+    chosen = int(tables[0].diff(dim=1).abs().sum(1).nan_to_num(-1.0).argmax())
+    record = {
+        "prompt": prompt.text,
+        "chosen": chosen,
+        "rewards": tables[0][chosen].tolist(),
+        "members": tables[0].tolist(),
+        "tweedie": tables[1][chosen].tolist(),
+    }
+    write_json(folder / "trajectory.json", record)
+    images = torch.cat([policy.decode(estimates[node][chosen : chosen + 1]) for node in sorted(estimates)])
+    write_bytes(folder / "trajectory.safetensors", save({"images": images.cpu().contiguous()}))

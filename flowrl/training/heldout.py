@@ -1,51 +1,41 @@
-"""What an evaluation measures beside the reward, so that a reward that is being hacked shows: held-out rewards, and diversity.
+"""Held-out rewards and diversity: measurements that no training reward optimises and that therefore reveal reward hacking.
 
-Nothing here takes part in training. What cannot be measured (a model whose weights are missing, a server that is down) is a
-warning and `None` in the metrics; the run goes on.
+A measurement that fails (missing weights, a server that is down) becomes a warning and `None` in the metrics; the run goes on.
 """
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowrl.distributed import Distributed
 from flowrl.errors import RewardError, require
-from flowrl.protocols import Features, FlowPolicy, RewardModel
+from flowrl.protocols import Features, RewardModel
 from flowrl.registry import KINDS, build
 from flowrl.rewards import FunctionReward, NoisyReward
 from flowrl.rewards.diversity import group_features, pairwise_diversity
-from flowrl.rollout import Usage, score, solve
+from flowrl.rollout import ImageBatch, score
+from flowrl.training.config import RunConfig
 from flowrl.types import Prompt
 from flowrl.worlds.base import World
 
-if TYPE_CHECKING:
-    from flowrl.training.config import RunConfig
-
 DIVERSITY_SEED = 20241
 COMBINATIONS = ("weighted-sum", "clipped", "remote", "remote-sum")
-"""Rewards by name that take whatever the rewards within them take; all others by name read pictures."""
+"""Built-in rewards that accept whatever their components accept; all other built-in rewards read images."""
+
+SampleRows = Callable[[Sequence[Prompt], int, range], ImageBatch]
+"""From all prompts, a noise seed and the numbers of some of them: the samples of these numbers."""
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How an evaluation samples: its policy, held-out prompts, ODE steps and solver, and latents per network call."""
+class HeldoutMetrics:
+    """Held-out `rewards` by name, and the `features` in which diversity is measured (None: diversity is not measured).
 
-    policy: FlowPolicy
-    prompts: Sequence[Prompt]
-    steps: int
-    solver: str
-    max_batch: int
-
-
-@dataclass(frozen=True)
-class Beside:
-    """Held-out `rewards` by name, and the `features` that diversity is measured in (None: it is not).
-
-    `noise`, `bias` and `seed` are the errors of the training reward (`rewards.NoisyReward`), which an evaluation is otherwise
-    without; the diversity is that of `members` samples of each of `prompts` held-out prompts, from noise of their own.
+    `noise`, `bias` and `seed` are the errors of the training reward (`rewards.NoisyReward`), which the other scores of an
+    evaluation leave out. Diversity is that of `samples` images of each of the first `prompts` held-out prompts.
     """
 
     rewards: Mapping[str, RewardModel]
@@ -54,86 +44,110 @@ class Beside:
     bias: float = 0.0
     seed: int = 0
     prompts: int = 8
-    members: int = 8
+    samples: int = 8
 
-    def measure(self, images: Tensor, prompts: Sequence[Prompt], trained: Tensor, sampling: Sampling) -> dict[str, Any]:
-        """What a metrics line records beside the reward.
+    def measure(
+        self, batch: ImageBatch, training_scores: Tensor, heldout: Sequence[Prompt], sample: SampleRows, distributed: Distributed
+    ) -> dict[str, Any]:
+        """The entries of a metrics line. The processes divide the work; all get the full result.
 
-        "proxy": the mean of what training maximises on these `images` [sample, channel, height, width], its errors included, from
-        the scores `trained` [sample] without them. "heldout": each held-out reward's mean over valid samples, None where it
-        failed. "diversity": the mean over prompts of `rewards.diversity.pairwise_diversity`, where it is measured.
+        `batch`: this process's evaluation samples, with their error-free `training_scores` [sample]. "proxy": the mean training
+        reward, errors included. "heldout": each held-out reward's mean over valid samples. "diversity": the mean over prompts of
+        `rewards.diversity.pairwise_diversity` of other samples, which `sample` draws for the prompts `heldout`.
         """
+        with distributed.shared_errors():
+            part = self._scores(batch, training_scores), self._diversity(heldout, sample, distributed)
+        parts = distributed.gather(part)
         found: dict[str, Any] = {}
         if self.rewards:
-            known = FunctionReward(lambda i, p: trained.to(i.device), marks_invalid=True)
-            proxy = score(NoisyReward(known, self.noise, self.bias, self.seed), images, prompts, invalid=True)
-            found["proxy"] = float(proxy.nanmean())
+            found["proxy"] = float(torch.cat([proxy for (proxy, _), _ in parts]).nanmean())
             found["heldout"] = {
-                name: _or_none(f"held-out reward {name}", lambda model=model: _mean(model, images, prompts))
-                for name, model in self.rewards.items()
+                name: _mean_or_none(f"held-out reward {name}", [scores[name] for (_, scores), _ in parts])
+                for name in self.rewards
             }
         if self.features is not None:
-            found["diversity"] = _or_none("diversity", lambda: self._diversity(sampling))
+            found["diversity"] = _mean_or_none("diversity", [diversity for _, diversity in parts])
         return found
 
-    def _diversity(self, sampling: Sampling) -> float:
-        assert self.features is not None
-        policy = sampling.policy
-        chosen = [prompt for prompt in sampling.prompts[: self.prompts] for _ in range(self.members)]
-        generator = torch.Generator().manual_seed(DIVERSITY_SEED)
-        noise = torch.randn((len(chosen), *policy.latent_shape), generator=generator).to(policy.device)
-        schedule, condition = policy.schedule(sampling.steps), policy.encode(chosen)
-        latents = solve(sampling.solver, policy, schedule, condition, noise, Usage(), sampling.max_batch)
-        images = torch.cat([policy.decode(part) for part in latents.split(sampling.max_batch)])
-        groups = (len(chosen) // self.members, self.members)
-        return float(pairwise_diversity(group_features(self.features, images, latents, groups)).mean())
+    def _scores(self, batch: ImageBatch, training_scores: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
+        """The proxy and every held-out reward of this process's samples [sample]; None for a reward that failed."""
+        if not self.rewards or not batch.prompts:
+            return torch.empty(0), {name: torch.empty(0) for name in self.rewards}
+        known = FunctionReward(lambda images, _: training_scores.to(images.device), marks_invalid=True)
+        proxy = score(NoisyReward(known, self.noise, self.bias, self.seed), batch.images, batch.prompts, invalid=True)
+        return proxy.cpu(), {
+            name: _or_none(f"held-out reward {name}", lambda model=model: score(model, batch.images, batch.prompts, invalid=True))
+            for name, model in self.rewards.items()
+        }
+
+    def _diversity(self, heldout: Sequence[Prompt], sample: SampleRows, distributed: Distributed) -> Tensor | None:
+        """Diversity of this process's prompts [prompt]; None if the features failed."""
+        if self.features is None:
+            return None
+        features, chosen = self.features, heldout[: self.prompts]
+        share = distributed.assign(len(chosen))
+        repeated = [prompt for prompt in chosen for _ in range(self.samples)]
+        rows = range(share.first * self.samples, (share.first + share.count) * self.samples)
+        batch = sample(repeated, DIVERSITY_SEED, rows)[(share.own.start - share.first) * self.samples :]
+        groups = (len(share.own), self.samples)
+        if not share.own:
+            return torch.empty(0)
+        return _or_none("diversity", lambda: pairwise_diversity(group_features(features, batch.images, batch.latents, groups)))
 
 
-def make_beside(config: "RunConfig", world: World) -> Beside | None:
-    """What `config` wants measured beside the reward in `world`; None where that is nothing.
+def make_heldout_metrics(config: RunConfig, world: World) -> HeldoutMetrics | None:
+    """The held-out metrics of `config` in `world`; None if it asks for none.
 
-    Raises `ConfigError` for a reward or features that do not exist or do not fit the world; nothing is loaded yet.
+    Raises `ConfigError` for a reward or features that do not exist or do not fit the world; no weights are loaded yet.
     """
-    if not config.evaluation.heldout_rewards and not config.evaluation.diversity:
+    evaluation, environment = config.evaluation, config.environment
+    if not evaluation.heldout_rewards and not evaluation.diversity:
         return None
-    features = (
-        build("features", config.evaluation.diversity, device=config.policy.device) if config.evaluation.diversity else None
-    )
-    return Beside(
-        {spec: _heldout(spec, config, world) for spec in config.evaluation.heldout_rewards},
+    features = build("features", evaluation.diversity, device=config.policy.device) if evaluation.diversity else None
+    return HeldoutMetrics(
+        {spec: _heldout_reward(spec, config, world) for spec in evaluation.heldout_rewards},
         features,
-        config.environment.reward_noise,
-        config.environment.reward_bias,
+        environment.reward_noise,
+        environment.reward_bias,
         config.seed,
-        config.evaluation.diversity_prompts,
-        config.evaluation.diversity_samples,
+        evaluation.diversity_prompts,
+        evaluation.diversity_samples,
     )
 
 
-def _heldout(spec: str, config: "RunConfig", world: World) -> RewardModel:
+def _heldout_reward(spec: str, config: RunConfig, world: World) -> RewardModel:
     if spec in world.qualities:
         return world.qualities[spec]()
     if spec in world.forms and not config.policy.model:
         return world.reward(spec)
     name = spec.partition("(")[0].strip()
-    reads_pictures = name in KINDS["reward"].built_in and name not in COMBINATIONS
-    own = ", ".join([*world.forms, *world.qualities])
-    allowed = f"{own} or path/to/file.py:Class; {name} scores pictures, and the {world.name} world has points"
-    require(world.name != "mixture" or not reads_pictures, "heldout_rewards", spec, allowed)
+    reads_images = name in KINDS["reward"].built_in and name not in COMBINATIONS
+    available = ", ".join([*world.forms, *world.qualities])
+    allowed = f"{available} or path/to/file.py:Class; {name} scores images, and the {world.name} world has points"
+    require(world.name != "mixture" or not reads_images, "heldout_rewards", spec, allowed)
     return build("reward", spec, device=config.policy.device)
 
 
-def _mean(model: RewardModel, images: Tensor, prompts: Sequence[Prompt]) -> float:
-    scores = score(model, images, prompts, invalid=True)
-    if bool(scores.isnan().all()):
-        raise RewardError(f"all {len(scores)} samples were marked invalid")
-    return float(scores.nanmean())
-
-
-def _or_none(what: str, measure: Callable[[], float]) -> float | None:
-    """The number; or a warning and None, whatever went wrong."""
-    try:
-        return measure()
-    except Exception as error:
-        warnings.warn(f"{what} could not be measured and is left out: {type(error).__name__}: {error}", stacklevel=2)
+def _mean_or_none(name: str, parts: Sequence[Tensor | None]) -> float | None:
+    """The mean over the valid values of all processes; None if a process failed, or with a warning if no value is valid."""
+    values = [part for part in parts if part is not None]
+    if len(values) < len(parts):
         return None
+    found = torch.cat(values)
+    if bool(found.isnan().all()):
+        _warn(name, RewardError(f"all {len(found)} samples were marked invalid"))
+        return None
+    return float(found.nanmean())
+
+
+def _or_none(name: str, measure: Callable[[], Tensor]) -> Tensor | None:
+    """The values on the CPU; None and a warning if `measure` raises."""
+    try:
+        return measure().cpu()
+    except Exception as error:
+        _warn(name, error)
+        return None
+
+
+def _warn(name: str, error: Exception) -> None:
+    warnings.warn(f"{name} could not be measured and is left out: {type(error).__name__}: {error}", stacklevel=2)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.diagnostics.compute import peak_memory_during
 from flowrl.errors import TrainingError
 from flowrl.training.trainer import Trainer
 from flowrl.types import Condition
@@ -195,15 +196,6 @@ SHARE = 0.95
 """Of the free memory; the rest is lost to fragmentation."""
 
 
-def cuda_peak(work: Callable[[], None]) -> int:
-    """The most bytes that PyTorch had in use on the GPU during `work`."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    work()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
-
-
 def cuda_room() -> float:
     """Bytes that this process may use: what is free, and what PyTorch holds already."""
     free, _ = torch.cuda.mem_get_info()
@@ -224,7 +216,9 @@ def out_of_memory() -> Iterator[None]:
 
 
 def memory_notices(
-    trainer: Trainer, peak: Callable[[Callable[[], None]], int] = cuda_peak, room: Callable[[], float] = cuda_room
+    trainer: Trainer,
+    peak: Callable[[Callable[[], None], torch.device], int] = peak_memory_during,
+    room: Callable[[], float] = cuda_room,
 ) -> list[Notice]:
     """Whether `micro_batch` (velocities with a gradient) and `max_batch` (without) will fit; costs four small network calls.
 
@@ -247,7 +241,7 @@ def memory_notices(
             try:
                 _velocities(trainer, 1, train)  # what is allocated once and for all: handles, workspaces
                 peaks = [
-                    Peak(batch, peak(lambda batch=batch, train=train: _velocities(trainer, batch, train)))
+                    Peak(batch, peak(lambda batch=batch, train=train: _velocities(trainer, batch, train), trainer.policy.device))
                     for batch in (small, large)
                 ]
             except torch.OutOfMemoryError:

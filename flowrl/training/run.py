@@ -21,12 +21,11 @@ from flowrl.training import logging as lines
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors
 from flowrl.training.config import RunConfig
-from flowrl.training.evaluation import Evaluation, evaluate
-from flowrl.training.heldout import Beside, make_beside
+from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
+from flowrl.training.heldout import HeldoutMetrics, make_heldout_metrics
 from flowrl.training.logging import Journal
 from flowrl.training.monitors import Limits, Notice, memory_notices, notices, out_of_memory
 from flowrl.training.nonfinite import NonFiniteError
-from flowrl.training.showcase import show_trajectory
 from flowrl.training.trainer import Trainer
 from flowrl.worlds.base import World
 
@@ -56,7 +55,7 @@ class Run:
     stop: Callable[[], bool] = lambda: False
     shared: Path | None = None
     distributed: Distributed = Distributed()
-    _beside: Beside | None = field(default=None, init=False, repr=False)
+    _heldout: HeldoutMetrics | None = field(default=None, init=False, repr=False)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end, or with `resume` go on from the last checkpoint, or from the one named `start`, whose successors are
@@ -75,7 +74,7 @@ class Run:
         if (self.folder / "metrics.jsonl").exists() and not resume:
             raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
         world = make_world(self.config)
-        self._beside = make_beside(self.config, world)
+        self._heldout = make_heldout_metrics(self.config, world)
         method = make_method(self.config)
         reward = make_reward(self.config)  # before the policy: what is wrong here is told without waiting for a large model
         policy = world.policy(policy_options(self.config))
@@ -184,7 +183,7 @@ class Run:
                 if c.policy.model
                 else ()
             ),
-            *_beside_settings(c),
+            *_heldout_settings(c),
         ]
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
         kept = None if self.shared is None else self.shared / f"untrained-{key}.safetensors"
@@ -239,7 +238,7 @@ class Run:
         return evaluate(
             policy, world, c.environment.task, c.environment.reward_form, c.evaluation.eval_samples, c.evaluation.eval_steps,
             c.rollout.max_batch,
-            reward=own, solver=c.evaluation.eval_solver, beside=self._beside, distributed=self.distributed,
+            reward=own, solver=c.evaluation.eval_solver, heldout_metrics=self._heldout, distributed=self.distributed,
         )  # fmt: skip
 
     def _evaluate(self, trainer: Trainer, world: World) -> Evaluation:
@@ -288,7 +287,7 @@ class Run:
     def _export(self, folder: Path, trainer: Trainer, world: World) -> None:
         """What the averaged weights are, and a trajectory that they draw."""
         with trainer.averaged():
-            show_trajectory(folder, trainer, world)
+            write_trajectory(folder, trainer, world)
             if isinstance(trainer.policy, Exportable):
                 trainer.policy.save(folder / self.config.policy.tuning)
         average = full_tensors(dict(zip(trainer.names, trainer.average, strict=True)))
@@ -296,8 +295,8 @@ class Run:
             write_bytes(folder / "weights.safetensors", save({name: mean.contiguous() for name, mean in average.items()}))
 
 
-def _beside_settings(c: RunConfig) -> list[Any]:
-    """What the measurements beside the reward depend on; empty where there are none."""
+def _heldout_settings(c: RunConfig) -> list[Any]:
+    """The settings that held-out metrics depend on; empty if there are none."""
     if not c.evaluation.heldout_rewards and not c.evaluation.diversity:
         return []
     groups = (c.evaluation.diversity_prompts, c.evaluation.diversity_samples)

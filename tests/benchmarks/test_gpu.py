@@ -8,7 +8,16 @@ import gpu_cases
 import pytest
 import torch
 
-from flowrl.diagnostics.compute import Meter, MeteredFamily, NetworkCost, PhaseWork, matrix_product_ceiling, network_cost
+from flowrl.diagnostics.compute import (
+    Meter,
+    MeteredFamily,
+    NetworkCost,
+    PhaseWork,
+    matrix_product_ceiling,
+    network_cost,
+    peak_memory,
+    peak_memory_during,
+)
 from flowrl.policies.architectures import ARCHITECTURES, RandomEmbeddings
 from flowrl.policies.pipeline import PipelinePolicy
 from flowrl.policies.sd3 import SD3
@@ -103,6 +112,17 @@ def test_the_backward_pass_is_the_networks_time():
     meter.phase("")
     assert meter.work["update"].network_seconds > 0.5 * meter.work["update"].seconds
     assert PhaseWork().operations(NetworkCost(1, 1)) == 0
+
+
+def test_the_peak_memory_of_this_process():
+    """In bytes: a process that has loaded PyTorch takes more than 100 MB, and the peak never falls."""
+    cpu = torch.device("cpu")
+    before = peak_memory(cpu)
+    held = []
+    after = peak_memory_during(lambda: held.append(torch.ones(2 * before // 4)), cpu)
+    assert 1e8 < before < 1e12 and after > 1.9 * before
+    held.clear()
+    assert peak_memory(cpu) >= after
 
 
 def test_a_ceiling_is_a_rate():

@@ -10,6 +10,7 @@ from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.protocols import PolicyLoss
 from flowrl.rollout import Groups, rollout
+from flowrl.rollout.loss_batch import LossBatches
 from flowrl.samplers import AllButLast, FlowSDE
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import preset

@@ -12,8 +12,7 @@ import torch
 from jinja2 import UndefinedError
 from safetensors.torch import save_file
 
-from flowrl.diagnostics.paired import Comparison as WeightComparison
-from flowrl.diagnostics.paired import Draw, Pictures, compare_scores
+from flowrl.diagnostics.weight_comparison import SamplingSettings, ScoredImages, WeightComparison, compare_scores
 from flowrl.plots.figures import curves, phases
 from flowrl.plots.images import image_grid
 from flowrl.plots.pages import inline, markdown_code, render
@@ -157,10 +156,10 @@ def weight_comparison(channels=3, size=8):
     generator = torch.Generator().manual_seed(0)
     sides = [torch.rand(3, 2, generator=generator) for _ in range(2)]
     shown = [torch.rand(2, channels, size, size, generator=generator) for _ in range(2)]
-    base, trained = (Pictures({EVIL: scores}, images) for scores, images in zip(sides, shown, strict=True))
+    base, trained = (ScoredImages({EVIL: scores}, images) for scores, images in zip(sides, shown, strict=True))
     facts = {"command": EVIL, "weights": EVIL, "guidance": 1.5, "resolution": None}
     return WeightComparison(
-        {EVIL: compare_scores(*sides)}, base, trained, ("a fox", EVIL, "a hat"), Draw(steps=3, count=2), facts
+        {EVIL: compare_scores(*sides)}, base, trained, ("a fox", EVIL, "a hat"), SamplingSettings(steps=3, count=2), facts
     )
 
 

@@ -128,7 +128,7 @@ def compared(distributed):
             evaluate(policy, world, "direction", "soft", count, 5, keep=7, reward=world.reward("strict"), distributed=some)
             for some in (Distributed(), distributed)
         )
-        for part in ("scores", "images", "image_scores", "own"):
+        for part in ("scores", "images", "image_scores", "custom_reward"):
             found[f"evaluation of {count}: {part}"] = largest_difference(getattr(alone, part), getattr(together, part))
     return found
 

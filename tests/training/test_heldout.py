@@ -1,4 +1,4 @@
-"""Aids against reward hacking: held-out rewards and diversity beside the reward, and the figure of proxy against held-out."""
+"""Measurements that reveal reward hacking: held-out rewards and diversity, and the figure of proxy against held-out rewards."""
 
 import json
 import math
@@ -10,17 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.cli import main
+from flowrl.distributed import Distributed
 from flowrl.errors import ConfigError, RewardError
 from flowrl.plots.figures import proxy_and_heldout
 from flowrl.registry import build
 from flowrl.rewards import FunctionReward, NoisyReward
 from flowrl.rewards.clip import load_encoder
 from flowrl.rewards.diversity import ClipFeatures, LatentFeatures, PixelFeatures, group_features, pairwise_diversity
+from flowrl.rollout import ImageBatch
 from flowrl.testing import check_reward
 from flowrl.testing.tiny import tiny_clip, tiny_sd3
-from flowrl.training.build import make_world, policy_options
+from flowrl.training.build import make_world
 from flowrl.training.config import RunConfig, preset
-from flowrl.training.heldout import Sampling, make_beside
+from flowrl.training.heldout import make_heldout_metrics
 from flowrl.training.results import load_run, short
 from flowrl.training.run import Run
 from flowrl.types import Prompt
@@ -157,7 +159,7 @@ def test_density_of_points():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"world": "mixture", "heldout_rewards": ("jpeg-compressibility",)}, "scores pictures, and the mixture world has points"),
+        ({"world": "mixture", "heldout_rewards": ("jpeg-compressibility",)}, "scores images, and the mixture world has points"),
         ({"world": "mixture", "heldout_rewards": ("clarity",)}, "unknown reward 'clarity'"),
         ({"heldout_rewards": ("clarty",)}, "unknown reward 'clarty'"),
         ({"heldout_rewards": ("ocr(speed=1)",)}, "has no option speed"),
@@ -167,7 +169,7 @@ def test_density_of_points():
 def test_what_does_not_exist_or_fit_is_refused_before_the_run(changes, told, tmp_path):
     config = preset("tiny").apply(**changes)
     with pytest.raises(ConfigError, match=told):
-        make_beside(config, make_world(config))
+        make_heldout_metrics(config, make_world(config))
     with pytest.raises(ConfigError, match=told):
         Run(config, tmp_path / "run").execute()
     assert not (tmp_path / "run").exists()
@@ -180,7 +182,7 @@ def test_settings_are_checked_and_kept():
         RunConfig.of(diversity_samples=1)
     config = RunConfig.of(heldout_rewards=("clarity", "ocr"), diversity="pixels")
     assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config and hash(config)
-    assert make_beside(RunConfig(), world("shapes")) is None
+    assert make_heldout_metrics(RunConfig(), world("shapes")) is None
 
 
 # --- in a run -------------------------------------------------------------------------------------------------------
@@ -212,19 +214,22 @@ def test_measuring_changes_no_number_of_the_run(tmp_path):
         assert one == other
 
 
+def no_samples(prompts, seed, rows):
+    raise AssertionError("diversity is not measured")
+
+
 def test_the_proxy_has_the_errors_of_training(tmp_path):
     found = mixture_run(tmp_path / "run", heldout_rewards=("density",), reward_bias=10.0).evaluations[-1]["evaluation"]
     assert abs(found["proxy"] - found["reward"]) > 0.01
     config = preset("tiny").apply(world="mixture", heldout_rewards=("density",), reward_bias=2.0, reward_noise=0.5, seed=3)
-    beside = make_beside(config, make_world(config))
-    assert beside is not None
-    points, own = torch.randn(6, 2, 1, 1), torch.rand(6)
-    own[4] = float("nan")
+    metrics = make_heldout_metrics(config, make_world(config))
+    assert metrics is not None
+    points, scores = torch.randn(6, 2, 1, 1), torch.rand(6)
+    scores[4] = float("nan")
     prompts = [Prompt("towards 0 degrees")] * 6
-    wanted = NoisyReward(FunctionReward(lambda i, p: own, True), 0.5, 2.0, 3).score(points, prompts)[~own.isnan()].mean()
-    policy = make_world(config).policy(policy_options(config))
-    measured = beside.measure(points, prompts, own, Sampling(policy, prompts, 2, "euler", 8))
-    assert measured["proxy"] == pytest.approx(float(wanted))
+    expected = NoisyReward(FunctionReward(lambda i, p: scores, True), 0.5, 2.0, 3).score(points, prompts)[~scores.isnan()].mean()
+    measured = metrics.measure(ImageBatch(points, points, prompts), scores, prompts, no_samples, Distributed())
+    assert measured["proxy"] == pytest.approx(float(expected))
 
 
 @pytest.mark.filterwarnings("ignore:diversity could not be measured")

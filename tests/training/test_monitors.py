@@ -225,7 +225,7 @@ def test_measuring_memory_changes_nothing_and_names_what_fits():
     run, other = trainer(TINY.replace(micro_batch=100, max_batch=6)), trainer(TINY.replace(micro_batch=100, max_batch=6))
     peaks = iter([3 * 10**9, 5 * 10**9, 10**9, 2 * 10**9])  # 1 + n GB with a gradient, n / 2 GB without
 
-    def peak(work):
+    def peak(work, device):
         work()
         return next(peaks)
 
@@ -235,7 +235,7 @@ def test_measuring_memory_changes_nothing_and_names_what_fits():
     first, second = run.iteration(), other.iteration()
     assert first["loss"] == second["loss"] and first["reward_mean"] == second["reward_mean"]
 
-    def too_much(work):
+    def too_much(work, device):
         raise torch.OutOfMemoryError
 
     assert [notice.text.split(" will")[0] for notice in memory_notices(run, too_much)] == ["micro_batch 100", "max_batch 6"]
@@ -256,13 +256,16 @@ def test_a_gpu_that_is_full_before_the_first_measurement_is_told_too(monkeypatch
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_measured_memory_grows_with_the_batch():
-    from flowrl.training.monitors import _velocities, cuda_peak, cuda_room
+    from flowrl.diagnostics.compute import peak_memory_during
+    from flowrl.training.monitors import _velocities, cuda_room
 
     run = trainer(preset("tiny").apply(device="cuda"))
     _velocities(run, 1, True)
-    small, large = (cuda_peak(lambda batch=batch: _velocities(run, batch, True)) for batch in (64, 128))
+    small, large = (
+        peak_memory_during(lambda batch=batch: _velocities(run, batch, True), run.policy.device) for batch in (64, 128)
+    )
     assert 0 < small < large < cuda_room()
-    big = cuda_peak(lambda: _velocities(run, 1024, True))
+    big = peak_memory_during(lambda: _velocities(run, 1024, True), run.policy.device)
     assert predicted_bytes(Peak(64, small), Peak(128, large), 1024) == pytest.approx(big, rel=0.1)
 
 

@@ -13,9 +13,9 @@ from flowrl.settings import grouped, read_settings, settings_text
 from flowrl.testing.tiny import tiny_clip, tiny_detector, tiny_flux, tiny_sd3
 from flowrl.training.build import make_world, trial_schedule
 from flowrl.training.config import RunConfig, load_config, preset
+from flowrl.training.evaluation import write_trajectory
 from flowrl.training.presets import combinations, shipped
 from flowrl.training.results import load_run
-from flowrl.training.showcase import show_trajectory
 
 FLOW, STEPWISE, TURNING = "flow-grpo", "stepwise-flow-grpo", "tp-grpo"
 SD3, FLUX = "sd3.5-medium", "flux.1-dev"
@@ -114,7 +114,7 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     if task == "ocr":
         pytest.importorskip("rapidocr")
     root, rewards = tiny
-    monkeypatch.setattr(show_trajectory, "__defaults__", (2,))  # of twelve trajectories
+    monkeypatch.setattr(write_trajectory, "__defaults__", (2,))  # of twelve trajectories
     own = {**SMALL, "model": str(root / model), "reward": rewards[task], "tracker": "none"}
     if task == "geneval":  # the tiny detector knows four classes
         (tmp_path / "objects.jsonl").write_text(OBJECTS)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.protocols import FlowPolicy
-from flowrl.rollout import Usage, integrate
+from flowrl.rollout import EVALUATION_SEED, Usage, integrate
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import RunConfig
-from flowrl.training.evaluation import EVALUATION_SEED, evaluate
+from flowrl.training.evaluation import evaluate
 from flowrl.training.trainer import Trainer
 from flowrl.worlds.base import World
 

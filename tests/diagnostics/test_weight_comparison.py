@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from flowrl.cli import main
-from flowrl.diagnostics.paired import Draw, compare_scores, draw_and_score
+from flowrl.diagnostics.weight_comparison import SamplingSettings, compare_scores, sample_and_score
 from flowrl.errors import ConfigError
 from flowrl.rewards.combine import FunctionReward
 from flowrl.testing.tiny import tiny_sd3
@@ -164,15 +164,17 @@ def test_invalid_pairs_are_left_out():
     assert single.difference == 1.0 and math.isnan(single.low)
 
 
-def test_pictures_do_not_depend_on_batches():
+def test_images_do_not_depend_on_batches():
     chosen = world("shapes")
     policy, prompts = chosen.policy(PolicyOptions()), chosen.prompts("compositional", "heldout")[:3]
     reward = {"bright": FunctionReward(lambda images, _: images.mean((1, 2, 3)))}
-    whole, parts = (draw_and_score(policy, prompts, reward, Draw(steps=3, count=2, batch=batch, shown=2)) for batch in (64, 4))
+    whole, parts = (
+        sample_and_score(policy, prompts, reward, SamplingSettings(steps=3, count=2, batch=batch, shown=2)) for batch in (64, 4)
+    )
     torch.testing.assert_close(whole.scores["bright"], parts.scores["bright"], atol=1e-5, rtol=0)
     assert whole.shown.shape == parts.shown.shape == (2, 3, 64, 64)
-    one = draw_and_score(policy, prompts, reward, Draw(steps=3, count=1, batch=64))
-    assert not torch.equal(whole.scores["bright"][1:, 0], one.scores["bright"][1:, 0])  # picture j of prompt i: noise i count + j
+    one = sample_and_score(policy, prompts, reward, SamplingSettings(steps=3, count=1, batch=64))
+    assert not torch.equal(whole.scores["bright"][1:, 0], one.scores["bright"][1:, 0])  # image j of prompt i: noise i count + j
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""From prompts and noise to decoded images, batch by batch."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import require
+from flowrl.protocols import FlowPolicy, PromptEmbedding
+from flowrl.rollout.solvers import Usage, solve
+from flowrl.types import Prompt
+
+EVALUATION_SEED = 20240
+"""Seed of the noise that evaluations share, so that their scores are comparable."""
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """`images` [sample, channel, height, width], the `latents` [sample, *latent] they were decoded from, and their prompts."""
+
+    images: Tensor
+    latents: Tensor
+    prompts: Sequence[Prompt]
+
+    @staticmethod
+    def cat(batches: Iterable["ImageBatch"]) -> "ImageBatch":
+        """Concatenate along the samples."""
+        found = list(batches)
+        images, latents = torch.cat([batch.images for batch in found]), torch.cat([batch.latents for batch in found])
+        return ImageBatch(images, latents, [prompt for batch in found for prompt in batch.prompts])
+
+    def __getitem__(self, samples: slice) -> "ImageBatch":
+        return ImageBatch(self.images[samples], self.latents[samples], self.prompts[samples])
+
+
+def initial_noise(policy: FlowPolicy, count: int, seed: int = EVALUATION_SEED) -> Tensor:
+    """Standard normal x_T [sample, *latent] of `count` samples, drawn on the CPU so that it does not depend on the device."""
+    return torch.randn((count, *policy.latent_shape), generator=torch.Generator().manual_seed(seed))
+
+
+def sample_images(
+    policy: FlowPolicy,
+    prompts: Sequence[Prompt],
+    noise: Iterable[Tensor],
+    num_steps: int,
+    solver: str = "euler",
+    max_batch: int = 256,
+) -> Iterator[ImageBatch]:
+    """Solve the probability-flow ODE from `noise` for every prompt and decode; yields batches of at most `max_batch` samples.
+
+    `noise`: one latent per prompt, as a tensor [sample, *latent] or as a generator that draws latents when they are needed.
+    `solver`: see `solve`. A policy with text encoders embeds all prompts before the first batch. Images are on the policy's
+    device. Raises `ConfigError` for an unknown solver or too few latents.
+    """
+    require(max_batch >= 1, "max_batch", max_batch, "1 or more")
+    if isinstance(policy, PromptEmbedding):
+        policy.warm(prompts)
+    schedule, latents = policy.schedule(num_steps), iter(noise)
+    for start in range(0, len(prompts), max_batch):
+        batch = prompts[start : start + max_batch]
+        drawn = list(islice(latents, len(batch)))
+        require(len(drawn) == len(batch), "noise", start + len(drawn), f"one latent for each of the {len(prompts)} prompts")
+        final = solve(solver, policy, schedule, policy.encode(batch), torch.stack(drawn).to(policy.device), Usage(), max_batch)
+        yield ImageBatch(policy.decode(final), final, batch)

@@ -1,0 +1,109 @@
+"""Evaluation: several processes divide the samples and the held-out metrics, and all get what one process computes."""
+
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from flowrl.distributed import Distributed
+from flowrl.rewards import FunctionReward
+from flowrl.rewards.diversity import PixelFeatures
+from flowrl.training.evaluation import Evaluation, evaluate
+from flowrl.training.heldout import HeldoutMetrics
+from flowrl.worlds.base import world
+
+WORLD = world("mixture")
+
+
+@dataclass
+class Exchange:
+    """What the threads exchange."""
+
+    size: int
+    slots: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.slots, self.barrier = [None] * self.size, threading.Barrier(self.size)
+
+
+class Threads(Distributed):
+    """Threads in the place of processes: `gather` without a network."""
+
+    def __init__(self, rank: int, exchange: Exchange):
+        super().__init__(rank, exchange.size)
+        object.__setattr__(self, "exchange", exchange)
+
+    def any(self, flag):
+        return any(self.gather(flag))
+
+    def gather(self, value):
+        self.exchange.slots[self.rank] = value
+        self.exchange.barrier.wait(60)
+        found = list(self.exchange.slots)
+        self.exchange.barrier.wait(60)
+        return found
+
+
+def evaluated(policy, count, metrics, distributed) -> Evaluation:
+    strict = WORLD.reward("strict")
+    return evaluate(
+        policy, WORLD, "direction", "soft", count, 5, keep=5, reward=strict, heldout_metrics=metrics, distributed=distributed
+    )
+
+
+def by_threads(size, policy, count, metrics) -> list[Evaluation]:
+    exchange = Exchange(size)
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(evaluated, policy, count, metrics, Threads(rank, exchange)) for rank in range(size)]
+        return [future.result() for future in futures]
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 9), (3, 4), (3, 2)])
+def test_processes_divide_the_samples_and_the_heldout_metrics(mixture_policy, size, count):
+    rows = []
+
+    def mean_x(images, prompts):
+        rows.append(len(images))
+        return images[:, 0, 0, 0]
+
+    rewards = {"density": WORLD.qualities["density"](), "x": FunctionReward(mean_x)}
+    metrics = HeldoutMetrics(rewards, PixelFeatures(), noise=0.3, bias=0.5, seed=1, prompts=5, samples=3)
+    alone = evaluated(mixture_policy, count, metrics, Distributed())
+    assert set(alone.heldout) == {"proxy", "heldout", "diversity"} and rows == [count]
+    rows.clear()
+    for found in by_threads(size, mixture_policy, count, metrics):
+        assert found.prompts == alone.prompts and not found.incomplete
+        torch.testing.assert_close(found.images, alone.images)
+        torch.testing.assert_close(found.image_scores, alone.image_scores)
+        one, other = alone.row("soft"), found.row("soft")
+        for key in one.keys() - {"seconds", "heldout"}:
+            assert other[key] == pytest.approx(one[key], abs=1e-6), key
+        assert other["heldout"] == pytest.approx(one["heldout"], abs=1e-5)
+    assert sum(rows) == count and max(rows) == -(-count // size), "each sample is scored once"
+
+
+def test_a_heldout_reward_that_fails_in_one_process_is_left_out_in_all(mixture_policy):
+    def fails(images, prompts):
+        if threading.current_thread().name.endswith("_1"):
+            raise RuntimeError("the card is on fire")
+        return images[:, 0, 0, 0]
+
+    metrics = HeldoutMetrics({"broken": FunctionReward(fails), "density": WORLD.qualities["density"]()})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        results = by_threads(2, mixture_policy, 4, metrics)
+    assert [str(warning.message) for warning in told] == [
+        "held-out reward broken could not be measured and is left out: RuntimeError: the card is on fire"
+    ]
+    for found in results:
+        assert found.incomplete and found.heldout["heldout"]["broken"] is None and found.heldout["heldout"]["density"] < 0
+
+
+def test_a_heldout_reward_without_a_valid_sample_is_left_out(mixture_policy):
+    invalid = FunctionReward(lambda images, prompts: torch.full((len(images),), float("nan")), marks_invalid=True)
+    with pytest.warns(UserWarning, match="held-out reward invalid .*all 4 samples were marked invalid"):
+        found = evaluated(mixture_policy, 4, HeldoutMetrics({"invalid": invalid}), Distributed())
+    assert found.incomplete and found.heldout["heldout"] == {"invalid": None}
