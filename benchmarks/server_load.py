@@ -18,7 +18,7 @@ import torch
 from server_fuzz import numbered_image
 
 from flowrl import Prompt
-from flowrl.rewards.remote import RemoteReward
+from flowrl.serving.client import RemoteReward
 
 TOKEN = "a token for the benchmark"
 REWARD = '''

@@ -41,7 +41,6 @@ from flowrl.rewards import (
     WeightedSum,
 )
 from flowrl.rewards.diversity import ClipFeatures, LatentFeatures, PixelFeatures
-from flowrl.rewards.remote import RemoteReward, RemoteSum
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
 from flowrl.types import Completion, Continuation, NoProbe, Probe, Substeps, Tweedie
 
@@ -109,8 +108,6 @@ KINDS: dict[str, Kind] = {
             "judge": Judge,
             "ocr": OCR,
             "pickscore": PickScore,
-            "remote": RemoteReward,
-            "remote-sum": RemoteSum,
             "weighted-sum": WeightedSum,
         },
         (RewardModel,),

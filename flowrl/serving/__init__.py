@@ -1,7 +1,7 @@
 """A reward model behind HTTP: images as PNG or safetensors and prompts as JSON in, scores out. Needs the extra `server`.
 
 `create_app` makes the application for any ASGI server, `serve` runs it with uvicorn, and `flowrl serve-reward` serves a reward
-by name. The client is `flowrl.rewards.remote.RemoteReward`, the wire format `flowrl.rewards.wire_format`.
+by name. The client is the reward `remote` (`flowrl.serving.client`).
 
 The names are imported at their first use, so that `flowrl serve-reward --help` works without the extra.
 """

@@ -19,11 +19,11 @@ from starlette.requests import ClientDisconnect
 from flowrl.protocols import RewardModel
 from flowrl.rewards.combine import WeightedSum
 from flowrl.rewards.contract import ComponentScores
-from flowrl.rewards.wire_format import API_VERSION, ErrorDetail, ErrorResponse, ScoreResponse, encode_scores
 from flowrl.serving.batching import Batcher, Metrics
 from flowrl.serving.openapi import ERRORS, SCORE_REQUEST, HealthResponse, InfoResponse, render_page
 from flowrl.serving.request import MemoryBudget, RequestError, RequestMemory, TokenCheck, read_request
 from flowrl.serving.settings import ServerSettings
+from flowrl.serving.wire_format import API_VERSION, ErrorDetail, ErrorResponse, ScoreResponse, encode_scores
 
 logger = logging.getLogger(__name__)
 

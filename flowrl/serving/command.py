@@ -8,7 +8,7 @@ from pathlib import Path
 import tyro
 
 from flowrl.errors import ConfigError, require
-from flowrl.rewards.remote import TOKEN_VARIABLE
+from flowrl.serving.client import TOKEN_VARIABLE
 
 
 @dataclass(frozen=True)

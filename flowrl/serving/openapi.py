@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from flowrl.plots.pages import render
-from flowrl.rewards.wire_format import ErrorResponse, PromptMessage
+from flowrl.serving.wire_format import ErrorResponse, PromptMessage
 
 
 class InfoResponse(BaseModel):

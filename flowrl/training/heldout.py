@@ -23,7 +23,7 @@ from flowrl.types import Prompt
 from flowrl.worlds.base import World
 
 DIVERSITY_SEED = 20241
-COMBINATIONS = ("weighted-sum", "clipped", "remote", "remote-sum")
+COMBINATIONS = ("weighted-sum", "clipped")
 """Built-in rewards that accept whatever their components accept; all other built-in rewards read images."""
 
 SampleRows = Callable[[Sequence[Prompt], int, range], ImageBatch]

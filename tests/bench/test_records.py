@@ -26,7 +26,8 @@ from flowrl.errors import ConfigError
 from flowrl.training.config import RunConfig
 
 SMALL = {
-    "iterations": 1, "groups": 2, "group_size": 3, "eval_every": 1, "eval_samples": 6, "eval_steps": 4, "num_steps": 5, "window": "0:3",
+    "iterations": 1, "groups": 2, "group_size": 3, "eval_every": 1, "eval_samples": 6, "eval_steps": 4,
+    "num_steps": 5, "window": "0:3",
 }  # fmt: skip
 MINE = "from flowrl.credit import Uniform\n\n\nclass Mine(Uniform):\n    pass\n"
 

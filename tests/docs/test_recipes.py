@@ -51,8 +51,8 @@ def test_image_reward_can_be_served(package):
     import threading
     import time
 
-    from flowrl.rewards.remote import RemoteReward
     from flowrl.serving import Listener, ServerSettings, make_server
+    from flowrl.serving.client import RemoteReward
 
     listener = Listener.open("127.0.0.1", 0)
     server = make_server(build("reward", f"{RECIPE}:ImageRewardScore(device='cpu')"), ServerSettings())

@@ -17,8 +17,8 @@ from server_load import REWARD, Server
 from flowrl.errors import RewardError
 from flowrl.registry import build
 from flowrl.rewards import WeightedSum
-from flowrl.rewards.remote import RemoteReward, RemoteSum
 from flowrl.serving import ServerSettings
+from flowrl.serving.client import RemoteReward, RemoteSum
 from flowrl.training.build import make_method, make_world, policy_options
 
 

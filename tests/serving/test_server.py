@@ -26,8 +26,8 @@ from flowrl.errors import ConfigError, RewardError
 from flowrl.protocols import CompositeReward
 from flowrl.registry import build
 from flowrl.rewards import WeightedSum
-from flowrl.rewards.remote import RemoteReward, RemoteSum
 from flowrl.serving import Listener, ServerLimits, ServerSettings, serve
+from flowrl.serving.client import RemoteReward, RemoteSum
 from flowrl.serving.uvicorn_server import is_loopback
 
 # --- scores come back, exactly and in order -------------------------------------------------------------------------

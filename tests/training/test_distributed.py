@@ -365,7 +365,9 @@ def test_a_run_resumes_on_another_number_of_processes(two):
 
 def test_an_error_in_one_process_stops_all_and_names_it(two):
     assert two[1]["reward"].startswith("RewardContractError: FunctionReward.score returned")
-    assert two[0]["reward"].startswith("OtherProcessError: process 1 of 2 failed: RewardContractError: FunctionReward.score returned")
+    assert two[0]["reward"].startswith(
+        "OtherProcessError: process 1 of 2 failed: RewardContractError: FunctionReward.score returned"
+    )
     assert two[1]["update"] == "made up"
     assert two[0]["update"] == "process 1 of 2 failed: TrainingError: made up"
 

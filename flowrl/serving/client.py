@@ -25,7 +25,7 @@ from torch import Tensor
 from flowrl.errors import ConfigError, RewardError, require
 from flowrl.rewards.combine import weighted_total
 from flowrl.rewards.contract import ComponentScores
-from flowrl.rewards.wire_format import TransientError, decode_error, decode_scores, encode_request
+from flowrl.serving.wire_format import TransientError, decode_error, decode_scores, encode_request
 from flowrl.types import Prompt
 
 if TYPE_CHECKING:

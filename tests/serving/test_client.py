@@ -16,7 +16,7 @@ from reward_serving import numbered, scripted
 
 from flowrl import Prompt
 from flowrl.errors import ConfigError, RewardError
-from flowrl.rewards.remote import PACKAGES, RemoteReward, RemoteSum
+from flowrl.serving.client import PACKAGES, RemoteReward, RemoteSum
 
 
 def scores(text):
@@ -219,7 +219,7 @@ def test_pauses_double_up_to_a_limit_and_leave_the_global_random_numbers_alone()
 
     import tenacity
 
-    from flowrl.rewards.remote import MAX_BACKOFF, _Call
+    from flowrl.serving.client import MAX_BACKOFF, _Call
 
     call = _Call(RemoteReward("http://127.0.0.1:1", backoff=0.5), deadline=0.0, with_parts=False)
     state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
@@ -246,7 +246,7 @@ def test_a_failed_request_ends_the_pauses_of_the_others():
 
 
 def test_importing_the_client_imports_no_http_packages():
-    code = "import sys, flowrl.rewards.remote as remote; print([name for name in remote.PACKAGES if name in sys.modules])"
+    code = "import sys, flowrl.serving.client as remote; print([name for name in remote.PACKAGES if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(PACKAGES) == {"httpx", "tenacity"} and found.stdout == "[]\n"
 
