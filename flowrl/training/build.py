@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from flowrl.distributed import Distributed
 from flowrl.errors import CheckpointError, require
-from flowrl.flow.time import uniform_schedule
+from flowrl.flow import uniform_schedule
 from flowrl.methods import Method, make_sampler, named_method, try_credit
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.protocols import FlowPolicy, PolicyLoss, RandomSampler, RewardModel

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.errors import require
-from flowrl.flow.interpolant import interpolate, velocity_target
+from flowrl.flow import interpolate, velocity_target
 from flowrl.io import write_bytes, write_json
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config
 from flowrl.worlds.shapes.render import CELL, Jitter, render_cells
