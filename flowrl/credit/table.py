@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import CreditError, require
-from flowrl.types import Probe
+from flowrl.types import NoProbe, Probe
 
 AXES = ("prompt", "member", "step")
 STD_EPSILON = 1e-4
@@ -25,6 +25,14 @@ def gains(rewards: Float[Tensor, "prompt member node"]) -> Float[Tensor, "prompt
 def reward_to_go(rewards: Float[Tensor, "prompt member node"]) -> Float[Tensor, "prompt member node-1"]:
     """R_T - R_i: the total gain from step i on. Source: TP-GRPO's aggregated reward (arXiv 2602.06422)."""
     return rewards[..., -1:] - rewards[..., :-1]
+
+
+def probed(rewards: Float[Tensor, "prompt member node"], probe: Probe) -> Float[Tensor, "prompt member node"]:
+    """A copy of a full table as a rollout with `probe` fills it: with `NoProbe` all nodes but the last are NaN."""
+    rewards = rewards.clone()
+    if isinstance(probe, NoProbe):
+        rewards[..., :-1] = float("nan")
+    return rewards
 
 
 def zscore(

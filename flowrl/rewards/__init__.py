@@ -2,6 +2,7 @@
 
 from flowrl.rewards.clip import Aesthetic, CLIPScore, HPSv21, PickScore
 from flowrl.rewards.combine import Clipped, FunctionReward, NoisyReward, WeightedSum
+from flowrl.rewards.diversity import ClipFeatures, LatentFeatures, PixelFeatures, group_features, pairwise_diversity
 from flowrl.rewards.geneval import GenEval
 from flowrl.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
 from flowrl.rewards.judge import Judge
@@ -11,6 +12,7 @@ __all__ = [
     "OCR",
     "Aesthetic",
     "CLIPScore",
+    "ClipFeatures",
     "Clipped",
     "FunctionReward",
     "GenEval",
@@ -18,7 +20,11 @@ __all__ = [
     "JPEGCompressibility",
     "JPEGIncompressibility",
     "Judge",
+    "LatentFeatures",
     "NoisyReward",
     "PickScore",
+    "PixelFeatures",
     "WeightedSum",
+    "group_features",
+    "pairwise_diversity",
 ]
