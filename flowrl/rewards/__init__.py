@@ -4,7 +4,7 @@ from flowrl.rewards.clip import Aesthetic, CLIPScore, HPSv21, PickScore
 from flowrl.rewards.combine import Clipped, FunctionReward, NoisyReward, WeightedSum
 from flowrl.rewards.diversity import ClipFeatures, LatentFeatures, PixelFeatures, group_features, pairwise_diversity
 from flowrl.rewards.geneval import GenEval
-from flowrl.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
+from flowrl.rewards.images import JPEGCompressibility, JPEGIncompressibility
 from flowrl.rewards.judge import Judge
 from flowrl.rewards.ocr import OCR
 
