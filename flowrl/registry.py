@@ -19,7 +19,6 @@ from typing import Any
 from flowrl import credit, losses, rewards, samplers
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.protocols import CreditAssigner, Features, PolicyLoss, RandomSampler, RewardModel, Sampler
-from flowrl.rewards.remote import RemoteReward, RemoteSum
 from flowrl.specs import NESTED, Spec, parse_probe, parse_spec
 from flowrl.types import Completion
 
@@ -93,8 +92,8 @@ KINDS: dict[str, Kind] = {
             "judge": rewards.Judge,
             "ocr": rewards.OCR,
             "pickscore": rewards.PickScore,
-            "remote": RemoteReward,
-            "remote-sum": RemoteSum,
+            "remote": rewards.RemoteReward,
+            "remote-sum": rewards.RemoteSum,
             "weighted-sum": rewards.WeightedSum,
         },
         (RewardModel,),
