@@ -20,8 +20,7 @@ from flowrl.training.config import RunConfig, load_config
 from flowrl.training.heldout import make_heldout_metrics
 from flowrl.training.trainer import Trainer
 from flowrl.types import Schedule
-from flowrl.worlds.base import PolicyOptions, World, world
-from flowrl.worlds.finetune import model_world
+from flowrl.worlds.base import PolicyOptions, World, model_world, world
 
 
 def make_world(config: RunConfig) -> World:
