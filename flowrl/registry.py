@@ -124,6 +124,10 @@ KINDS: dict[str, Kind] = {
 }
 
 
+NESTED_KINDS = {"rule": "credit", "sampler": "sampler", "reward": "reward", "models": "reward"}
+"""Options that hold another part, and its kind; `models` holds a dictionary of parts."""
+
+
 def build(kind: str, spec: str, **defaults: Any) -> Any:
     """The part of `kind` (credit, sampler, loss, reward or features) that `spec` describes.
 
@@ -131,8 +135,8 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     wrong and what is allowed: an unknown name, a missing file, an option that does not exist, an object of another kind.
     """
     entry = KINDS[kind]
-    head, options = _split(kind, spec)
-    maker = _from_file(kind, head) if _is_file(head) else _from_module(kind, head) if ":" in head else _by_name(entry, head)
+    head, options = parse_spec(kind, spec)
+    maker = find_maker(kind, head)
     parameters = _parameters(maker)
     _require_options(kind, head, options, parameters)
     chosen = {name: value for name, value in defaults.items() if parameters is not None and name in parameters}
@@ -187,8 +191,18 @@ def parse_probe(words: str) -> Probe:
     return known[words]
 
 
-def _split(kind: str, spec: str) -> tuple[str, dict[str, Any]]:
-    """The name or path:class of a spec, and its options."""
+def find_maker(kind: str, head: str) -> Maker:
+    """The class or function behind a spec's first part: a name, path/to/file.py:Class or package.module:Class.
+
+    Raises `ConfigError` if there is none.
+    """
+    if _is_file(head):
+        return _from_file(kind, head)
+    return _from_module(kind, head) if ":" in head else _by_name(KINDS[kind], head)
+
+
+def parse_spec(kind: str, spec: str) -> tuple[str, dict[str, Any]]:
+    """The name or path:class of a spec, and its options. Raises `ConfigError` if it cannot be read."""
     match = re.fullmatch(r"([^()]+)(?:\((.*)\))?", spec.strip(), flags=re.DOTALL)
     if match is None:
         raise ConfigError(f"{kind} = {spec!r} is not allowed: write NAME, NAME(option=value, ...) or path/to/file.py:Class")
@@ -214,7 +228,7 @@ def _convert(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
     """Words of the options that hold a probe or another part; rewards within a reward have its defaults."""
     if name == "probe":
         return parse_probe("none" if value is None else str(value))
-    kind = {"rule": "credit", "sampler": "sampler", "reward": "reward", "models": "reward"}.get(name)
+    kind = NESTED_KINDS.get(name)
     if kind is None:
         return value
     inherited = defaults if kind == "reward" else {}
