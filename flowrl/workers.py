@@ -93,6 +93,7 @@ def run_jobs(
                         future = pool.submit(_call, function, key, os.getpid(), arguments)
                     running[future] = key
                     future.add_done_callback(lambda _: messages.put(None))
+                    pool.submit(_nothing)  # concurrent.futures watches a process that it has started from the next call on
                 if not running:
                     return False
                 pass_on(REFRESH)
@@ -121,6 +122,10 @@ def _start(stop: Event, messages: Any) -> None:
     _stop, _messages = stop, messages
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+
+
+def _nothing() -> None:
+    """A job that does nothing."""
 
 
 def _call(function: Callable[..., Any], key: Hashable, parent: int, arguments: tuple[Any, ...]) -> tuple[bool, Any]:

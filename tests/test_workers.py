@@ -12,7 +12,9 @@ import worker_jobs
 from flowrl.errors import ConfigError
 from flowrl.workers import MOST_WORKERS, run_jobs, worker_count
 
-IGNORED: dict = {}
+
+def ignore(*_) -> None:
+    pass
 
 
 def test_results_and_messages_arrive_and_workers_have_one_thread() -> None:
@@ -42,7 +44,7 @@ def test_the_first_error_stops_all_jobs(kind: str, error: type, message: str) ->
     started = time.monotonic()
     jobs = {"long": ("none",), "bad": (kind,), "never": ("none",)}
     with pytest.raises(error, match=message):
-        run_jobs(worker_jobs.fail, jobs, 2, finished=IGNORED.__setitem__, describe=lambda key: f"job {key}")
+        run_jobs(worker_jobs.fail, jobs, 2, finished=ignore, describe=lambda key: f"job {key}")
     assert time.monotonic() - started < 50
 
 
@@ -64,8 +66,9 @@ def test_an_interrupt_while_workers_start_is_a_pause() -> None:
 
 
 def test_no_job_starts_after_the_time_is_up() -> None:
-    assert not run_jobs(worker_jobs.describe, {"a": (1,)}, 1, finished=IGNORED.__setitem__, seconds=0)
-    assert IGNORED == {}
+    found = {}
+    assert not run_jobs(worker_jobs.describe, {"a": (1,)}, 1, finished=found.__setitem__, seconds=0)
+    assert found == {}
 
 
 def test_how_many() -> None:
