@@ -1,7 +1,7 @@
 """Randomly initialised pipelines of the real diffusers and transformers classes, small enough for tests and lessons.
 
-Their images are noise, but tokenizers, text encoders, transformer, image decoder and scheduler are real: they can be saved, loaded
-and get a LoRA like the published models. Nothing is downloaded.
+Their images are noise, but tokenizers, text encoders, transformer, image decoder and scheduler are the real ones: they can be
+saved, loaded and get a LoRA like the published models. Nothing is downloaded.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ WIDTH = 32
 def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
     """A `StableDiffusion3Pipeline` with a two-layer transformer, 2 x 2 patches and shift 3.
 
-    As in SD3.5-Medium, queries and keys are normalised, and the first layer has a second self-attention of the image; with `large`
-    no layer has, as in SD3.5-Large.
+    As in SD3.5-Medium, queries and keys are normalised, and the first layer has a second self-attention of the image; `large`: no
+    layer has, as in SD3.5-Large.
     """
     with _seeded(seed):
         transformer = _diffusers().SD3Transformer2DModel(
