@@ -1,13 +1,12 @@
 """Randomly initialised pipelines of the real diffusers and transformers classes, small enough for tests and lessons.
 
-They draw noise, not pictures, but everything around the weights is real: tokenizers, text encoders, transformer, image decoder,
-scheduler; they can be saved, loaded and given a LoRA like the models they stand for. Nothing is downloaded.
+Their images are noise, but tokenizers, text encoders, transformer, image decoder and scheduler are the real ones: they can be
+saved, loaded and get a LoRA like the published models. Nothing is downloaded.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ WIDTH = 32
 def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
     """A `StableDiffusion3Pipeline` with a two-layer transformer, 2 x 2 patches and shift 3.
 
-    As in SD3.5-Medium queries and keys are normalised, and the first layer has a second attention of the image to itself;
-    `large`: no layer has, as in SD3.5-Large.
+    As in SD3.5-Medium, queries and keys are normalised, and the first layer has a second self-attention of the image; `large`: no
+    layer has, as in SD3.5-Large.
     """
     with _seeded(seed):
         transformer = _diffusers().SD3Transformer2DModel(
@@ -51,7 +50,7 @@ def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
 def tiny_flux(seed: int = 0, distilled: bool = True) -> Any:
     """A `FluxPipeline` with one double and one single block, dynamic shifting as FLUX.1-dev.
 
-    `distilled`: it is told a guidance scale, as FLUX.1-dev is and FLUX.1-schnell is not."""
+    `distilled`: it has an input for a guidance scale, as FLUX.1-dev has and FLUX.1-schnell has not."""
     with _seeded(seed):
         transformer = _diffusers().FluxTransformer2DModel(
             patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
@@ -86,7 +85,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _diffusers() -> Any:
-    """Imported where used: it takes seconds."""
+    """Imported on use, because it takes seconds."""
     return import_module("diffusers")
 
 
@@ -127,7 +126,7 @@ def _t5(width: int) -> Any:
 
 
 def _tokenizer(clip: bool) -> Any:
-    """One token per byte: any text has one, and different texts differ."""
+    """One token per byte, so that any text has tokens and different texts differ."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -147,55 +146,3 @@ def _tokenizer(clip: bool) -> Any:
         unk_token=special[1] if clip else special[0],
         model_max_length=CLIP_TOKENS if clip else 512,
     )
-
-
-CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789'\".,:-()"
-
-
-def tiny_clip(folder: Path, seed: int = 0, size: int = 32) -> Path:
-    """Write a `CLIPModel` of two layers for pictures of `size` pixels, and a tokenizer of letters, to `folder`; returns it."""
-    from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
-
-    pieces = [*CHARACTERS, *(f"{c}</w>" for c in CHARACTERS), "<|startoftext|>", "<|endoftext|>"]
-    words = {piece: i for i, piece in enumerate(pieces)}
-    layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {**layers, "vocab_size": len(words), "bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1}
-    vision = {**layers, "image_size": size, "patch_size": 8}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8, initializer_factor=8.0))
-    model.save_pretrained(folder)
-    CLIPTokenizer(vocab=words, merges=[]).save_pretrained(folder)
-    return folder
-
-
-def tiny_detector(folder: Path, masks: bool, seed: int = 0) -> Path:
-    """Write a COCO detector to `folder` and return it: Mask2Former (`masks`), else RT-DETR, with pictures of 64 pixels."""
-    transformers: Any = import_module("transformers")
-    labels = dict(enumerate(("person", "cat", "dog", "mouse")))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if masks:
-            swin = transformers.SwinConfig(
-                image_size=64, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2,
-                out_features=["stage1", "stage2", "stage3", "stage4"],
-            )  # fmt: skip
-            config = transformers.Mask2FormerConfig(
-                backbone_config=swin, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=16,
-                encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=16, num_queries=6, id2label=labels,
-            )  # fmt: skip
-            transformers.Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
-            transformers.Mask2FormerImageProcessorPil(size={"height": 64, "width": 64}).save_pretrained(folder)
-            return folder
-        resnet = transformers.RTDetrResNetConfig(
-            embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], layer_type="basic",
-            out_features=["stage2", "stage3", "stage4"],
-        )  # fmt: skip
-        config = transformers.RTDetrConfig(
-            backbone_config=resnet, encoder_hidden_dim=16, encoder_in_channels=[8, 16, 16], encoder_ffn_dim=16,
-            encoder_attention_heads=2, encoder_layers=1, d_model=16, decoder_in_channels=[16, 16, 16], decoder_ffn_dim=16,
-            decoder_attention_heads=2, decoder_layers=1, num_queries=6, num_denoising=0, id2label=labels,
-        )  # fmt: skip
-        transformers.RTDetrForObjectDetection(config).save_pretrained(folder)
-        transformers.RTDetrImageProcessorPil(size={"height": 64, "width": 64}).save_pretrained(folder)
-        return folder
