@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from flowrl.cli import load_command, run_command
+from flowrl.registry import build
 from flowrl.settings import read_settings
 from flowrl.training.config import RunConfig
 
@@ -29,8 +30,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def flowrl_commands(page: Path) -> Iterator[list[str]]:
     """The arguments of every `flowrl` or `-m flowrl` in a page's bash blocks, and of every code span with options."""
-    text = page.read_text()
-    spans = re.findall(r"`(flowrl[ \n][^`]* --[^`]*)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    spans = re.findall(r"`(flowrl[ \n][^`]* --[^`]*)`", prose(page))
     lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
     for line in [*lines, *(" ".join(span.split()) for span in spans)]:
         lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;<>")
@@ -48,15 +48,39 @@ def flowrl_commands(page: Path) -> Iterator[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("mine.yaml", "config.yaml"):
-        (tmp_path / name).write_text("seed: 1\n")
     for arguments in flowrl_commands(page):
+        for file in arguments:
+            if file.endswith((".yaml", ".json")):
+                (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / file).write_text("seed: 1\n")
         monkeypatch.setattr(load_command(arguments[0]), "main", lambda self: 0)
         try:
             code = run_command(arguments)
         except SystemExit as stopped:
             code = stopped.code
         assert code == 0, f"flowrl {shlex.join(arguments)}: {capsys.readouterr().err}"
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def test_options_exist(reference: ModuleType) -> None:
+    known = set(re.findall(r"--[a-z][a-z-]*", reference.commands_page()))
+    spans = {span for page in PAGES for span in re.findall(r"`(--[^`]*)`", prose(page))}
+    assert spans
+    for span in spans:
+        assert set(re.findall(r"(?:^| )(--[\w-]+)", span)) <= known, span
+
+
+@pytest.mark.parametrize("kind", ["credit", "loss", "sampler", "reward"])
+def test_parts_build(kind: str) -> None:
+    specs = {spec for page in PAGES for spec in re.findall(rf"--{kind} ([a-z][\w.-]+(?![\w./:])|\"[^\"]+\")", page.read_text())}
+    specs = {spec.strip('"') for spec in specs if ".py" not in spec}
+    assert specs
+    for spec in specs:
+        build(kind, spec)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
