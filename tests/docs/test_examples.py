@@ -30,7 +30,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def flowrl_commands(page: Path) -> Iterator[list[str]]:
     """The arguments of every `flowrl` or `-m flowrl` in a page's bash blocks, and of every code span with options."""
-    spans = re.findall(r"`(flowrl[ \n][^`]* --[^`]*)`", prose(page))
+    spans = re.findall(r"`(flowrl[ \n][a-z][^`]* --[^`]*)`", prose(page))
     lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
     for line in [*lines, *(" ".join(span.split()) for span in spans)]:
         lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;<>")
