@@ -38,10 +38,13 @@ NOT_PYTHON = {"cli", "commands", "launch", "data"}
 """Parts of flowrl whose interface is the command line, or files."""
 
 
+TOP = {name for _, name, _ in pkgutil.iter_modules(flowrl.__path__) if not name.startswith("_")}
+"""The modules and packages directly below flowrl."""
+
+
 def unlisted() -> set[str]:
     """Top-level modules of flowrl that no page describes."""
-    found = {name for _, name, _ in pkgutil.iter_modules(flowrl.__path__) if not name.startswith("_")}
-    return found - {name for names in ROOMS.values() for name in names} - NOT_PYTHON
+    return TOP - {name for names in ROOMS.values() for name in names} - NOT_PYTHON
 
 
 def public_names(module: ModuleType) -> list[str]:
@@ -148,7 +151,6 @@ def write_reference(docs: Path) -> None:
     target.mkdir(parents=True)
     (target / "settings.md").write_text(settings_page(), encoding="utf-8")
     (target / "commands.md").write_text(commands_page(), encoding="utf-8")
-    present = {name for _, name, _ in pkgutil.iter_modules(flowrl.__path__)}
     for title, names in ROOMS.items():
-        chosen = tuple(name for name in names if name in present)
+        chosen = tuple(name for name in names if name in TOP)
         (target / f"{names[0]}.md").write_text(room_page(title, chosen), encoding="utf-8")

@@ -1,5 +1,6 @@
 """Examples in README and the documentation: commands parse, Python compiles, settings are valid, references have a target."""
 
+import ast
 import importlib
 import re
 import shlex
@@ -84,9 +85,12 @@ def test_parts_build(kind: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_python_compiles(page: Path) -> None:
+def test_python_compiles_and_imports_public_names(page: Path, public: set[str]) -> None:
     for text in blocks(page, "python"):
         compile(text, str(page), "exec")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "flowrl":
+                assert {f"{node.module}.{alias.name}" for alias in node.names} <= public
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -103,17 +107,21 @@ def reference() -> Iterator[ModuleType]:
     sys.path.remove(str(ROOT / "docs"))
 
 
+@pytest.fixture(scope="module")
+def public(reference: ModuleType) -> set[str]:
+    """The public modules, and the full names of what they export."""
+    rooms = [name for names in reference.ROOMS.values() for name in names if name in reference.TOP]
+    modules = [importlib.import_module("flowrl"), *(module for name in rooms for module in reference.modules_of(name))]
+    names = {f"{module.__name__}.{name}" for module in modules for name in reference.public_names(module)}
+    return names | {module.__name__ for module in modules}
+
+
 def test_every_room_has_a_page(reference: ModuleType) -> None:
     assert not reference.unlisted(), "docs/reference_pages.py: ROOMS lists every module of flowrl"
     listed = re.findall(r"^api/(\w+)$", (ROOT / "docs" / "reference" / "index.md").read_text(), re.MULTILINE)
     assert {*listed} == {"settings", "commands", *(names[0] for names in reference.ROOMS.values())}
 
 
-def test_references_name_public_things(reference: ModuleType) -> None:
-    rooms = [name for names in reference.ROOMS.values() for name in names if (ROOT / "flowrl" / name).exists() or
-             (ROOT / "flowrl" / f"{name}.py").exists()]  # fmt: skip
-    modules = [module for name in rooms for module in reference.modules_of(name)]
-    public = {f"{module.__name__}.{name}" for module in modules for name in reference.public_names(module)}
-    public |= {module.__name__ for module in modules}
+def test_references_name_public_things(public: set[str]) -> None:
     named = {name for page in PAGES for name in re.findall(r"\{py:\w+\}`([\w.]+)`", page.read_text())}
     assert named and not named - public, "Sphinx itself does not report such a name"
