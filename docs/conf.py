@@ -33,7 +33,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-autodoc_default_options = {"members": True}
 
 html_theme = "furo"
 html_title = "flowrl"

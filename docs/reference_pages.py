@@ -6,6 +6,7 @@ import io
 import os
 import pkgutil
 import shutil
+import sys
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import ModuleType
@@ -81,13 +82,26 @@ def room_page(title: str, names: tuple[str, ...]) -> str:
 
 def module_section(module: ModuleType, names: list[str]) -> list[str]:
     """A heading, the module's docstring, and the documentation of `names`; constants last, without their values."""
-    values = [name for name in names if not callable(getattr(module, name))]
-    rest = [name for name in names if name not in values]
+    vars(module).update({name: getattr(module, name) for name in names})  # some are imported at their first use
+    constants = [name for name in names if not callable(getattr(module, name))]
+    rest = [name for name in names if name not in constants]
     lines = [f"({module.__name__})=", f"## {module.__name__}", "", "```{eval-rst}", f".. automodule:: {module.__name__}"]
-    lines += [f"   :members: {', '.join(rest)}"] if rest else ["   :no-members:"]
-    for name in values:
-        lines += ["", f".. autodata:: {module.__name__}.{name}", "   :no-value:"]
+    lines += [f"   :members: {', '.join(rest)}"] if rest else []
+    for name in constants:
+        lines += ["", f".. py:data:: {module.__name__}.{name}", "", *(f"   {line}" for line in constant_doc(module, name))]
     return [*lines, "```"]
+
+
+def constant_doc(module: ModuleType, name: str) -> list[str]:
+    """The string below a constant's definition, in `module` or in the submodule from which it imports the constant."""
+    from sphinx.pycode import ModuleAnalyzer
+
+    inside = [found for key, found in sys.modules.items() if key.startswith(f"{module.__name__}.")]
+    for home in [module, *inside]:
+        documented = ModuleAnalyzer.for_module(home.__name__).find_attr_docs()
+        if getattr(home, name, None) is getattr(module, name) and ("", name) in documented:
+            return documented["", name]
+    return []
 
 
 def settings_page() -> str:
