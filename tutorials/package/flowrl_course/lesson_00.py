@@ -59,7 +59,7 @@ def check_blame(answer: set[str]) -> None:
     unknown = given - METHODS
     expect(not unknown, f"no rule is called {', '.join(sorted(unknown))}; the names are {', '.join(sorted(METHODS))}")
     expect(
-        "flow-grpo" not in given, "flow-grpo looks at the finished picture only: every step of a good trajectory is made likelier"
+        "flow-grpo" not in given, "flow-grpo looks at the finished image only: every step of a good trajectory is made likelier"
     )
     expect("stepwise-flow-grpo" in given, "stepwise-flow-grpo pays each step its own gain, and this one is negative")
     expect("tp-grpo" in given, "tp-grpo pays increments too; a falling step of a rising trajectory is not a turning point")
