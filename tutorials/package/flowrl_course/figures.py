@@ -86,7 +86,7 @@ def show_images(*rows: ImageRow, heads: Sequence[str] = (), title: str = "", siz
                 cell.set_xlabel(captions[column], fontsize=8, color=INK, labelpad=2)
         cells[0].set_ylabel(fill(row.label, 16), fontsize=9, color=INK, rotation="horizontal", ha="right", va="center")
     for cell, head in zip(axes[0], heads, strict=False):
-        cell.set_title(fill(head, max(len(head) // 2 + 2, 10)), fontsize=8)
+        cell.set_title(fill(head, max(10, round(0.62 * len(head)))), fontsize=8)
     if title:
         figure.suptitle(title, fontsize=11)
     return figure
