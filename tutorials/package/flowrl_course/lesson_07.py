@@ -78,12 +78,12 @@ def check_permutation(answer: Answer) -> None:
             one_sided: splits >= seen - 1e-9,
             f"{one_sided} (it was the left side)": splits <= seen + 1e-9,
         }
-        shares = {told: float(where.double().mean()) for told, where in mistakes.items()}
+        wrong = {message: float(chosen.double().mean()) for message, chosen in mistakes.items()}
         wanted = float((splits.abs() >= size - 1e-9).double().mean())
-        told = "p is not the share of all splits whose difference is at least the observed one"
+        otherwise = "p is not the share of all splits whose difference is at least the observed one"
         if 0 < wanted - got < 1.5 / len(splits):
-            told += ": a split as far apart as the observed one is missing (lost to rounding? allow 1e-6)"
-        close(got, wanted, told, shares, 1e-6)
+            otherwise += ": a split as far apart as the observed one is missing (lost to rounding? allow 1e-6)"
+        close(got, wanted, otherwise, wrong, 1e-6)
 
 
 @check("Exercise 3")
