@@ -65,6 +65,7 @@ def z_scores(estimates: torch.Tensor, truths: torch.Tensor, directions: torch.Te
     return (a.mean(0) - b.mean(0)) / error
 
 
+@pytest.mark.slow
 def test_the_pathwise_gradient_is_the_finite_difference(setting, directions) -> None:
     slopes = finite_differences(setting, directions[0], 1e-2, 10, 200, seed=5)
     along = pathwise_gradients(setting, 10, 200, seed=7) @ directions[0]
@@ -131,6 +132,7 @@ class Faulty:
         return advantages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["sign", "one step early", "step forgotten", "members mixed up"])
 def test_faults_are_found(setting, truths, directions, fault: str) -> None:
     estimates = policy_gradients(setting, Faulty(fault), 30, 24, seed=3)
