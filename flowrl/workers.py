@@ -3,14 +3,12 @@
 import math
 import multiprocessing
 import os
-import queue
 import signal
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.synchronize import Event
 from typing import Any
 
 from flowrl.errors import FlowrlError, require
@@ -18,7 +16,7 @@ from flowrl.errors import FlowrlError, require
 MOST_WORKERS = 16
 """The number of processes that are started at most unless a number is given."""
 REFRESH = 0.5
-"""Seconds between two calls of `watch` while nothing else happens."""
+"""Seconds after which messages are passed on at the latest."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +25,14 @@ class Worker:
 
     key: Hashable
     parent: int
-    stop: Event
+    stop: Any
     messages: Any
+    lock: Any
 
     def send(self, message: Any) -> None:
-        """Pass a message (anything that can be pickled) to the parent."""
-        self.messages.put((self.key, message))
+        """Pass a message (anything that can be pickled) to the parent, which gets it before the job's result."""
+        with self.lock:
+            self.messages.send((self.key, message))
 
     def stopped(self) -> bool:
         """Whether the job should end soon: the parent was interrupted, another job failed, or the parent is gone."""
@@ -62,7 +62,7 @@ def run_jobs(
     """Call `function(worker, *arguments)` for every job, in the order of `jobs`; True if all of them were completed.
 
     `function` must be importable (a module's own). In this process, `finished(key, result)` is called as jobs complete,
-    `received(key, message)` for every message, and `watch()` after these and at least every `REFRESH` seconds.
+    `received(key, message)` for every message, and `watch()` after these, at least every `REFRESH` seconds.
 
     Ctrl-C pauses: jobs that run are asked to stop (`Worker.stopped`), their results are passed on, and False is returned. No
     job is started later than `seconds` after the call. The first error stops all jobs: a `FlowrlError` is raised as it is, any
@@ -70,13 +70,14 @@ def run_jobs(
     """
     count, deadline = worker_count(workers, len(jobs)), time.monotonic() + seconds
     context = multiprocessing.get_context("spawn")
-    stop, messages = context.Event(), context.Queue()
+    stop, (inbox, outbox) = context.Event(), context.Pipe(duplex=False)
     waiting, running = list(jobs.items())[::-1], dict[Future[Any], Any]()
 
-    def pass_on(timeout: float) -> None:
-        for key, message in _arrived(messages, timeout):
-            received(key, message)
-        for future in [future for future in running if future.done()]:
+    def pass_on() -> None:
+        done = wait(running, REFRESH, FIRST_COMPLETED).done
+        while inbox.poll():
+            received(*inbox.recv())
+        for future in done:
             names = describe(running[future]), ", ".join(map(describe, running.values()))
             key = running.pop(future)
             ran, result = _outcome(future, *names, paused=stop.is_set())
@@ -84,42 +85,41 @@ def run_jobs(
                 finished(key, result)
         watch()
 
-    with ProcessPoolExecutor(count, context, _start, (stop, messages)) as pool:
+    with ProcessPoolExecutor(count, context, _start, (stop, outbox, context.Lock())) as pool:
         try:
             while waiting or running:
                 while waiting and len(running) < count and time.monotonic() < deadline:
                     key, arguments = waiting.pop()
                     with _interrupts_blocked():
-                        future = pool.submit(_call, function, key, os.getpid(), arguments)
-                    running[future] = key
-                    future.add_done_callback(lambda _: messages.put(None))
+                        running[pool.submit(_call, function, key, os.getpid(), arguments)] = key
                     pool.submit(_nothing)  # concurrent.futures watches a process that it has started from the next call on
                 if not running:
                     return False
-                pass_on(REFRESH)
+                pass_on()
         except KeyboardInterrupt:
             stop.set()
             while running:
-                pass_on(REFRESH)
+                pass_on()
             return False
         except BaseException:
             stop.set()
-            while any(not future.done() for future in running):
-                _arrived(messages, REFRESH)  # a full pipe would keep a worker from ending
+            while wait(running, REFRESH).not_done:
+                while inbox.poll():
+                    inbox.recv()  # a full pipe would keep a worker from ending
             raise
     return True
 
 
-_stop: Event | None = None
-_messages: Any = None
+_parts: tuple[Any, ...] = ()
+"""In a worker process: the event that stops it, and the pipe to the parent with its lock."""
 
 
-def _start(stop: Event, messages: Any) -> None:
+def _start(*parts: Any) -> None:
     """Prepare a worker process."""
     import torch
 
-    global _stop, _messages
-    _stop, _messages = stop, messages
+    global _parts
+    _parts = parts
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
 
@@ -130,8 +130,7 @@ def _nothing() -> None:
 
 def _call(function: Callable[..., Any], key: Hashable, parent: int, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
     """(whether the job ran, its result); in a worker process."""
-    assert _stop is not None
-    worker = Worker(key, parent, _stop, _messages)
+    worker = Worker(key, parent, *_parts)
     return (False, None) if worker.stopped() else (True, function(worker, *arguments))
 
 
@@ -147,17 +146,6 @@ def _outcome(future: Future[Any], name: str, names: str, paused: bool) -> tuple[
         raise RuntimeError(f"a worker process was killed (out of memory?) while these jobs ran: {names}") from error
     except Exception as error:
         raise RuntimeError(f"{name} failed: {error!r}") from error
-
-
-def _arrived(messages: Any, timeout: float) -> list[tuple[Any, Any]]:
-    """All messages there are; waits up to `timeout` seconds for the first. None wakes the parent when a job has ended."""
-    found = []
-    try:
-        found.append(messages.get(timeout=timeout))
-        while True:
-            found.append(messages.get_nowait())
-    except queue.Empty:
-        return [message for message in found if message is not None]
 
 
 @contextmanager

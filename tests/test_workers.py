@@ -20,14 +20,17 @@ def ignore(*_) -> None:
 def test_results_and_messages_arrive_and_workers_have_one_thread() -> None:
     messages, found, calls = [], {}, []
     jobs = {"a": (1,), "b": (2,), "c": (3,)}
+
+    def received(key: str, message: str) -> None:
+        messages.append((key, len(message), key in found))
+
     completed = run_jobs(
-        worker_jobs.describe, jobs, 2, finished=found.__setitem__, received=lambda *one: messages.append(one),
-        watch=lambda: calls.append(len(found)),
-    )  # fmt: skip
+        worker_jobs.describe, jobs, 2, finished=found.__setitem__, received=received, watch=lambda: calls.append(len(found))
+    )
     assert completed and {key: value["argument"] for key, value in found.items()} == {"a": 1, "b": 2, "c": 3}
     assert {value["threads"] for value in found.values()} == {1}
     assert os.getpid() not in {value["process"] for value in found.values()}
-    assert sorted(messages) == [("a", "started"), ("b", "started"), ("c", "started")]
+    assert sorted(messages) == [(key, length, False) for key in jobs for length in (7, 200_000)]  # all before the results
     assert calls[-1] == 3
 
 

@@ -15,6 +15,7 @@ from flowrl.workers import Worker, run_jobs
 
 def describe(worker: Worker, argument: int) -> dict:
     worker.send("started")
+    worker.send("x" * 200_000)  # more than a pipe holds
     return {"argument": argument, "threads": torch.get_num_threads(), "process": os.getpid()}
 
 

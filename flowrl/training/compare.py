@@ -114,14 +114,12 @@ def compare(config: CompareConfig, out: Path, resume: bool = False, workers: int
     ended: dict[str, bool] = {}
 
     def received(name: str, state: dict[str, Any]) -> None:
-        if name in ended:
-            return
         began = states[name].setdefault("began", time.monotonic())
         states[name] |= {**state, "seconds": time.monotonic() - began}
 
     def finished(name: str, done: bool) -> None:
-        received(name, {"phase": "done" if done else "paused"})
         ended[name] = done
+        received(name, {"phase": "done" if done else "paused"})
 
     longest_first = sorted(jobs, key=lambda name: isinstance(make_method(jobs[name]).credit.probe, NoProbe))
     completed = run_jobs(
