@@ -100,6 +100,12 @@ def test_settings_are_valid(page: Path, tmp_path: Path) -> None:
         read_settings(tmp_path / "settings.yaml", RunConfig)
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def test_links_have_targets(name: str) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", prose(ROOT / name)):
+        assert (ROOT / target).exists(), target
+
+
 @pytest.fixture(scope="module")
 def reference() -> Iterator[ModuleType]:
     sys.path.insert(0, str(ROOT / "docs"))
