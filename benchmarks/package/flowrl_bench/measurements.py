@@ -14,7 +14,7 @@ from torch import Tensor
 from flowrl.credit import turning_points
 from flowrl.diagnostics import memory
 from flowrl.errors import ConfigError
-from flowrl.policies.mixture import MixturePolicy
+from flowrl.policies import MixturePolicy
 from flowrl.protocols import FlowPolicy
 from flowrl.rollout import EVALUATION_SEED, Groups, Usage, integrate, reward_table, rollout
 from flowrl.training.build import make_trainer, make_world
@@ -23,7 +23,7 @@ from flowrl.training.evaluation import evaluate
 from flowrl.training.trainer import Trainer
 from flowrl.types import Completion
 from flowrl.workers import Worker, run_jobs
-from flowrl.worlds.base import World
+from flowrl.worlds import World
 
 CURVE = ("iteration", "nfe", "train_nfe", "seconds", "reward", "strict", "graded", "soft", "quality", "diversity")
 """Columns of a run's learning curve: totals up to the evaluation, and its scores."""

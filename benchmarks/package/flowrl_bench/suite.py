@@ -116,6 +116,8 @@ def complete_samples(
     file: SamplesFile, runs: Mapping[str, RunConfig], workers: int, progress: Callable[[int, int], None]
 ) -> bool:
     """Observe the runs that are missing in the file, or all of them if other code observed it; False if it was paused."""
+    if not runs:
+        return True
     with file_lock(file.path, "samples of flowrl bench claims"):
         rows, code = file.any_code()
         rows = rows if code == observer() else {}
