@@ -59,7 +59,7 @@ print(calls)
 CALL = """
 import time, torch
 torch.set_num_threads(1)
-from flowrl.flow.time import uniform_schedule
+from flowrl.flow import uniform_schedule
 from flowrl.samplers import FlowSDE
 x, schedule, step = torch.zeros(64, 8, 4, 4), uniform_schedule(10), torch.full((64,), 3)
 best = 1e9

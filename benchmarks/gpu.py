@@ -36,12 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_cases import METHODS, MODELS, Case, Setting, cases, parse_changes
+from gpu_cases import METHODS, MODELS, Case, RandomEmbeddings, Setting, cases, parse_changes
+from gpu_compute import Meter, MeteredFamily, NetworkCost, matrix_product_ceiling, network_cost
 
 from flowrl import Prompt, Trainer, preset
-from flowrl.diagnostics.compute import Meter, MeteredFamily, NetworkCost, matrix_product_ceiling, network_cost
-from flowrl.policies.architectures import RandomEmbeddings
-from flowrl.policies.pipeline import DTYPES, ModelOptions, PipelinePolicy
+from flowrl.policies import DTYPES, ModelOptions, PipelinePolicy
 from flowrl.rewards import FunctionReward
 from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
@@ -176,14 +175,14 @@ def _driver() -> str:
 
 
 def _code() -> str:
-    """The hash of the package's sources and of this file."""
+    """The hash of the package's sources and of this benchmark's."""
     import hashlib
 
     import flowrl
 
     root = Path(flowrl.__file__).parent
     total = hashlib.sha256()
-    for path in [*sorted(root.rglob("*.py")), Path(__file__)]:
+    for path in [*sorted(root.rglob("*.py")), *sorted(Path(__file__).parent.glob("gpu*.py"))]:
         total.update(path.read_bytes())
     return total.hexdigest()[:16]
 

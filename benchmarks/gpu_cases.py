@@ -1,14 +1,16 @@
 """What benchmarks/gpu.py measures: models at full size and tiny ones, a base setting each, and one change at a time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from flowrl.policies.architectures import architecture
-from flowrl.policies.flux import Flux
-from flowrl.policies.sd3 import SD3
+from flowrl.policies import DECODER, SD3, Family, Flux, architecture
 from flowrl.testing import tiny
 
 METHODS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
@@ -46,12 +48,64 @@ class Model:
     base: Setting
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within this context new floating-point tensors are `dtype`."""
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(kept)
+
+
+def random_pipeline(name: str, device: str, dtype: torch.dtype) -> Any:
+    """The pipeline of an architecture with random weights, without text encoders (see `RandomEmbeddings`).
+
+    The image decoder has the published size. Weights are made on `device` in `dtype` at once: FLUX.1 in bfloat16 never takes more
+    than 24 GB.
+    """
+    diffusers = import_module("diffusers")
+    sd3 = name.startswith("sd3")
+    scale = {"scaling_factor": 1.5305, "shift_factor": 0.0609} if sd3 else {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+    grid = {"use_dynamic_shifting": True, "shift": 3.0, "base_shift": 0.5, "max_shift": 1.15}
+    grid = {"flux.1-dev": grid, "flux.1-schnell": {"shift": 1.0}}.get(name, {"shift": 3.0})
+    with torch.device(device):
+        decoder = diffusers.AutoencoderKL(**DECODER, **scale).eval()
+    with default_dtype(dtype):
+        transformer = architecture(name).build(device)
+    pipeline = diffusers.StableDiffusion3Pipeline if sd3 else diffusers.FluxPipeline
+    encoders = {f"{part}{n}": None for part in ("text_encoder", "tokenizer") for n in ("", "_2", *("_3",) * sd3)}
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**grid)
+    return pipeline(transformer=transformer, vae=decoder, scheduler=scheduler, **encoders)
+
+
+class RandomEmbeddings:
+    """`family` with noise of the true shape as embeddings: words [tokens, width] and pooled [width], float32.
+
+    `tokens` is the length of the whole embedding (SD3: CLIP's and T5's together). Equal texts have equal embeddings.
+    """
+
+    def __init__(self, family: Family, tokens: int) -> None:
+        self.family, self.tokens = family, tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.family, name)
+
+    def encode(self, pipe: Any, text: str, tokens: int, device: torch.device) -> Mapping[str, Tensor]:
+        """The embeddings of one prompt; `tokens` (of T5 alone) is not used."""
+        config = pipe.transformer.config
+        generator = torch.Generator().manual_seed(int.from_bytes(text.encode()[-7:], "big"))
+        words = torch.randn(self.tokens, config.joint_attention_dim, generator=generator)
+        return {"words": words, "pooled": torch.randn(config.pooled_projection_dim, generator=generator)}
+
+
 SMALL = Setting(members=3, steps=4, resolution=16, rank=4, dtype="bfloat16", max_batch=6, micro_batch=4, decode_batch=4)
 MODELS = {
-    "sd3.5-medium": Model(architecture("sd3.5-medium").pipeline, SD3(), 333, Setting()),
-    "sd3.5-large": Model(architecture("sd3.5-large").pipeline, SD3(), 333, Setting(members=12, max_batch=12, micro_batch=4)),
+    "sd3.5-medium": Model(partial(random_pipeline, "sd3.5-medium"), SD3(), 333, Setting()),
+    "sd3.5-large": Model(partial(random_pipeline, "sd3.5-large"), SD3(), 333, Setting(members=12, max_batch=12, micro_batch=4)),
     "flux.1-dev": Model(
-        architecture("flux.1-dev").pipeline, Flux(), 512, Setting(members=12, steps=6, max_batch=12, micro_batch=4)
+        partial(random_pipeline, "flux.1-dev"), Flux(), 512, Setting(members=12, steps=6, max_batch=12, micro_batch=4)
     ),
     "tiny-sd3": Model(lambda device, dtype: tiny.tiny_sd3(), SD3(), 64, SMALL),
     "tiny-flux": Model(lambda device, dtype: tiny.tiny_flux(), Flux(), 24, SMALL),

@@ -62,7 +62,7 @@ ROOMS = {
     "Rewards and worlds": ("rewards", "worlds", "builtin", "models"),
     "Policies": ("policies",),
     "Rollout": ("rollout",),
-    "Methods and parts by name": ("methods", "registry"),
+    "Methods and parts by name": ("methods", "registry", "specs"),
     "Training": ("training", "launch"),
     "Diagnostics": ("diagnostics",),
     "Contracts for your parts": ("testing",),

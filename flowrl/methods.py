@@ -1,4 +1,4 @@
-"""The papers as compositions of a sampler, a credit rule and a loss; and compositions by name."""
+"""The papers as compositions of a sampler, a credit rule and a loss, and compositions by name."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted, check_advantages
+from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted, check_advantages, probed
 from flowrl.errors import ConfigError, CreditError
 from flowrl.losses import ClippedLoss
 from flowrl.protocols import CreditAssigner, PartsCreditAssigner, PolicyLoss, RandomSampler, Sampler
 from flowrl.registry import build
 from flowrl.samplers import AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
-from flowrl.types import Completion, NoProbe, Schedule
+from flowrl.types import Completion, Schedule
 
 
 @dataclass(frozen=True)
@@ -37,48 +37,26 @@ def flow_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss |
 
 def stepwise_flow_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
     """Stepwise-Flow-GRPO (arXiv 2603.28718): gains of 5-substep estimates, normalised jointly; shared noise in a group."""
-    return Method(
-        "stepwise-flow-grpo",
-        sampler or AllButLast(FlowSDE(0.7)),
-        StepwiseGain(),
-        loss or ClippedLoss(),
-        shared_noise=True,
-        source="arXiv 2603.28718",
-    )
+    base = flow_grpo(sampler, loss)
+    return replace(base, name="stepwise-flow-grpo", credit=StepwiseGain(), shared_noise=True, source="arXiv 2603.28718")
 
 
 def tp_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
     """TP-GRPO (arXiv 2602.06422): increments of ODE completions, aggregated at consistent turning points."""
-    return Method(
-        "tp-grpo",
-        sampler or AllButLast(FlowSDE(0.7)),
-        TurningPoint(),
-        loss or ClippedLoss(clip_range=1e-5),
-        source="arXiv 2602.06422",
-    )
+    base = flow_grpo(sampler, loss or ClippedLoss(clip_range=1e-5))
+    return replace(base, name="tp-grpo", credit=TurningPoint(), source="arXiv 2602.06422")
 
 
 def dance_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
     """DanceGRPO (arXiv 2505.07818): uniform credit, constant noise, shared initial noise."""
-    return Method(
-        "dance-grpo",
-        sampler or AllButLast(DanceSDE(0.3)),
-        Uniform(),
-        loss or ClippedLoss(),
-        shared_noise=True,
-        source="arXiv 2505.07818",
-    )
+    base = flow_grpo(sampler or AllButLast(DanceSDE(0.3)), loss)
+    return replace(base, name="dance-grpo", shared_noise=True, source="arXiv 2505.07818")
 
 
 def dense_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
     """DenseGRPO (arXiv 2601.20218): gains of ODE completions, normalised over the members step by step."""
-    return Method(
-        "dense-grpo",
-        sampler or AllButLast(FlowSDE(0.7)),
-        StepwiseGain(normalise="step", probe=Completion()),
-        loss or ClippedLoss(),
-        source="arXiv 2601.20218",
-    )
+    credit = StepwiseGain(normalise="step", probe=Completion())
+    return replace(flow_grpo(sampler, loss), name="dense-grpo", credit=credit, source="arXiv 2601.20218")
 
 
 def tempflow_weights(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
@@ -95,13 +73,11 @@ METHODS: dict[str, Callable[..., Method]] = {
     "noise-weighted": tempflow_weights,
     "dense-grpo": dense_grpo,
 }
-
-
 WINDOWS = "all, all-but-last, START:SIZE (fixed), random:SIZE (drawn every iteration) or sliding:SIZE[:STRIDE[:EVERY]]"
 
 
 def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") -> Sampler | RandomSampler:
-    """A sampler from its words. `window` says which steps are stochastic: see `WINDOWS`."""
+    """The sampler that the spec `kernel` describes, stochastic on the steps of `window` (see `WINDOWS`)."""
     base = build("sampler", kernel, noise_level=noise_level)
     if isinstance(base, RandomSampler):
         return base
@@ -125,19 +101,12 @@ def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") 
         raise ConfigError(f"window = {window!r} is not allowed: {WINDOWS}") from error
 
 
-def load_credit(spec: str) -> CreditAssigner:
-    """The rule that a spec describes (see `flowrl.registry`): "path/to/file.py:Class", "turning-point(balance=trend)"."""
-    return build("credit", spec)
-
-
 def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:
-    """Let a rule assign one random table before anything is written. Raises `CreditError` saying what it did wrong."""
+    """Apply a rule to one random table before a run starts. Raises `CreditError` that states how it broke its contract."""
     generator = torch.Generator().manual_seed(0)
-    table = torch.rand(2, members, schedule.steps + 1, generator=generator)
-    if isinstance(rule.probe, NoProbe):
-        table[..., :-1] = float("nan")
+    table = probed(torch.rand(2, members, schedule.steps + 1, generator=generator), rule.probe)
     name = type(rule).__name__
-    rule = copy.deepcopy(rule)  # a rule with memory must not remember the trial
+    rule = copy.deepcopy(rule)  # a rule with memory must not keep the trial table
     try:
         advantages = _tried(rule, table, schedule)
     except CreditError:
@@ -162,13 +131,13 @@ def named_method(
     credit: str = "",
     shared_noise: bool | None = None,
 ) -> Method:
-    """A method by name, with its sampler and loss replaced where given.
+    """A method by name, with another sampler or loss if they are given.
 
-    `credit` puts another rule in place (a spec, see `flowrl.registry`) and `name` is then only what tables call it; the
-    rule's attribute `shared_noise = True` makes groups share their noise. `shared_noise` overrules both.
+    `credit` replaces the rule (a spec, see `flowrl.specs`), and `name` is then only its name in tables; groups share their
+    noise if the rule has the attribute `shared_noise = True`. The argument `shared_noise` overrides rule and method.
     """
     if credit:
-        rule = load_credit(credit)
+        rule = build("credit", credit)
         shared = bool(getattr(rule, "shared_noise", False))
         method = replace(flow_grpo(sampler, loss), name=name or credit, credit=rule, shared_noise=shared, source=credit)
     elif name in METHODS:

@@ -52,7 +52,7 @@ def test_parts_keep_their_protocols(mixture_policy, shapes_policy):
 
 @pytest.mark.skipif(not CHECKS_ON, reason="shape checks are switched off in this environment")
 def test_wrong_axes_are_refused_at_the_door():
-    from flowrl.flow.time import uniform_schedule
+    from flowrl.flow import uniform_schedule
 
     schedule, step = uniform_schedule(4), torch.zeros(3, dtype=torch.long)
     with pytest.raises(TypeCheckError, match="sample"):

@@ -13,8 +13,9 @@ import pytest
 from flowrl.credit import GDPO, StepwiseGain, TurningPoint
 from flowrl.errors import ConfigError
 from flowrl.losses import ClippedLoss
-from flowrl.registry import KINDS, available, build, options_of, parse_probe, summary_of
+from flowrl.registry import KINDS, available, build, options_of, summary_of
 from flowrl.samplers import CPS, FlowSDE
+from flowrl.specs import Spec, parse_probe, parse_spec
 from flowrl.types import Completion, Continuation, NoProbe, Substeps, Tweedie
 
 PLUGIN = '''
@@ -130,7 +131,7 @@ def test_what_is_wrong_is_named(kind: str, spec: str, words: str) -> None:
 def test_a_part_of_another_kind_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from flowrl.samplers import CPS\n\n\ndef fails():\n    raise RuntimeError('no such model')\n")
-    with pytest.raises(ConfigError, match="CPS is no credit rule; it needs an attribute `probe`"):
+    with pytest.raises(ConfigError, match="CPS is not a credit rule; it needs an attribute `probe`"):
         build("credit", f"{file}:CPS")
     assert build("sampler", f"{file}:CPS(noise_level=0.2)") == CPS(0.2)
     with pytest.raises(ConfigError, match="RuntimeError: no such model"):
@@ -153,6 +154,18 @@ def test_every_built_in_part_can_be_listed_and_built() -> None:
 def test_probes_by_word() -> None:
     probes = [parse_probe(words) for words in ("none", "tweedie", "substeps:3", "completion", "continuation:7")]
     assert probes == [NoProbe(), Tweedie(), Substeps(3), Completion(), Continuation(7)]
+
+
+def test_a_spec_is_a_name_with_options() -> None:
+    spec = parse_spec(" weighted-sum(models={'pick': 'pickscore', 'text': 'ocr(side=64)'}, weights={'text': 2.0}) ")
+    assert (spec.name, spec.file, spec.options["weights"]) == ("weighted-sum", None, {"text": 2.0})
+    assert spec.nested() == [("reward", "pickscore"), ("reward", "ocr(side=64)")]
+    mine = parse_spec("some/rules.py:Mine(scale=2, rule=uniform)")
+    assert (mine.name, mine.file, mine.nested()) == ("some/rules.py:Mine", Path("some/rules.py"), [("credit", "uniform")])
+    assert parse_spec("uniform") == Spec("uniform", {})
+    for text in ("uniform(1)", "uniform(**{'std': 1})"):
+        with pytest.raises(ConfigError, match=r"^credit = .*: options need names, as in uniform\(option=value\)$"):
+            parse_spec(text, "credit")
 
 
 def test_the_list_of_parts_names_options_of_train(capsys):

@@ -7,7 +7,7 @@ from typing import Literal
 import tyro
 
 from flowrl.errors import require
-from flowrl.prompts import compositional_prompts, load_prompts, picture_prompts, text_prompts, write_prompts
+from flowrl.prompts import compositional_prompts, image_prompts, load_prompts, text_prompts, write_prompts
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Prompts:
     flowrl prompts check --file prompts.jsonl
     """
 
-    kind: tyro.conf.Positional[Literal["compositional", "text", "pictures", "check"]]
-    """compositional (GenEval's requests), text (texts in quotation marks, for OCR), pictures (general ones), or
-    check (say what is in a file)."""
+    kind: tyro.conf.Positional[Literal["compositional", "text", "images", "check"]]
+    """compositional (GenEval's requests), text (texts in quotation marks, for OCR), images (general ones), or
+    check (summarise a file)."""
     file: Path = Path("prompts.jsonl")
     """The file to write, or to check: .jsonl, text with a prompt a line, or a dataset (hf:NAME[:SPLIT[:COLUMN]])."""
     count: int = 500
@@ -33,7 +33,7 @@ class Prompts:
         """Write or check."""
         if self.kind != "check":
             require(self.file.suffix == ".jsonl", "file", str(self.file), "a name that ends in .jsonl")
-            makers = {"compositional": compositional_prompts, "text": text_prompts, "pictures": picture_prompts}
+            makers = {"compositional": compositional_prompts, "text": text_prompts, "images": image_prompts}
             write_prompts(self.file, makers[self.kind](self.count, self.seed))
         found = load_prompts(self.file)
         kinds = sorted({str(prompt.metadata.get("tag", "")) for prompt in found.prompts} - {""})

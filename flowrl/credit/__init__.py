@@ -3,10 +3,17 @@
 from flowrl.credit.gdpo import GDPO
 from flowrl.credit.moving_average import MovingAverageGain
 from flowrl.credit.random_credit import RandomCredit
-from flowrl.credit.selection import clear_swings, large_aggregates, random_steps
 from flowrl.credit.stepwise import StepwiseGain, generalised_gains
-from flowrl.credit.table import check_advantages, gains, reward_to_go, zscore
-from flowrl.credit.turning_point import TurningPoint, balanced, process_rewards, turning_points
+from flowrl.credit.table import check_advantages, gains, probed, reward_to_go, zscore
+from flowrl.credit.turning_point import (
+    TurningPoint,
+    balanced,
+    clear_swings,
+    large_aggregates,
+    process_rewards,
+    random_steps,
+    turning_points,
+)
 from flowrl.credit.uniform import Uniform
 from flowrl.credit.weighted import Weighted
 
@@ -24,6 +31,7 @@ __all__ = [
     "gains",
     "generalised_gains",
     "large_aggregates",
+    "probed",
     "process_rewards",
     "random_steps",
     "reward_to_go",

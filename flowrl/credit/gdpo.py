@@ -41,7 +41,7 @@ class GDPO:
 
     @property
     def shared_noise(self) -> bool:
-        """Whether `rule` wants the members of a group to start from the same noise."""
+        """Whether the members of a group start from the same noise under `rule`."""
         return bool(getattr(self.rule, "shared_noise", False))
 
     @checked

@@ -1,4 +1,4 @@
-"""Stepwise gains against what each step used to gain: a baseline kept across iterations."""
+"""Stepwise gains relative to a moving average of each step's gain, a baseline kept across iterations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ class MovingAverageGain:
     """A = Z(g_i - b_i) over members and steps, g_i = R_{i+1} - R_i, b_i an exponential moving average of g_i.
 
     After every table b_i <- `decay` b_i + (1 - `decay`) mean(g_i), the mean over all prompts and members; the first table
-    sets b_i. Z(y) = (y - mean) / (std + 1e-4) per prompt, clamped to +-`clamp`. Taking away what a step usually gains
-    leaves early steps no longer better paid than late ones merely for being early. Members all of whose rewards are equal, node
-    by node, get exactly 0 (they say nothing about any step, and the baseline would).
+    sets b_i. Z(y) = (y - mean) / (std + 1e-4) per prompt, clamped to +-`clamp`. Subtracting the usual gain of
+    a step removes the larger credit that early steps get only because they are early. A group whose rewards are all equal gets
+    exactly 0 (such rewards contain no information about any step, but the baseline would add some).
 
     A rule with memory: `assign` moves the baseline. `state_dict` and `load_state_dict` keep it in checkpoints, so a
-    resumed run goes on with the same numbers. Source: the moving-average ablation of Stepwise-Flow-GRPO (arXiv 2603.28718).
-    Raises `ConfigError` for a bad field, `CreditError` where a node's reward is not finite or the number of steps changes.
+    resumed run continues with the same numbers. Source: the moving-average ablation of Stepwise-Flow-GRPO (arXiv 2603.28718).
+    Raises `ConfigError` for a bad field, `CreditError` if a node's reward is not finite or the number of steps changes.
     """
 
     shared_noise: ClassVar[bool] = True
@@ -61,5 +61,5 @@ class MovingAverageGain:
         return {} if self.baseline is None else {"baseline": self.baseline.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from `state_dict`."""
+        """Continue from `state_dict`."""
         self.baseline = state["baseline"].clone() if "baseline" in state else None

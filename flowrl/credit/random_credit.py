@@ -1,4 +1,4 @@
-"""Credit that knows nothing: the control below which no rule may fall."""
+"""Random credit: the negative control that every rule must beat."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ from flowrl.types import NoProbe, Probe, Schedule, checked
 class RandomCredit:
     """A ~ N(0, 1) for every member and step, drawn anew for every table; 0 for a group whose final rewards are all equal.
 
-    A planted failure: whatever is measured of credit rules should find it useless. The draws belong to the members' ranks, so
-    that the order of members does not matter, and depend on `seed` and on how many tables came before (kept in checkpoints).
+    A negative control: every measurement of credit rules should find it useless. The draws belong to the members' ranks, so
+    that the order of members does not matter. They depend on `seed` and on the number of earlier tables (kept in checkpoints).
     """
 
     seed: int = 0
@@ -40,9 +40,9 @@ class RandomCredit:
         return torch.where(silent[:, None, None], torch.zeros_like(credit), credit)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """How many tables there were."""
+        """The number of tables so far."""
         return {"tables": torch.tensor(self.tables)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from `state_dict`."""
+        """Continue from `state_dict`."""
         self.tables = int(state.get("tables", torch.tensor(0)))

@@ -1,4 +1,4 @@
-"""Stepwise-Flow-GRPO's credit: what each step gained, and its generalisation towards reward-to-go."""
+"""Stepwise-Flow-GRPO's credit: the gain of each step, and its generalisation towards reward-to-go."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -42,7 +42,7 @@ class StepwiseGain:
     the same noise.
 
     Source: Stepwise-Flow-GRPO (arXiv 2603.28718, gain-based advantages; lam = 0, T' = 5). Raises `ConfigError` for a
-    bad field, `CreditError` where a node's reward is not finite.
+    bad field, `CreditError` if a node's reward is not finite.
     """
 
     shared_noise: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Reading reward tables: increments, and checks of what goes into and comes out of a rule."""
+"""What credit rules share: increments of a reward table, their normalisation, and checks of a rule's input and output."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import CreditError, require
-from flowrl.types import Probe
+from flowrl.types import NoProbe, Probe
+
+AXES = ("prompt", "member", "step")
+STD_EPSILON = 1e-4
 
 
 def gains(rewards: Float[Tensor, "prompt member node"]) -> Float[Tensor, "prompt member node-1"]:
@@ -20,8 +23,61 @@ def gains(rewards: Float[Tensor, "prompt member node"]) -> Float[Tensor, "prompt
 
 
 def reward_to_go(rewards: Float[Tensor, "prompt member node"]) -> Float[Tensor, "prompt member node-1"]:
-    """R_T - R_i: everything gained from step i on. Source: TP-GRPO's aggregated reward (arXiv 2602.06422)."""
+    """R_T - R_i: the total gain from step i on. Source: TP-GRPO's aggregated reward (arXiv 2602.06422)."""
     return rewards[..., -1:] - rewards[..., :-1]
+
+
+def probed(rewards: Float[Tensor, "prompt member node"], probe: Probe) -> Float[Tensor, "prompt member node"]:
+    """A copy of a full table as a rollout with `probe` fills it: with `NoProbe` all nodes but the last are NaN."""
+    rewards = rewards.clone()
+    if isinstance(probe, NoProbe):
+        rewards[..., :-1] = float("nan")
+    return rewards
+
+
+def zscore(
+    values: Float[Tensor, "prompt member step"],
+    over: Sequence[str],
+    std_over: Sequence[str] | None = None,
+    clamp: float | None = 5.0,
+) -> Float[Tensor, "prompt member step"]:
+    """(y - mean) / (std + 1e-4), then clamped to [-`clamp`, `clamp`] (None: not clamped).
+
+    The mean runs over the axes named in `over`, the population standard deviation over `std_over` (default: the same
+    axes). Equal values along `over` give exactly 0 whatever their size: one of them is subtracted before the mean, so a
+    large common offset costs no precision. A group of one member has no comparison and gets exactly 0. Source:
+    the advantage normalisation of Flow-GRPO (arXiv 2505.05470), public code. Raises `ConfigError` for an unknown axis.
+    """
+    if values.shape[AXES.index("member")] == 1:
+        return torch.zeros_like(values)
+    deviations = _centred(values, over)
+    spread = deviations if std_over is None else _centred(values, std_over)
+    std = spread.square().mean(dim=_dims(over if std_over is None else std_over), keepdim=True).sqrt()
+    scores = deviations / (std + STD_EPSILON)
+    return scores if clamp is None else scores.clamp(-clamp, clamp)
+
+
+def _dims(axes: Sequence[str]) -> tuple[int, ...]:
+    for axis in axes:
+        require(axis in AXES, "zscore axis", axis, f"one of {', '.join(AXES)}")
+    require(len(axes) > 0, "zscore axes", tuple(axes), "one or more axes")
+    return tuple(AXES.index(axis) for axis in axes)
+
+
+def _centred(values: Tensor, axes: Sequence[str]) -> Tensor:
+    """`values` minus their mean over `axes`; exactly 0 where they are all equal."""
+    dims = _dims(axes)
+    first = values
+    for dim in dims:
+        first = first.narrow(dim, 0, 1)
+    shifted = values - first
+    return shifted - shifted.mean(dim=dims, keepdim=True)
+
+
+def require_clamp(rule: str, clamp: float | None) -> None:
+    """Raise `ConfigError` unless `clamp` is None or finite and above 0."""
+    fits = clamp is None or (math.isfinite(clamp) and clamp > 0)
+    require(fits, f"{rule}.clamp", clamp, "None, or finite and above 0")
 
 
 def require_nodes(rewards: Float[Tensor, "prompt member node"], nodes: list[int], rule: str, probe: Probe) -> None:
@@ -38,7 +94,7 @@ def require_nodes(rewards: Float[Tensor, "prompt member node"], nodes: list[int]
 
 
 def check_advantages(advantages: object, rewards: Float[Tensor, "prompt member node"], rule_name: str) -> Tensor:
-    """`advantages`, or a `CreditError` that says how the rule `rule_name` broke its contract.
+    """`advantages`, or a `CreditError` that states how the rule `rule_name` broke its contract.
 
     A rule must return a floating-point tensor [prompt, member, step], step = node - 1, all of it finite.
     """
@@ -60,52 +116,3 @@ def check_advantages(advantages: object, rewards: Float[Tensor, "prompt member n
             f"step) = {where}; rewards at nodes that the rule's probe does not fill are NaN"
         )
     return advantages
-
-
-AXES = ("prompt", "member", "step")
-STD_EPSILON = 1e-4
-
-
-def zscore(
-    values: Float[Tensor, "prompt member step"],
-    over: Sequence[str],
-    std_over: Sequence[str] | None = None,
-    clamp: float | None = 5.0,
-) -> Float[Tensor, "prompt member step"]:
-    """(y - mean) / (std + 1e-4), then clamped to [-`clamp`, `clamp`] (None: not clamped).
-
-    The mean runs over the axes named in `over`, the population standard deviation over `std_over` (default: the same
-    axes). Equal values along `over` give exactly 0 whatever their size: one of them is subtracted before the mean, so a
-    large common offset costs no precision. A single member has nobody to be compared with and gets exactly 0. Source:
-    the advantage normalisation of Flow-GRPO (arXiv 2505.05470), public code. Raises `ConfigError` for an unknown axis.
-    """
-    if values.shape[AXES.index("member")] == 1:
-        return torch.zeros_like(values)
-    deviations = _centred(values, over)
-    spread = deviations if std_over is None else _centred(values, std_over)
-    std = spread.square().mean(dim=_dims(over if std_over is None else std_over), keepdim=True).sqrt()
-    scores = deviations / (std + STD_EPSILON)
-    return scores if clamp is None else scores.clamp(-clamp, clamp)
-
-
-def require_clamp(rule: str, clamp: float | None) -> None:
-    """Raise `ConfigError` unless `clamp` is None or finite and above 0."""
-    fits = clamp is None or (math.isfinite(clamp) and clamp > 0)
-    require(fits, f"{rule}.clamp", clamp, "None, or finite and above 0")
-
-
-def _dims(axes: Sequence[str]) -> tuple[int, ...]:
-    for axis in axes:
-        require(axis in AXES, "zscore axis", axis, f"one of {', '.join(AXES)}")
-    require(len(axes) > 0, "zscore axes", tuple(axes), "one or more axes")
-    return tuple(AXES.index(axis) for axis in axes)
-
-
-def _centred(values: Tensor, axes: Sequence[str]) -> Tensor:
-    """`values` minus their mean over `axes`; exactly 0 where they are all equal."""
-    dims = _dims(axes)
-    first = values
-    for dim in dims:
-        first = first.narrow(dim, 0, 1)
-    shifted = values - first
-    return shifted - shifted.mean(dim=dims, keepdim=True)

@@ -1,5 +1,10 @@
-"""TP-GRPO's credit: steps that turn a trajectory towards its final trend get their long-term reward."""
+"""TP-GRPO's credit: steps that turn a trajectory towards its final trend get their long-term reward.
 
+Besides the paper's selection of steps (`turning_points`, `balanced`) there are stricter criteria (`large_aggregates`,
+`clear_swings`) and a control that keeps the number of selected steps but not their places (`random_steps`).
+"""
+
+import hashlib
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +13,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowrl.credit.selection import clear_swings, large_aggregates, random_steps
 from flowrl.credit.table import gains, require_clamp, require_nodes, reward_to_go, zscore
 from flowrl.errors import require
 from flowrl.types import Completion, Probe, Schedule, checked
@@ -16,15 +20,14 @@ from flowrl.types import Completion, Probe, Schedule, checked
 Balance = Literal["aggregate", "trend"]
 Where = Literal["turning", "random", "none"]
 BalanceScope = Literal["prompt", "batch"]
+Steps = Bool[Tensor, "prompt member node-1"]
 
 
-def turning_points(
-    rewards: Float[Tensor, "prompt member node"], consistent: bool = True, first_step: bool = True
-) -> Bool[Tensor, "prompt member node-1"]:
+def turning_points(rewards: Float[Tensor, "prompt member node"], consistent: bool = True, first_step: bool = True) -> Steps:
     """Which steps are turning points, before balancing.
 
     With d_i = R_{i+1} - R_i and D = R_T - R_0, step i >= 1 is one where sign(d_{i-1}) sign(D) < 0 < sign(d_i) sign(D).
-    `consistent` asks in addition that d_i (R_T - R_{i+1}) > 0: what follows has the sign of the step itself. With
+    `consistent` requires in addition that d_i (R_T - R_{i+1}) > 0: what follows has the sign of the step itself. With
     `first_step`, step 0 is one where d_0 (R_T - R_1) > 0 (consistent) or d_0 D > 0 (not); otherwise it never is. A zero
     difference never qualifies. Under the consistent rule the last step never qualifies, and with 0/1 rewards no step
     does (three values are needed). Source: TP-GRPO (arXiv 2602.06422, definitions of turning points, remark 5.2).
@@ -37,7 +40,7 @@ def turning_points(
     turns[..., 1:] = (along[..., :-1] < 0) & (along[..., 1:] > 0)
     turns[..., 0] = along[..., 0] > 0
     if consistent:
-        # At step 0 this alone would do: where the step and what follows agree, the trend has their sign too.
+        # At step 0 this alone is enough: if the step and what follows agree, the trend has their sign too.
         turns = turns & (step_sign * follow_sign > 0)
     if not first_step:
         turns[..., 0] = False
@@ -45,7 +48,7 @@ def turning_points(
 
 
 def process_rewards(
-    rewards: Float[Tensor, "prompt member node"], selected: Bool[Tensor, "prompt member node-1"], add: bool = False
+    rewards: Float[Tensor, "prompt member node"], selected: Steps, add: bool = False
 ) -> Float[Tensor, "prompt member node-1"]:
     """R_T - R_i at the `selected` steps, d_i = R_{i+1} - R_i elsewhere; with `add`, d_i + (R_T - R_i) at the selected.
 
@@ -58,10 +61,10 @@ def process_rewards(
 
 def balanced(
     rewards: Float[Tensor, "prompt member node"],
-    turns: Bool[Tensor, "prompt member node-1"],
+    turns: Steps,
     by: Balance = "aggregate",
     scope: BalanceScope = "batch",
-) -> Bool[Tensor, "prompt member node-1"]:
+) -> Steps:
     """The turning points that remain when both signs are made equally many.
 
     Within each `scope` (one prompt, or "batch": all prompts of the table): if there are n+ > 0 and n- > 0 turning
@@ -98,6 +101,42 @@ def _largest(candidates: Bool[Tensor, "*entry"], size: Float[Tensor, "*entry"], 
     return kept.reshape(ranked.shape).movedim(0, -1)
 
 
+def large_aggregates(rewards: Float[Tensor, "prompt member node"], least: float) -> Steps:
+    """Where |R_T - R_i| >= `least` (in units of the reward): a magnitude threshold. `least` = 0 keeps every step."""
+    return reward_to_go(rewards).abs() >= least
+
+
+def clear_swings(rewards: Float[Tensor, "prompt member node"], confidence: float) -> Steps:
+    """Where |d_i| >= `confidence` times the std of d_i over the group's members at that step (population std).
+
+    A turn that is small against the spread of its own step may be an accident of the estimate; `confidence` = 0 keeps every
+    step. d_i = R_{i+1} - R_i.
+    """
+    increments = gains(rewards)
+    spread = increments.std(dim=1, keepdim=True, unbiased=False)
+    return increments.abs() >= confidence * spread
+
+
+def random_steps(rewards: Float[Tensor, "prompt member node"], selected: Steps, seed: int = 0) -> Steps:
+    """As many steps per trajectory as `selected` has, at places that do not depend on the rewards' sizes or signs.
+
+    The control for whether the *place* of a turning point matters, or only that some steps get R_T - R_i. The places are a
+    pseudo-random permutation of the steps, drawn from `seed` and the order of the trajectory's rewards: a pure function of the
+    table that does not change when members are permuted or a constant is added. Trajectories of the same order share it.
+    """
+    steps = selected.shape[-1]
+    orders = rewards.argsort(dim=-1, stable=True).flatten(0, 1).tolist()
+    known: dict[tuple[int, ...], list[int]] = {}
+    for order in map(tuple, orders):
+        if order not in known:
+            digest = hashlib.sha256(repr((seed, order)).encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            known[order] = torch.randperm(steps, generator=generator).tolist()
+    places = torch.tensor([known[tuple(order)] for order in orders], device=selected.device).view(selected.shape)
+    counts = selected.sum(dim=-1, keepdim=True)
+    return places < counts
+
+
 @dataclass(frozen=True)
 class TurningPoint:
     """A = Z(r), r_i = R_T - R_i at turning points and d_i = R_{i+1} - R_i elsewhere, clamped to +-`clamp`.
@@ -107,7 +146,7 @@ class TurningPoint:
     mini-batches do; with "prompt" a group's advantages depend on that group only. `normalise` = "step": Z over members,
     step by step, as published; "joint": over members and steps. Z(y) = (y - mean) / (std + 1e-4) per prompt.
 
-    Ablations and controls of ours: `where` = "random" aggregates at as many steps of each trajectory, chosen blindly
+    Ablations and controls of ours: `where` = "random" aggregates at as many steps of each trajectory, chosen at random
     (`random_steps`, drawn by `seed`), "none" nowhere: increments alone. `min_size` and `confidence`: stricter criteria,
     see `large_aggregates` and `clear_swings`. `combine` = "add": d_i + (R_T - R_i) instead of R_T - R_i.
 
@@ -115,7 +154,7 @@ class TurningPoint:
     members with R_T - R_i and members with d_i are compared with each other at one step.
 
     Source: TP-GRPO (arXiv 2602.06422), rewards by ODE completion. Raises `ConfigError` for a bad field, `CreditError`
-    where a node's reward is not finite.
+    if a node's reward is not finite.
     """
 
     consistent: bool = True
@@ -145,7 +184,7 @@ class TurningPoint:
             require(math.isfinite(value) and value >= 0, f"TurningPoint.{name}", value, "finite and 0 or more")
         require_clamp("TurningPoint", self.clamp)
 
-    def selected(self, rewards: Float[Tensor, "prompt member node"]) -> Bool[Tensor, "prompt member node-1"]:
+    def selected(self, rewards: Float[Tensor, "prompt member node"]) -> Steps:
         """The steps that get their long-term reward: turning points found, filtered, balanced, then (control) moved."""
         turns = turning_points(rewards, self.consistent, self.first_step)
         if self.where == "none":

@@ -18,7 +18,7 @@ class Uniform:
     The mean is the group's. `std` = "group": over the members of the prompt, as in the paper; "batch": over all samples
     of the table, the public code's default. Then clamped to +-`clamp` (None: not). A group of equal rewards gets 0.
     Source: Flow-GRPO (arXiv 2505.05470) and its public code. Raises `ConfigError` for a bad field, `CreditError`
-    where R_T is not finite.
+    if R_T is not finite.
     """
 
     std: Literal["group", "batch"] = "group"

@@ -20,7 +20,7 @@ class Weighted:
 
     `weights` is one finite number per step, or "noise": w_i proportional to the transition's std (sigma sqrt(Delta)),
     scaled to mean 1 over the stochastic steps and 0 at the others; this one needs a schedule with stds. Source:
-    TempFlow-GRPO (ICLR 2026), noise-aware weighting. Raises `ConfigError` for a bad field; `CreditError` where the
+    TempFlow-GRPO (ICLR 2026), noise-aware weighting. Raises `ConfigError` for a bad field; `CreditError` if the
     number of weights is not the number of steps, or the schedule or its stds are missing.
     """
 

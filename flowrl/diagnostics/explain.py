@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from flowrl.credit import TurningPoint, check_advantages, gains, reward_to_go, turning_points
+from flowrl.credit import TurningPoint, check_advantages, gains, probed, reward_to_go, turning_points
 from flowrl.errors import ConfigError
 from flowrl.protocols import CreditAssigner
-from flowrl.types import NoProbe, Schedule
+from flowrl.types import Schedule
 
 EXAMPLE = """prompt,member,R0,R1,R2,R3,R4
 example,a,.50,.40,.30,.45,.60
@@ -155,10 +155,7 @@ def explain(
         numbered = tuple(tuple(str(m) for m in range(members)) for _ in range(prompts))
         rewards = RewardFile(rewards, tuple(f"prompt {p}" for p in range(prompts)), numbered)
     table = rewards.rewards
-    seen = table.clone()
-    if isinstance(rule.probe, NoProbe):
-        seen[..., :-1] = float("nan")
-    advantages = check_advantages(rule.assign(seen, schedule), table, type(rule).__name__)
+    advantages = check_advantages(rule.assign(probed(table, rule.probe), schedule), table, type(rule).__name__)
     return Explanation(
         name or repr(rule),
         rewards,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowrl.credit import check_advantages, generalised_gains
 from flowrl.errors import CreditError, FlowrlError, require
-from flowrl.flow.time import expand
+from flowrl.flow import expand
 from flowrl.losses import PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, FlowPolicy, PolicyLoss, RewardModel, Sampler
 from flowrl.rollout import Groups, Usage, attach_stds, reward_table, rollout

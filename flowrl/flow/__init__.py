@@ -1,10 +1,19 @@
-"""Pure maths of flow matching: time grids, the interpolant and its estimates, diagonal Gaussians."""
+"""Pure maths of flow matching: time grids, the interpolant and its estimates, Gaussians, a Gaussian mixture in closed form."""
 
 from flowrl.flow.gaussian import kl, kl_without_delta, log_prob, log_prob_without_constants, sample
-from flowrl.flow.interpolant import interpolate, noise_estimate, tweedie, velocity_target
-from flowrl.flow.time import expand, shifted_schedule, uniform_schedule
+from flowrl.flow.mixture import GaussianMixture
+from flowrl.flow.path import (
+    expand,
+    interpolate,
+    noise_estimate,
+    shifted_schedule,
+    tweedie,
+    uniform_schedule,
+    velocity_target,
+)
 
 __all__ = [
+    "GaussianMixture",
     "expand",
     "interpolate",
     "kl",

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.flow.time import expand
+from flowrl.flow.path import expand
 from flowrl.types import Gaussian
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)

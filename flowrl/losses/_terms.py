@@ -26,7 +26,7 @@ KL_FORMS: dict[str, Divergence] = {"exact": exact_kl, "without_delta": kl_withou
 
 def counted_pairs(batch: LossBatch) -> LossBatch:
     """The pairs of `batch` that count: unmasked, and stochastic (behaviour std > 0). The others get no gradient."""
-    counts = (batch.mask & (batch.behaviour.std > 0)).nonzero().squeeze(1)  # waits for the device once, not per tensor
+    counts = (batch.mask & (batch.behaviour.std > 0)).nonzero().squeeze(1)  # synchronises with the device once, not per tensor
     behaviour = _rows(batch.behaviour, counts)
     reference = None if batch.reference is None else _rows(batch.reference, counts)
     return replace(
@@ -57,13 +57,13 @@ def combine(
     pairs: LossBatch,
     ratio: Float[Tensor, " sample"],
     policy_terms: Float[Tensor, " sample"],
-    held: Bool[Tensor, " sample"],
+    clipped: Bool[Tensor, " sample"],
     kl_weight: float,
     divergence: Divergence = exact_kl,
 ) -> LossResult:
     """Mean of `policy_terms` plus `kl_weight` times the mean divergence from the reference, with the usual metrics.
 
-    `held`: pairs that are at the border of the trust region; their share is the metric clip_fraction.
+    `clipped`: pairs at the border of the trust region; their fraction is the metric clip_fraction.
     """
     policy_loss = _mean(policy_terms, pairs.new)
     loss = policy_loss
@@ -72,7 +72,7 @@ def combine(
         "policy_loss": policy_loss.detach(),
         "ratio_mean": ratio.detach().mean() if len(ratio) else torch.ones_like(policy_loss),
         "ratio_deviation": deviation.max() if len(ratio) else torch.zeros_like(policy_loss),
-        "clip_fraction": _mean(held.float(), pairs.new).detach(),
+        "clip_fraction": _mean(clipped.float(), pairs.new).detach(),
         "approx_kl": _mean(kl(pairs.new, pairs.behaviour), pairs.new).detach(),
     }
     if pairs.reference is not None:

@@ -21,7 +21,7 @@ class ClippedLoss:
     and constants, as the public CPS code has it, which scales each step's log-ratio by 2 std^2.
 
     Metrics: policy_loss, ratio_mean, ratio_deviation (max |ratio - 1|), clip_fraction (|ratio - 1| > c), approx_kl
-    (KL of new from behaviour), and kl where the batch carries a reference. Without any counted pair the loss is an
+    (KL of new from behaviour), and kl if the batch carries a reference. Without any counted pair the loss is an
     exact 0 with zero gradients. Source: Flow-GRPO (arXiv 2505.05470) and its public code. Raises `ConfigError` for a
     bad field or a missing reference.
     """

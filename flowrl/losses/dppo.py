@@ -24,10 +24,10 @@ class FlowDPPO:
     The default bound is that of the authors' code (kl_mask_threshold, also a mean over elements, for SD3.5-Medium at 512 pixels).
     To compare with a clip: at a KL of K the log-ratio of one sample of d elements has a spread of sqrt(2 K / d), so a clip c
     corresponds to K = c^2 d / 2. That is 3e-4 both for c = 1e-4 at SD3.5's latents (d = 65,536) and for c = 2e-3 at the
-    built-in image world's (d = 128): the published bound is the tighter one in either, and small worlds may want `bound` = 3e-4.
+    built-in image world's (d = 128): the published bound is the tighter one for both; small worlds may need `bound` = 3e-4.
 
-    `kl_weight` = beta >= 0, `kl` as in `ClippedLoss`. Metrics as in `ClippedLoss`, and mask_fraction, the share of dropped pairs;
-    clip_fraction is the same number. Source: Flow-DPPO (arXiv 2606.11025, equations 14 and 18) and its public code. Raises
+    `kl_weight` = beta >= 0, `kl` as in `ClippedLoss`. Metrics as in `ClippedLoss`; clip_fraction and mask_fraction are
+    both the fraction of dropped pairs. Source: Flow-DPPO (arXiv 2606.11025, equations 14 and 18) and its public code. Raises
     `ConfigError` for a bad field or a missing reference.
     """
 

@@ -10,7 +10,7 @@ from flowrl.types import LossBatch, LossResult, checked
 
 @dataclass(frozen=True)
 class GRPOGuard:
-    """Clipped loss with a normalised ratio and steps that weigh alike.
+    """Clipped loss with a normalised ratio and equally weighted steps.
 
     log ratio = std (logp - logp_old + |mu - mu_old|^2 / (2 std^2)), means over latent elements, std the transition's;
     the added term cancels the negative mean of the plain log-ratio, and the factor std gives it the same spread at

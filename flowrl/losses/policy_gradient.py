@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from flowrl.flow.gaussian import log_prob
 from flowrl.losses._terms import KL_FORMS, combine, counted_pairs, require_kl
 from flowrl.types import LossBatch, LossResult, checked
@@ -12,8 +14,8 @@ from flowrl.types import LossBatch, LossResult, checked
 class PolicyGradientLoss:
     """mean of -A log pi(x_next) + beta KL(new || reference): no ratio, no clip.
 
-    Right on policy only, that is for one update per iteration (`updates` = 1); later updates of the same trajectories are
-    biased, and nothing keeps them near the behaviour policy. On policy its gradient equals `ClippedLoss`'s.
+    Unbiased on policy only, that is for one mini-batch per iteration (`minibatches` = 1). Further updates on the same
+    trajectories are biased, and nothing keeps them near the behaviour policy. On policy its gradient equals `ClippedLoss`'s.
 
     `kl_weight` = beta >= 0, `kl` as in `ClippedLoss`. Metrics as in `ClippedLoss`, clip_fraction 0. Source: REINFORCE
     (Williams 1992) on the denoising process, as DDPO-SF (arXiv 2305.13301). Raises `ConfigError` for a bad field or a
@@ -37,5 +39,5 @@ class PolicyGradientLoss:
         pairs = counted_pairs(batch)
         density = log_prob(pairs.new, pairs.next_node)
         ratio = (density.detach() - log_prob(pairs.behaviour, pairs.next_node)).exp()
-        nowhere = ratio < 0
-        return combine(pairs, ratio, -pairs.advantages * density, nowhere, self.kl_weight, KL_FORMS[self.kl])
+        never = torch.zeros_like(ratio, dtype=torch.bool)
+        return combine(pairs, ratio, -pairs.advantages * density, never, self.kl_weight, KL_FORMS[self.kl])

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
-from flowrl.flow.time import uniform_schedule
 from flowrl.policies.devices import device_of
 from flowrl.types import Condition, Prompt, Schedule
 

@@ -1,7 +1,7 @@
-"""Prompts: files of them, GenEval's requests, and generators."""
+"""Prompts: files and datasets of them, GenEval's requests, and generators."""
 
 from flowrl.prompts.files import PromptFile, load_prompts, prompts_from, read_prompts, write_prompts
-from flowrl.prompts.generate import compositional_prompts, picture_prompts, text_prompts
+from flowrl.prompts.generate import compositional_prompts, image_prompts, text_prompts
 from flowrl.prompts.geneval import Clause, Request, request_of
 
 __all__ = [
@@ -9,8 +9,8 @@ __all__ = [
     "PromptFile",
     "Request",
     "compositional_prompts",
+    "image_prompts",
     "load_prompts",
-    "picture_prompts",
     "prompts_from",
     "read_prompts",
     "request_of",

@@ -1,4 +1,4 @@
-"""Prompts made from templates: compositional requests as GenEval has them, and texts to be written."""
+"""Prompts made from templates: GenEval's compositional requests, texts to be rendered, and general images."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -7,8 +7,8 @@ from flowrl.errors import require
 from flowrl.prompts.geneval import COLOURS, OBJECTS, POSITIONS, TAGS
 from flowrl.types import Prompt
 
-PATIENCE = 20_000
-"""Prompts in a row that are all known already, after which no more new ones are expected."""
+MAX_REPEATS = 20_000
+"""After so many repeated prompts in a row no new ones are expected."""
 NUMBERS = ("zero", "one", "two", "three", "four")
 PLURALS = {
     "person": "people", "sheep": "sheep", "skis": "pairs of skis", "scissors": "pairs of scissors", "knife": "knives",
@@ -24,14 +24,36 @@ WORDS = (
     "Summer", "Sale", "River", "Moonlight", "Bakery", "North", "Station", "Dream", "Tea", "Harbour", "Stop", "Silver",
     "Theatre", "Lucky", "Sunday", "Museum", "Ocean", "Jazz", "Winter", "Flowers", "Hotel", "Planet", "Echo", "Honey", "Today",
 )  # fmt: skip
+SUBJECTS = (
+    "a red fox", "an old fisherman", "a grey cat", "a young astronaut", "a small robot", "a barn owl", "a baker", "a white horse",
+    "a girl with an umbrella", "a tortoise", "a violinist", "a lighthouse keeper", "a golden retriever", "a knight",
+    "a hummingbird", "a street musician", "an elephant", "a gardener", "a paper dragon", "two children", "a snow leopard",
+    "a clockmaker", "a heron", "a family of ducks", "a wizard", "a cyclist", "a hedgehog", "an old sailing ship",
+    "a steam locomotive", "a hot-air balloon",
+)  # fmt: skip
+ACTIONS = (
+    "resting", "in the morning light", "seen from above", "in the rain", "waiting", "surrounded by flowers", "in the fog",
+    "at dusk", "under a full moon", "in strong wind", "in a beam of light", "far away", "close up", "in falling snow",
+)  # fmt: skip
+PLACES = (
+    "beside a mountain lake", "in a quiet library", "on a rooftop", "in a pine forest", "at a night market", "on a stone bridge",
+    "in a greenhouse", "by the sea", "in a narrow alley", "on a desert road", "in a train station", "in a field of wheat",
+    "in front of an old castle", "on a frozen river", "in a workshop full of tools", "on a small island", "in a crowded cafe",
+    "near a waterfall", "in an orange grove", "on a wooden pier",
+)  # fmt: skip
+STYLES = (
+    "photograph", "watercolour", "oil painting", "ink drawing", "woodcut", "pencil sketch", "children's book illustration",
+    "stained glass", "pixel art", "low-poly render", "film still", "pastel drawing", "mosaic", "travel poster",
+    "charcoal drawing",
+)  # fmt: skip
 
 
 def compositional_prompts(count: int, seed: int = 0, tags: Sequence[str] = TAGS) -> list[Prompt]:
     """`count` distinct prompts of GenEval's kinds in turn, with the metadata that `rewards.GenEval` scores.
 
     The kinds are those of GenEval's generator (arXiv 2310.11513): one object, two, 2 to 4 of one, a colour, a position, two
-    colours; people get no colour. Plurals are English ones (GenEval's own adds an s). Raises `ConfigError` for an unknown
-    kind, or where there are not as many different prompts.
+    colours; "person" gets no colour. Plurals are English (GenEval's generator adds an s). Raises `ConfigError` for an unknown
+    kind, or for more prompts than the templates have.
     """
     for tag in tags:
         require(tag in TAGS, "tags", tag, f"some of {', '.join(TAGS)}")
@@ -47,10 +69,10 @@ def compositional_prompts(count: int, seed: int = 0, tags: Sequence[str] = TAGS)
 
 
 def text_prompts(count: int, seed: int = 0, words: Sequence[str] = WORDS, scenes: Sequence[str] = SCENES) -> list[Prompt]:
-    """`count` distinct prompts that ask for a text in quotation marks on something, which `rewards.OCR` scores.
+    """`count` distinct prompts for a text in quotation marks on an object, which `rewards.OCR` scores.
 
-    A text is one or two of `words`, or one with a number. The metadata hold it as "text". Raises `ConfigError` where there
-    are not as many different prompts.
+    A text is one or two of `words`, or one with a number; the metadata contain it as "text". Raises `ConfigError` for more
+    prompts than the templates have.
     """
     require(len(words) > 0 and len(scenes) > 0, "words, scenes", (len(words), len(scenes)), "one or more of each")
     draw = random.Random(seed)
@@ -64,14 +86,28 @@ def text_prompts(count: int, seed: int = 0, words: Sequence[str] = WORDS, scenes
     return distinct(endless(), count)
 
 
+def image_prompts(count: int, seed: int = 0) -> list[Prompt]:
+    """`count` distinct prompts such as "a red fox in the fog on a stone bridge, watercolour", in an order drawn by `seed`.
+
+    The first n prompts are the same for every larger `count`. Raises `ConfigError` beyond about 126,000.
+    """
+    draw = random.Random(seed)
+
+    def one() -> Prompt:
+        words = " ".join(draw.choice(choices) for choices in (SUBJECTS, ACTIONS, PLACES))
+        return Prompt(f"{words}, {draw.choice(STYLES)}", {"tag": "image"})
+
+    return distinct(iter(one, None), count)
+
+
 def distinct(source: Iterator[Prompt], count: int) -> list[Prompt]:
-    """The first `count` prompts of `source` with different texts. Raises `ConfigError` where so many do not come."""
+    """The first `count` prompts of `source` with different texts. Raises `ConfigError` if there are fewer."""
     require(count >= 1, "count", count, "1 or more")
     found: dict[str, Prompt] = {}
-    known = 0
-    while len(found) < count and known < PATIENCE:
+    repeats = 0
+    while len(found) < count and repeats < MAX_REPEATS:
         prompt = next(source)
-        known = known + 1 if prompt.text in found else 0
+        repeats = repeats + 1 if prompt.text in found else 0
         found.setdefault(prompt.text, prompt)
     require(len(found) == count, "count", count, f"at most about {len(found)}: there are no more different prompts of this kind")
     return list(found.values())
@@ -82,7 +118,7 @@ def _a(words: str) -> str:
 
 
 def plural(name: str) -> str:
-    """Several of an object."""
+    """The plural of an object's name."""
     if name in PLURALS:
         return PLURALS[name]
     return f"{name}es" if name.endswith(("s", "sh", "ch", "x")) else f"{name}s"
@@ -133,41 +169,3 @@ MAKERS: dict[str, Callable[[random.Random], Prompt]] = {
     "position": _position,
     "color_attr": _two_colours,
 }
-
-
-SUBJECTS = (
-    "a red fox", "an old fisherman", "a grey cat", "a young astronaut", "a small robot", "a barn owl", "a baker", "a white horse",
-    "a girl with an umbrella", "a tortoise", "a violinist", "a lighthouse keeper", "a golden retriever", "a knight",
-    "a hummingbird", "a street musician", "an elephant", "a gardener", "a paper dragon", "two children", "a snow leopard",
-    "a clockmaker", "a heron", "a family of ducks", "a wizard", "a cyclist", "a hedgehog", "an old sailing ship",
-    "a steam locomotive", "a hot-air balloon",
-)  # fmt: skip
-ACTIONS = (
-    "resting", "in the morning light", "seen from above", "in the rain", "waiting", "surrounded by flowers", "in the fog",
-    "at dusk", "under a full moon", "in strong wind", "in a beam of light", "far away", "close up", "in falling snow",
-)  # fmt: skip
-PLACES = (
-    "beside a mountain lake", "in a quiet library", "on a rooftop", "in a pine forest", "at a night market", "on a stone bridge",
-    "in a greenhouse", "by the sea", "in a narrow alley", "on a desert road", "in a train station", "in a field of wheat",
-    "in front of an old castle", "on a frozen river", "in a workshop full of tools", "on a small island", "in a crowded cafe",
-    "near a waterfall", "in an orange grove", "on a wooden pier",
-)  # fmt: skip
-STYLES = (
-    "photograph", "watercolour", "oil painting", "ink drawing", "woodcut", "pencil sketch", "children's book illustration",
-    "stained glass", "pixel art", "low-poly render", "film still", "pastel drawing", "mosaic", "travel poster",
-    "charcoal drawing",
-)  # fmt: skip
-
-
-def picture_prompts(count: int, seed: int = 0) -> list[Prompt]:
-    """`count` distinct prompts such as "a red fox in the fog on a stone bridge, watercolour", in an order drawn by `seed`.
-
-    The first n of a longer list are the list of n. Raises `ConfigError` where there are not as many (about 126,000).
-    """
-    draw = random.Random(seed)
-
-    def one() -> Prompt:
-        words = " ".join(draw.choice(choices) for choices in (SUBJECTS, ACTIONS, PLACES))
-        return Prompt(f"{words}, {draw.choice(STYLES)}", {"tag": "picture"})
-
-    return distinct(iter(one, None), count)

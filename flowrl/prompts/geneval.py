@@ -1,4 +1,4 @@
-"""GenEval's requests: objects with numbers, colours and positions, as its JSON lines have them.
+"""GenEval's requests: objects with numbers, colours and positions, in the form of its JSON lines.
 
 A line is ``{"tag": ..., "include": [CLAUSE, ...], "exclude": [CLAUSE, ...], "prompt": ...}``; a clause
 ``{"class": "dog", "count": 2, "color": "red", "position": ["left of", 0]}``, color and position optional, the latter
@@ -25,7 +25,7 @@ OBJECTS = (
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 POSITIONS = ("left of", "right of", "above", "below")
 ENTRIES = ("class", "count", "color", "position")
-"""What a clause may say; anything else would be left unscored."""
+"""The entries that a clause may have; any other is refused, because it would not be scored."""
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 
 
@@ -50,7 +50,7 @@ class Request:
 
 
 def request_of(metadata: Mapping[str, Any]) -> Request:
-    """The request in a prompt's metadata. Raises `ConfigError` that says which entry is wrong and what is allowed."""
+    """The request in a prompt's metadata. Raises `ConfigError` that names the wrong entry and what is allowed."""
     include = _clauses(metadata, "include")
     if not include:
         raise ConfigError('"include" must be a list of one or more clauses such as {"class": "dog", "count": 1}')

@@ -3,10 +3,9 @@
 Weights are loaded at the first score, from a local folder in transformers' format or from the Hugging Face Hub by name (the
 command line works offline unless ``HF_HUB_OFFLINE=0`` is set), and shared between rewards with the same model and settings.
 
-Pictures are rounded to 8 bits, brought to the network's size (224 x 224) with Pillow's bicubic filter, and the channels are
-normalised with OpenAI's mean and standard deviation. Of pictures that are not square the middle is cut out; HPSv2.1 sees all of
-them, between black bars. Both as in the published code (of square pictures it is the same). Prompts are cut after 77 tokens.
-Features are normalised and compared in float32, whatever `dtype` the network has.
+Images are rounded to 8 bits, resized to the network's size (224 x 224) with Pillow's bicubic filter, and normalised with OpenAI's
+mean and standard deviation. Images that are not square are cropped at their centre, or letterboxed for HPSv2.1, as in the
+published code. Prompts are cut after 77 tokens. Features are normalised and compared in float32 for every `dtype` of the network.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +20,16 @@ from torch.nn import functional as F
 
 from flowrl.errors import ConfigError, require
 from flowrl.rewards.images import to_pillow
-from flowrl.rewards.open_clip import affine_map, from_open_clip, read_weights
-from flowrl.rewards.pretrained import DTYPES, load_network, placed, refused, require_options, require_tokenizer, unavailable
+from flowrl.rewards.weights import (
+    DTYPES,
+    affine_map,
+    from_open_clip,
+    frozen_on,
+    load_network,
+    loading,
+    read_weights,
+    require_tokenizer,
+)
 from flowrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -35,48 +42,53 @@ TOKENS = 77
 
 
 def clip_pixels(
-    images: Float[Tensor, "sample channel height width"], size: int = 224, whole: bool = False
+    images: Float[Tensor, "sample channel height width"], size: int = 224, letterbox: bool = False
 ) -> Float[Tensor, "sample 3 size size"]:
     """The network's input: 8 bits, `size` x `size` (bicubic, antialiased), (x - mean) / std. On the CPU.
 
-    The shorter side becomes `size` and the middle is cut out; with `whole` the longer side does, and black bars fill the rest.
+    The shorter side becomes `size` and the centre is cropped; with `letterbox` the longer side does, between black bars.
     """
-    make = _between_bars if whole else _middle
-    cut = (make(picture, size) for picture in to_pillow(images))
-    rows = [torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(size, size, 3) for square in cut]
+    resize = _letterbox if letterbox else _crop_centre
+    squares = (resize(image, size) for image in to_pillow(images))
+    rows = [torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(size, size, 3) for square in squares]
     levels = torch.stack(rows).permute(0, 3, 1, 2).float() / 255
     return (levels - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
 
 
-def _middle(picture: "Image", size: int) -> "Image":
-    """The shorter side brought to `size`, and as much of the longer one."""
+def _crop_centre(image: "Image", size: int) -> "Image":
+    """The shorter side resized to `size`, the longer one cropped to it."""
     from PIL.Image import Resampling
 
-    width, height = picture.size
+    width, height = image.size
     short = min(width, height)
     wide, high = (size * width // short, size * height // short)
     left, top = round((wide - size) / 2), round((high - size) / 2)
-    return picture.resize((wide, high), Resampling.BICUBIC).crop((left, top, left + size, top + size))
+    return image.resize((wide, high), Resampling.BICUBIC).crop((left, top, left + size, top + size))
 
 
-def _between_bars(picture: "Image", size: int) -> "Image":
-    """The longer side brought to `size`; black above and below, or left and right."""
+def _letterbox(image: "Image", size: int) -> "Image":
+    """The longer side resized to `size`; black above and below, or left and right."""
     from PIL.Image import Resampling, new
 
-    scale = size / max(picture.size)
-    wide, high = (max(1, round(side * scale)) for side in picture.size)
+    scale = size / max(image.size)
+    wide, high = (max(1, round(side * scale)) for side in image.size)
     square = new("RGB", (size, size))
-    square.paste(picture.resize((wide, high), Resampling.BICUBIC), ((size - wide) // 2, (size - high) // 2))
+    square.paste(image.resize((wide, high), Resampling.BICUBIC), ((size - wide) // 2, (size - high) // 2))
     return square
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A CLIP model with its tokenizer: normalised float32 features of pictures and texts, `batch` at a time, on the CPU."""
+    """A CLIP model with its tokenizer: normalised float32 features of images and texts, `batch` at a time, on the CPU."""
 
     model: Any
     tokenizer: Any
     batch: int
+
+    @property
+    def size(self) -> int:
+        """Height and width of the network's input."""
+        return self.model.config.vision_config.image_size
 
     @property
     def scale(self) -> float:
@@ -84,22 +96,21 @@ class Encoder:
         return float(self.model.logit_scale.detach().float().exp())
 
     @torch.no_grad()
-    def pictures(
-        self, images: Float[Tensor, "sample channel height width"], whole: bool = False
+    def images(
+        self, images: Float[Tensor, "sample channel height width"], letterbox: bool = False
     ) -> Float[Tensor, "sample feature"]:
-        """Features of the pictures, length 1; `whole` as in `clip_pixels`."""
-        size = self.model.config.vision_config.image_size
-        return torch.cat([self.features(clip_pixels(piece, size, whole)) for piece in images.split(self.batch)])
+        """Features of the images, of length 1; `letterbox` as in `clip_pixels`."""
+        return torch.cat([self.features(clip_pixels(piece, self.size, letterbox)) for piece in images.split(self.batch)])
 
     @torch.no_grad()
     def features(self, pixels: Float[Tensor, "sample 3 size size"]) -> Float[Tensor, "sample feature"]:
-        """Features of what `clip_pixels` makes, length 1."""
+        """Features of the output of `clip_pixels`, of length 1."""
         weight = self.model.visual_projection.weight
         return _features(self.model.get_image_features(pixel_values=pixels.to(weight.device, weight.dtype)))
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str]) -> Float[Tensor, "sample feature"]:
-        """Features of the texts, length 1; equal texts are encoded once."""
+        """Features of the texts, of length 1; equal texts are encoded once."""
         distinct = list(dict.fromkeys(texts))
         device, rows = self.model.visual_projection.weight.device, []
         for start in range(0, len(distinct), self.batch):
@@ -110,10 +121,10 @@ class Encoder:
         return torch.cat(rows)[[place[text] for text in texts]]
 
     def cosines(
-        self, images: Float[Tensor, "sample channel height width"], texts: Sequence[str], whole: bool = False
+        self, images: Float[Tensor, "sample channel height width"], texts: Sequence[str], letterbox: bool = False
     ) -> Float[Tensor, " sample"]:
-        """Cosine of every picture's features with those of its text; `whole` as in `clip_pixels`."""
-        return (self.pictures(images, whole) * self.texts(texts)).sum(1)
+        """Cosine of every image's features with those of its text; `letterbox` as in `clip_pixels`."""
+        return (self.images(images, letterbox) * self.texts(texts)).sum(1)
 
 
 def _features(found: Any) -> Tensor:
@@ -126,26 +137,22 @@ def _features(found: Any) -> Tensor:
 def load_encoder(
     model: str, tokenizer: str = "", device: str = "cpu", dtype: str = "float32", batch: int = 32, weights: str = ""
 ) -> Encoder:
-    """The CLIP model in the folder `model`, or of that name on the Hub, loaded once per setting; its tokenizer may lie elsewhere.
+    """The CLIP model in the folder `model`, or of that name on the Hub, loaded once per setting.
 
-    `weights`: a file in open_clip's format that replaces the model's own (then only its configuration is read).
-
-    Raises `ConfigError` for a model that cannot be had or lacks weights, a tokenizer of another model, a device that does not
-    exist, or a precision that is none.
+    `tokenizer`: its folder or name, if it is not the model's. `weights`: a file in open_clip's format that replaces the model's
+    own; only the model's configuration is then read. Raises `ConfigError` for a model that cannot be loaded or lacks weights, a
+    tokenizer of another model, a device that does not exist, or an unknown precision.
     """
-    require_options(dtype, batch)
-    from transformers import AutoTokenizer, CLIPConfig, CLIPModel
+    with loading(model, tokenizer, dtype, batch):
+        from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 
-    try:
         words = AutoTokenizer.from_pretrained(tokenizer or model)
         if weights:
             network: Any = _converted(CLIPModel(CLIPConfig.from_pretrained(model)), weights).to(DTYPES[dtype])
         else:
             network = load_network(CLIPModel, model, dtype)
         require_tokenizer(words, network.config.text_config.vocab_size, tokenizer or model)
-    except refused() as error:
-        raise unavailable(model, tokenizer, error) from error
-    return Encoder(placed(network, device), words, batch)
+    return Encoder(frozen_on(network, device), words, batch)
 
 
 def _converted(network: Any, weights: str) -> Any:
@@ -171,9 +178,9 @@ def _head(place: str) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class PickScore:
-    """exp(logit_scale) cos(picture, prompt) of a CLIP ViT-H/14 trained on people's choices; about 17 to 24, higher is liked more.
+    """exp(logit_scale) cos(image, prompt) of a CLIP ViT-H/14 trained on human preferences; about 17 to 24.
 
-    Source: Pick-a-Pic (arXiv 2305.01569), the model card's code; its probability that one of two pictures is preferred is the
+    Source: Pick-a-Pic (arXiv 2305.01569), the model card's code; its probability that one of two images is preferred is the
     softmax of the two scores. Flow-GRPO's public code divides by 26. Weights: MIT.
     """
 
@@ -191,7 +198,7 @@ class PickScore:
 
 @dataclass(frozen=True)
 class CLIPScore:
-    """`weight` max(0, cos(picture, `prefix` + prompt)) with OpenAI's CLIP ViT-B/32; in practice about 0.4 to 1.
+    """`weight` max(0, cos(image, `prefix` + prompt)) with OpenAI's CLIP ViT-B/32; in practice about 0.4 to 1.
 
     Source: CLIPScore (arXiv 2104.08718), equation 1: weight 2.5, prefix "A photo depicts" and a space. Weights: MIT.
     """
@@ -215,7 +222,7 @@ class CLIPScore:
 
 @dataclass(frozen=True)
 class Aesthetic:
-    """What people would rate the picture from 1 to 10, by a linear head on CLIP ViT-L/14's features; does not read the prompt.
+    """Predicted human rating of the image from 1 to 10: a linear head on CLIP ViT-L/14's features; does not read the prompt.
 
     `head` is a file with its layers (``layers.N.weight`` and ``bias``, or ``weight`` and ``bias``; safetensors or PyTorch's,
     read without running code from it), or ``REPOSITORY:FILE`` on the Hub. The published head is five linear layers without
@@ -231,7 +238,7 @@ class Aesthetic:
 
     def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
         """Ratings [sample]."""
-        features = load_encoder(self.model, "", self.device, self.dtype, self.batch).pictures(images)
+        features = load_encoder(self.model, "", self.device, self.dtype, self.batch).images(images)
         weight, bias = _head(self.head)
         require(weight.shape[0] == features.shape[1], "head", self.head, f"a head for {features.shape[1]} features")
         return (features.double() @ weight + bias).float()
@@ -239,12 +246,12 @@ class Aesthetic:
 
 @dataclass(frozen=True)
 class HPSv21:
-    """cos(picture, prompt) of a CLIP ViT-H/14 trained on people's choices (HPS v2.1); about 0.2 to 0.35.
+    """cos(image, prompt) of a CLIP ViT-H/14 trained on human preferences (HPS v2.1); about 0.2 to 0.35.
 
     `weights`: the published file (open_clip's format, read without running code from it), as a path or as ``REPOSITORY:FILE`` on
-    the Hub; it replaces the weights of `model`, which has the same architecture. "" where `model` is itself a folder with HPS
-    v2.1 in transformers' format. Source: HPS v2 (arXiv 2306.09341) and its public code, which shows the network the whole
-    picture: of one that is not square the longer side becomes 224 pixels, between black bars. Weights: Apache-2.0.
+    the Hub; it replaces the weights of `model`, which has the same architecture. "" if `model` is itself a folder with HPS v2.1
+    in transformers' format. Source: HPS v2 (arXiv 2306.09341) and its public code, which letterboxes images that are not
+    square. Weights: Apache-2.0.
     """
 
     model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -256,4 +263,4 @@ class HPSv21:
     def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
         encoder = load_encoder(self.model, "", self.device, self.dtype, self.batch, self.weights)
-        return encoder.cosines(images, [prompt.text for prompt in prompts], whole=True)
+        return encoder.cosines(images, [prompt.text for prompt in prompts], letterbox=True)

@@ -1,4 +1,4 @@
-"""Several rewards as one: a weighted sum whose parts stay visible."""
+"""Rewards made of others: weighted sums with visible components, limits and noise; and functions as rewards."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from flowrl.types import Prompt
 
 
 def weighted_total(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """sum_k w_k R^(k) over named scores [sample]; a weight left out is 1."""
+    """sum_k w_k R^(k) over named scores [sample]; missing weights are 1."""
     return torch.stack([float(weights.get(name, 1.0)) * values for name, values in parts.items()]).sum(dim=0)
 
 
@@ -23,9 +23,9 @@ def weighted_total(parts: Mapping[str, Tensor], weights: Mapping[str, float]) ->
 class WeightedSum:
     """R = sum_k w_k R^(k) over named reward models.
 
-    `parts` gives every component's own scores, unweighted: the trainer logs them, and a rule such as `credit.GDPO` normalises
-    them one by one. `weights` left out: 1 each. Raises `ConfigError` for no models, a weight without a model, or one that is
-    no finite number.
+    `parts` returns the unweighted scores of every component: the trainer logs them, and a rule such as `credit.GDPO` normalises
+    them one by one. Missing `weights` are 1. Raises `ConfigError` for no models, a weight without a model, or a weight that is
+    not a finite number.
     """
 
     models: Mapping[str, RewardModel]
@@ -62,8 +62,8 @@ class WeightedSum:
 class Clipped:
     """min(`high`, max(`low`, R)) of another reward; None: no limit on that side.
 
-    Scores beyond what is worth having then earn nothing more, which takes away some of the pull towards what only the reward
-    likes. Raises `ConfigError` where there is no limit, or `low` is not below `high`.
+    Scores beyond a limit gain nothing, which reduces reward hacking. Raises `ConfigError` without a limit, or unless `low` is
+    below `high`.
     """
 
     reward: RewardModel
@@ -89,7 +89,7 @@ class Clipped:
 class FunctionReward:
     """Wraps `function(images, prompts) -> [sample]`; images are [sample, channel, height, width] in [0, 1].
 
-    `marks_invalid`: NaN among its scores means that a sample cannot be judged and is left out (`protocols.RewardModel`).
+    `marks_invalid`: NaN among its scores marks samples that cannot be judged and are left out (`protocols.RewardModel`).
     """
 
     function: Callable[[Tensor, Sequence[Prompt]], Tensor]
@@ -102,11 +102,11 @@ class FunctionReward:
 
 @dataclass(frozen=True)
 class NoisyReward:
-    """R + `std` e + `bias` m, e standard normal, m the mean of the picture's values (a liking for bright pictures).
+    """R + `std` e + `bias` m, e standard normal, m the mean of the image's values (a bias towards bright images).
 
-    The noise is a fixed pseudo-random function of the picture and `seed`: the same picture gets the same score, as from a
-    deterministic but unreliable judge; scores do not depend on the batch, and a resumed run goes on with the same numbers.
-    Two pictures that differ at all have practically independent noise. Raises `ConfigError` for a negative or infinite `std`.
+    The noise is a fixed pseudo-random function of the image and `seed`: the same image gets the same score, as from a
+    deterministic but unreliable judge. Scores do not depend on the batch, and a resumed run continues with the same numbers. The
+    noise of different images is practically independent. Raises `ConfigError` for a negative or infinite `std`.
     """
 
     model: RewardModel
@@ -130,7 +130,7 @@ class NoisyReward:
 
 
 def pseudo_normal(images: Tensor, seed: int = 0) -> Float[Tensor, " sample"]:
-    """A number per picture that looks drawn from N(0, 1), a function of the picture's values and `seed` only."""
+    """A pseudo-random N(0, 1) number per image, a function of the image's values and `seed` only."""
     flat = images.detach().flatten(1).double().cpu()
     generator = torch.Generator().manual_seed(seed)
     directions = torch.rand(flat.shape[1], 2, generator=generator, dtype=torch.float64) + 0.5

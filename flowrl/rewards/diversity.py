@@ -1,6 +1,6 @@
-"""How different the samples of one prompt are: the mean distance of pairs, in a space of features.
+"""Diversity of the samples of one prompt: the mean distance of pairs in a feature space.
 
-A policy that has found one picture which a reward likes draws it every time; the score does not show that, the diversity does.
+A policy that has collapsed to one high-scoring image per prompt keeps its score; its diversity falls.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def pairwise_diversity(features: Float[Tensor, "prompt member feature"]) -> Floa
     """D = 2 / (M (M - 1)) sum_{i<j} |f_i - f_j| over the M members of each prompt: the mean Euclidean distance of its pairs.
 
     A sample is not compared with itself, so that D is an unbiased estimate of E|f(X) - f(X')| for independent samples X, X' of
-    the prompt (a U-statistic): it does not depend on how many samples were drawn. 0 where all samples are the same. Float64.
+    the prompt (a U-statistic): it does not depend on the number of samples. 0 if all samples are equal. Float64.
     """
     members = features.shape[1]
     require(members >= 2, "members", members, "2 or more: one sample has no pair")
@@ -31,9 +31,9 @@ def pairwise_diversity(features: Float[Tensor, "prompt member feature"]) -> Floa
 
 @dataclass(frozen=True)
 class PixelFeatures:
-    """The picture's values, divided by the root of their number: distances are root mean square differences per value.
+    """The image's values, divided by the root of their number: distances are root mean square differences per value.
 
-    Of pictures in [0, 1] these are 0 to 1; of the mixture world's points they are distances in the plane divided by sqrt(2).
+    They are 0 to 1 for images in [0, 1]; for the mixture world's points they are distances in the plane divided by sqrt(2).
     """
 
     def __call__(self, images: Float[Tensor, "sample channel height width"]) -> Tensor:
@@ -44,7 +44,7 @@ class PixelFeatures:
 
 @dataclass(frozen=True)
 class LatentFeatures:
-    """As `PixelFeatures`, of the latents before they are decoded."""
+    """As `PixelFeatures`, for the latents before they are decoded."""
 
     reads_latents: ClassVar[bool] = True
 
@@ -55,7 +55,7 @@ class LatentFeatures:
 
 @dataclass(frozen=True)
 class ClipFeatures:
-    """CLIP's picture features, of length 1: the distance is sqrt(2 - 2 cos), 0 to 2. Blind to noise, sees what is depicted.
+    """CLIP's image features, of length 1: the distance is sqrt(2 - 2 cos), 0 to 2. It reflects content rather than noise.
 
     `model`: a folder in transformers' format or a name on the Hub; preprocessing as in `flowrl.rewards.clip`.
     """
@@ -69,20 +69,20 @@ class ClipFeatures:
         """[sample, feature]."""
         from flowrl.rewards.clip import load_encoder
 
-        return load_encoder(self.model, "", self.device, self.dtype, self.batch).pictures(images)
+        return load_encoder(self.model, "", self.device, self.dtype, self.batch).images(images)
 
 
 def group_features(features: Features, images: Tensor, latents: Tensor, groups: Sequence[int]) -> Tensor:
     """Features [prompt, member, feature] of samples in prompt-major order; `groups` is (prompts, members).
 
-    `features` sees the pictures, or the latents where it has a true attribute `reads_latents`. Raises `RewardError` where it does
-    not give one finite vector per sample.
+    `features` gets the images, or the latents if its attribute `reads_latents` is true. Raises `RewardError` unless it returns
+    one finite vector per sample.
     """
     found = features(latents if getattr(features, "reads_latents", False) else images)
     name = type(features).__name__
     if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != len(images):
-        told = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise RewardError(f"diversity: {name} returned {told} for {len(images)} samples; allowed: a tensor [sample, feature]")
+        returned = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise RewardError(f"diversity: {name} returned {returned} for {len(images)} samples; allowed: a tensor [sample, feature]")
     if not bool(found.isfinite().all()):
         raise RewardError(f"diversity: {name} returned values that are not finite")
     return found.detach().float().unflatten(0, tuple(groups))

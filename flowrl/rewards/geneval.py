@@ -1,4 +1,8 @@
-"""Does the picture show the objects, numbers, colours and positions that the prompt asks for?"""
+"""Whether an image shows the objects, numbers, colours and positions that its prompt requests: GenEval's score.
+
+A detector finds the objects (`load_detector`), a CLIP model classifies their colours, and `strict_score` or `partial_score`
+compare both with the request.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +19,7 @@ from flowrl.errors import ConfigError, RewardError, require
 from flowrl.prompts.geneval import COLOURS, Clause, Request, request_of
 from flowrl.rewards.clip import Encoder, clip_pixels, load_encoder
 from flowrl.rewards.images import to_pillow
-from flowrl.rewards.pretrained import load_network, placed, refused, require_options, unavailable
+from flowrl.rewards.weights import frozen_on, load_network, loading
 from flowrl.types import Prompt
 
 SEGMENTERS = ("mask2former", "maskformer")
@@ -23,12 +27,20 @@ RENAMED = {
     "mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "motorbike": "motorcycle",
     "aeroplane": "airplane", "sofa": "couch", "pottedplant": "potted plant", "diningtable": "dining table", "tvmonitor": "tv",
 }  # fmt: skip
-"""Labels of COCO detectors whose names are other ones in GenEval."""
+"""Labels of COCO detectors that have other names in GenEval."""
+FORMS = ("strict", "partial")
+MOST_OBJECTS = 16
+"""Largest number of objects of a class that are considered."""
+MARGIN = 0.1
+"""Fraction of both objects' sizes by which their centres must be apart for one to be left of, or above, the other."""
+GREY = 0x99 / 255
+"""The background of an object while its colour is classified."""
+TEMPLATES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}", "a photo of a {colour} object")
 
 
 @dataclass(frozen=True)
 class Detection:
-    """An object: its class, how sure the detector is, its box (left, top, right, bottom) in pixels, perhaps its mask."""
+    """An object: its class, the detector's score, its box (left, top, right, bottom) in pixels, and its mask if there is one."""
 
     name: str
     score: float
@@ -36,125 +48,29 @@ class Detection:
     mask: Bool[Tensor, "height width"] | None = None
 
 
-@dataclass(frozen=True)
-class Detector:
-    """A detector with its preprocessing; `batch` pictures at a time."""
-
-    model: Any
-    processor: Any
-    batch: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The classes that it knows."""
-        return tuple(RENAMED.get(str(name), str(name)) for name in self.model.config.id2label.values())
-
-    @torch.no_grad()
-    def find(self, images: Float[Tensor, "sample channel height width"], threshold: float) -> list[list[Detection]]:
-        """Objects in every picture that the detector is at least `threshold` sure of, surest first."""
-        found: list[list[Detection]] = []
-        weight = next(self.model.parameters())
-        for piece in images.split(self.batch):
-            inputs = self.processor(images=to_pillow(piece), return_tensors="pt").to(weight.device)
-            inputs["pixel_values"] = inputs["pixel_values"].to(weight.dtype)
-            sizes = [(piece.shape[-2], piece.shape[-1])] * len(piece)
-            outputs = self.model(**{name: inputs[name] for name in ("pixel_values", "pixel_mask") if name in inputs})
-            if self.model.config.model_type in SEGMENTERS:
-                results = self.processor.post_process_instance_segmentation(
-                    _floats(outputs), threshold=threshold, target_sizes=sizes, return_binary_maps=True
-                )
-                found += [self._from_masks(result) for result in results]
-            else:
-                results = self.processor.post_process_object_detection(_floats(outputs), threshold=threshold, target_sizes=sizes)
-                found += [self._from_boxes(result) for result in results]
-        return [sorted(objects, key=lambda thing: -thing.score) for objects in found]
-
-    def _from_boxes(self, result: dict[str, Tensor]) -> list[Detection]:
-        rows = zip(result["labels"].tolist(), result["scores"].tolist(), result["boxes"].tolist(), strict=True)
-        return [Detection(self._name(label), score, (box[0], box[1], box[2], box[3])) for label, score, box in rows]
-
-    def _from_masks(self, result: dict[str, Any]) -> list[Detection]:
-        segments = result["segments_info"]
-        masks = result["segmentation"].bool().cpu() if segments else ()
-        return [
-            Detection(self._name(segment["label_id"]), segment["score"], box_of(mask), mask)
-            for segment, mask in zip(segments, masks, strict=True)
-        ]
-
-    def _name(self, label: int) -> str:
-        name = str(self.model.config.id2label[label])
-        return RENAMED.get(name, name)
-
-
-def box_of(mask: Bool[Tensor, "height width"]) -> tuple[float, float, float, float]:
-    """The smallest box (left, top, right, bottom) around a mask; the right and bottom edges lie behind its last pixels."""
-    rows, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
-    return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
-
-
-def _floats(outputs: Any) -> Any:
-    """The outputs in float32, whatever the network's precision."""
-    for name, value in list(outputs.items()):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            outputs[name] = value.float()
-    return outputs
-
-
-@lru_cache(maxsize=2)
-def load_detector(model: str, device: str = "cpu", dtype: str = "float32", batch: int = 8) -> Detector:
-    """The detector in the folder `model`, or of that name on the Hub, loaded once per setting.
-
-    An instance segmentation model (Mask2Former) or any of transformers' object detectors. Raises `ConfigError` for a model that
-    cannot be had or lacks weights, a device that does not exist, or a precision that is none.
-    """
-    require_options(dtype, batch)
-    from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetection, AutoModelForUniversalSegmentation
-
-    try:
-        kind = AutoConfig.from_pretrained(model).model_type
-        loader: Any = AutoModelForUniversalSegmentation if kind in SEGMENTERS else AutoModelForObjectDetection
-        network = load_network(loader, model, dtype)
-        processor = AutoImageProcessor.from_pretrained(model)
-    except refused() as error:
-        raise unavailable(model, "", error) from error
-    return Detector(placed(network, device), processor, batch)
-
-
-def of_class(objects: Sequence[Detection], name: str, threshold: float, most: int) -> list[Detection]:
-    """The objects of a class with a score above `threshold`, surest first, at most `most`."""
-    return [thing for thing in objects if thing.name == name and thing.score > threshold][:most]
-
-
-FORMS = ("strict", "partial")
-MOST_OBJECTS = 16
-"""Objects of a class that are looked at."""
-MARGIN = 0.1
-"""Share of both objects' sizes by which their centres must be apart before one is left of, or above, the other."""
-GREY = 0x99 / 255
-"""What surrounds an object while its colour is judged."""
-TEMPLATES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}", "a photo of a {colour} object")
-
+Found = dict[str, list[Detection]]
+"""Detections by class."""
 ColoursOf = Callable[[Sequence[Detection], str], list[str]]
-"""The colour of each of some objects of a class."""
+"""From objects and their class to the colour of each."""
 
 
 @dataclass(frozen=True)
 class GenEval:
     """Objects found by a detector, compared with the request in the prompt's metadata (`flowrl.prompts.geneval`), in [0, 1].
 
-    `form` = "strict": GenEval's verdict, 1 where for every clause there are at least `count` objects of its class, the surest
-    `count` of them have its colour and its position, and no excluded number is reached; else 0.
-    "partial": the mean over clauses of max(0, 1 - |found - count| / count), and for a colour or position that is asked for
-    another entry: the share of objects of the colour, or 1 if all stand where they should; 0 where the number is not exactly
-    right. (The reward server counts a wrong position as a 0 and a 1; here it is a 0.)
+    `form` = "strict" is GenEval's verdict: 1 if for every clause there are at least `count` objects of its class, the `count` of
+    them with the highest scores have its colour and its position, and no excluded number is reached; else 0. "partial" is a mean
+    over entries: max(0, 1 - |found - count| / count) for every clause, and, for a requested colour or position, the fraction of
+    objects with the colour, or whether all are in position; these are 0 unless the number is exactly right. (Flow-GRPO's reward
+    server counts a wrong position as a 0 and a 1; here it is a 0.)
 
-    An object counts above a score of `threshold`, or `counting_threshold` where the tag is "counting"; objects that overlap all
-    count (GenEval's code has a limit, too, and leaves it at 1.0: none). `model`: Mask2Former
-    (GenEval's detector) or any object detector of transformers that knows the classes; other detectors need other thresholds.
-    Colours: zero-shot classification of the object on grey by the CLIP model `clip`, ten colours, three templates each.
+    An object counts if its score is above `threshold`, or above `counting_threshold` if the tag is "counting"; overlapping
+    objects all count (the limit in GenEval's code is 1.0, no limit). `model`: Mask2Former (GenEval's detector) or any object
+    detector of transformers with the same classes; other detectors need other thresholds. Colours: zero-shot classification of
+    the object on grey by the CLIP model `clip`, ten colours with three templates each.
 
     Source: GenEval (arXiv 2310.11513) and its public code; partial: Flow-GRPO (arXiv 2505.05470) and its reward server. Raises
-    `RewardError` for a prompt without a request, or with a class that the detector does not know.
+    `RewardError` for a prompt without a request, or with a class that the detector does not have.
     """
 
     form: str = "strict"
@@ -176,15 +92,15 @@ class GenEval:
         detector = load_detector(self.model, self.device, self.dtype, self.batch)
         requests = [_request(prompt, detector.names) for prompt in prompts]
         if any(clause.colour for request in requests for clause in request.include):
-            self._encoder()  # so that a wrong folder shows now, not when the first coloured object is found
+            self._encoder()  # a wrong folder raises here, not at the first object with a colour
         found = detector.find(images, min(self.threshold, self.counting_threshold))
+        compare = strict_score if self.form == "strict" else partial_score
         scores = []
         for image, objects, request in zip(images, found, requests, strict=True):
             limit = self.counting_threshold if request.tag == "counting" else self.threshold
-            verdict = strict_score if self.form == "strict" else partial_score
             names = {clause.name for clause in (*request.include, *request.exclude)}
             by_class = {name: of_class(objects, name, limit, MOST_OBJECTS) for name in names}
-            scores.append(verdict(request, by_class, self._colours(image)))
+            scores.append(compare(request, by_class, self._colours(image)))
         return torch.tensor(scores)
 
     def _colours(self, image: Float[Tensor, "channel height width"]) -> ColoursOf:
@@ -197,11 +113,13 @@ class GenEval:
         return load_encoder(self.clip, "", self.device, self.dtype)
 
 
-Found = dict[str, list[Detection]]
+def of_class(objects: Sequence[Detection], name: str, threshold: float, most: int) -> list[Detection]:
+    """The objects of a class with a score above `threshold`, highest scores first, at most `most`."""
+    return [detection for detection in objects if detection.name == name and detection.score > threshold][:most]
 
 
 def strict_score(request: Request, found: Found, colours: ColoursOf) -> float:
-    """GenEval's verdict: 1 or 0."""
+    """GenEval's verdict, 1 or 0; see `GenEval`."""
     matched: list[list[Detection]] = []
     for clause in request.include:
         objects = found.get(clause.name, [])[: clause.count]
@@ -209,7 +127,7 @@ def strict_score(request: Request, found: Found, colours: ColoursOf) -> float:
             return 0.0
         if clause.colour and colours(objects, clause.name).count(clause.colour) < clause.count:
             return 0.0
-        if clause.position and not _stands(clause, objects, matched[clause.target]):
+        if clause.position and not _in_position(clause, objects, matched[clause.target]):
             return 0.0
         matched.append(objects)
     return float(all(len(found.get(clause.name, [])) < clause.count for clause in request.exclude))
@@ -229,19 +147,19 @@ def partial_score(request: Request, found: Found, colours: ColoursOf) -> float:
             good = good and right == clause.count
         if clause.position:
             target = matched[clause.target]
-            good = good and target is not None and _stands(clause, objects, target)
+            good = good and target is not None and _in_position(clause, objects, target)
             entries.append(float(good))
         matched.append(objects if good else None)
     return sum(entries) / len(entries)
 
 
-def _stands(clause: Clause, objects: Sequence[Detection], targets: Sequence[Detection]) -> bool:
-    """Whether all objects stand at the clause's position of all targets."""
+def _in_position(clause: Clause, objects: Sequence[Detection], targets: Sequence[Detection]) -> bool:
+    """Whether all objects are in the clause's position relative to all targets."""
     return all(clause.position in relations(one.box, other.box) for one in objects for other in targets)
 
 
 def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
-    """Where box a is relative to box b ("left of", "right of", "above", "below"; none, one or two of them).
+    """The position of box a relative to box b: none, one or two of "left of", "right of", "above" and "below".
 
     d = centre_a - centre_b; what exceeds 0.1 of the sum of both boxes' sizes, divided by |d|, must exceed 0.5 along an axis.
     """
@@ -258,28 +176,28 @@ def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
 def object_colours(
     encoder: Encoder, image: Float[Tensor, "channel height width"], objects: Sequence[Detection], name: str
 ) -> list[str]:
-    """The likeliest of ten colours of each object: its picture's features against the mean features of the templates."""
+    """The most likely of ten colours for each object: CLIP features of its crop against the mean features of the templates."""
     if not objects:
         return []
     texts = [template.format(colour=colour, name=name) for colour in COLOURS for template in TEMPLATES]
     classes = F.normalize(encoder.texts(texts).view(len(COLOURS), len(TEMPLATES), -1).mean(1), dim=1)
-    size = encoder.model.config.vision_config.image_size
-    pixels = torch.cat([clip_pixels(_cut(image, thing)[None], size) for thing in objects])
+    pixels = torch.cat([clip_pixels(_crop(image, detection)[None], encoder.size) for detection in objects])
     return [COLOURS[i] for i in (encoder.features(pixels) @ classes.T).argmax(1).tolist()]
 
 
-def _cut(image: Float[Tensor, "channel height width"], thing: Detection) -> Tensor:
-    """The object's box, grey where its mask is not; at least a pixel wide and high."""
-    if thing.mask is not None:
-        image = torch.where(thing.mask.to(image.device), image, torch.full_like(image, GREY))
+def _crop(image: Float[Tensor, "channel height width"], detection: Detection) -> Tensor:
+    """The object's box, grey outside its mask; at least a pixel wide and high."""
+    if detection.mask is not None:
+        image = torch.where(detection.mask.to(image.device), image, torch.full_like(image, GREY))
     height, width = image.shape[-2:]
-    left, top = min(max(round(thing.box[0]), 0), width - 1), min(max(round(thing.box[1]), 0), height - 1)
-    right, bottom = min(max(round(thing.box[2]), left + 1), width), min(max(round(thing.box[3]), top + 1), height)
+    box = [round(edge) for edge in detection.box]
+    left, top = min(max(box[0], 0), width - 1), min(max(box[1], 0), height - 1)
+    right, bottom = min(max(box[2], left + 1), width), min(max(box[3], top + 1), height)
     return image[:, top:bottom, left:right]
 
 
 def _request(prompt: Prompt, known: Sequence[str]) -> Request:
-    """The prompt's request, whose classes the detector must know."""
+    """The prompt's request; its classes must be among those `known` to the detector."""
     if "include" not in prompt.metadata:
         raise RewardError(
             f'geneval: the prompt {prompt.text!r} has no request; give prompts as JSON lines with an entry "include"'
@@ -290,5 +208,86 @@ def _request(prompt: Prompt, known: Sequence[str]) -> Request:
         raise RewardError(f"geneval: the prompt {prompt.text!r}: {error}") from error
     for clause in (*request.include, *request.exclude):
         if clause.name not in known:
-            raise RewardError(f"geneval: the detector knows no {clause.name!r}; allowed: {', '.join(known[:100])}")
+            raise RewardError(f"geneval: the detector has no class {clause.name!r}; allowed: {', '.join(known[:100])}")
     return request
+
+
+@dataclass(frozen=True)
+class Detector:
+    """A detector with its preprocessing; `batch` images at a time."""
+
+    model: Any
+    processor: Any
+    batch: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The detector's classes."""
+        return tuple(RENAMED.get(str(name), str(name)) for name in self.model.config.id2label.values())
+
+    @torch.no_grad()
+    def find(self, images: Float[Tensor, "sample channel height width"], threshold: float) -> list[list[Detection]]:
+        """The objects in every image with a score of at least `threshold`, highest scores first."""
+        found: list[list[Detection]] = []
+        weight = next(self.model.parameters())
+        for piece in images.split(self.batch):
+            inputs = self.processor(images=to_pillow(piece), return_tensors="pt").to(weight.device)
+            inputs["pixel_values"] = inputs["pixel_values"].to(weight.dtype)
+            sizes = [(piece.shape[-2], piece.shape[-1])] * len(piece)
+            outputs = self.model(**{name: inputs[name] for name in ("pixel_values", "pixel_mask") if name in inputs})
+            if self.model.config.model_type in SEGMENTERS:
+                results = self.processor.post_process_instance_segmentation(
+                    _floats(outputs), threshold=threshold, target_sizes=sizes, return_binary_maps=True
+                )
+                found += [self._from_masks(result) for result in results]
+            else:
+                results = self.processor.post_process_object_detection(_floats(outputs), threshold=threshold, target_sizes=sizes)
+                found += [self._from_boxes(result) for result in results]
+        return [sorted(objects, key=lambda detection: -detection.score) for objects in found]
+
+    def _from_boxes(self, result: dict[str, Tensor]) -> list[Detection]:
+        rows = zip(result["labels"].tolist(), result["scores"].tolist(), result["boxes"].tolist(), strict=True)
+        return [Detection(self._name(label), score, (box[0], box[1], box[2], box[3])) for label, score, box in rows]
+
+    def _from_masks(self, result: dict[str, Any]) -> list[Detection]:
+        segments = result["segments_info"]
+        masks = result["segmentation"].bool().cpu() if segments else ()
+        return [
+            Detection(self._name(segment["label_id"]), segment["score"], box_of(mask), mask)
+            for segment, mask in zip(segments, masks, strict=True)
+        ]
+
+    def _name(self, label: int) -> str:
+        name = str(self.model.config.id2label[label])
+        return RENAMED.get(name, name)
+
+
+@lru_cache(maxsize=2)
+def load_detector(model: str, device: str = "cpu", dtype: str = "float32", batch: int = 8) -> Detector:
+    """The detector in the folder `model`, or of that name on the Hub, loaded once per setting.
+
+    An instance segmentation model (Mask2Former) or any of transformers' object detectors. Raises `ConfigError` for a model that
+    cannot be loaded or lacks weights, a device that does not exist, or an unknown precision.
+    """
+    with loading(model, "", dtype, batch):
+        from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetection, AutoModelForUniversalSegmentation
+
+        kind = AutoConfig.from_pretrained(model).model_type
+        loader: Any = AutoModelForUniversalSegmentation if kind in SEGMENTERS else AutoModelForObjectDetection
+        network = load_network(loader, model, dtype)
+        processor = AutoImageProcessor.from_pretrained(model)
+    return Detector(frozen_on(network, device), processor, batch)
+
+
+def _floats(outputs: Any) -> Any:
+    """The outputs in float32, whatever the network's precision."""
+    for name, value in list(outputs.items()):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            outputs[name] = value.float()
+    return outputs
+
+
+def box_of(mask: Bool[Tensor, "height width"]) -> tuple[float, float, float, float]:
+    """The smallest box (left, top, right, bottom) around a mask; right and bottom are exclusive."""
+    rows, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
+    return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)

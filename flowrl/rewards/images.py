@@ -1,12 +1,19 @@
-"""From tensors to what other programs read: 8-bit pictures."""
+"""Images as other programs read them (8 bits per channel), and rewards of their size as JPEG files.
 
+The JPEG rewards need no network and show within minutes whether training works.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from flowrl.errors import ConfigError, RewardError
+from flowrl.errors import ConfigError, RewardError, require
+from flowrl.types import Prompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -18,18 +25,59 @@ def to_bytes(images: Float[Tensor, "sample channel height width"]) -> UInt8[Tens
     return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
 
 
-def to_colours(images: Float[Tensor, "sample channel height width"]) -> Float[Tensor, "sample 3 height width"]:
-    """The images with red, green and blue: one channel is repeated, a fourth left out. Raises `RewardError` for two channels."""
+def to_rgb(images: Float[Tensor, "sample channel height width"]) -> Float[Tensor, "sample 3 height width"]:
+    """The images with three channels: a single one is repeated, a fourth dropped. Raises `RewardError` for two channels."""
     channels = images.shape[1]
     if channels not in (1, 3, 4):
-        raise RewardError(f"this reward needs pictures: 1 channel or 3, not {channels}")
+        raise RewardError(f"this reward needs images with 1 channel or 3, not {channels}")
     return images.expand(-1, 3, -1, -1) if channels == 1 else images[:, :3]
 
 
 def to_pillow(images: Float[Tensor, "sample channel height width"]) -> "list[Image]":
-    """The images as Pillow's RGB pictures (`to_colours`). Raises `ConfigError` where Pillow is not installed."""
+    """The images as Pillow's RGB images (`to_rgb`). Raises `ConfigError` if Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError as error:
         raise ConfigError('this reward needs Pillow: pip install -e ".[rewards]"') from error
-    return [Image.fromarray(array) for array in to_bytes(to_colours(images)).numpy()]
+    return [Image.fromarray(array) for array in to_bytes(to_rgb(images)).numpy()]
+
+
+@dataclass(frozen=True)
+class JPEGIncompressibility:
+    """Size in kilobytes (1000 bytes) of the image as a JPEG file of `quality`; more detail scores higher.
+
+    Pillow's encoder with its default settings. Source: DDPO (arXiv 2305.13301), its public code: quality 95. Raises
+    `ConfigError` for a quality outside 1 to 95.
+    """
+
+    quality: int = 95
+
+    def __post_init__(self) -> None:
+        require(1 <= self.quality <= 95, "quality", self.quality, "1 to 95")
+
+    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+        """Kilobytes [sample]."""
+        return torch.tensor([_kilobytes(image, self.quality) for image in to_pillow(images)])
+
+
+@dataclass(frozen=True)
+class JPEGCompressibility:
+    """-(size in kilobytes) as a JPEG file of `quality`; plain images score higher. See `JPEGIncompressibility`.
+
+    Source: DDPO (arXiv 2305.13301). Flow-GRPO's public code divides by 500, which a weight does too.
+    """
+
+    quality: int = 95
+
+    def __post_init__(self) -> None:
+        require(1 <= self.quality <= 95, "quality", self.quality, "1 to 95")
+
+    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+        """Minus the kilobytes [sample]."""
+        return -JPEGIncompressibility(self.quality).score(images, prompts)
+
+
+def _kilobytes(image: "Image", quality: int) -> float:
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=quality)
+    return buffer.tell() / 1000

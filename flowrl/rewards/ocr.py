@@ -1,4 +1,4 @@
-"""Does the picture show the text that the prompt asks for?"""
+"""How well the text in an image matches the text in its prompt."""
 
 import unicodedata
 from collections.abc import Sequence
@@ -12,26 +12,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import ConfigError, RewardError, require
-from flowrl.rewards.images import to_bytes, to_colours
+from flowrl.rewards.images import to_bytes, to_rgb
 from flowrl.text import edit_distance, quoted_text
 from flowrl.types import Prompt
 
 
 @dataclass(frozen=True)
 class OCR:
-    """max(0, 1 - N_e / N_ref), N_e the edit distance between the text read and the text asked for, N_ref the latter's length.
+    """max(0, 1 - N_e / N_ref), N_e the edit distance between recognised and target text, N_ref the target's length.
 
-    The text asked for is what the prompt puts in quotation marks, or the entry "text" of its metadata where there are none. Both
-    are compared without spaces and in lower case. With `anywhere`, a picture that contains the text scores 1 whatever else it
-    says, as in Flow-GRPO's public code; without it, a superfluous letter costs as much as a missing one. Passages are read from
-    top to bottom and joined; those that the reader is less sure of than `confidence` are left out.
+    The target is the text in quotation marks in the prompt, or else the entry "text" of its metadata. Both texts are compared
+    without spaces and in lower case. With `anywhere`, an image that contains the target scores 1 regardless of other text, as in
+    Flow-GRPO's public code; without it, a superfluous letter costs as much as a missing one. Passages are joined from top to
+    bottom; those recognised with less than `confidence` are left out.
 
-    The reader is RapidOCR (PP-OCR's detector and recogniser, Latin and Chinese script, Apache-2.0); its models are inside the
-    package on PyPI, so nothing is downloaded. Pictures whose shorter side has fewer than `side` pixels are enlarged for the
-    detector: less is faster and misses small letters. `threads` = 0: as many as there are cores.
+    The recogniser is RapidOCR (PP-OCR, Latin and Chinese script, Apache-2.0), whose package on PyPI contains its models, so that
+    nothing is downloaded. Images whose shorter side has fewer than `side` pixels are enlarged for its detector; smaller values
+    are faster and miss small letters. `threads` = 0: one per core.
 
-    Source: Flow-GRPO (arXiv 2505.05470), visual text rendering. Raises `RewardError` for a prompt that asks for no text,
-    `ConfigError` where the reader is not installed.
+    Source: Flow-GRPO (arXiv 2505.05470), visual text rendering. Raises `RewardError` for a prompt without a target, `ConfigError`
+    if RapidOCR is not installed.
     """
 
     anywhere: bool = False
@@ -47,33 +47,33 @@ class OCR:
     @torch.no_grad()
     def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample] in [0, 1]."""
-        wanted = [wanted_text(prompt) for prompt in prompts]
+        targets = [target_text(prompt) for prompt in prompts]
         found = self.read(images)
-        return torch.tensor([text_score(f, w, self.anywhere) for f, w in zip(found, wanted, strict=True)])
+        return torch.tensor([text_score(f, t, self.anywhere) for f, t in zip(found, targets, strict=True)])
 
     def read(self, images: Float[Tensor, "sample channel height width"]) -> list[str]:
-        """What the reader finds in each picture."""
+        """The recognised text of each image."""
         engine = _engine(self.confidence, self.side, self.threads)
-        blue_first = to_bytes(to_colours(images)).flip(-1).numpy()
+        blue_first = to_bytes(to_rgb(images)).flip(-1).numpy()
         return [" ".join(engine(array).txts or ()) for array in blue_first]
 
 
-def wanted_text(prompt: Prompt) -> str:
-    """The text that `prompt` asks for. Raises `RewardError` where there is none."""
+def target_text(prompt: Prompt) -> str:
+    """The text that an image of `prompt` should contain. Raises `RewardError` if there is none."""
     text = quoted_text(prompt.text) or str(prompt.metadata.get("text", ""))
     if not _plain(text):
         raise RewardError(
-            f'ocr: the prompt {prompt.text!r} asks for no text; put it in quotation marks, as in a sign that says "OPEN"'
+            f'ocr: the prompt {prompt.text!r} has no text to render; put it in quotation marks, as in a sign that says "OPEN"'
         )
     return text
 
 
-def text_score(found: str, wanted: str, anywhere: bool = False) -> float:
-    """max(0, 1 - edit distance / length of `wanted`), without spaces and in lower case. `anywhere`: 1 where contained."""
-    found, wanted = _plain(found), _plain(wanted)
-    if anywhere and wanted in found:
+def text_score(found: str, target: str, anywhere: bool = False) -> float:
+    """max(0, 1 - edit distance / length of `target`), without spaces and in lower case. `anywhere`: 1 if contained."""
+    found, target = _plain(found), _plain(target)
+    if anywhere and target in found:
         return 1.0
-    return max(0.0, 1 - edit_distance(found, wanted) / len(wanted))
+    return max(0.0, 1 - edit_distance(found, target) / len(target))
 
 
 def _plain(text: str) -> str:
@@ -82,12 +82,12 @@ def _plain(text: str) -> str:
 
 @lru_cache(maxsize=2)
 def _engine(confidence: float, side: int, threads: int) -> Any:
-    """The reader, built once per setting."""
+    """The recogniser, built once per setting."""
     try:
         rapidocr: Any = import_module("rapidocr")
         import_module("onnxruntime")
     except ImportError as error:
-        raise ConfigError('ocr: the reader is not installed: pip install -e ".[rewards]"') from error
+        raise ConfigError('ocr: RapidOCR is not installed: pip install -e ".[rewards]"') from error
     count = threads or -1
     return rapidocr.RapidOCR(
         params={

@@ -1,4 +1,4 @@
-"""The two shapes of a stochastic transition mean, each written once; the kernels differ in their sigma."""
+"""What the kernels share: the two forms of a stochastic transition mean (kernels differ in their sigma), and step times."""
 
 import math
 from dataclasses import dataclass
@@ -8,15 +8,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowrl.errors import require
-from flowrl.flow.interpolant import noise_estimate, tweedie
-from flowrl.flow.time import expand
+from flowrl.flow import expand, noise_estimate, tweedie
 from flowrl.protocols import Sampler
 from flowrl.types import Schedule
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where a transition starts and ends, per sample: t, s = the next time, delta = t - s > 0 (float32, [sample])."""
+    """The start t and the end s of a transition, delta = t - s > 0; all [sample], float32."""
 
     t: Tensor
     s: Tensor

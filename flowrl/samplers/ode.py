@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowrl.flow.time import expand
+from flowrl.flow import expand
 from flowrl.samplers._kernels import step_times
 from flowrl.types import Gaussian, Schedule, checked
 

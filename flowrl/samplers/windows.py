@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowrl.errors import ConfigError, require
-from flowrl.flow.time import expand
+from flowrl.flow import expand
 from flowrl.protocols import RandomSampler, Sampler
 from flowrl.samplers.ode import ODE
 from flowrl.types import Gaussian, Schedule, checked
@@ -54,7 +54,7 @@ class Window:
 class AllButLast:
     """`sampler` on every step but the last, which is an ODE step. Source: Flow-GRPO (arXiv 2505.05470), public code.
 
-    Raises `ConfigError` on a schedule of one step, where nothing would be stochastic.
+    Raises `ConfigError` on a schedule of one step, because no step would be stochastic.
     """
 
     sampler: Sampler
@@ -81,7 +81,7 @@ class RandomWindow:
 
     `high` = None means the schedule's number of steps. `draw` gives the iteration's `Window`, shared by all groups; the
     undrawn sampler has no transition of its own. Source: Flow-GRPO-Fast (public code of arXiv 2505.05470). Raises
-    `ConfigError` for a bad field, and in `draw` where the window does not fit the schedule.
+    `ConfigError` for a bad field, and in `draw` if the window does not fit the schedule.
     """
 
     sampler: Sampler
@@ -138,11 +138,11 @@ def _inside_only(
 class SlidingWindow:
     """A `Window` of `size` steps that starts at step 0 and moves by `stride` every `every` iterations.
 
-    The last position ends with the schedule (also where the stride does not divide the way). After it the window starts over
+    The last position ends with the schedule, even if the stride does not divide the distance. After it the window starts over
     at step 0 (`at_end` = "wrap") or remains there ("stay"). Early steps, which decide the layout, are trained first. One
     window per iteration, shared by all groups. Source: MixGRPO (arXiv 2507.21802), progressive sliding window; published
-    with size 4, stride 1 and every 25 on 25 steps. Its public code stays unless told to roll back, and lets the window shrink
-    as it runs out of the schedule, which ours never does. Raises `ConfigError` for a bad field, and in `draw` where the
+    with size 4, stride 1 and every 25 on 25 steps. Its public code stays by default, and its window
+    shrinks at the end of the schedule; this one keeps its size. Raises `ConfigError` for a bad field, and in `draw` if the
     window does not fit the schedule.
     """
 
@@ -172,5 +172,5 @@ class SlidingWindow:
         return Window(self.sampler, start=starts[position], size=self.size)
 
     def transition(self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor) -> Gaussian:
-        """Always raises `ConfigError`: the window of an iteration must be taken first."""
-        raise ConfigError("SlidingWindow has no place of its own: call .draw(schedule, generator, iteration), use its result")
+        """Always raises `ConfigError`: the window of an iteration must be drawn first."""
+        raise ConfigError("SlidingWindow has not been drawn: call .draw(schedule, generator, iteration), use its result")

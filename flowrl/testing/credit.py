@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.credit import check_advantages
+from flowrl.credit import check_advantages, probed
 from flowrl.errors import CreditError
 from flowrl.testing.findings import Contract, ContractBroken, expect, name_of
 from flowrl.types import Completion, Continuation, NoProbe, Schedule, Substeps
@@ -53,10 +53,7 @@ class Case:
 
     def probed(self, rewards: Tensor) -> Tensor:
         """A copy with NaN at the nodes that the rule's probe leaves unscored."""
-        rewards = rewards.clone()
-        if isinstance(self.rule.probe, NoProbe):
-            rewards[..., :-1] = float("nan")
-        return rewards
+        return probed(rewards, self.rule.probe)
 
     def assign(self, rewards: Tensor) -> Tensor:
         """The rule's advantages, from a copy of the rule, so that a memory does not carry over."""

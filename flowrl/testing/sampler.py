@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.flow.time import expand, shifted_schedule
+from flowrl.flow import expand, shifted_schedule
 from flowrl.protocols import RandomSampler, Sampler
 from flowrl.testing.findings import Contract, ContractBroken, expect, name_of
 from flowrl.types import Gaussian, Schedule

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from flowrl.distributed import Distributed
 from flowrl.errors import CheckpointError, require
-from flowrl.flow.time import uniform_schedule
+from flowrl.flow import uniform_schedule
 from flowrl.methods import Method, make_sampler, named_method, try_credit
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.protocols import FlowPolicy, PolicyLoss, RandomSampler, RewardModel
@@ -20,8 +20,7 @@ from flowrl.training.config import RunConfig, load_config
 from flowrl.training.heldout import make_heldout_metrics
 from flowrl.training.trainer import Trainer
 from flowrl.types import Schedule
-from flowrl.worlds.base import PolicyOptions, World, world
-from flowrl.worlds.finetune import model_world
+from flowrl.worlds.base import PolicyOptions, World, model_world, world
 
 
 def make_world(config: RunConfig) -> World:

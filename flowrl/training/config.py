@@ -37,7 +37,7 @@ class EnvironmentConfig:
     """Weight of the mean pixel value added to every training score; evaluation has none."""
     prompts: str = ""
     """Training prompts for `model`: a text file with a prompt per line, .jsonl with "prompt" and metadata, a slice of a generated
-    list, as in compositional[0:500] (also text, pictures), or a dataset: hf:NAME[:SPLIT[:COLUMN]], a folder or .parquet."""
+    list, as in compositional[0:500] (also text, images), or a dataset: hf:NAME[:SPLIT[:COLUMN]], a folder or .parquet."""
     heldout_prompts: str = ""
     """Evaluation prompts for `model`, in the same forms as `prompts`; default: the training prompts."""
 

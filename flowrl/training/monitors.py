@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.diagnostics.compute import peak_memory_during
+from flowrl.diagnostics.memory import peak_memory_during
 from flowrl.errors import TrainingError
 from flowrl.training.trainer import Trainer
 from flowrl.types import Condition

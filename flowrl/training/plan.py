@@ -7,7 +7,7 @@ import torch
 
 from flowrl.errors import require
 from flowrl.methods import Method
-from flowrl.policies.memory import count_memory
+from flowrl.policies.architectures import count_memory
 from flowrl.training.build import make_method, trial_schedule
 from flowrl.training.config import RunConfig
 from flowrl.types import Completion, Continuation, Probe, Substeps

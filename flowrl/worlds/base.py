@@ -1,17 +1,25 @@
-"""The built-in worlds by name: prompts, rewards and a policy that fit together."""
+"""Worlds: prompts, rewards and a policy that fit together; built-in ones by name, and a diffusers model as a world."""
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from flowrl.errors import CheckpointError, ConfigError
+from flowrl.errors import CheckpointError, ConfigError, require
+from flowrl.policies.load import load_policy
+from flowrl.policies.mixture import MixturePolicy
+from flowrl.policies.pipeline import ModelOptions
+from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
+from flowrl.prompts import prompts_from
 from flowrl.protocols import FlowPolicy, RewardModel
+from flowrl.registry import build
 from flowrl.types import Prompt
 from flowrl.worlds import mixture as mixture_world
 from flowrl.worlds.shapes import scene, verifier
@@ -20,8 +28,7 @@ from flowrl.worlds.shapes.verifier import QUALITIES, ShapesQuality
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """How a world's policy is built. `lora_rank` and `lora_alpha` are LoRA's (arXiv 2106.09685); `base_weights`
-    replaces the shipped file."""
+    """How a world's policy is built, with LoRA (arXiv 2106.09685); `base_weights` replaces the shipped file."""
 
     lora_rank: int = 8
     lora_alpha: float = 16.0
@@ -33,9 +40,9 @@ class PolicyOptions:
 
 @dataclass(frozen=True)
 class World:
-    """A world: its tasks, the forms of its scores, and makers of prompts ("train" or "heldout"), rewards and policies.
+    """A world: its tasks, the forms of its scores, and makers of prompts (task, "train" or "heldout"), rewards and policies.
 
-    `qualities` are rewards that nobody trains on, by name, for measuring beside the reward.
+    `parse` makes a prompt from a text; `qualities` are rewards by name that are only measured, never trained on.
     """
 
     name: str
@@ -53,13 +60,8 @@ def weights_path() -> Path:
     return Path(str(resources.files("flowrl") / "data" / "shapes.safetensors"))
 
 
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def check_hash(path: Path) -> None:
-    """Raise `CheckpointError` unless `path` exists and matches the hash in the JSON file beside it."""
+    """Raise `CheckpointError` unless `path` exists and matches the hash in its weight card, the JSON file of the same name."""
     card = path.with_suffix(".json")
     for needed in (path, card):
         if not needed.is_file():
@@ -68,39 +70,28 @@ def check_hash(path: Path) -> None:
         expected = json.loads(card.read_text())["sha256"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise CheckpointError(f"weights: {card} is not a weight card with an entry 'sha256'") from error
-    found = file_hash(path)
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != expected:
         raise CheckpointError(
-            f"weights: {path} has SHA-256 {found[:16]}..., its card says {expected[:16]}...; the file is damaged or foreign; "
-            f"remake it with `flowrl pretrain --out {path}`"
+            f"weights: {path} has SHA-256 {found[:16]}..., its card has {expected[:16]}...; the file is damaged or foreign; "
+            f"make it again with `flowrl pretrain --out {path}`"
         )
 
 
 def _shapes_policy(options: PolicyOptions) -> FlowPolicy:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
-
     path = Path(options.base_weights) if options.base_weights else weights_path()
     check_hash(path)
     network = SmallSD3(SmallSD3Config(len(scene.VOCABULARY), scene.MAX_WORDS, grid=scene.GRID))
     try:
         network.load_state_dict(load_file(path))
     except (SafetensorError, RuntimeError) as error:
-        raise CheckpointError(f"weights: {path} does not hold the shapes world's model: {str(error)[:200]}") from error
+        raise CheckpointError(f"weights: {path} does not contain the shapes world's model: {str(error)[:200]}") from error
     dtype = getattr(torch, options.dtype)
     return SmallSD3Policy(network, scene.tokenise, options.lora_rank, options.lora_alpha, options.seed, options.device, dtype)
 
 
 def _mixture_policy(options: PolicyOptions) -> FlowPolicy:
-    from flowrl.policies.mixture import MixturePolicy
-
     return MixturePolicy(mixture_world.ring(), mixture_world.angle_of, seed=options.seed, device=options.device)
-
-
-def _mixture_prompt(text: str) -> Prompt:
-    return Prompt(text, {"angle": mixture_world.angle_of(text)})
 
 
 WORLDS: dict[str, World] = {
@@ -119,7 +110,7 @@ WORLDS: dict[str, World] = {
         mixture_world.TASKS,
         mixture_world.FORMS,
         lambda task, part: mixture_world.split(task)[part],
-        _mixture_prompt,
+        lambda text: Prompt(text, {"angle": mixture_world.angle_of(text)}),
         mixture_world.DirectionReward,
         _mixture_policy,
         {"density": mixture_world.DensityReward},
@@ -132,3 +123,30 @@ def world(name: str) -> World:
     if name not in WORLDS:
         raise ConfigError(f"unknown world {name!r}; allowed: {', '.join(WORLDS)}")
     return WORLDS[name]
+
+
+def model_world(model: str, prompts: str, heldout_prompts: str, reward: str, options: ModelOptions) -> World:
+    """The world of a run that trains `model`, the folder of a diffusers pipeline or its name on the Hub (see `load_policy`).
+
+    Its only task is "prompts", its only form of the reward "reward". Held-out prompts default to the training prompts. The files
+    of prompts are read at once; the reward and the policy are loaded when they are first made.
+    """
+    allowed = "a text file with a prompt per line, or a dataset (--prompts FILE or hf:NAME)"
+    require(bool(prompts), "prompts", prompts, allowed)
+    require(bool(reward), "reward", reward, "NAME of a reward or path/to/file.py:Class: a model has none of its own")
+    training = prompts_from(prompts)
+    heldout = prompts_from(heldout_prompts) if heldout_prompts else training
+
+    def make_policy(chosen: PolicyOptions) -> FlowPolicy:
+        shared = {name: getattr(chosen, name) for name in ("lora_rank", "lora_alpha", "seed", "device", "dtype")}
+        return load_policy(model, replace(options, **shared))
+
+    return World(
+        "model",
+        ("prompts",),
+        ("reward",),
+        lambda task, part: list(heldout if part == "heldout" else training),
+        Prompt,
+        cache(lambda form: build("reward", reward, device=options.device)),
+        make_policy,
+    )

@@ -1,6 +1,6 @@
-"""The 2-D world: eight modes on a circle, prompts that ask for a direction, rewards in closed form. Seconds per experiment.
+"""The 2-D world: eight modes on a circle, prompts that name a direction, rewards in closed form. Seconds per experiment.
 
-Its "pictures" are points: [sample, 2, 1, 1], not restricted to [0, 1].
+Its images are points: [sample, 2, 1, 1], not restricted to [0, 1].
 """
 
 import math
@@ -33,12 +33,12 @@ def split(task: str) -> dict[str, list[Prompt]]:
 
 
 def ring() -> GaussianMixture:
-    """The data: what the untrained policy draws from."""
+    """The data, which is also the distribution of the untrained policy."""
     return GaussianMixture.ring(radius=RADIUS)
 
 
 def angle_of(text: str) -> float:
-    """Degrees asked for by a prompt such as 'towards 45 degrees'. Raises `ConfigError` for other words."""
+    """The direction, in degrees, of a prompt such as 'towards 45 degrees'. Raises `ConfigError` for other words."""
     words = text.split()
     try:
         if words[0] == "towards" and words[-1] == "degrees" and len(words) == 3:
@@ -49,7 +49,7 @@ def angle_of(text: str) -> float:
 
 
 def target(prompt: Prompt) -> tuple[float, float]:
-    """The point on the circle that a prompt asks for."""
+    """The point on the circle in a prompt's direction."""
     angle = math.radians(angle_of(prompt.text))
     return RADIUS * math.cos(angle), RADIUS * math.sin(angle)
 
@@ -77,10 +77,10 @@ class DirectionReward:
 
 @dataclass(frozen=True)
 class DensityReward:
-    """log p(point) under the world's data, in nats: whether a point is still one that the data has. Does not read the prompt.
+    """log p(point) under the world's data, in nats: how typical a point is of the data. Does not read the prompt.
 
-    -1.1 at a mode's centre, -5.3 on the circle halfway between two of them. Maximising closeness to a prompt's direction gives it
-    up where no mode lies in that direction.
+    -1.1 at a mode's centre, -5.3 on the circle halfway between two of them. Maximising closeness to a prompt's direction lowers
+    it if no mode has that direction.
     """
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:

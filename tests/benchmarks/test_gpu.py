@@ -7,20 +7,11 @@ import gpu
 import gpu_cases
 import pytest
 import torch
+from gpu_cases import RandomEmbeddings, random_pipeline
+from gpu_compute import Meter, MeteredFamily, NetworkCost, PhaseWork, matrix_product_ceiling, network_cost
 
-from flowrl.diagnostics.compute import (
-    Meter,
-    MeteredFamily,
-    NetworkCost,
-    PhaseWork,
-    matrix_product_ceiling,
-    network_cost,
-    peak_memory,
-    peak_memory_during,
-)
-from flowrl.policies.architectures import ARCHITECTURES, RandomEmbeddings
-from flowrl.policies.pipeline import PipelinePolicy
-from flowrl.policies.sd3 import SD3
+from flowrl.diagnostics.memory import peak_memory, peak_memory_during
+from flowrl.policies import ARCHITECTURES, SD3, PipelinePolicy
 from flowrl.testing.tiny import CLIP_TOKENS, TINY, WIDTH, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from flowrl.types import Prompt
 
@@ -139,15 +130,19 @@ def test_random_embeddings_have_the_true_shape_and_belong_to_their_text():
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_full_size_pipelines_have_the_published_decoder(name):
     """83.8 million parameters with the encoder, an eighth of the sides."""
-    pipe = ARCHITECTURES[name].pipeline()
+    pipe = random_pipeline(name, "meta", torch.float32)
     assert sum(p.numel() for p in pipe.vae.parameters()) / 1e6 == pytest.approx(83.8, rel=0.01)
     assert pipe.vae_scale_factor == 8 and all(p.is_meta for p in pipe.transformer.parameters())
     assert pipe.scheduler.config.shift == (1.0 if "schnell" in name else 3.0)
 
 
-def test_weights_are_made_in_the_networks_precision():
+def test_weights_are_made_in_the_networks_precision(monkeypatch):
     small = replace(ARCHITECTURES["sd3.5-medium"], config={**tiny_sd3().transformer.config})
-    assert {p.dtype for p in small.build("cpu", torch.bfloat16).parameters()} == {torch.bfloat16}
+    monkeypatch.setitem(ARCHITECTURES, "sd3.5-medium", small)
+    monkeypatch.setattr(gpu_cases, "DECODER", {**gpu_cases.DECODER, "block_out_channels": (32,) * 4})
+    pipe = random_pipeline("sd3.5-medium", "cpu", torch.bfloat16)
+    assert {p.dtype for p in pipe.transformer.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in pipe.vae.parameters()} == {torch.float32}
     assert torch.get_default_dtype() == torch.float32
 
 

@@ -19,7 +19,7 @@ from flowrl.diagnostics.gradient import Setting, alignment, policy_gradients
 from flowrl.diagnostics.true_advantage import LEAST_RELIABILITY, Look, TrueAdvantages, compare_credit, true_advantages
 from flowrl.errors import ConfigError, CreditError
 from flowrl.flow.mixture import GaussianMixture
-from flowrl.flow.time import uniform_schedule
+from flowrl.flow import uniform_schedule
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.registry import build
 from flowrl.rewards.combine import NoisyReward, pseudo_normal

@@ -1,10 +1,15 @@
-"""The published sizes: counted on shapes alone, without memory."""
+"""Published sizes counted on shapes alone, and their memory: against sums by hand, and what must grow with what."""
+
+from dataclasses import replace
 
 import pytest
+import torch
 
 from flowrl.errors import ConfigError
-from flowrl.policies.architectures import ARCHITECTURES, architecture
-from flowrl.policies.lora import LORA_TARGETS, Adapters
+from flowrl.policies import ARCHITECTURES, LORA_TARGETS, SD3, Adapters, Flux, architecture, architectures, count_memory
+from flowrl.policies.architectures import DECODER, OPTIMIZER_BYTES
+from flowrl.training.config import preset
+from flowrl.training.plan import memory_text, plan
 
 
 @pytest.mark.parametrize(
@@ -26,15 +31,96 @@ def test_sizes_are_the_published_ones(name, billion, layers):
 
 def test_an_embedding_has_the_families_shape():
     """77 CLIP tokens and 256 of T5 for SD3.5, 512 of T5 for FLUX; a latent has 16 channels."""
-    from flowrl.policies.flux import Flux
-    from flowrl.policies.sd3 import SD3
-
     for name, known in ARCHITECTURES.items():
         expected = 77 + SD3().text_tokens if name.startswith("sd3") else Flux().text_tokens
         patch = 1 if name.startswith("sd3") else 4
-        assert (known.text_tokens, known.image_channels * patch) == (expected, known.config["in_channels"])
+        assert (known.text_tokens, DECODER["latent_channels"] * patch) == (expected, known.config["in_channels"])
 
 
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(ConfigError, match=r"sd3\.5-medium, sd3\.5-large, flux\.1-dev"):
         architecture("sdxl")
+
+
+def test_the_counter_counts_living_storages():
+    """Three tensors of 4 kB made, at most two of them at a time; the weight is not counted."""
+    layer = torch.nn.Linear(32, 32, bias=False, device="meta")
+    x = torch.empty(32, 32, device="meta")
+
+    def work():
+        y = layer.weight @ x
+        z = y + 1
+        del y
+        return z * 2
+
+    with torch.no_grad():
+        assert architectures._peak(work, layer) == 2 * 32 * 32 * 4
+
+
+def test_the_backward_pass_is_counted_too():
+    """tanh(tanh(x)) keeps both results; on the way back a gradient joins them, and the root's own is made first."""
+    layer = torch.nn.Linear(1, 1, device="meta")
+    x = torch.empty(1024, device="meta", requires_grad=True)
+    forward = architectures._peak(lambda: x.tanh().tanh(), layer)
+    both = architectures._peak(lambda: x.tanh().tanh().sum().backward(), layer)
+    assert forward == 2 * 4096 and both > forward + 4096
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """SD3.5-Medium with 4 layers, FLUX with 1 + 2: as wide as the real ones."""
+    layers = {
+        "sd3.5-medium": {"num_layers": 4, "dual_attention_layers": (0,)},
+        "flux.1-dev": {"num_layers": 1, "num_single_layers": 2},
+    }
+    for name, fewer in layers.items():
+        known = ARCHITECTURES[name]
+        monkeypatch.setitem(ARCHITECTURES, name, replace(known, config={**known.config, **fewer}))
+
+
+@pytest.mark.parametrize("name", ["sd3.5-medium", "flux.1-dev"])
+def test_memory_grows_with_what_it_should(name, small):
+    sizes = {"resolution": 256, "rollout_rows": 2, "decode_batch": 1}
+    one, two = (count_memory(name, update_rows=rows, **sizes) for rows in (1, 2))
+    assert 1.9 < two.update / one.update < 2.1 and one.rollout == two.rollout
+    stored = count_memory(name, update_rows=1, checkpointing=False, **sizes)
+    assert stored.update > 1.4 * one.update
+    assert (one.trained, one.weights - stored.weights) == (OPTIMIZER_BYTES * one.trained_parameters, 0)
+    frozen = one.parameters * 2
+    assert one.weights - frozen == stored.weights - frozen > 0.15e9  # the decoder, 50 million weights in float32
+    full = count_memory(name, update_rows=1, full=True, **sizes)
+    assert full.trained == OPTIMIZER_BYTES * full.parameters and full.weights == one.weights - frozen
+    beside = count_memory(name, update_rows=1, full=True, reference=True, **sizes)
+    assert (beside.weights, beside.update) == (one.weights, full.update)
+    assert 0 < full.rollout - 2 * full.parameters <= one.rollout  # the weights in bfloat16, which autocast keeps during a call
+    assert one.peak == one.weights + one.trained + max(one.update, one.rollout, one.decode, one.encoders)
+
+
+def test_encoders_have_the_parameters_of_the_published_classes():
+    """T5 XXL's encoder, CLIP L and bigG: 4.76, 0.12 and 0.69 billion."""
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+
+    t5 = T5Config(
+        vocab_size=32128, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu"
+    )
+    clip = {"projection_dim": 768, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+    wide = {"projection_dim": 1280, "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 20}
+    with torch.device("meta"):
+        encoders = [
+            T5EncoderModel(t5),
+            CLIPTextModelWithProjection(CLIPTextConfig(**clip, num_hidden_layers=12)),
+            CLIPTextModelWithProjection(CLIPTextConfig(**wide, num_hidden_layers=32)),
+        ]
+    counts = [sum(p.numel() for p in encoder.parameters()) for encoder in encoders]
+    assert ARCHITECTURES["flux.1-dev"].encoder_parameters == sum(counts[:2])
+    assert ARCHITECTURES["sd3.5-medium"].encoder_parameters == sum(counts)
+
+
+def test_a_plan_tells_the_memory_of_models_it_knows(small):
+    config = preset("sd3.5-medium,flow-grpo,ocr").apply(dtype="bfloat16")
+    told = memory_text(plan(config), config)
+    assert "not measured" in told and "micro-batch of 8 rows" in told and "11.2 GB text encoders" in told
+    assert memory_text(plan(config), config.replace(model="some/other-model")) == ""
+    assert "no GPU is used here" in memory_text(plan(config), config.replace(dtype="float32", decode_batch=3))
+    with pytest.raises(ConfigError, match="dtype"):
+        count_memory("sd3.5-medium", dtype="int8")

@@ -8,7 +8,7 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
-from flowrl.prompts import load_prompts, read_prompts, request_of, tables
+from flowrl.prompts import files, load_prompts, read_prompts, request_of
 from flowrl.testing.tiny import tiny_clip
 from flowrl.training.build import make_world
 from flowrl.training.config import preset
@@ -20,7 +20,7 @@ ROWS = {"prompt": ["a fox", "a car", "", "a fox", None], "seed": [1, 2, 3, 1, 5]
 def datasets(tmp_path, monkeypatch):
     found = pytest.importorskip("datasets")
     monkeypatch.setattr(found.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    tables._rows.cache_clear()
+    files._dataset_rows.cache_clear()
     return found
 
 
@@ -86,22 +86,22 @@ def test_splits_and_columns(datasets, tmp_path):
         with pytest.raises(ConfigError, match=told):
             load_prompts(path(f"hf:{tmp_path}/{spec}"))
     datasets.Dataset.from_dict({"prompt": [1, 2]}).save_to_disk(tmp_path / "numbers")
-    with pytest.raises(ConfigError, match=r"column 'prompt' holds .*; allowed: text"):
+    with pytest.raises(ConfigError, match=r"column 'prompt' contains .*; allowed: text"):
         load_prompts(tmp_path / "numbers")
     datasets.Dataset.from_dict({"prompt": ["", None]}).save_to_disk(tmp_path / "empty")
-    with pytest.raises(ConfigError, match="holds no prompt"):
+    with pytest.raises(ConfigError, match="contains no prompt"):
         load_prompts(tmp_path / "empty")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")
     with pytest.raises(ConfigError, match=r"bad\.parquet cannot be read as a dataset"):
         load_prompts(tmp_path / "bad.parquet")
 
 
-def test_pictures_are_left_alone(datasets, tmp_path):
-    """A column of pictures is neither decoded nor kept; only what JSON has becomes metadata."""
+def test_images_are_left_out(datasets, tmp_path):
+    """A column of images is neither decoded nor kept; only what JSON has becomes metadata."""
     features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image(), "raw": datasets.Value("binary")})
-    rows = {"prompt": ["a fox"], "image": [{"bytes": b"no picture at all", "path": None}], "raw": [b"x"]}
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "pictures")
-    assert dict(load_prompts(tmp_path / "pictures").prompts[0].metadata) == {}
+    rows = {"prompt": ["a fox"], "image": [{"bytes": b"no image at all", "path": None}], "raw": [b"x"]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "images")
+    assert dict(load_prompts(tmp_path / "images").prompts[0].metadata) == {}
 
 
 def test_requests_as_geneval_has_them(datasets, tmp_path):
@@ -147,8 +147,8 @@ def test_without_the_package_there_is_one_clear_error(tmp_path, monkeypatch):
             raise ImportError("No module named 'datasets'")
         return real(name, *rest)
 
-    monkeypatch.setattr(tables, "import_module", without)
-    tables._rows.cache_clear()
+    monkeypatch.setattr(files, "import_module", without)
+    files._dataset_rows.cache_clear()
     for spec in ("hf:user/prompts", "hf:user/prompts:test:text"):
         with pytest.raises(ConfigError, match=r"needs the package datasets; install it with: pip install -e '\.\[datasets\]'"):
             make_world(preset("tiny").apply(model="any", prompts=spec, reward="ocr"))

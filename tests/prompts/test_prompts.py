@@ -56,7 +56,7 @@ def test_lines_end_at_line_feeds_only(tmp_path):
 def test_what_is_wrong_with_the_json_is_told(tmp_path):
     with pytest.raises(ConfigError, match=r"line 1 is no JSON object .* \(Expecting ',' delimiter at column 16\)"):
         load_prompts(written(tmp_path, "p.jsonl", '{"prompt": "a" "n": 1}'))
-    with pytest.raises(ConfigError, match=r"line 2 is no JSON object .* \(NaN is no number in JSON\)"):
+    with pytest.raises(ConfigError, match=r"line 2 is no JSON object .* \(NaN is not a number in JSON\)"):
         load_prompts(written(tmp_path, "p.jsonl", '{"prompt": "a"}', '{"prompt": "b", "n": NaN}'))
 
 

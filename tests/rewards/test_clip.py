@@ -14,7 +14,7 @@ from flowrl.errors import ConfigError
 from flowrl.registry import build
 from flowrl.rewards import Aesthetic, CLIPScore, HPSv21, PickScore
 from flowrl.rewards.clip import clip_pixels, load_encoder
-from flowrl.rewards.open_clip import affine_map, from_open_clip
+from flowrl.rewards.weights import affine_map, from_open_clip
 from flowrl.testing import check_reward
 from flowrl.testing.tiny import tiny_clip
 from flowrl.types import Prompt
@@ -76,15 +76,15 @@ class TestPixels:
     def test_the_whole_picture_between_black_bars(self):
         image = torch.ones(1, 3, 8, 16)
         image[..., :2] = image[..., 14:] = 0.5
-        pixels = clip_pixels(image, 16, whole=True)[0, 0]
+        pixels = clip_pixels(image, 16, letterbox=True)[0, 0]
         black, white, grey = ((level - 0.48145466) / 0.26862954 for level in (0.0, 1.0, 128 / 255))
         assert torch.allclose(pixels[:4], torch.tensor(black)) and torch.allclose(pixels[12:], torch.tensor(black))
         assert torch.allclose(pixels[4:12, 2:14], torch.tensor(white)) and torch.allclose(pixels[4:12, :2], torch.tensor(grey))
-        tall = clip_pixels(image.transpose(2, 3), 16, whole=True)
+        tall = clip_pixels(image.transpose(2, 3), 16, letterbox=True)
         assert torch.equal(tall.transpose(2, 3)[0, 0], pixels)
-        assert clip_pixels(torch.rand(1, 3, 1, 100), 16, whole=True).shape == (1, 3, 16, 16)
+        assert clip_pixels(torch.rand(1, 3, 1, 100), 16, letterbox=True).shape == (1, 3, 16, 16)
         square = torch.rand(1, 3, 20, 20)
-        assert torch.equal(clip_pixels(square, 16, whole=True), clip_pixels(square, 16))
+        assert torch.equal(clip_pixels(square, 16, letterbox=True), clip_pixels(square, 16))
 
     @pytest.mark.parametrize(("height", "width"), [(50, 50), (64, 48), (32, 90), (20, 30)])
     def test_equals_transformers_own(self, height, width):
@@ -99,7 +99,7 @@ class TestPixels:
 def test_features_equal_transformers_own(folder, images):
     pictures, texts, model = reference(folder, images, [p.text for p in PROMPTS])
     encoder = load_encoder(folder)
-    assert torch.allclose(encoder.pictures(images), pictures, atol=1e-5)
+    assert torch.allclose(encoder.images(images), pictures, atol=1e-5)
     assert torch.allclose(encoder.texts([p.text for p in PROMPTS]), texts, atol=1e-5)
     assert encoder.scale == pytest.approx(model.logit_scale.exp().item())
     assert texts[0].sub(texts[1]).norm() > 0.1 and pictures[0].sub(pictures[1]).norm() > 0.01

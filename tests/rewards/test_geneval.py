@@ -10,7 +10,7 @@ from flowrl.rewards.clip import load_encoder
 from flowrl.rewards.geneval import (
     TEMPLATES,
     Detection,
-    _cut,
+    _crop,
     box_of,
     load_detector,
     object_colours,
@@ -149,7 +149,7 @@ def test_colours_follow_the_text_features(clip):
         mean = torch.stack([encoder.texts([t.format(colour=colour, name="dog")])[0] for t in TEMPLATES]).mean(0)
         classes.append(mean / mean.norm())
     crop = image[:, 10:30, 20:50]
-    best = COLOURS[int((torch.stack(classes) @ encoder.pictures(crop[None])[0]).argmax())]
+    best = COLOURS[int((torch.stack(classes) @ encoder.images(crop[None])[0]).argmax())]
     assert object_colours(encoder, image, [inside], "dog") == [best]
     assert object_colours(encoder, image, [], "dog") == []
 
@@ -161,8 +161,8 @@ def test_what_is_outside_the_mask_does_not_count():
     thing = Detection("dog", 0.9, (0.0, 0.0, 80.0, 60.0), mask)
     other = image.clone()
     other[:, :, :40] = 0.1
-    assert torch.equal(_cut(image, thing), _cut(other, thing))
-    assert float(_cut(image, thing)[0, 0, 0]) == pytest.approx(0.6)
+    assert torch.equal(_crop(image, thing), _crop(other, thing))
+    assert float(_crop(image, thing)[0, 0, 0]) == pytest.approx(0.6)
 
 
 def prompts():
@@ -193,7 +193,7 @@ def test_prompts_without_a_request_are_refused(detector):
     reward = build("reward", f"geneval(model='{detector}')")
     for metadata, told in [
         ({}, "has no request"),
-        ({"include": [{"class": "zebra", "count": 1}]}, "the detector knows no 'zebra'; allowed: person, cat"),
+        ({"include": [{"class": "zebra", "count": 1}]}, "the detector has no class 'zebra'; allowed: person, cat"),
         ({"include": [{"class": "dog", "count": -1}]}, '"count" = -1 is not allowed'),
     ]:
         with pytest.raises(RewardError, match=told):

@@ -12,8 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from flowrl.errors import ConfigError, RewardError
 from flowrl.registry import build
-from flowrl.rewards.images import to_bytes, to_pillow
-from flowrl.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
+from flowrl.rewards.images import JPEGCompressibility, JPEGIncompressibility, to_bytes, to_pillow
 from flowrl.rewards.ocr import OCR, text_score
 from flowrl.testing import reward_contract
 from flowrl.text import quoted_text
@@ -106,7 +105,7 @@ def test_text_score_lies_between_0_and_1(found, wanted):
 
 
 def test_a_prompt_without_text_is_refused():
-    with pytest.raises(RewardError, match="asks for no text"):
+    with pytest.raises(RewardError, match="has no text to render"):
         OCR().score(torch.zeros(1, 3, 8, 8), [Prompt("a fox")])
 
 

@@ -59,7 +59,7 @@ def test_a_weight_is_a_number(weight):
 def test_points_are_no_pictures(tmp_path, capsys):
     run = ["train", "--world", "mixture", "--preset", "tiny", "--out", str(tmp_path), "--reward", "jpeg-compressibility"]
     assert main(run) == 2
-    assert "this reward needs pictures: 1 channel or 3, not 2" in capsys.readouterr().err
+    assert "this reward needs images with 1 channel or 3, not 2" in capsys.readouterr().err
 
 
 def test_train_with_two_rewards(tmp_path, capsys):

@@ -256,7 +256,7 @@ def test_a_gpu_that_is_full_before_the_first_measurement_is_told_too(monkeypatch
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_measured_memory_grows_with_the_batch():
-    from flowrl.diagnostics.compute import peak_memory_during
+    from flowrl.diagnostics.memory import peak_memory_during
     from flowrl.training.monitors import _velocities, cuda_room
 
     run = trainer(preset("tiny").apply(device="cuda"))

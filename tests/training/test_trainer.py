@@ -10,8 +10,9 @@ from flowrl.credit import GDPO, Uniform
 from flowrl.errors import CheckpointError, ConfigError, CreditError, RewardError, TrainingError
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import ClippedLoss
-from flowrl.methods import METHODS, load_credit, make_sampler, named_method
+from flowrl.methods import METHODS, make_sampler, named_method
 from flowrl.prompts.stream import PromptStream
+from flowrl.registry import build
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import RewardTables
 from flowrl.samplers import RandomWindow
@@ -303,15 +304,15 @@ def test_unknown_names_list_what_is_allowed(tmp_path):
     with pytest.raises(ConfigError, match="unknown group or setting 'colour'"):
         RunConfig.from_dict({"colour": 1})
     with pytest.raises(ConfigError, match="does not exist"):
-        load_credit(str(tmp_path / "none.py:Rule"))
+        build("credit", str(tmp_path / "none.py:Rule"))
     file = tmp_path / "rules.py"
     file.write_text("class Rule:\n    pass\n")
     with pytest.raises(ConfigError, match="no class 'Other'; it defines Rule"):
-        load_credit(f"{file}:Other")
-    with pytest.raises(ConfigError, match="no credit rule"):
-        load_credit(f"{file}:Rule")
+        build("credit", f"{file}:Other")
+    with pytest.raises(ConfigError, match="not a credit rule"):
+        build("credit", f"{file}:Rule")
     with pytest.raises(ConfigError, match=r"file\.py:Class"):
-        load_credit("rules")
+        build("credit", "rules")
 
 
 def test_configs_survive_json_and_presets_are_valid():

@@ -1,13 +1,14 @@
-"""Making the built-in weights of the shapes world: the autoencoder, then the flow-matching base model.
+"""Training of the built-in weights of the shapes world: the autoencoder, then the flow-matching base model.
 
-The captions of 35% of the training pairs are careless (`scene.draw_wrong_layout`), as in data from the web: the base model
-then knows every concept but often draws the wrong one, so that there is something to reinforce.
+The captions of 35% of the training pairs are careless (`scene.draw_wrong_layout`), as in data from the web. The base model then
+has every concept but often draws the wrong one, which leaves room for reinforcement.
 """
 
 import hashlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,20 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.errors import require
-from flowrl.flow.interpolant import interpolate, velocity_target
+from flowrl.flow import interpolate, velocity_target
 from flowrl.io import write_bytes, write_json
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config
 from flowrl.worlds.shapes.render import CELL, Jitter, render_cells
-from flowrl.worlds.shapes.scene import (
-    CELLS,
-    CLASSES,
-    GRID,
-    MAX_WORDS,
-    VOCABULARY,
-    draw_pair,
-    requests_by_kind,
-    tokenise,
-)
+from flowrl.worlds.shapes.scene import CELLS, CLASSES, GRID, MAX_WORDS, VOCABULARY, draw_pair, requests_by_kind, tokenise
 
 Progress = Callable[[str, int, int, float], None]
 """Called with (phase, update, updates, loss)."""
@@ -38,7 +30,7 @@ Progress = Callable[[str, int, int, float], None]
 
 @dataclass(frozen=True)
 class PretrainConfig:
-    """How the built-in weights are made. The defaults are those of the weights that ship."""
+    """Settings of the training; the defaults are those of the shipped weights."""
 
     updates: int = 10000
     """Optimiser steps of the base model."""
@@ -46,11 +38,11 @@ class PretrainConfig:
     lr: float = 2e-3
     warmup: int = 200
     wrong_captions: float = 0.35
-    """Share of training pairs whose picture does not follow the caption."""
+    """Fraction of training pairs whose image does not follow the caption."""
     careless_updates: int = 1500
-    """Optimiser steps of a last phase, in which compositional captions are more careless still; 0 leaves it out."""
+    """Optimiser steps of a last phase with more careless compositional captions; 0 leaves it out."""
     careless_captions: float = 0.6
-    """Share of wrong compositional pairs in the last phase."""
+    """Fraction of careless compositional pairs in the last phase."""
     careless_lr: float = 3e-4
     pairs: int = 300_000
     """Training pairs drawn in advance."""
@@ -94,7 +86,7 @@ def train_autoencoder(network: SmallSD3, config: PretrainConfig, progress: Progr
             progress("autoencoder", update + 1, total, loss.item())
     with torch.no_grad():
         classes = torch.randint(0, CLASSES, (8000,), generator=generator)
-        classes[::2] = 0  # about half of what a picture holds
+        classes[::2] = 0  # about half of the cells of an image
         raw = auto.encoder(render_cells(classes, Jitter.random(8000, generator)).flatten(1))
         auto.shift.copy_(raw.mean(0))
         auto.scale.copy_(raw.std(0))
@@ -125,7 +117,7 @@ def draw_pairs(config: PretrainConfig, careless: bool = False) -> tuple[Tensor, 
 
 
 def pretrain(config: PretrainConfig, progress: Progress, snapshot: Callable[[SmallSD3], None] | None = None) -> SmallSD3:
-    """Make a base model from nothing; deterministic for one thread count. `snapshot` receives EMA weights now and then."""
+    """Train a base model from scratch, deterministic per thread count. `snapshot` gets averaged weights every 5 minutes."""
     torch.manual_seed(config.seed)
     network = SmallSD3(SmallSD3Config(len(VOCABULARY), MAX_WORDS, grid=GRID, cell=CELL, shift=config.shift))
     train_autoencoder(network, config, progress)
@@ -182,27 +174,26 @@ def fit(
             progress(phase.name, update + 1, phase.updates, loss.item())
         if snapshot is not None and time.monotonic() - started > 300:
             started = time.monotonic()
-            with _swapped(parameters, average):
+            with _averaged(parameters, average):
                 snapshot(network)
-    for parameter, value in zip(parameters, average, strict=True):
-        parameter.data.copy_(value)
+    _copy(average, parameters)
 
 
-class _swapped:
-    """Within this context the parameters hold the averaged values."""
+@contextmanager
+def _averaged(parameters: Sequence[torch.nn.Parameter], average: Sequence[Tensor]) -> Iterator[None]:
+    """Within this context the parameters have the averaged values."""
+    kept = [parameter.detach().clone() for parameter in parameters]
+    _copy(average, parameters)
+    try:
+        yield
+    finally:
+        _copy(kept, parameters)
 
-    def __init__(self, parameters: list[torch.nn.Parameter], average: list[Tensor]) -> None:
-        self.parameters, self.average = parameters, average
-        self.kept: list[Tensor] = []
 
-    def __enter__(self) -> None:
-        self.kept = [p.data for p in self.parameters]
-        for parameter, value in zip(self.parameters, self.average, strict=True):
-            parameter.data = value
-
-    def __exit__(self, *_: object) -> None:
-        for parameter, value in zip(self.parameters, self.kept, strict=True):
-            parameter.data = value
+@torch.no_grad()
+def _copy(values: Sequence[Tensor], parameters: Sequence[torch.nn.Parameter]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def flow_matching_loss(
@@ -222,7 +213,7 @@ def flow_matching_loss(
 
 
 def pretrain_to_file(config: PretrainConfig, out: Path, threads: int, progress: Progress, command: str) -> None:
-    """`pretrain`, then the weights at `out` and a card with their hash, settings and command beside them."""
+    """`pretrain`, and write the weights to `out`, with a JSON card of their hash, settings and command in the same folder."""
     torch.set_num_threads(threads)
 
     def write(network: SmallSD3) -> None:

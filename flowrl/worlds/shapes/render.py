@@ -53,7 +53,7 @@ class Jitter:
 
 
 def _coverage(kind: Tensor, jitter: Jitter) -> Tensor:
-    """How much of each pixel the figure covers, [cell, CELL, CELL]; `kind` 0..2 = shapes, 3.. = glyphs."""
+    """The fraction of each pixel that the figure covers, [cell, CELL, CELL]; `kind` 0..2 = shapes, 3.. = glyphs."""
     axis = torch.arange(CELL) - (CELL - 1) / 2
     calm = torch.where(kind >= 3, GLYPH_JITTER, 1.0)  # glyphs are finer than shapes: they move less, to stay legible
     size = (1 + calm * (jitter.size - 1))[:, None, None]
@@ -86,7 +86,7 @@ def render_cells(classes: Tensor, jitter: Jitter) -> Tensor:
 
 
 def render(layouts: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Pictures: layouts [sample, 16] -> [sample, 3, SIZE, SIZE] in [0, 1]; jittered when a generator is given."""
+    """Images: layouts [sample, 16] -> [sample, 3, SIZE, SIZE] in [0, 1]; jittered when a generator is given."""
     flat = layouts.reshape(-1)
     jitter = Jitter.none(len(flat)) if generator is None else Jitter.random(len(flat), generator)
     cells = render_cells(flat, jitter)
@@ -94,7 +94,7 @@ def render(layouts: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 def split_cells(images: Tensor) -> Tensor:
-    """Cut pictures into cells: [sample, 3, SIZE, SIZE] -> [sample, 16, 3, CELL, CELL]."""
+    """Cut images into cells: [sample, 3, SIZE, SIZE] -> [sample, 16, 3, CELL, CELL]."""
     return rearrange(images, "s k (r h) (c w) -> s (r c) k h w", r=GRID, c=GRID)
 
 

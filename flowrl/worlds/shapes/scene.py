@@ -1,6 +1,6 @@
-"""What can be asked for in the shapes world, and pictures that answer it: prompts, layouts, train and held-out sets.
+"""Requests in the shapes world and images that satisfy them: prompts, layouts, training and held-out sets.
 
-A picture is a 4x4 lattice of cells. A cell is empty, holds an object (4 colours x 3 shapes) or a glyph (12 letters and
+An image is a 4x4 lattice of cells. A cell is empty, or contains an object (4 colours x 3 shapes) or a glyph (12 letters and
 digits). A *layout* is an integer tensor [sample, 16] of cell classes: 0 = empty, 1..12 = objects, 13..24 = glyphs.
 """
 
@@ -44,7 +44,7 @@ def glyph_class(glyph: str) -> int:
 def tokenise(text: str) -> list[int]:
     """Word ids of a prompt, padded with 0 to `MAX_WORDS`. Quoted text becomes one token per character.
 
-    Raises `ConfigError` naming the word that the world does not know.
+    Raises `ConfigError` naming a word outside the vocabulary.
     """
     words: list[str] = []
     for word in re.findall(r'"[^"]*"|[^\s"]+', text.strip()):
@@ -55,7 +55,7 @@ def tokenise(text: str) -> list[int]:
             words.append(word[:-1] if word.endswith("s") and word[:-1] in SHAPES else word)
     for word in words:
         if word not in VOCABULARY[1:]:
-            raise ConfigError(f"prompt {text!r}: unknown word {word!r}; the shapes world knows {', '.join(VOCABULARY[1:])}")
+            raise ConfigError(f"prompt {text!r}: unknown word {word!r}; the shapes world has {', '.join(VOCABULARY[1:])}")
     require(0 < len(words) <= MAX_WORDS, "prompt", text, f"1 to {MAX_WORDS} words (each character of a text counts as one)")
     ids = [VOCABULARY.index(word) for word in words]
     return ids + [0] * (MAX_WORDS - len(ids))
@@ -63,7 +63,7 @@ def tokenise(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Request:
-    """What a prompt asks for. `kind` is count, binding, position, text or preference; the other fields follow it."""
+    """The content of a prompt. `kind` is count, binding, position, text or preference; the other fields depend on it."""
 
     kind: str
     objects: tuple[int, ...] = ()
@@ -80,7 +80,7 @@ class Request:
 
     @property
     def meaning(self) -> tuple[object, ...]:
-        """Equal for requests that the same pictures answer ("a left of b", "b right of a"); used to split the sets."""
+        """Equal for requests that the same images satisfy ("a left of b", "b right of a"); used to split the sets."""
         objects, relation = self.objects, self.relation
         if relation in ("right", "below"):
             objects, relation = objects[::-1], {"right": "left", "below": "above"}[relation]
@@ -178,7 +178,7 @@ def _interleave(lists: Sequence[list[Request]]) -> list[Request]:
 
 
 def draw_layout(request: Request, rng: random.Random) -> list[int]:
-    """A random picture that answers the request exactly: 16 cell classes."""
+    """A random image that satisfies the request exactly: 16 cell classes."""
     cells = [0] * CELLS
     if request.kind == "text":
         start = rng.randrange(GRID - len(request.text) + 1) + GRID * rng.randrange(GRID)
@@ -214,7 +214,7 @@ def holds(relation: str, first: int, second: int) -> bool:
 
 
 def draw_wrong_layout(request: Request, rng: random.Random) -> list[int]:
-    """A picture as a careless caption of the same kind would accompany: related to the request, random in its details."""
+    """The image of a pair with a careless caption: related to the request, random in its details."""
     if request.kind == "text":
         text = "".join(g if rng.random() < 0.5 else rng.choice(GLYPHS) for g in request.text)
         return draw_layout(Request("text", text=text), rng)
@@ -233,18 +233,18 @@ def draw_wrong_layout(request: Request, rng: random.Random) -> list[int]:
 
 
 KIND_SHARES: dict[str, float] = {"count": 0.15, "binding": 0.1, "position": 0.4, "text": 0.2, "preference": 0.15}
-"""Shares of the training pairs: relations are the hardest to learn and get most."""
+"""Fractions of the training pairs; relations are the hardest to learn and get most."""
 
 
 def draw_pair(rng: random.Random, requests: Mapping[str, list[Request]], wrong: Mapping[str, float]) -> tuple[Request, list[int]]:
-    """A training pair (request, layout): the kind by `KIND_SHARES`, a careless picture with the kind's probability `wrong`."""
+    """A training pair (request, layout): the kind by `KIND_SHARES`, a careless one with the kind's probability `wrong`."""
     kind = rng.choices(list(KIND_SHARES), list(KIND_SHARES.values()))[0]
     request = rng.choice(requests[kind])
     return request, (draw_wrong_layout if rng.random() < wrong[kind] else draw_layout)(request, rng)
 
 
 def requests_by_kind() -> dict[str, list[Request]]:
-    """Every request, by kind (the base model sees all prompts, as web data would show them)."""
+    """Every request, by kind. The base model is trained on all of them, held-out ones included, as on data from the web."""
     result: dict[str, list[Request]] = {}
     for task in TASKS:
         for request in all_requests(task):

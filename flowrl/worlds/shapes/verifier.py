@@ -1,8 +1,10 @@
-"""Rule-based scoring of pictures: read the cells, compare with the request. Three forms of every score.
+"""Rule-based scores of images: classify the cells, compare them with the request, or measure the image analytically.
 
-strict  0 or 1: everything asked for is there, and nothing else.
+Every score has three forms:
+
+strict  0 or 1: everything requested is there, and nothing else.
 graded  partial credit in [0, 1].
-soft    the graded score of the *probabilities* of what each cell shows, plus a share for clarity: continuous in the pixels.
+soft    the graded score of the cells' class *probabilities*, plus a fraction for clarity: continuous in the pixels.
 """
 
 import math
@@ -30,12 +32,18 @@ TEMPERATURE = 0.0015
 """Mean squared pixel error that makes a class e times less likely in the soft form."""
 CLARITY_SHARE = 0.15
 JUNK = CLASSES
+LOOK_LIMITS = {"palette": 0.85, "balance": 0.7, "mood": 0.55}
+"""Thresholds above which a part of the preference score counts as met (graded); strict requires all of them."""
+QUALITIES = ("palette", "balance", "clarity")
+
+Presence = NDArray[np.float32]
+"""[16, CLASSES + 1]: the class of each cell, as 0/1 or as probabilities."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the cells of some pictures show. `classes` [sample, 16] (JUNK = unreadable), `probabilities`
-    [sample, 16, CLASSES + 1], `clarity` [sample] in (0, 1]: 1 where every cell equals a template."""
+    """The classified cells of images. `classes` [sample, 16] (JUNK = unreadable), `probabilities` [sample, 16, CLASSES + 1],
+    `clarity` [sample] in (0, 1]: 1 if every cell equals a template."""
 
     classes: Tensor
     probabilities: Tensor
@@ -64,30 +72,26 @@ def read(images: Tensor) -> Reading:
     return Reading(labels, probabilities, clarity)
 
 
-Presence = NDArray[np.float32]
-"""[16, CLASSES + 1]: what each cell shows, as 0/1 or as probabilities."""
-
-
 def _one_hot(classes: Tensor) -> Tensor:
     return F.one_hot(classes, CLASSES + 1).float()
 
 
 def _composition(presence: Presence, request: Request) -> float:
-    """Partial credit from presence [16, CLASSES + 1] (0/1 or probabilities): matched objects over the larger of what was
-    asked for and what is there; for positions, half of it is for the relation."""
+    """Partial credit: matched objects over the larger of the requested and the found number; for positions, half of it is for the
+    relation."""
     counts = presence.sum(0)
     wanted = np.zeros(CLASSES + 1)
     for k in request.objects:
         wanted[k] += request.number
     matched = np.minimum(counts, wanted)[1:].sum()
-    share = float(matched / max(counts[1:].sum(), wanted.sum()))
+    fraction = float(matched / max(counts[1:].sum(), wanted.sum()))
     if request.kind != "position":
-        return share
-    return share * (0.5 + 0.5 * _relation(presence, request))
+        return fraction
+    return fraction * (0.5 + 0.5 * _relation(presence, request))
 
 
 def _relation(presence: Presence, request: Request) -> float:
-    """How far the relation holds: the cell of the first object against that of the second, each the most likely one."""
+    """How far the relation holds between the most likely cells of the two objects."""
     where = [int(presence[:, k].argmax()) for k in request.objects]
     sure = float(presence[where[0], request.objects[0]] * presence[where[1], request.objects[1]])
     horizontal = request.relation in ("left", "right")
@@ -107,21 +111,17 @@ def text_similarity(read_text: str, wanted: str) -> float:
 
 
 def _text_soft(probabilities: Presence, read_text: str, wanted: str) -> float:
-    """Three quarters similarity, one quarter the mean over wanted glyphs of their clearest appearance."""
+    """Three quarters similarity, one quarter the mean over the wanted glyphs of their largest probability."""
     first = 1 + len(OBJECTS)
     clear = sum(float(probabilities[:, first + GLYPHS.index(g)].max()) if g in GLYPHS else 0.0 for g in wanted)
     return 0.75 * text_similarity(read_text, wanted) + 0.25 * clear / len(wanted)
 
 
-LOOK_LIMITS = {"palette": 0.85, "balance": 0.7, "mood": 0.55}
-"""What each part of the preference score must reach to count as met (graded) and, together, as a strict success."""
-
-
 def looks(images: Tensor, requests: Sequence[Request]) -> dict[str, Tensor]:
     """Analytic preference score, smooth in the pixels; each part [sample] in [0, 1].
 
-    palette: share of the painted area in the colours asked for. balance: mirror symmetry, 1 - |d - flip(d)| / (|d| + |flip(d)|)
-    of the cells' mean colour deviation d from the background. mood: exp(-((area - target) / width)^2), the painted area that
+    palette: fraction of the painted area in the requested colours. balance: mirror symmetry of the cells' mean colour deviation d
+    from the background, 1 - |d - flip(d)| / (|d| + |flip(d)|). mood: exp(-((area - target) / width)^2), the painted area that
     4 objects (calm) or 9 objects (lively) would cover.
     """
     background = torch.tensor(BACKGROUND, device=images.device)[:, None, None]
@@ -147,9 +147,9 @@ def looks(images: Tensor, requests: Sequence[Request]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class ShapesReward:
-    """Scores pictures against their prompts' requests, any mix of tasks in one batch.
+    """Scores images against their prompts' requests, any mix of tasks in one batch.
 
-    `form` is strict (0/1), graded (partial credit) or soft (continuous); all lie in [0, 1]. Raises `RewardError` for pictures
+    `form` is strict (0/1), graded (partial credit) or soft (continuous); all are in [0, 1]. Raises `RewardError` for images
     of another size and `ConfigError` for an unknown form or a prompt outside the world's language.
     """
 
@@ -199,17 +199,14 @@ class ShapesReward:
         return graded if self.form == "graded" else float(math.isclose(graded, 1.0))
 
 
-QUALITIES = ("palette", "balance", "clarity")
-
-
 @dataclass(frozen=True)
 class ShapesQuality:
-    """One quality of pictures [sample, 3, 64, 64], in [0, 1].
+    """One quality of images [sample, 3, 64, 64], in [0, 1].
 
-    palette: share of the painted area in the colours that the prompt names (`verifier.looks`, which scores them for the task
+    palette: fraction of the painted area in the colours that the prompt names (`verifier.looks`, which scores them for the task
     "preference"); a prompt that names none raises `RewardError`. balance: mirror symmetry, as there; does not read the prompt.
-    clarity: how close the cells are to what the world draws, 1 where every cell is a clean object, glyph or empty
-    (`verifier.read`); does not read the prompt, and an empty picture is clear.
+    clarity: how close the cells are to the world's own drawings, 1 if every cell is a clean object, glyph or empty
+    (`verifier.read`); does not read the prompt, and an empty image is clear.
     """
 
     quality: str

@@ -1,8 +1,7 @@
-"""How long a policy's network works, and on how many latents, while the code around it runs as always."""
+"""Measurements of a policy's network while the code around it runs unchanged: operations, time by phase, memory."""
 
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.flop_counter import FlopCounterMode
 
-from flowrl.policies.family import Family
-from flowrl.policies.lora import LORA_TARGETS, Adapters
-from flowrl.policies.pipeline import PipelinePolicy
+from flowrl.diagnostics.memory import peak_memory, reset_peak_memory
+from flowrl.policies import LORA_TARGETS, Adapters, Family, PipelinePolicy
 
 
 @dataclass(frozen=True)
@@ -21,9 +19,8 @@ class NetworkCost:
     """Floating-point operations (a multiplication and an addition count as two) of one evaluation of one latent.
 
     Matrix products, convolutions and attention are counted, as is usual for model FLOP utilisation; norms, activations and the
-    image decoder are not. `backward` is what a gradient of the trained parameters needs besides `forward`: with a LoRA no weight
-    gradients of frozen layers. Work that is done twice to save memory (gradient checkpointing, attention's own recomputation) is
-    not part of either.
+    image decoder are not. `backward` is the additional work for a gradient of the trained parameters: with a LoRA it has no
+    weight gradients of frozen layers. Recomputation that saves memory (gradient checkpointing, attention) is not part of either.
     """
 
     forward: int
@@ -31,7 +28,7 @@ class NetworkCost:
 
 
 def network_cost(policy: PipelinePolicy, rows: Mapping[str, Tensor]) -> NetworkCost:
-    """Counted by PyTorch's own counter on a twin of the policy's transformer that has shapes but no memory.
+    """Counted by PyTorch's counter on a copy of the policy's transformer on the "meta" device.
 
     `rows` are the embeddings of one prompt, [1, ...]. All operations are linear in the number of latents, so one is enough.
     """
@@ -44,8 +41,8 @@ def network_cost(policy: PipelinePolicy, rows: Mapping[str, Tensor]) -> NetworkC
     shaped = {name: torch.empty(row.shape, device="meta") for name, row in rows.items()}
     latent = torch.empty((1, *policy.latent_shape), device="meta")
     with FlopCounterMode(display=False) as counter:
-        time_told = torch.empty(1, device="meta")
-        velocity = policy.family.velocity(twin, latent, time_told, shaped, policy.latent_size)
+        timestep = torch.empty(1, device="meta")
+        velocity = policy.family.velocity(twin, latent, timestep, shaped, policy.latent_size)
         forward = counter.get_total_flops()
         if velocity.requires_grad:
             velocity.sum().backward()
@@ -54,7 +51,7 @@ def network_cost(policy: PipelinePolicy, rows: Mapping[str, Tensor]) -> NetworkC
 
 def matrix_product_ceiling(device: torch.device, dtype: torch.dtype, sizes: Sequence[int], seconds: float = 0.5) -> float:
     """Floating-point operations per second of square matrix products of random numbers: the best of `sizes`, each measured for
-    about `seconds` after a warm-up. What a network made of such products alone would reach at most."""
+    about `seconds` after a warm-up: the upper bound for a network of such products alone."""
     best = 0.0
     for size in sizes:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -65,7 +62,7 @@ def matrix_product_ceiling(device: torch.device, dtype: torch.dtype, sizes: Sequ
 
 
 def _product_seconds(a: Tensor, b: Tensor, count: int) -> float:
-    """Seconds that `count` products take, after one that does not count."""
+    """Seconds for `count` products, after a warm-up."""
     out = a @ b
     synchronise(a.device)
     start = time.perf_counter()
@@ -76,15 +73,15 @@ def _product_seconds(a: Tensor, b: Tensor, count: int) -> float:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @dataclass
 class PhaseWork:
-    """What happened in one phase: wall-clock `seconds`, those in which the network worked, latents evaluated without a gradient
-    (`sampled`) and with one (`trained`), and the largest memory in bytes (`peak_memory`)."""
+    """The work of one phase: wall-clock `seconds`, those in which the network worked, latents evaluated without a gradient
+    (`sampled`) and with one (`trained`), and the peak memory in bytes (`peak_memory`)."""
 
     seconds: float = 0.0
     network_seconds: float = 0.0
@@ -93,17 +90,17 @@ class PhaseWork:
     peak_bytes: int = 0
 
     def operations(self, cost: NetworkCost) -> int:
-        """Useful floating-point operations of the network: no recomputation."""
+        """Useful floating-point operations of the network, without recomputation."""
         return (self.sampled + self.trained) * cost.forward + self.trained * cost.backward
 
 
 @dataclass
 class Meter:
-    """A stopwatch around a family's network, by phases; call `phase(name)` where one begins and `phase("")` at the end.
+    """A stopwatch around a family's network, by phases; call `phase(name)` at the start of each and `phase("")` at the end.
 
-    On a GPU the network's time is that between events in its own queue, so measuring does not slow it down; the device is
-    waited for only where a phase begins or ends. A backward pass counts from the gradient's arrival at the network's output to
-    the last of the watched parameters' gradients.
+    On a GPU the network's time is taken between events in its own queue, so that measuring does not slow it down; only the start
+    and the end of a phase synchronise. A backward pass counts from the gradient of the network's output to the last of the
+    watched parameters' gradients.
     """
 
     device: torch.device
@@ -114,7 +111,7 @@ class Meter:
     _open: Any = None
 
     def phase(self, name: str) -> None:
-        """End the phase under way and begin `name`; one that was there before goes on."""
+        """End the current phase and start `name`, or continue it if it was there before."""
         synchronise(self.device)
         now = time.perf_counter()
         if self._name:
@@ -127,12 +124,12 @@ class Meter:
         self._name, self._start = name, time.perf_counter()
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
-        """The parameters whose gradients end a backward pass."""
+        """Set the parameters whose gradients end a backward pass."""
         if parameters:
             register_multi_grad_hook(list(parameters), lambda gradients: self._ended(), mode="all")
 
     def evaluated(self, start: Any, velocity: Tensor) -> None:
-        """A forward pass from `start` until now gave `velocity`."""
+        """Record a forward pass from `start` until now with the result `velocity`."""
         self._spans.append((start, self.mark()))
         current = self.work.setdefault(self._name, PhaseWork())
         if velocity.requires_grad:
@@ -151,7 +148,7 @@ class Meter:
         self._open = None
 
     def mark(self) -> Any:
-        """Now, in the device's own queue."""
+        """The present time in the device's own queue."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -176,29 +173,6 @@ class MeteredFamily:
         velocity = self.family.velocity(transformer, latent, timestep, rows, size)
         self.meter.evaluated(start, velocity)
         return velocity
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes: of PyTorch's tensors on a GPU since `reset_peak_memory`, of this process on the CPU since its start."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource  # not on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 2**10
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Forget the peak so far; nothing on the CPU, whose peak cannot be reset."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory_during(work: Callable[[], None], device: torch.device) -> int:
-    """`peak_memory` of `work`."""
-    reset_peak_memory(device)
-    work()
-    return peak_memory(device)
 
 
 def _between(start: Any, end: Any) -> float:

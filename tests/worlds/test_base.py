@@ -155,7 +155,7 @@ def test_prompt_files(tmp_path):
     text.write_text("one\n\n# two\n three \n")
     assert [p.text for p in read_prompts(text)] == ["one", "three"]
     text.write_text("# nothing\n")
-    with pytest.raises(ConfigError, match="holds no prompt"):
+    with pytest.raises(ConfigError, match="contains no prompt"):
         read_prompts(text)
     objects = tmp_path / "prompts.jsonl"
     objects.write_text('{"prompt": "one", "tag": "colour"}\n\n{"text": "two"}\n')

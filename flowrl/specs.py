@@ -1,0 +1,80 @@
+"""How parts are written in settings and on the command line: names with options.
+
+A part is written as ``NAME``, ``path/to/file.py:Class`` or ``package.module:Class``; options as in ``NAME(option=value)``.
+Values are Python literals, or bare words (``balance=trend``). Options called ``probe`` take ``none``, ``tweedie``,
+``substeps:N``, ``completion`` or ``continuation:N``. Options that contain another part (``rule``, ``sampler``, ``reward``) take
+its spec, and ``models`` a dictionary of rewards, as in ``weighted-sum(models={'pick': 'pickscore', 'text': 'ocr'})``.
+"""
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.types import Completion, Continuation, NoProbe, Probe, Substeps, Tweedie
+
+NESTED = {"rule": "credit", "sampler": "sampler", "reward": "reward", "models": "reward"}
+"""Options that contain other parts, and the kind of these parts."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A part as written: its name (NAME, path/to/file.py:Class or package.module:Class) and its options, unconverted."""
+
+    name: str
+    options: Mapping[str, Any]
+
+    @property
+    def file(self) -> Path | None:
+        """The user's file that defines the part; None for other parts."""
+        path = self.name.rpartition(":")[0]
+        return Path(path) if path.endswith(".py") else None
+
+    def nested(self) -> list[tuple[str, str]]:
+        """Kind and spec of every part in the options."""
+        found = []
+        for option, kind in NESTED.items():
+            value = self.options.get(option)
+            values = value.values() if isinstance(value, dict) else [value]
+            found += [(kind, text) for text in values if isinstance(text, str)]
+        return found
+
+
+def parse_spec(spec: str, kind: str = "part") -> Spec:
+    """The name and options that `spec` contains; raises a `ConfigError` that names its `kind` if it cannot be read."""
+    match = re.fullmatch(r"([^()]+)(?:\((.*)\))?", spec.strip(), flags=re.DOTALL)
+    if match is None:
+        raise ConfigError(f"{kind} = {spec!r} is not allowed: write NAME, NAME(option=value, ...) or path/to/file.py:Class")
+    name, inside = match.group(1).strip(), match.group(2) or ""
+    try:
+        call = ast.parse(f"part({inside})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        options = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{kind} = {spec!r} cannot be read: {error}; write {name}(option=value, ...)") from error
+    if call.args or None in options:
+        raise ConfigError(f"{kind} = {spec!r}: options need names, as in {name}(option=value)")
+    return Spec(name, {str(option): value for option, value in options.items()})
+
+
+def parse_probe(words: str) -> Probe:
+    """ "none", "tweedie", "substeps:N", "completion" or "continuation:N" as a probe."""
+    name, _, count = words.partition(":")
+    if name == "substeps" and count.isdigit():
+        return Substeps(int(count))
+    if name == "continuation" and count.isdigit():
+        return Continuation(int(count))
+    known: dict[str, Probe] = {"none": NoProbe(), "tweedie": Tweedie(), "completion": Completion()}
+    if words not in known:
+        raise ConfigError(f"probe = {words!r} is not allowed: none, tweedie, substeps:N, completion or continuation:N")
+    return known[words]
+
+
+def _literal(node: ast.expr) -> Any:
+    """A Python literal, or a bare word (with hyphens or a colon's number left to quotes) as a string."""
+    if isinstance(node, ast.Name):
+        return {"none": None, "true": True, "false": False}.get(node.id, node.id)
+    return ast.literal_eval(node)
