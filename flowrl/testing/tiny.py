@@ -7,7 +7,6 @@ scheduler; they can be saved, loaded and given a LoRA like the models they stand
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,55 +146,3 @@ def _tokenizer(clip: bool) -> Any:
         unk_token=special[1] if clip else special[0],
         model_max_length=CLIP_TOKENS if clip else 512,
     )
-
-
-CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789'\".,:-()"
-
-
-def tiny_clip(folder: Path, seed: int = 0, size: int = 32) -> Path:
-    """Write a `CLIPModel` of two layers for pictures of `size` pixels, and a tokenizer of letters, to `folder`; returns it."""
-    from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
-
-    pieces = [*CHARACTERS, *(f"{c}</w>" for c in CHARACTERS), "<|startoftext|>", "<|endoftext|>"]
-    words = {piece: i for i, piece in enumerate(pieces)}
-    layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {**layers, "vocab_size": len(words), "bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1}
-    vision = {**layers, "image_size": size, "patch_size": 8}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8, initializer_factor=8.0))
-    model.save_pretrained(folder)
-    CLIPTokenizer(vocab=words, merges=[]).save_pretrained(folder)
-    return folder
-
-
-def tiny_detector(folder: Path, masks: bool, seed: int = 0) -> Path:
-    """Write a COCO detector to `folder` and return it: Mask2Former (`masks`), else RT-DETR, with pictures of 64 pixels."""
-    transformers: Any = import_module("transformers")
-    labels = dict(enumerate(("person", "cat", "dog", "mouse")))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if masks:
-            swin = transformers.SwinConfig(
-                image_size=64, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2,
-                out_features=["stage1", "stage2", "stage3", "stage4"],
-            )  # fmt: skip
-            config = transformers.Mask2FormerConfig(
-                backbone_config=swin, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=16,
-                encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=16, num_queries=6, id2label=labels,
-            )  # fmt: skip
-            transformers.Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
-            transformers.Mask2FormerImageProcessorPil(size={"height": 64, "width": 64}).save_pretrained(folder)
-            return folder
-        resnet = transformers.RTDetrResNetConfig(
-            embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], layer_type="basic",
-            out_features=["stage2", "stage3", "stage4"],
-        )  # fmt: skip
-        config = transformers.RTDetrConfig(
-            backbone_config=resnet, encoder_hidden_dim=16, encoder_in_channels=[8, 16, 16], encoder_ffn_dim=16,
-            encoder_attention_heads=2, encoder_layers=1, d_model=16, decoder_in_channels=[16, 16, 16], decoder_ffn_dim=16,
-            decoder_attention_heads=2, decoder_layers=1, num_queries=6, num_denoising=0, id2label=labels,
-        )  # fmt: skip
-        transformers.RTDetrForObjectDetection(config).save_pretrained(folder)
-        transformers.RTDetrImageProcessorPil(size={"height": 64, "width": 64}).save_pretrained(folder)
-        return folder

@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_models import tiny_clip
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.prompts import files, load_prompts, read_prompts, request_of
-from flowrl.testing.tiny import tiny_clip
 from flowrl.training.build import make_world
 from flowrl.training.config import preset
 

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_models import tiny_clip
 from torch import nn
 
 from flowrl.errors import ConfigError
@@ -16,7 +17,6 @@ from flowrl.rewards import Aesthetic, CLIPScore, HPSv21, PickScore
 from flowrl.rewards.clip import clip_pixels, load_encoder
 from flowrl.rewards.weights import affine_map, from_open_clip
 from flowrl.testing import check_reward
-from flowrl.testing.tiny import tiny_clip
 from flowrl.types import Prompt
 
 PROMPTS = [Prompt("a red fox"), Prompt("two cats"), Prompt("a red fox"), Prompt("x" * 200)]

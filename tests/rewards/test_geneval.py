@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_models import tiny_clip, tiny_detector
 
 from flowrl.errors import ConfigError, RewardError
 from flowrl.prompts.geneval import COLOURS, request_of
@@ -20,7 +21,6 @@ from flowrl.rewards.geneval import (
     strict_score,
 )
 from flowrl.testing import check_reward
-from flowrl.testing.tiny import tiny_clip, tiny_detector
 from flowrl.types import Prompt
 
 LEFT, RIGHT, TOP = (0, 40, 20, 60), (70, 40, 90, 60), (40, 0, 60, 20)

@@ -3,12 +3,13 @@
 import json
 
 import pytest
+from tiny_models import tiny_clip
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.registry import build
 from flowrl.rewards import Clipped, CLIPScore, JPEGCompressibility, WeightedSum
-from flowrl.testing.tiny import tiny_clip, tiny_sd3
+from flowrl.testing.tiny import tiny_sd3
 from flowrl.training.results import load_run
 
 

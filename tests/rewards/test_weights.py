@@ -6,12 +6,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny_clip, tiny_detector
 
 from flowrl.errors import ConfigError
 from flowrl.registry import build
 from flowrl.rewards import PickScore
 from flowrl.rewards.geneval import load_detector
-from flowrl.testing.tiny import tiny_clip, tiny_detector
 from flowrl.types import Prompt
 
 

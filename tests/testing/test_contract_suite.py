@@ -8,8 +8,8 @@ import torch
 
 from flowrl.credit import StepwiseGain, Uniform, Weighted, gains, zscore
 from flowrl.errors import ConfigError
-from flowrl.flow.gaussian import kl, log_prob
 from flowrl.flow import expand
+from flowrl.flow.gaussian import kl, log_prob
 from flowrl.losses import ClippedLoss
 from flowrl.samplers import CPS, FlowSDE, Window
 from flowrl.testing import (

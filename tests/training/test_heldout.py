@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import tiny_clip
 
 from flowrl.cli import main
 from flowrl.distributed import Distributed
@@ -19,7 +20,7 @@ from flowrl.rewards.clip import load_encoder
 from flowrl.rewards.diversity import ClipFeatures, LatentFeatures, PixelFeatures, group_features, pairwise_diversity
 from flowrl.rollout import ImageBatch
 from flowrl.testing import check_reward
-from flowrl.testing.tiny import tiny_clip, tiny_sd3
+from flowrl.testing.tiny import tiny_sd3
 from flowrl.training.build import make_world
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.heldout import make_heldout_metrics

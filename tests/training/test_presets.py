@@ -4,13 +4,14 @@ import json
 
 import pytest
 import yaml
+from tiny_models import tiny_clip, tiny_detector
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.methods import named_method
 from flowrl.prompts import prompts_from
 from flowrl.settings import grouped, read_settings, settings_text
-from flowrl.testing.tiny import tiny_clip, tiny_detector, tiny_flux, tiny_sd3
+from flowrl.testing.tiny import tiny_flux, tiny_sd3
 from flowrl.training.build import make_world, trial_schedule
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.evaluation import write_trajectory
