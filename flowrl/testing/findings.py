@@ -85,9 +85,6 @@ class Findings(Sequence[Finding]):
     def __len__(self) -> int:
         return len(self.findings)
 
-    def __iter__(self) -> Iterator[Finding]:
-        return iter(self.findings)
-
     def __str__(self) -> str:
         lines = [f"{self.part}: {sum(f.ok for f in self.findings)} of {len(self.findings)} promises kept"]
         for finding in self.findings:
@@ -96,8 +93,7 @@ class Findings(Sequence[Finding]):
             lines.extend(textwrap.wrap(told, 120, initial_indent=" " * 9, subsequent_indent=" " * 9))
         return "\n".join(lines)
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
 
 class Contract:
