@@ -3,11 +3,10 @@
     python benchmarks/bias.py                     # about 10 minutes on one core; resumable
     python benchmarks/bias.py --report            # the table again
 
-The policy is the exact mixture velocity plus its small network with weights moved by N(0, 0.1^2), so that it is not the
-optimum of anything; Flow-SDE (a = 0.7) on all steps but the last; soft reward; 18 prompts x 8 members per batch. The true
-gradient is that through the stochastic steps, which is all that a policy gradient can see; the last step's share of the whole
-gradient is stated with the table. The noise of a finite number of batches is taken out of both lengths, so that a cosine can come
-out slightly above 1.
+The policy is the exact mixture velocity plus its small network, with weights perturbed by N(0, 0.1^2) so that it is at no
+optimum. Flow-SDE (a = 0.7) on all steps but the last; soft reward; 18 prompts x 8 samples per batch. The true gradient is that
+through the stochastic steps, which is all that a policy gradient can estimate; the fraction that belongs to the last step is
+stated with the table. Both lengths are corrected for the noise of finitely many batches, so a cosine can be slightly above 1.
 """
 
 import argparse
@@ -24,17 +23,18 @@ from torch import Tensor
 
 from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, Weighted
 from flowrl.diagnostics.gradient import Alignment, RawCredit, Setting, alignment, pathwise_gradients, policy_gradients
+from flowrl.io import write_json
 from flowrl.protocols import CreditAssigner
 from flowrl.samplers import AllButLast, FlowSDE
 from flowrl.types import Completion, Substeps, Tweedie
 from flowrl.worlds.base import PolicyOptions, world
 
-MEMBERS = 8
+GROUP_SIZE = 8
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule as it is tried."""
+    """A rule, and whether its groups share their noise."""
 
     make: Callable[[], CreditAssigner]
     shared_noise: bool = False
@@ -79,7 +79,7 @@ RULES: dict[str, Entry] = {
 
 
 def setting(seed: int) -> Setting:
-    """The 2-D world with a policy that is not optimal."""
+    """The 2-D world with a policy that is at no optimum."""
     mixture = world("mixture")
     policy = mixture.policy(PolicyOptions())
     generator = torch.Generator().manual_seed(seed)
@@ -93,7 +93,7 @@ def setting(seed: int) -> Setting:
 def measure(name: str, batches: int, seed: int, truths: Tensor) -> Alignment:
     """One rule."""
     entry = RULES[name]
-    found = policy_gradients(setting(seed), entry.make(), batches, MEMBERS, entry.shared_noise, seed=seed + 1000)
+    found = policy_gradients(setting(seed), entry.make(), batches, GROUP_SIZE, entry.shared_noise, seed=seed + 1000)
     return alignment(found, truths)
 
 
@@ -123,7 +123,12 @@ def main() -> None:
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    settings = {"batches": options.batches, "truth_batches": options.truth_batches, "seed": options.seed, "members": MEMBERS}
+    settings = {
+        "batches": options.batches,
+        "truth_batches": options.truth_batches,
+        "seed": options.seed,
+        "group_size": GROUP_SIZE,
+    }
     kept = json.loads(options.out.read_text()) if options.out.exists() else {}
     results = kept.get("results", {}) if kept.get("settings") == settings else {}
     missing = [name for name in RULES if name not in results]
@@ -147,15 +152,15 @@ def main() -> None:
                 **reached,
                 "results": {n: results[n] for n in RULES if n in results},
             }
-            options.out.write_text(json.dumps(record, indent=1) + "\n")
+            write_json(options.out, record)
             took = time.monotonic() - started
             print(f"{number}/{len(missing)} {took:.0f} s {name}: cosine {results[name]['cosine']:.3f}", flush=True)
     text = table({name: results[name] for name in RULES if name in results})
     record = json.loads(options.out.read_text())
     lost = record["share of the last, deterministic step"]
-    settings["last step's share of the whole gradient"] = round(lost, 3)
-    told = "; ".join(f"{name} {value}" for name, value in settings.items())
-    head = f"# Bias of the credit rules\n\n{__doc__ or ''}\n{told}. 95% intervals by jackknife over batches.\n\n"
+    settings["fraction of the whole gradient in the last step"] = round(lost, 3)
+    listed = "; ".join(f"{name} {value}" for name, value in settings.items())
+    head = f"# Bias of the credit rules\n\n{__doc__ or ''}\n{listed}. 95% intervals by jackknife over batches.\n\n"
     options.out.with_suffix(".md").write_text(head + text + "\n")
     print(text)
 

@@ -14,11 +14,9 @@ import sys
 CODE = """
 import time, torch
 torch.set_num_threads(1)
-from flowrl import RunConfig, Trainer, world
-config = RunConfig(method="tp-grpo", iterations=3)
-shapes = world("shapes")
-trainer = Trainer(shapes.policy(policy_options(config)), make_method(config), shapes.reward("soft"),
-                  shapes.prompts("compositional", "train"), config)
+from flowrl.training.build import make_trainer
+from flowrl.training.config import RunConfig
+trainer = make_trainer(RunConfig.of(method="tp-grpo", iterations=3))
 trainer.iteration()
 print(min(trainer.iteration()["seconds"] for _ in range(2)))
 """
@@ -46,11 +44,9 @@ def counting(thing):
         return checked(*a, **k)
     return counted
 types.checked = counting
-from flowrl import RunConfig, Trainer, world
-config = RunConfig(method="tp-grpo", iterations=3)
-shapes = world("shapes")
-trainer = Trainer(shapes.policy(policy_options(config)), make_method(config), shapes.reward("soft"),
-                  shapes.prompts("compositional", "train"), config)
+from flowrl.training.build import make_trainer
+from flowrl.training.config import RunConfig
+trainer = make_trainer(RunConfig.of(method="tp-grpo", iterations=3))
 calls = 0
 trainer.iteration()
 print(calls)

@@ -1,13 +1,16 @@
-"""Mutation testing of the mathematics: does some test fail when flow/, samplers/, credit/ or losses/ are changed?
+"""Mutation testing of the mathematics: does a test fail if flow/, samplers/, credit/ or losses/ are changed?
 
     pip install cosmic-ray
-    python benchmarks/mutation.py --workers 2            # resumable: lines in --out are not run again; hours on two cores
+    python benchmarks/mutation.py --workers 2            # resumable: lines in --out are not run again; takes hours on two cores
     python benchmarks/mutation.py --sample 300           # a random part
     python benchmarks/mutation.py --report               # writes benchmarks/results/mutation.md from the lines
 
 cosmic-ray makes the mutants (one changed operator, number, constant or decorator each). Every mutant is written into a copy of
-the package, and a forked process, which has torch and pytest loaded already, runs the tests of its room until one fails.
-Mutants whose syntax tree differs in type annotations alone are left out. A run past its time limit counts as killed.
+the library, and a forked process, which has imported torch and pytest already, runs the tests of its package until one fails.
+Mutants that differ only in type annotations are left out. A run past its time limit counts as killed.
+
+This script does not use the pool of `flowrl.workers`: a worker must never import flowrl itself, since beartype would take its
+classes for those of a mutant.
 """
 
 import argparse
@@ -28,31 +31,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("flow", "samplers", "credit", "losses")
+SHARED = ("test_settings.py", "test_doors.py", "testing/test_contracts.py")
 TESTS = {
     "flow": (
-        "test_flow",
-        "test_mixture",
-        "test_settings",
-        "test_samplers",
-        "test_losses",
-        "test_marginals",
-        "test_convergence",
-        "test_solvers",
+        "flow/test_flow.py", "flow/test_mixture.py", "test_settings.py", "samplers/test_samplers.py", "losses/test_losses.py",
+        "samplers/test_marginals.py", "samplers/test_convergence.py", "rollout/test_solvers.py",
     ),
     "samplers": (
-        "test_settings",
-        "test_samplers",
-        "test_sliding",
-        "test_contracts",
-        "test_convergence",
-        "test_marginals",
-        "test_doors",
+        *SHARED, "samplers/test_samplers.py", "samplers/test_windows.py", "samplers/test_convergence.py",
+        "samplers/test_marginals.py",
     ),
-    "credit": ("test_settings", "test_credit", "test_credit_variants", "test_contracts", "test_doors"),
-    "losses": ("test_settings", "test_losses", "test_losses_variants", "test_contracts", "test_doors"),
-}
+    "credit": (*SHARED, "credit/test_credit.py", "credit/test_credit_variants.py"),
+    "losses": (*SHARED, "losses/test_losses.py", "losses/test_losses_variants.py"),
+}  # fmt: skip
+"""Test files by package."""
 SELECT = {"samplers": "samplers", "credit": "credit_rules", "losses": "losses"}
-"""Which of test_contracts concerns a room."""
+"""The part of test_contracts that concerns a package."""
 TIME_LIMIT = 180
 BINARY = {
     "Add": ("Sub",), "Sub": ("Add",), "Mul": ("Div",), "Div": ("Mul",), "Pow": ("Mul",), "FloorDiv": ("Div",), "Mod": ("Mul",),
@@ -145,8 +139,7 @@ _copy: Path | None = None
 
 
 def _prepare() -> None:
-    """In a worker: a copy of package and tests, and what does not change imported once. Never flowrl itself: beartype would
-    remember its classes by name, and take those of a mutant for others."""
+    """In a worker: a copy of the library and its tests, and one import of everything that does not change (never flowrl)."""
     global _copy
     import importlib
 
@@ -203,9 +196,9 @@ def _run_tests(copy: Path, room: str) -> None:
         os.dup2(null, 2)
         quiet = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no"]
         for name in TESTS[room]:
-            chosen = ["-k", SELECT[room]] if name == "test_contracts" and room in SELECT else []
+            chosen = ["-k", SELECT[room]] if name.endswith("test_contracts.py") else []
             skip = ["--deselect", "tests/test_doors.py::test_parts_conform_to_their_protocols_statically"]
-            code = int(pytest.main([*quiet, *skip, *chosen, f"tests/{name}.py"]))
+            code = int(pytest.main([*quiet, *skip, *chosen, f"tests/{name}"]))
             if code != 0:
                 break
     finally:
@@ -218,7 +211,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 REASONS = Path(__file__).with_name("mutation_reasons.json")
-"""Why a survivor is no missing test, by its place."""
+"""Reasons why a survivor does not show a missing test, by its place."""
 
 
 def report(out: Path, lines: list[dict[str, str]], known: set[str]) -> None:
@@ -226,7 +219,7 @@ def report(out: Path, lines: list[dict[str, str]], known: set[str]) -> None:
     reasons = json.loads(REASONS.read_text()) if REASONS.exists() else {}
     lines = [line for line in lines if line["key"] in known]
     text = ["# Mutants killed", "", "Made by `python benchmarks/mutation.py --report`; outcomes in mutation.jsonl.", ""]
-    text += ["| room | mutants | killed | timed out | survived | share killed |", "|---|---|---|---|---|---|"]
+    text += ["| package | mutants | killed | timed out | survived | fraction killed |", "|---|---|---|---|---|---|"]
     for room in (*ROOMS, "all"):
         counts = Counter(line["outcome"] for line in lines if room in ("all", line["room"]))
         total = sum(counts.values())

@@ -1,9 +1,9 @@
-"""Rewards that can be hacked, and how it shows: three proxies on the shapes world, with held-out rewards and diversity beside.
+"""Reward hacking: three proxies on the shapes world, with held-out rewards and diversity.
 
-    python benchmarks/reward_hacking.py            # about six minutes of one core; goes on where it was stopped
+    python benchmarks/reward_hacking.py            # about six minutes on one core; continues where it was stopped
 
-task     the task's own soft reward: the control, where nothing should part
-bright   the task's reward plus 40 times the picture's mean value (--reward-bias 40): a judge with a taste of its own
+task     the task's own soft reward: the control, in which no metric should diverge
+bright   the task's reward plus 40 times the mean pixel value (--reward-bias 40): a biased judge
 jpeg     minus the size as a JPEG file (--reward jpeg-compressibility): the classic of DDPO (arXiv 2305.13301)
 
 Compositional task, Flow-GRPO, 16 iterations of the default settings, 96 held-out samples, an evaluation every second iteration.
@@ -48,7 +48,7 @@ SHADES = {"task": "#0072B2", "bright": "#D55E00", "jpeg": "#7A5195"}
 
 
 def make(proxy: str, seed: int, folder: Path) -> None:
-    """One run, unless it is there already; a stopped one goes on. Its processor seconds are written beside it."""
+    """Make one run, or resume it, unless it is finished. Its processor seconds are written to cpu.json."""
     if (folder / "cpu.json").exists():
         return
     began = time.process_time()
@@ -63,7 +63,7 @@ def commit() -> str:
 
 
 def figure(runs: dict[str, list[RunRecord]]) -> Figure:
-    """A row per proxy: the proxy, two held-out rewards and the diversity over iterations; pictures before and after."""
+    """A row per proxy: the proxy, two held-out rewards and the diversity over iterations; images before and after."""
     drawn = Figure(figsize=(15, 2.9 * len(runs)), layout="constrained")
     grid = drawn.add_gridspec(len(runs), len(COLUMNS) + 2, width_ratios=[1] * len(COLUMNS) + [0.8, 0.8])
     lows = {label: _range(runs, path) for label, path in COLUMNS.items() if label != "proxy"}
@@ -94,7 +94,7 @@ def _range(runs: dict[str, list[RunRecord]], path: tuple[str, ...]) -> tuple[flo
 
 
 def _sheet(images: torch.Tensor) -> torch.Tensor:
-    """Four pictures as two by two, [height, width, channel], with white lines between them."""
+    """Four images as two by two, [height, width, channel], with white lines between them."""
     framed = torch.nn.functional.pad(images.clamp(0, 1), (2, 2, 2, 2), value=0.6)
     rows = [torch.cat(list(framed[i : i + 2]), dim=2) for i in (0, 2)]
     return torch.cat(rows, dim=1).permute(1, 2, 0)
@@ -144,9 +144,8 @@ def main() -> None:
     head = (
         f"Means over seeds {', '.join(map(str, options.seeds))}; {min(seconds):.0f} to {max(seconds):.0f} processor seconds a run"
     )
-    page = (
-        f"# Proxies that are hacked\n\n`python benchmarks/reward_hacking.py` (commit {commits}, torch {torch.__version__}).\n\n"
-    )
+    page = "# Reward hacking with three proxies\n\n"
+    page += f"`python benchmarks/reward_hacking.py` (commit {commits}, torch {torch.__version__}).\n\n"
     page += f"<!-- figures -->\n{head}.\n\n{table(runs)}\n"
     RESULTS.with_suffix(".md").write_text(page)
     print(page)

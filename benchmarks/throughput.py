@@ -1,16 +1,16 @@
 """Forward and training evaluations per second of the shapes world's network at batch 128.
 
 python benchmarks/throughput.py                # one process with a thread per core
-python benchmarks/throughput.py --processes 2  # as `flowrl compare` works: processes of one thread, their rates added
+python benchmarks/throughput.py --processes 2  # like `flowrl compare`: processes of one thread, sum of their rates
 """
 
 import argparse
-import multiprocessing
 import time
 
 import torch
 
 from flowrl import world
+from flowrl.workers import Worker, run_jobs
 from flowrl.worlds.base import PolicyOptions
 
 BATCH = 128
@@ -29,10 +29,8 @@ def rate(work, seconds: float = 6.0) -> tuple[float, float]:
     return BATCH * calls / (time.perf_counter() - start), best
 
 
-def measure(threads: int) -> tuple[tuple[float, float], tuple[float, float]]:
+def measure(worker: Worker | None = None) -> tuple[tuple[float, float], tuple[float, float]]:
     """(mean, best) rates of forward and of training evaluations."""
-    if threads:
-        torch.set_num_threads(threads)
     shapes = world("shapes")
     policy = shapes.policy(PolicyOptions())
     condition = policy.encode([shapes.parse("three red circles")] * BATCH)
@@ -48,11 +46,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=0, help="processes of one thread each; 0 = one with all threads")
     count = parser.parse_args().processes
     if count:
-        with multiprocessing.get_context("spawn").Pool(count) as pool:
-            results = pool.map(measure, [1] * count, chunksize=1)
-        shown = f"{count} processes of one thread"
+        found: dict[int, tuple] = {}
+        run_jobs(measure, {number: () for number in range(count)}, count, finished=found.__setitem__)
+        results, shown = list(found.values()), f"{count} processes of one thread"
     else:
-        results, shown = [measure(0)], f"{torch.get_num_threads()} threads"
+        results, shown = [measure()], f"{torch.get_num_threads()} threads"
     for number, name in enumerate(("forward", "training (LoRA rank 8)")):
         mean, best = (sum(result[number][k] for result in results) for k in (0, 1))
         print(f"{name}, {shown}: {mean:.0f}/s (best calls {best:.0f}/s)")

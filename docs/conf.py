@@ -1,16 +1,16 @@
 """The documentation site: `sphinx-build -W --keep-going -b html docs docs/_build/html`."""
 
-import pkgutil
 import re
 import shutil
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from docutils import nodes  # noqa: E402
 from latex2mathml.converter import convert  # noqa: E402
+from reference_pages import write_reference  # noqa: E402
 
 from flowrl import __version__  # noqa: E402
 
@@ -33,7 +33,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-autodoc_default_options = {"members": True, "undoc-members": False, "show-inheritance": False, "ignore-module-all": True}
 
 html_theme = "furo"
 html_title = "flowrl"
@@ -50,52 +49,6 @@ def copy_course() -> None:
         old.unlink()
     for notebook in sorted((HERE.parent / "tutorials").glob("[0-9][0-9]_*.ipynb")):
         shutil.copy(notebook, target / notebook.name)
-
-
-ROOMS = {
-    "Core": ("types", "protocols", "errors", "text"),
-    "Prompts": ("prompts",),
-    "Flow": ("flow",),
-    "Samplers": ("samplers",),
-    "Credit": ("credit",),
-    "Losses": ("losses",),
-    "Rewards and worlds": ("rewards", "worlds", "builtin", "models"),
-    "Policies": ("policies",),
-    "Rollout": ("rollout",),
-    "Methods and parts by name": ("methods", "registry", "specs"),
-    "Training": ("training", "launch"),
-    "Diagnostics": ("diagnostics",),
-    "Contracts for your parts": ("testing",),
-    "Benchmarks": ("bench",),
-    "Figures": ("plots",),
-    "Command line": ("cli", "commands", "display"),
-    "Course": ("course",),
-}
-
-
-def write_reference() -> None:
-    """One page per room with every public module. Fails where a top-level module belongs to no room."""
-    import flowrl
-
-    here = {name for _, name, _ in pkgutil.iter_modules(flowrl.__path__) if not name.startswith("_")}
-    listed = {name for names in ROOMS.values() for name in names}
-    if here - listed:
-        raise RuntimeError(f"docs/conf.py: ROOMS lacks {sorted(here - listed)}")
-    target = HERE / "reference" / "api"
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    for title, names in ROOMS.items():
-        modules = []
-        for name in names:
-            modules.append(f"flowrl.{name}")
-            root = Path(flowrl.__path__[0]) / name
-            found = pkgutil.walk_packages([str(root)], f"flowrl.{name}.") if root.is_dir() else []
-            modules += [module.name for module in found if "._" not in module.name]
-        text = [f"# {title}", ""]
-        for module in modules:
-            head = f"({module})=\n## {module}\n"
-            text += [head, "```{eval-rst}", f".. automodule:: {module}", "```", ""]
-        (target / f"{names[0]}.md").write_text("\n".join(text))
 
 
 def plain(app: object, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
@@ -130,7 +83,7 @@ def mathml(writer: object, node: object) -> None:
 def setup(app: object) -> None:
     """Called by Sphinx."""
     copy_course()
-    write_reference()
+    write_reference(HERE)
     app.connect("autodoc-process-docstring", plain)  # type: ignore[attr-defined]
     app.add_html_math_renderer("mathml", (mathml, None), (mathml, None))  # type: ignore[attr-defined]
     app.connect("autodoc-skip-member", skip)  # type: ignore[attr-defined]

@@ -1,10 +1,17 @@
-"""Atomic files: written beside their place, flushed to the disk, and renamed."""
+"""Atomic files (written to a temporary name, flushed to the disk, and renamed), and locks that name their holder."""
 
 import json
 import os
-from contextlib import suppress
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
+
+from flowrl.errors import ConfigError
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -47,3 +54,40 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def file_lock(path: Path, work: str) -> Iterator[None]:
+    """Keep other processes from writing `path` (a file or a folder) while the block runs; reading needs no lock.
+
+    The lock is PATH.lock, which the operating system releases when the process ends, however it ends; PATH.lock.json names
+    the holder and its `work`. Raises `ConfigError` that names the holder if another process has the lock, or the folder cannot
+    be written.
+    """
+    lock, holder = FileLock(f"{path}.lock"), Path(f"{path}.lock.json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ConfigError(
+            f"{path} is being written by {_holder(holder)}; wait until it has ended or choose another --out"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be locked ({error.strerror}); choose another --out") from error
+    try:
+        who = {"process": os.getpid(), "machine": platform.node(), "work": work, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        with suppress(OSError):  # a full disk must not keep the lock from working
+            write_json(holder, who)
+        yield
+    finally:
+        with suppress(OSError):
+            holder.unlink()
+        lock.release()
+
+
+def _holder(path: Path) -> str:
+    """The holder that `file_lock` has written down."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(path.read_text())
+        return f"process {found['process']} on {found['machine']} (`{found['work']}`, since {found['since']})"
+    return "another process"

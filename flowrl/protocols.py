@@ -6,10 +6,22 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.types import Condition, Gaussian, LossBatch, LossResult, Probe, Prompt, Schedule
+from flowrl.types import (
+    Condition,
+    Gaussian,
+    Latents,
+    LossBatch,
+    LossResult,
+    NodeTable,
+    PerSample,
+    Probe,
+    Prompt,
+    Schedule,
+    StepIndex,
+)
 
 
 @runtime_checkable
@@ -20,13 +32,7 @@ class Sampler(Protocol):
     and is returned where the kernel is deterministic; the gradient flows through the mean only.
     """
 
-    def transition(
-        self,
-        latent: Float[Tensor, "sample *latent"],
-        velocity: Float[Tensor, "sample *latent"],
-        schedule: Schedule,
-        step: Int[Tensor, " sample"],
-    ) -> Gaussian:
+    def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
         """The Gaussian over node ``step + 1`` given the latent at node ``step`` and the velocity there."""
         ...
 
@@ -100,7 +106,7 @@ class CreditAssigner(Protocol):
         """How unfinished states are scored for this rule."""
         ...
 
-    def assign(self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None) -> Tensor:
+    def assign(self, rewards: NodeTable, schedule: Schedule | None) -> Tensor:
         """Advantages [prompt, member, step] from rewards [prompt, member, node]."""
         ...
 
@@ -167,13 +173,11 @@ class FlowPolicy(Protocol):
         """What the network is told about the prompts, one row per prompt."""
         ...
 
-    def velocity(
-        self, latent: Float[Tensor, "sample *latent"], timestep: Float[Tensor, " sample"], condition: Condition
-    ) -> Float[Tensor, "sample *latent"]:
+    def velocity(self, latent: Latents, timestep: PerSample, condition: Condition) -> Latents:
         """v = eps - x_0 as the network sees it, in float32; carries gradients to the trainable parameters."""
         ...
 
-    def decode(self, latent: Float[Tensor, "sample *latent"]) -> Float[Tensor, "sample channel height width"]:
+    def decode(self, latent: Latents) -> Float[Tensor, "sample channel height width"]:
         """Images in [0, 1]."""
         ...
 

@@ -28,6 +28,13 @@ from flowrl.errors import ConfigError, require
 
 T = TypeVar("T")
 
+Latents = Float[Tensor, "sample *latent"]
+PerSample = Float[Tensor, " sample"]
+StepIndex = Int[Tensor, " sample"]
+NodeTable = Float[Tensor, "prompt member node"]
+StepTable = Float[Tensor, "prompt member node-1"]
+"""The annotations of most signatures. Functions that are `checked` compare them with their arguments at every call."""
+
 CHECKS_ON = os.environ.get("FLOWRL_TYPECHECK", "1") != "0" and os.environ.get("JAXTYPING_DISABLE", "0") != "1"
 
 
@@ -108,8 +115,8 @@ class Schedule:
 class Gaussian:
     """A diagonal Gaussian over the next node with one standard deviation per sample; std 0 means "not a decision"."""
 
-    mean: Float[Tensor, "sample *latent"]
-    std: Float[Tensor, " sample"]
+    mean: Latents
+    std: PerSample
 
 
 @dataclass(frozen=True)
@@ -221,10 +228,10 @@ class LossBatch:
 
     new: Gaussian
     behaviour: Gaussian
-    next_node: Float[Tensor, "sample *latent"]
-    advantages: Float[Tensor, " sample"]
+    next_node: Latents
+    advantages: PerSample
     mask: Bool[Tensor, " sample"]
-    delta: Float[Tensor, " sample"]
+    delta: PerSample
     reference: Gaussian | None = None
 
     def __post_init__(self) -> None:
@@ -241,8 +248,3 @@ class LossResult:
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
-
-
-Rewards = Float[Tensor, "prompt member node"]
-Advantages = Float[Tensor, "prompt member step"]
-StepIndex = Int[Tensor, " sample"]

@@ -1,8 +1,16 @@
-"""Finished runs that never ran: lines with a given learning curve, for the tests of the benchmark suite."""
+"""For the tests of the benchmark suite: tiny runs, and lines with given learning curves instead of measured ones."""
+
+import dataclasses
+from pathlib import Path
 
 import numpy as np
+from flowrl_bench.claims import make_run
 from flowrl_bench.evidence import Evidence
-from flowrl_bench.measure import CURVE
+from flowrl_bench.measurements import CURVE
+from flowrl_bench.results_file import make_line
+from flowrl_bench.verdicts import All
+
+from flowrl.training.config import RunConfig
 
 
 def fake_line(rewards: list[float], nfe: float = 100.0, seconds: float = 1.0, **extra: float) -> dict:
@@ -34,3 +42,57 @@ def fake_evidence(seeds: int = 8, spread: float = 0.0, **arms: list[float]) -> E
 
 
 SLOW, FAST, FLAT = [0.0, 0.2, 0.4, 0.6], [0.0, 0.5, 0.6, 0.7], [0.0, 0.01, 0.0, 0.01]
+
+SMALL = {
+    "iterations": 1, "groups": 2, "group_size": 3, "eval_every": 1, "eval_samples": 6, "eval_steps": 4, "num_steps": 5,
+    "window": "0:3",
+}  # fmt: skip
+
+
+def small_run(seed: int = 0, **changes) -> RunConfig:
+    """A run of one tiny iteration."""
+    return make_run("mixture", "direction", seed, {**SMALL, **changes})
+
+
+def small_line(seed: int = 0, **changes) -> dict:
+    """A tiny run's line with an invented result."""
+    row = dict.fromkeys(CURVE, 0.5) | {"iteration": 1, "seconds": 9.0}
+    found = {
+        "curve": [[row[name] for name in CURVE]], "totals": {"nfe": 3.0, "seconds": 9.0},
+        "phases": {"rollout": 1.0}, "gains": None,
+    }  # fmt: skip
+    return make_line(small_run(seed, **changes), found, "-")
+
+
+def arms_of(rule) -> set[str]:
+    """The arms that a rule speaks of."""
+    if isinstance(rule, All):
+        return set().union(*(arms_of(part) for part in rule.rules))
+    found: set[str] = set()
+    for name, value in dataclasses.asdict(rule).items():
+        if name in ("arm", "than", "of", "other", "other_than"):
+            found.add(value)
+        elif name in ("arms", "others"):
+            found |= set(value)
+    return found
+
+
+RULE = """
+from dataclasses import dataclass
+from flowrl.types import NoProbe
+
+@dataclass(frozen=True)
+class {name}:
+    scale: float = 1.0
+    probe = NoProbe()
+    def assign(self, rewards, schedule):
+        steps = rewards.shape[-1] - 1
+        centred = rewards[..., -1:] - rewards[..., -1:].mean(1, keepdim=True)
+        return self.scale * centred.repeat(1, 1, {steps})
+"""
+
+
+def rule_file(path: Path, name: str = "Mine", steps: str = "steps") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(RULE.format(name=name, steps=steps))
+    return path

@@ -1,8 +1,8 @@
-"""Makes the notebooks of the course from their sources, and proves that they are up to date.
+"""Builds the notebooks of the course from their sources, and checks that they are up to date.
 
     python tutorials/build.py              # all lessons: execute, write both versions
     python tutorials/build.py --only 01    # some lessons
-    python tutorials/build.py --check      # write nothing; fail where a notebook or an output is stale
+    python tutorials/build.py --check      # write nothing; fail if a notebook or an output is stale
 
 tutorials/source/NN_name.py (jupytext, percent format) is the source. tutorials/NN_name.ipynb has the solutions and stored
 outputs; tutorials/student/NN_name.ipynb has starting cells, and each solution folded.
@@ -25,10 +25,12 @@ from nbclient.exceptions import CellExecutionError
 HERE = Path(__file__).parent
 LIMIT_SECONDS = 180
 LIMIT_BYTES = 1_000_000
-TOLERANCE = 0.05
-ROLES = ("exercise", "solution", "explanation")
+TOLERANCE = 0.02
+ROLES = ("exercise", "solution", "explanation", "expected")
+NUMBER = r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?"
+RANGE = rf"{NUMBER}\.\.{NUMBER}"
 SETUP = """\
-# Installs flowrl where it is missing: from the clone that holds this notebook, else from the package index.
+# Installs flowrl if it is missing: from the clone that contains this notebook, or else from the package index.
 import importlib.util
 import pathlib
 
@@ -38,7 +40,7 @@ if importlib.util.find_spec("flowrl") is None:
     %pip install -q {target}"""
 
 NOTE = (
-    "> **How to work.** Replace the dots, then run the check below. Later cells may use your answer: to go on without one, "
+    "> **How to work.** Replace the dots, then run the check below. Later cells may use your answer; to continue without one, "
     "copy the folded solution into the starting cell."
 )
 
@@ -54,15 +56,25 @@ def sources(only: list[str]) -> list[Path]:
 
 
 def role(cell: Notebook) -> str | None:
-    """exercise, solution or explanation; None for a plain cell."""
+    """One of `ROLES`; None for a plain cell."""
     return next((tag for tag in cell.metadata.get("tags", []) if tag in ROLES), None)
 
 
 def read(source: Path) -> Notebook:
-    """The source as a notebook, with the installing cell after the opening text."""
-    notebook = jupytext.read(source)
+    """The source as a notebook, with the installing cell after the opening text.
+
+    The text of an `expected` cell becomes the metadata entry "expected" of the code cell before it.
+    """
+    notebook, cells = jupytext.read(source), []
+    for cell in notebook.cells:
+        if role(cell) != "expected":
+            cells.append(cell)
+        elif cells and cells[-1].cell_type == "code" and role(cells[-1]) is None:
+            cells[-1].metadata["expected"] = cell.source
+        else:
+            raise SystemExit(f"{source.name}: an expected output must follow its code cell:\n{cell.source[:200]}")
     setup = nbformat.v4.new_code_cell(SETUP, metadata={"tags": ["hide-input"]})
-    notebook.cells.insert(1, setup)
+    notebook.cells = [*cells[:1], setup, *cells[1:]]
     return notebook
 
 
@@ -99,8 +111,13 @@ def solved(source: Path) -> Notebook:
     return finish(notebook, source.stem)
 
 
+def expected_outputs(source: Path) -> list[str | None]:
+    """The expected output of every cell of the version with solutions; None if the cell has none."""
+    return [cell.metadata.get("expected") for cell in read(source).cells if role(cell) != "exercise"]
+
+
 def student(source: Path) -> Notebook:
-    """The version with starting cells; each solution and its explanation are folded where the explanation stands."""
+    """The version with starting cells; each solution is folded together with its explanation."""
     notebook, cells, held = read(source), [], []
     for cell in notebook.cells:
         if role(cell) == "solution":
@@ -121,7 +138,7 @@ def student(source: Path) -> Notebook:
 
 
 def execute(notebook: Notebook, name: str) -> float:
-    """Run a notebook in place, checks strict; returns the seconds that its process computed. Exits where a cell failed."""
+    """Run a notebook in place with strict checks; returns the CPU seconds of its process. Exits if a cell fails."""
     os.environ.update({"FLOWRL_COURSE": "strict", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"})
     notebook.cells.append(nbformat.v4.new_code_cell("import time\nprint(time.process_time())"))
     options = {"timeout": 5 * LIMIT_SECONDS, "kernel_name": "python3", "resources": {"metadata": {"path": str(HERE)}}}
@@ -138,7 +155,7 @@ def execute(notebook: Notebook, name: str) -> float:
 
 
 def _merged(outputs: list[Notebook]) -> list[Notebook]:
-    """Neighbouring pieces of one stream joined: how a stream is cut depends on timing."""
+    """Adjacent pieces of one stream joined: where a stream is cut depends on timing."""
     merged: list[Notebook] = []
     for output in outputs:
         if merged and output.output_type == "stream" == merged[-1].output_type and output.name == merged[-1].name:
@@ -149,51 +166,80 @@ def _merged(outputs: list[Notebook]) -> list[Notebook]:
 
 
 def text_of(cell: Notebook) -> str:
-    """What a cell printed or returned, as text; pictures as one word each."""
+    """What a cell printed or returned, as text; images as one word each."""
     parts = []
     for output in cell.get("outputs", []):
         if output.output_type == "stream":
             parts.append(output.text)
         else:
             data = output.get("data", {})
-            parts.append("<picture>" if any(kind.startswith("image/") for kind in data) else str(data.get("text/plain", "")))
+            parts.append("<image>" if any(kind.startswith("image/") for kind in data) else str(data.get("text/plain", "")))
     return "\n".join(parts)
 
 
-def differs(old: str, new: str) -> str | None:
-    """Where two outputs differ in more than the size of their numbers (`TOLERANCE`, relative or absolute); None if nowhere."""
-    number = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
-    if number.sub("#", old).split() != number.sub("#", new).split():
-        return f"text {old[:200]!r} became {new[:200]!r}"
-    for a, b in zip(number.findall(old), number.findall(new), strict=True):
-        x, y = float(a.replace(",", "")), float(b.replace(",", ""))
-        if abs(x - y) > TOLERANCE * max(1.0, abs(x)):
-            return f"number {a} became {b}"
+def differs(expected: str, output: str) -> str | None:
+    """How an output differs from the expected one; None if it does not.
+
+    The texts must be equal except for white space. A number must be inside its range if `expected` gives one as `low..high`.
+    Otherwise integers must be equal, and other numbers and percentages within `TOLERANCE` (relative) or a unit of the last digit.
+    """
+    wanted, got = list(re.finditer(f"{RANGE}|{NUMBER}", expected)), list(re.finditer(NUMBER, output))
+    if re.sub(f"{RANGE}|{NUMBER}", "#", expected).split() != re.sub(NUMBER, "#", output).split():
+        return f"text {expected[:200]!r} became {output[:200]!r}"
+    for a, b in zip(wanted, got, strict=True):
+        low, high = _limits(a[0], percent=expected[a.end() : a.end() + 1] == "%")
+        if not low <= _value(b[0]) <= high:
+            line = output[output.rfind("\n", 0, b.start()) + 1 :].partition("\n")[0]
+            return f"{b[0]} instead of {a[0]} in the line {line.strip()!r}"
     return None
 
 
-def stale(stored: Path, fresh: Notebook) -> list[str]:
-    """What is out of date in the stored solved version."""
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+def _limits(expected: str, percent: bool) -> tuple[float, float]:
+    """The lowest and the highest number that agree with an expected number or range."""
+    if ".." in expected:
+        low, high = expected.split("..")
+        return _value(low), _value(high)
+    value, (mantissa, _, exponent) = _value(expected), expected.partition("e")
+    decimals = len(mantissa.partition(".")[2])
+    exact = not decimals and not exponent and not percent
+    unit = 10.0 ** (int(exponent or 0) - decimals)
+    allowed = 0.0 if exact else 1.001 * max(unit, TOLERANCE * abs(value))
+    return value - allowed, value + allowed
+
+
+def unexpected(name: str, notebook: Notebook, expected: list[str | None]) -> list[str]:
+    """The outputs of a notebook that differ from their cell's expected output."""
+    pairs = [(cell, text) for cell, text in zip(notebook.cells, expected, strict=True) if text is not None]
+    found = [(cell, differs(text, text_of(cell))) for cell, text in pairs]
+    return [f"{name}, cell {cell.id}: unexpected output: {problem}" for cell, problem in found if problem]
+
+
+def stale(stored: Path, fresh: Notebook, expected: list[str | None]) -> list[str]:
+    """What is out of date in the stored version with solutions; `fresh` is that version executed now."""
     if not stored.is_file():
         return [f"{stored.name} does not exist"]
     old = nbformat.read(stored, as_version=4)
     if [c.source for c in old.cells] != [c.source for c in fresh.cells]:
-        return [f"{stored.name} was not made from the present source"]
-    found = []
-    for before, after in zip(old.cells, fresh.cells, strict=True):
-        if "varies" in before.metadata.get("tags", []):
-            continue
-        problem = differs(text_of(before), text_of(after))
-        if problem:
-            found.append(f"{stored.name}, cell {before.id}: output is stale: {problem}")
+        return [f"{stored.name} was not built from the present source"]
+    found = unexpected(f"{stored.name} as stored", old, expected)
+    for before, after, text in zip(old.cells, fresh.cells, expected, strict=True):
+        if text is None and "varies" not in before.metadata.get("tags", []):
+            problem = differs(text_of(before), text_of(after))
+            if problem:
+                found.append(f"{stored.name}, cell {before.id}: output is stale: {problem}")
     return found
 
 
 def build(source: Path, check: bool) -> tuple[str, list[str]]:
-    """One lesson: its line for the table, and what is wrong with it."""
-    notebook, problems = solved(source), []
+    """Build or check one lesson; returns its line for the table and its problems."""
+    notebook, expected = solved(source), expected_outputs(source)
     exercises = sum(role(cell) == "exercise" for cell in read(source).cells)
     seconds = execute(notebook, source.stem)
+    problems = unexpected(source.name, notebook, expected)
     target, starting = HERE / f"{source.stem}.ipynb", HERE / "student" / f"{source.stem}.ipynb"
     size = len(nbformat.writes(notebook).encode())
     if seconds > LIMIT_SECONDS:
@@ -204,9 +250,9 @@ def build(source: Path, check: bool) -> tuple[str, list[str]]:
         problems.append(f"{source.stem} has {exercises} exercises; at least 3 are needed")
     beginning = nbformat.writes(student(source))
     if check:
-        problems += stale(target, notebook)
+        problems += stale(target, notebook, expected)
         if not starting.is_file() or starting.read_text() != beginning:
-            problems.append(f"student/{starting.name} was not made from the present source")
+            problems.append(f"student/{starting.name} was not built from the present source")
     else:
         starting.parent.mkdir(exist_ok=True)
         target.write_text(nbformat.writes(notebook))
@@ -216,11 +262,11 @@ def build(source: Path, check: bool) -> tuple[str, list[str]]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Make the notebooks of the course, or check that they are up to date.")
+    parser = argparse.ArgumentParser(description="Build the notebooks of the course, or check that they are up to date.")
     parser.add_argument("--only", nargs="*", default=[], help="lessons by the beginning of their names, such as 01 04")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a notebook or an output is stale")
-    parser.add_argument("--students", action="store_true", help="write the students' versions only, nothing is executed")
-    parser.add_argument("--jobs", type=int, default=2, help="lessons at a time (one thread each)")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a notebook or an output is stale")
+    parser.add_argument("--students", action="store_true", help="write the students' versions only; execute nothing")
+    parser.add_argument("--jobs", type=int, default=2, help="lessons executed at a time (one thread each)")
     options = parser.parse_args()
     if options.students:
         for source in sources(options.only):

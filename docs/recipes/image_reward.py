@@ -1,6 +1,6 @@
-"""ImageReward-v1.0 as a reward, for an environment of its own: its package wants older versions of transformers.
+"""ImageReward-v1.0 as a reward, for an environment of its own: its package requires older versions of transformers.
 
-Where the reward lives (serving needs no transformers of flowrl's own range, hence --no-deps):
+In the environment of the reward (--no-deps, because serving does not need the versions of transformers that flowrl requires):
 
     python3.11 -m venv ~/image-reward && . ~/image-reward/bin/activate
     pip install image-reward==1.5 'transformers<4.48'
@@ -9,7 +9,7 @@ Where the reward lives (serving needs no transformers of flowrl's own range, hen
     pip install fastapi uvicorn python-multipart prometheus-client jinja2
     flowrl serve-reward "docs/recipes/image_reward.py:ImageRewardScore(device='cuda')" --port 8000
 
-Where the run lives:
+In the environment of the run:
 
     flowrl train --reward "remote(url='http://127.0.0.1:8000')"
 """
@@ -30,9 +30,9 @@ from flowrl.types import Prompt
 
 @dataclass(frozen=True)
 class ImageRewardScore:
-    """What people prefer, standardised over its training data: about -2 to 2, higher is liked more.
+    """Human preference, standardised over its training data: about -2 to 2, higher is better.
 
-    Source: ImageReward (arXiv 2304.05977) and its public code, which resizes pictures to 224 pixels and cuts prompts after 35
+    Source: ImageReward (arXiv 2304.05977) and its public code, which resizes images to 224 pixels and cuts prompts after 35
     tokens. Weights (Apache-2.0, 1.8 GB) are downloaded at the first score. `model`: a name that the package knows, or a file.
     """
 
@@ -44,7 +44,7 @@ class ImageRewardScore:
         """[sample, channel, height, width] in [0, 1] and as many prompts -> [sample]."""
         network = _load(self.model, self.device)
         pairs = zip(to_pillow(images), prompts, strict=True)
-        return torch.tensor([float(network.score(prompt.text, picture)) for picture, prompt in pairs])
+        return torch.tensor([float(network.score(prompt.text, image)) for image, prompt in pairs])
 
 
 @lru_cache(maxsize=1)

@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.credit.table import STD_EPSILON
 from flowrl.credit.uniform import Uniform
 from flowrl.errors import CreditError, require
 from flowrl.protocols import CreditAssigner
-from flowrl.types import Probe, Schedule, checked
+from flowrl.types import NodeTable, Probe, Schedule, StepTable, checked
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,7 @@ class GDPO:
         return bool(getattr(self.rule, "shared_noise", False))
 
     @checked
-    def assign(
-        self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None
-    ) -> Float[Tensor, "prompt member node-1"]:
+    def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
         """Advantages of a single reward."""
         return self.assign_parts({"reward": rewards}, schedule)
 

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.credit.table import gains, require_clamp, require_nodes, zscore
 from flowrl.errors import CreditError, require
-from flowrl.types import Probe, Schedule, Substeps, checked
+from flowrl.types import NodeTable, Probe, Schedule, StepTable, Substeps, checked
 
 
 @dataclass
@@ -39,9 +38,7 @@ class MovingAverageGain:
         require_clamp("MovingAverageGain", self.clamp)
 
     @checked
-    def assign(
-        self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None
-    ) -> Float[Tensor, "prompt member node-1"]:
+    def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
         """Advantages [prompt, member, step] against the baseline of the tables before; then moves it."""
         require_nodes(rewards, list(range(rewards.shape[-1])), "MovingAverageGain", self.probe)
         increments = gains(rewards)

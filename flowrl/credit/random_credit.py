@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.credit.table import require_nodes
-from flowrl.types import NoProbe, Probe, Schedule, checked
+from flowrl.types import NodeTable, NoProbe, Probe, Schedule, StepTable, checked
 
 
 @dataclass
@@ -24,9 +23,7 @@ class RandomCredit:
     tables: int = field(default=0, init=False, repr=False)
 
     @checked
-    def assign(
-        self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None
-    ) -> Float[Tensor, "prompt member node-1"]:
+    def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
         """Advantages [prompt, member, step]; counts the table."""
         require_nodes(rewards, [-1], "RandomCredit", self.probe)
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + self.tables)

@@ -4,17 +4,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from flowrl.credit.table import gains, require_clamp, require_nodes, zscore
 from flowrl.errors import require
-from flowrl.types import Probe, Schedule, Substeps, checked
+from flowrl.types import NodeTable, Probe, Schedule, StepTable, Substeps, checked
 
 
-def generalised_gains(
-    rewards: Float[Tensor, "prompt member node"], lam: float = 0.0, gamma: float = 1.0
-) -> Float[Tensor, "prompt member node-1"]:
+def generalised_gains(rewards: NodeTable, lam: float = 0.0, gamma: float = 1.0) -> StepTable:
     """sum_{k >= 0} (gamma lam)^k g_{i+k} with g_i = R_{i+1} - R_i, not normalised.
 
     `lam` = 0 gives the gains (Stepwise-Flow-GRPO, arXiv 2603.28718); `lam` = `gamma` = 1 the reward-to-go R_T - R_i
@@ -62,9 +58,7 @@ class StepwiseGain:
         require_clamp("StepwiseGain", self.clamp)
 
     @checked
-    def assign(
-        self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None
-    ) -> Float[Tensor, "prompt member node-1"]:
+    def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
         """Advantages [prompt, member, step]; the schedule is not used."""
         require_nodes(rewards, list(range(rewards.shape[-1])), "StepwiseGain", self.probe)
         over = ("member", "step") if self.normalise == "joint" else ("member",)

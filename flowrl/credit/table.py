@@ -8,13 +8,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import CreditError, require
-from flowrl.types import NoProbe, Probe
+from flowrl.types import NodeTable, NoProbe, Probe, StepTable
 
 AXES = ("prompt", "member", "step")
 STD_EPSILON = 1e-4
 
 
-def gains(rewards: Float[Tensor, "prompt member node"]) -> Float[Tensor, "prompt member node-1"]:
+def gains(rewards: NodeTable) -> StepTable:
     """g_i = R_{i+1} - R_i, the increment of the estimated reward at step i; the sum over steps is R_T - R_0.
 
     Source: Stepwise-Flow-GRPO (arXiv 2603.28718); TP-GRPO's incremental reward (arXiv 2602.06422).
@@ -22,12 +22,12 @@ def gains(rewards: Float[Tensor, "prompt member node"]) -> Float[Tensor, "prompt
     return rewards[..., 1:] - rewards[..., :-1]
 
 
-def reward_to_go(rewards: Float[Tensor, "prompt member node"]) -> Float[Tensor, "prompt member node-1"]:
+def reward_to_go(rewards: NodeTable) -> StepTable:
     """R_T - R_i: the total gain from step i on. Source: TP-GRPO's aggregated reward (arXiv 2602.06422)."""
     return rewards[..., -1:] - rewards[..., :-1]
 
 
-def probed(rewards: Float[Tensor, "prompt member node"], probe: Probe) -> Float[Tensor, "prompt member node"]:
+def probed(rewards: NodeTable, probe: Probe) -> NodeTable:
     """A copy of a full table as a rollout with `probe` fills it: with `NoProbe` all nodes but the last are NaN."""
     rewards = rewards.clone()
     if isinstance(probe, NoProbe):
@@ -80,7 +80,7 @@ def require_clamp(rule: str, clamp: float | None) -> None:
     require(fits, f"{rule}.clamp", clamp, "None, or finite and above 0")
 
 
-def require_nodes(rewards: Float[Tensor, "prompt member node"], nodes: list[int], rule: str, probe: Probe) -> None:
+def require_nodes(rewards: NodeTable, nodes: list[int], rule: str, probe: Probe) -> None:
     """Raise `CreditError` naming those of `nodes` whose rewards are not finite, and the probe that fills them."""
     if rewards.shape[-1] < 2:
         raise CreditError(f"{rule} needs rewards at 2 or more nodes, got a table of shape {tuple(rewards.shape)}")
@@ -93,7 +93,7 @@ def require_nodes(rewards: Float[Tensor, "prompt member node"], nodes: list[int]
         )
 
 
-def check_advantages(advantages: object, rewards: Float[Tensor, "prompt member node"], rule_name: str) -> Tensor:
+def check_advantages(advantages: object, rewards: NodeTable, rule_name: str) -> Tensor:
     """`advantages`, or a `CreditError` that states how the rule `rule_name` broke its contract.
 
     A rule must return a floating-point tensor [prompt, member, step], step = node - 1, all of it finite.

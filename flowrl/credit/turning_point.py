@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowrl.credit.table import gains, require_clamp, require_nodes, reward_to_go, zscore
 from flowrl.errors import require
-from flowrl.types import Completion, Probe, Schedule, checked
+from flowrl.types import Completion, NodeTable, Probe, Schedule, StepTable, checked
 
 Balance = Literal["aggregate", "trend"]
 Where = Literal["turning", "random", "none"]
@@ -23,7 +23,7 @@ BalanceScope = Literal["prompt", "batch"]
 Steps = Bool[Tensor, "prompt member node-1"]
 
 
-def turning_points(rewards: Float[Tensor, "prompt member node"], consistent: bool = True, first_step: bool = True) -> Steps:
+def turning_points(rewards: NodeTable, consistent: bool = True, first_step: bool = True) -> Steps:
     """Which steps are turning points, before balancing.
 
     With d_i = R_{i+1} - R_i and D = R_T - R_0, step i >= 1 is one where sign(d_{i-1}) sign(D) < 0 < sign(d_i) sign(D).
@@ -47,9 +47,7 @@ def turning_points(rewards: Float[Tensor, "prompt member node"], consistent: boo
     return turns
 
 
-def process_rewards(
-    rewards: Float[Tensor, "prompt member node"], selected: Steps, add: bool = False
-) -> Float[Tensor, "prompt member node-1"]:
+def process_rewards(rewards: NodeTable, selected: Steps, add: bool = False) -> StepTable:
     """R_T - R_i at the `selected` steps, d_i = R_{i+1} - R_i elsewhere; with `add`, d_i + (R_T - R_i) at the selected.
 
     Source: TP-GRPO (arXiv 2602.06422), where the aggregated reward replaces the increment; `add` is an ablation of ours.
@@ -59,12 +57,7 @@ def process_rewards(
     return torch.where(selected, long_term, increments)
 
 
-def balanced(
-    rewards: Float[Tensor, "prompt member node"],
-    turns: Steps,
-    by: Balance = "aggregate",
-    scope: BalanceScope = "batch",
-) -> Steps:
+def balanced(rewards: NodeTable, turns: Steps, by: Balance = "aggregate", scope: BalanceScope = "batch") -> Steps:
     """The turning points that remain when both signs are made equally many.
 
     Within each `scope` (one prompt, or "batch": all prompts of the table): if there are n+ > 0 and n- > 0 turning
@@ -101,12 +94,12 @@ def _largest(candidates: Bool[Tensor, "*entry"], size: Float[Tensor, "*entry"], 
     return kept.reshape(ranked.shape).movedim(0, -1)
 
 
-def large_aggregates(rewards: Float[Tensor, "prompt member node"], least: float) -> Steps:
+def large_aggregates(rewards: NodeTable, least: float) -> Steps:
     """Where |R_T - R_i| >= `least` (in units of the reward): a magnitude threshold. `least` = 0 keeps every step."""
     return reward_to_go(rewards).abs() >= least
 
 
-def clear_swings(rewards: Float[Tensor, "prompt member node"], confidence: float) -> Steps:
+def clear_swings(rewards: NodeTable, confidence: float) -> Steps:
     """Where |d_i| >= `confidence` times the std of d_i over the group's members at that step (population std).
 
     A turn that is small against the spread of its own step may be an accident of the estimate; `confidence` = 0 keeps every
@@ -117,7 +110,7 @@ def clear_swings(rewards: Float[Tensor, "prompt member node"], confidence: float
     return increments.abs() >= confidence * spread
 
 
-def random_steps(rewards: Float[Tensor, "prompt member node"], selected: Steps, seed: int = 0) -> Steps:
+def random_steps(rewards: NodeTable, selected: Steps, seed: int = 0) -> Steps:
     """As many steps per trajectory as `selected` has, at places that do not depend on the rewards' sizes or signs.
 
     The control for whether the *place* of a turning point matters, or only that some steps get R_T - R_i. The places are a
@@ -184,7 +177,7 @@ class TurningPoint:
             require(math.isfinite(value) and value >= 0, f"TurningPoint.{name}", value, "finite and 0 or more")
         require_clamp("TurningPoint", self.clamp)
 
-    def selected(self, rewards: Float[Tensor, "prompt member node"]) -> Steps:
+    def selected(self, rewards: NodeTable) -> Steps:
         """The steps that get their long-term reward: turning points found, filtered, balanced, then (control) moved."""
         turns = turning_points(rewards, self.consistent, self.first_step)
         if self.where == "none":
@@ -195,9 +188,7 @@ class TurningPoint:
         return random_steps(rewards, turns, self.seed) if self.where == "random" else turns
 
     @checked
-    def assign(
-        self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None
-    ) -> Float[Tensor, "prompt member node-1"]:
+    def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
         """Advantages [prompt, member, step]; the schedule is not used."""
         require_nodes(rewards, list(range(rewards.shape[-1])), "TurningPoint", self.probe)
         over = ("member",) if self.normalise == "step" else ("member", "step")

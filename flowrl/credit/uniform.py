@@ -3,12 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtyping import Float
-from torch import Tensor
-
 from flowrl.credit.table import require_clamp, require_nodes, zscore
 from flowrl.errors import require
-from flowrl.types import NoProbe, Probe, Schedule, checked
+from flowrl.types import NodeTable, NoProbe, Probe, Schedule, StepTable, checked
 
 
 @dataclass(frozen=True)
@@ -30,9 +27,7 @@ class Uniform:
         require_clamp("Uniform", self.clamp)
 
     @checked
-    def assign(
-        self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None
-    ) -> Float[Tensor, "prompt member node-1"]:
+    def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
         """Advantages [prompt, member, step]; the schedule is not used."""
         require_nodes(rewards, [-1], "Uniform", self.probe)
         std_over = ("member",) if self.std == "group" else ("prompt", "member")

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.credit.table import require_clamp
 from flowrl.credit.uniform import Uniform
 from flowrl.errors import CreditError, require
-from flowrl.types import NoProbe, Probe, Schedule, checked
+from flowrl.types import NodeTable, NoProbe, Probe, Schedule, StepTable, checked
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,7 @@ class Weighted:
         require_clamp("Weighted", self.clamp)
 
     @checked
-    def assign(
-        self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None
-    ) -> Float[Tensor, "prompt member node-1"]:
+    def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
         """Advantages [prompt, member, step]; the clamp applies before the weights."""
         uniform = Uniform(std=self.std, clamp=self.clamp, probe=self.probe).assign(rewards, schedule)
         return uniform * self._step_weights(uniform, schedule)

@@ -1,1 +1,1 @@
-"""Looking inside: what a rule does with a table, and how its gradient and its credit lie to the truth."""
+"""Diagnostics: what a credit rule does with a table; gradients and credit compared with the ground truth; statistics."""

@@ -1,8 +1,8 @@
-"""How the gradient that a credit rule gives compares with the gradient of the expected reward.
+"""Comparison of a credit rule's policy gradient with the gradient of the expected reward.
 
 The truth is the pathwise gradient: with the noise of every step held fixed, the finished sample is a differentiable function of
-the weights, so grad E[R] = E[grad R]. It needs a reward that is differentiable in the picture, such as the 2-D world's. The
-part of it that runs through deterministic steps is out of reach for any policy gradient; it can be left out.
+the weights, so grad E[R] = E[grad R]. It needs a reward that is differentiable in the image, such as the 2-D world's. No
+policy gradient can estimate the part that flows through deterministic steps; that part can be left out.
 
 The estimate is the policy gradient sum_i A_i grad log pi(x_{i+1} | x_i) per trajectory. log pi is a mean over the d latent
 elements and the loss a mean over K stochastic steps here, so gradients of the loss are multiplied by -K d.
@@ -28,7 +28,7 @@ from flowrl.types import NoProbe, Probe, Prompt, Schedule
 
 @dataclass(frozen=True)
 class Setting:
-    """A policy with its stochastic sampler and time grid, a reward, and prompts: what a gradient is taken of."""
+    """What the expected reward depends on: a policy with its stochastic sampler and time grid, a reward, and prompts."""
 
     policy: FlowPolicy
     sampler: Sampler
@@ -44,7 +44,7 @@ class Setting:
     def rollout(
         self, groups: Groups, generator: torch.Generator, probe: Probe, usage: Usage | None = None, max_batch: int = 1024
     ) -> Rollout:
-        """Stochastic trajectories of all prompts, with states scored as `probe` asks; the trajectories do not depend on it."""
+        """Stochastic trajectories of all prompts, with states scored by `probe`; the trajectories do not depend on it."""
         condition, noise = self.policy.encode(self.prompts), groups.noise(self.policy.latent_shape, generator)
         return rollout(self.policy, self.sampler, self.schedule, condition, noise, generator, groups, probe, usage, max_batch)
 
@@ -53,7 +53,7 @@ class Setting:
 class RawCredit:
     """Credit that is not normalised, for which theory makes exact statements.
 
-    `lam` None: A_i = R_T; else A_i = sum_k lam^k g_{i+k}. With `baseline` the mean of the group's *other* members is taken away
+    `lam` None: A_i = R_T; else A_i = sum_k lam^k g_{i+k}. With `baseline` the mean of the group's *other* members is subtracted
     (it does not depend on the member's own noise, so it adds no bias; GRPO's group mean, which includes the member, scales
     the gradient by (G - 1) / G). Unbiased: R_T, and R_T - R_i (`lam` = 1) with R_i a function of node i. The gain alone
     (`lam` = 0) is the gradient of what a step adds to the estimate, not of R_T.
@@ -73,7 +73,7 @@ class RawCredit:
 
 
 def assigned(rule: CreditAssigner, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None) -> Tensor:
-    """The rule's advantages [prompt, member, step] for `rewards`. Raises `CreditError` where it fails or breaks its contract."""
+    """The rule's advantages [prompt, member, step] for `rewards`. Raises `CreditError` if it fails or breaks its contract."""
     name = type(rule).__name__
     try:
         advantages = rule.assign(rewards, schedule)
@@ -116,8 +116,8 @@ def sampled_rewards(setting: Setting, repeats: int, generator: torch.Generator, 
 def pathwise_gradients(setting: Setting, batches: int, repeats: int, seed: int = 0, decisions_only: bool = False) -> Tensor:
     """grad of the mean reward over `repeats` trajectories per prompt, [batch, parameter]; its mean is grad E[R].
 
-    A policy gradient knows log-probabilities only: what the weights do in deterministic steps (the last step, steps outside a
-    window) is beyond it. `decisions_only` leaves that part out, which makes the mean what a policy gradient can estimate.
+    A policy gradient uses log-probabilities only, so it does not contain the effect of the weights in deterministic steps (the
+    last step, steps outside a window). `decisions_only` leaves that part out: the mean is then what a policy gradient estimates.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = []

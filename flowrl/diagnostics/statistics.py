@@ -1,8 +1,8 @@
-"""Interquartile means, their intervals, and how often one arm beats another.
+"""Interquartile means with intervals, and probabilities of improvement.
 
 As recommended by Agarwal et al. 2021 (arXiv 2108.13264): aggregate by the interquartile mean, resample seeds within every task
 (stratified bootstrap), report probability of improvement and performance profiles. Built on scipy's `bootstrap` and `trim_mean`,
-which rliable uses too. Runs of one seed share prompts and noise, so that arms are resampled together (paired).
+as rliable is. Runs of one seed share prompts and noise, so arms are resampled together (paired).
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from flowrl.errors import require
@@ -23,7 +23,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95% interval; `low` and `high` are infinite where the data do not bound it (fewer than 2 seeds)."""
+    """A number with its 95% interval; `low` and `high` are infinite if the data do not bound it (fewer than 2 seeds)."""
 
     value: float
     low: float
@@ -41,10 +41,10 @@ def interquartile_mean(values: Values, axis: int = -1) -> Values:
 
 
 def widening(sizes: Sequence[int]) -> float:
-    """By how much a percentile interval is stretched about its centre so that it covers with few seeds.
+    """The factor by which a percentile interval is widened about its centre so that it covers with few seeds.
 
     t_{df} / z sqrt(n / (n - 1)), df the sum of n_k - 1 over strata and n the smallest stratum: the bootstrap's spread is too
-    small by sqrt((n - 1) / n) and knows nothing of the uncertainty of the spread itself (the idea of the expanded percentile
+    small by sqrt((n - 1) / n) and leaves out the uncertainty of the spread itself (the idea of the expanded percentile
     interval, Hesterberg 2014, arXiv 1411.5279). 1.22 for 10 seeds, 2.69 for 3; coverage is tested.
     """
     smallest = min(sizes)
@@ -58,8 +58,8 @@ def widening(sizes: Sequence[int]) -> float:
 def bootstrap(statistic: Callable[..., Values], sizes: Sequence[int], seed: int = 0, draws: int = DRAWS) -> Estimate:
     """A statistic of seeds, one stratum per task, with its interval.
 
-    `statistic(*index, axis)` is given one array of seed indices per stratum (any leading axes, seeds along `axis`) and uses the
-    same index for all arms. `sizes`: seeds per stratum.
+    `statistic(*index, axis)` gets one array of seed indices per stratum (any leading axes, seeds along `axis`) and uses the same
+    index for all arms. `sizes`: seeds per stratum.
     """
     require(len(sizes) >= 1 and min(sizes) >= 1, "sizes", tuple(sizes), "one or more strata of one or more seeds")
     samples = tuple(np.arange(size) for size in sizes)
@@ -106,8 +106,25 @@ def improvement(arm: Sequence[Values], other: Sequence[Values], seed: int = 0) -
 
 
 def profile(arm: Sequence[Values], levels: Sequence[float]) -> Values:
-    """Share of runs that reach each of `levels` (a performance profile), tasks weighing alike: [level]."""
+    """Fraction of runs that reach each of `levels` (a performance profile), with equal weight per task: [level]."""
     return np.asarray(np.mean([[float((a >= level).mean()) for level in levels] for a in arm], axis=0))
+
+
+def first_reached(xs: Sequence[float], ys: Sequence[float], target: ArrayLike) -> Values:
+    """The x at which the curve through (xs, ys) first reaches `target`, linearly between points; infinite if it never does.
+
+    `target` may be an array; the result has its shape. A curve without points never reaches anything.
+    """
+    x, y, goal = np.asarray(xs, float), np.asarray(ys, float), np.asarray(target, float)
+    if not len(y):
+        return np.full(goal.shape, math.inf)
+    first = np.searchsorted(np.maximum.accumulate(y), goal - 1e-12)
+    after = np.clip(first, 1, len(y) - 1)
+    rise = y[after] - y[after - 1]
+    fraction = (goal - y[after - 1]) / np.where(rise > 0, rise, 1.0)
+    with np.errstate(invalid="ignore"):  # an infinite target is never reached
+        between = x[after - 1] + fraction * (x[after] - x[after - 1])
+    return np.where(first == len(y), math.inf, np.where(first == 0, x[0], between))
 
 
 def _gather(arm: Sequence[Values], index: Sequence[Index]) -> Values:

@@ -1,9 +1,8 @@
-"""How close a rule's credit is to the true advantage of each step that was taken.
+"""The true advantage of each step of a trajectory, and the agreement of a rule's credit with it.
 
 The truth is A*(i) = Q(x_i, x_{i+1}) - V(x_i) = V(x_{i+1}) - V(x_i): V(x) is the expected final reward when the *stochastic*
-sampler goes on from x under the current policy. V is estimated by Monte Carlo continuation, so every A* comes with a standard
-error, and what that error does to a correlation is taken out of it. At deterministic steps nothing is decided and A* = 0; they
-are left out.
+sampler continues from x under the current policy. V is estimated by Monte Carlo continuation, so every A* has a standard error,
+and correlations are corrected for it. Deterministic steps have A* = 0, since nothing is decided there; they are left out.
 """
 
 import math
@@ -25,17 +24,17 @@ from flowrl.rollout.rollout import Walkers, continued
 from flowrl.types import NoProbe, Probe, Schedule
 
 RESOLVED = 2.0
-"""A true advantage counts as resolved where it is more than this many standard errors away from 0."""
+"""A true advantage counts as resolved if it is more than this many standard errors away from 0."""
 
 LEAST_RELIABILITY = 0.1
-"""Where even more of the estimate's variance is Monte Carlo noise, a correlation is corrected as if it were nine tenths."""
+"""The smallest reliability that the correction of a correlation uses."""
 
 
 @dataclass(frozen=True)
 class TrueAdvantages:
     """`values` [prompt, member, step] estimates A*, `errors` are its standard errors; `steps` are the stochastic steps.
 
-    `state_values` [prompt, member, node] estimates V, `state_errors` likewise (0 where V is the finished image's reward).
+    `state_values` [prompt, member, node] estimates V, `state_errors` likewise (0 if V is the finished image's reward).
     """
 
     values: Float[Tensor, "prompt member step"]
@@ -46,7 +45,7 @@ class TrueAdvantages:
 
     @property
     def reliability(self) -> float:
-        """Share of the variance of the estimated A* at stochastic steps that is not Monte Carlo noise."""
+        """Fraction of the variance of the estimated A* at stochastic steps that is not Monte Carlo noise."""
         found = self.values[..., list(self.steps)]
         noise = float(self.errors[..., list(self.steps)].square().mean())
         return max(0.0, 1.0 - noise / max(float(found.var()), 1e-30))
@@ -63,7 +62,7 @@ def true_advantages(
     """A* of every step of `trajectories` by `continuations` independent stochastic continuations from every decision's node.
 
     V of a node is the mean reward of its continuations, with standard error std / sqrt(continuations); after the last stochastic
-    step it is the reward itself. The two nodes of a step have continuations of their own, so squared errors add up.
+    step it is the reward itself. The two nodes of a step have separate continuations, so their squared errors add.
     Raises `ConfigError` for fewer than two continuations.
     """
     require(continuations >= 2, "continuations", continuations, "2 or more: a standard error needs a spread")
@@ -98,9 +97,9 @@ def true_advantages(
 
 @dataclass(frozen=True)
 class Look:
-    """What all rules are shown: groups of trajectories of one policy, drawn from one seed.
+    """The groups of trajectories that all rules are applied to: one policy, one seed.
 
-    Rules that want the group to start from one noise see other trajectories than the rest; within a kind all see the same.
+    Rules with shared initial noise get other trajectories than the rest; within either kind, all rules get the same.
     """
 
     setting: Setting
@@ -108,14 +107,14 @@ class Look:
     seed: int = 0
 
     def trajectories(self, shared_noise: bool, probe: Probe = NoProbe(), usage: Usage | None = None) -> Rollout:
-        """The rollout, with states scored as `probe` asks; the trajectories do not depend on it."""
+        """The rollout, with states scored by `probe`; the trajectories do not depend on it."""
         groups = Groups(len(self.setting.prompts), self.members, shared_noise)
         return self.setting.rollout(groups, torch.Generator().manual_seed(self.seed), probe, usage, max_batch=8192)
 
     def credit(self, rule: CreditAssigner, shared_noise: bool, reward: RewardModel | None = None) -> "Credit":
-        """The rule's advantages on these trajectories; `reward`: one that is shown to the rule instead of the true one.
+        """The rule's advantages on these trajectories; `reward`: the one that the rule sees instead of the true one.
 
-        Raises `CreditError` where the rule fails or breaks its contract.
+        Raises `CreditError` if the rule fails or breaks its contract.
         """
         usage = Usage()
         result = self.trajectories(shared_noise, rule.probe, usage)
@@ -126,7 +125,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Credit:
-    """A rule's advantages [prompt, member, step], and what sampling and scoring a trajectory cost in network evaluations."""
+    """A rule's advantages [prompt, member, step], and the network evaluations for sampling and scoring a trajectory."""
 
     advantages: Float[Tensor, "prompt member step"]
     nfe_per_trajectory: float
@@ -135,13 +134,13 @@ class Credit:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a rule's credit lies to the true advantage, over the steps of all groups, or at one step.
+    """Agreement of a rule's credit with the true advantage, over the steps of all groups, or at one step.
 
-    `correlation`: Pearson, divided by the root of `reliability`, which takes out the Monte Carlo noise of the truth
-    (`raw_correlation` still has it), within [-1, 1]. `sign`: share of the *resolved* steps (|A*| above two standard errors)
-    whose credit has the sign of A* (credit 0 counts as half); `resolved` is their share of all. `bias`: the mean credit that a
-    step gets whatever happens there, root mean square over steps, in units of the credit's std; the true one is 0, since
-    E[A* | x_i] = 0. `unexplained`: share of the credit's variance that is not proportional to A*, 1 - correlation^2.
+    `correlation`: Pearson, divided by the root of `reliability`, which corrects for the Monte Carlo noise of the
+    truth (`raw_correlation` does not), within [-1, 1]. `sign`: fraction of the *resolved* steps (|A*| above two standard errors)
+    whose credit has the sign of A* (credit 0 counts as half); `resolved` is their fraction of all. `bias`: the mean credit of a
+    step over all outcomes, root mean square over steps, in units of the credit's std; the true one is 0, since
+    E[A* | x_i] = 0. `unexplained`: fraction of the credit's variance that is not proportional to A*, 1 - correlation^2.
     """
 
     correlation: Estimate
@@ -166,7 +165,7 @@ class CreditReport:
 def compare_credit(credit: Tensor, truth: TrueAdvantages, draws: int = 1000, seed: int = 0) -> CreditReport:
     """Compare a rule's `credit` [prompt, member, step] with the truth; intervals by bootstrap over groups.
 
-    Several looks can be put together along the first axis (`pooled`). Raises `ConfigError` for credit of another shape than the
+    Several looks can be concatenated along the first axis (`pooled`). Raises `ConfigError` for credit of another shape than the
     truth's, or not finite.
     """
     shape, wanted = tuple(credit.shape), tuple(truth.values.shape)
@@ -186,7 +185,7 @@ def compare_credit(credit: Tensor, truth: TrueAdvantages, draws: int = 1000, see
 
 
 def pooled(truths: Sequence[TrueAdvantages]) -> TrueAdvantages:
-    """Several looks' truths as one, along the first axis."""
+    """The true advantages of several looks, concatenated along the first axis."""
     columns = [
         torch.cat([getattr(truth, name) for truth in truths]) for name in ("values", "errors", "state_values", "state_errors")
     ]
@@ -194,7 +193,7 @@ def pooled(truths: Sequence[TrueAdvantages]) -> TrueAdvantages:
 
 
 def _sums(credit: Tensor, truth: Tensor, errors: Tensor) -> Tensor:
-    """Sums over members that every statistic is made of, [group, step, 9]."""
+    """The sums over members from which all statistics are computed, [group, step, 9]."""
     resolved = (truth.abs() > RESOLVED * errors).to(truth)
     agrees = torch.where(credit == 0, 0.5, (credit.sign() == truth.sign()).to(truth))
     one = torch.ones_like(truth)
@@ -225,7 +224,7 @@ def _agreement(sums: Tensor) -> Agreement:
 
 
 def _mean_credit(by_step: Tensor) -> Tensor:
-    """Root mean square over steps of the mean credit [draw, step], the sampling noise of those means taken out; [draw]."""
+    """Root mean square over steps of the mean credit [draw, step], corrected for the sampling noise of those means; [draw]."""
     noise = (by_step[1:] - by_step[:1]).square().mean(0)
     times = torch.full_like(by_step[:, 0], 2.0)
     times[0] = 1.0  # a bootstrap draw has the noise of the data and its own

@@ -8,18 +8,15 @@ divergences are exactly 0 there, with zero and finite gradients.
 import math
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.flow.path import expand
-from flowrl.types import Gaussian
+from flowrl.types import Gaussian, Latents, PerSample
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 
 
-def sample(
-    gaussian: Gaussian, generator: torch.Generator, first: int = 0, of: int | None = None
-) -> Float[Tensor, "sample *latent"]:
+def sample(gaussian: Gaussian, generator: torch.Generator, first: int = 0, of: int | None = None) -> Latents:
     """Draw mean + std * eps with eps from `generator`: float32 and detached; exactly the mean where std is 0.
 
     With `of`, the samples are those from number `first` of `of` ones: noise is drawn for all and theirs is taken, so that a part
@@ -33,7 +30,7 @@ def sample(
     return mean + expand(gaussian.std.detach().float(), mean) * noise.to(mean.device)
 
 
-def log_prob(gaussian: Gaussian, x: Float[Tensor, "sample *latent"]) -> Float[Tensor, " sample"]:
+def log_prob(gaussian: Gaussian, x: Latents) -> PerSample:
     """Log-density per element: mean over elements of -(x - mu)^2 / (2 std^2) - log std - log(2 pi)/2, shape [sample].
 
     `x` is a constant (detached): the gradient reaches the mean only. 0 where std is 0. Source: Flow-GRPO (arXiv
@@ -45,7 +42,7 @@ def log_prob(gaussian: Gaussian, x: Float[Tensor, "sample *latent"]) -> Float[Te
     return torch.where(gaussian.std > 0, density, torch.zeros_like(density))
 
 
-def log_prob_without_constants(gaussian: Gaussian, x: Float[Tensor, "sample *latent"]) -> Float[Tensor, " sample"]:
+def log_prob_without_constants(gaussian: Gaussian, x: Latents) -> PerSample:
     """Mean over elements of -(x - mu)^2, shape [sample]; 0 where std is 0.
 
     Not a log-density: relative to `log_prob` its gradient is scaled by 2 std^2, which differs per step. Kept for parity
@@ -54,7 +51,7 @@ def log_prob_without_constants(gaussian: Gaussian, x: Float[Tensor, "sample *lat
     return -_mean_squared_distance(gaussian, x.detach())
 
 
-def kl(p: Gaussian, q: Gaussian) -> Float[Tensor, " sample"]:
+def kl(p: Gaussian, q: Gaussian) -> PerSample:
     """KL(p || q) per element for equal stds: mean over elements of (mu_p - mu_q)^2 / (2 std_p^2), shape [sample].
 
     The gradient reaches both means. 0 where std is 0. Source: Flow-GRPO (arXiv 2505.05470).
@@ -62,7 +59,7 @@ def kl(p: Gaussian, q: Gaussian) -> Float[Tensor, " sample"]:
     return _mean_squared_distance(p, q.mean) / (2.0 * _safe_std(p).square())
 
 
-def kl_without_delta(p: Gaussian, q: Gaussian, delta: Float[Tensor, " sample"]) -> Float[Tensor, " sample"]:
+def kl_without_delta(p: Gaussian, q: Gaussian, delta: PerSample) -> PerSample:
     """Mean over elements of (mu_p - mu_q)^2 / (2 sigma^2) with sigma^2 = std_p^2 / Delta, shape [sample].
 
     This is `kl` times the step length, a weighting that the released Flow-GRPO code (arXiv 2505.05470) applies to

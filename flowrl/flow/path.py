@@ -7,11 +7,10 @@ x_t = (1-t) x_0 + t eps and v = dx/dt = eps - x_0, from t = 1 (noise) to t = 0 (
 import math
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import require
-from flowrl.types import Schedule
+from flowrl.types import Latents, PerSample, Schedule
 
 
 def uniform_schedule(steps: int) -> Schedule:
@@ -32,35 +31,27 @@ def shifted_schedule(steps: int, shift: float = 3.0) -> Schedule:
     return Schedule(times=(shift * even / (1.0 + (shift - 1.0) * even)).float())
 
 
-def expand(values: Float[Tensor, " sample"], like: Float[Tensor, "sample *latent"]) -> Tensor:
+def expand(values: PerSample, like: Latents) -> Tensor:
     """`values` [sample] viewed as [sample, 1, ..., 1], so that it broadcasts over the latent axes of `like`."""
     return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
-def interpolate(
-    clean: Float[Tensor, "sample *latent"], noise: Float[Tensor, "sample *latent"], time: Float[Tensor, " sample"]
-) -> Float[Tensor, "sample *latent"]:
+def interpolate(clean: Latents, noise: Latents, time: PerSample) -> Latents:
     """x_t = (1-t) x_0 + t eps."""
     t = expand(time, clean)
     return (1.0 - t) * clean + t * noise
 
 
-def velocity_target(
-    clean: Float[Tensor, "sample *latent"], noise: Float[Tensor, "sample *latent"]
-) -> Float[Tensor, "sample *latent"]:
+def velocity_target(clean: Latents, noise: Latents) -> Latents:
     """v = eps - x_0, the regression target of flow matching."""
     return noise - clean
 
 
-def tweedie(
-    latent: Float[Tensor, "sample *latent"], velocity: Float[Tensor, "sample *latent"], time: Float[Tensor, " sample"]
-) -> Float[Tensor, "sample *latent"]:
+def tweedie(latent: Latents, velocity: Latents, time: PerSample) -> Latents:
     """The clean estimate x_t - t v, which is E[x_0 | x_t] for the exact velocity."""
     return latent - expand(time, latent) * velocity
 
 
-def noise_estimate(
-    latent: Float[Tensor, "sample *latent"], velocity: Float[Tensor, "sample *latent"], time: Float[Tensor, " sample"]
-) -> Float[Tensor, "sample *latent"]:
+def noise_estimate(latent: Latents, velocity: Latents, time: PerSample) -> Latents:
     """The noise estimate x_t + (1-t) v, which is E[eps | x_t] for the exact velocity."""
     return latent + (1.0 - expand(time, latent)) * velocity

@@ -5,17 +5,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from flowrl.errors import ConfigError, require
 from flowrl.flow.gaussian import kl, kl_without_delta
-from flowrl.types import Gaussian, LossBatch, LossResult
+from flowrl.types import Gaussian, LossBatch, LossResult, PerSample
 
 Divergence = Callable[[Gaussian, Gaussian, Tensor], Tensor]
 
 
-def exact_kl(new: Gaussian, reference: Gaussian, delta: Float[Tensor, " sample"]) -> Float[Tensor, " sample"]:
+def exact_kl(new: Gaussian, reference: Gaussian, delta: PerSample) -> PerSample:
     """KL(new || reference) of the transition; `delta` is not used."""
     return kl(new, reference)
 
@@ -41,22 +41,20 @@ def counted_pairs(batch: LossBatch) -> LossBatch:
     )
 
 
-def surrogate(
-    ratio: Float[Tensor, " sample"], advantages: Float[Tensor, " sample"], clip_range: float
-) -> Float[Tensor, " sample"]:
+def surrogate(ratio: PerSample, advantages: PerSample, clip_range: float) -> PerSample:
     """max(-A ratio, -A clip(ratio, 1 - c, 1 + c)). Source: PPO (arXiv 1707.06347, equation 7)."""
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range))
 
 
-def beyond(ratio: Float[Tensor, " sample"], clip_range: float) -> Bool[Tensor, " sample"]:
+def beyond(ratio: PerSample, clip_range: float) -> Bool[Tensor, " sample"]:
     """Where |ratio - 1| > `clip_range`."""
     return (ratio.detach() - 1.0).abs() > clip_range
 
 
 def combine(
     pairs: LossBatch,
-    ratio: Float[Tensor, " sample"],
-    policy_terms: Float[Tensor, " sample"],
+    ratio: PerSample,
+    policy_terms: PerSample,
     clipped: Bool[Tensor, " sample"],
     kl_weight: float,
     divergence: Divergence = exact_kl,

@@ -26,7 +26,6 @@ __all__ = [
     "NoisyReward",
     "PickScore",
     "PixelFeatures",
-    "RemoteSum",
     "WeightedSum",
     "check_scores",
     "group_features",

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.errors import ConfigError, require
-from flowrl.rewards.images import to_pillow
+from flowrl.rewards.images import Images, to_pillow
 from flowrl.rewards.weights import (
     DTYPES,
     affine_map,
@@ -41,9 +41,7 @@ STD = (0.26862954, 0.26130258, 0.27577711)
 TOKENS = 77
 
 
-def clip_pixels(
-    images: Float[Tensor, "sample channel height width"], size: int = 224, letterbox: bool = False
-) -> Float[Tensor, "sample 3 size size"]:
+def clip_pixels(images: Images, size: int = 224, letterbox: bool = False) -> Float[Tensor, "sample 3 size size"]:
     """The network's input: 8 bits, `size` x `size` (bicubic, antialiased), (x - mean) / std. On the CPU.
 
     The shorter side becomes `size` and the centre is cropped; with `letterbox` the longer side does, between black bars.
@@ -96,9 +94,7 @@ class Encoder:
         return float(self.model.logit_scale.detach().float().exp())
 
     @torch.no_grad()
-    def images(
-        self, images: Float[Tensor, "sample channel height width"], letterbox: bool = False
-    ) -> Float[Tensor, "sample feature"]:
+    def images(self, images: Images, letterbox: bool = False) -> Float[Tensor, "sample feature"]:
         """Features of the images, of length 1; `letterbox` as in `clip_pixels`."""
         return torch.cat([self.features(clip_pixels(piece, self.size, letterbox)) for piece in images.split(self.batch)])
 
@@ -120,9 +116,7 @@ class Encoder:
         place = {text: i for i, text in enumerate(distinct)}
         return torch.cat(rows)[[place[text] for text in texts]]
 
-    def cosines(
-        self, images: Float[Tensor, "sample channel height width"], texts: Sequence[str], letterbox: bool = False
-    ) -> Float[Tensor, " sample"]:
+    def cosines(self, images: Images, texts: Sequence[str], letterbox: bool = False) -> Float[Tensor, " sample"]:
         """Cosine of every image's features with those of its text; `letterbox` as in `clip_pixels`."""
         return (self.images(images, letterbox) * self.texts(texts)).sum(1)
 
@@ -190,7 +184,7 @@ class PickScore:
     dtype: str = "float32"
     batch: int = 32
 
-    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+    def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
         encoder = load_encoder(self.model, self.tokenizer, self.device, self.dtype, self.batch)
         return encoder.scale * encoder.cosines(images, [prompt.text for prompt in prompts])
@@ -213,7 +207,7 @@ class CLIPScore:
     def __post_init__(self) -> None:
         require(self.weight > 0, "weight", self.weight, "above 0")
 
-    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+    def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample] in [0, `weight`]."""
         encoder = load_encoder(self.model, "", self.device, self.dtype, self.batch)
         prefix = f"{self.prefix.rstrip()} " if self.prefix else ""
@@ -236,7 +230,7 @@ class Aesthetic:
     dtype: str = "float32"
     batch: int = 32
 
-    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+    def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Ratings [sample]."""
         features = load_encoder(self.model, "", self.device, self.dtype, self.batch).images(images)
         weight, bias = _head(self.head)
@@ -260,7 +254,7 @@ class HPSv21:
     dtype: str = "float32"
     batch: int = 32
 
-    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+    def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
         encoder = load_encoder(self.model, "", self.device, self.dtype, self.batch, self.weights)
         return encoder.cosines(images, [prompt.text for prompt in prompts], letterbox=True)

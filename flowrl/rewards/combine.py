@@ -11,6 +11,7 @@ from torch import Tensor
 from flowrl.errors import require
 from flowrl.protocols import RewardModel
 from flowrl.rewards.contract import check_score_shape, marks_invalid
+from flowrl.rewards.images import Images
 from flowrl.types import Prompt
 
 
@@ -123,7 +124,7 @@ class NoisyReward:
         """Whether the model may mark samples invalid."""
         return marks_invalid(self.model)
 
-    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+    def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
         noise = pseudo_normal(images, self.seed).to(images.device, torch.float32) if self.std > 0 else 0.0
         return self.model.score(images, prompts) + self.std * noise + self.bias * images.flatten(1).mean(1)

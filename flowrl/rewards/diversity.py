@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowrl.errors import RewardError, require
 from flowrl.protocols import Features
+from flowrl.rewards.images import Images
 from flowrl.types import checked
 
 
@@ -36,7 +37,7 @@ class PixelFeatures:
     They are 0 to 1 for images in [0, 1]; for the mixture world's points they are distances in the plane divided by sqrt(2).
     """
 
-    def __call__(self, images: Float[Tensor, "sample channel height width"]) -> Tensor:
+    def __call__(self, images: Images) -> Tensor:
         """[sample, channel x height x width]."""
         flat = images.detach().flatten(1).float()
         return flat / flat.shape[1] ** 0.5
@@ -65,7 +66,7 @@ class ClipFeatures:
     dtype: str = "float32"
     batch: int = 64
 
-    def __call__(self, images: Float[Tensor, "sample channel height width"]) -> Tensor:
+    def __call__(self, images: Images) -> Tensor:
         """[sample, feature]."""
         from flowrl.rewards.clip import load_encoder
 

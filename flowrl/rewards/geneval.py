@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from flowrl.errors import ConfigError, RewardError, require
 from flowrl.prompts.geneval import COLOURS, Clause, Request, request_of
 from flowrl.rewards.clip import Encoder, clip_pixels, load_encoder
-from flowrl.rewards.images import to_pillow
+from flowrl.rewards.images import Images, to_pillow
 from flowrl.rewards.weights import frozen_on, load_network, loading
 from flowrl.types import Prompt
 
@@ -87,7 +87,7 @@ class GenEval:
         for name in ("threshold", "counting_threshold"):
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
 
-    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+    def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample] in [0, 1]."""
         detector = load_detector(self.model, self.device, self.dtype, self.batch)
         requests = [_request(prompt, detector.names) for prompt in prompts]
@@ -226,7 +226,7 @@ class Detector:
         return tuple(RENAMED.get(str(name), str(name)) for name in self.model.config.id2label.values())
 
     @torch.no_grad()
-    def find(self, images: Float[Tensor, "sample channel height width"], threshold: float) -> list[list[Detection]]:
+    def find(self, images: Images, threshold: float) -> list[list[Detection]]:
         """The objects in every image with a score of at least `threshold`, highest scores first."""
         found: list[list[Detection]] = []
         weight = next(self.model.parameters())

@@ -18,14 +18,17 @@ from flowrl.types import Prompt
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+Images = Float[Tensor, "sample channel height width"]
+"""Images in [0, 1]."""
 
-def to_bytes(images: Float[Tensor, "sample channel height width"]) -> UInt8[Tensor, "sample height width channel"]:
+
+def to_bytes(images: Images) -> UInt8[Tensor, "sample height width channel"]:
     """round(255 x) of images in [0, 1] (values outside are clamped), on the CPU, with the channels last."""
     levels = (images.detach().float().nan_to_num(0.0).clamp(0, 1) * 255).round()
     return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
 
 
-def to_rgb(images: Float[Tensor, "sample channel height width"]) -> Float[Tensor, "sample 3 height width"]:
+def to_rgb(images: Images) -> Float[Tensor, "sample 3 height width"]:
     """The images with three channels: a single one is repeated, a fourth dropped. Raises `RewardError` for two channels."""
     channels = images.shape[1]
     if channels not in (1, 3, 4):
@@ -33,7 +36,7 @@ def to_rgb(images: Float[Tensor, "sample channel height width"]) -> Float[Tensor
     return images.expand(-1, 3, -1, -1) if channels == 1 else images[:, :3]
 
 
-def to_pillow(images: Float[Tensor, "sample channel height width"]) -> "list[Image]":
+def to_pillow(images: Images) -> "list[Image]":
     """The images as Pillow's RGB images (`to_rgb`). Raises `ConfigError` if Pillow is not installed."""
     try:
         from PIL import Image
@@ -55,7 +58,7 @@ class JPEGIncompressibility:
     def __post_init__(self) -> None:
         require(1 <= self.quality <= 95, "quality", self.quality, "1 to 95")
 
-    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+    def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Kilobytes [sample]."""
         return torch.tensor([_kilobytes(image, self.quality) for image in to_pillow(images)])
 
@@ -72,7 +75,7 @@ class JPEGCompressibility:
     def __post_init__(self) -> None:
         require(1 <= self.quality <= 95, "quality", self.quality, "1 to 95")
 
-    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+    def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Minus the kilobytes [sample]."""
         return -JPEGIncompressibility(self.quality).score(images, prompts)
 

@@ -15,11 +15,10 @@ from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import RewardError, require
-from flowrl.rewards.images import to_pillow
+from flowrl.rewards.images import Images, to_pillow
 from flowrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ class Judge:
         return self.mark_invalid
 
     @torch.no_grad()
-    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+    def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample] in [`low` / `high`, 1]; NaN where a sample is marked invalid."""
         with ThreadPoolExecutor(self.workers) as pool:
             scores = list(pool.map(self._score_one, to_pillow(images), prompts))

@@ -8,11 +8,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import ConfigError, RewardError, require
-from flowrl.rewards.images import to_bytes, to_rgb
+from flowrl.rewards.images import Images, to_bytes, to_rgb
 from flowrl.text import edit_distance, quoted_text
 from flowrl.types import Prompt
 
@@ -45,13 +44,13 @@ class OCR:
         require(self.threads >= 0, "threads", self.threads, "0 (all cores) or more")
 
     @torch.no_grad()
-    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+    def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample] in [0, 1]."""
         targets = [target_text(prompt) for prompt in prompts]
         found = self.read(images)
         return torch.tensor([text_score(f, t, self.anywhere) for f, t in zip(found, targets, strict=True)])
 
-    def read(self, images: Float[Tensor, "sample channel height width"]) -> list[str]:
+    def read(self, images: Images) -> list[str]:
         """The recognised text of each image."""
         engine = _engine(self.confidence, self.side, self.threads)
         blue_first = to_bytes(to_rgb(images)).flip(-1).numpy()

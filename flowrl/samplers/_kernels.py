@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import require
 from flowrl.flow import expand, noise_estimate, tweedie
 from flowrl.protocols import Sampler
-from flowrl.types import Schedule
+from flowrl.types import Latents, PerSample, Schedule, StepIndex
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,14 @@ class StepTimes:
         return self.t - self.s
 
 
-def step_times(schedule: Schedule, step: Int[Tensor, " sample"], device: torch.device) -> StepTimes:
+def step_times(schedule: Schedule, step: StepIndex, device: torch.device) -> StepTimes:
     """The times of node `step` and node `step + 1` for every sample."""
     times = schedule.times.to(device=device, dtype=torch.float32)
     step = step.to(device)
     return StepTimes(t=times[step], s=times[step + 1])
 
 
-def sde_mean(
-    latent: Float[Tensor, "sample *latent"],
-    velocity: Float[Tensor, "sample *latent"],
-    times: StepTimes,
-    sigma: Float[Tensor, " sample"],
-) -> Float[Tensor, "sample *latent"]:
+def sde_mean(latent: Latents, velocity: Latents, times: StepTimes, sigma: PerSample) -> Latents:
     """One Euler-Maruyama step of the reverse SDE: x (1 - sigma^2 Delta / (2t)) - v (1 + sigma^2 (1-t) / (2t)) Delta.
 
     Equals x - Delta v + (sigma^2 / 2) Delta score with score = -(x + (1-t) v) / t. Source: Flow-GRPO (arXiv 2505.05470,
@@ -51,12 +46,7 @@ def sde_mean(
     return keep * latent - drift * velocity
 
 
-def coefficient_preserving_mean(
-    latent: Float[Tensor, "sample *latent"],
-    velocity: Float[Tensor, "sample *latent"],
-    times: StepTimes,
-    sigma: Float[Tensor, " sample"],
-) -> Float[Tensor, "sample *latent"]:
+def coefficient_preserving_mean(latent: Latents, velocity: Latents, times: StepTimes, sigma: PerSample) -> Latents:
     """(1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat, for 0 <= sigma <= s.
 
     With fresh noise of size sigma added, the noise coefficient is s again: the sample lies on the interpolant's own

@@ -3,11 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from jaxtyping import Float, Int
-from torch import Tensor
-
 from flowrl.samplers._kernels import coefficient_preserving_mean, require_noise_level, step_times
-from flowrl.types import Gaussian, Schedule, checked
+from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 
 @dataclass(frozen=True)
@@ -24,13 +21,7 @@ class CPS:
         require_noise_level("CPS", self.noise_level, most=1.0)
 
     @checked
-    def transition(
-        self,
-        latent: Float[Tensor, "sample *latent"],
-        velocity: Float[Tensor, "sample *latent"],
-        schedule: Schedule,
-        step: Int[Tensor, " sample"],
-    ) -> Gaussian:
+    def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
         """The Gaussian over node `step + 1`: mean [sample, *latent] and std [sample], float32."""
         times = step_times(schedule, step, latent.device)
         sigma = times.s * math.sin(self.noise_level * math.pi / 2.0)

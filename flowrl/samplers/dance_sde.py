@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from flowrl.samplers._kernels import require_noise_level, sde_mean, step_times
-from flowrl.types import Gaussian, Schedule, checked
+from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 
 @dataclass(frozen=True)
@@ -24,13 +22,7 @@ class DanceSDE:
         require_noise_level("DanceSDE", self.noise_level)
 
     @checked
-    def transition(
-        self,
-        latent: Float[Tensor, "sample *latent"],
-        velocity: Float[Tensor, "sample *latent"],
-        schedule: Schedule,
-        step: Int[Tensor, " sample"],
-    ) -> Gaussian:
+    def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
         """The Gaussian over node `step + 1`: mean [sample, *latent] and std [sample], float32."""
         times = step_times(schedule, step, latent.device)
         sigma = torch.full_like(times.t, self.noise_level)

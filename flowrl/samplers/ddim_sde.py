@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from flowrl.samplers._kernels import coefficient_preserving_mean, require_noise_level, step_times
-from flowrl.types import Gaussian, Schedule, checked
+from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 
 @dataclass(frozen=True)
@@ -25,13 +23,7 @@ class DDIMSDE:
         require_noise_level("DDIMSDE", self.noise_level)
 
     @checked
-    def transition(
-        self,
-        latent: Float[Tensor, "sample *latent"],
-        velocity: Float[Tensor, "sample *latent"],
-        schedule: Schedule,
-        step: Int[Tensor, " sample"],
-    ) -> Gaussian:
+    def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
         """The Gaussian over node `step + 1`: mean [sample, *latent] and std [sample], float32."""
         times = step_times(schedule, step, latent.device)
         sigma = self.noise_level * times.s * (1.0 - times.t).clamp(min=0.0).sqrt()

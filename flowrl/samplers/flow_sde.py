@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from flowrl.samplers._kernels import require_noise_level, sde_mean, step_times
-from flowrl.types import Gaussian, Schedule, checked
+from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 _NOISE_END = 1.0 - 1e-6  # times above this count as t = 1
 
@@ -30,13 +28,7 @@ class FlowSDE:
         require_noise_level("FlowSDE", self.noise_level)
 
     @checked
-    def transition(
-        self,
-        latent: Float[Tensor, "sample *latent"],
-        velocity: Float[Tensor, "sample *latent"],
-        schedule: Schedule,
-        step: Int[Tensor, " sample"],
-    ) -> Gaussian:
+    def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
         """The Gaussian over node `step + 1`: mean [sample, *latent] and std [sample], float32."""
         times = step_times(schedule, step, latent.device)
         below_one = torch.where(times.t > _NOISE_END, times.s, times.t)

@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from flowrl.flow import expand
 from flowrl.samplers._kernels import step_times
-from flowrl.types import Gaussian, Schedule, checked
+from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 
 @dataclass(frozen=True)
@@ -16,13 +14,7 @@ class ODE:
     """Mean x - Delta v, std 0: no step is a decision. Source: flow matching (arXiv 2210.02747), Euler's method."""
 
     @checked
-    def transition(
-        self,
-        latent: Float[Tensor, "sample *latent"],
-        velocity: Float[Tensor, "sample *latent"],
-        schedule: Schedule,
-        step: Int[Tensor, " sample"],
-    ) -> Gaussian:
+    def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
         """Node `step + 1`: mean [sample, *latent] and std 0 [sample], float32."""
         times = step_times(schedule, step, latent.device)
         mean = latent.float() - expand(times.delta, latent) * velocity.float()

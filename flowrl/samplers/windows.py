@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from flowrl.errors import ConfigError, require
 from flowrl.flow import expand
 from flowrl.protocols import RandomSampler, Sampler
 from flowrl.samplers.ode import ODE
-from flowrl.types import Gaussian, Schedule, checked
+from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,7 @@ class Window:
         require(self.size >= 1, "Window.size", self.size, "1 or more steps")
 
     @checked
-    def transition(
-        self,
-        latent: Float[Tensor, "sample *latent"],
-        velocity: Float[Tensor, "sample *latent"],
-        schedule: Schedule,
-        step: Int[Tensor, " sample"],
-    ) -> Gaussian:
+    def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
         """The Gaussian over node `step + 1`, with std 0 outside the window."""
         end = self.start + self.size
         window = f"start {self.start}, size {self.size}"
@@ -63,13 +57,7 @@ class AllButLast:
         require_kernel("AllButLast", self.sampler)
 
     @checked
-    def transition(
-        self,
-        latent: Float[Tensor, "sample *latent"],
-        velocity: Float[Tensor, "sample *latent"],
-        schedule: Schedule,
-        step: Int[Tensor, " sample"],
-    ) -> Gaussian:
+    def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
         """The Gaussian over node `step + 1`, with std 0 at the last step."""
         require(schedule.steps >= 2, "schedule.steps", schedule.steps, "2 or more for AllButLast")
         return _inside_only(self.sampler, step < schedule.steps - 1, latent, velocity, schedule, step)
@@ -119,12 +107,7 @@ def require_kernel(where: str, sampler: object) -> None:
 
 
 def _inside_only(
-    sampler: Sampler,
-    inside: Bool[Tensor, " sample"],
-    latent: Tensor,
-    velocity: Tensor,
-    schedule: Schedule,
-    step: Tensor,
+    sampler: Sampler, inside: Bool[Tensor, " sample"], latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor
 ) -> Gaussian:
     """`sampler`'s transition where `inside`, the ODE's elsewhere."""
     stochastic = sampler.transition(latent, velocity, schedule, step)

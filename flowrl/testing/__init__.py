@@ -1,16 +1,16 @@
-"""The contracts of flowrl's protocols, for anybody's parts.
+"""The contracts of flowrl's protocols, as tests for parts of any package.
 
 In a test file, two lines make one pytest case per promise::
 
     from flowrl.testing import credit_contract
     test_my_rule = credit_contract(MyRule())
 
-In a notebook, ``check_credit(MyRule())`` lists which promises are kept. Give an object (copied for every promise), a class, or a
-function that makes one. Failures name the promise, what was seen where, and the usual cause. Where a basic promise is broken
-(shape, randomness), the ones that would fail for its reason are not tried.
+In a notebook, ``check_credit(MyRule())`` lists which promises are kept. The argument is an object (copied for every promise), a
+class, or a function that makes a part. Failures name the promise, what was found, and the usual cause. If a basic promise is
+broken (shape, randomness), those that would fail for the same reason are not tried.
 
-`without` names promises that a part breaks on purpose. Only the functions that end in ``_contract`` need pytest; without it they
-raise `ConfigError`. No part of flowrl itself imports this package.
+`without` names promises that a part breaks on purpose. Only the functions that end in ``_contract`` need pytest; they raise
+`ConfigError` if it is not installed. The rest of flowrl does not import this package.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,28 +44,28 @@ PROMPTS = ("a red fox", "two blue cars", "a house", "the sea at night")
 
 
 def credit_contract(rule: Any, steps: int | None = None, without: Sequence[str] = ()) -> TestFunction:
-    """A pytest function that holds a credit rule to `CreditAssigner`'s contract. `steps`: of a rule made for that many only."""
+    """A pytest function that checks a credit rule against `CreditAssigner`'s contract. `steps`: if it needs that many steps."""
     return credit.CONTRACT.as_test(_credit_case(rule, steps), without)
 
 
 def sampler_contract(part: Any, steps: int = 10, without: Sequence[str] = ()) -> TestFunction:
-    """A pytest function that holds a sampler to `Sampler`'s (or `RandomSampler`'s) contract, on grids of `steps` steps."""
+    """A pytest function that checks a sampler against `Sampler`'s (or `RandomSampler`'s) contract, on grids of `steps` steps."""
     return sampler.CONTRACT.as_test(_sampler_case(part, steps), without)
 
 
 def loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
-    """A pytest function that holds a policy loss to `PolicyLoss`'s contract."""
+    """A pytest function that checks a policy loss against `PolicyLoss`'s contract."""
     return loss.CONTRACT.as_test(maker(part), without)
 
 
 def reward_contract(
     part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()
 ) -> TestFunction:
-    """A pytest function that holds a reward model to `RewardModel`'s (and `CompositeReward`'s) contract.
+    """A pytest function that checks a reward model against `RewardModel`'s (and `CompositeReward`'s) contract.
 
-    `examples`: images [sample, channel, height, width] in [0, 1] and as many prompts, two or more, such as the model can
-    score, or a function that makes them; left out, smooth random pictures of 32x32 with plain prompts. Unlike other parts a
-    reward model is not copied.
+    `examples`: images [sample, channel, height, width] in [0, 1] that the model can score and as many prompts, two or more, or a
+    function that makes them; default: smooth random images of 32x32 with plain prompts. Unlike other parts a reward model is not
+    copied.
     """
     return reward.CONTRACT.as_test(_reward_case(part, examples), without)
 
@@ -73,11 +73,11 @@ def reward_contract(
 def policy_contract(
     part: Any, prompts: Sequence[Prompt | str] = PROMPTS, tolerance: float = 1e-4, without: Sequence[str] = ()
 ) -> TestFunction:
-    """A pytest function that holds a policy to `FlowPolicy`'s contract.
+    """A pytest function that checks a policy against `FlowPolicy`'s contract.
 
-    `prompts`: such as the policy understands, two or more. `tolerance`: how far velocities that must be equal may differ by
-    rounding, relative to the largest (about 1e-2 for a network in bfloat16). A policy is not copied; what the checks change in it
-    they put back.
+    `prompts`: two or more that the policy accepts. `tolerance`: largest rounding difference of velocities that must be equal,
+    relative to the largest velocity (about 1e-2 for a network in bfloat16). A policy is not copied; the checks restore what they
+    change.
     """
     return policy.CONTRACT.as_test(_policy_case(part, prompts, tolerance), without)
 

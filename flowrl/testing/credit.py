@@ -1,4 +1,4 @@
-"""What every credit rule promises."""
+"""The promises of a credit rule."""
 
 import copy
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ EQUAL_REWARDS = (0.0, 0.3, -3.3, 1000.1, 12345.678, 1e6 / 3)
 
 
 def schedule_for(steps: int) -> Schedule:
-    """An even grid whose last step is deterministic (where there is another one)."""
+    """An even grid whose last step is deterministic, unless it is the only one."""
     stds = torch.linspace(0.3, 0.1, steps)
     if steps > 1:
         stds[-1] = 0.0
@@ -200,19 +200,19 @@ def accepts_double_precision(case: Case) -> None:
         same(got, case.assign(rewards).to(got.dtype), "with float64 rewards", "Create tensors with the rewards' own dtype.", 1e-3)
 
 
-@promise("without a schedule a rule works the same, or says with a CreditError that it needs one")
+@promise("without a schedule a rule works the same, or raises a CreditError that names the schedule")
 def accepts_no_schedule(case: Case) -> None:
     for rewards in case.tables():
         try:
             got = copy.deepcopy(case.rule).assign(rewards.clone(), None)
         except CreditError as error:
-            words = f"it raised CreditError({str(error)!r}), which does not speak of the schedule"
-            expect("schedule" in str(error).lower(), words)
+            message = f"it raised CreditError({str(error)!r}), which does not mention the schedule"
+            expect("schedule" in str(error).lower(), message)
             continue
-        same(got, case.assign(rewards), "without a schedule", "Raise a CreditError where the schedule matters.")
+        same(got, case.assign(rewards), "without a schedule", "Raise a CreditError if the schedule matters.")
 
 
-@promise("a memory is kept by state_dict and load_state_dict: a restored rule goes on with the same numbers")
+@promise("a memory is kept by state_dict and load_state_dict: a restored rule continues with the same numbers")
 def keeps_its_memory(case: Case) -> None:
     rule, fresh = case.rule, copy.deepcopy(case.rule)
     table, *others = (t for seed, t in enumerate(case.tables(seeds=4)) if seed < 4)
@@ -225,7 +225,7 @@ def keeps_its_memory(case: Case) -> None:
         return
     state = rule.state_dict()
     odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
-    expect(not odd, f"state_dict() has {', '.join(map(repr, odd))}, not a tensor: checkpoints hold tensors only")
+    expect(not odd, f"state_dict() has {', '.join(map(repr, odd))}, not a tensor: checkpoints contain tensors only")
     fresh.load_state_dict(state)
     expected = rule.assign(table.clone(), schedule)
     what = "after load_state_dict(state_dict())"
@@ -251,16 +251,16 @@ def refuses_a_table_without_steps(case: Case) -> str | None:
     except CreditError:
         return None
     except Exception as error:
-        return f"a table of one node raised {type(error).__name__}; a CreditError would say what is wrong"
+        return f"a table of one node raised {type(error).__name__}; raise a CreditError that names the problem"
     return f"a table of one node was not refused but gave advantages {tuple(got.shape)}; raise a CreditError"
 
 
-@promise("(advice) the member whose reward rises most is paid more than the one whose reward does not rise")
+@promise("(advice) the member whose reward rises most gets more credit than the one whose reward does not rise")
 def pays_the_better_member(case: Case) -> str | None:
     for _, members, steps in case.sizes:
         rise = torch.linspace(0.0, 1.0, members)[:, None] * torch.linspace(0.0, 1.0, steps + 1)
-        paid = case.assign(case.probed(rise[None]))[0].sum(dim=-1)
-        if not float(paid[-1]) > float(paid[0]):
-            found = f"rising from 0 to 1 is paid {float(paid[-1]):.3g} in all {steps} steps, staying at 0 {float(paid[0]):.3g}"
+        total = case.assign(case.probed(rise[None]))[0].sum(dim=-1)
+        if not float(total[-1]) > float(total[0]):
+            found = f"rising from 0 to 1 gets {float(total[-1]):.3g} in all {steps} steps, staying at 0 {float(total[0]):.3g}"
             return f"{found}. Is a sign wrong? Higher rewards are better."
     return None

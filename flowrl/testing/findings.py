@@ -7,7 +7,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -23,19 +23,19 @@ Place = Callable[[tuple[int, ...]], str]
 
 
 class ContractBroken(AssertionError):
-    """A part does not keep a promise of its protocol; the message names the promise, what was seen, and the usual cause."""
+    """A part breaks a promise of its protocol; the message names the promise, what was found, and the usual cause."""
 
 
 class ContractAdvice(UserWarning):
-    """A part keeps its promises, but does something that its users will trip over."""
+    """A part keeps its promises, but does something that is likely to cause trouble."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """One promise of a protocol: a short name, what it says, and the check.
+    """One promise of a protocol: a short name, its content, and the check.
 
-    `check` raises `ContractBroken`, or returns advice where the promise is kept but something else is worth saying. `basic`:
-    where this promise is broken the later ones are not tried, because they would fail for its reason.
+    `check` raises `ContractBroken`, or returns advice. If a `basic` promise is broken, later ones are not tried, because they
+    would fail for the same reason.
     """
 
     name: str
@@ -46,8 +46,8 @@ class Promise:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one promise. `message` is empty where it was kept and there is no advice; `tried` is False where a more
-    basic promise was broken first."""
+    """The finding on one promise. `message` is empty for a kept promise without advice; `tried` is False if a basic promise was
+    broken before."""
 
     promise: str
     ok: bool
@@ -89,8 +89,8 @@ class Findings(Sequence[Finding]):
         lines = [f"{self.part}: {sum(f.ok for f in self.findings)} of {len(self.findings)} promises kept"]
         for finding in self.findings:
             lines.append(f"{finding.mark:<7}  {finding.promise}")
-            _, _, told = finding.message.rpartition(f" breaks the promise {finding.promise!r} ")
-            lines.extend(textwrap.wrap(told, 120, initial_indent=" " * 9, subsequent_indent=" " * 9))
+            _, _, reason = finding.message.rpartition(f" breaks the promise {finding.promise!r} ")
+            lines.extend(textwrap.wrap(reason, 120, initial_indent=" " * 9, subsequent_indent=" " * 9))
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -126,31 +126,30 @@ class Contract:
         return add
 
     def chosen(self, without: Sequence[str]) -> list[Promise]:
-        """The promises but those named in `without`. Raises `ConfigError` for a name that is none."""
+        """The promises except those named in `without`. Raises `ConfigError` for an unknown name."""
         names = [promise.name for promise in self.promises]
         for name in without:
             require(name in names, "without", name, f"promises of a {self.kind} are {', '.join(names)}")
         return [promise for promise in self.promises if promise.name not in without]
 
     def findings(self, make: Maker, without: Sequence[str] = ()) -> Findings:
-        """Every promise, each on a part of its own."""
-        promises, known = self.chosen(without), {}
-        return Findings(name_of(make()), tuple(_finding(promise, promises, make, known) for promise in promises))
+        """The findings on every promise, each with a part of its own."""
+        trial = _Trial(self.chosen(without), make)
+        return Findings(name_of(make()), tuple(trial.finding(promise) for promise in trial.promises))
 
     def as_test(self, make: Maker, without: Sequence[str] = ()) -> Callable[..., None]:
-        """A pytest function with one case per promise. Raises `ConfigError` where pytest is not installed."""
+        """A pytest function with one case per promise. Raises `ConfigError` if pytest is not installed."""
         try:
             import pytest
         except ImportError as error:
             raise ConfigError("flowrl.testing makes pytest tests, but pytest is not installed: pip install pytest") from error
-        promises = self.chosen(without)
-        known: dict[str, Finding] = {}
+        trial = _Trial(self.chosen(without), make)
 
-        @pytest.mark.parametrize("promise", promises, ids=lambda promise: promise.name)
+        @pytest.mark.parametrize("promise", trial.promises, ids=lambda promise: promise.name)
         def test_contract(promise: Promise) -> None:
             __tracebackhide__ = True
-            obstacle = _obstacle(promise, promises, make, known)
-            if obstacle is not None:
+            obstacle = trial.obstacle(promise)
+            if obstacle:
                 pytest.skip(obstacle)
             advice = promise.check(make())
             if advice:
@@ -160,33 +159,42 @@ class Contract:
         return test_contract
 
 
-def _finding(promise: Promise, promises: Sequence[Promise], make: Maker, known: dict[str, Finding]) -> Finding:
-    """What becomes of `promise`; `known` keeps what was found before."""
-    if promise.name not in known:
-        obstacle = _obstacle(promise, promises, make, known)
-        if obstacle is not None:
-            known[promise.name] = Finding(promise.name, False, obstacle, tried=False)
-        else:
-            try:
-                known[promise.name] = Finding(promise.name, True, promise.check(make()) or "")
-            except ContractBroken as error:
-                known[promise.name] = Finding(promise.name, False, str(error))
-    return known[promise.name]
+@dataclass(frozen=True)
+class _Trial:
+    """The promises to try on fresh parts of `make`, and the findings so far."""
 
+    promises: Sequence[Promise]
+    make: Maker
+    known: dict[str, Finding] = field(default_factory=dict)
 
-def _obstacle(promise: Promise, promises: Sequence[Promise], make: Maker, known: dict[str, Finding]) -> str | None:
-    """Why `promise` cannot be tried: the first basic promise before it that is broken."""
-    for earlier in promises[: promises.index(promise)]:
-        if earlier.basic and not _finding(earlier, promises, make, known).ok:
-            return f"not tried, because {earlier.name!r} is broken"
-    return None
+    def finding(self, promise: Promise) -> Finding:
+        """The finding on `promise`, tried once."""
+        if promise.name not in self.known:
+            self.known[promise.name] = self._try(promise)
+        return self.known[promise.name]
+
+    def _try(self, promise: Promise) -> Finding:
+        obstacle = self.obstacle(promise)
+        if obstacle:
+            return Finding(promise.name, False, obstacle, tried=False)
+        try:
+            return Finding(promise.name, True, promise.check(self.make()) or "")
+        except ContractBroken as error:
+            return Finding(promise.name, False, str(error))
+
+    def obstacle(self, promise: Promise) -> str:
+        """Why `promise` cannot be tried: the first basic promise before it that is broken; "" if there is none."""
+        for earlier in self.promises[: self.promises.index(promise)]:
+            if earlier.basic and not self.finding(earlier).ok:
+                return f"not tried, because {earlier.name!r} is broken"
+        return ""
 
 
 def maker(part: Any, share: bool = False) -> Maker:
-    """A function that gives a fresh part: `part` itself where it is a class or a function, else copies of it.
+    """A function that returns a fresh part: `part` itself if it is a class or a function, else copies of it.
 
-    `share`: the same part every time (a reward model may be large, and holds nothing that scoring changes). A part that cannot
-    be copied is shared.
+    `share`: the same part every time, for models that are large and not changed by the checks. A part that cannot be copied is
+    shared, too.
     """
     if inspect.isclass(part) or inspect.isroutine(part) or isinstance(part, functools.partial):
         return functools.cache(part) if share else part
@@ -271,8 +279,8 @@ def unchanged(tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
 
 
 def name_of(part: Any) -> str:
-    """The part as its author would write it, in one short line; of a data class the fields that differ from their defaults."""
-    if is_dataclass(part) and not isinstance(part, type) and hasattr(type(part).__repr__, "__wrapped__"):  # its repr is made
+    """The part in one short line; for a data class with the fields that differ from their defaults."""
+    if is_dataclass(part) and not isinstance(part, type) and hasattr(type(part).__repr__, "__wrapped__"):  # the generated repr
         chosen = [f for f in fields(part) if f.init and f.repr and repr(getattr(part, f.name)) != repr(f.default)]
         text = f"{type(part).__name__}({', '.join(f'{f.name}={name_of(getattr(part, f.name))}' for f in chosen)})"
     else:

@@ -1,4 +1,4 @@
-"""What every policy loss promises."""
+"""The promises of a policy loss."""
 
 import math
 from dataclasses import fields, replace
@@ -41,7 +41,7 @@ def pairs(move: float = 0.0, seed: int = 0, tiles: int = 1) -> LossBatch:
 
 
 def rows(batch: LossBatch, index: Tensor) -> LossBatch:
-    """The pairs `index` of a batch, with a new mean of their own to differentiate."""
+    """The pairs `index` of a batch, with a separate new mean to differentiate."""
 
     def take(value: Any) -> Any:
         if isinstance(value, Gaussian):
@@ -70,7 +70,7 @@ def needs_reference(loss: Any) -> bool:
 
 
 def gradient(loss: Any, batch: LossBatch) -> Tensor:
-    """Gradient of the loss to the new means; 0 where the loss does not depend on them."""
+    """Gradient of the loss with respect to the new means; 0 if the loss does not depend on them."""
     value = loss.loss(batch).loss
     if not value.requires_grad:
         return torch.zeros_like(batch.new.mean)
@@ -133,7 +133,7 @@ def ignores_masked_pairs(loss: Any) -> None:
         batch = replace(pairs(MOVE), mask=mask)
         batch.next_node[~mask], batch.advantages[~mask] = hidden, hidden
         hint = "Select the pairs that count before any arithmetic (0 * nan is nan), and divide by their number only."
-        counts_only(loss, batch, kept, f"masked, which hold {name}", hint)
+        counts_only(loss, batch, kept, f"masked, which contain {name}", hint)
 
 
 @promise("pairs whose std is 0 are no decisions: the loss and the gradient are those without them")
@@ -157,9 +157,7 @@ def survives_an_empty_mask(loss: Any) -> None:
         expect(bool(torch.isfinite(torch.as_tensor(value))), f"metric {name!r} is {torch.as_tensor(value).item()}. {hint}")
 
 
-@promise(
-    "on policy (new = behaviour) the metrics say so: ratio_mean 1; ratio_deviation, clip_fraction, approx_kl 0 (where given)"
-)
+@promise("on policy (new = behaviour) the metrics, if given, are: ratio_mean 1; ratio_deviation, clip_fraction, approx_kl 0")
 def starts_at_ratio_one(loss: Any) -> None:
     metrics = loss.loss(pairs(0.0)).metrics
     wanted = {"ratio_mean": 1.0, "ratio_deviation": 0.0, "clip_fraction": 0.0, "approx_kl": 0.0}
@@ -231,20 +229,20 @@ def differentiates_the_new_policy_only(loss: Any) -> None:
             raise ContractBroken(f"a gradient reaches {name}, first at pair {pair}. Detach it.")
 
 
-@promise("`needs_reference` is honest: without a need the reference is not used, with one its absence is a clear error")
+@promise("`needs_reference` is correct: if False the reference is not used, if True its absence is a clear error")
 def says_whether_it_needs_the_reference(loss: Any) -> None:
     expect(
         isinstance(getattr(loss, "needs_reference", None), bool), "there is no property `needs_reference` that is True or False"
     )
     full, bare = pairs(MOVE), replace(pairs(MOVE), reference=None)
     if not loss.needs_reference:
-        hint = "Let needs_reference be True where the reference is part of the loss."
+        hint = "Set needs_reference = True if the reference is part of the loss."
         equal(loss.loss(bare).loss, loss.loss(full).loss, "the loss without a reference (needs_reference is False)", hint)
         return
     try:
         loss.loss(bare)
     except FlowrlError as error:
-        expect("reference" in str(error), f"without a reference the error says only {str(error)!r}")
+        expect("reference" in str(error), f"without a reference the error is only {str(error)!r}")
     except Exception as error:
         raise ContractBroken(f"without a reference it raised {type(error).__name__}: {error}; raise a ConfigError") from error
     else:

@@ -1,4 +1,4 @@
-"""What every policy promises."""
+"""The promises of a policy."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,8 +49,8 @@ class Case:
     def velocity(self, index: Sequence[int] | None = None, condition: Condition | None = None) -> Tensor:
         """Velocities of the samples at `index` (all of them), detached; `condition` has one row for each of them."""
         chosen = torch.tensor(list(range(len(self.prompts)) if index is None else index), device=self.policy.device)
-        told = self.condition().take(chosen) if condition is None else condition
-        return self.policy.velocity(self.latents[chosen], self.times[chosen], told).detach()
+        condition = self.condition().take(chosen) if condition is None else condition
+        return self.policy.velocity(self.latents[chosen], self.times[chosen], condition).detach()
 
     def close(self, got: Tensor, expected: Tensor, what: str, hint: str) -> None:
         """Equal to the case's tolerance, relative to the largest expected value."""
@@ -150,7 +150,7 @@ def conditions_can_be_rearranged(case: Case) -> None:
         case.close(case.velocity([i], alone), whole[i : i + 1], f"prompt {i} encoded alone:", "Is there padding to the longest?")
     twice = [i for i in range(count) for _ in range(2)]
     case.close(case.velocity(twice, case.condition().repeat(2)), whole[twice], "every row twice:", "Are rows tiled instead?")
-    hint = "A condition must stay good while others are encoded."
+    hint = "A condition must remain valid while others are encoded."
     case.close(case.velocity(None, early), whole, "with a condition encoded earlier:", hint)
 
 

@@ -1,4 +1,4 @@
-"""What every reward model promises."""
+"""The promises of a reward model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,11 +36,11 @@ class Case:
 
 
 def default_examples() -> tuple[Tensor, tuple[Prompt, ...]]:
-    """Eight smooth random pictures, 32x32, and plain prompts."""
+    """Eight smooth random images, 32x32, and plain prompts."""
     generator = torch.Generator().manual_seed(0)
     small = torch.rand(8, 3, 4, 4, generator=generator)
     images = torch.nn.functional.interpolate(small, size=(32, 32), mode="bilinear").clamp(0, 1)
-    return images, tuple(Prompt(f"picture number {i}") for i in range(8))
+    return images, tuple(Prompt(f"image number {i}") for i in range(8))
 
 
 def examples_of(given: Examples | Callable[[], Examples] | None) -> tuple[Tensor, tuple[Prompt, ...]]:

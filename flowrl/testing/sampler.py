@@ -1,4 +1,4 @@
-"""What every sampler promises."""
+"""The promises of a sampler."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,7 @@
 """Randomly initialised pipelines of the real diffusers and transformers classes, small enough for tests and lessons.
 
-They draw noise, not pictures, but everything around the weights is real: tokenizers, text encoders, transformer, image decoder,
-scheduler; they can be saved, loaded and given a LoRA like the models they stand for. Nothing is downloaded.
+Their images are noise, but tokenizers, text encoders, transformer, image decoder and scheduler are the real ones: they can be
+saved, loaded and get a LoRA like the published models. Nothing is downloaded.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ WIDTH = 32
 def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
     """A `StableDiffusion3Pipeline` with a two-layer transformer, 2 x 2 patches and shift 3.
 
-    As in SD3.5-Medium queries and keys are normalised, and the first layer has a second attention of the image to itself;
-    `large`: no layer has, as in SD3.5-Large.
+    As in SD3.5-Medium, queries and keys are normalised, and the first layer has a second self-attention of the image; `large`: no
+    layer has, as in SD3.5-Large.
     """
     with _seeded(seed):
         transformer = _diffusers().SD3Transformer2DModel(
@@ -50,7 +50,7 @@ def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
 def tiny_flux(seed: int = 0, distilled: bool = True) -> Any:
     """A `FluxPipeline` with one double and one single block, dynamic shifting as FLUX.1-dev.
 
-    `distilled`: it is told a guidance scale, as FLUX.1-dev is and FLUX.1-schnell is not."""
+    `distilled`: it has an input for a guidance scale, as FLUX.1-dev has and FLUX.1-schnell has not."""
     with _seeded(seed):
         transformer = _diffusers().FluxTransformer2DModel(
             patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
@@ -85,7 +85,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _diffusers() -> Any:
-    """Imported where used: it takes seconds."""
+    """Imported on use, because it takes seconds."""
     return import_module("diffusers")
 
 
@@ -126,7 +126,7 @@ def _t5(width: int) -> Any:
 
 
 def _tokenizer(clip: bool) -> Any:
-    """One token per byte: any text has one, and different texts differ."""
+    """One token per byte, so that any text has tokens and different texts differ."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

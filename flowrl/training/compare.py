@@ -1,19 +1,14 @@
 """A comparison: every method with every seed, one process per core, resumable."""
 
-import multiprocessing
 import os
 import platform
-import queue
-import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError, FlowrlError, require
+from flowrl.errors import ConfigError, require
 from flowrl.io import write_json
 from flowrl.settings import load_document
 from flowrl.training.build import check, make_method
@@ -21,6 +16,7 @@ from flowrl.training.config import RunConfig
 from flowrl.training.results import run_folder
 from flowrl.training.run import Run, versions
 from flowrl.types import NoProbe
+from flowrl.workers import Worker, run_jobs
 
 PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 
@@ -101,86 +97,41 @@ def rule_name(spec: str) -> str:
 Watcher = Callable[[dict[str, dict[str, Any]]], None]
 """Called about twice a second with the state of every job: {"phase", "iteration", "reward", "nfe_total", "seconds"}."""
 
-_stop: Event | None = None
-_messages: Any = None
 
-
-def _start_worker(stop: Event, messages: Any) -> None:
-    """In a worker: one thread, and Ctrl-C is the parent's business (it asks workers to pause)."""
-    global _stop, _messages
-    import torch
-
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _stop, _messages = stop, messages
-
-
-def _run_job(name: str, values: dict[str, Any], folder: str, resume: bool) -> bool:
-    assert _stop is not None
-    if _stop.is_set():
-        return False
-    parent = os.getppid()
-    run = Run(
-        RunConfig.from_dict(values),
-        Path(folder),
-        report=lambda state: _messages.put((name, state)),
-        stop=lambda: _stop.is_set() or os.getppid() != parent,  # pyright: ignore[reportOptionalMemberAccess]
-        shared=Path(folder).parent,
-    )
-    finished = run.execute(resume)
-    _messages.put((name, {"phase": "done" if finished else "paused"}))
-    return finished
+def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool) -> bool:
+    return Run(config, folder, report=worker.send, stop=worker.stopped, shared=folder.parent).execute(resume)
 
 
 def compare(config: CompareConfig, out: Path, resume: bool = False, workers: int = 0, watch: Watcher | None = None) -> bool:
-    """Run all jobs in `out`/runs, `workers` at a time (0: one per core, at most 8), one thread each, so that the numbers do not
+    """Run all jobs in `out`/runs, `workers` at a time (0: one per core, at most 16), one thread each, so that the numbers do not
     depend on the machine's cores. Returns False when Ctrl-C paused it: `resume` then goes on with the same numbers."""
     jobs = config.jobs()
     if (out / "config.json").exists() and not resume:
         raise ConfigError(f"out: {out} already holds a run; choose another folder, or go on with --resume {out}")
     if not resume:
         write_json(out / "config.json", config.as_dict())
-    count = min(len(jobs), workers or min(os.cpu_count() or 1, 8))
-    context = multiprocessing.get_context("spawn")
-    stop, messages = context.Event(), context.Queue()
     states: dict[str, dict[str, Any]] = {name: {"phase": "waiting", "iteration": 0} for name in jobs}
-    with ProcessPoolExecutor(count, context, _start_worker, (stop, messages)) as pool:
-        longest_first = sorted(jobs, key=lambda name: isinstance(make_method(jobs[name]).credit.probe, NoProbe))
-        futures = {
-            name: pool.submit(_run_job, name, jobs[name].as_dict(), str(out / "runs" / name), resume) for name in longest_first
-        }
-        try:
-            _follow(futures, states, messages, watch)
-        except KeyboardInterrupt:
-            stop.set()
-            wait(futures.values())
-            return False
-        except BaseException:
-            stop.set()
-            raise
-    return all(future.result() for future in futures.values())
+    ended: dict[str, bool] = {}
 
+    def received(name: str, state: dict[str, Any]) -> None:
+        began = states[name].setdefault("began", time.monotonic())
+        states[name] |= {**state, "seconds": time.monotonic() - began}
 
-def _follow(futures: dict[str, Future[bool]], states: dict[str, dict[str, Any]], messages: Any, watch: Watcher | None) -> None:
-    """Pass the workers' messages on until all are done; the first error ends the comparison."""
-    while True:
-        pending = [future for future in futures.values() if not future.done()]
-        try:
-            name, state = messages.get(timeout=0.5)
-            while True:
-                began = states[name].setdefault("began", time.monotonic())
-                states[name] |= {**state, "seconds": time.monotonic() - began}
-                name, state = messages.get_nowait()
-        except queue.Empty:
-            pass
-        for future in futures.values():
-            error = future.exception() if future.done() else None
-            if error is not None:
-                raise error if isinstance(error, FlowrlError) else RuntimeError(f"a run failed: {error!r}") from error
-        if watch is not None:
-            watch(states)
-        if not pending:
-            return
+    def finished(name: str, done: bool) -> None:
+        ended[name] = done
+        received(name, {"phase": "done" if done else "paused"})
+
+    longest_first = sorted(jobs, key=lambda name: isinstance(make_method(jobs[name]).credit.probe, NoProbe))
+    completed = run_jobs(
+        _run_job,
+        {name: (jobs[name], out / "runs" / name, resume) for name in longest_first},
+        workers,
+        finished=finished,
+        received=received,
+        watch=lambda: watch(states) if watch else None,
+        describe=lambda name: f"the run {name}",
+    )
+    return completed and all(ended.values())
 
 
 def load_compare(path: Path) -> CompareConfig:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flowrl.diagnostics.statistics import first_reached
 from flowrl.errors import ConfigError
 
 
@@ -203,17 +204,6 @@ def mean_curve(runs: Sequence[RunRecord], x: str, *path: str) -> tuple[list[floa
     return means[0], means[1]
 
 
-def reaches(xs: Sequence[float], ys: Sequence[float], target: float) -> float | None:
-    """The x at which the curve first reaches `target`, by linear interpolation; None if it never does."""
-    for i, y in enumerate(ys):
-        if y >= target - 1e-12:
-            if i == 0:
-                return xs[0]
-            fraction = (target - ys[i - 1]) / (y - ys[i - 1])
-            return xs[i - 1] + fraction * (xs[i] - xs[i - 1])
-    return None
-
-
 def summarise(comparison: Comparison) -> list[MethodSummary]:
     """One summary per evaluated method."""
     baseline = mean_curve(comparison.of(comparison.baseline), "iteration")[1]
@@ -222,7 +212,9 @@ def summarise(comparison: Comparison) -> list[MethodSummary]:
     for method in comparison.methods:
         runs = comparison.of(method)
         rewards = [run.curve("iteration")[1] for run in runs]
-        reached = {x: reaches(*mean_curve(runs, x), target) for x in ("iteration", "nfe_total", "seconds_total")}
+        reached = {
+            x: _finite(float(first_reached(*mean_curve(runs, x), target))) for x in ("iteration", "nfe_total", "seconds_total")
+        }
         per_run = {key: statistics.fmean(run.mean(key) for run in runs) for key in ("nfe", "calls", "reward_calls", "train_nfe")}
         samples = statistics.fmean(run.mean("trajectories") for run in runs)
         phases = {p: statistics.fmean(run.mean("phases", p) for run in runs) for p in ("rollout", "reward", "update")}
@@ -249,6 +241,10 @@ def summarise(comparison: Comparison) -> list[MethodSummary]:
             )
         )
     return result
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def summary_values(summaries: Sequence[MethodSummary]) -> list[dict[str, Any]]:

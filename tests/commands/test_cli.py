@@ -72,6 +72,7 @@ def test_train_resumes_and_repeats(tmp_path):
     assert first == second
 
 
+@pytest.mark.slow
 def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
     out, whole = tmp_path / "out", tmp_path / "whole"
     options = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "60", "--seeds", "0"]

@@ -31,7 +31,7 @@ CASES = [
         lesson.check_blame,
         {"stepwise-flow-grpo", "tp-grpo"},
         [
-            ({"flow-grpo", "tp-grpo"}, "looks at the finished picture only"),
+            ({"flow-grpo", "tp-grpo"}, "looks at the finished image only"),
             ({"tp-grpo"}, "pays each step its own gain"),
             ({"stepwise-flow-grpo"}, "pays increments too"),
             ({"grpo"}, "no rule is called"),

@@ -23,10 +23,9 @@ def guided(towards, away, scale):
     return away + scale * (towards - away)
 
 
-def arithmetic(prompts, members, steps, updates, micro_batch, processes):
-    trajectories = math.ceil(prompts / processes) * members
-    pairs = math.ceil(trajectories / updates) * steps
-    return trajectories, pairs, math.ceil(pairs / micro_batch)
+def arithmetic(groups, group_size, steps, minibatches, micro_batch, processes):
+    pairs = math.ceil(groups * group_size / minibatches) * steps
+    return math.ceil(groups / processes) * group_size, pairs, math.ceil(pairs / processes / micro_batch)
 
 
 def in_place(a, b, alpha):
@@ -87,11 +86,17 @@ CASES = [
         arithmetic,
         [
             (lambda p, m, t, u, b, n: (p * m, p * m * t // u, p * m * t // u // b), "over all processes"),
-            (lambda p, m, t, u, b, n: (p // n * m, 0, 0), "two prompts are left over"),
-            (lambda p, m, t, u, b, n: (arithmetic(p, m, t, u, b, n)[0], 162, 11), "all updates together"),
-            (lambda p, m, t, u, b, n: (18, 5, 1), "the steps are missing"),
-            (lambda p, m, t, u, b, n: (18, 45, 2), "last, smaller batch"),
-            (lambda p, m, t, u, b, n: (18, 45, 3), "wrong for"),
+            (lambda p, m, t, u, b, n: (p // n * m, 0, 0), "two groups remain"),
+            (lambda p, m, t, u, b, n: (18, p * m * t, 9), "all mini-batches together"),
+            (lambda p, m, t, u, b, n: (18, 27, 2), "of all processes, not of one"),
+            (lambda p, m, t, u, b, n: (18, 78, 2), "so round up first"),
+            (lambda p, m, t, u, b, n: (18, 9, 1), "the steps are missing"),
+            (lambda p, m, t, u, b, n: (18, 81, 1), "last, smaller micro-batch"),
+            (
+                lambda p, m, t, u, b, n: (18, 81, 6),
+                "backward passes: 81 pairs on 4 processes in micro-batches of 16: this is the",
+            ),
+            (lambda p, m, t, u, b, n: (18, 81, 2), "wrong for"),
         ],
     ),
     Case(

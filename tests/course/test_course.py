@@ -41,6 +41,7 @@ def test_likely_mistakes_are_named(case, mistake, message: str) -> None:
     assert message in verdict.problem
 
 
+@pytest.mark.slow
 def test_every_check_has_three_mistakes_with_messages_of_their_own() -> None:
     for case in CASES:
         assert len(case.mistakes) >= 3, case.name

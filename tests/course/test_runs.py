@@ -27,10 +27,11 @@ def test_the_same_arguments_give_the_same_curve() -> None:
 
 
 def test_a_rule_brings_its_own_noise_sharing() -> None:
-    """As its attribute says, unless told otherwise; the first node of a group is then sampled once."""
+    """The rule's attribute decides unless `initial_noise` is set; with shared noise, node 0 of a group is evaluated once."""
     rule = StepwiseGain(probe=Tweedie())
     assert start(rule=rule).groups.shared_noise
-    assert not start(rule=rule, shared_noise=False).groups.shared_noise
+    assert not start(rule=rule, initial_noise="independent").groups.shared_noise
     assert not start(rule=Uniform()).groups.shared_noise
+    assert start(rule=Uniform(), initial_noise="shared").groups.shared_noise
     assert start("stepwise-flow-grpo").groups.shared_noise
     assert learn(rule=rule, iterations=1).sampled[-1] == 9 * 96 + 12

@@ -20,7 +20,7 @@ from flowrl.plots.report import headline, table_rows, table_text, write_evaluati
 from flowrl.plots.style import save, spread_labels
 from flowrl.training.compare import CompareConfig
 from flowrl.training.config import preset
-from flowrl.training.results import Comparison, RunRecord, mean_curve, reaches, run_folder, spread, summarise
+from flowrl.training.results import Comparison, RunRecord, mean_curve, run_folder, spread, summarise
 
 EVIL = '<script>alert("1")</script>'
 REMOTE = re.compile(r"""(src|href|url)\s*[=(]\s*["']?(http|//|file)""")
@@ -53,7 +53,6 @@ def test_summary_numbers_worked_out_by_hand():
     assert fast.to_baseline_nfe == pytest.approx(75) and fast.to_baseline_seconds == pytest.approx(1.5)
     assert fast.best.mean == pytest.approx(0.8) and fast.gain_each_seed == pytest.approx((0.4, 0.3))
     assert fast.nfe_per_trajectory == 10 and fast.rewards_per_trajectory == 2 and fast.seconds_reward == 0.5
-    assert reaches([0, 1], [0.1, 0.2], 0.3) is None
     assert spread([]).text() == "-" and spread([0.5]).text() == "0.500"
     assert mean_curve([], "iteration") == ([], [])
 

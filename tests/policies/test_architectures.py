@@ -78,6 +78,7 @@ def small(monkeypatch):
         monkeypatch.setitem(ARCHITECTURES, name, replace(known, config={**known.config, **fewer}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd3.5-medium", "flux.1-dev"])
 def test_memory_grows_with_what_it_should(name, small):
     sizes = {"resolution": 256, "rollout_rows": 2, "decode_batch": 1}
@@ -116,6 +117,7 @@ def test_encoders_have_the_parameters_of_the_published_classes():
     assert ARCHITECTURES["sd3.5-medium"].encoder_parameters == sum(counts)
 
 
+@pytest.mark.slow
 def test_a_plan_tells_the_memory_of_models_it_knows(small):
     config = preset("sd3.5-medium,flow-grpo,ocr").apply(dtype="bfloat16")
     told = memory_text(plan(config), config)

@@ -117,6 +117,7 @@ def test_the_image_decoder_may_be_narrow(family):
         replace(TINY, decode_dtype="int8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compiled_blocks_compute_the_same(dtype):
     """Sampling, the reference and a gradient under checkpointing, where the blocks run again in the backward pass."""

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_models import tiny_clip
+from tiny_rewards import tiny_clip
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError

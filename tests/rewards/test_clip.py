@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import tiny_clip
+from tiny_rewards import tiny_clip
 from torch import nn
 
 from flowrl.errors import ConfigError

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import tiny_clip, tiny_detector
+from tiny_rewards import tiny_clip, tiny_detector
 
 from flowrl.errors import ConfigError, RewardError
 from flowrl.prompts.geneval import COLOURS, request_of

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_clip, tiny_detector
+from tiny_rewards import tiny_clip, tiny_detector
 
 from flowrl.errors import ConfigError
 from flowrl.registry import build

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError
-from flowrl.flow.mixture import GaussianMixture
 from flowrl.flow import shifted_schedule, uniform_schedule
+from flowrl.flow.mixture import GaussianMixture
 from flowrl.rollout import SOLVERS, Usage, integrate, solve
 from flowrl.training.config import preset
 from flowrl.training.run import Run

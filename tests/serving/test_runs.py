@@ -22,6 +22,7 @@ from flowrl.serving.client import RemoteReward, RemoteSum
 from flowrl.training.build import make_method, make_world, policy_options
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_mid_request_and_restarted(tmp_path):
     """SIGKILL while the reward computes; the same call ends with the right scores once the server is back."""
     server = Server(tmp_path, seconds=60.0).start()

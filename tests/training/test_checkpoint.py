@@ -443,6 +443,7 @@ def kill(config, out, kills, longest, pauses=False):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_twenty_random_moments_a_run_loses_nothing_but_the_iteration_under_way(tmp_path):
     told = kill(SMALL.replace(iterations=12), tmp_path, kills=20, longest=0.25)
@@ -460,6 +461,7 @@ class Redness:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd3", "flux"])
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_paused_and_killed_diffusers_models_resume_to_the_same_bits(tmp_path, family):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_clip
+from tiny_rewards import tiny_clip
 
 from flowrl.cli import main
 from flowrl.distributed import Distributed

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from tiny_models import tiny_clip, tiny_detector
+from tiny_rewards import tiny_clip, tiny_detector
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
@@ -108,6 +108,7 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", combinations())
 def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     """Networks, sizes and counts are small; steps, sampler, window, loss, rule, prompts and kind of reward are the preset's."""
@@ -221,6 +222,7 @@ def test_values_survive_yaml(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_presets_prints_is_repeated_by_config_and_changed_by_preset(tmp_path, capsys):
     assert main(["presets", f"{FLUX},{TURNING},ocr"]) == 0
     (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)

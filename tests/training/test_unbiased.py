@@ -87,6 +87,7 @@ def finite_differences(
     return torch.stack(rows)
 
 
+@pytest.mark.slow
 def test_the_pathwise_gradient_is_the_finite_difference(setting, directions) -> None:
     slopes = finite_differences(setting, directions[0], 1e-2, 10, 200, seed=5)
     along = pathwise_gradients(setting, 10, 200, seed=7) @ directions[0]
@@ -153,6 +154,7 @@ class Faulty:
         return advantages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["sign", "one step early", "step forgotten", "members mixed up"])
 def test_faults_are_found(setting, truths, directions, fault: str) -> None:
     estimates = policy_gradients(setting, Faulty(fault), 30, 24, seed=3)

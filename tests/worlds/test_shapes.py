@@ -155,6 +155,7 @@ def test_wrong_pictures_and_forms_are_refused():
         ShapesReward("fuzzy")
 
 
+@pytest.mark.slow
 def test_base_model_is_undecided_on_every_task(shapes_policy):
     """Strict success on held-out prompts by 20 ODE steps lies in 25%..65%, within the error of 256 samples (2.6 std = 8%)."""
     from flowrl.training.evaluation import evaluate

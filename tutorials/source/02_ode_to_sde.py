@@ -13,13 +13,13 @@
 # %% [markdown]
 # # 2 · From ODE to SDE
 #
-# **After this lesson you can** turn the sampler's ODE into a random walk that ends in the same distribution, say what the price is when steps are few, choose between the kernels that papers
-# use, and tell which steps of a sampler are decisions that reinforcement learning can credit.
+# **After this lesson you can** turn the sampler's ODE into an SDE with the same marginal distributions, compute its error with few steps, choose between the kernels that papers
+# use, and identify the steps of a sampler that are decisions, which reinforcement learning can credit.
 #
 # **Time** 50 minutes, of which the computer needs one. **You need** lesson 1.
 #
-# An ODE maps each noise to one image: it has no probabilities, so there is nothing to make likelier. Reinforcement learning needs a *policy*. The picture shows one starting noise that is followed down
-# twice: once by the ODE, and sixty times by an SDE with the same velocity.
+# An ODE maps each noise to one image: it has no probabilities that training could raise. Reinforcement learning needs a *policy*. The animation shows trajectories from one initial noise:
+# one of the ODE, and sixty of an SDE with the same velocity.
 
 # %% tags=["hide-input"]
 import math
@@ -27,11 +27,11 @@ import math
 import matplotlib.pyplot as plt
 import torch
 
-from flowrl_course import lesson_02 as lesson
-from flowrl_course.figures import ACCENT, DATA, NOISE, OTHERS, animation, clean, panels, plane
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, FlowSDE, Window, transition_stds
+from flowrl_course import lesson_02 as lesson
+from flowrl_course.figures import ACCENT, DATA, NOISE, OTHERS, animation, clean, panels, plane
 
 ring = GaussianMixture.ring()
 
@@ -74,22 +74,22 @@ def opening():
 opening()
 
 # %% [markdown]
-# ## Noise that changes nothing (on average)
+# ## Noise that preserves the marginals
 #
-# Add a random push $\sigma\,\mathrm dw$ to the flow, and the distribution spreads out; add a pull towards where $p_t$ is dense, and the spreading is undone. The pull that balances exactly is along the *score*
-# $\nabla \log p_t$ (this is the Fokker-Planck equation; Song et al. 2020, arXiv 2011.13456). Running down in time,
+# A noise term $\sigma\,\mathrm dw$ spreads the distribution; a drift along the *score*
+# $\nabla \log p_t$, towards higher density, cancels the spread exactly (this follows from the Fokker-Planck equation; Song et al. 2020, arXiv 2011.13456). With decreasing time,
 #
 # $$\mathrm dx = \Big[v - \tfrac{\sigma_t^2}{2}\nabla \log p_t(x)\Big]\mathrm dt + \sigma_t\,\mathrm dw .$$
 #
-# Read this as one small step of length $\Delta$ down in time: $x$ moves by $-\Delta$ times the bracket and gets a Gaussian push of variance $\sigma_t^2\Delta$, which is what $\sigma_t\,\mathrm dw$ stands for.
+# In one small step of length $\Delta$, $x$ changes by $-\Delta$ times the bracket plus Gaussian noise of variance $\sigma_t^2\Delta$, which is the meaning of $\sigma_t\,\mathrm dw$.
 #
-# For any $\sigma_t$ the marginals (the distributions of $x_t$ at each $t$) $p_t$ are those of the ODE. And for a flow the score needs no new network: given the data point $x_0$, $x_t$ is Gaussian with mean $(1-t)x_0$ and standard deviation $t$, and the
-# gradient of its log-density is $-(x_t - (1-t)x_0)/t^2 = -\varepsilon/t$. Averaged over all $x_0$ that may lie behind $x$ this is
-# $\nabla \log p_t(x) = -\mathbb E[\varepsilon \mid x_t = x]/t$, and lesson 1 read the noise estimate off the velocity: $\hat\varepsilon = x + (1-t)v$.
+# For any $\sigma_t$ the marginals $p_t$ (the distributions of $x_t$ at each $t$) are those of the ODE. The score of a flow needs no new network: given the data point $x_0$, $x_t$ is Gaussian with mean $(1-t)x_0$ and standard deviation $t$, and the
+# gradient of its log-density is $-(x_t - (1-t)x_0)/t^2 = -\varepsilon/t$. The mean over all $x_0$ given $x$ is
+# $\nabla \log p_t(x) = -\mathbb E[\varepsilon \mid x_t = x]/t$, and lesson 1 computed the noise estimate from the velocity: $\hat\varepsilon = x + (1-t)v$.
 #
 # ### Exercise 1 · the score from the velocity *(easy, 4 minutes)*
 #
-# Put the two formulas together; `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`.
+# Combine the two formulas; `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`.
 
 
 # %% tags=["exercise"]
@@ -109,17 +109,17 @@ def score(x, velocity, time):
 lesson.check_score(score)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The score points from noise back to data, against the noise estimate, and it grows as $t$ shrinks, because the noise is then on a finer scale. The check compares with the gradient that autograd
-# takes through the ring's exact log-density.
+# **Why.** The score points from noise to data, opposite to the noise estimate, and it grows as $t$ decreases, because the noise is then on a finer scale. The check compares it with the gradient of
+# the ring's exact log-density, computed by autograd.
 
 # %% [markdown]
 # ## One step of Flow-SDE
 #
-# Take one such step (this is the Euler-Maruyama method) from $t$ to $s = t - \Delta$. The next node is Gaussian, and this Gaussian *is* the policy:
+# One such step from $t$ to $s = t - \Delta$ is a step of the Euler-Maruyama method. The next node is Gaussian, and this Gaussian *is* the policy:
 #
 # $$x_s \sim \mathcal N\big(\mu,\ \sigma^2\Delta\, I\big),\qquad \mu = x - \Delta v - \frac{\sigma^2\Delta}{2t}\big(x + (1-t)v\big).$$
 #
-# Flow-GRPO (Liu et al. 2025, arXiv 2505.05470) takes $\sigma = a\sqrt{t/(1-t)}$: much noise early, little late. $a$ is the *noise level*, 0.7 in the paper.
+# Flow-GRPO (Liu et al. 2025, arXiv 2505.05470) uses $\sigma = a\sqrt{t/(1-t)}$, which is large early and small late. $a$ is the *noise level*, 0.7 in the paper.
 #
 # ### Exercise 2 · the transition *(medium, 6 minutes)*
 #
@@ -146,14 +146,13 @@ def flow_sde_step(x, velocity, t, s, noise_level):
 lesson.check_flow_sde(flow_sde_step)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The drift is multiplied by $\Delta$, the noise by $\sqrt\Delta$: variances add up over time, not standard deviations. The noise is drawn later; mean and standard deviation are all that the
-# policy needs.
+# **Why.** The drift is multiplied by $\Delta$, the noise by $\sqrt\Delta$, because variances add up over time, not standard deviations. The noise is drawn later; mean and standard deviation define the policy.
 
 # %% [markdown]
-# At $t = 1$, where every path starts, $\sigma$ divides by zero. The released code takes the next grid time $s$ in the denominator there, $\sigma = a\sqrt{1/(1-s)}$, which is finite; so does `FlowSDE`. The wrapper
-# `AllButLast` makes the last step an ODE step; why follows below.
+# At $t = 1$, where every path starts, the denominator of $\sigma$ is zero. The released code and `FlowSDE` use the next grid time $s$ in the denominator of this step, $\sigma = a\sqrt{1/(1-s)}$, which is finite. The wrapper
+# `AllButLast` makes the last step an ODE step, for a reason given below.
 #
-# Are the marginals kept? With many small steps, compare the SDE's samples with the ODE's from other noise, halfway and at the end: by eye, and by the quantiles of the distance from the centre.
+# To test the marginals with many small steps, compare the SDE's samples with the ODE's from other noise, halfway and at the end: in a figure, and by the quantiles of the distance from the centre.
 
 # %%
 start = [torch.randn(2500, 2, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
@@ -179,14 +178,14 @@ plt.show()
 # %% [markdown]
 # ## Few steps: grain
 #
-# Nobody can afford 250 steps per image. With ten, Euler-Maruyama is no longer exact, and the error has a face: pictures look grainy, because a little too much noise is left in them.
+# 250 steps per image are too expensive for training. With ten steps, Euler-Maruyama is no longer exact, and its error is visible: images look grainy, because too much noise remains in them.
 #
-# How much can be computed. Let all data be one point $x_0$ and the velocity perfect. Then $x_t = (1-t)x_0 + t\varepsilon$, and the step's mean is $(1-s)x_0 + \big(s - \frac{\sigma^2\Delta}{2t}\big)\varepsilon$; the fresh
-# noise adds variance $\sigma^2\Delta$. The right answer would have variance $s^2$.
+# The amount can be computed. Let all data be one point $x_0$ and the velocity exact. Then $x_t = (1-t)x_0 + t\varepsilon$, and the step's mean is $(1-s)x_0 + \big(s - \frac{\sigma^2\Delta}{2t}\big)\varepsilon$; the new
+# noise adds variance $\sigma^2\Delta$. The exact variance would be $s^2$.
 #
-# ### Exercise 3 · how much too much? *(medium, 8 minutes)*
+# ### Exercise 3 · excess variance *(medium, 8 minutes)*
 #
-# Return the variance that one step adds over $s^2$, simplified or not.
+# Return the excess of the variance of $x_s$ over $s^2$ after one step, simplified or not.
 
 
 # %% tags=["exercise"]
@@ -206,11 +205,11 @@ def excess_variance(t, s, sigma):
 lesson.check_excess_variance(excess_variance)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Multiplied out it is $\Delta^2\sigma^2\big(\frac1t + \frac{\sigma^2}{4t^2}\big)$: always positive, and of second order in $\Delta$, so that it vanishes with small steps (there are $1/\Delta$ of them). It is also
-# larger for larger noise levels: exploration and image quality pull in opposite directions.
+# **Why.** Multiplied out, the excess is $\Delta^2\sigma^2\big(\frac1t + \frac{\sigma^2}{4t^2}\big)$: always positive, and of second order in $\Delta$, so that the sum over the $1/\Delta$ steps vanishes with small steps. It grows
+# with the noise level: more exploration costs image quality.
 
 # %% [markdown]
-# Two kernels avoid it by construction. Both start from the two estimates and put the noise back together in the right amount: a part $\sigma$ of it fresh, the rest old,
+# Two kernels avoid the excess by construction. Both start from the two estimates and restore the right amount of noise: new noise of standard deviation $\sigma$, and old noise for the rest,
 #
 # $$x_s \sim \mathcal N\Big((1-s)\,\hat x_0 + \sqrt{s^2 - \sigma^2}\;\hat\varepsilon,\ \ \sigma^2 I\Big).$$
 #
@@ -239,11 +238,11 @@ def cps_step(x, velocity, t, s, eta):
 lesson.check_cps(cps_step)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Old and fresh noise are independent, so their *variances* must add up to $s^2$: $(s^2 - \sigma^2) + \sigma^2$. There is no extra $\Delta$ in this formula: $\sigma$ is already the standard deviation of the step.
-# At $\eta = 0$ it is the ODE step; at $\eta = 1$ all noise is fresh.
+# **Why.** Old and new noise are independent, so their *variances* must add up to $s^2$: $(s^2 - \sigma^2) + \sigma^2$. This formula has no factor $\Delta$: $\sigma$ is the standard deviation of the step itself.
+# At $\eta = 0$ the step is the ODE step; at $\eta = 1$ all noise is new.
 
 # %% [markdown]
-# All kernels on a ring with sharp blobs (standard deviation 0.05), where grain is easy to see, ten steps each:
+# The next figure has all kernels with ten steps each on a ring with sharp blobs (standard deviation 0.05), where the excess noise is easy to see:
 
 # %%
 sharp = GaussianMixture.ring(std=0.05)
@@ -269,14 +268,14 @@ print(f"{'data':28} median distance to the nearest blob's centre {float(exact.me
 plt.show()
 
 # %% [markdown]
-# With all steps random, Flow-SDE's last noise lands in the picture: that is the grain. Its cure is to make the last step an ODE step, which takes the noise out again; what remains of the excess is small here.
+# If all steps are random, the noise of Flow-SDE's last step remains in the sample as grain. An ODE step as the last step removes this noise; the remaining excess is small here.
 #
-# All the others come out *sharper* than the data, the ODE too: ten steps end with a jump to a conditional mean, which has lost part of the spread. Sharp is not the same as right. CPS adds fresh noise to conditional means at every step, and with a
-# fixed $\eta$ more steps make its loss of spread worse, not better.
+# All other samples are *sharper* than the data, those of the ODE included: ten steps end with a jump to a conditional mean, which has lost part of the spread. A sharp sample is not an exact one. CPS adds new noise to conditional means at every step, and with a
+# fixed $\eta$ more steps increase its loss of spread.
 #
 # ## Which steps are decisions?
 #
-# Where the standard deviation is 0 the next node is certain. Such a step has no log-probability, its ratio is 1 whatever the policy does, and it must be left out of the loss, never divided by.
+# A step of standard deviation 0 has only one possible next node. Such a step has no log-probability, and its ratio is 1 for every policy, so it has no part in the loss.
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=3.0)
@@ -308,13 +307,13 @@ print("spread of the end points per step:", " ".join(f"{value:.2f}" for value in
 print("another blob, per step:           ", " ".join(f"{value:.2f}" for value in changed))
 
 # %% [markdown]
-# On the right, one step at a time is made stochastic and all others follow the ODE, from the same starting noise. Early noise decides *which* blob the sample goes to; late noise only moves it within the blob. This is the fact on which
-# stepwise credit rests: steps do not matter alike, and a rule that pays all alike pays many for what they did not do.
+# On the right, one step at a time is stochastic and all others follow the ODE, from the same initial noise. Early noise decides *which* blob the sample ends in; late noise only moves the sample within its blob. Stepwise credit is based
+# on this observation: steps differ in their effect, and a rule with equal credit for all steps ignores the difference.
 #
 # ### Exercise 5 · count the decisions *(easy, 4 minutes)*
 #
 # For each kernel with ten steps on the even grid, how many steps are decisions (standard deviation above 0)? Consider both ends: $t = 1$ and $s = 0$. The kernels are as published, without a wrapper: Flow-SDE with the
-# released code's $\sigma$ at $t = 1$ (above).
+# released code's $\sigma$ at $t = 1$ (see above).
 
 # %% tags=["exercise"]
 decisions = {"FlowSDE": ..., "CPS": ..., "DDIMSDE": ...}
@@ -326,13 +325,13 @@ decisions = {"FlowSDE": 10, "CPS": 9, "DDIMSDE": 8}
 lesson.check_decisions(decisions)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Flow-SDE's $\sigma\sqrt\Delta$ is positive at every step, also the last, where its noise goes straight into the picture; the paper therefore makes that one an ODE step (`AllButLast`). CPS and the
-# DDIM-inspired kernel have a factor $s$, which is 0 at the last step; the latter has $\sqrt{1-t}$ too, which is 0 at the first.
+# **Why.** Flow-SDE's $\sigma\sqrt\Delta$ is positive at every step, including the last one, whose noise remains in the image; the paper therefore makes the last step an ODE step (`AllButLast`). CPS and the
+# DDIM-inspired kernel have a factor $s$, which is 0 at the last step; the latter also has a factor $\sqrt{1-t}$, which is 0 at the first step.
 
 # %% [markdown]
 # ## The same with the library
 #
-# All kernels share one method. They take mixed steps in one batch, and accept any schedule; `Window` makes only some steps stochastic.
+# All kernels have the same method. It accepts any schedule, and a batch with different steps; `Window` makes only some steps stochastic.
 
 # %%
 index = torch.tensor([3, 3, 7, 9])
@@ -358,4 +357,4 @@ print("ours agrees:", torch.allclose(mean, library.mean, atol=1e-6), abs(std - f
 # | std = 0 | not a decision: masked | `Schedule.stochastic` |
 # | some steps only | window | `samplers.Window`, `RandomWindow`, `SlidingWindow`, `AllButLast` |
 #
-# **Next:** [3 · GRPO on a flow](03_grpo_on_a_flow.ipynb) makes the better paths likelier.
+# **Next:** [3 · GRPO on a flow](03_grpo_on_a_flow.ipynb) makes the better paths more likely.

@@ -13,12 +13,12 @@
 # %% [markdown]
 # # 3 · GRPO on a flow
 #
-# **After this lesson you can** read denoising as a decision process, write the log-probability, the group's advantage, the clipped loss and the KL penalty, and train a flow with them: first with nothing but
+# **After this lesson you can** treat denoising as a decision process, write the log-probability, the group's advantage, the clipped loss and the KL penalty, and train a flow with them: first with plain
 # PyTorch in under 80 lines, then with the library in ten.
 #
 # **Time** 60 minutes, of which the computer needs one. **You need** lesson 2.
 #
-# The world is the ring again, with *prompts*: "towards 45 degrees" asks for points at that angle, and the reward is $\exp(-d^2/2)$ for a point at distance $d$ from the one asked for. The model we start from knows the ring, but takes no notice of the prompt.
+# The data are the ring again, now with *prompts*: "towards 45 degrees" asks for points at that angle, and the reward is $\exp(-d^2/2)$ for a point at distance $d$ from the target. The base model samples from the ring and ignores the prompt.
 
 # %% tags=["hide-input"]
 import math
@@ -28,10 +28,10 @@ import torch
 from torch import nn
 
 from flowrl import RunConfig, Trainer, world
+from flowrl.flow.mixture import GaussianMixture
 from flowrl.worlds.base import PolicyOptions
 from flowrl_course import lesson_03 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, clean, panels, plane
-from flowrl.flow.mixture import GaussianMixture
 
 ring = GaussianMixture.ring()
 
@@ -64,11 +64,11 @@ opening()
 # | episode | $T$ steps from noise to image |
 # | reward | one number $R$, for the finished image |
 #
-# To make an action likelier we need its log-probability. For a Gaussian with mean $\mu$ and standard deviation $\sigma$ per element (here $\sigma$ is that of the whole step, lesson 2's $\sigma_t\sqrt\Delta$),
+# To make an action more likely, the update needs its log-probability. For a Gaussian with mean $\mu$ and standard deviation $\sigma$ per element (here $\sigma$ is that of the whole step, lesson 2's $\sigma_t\sqrt\Delta$),
 #
 # $$\log \pi(x) = -\frac{(x-\mu)^2}{2\sigma^2} - \log\sigma - \tfrac12\log 2\pi .$$
 #
-# A latent has many elements. Mathematics would sum over them; public code takes the **mean**, so that ratios of probabilities do not explode with the resolution (an image latent of SD3.5 has 65,536 elements). This is why clip ranges in this field are as small as $10^{-4}$.
+# A latent has many elements. The log-density of the whole latent is the sum over them; public code uses the **mean**, so that ratios of probabilities do not grow with the resolution (an image latent of SD3.5 has 65,536 elements). Clip ranges in this field are therefore as small as $10^{-4}$.
 #
 # ### Exercise 1 · log-probability *(easy, 4 minutes)*
 #
@@ -92,13 +92,13 @@ def log_prob(x, mean, std):
 lesson.check_log_prob(log_prob)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Only the first term depends on the network, so the others seem to be of no use: they cancel in every ratio. They are kept because a function called `log_prob` should be one; code that drops them *and* the factor
+# **Why.** Only the first term depends on the network; the other terms cancel in every ratio. They stay because `log_prob` should return a log-density. Code that omits them *and* the factor
 # $1/(2\sigma^2)$ silently weighs the steps by $2\sigma^2$.
 
 # %% [markdown]
-# ## Better than its siblings
+# ## The group as the baseline
 #
-# GRPO (Shao et al. 2024, arXiv 2402.03300) needs no learned value function: it draws a *group* of $G$ samples for one prompt and calls a sample good if it beats its siblings,
+# GRPO (Shao et al. 2024, arXiv 2402.03300) needs no learned value function: it draws a *group* of $G$ samples for one prompt and compares each sample with the group,
 #
 # $$A_{p,m} = \frac{R_{p,m} - \operatorname{mean}_m R_p}{\operatorname{std}_m R_p + 10^{-4}} .$$
 #
@@ -124,15 +124,15 @@ def group_advantage(rewards):
 lesson.check_group_advantage(group_advantage)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Comparing within a prompt takes out how hard the prompt is. The $10^{-4}$ keeps a group of equal rewards at 0 instead of 0/0: if all do equally well there is nothing to learn. The price of dividing by the standard deviation: groups in which
-# nearly all are equal count as much as others, noise included.
+# **Why.** The comparison within a prompt removes the difficulty of the prompt. With the $10^{-4}$, a group of equal rewards gets 0 instead of 0/0. The division by the standard deviation has a cost: groups in which
+# nearly all rewards are equal count as much as others, so their noise is amplified.
 
 # %% [markdown]
 # ## Ratio and clip
 #
-# To make an action with $A > 0$ likelier and one with $A < 0$ less likely, follow the gradient of $A \log\pi$. Samples are drawn once and used for several updates. After the first, the policy that made them is no longer the current one, so each term is
-# reweighted by the ratio $\rho = \pi/\pi_\text{old} = \exp(\log\pi - \log\pi_\text{old})$: the loss is $-A\rho$, and at $\rho = 1$ its gradient is just $-A\,\nabla\log\pi$. The ratio is only to be trusted near 1. The clip of PPO (Schulman et al. 2017, arXiv
-# 1707.06347) with *clip range* $c$ takes away the incentive to go further:
+# To make an action with $A > 0$ more likely and one with $A < 0$ less likely, follow the gradient of $A \log\pi$. Samples are drawn once and used for several updates. After the first update, the current policy is no longer the one that sampled, so each term is
+# reweighted by the ratio $\rho = \pi/\pi_\text{old} = \exp(\log\pi - \log\pi_\text{old})$: the loss is $-A\rho$, and at $\rho = 1$ its gradient is $-A\,\nabla\log\pi$. The reweighted loss is accurate only near $\rho = 1$. The clip of PPO (Schulman et al. 2017, arXiv
+# 1707.06347) with *clip range* $c$ removes the incentive to go further:
 #
 # $$L = \operatorname{mean}\ \max\big(-A\rho,\ -A\,\operatorname{clip}(\rho, 1-c, 1+c)\big).$$
 #
@@ -142,27 +142,27 @@ lesson.check_group_advantage(group_advantage)
 
 
 # %% tags=["exercise"]
-def clipped_loss(new_log_prob, old_log_prob, advantage, clip):
+def clipped_loss(new_log_prob, old_log_prob, advantage, clip_range):
     """PPO's clipped objective as a loss, one number."""
     return ...
 
 
 # %% tags=["solution"]
-def clipped_loss(new_log_prob, old_log_prob, advantage, clip):
+def clipped_loss(new_log_prob, old_log_prob, advantage, clip_range):
     """PPO's clipped objective as a loss, one number."""
     ratio = (new_log_prob - old_log_prob).exp()
-    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip, 1 + clip)).mean()
+    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)).mean()
 
 
 # %%
 lesson.check_clipped_loss(clipped_loss)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** As a *loss* the pessimistic choice is the maximum. For a positive advantage, a ratio above $1 + c$ is not rewarded further, but a ratio that has fallen below $1 - c$ still gets its gradient, which leads back. Taking the minimum does the
-# reverse: it stops corrections and lets the policy run away.
+# **Why.** For a *loss* the pessimistic choice is the maximum. For a positive advantage, a ratio above $1 + c$ has no gradient, but a ratio below $1 - c$ still has one, which points back towards 1. The minimum does the
+# reverse: it stops corrections and does not limit the change of the policy.
 
 # %% [markdown]
-# Your loss for one pair, as a function of its ratio (with $c = 0.2$, wider than one would use, to be seen):
+# The figure shows your loss for one pair as a function of its ratio, with $c = 0.2$, which is wider than in practice:
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=3.6, height=2.7)
@@ -180,12 +180,12 @@ for cell, sign in zip(axes, (1.0, -1.0), strict=True):
 plt.show()
 
 # %% [markdown]
-# Where the curve is flat there is no gradient: the update has gone far enough in the direction that the advantage asks for. In the other direction the loss goes on growing, and its gradient leads back.
+# The flat part of the curve has no gradient: the ratio has moved far enough in the direction of the advantage. In the other direction the loss keeps growing, and its gradient points back.
 
 # %% [markdown]
-# ## A leash
+# ## A penalty on the distance from the base model
 #
-# The reward never is all that one wants. A penalty on the distance from the base model keeps what the reward does not mention. Per step both are Gaussians with the same standard deviation, for which
+# A reward rarely measures everything that matters. A penalty on the distance from the base model preserves what the reward does not measure. In each step both policies are Gaussians with the same standard deviation, for which
 #
 # $$\mathrm{KL}(\pi \,\|\, \pi_\text{ref}) = \frac{\|\mu - \mu_\text{ref}\|^2}{2\sigma^2},$$
 #
@@ -212,12 +212,12 @@ def kl(mean, reference_mean, std):
 lesson.check_kl(kl)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** With equal standard deviations the logarithms cancel. $\sigma$ is that of the *transition*, $\sigma_t\sqrt\Delta$ for Flow-SDE; one public code base uses $\sigma_t$ without $\sqrt\Delta$, which weighs the steps differently.
+# **Why.** With equal standard deviations the logarithms cancel. $\sigma$ is the standard deviation of the *transition*, $\sigma_t\sqrt\Delta$ for Flow-SDE; one public code base uses $\sigma_t$ without $\sqrt\Delta$, which weighs the steps differently.
 
 # %% [markdown]
-# ## All of it, without the library
+# ## The whole loop, without the library
 #
-# The network is the exact velocity of the ring plus a small correction that starts at zero and sees the prompt. Everything else is in the functions above: roll out, score, compare within groups, update. Count the lines.
+# The velocity is the exact velocity of the ring plus the output of a small network, which starts at zero and has the prompt as an input. The rest uses the functions above: roll out, score, compare within groups, update.
 
 # %%
 STEPS, PROMPTS, MEMBERS, LEVEL = 10, 16, 12, 0.7
@@ -266,10 +266,10 @@ def directions(count, generator):
     return torch.stack([angle.cos(), angle.sin()], dim=1)
 
 
-def train(iterations, seed=0, clip=2e-2, updates=4):
+def train(iterations, seed=0, clip_range=2e-2, minibatches=4):
     """Mean reward of the ODE's samples, before and after every iteration."""
     generator = torch.Generator().manual_seed(seed)
-    optimiser = torch.optim.Adam(net.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
     curve = []
     for _ in range(iterations):
         with torch.no_grad():
@@ -280,18 +280,21 @@ def train(iterations, seed=0, clip=2e-2, updates=4):
             advantage = group_advantage(reward_of(nodes[-1], direction).view(PROMPTS, MEMBERS)).flatten()
             sample, step = torch.cartesian_prod(torch.arange(len(direction)), torch.arange(STEPS - 1)).unbind(1)
             before = log_prob(nodes[step + 1, sample], *transition(nodes[step, sample], step, direction[sample]))
-        for part in torch.randperm(len(sample), generator=generator).chunk(updates):
+        for part in torch.randperm(len(sample), generator=generator).chunk(minibatches):
             chosen, i = sample[part], step[part]
             after = log_prob(nodes[i + 1, chosen], *transition(nodes[i, chosen], i, direction[chosen]))
-            loss = clipped_loss(after, before[part], advantage[chosen], clip)
-            optimiser.zero_grad()
+            loss = clipped_loss(after, before[part], advantage[chosen], clip_range)
+            optimizer.zero_grad()
             loss.backward()
-            optimiser.step()
+            optimizer.step()
     return curve
 
 
 curve = train(60)
 print(f"reward of held-out prompts: {curve[0]:.3f} before, {curve[20]:.3f} after 20 iterations, {curve[-1]:.3f} at the end")
+
+# %% [markdown] tags=["expected"]
+# reward of held-out prompts: 0.174 before, 0.55..0.70 after 20 iterations, 0.97..1.00 at the end
 
 # %% tags=["hide-input"]
 figure, axes = panels(4, width=2.9, height=3.0)
@@ -314,13 +317,21 @@ axes[1].text(0, -3.0, "300 samples (blue), asked for (star)", ha="center", fonts
 print(f"one blob of the ring: standard deviation {ring.std:.3f}")
 plt.show()
 
+# %% [markdown] tags=["expected"]
+# towards 45 degrees: reward 0.97..1.00, standard deviation 0.000..0.030
+# towards 170 degrees: reward 0.95..1.00, standard deviation 0.000..0.030
+# towards 290 degrees: reward 0.95..1.00, standard deviation 0.000..0.050
+# one blob of the ring: standard deviation 0.250
+#
+# <image>
+
 # %% [markdown]
-# It worked, and look at the price: for each prompt all 300 samples, from 300 different noises, end in nearly the same place. The reward is largest in one point, so a policy that only wants reward gives up all variety, here that of a whole
-# ring, even that within a blob. The leash of exercise 4 is not in this loop; this is what it is for.
+# The reward rises, at the cost of diversity: for each prompt all 300 samples, from 300 different noises, end at nearly the same point. The reward is largest at one point, so a policy that only maximises it loses all diversity, here that of the whole
+# ring and even that within a blob. The KL penalty of exercise 4, which this loop omits, limits this loss.
 #
 # ## The same with the library
 #
-# `Trainer` composes the four parts: a sampler, a credit rule (here `Uniform`: every step gets the group advantage of the final reward), a loss, and a reward. Its metrics say what to watch: the ratio's mean should stay near 1, and some pairs, not most, should be clipped.
+# `Trainer` composes four parts: a sampler, a credit rule (here `Uniform`: every step gets the group advantage of the final reward), a loss, and a reward. Two of its metrics to watch: the mean of the ratio should stay near 1, and some pairs, not most, should be clipped.
 
 # %%
 from flowrl.losses import ClippedLoss
@@ -334,16 +345,22 @@ config = RunConfig.of(
 policy = mixture.policy(PolicyOptions())
 method = flow_grpo(AllButLast(FlowSDE(0.7)), ClippedLoss(clip_range=2e-2))
 trainer = Trainer(policy, method, mixture.reward("soft"), mixture.prompts("direction", "train"), config)
-history = [trainer.iteration() for _ in range(30)]
+history = [trainer.iteration() for _ in range(config.iterations)]
 for row in history[::10] + history[-1:]:
     print(
         f"iteration {row['iteration']:2d}: training reward {row['reward_mean']:.3f}, clipped {row['clip_fraction']:.0%}, ratio {row['ratio_mean']:.4f}"
     )
 
+# %% [markdown] tags=["expected"]
+# iteration  1: training reward 0.238, clipped 1%, ratio 1.0000
+# iteration 11: training reward 0.31..0.37, clipped 6..12%, ratio 0.9950..1.0050
+# iteration 21: training reward 0.60..0.76, clipped 17..27%, ratio 0.9900..1.0100
+# iteration 30: training reward 0.82..0.93, clipped 17..27%, ratio 0.9900..1.0100
+
 # %% [markdown]
 # ## Mean or sum?
 #
-# Suppose a network changes every element's mean by a thousandth of the standard deviation: hardly anything. How far does the ratio move from 1? With the mean over elements, less and less as latents grow; with the sum, more and more.
+# Suppose an update changes the mean of every element by a thousandth of the standard deviation. How far does the ratio move from 1? With the mean over elements, less as latents grow; with the sum, more.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -363,9 +380,9 @@ for name, shade in (("sum", ACCENT), ("mean", DATA)):
     axes.loglog(sizes, spread[name], "o-", color=shade, markersize=4)
     axes.text(sizes[-1] * 1.25, spread[name][-1], name, color=shade, va="center")
 axes.axhline(1e-4, color=NOISE, linestyle=":", linewidth=1)
-axes.text(3e3, 1.25e-4, "Flow-GRPO's clip, 1e-4", fontsize=8, color=NOISE)
+axes.text(3e3, 1.25e-4, "Flow-GRPO's clip range, 1e-4", fontsize=8, color=NOISE)
 axes.set(
-    xlabel="elements of the latent", ylabel="std of the ratio", title="the same small change, seen by the ratio", xlim=(1.5, 3e5)
+    xlabel="elements of the latent", ylabel="std of the ratio", title="the ratio after the same small change", xlim=(1.5, 3e5)
 )
 clean(axes)
 plt.show()
@@ -373,19 +390,19 @@ plt.show()
 # %% [markdown]
 # ### Exercise 5 · read a run *(medium, 8 minutes)*
 #
-# Three runs went wrong. Which setting explains which log? Answer with the letters.
+# Three runs failed. Which settings explain which log? Answer with the letters.
 #
 # | | log |
 # |---|---|
 # | 1 | reward rises for five iterations, then falls to near 0; ratio mean 1.7; nothing is clipped |
-# | 2 | reward flat; 100% clipped from the second update of each iteration on |
+# | 2 | reward flat; 100% clipped from the second mini-batch of each iteration on |
 # | 3 | reward flat; mean absolute advantage 0.000 |
 #
-# | | setting |
+# | | settings |
 # |---|---|
-# | A | all members of a group start from the same noise *and* the sampler is an ODE but for a step whose noise changes nothing that the reward sees |
-# | B | clip of 10 (a slip for 1e-1), learning rate a hundred times too large |
-# | C | clip of 1e-9 |
+# | A | all members of a group start from the same noise, *and* the only stochastic step has noise that does not affect the reward |
+# | B | clip range of 10 (a typing error for 1e-1), learning rate a hundred times too large |
+# | C | clip range of 1e-9 |
 
 # %% tags=["exercise"]
 diagnosis = {1: ..., 2: ..., 3: ...}
@@ -397,8 +414,8 @@ diagnosis = {1: "B", 2: "C", 3: "A"}
 lesson.check_diagnosis(diagnosis)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A clip that never acts allows the policy to leave the region where its samples mean anything: the ratio tells first. A clip below the rounding noise of the log-probability stops everything after the first update. And where all members get the same
-# reward, no advantage is left: look at the spread within groups before anything else.
+# **Why.** A clip range that is never reached allows the policy to leave the region in which its samples are valid; the ratio is the first metric to show this. A clip range below the rounding error of the log-probability stops all learning after the first mini-batch. If all members get the same
+# reward, all advantages are 0: check the spread within groups first.
 
 # %% [markdown]
 # ## To keep
@@ -407,8 +424,8 @@ lesson.check_diagnosis(diagnosis)
 # |---|---|---|
 # | $\log\pi(x_{i+1}\mid x_i)$, mean over elements | log-probability | `flow.log_prob` |
 # | $A = (R - \bar R)/(\mathrm{std} + 10^{-4})$ | group advantage | `credit.Uniform`, `credit.zscore` |
-# | $\max(-A\rho, -A\operatorname{clip}\rho)$ | clipped loss | `losses.ClippedLoss(clip)` |
+# | $\max(-A\rho, -A\operatorname{clip}\rho)$ | clipped loss | `losses.ClippedLoss(clip_range)` |
 # | $\|\mu-\mu_\text{ref}\|^2/2\sigma^2$ | KL | `flow.kl`, `ClippedLoss(kl_weight=...)` |
 # | one iteration | rollout, score, credit, update | `Trainer.iteration` |
 #
-# **Next:** [4 · Flow-GRPO](04_flow_grpo.ipynb) does this with pictures.
+# **Next:** [4 · Flow-GRPO](04_flow_grpo.ipynb) fine-tunes an image model.

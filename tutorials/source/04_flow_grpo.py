@@ -11,53 +11,53 @@
 # ---
 
 # %% [markdown]
-# # 4 · Flow-GRPO on pictures
+# # 4 · Flow-GRPO on images
 #
 # **After this lesson you can** fine-tune a text-to-image model with Flow-GRPO (arXiv 2505.05470), choose the group size and the steps that are decisions,
-# say what training with 10 steps instead of 40 saves, and recognise a collapse while it happens.
+# compute the saving of training with 10 steps instead of 40, and detect a collapse early.
 #
 # **Time** 60 minutes, of which the computer needs two. **You need** lesson 3 (GRPO on a flow: ratio, clip, KL).
 #
-# The plane of the first lessons had one number to improve. Here a small model draws pictures for words, a rule-based judge scores them, and the one trick of
-# lesson 3, *make the better members of a group likelier*, has to find its way through a real diffusion transformer.
+# The first lessons used two-dimensional data. In this lesson a small text-to-image model, a diffusion transformer, is trained with the method of
+# lesson 3: *make the better members of a group more likely*. A rule-based judge scores the images.
 
 # %% tags=["hide-input"]
-from dataclasses import replace
-
 import matplotlib.pyplot as plt
 import torch
 
 from flowrl import evaluate, preset, world
+from flowrl.samplers import FlowSDE, Window
 from flowrl.worlds.base import PolicyOptions
 from flowrl_course import lesson_04 as lesson
-from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, clean, panels
-from flowrl_course.pictures import draw, gallery, roll, train
-from flowrl.samplers import FlowSDE, Window
+from flowrl_course.batches import ode_images, sample_groups
+from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, ImageRow, clean, panels, show_images
+from flowrl_course.runs import train
 
 shapes = world("shapes")
 base = shapes.policy(PolicyOptions())
+judge = shapes.reward("soft")
 opening_prompts = [
     prompt
     for task, count in (("compositional", 3), ("text", 2), ("preference", 3))
     for prompt in shapes.prompts(task, "heldout")[1 : 1 + count]
 ]
-opening = draw(base, shapes, opening_prompts)
-gallery(
-    [("base model", opening.images, [f"{value:.2f}" for value in opening.rewards])],
-    [prompt.text for prompt in opening_prompts],
-    title="It knows every word, and often draws something else (below: the judge's score, 0 to 1)",
+opening = ode_images(base, judge, opening_prompts)
+show_images(
+    ImageRow(opening.images, opening.rewards, "base model"),
+    heads=[prompt.text for prompt in opening_prompts],
+    title="Samples of the base model, and the judge's scores (0 to 1)",
 )
 plt.show()
 
 # %% [markdown]
 # ## The world
 #
-# A picture has 64 × 64 pixels on a lattice of 4 × 4 cells; a cell holds an object, a letter, or nothing. The policy is the transformer class of Stable Diffusion 3
-# (`SD3Transformer2DModel` of diffusers) at a small size, and what we train is a LoRA adapter on its attention projections (a small low-rank matrix added to each frozen weight matrix): exactly what Flow-GRPO trains on SD3.5.
-# The base model learned from captions that were often careless, so it knows every word and does not always mean it.
+# An image has 64 × 64 pixels on a lattice of 4 × 4 cells; a cell contains an object, a letter, or nothing. The policy is the transformer class of Stable Diffusion 3
+# (`SD3Transformer2DModel` of diffusers) at a small size. The trained weights are a LoRA adapter on its attention projections (a low-rank matrix added to each frozen weight matrix), as in Flow-GRPO for SD3.5.
+# The base model was trained with captions that were often inaccurate, so it knows every word but does not always follow the prompt.
 #
-# We work on the task `preference`, "calm red and blue pattern": the judge likes the colours asked for, mirror symmetry, and the right amount of paint. It scores
-# in three forms: `strict` (0 or 1, all three conditions), `graded` (the share of conditions that hold), `soft` (continuous). We train on `soft` and report `strict` too.
+# The task is `preference`, for example "calm red and blue pattern": the judge scores the requested colours, mirror symmetry, and the right amount of paint. The score has
+# three forms: `strict` (0 or 1, all three conditions), `graded` (the fraction of conditions that hold), `soft` (continuous). Training uses `soft`; the tables also have `strict`.
 
 # %%
 trainable = sum(weight.numel() for weight in base.trainable().values())
@@ -72,11 +72,11 @@ print("base model on 96 held-out samples:", {form: round(value, 2) for form, val
 # %% [markdown]
 # ## One group
 #
-# A *group* is several samples of one prompt. Flow-GRPO's credit is the plainest there is: how good is this picture compared with its group,
+# A *group* is several samples of one prompt. Flow-GRPO's credit compares an image with its group,
 #
 # $$A^{(k)} = \frac{R^{(k)}_T - \operatorname{mean}_j R^{(j)}_T}{\operatorname{std}_j R^{(j)}_T + 10^{-4}},$$
 #
-# and every denoising step of the trajectory gets this same number. Nobody asks which step made the picture good; that is the question of lessons 5 and 6.
+# and every denoising step of the trajectory gets the same number. Lessons 5 and 6 ask which step made the image good.
 #
 # ### Exercise 1 · uniform credit *(easy, 4 minutes)*
 #
@@ -102,88 +102,85 @@ def uniform_advantages(final, steps):
 lesson.check_uniform(uniform_advantages)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The mean runs over the *members* (dimension 1), never over prompts: some prompts are harder than others, and a good picture of a hard prompt must not be
-# punished for that. The $10^{-4}$ keeps a group of equal rewards at 0 instead of dividing by zero. In `flowrl` this is `credit.Uniform`; the released code of
+# **Why.** The mean runs over the *members* (dimension 1), not over prompts: some prompts are harder than others, and the difficulty of a prompt must not lower
+# the advantages of its images. With the $10^{-4}$, a group of equal rewards gets 0 instead of a division by zero. In `flowrl` this rule is `credit.Uniform`; the released code of
 # Flow-GRPO takes the mean per prompt but the standard deviation over the whole batch, which is `Uniform(std="batch")`.
 
 # %% [markdown]
-# Here is a group of eight. The sampler is Flow-SDE of lesson 2 with $a = 0.7$ on the steps 2 to 6 and the ODE elsewhere (why these, comes next). `flowrl` calls this window `2:5`: from step 2 on, five steps.
+# The next figure has a group of eight. The sampler is Flow-SDE of lesson 2 with $a = 0.7$ in steps 2 to 6 and the ODE in the others; the next section gives the reason. In `flowrl` this window is written `2:5`: five steps from step 2 on.
 
 # %%
 sampler = Window(FlowSDE(0.7), start=2, size=5)
-judge = shapes.reward("soft")
-group = roll(base, judge, prompts[4:5], members=8, sampler=sampler, seed=1)
+group = sample_groups(base, judge, prompts[4:5], members=8, sampler=sampler, seed=1)
 final = group.rewards[..., -1]
 advantages = uniform_advantages(final, steps=10)
-pictures = base.decode(group.result.trajectories.images_latent)
+images = base.decode(group.rollout.trajectories.images_latent)
 order = final[0].argsort(descending=True)
-gallery(
-    [("", pictures[order], [f"R {final[0, k]:.2f}   A {advantages[0, k, 0]:+.1f}" for k in order])],
-    title=f'One group, "{prompts[4].text}", best first: reward and advantage',
-)
+captions = [f"R {final[0, k]:.2f}   A {advantages[0, k, 0]:+.1f}" for k in order]
+show_images(ImageRow(images[order], captions), title=f'One group, "{prompts[4].text}", best first: reward and advantage')
 plt.show()
 
 # %% [markdown]
-# About half of the advantages are positive, however good or bad the group is as a whole: GRPO needs no value network because the group is its own baseline.
+# About half of the advantages are positive in every group, good or bad: the group is its own baseline, so GRPO needs no value network.
 #
 # ## Which steps are decisions?
 #
-# A step counts in the loss only where the sampler is random: there the policy is a Gaussian with a log-probability. Flow-GRPO makes every step but the last random. But not
-# every step's noise reaches the picture. We can ask: let the members of a group start from the *same* noise, make *one* step random, and look at how much
-# the final rewards of the group differ.
+# The loss contains only the stochastic steps, in which the policy is a Gaussian with a log-probability. In Flow-GRPO every step but the last is stochastic. However, the noise of some
+# steps has no visible effect on the image. To measure the effect, let the members of a group start from the *same* noise, make *one* step stochastic, and compute the spread of
+# the final rewards within the group.
 
 # %%
 spread = {}
 for task in ("preference", "compositional"):
-    chosen, rewarded = shapes.prompts(task, "train")[:6], shapes.reward("soft")
+    chosen = shapes.prompts(task, "train")[:6]
     alone = [
-        roll(base, rewarded, chosen, members=8, sampler=Window(FlowSDE(0.7), step, 1), shared_noise=True, seed=3)
+        sample_groups(base, judge, chosen, members=8, sampler=Window(FlowSDE(0.7), step, 1), shared_noise=True, seed=3)
         for step in range(10)
     ]
     spread[task] = torch.stack([batch.rewards[..., -1].std(dim=1).mean() for batch in alone])
     print(f"{task:<26}" + " ".join(f"{value:.3f}" for value in spread[task]))
-stds = [float(batch.result.trajectories.schedule.stds[step]) for step, batch in enumerate(alone)]
+stds = [float(batch.rollout.trajectories.schedule.stds[step]) for step, batch in enumerate(alone)]
 print("std of the step's own noise " + " ".join(f"{value:.2f} " for value in stds))
 
 # %% tags=["hide-input"]
 figure, axes = panels(width=6.4, height=3.0)
 axes.axvspan(1.5, 6.5, color="#eef1f5")
-axes.text(4, 0.262, "window 2:5, steps 2 to 6 (what we train)", ha="center", fontsize=8, color=NOISE)
+axes.text(4, 0.262, "window 2:5, steps 2 to 6 (trained below)", ha="center", fontsize=8, color=NOISE)
 for task, shade, place in (("compositional", ACCENT, (4.1, 0.175)), ("preference", DATA, (0.05, 0.085))):
     axes.plot(range(10), spread[task], "o-", color=shade)
     axes.text(*place, task, color=shade)
 axes.set(xlabel="the one step that is random (0 = from pure noise)", ylabel="spread of R within a group", ylim=(0, 0.28))
 axes.set_xticks(range(10))
-axes.set_title("Early noise decides the picture, late noise nothing that the judge can see", fontsize=10)
+axes.set_title("Early noise changes the reward, late noise does not", fontsize=10)
 clean(axes)
 plt.show()
 
 # %% [markdown]
-# Noise after step 6 changes the picture so little that its log-probabilities are pure nuisance in the loss; the last step is random in name only (the grid of this model, like that of
-# diffusers, ends with 0.001 and 0, so the last step's noise has a standard deviation of 0.0007). The earliest steps do matter, yet this world's
-# default window begins at step 2: Flow-SDE's noise near $t = 1$ is very large (std 0.70 and 0.66), and training with it
-# was slower in the search that set the defaults (`docs/design.md`). Which steps should be random is a choice like the learning rate, and public code differs on it: all but the last
-# (Flow-GRPO), a few (Flow-GRPO-Fast), a window that slides from early to late (MixGRPO).
+# Noise after step 6 changes the image so little that these steps only add noise to the gradient. The last step is practically deterministic (the grid of this model, like that of
+# diffusers, ends with 0.001 and 0, so the noise of the last step has a standard deviation of 0.0007). The earliest steps have the largest effect, but the
+# default window of this world begins at step 2: Flow-SDE's noise near $t = 1$ is very large (std 0.70 and 0.66), and training with these steps
+# was slower in the search for the defaults. The choice of the stochastic steps is a setting like the learning rate, and public code differs: all but the last
+# (Flow-GRPO), a few (Flow-GRPO-Fast), a window that slides from early to late steps (MixGRPO).
 #
 # ## How large a group?
 #
-# At a fixed number of pictures per iteration you choose between many prompts with small groups and few prompts with large ones. Two things go wrong in small groups. First, a group whose
-# members all get the *same* reward says nothing: all advantages are 0, its pictures were drawn in vain. With 0/1 rewards this is common.
+# A fixed number of images per iteration can be divided into many small groups or few large ones. Small groups have two disadvantages. First, a group whose
+# members all get the *same* reward is silent: all its advantages are 0, and its images add nothing to the gradient. With 0/1 rewards this is common.
 #
 # ### Exercise 2 · silent groups *(medium, 6 minutes)*
 #
-# `success` `[prompt]` is the probability that a picture of each prompt gets reward 1 (otherwise 0). What share of groups of `size` members is silent, on average over the prompts?
+# `success` `[prompt]` is the probability that an image of each prompt gets reward 1 (otherwise 0). What fraction of groups of `size` members is silent, on average over the prompts?
 
 
 # %% tags=["exercise"]
 def silent_share(success, size):
-    """The expected share of groups in which all rewards are equal."""
+    """The expected fraction of groups in which all rewards are equal."""
     return ...
 
 
 # %% tags=["solution"]
 def silent_share(success, size):
-    """The expected share of groups in which all rewards are equal."""
+    """The expected fraction of groups in which all rewards are equal."""
     return float((success**size + (1 - success) ** size).mean())
 
 
@@ -191,20 +188,17 @@ def silent_share(success, size):
 lesson.check_silent(silent_share)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A group is silent when all members succeed, $p^G$, *or* all fail, $(1-p)^G$. The mean over prompts comes last: prompts that are nearly always right or nearly always wrong
-# fall silent far more often than one of average difficulty, so putting the mean $p$ into the formula is too optimistic. Note what follows: as training succeeds, $p \to 1$, and groups fall silent.
+# **Why.** A group is silent if all members succeed, $p^G$, *or* all fail, $(1-p)^G$. The mean over prompts comes last: groups of very easy or very hard prompts
+# are silent far more often than groups of average difficulty, so the formula with the mean $p$ gives too small a number. As training succeeds, $p \to 1$, and more groups become silent.
 
 # %% [markdown]
-# Second, mean and standard deviation of a few members are themselves noisy. Let us draw 48 members each of 12 prompts, cut them into smaller groups, and compare: the share of silent groups against your
-# formula, and how well the advantages of small groups agree (correlation) with those that use all 48.
+# Second, mean and standard deviation of a few members are noisy. The next cell samples 48 members for each of 12 prompts, divides them into smaller groups, and compares the fraction of silent groups with your
+# formula, and the advantages of small groups with those of all 48 (correlation).
 
 # %%
-crowd = roll(base, judge, prompts[:12], members=48, sampler=sampler, seed=3)
-strict = (
-    shapes.reward("strict").score(
-        base.decode(crowd.result.trajectories.images_latent), [p for p in prompts[:12] for _ in range(48)]
-    )
-).view(12, 48)
+crowd = sample_groups(base, judge, prompts[:12], members=48, sampler=sampler, seed=3)
+everyone = [prompt for prompt in prompts[:12] for _ in range(48)]
+strict = shapes.reward("strict").score(base.decode(crowd.rollout.trajectories.images_latent), everyone).view(12, 48)
 soft = crowd.rewards[..., -1]
 reference = uniform_advantages(soft, 1)[..., 0]
 sizes, silent, faithful = [2, 3, 4, 6, 8, 12, 24], [], []
@@ -214,8 +208,8 @@ for size in sizes:
     small = uniform_advantages(soft.view(-1, size), 1).flatten()
     faithful.append(float(torch.corrcoef(torch.stack([small, reference.flatten()]))[0, 1]))
 for size, quiet, agreeing in zip(sizes, silent, faithful, strict=True):
-    told = silent_share(strict.mean(dim=1), size)
-    print(f"groups of {size:2d}: {quiet:5.1%} silent (formula {told:5.1%}), correlation with the group of 48: {agreeing:.2f}")
+    formula = silent_share(strict.mean(dim=1), size)
+    print(f"groups of {size:2d}: {quiet:5.1%} silent (formula {formula:5.1%}), correlation with the group of 48: {agreeing:.2f}")
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=3.9, height=2.9)
@@ -226,7 +220,7 @@ axes[0].text(4.6, 0.2, "formula", color=DATA)
 axes[0].text(8.5, 0.06, "measured", color=ACCENT)
 axes[0].plot(fine, [silent_share(torch.full((1,), 0.95), float(size)) for size in fine], ":", color=NOISE)
 axes[0].text(12, 0.6, "when 95% succeed", color=NOISE)
-axes[0].set(xlabel="group size G", ylabel="share of silent groups", title="Small groups fall silent (0/1 rewards)", ylim=(0, 1))
+axes[0].set(xlabel="group size G", ylabel="fraction of silent groups", title="Silent groups with 0/1 rewards", ylim=(0, 1))
 axes[1].plot(sizes, faithful, "o-", color=ACCENT)
 axes[1].plot(fine, (1 - 1 / fine).sqrt(), ":", color=NOISE)
 axes[1].text(2.2, 0.94, r"$\sqrt{1 - 1/G}$", color=NOISE)
@@ -236,18 +230,18 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# The dotted line on the right is what the noise of the group's mean alone would cost; the rest is the noise of its standard deviation, which at $G = 2$ leaves only the sign of a difference. Beyond
-# about a dozen members little is gained. Papers use 24; this world's default is 16 prompts × 12 members, and below we use 8 × 12 to save time.
+# The dotted line on the right is the loss of correlation due to the noise of the group's mean alone; the rest is due to the noise of the standard deviation, which at $G = 2$ leaves only the sign of a difference. Beyond
+# about a dozen members the gain is small. Papers use 24; the default of this world is 16 groups of 12, and the runs below use 8 groups of 12 to save time.
 #
-# ## Train with 10 steps, draw with 40
+# ## Train with 10 steps, evaluate with 40
 #
-# Evaluation uses 28 to 40 ODE steps. Training does not have to: Flow-GRPO found that pictures of 10 steps are good enough to *rank* the members of a group. This *denoising reduction* is
-# most of what makes online RL on image models affordable.
+# Evaluation uses 28 to 40 ODE steps. Training can use fewer: Flow-GRPO found that images of 10 steps are sufficient to *rank* the members of a group. This *denoising reduction* is
+# the largest saving in online RL of image models.
 #
-# ### Exercise 3 · what ten steps save *(medium, 6 minutes)*
+# ### Exercise 3 · the saving of ten steps *(medium, 6 minutes)*
 #
-# Count network evaluations (NFE) of one iteration. Sampling costs one evaluation per step. Every stochastic step of every trajectory is then trained on once, and a training evaluation (forward and backward) costs about
-# three. `trajectories` are drawn with `steps` steps, `decisions` of them stochastic.
+# Count the network evaluations (NFE) of one iteration. Sampling costs one evaluation per step. The update then trains once on every stochastic step of every trajectory, and a training evaluation (forward and backward) costs about
+# three. `trajectories` are sampled with `steps` steps, `decisions` of them stochastic.
 
 
 # %% tags=["exercise"]
@@ -273,16 +267,16 @@ print(
 )
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The update costs more than the sampling: with nine decisions, 27 of 37 evaluations. If all steps are trained, everything shrinks with the number of steps. If only a fixed window is stochastic, its cost does not
-# shrink, and fewer steps save less; but then the window itself is the larger saving (25 instead of 37 evaluations at 10 steps).
+# **Why.** The update costs more than the sampling: with nine decisions, 27 of 37 evaluations. If all steps are trained, both costs decrease with the number of steps. If only a fixed window is stochastic, the cost of the update stays the
+# same, and fewer steps save less; but then the window itself is the larger saving (25 instead of 37 evaluations at 10 steps).
 
 # %% [markdown]
-# Now we train: 8 iterations of 8 prompts × 12 members, 10 steps. `train` (in `flowrl_course.pictures`) is a loop around `Trainer.iteration`, the same that `flowrl train` runs; it ends with
-# the averaged weights and an evaluation on held-out prompts. The reduction asks for a test: does what was learned with 10 steps hold when we draw with 5 or 40?
+# The next cell trains for 8 iterations of 8 groups of 12 with 10 steps. `train` (in `flowrl_course.runs`) is a loop over `Trainer.iteration`, as in `flowrl train`, followed by
+# a held-out evaluation of the averaged weights. To test the denoising reduction, the cell also evaluates with 5 and 40 steps.
 
 # %%
 settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=8)
-healthy = train(settings, shapes)
+healthy = train(settings)
 print("mean reward of the training samples:", " ".join(f"{value:.2f}" for value in healthy.curve("reward_mean")))
 held = {}
 for name, policy in (("before", base), ("after", healthy.policy)):
@@ -293,6 +287,11 @@ for name, policy in (("before", base), ("after", healthy.policy)):
             f"{s:2d} steps: soft {v['soft']:.2f} strict {v['strict']:.2f}" for s, v in zip((5, 10, 40), held[name], strict=True)
         )
     )
+
+# %% [markdown] tags=["expected"]
+# mean reward of the training samples: 0.75 0.79 0.80 0.83..0.87 0.85..0.91 0.85..0.91 0.88..0.95 0.88..0.95
+# before  5 steps: soft 0.68 strict 0.29   10 steps: soft 0.70 strict 0.35   40 steps: soft 0.71 strict 0.43
+# after   5 steps: soft 0.85..0.93 strict 0.58..0.82   10 steps: soft 0.86..0.94 strict 0.62..0.86   40 steps: soft 0.87..0.95 strict 0.69..0.91
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=3.9, height=2.8)
@@ -310,40 +309,40 @@ plt.show()
 shown = [shapes.parse(text) for text in heldout]
 rows = []
 for name, policy in (("before", base), ("after", healthy.policy)):
-    drawn = draw(policy, shapes, shown, seed=4)
-    rows.append((name, drawn.images[:5], [f"{value:.2f}" for value in drawn.rewards[:5]]))
-gallery(rows, heldout[:5], title="Held-out prompts, the same noise before and after 8 iterations")
+    drawn = ode_images(policy, judge, shown, seed=4)
+    rows.append(ImageRow(drawn.images[:5], drawn.rewards[:5], name))
+show_images(*rows, heads=heldout[:5], title="Held-out prompts, the same noise before and after 8 iterations")
 plt.show()
 
 # %% [markdown]
-# The gain carries over to every number of steps, although no training sample had more than 10. With 96 samples a share has a standard error of about 0.05, so read nothing into differences of that size.
+# The gain holds for every number of steps, although all training samples had 10. With 96 samples the standard error of a success rate is about 0.05, so differences of that size are not significant.
 #
-# ## A collapse, made on purpose
+# ## A deliberate collapse
 #
-# Three brakes kept this run safe: a small learning rate, few updates on the same pictures, and the clip, which stops counting a pair once its probability ratio has moved too far. Take them away: learning rate 0.01
-# instead of 0.004, 16 updates instead of 4, and a clip so wide (0.9) that it never holds.
+# Three settings kept this run stable: a small learning rate, few mini-batches per iteration, and the clip, which removes a pair from the gradient when its probability ratio has moved too far. The next run has none of them: learning rate 0.01
+# instead of 0.004, 16 mini-batches instead of 4, and a clip range so wide (0.9) that it has no effect.
 #
-# All three keep the policy close to the one that drew the pictures, and for the same reason: the advantages say which way to change *that* policy. One that has already moved far away follows advice that was meant for
-# another.
+# All three settings keep the policy close to the one that sampled the images, and for the same reason: the advantages are valid for *that* policy. If the policy has moved far away, they
+# no longer point in a useful direction.
 #
-# First, what the clip does exactly. The loss of a pair is $\max(-A\,\rho,\; -A\,\mathrm{clip}(\rho, 1-c, 1+c))$ with the ratio $\rho$.
+# First, the exact effect of the clip. The loss of a pair is $\max(-A\,\rho,\; -A\,\mathrm{clip}(\rho, 1-c, 1+c))$ with the ratio $\rho$.
 #
-# ### Exercise 4 · which pairs still push? *(medium, 6 minutes)*
+# ### Exercise 4 · pairs with a gradient *(medium, 6 minutes)*
 #
-# Given ratios, advantages (no zeros) and $c$, return which pairs have a gradient that is not zero, as booleans. Think before you run: is it all pairs within $1 \pm c$, and only those?
+# Given ratios, advantages (no zeros) and $c$, return which pairs have a non-zero gradient, as booleans. Before you run the check, decide whether these are all pairs within $1 \pm c$, and only those.
 
 
 # %% tags=["exercise"]
-def pushing(ratio, advantage, clip):
+def pushing(ratio, advantage, clip_range):
     """Which pairs still change the policy, [pair], bool."""
     return ...
 
 
 # %% tags=["solution"]
-def pushing(ratio, advantage, clip):
+def pushing(ratio, advantage, clip_range):
     """Which pairs still change the policy, [pair], bool."""
-    too_far_up = (advantage > 0) & (ratio > 1 + clip)
-    too_far_down = (advantage < 0) & (ratio < 1 - clip)
+    too_far_up = (advantage > 0) & (ratio > 1 + clip_range)
+    too_far_down = (advantage < 0) & (ratio < 1 - clip_range)
     return ~(too_far_up | too_far_down)
 
 
@@ -351,19 +350,19 @@ def pushing(ratio, advantage, clip):
 lesson.check_pushing(pushing)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The maximum is the *pessimistic* of two losses. A good pair ($A > 0$) whose ratio has already grown beyond $1 + c$ has had its share: its gradient is 0. But a good pair whose ratio *fell* below $1 - c$, because updates for other
-# pairs pushed it there, keeps its full gradient, so that the mistake can be mended. So the clip holds on one side only, and it stops pairs from pushing on; it does not pull back what other pairs moved.
+# **Why.** The maximum is the *pessimistic* of two losses. A good pair ($A > 0$) whose ratio has grown beyond $1 + c$ has gradient 0. But a good pair whose ratio *fell* below $1 - c$, because updates for other
+# pairs moved it, keeps its full gradient, which corrects the error. The clip therefore acts on one side only: it stops pairs from moving further, and it does not reverse what other pairs moved.
 
 # %% [markdown]
-# Now the collapse, and two cures that leave learning rate and number of updates as they are: the clip of $2 \times 10^{-3}$ alone, or a penalty on the KL divergence from the base model alone. The table also has
-# another KL, `approx_kl`: between the policy while it is updated and the one that drew the iteration's pictures. It says how far one iteration moves.
+# The next cell runs the collapse, and two remedies with the same learning rate and number of mini-batches: a clip range of $2 \times 10^{-3}$ alone, or a penalty on the KL divergence from the base model alone. The table also has
+# another KL, `approx_kl`: the divergence of the policy during the update from the one that sampled the iteration's images. It measures the change in one iteration.
 
-# %% tags=["varies"]
-reckless = replace(settings, iterations=5, updates=16, lr=1e-2, clip=0.9)
+# %%
+unstable = settings.replace(iterations=5, minibatches=16, learning_rate=1e-2, clip_range=0.9)
 runs = {
-    "no brakes": train(reckless, shapes),
-    "+ clip 0.002": train(replace(reckless, clip=2e-3), shapes),
-    "+ KL penalty 1": train(replace(reckless, kl_weight=1.0), shapes),
+    "unstable": train(unstable),
+    "+ clip 0.002": train(unstable.replace(clip_range=2e-3)),
+    "+ KL penalty 1": train(unstable.replace(kl_weight=1.0)),
     "the run above": healthy,
 }
 print(f"{'held out, 96 samples':<22} {'soft':>6} {'strict':>7}   KL of the new policy from the old one, per iteration")
@@ -371,11 +370,20 @@ print(f"{'base model':<22} {held['before'][1]['soft']:6.2f} {held['before'][1]['
 for name, run in runs.items():
     scores, moved = run.evaluation.scores, run.curve("approx_kl")
     print(f"{name:<22} {scores['soft']:6.2f} {scores['strict']:7.2f}   " + " ".join(f"{value:.4f}" for value in moved))
-print("training reward without brakes:", " ".join(f"{value:.2f}" for value in runs["no brakes"].curve("reward_mean")))
+print("training reward of the unstable run:", " ".join(f"{value:.2f}" for value in runs["unstable"].curve("reward_mean")))
+
+# %% [markdown] tags=["expected"]
+# held out, 96 samples     soft  strict   KL of the new policy from the old one, per iteration
+# base model               0.70    0.35
+# unstable                 0.30..0.55    0.00..0.10   0.1500..0.1640 0.4000..0.5500 0.2500..0.6000 0.0000..0.6000 0.0000..0.6000
+# + clip 0.002             0.78..0.90    0.45..0.75   0.0080 0.0075 0.0045..0.0060 0.0040..0.0090 0.0030..0.0140
+# + KL penalty 1           0.68..0.82    0.25..0.50   0.0039 0.0048 0.0070..0.0090 0.0150..0.0350 0.0080..0.0250
+# the run above            0.86..0.94    0.62..0.86   0.0009 0.0004 0.0002 0.0002 0.0001..0.0004 0.0001..0.0004 0.0001..0.0004 0.0001..0.0005
+# training reward of the unstable run: 0.75 0.77 0.55..0.68 0.35..0.60 0.35..0.60
 
 # %% tags=["hide-input"]
 shades = {
-    "no brakes": ACCENT,
+    "unstable": ACCENT,
     "+ clip 0.002": COLOURS["dance-grpo"],
     "+ KL penalty 1": COLOURS["noise-weighted"],
     "the run above": COLOURS["flow-grpo"],
@@ -385,7 +393,7 @@ for cell, metric, label, title in zip(
     axes,
     ("reward_mean", "approx_kl", "group_std"),
     ("mean reward (soft)", "KL, new policy from old", "std of R in a group"),
-    ("What you see last", "What you see first: the policy runs", "Rewards of a group become alike"),
+    ("The reward shows the collapse last", "The KL shows it first", "Spread within a group"),
     strict=True,
 ):
     for name, run in runs.items():
@@ -398,31 +406,31 @@ figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", 
 plt.show()
 rows = []
 for name, run in runs.items():
-    drawn = draw(run.policy, shapes, shown, seed=4)
-    rows.append((name, drawn.images[2:], [f"{value:.2f}" for value in drawn.rewards[2:]]))
-gallery(rows, heldout[2:], size=1.1, title="The same noise after each run")
+    drawn = ode_images(run.policy, judge, shown, seed=4)
+    rows.append(ImageRow(drawn.images[2:], drawn.rewards[2:], name))
+show_images(*rows, heads=heldout[2:], size=1.1, title="The same noise after each run")
 plt.show()
 
 # %% [markdown]
-# Without brakes the policy ends at painting every cell, whatever the prompt says: strict success 0. Look at the order of events. In iteration 2 the training reward was still *rising*, while the KL of the update was already
-# about sixty times that of the run with a clip. A reward curve is the last to know. What to watch is how far the policy moves per iteration (`approx_kl`, `ratio_deviation`, `clip_fraction` in the metrics), and pictures.
+# The unstable policy ends by painting every cell for every prompt: strict success 0. The order of events matters. In iteration 2 the training reward was still *rising*, while the KL of the update was already
+# about sixty times that of the run with a clip. The reward is the last curve to show a collapse. Watch the change of the policy per iteration (`approx_kl`, `ratio_deviation`, `clip_fraction` in the metrics), and look at images.
 #
-# Both cures prevent the crash with everything else as reckless as before, and they are not equally good here. The clip keeps most of the learning. The KL penalty of weight 1 holds the policy at the base model: no
-# crash, and no gain either (strict 0.35, as before training). Try 0.1, and it crashes again. Papers use KL weights of 0.01 to 0.04 on SD3.5 against slow drift and reward hacking over thousands of iterations, which is another disease than
-# this one. The best run is the plain one, with small steps from the beginning. All of this is one seed, and a run that collapses multiplies every rounding error, so your numbers of the first row may differ; the collapse is far beyond chance, the order of the two cures might not be.
+# Both remedies prevent the collapse with all other settings unchanged, but they are not equally good here. The clip keeps most of the gain. The KL penalty of weight 1 keeps the policy close to the base model: no
+# collapse, and little gain. With weight 0.1 the run collapses again. Papers use KL weights of 0.01 to 0.04 on SD3.5 against a different problem, slow drift and reward hacking over thousands of iterations.
+# The best run is the stable one, with small steps from the beginning. All of these are single runs, and a run that collapses amplifies every rounding error, so your numbers for the first three runs may differ. The collapse is far beyond chance; the order of the two remedies may not be.
 #
-# The right panel has a lesson too: the spread of rewards within a group falls in *every* run, in the good one because its pictures succeed, in the broken one because they fail alike. A falling `group_std` by itself is no alarm.
+# In the right panel the spread of rewards within a group falls in the stable run, because its images succeed, and in the unstable run, because all of its images fail alike. A falling `group_std` alone is no sign of a collapse.
 #
 # ## To keep
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $R^{(k)}_T$ | reward of member $k$'s finished picture | `reward_table(...)[..., -1]` |
+# | $R^{(k)}_T$ | reward of member $k$'s finished image | `reward_table(...)[..., -1]` |
 # | $A = (R_T - \operatorname{mean})/(\operatorname{std} + 10^{-4})$ | uniform credit | `credit.Uniform` |
 # | $G$ | group size | `Groups(prompts, members)`, `--group-size` |
 # | stochastic steps | the decisions | `samplers.Window`, `--window 2:5` |
 # | 10 / 40 | steps in training / evaluation | `--num-steps`, `--eval-steps` |
-# | $c$, $\beta$ | clip, KL weight | `ClippedLoss(clip, kl_weight)` |
+# | $c$, $\beta$ | clip range, KL weight | `ClippedLoss(clip_range, kl_weight)`, `--clip-range`, `--kl-weight` |
 #
 # On the command line: `flowrl train --task preference --out runs/mine`.
 #

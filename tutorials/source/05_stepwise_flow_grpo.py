@@ -13,32 +13,33 @@
 # %% [markdown]
 # # 5 · Stepwise-Flow-GRPO
 #
-# **After this lesson you can** score a picture that is not finished, pay each denoising step for what it gained, explain why the gains are normalised jointly, and measure what better credit
-# is worth in network evaluations.
+# **After this lesson you can** score an unfinished image, compute the credit of each denoising step from its gain, explain why the gains are normalised jointly, and measure the value of better credit
+# in network evaluations.
 #
 # **Time** 60 minutes, of which the computer needs two. **You need** lesson 4, and the Tweedie estimate of lesson 1.
 #
-# Flow-GRPO pays every step of a trajectory the same. Below are two trajectories of one group, from the same noise: the pictures are what an estimator expects to come out (how, is
-# exercise 2), the curves what the judge says to that. Which of the two has the better *first half*?
+# Flow-GRPO gives every step of a trajectory the same credit. The animation shows two trajectories of one group, from the same noise: at every node an estimate of the finished image (computed as in
+# exercise 2), and the judge's score of the estimate. Which of the two has the better *first half*?
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
 import torch
 
 from flowrl import preset, world
-from flowrl.worlds.base import PolicyOptions
-from flowrl_course import lesson_05 as lesson
-from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, animation, clean, panels
-from flowrl_course.pictures import agreement, gallery, gradients, roll, train
 from flowrl.credit import StepwiseGain, Uniform
 from flowrl.samplers import AllButLast, FlowSDE, Window
 from flowrl.types import Completion, Substeps
+from flowrl.worlds.base import PolicyOptions
+from flowrl_course import lesson_05 as lesson
+from flowrl_course.batches import credit_gradients, pairwise_cosines, sample_groups
+from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, ImageRow, animation, clean, panels, pixels, show_images
+from flowrl_course.runs import train
 
 shapes = world("shapes")
 base = shapes.policy(PolicyOptions())
 prompts = shapes.prompts("compositional", "train")[:8]
 judge = shapes.reward("soft")
-batch = roll(base, judge, prompts, members=12, sampler=AllButLast(FlowSDE(0.7)), probe=Substeps(5), shared_noise=True)
+batch = sample_groups(base, judge, prompts, members=12, sampler=AllButLast(FlowSDE(0.7)), probe=Substeps(5), shared_noise=True)
 
 
 def crossing(rewards):
@@ -52,23 +53,23 @@ def crossing(rewards):
 
 
 group, leader, winner = crossing(batch.rewards)
-estimates = batch.result.estimates
+estimates = batch.rollout.estimates
 
 
 def estimate_of(member):
-    """The expected picture at every node of one trajectory, [node, channel, height, width]."""
+    """The estimated image at every node of one trajectory, [node, channel, height, width]."""
     index = group * 12 + member
     latents = [estimates[node][index if len(estimates[node]) == len(prompts) * 12 else group] for node in range(11)]
     return base.decode(torch.stack(latents))
 
 
 def opening():
-    """Two trajectories, their expected pictures, and their reward curves."""
+    """Two trajectories, their estimated images, and their reward curves."""
     figure, axes = panels(3, width=2.6, height=2.9, width_ratios=[1, 1, 2])
-    pictures, shades = [estimate_of(leader), estimate_of(winner)], (ACCENT, DATA)
+    frames, shades = [estimate_of(leader), estimate_of(winner)], (ACCENT, DATA)
     shown, lines = [], []
-    for cell, pixels, shade, name in zip(axes[:2], pictures, shades, ("trajectory A", "trajectory B"), strict=True):
-        shown.append(cell.imshow(pixels[0].permute(1, 2, 0).clamp(0, 1)))
+    for cell, images, shade, name in zip(axes[:2], frames, shades, ("trajectory A", "trajectory B"), strict=True):
+        shown.append(cell.imshow(pixels(images[0])))
         cell.set(xticks=[], yticks=[])
         cell.set_title(name, color=shade)
     for shade in shades:
@@ -79,7 +80,7 @@ def opening():
         xlim=(-0.3, 11.4),
         ylim=(0, 1.05),
         xticks=range(0, 11, 2),
-        xlabel="node (0 = noise, 10 = picture)",
+        xlabel="node (0 = noise, 10 = image)",
         ylabel="expected reward",
     )
     axes[2].set_title(f'"{prompts[group].text}"')
@@ -89,8 +90,8 @@ def opening():
 
     def draw(frame):
         node = min(frame, 10)
-        for picture, pixels, line, member in zip(shown, pictures, lines, (leader, winner), strict=True):
-            picture.set_data(pixels[node].permute(1, 2, 0).clamp(0, 1).numpy())
+        for image, images, line, member in zip(shown, frames, lines, (leader, winner), strict=True):
+            image.set_data(pixels(images[node]))
             line.set_data(range(node + 1), batch.rewards[group, member, : node + 1])
 
     return animation(figure, draw, frames=14, seconds=7)
@@ -99,16 +100,16 @@ def opening():
 opening()
 
 # %% [markdown]
-# A leads early and loses in the end. Flow-GRPO gives *every* step of A a lower advantage than every step of B, also the good early ones. That is not wrong on average (over many trajectories the early steps' true
-# worth shows), but it is noisy: each step is paid for what nine others did. Stepwise-Flow-GRPO (arXiv 2603.28718, which opens with a figure of two crossing curves) pays a step for its own gain.
+# A leads early and ends lower. Flow-GRPO gives *every* step of A a lower advantage than every step of B, the good early steps included. This credit is right on average over many trajectories,
+# but noisy: the credit of each step contains the effects of nine others. Stepwise-Flow-GRPO (arXiv 2603.28718, whose first figure has two crossing curves) gives a step its own gain.
 #
 # ## Gains
 #
-# Let $R_j$ be the expected reward as of node $j$; $R_T$ is that of the finished picture. Step $i$ leads from node $i$ to node $i+1$ and gains
+# Let $R_j$ be the expected reward at node $j$; $R_T$ is the reward of the finished image. Step $i$ leads from node $i$ to node $i+1$ and gains
 #
 # $$g_i = R_{i+1} - R_i.$$
 #
-# (The paper counts its time backwards; its $t$ is our $T - i$.)
+# (The paper counts time in the other direction; its $t$ is $T - i$ here.)
 #
 # ### Exercise 1 · gains *(easy, 3 minutes)*
 #
@@ -117,13 +118,13 @@ opening()
 
 # %% tags=["exercise"]
 def step_gains(rewards):
-    """What each step added to the expected reward."""
+    """The change of the expected reward in each step."""
     return ...
 
 
 # %% tags=["solution"]
 def step_gains(rewards):
-    """What each step added to the expected reward."""
+    """The change of the expected reward in each step."""
     return rewards[..., 1:] - rewards[..., :-1]
 
 
@@ -131,7 +132,7 @@ def step_gains(rewards):
 lesson.check_gains(step_gains)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** There is one step less than nodes. The sum over steps *telescopes*: everything in between cancels, and $\sum_i g_i = R_T - R_0$ remains. So gains do not invent reward, they only say when it came. In `flowrl`: `credit.gains`.
+# **Why.** There is one step less than nodes. The sum over steps *telescopes* to $\sum_i g_i = R_T - R_0$: gains distribute the total change over the steps. In `flowrl`: `credit.gains`.
 
 # %%
 gained = step_gains(batch.rewards)
@@ -155,7 +156,7 @@ for name, member, shade in (("A", leader, ACCENT), ("B", winner, DATA)):
     offset = -0.2 if name == "A" else 0.2
     axes[1].bar(torch.arange(10) + 0.5 + offset, gained[group, member], width=0.4, color=shade, label=name)
 axes[0].set(xlabel="node", ylabel="expected reward", title="The crossing (grey: the rest of the group)", xlim=(-0.3, 10.8))
-axes[1].set(xlabel="step (drawn between its nodes)", ylabel="gain", title="Who gained when")
+axes[1].set(xlabel="step (drawn between its nodes)", ylabel="gain", title="Gains of A and B")
 axes[1].axhline(0, color=INK, linewidth=0.8)
 axes[1].legend(frameon=False)
 for cell in axes:
@@ -165,26 +166,26 @@ plt.show()
 # %% [markdown]
 # All curves begin at the same point: in Stepwise-Flow-GRPO the members of a group start from the *same* noise $x_T$, so that differences come from the steps alone.
 #
-# ## Scoring what is not finished
+# ## Rewards of unfinished images
 #
-# Where does $R_j$ come from? The judge needs a clean picture. The Tweedie estimate $\hat x_0 = x_j - t_j v_j$ costs nothing, but early it is the *average* of all pictures the model still considers, and a judge of pictures does
-# not score averages well. The paper walks to $t = 0$ in a few steps instead: $T' = 5$ Euler steps on an even grid over $[t_j, 0]$.
+# The judge scores a clean image, so $R_j$ needs an estimate of one. The Tweedie estimate $\hat x_0 = x_j - t_j v_j$ is free, but at early nodes it is the *mean* of all images that are still possible, and a judge
+# trained or written for images does not score blurred means well. The paper uses $T' = 5$ Euler steps on an even grid over $[t_j, 0]$ instead.
 #
 # ### Exercise 2 · a substep estimate *(medium, 8 minutes)*
 #
-# `x` `[sample, dim]` is the state at time `t` (a number), `v` its velocity, which the rollout has already computed. `velocity(x, t)` evaluates the network, at a time that is a number here too. Return the estimate after `count` Euler steps of equal length from $t$ to 0,
+# `x` `[sample, dim]` is the state at time `t` (a number), `v` its velocity, which the rollout has already computed. `velocity(x, t)` evaluates the network at a time that is also a number. Return the estimate after `count` Euler steps of equal length from $t$ to 0,
 # with as few network evaluations as possible.
 
 
 # %% tags=["exercise"]
 def substep_estimate(velocity, x, t, v, count):
-    """The expected picture: `count` Euler steps from time t to 0."""
+    """The estimated image: `count` Euler steps from time t to 0."""
     return ...
 
 
 # %% tags=["solution"]
 def substep_estimate(velocity, x, t, v, count):
-    """The expected picture: `count` Euler steps from time t to 0."""
+    """The estimated image: `count` Euler steps from time t to 0."""
     length = t / count
     for k in range(count):
         if k > 0:
@@ -201,15 +202,15 @@ lesson.check_substeps(substep_estimate)
 # estimate. In `flowrl` the probe `Substeps(5)` does this for all nodes and trajectories in $T + T' - 1$ network calls.
 
 # %% [markdown]
-# Let us compare your function with the library on the real network, and then compare estimators: one step, five, and the whole remaining ODE on the sampler's own grid (TP-GRPO's way, lesson 6). The same seed gives the same trajectories.
+# The next cell compares your function with the library on the image model, and then four estimators: one, two and five steps, and the whole remaining ODE on the sampler's own grid (as in TP-GRPO, lesson 6). The same seed gives the same trajectories.
 
 # %%
-paths, node = batch.result.trajectories, 3
+paths, node = batch.rollout.trajectories, 3
 everyone = batch.condition.repeat(12)
 
 
 def network(x, t):
-    """The policy's velocity for all trajectories of the batch at time t; like every image transformer it is told 1000 t, per sample."""
+    """The policy's velocity for all trajectories of the batch at time t; the input of an image transformer is 1000 t, per sample."""
     return base.velocity(x, torch.full((len(x),), 1000.0 * float(t)), everyone)
 
 
@@ -219,7 +220,7 @@ print(f"largest difference from the library: {float((ours - estimates[node]).abs
 probes = {"1 step (Tweedie)": Substeps(1), "2 steps": Substeps(2), "5 steps": Substeps(5), "whole ODE": Completion()}
 tables = {}
 for name, probe in probes.items():
-    scored = roll(base, judge, prompts, 12, AllButLast(FlowSDE(0.7)), probe, shared_noise=True)
+    scored = sample_groups(base, judge, prompts, 12, AllButLast(FlowSDE(0.7)), probe, shared_noise=True)
     tables[name] = scored
     error = (scored.rewards - scored.rewards[..., -1:]).square().mean((0, 1)).sqrt()
     print(
@@ -227,20 +228,22 @@ for name, probe in probes.items():
         + " ".join(f"{e:.2f}" for e in error[1:7])
     )
 
+# %% [markdown] tags=["expected"]
+# largest difference from the library: 0..1e-3 (latents are of size 1)
+# 1 step (Tweedie)    9.1 NFE per trajectory; rms of R_j - R_T at nodes 1-6: 0.62 0.52 0.38 0.22 0.16 0.08
+# 2 steps            18.2 NFE per trajectory; rms of R_j - R_T at nodes 1-6: 0.37 0.33 0.25 0.19 0.14 0.08
+# 5 steps            45.4 NFE per trajectory; rms of R_j - R_T at nodes 1-6: 0.33 0.28 0.22 0.21 0.16 0.08
+# whole ODE          45.8 NFE per trajectory; rms of R_j - R_T at nodes 1-6: 0.33 0.29 0.22 0.21 0.15 0.08
+
 # %% tags=["hide-input"]
-index = group * 12 + winner
+index, shown = group * 12 + winner, [1, 2, 3, 4, 5, 7, 10]
 rows = []
 for name in ("1 step (Tweedie)", "5 steps", "whole ODE"):
     scored = tables[name]
-    latents = torch.stack([scored.result.estimates[node][index] for node in (1, 2, 3, 4, 5, 7, 10)])
-    values = scored.rewards[group, winner, [1, 2, 3, 4, 5, 7, 10]]
-    rows.append((name, base.decode(latents), [f"{value:.2f}" for value in values]))
-gallery(
-    rows,
-    [f"node {node}" for node in (1, 2, 3, 4, 5, 7, 10)],
-    title="What each estimator expects of trajectory B, and its reward",
-    size=1.1,
-)
+    latents = torch.stack([scored.rollout.estimates[node][index] for node in shown])
+    rows.append(ImageRow(base.decode(latents), scored.rewards[group, winner, shown], name))
+heads = [f"node {node}" for node in shown]
+show_images(*rows, heads=heads, title="Estimates of trajectory B by three estimators, and their rewards", size=1.1)
 plt.show()
 figure, axes = panels(2, width=4.0, height=2.9)
 shades = dict(zip(probes, (NOISE, COLOURS["noise-weighted"], COLOURS["stepwise-flow-grpo"], COLOURS["tp-grpo"]), strict=True))
@@ -250,7 +253,7 @@ for name, scored in tables.items():
     axes[1].plot(
         nodes, (scored.rewards - scored.rewards[..., -1:]).square().mean((0, 1)).sqrt(), "o-", color=shades[name], markersize=3
     )
-axes[0].set(xlabel="node j", ylabel="mean of R_j", title="Blurred averages score low", ylim=(0, 0.8))
+axes[0].set(xlabel="node j", ylabel="mean of R_j", title="Blurred estimates score low", ylim=(0, 0.8))
 axes[1].set(xlabel="node j", ylabel="rms of R_j - R_T", title="Distance from the final reward", ylim=(0, None))
 axes[0].legend(frameon=False, fontsize=8)
 for cell in axes:
@@ -258,19 +261,19 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# A one-step estimate begins near the reward of a grey blur and rises for everyone: its gains mostly say "the picture got sharper". Five substeps are close to the whole ODE. (With a sampler of ten steps they cost as much, since five steps remain on average; with forty the ODE would cost four times as much.) No estimator can come near 0 on the right at early nodes: most of what happens is not
-# decided yet, the noise is still to come.
+# The rewards of one-step estimates begin near that of a grey blur and rise for all trajectories, so their gains mostly measure the sharpness of the estimate. Five substeps are close to the whole ODE. (With a sampler of ten steps both cost the same, since five steps remain on average; with forty steps the ODE would cost four times as much.) On the right no estimator comes near 0 at early nodes, because most of the noise
+# that decides the image is not drawn yet.
 #
 # ## When is reward gained?
 #
-# Mean $|g_i|$ per step over all trajectories, beside the values of the paper (read off its plot; SD3.5, another reward, so only the shape can be compared).
+# The next cell prints the mean $|g_i|$ per step over all trajectories, and the values of the paper (read off its plot; SD3.5 and another reward, so only the shape can be compared).
 
 # %%
 paper = torch.tensor([0.031, 0.022, 0.018, 0.011, 0.009, 0.0065, 0.006, 0.007, 0.011, 0.0006])
 size = gained.abs().mean((0, 1))
-print("mean |gain| here:     " + " ".join(f"{value:.3f}" for value in size))
-print("share of total here:  " + " ".join(f"{value:5.1%}" for value in size / size.sum()))
-print("share in the paper:   " + " ".join(f"{value:5.1%}" for value in paper / paper.sum()))
+print("mean |gain| here:      " + " ".join(f"{value:.3f}" for value in size))
+print("fraction here:         " + " ".join(f"{value:5.1%}" for value in size / size.sum()))
+print("fraction in the paper: " + " ".join(f"{value:5.1%}" for value in paper / paper.sum()))
 
 # %% tags=["hide-input"]
 figure, axes = panels(width=6.0, height=2.8)
@@ -279,17 +282,17 @@ axes.bar(steps - 0.2, 100 * size / size.sum(), width=0.4, color=COLOURS["stepwis
 axes.bar(steps + 0.2, 100 * paper / paper.sum(), width=0.4, color=NOISE)
 axes.text(3.6, 16, "this world", color=COLOURS["stepwise-flow-grpo"])
 axes.text(7.0, 10.5, "the paper (SD3.5)", color=NOISE)
-axes.set(xlabel="step (0 = from pure noise)", ylabel="share of all |gain| (%)", title="Most reward is won or lost early")
+axes.set(xlabel="step (0 = from pure noise)", ylabel="fraction of all |gain| (%)", title="Early steps have the largest gains")
 axes.set_xticks(range(10))
 clean(axes)
 plt.show()
 
 # %% [markdown]
-# In both, the early steps carry most. Here the first three are about alike and everything after step 6 is next to nothing; the paper's decline is steeper at first and has a second rise at step 8, which this world does not show.
+# In both, the early steps have the largest gains. Here the first three are about equal and those after step 6 nearly 0; the paper's values fall faster at first and rise again at step 8, which does not happen in this world.
 #
 # ## Normalise jointly or step by step?
 #
-# GRPO divides by a standard deviation. For gains there are two ways: over the members *step by step*, or over members and steps of the group *together*. The paper chooses the second:
+# GRPO divides by a standard deviation. For gains this can be the standard deviation over the members, *step by step*, or over members and steps of the group *jointly*. The paper uses the second:
 #
 # $$A_i^{(k)} = \frac{g_i^{(k)} - \operatorname{mean}_{j,l}\, g_l^{(j)}}{\operatorname{std}_{j,l}\, g_l^{(j)} + 10^{-4}}.$$
 #
@@ -315,7 +318,7 @@ def joint_advantages(gained):
 lesson.check_joint(joint_advantages)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** One mean and one standard deviation per group, so a large gain stays larger than a small one, whichever step it came from. In `flowrl`: `credit.StepwiseGain()`; its other pools are options (`normalise="step"`, `pool="batch"`).
+# **Why.** There is one mean and one standard deviation per group, so a large gain stays larger than a small one in every step. In `flowrl`: `credit.StepwiseGain()`; its other pools are options (`normalise="step"`, `pool="batch"`).
 
 # %%
 joint = joint_advantages(gained)
@@ -326,19 +329,19 @@ print("step by step, mean |A| per step: " + " ".join(f"{value:.2f}" for value in
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.6, height=3.1)
 for cell, values, title in (
-    (axes[0], joint, "joint: late steps keep quiet"),
-    (axes[1], alone, "step by step: every step speaks up"),
+    (axes[0], joint, "joint: late steps are small"),
+    (axes[1], alone, "step by step: all steps alike"),
 ):
-    picture = cell.imshow(values[group], cmap="PuOr_r", vmin=-3, vmax=3, aspect="auto")
+    shown = cell.imshow(values[group], cmap="PuOr_r", vmin=-3, vmax=3, aspect="auto")
     cell.set(xlabel="step", ylabel="member", title=title)
     cell.set_xticks(range(10))
-figure.colorbar(picture, ax=axes, label="advantage")
+figure.colorbar(shown, ax=axes, label="advantage")
 plt.show()
 
 # %% [markdown]
-# Step by step, the steps 7 and 8 get advantages of the same size as step 1, although their gains are a hundred times smaller: what they mostly multiply up is the noise of the estimate. Jointly normalised, the size of a step's gains decides how loudly it speaks.
+# Normalised step by step, steps 7 and 8 get advantages of the same size as step 1, although their gains are a hundred times smaller: the normalisation mostly amplifies the noise of the estimate. Normalised jointly, the advantages of a step are proportional to its gains.
 #
-# With shared noise the joint rule has a neat property: $\sum_i A_i = (R_T - \operatorname{mean} R_T)/\operatorname{std}_g$. In total every trajectory is paid what Flow-GRPO would pay it, up to a factor per group; only *when* differs.
+# With shared noise the joint rule has a useful property: $\sum_i A_i = (R_T - \operatorname{mean} R_T)/\operatorname{std}_g$. The total credit of a trajectory is that of Flow-GRPO, up to a factor per group; only its distribution over the steps differs.
 
 # %%
 total = joint.sum(-1)
@@ -346,14 +349,17 @@ flow = batch.rewards[..., -1] - batch.rewards[..., -1].mean(1, keepdim=True)
 spread = gained.std(dim=(1, 2), unbiased=False)[:, None] + 1e-4
 print(f"largest |std_g x sum of A - (R_T - mean R_T)|: {float((total * spread - flow).abs().max()):.0e}")
 
+# %% [markdown] tags=["expected"]
+# largest |std_g x sum of A - (R_T - mean R_T)|: 0..1e-5
+
 # %% [markdown]
-# ## One parameter to the next paper
+# ## From gains to reward-to-go
 #
-# A gain is shortsighted: a step may give up a little now for a lot later. The other extreme is the *reward-to-go* $R_T - R_i$, everything gained from step $i$ on. Generalised advantage estimation (arXiv 1506.02438) joins them:
+# A gain ignores later effects: a step may lower the expected reward now and raise it later. The other extreme is the *reward-to-go* $R_T - R_i$, the total gain from step $i$ on. Generalised advantage estimation (arXiv 1506.02438) interpolates between them:
 #
 # $$A_i = \sum_{k \ge 0} \lambda^k\, g_{i+k}, \qquad \lambda = 0:\ g_i, \qquad \lambda = 1:\ R_T - R_i.$$
 #
-# Reward-to-go is what TP-GRPO pays at its turning points (lesson 6).
+# TP-GRPO uses the reward-to-go at its turning points (lesson 6).
 #
 # ### Exercise 4 · from gains to reward-to-go *(harder, 8 minutes)*
 
@@ -379,36 +385,39 @@ def generalised(gained, lam):
 lesson.check_generalised(generalised)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Credit looks *forward*: a step can cause what comes after it, never what came before, so the recursion runs from the last step to the first, $A_i = g_i + \lambda A_{i+1}$. In `flowrl`: `StepwiseGain(lam=...)`.
+# **Why.** A step affects only later steps, so the sum runs forward and the recursion from the last step to the first, $A_i = g_i + \lambda A_{i+1}$. In `flowrl`: `StepwiseGain(lam=...)`.
 
 # %% [markdown]
-# ## What is better credit worth?
+# ## The value of better credit
 #
-# A credit rule's product is a gradient. If it is mostly noise, two independent batches give gradients that point different ways. So: draw four batches (8 prompts × 12 members, task `preference`, the window of lesson 4), and take the policy gradient of each rule on the *same* trajectories. How
-# well do the gradients of different batches agree (cosine)?
+# A credit rule determines a gradient. If the gradient is mostly noise, two independent batches give gradients in different directions. The next cell samples four batches (8 groups of 12, task `preference`, the window of lesson 4), computes the policy gradient of each rule on the *same* trajectories, and
+# prints the cosine between the gradients of different batches.
 
 # %%
 window = Window(FlowSDE(0.7), 2, 5)
 palette = shapes.prompts("preference", "train")
-batches = [roll(base, judge, palette[8 * k % 24 :][:8], 12, window, Substeps(5), shared_noise=True, seed=k) for k in range(4)]
+batches = [
+    sample_groups(base, judge, palette[8 * k % 24 :][:8], 12, window, Substeps(5), shared_noise=True, seed=k) for k in range(4)
+]
 rules = {
     "uniform (Flow-GRPO)": Uniform(),
     "gains, joint": StepwiseGain(),
     "gains, step by step": StepwiseGain(normalise="step"),
     "reward-to-go, joint": StepwiseGain(lam=1.0),
 }
-cosines, found = {}, [gradients(batch, list(rules.values())) for batch in batches]
-for index, name in enumerate(rules):
-    cosines[name], deviation = agreement([of_batch[index] for of_batch in found])
-    print(f"{name:<22} cosine between batches {cosines[name]:.2f} (std over pairs {deviation:.2f})")
+cosines, by_batch = {}, [credit_gradients(batch, list(rules.values())) for batch in batches]
+for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
+    pairs = pairwise_cosines(gradients)
+    cosines[name] = float(pairs.mean())
+    print(f"{name:<22} cosine between batches {cosines[name]:.2f} (std over pairs {pairs.std():.2f})")
 
 # %% [markdown]
-# Each step being paid for itself makes the gradient much clearer, and joint normalisation clearer than step by step, as the paper says. (That two gradients agree does not prove that they point the right way; lesson 7 and `benchmarks/bias.py` look at that. The jointly normalised gains do, in two dimensions.)
+# Credit for single steps gives a much clearer gradient than uniform credit, and joint normalisation a clearer one than step by step, in agreement with the paper. (The agreement of two gradients does not prove that their direction is right; lesson 8 and `benchmarks/bias.py` compare it with the true gradient. In two dimensions the direction of the jointly normalised gains is right.)
 #
 # ### Exercise 5 · how many batches? *(harder, 8 minutes)*
 #
-# Write a batch's gradient as signal plus noise, $s + n$, with $\rho = |s|^2 / \mathbb E|n|^2$. In many dimensions the noises of two batches are nearly orthogonal to each other and to $s$: the inner product of two batches is about $|s|^2$, the squared length of each about $|s|^2 + \mathbb E|n|^2$, so their cosine is about $c = |s|^2/(|s|^2 + \mathbb E|n|^2)$. Averaging $m$ batches divides $\mathbb E|n|^2$ by $m$. How many batches of rule 1
-# (cosine `weak`) are as clear as one batch of rule 2 (cosine `strong`)? The number need not be whole.
+# Write a batch's gradient as signal plus noise, $s + n$, with $\rho = |s|^2 / \mathbb E|n|^2$. In many dimensions the noises of two batches are nearly orthogonal to each other and to $s$: the inner product of two batches is about $|s|^2$, the squared length of each about $|s|^2 + \mathbb E|n|^2$, so their cosine is about $c = |s|^2/(|s|^2 + \mathbb E|n|^2)$. The mean of $m$ batches divides $\mathbb E|n|^2$ by $m$. How many batches of rule 1
+# (cosine `weak`) have the same $\rho$ as one batch of rule 2 (cosine `strong`)? The number need not be whole.
 
 
 # %% tags=["exercise"]
@@ -437,19 +446,16 @@ print(f"sampling: {spent:.1f} against {plain} NFE per trajectory, {spent / plain
 print(f"with the update (5 decisions, 3 each): {(spent + 15) / (plain + 15):.1f} times as many")
 
 # %% [markdown]
-# So on this task, at the start of training, stepwise credit earns more than it costs. On the task `compositional` the same experiment shows nothing: with 96 trajectories the cosines of all rules are about as small as their spread over pairs, and none is clearly ahead (replace `"preference"` above and try). And a clear gradient is not yet a better
-# model.
+# On this task, at the start of training, stepwise credit is worth more than it costs. On the task `compositional` the same experiment is inconclusive: with 96 trajectories the cosines of all rules are about as small as their spread over pairs (replace `"preference"` above to see this). A clearer gradient does not imply a better
+# model after training.
 #
 # ## Training
 #
-# Six iterations of each, same settings, same seed.
+# The next cell trains for six iterations with each rule, with the same settings and seed.
 
 # %%
 settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=6)
-runs = {
-    name: train(preset("default").apply(**{**settings.as_dict(), "method": name}), shapes)
-    for name in ("flow-grpo", "stepwise-flow-grpo")
-}
+runs = {name: train(settings.replace(method=name)) for name in ("flow-grpo", "stepwise-flow-grpo")}
 for name, run in runs.items():
     scores = run.evaluation.scores
     print(
@@ -457,13 +463,17 @@ for name, run in runs.items():
         f"sampling {sum(run.curve('nfe')):,} NFE"
     )
 
+# %% [markdown] tags=["expected"]
+# flow-grpo           training reward 0.75 0.79 0.80 0.83..0.87 0.85..0.91 0.85..0.91; held out: soft 0.83..0.91, strict 0.60..0.84; sampling 5,760 NFE
+# stepwise-flow-grpo  training reward 0.78 0.71 0.87 0.86..0.92 0.80..0.90 0.87..0.95; held out: soft 0.84..0.93, strict 0.60..0.84; sampling 20,880 NFE
+
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.0, height=2.8, sharey=True)
 for name, run in runs.items():
     rewards, spent_nfe = run.curve("reward_mean"), torch.tensor(run.curve("nfe")).cumsum(0)
     axes[0].plot(range(1, 7), rewards, "o-", color=COLOURS[name])
     axes[1].plot(spent_nfe / 1000, rewards, "o-", color=COLOURS[name])
-axes[1].text(1.2, 0.915, "flow-grpo", color=COLOURS["flow-grpo"])
+axes[1].text(6.3, 0.87, "flow-grpo", color=COLOURS["flow-grpo"])
 axes[1].text(12, 0.78, "stepwise-flow-grpo", color=COLOURS["stepwise-flow-grpo"])
 axes[0].set(xlabel="iteration", ylabel="mean training reward (soft)", title="Per iteration")
 axes[1].set(xlabel="network evaluations while sampling (thousands)", title="Per evaluation")
@@ -472,14 +482,14 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# Six iterations, one seed, 8 prompts each: the two end within chance of each other (96 held-out samples, standard error about 0.05 in `strict`), and Flow-GRPO sampled with little more than a quarter of the evaluations. So the clearer gradient of the last section does *not* show as a better model here. The paper
-# reports that it does on SD3.5, per step and per hour, in three of four settings. The README's longer run (75 iterations, one seed, task `compositional`) has Stepwise ahead as well. Which of these to believe, and how many seeds that takes, is lesson 7.
+# After six iterations with one seed and 8 groups each, the difference of the two is within chance (96 held-out samples, standard error about 0.05 in `strict`), and Flow-GRPO used little more than a quarter of the evaluations for sampling. In this short run the clearer gradient does *not* give a better model. The paper
+# reports better models on SD3.5, per step and per hour, in three of four settings. Lesson 7 shows how many seeds such a comparison needs.
 #
 # ## To keep
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $R_j$ | expected reward as of node $j$ | `reward_table(...)[..., j]` |
+# | $R_j$ | expected reward at node $j$ | `reward_table(...)[..., j]` |
 # | $T'$ | Euler steps of the estimate | the probe `Substeps(5)`; `Tweedie()` is 1 |
 # | $g_i = R_{i+1} - R_i$ | gain of step $i$ | `credit.gains` |
 # | joint $A_i$ | gains, one mean and std per group | `credit.StepwiseGain()` |
@@ -488,4 +498,4 @@ plt.show()
 #
 # On the command line: `flowrl train --method stepwise-flow-grpo --task preference --out runs/stepwise`.
 #
-# **Next:** [6 · TP-GRPO](06_tp_grpo.ipynb) pays some steps for everything that follows them.
+# **Next:** [6 · TP-GRPO](06_tp_grpo.ipynb) gives some steps credit for everything that follows them.

@@ -13,34 +13,34 @@
 # %% [markdown]
 # # 6 · TP-GRPO
 #
-# **After this lesson you can** score any state by completing it with the ODE, find turning points by hand and in code, balance them, and ask of a clever criterion the question one should always ask: how often would pure noise
+# **After this lesson you can** score any state by completing it with the ODE, find turning points by hand and in code, balance them, and test a criterion against a null model: how often would pure noise
 # satisfy it?
 #
-# **Time** 75 minutes, of which the computer needs two. **You need** lesson 5 (gains, shared ideas and names).
+# **Time** 75 minutes, of which the computer needs two. **You need** lesson 5 (gains, notation).
 #
-# TP-GRPO (arXiv 2602.06422) starts from the same complaint as Stepwise-Flow-GRPO, one reward for all steps, and makes one more observation. Some steps *turn* a trajectory: before them it moved away from where it will end, from
-# them on it moves there. Such a step deserves more than its own gain.
+# TP-GRPO (arXiv 2602.06422) addresses the same problem as Stepwise-Flow-GRPO, one reward for all steps, and adds an observation. Some steps *turn* a trajectory: before them the reward moved away from its final value, from
+# them on it moves towards it. TP-GRPO gives such a step more credit than its own gain.
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
 import torch
 
 from flowrl import preset, world
-from flowrl.worlds.base import PolicyOptions
-from flowrl_course import lesson_06 as lesson
-from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, animation, clean, panels
-from flowrl_course.pictures import agreement, gradients, roll, train
 from flowrl.credit import TurningPoint, Uniform, gains, reward_to_go
 from flowrl.diagnostics.explain import explain
-from flowrl.rollout import Usage, integrate, score
 from flowrl.samplers import AllButLast, FlowSDE, Window
 from flowrl.types import Completion
+from flowrl.worlds.base import PolicyOptions
+from flowrl_course import lesson_06 as lesson
+from flowrl_course.batches import STEPS, credit_gradients, ode_images, pairwise_cosines, sample_groups
+from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, animation, clean, panels, pixels
+from flowrl_course.runs import train
 
 shapes = world("shapes")
 base = shapes.policy(PolicyOptions())
 prompts = shapes.prompts("compositional", "train")[:16]
 judge = shapes.reward("soft")
-batch = roll(base, judge, prompts, members=12, sampler=AllButLast(FlowSDE(0.7)), probe=Completion())
+batch = sample_groups(base, judge, prompts, members=12, sampler=AllButLast(FlowSDE(0.7)), probe=Completion())
 rewards = batch.rewards
 
 
@@ -60,12 +60,12 @@ group, member, turn = clearest(rewards)
 def opening():
     """One trajectory: its completions, its rewards, its turning point."""
     row = rewards[group, member]
-    latents = torch.stack([batch.result.estimates[node][group * 12 + member] for node in range(11)])
+    latents = torch.stack([batch.rollout.estimates[node][group * 12 + member] for node in range(11)])
     figure = plt.figure(figsize=(9.5, 4.0), layout="constrained")
     grid = figure.add_gridspec(2, 11, height_ratios=[1, 2.4])
-    for node, pixels in enumerate(base.decode(latents)):
+    for node, image in enumerate(base.decode(latents)):
         cell = figure.add_subplot(grid[0, node])
-        cell.imshow(pixels.permute(1, 2, 0).clamp(0, 1), interpolation="nearest")
+        cell.imshow(pixels(image), interpolation="nearest")
         cell.set(xticks=[], yticks=[])
         cell.set_title(f"{row[node]:.2f}", fontsize=9)
     axes = figure.add_subplot(grid[1, :])
@@ -73,13 +73,13 @@ def opening():
     axes.scatter([turn], [float(row[turn])], s=220, facecolors="none", edgecolors=ACCENT, linewidths=2.2, zorder=5)
     axes.annotate(f"step {turn} turns it", (turn, float(row[turn])), xytext=(14, -4), textcoords="offset points", color=ACCENT)
     axes.set(
-        xlabel="node j (0 = noise, 10 = picture)",
+        xlabel="node j (0 = noise, 10 = image)",
         ylabel="reward of the completion",
         xlim=(-0.5, 10.5),
         ylim=(0, 1.1),
         xticks=range(11),
     )
-    axes.set_title(f'"{prompts[group].text}": what the ODE would make of every node, and its reward', fontsize=10)
+    axes.set_title(f'"{prompts[group].text}": the ODE completion of every node, and its reward', fontsize=10)
     clean(axes)
     plt.show()
 
@@ -89,7 +89,7 @@ opening()
 # %% [markdown]
 # ## Completing a state
 #
-# TP-GRPO's $R_j$ is the reward of the picture that the *ODE* reaches from node $j$: the remaining steps of the sampler's own grid, without noise. So $R_j$ means "if randomness stopped here".
+# TP-GRPO's $R_j$ is the reward of the image that the *ODE* reaches from node $j$ with the remaining steps of the sampler's own grid: the reward if no more noise were added.
 #
 # ### Exercise 1 · complete *(easy, 5 minutes)*
 #
@@ -114,30 +114,34 @@ def complete(velocity, x, node, times):
 lesson.check_complete(complete)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The remaining steps only, from the state itself. Compare lesson 5: there, $T'$ substeps on an even grid from every node; here the sampler's own grid, so a completion from node $j$ takes $T - j$ steps.
+# **Why.** A completion takes the remaining steps only, and starts from the state itself. Lesson 5 used $T'$ substeps on an even grid from every node; a completion from node $j$ uses the sampler's own grid and takes $T - j$ steps.
 
 # %%
-everyone, paths, node = batch.condition.repeat(12), batch.result.trajectories, 4
+everyone, paths, node = batch.condition.repeat(12), batch.rollout.trajectories, 4
 
 
 def network(x, t):
-    """The policy's velocity for all trajectories of the batch at time t; like every image transformer it is told 1000 t, per sample."""
+    """The policy's velocity for all trajectories of the batch at time t; the input of an image transformer is 1000 t, per sample."""
     return base.velocity(x, torch.full((len(x),), 1000.0 * float(t)), everyone)
 
 
 with torch.no_grad():
     ours = complete(network, paths.nodes[:, node], node, paths.schedule.times)
 print(
-    f"largest difference from the library: {float((ours - batch.result.estimates[node]).abs().max()):.0e} (latents are of size 1)"
+    f"largest difference from the library: {float((ours - batch.rollout.estimates[node]).abs().max()):.0e} (latents are of size 1)"
 )
 print(
-    f"{batch.usage.nfe / 192:g} network evaluations per trajectory in {batch.usage.calls} sequential calls, {batch.usage.reward_calls / 192:g} pictures judged"
+    f"{batch.usage.nfe / 192:g} network evaluations per trajectory in {batch.usage.calls} sequential calls, {batch.usage.reward_calls / 192:g} images scored"
 )
 
+# %% [markdown] tags=["expected"]
+# largest difference from the library: 0..1e-4 (latents are of size 1)
+# 55 network evaluations per trajectory in 10 sequential calls, 10 images scored
+
 # %% [markdown]
-# Ten steps and their completions: $10 + 9 + \dots + 1 = 55$ evaluations, since every completion's first velocity is the rollout's own (64 in the released code). They need only ten *sequential* calls: at each step one batched call serves the trajectories and all completions under way.
+# Ten steps and their completions need $10 + 9 + \dots + 1 = 55$ evaluations, since the first velocity of every completion is the rollout's own (64 in the released code). They need only ten *sequential* calls: at each step one batched call evaluates the trajectories and all unfinished completions.
 #
-# Left, the trajectory of the opening picture as it is, noise and all; right, what the ODE would make of it at each moment. The right picture jumps where a step decides something, and stands still where nothing is left to decide.
+# The animation shows the states of the first figure's trajectory (left) and their completions (middle). The completion changes in steps that decide something about the image, and is constant in the others.
 
 
 # %% tags=["hide-input"]
@@ -145,9 +149,9 @@ def moving():
     """A state, its completion, and the completion's reward, node by node."""
     index, row = group * 12 + member, rewards[group, member]
     states = base.decode(paths.nodes[index])
-    ends = base.decode(torch.stack([batch.result.estimates[node][index] for node in range(11)]))
+    ends = base.decode(torch.stack([batch.rollout.estimates[node][index] for node in range(11)]))
     figure, axes = panels(3, width=2.5, height=2.7, width_ratios=[1, 1, 1.6])
-    shown = [cell.imshow(pictures[0].permute(1, 2, 0).clamp(0, 1)) for cell, pictures in zip(axes, (states, ends), strict=False)]
+    shown = [cell.imshow(pixels(images[0])) for cell, images in zip(axes, (states, ends), strict=False)]
     for cell, title in zip(axes, ("the state", "its completion"), strict=False):
         cell.set(xticks=[], yticks=[], title=title)
     line = axes[2].plot([], [], "o-", color=COLOURS["tp-grpo"], markersize=4)[0]
@@ -157,8 +161,8 @@ def moving():
 
     def draw(frame):
         node = min(frame, 10)
-        for picture, pictures in zip(shown, (states, ends), strict=True):
-            picture.set_data(pictures[node].permute(1, 2, 0).clamp(0, 1).numpy())
+        for image, images in zip(shown, (states, ends), strict=True):
+            image.set_data(pixels(images[node]))
         line.set_data(range(node + 1), row[: node + 1])
 
     return animation(figure, draw, frames=14, seconds=7, dpi=64)
@@ -169,13 +173,13 @@ moving()
 # %% [markdown]
 # ## Turning points by hand
 #
-# Write $d_i = R_{i+1} - R_i$ for the increments (lesson 5's gains) and $D = R_T - R_0$ for the *trend*. Step $i \ge 1$ is a **turning point** when the step before went against the trend and this one goes with it:
+# Write $d_i = R_{i+1} - R_i$ for the increments (lesson 5's gains) and $D = R_T - R_0$ for the *trend*. Step $i \ge 1$ is a **turning point** if the step before went against the trend and this one goes with it:
 #
 # $$\operatorname{sign}(d_{i-1})\operatorname{sign}(D) < 0, \qquad \operatorname{sign}(d_i)\operatorname{sign}(D) > 0.$$
 #
-# It is **consistent** when, besides, what follows has the sign of the step itself: $d_i\,(R_T - R_{i+1}) > 0$. The first step has no step before it; it counts when $d_0 D > 0$ (plain), or when $d_0\,(R_T - R_1) > 0$ (consistent). A difference of zero never qualifies.
+# A turning point is **consistent** if the change after the step also has the sign of the step: $d_i\,(R_T - R_{i+1}) > 0$. The first step has no step before it; it counts if $d_0 D > 0$ (plain), or if $d_0\,(R_T - R_1) > 0$ (consistent). A difference of zero never qualifies.
 #
-# Three trajectories of a group, five nodes:
+# The figure has three trajectories of a group with five nodes:
 
 # %%
 names = ("a", "b", "c")
@@ -209,8 +213,8 @@ consistent = {"a": [2], "b": [2], "c": [0]}
 lesson.check_by_hand(plain, consistent)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** *a* falls, falls, rises, rises and ends higher ($D = +0.1$): step 2 is the first to go with the trend after one that went against it, and the rise goes on. *b* is its mirror image. *c*: steps +0.05, −0.03, +0.13, −0.03 with $D = +0.12$. Step 2 follows a
-# step down and goes up, so it turns; but after it the reward *falls* (0.62 − 0.65), so its long-term effect is smaller than its own: not consistent. Step 0 goes up and the rest does too.
+# **Why.** *a* falls, falls, rises, rises and ends higher ($D = +0.1$): step 2 is the first to go with the trend after a step against it, and the rise continues. *b* is the mirror image of *a*. *c* has the steps +0.05, −0.03, +0.13, −0.03 with $D = +0.12$. Step 2 follows a
+# step down and goes up, so it is a turning point; but after it the reward *falls* (0.62 − 0.65), so it is not consistent. Step 0 goes up, and so does the rest of the trajectory.
 
 # %% [markdown]
 # ## Turning points by code
@@ -240,12 +244,12 @@ def plain_turns(rewards):
 lesson.check_plain(plain_turns)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Multiplying by the sign of the trend turns "up or down" into "with or against". The result belongs to the *later* of the two steps: the one that turned. Strict inequalities do the rest: a zero difference is neither with nor against.
+# **Why.** The product with the sign of the trend is positive for steps with the trend and negative for steps against it. The mark belongs to the *later* of the two steps. With strict inequalities a zero difference is neither with nor against the trend.
 
 # %% [markdown]
 # ### Exercise 4 · the consistent rule, and the first step *(medium, 8 minutes)*
 #
-# Keep of the plain turning points those that are consistent, and add the first step where it qualifies.
+# Keep the plain turning points that are consistent, and add the first step if it qualifies.
 
 
 # %% tags=["exercise"]
@@ -269,20 +273,20 @@ def consistent_turns(rewards):
 lesson.check_consistent(consistent_turns)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $R_T - R_{i+1}$ is what comes *after* step $i$; comparing with $R_T - R_i$ would include the step's own gain and be true too often. Two things follow. The last step never qualifies (nothing comes after it). And with 0/1 rewards *no* step $i \ge 1$ does: $d_{i-1} < 0 < d_i$ uses up both values, and
-# nothing is left to rise to. Use a continuous reward with this rule.
+# **Why.** $R_T - R_{i+1}$ is the change *after* step $i$; $R_T - R_i$ would include the step's own gain and have its sign too often. There are two consequences. The last step never qualifies, since no step follows it. With 0/1 rewards *no* step $i \ge 1$ qualifies: after $d_{i-1} < 0 < d_i$ the reward is 1 and
+# cannot rise further. Use a continuous reward with this rule.
 
 # %%
 found = consistent_turns(rewards)
 print(f"consistent turning points per trajectory: {float(found.float().sum(-1).mean()):.2f}")
-print("share of trajectories by step:", " ".join(f"{value:.2f}" for value in found.float().mean((0, 1))))
+print("fraction of trajectories by step:", " ".join(f"{value:.2f}" for value in found.float().mean((0, 1))))
 
 # %% [markdown]
-# ## What a turning point is paid
+# ## Credit of a turning point
 #
-# At a turning point the increment $d_i$ is *replaced* by the long-term reward $R_T - R_i$, what was won from here to the end. Under the consistent rule it has the sign of $d_i$ and is larger. Everywhere else the increment stays. Then each step is normalised over the members, by itself.
+# At a turning point the increment $d_i$ is *replaced* by the long-term reward $R_T - R_i$, the total change from this step to the end. Under the consistent rule this change has the sign of $d_i$ and is larger. All other steps keep their increment. Then each step is normalised over the members, step by step.
 #
-# One more idea: **balancing**. In a batch with $n_+$ turning points of positive and $n_-$ of negative long-term reward, only the $k = \min(n_+, n_-)$ largest of each sign keep their long-term reward; the others fall back to $d_i$. If there is one sign only, all stay.
+# The last part is **balancing**. In a batch with $n_+$ turning points of positive and $n_-$ of negative long-term reward, only the $k = \min(n_+, n_-)$ largest of each sign keep their long-term reward; the others get $d_i$. If there is one sign only, all turning points keep it.
 #
 # ### Exercise 5 · balance *(harder, 10 minutes)*
 #
@@ -310,7 +314,7 @@ def balance(turns, size):
 lesson.check_balance(balance)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Balancing keeps the large payments from having a common direction: a batch in which nearly every turn is upward would otherwise push everything up. In `flowrl` this is `credit.balanced`; the released code ranks by the whole trajectory's trend $D$ instead of $R_T - R_i$ (`TurningPoint(balance="trend")`).
+# **Why.** Balancing gives the large credits equally many positive and negative signs; otherwise a batch in which nearly every turn is upward would have mostly positive credit. In `flowrl` this is `credit.balanced`; the released code ranks by the trend $D$ of the whole trajectory instead of $R_T - R_i$ (`TurningPoint(balance="trend")`).
 
 # %%
 kept = balance(consistent_turns(table), reward_to_go(table))
@@ -321,19 +325,30 @@ rule = TurningPoint()
 selected, aggregated = rule.selected(rewards), reward_to_go(rewards)[consistent_turns(rewards)]
 print(f"in our batch: {int((aggregated > 0).sum())} turns up, {int((aggregated < 0).sum())} down; {int(selected.sum())} remain")
 print("same as ours:", torch.equal(selected, balance(consistent_turns(rewards), reward_to_go(rewards))))
-print(explain(rule, name="TP-GRPO"))  # without a table: these three trajectories
+
+# %% [markdown] tags=["expected"]
+# kept by R_T - R_i: ['a at step 2', 'b at step 2']
+# kept by trend    : ['b at step 2', 'c at step 0']
+# in our batch: 96..108 turns up, 173..185 down; 192..216 remain
+# same as ours: True
 
 # %% [markdown]
-# Two things to notice. Balancing by size keeps *a*; by trend, as the released code does it (sign and rank are those of $D$), it keeps *c*: with few trajectories such choices decide everything. And look at the advantages of step 2: *a* and *b* were paid $R_T - R_i = \pm 0.30$ there, *c* its increment +0.13, and the three are normalised together, as if they were of the same kind. That is how
-# the method is published.
+# `explain` prints the increments, the turning points and the advantages; without a table it uses the three trajectories above.
+
+# %%
+print(explain(rule, name="TP-GRPO"))
+
+# %% [markdown]
+# Balancing by size keeps *a*; balancing by trend, as in the released code (sign and rank are those of $D$), keeps *c*. With few trajectories such choices have a large effect. In the advantages of step 2, the credit of *a* and *b* is $R_T - R_i = \pm 0.30$, that of *c* is its increment +0.13, and the three are normalised together although they measure different things, as in
+# the published method.
 #
 # ## How many turning points would pure noise have?
 #
-# The rule looks for patterns of signs. Random numbers have patterns of signs too. Before reading meaning into a count, one needs the count of a *null model*: rewards that have no meaning.
+# The rule looks for patterns of signs, and random numbers have such patterns too. The interpretation of a count therefore needs the count of a *null model*: rewards without any structure.
 #
 # ### Exercise 6 · the null model *(medium, 8 minutes)*
 #
-# `turning` is a function such as `consistent_turns`. Return the mean number of turning points *per trajectory* when the rewards at the `nodes` nodes are independent standard normal numbers. (Ten nodes, although our trajectories have eleven: their last step is an ODE step, gains exactly 0, and so never turns.) Use enough trajectories to be right to about 0.02.
+# `turning` is a function such as `consistent_turns`. Return the mean number of turning points *per trajectory* when the rewards at the `nodes` nodes are independent standard normal numbers. (Our trajectories have eleven nodes, but their last step is an ODE step, whose increment is exactly 0, so it never qualifies.) Use enough trajectories for an error of about 0.02.
 
 
 # %% tags=["exercise"]
@@ -355,11 +370,11 @@ def noise_count(turning, nodes=10):
 lesson.check_null(noise_count)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Sum over the steps of a trajectory, mean over trajectories. Only the order of the rewards matters to signs, so any continuous distribution gives the same count. We take ten nodes, not eleven: the last step of our sampler is an ODE step, whose increment is exactly 0.
+# **Why.** Sum over the steps of a trajectory, and take the mean over trajectories. The signs depend only on the order of the rewards, so every continuous distribution gives the same count.
 
 # %% [markdown]
-# Independent noise is one null model; rewards along a trajectory are rather like a walk. So we take two more: a random walk, and the most demanding one, a *shuffle*: at each step, give every trajectory the increment of another, random trajectory. That keeps the sizes of the increments at each step exactly as measured and destroys only what we are looking for,
-# the connection between one step and the next within a trajectory.
+# Independent noise is one null model, but rewards along a trajectory resemble a random walk. The next cell adds two null models: a random walk, and a *shuffle*, the most demanding one, which gives every trajectory at each step the increment of another, random trajectory. The shuffle keeps the sizes of the increments at each step and removes only
+# the dependence between the steps of a trajectory.
 
 # %%
 generator = torch.Generator().manual_seed(1)
@@ -381,7 +396,9 @@ for name, value in counts.items():
         + (f" ± {error:.2f} (standard error, {len(increments)} trajectories)" if name == "measured" else "")
     )
 for name, values in (("measured", rewards), ("shuffled", shuffled)):
-    print(f"{name:<9} share by step: " + " ".join(f"{value:.2f}" for value in consistent_turns(values).float().mean((0, 1))[:9]))
+    print(
+        f"{name:<9} fraction by step: " + " ".join(f"{value:.2f}" for value in consistent_turns(values).float().mean((0, 1))[:9])
+    )
 aggregated = reward_to_go(rewards)[found].abs()
 swing = gains(rewards).abs()[found]
 print(
@@ -400,33 +417,31 @@ for name, values, style in (
     axes[0].plot(
         steps, consistent_turns(values).float().mean((0, 1))[:9], style, color=NOISE if style != "-" else INK, label=name
     )
-axes[0].set(xlabel="step", ylabel="share of trajectories", title="Consistent turning points: data and chance", ylim=(0, 0.62))
+axes[0].set(xlabel="step", ylabel="fraction of trajectories", title="Consistent turning points: data and chance", ylim=(0, 0.62))
 axes[0].legend(frameon=False, fontsize=8)
 size = reward_to_go(rewards).abs()
 axes[1].semilogy(range(8), [size[..., i].median() for i in range(8)], "o--", color=NOISE)
 axes[1].semilogy(range(8), [size[..., i][found[..., i]].median() for i in range(8)], "o-", color=COLOURS["tp-grpo"])
 axes[1].text(0.1, 0.06, "all steps", color=NOISE)
 axes[1].text(2.6, 0.35, "turning points", color=COLOURS["tp-grpo"])
-axes[1].set(xlabel="step", ylabel=r"median of $|R_T - R_i|$", title="Late turning points decide nothing")
+axes[1].set(xlabel="step", ylabel=r"median of $|R_T - R_i|$", title="Late turning points have no effect")
 for cell in axes:
     clean(cell)
 plt.show()
 
 # %% [markdown]
-# The measured count is below that of independent noise and of a random walk, and within its error of the shuffle: **as far as counting goes, the turning points of this world are what chance would make.** By step there is a difference. Step 0 is consistent much less often than after shuffling (an early gain tends to be
-# followed by a loss, plausibly because a reward that is bounded by 1 and has risen can mostly fall), and the steps 2 to 6 turn somewhat more often. On the right: from step 5 on, what is still to be won or lost at a "turning point" is tiny, but step-by-step normalisation blows it up to full size.
+# The measured count is below that of independent noise and of a random walk, and within its error of the shuffle: **the number of turning points in this world is explained by chance.** By step there is a difference. Step 0 is consistent much less often than after shuffling (an early gain tends to be
+# followed by a loss, plausibly because a reward close to its bound of 1 can mostly fall), and steps 2 to 6 turn somewhat more often. On the right, from step 5 on, the remaining change at a turning point is tiny, but step-by-step normalisation scales it up to full size.
 #
-# None of this says that paying $R_T - R_i$ is wrong. It says that "there are many turning points" is no evidence for anything, and that `TurningPoint(min_size=0.01)` may be a good idea.
+# This does not show that the credit $R_T - R_i$ is wrong. It shows that a large number of turning points is no evidence for the method, and that `TurningPoint(min_size=0.01)` may be useful.
 #
 # ## The first reward must be the trajectory's own
 #
-# $R_0$, the reward of the pure ODE, enters $d_0$, the trend, and with it every sign. It must start from the trajectory's *own* noise. The released code draws fresh noise there (its comment says the same noise). What does that change? We score fresh noise per trajectory and put it in the place of $R_0$.
+# $R_0$, the reward of the pure ODE, enters $d_0$ and the trend, and therefore every sign. It must start from the trajectory's *own* noise. The released code draws new noise for $R_0$ (its comment says the same noise). To measure the effect, the next cell replaces $R_0$ by the reward of new noise for every trajectory.
 
 # %%
-fresh = torch.randn(192, *base.latent_shape, generator=torch.Generator().manual_seed(99))
-ends = integrate(base, base.schedule(10), everyone, fresh, Usage())
 wrong = rewards.clone()
-wrong[..., 0] = score(judge, base.decode(ends), [prompt for prompt in prompts for _ in range(12)]).view(16, 12)
+wrong[..., 0] = ode_images(base, judge, [prompt for prompt in prompts for _ in range(12)], STEPS, seed=99).rewards.view(16, 12)
 flipped = (wrong[..., -1] - wrong[..., 0]).sign() != (rewards[..., -1] - rewards[..., 0]).sign()
 after = consistent_turns(wrong)
 print(f"trend of another sign: {float(flipped.float().mean()):.0%} of the trajectories")
@@ -436,17 +451,22 @@ print(
 steps_0 = [TurningPoint().assign(values)[..., 0].flatten() for values in (rewards, wrong)]
 print(f"correlation of the first step's advantages with the right ones: {float(torch.corrcoef(torch.stack(steps_0))[0, 1]):.2f}")
 
+# %% [markdown] tags=["expected"]
+# trend of another sign: 30..34% of the trajectories
+# turning points: 188..202 stay, 80..92 are lost, 93..105 are new
+# correlation of the first step's advantages with the right ones: 0.30..0.38
+
 # %% [markdown]
-# A third of the trajectories get a trend of the wrong sign, nearly a third of the turning points are lost, about as many false ones appear, and little is left of the first step's credit. "Same noise" is the kind of promise a test should hold: in `flowrl` node 0 of every completion *is* the trajectory's $x_T$.
+# A third of the trajectories get a trend of the wrong sign, nearly a third of the turning points are lost, about as many false ones appear, and the correlation of the first step's credit with the right one is low. In `flowrl` node 0 of every completion *is* the trajectory's $x_T$, and a test verifies this.
 #
-# ## Does the place matter?
+# ## Does the position matter?
 #
-# Three versions of the rule on the same trajectories: increments alone, turning points, and as a control the long-term reward at *random* steps, as many per trajectory as there were turning points. As in lesson 5: how well do the gradients of four independent batches agree (task `preference`, window 2:5)?
+# The next cell compares versions of the rule on the same trajectories: increments alone, turning points, and as a control the long-term reward at *random* steps, as many per trajectory as there were turning points. As in lesson 5, it prints the cosine between the gradients of four independent batches (task `preference`, window 2:5).
 
 # %%
 window = Window(FlowSDE(0.7), 2, 5)
 palette = shapes.prompts("preference", "train")
-batches = [roll(base, judge, palette[8 * k % 24 :][:8], 12, window, Completion(), seed=k) for k in range(4)]
+batches = [sample_groups(base, judge, palette[8 * k % 24 :][:8], 12, window, Completion(), seed=k) for k in range(4)]
 rules = {
     "uniform (Flow-GRPO)": Uniform(),
     "increments alone": TurningPoint(where="none"),
@@ -455,30 +475,30 @@ rules = {
     "increments, joint": TurningPoint(where="none", normalise="joint"),
     "turning points, joint": TurningPoint(normalise="joint"),
 }
-credited = [gradients(batch, list(rules.values())) for batch in batches]
-for index, name in enumerate(rules):
-    mean, deviation = agreement([of_batch[index] for of_batch in credited])
-    print(f"{name:<22} cosine between batches {mean:.2f} (std over pairs {deviation:.2f})")
-steps = batches[0].result.trajectories.schedule.stochastic
-share = torch.cat([TurningPoint().selected(batch.rewards)[..., steps].flatten() for batch in batches]).float().mean()
-print(f"share of trained steps that are paid R_T - R_i: {float(share):.0%}")
+by_batch = [credit_gradients(batch, list(rules.values())) for batch in batches]
+for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
+    pairs = pairwise_cosines(gradients)
+    print(f"{name:<22} cosine between batches {pairs.mean():.2f} (std over pairs {pairs.std():.2f})")
+steps = batches[0].rollout.trajectories.schedule.stochastic
+fraction = torch.cat([TurningPoint().selected(batch.rewards)[..., steps].flatten() for batch in batches]).float().mean()
+print(f"fraction of trained steps with credit R_T - R_i: {float(fraction):.0%}")
 
 # %% [markdown]
-# Increments alone, turning points, and random steps give gradients of the same clarity. So here what helps against uniform credit is to score the steps one by one; *where* the long-term reward is paid makes no difference that this test could see, also because few steps are paid it. What does make a difference is lesson 5's choice, joint
-# instead of step-by-step normalisation. The paper reports that turning points improve SD3.5 (GenEval 0.967 for Flow-GRPO, 0.971 to 0.973 with turning points, without a control at random places). Effects of that size are far below what four batches can show.
+# Increments alone, turning points, and random steps give equally clear gradients. The gain over uniform credit therefore comes from scoring the steps one by one; the *position* of the long-term reward makes no measurable difference, in part because few steps have it. Joint instead of step-by-step normalisation, lesson 5's choice, does
+# make a difference. The paper reports that turning points improve SD3.5 (GenEval 0.967 for Flow-GRPO, 0.971 to 0.973 with turning points, without a control at random steps). Four batches cannot resolve effects of that size.
 #
 # ## Training
 #
-# Five iterations each, same settings and seed: Flow-GRPO, TP-GRPO, and TP-GRPO with random places.
+# The next cell trains for five iterations each with the same settings and seed: Flow-GRPO, TP-GRPO, and TP-GRPO with random steps instead of turning points.
 
 # %%
 settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=5)
 changes = {
     "flow-grpo": {"method": "flow-grpo"},
     "tp-grpo": {"method": "tp-grpo"},
-    "random places": {"method": "random places", "credit": "turning-point(where=random)"},
+    "random steps": {"method": "random steps", "credit": "turning-point(where=random)"},
 }
-runs = {name: train(preset("default").apply(**{**settings.as_dict(), **change}), shapes) for name, change in changes.items()}
+runs = {name: train(settings.replace(**change)) for name, change in changes.items()}
 for name, run in runs.items():
     scores = run.evaluation.scores
     print(
@@ -486,16 +506,21 @@ for name, run in runs.items():
         f"sampling {sum(run.curve('nfe')):,} NFE"
     )
 
+# %% [markdown] tags=["expected"]
+# flow-grpo     training reward 0.75 0.79 0.80 0.83..0.87 0.85..0.91; held out: soft 0.80..0.89, strict 0.55..0.80; sampling 4,800 NFE
+# tp-grpo       training reward 0.75 0.80 0.82 0.85..0.91 0.87..0.93; held out: soft 0.80..0.90, strict 0.55..0.82; sampling 16,800 NFE
+# random steps  training reward 0.75 0.80 0.82 0.85..0.91 0.87..0.93; held out: soft 0.80..0.90, strict 0.55..0.82; sampling 16,800 NFE
+
 # %% tags=["hide-input"]
 figure, axes = panels(width=5.6, height=2.8)
 for (name, run), place in zip(runs.items(), ((3.6, 0.8), (2.1, 0.86), (4.1, 0.92)), strict=True):
     shade = COLOURS.get(name, OTHERS[0])
-    axes.plot(range(1, 6), run.curve("reward_mean"), "o--" if name == "random places" else "o-", color=shade)
+    axes.plot(range(1, 6), run.curve("reward_mean"), "o--" if name == "random steps" else "o-", color=shade)
     axes.text(*place, name, color=shade)
 axes.set(
     xlabel="iteration",
     ylabel="mean training reward (soft)",
-    title="With random places instead of turning points: nearly the same",
+    title="Random steps instead of turning points: nearly the same",
     xticks=range(1, 6),
     ylim=(0.7, 0.95),
 )
@@ -503,14 +528,14 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# The two versions of TP-GRPO, with true and with random places, run almost alike, and all three runs end within chance of each other (the standard error of `strict` is about 0.05), the two at 3.5 times the sampling cost. Five iterations and one seed prove nothing about the method; they do show what a comparison must contain before it could: seeds, cost, and the
-# control whose only difference is the idea itself. That is lesson 7.
+# The curves of the two versions of TP-GRPO, with turning points and with random steps, are almost equal. The differences between all three runs are within chance (the standard error of `strict` is about 0.05), and the two versions cost 3.5 times the sampling. Five iterations with one seed prove nothing about the method. A conclusive comparison needs several seeds, the cost, and the
+# control that differs only in the idea itself. Lesson 7 makes one.
 #
 # ## To keep
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $R_j$ by ODE completion | reward if randomness stopped at node $j$ | the probe `Completion()` |
+# | $R_j$ by ODE completion | reward without noise after node $j$ | the probe `Completion()` |
 # | $d_i = R_{i+1} - R_i$ | increment | `credit.gains` |
 # | $D = R_T - R_0$ | global trend | inside `credit.turning_points` |
 # | turning points | plain, consistent, first step | `credit.turning_points(rewards, consistent, first_step)` |
@@ -518,6 +543,6 @@ plt.show()
 # | $\min(n_+, n_-)$ | balancing | `credit.balanced` |
 # | all of it | TP-GRPO's credit | `credit.TurningPoint`, `--method tp-grpo` |
 #
-# On the command line: `flowrl explain turning-point --rewards table.csv` shows what the rule does with a table of yours.
+# On the command line: `flowrl explain turning-point --rewards table.csv` shows the credit of the rule for a table of your own.
 #
-# **Next:** [7 · Side by side](07_side_by_side.ipynb) compares the three methods as one should.
+# **Next:** [7 · Side by side](07_side_by_side.ipynb) compares the three methods with several seeds and controls.

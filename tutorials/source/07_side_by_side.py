@@ -13,12 +13,12 @@
 # %% [markdown]
 # # 7 · Side by side
 #
-# **After this lesson you can** read a comparison of fine-tuning methods as a referee reads it: put an interval on it, ask what the
-# horizontal axis hides, tell the effect of a rule from the effect of a setting, and say which experiment would change your mind.
+# **After this lesson you can** review a comparison of fine-tuning methods: compute confidence intervals, compare costs on several
+# horizontal axes, separate the effect of a rule from the effect of a setting, and name the experiment that would refute a claim.
 #
-# **Time** 75 minutes, of which the computer needs one or two. **You need** lessons 3 to 6: uniform, stepwise and turning-point credit.
+# **Time** 75 minutes, of which the computer needs one. **You need** lessons 3 to 6: uniform, stepwise and turning-point credit.
 #
-# We begin with a result that looks finished: same model, same settings, one seed, three rules. Then we take it apart.
+# The lesson begins with a result that looks conclusive: the same model, the same settings, one seed, three rules. Then it tests the result.
 
 # %% tags=["hide-input"]
 import itertools
@@ -28,31 +28,31 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 import torch
 
-from flowrl_course import lesson_07 as lesson
-from flowrl_course.figures import COLOURS, INK, NOISE, animation, clean, panels, plane
-from flowrl_course.runs import learn, start
 from flowrl.credit import TurningPoint
-from flowrl.flow.gaussian import log_prob
+from flowrl.flow import log_prob
 from flowrl.losses import ClippedLoss
 from flowrl.plots.style import spread_labels
 from flowrl.worlds.mixture import split, target
+from flowrl_course import lesson_07 as lesson
+from flowrl_course.figures import COLOURS, INK, NOISE, animation, clean, panels, plane
+from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
 RULES = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 TIGHT = 2e-3
-LENGTH = {"flow-grpo": 20, "stepwise-flow-grpo": 12, "tp-grpo": 12}  # iterations; two of the rules have arrived by then
+LENGTH = {"flow-grpo": 20, "stepwise-flow-grpo": 12, "tp-grpo": 12}  # iterations; the step-wise rules converge earlier
 
 
 def tight_run(rule, seed):
-    """One run with the settings of the opening picture."""
-    return learn(rule, seed=seed, clip=TIGHT, iterations=LENGTH[rule])
+    """One run with the settings of the first figure."""
+    return learn(rule, seed=seed, clip_range=TIGHT, iterations=LENGTH[rule])
 
 
 runs = {(rule, TIGHT): [tight_run(rule, 0)] for rule in RULES}
 
 
 def opening():
-    """Samples for six held-out directions during training, and the reward beside them."""
+    """Samples for six held-out directions during training, and the reward."""
     wanted = torch.tensor([target(prompt) for prompt in split("direction")["heldout"]])
     hue = torch.atan2(wanted[:, 1], wanted[:, 0]) / (2 * math.pi) % 1
     figure, axes = panels(4, width=2.6, height=2.9)
@@ -84,25 +84,24 @@ def opening():
 opening()
 
 # %% [markdown]
-# Six directions are asked for (crosses); samples have the colour of the direction they were asked for. Stepwise-Flow-GRPO has brought
-# them home after 8 iterations and TP-GRPO after 10 (both stop at 12), while Flow-GRPO is still on its way at 20. A paper could end here: *step-wise credit learns
-# several times faster*. Four questions stand before that sentence, and they are the four parts of this lesson.
+# The prompts ask for six directions (crosses); the colour of a sample is that of its direction. With Stepwise-Flow-GRPO the samples have reached
+# the targets after 8 iterations, with TP-GRPO after 10 (both stop at 12), while Flow-GRPO has not converged after 20. A tempting conclusion is that *step-wise credit learns
+# several times faster*. The four parts of this lesson ask four questions about it.
 #
-# 1. **Is it luck?** One seed is one draw.
-# 2. **At what price?** An iteration of the three rules does not cost the same.
-# 3. **Is it the rule, or a setting that suits the rule?** "The same settings for all" is not the same as fair.
-# 4. **Is it the part of the rule that gives it its name?** TP-GRPO without turning points is a rule too.
+# 1. **Is it chance?** One seed is one random sample.
+# 2. **At what cost?** An iteration costs a different amount with each rule.
+# 3. **Is it the rule, or a setting that suits the rule?** The same settings for all rules are not necessarily fair.
+# 4. **Is it the part that gives the rule its name?** TP-GRPO without turning points is a rule too.
 #
-# ## 1 Is it luck?
+# ## 1 Is it chance?
 #
-# A seed draws the small network's first weights, the order of the prompts and all noise. Call the reward of seed $k$ after training $r_k$. With
-# $n$ seeds, mean $\bar r$ and sample standard deviation $s$ (divided by $n - 1$), the mean that infinitely many seeds would
-# give lies, 95 times in 100, within
+# A seed determines the small network's initial weights, the order of the prompts and all noise. Call the reward of seed $k$ after training $r_k$. With
+# $n$ seeds, mean $\bar r$ and sample standard deviation $s$ (divided by $n - 1$), the 95% confidence interval of the mean over infinitely many seeds is
 #
 # $$\bar r \pm t_{n-1}\, \frac{s}{\sqrt n},$$
 #
-# where $t_{n-1}$ is the 97.5% quantile of Student's distribution: 4.30 for three seeds, 2.57 for six, 1.96 only for very many. It is that
-# large because $s$ itself was guessed from three numbers. The $\pm$ in most tables is $s$, which says something else: how far single seeds lie apart.
+# where $t_{n-1}$ is the 97.5% quantile of Student's t distribution: 4.30 for three seeds, 2.57 for six, 1.96 only for very many. It is
+# large because $s$ itself is an estimate from few numbers. The $\pm$ in most tables is $s$, which measures something else: the spread of single seeds.
 #
 # ### Exercise 1 · an interval from few seeds *(easy, 5 minutes)*
 #
@@ -126,13 +125,13 @@ def interval(values):
 lesson.check_interval(interval)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** `Tensor.std` divides by $n - 1$ unless told otherwise, and $n$ seeds leave $n - 1$ degrees of freedom. Taking 1.96 for three seeds makes the interval less
-# than half as wide as it should be: it misses the true mean in 19 cases of 100, not in 5. The formula assumes roughly normal seeds; rewards near
-# their ceiling of 1 are not, which is one reason to look at the points as well.
+# **Why.** `Tensor.std` divides by $n - 1$ by default, and $n$ seeds leave $n - 1$ degrees of freedom. With 1.96 instead of 4.30 for three seeds, the interval is less
+# than half as wide as it should be: it misses the true mean in 19 cases of 100 instead of 5. The formula assumes normally distributed results; rewards near
+# their maximum of 1 are not, which is one reason to plot the single runs as well.
 
 # %% [markdown]
-# Five more seeds of each rule. `learn` (in `flowrl_course.runs`) is the trainer of `flowrl` with a fixed evaluation: 96 ODE samples of the averaged weights for six
-# directions that were never trained on, the same noise every time.
+# The next cell trains five more seeds of each rule. `learn` (in `flowrl_course.runs`) runs the trainer with a fixed evaluation: 96 ODE samples of the averaged weights for six
+# held-out directions, with the same noise in every evaluation.
 
 # %%
 for rule in RULES:
@@ -144,6 +143,16 @@ for at in (4, -1):
     for rule in RULES:
         three, six = interval(rewards[rule, TIGHT][:3, at]), interval(rewards[rule, TIGHT][:, at])
         print(f"  {rule:<20} 3 seeds {three[0]:.2f} ± {three[1]:.2f}    6 seeds {six[0]:.2f} ± {six[1]:.2f}")
+
+# %% [markdown] tags=["expected"]
+# reward after 8 iterations, mean and 95% interval
+#   flow-grpo            3 seeds 0.23..0.29 ± 0.00..0.05    6 seeds 0.24..0.30 ± 0.00..0.03
+#   stepwise-flow-grpo   3 seeds 0.93..0.99 ± 0.00..0.05    6 seeds 0.94..0.99 ± 0.00..0.03
+#   tp-grpo              3 seeds 0.80..0.90 ± 0.05..0.18    6 seeds 0.85..0.93 ± 0.03..0.08
+# reward after 20 (Flow-GRPO) or 12 iterations, mean and 95% interval
+#   flow-grpo            3 seeds 0.40..0.58 ± 0.05..0.35    6 seeds 0.50..0.70 ± 0.10..0.28
+#   stepwise-flow-grpo   3 seeds 0.90..0.99 ± 0.00..0.10    6 seeds 0.91..0.99 ± 0.00..0.07
+#   tp-grpo              3 seeds 0.90..0.99 ± 0.00..0.12    6 seeds 0.93..0.99 ± 0.00..0.05
 
 # %% tags=["hide-input"]
 figure, axes = panels(width=6.4, height=3.4)
@@ -164,17 +173,17 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# Early on the ranking is not luck: at iterations 4 and 6 every seed of Stepwise is above every seed of TP-GRPO, and these are above every seed of Flow-GRPO. At the end the
-# two step-wise rules lie on top of each other, and the widest band is Flow-GRPO's, whose seeds wake up at different times. A spread is not a nuisance to be averaged away: it
-# says that how *long* Flow-GRPO takes depends on the seed a good deal.
+# In the early iterations the ranking is not due to chance: at iterations 4 and 6 every seed of Stepwise is above every seed of TP-GRPO, and these are above every seed of Flow-GRPO. At the end the
+# two step-wise rules are equal, and Flow-GRPO has the widest band, because its seeds begin to learn at different times. The spread is a result in itself: the
+# number of iterations that Flow-GRPO needs depends strongly on the seed.
 #
-# An interval speaks about one rule. For a *difference* there is a test that assumes nothing about the shape of the distribution. If rule $a$ and rule $b$ were the same thing,
-# the labels on their seeds would mean nothing, and every way to deal the $n_a + n_b$ rewards into two heaps of these sizes would be as likely. So deal them in all ways: $p$ is the share of splits whose
-# heaps differ in their means at least as much, in either direction, as the split that happened.
+# An interval describes one rule. For a *difference* there is a test without assumptions about the shape of the distribution. If rules $a$ and $b$ were equivalent,
+# the labels of their seeds would be arbitrary, and every split of the $n_a + n_b$ rewards into two groups of these sizes would be equally likely. The $p$ value is the fraction of all splits whose
+# means differ at least as much, in either direction, as those of the observed split.
 #
-# ### Exercise 2 · all ways to deal the seeds *(medium, 10 minutes)*
+# ### Exercise 2 · a permutation test *(medium, 10 minutes)*
 #
-# `itertools.combinations(range(n), k)` lists the choices. Rounding must not decide a tie, so compare with `>= observed - 1e-6` (rewards are float32, exact to about $10^{-7}$).
+# `itertools.combinations(range(n), k)` lists the choices. Rounding must not decide a tie, so compare with `>= observed - 1e-6` (rewards are float32, with a relative precision of about $10^{-7}$).
 
 
 # %% tags=["exercise"]
@@ -190,9 +199,9 @@ def permutation_p(a, b):
     observed = abs(float(a.double().mean() - b.double().mean()))
     as_large, splits = 0, 0
     for chosen in itertools.combinations(range(len(values)), len(a)):
-        heap = torch.zeros(len(values), dtype=torch.bool)
-        heap[list(chosen)] = True
-        as_large += abs(float(values[heap].mean() - values[~heap].mean())) >= observed - 1e-6
+        first = torch.zeros(len(values), dtype=torch.bool)
+        first[list(chosen)] = True
+        as_large += abs(float(values[first].mean() - values[~first].mean())) >= observed - 1e-6
         splits += 1
     return as_large / splits
 
@@ -201,8 +210,8 @@ def permutation_p(a, b):
 lesson.check_permutation(permutation_p)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The observed split is one of the splits, so $p$ is never 0: with three seeds against three there are 20 splits, and the smallest $p$ that any result can reach is 2/20 = 0.1. *Three seeds a side cannot reach
-# 5%, whatever they show.* With six a side there are 924. Absolute differences, because before the experiment you would have written a paper about either sign.
+# **Why.** The observed split is one of the splits, so $p$ is never 0: with three seeds against three there are 20 splits, and the smallest possible $p$ is 2/20 = 0.1. *Three seeds per rule cannot reach
+# the 5% level, whatever the result.* With six per rule there are 924 splits. The differences are absolute because a difference of either sign would have been reported.
 
 # %%
 print("splits of 3 + 3 seeds:", math.comb(6, 3), "   of 6 + 6:", math.comb(12, 6))
@@ -211,9 +220,14 @@ for at in (4, 6):
     p3, p6 = permutation_p(stepwise[:3], turning[:3]), permutation_p(stepwise, turning)
     print(f"Stepwise against TP-GRPO after {int(iterations[at])} iterations: p = {p3:.3f} with 3 seeds, {p6:.3f} with 6")
 
+# %% [markdown] tags=["expected"]
+# splits of 3 + 3 seeds: 20    of 6 + 6: 924
+# Stepwise against TP-GRPO after 8 iterations: p = 0.100 with 3 seeds, 0.001..0.030 with 6
+# Stepwise against TP-GRPO after 12 iterations: p = 0.100..1.000 with 3 seeds, 0.060..1.000 with 6
+
 # %% [markdown]
-# What do three seeds do when there is *nothing* to find? Train Flow-GRPO with ten seeds, call three of them "method A" and three others "method B", and look at how far apart the two "methods" end. There
-# are 2,100 such pairs, and every difference is chance.
+# How far apart are three and three seeds *without* any difference between the methods? The next cell trains Flow-GRPO with ten seeds, calls three of them "method A" and three others "method B", and compares the two "methods". There
+# are 2,100 such pairs, and every difference is due to chance.
 
 # %%
 same = torch.stack(
@@ -230,6 +244,10 @@ print(
 )
 print(f"bars of ± one standard deviation do not overlap in {float(apart.float().mean()):.0%} of them")
 
+# %% [markdown] tags=["expected"]
+# 2,100 pairs of the same method; the median difference is 0.06..0.13, one in twenty is above 0.18..0.31
+# bars of ± one standard deviation do not overlap in 5..16% of them
+
 # %% tags=["hide-input"]
 figure, axes = panels(width=6.4, height=2.7)
 axes.hist(gaps, bins=40, color=NOISE, alpha=0.75)
@@ -240,14 +258,14 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# Keep this picture in mind when a table of three seeds has a bold number in it. It is worth making for every comparison: it needs no second method, only more seeds of the first. The rule of thumb
-# "the error bars do not overlap, so it is real" would have declared *the same method* different from itself in one pair of ten.
+# Such a figure is useful for every comparison with few seeds: it needs no second method, only more seeds of the first. The rule of thumb
+# that non-overlapping error bars show a real difference would have declared *the same method* different from itself in one pair of ten.
 #
-# How many seeds would it take? To find a true difference $\delta$ with a spread $s$ four times in five at the 5% level, about
+# The required number of seeds can be estimated. To detect a true difference $\delta$ at a spread $s$ with a power of 80% at the 5% level, about
 #
 # $$n \approx 2\,(1.96 + 0.84)^2\, \frac{s^2}{\delta^2}$$
 #
-# seeds for each rule. The image world of `flowrl compare` is a case in point. One recorded run of its default preset (three seeds) ended at a soft reward of 0.868 ± 0.011 for Flow-GRPO and 0.877 ± 0.013 for
+# seeds per rule are needed. For example, one recorded `flowrl compare` of the default preset (images, three seeds) ended at a soft reward of 0.868 ± 0.011 for Flow-GRPO and 0.877 ± 0.013 for
 # Stepwise-Flow-GRPO, where ± is the standard deviation.
 
 # %%
@@ -259,19 +277,19 @@ print(
 )
 
 # %% [markdown]
-# That run says: no difference as large as 0.04 in favour of Stepwise, and none as large as 0.02 in favour of Flow-GRPO. It does not say that there is none.
+# That comparison excludes a difference as large as 0.04 in favour of Stepwise, and one as large as 0.02 in favour of Flow-GRPO. It does not show that the difference is 0.
 #
-# And what was *not* drawn anew? All runs are evaluated on the same six directions and the same noise. That makes differences between rules sharper, but the interval
-# then speaks of these six prompts. A claim about prompts in general needs prompts as draws too.
+# All runs are evaluated on the same six directions and the same noise. Fixed prompts make differences between rules more precise, but the interval
+# is then valid for these six prompts only. A claim about prompts in general needs randomly drawn prompts.
 #
-# ## 2 At what price?
+# ## 2 At what cost?
 #
-# An iteration of Flow-GRPO samples 96 trajectories of 10 steps: 960 network evaluations (NFE). Stepwise adds substeps, TP-GRPO adds completions (lessons 5 and 6). But sampling is not all: the update runs forward *and* backward
-# through every (trajectory, stochastic step) pair. A backward pass costs about two forward ones, so a trained pair counts three:
+# An iteration of Flow-GRPO samples 96 trajectories of 10 steps: 960 network evaluations (NFE). Stepwise adds substeps, TP-GRPO adds completions (lessons 5 and 6). The update adds a forward *and* a backward pass
+# for every (trajectory, stochastic step) pair. A backward pass costs about two forward passes, so a trained pair counts as three:
 #
 # $$\text{work} = \text{NFE while sampling} + 3 \times \text{pairs trained}.$$
 #
-# Reports often give the first term alone, or neither. `Curve.sampled`, `Curve.trained` and `Curve.work` hold all three.
+# Reports often give the first term alone, or neither. `Curve.sampled`, `Curve.trained` and `Curve.work` are the two terms and the sum.
 
 # %%
 for rule in RULES:
@@ -282,38 +300,38 @@ for rule in RULES:
     )
 
 # %% [markdown]
-# To compare prices one asks what it costs to *reach* a reward, and reads the answer off the curve.
+# To compare costs, compute the cost of *reaching* a reward from the curve.
 #
 # ### Exercise 3 · the cost of a target *(medium, 8 minutes)*
 #
-# `cost` and `reward` are `[evaluation]`, `cost` grows. Return the cost at which the curve first reaches `target`, on a straight line between evaluations; `math.nan` where it never does.
+# `cost` and `reward` are `[evaluation]`, `cost` increases. Return the cost at which the curve first reaches `target`, by linear interpolation between evaluations, or `math.nan` if it never does.
 
 
 # %% tags=["exercise"]
 def reach(cost, reward, target):
-    """The cost at which the curve first reaches the target; nan where it does not."""
+    """The cost at which the curve first reaches the target; nan if it does not."""
     return ...
 
 
 # %% tags=["solution"]
 def reach(cost, reward, target):
-    """The cost at which the curve first reaches the target; nan where it does not."""
+    """The cost at which the curve first reaches the target; nan if it does not."""
     above = (reward >= target).nonzero().flatten()
     if len(above) == 0:
         return math.nan
     i = int(above[0])
     if i == 0:
         return float(cost[0])
-    share = (target - reward[i - 1]) / (reward[i] - reward[i - 1])
-    return float(cost[i - 1] + share * (cost[i] - cost[i - 1]))
+    part = (target - reward[i - 1]) / (reward[i] - reward[i - 1])
+    return float(cost[i - 1] + part * (cost[i] - cost[i - 1]))
 
 
 # %%
 lesson.check_reach(reach)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Without the straight line the answer jumps by a whole evaluation interval, which here would be worth half of Stepwise's total. The *first* crossing is a choice that
-# flatters noisy curves, so say it when you use it. And a run that never arrives must not get the last cost as if it had: `nan` spreads through every average and cannot be overlooked.
+# **Why.** Without interpolation the result is rounded to whole evaluation intervals, and one interval is here half of Stepwise's total. The *first* crossing favours
+# noisy curves, so reports should name this choice. A run that never reaches the target must not get the last cost: `nan` propagates through every mean and cannot be overlooked.
 
 # %%
 PRICES = {"iterations": "iterations", "sampled": "NFE while sampling", "work": "forward passes in all", "seconds": "seconds"}
@@ -324,14 +342,18 @@ def mean_curve(found, price):
     return torch.stack([getattr(run, price) for run in found]).mean(0), torch.stack([run.reward for run in found]).mean(0)
 
 
-def speedup(rule, price, goal, clip=TIGHT):
+def speedup(rule, price, goal):
     """How many times cheaper than Flow-GRPO the rule reaches the goal."""
-    return reach(*mean_curve(runs["flow-grpo", clip], price), goal) / reach(*mean_curve(runs[rule, clip], price), goal)
+    return reach(*mean_curve(runs["flow-grpo", TIGHT], price), goal) / reach(*mean_curve(runs[rule, TIGHT], price), goal)
 
 
 for rule in RULES[1:]:
     found = ", ".join(f"{speedup(rule, price, 0.4):.1f} in {label}" for price, label in PRICES.items() if price != "seconds")
     print(f"to reach 0.4, {rule} is cheaper by a factor of {found}")
+
+# %% [markdown] tags=["expected"]
+# to reach 0.4, stepwise-flow-grpo is cheaper by a factor of 3.3..4.4 in iterations, 0.7..0.95 in NFE while sampling, 1.35..1.85 in forward passes in all
+# to reach 0.4, tp-grpo is cheaper by a factor of 2.5..3.4 in iterations, 0.5..0.75 in NFE while sampling, 1.05..1.4 in forward passes in all
 
 # %% tags=["hide-input", "varies"]
 figure, axes = panels(2, width=4.7, height=3.4)
@@ -352,41 +374,57 @@ for cell, rule in zip(axes, RULES[1:], strict=True):
 plt.show()
 for rule in RULES[1:]:
     print(
-        f"seconds to reach 0.4, {rule}: cheaper by a factor of {speedup(rule, 'seconds', 0.4):.1f} on the machine that made this page"
+        f"seconds to reach 0.4, {rule}: cheaper by a factor of {speedup(rule, 'seconds', 0.4):.1f} on the machine that built this page"
     )
 
 # %% [markdown]
-# One experiment, four speed-ups. Stepwise needs about a quarter of the iterations but *more* sampling evaluations; with training counted it is cheaper again, and seconds say another thing still, because in a tiny network time goes by calls and not by
-# evaluations (Stepwise needs 14 sequential calls an iteration, the others 10). The factor also depends on the reward one asks for. "x times faster" without *in what* and *to where* is not a statement.
+# One experiment has four different speed-ups. Stepwise needs about a quarter of the iterations but *more* sampling evaluations; with the update counted it is cheaper again, and the factor in seconds is different, because the time of a tiny network depends on calls and not on
+# evaluations (Stepwise needs 14 sequential calls per iteration, the others 10). The factor also depends on the target reward. A statement such as "x times faster" needs the unit of cost and the target.
 #
-# Which price is yours? If the reward model is a slow judge, reward calls. If GPUs are full, work. If you wait for it, seconds *on your hardware with your model*.
+# Choose the cost that limits you: reward calls if the reward model is slow, forward passes if the GPUs are busy, or seconds *on your hardware with your model*.
 #
 # ## 3 Is it the rule, or the setting?
 #
-# All three rules ran with the same settings. That sounds fair. But a setting can suit one rule and starve another, and who copies the settings decides the race. Which setting could it be here? A metric that the trainer
-# logs anyway gives it away.
+# All three rules used the same settings. But a setting can suit one rule better than another, and then the choice of the settings decides the comparison. A metric of the trainer shows which setting matters here.
 
 # %%
 for rule in RULES:
-    share = sum(run.clipped for run in runs[rule, TIGHT]) / 6
-    print(f"{rule:<20} {share:.0%} of all (trajectory, step) pairs have a ratio beyond the clip")
+    clipped = sum(run.clipped for run in runs[rule, TIGHT]) / 6
+    print(f"{rule:<20} {clipped:.0%} of all (trajectory, step) pairs have a ratio beyond the clip range")
+
+# %% [markdown] tags=["expected"]
+# flow-grpo            54..64% of all (trajectory, step) pairs have a ratio beyond the clip range
+# stepwise-flow-grpo   66..76% of all (trajectory, step) pairs have a ratio beyond the clip range
+# tp-grpo              64..74% of all (trajectory, step) pairs have a ratio beyond the clip range
 
 # %% [markdown]
-# Most pairs are outside the trust region, for every rule: the clip $c = 0.002$ is very tight. It was made for the image world, whose latents have 128 elements. The log-probability is a *mean* over the latent's elements (lesson 3), and the mean of 2 elements
-# swings $\sqrt{128/2} = 8$ times as far as that of 128 when every element moves as much. Copied into the plane, the same number means a trust region eight times narrower. It is there for all rules, so nobody was cheated. Was it neutral?
+# Most pairs are outside the trust region, for every rule: the clip range $c = 0.002$ is very narrow. It is the default of the image world, whose latents have 128 elements. The log-probability is a *mean* over the latent's elements (lesson 3), and the standard deviation of a mean of 2 elements
+# is $\sqrt{128/2} = 8$ times that of a mean of 128. In two dimensions the same number is therefore a trust region eight times narrower. It is the same for all rules, but it may affect them differently.
 #
-# *Before you run the next cell, write down a guess: with a clip ten and a hundred times wider, what happens to Stepwise's fourfold lead in iterations?*
+# *Before you run the next cell, write down a prediction: with a clip range ten and a hundred times wider, what happens to Stepwise's fourfold lead in iterations?*
 
 # %%
 CLIPS = (TIGHT, 2e-2, 2e-1)
 for clip in CLIPS[1:]:
     for rule in RULES:
-        runs[rule, clip] = [learn(rule, seed=seed, clip=clip, iterations=8) for seed in range(4)]
+        runs[rule, clip] = [learn(rule, seed=seed, clip_range=clip, iterations=8) for seed in range(4)]
 print("reaches a mean reward of 0.5 after")
 for clip in CLIPS:
     for rule in RULES:
         costs = [reach(*mean_curve(runs[rule, clip], price), 0.5) for price in ("iterations", "work")]
         print(f"  clip {clip:<6g} {rule:<20} {costs[0]:5.1f} iterations   {costs[1]:8,.0f} forward passes")
+
+# %% [markdown] tags=["expected"]
+# reaches a mean reward of 0.5 after
+#   clip 0.002  flow-grpo             15.0..20.0 iterations     36,000..48,000 forward passes
+#   clip 0.002  stepwise-flow-grpo     3.9..4.8 iterations     22,500..28,000 forward passes
+#   clip 0.002  tp-grpo                5.2..6.5 iterations     30,000..37,500 forward passes
+#   clip 0.02   flow-grpo              5.2..6.5 iterations     12,500..15,600 forward passes
+#   clip 0.02   stepwise-flow-grpo     2.8..3.6 iterations     16,300..21,000 forward passes
+#   clip 0.02   tp-grpo                3.7..4.6 iterations     21,300..26,500 forward passes
+#   clip 0.2    flow-grpo              2.8..3.4 iterations      6,700..8,200 forward passes
+#   clip 0.2    stepwise-flow-grpo     2.6..3.2 iterations     15,000..18,700 forward passes
+#   clip 0.2    tp-grpo                2.6..3.2 iterations     15,000..18,500 forward passes
 
 # %% tags=["hide-input"]
 figure, axes = panels(3, 2, width=3.5, height=2.7, sharey=True)
@@ -410,13 +448,13 @@ for text, x, y, rule in (("Stepwise", 3.9, 0.62, RULES[1]), ("TP", 7.1, 0.56, RU
 plt.show()
 
 # %% [markdown]
-# The lead in iterations shrinks from left to right and is nearly gone at 0.2; and since an iteration of Flow-GRPO is the cheapest, the *order* in the lower row turns around. Nothing about the rules changed: the tight clip had held uniform credit back most. Not because more of its pairs
-# are outside; fewer are. It matters *which*. Pairs that moved along their advantage stop counting once they are outside; pairs that moved against it go on counting, and pull back. A loss that watches itself can count both.
+# The lead in iterations shrinks from left to right and is nearly 0 at a clip range of 0.2. Since an iteration of Flow-GRPO is the cheapest, the *order* in the lower row is reversed. The rules are unchanged: the narrow clip range slowed uniform credit most. The reason is not the number of its pairs
+# outside the range, which is the smallest, but their direction. Pairs that moved along their advantage have no gradient outside the range; pairs that moved against it keep their gradient, which points back. The loss below counts both kinds.
 
 
 # %%
-class Watching:
-    """The clipped loss, noting which share of the pairs beyond the clip moved along their advantage."""
+class CountingLoss:
+    """The clipped loss, which counts the pairs beyond the clip range, and those of them that moved along their advantage."""
 
     needs_reference = False
 
@@ -433,23 +471,23 @@ class Watching:
 
 
 for rule in RULES:
-    watching = Watching()
+    loss = CountingLoss()
     for seed in range(3):
-        trainer = start(rule, seed, clip=TIGHT)
-        trainer.method = replace(trainer.method, loss=watching)
+        trainer = start(rule, seed, clip_range=TIGHT)
+        trainer.method = replace(trainer.method, loss=loss)
         for _ in range(3):
             trainer.iteration()
     print(
-        f"{rule:<20} of the pairs beyond the clip, {watching.along / watching.beyond:.0%} moved along their advantage (first 3 iterations)"
+        f"{rule:<20} of the pairs beyond the clip range, {loss.along / loss.beyond:.0%} moved along their advantage (first 3 iterations)"
     )
 
 # %% [markdown]
-# Each iteration makes four updates. The first moves all pairs, and uniform credit, whose gradient is the noisiest, moves nearly as many of them against their advantage as along it (half would be no signal at all). The next three updates then hear mostly from those that want back, and undo much of the first. The
-# step-wise rules move more pairs the right way at once and have less to undo. (You can test this explanation: with `updates=1` nothing is ever clipped.)
+# Each iteration has four mini-batches. The first update moves all pairs, and uniform credit, whose gradient is the noisiest, moves nearly as many of them against their advantage as along it (half would be no signal at all). In the next three updates the pairs that moved against their advantage dominate the gradient, and reverse much of the first update. The
+# step-wise rules move more pairs in the right direction at once, so less is reversed. (You can test this explanation: with `minibatches=1` no pair is clipped.)
 #
-# The wide clip has a price of its own: some runs fall back after their peak. (How they end, not only how fast they rise, would be one more column in an honest table.)
+# The wide clip range has a disadvantage: some runs fall after their maximum. A complete table would have a column for the final reward.
 #
-# So what is fair? Not the same settings, but the **same effort spent on settings**: each rule gets its best setting out of the same list, chosen on some seeds and reported on others. The second half matters: the best of three noisy numbers is too good on average, and those who tried more settings get more of that luck.
+# A fair comparison needs the **same tuning effort**, not the same settings: each rule gets its best setting from the same list, chosen on some seeds and reported on others. The separation of the seeds matters: the best of three noisy numbers is too good on average, and the bias grows with the number of settings tried.
 #
 # ### Exercise 4 · equal tuning *(medium, 8 minutes)*
 #
@@ -458,13 +496,13 @@ for rule in RULES:
 
 # %% tags=["exercise"]
 def tuned(scores, tuning):
-    """Each rule at its own best setting, on seeds that did not choose it; [rule]."""
+    """The score of each rule at its own best setting, on seeds that did not choose the setting; [rule]."""
     return ...
 
 
 # %% tags=["solution"]
 def tuned(scores, tuning):
-    """Each rule at its own best setting, on seeds that did not choose it; [rule]."""
+    """The score of each rule at its own best setting, on seeds that did not choose the setting; [rule]."""
     best = scores[..., :tuning].mean(-1).argmax(1)
     return scores[torch.arange(len(scores)), best, tuning:].mean(-1)
 
@@ -473,16 +511,16 @@ def tuned(scores, tuning):
 lesson.check_tuned(tuned)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Selecting and reporting on the same seeds is the most common way to overstate a result without any bad will; it is the same mistake as tuning on a test set. One common setting for all rules, chosen for the average, brings back the problem that tuning was to cure.
+# **Why.** Selecting and reporting on the same seeds overstates the result, like tuning on a test set. One common setting for all rules, chosen by their mean score, has the problem of part 3 again.
 
 
 # %%
 def reward_at(run, price, budget):
-    """The reward when so much has been spent, on a straight line between evaluations."""
+    """The reward at a cost of `budget`, by linear interpolation between evaluations."""
     cost, reward = getattr(run, price), run.reward
     i = int(torch.searchsorted(cost, torch.tensor(budget, dtype=cost.dtype)).clamp(1, len(cost) - 1))
-    share = (budget - cost[i - 1]) / (cost[i] - cost[i - 1])
-    return float(reward[i - 1] + share * (reward[i] - reward[i - 1]))
+    part = (budget - cost[i - 1]) / (cost[i] - cost[i - 1])
+    return float(reward[i - 1] + part * (reward[i] - reward[i - 1]))
 
 
 for price, budget in (("iterations", 6), ("work", 14_400)):
@@ -491,32 +529,47 @@ for price, budget in (("iterations", 6), ("work", 14_400)):
     for rule, row, chosen in zip(RULES, table.mean(-1).tolist(), tuned(table, 2).tolist(), strict=True):
         print(f"  {rule:<20} {row[0]:.2f}  {row[1]:.2f}  {row[2]:.2f}   tuned {chosen:.2f}")
 
+# %% [markdown] tags=["expected"]
+# reward after 6 iterations: by clip (0.002, 0.02, 0.2), and tuned
+#   flow-grpo            0.21..0.28  0.45..0.60  0.85..0.98   tuned 0.85..0.99
+#   stepwise-flow-grpo   0.77..0.89  0.90..0.98  0.85..0.98   tuned 0.85..0.99
+#   tp-grpo              0.42..0.56  0.80..0.92  0.83..0.96   tuned 0.85..0.98
+# reward after 14,400 forward passes: by clip (0.002, 0.02, 0.2), and tuned
+#   flow-grpo            0.21..0.28  0.45..0.60  0.85..0.98   tuned 0.85..0.99
+#   stepwise-flow-grpo   0.24..0.32  0.31..0.41  0.35..0.47   tuned 0.32..0.47
+#   tp-grpo              0.21..0.28  0.26..0.35  0.34..0.46   tuned 0.32..0.46
+
 # %% [markdown]
-# (14,400 forward passes are six iterations of Flow-GRPO.) Per iteration and tuned, the three rules are close. Per forward pass, tuned uniform credit is ahead. This does not make uniform credit the best rule: two seeds a side, three clips, one learning rate, one world. It makes the *opening picture* a statement about a clip.
+# (14,400 forward passes are six iterations of Flow-GRPO.) Per iteration and tuned, the three rules are close. Per forward pass, tuned uniform credit is ahead. Two seeds per rule, three clip ranges, one learning rate and one world do not make uniform credit the best rule. They show that the *first figure* of this lesson measures the effect of a clip range.
 #
 # ## 4 Is it the part that gives the rule its name?
 #
-# TP-GRPO differs from Flow-GRPO in three things: rewards of unfinished states (by ODE completion), a normalisation for every step by itself, and long-term rewards at turning points. Its name says the third. A **control** keeps everything but that: the same completions,
-# but the long-term reward paid at *randomly* placed steps (as many as there are turning points), or nowhere. Back at the tight clip, where the lead over Flow-GRPO is largest:
+# TP-GRPO differs from Flow-GRPO in three parts: rewards of unfinished states (by ODE completion), normalisation step by step, and long-term rewards at turning points. The third gives the rule its name. A **control** changes only this part: the same completions,
+# but the long-term reward at *random* steps (as many as there are turning points), or at no step. The clip range is the narrow one again, where the lead over Flow-GRPO is largest:
 
 # %%
 controls = {
     "turning points": [run.reward[:5] for run in runs["tp-grpo", TIGHT]],
-    "random places": [learn(rule=TurningPoint(where="random"), seed=s, clip=TIGHT, iterations=8).reward for s in range(6)],
-    "none": [learn(rule=TurningPoint(where="none"), seed=s, clip=TIGHT, iterations=8).reward for s in range(6)],
+    "random steps": [learn(rule=TurningPoint(where="random"), seed=s, clip_range=TIGHT, iterations=8).reward for s in range(6)],
+    "none": [learn(rule=TurningPoint(where="none"), seed=s, clip_range=TIGHT, iterations=8).reward for s in range(6)],
 }
 controls = {name: torch.stack(found) for name, found in controls.items()}
 ends = {name: found[:, -1] for name, found in controls.items()}
-for name in ("random places", "none"):
+for name in ("random steps", "none"):
     mean, half = interval(ends["turning points"] - ends[name])
     p = permutation_p(ends["turning points"], ends[name])
     print(f"turning points minus {name:<13} after 8 iterations: {mean:+.3f} ± {half:.3f} seed by seed, p = {p:.2f}")
 lead = ends["turning points"] - rewards["flow-grpo", TIGHT][:, 4]
 print(f"turning points minus Flow-GRPO     after 8 iterations: {interval(lead)[0]:+.3f} ± {interval(lead)[1]:.3f}")
 
+# %% [markdown] tags=["expected"]
+# turning points minus random steps  after 8 iterations: -0.070..0.030 ± 0.020..0.080 seed by seed, p = 0.10..1.00
+# turning points minus none          after 8 iterations: -0.080..0.030 ± 0.020..0.090 seed by seed, p = 0.10..1.00
+# turning points minus Flow-GRPO     after 8 iterations: +0.540..0.700 ± 0.030..0.090
+
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.2, height=3.1)
-shades = {"turning points": COLOURS["tp-grpo"], "random places": "#E69F00", "none": NOISE}
+shades = {"turning points": COLOURS["tp-grpo"], "random steps": "#E69F00", "none": NOISE}
 axes[0].plot(iterations[:5], rewards["flow-grpo", TIGHT][:, :5].mean(0), color=COLOURS["flow-grpo"], linewidth=2)
 axes[0].text(6, 0.275, "Flow-GRPO", color=COLOURS["flow-grpo"], fontsize=9)
 for name, found in controls.items():
@@ -536,33 +589,33 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# The controls rise as fast. What gives TP-GRPO its lead over Flow-GRPO here are the rewards of unfinished states, not the turning points. The difference is taken seed by seed because runs of one seed share their prompts and first weights: what a seed does to both
-# cancels. Pair whatever can be paired.
+# The rewards of the controls rise as fast. TP-GRPO's lead over Flow-GRPO is here due to the rewards of unfinished states, not to the turning points. The differences are paired by seed because runs of one seed have the same prompts and initial weights, so that
+# the common effect of the seed cancels.
 #
-# The paper (arXiv 2602.06422) compares TP-GRPO with Flow-GRPO, and two definitions of turning points with each other; the controls here are ours. What they show may not carry over: turning points may matter where trajectories swing more, with other rewards, or with larger models. But a claim "turning points help" needs *this* control, at *that* scale.
+# The paper (arXiv 2602.06422) compares TP-GRPO with Flow-GRPO, and two definitions of turning points with each other; the controls are additions of this lesson. Their result may not transfer: turning points may matter with larger changes of the reward along a trajectory, with other rewards, or with larger models. But the claim that turning points help needs *this* control, at *that* scale.
 #
-# ## What would change your mind?
+# ## Which result would refute the claim?
 #
-# A useful habit: before a comparison, write the claim, and beside it the result that would make you drop it. Someone who cannot name such a result is not testing the claim.
+# Before a comparison, write down each claim together with the result that would refute it. Without such a result the comparison does not test the claim.
 #
-# | claim | would be dropped if | what we saw |
+# | claim | refuted if | result |
 # |---|---|---|
-# | the order is not luck | two groups of seeds of one rule differ as much | they do not, early in training |
-# | step-wise credit is cheaper | it is not, in the price that matters | depends on the price |
-# | step-wise credit is better | tuning Flow-GRPO as hard closes the gap | it does, in this world |
-# | turning points earn TP-GRPO's lead | random turning points do as well | they do, in this world |
+# | the order is not due to chance | two groups of seeds of one rule differ as much | not refuted, early in training |
+# | step-wise credit is cheaper | it is not, in the cost that matters | depends on the cost |
+# | step-wise credit is better | equal tuning of Flow-GRPO closes the gap | refuted in this world |
+# | TP-GRPO's lead is due to turning points | random turning points do as well | refuted in this world |
 #
-# ### Exercise 5 · referee *(harder, 10 minutes)*
+# ### Exercise 5 · a review *(harder, 10 minutes)*
 #
-# Judge each claim by this notebook alone: `"supported"`, `"contradicted"`, or `"open"` (nothing here decides it).
+# Judge each claim by this notebook alone: `"supported"`, `"contradicted"`, or `"open"` (not decided by this notebook).
 #
-# - **A** With a clip of 0.002, step-wise credit needs fewer iterations than uniform credit to reach a reward of 0.4.
-# - **B** Step-wise credit needs at most half as many iterations as uniform credit, whatever the clip.
-# - **C** In this world TP-GRPO's lead comes from its turning points.
-# - **D** In this world, each rule at its best clip, uniform credit reaches a reward of 0.5 with the fewest forward passes.
+# - **A** With a clip range of 0.002, step-wise credit needs fewer iterations than uniform credit to reach a reward of 0.4.
+# - **B** Step-wise credit needs at most half as many iterations as uniform credit, for every clip range.
+# - **C** In this world TP-GRPO's lead is due to its turning points.
+# - **D** In this world, each rule at its best clip range, uniform credit reaches a reward of 0.5 with the fewest forward passes.
 # - **E** The ratio of seconds between the rules, as measured here, holds for a 2.5-billion-parameter model.
 # - **F** The intervals of part 1 also cover the choice of the held-out prompts.
-# - **G** For image models, uniform credit is as good as step-wise credit once the clip is right.
+# - **G** For image models, uniform credit is as good as step-wise credit if the clip range is tuned.
 
 # %% tags=["exercise"]
 verdicts = {"A": ..., "B": ..., "C": ..., "D": ..., "E": ..., "F": ..., "G": ...}
@@ -582,18 +635,18 @@ verdicts = {
 lesson.check_claims(verdicts)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A, B and D are read off the tables of parts 2 and 3, C off the controls. F is about what was drawn: seeds were, prompts were not. E and G reach beyond what was measured, in opposite directions; a small world cannot settle them. It can say cheaply which experiment would: for G, an image model with uniform credit, its clip tuned with as much effort as
-# the competitor's.
+# **Why.** The tables of parts 2 and 3 decide A, B and D, the controls decide C. F is contradicted because seeds were drawn at random, and prompts were not. E and G are beyond the measurements of a small world, in opposite directions. The small world shows which experiment could decide them: for G, an image model with uniform credit whose clip range is tuned with the same effort as
+# that of the other rule.
 
 # %% [markdown]
 # ## To keep
 #
 # | question | tool | in `flowrl` |
 # |---|---|---|
-# | how sure is one number | $\bar r \pm t_{n-1}\, s/\sqrt n$ over seeds | `flowrl compare --seeds 0 1 2 3 4 5` |
-# | is a difference luck | exact permutation test; the method against itself | `training.results.load_comparison` gives the curves of all seeds |
-# | at what price | iterations, NFE, NFE + 3 × pairs trained, seconds | `nfe_total`, `train_nfe_total`, `seconds_total` of every metrics line |
-# | rule or setting | same effort of tuning for all; report on other seeds | `--clip-range`, `--learning-rate`, `--loss`; the metric `clip_fraction` |
+# | how precise is a number | $\bar r \pm t_{n-1}\, s/\sqrt n$ over seeds | `flowrl compare --seeds 0 1 2 3 4 5` |
+# | is a difference due to chance | exact permutation test; the method against itself | `training.results.load_comparison` returns the curves of all seeds |
+# | at what cost | iterations, NFE, NFE + 3 × pairs trained, seconds | `nfe_total`, `train_nfe_total`, `seconds_total` of every metrics line |
+# | rule or setting | equal tuning effort for all rules; report on other seeds | `--clip-range`, `--learning-rate`, `--loss`; the metric `clip_fraction` |
 # | which part of the rule | controls that keep all but one part | `--credit "turning-point(where=random)"`, `where=none` |
 #
-# **Next:** [8 · Write your own credit rule](08_your_own_rule.ipynb) turns the tools around: a rule of yours, from the idea to a comparison that would convince you.
+# **Next:** [8 · Write your own credit rule](08_your_own_rule.ipynb) applies these tools to a rule of your own, from the idea to the comparison.

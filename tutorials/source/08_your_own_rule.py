@@ -13,11 +13,11 @@
 # %% [markdown]
 # # 8 · Write your own credit rule
 #
-# **After this lesson you can** turn an idea about credit into a class, hold it to the contract that the trainer relies on, measure how close its credit is to the truth, and find out, in a comparison, what the measurement missed.
+# **After this lesson you can** turn an idea about credit into a class, test the class against the contract that the trainer relies on, compare its credit with the ground truth, and find the effects that this comparison misses by training with the rule.
 #
-# **Time** 90 minutes and three projects of 20 to 45 minutes; the computer needs one or two. **You need** lessons 3 to 7.
+# **Time** 90 minutes and three projects of 20 to 45 minutes; the computer needs one. **You need** lessons 3 to 7.
 #
-# The picture shows what every credit rule guesses at. On the left a trajectory is denoised; it was asked to go to the cross. On the right, the reward to be *expected* at each of its nodes, and two cheap guesses of it.
+# The animation shows the quantity that every credit rule estimates. On the left a trajectory is denoised; the cross is its target. On the right are the *expected* reward at each of its nodes, and two cheap estimates of it.
 
 # %% tags=["hide-input"]
 import math
@@ -26,25 +26,25 @@ from dataclasses import dataclass, field
 import matplotlib.pyplot as plt
 import torch
 
-from flowrl_course import lesson_08 as lesson
-from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, animation, clean, panels, plane
-from flowrl_course.lesson_07 import T_QUANTILE
-from flowrl_course.runs import learn, start
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, gains, reward_to_go, zscore
 from flowrl.diagnostics.gradient import Setting, alignment, pathwise_gradients, policy_gradients, update_evaluations
 from flowrl.diagnostics.true_advantage import Look, compare_credit, true_advantages
-from flowrl.flow.gaussian import sample as draw_from
+from flowrl.flow import sample as draw_from
 from flowrl.rollout import reward_table
 from flowrl.testing import check_credit
 from flowrl.types import Completion, NoProbe, Probe, Tweedie
 from flowrl.worlds.mixture import target
+from flowrl_course import lesson_08 as lesson
+from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, animation, clean, panels, plane
+from flowrl_course.lesson_07 import T_QUANTILE
+from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
-WORLD = {"window": "all-but-last", "clip_range": 2e-2}  # every step but the last is a decision; the clip is lesson 7's middle one
+WORLD = {"window": "all-but-last", "clip_range": 2e-2}  # every step but the last is a decision; lesson 7's middle clip range
 
 
 def setting_of(trainer):
-    """A trainer's policy, sampler, grid and reward, with all 18 training prompts: what the microscope looks at."""
+    """A trainer's policy, sampler, grid and reward, with all 18 training prompts, for the diagnostics."""
     return Setting(trainer.policy, trainer.method.sampler, trainer.schedule, trainer.reward, trainer.prompts.prompts)
 
 
@@ -58,7 +58,7 @@ for name, probe in (("one-step estimate", Tweedie()), ("ODE completion", Complet
 
 
 def opening():
-    """The trajectory whose prospects changed most, its expected reward, and two guesses."""
+    """The trajectory whose expected reward changed most, and two estimates of this reward."""
     values = truths[True].state_values
     prompt, member = divmod(int((values[..., -1] - values.amin(-1)).argmax()), look.members)
     row = prompt * look.members + member
@@ -83,7 +83,7 @@ def opening():
         xlabel="node (0 = noise, 10 = finished)",
         ylabel="reward",
         ylim=(-0.03, 1.45),
-        title="V (± 2 standard errors), and two guesses",
+        title="V (± 2 standard errors), and two estimates",
     )
     right.set_yticks([0, 0.5, 1])
     clean(right)
@@ -104,36 +104,36 @@ opening()
 # %% [markdown]
 # ## The idea
 #
-# Let $V(x_i)$ be the reward to be expected when the *stochastic* sampler goes on from the state $x_i$. The step from $x_i$ to $x_{i+1}$ changed that expectation by
+# Let $V(x_i)$ be the expected reward if the *stochastic* sampler continues from the state $x_i$. The step from $x_i$ to $x_{i+1}$ changed this expectation by
 #
 # $$A^*_i = V(x_{i+1}) - V(x_i),$$
 #
-# and this is its **true advantage**: what this step's noise was worth, no more and no less. Summed over the steps it gives $R_T - V(x_0)$. A credit rule is a guess of $A^*$ from a table of rewards, and the rules of lessons 4 to 6 differ in what they take for $V$:
+# the **true advantage** of the step. The sum over the steps is $R_T - V(x_0)$. A credit rule estimates $A^*$ from a table of rewards, and the rules of lessons 4 to 6 differ in their estimate of $V$:
 #
-# | rule | takes for $V(x_j)$ | network evaluations per trajectory |
+# | rule | estimate of $V(x_j)$ | network evaluations per trajectory |
 # |---|---|---|
-# | Flow-GRPO | nothing; every step gets $R_T$ less the group's mean | 10 |
+# | Flow-GRPO | none; every step gets $R_T$ minus the group's mean | 10 |
 # | Stepwise-Flow-GRPO | reward of 5 Euler substeps | 50 |
 # | TP-GRPO | reward of the ODE completion | 55 |
 #
-# (A few less where a group shares its first node.)
+# (Slightly fewer if a group shares its first node.)
 #
-# Our idea is a lazy one. The one-step estimate $\hat x_0 = x_j - t_j v_j$ needs the velocity that the rollout has computed anyway. It is free. If its reward is a decent guess of $V$, step-wise credit costs no more than Flow-GRPO. A picture of one
-# step is blurred, and the Stepwise paper takes five. Is blur a reason here?
+# The idea of this lesson is a cheap rule. The one-step estimate $\hat x_0 = x_j - t_j v_j$ needs only the velocity that the rollout has computed already, so it is free. If its reward is a good estimate of $V$, step-wise credit costs no more than Flow-GRPO. One-step
+# estimates of images are blurred, and the Stepwise paper uses five substeps. Does the blur matter here?
 #
 # ## From the idea to a class
 #
-# A rule is any object with two things:
+# A rule is any object with two members:
 #
-# - `probe`, which says how unfinished states are scored: `NoProbe()`, `Tweedie()`, `Substeps(n)`, `Completion()`;
-# - `assign(rewards, schedule)`: rewards `[prompt, member, node]` to advantages `[prompt, member, step]`, step $i$ leading from node $i$ to node $i + 1$.
+# - `probe`, the way in which unfinished states are scored: `NoProbe()`, `Tweedie()`, `Substeps(n)`, `Completion()`;
+# - `assign(rewards, schedule)`, which maps rewards `[prompt, member, node]` to advantages `[prompt, member, step]`; step $i$ leads from node $i$ to node $i + 1$.
 #
-# An attribute `shared_noise = True` makes a group start from one noise. Nothing is inherited and nothing registered. Here is a first draft, written in a hurry: gains of the one-step estimate, normalised over members and steps like Stepwise's.
+# With an attribute `shared_noise = True` the members of a group start from the same noise. A rule needs no base class and no registration. The first draft below computes gains of the one-step estimate, normalised over members and steps as in Stepwise.
 
 
 # %%
 class Draft:
-    """Pays each step what it added to the reward of the one-step estimate."""
+    """The credit of a step is its change of the one-step estimate's reward."""
 
     probe = NoProbe()
     shared_noise = True
@@ -145,22 +145,22 @@ class Draft:
 
 
 # %% [markdown]
-# The trainer, the comparison and the checkpoints rely on promises that stand in the protocol's docstring. `flowrl.testing` tries all of them on tables chosen to break things: groups that are all equal, a group of one, rewards of $10^6$, permuted members.
+# The trainer, `flowrl compare` and the checkpoints rely on the promises in the protocol's docstring. `flowrl.testing` checks all of them with difficult tables: groups of equal rewards, a group of one, rewards of $10^6$, permuted members.
 
 # %%
 print(*[line for line in str(check_credit(Draft())).splitlines() if "not tried, because" not in line], sep="\n")
 
 # %% [markdown]
-# One fault hides the others: as long as the rule reads nodes that nobody has scored, the rest need not be tried.
+# One fault hides the others: the remaining promises are not checked as long as the rule reads nodes without scores.
 #
-# ### Exercise 1 · mend the draft *(easy, 10 minutes)*
+# ### Exercise 1 · repair the draft *(easy, 10 minutes)*
 #
-# The draft has three faults. Mend one, run `check_credit` again, and read on. `zscore(values, over=("member", "step"))` from `flowrl.credit` does the normalisation with its care for special cases, but you may do without it.
+# The draft has three faults. Repair one, run `check_credit` again, and repeat. `zscore(values, over=("member", "step"))` from `flowrl.credit` normalises and handles the special cases, but you can also write the normalisation yourself.
 
 
 # %% tags=["exercise"]
 class EstimateGain:
-    """Pays each step what it added to the reward of the one-step estimate."""
+    """The credit of a step is its change of the one-step estimate's reward."""
 
     probe = NoProbe()
     shared_noise = True
@@ -174,7 +174,7 @@ class EstimateGain:
 # %% tags=["solution"]
 @dataclass(frozen=True)
 class EstimateGain:
-    """Pays each step what it added to the reward of the one-step estimate."""
+    """The credit of a step is its change of the one-step estimate's reward."""
 
     probe: Probe = Tweedie()
     shared_noise: bool = True
@@ -187,30 +187,30 @@ class EstimateGain:
 lesson.check_mended(EstimateGain)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** With `NoProbe()` the rollout scores the finished sample only, and all other nodes are `nan`, so that a rule that reads them is found out at once. `-=` writes into the caller's table, which the trainer still needs for its metrics. And a group whose members are all equal has a standard deviation of 0: dividing by it gives `nan`, which the optimiser would spread over all weights. `zscore` adds $10^{-4}$ and subtracts
-# one of the rewards before the mean, so that equal rewards leave an exact 0. (Subtracting the first node was no fault, only no use: gains do not see it.)
+# **Why.** With `NoProbe()` the rollout scores the finished sample only, and all other nodes are `nan`, so that a rule that reads them fails at once. `-=` writes into the caller's table, which the trainer still needs for its metrics. A group of equal rewards has a standard deviation of 0, and the division gives `nan`, which the optimizer would write into all weights. `zscore` adds $10^{-4}$ and subtracts
+# one of the rewards before the mean, so that equal rewards give exactly 0. (The subtraction of the first node was not a fault, but it has no effect on gains.)
 
 # %%
 findings = check_credit(EstimateGain())
 print(findings.ok, f"{sum(finding.ok for finding in findings)} of {len(findings)} promises kept")
 
 # %% [markdown]
-# In a test file the same suite is two lines, one pytest case per promise:
+# In a test file the same suite takes two lines, with one pytest case per promise:
 #
 # ```python
 # from flowrl.testing import credit_contract
 # test_estimate_gain = credit_contract(EstimateGain())
 # ```
 #
-# Keeping the contract means that the rule can be trained with. It does not mean that the rule is any good.
+# A rule that keeps the contract can be used for training. Whether its credit is useful is a different question.
 #
-# ## Under the microscope: credit against the true advantage
+# ## Credit compared with the true advantage
 #
-# In the plane we can afford to measure $V$: from a state, let the stochastic sampler run to the end many times, and average the rewards.
+# In two dimensions $V$ can be measured: run the stochastic sampler from a state to the end many times, and average the rewards.
 #
 # ### Exercise 2 · the value of a state *(medium, 12 minutes)*
 #
-# `latents` is `[sample, ...]`, all standing at `node`. `go(latents, i)` draws step $i$ for every row; steps are $0, \dots, T-1$ with $T$ = `steps`. `score(latents)` gives one reward per row. Return `[sample]`: the mean reward of `count` continuations of each state.
+# `latents` is `[sample, ...]`, all at node `node`. `go(latents, i)` draws step $i$ for every row; steps are $0, \dots, T-1$ with $T$ = `steps`. `score(latents)` returns one reward per row. Return `[sample]`: the mean reward of `count` continuations of each state.
 
 
 # %% tags=["exercise"]
@@ -232,8 +232,8 @@ def state_value(latents, node, steps, go, score, count):
 lesson.check_state_value(state_value)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Rewards are averaged, not states: the reward of the mean is another number (and for pictures a meaningless one). `repeat_interleave` puts the copies of one state next to each other, so that `.view(len(latents), count)` gives each state its own row; `repeat` would mix all states into every row and still return the right shape. The error of the mean shrinks like $1/\sqrt{\text{count}}$: half the error
-# costs four times the work, which is why nobody trains with this.
+# **Why.** Rewards are averaged, not states: the reward of the mean state is a different number (and meaningless for images). `repeat_interleave` puts the copies of one state next to each other, so that `.view(len(latents), count)` gives each state its own row; `repeat` would mix all states in every row and still return the right shape. The error of the mean decreases like $1/\sqrt{\text{count}}$: half the error
+# costs four times the work, which is too expensive for training.
 
 # %%
 policy, schedule, asked = beginning.policy, beginning.schedule, beginning.prompts[0]
@@ -262,7 +262,7 @@ for node in (3, 7):
     )
 
 # %% [markdown]
-# `true_advantages` does this for every node of 18 groups of 12 trajectories (twice: groups that share their noise, and groups that do not), and keeps the standard errors. `compare_credit` then sets a rule's credit against $A^*$. The Monte Carlo noise of the truth is taken out of the correlation; the interval is a bootstrap over groups.
+# `true_advantages` computes these values for every node of 18 groups of 12 trajectories (with and without shared noise), with standard errors. `compare_credit` compares a rule's credit with $A^*$. The correlation is corrected for the Monte Carlo noise of the ground truth; the interval is a bootstrap over groups.
 
 # %%
 RULES = {
@@ -274,7 +274,7 @@ RULES = {
 
 
 def examine(rule, shared, looking=look, known=truths):
-    """A rule's credit on the look's trajectories, and how it agrees with the truth."""
+    """A rule's credit on the trajectories of `looking`, and its agreement with the ground truth."""
     credit = looking.credit(rule, shared)
     return credit, compare_credit(credit.advantages, known[shared], draws=300)
 
@@ -306,13 +306,13 @@ clean(axes[4])
 plt.show()
 
 # %% [markdown]
-# Uniform credit is a cloud: of what a step gets, most was earned by other steps. The step-wise rules lie along a line, and the free estimate lies on the narrowest one of all. Why would a *cheaper* guess be better than a completion? $V$ is an average over everything that may still happen. The completion follows the ODE to *one* possible end, and its reward swings with that end; the one-step
-# estimate is the mean of the ends, and its reward is smoother, like $V$. What was blur in a picture is calm in a value.
+# Uniform credit has a low correlation: most of the credit of a step is due to other steps. The points of the step-wise rules are close to a line, and those of the free estimate are the closest. A *cheaper* estimate can be better than a completion because $V$ is a mean over all continuations. The completion follows the ODE to *one* possible end, and its reward varies with this end; the one-step
+# estimate is the mean of the ends, and its reward is a smoother function of the state, like $V$. The blur that harms an image reduces the variance of a value.
 #
-# ## Under the microscope: the gradient
+# ## The gradient compared with the true gradient
 #
-# Credit is a means; what moves the weights is the gradient $\sum_i A_i \nabla_\theta \log \pi(x_{i+1} \mid x_i)$. In this world the reward can be differentiated through the sampler, so the gradient of the expected reward is known (`pathwise_gradients`). Three numbers say how close a rule's gradient is to it: the **cosine** of its mean to the truth (1: no bias in direction), the **signal-to-noise** of one batch, and what a batch
-# costs, the update's evaluations included.
+# The update of the weights is determined by the gradient $\sum_i A_i \nabla_\theta \log \pi(x_{i+1} \mid x_i)$. In this world the reward can be differentiated through the sampler, so the gradient of the expected reward is known (`pathwise_gradients`). Three numbers compare a rule's gradient with it: the **cosine** between its mean and the true gradient (1: no bias in direction), the **signal-to-noise ratio** of one batch, and the cost of a batch,
+# including the update's evaluations.
 
 # %%
 direction = pathwise_gradients(beginning, batches=20, repeats=100, seed=1, decisions_only=True)
@@ -325,11 +325,11 @@ for name, (rule, shared, _) in RULES.items():
     print(f"{name:<14} {found.cosine:10.2f} {interval:<16} {found.signal_to_noise:16.2f} {equal:28.2f}")
 
 # %% [markdown]
-# (An interval may reach beyond 1: noise is taken out of a gradient's length, and the estimate of the noise has noise of its own.) Everything speaks for the lazy rule. Nothing says that its direction is worse than Stepwise's, one batch carries more signal than any other rule's, and per evaluation the lead is larger still. Stop here for a moment. Would you publish?
+# (An interval may exceed 1: the length of a gradient is corrected for noise, and the estimate of the noise is noisy itself.) All numbers favour the free estimate. Its direction is not measurably worse than Stepwise's, one batch has a higher signal-to-noise ratio than with any other rule, and per evaluation the lead is larger still. Before you continue, decide whether this would be sufficient evidence for a publication.
 #
 # ## The comparison
 #
-# Training, with what lesson 7 taught: several seeds, two prices, the same clip for all (its middle one, chosen for nobody).
+# The next cell trains as in lesson 7: several seeds, two costs, and one clip range for all rules (lesson 7's middle one, tuned for none of them).
 
 
 # %%
@@ -382,12 +382,12 @@ def draw_runs(chosen, labels):
 draw_runs(runs, {"Flow-GRPO": (9.5, 0.32), "Stepwise": (14.8, 0.9), "EstimateGain": (12.2, 0.45)})
 
 # %% [markdown]
-# (± is the 95% interval over three seeds.) The lazy rule rises as fast as Stepwise for half the price. And then it falls, with every seed. The microscope had looked at the *untrained* policy. Let us take it to a policy that has been trained by `EstimateGain` for 6 iterations, at its best, and for 18.
+# (± is the 95% interval over three seeds.) The reward of `EstimateGain` rises as fast as with Stepwise at half the cost. Then it falls, with every seed. The diagnostics above used the *untrained* policy. The next cell repeats them for a policy trained with `EstimateGain` for 6 iterations, near its maximum, and for 18.
 
 
 # %%
 def pointing(rolled, prompts):
-    """How far the one-step estimates of each node lie from the centre in the direction that was asked for, [node]."""
+    """The mean distance of the one-step estimates from the centre in the direction of the prompt, [node]."""
     path = rolled.trajectories
     estimates = path.nodes.flatten(2)[:, :-1] - path.schedule.times[:-1, None] * path.velocities.flatten(2)
     towards = torch.tensor([target(prompt) for prompt in prompts]).repeat_interleave(rolled.groups.members, 0)
@@ -425,7 +425,7 @@ for stage, shade in ((0, NOISE), (6, "#E69F00"), (18, ACCENT)):
 axes[2].axhline(2, color=INK, linewidth=1, linestyle=":")
 axes[2].text(9, 1.4, "target", fontsize=9, ha="right")
 axes[2].set(
-    xlabel="node (0 = noise, 10 = finished)", ylabel="distance from the centre", title="where the one-step estimate points"
+    xlabel="node (0 = noise, 10 = finished)", ylabel="distance from the centre", title="one-step estimate, towards the target"
 )
 clean(axes[2])
 plt.show()
@@ -434,20 +434,20 @@ print(
 )
 
 # %% [markdown]
-# There it is. $\hat x_0 = x_t - t v$ is the mean of what will come *if $v$ is the mean velocity*, as flow matching made it. Reinforcement learning is under no such obligation: it bends $v$ so that the trajectory is steered to the target, and pushes hardest early. The estimate takes the push for a promise and shoots beyond the target (right; the target is at 2). At the early nodes its
-# reward no longer says anything about $V$, and the credit there is noise, with a bias that nobody asked for. The damage was done by iteration 6, when the reward was near its best.
+# $\hat x_0 = x_t - t v$ is the conditional mean of the finished sample *if $v$ is the mean velocity*, which flow matching trains it to be. Reinforcement learning does not preserve this property: it changes $v$ so that trajectories reach the target, most strongly at early steps. The one-step estimate extrapolates this change and overshoots the target (right; the target is at 2). At the early nodes its
+# reward has no relation to $V$ any more, and the credit is noise with a bias. The problem was present at iteration 6, when the reward was near its maximum.
 #
-# A good guess of $V$ on yesterday's policy is no promise for tomorrow's. How can one use an estimate without being at its mercy?
+# A good estimate of $V$ for the initial policy can be a bad one for a later policy. The next rule uses the estimate in a way that does not depend on its quality.
 #
-# ### Exercise 3 · pay to the end *(medium, 10 minutes)*
+# ### Exercise 3 · credit to the end *(medium, 10 minutes)*
 #
-# Pay step $i$ everything that was gained from there to the *finished* sample, $R_T - R_i$. Normalise with the mean over members at each step, and one standard deviation for the whole group: `zscore(values, over=("member",), std_over=("member", "step"))`. (The standard deviation is that of the values as they are, before a mean is taken away.)
+# The credit of step $i$ is the total gain from there to the *finished* sample, $R_T - R_i$. Normalise with the mean over members at each step, and one standard deviation for the whole group: `zscore(values, over=("member",), std_over=("member", "step"))`. (The standard deviation is that of the values themselves, before the mean is subtracted.)
 
 
 # %% tags=["exercise"]
 @dataclass(frozen=True)
 class EstimateToGo:
-    """Pays each step the final reward less the estimate before the step."""
+    """The credit of a step is the final reward minus the estimate before the step."""
 
     probe: Probe = Tweedie()
     shared_noise: bool = True
@@ -459,7 +459,7 @@ class EstimateToGo:
 # %% tags=["solution"]
 @dataclass(frozen=True)
 class EstimateToGo:
-    """Pays each step the final reward less the estimate before the step."""
+    """The credit of a step is the final reward minus the estimate before the step."""
 
     probe: Probe = Tweedie()
     shared_noise: bool = True
@@ -472,15 +472,15 @@ class EstimateToGo:
 lesson.check_to_go(EstimateToGo)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $R_i$ is a function of $x_i$ alone, and the score $\nabla_\theta \log \pi(x_{i+1} \mid x_i)$ has mean zero given $x_i$. So $\mathbb E[R_i\, \nabla_\theta \log \pi] = 0$: subtracting $R_i$ changes nothing on average *however wrong the estimate is*. It is a baseline. In `EstimateGain` the estimate also stood at the other end, $R_{i+1}$, where it does depend on the step, and there its errors are paid for. The price: $R_T$ carries the noise of all later steps. Between the two lies
-# `StepwiseGain(lam=...)`: 0 pays gains, 1 pays to the end.
+# **Why.** $R_i$ is a function of $x_i$ alone, and the score $\nabla_\theta \log \pi(x_{i+1} \mid x_i)$ has mean zero given $x_i$. Therefore $\mathbb E[R_i\, \nabla_\theta \log \pi] = 0$: the subtraction of $R_i$ does not change the mean gradient *for any error of the estimate*. $R_i$ is a baseline. `EstimateGain` also used the estimate $R_{i+1}$, which depends on the step, so its errors bias the gradient. The disadvantage of $R_T - R_i$ is the noise of all later steps in $R_T$.
+# `StepwiseGain(lam=...)` interpolates between the two: 0 gives gains, 1 the reward-to-go.
 
 # %%
 RULES["EstimateToGo"] = (EstimateToGo(), True, "#E69F00")
 SHADES["EstimateToGo"] = "#E69F00"
 before, after = examine(EstimateToGo(), True)[1], examine(EstimateToGo(), True, later, known)[1]
 print(
-    f"correlation with A*: before training {before.overall.correlation.value:.2f}, on the spoilt policy {after.overall.correlation.value:.2f}"
+    f"correlation with A*: before training {before.overall.correlation.value:.2f}, after 18 iterations {after.overall.correlation.value:.2f}"
 )
 runs["EstimateToGo"] = train(EstimateToGo)
 for name, found in runs.items():
@@ -488,15 +488,15 @@ for name, found in runs.items():
 draw_runs(runs, {"Flow-GRPO": (9.5, 0.32), "Stepwise": (2.0, 0.97), "EstimateGain": (12.2, 0.45), "EstimateToGo": (6.4, 0.62)})
 
 # %% [markdown]
-# Its credit agrees with the truth less well at the start, and it learns a little later, but it stays. The rule with the *better* microscope reading was the worse rule. Correlation with $A^*$ measures noise and bias at once, on one policy; training amplifies the bias and averages out the noise.
+# At the start the credit of `EstimateToGo` correlates less with the true advantage, and the reward rises slightly later, but it does not fall. The rule with the *higher* correlation was the worse rule. The correlation with $A^*$ measures noise and bias together, for one policy; training accumulates the bias and averages out the noise.
 #
 # ## Projects
 #
-# Three rules to write by yourself. Each has a check, a reference solution and one measurement that shows what it is worth. Stars say how hard: ★ to ★★★.
+# The projects are three rules to write yourself. Each has a check, a reference solution and a measurement of its effect. The stars give the difficulty: ★ to ★★★.
 #
 # ### Exercise 4 · ★ ranks instead of rewards *(project, 20 minutes)*
 #
-# A reward model that sometimes breaks (a score of 5 where 0 to 1 is usual) ruins a group: the mean and the standard deviation follow the outlier, and all others look alike. Ranks do not care. Write a rule that pays every step the same: the z-score over the members of the *ranks* of $R_T$. Equal rewards share their mean rank: of rewards .2, .5, .5, .9 the ranks are 0, 1.5, 1.5, 3.
+# A reward model that sometimes fails (a score of 5 instead of 0 to 1) spoils a group: the mean and the standard deviation follow the outlier, and all other members get nearly equal advantages. Ranks are robust against outliers. Write a rule with the same credit at every step: the z-score over the members of the *ranks* of $R_T$. Equal rewards share their mean rank: the ranks of the rewards .2, .5, .5, .9 are 0, 1.5, 1.5, 3.
 
 
 # %% tags=["exercise"]
@@ -530,47 +530,47 @@ class RankCredit:
 lesson.check_rank(RankCredit)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The comparison table `[prompt, member, member]` counts for each member how many it beats, and shares ties fairly; two `argsort`s would give equal rewards different ranks, by their place in the group. `repeat` makes real copies: `expand` would share memory between steps, which the suite's promise about shared memory would notice.
+# **Why.** The comparison table `[prompt, member, member]` counts for each member how many members it exceeds, and gives ties their mean rank; two `argsort`s would give equal rewards different ranks, in the order of the group.
 
 
 # %%
 class BreaksSometimes:
-    """The true reward, but 5 is added to a share of the scores."""
+    """The true reward, but 5 is added to a fraction of the scores."""
 
-    def __init__(self, share):
-        self.share = share
+    def __init__(self, fraction):
+        self.fraction = fraction
 
     def score(self, images, prompts):
-        broken = torch.rand(len(images), generator=torch.Generator().manual_seed(5)) < self.share
+        broken = torch.rand(len(images), generator=torch.Generator().manual_seed(5)) < self.fraction
         return beginning.reward.score(images, prompts) + 5.0 * broken
 
 
 print("correlation with A*, 95% interval")
-for share in (0.0, 0.05, 0.2):
+for fraction in (0.0, 0.05, 0.2):
     line = []
     for rule in (Uniform(), RankCredit()):
         found = compare_credit(
-            look.credit(rule, False, BreaksSometimes(share)).advantages, truths[False], 300
+            look.credit(rule, False, BreaksSometimes(fraction)).advantages, truths[False], 300
         ).overall.correlation
         line.append(f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]")
-    print(f"{share:4.0%} of the scores broken: rewards {line[0]}   ranks {line[1]}")
+    print(f"{fraction:4.0%} of the scores broken: rewards {line[0]}   ranks {line[1]}")
 
 # %% [markdown]
-# Ranks throw away how *much* better a sample was, and with a reward that works they pay for it. They hold where the rewards break down.
+# Ranks ignore the *size* of a difference, so with correct rewards their correlation is lower. With broken scores it is much higher.
 #
 # ### Exercise 5 · ★★ calibrated estimates *(project, 35 minutes)*
 #
-# `EstimateGain` trusts $R_j$ as much as $R_T$. But the table itself says how far an estimate can be trusted: over all prompts and members, how much of $R_T$ does $R_j$ predict? With $c_j = R_j - \overline{R_j}$, the deviation from the *group's* mean, let
+# `EstimateGain` uses $R_j$ as if it were as accurate as $R_T$. The accuracy can be measured from the table itself: over all prompts and members, how well does $R_j$ predict $R_T$? With $c_j = R_j - \overline{R_j}$, the deviation from the *group's* mean, let
 #
 # $$\beta_j = \frac{\langle c_j\, c_T \rangle}{\langle c_j^2 \rangle + 10^{-8}}, \qquad \hat V_j = \beta_j\, c_j, \qquad A = Z\big(\hat V_{j+1} - \hat V_j\big),$$
 #
-# where $\langle\cdot\rangle$ averages over prompts *and* members, and $Z$ is that of exercise 3. This is the regression of $R_T$ on $R_j$: if the estimate no longer says anything about the end, $\beta_j$ falls to 0 and nobody is paid for it. At the last node $\beta_T = 1$.
+# where $\langle\cdot\rangle$ averages over prompts *and* members, and $Z$ is that of exercise 3. $\beta_j$ is the coefficient of the regression of $R_T$ on $R_j$: if the estimate does not predict the final reward, $\beta_j$ is near 0 and the estimate has no effect. At the last node $\beta_T = 1$.
 
 
 # %% tags=["exercise"]
 @dataclass(frozen=True)
 class CalibratedGain:
-    """Pays the gains of estimates that are trusted as far as they predict the final reward."""
+    """Gains of estimates, each estimate scaled by its regression coefficient for the final reward."""
 
     probe: Probe = Tweedie()
     shared_noise: bool = True
@@ -582,7 +582,7 @@ class CalibratedGain:
 # %% tags=["solution"]
 @dataclass(frozen=True)
 class CalibratedGain:
-    """Pays the gains of estimates that are trusted as far as they predict the final reward."""
+    """Gains of estimates, each estimate scaled by its regression coefficient for the final reward."""
 
     probe: Probe = Tweedie()
     shared_noise: bool = True
@@ -598,7 +598,7 @@ class CalibratedGain:
 lesson.check_calibrated(CalibratedGain)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Centring within the group first: otherwise easy and hard prompts make the slope, and it says how well the estimate tells *prompts* apart. Pooling over prompts: a slope from the twelve members of one group would mostly be noise, and would fit the group's own luck. Both values are calibrated before their difference is taken, so that the sum over steps is still $c_T$. Subtracting one member before
+# **Why.** The values are centred within the group first: otherwise the slope would measure the differences between easy and hard *prompts*. The slope is pooled over prompts: a slope from the twelve members of one group would mostly fit the noise of this group. Both values are calibrated before their difference is taken, so that the sum over steps is still $c_T$. The subtraction of one member before
 # the mean keeps equal rewards exactly 0.
 
 # %%
@@ -606,9 +606,9 @@ RULES["CalibratedGain"] = (CalibratedGain(), True, "#56B4E9")
 SHADES["CalibratedGain"] = "#56B4E9"
 before, after = examine(CalibratedGain(), True)[1], examine(CalibratedGain(), True, later, known)[1]
 print(
-    f"correlation with A*: before training {before.overall.correlation.value:.2f}, on the spoilt policy {after.overall.correlation.value:.2f}"
+    f"correlation with A*: before training {before.overall.correlation.value:.2f}, after 18 iterations {after.overall.correlation.value:.2f}"
 )
-for title, table in (("before training", tables["one-step estimate"]), ("on the spoilt policy", estimated)):
+for title, table in (("before training", tables["one-step estimate"]), ("after 18 iterations", estimated)):
     centred = table - table.mean(1, keepdim=True)
     slopes = (centred * centred[..., -1:]).mean((0, 1)) / (centred.square().mean((0, 1)) + 1e-8)
     print(f"slopes {title}:", " ".join(f"{slope:.2f}" for slope in slopes.tolist()))
@@ -617,21 +617,21 @@ for name in ("Stepwise", "EstimateGain", "EstimateToGo", "CalibratedGain"):
     print(f"{name:<14} {table_of(runs[name])}")
 
 # %% [markdown]
-# As fast as the gains, and it stays. The slopes show how: on the spoilt policy they are close to 0 at the early nodes, where the estimate has lost its meaning, and 1 at the last ones, where it has kept it. In this world a free estimate with a regression does what Stepwise does with five times the evaluations while sampling, for half the work in all. (Was it luck? Three seeds. Would it hold for pictures? Nobody has measured it. Lesson 7 says what to do.)
+# The reward rises as fast as with the gains, and it does not fall. The slopes show the reason: after 18 iterations with `EstimateGain` they are close to 0 at the early nodes, where the estimate is no longer valid, and near 1 at the last nodes. In this world a free estimate with a regression reaches the result of Stepwise, which uses five times the evaluations for sampling, with half the work in total. (This result has three seeds, and was not measured for images. Lesson 7 shows how to test it.)
 #
-# ### Exercise 6 · ★★★ a rule that remembers *(project, 45 minutes)*
+# ### Exercise 6 · ★★★ a rule with memory *(project, 45 minutes)*
 #
-# All rules so far scale each group by its own standard deviation. A group whose members are nearly equal is thereby blown up to the same size as one with real differences. Use **one ruler** for all groups instead, and keep it across iterations: with the centred values $y = R_T - R_i - \overline{(\cdot)}$ (mean over members, step by step),
+# All rules so far scale each group by its own standard deviation. A group of nearly equal rewards then gets advantages of the same size as a group with large differences. Use **one scale** for all groups instead, and keep it across iterations: with the centred values $y = R_T - R_i - \overline{(\cdot)}$ (mean over members, step by step),
 #
 # $$m \leftarrow 0.9\, m + 0.1\, \langle y^2 \rangle, \qquad A = \operatorname{clamp}\!\left(\frac{y}{\sqrt m + 10^{-4}},\, \pm 5\right),$$
 #
-# with $\langle\cdot\rangle$ over the whole table and $m = \langle y^2\rangle$ at the first one; the present table is part of $m$ when it is measured. A rule with memory must survive a checkpoint: `state_dict()` returns its memory as named tensors (empty before the first table), `load_state_dict(state)` takes it up again.
+# with $\langle\cdot\rangle$ over the whole table and $m = \langle y^2\rangle$ at the first one; $m$ is updated with the present table before it is used. The memory of a rule must be part of checkpoints: `state_dict()` returns the memory as named tensors (empty before the first table), `load_state_dict(state)` restores it.
 
 
 # %% tags=["exercise"]
 @dataclass
-class OneRuler:
-    """Pays R_T - R_i, measured by a running root mean square."""
+class OneScale:
+    """R_T - R_i, divided by a running root mean square."""
 
     decay: float = 0.9
     probe: Probe = Tweedie()
@@ -649,8 +649,8 @@ class OneRuler:
 
 # %% tags=["solution"]
 @dataclass
-class OneRuler:
-    """Pays R_T - R_i, measured by a running root mean square."""
+class OneScale:
+    """R_T - R_i, divided by a running root mean square."""
 
     decay: float = 0.9
     probe: Probe = Tweedie()
@@ -673,34 +673,32 @@ class OneRuler:
 
 
 # %%
-lesson.check_remembers(OneRuler)
+lesson.check_remembers(OneScale)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Squares are averaged and the root is taken last; averaging roots would underestimate the ruler whenever it varies. The present table goes in first, so that the very first one has a ruler. `clone` keeps the checkpoint apart from the living memory. The contract suite plays a whole story for this: it shows the rule several tables, saves, loads into a fresh copy, and demands the same numbers
-# to the last bit; a resumed training run depends on that.
+# **Why.** The squares are averaged and the root is taken last; a mean of roots would underestimate the scale. The present table is added first, so that the first table has a scale too. `clone` separates the checkpoint from the memory in use. The contract suite gives the rule several tables, saves its state, loads it into a new copy, and requires bitwise equal results,
+# on which a resumed training run depends.
 
 # %%
 for shown in (tables["one-step estimate"], estimated):
-    ruler = OneRuler()
-    sizes = {"one ruler": ruler.assign(shown, None), "a std per group": EstimateToGo().assign(shown, None)}
-    told = ", ".join(
-        f"{name} {float(a.abs().mean((1, 2)).min()):.2f} to {float(a.abs().mean((1, 2)).max()):.2f}" for name, a in sizes.items()
-    )
-    print("mean |credit| of a group, smallest to largest:", told)
-SHADES["OneRuler"] = "#8C6D1F"
+    sizes = {"one scale": OneScale().assign(shown, None), "a std per group": EstimateToGo().assign(shown, None)}
+    sizes = {name: credit.abs().mean((1, 2)) for name, credit in sizes.items()}
+    line = ", ".join(f"{name} {float(size.min()):.2f} to {float(size.max()):.2f}" for name, size in sizes.items())
+    print("mean |credit| of a group, smallest to largest:", line)
+SHADES["OneScale"] = "#8C6D1F"
 SHADES["no memory"] = NOISE
-runs["OneRuler"] = train(OneRuler)
-runs["no memory"] = train(lambda: OneRuler(decay=0.0))
-for name in ("EstimateToGo", "OneRuler", "no memory"):
+runs["OneScale"] = train(OneScale)
+runs["no memory"] = train(lambda: OneScale(decay=0.0))
+for name in ("EstimateToGo", "OneScale", "no memory"):
     print(f"{name:<14} {table_of(runs[name])}")
 
 # %% [markdown]
-# The ruler does what it should: groups in which there is little to tell get little credit, others more. But three seeds show no difference in training, neither from the common ruler nor from remembering it (`decay=0` forgets at once; that is the control). A null result is a result, and cheap to have: of rules that do equally well, keep the one that is simplest to explain.
+# With one scale, groups with small differences get small credit, and others larger credit, as intended. But three seeds show no difference in training, neither from the common scale nor from its memory (the control is `decay=0`, a scale without memory). This is a null result: among rules that perform equally well, keep the simplest one.
 #
 # ## All together
 
 # %% tags=["hide-input"]
-finalists = ("Flow-GRPO", "Stepwise", "EstimateGain", "EstimateToGo", "CalibratedGain", "OneRuler")
+finalists = ("Flow-GRPO", "Stepwise", "EstimateGain", "EstimateToGo", "CalibratedGain", "OneScale")
 draw_runs(
     {name: runs[name] for name in finalists},
     {name: (13.2, 0.5 - 0.08 * place) for place, name in enumerate(finalists)},
@@ -713,12 +711,12 @@ for name in finalists:
 #
 # | step | what | in `flowrl` |
 # |---|---|---|
-# | idea | $A^*_i = V(x_{i+1}) - V(x_i)$; what is your guess of $V$, and what does it cost? | `types.Tweedie`, `Substeps`, `Completion`, `NoProbe` |
-# | class | `probe`, `assign(rewards, schedule)`; `shared_noise`; `state_dict` where it remembers | `protocols.CreditAssigner`, `Stateful` |
-# | contract | does it keep what the trainer relies on? | `testing.check_credit`, `testing.credit_contract` |
-# | microscope | close to $A^*$? gradient unbiased, and how noisy? *On which policy?* | `diagnostics.true_advantage`, `diagnostics.gradient` |
-# | comparison | seeds, prices, settings, controls (lesson 7) | `flowrl compare --credit my_rules.py:MyRule` |
+# | idea | $A^*_i = V(x_{i+1}) - V(x_i)$; what is the estimate of $V$, and what does it cost? | `types.Tweedie`, `Substeps`, `Completion`, `NoProbe` |
+# | class | `probe`, `assign(rewards, schedule)`; `shared_noise`; `state_dict` for a memory | `protocols.CreditAssigner`, `Stateful` |
+# | contract | does the rule keep the promises that the trainer relies on? | `testing.check_credit`, `testing.credit_contract` |
+# | diagnostics | is the credit close to $A^*$, is the gradient unbiased, and how noisy is it? *For which policy?* | `diagnostics.true_advantage`, `diagnostics.gradient` |
+# | comparison | seeds, costs, settings, controls (lesson 7) | `flowrl compare --credit my_rules.py:MyRule` |
 #
-# The rules of this lesson run in the image world as they are: put one into a file and name it, `flowrl compare --credit my_rules.py:CalibratedGain`. What is true of them there, you would be among the first to know.
+# The rules of this lesson also run in the image world: put one into a file and name it, `flowrl compare --credit my_rules.py:CalibratedGain`. Their performance on images has not been measured.
 #
-# **Next:** [9 · Scale up](09_scale_up.ipynb) takes the same objects to SD3.5 and FLUX.
+# **Next:** [9 · Scale up](09_scale_up.ipynb) uses the same objects with SD3.5 and FLUX.

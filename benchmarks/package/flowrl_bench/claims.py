@@ -1,4 +1,4 @@
-"""What a claim is, and the runs it needs."""
+"""The form of a claim, the arms that most claims compare, and the runs that a claim needs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,30 +13,44 @@ WORLDS: dict[str, dict[str, Any]] = {
     "mixture": {"world": "mixture", "eval_every": 2},
     "shapes": {"world": "shapes", "iterations": 36, "eval_every": 4},
 }
-"""What all runs of a world share, besides the defaults."""
+"""Settings that all runs in a world share, besides the defaults."""
 TASKS: dict[str, tuple[str, ...]] = {"mixture": ("direction",), "shapes": ("compositional", "text", "preference")}
 SEEDS: dict[str, tuple[int, ...]] = {"mixture": tuple(range(10)), "shapes": (0, 1, 2)}
 QUICK_SEEDS = (0, 1, 2)
-"""The quick suite is the first seeds of the full one, on the 2-D world alone."""
+"""Seeds of the quick suite, which has runs in the 2-D world only."""
+
+Arm = Mapping[str, Any]
+"""The changes to a run's settings that make up one arm."""
+UNIFORM: Arm = {"method": "flow-grpo"}
+GAINS: Arm = {"method": "stepwise-flow-grpo"}
+POINTS: Arm = {"method": "tp-grpo"}
+METHODS: dict[str, Arm] = {"uniform": UNIFORM, "stepwise": GAINS, "turning points": POINTS}
+LONG_WINDOW: Arm = {"window": "all-but-last"}
+NO_PAPER = "no paper reports it"
+
+
+def gains(options: str) -> Arm:
+    """The arm of stepwise gains with other options."""
+    return {"credit": f"stepwise-gain({options})"}
 
 
 @dataclass(frozen=True)
 class Claim:
     """A claim or an open question as data.
 
-    `says`: the paper's claim in our words; `source`: the paper; `number`: what it reports. `arms`: changes to the run's settings
-    by name; `base`: changes that all arms share; `rule` judges. `tasks`: image tasks on which the claim is tried too (none: the
-    2-D world alone). `asks` marks an open question: nobody claims anything. `samples`: arms that are judged by what their sampler
-    draws, too (`flowrl_bench.samples`).
+    `says`: the paper's claim in our words; `source`: the paper; `number`: the result it reports. `arms`: changes to the run's
+    settings, by name; `base`: changes that all arms share; `rule` turns runs into a verdict. `tasks`: image tasks on which the
+    claim is also tried (none: the 2-D world only). `asks` marks an open question. `samples`: arms that are also judged by
+    samples of their stochastic sampler (`flowrl_bench.measurements.observe`).
     """
 
     id: str
     says: str
     source: str
     number: str
-    arms: Mapping[str, Mapping[str, Any]]
+    arms: Mapping[str, Arm]
     rule: Rule
-    base: Mapping[str, Any] = field(default_factory=dict)
+    base: Arm = field(default_factory=dict)
     tasks: tuple[str, ...] = ()
     asks: bool = False
     samples: tuple[str, ...] = ()
@@ -46,7 +60,7 @@ class Claim:
 
     @property
     def worlds(self) -> tuple[str, ...]:
-        """Where it is tried."""
+        """The worlds in which the claim is tried."""
         return ("mixture", "shapes") if self.tasks else ("mixture",)
 
     def configs(self, world: str, seeds: tuple[int, ...]) -> Iterator[tuple[str, str, int, RunConfig]]:
@@ -58,8 +72,13 @@ class Claim:
                     yield arm, task, seed, make_run(world, task, seed, {**self.base, **changes})
 
 
-def make_run(world: str, task: str, seed: int, changes: Mapping[str, Any]) -> RunConfig:
-    """The run of an arm: the world's defaults, then the changes. A `credit` names itself as the method."""
+def question(key: str, says: str, arms: Mapping[str, Arm], rule: Rule, **options: Any) -> Claim:
+    """An open question."""
+    return Claim(key, says, NO_PAPER, "-", arms, rule, asks=True, **options)
+
+
+def make_run(world: str, task: str, seed: int, changes: Arm) -> RunConfig:
+    """The run of an arm: the world's defaults, then the changes. A `credit` is also the name of its method."""
     settings = {**WORLDS[world], "task": task, "seed": seed, **changes}
     if "credit" in settings:
         settings.setdefault("method", settings["credit"])
@@ -68,5 +87,5 @@ def make_run(world: str, task: str, seed: int, changes: Mapping[str, Any]) -> Ru
 
 @cache
 def _made(settings: tuple[tuple[str, Any], ...]) -> RunConfig:
-    """Checking a run's settings takes milliseconds, and the page asks for the same thousand runs again and again."""
+    """Cached, because checking a run's settings takes milliseconds and the page needs the same thousand runs several times."""
     return preset("default").apply(**dict(settings))

@@ -1,117 +1,133 @@
 """The page of the claims, made from the results file alone."""
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl_bench.claim_figures import add_pictures
-from flowrl_bench.claims import Claim
-from flowrl_bench.costs import cost_table, level_table
-from flowrl_bench.document import Document
-from flowrl_bench.evidence import NEVER
-from flowrl_bench.history import EARLIER_RULES
-from flowrl_bench.post_hoc import LATER, NOTES
-from flowrl_bench.records import rules_hash
-from flowrl_bench.tables import WORLD_WORDS, Judged, Lines, by_task, comparison_table, count, judge_all, levels, summary
+import numpy as np
+
+from flowrl.diagnostics.statistics import interquartile_mean, level, profile
+from flowrl_bench.claims import METHODS, Arm, Claim
+from flowrl_bench.digest import rules_digest
+from flowrl_bench.evidence import BUDGET, DENSITY, MEASURES, NEVER, REWARD, Line, column
+from flowrl_bench.page import Band, Document, Effect, Image, bands, effects, profiles
+from flowrl_bench.post_hoc import CAVEATS, EARLIER_RULES, POST_HOC
+from flowrl_bench.results_file import Lines
+from flowrl_bench.tables import (
+    SELF_TEST,
+    TONES,
+    WORLD_NAMES,
+    Judged,
+    by_task,
+    comparison_table,
+    cost_table,
+    count,
+    judge_all,
+    level_table,
+    levels,
+    summary,
+)
+from flowrl_bench.verdicts import Comparison, Needs
 
 INTRODUCTION = (
-    "Each claim of three papers, in our words, beside what happens in the built-in worlds: the same code, the same "
-    "budgets, several seeds, intervals. A verdict is computed by a rule that was written before the runs (the third "
-    "paragraph tells what was changed afterwards); it speaks of these worlds, not of large models. Numbers are "
-    "interquartile means with 95% intervals from a stratified bootstrap over seeds (tasks are the strata), widened for "
-    "few seeds; runs of one seed share their prompts and noise, so differences are paired. Held-out prompts and their "
-    "noise are the same for all runs: intervals speak of other seeds of training, not of other prompts. There are about a"
-    " hundred intervals, not corrected for their number: a few will miss."
+    "The claims of three papers, in our words, tested in the built-in worlds with the same code, the same budgets and "
+    "several seeds. Rules written before the runs compute the verdicts; the third paragraph lists later changes. Verdicts "
+    "are about these worlds, not about large models. Numbers are interquartile means with 95% intervals from a stratified "
+    "bootstrap over seeds (tasks are the strata), widened for few seeds. Runs of one seed share prompts and noise, so "
+    "differences are paired. Held-out prompts and their noise are the same for all runs: the intervals cover the choice of "
+    "training seeds, not of prompts. About a hundred intervals are shown without correction for multiple comparisons, so a "
+    "few will miss."
 )
-WORDS = (
-    "Words: *mean reward over training* is the held-out soft reward, 0 to 1, of ODE samples by the averaged weights, its "
-    "mean over all evaluations after the start. *Updates* are iterations of sampling and learning; *NFE* are network "
-    "evaluations: those of sampling, scoring and the update. *Seconds* are those of one core, with tiny networks: their "
-    "ratios need not be a large model's. A *share of the baseline's* budget is what a rule needs to reach the baseline's "
-    f"final reward, over the baseline's whole run; a run that never gets there counts as {NEVER:g}. *Log-density* is that "
-    "of samples under the data."
+TERMS = (
+    "Terms: *mean reward over training* is the held-out soft reward (0 to 1) of ODE samples with averaged weights, averaged "
+    "over all evaluations after the start. *Updates* are iterations of sampling and learning. *NFE* counts the network "
+    "evaluations for sampling, scoring and the update. *Seconds* are processor time of one core with tiny networks; their "
+    "ratios can differ for large models. The *fraction of the baseline's* budget is the budget at which a rule reaches the "
+    f"baseline's final reward, divided by the baseline's whole budget; it is {NEVER:g} for a run that never does. "
+    "*Log-density* is that of samples under the data."
 )
 COSTS = (
-    "As measured, per rule: evaluations and reward calls of a trajectory, sequential calls and seconds of an iteration, "
-    "and what a million evaluations (sampling, scoring and training) bought in reward over the whole run, of which a rule"
-    " that is done early spends most for nothing. Peak memory is that of a process which makes a run of two iterations "
-    "and nothing else."
+    "Measured per rule: evaluations and reward calls of a trajectory, sequential network calls and seconds of an iteration, "
+    "and the reward gained per million evaluations (sampling, scoring and training) over the whole run. A rule that "
+    "converges early spends most of these without further gain. Peak memory is that of a process that makes two iterations "
+    "of a run."
 )
 LEVEL = (
-    "The price of a level of reward that all of these runs reach, at the default clip and at one ten times as wide "
-    "(interquartile means; ratios are those of paired runs). This table was added after the data had been seen."
+    "The cost of a reward level that all of these runs reach, at the default clip range and at one ten times as wide "
+    "(interquartile means; ratios of paired runs). This table was added post hoc."
 )
-AFTERWARDS = (
-    "Asked after the data had been seen, of runs that were there: to be read as hints, not as tests. No verdict above "
-    "rests on them."
-)
-ARMS = "Arms are options of `flowrl train`, with `--world mixture --eval-every 2` in the 2-D world. Levels are without intervals."
+AFTERWARDS = "Post hoc questions on existing runs: hints, not tests. No verdict above depends on them."
+ARMS = "Arms are options of `flowrl train` (with `--world mixture --eval-every 2` in the 2-D world). Levels have no intervals."
 AGAIN = (
-    "FILE is the results file. `flowrl bench claims --out FILE` makes what is missing in it, and this page; `flowrl bench claims "
-    "--out FILE --redo ID` makes one run again from its line and compares every number; `--only ID` in its place runs a single "
-    "claim. All runs are in the file, none is left out."
+    "FILE is the results file. `flowrl bench claims --out FILE` makes the missing runs and this page; `flowrl bench claims --out "
+    "FILE --redo ID` repeats one run from its line and compares every number; `--only ID` runs a single claim. The file contains "
+    "all runs; none is left out."
 )
+COLOURS = "Green: holds, or better. Orange: does not hold, or worse. Grey: undecided, or no difference that matters."
+MARK = "A black mark is the largest fraction that the claim allows."
+GROUPS = {"difference in reward": REWARD, "difference in log-density": DENSITY, "fraction of the baseline's budget": BUDGET}
 
 
 def claims_page(judged: Sequence[Judged], lines: Lines, path: Path, memory: Sequence[Mapping[str, Any]] = ()) -> Document:
-    """The whole page: summary, tables, figures, every rule and comparison, costs, and how to make it again."""
-    page = Document("The papers' claims, tested")
+    """The whole page: summary, tables, figures, every rule and comparison, costs, and the commands to repeat it."""
+    page = Document("Tests of the papers' claims")
     claims, questions = [j for j in judged if not j.claim.asks], [j for j in judged if j.claim.asks]
-    later = [j for j in judge_all(LATER, lines) if j.verdict is not None]
+    later = [j for j in judge_all(POST_HOC, lines) if j.verdict is not None]
     page.text(INTRODUCTION)
-    page.text(WORDS)
-    page.text(_where(lines, path))
+    page.text(TERMS)
+    page.text(_provenance(lines, path))
     page.heading("Claims")
     page.text(count(claims))
     page.blocks.append(summary(claims, "verdict"))
-    _notes(page, claims)
+    _caveats(page, claims)
     page.heading("Open questions")
-    page.text("What no paper reports. Better, worse and no difference are about the arm that is named first.")
+    page.text("No paper reports these. *Better*, *worse* and *no difference* refer to the arm that is named first.")
     page.blocks.append(summary(questions, "answer"))
-    _notes(page, questions)
+    _caveats(page, questions)
     if later:
-        page.heading("Asked afterwards")
+        page.heading("Post hoc questions")
         page.text(AFTERWARDS)
         page.blocks.append(summary(later, "answer"))
-    add_pictures(page, judged)
-    page.heading("Cost")
+    _add_figures(page, judged)
+    page.heading("Costs")
     page.text(COSTS)
     page.blocks.append(cost_table(lines, memory=memory))
     prices = level_table(lines)
     if prices is not None:
-        page.heading("What a level costs")
+        page.heading("Cost of a reward level")
         page.text(LEVEL)
         page.blocks.append(prices)
-    page.heading("Every rule and comparison")
+    page.heading("All rules and comparisons")
     page.text(ARMS)
     for one in (*judged, *later):
         _details(page, one)
-    page.heading("Make it again")
+    page.heading("Reproduction")
     page.text(AGAIN)
     return page
 
 
-def _notes(page: Document, judged: Sequence[Judged]) -> None:
-    """What to mind, of the claims that a note was written for."""
-    ids = [name for name in dict.fromkeys(j.claim.id for j in judged) if name in NOTES]
+def _caveats(page: Document, judged: Sequence[Judged]) -> None:
+    """The caveats of these claims; claims with the same one share a paragraph."""
+    ids = [name for name in dict.fromkeys(j.claim.id for j in judged) if name in CAVEATS]
     if ids:
-        page.text("To be read with care:")
-    for words in dict.fromkeys(NOTES[name] for name in ids):
-        page.text(f"{', '.join(f'`{name}`' for name in ids if NOTES[name] == words)}: {words}")
+        page.text("Caveats:")
+    for words in dict.fromkeys(CAVEATS[name] for name in ids):
+        page.text(f"{', '.join(f'`{name}`' for name in ids if CAVEATS[name] == words)}: {words}")
 
 
 def _details(page: Document, one: Judged) -> None:
-    """A claim's rule, its arms, where they stand, and every comparison."""
-    page.text(f"`{one.claim.id}` in the {WORLD_WORDS[one.world]}: {one.claim.rule.words()}. {_arms(one.claim)}")
+    """A claim's rule, its arms, their values, and every comparison."""
+    page.text(f"`{one.claim.id}` in the {WORLD_NAMES[one.world]}: {one.claim.rule.words()}. {_arms(one.claim)}")
     if one.verdict is not None:
-        told = levels(one)
-        if told:
-            page.text(told)
+        values = levels(one)
+        if values:
+            page.text(values)
         page.blocks.append(comparison_table((*one.verdict.comparisons, *by_task(one)), one.claim.asks))
 
 
-def _where(lines: Lines, path: Path) -> str:
+def _provenance(lines: Lines, path: Path) -> str:
     if not lines:
         return "No run has finished yet."
     values = list(lines.values())
@@ -119,29 +135,102 @@ def _where(lines: Lines, path: Path) -> str:
     machines = sorted({line["hardware"] for line in values})
     versions = ", ".join(f"{name} {number}" for name, number in values[0]["versions"].items())
     hours = sum(line["totals"]["seconds"] for line in values) / 3600
-    kept = "; ".join(
-        _rules_of(rules, sum(line["rules"] == rules for line in values)) for rules in sorted({line["rules"] for line in values})
-    )
+    rules = [line["rules"] for line in values]
+    kept = "; ".join(_rules_of(digest, rules.count(digest)) for digest in sorted(set(rules)))
     return (
         f"{len(values)} runs ({hours:.1f} hours of one core in training) in `{path.name}`; commit {', '.join(commits)}; "
-        f"{versions}; {'; '.join(machines)}; code `{values[0]['code']}`, rules `{rules_hash()}`: {kept}."
+        f"{versions}; {'; '.join(machines)}; code `{values[0]['code']}`, rules `{rules_digest()}`: {kept}."
     )
 
 
-def _rules_of(rules: str, runs: int) -> str:
-    if rules == rules_hash():
+def _rules_of(digest: str, runs: int) -> str:
+    if digest == rules_digest():
         return f"{runs} runs were made under them"
-    return f"{runs} under earlier ones, `{rules}` ({EARLIER_RULES.get(rules, 'how they differed is not recorded')})"
+    return f"{runs} runs under earlier ones, `{digest}` ({EARLIER_RULES.get(digest, 'the difference is not recorded')})"
 
 
 def _arms(claim: Claim) -> str:
-    def told(changes: Mapping[str, Any]) -> str:
+    def options(changes: Arm) -> str:
         return " ".join(f"--{name.replace('_', '-')} {_quoted(str(value))}" for name, value in changes.items()) or "defaults"
 
-    base = f" All: {told(claim.base)}." if claim.base else ""
-    return "Arms: " + "; ".join(f"{arm}: `{told(changes)}`" for arm, changes in claim.arms.items()) + "." + base
+    base = f" All: {options(claim.base)}." if claim.base else ""
+    return "Arms: " + "; ".join(f"{arm}: `{options(changes)}`" for arm, changes in claim.arms.items()) + "." + base
 
 
 def _quoted(value: str) -> str:
-    """For a shell; what has single quotes gets double ones, which read better than escapes."""
+    """For a shell; a value with single quotes gets double ones, which are easier to read than escapes."""
     return f'"{value}"' if "'" in value and not set(value) & set('"$`\\!') else shlex.quote(value)
+
+
+def _add_figures(page: Document, judged: Sequence[Judged]) -> None:
+    """Effects of all claims and questions, learning curves of the three methods, and performance profiles."""
+    for title, name, asks in (("Claims at a glance", "claims", False), ("Open questions at a glance", "questions", True)):
+        groups = _effects([j for j in judged if j.claim.asks == asks and j.claim.source != SELF_TEST])
+        if any(groups.values()):
+            page.heading(title)
+            page.text(f"{COLOURS} Lines are 95% intervals; a dot alone is one seed. {'' if asks else MARK}".rstrip())
+            drawn = effects(groups, {title: 1.0 for title, unit in GROUPS.items() if unit == BUDGET})
+            page.blocks.append(Image(name, drawn, "Effects with intervals"))
+    by_method = {world: _runs_of_methods(judged, world) for world in WORLD_NAMES}
+    if not any(by_method.values()):
+        return
+    page.heading("Learning curves of the three methods")
+    page.text("Interquartile mean over seeds of the held-out reward, with its 95% interval at every evaluation.")
+    panels: dict[str, dict[str, Band]] = {}
+    for world, arms in by_method.items():
+        for arm, tasks in arms.items():
+            for task, runs in tasks.items():
+                panels.setdefault(f"{WORLD_NAMES[world]}: {task}", {})[arm] = band(runs)
+    curves = bands(panels, "updates (iterations)", "held-out reward")
+    page.blocks.append(Image("curves", curves, "Learning curves with intervals"))
+    marks = np.linspace(0, 1, 201).tolist()
+    area = MEASURES["area"].of
+    assert area is not None
+    shares = {
+        WORLD_NAMES[world]: {
+            arm: profile([np.array([area(run) for run in runs]) for runs in tasks.values()], marks).tolist()
+            for arm, tasks in arms.items()
+        }
+        for world, arms in by_method.items()
+    }
+    page.text("Fraction of runs that reach a mean reward over training (performance profiles); tasks have equal weight.")
+    page.blocks.append(Image("profiles", profiles(marks, shares, "mean reward over training"), "Performance profiles"))
+
+
+def _effects(judged: Sequence[Judged]) -> dict[str, list[Effect]]:
+    """Effects by unit; measures of other units are left out."""
+    found: dict[str, list[Effect]] = {title: [] for title in GROUPS}
+    for one in judged:
+        for comparison in one.verdict.comparisons if one.verdict else ():
+            for title, unit in GROUPS.items():
+                if MEASURES[comparison.measure].unit == unit and (comparison.difference or unit == BUDGET):
+                    found[title].append(_effect(one, comparison))
+    return found
+
+
+def _effect(judged: Judged, comparison: Comparison) -> Effect:
+    found = comparison.estimate
+    ends = (found.low, found.high) if math.isfinite(found.high) else (found.value, found.value)
+    what = comparison.arms + ("" if comparison.difference else f", {comparison.label.split()[0]}")
+    where = "" if judged.world == "mixture" else " (images)"
+    mark = judged.claim.rule.at_most if isinstance(judged.claim.rule, Needs) else None
+    return Effect(f"{judged.claim.id}: {what}{where}", found.value, *ends, TONES[comparison.verdict], mark)
+
+
+def _runs_of_methods(judged: Sequence[Judged], world: str) -> dict[str, Mapping[str, Sequence[Line]]]:
+    """Runs of the three methods by task, from the claims that have them."""
+    found: dict[str, Mapping[str, Sequence[Line]]] = {}
+    for one in judged:
+        if one.claim.id in ("stepwise-updates", "tp-updates") and one.world == world and one.evidence:
+            found |= one.evidence.runs
+    return {arm: found[arm] for arm in METHODS if arm in found}
+
+
+def band(runs: Sequence[Line]) -> Band:
+    """The learning curve of several seeds with its interval."""
+    table = np.array([column(run, "soft") for run in runs])
+    found = [level([values]) for values in table.T]
+    middle = [float(interquartile_mean(values)) for values in table.T]
+    low = [e.low if math.isfinite(e.low) else m for e, m in zip(found, middle, strict=True)]
+    high = [e.high if math.isfinite(e.high) else m for e, m in zip(found, middle, strict=True)]
+    return Band(column(runs[0], "iteration"), middle, np.clip(low, 0, 1).tolist(), np.clip(high, 0, 1).tolist())

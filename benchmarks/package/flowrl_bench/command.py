@@ -17,33 +17,32 @@ from flowrl.errors import require
 
 @dataclass(frozen=True)
 class Claims:
-    """Test the papers' claims: make the runs that are missing in the results file, judge, and write the page.
+    """Test the papers' claims: make the missing runs of the results file, judge, and write the page.
 
     Example: flowrl bench claims --quick --workers 2
     """
 
     quick: bool = False
-    """The 2-D world with three seeds and some of the open questions (others by --only): runs of the full suite, in the same
-    file."""
+    """Only the 2-D world with three seeds and some of the open questions: a subset of the full suite's runs, in the same file."""
     world: str = "all"
     """mixture (two dimensions), shapes (images, headline claims only) or all."""
     only: tuple[str, ...] = ()
-    """Claims by id; default all."""
+    """Claims by id; default: all."""
     out: Path = Path("runs/claims/claims.jsonl")
-    """The results file: one line per run. Runs that it holds are not made again."""
+    """The results file: one line per run. Runs that it has are not made again."""
     page: Path | None = None
-    """Folder of the page claims.md, claims.html and their figures; default beside the results."""
+    """Folder of the page claims.md, claims.html and their figures; default: that of the results."""
     workers: int = 0
-    """Runs at a time; 0 = one per core. Every run uses one thread, so the numbers do not depend on this."""
+    """Number of parallel runs; 0 = one per core. Every run uses one thread, so the numbers do not depend on it."""
     minutes: float = math.inf
-    """Start no more runs after so many minutes; the next call goes on."""
+    """Start no more runs after this time; the next call continues."""
     judge: bool = False
-    """Make no runs: judge what the file holds (also if older code made it) and write the page."""
+    """Make no runs: judge the file (also one that other code made) and write the page."""
     look: bool = False
-    """With --judge: what the claims about samplers lack (FILE-samples.json) is measured by today's code; a run that then ends
-    otherwise than its line says is refused."""
+    """With --judge: measure missing samples of samplers (FILE-samples.json) with the current code; a run that then ends otherwise
+    than its line says is refused."""
     redo: str = ""
-    """Make the run with this id again from its line in `out` (that of a rule of your own, too), compare every number but seconds,
+    """Repeat the run with this id from its line in `out` (also that of a rule of your own), compare every number except seconds,
     and stop."""
     list: bool = False
     """Print the claims and their rules, and stop."""
@@ -53,11 +52,9 @@ class Claims:
         from flowrl_bench.catalogue import CLAIMS
         from flowrl_bench.claims import QUICK_SEEDS, SEEDS
         from flowrl_bench.claims_page import claims_page
-        from flowrl_bench.costs import kept_memory
-        from flowrl_bench.records import Ledger
-        from flowrl_bench.runner import Suite, needed, quick
-        from flowrl_bench.samples import Samples, joined, wanted
-        from flowrl_bench.tables import judge_all
+        from flowrl_bench.results_file import ResultsFile, SamplesFile, joined
+        from flowrl_bench.suite import Suite, complete_samples, kept_memory, needed, needed_samples, quick
+        from flowrl_bench.tables import COST_ARMS, judge_all
 
         require(self.world in ("all", "mixture", "shapes"), "world", self.world, "mixture, shapes or all")
         for name in self.only:
@@ -67,23 +64,22 @@ class Claims:
         if self.list:
             print("\n".join(f"{c.id}: {c.says} ({c.rule.words()})" for c in chosen.values()))
             return 0
-        ledger = Ledger(self.out)
+        file = ResultsFile(self.out)
         if self.redo:
-            return _redo(self.redo, ledger)
+            return _redo(self.redo, file)
         seeds = {"mixture": QUICK_SEEDS, "shapes": ()} if self.quick else SEEDS
-        runs = needed(chosen, "mixture" if self.quick else self.world, seeds)
-        suite = Suite(runs, ledger, needed(CLAIMS, "all", SEEDS))
+        suite = Suite(needed(chosen, "mixture" if self.quick else self.world, seeds), file, needed(CLAIMS, "all", SEEDS))
         finished = self.judge or _execute(suite, self.workers, self.minutes)
-        lines = ledger.read(suite.allowed, any_code=self.judge)
+        lines = file.read(suite.allowed, any_code=self.judge)
         memory = kept_memory(
             self.out.with_name(f"{self.out.stem}-memory.json"),
-            measure=finished and not (self.quick or self.only or self.judge),
+            COST_ARMS if finished and not (self.quick or self.only or self.judge) else None,
             code=next(iter(lines.values()))["code"] if lines else "",
         )
-        samples = Samples(self.out.with_name(f"{self.out.stem}-samples.json"))
+        samples = SamplesFile(self.out.with_name(f"{self.out.stem}-samples.json"))
         if finished and (self.look or not self.judge):
-            looked = wanted(chosen, seeds)
-            samples.complete({key: looked[key] for key in looked.keys() & lines.keys()}, self.workers, _counter("samples"))
+            observed = {key: config for key, config in needed_samples(chosen, seeds).items() if key in lines}
+            finished = complete_samples(samples, observed, self.workers, _counter("samples"))
         lines = joined(lines, samples.read())
         judged = judge_all(CLAIMS, lines)
         written = claims_page(judged, lines, self.out, memory).write(self.page or self.out.parent, "claims", "claims")
@@ -96,7 +92,7 @@ class Claims:
 
 @dataclass(frozen=True)
 class Rule:
-    """Put a credit rule of your own through claims, microscope and cost, and write a page that ranks it.
+    """Test a credit rule of your own: claims, microscope and costs, and a page that ranks it.
 
     Example: flowrl bench rule my_rules.py:MyRule
     """
@@ -104,17 +100,17 @@ class Rule:
     rule: tyro.conf.Positional[str]
     """path/to/file.py:Class, NAME or NAME(option=value)."""
     seeds: int = 5
-    """Seeds of every run."""
+    """Number of seeds."""
     out: Path | None = None
-    """Folder for the results and the page; default runs/rule-NAME."""
+    """Folder of the results and the page; default: runs/rule-NAME."""
     workers: int = 0
-    """Runs at a time; 0 = one per core."""
+    """Number of parallel runs; 0 = one per core."""
     minutes: float = math.inf
-    """Start no more runs after so many minutes; the next call goes on."""
+    """Start no more runs after this time; the next call continues."""
 
     def main(self) -> int:
         """Run, judge, rank, write."""
-        from flowrl_bench.rule import bench_rule
+        from flowrl_bench.rule_ranking import bench_rule
 
         require(self.seeds >= 2, "seeds", self.seeds, "2 or more: an interval needs a spread")
         finished = bench_rule(
@@ -130,40 +126,41 @@ class Rule:
 
 @dataclass(frozen=True)
 class Microscope:
-    """How close is each rule's credit to the true advantage of the step? Two-dimensional world, under two minutes on 2 cores.
+    """Compare each rule's credit with the true advantage of the step (2-D world, under two minutes on 2 cores).
 
     Example: flowrl bench microscope --rules my_rules.py:MyRule
     """
 
     rules: tuple[str, ...] = ()
-    """Rules to add to the built-in ones: path/to/file.py:Class, NAME or NAME(option=value)."""
+    """Rules besides the built-in ones: path/to/file.py:Class, NAME or NAME(option=value)."""
     iterations: tuple[int, ...] = (0, 10, 40)
-    """Stages of training by Flow-GRPO at which to look."""
+    """Stages of training by Flow-GRPO at which the policy is examined."""
     noise: tuple[float, ...] = (0.1, 0.3)
-    """Standard deviations of the noise on the rewards that the rules see, tried at the middle stage (0 always is)."""
+    """Standard deviations of the noise on the rewards that the rules see, tried at the middle stage (0 is always tried)."""
     reward_form: str = "soft"
-    """strict (0/1), graded or soft (continuous); only the last has a gradient to compare with."""
+    """strict (0/1), graded or soft (continuous); only soft has a gradient to compare with."""
     continuations: int = 96
-    """Stochastic continuations per node that estimate the true value."""
-    looks: int = 1
-    """Groups per prompt."""
+    """Stochastic continuations per node for the true value."""
+    groups_per_prompt: int = 1
+    """Groups per prompt for the comparison of credit."""
     batches: int = 20
     """Policy gradients per rule, 3 or more."""
     seed: int = 0
     out: Path = Path("runs/microscope")
     """The results file, NAME.json; or a folder, for microscope.json."""
     page: Path | None = None
-    """Folder of the page microscope.md, microscope.html and their figures; default beside the results."""
+    """Folder of the page microscope.md, microscope.html and their figures; default: that of the results."""
     workers: int = 0
-    """Processes; 0 = one per core. The numbers do not depend on it."""
+    """Number of processes; 0 = one per core. The numbers do not depend on it."""
 
     def main(self) -> int:
-        """Look, draw, write."""
+        """Measure, draw, write."""
         from flowrl.io import write_json
-        from flowrl_bench.inspection import RULES, MicroscopeConfig, inspect
-        from flowrl_bench.microscope_page import microscope_document
-        from flowrl_bench.records import code_hash, provenance
-        from flowrl_bench.rule_names import named_rules
+        from flowrl_bench.digest import code_digest
+        from flowrl_bench.microscope import RULES, MicroscopeConfig, run_microscope
+        from flowrl_bench.microscope_page import microscope_page
+        from flowrl_bench.results_file import provenance
+        from flowrl_bench.rule_ranking import named_rules
 
         stages = tuple(sorted(set(self.iterations)))
         require(len(stages) >= 1, "iterations", self.iterations, "one or more stages")
@@ -172,21 +169,21 @@ class Microscope:
             rules={**RULES, **named_rules(self.rules, RULES)},
             iterations=stages,
             noises=tuple(dict.fromkeys((0.0, *self.noise))),
-            noise_at=stages[len(stages) // 2],
+            noise_stage=stages[len(stages) // 2],
             continuations=self.continuations,
-            looks=self.looks,
+            groups_per_prompt=self.groups_per_prompt,
             batches=self.batches,
             seed=self.seed,
         )
         started, before = time.monotonic(), sum(os.times()[:4])
-        rows = inspect(config, self.workers, _counter("microscope"))
+        rows = run_microscope(config, self.workers, _counter("microscope"))
         seconds, computing = time.monotonic() - started, sum(os.times()[:4]) - before
         command = shlex.join(["flowrl", *sys.argv[1:]])
-        made = {"command": command, "code": code_hash(), **provenance(), "seed": self.seed, "seeds": config.seeds()}
+        made = {"command": command, "code": code_digest(), **provenance(), "seed": self.seed, "seeds": config.seeds()}
         made |= {"seconds": seconds, "cpu_seconds": computing}
         results = self.out if self.out.suffix == ".json" else self.out / "microscope.json"
         write_json(results, {**made, "config": config.as_dict(), "rows": rows})
-        page = microscope_document(rows, config.noise_at, made)
+        page = microscope_page(rows, config.noise_stage, made)
         written = [results, *page.write(self.page or results.parent, "microscope", "microscope")]
         print(f"{seconds:.0f} s; wrote {', '.join(map(str, written))}")
         return 0
@@ -194,7 +191,7 @@ class Microscope:
 
 @dataclass(frozen=True)
 class Bench:
-    """Benchmarks: the papers' claims tested, a rule of your own ranked, and a microscope for credit."""
+    """Benchmarks: tests of the papers' claims, a ranking of your own rule, and a microscope for credit."""
 
     which: tyro.conf.OmitSubcommandPrefixes[Claims | Rule | Microscope]
 
@@ -203,10 +200,10 @@ class Bench:
         return self.which.main()
 
 
-def _redo(key: str, ledger: Any) -> int:
-    from flowrl_bench.runner import redo
+def _redo(key: str, file: Any) -> int:
+    from flowrl_bench.suite import redo
 
-    found = redo(key, ledger)
+    found = redo(key, file)
     if found.same:
         print(f"{key}: the same to the last digit")
         return 0
@@ -215,30 +212,31 @@ def _redo(key: str, ledger: Any) -> int:
 
 
 def _execute(suite: Any, workers: int, minutes: float) -> bool:
-    """Run a suite with one line of progress per run, and say how to go on where it was paused."""
-    from flowrl_bench.runner import processes
-    from flowrl_bench.time_left import Pace, words
+    """Run a suite with one line of progress per run, and print how to continue if it was paused."""
+    from flowrl.workers import worker_count
+    from flowrl_bench.suite import RemainingTime, duration
 
-    lines = suite.ledger.read(suite.allowed)
+    lines = suite.file.read(suite.allowed)
     done = suite.runs.keys() & lines.keys()
-    pace = Pace(suite.runs, processes(workers, max(1, len(suite.runs) - len(done))))
+    remaining = RemainingTime(suite.runs, worker_count(workers, max(1, len(suite.runs) - len(done))))
     for key in done:
-        pace.finished(lines[key], now=False)
-    ahead = f"about {words(pace.left(0.0))}; " if len(done) < len(suite.runs) else ""
+        remaining.finished(lines[key], now=False)
+    estimate = f"about {duration(remaining.seconds(0.0))}; " if len(done) < len(suite.runs) else ""
     print(
-        f"{len(suite.runs) - len(done)} of {len(suite.runs)} runs to make in {suite.ledger.path}; {ahead}Ctrl-C pauses",
+        f"{len(suite.runs) - len(done)} of {len(suite.runs)} runs to make in {suite.file.path}; {estimate}Ctrl-C pauses",
         flush=True,
     )
     started = time.monotonic()
 
     def progress(finished: int, total: int, line: Mapping[str, Any]) -> None:
-        pace.finished(line)
-        run, left = line["config"], words(pace.left(time.monotonic() - started))
-        print(f"{finished}/{total} {run['world']} {run['method']} seed {run['seed']}; about {left} left", flush=True)
+        remaining.finished(line)
+        config, left = line["config"], duration(remaining.seconds(time.monotonic() - started))
+        what = f"{config['environment']['world']} {config['algorithm']['method']} seed {config['seed']}"
+        print(f"{finished}/{total} {what}; about {left} left", flush=True)
 
     finished = suite.execute(workers, progress, minutes)
     if not finished:
-        print(f"Paused; nothing that had finished is lost. Go on with: {shlex.join(['flowrl', *sys.argv[1:]])}")
+        print(f"Paused; finished runs are kept. Continue with: {shlex.join(['flowrl', *sys.argv[1:]])}")
     return finished
 
 

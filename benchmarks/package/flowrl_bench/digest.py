@@ -1,84 +1,219 @@
-"""The files of the user's own that a run's parts stand in: they belong to what a run is, as its settings do."""
+"""What a result is bound to: a digest of the code that made it, a golden run, its settings, and files of the user's own.
+
+The code's digest is made of the syntax trees of all top-level definitions in the modules that a run can import. Docstrings,
+comments, formatting, the names of modules and the order of definitions do not count, so a definition can move to another module.
+The golden run is a few iterations of every paper's method: it detects changes outside the code, as in a library, and
+shows whether a change of the code changed numbers.
+"""
 
 import ast
-import importlib
-import inspect
-import sys
-from collections.abc import Iterator
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from importlib.metadata import entry_points
+from inspect import getsource, getsourcefile
 from pathlib import Path
+from sys import modules
 from typing import Any
 
-from flowrl.registry import KINDS
-from flowrl.training.config import RunConfig
+import flowrl
+from flowrl.errors import ConfigError
+from flowrl.registry import KINDS, find_maker
+from flowrl.specs import Spec, parse_spec
+from flowrl.training.config import RunConfig, preset
+from flowrl_bench.measurements import CURVE, measure
 
-PARTS = ("credit", "reward", "sampler", "loss")
-"""Settings that hold the spec of a part; each is also the name of the part's kind."""
-NESTED = {"rule": "credit", "sampler": "sampler", "reward": "reward", "models": "reward"}
-"""Options that hold a part of a part, by kind (see `flowrl.registry`)."""
+PACKAGES = {"flowrl": Path(flowrl.__file__).parent, "flowrl_bench": Path(__file__).parent}
+RUN = ("flowrl_bench.measurements", "flowrl_bench.negative_controls")
+"""Modules from which the imports of a run are followed."""
+RULES = ("claims", "catalogue", "open_questions", "verdicts", "evidence")
+"""Modules of this package that decide on verdicts, with `flowrl.diagnostics.statistics`."""
+GOLDEN: dict[str, Any] = {
+    "world": "mixture", "iterations": 2, "groups": 4, "group_size": 4, "num_steps": 6, "eval_every": 2, "eval_samples": 18,
+}  # fmt: skip
+GOLDEN_METHODS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
+TOLERANCE = 1e-4
+"""Two golden runs are the same if their numbers differ by at most this, relative to 1 or to the number: processors differ."""
 
 
-def sources(config: RunConfig) -> list[Path]:
-    """The files that the run's rule, reward, sampler and loss stand in, and parts that these are given; none for built-in names.
+def _without_names(node: ast.AST) -> Any:
+    """A syntax tree as nested tuples, without docstrings and without the names of the project's modules."""
+    if isinstance(node, ast.ImportFrom | ast.Import):
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        ours = (module or node.names[0].name).partition(".")[0] in PACKAGES
+        names = [(item.name, item.asname) for item in node.names]
+        return [pair for pair in names if pair[1] not in (None, pair[0])] if ours else (module, names)
+    found: list[Any] = [type(node).__name__]
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, list):
+            kept = [item for item in value if not _is_text(item)]
+            found += [(name, [_without_names(item) if isinstance(item, ast.AST) else item for item in kept])] if kept else []
+        elif value is not None:  # empty fields differ between versions of Python
+            found.append((name, _without_names(value) if isinstance(value, ast.AST) else repr(value)))
+    return found
 
-    Of `path/to/file.py:Class` that file; of `package.module:Class` and of a plug-in's name the file that the class is defined in
-    and the module's own. A file that does not exist is left out. Not covered: whatever these files import or read, options
-    that a part takes under other names than `NESTED`, and classes without Python source.
-    """
-    found: dict[Path, None] = {}
-    for kind in PARTS:
-        for nested, head in _heads(kind, getattr(config, kind)):
-            path, _, _ = head.rpartition(":")
-            paths = [Path(path)] if path.endswith(".py") else _of_class(nested, head)
-            found |= dict.fromkeys(p for p in paths if p.is_file())
-    return list(found)
+
+def _is_text(node: Any) -> bool:
+    """Whether a statement is a docstring (of a module, a class, a function or an attribute)."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _statements(tree: ast.Module) -> Iterator[Any]:
+    """A module's top-level statements; an import counts name by name, and `__all__` does not count."""
+    for node in tree.body:
+        exports = isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for item in node.names:
+                single = ast.Import([item]) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, [item], 0)
+                yield _without_names(single) or None
+        elif not exports and not _is_text(node):
+            yield _without_names(node)
 
 
 @cache
-def _heads(kind: str, spec: str) -> tuple[tuple[str, str], ...]:
-    """(kind, name) of a spec's part and of the parts in its options; nothing of a spec that cannot be read."""
-    return tuple(_walk(kind, spec)) if spec else ()
+def definitions(source: str) -> frozenset[str]:
+    """Digests of the top-level statements of a module."""
+    found = (statement for statement in _statements(ast.parse(source)) if statement is not None)
+    return frozenset(hashlib.sha256(repr(statement).encode()).hexdigest() for statement in found)
 
 
-def _walk(kind: str, spec: str) -> Iterator[tuple[str, str]]:
-    head, opened, inside = spec.strip().partition("(")
-    yield kind, head.strip()
-    try:
-        call = ast.parse(f"part({inside}", mode="eval").body if opened else None
-    except SyntaxError:
-        return
-    for keyword in call.keywords if isinstance(call, ast.Call) else ():
-        nested = NESTED.get(keyword.arg or "")
-        values = keyword.value.values if isinstance(keyword.value, ast.Dict) else [keyword.value]
-        for value in values if nested else ():
-            if isinstance(value, ast.Name):
-                yield nested or "", value.id
-            elif isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield from _walk(nested or "", value.value)
+@cache
+def _imports(source: str) -> tuple[str, ...]:
+    """Names of modules that a source may import, wherever the statement is."""
+    found: dict[str, None] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= dict.fromkeys(item.name for item in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= dict.fromkeys((node.module, *(f"{node.module}.{item.name}" for item in node.names)))
+    return tuple(found)
 
 
-def _of_class(kind: str, head: str) -> list[Path]:
-    """The files of a module's or a plug-in's class; none for a built-in part, or where it cannot be had (`build` says why)."""
-    module, _, name = head.partition(":")
-    try:
-        if name:
-            made = getattr(importlib.import_module(module), name)
-        elif head in KINDS[kind].built_in:
-            return []
-        else:
-            point = next(iter(entry_points(group=KINDS[kind].group, name=head)))
-            module, made = point.module, point.load()
-    except Exception:  # a module of the user's own may raise anything
-        return []
-    files = (_source(made), getattr(sys.modules.get(module), "__file__", None))
-    return [Path(file) for file in files if file]
-
-
-def _source(made: Any) -> str | None:
-    while isinstance(made, partial):
-        made = made.func
-    try:
-        return inspect.getsourcefile(made)
-    except TypeError:
+def _file(module: str) -> Path | None:
+    """The file of one of the project's modules; None for a name that is none."""
+    package, *rest = module.split(".")
+    if package not in PACKAGES or not rest:
         return None
+    place = PACKAGES[package].joinpath(*rest)
+    return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
+
+
+def imported(roots: Iterable[str] = RUN) -> set[Path]:
+    """The files of the project's modules that `roots` can import, directly or through others, and their own."""
+    found: set[Path] = set()
+    waiting = list(roots)
+    while waiting:
+        path = _file(waiting.pop())
+        if path is not None and path not in found:
+            found.add(path)
+            waiting += _imports(path.read_text())
+    return found
+
+
+def _digest(paths: Iterable[Path], data: Iterable[Path] = ()) -> str:
+    parts = {digest for path in paths for digest in definitions(path.read_text())}
+    parts |= {hashlib.sha256(path.read_bytes()).hexdigest() for path in data}
+    return hashlib.sha256("".join(sorted(parts)).encode()).hexdigest()[:16]
+
+
+def code_digest_now() -> str:
+    """Of all definitions and built-in weights that a run depends on, as the files are now."""
+    return _digest(imported(), (PACKAGES["flowrl"] / "data").glob("*.safetensors"))
+
+
+@cache
+def code_digest() -> str:
+    """`code_digest_now` at the first call in this process."""
+    return code_digest_now()
+
+
+@cache
+def rules_digest() -> str:
+    """Of the claims, their verdict rules and the statistics."""
+    names = [f"flowrl_bench.{name}" for name in RULES] + ["flowrl.diagnostics.statistics"]
+    return _digest(path for path in map(_file, names) if path is not None)
+
+
+def functions_digest(functions: Iterable[Callable[..., Any]], *others: str) -> str:
+    """Of some functions, by the same rules, and of other texts."""
+    parts = [digest for function in functions for digest in definitions(getsource(function))]
+    return hashlib.sha256("".join([*sorted(parts), *others]).encode()).hexdigest()[:16]
+
+
+@cache
+def golden_run() -> tuple[float, ...]:
+    """Final scores and evaluation counts of the golden run; 1 to 2 seconds."""
+    numbers: list[float] = []
+    for method in GOLDEN_METHODS:
+        found = measure(preset("default").apply(**GOLDEN, method=method))
+        assert found is not None
+        row = dict(zip(CURVE, found["curve"][-1], strict=True))
+        numbers += [float(value) for name, value in row.items() if name != "seconds"]
+    return tuple(numbers)
+
+
+def same_golden(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two golden runs gave the same numbers, up to the rounding of another processor."""
+    close = (math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE) for a, b in zip(one, other, strict=False))
+    return len(one) == len(other) and all(close)
+
+
+def config_id(config: RunConfig) -> str:
+    """Of every setting of a run, the seed included, and of the files of the user's own parts, as they are now.
+
+    Settings at their default are left out and groups do not count, so that a new setting or group does not rename old runs.
+    """
+    files = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in own_files(config))
+    return hashlib.sha256(f"{_changed(config)}{files}".encode()).hexdigest()[:16]
+
+
+@cache
+def _changed(config: RunConfig) -> str:
+    default = RunConfig().flat()
+    return json.dumps({name: value for name, value in config.flat().items() if value != default[name]}, sort_keys=True)
+
+
+def own_files(config: RunConfig) -> list[Path]:
+    """The files with the run's rule, reward, sampler and loss, and with the parts of these, unless the code's digest has them.
+
+    For `path/to/file.py:Class` that file; for `package.module:Class` and a plug-in's name the file that defines the class, and
+    the module's own. Not covered: what these files import or read, and classes without Python source.
+    """
+    algorithm, reward = config.algorithm, config.environment.reward
+    specs = (("credit", algorithm.credit), ("reward", reward), ("sampler", algorithm.sampler), ("loss", algorithm.loss))
+    found: dict[Path, None] = {}
+    for kind, spec in specs:
+        for part, parsed in _parts(kind, spec):
+            found |= dict.fromkeys([parsed.file] if parsed.file is not None else _class_files(part, parsed))
+    covered = {path.resolve() for path in imported()} if found else set()
+    return [path for path in found if path.is_file() and path.resolve() not in covered]
+
+
+@cache
+def _parts(kind: str, spec: str) -> tuple[tuple[str, Spec], ...]:
+    """Kind and spec of a part and of the parts in its options; none if the spec cannot be read."""
+    try:
+        parsed = parse_spec(spec, kind)
+    except ConfigError:
+        return ()
+    inner = [part for nested in parsed.nested() for part in _parts(*nested)]
+    return ((kind, parsed), *inner)
+
+
+def _class_files(kind: str, spec: Spec) -> list[Path]:
+    """The files of a module's or a plug-in's class; none for a built-in part, or one that cannot be found (`build` says why)."""
+    if spec.name in KINDS[kind].built_in:
+        return []
+    try:
+        maker = find_maker(kind, spec)
+    except Exception:  # a third party's module may raise anything
+        return []
+    while isinstance(maker, partial):
+        maker = maker.func
+    module = modules.get(spec.name.partition(":")[0]) or modules.get(getattr(maker, "__module__", ""))
+    try:
+        files = (getsourcefile(maker), getattr(module, "__file__", None))
+    except TypeError:
+        return []
+    return [Path(file) for file in files if file]

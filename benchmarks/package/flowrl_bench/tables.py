@@ -1,34 +1,42 @@
-"""Verdicts as tables: a line per claim, and the comparisons and levels behind it."""
+"""Verdicts and costs as tables."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from flowrl.diagnostics.statistics import interquartile_mean, level
-from flowrl_bench.claims import SEEDS, Claim
-from flowrl_bench.document import Table
-from flowrl_bench.evidence import MEASURES, Evidence, column
-from flowrl_bench.runner import evidence
+from flowrl.diagnostics.statistics import first_reached, interquartile_mean, level
+from flowrl.training.config import RunConfig
+from flowrl_bench.claims import GAINS, METHODS, POINTS, SEEDS, TASKS, UNIFORM, Arm, Claim, gains, make_run
+from flowrl_bench.digest import config_id
+from flowrl_bench.evidence import MEASURES, Evidence, Line, column, spent
+from flowrl_bench.measurements import PHASES
+from flowrl_bench.page import Table
+from flowrl_bench.results_file import Lines
+from flowrl_bench.suite import evidence
 from flowrl_bench.verdicts import ALIKE, BETTER, FAILS, HOLDS, UNDECIDED, WORSE, Comparison, Verdict
 
 TONES = {HOLDS: "good", BETTER: "good", FAILS: "bad", WORSE: "bad", ALIKE: "open", UNDECIDED: "open"}
 ANSWERS = {HOLDS: "yes", FAILS: "no", UNDECIDED: UNDECIDED, BETTER: BETTER, WORSE: WORSE, ALIKE: ALIKE}
 DEPENDS = "depends on the arm"
-PILLS = {DEPENDS: "open"} | {label: tone for verdict, tone in TONES.items() for label in (verdict, ANSWERS[verdict])}
+LABELS = {DEPENDS: "open"} | {label: tone for verdict, tone in TONES.items() for label in (verdict, ANSWERS[verdict])}
 MISSING = "no runs yet"
-WORLD_WORDS = {"mixture": "2-D world", "shapes": "image world"}
-STARTS = {
-    "area": "soft", "early": "soft", "final": "soft", "strict area": "strict", "final strict": "strict", "quality": "quality",
-    "quality at equal reward": "quality", "diversity": "diversity",
-}  # fmt: skip
-"""The column of the curve that says what a measure was before training."""
-Lines = Mapping[str, Mapping[str, Any]]
+SELF_TEST = "self-test"
+WORLD_NAMES = {"mixture": "2-D world", "shapes": "image world"}
+COST_ARMS: dict[str, Arm] = {
+    "uniform (no probe)": UNIFORM,
+    "gains, one step": gains("probe=tweedie"),
+    "gains, 5 substeps": GAINS,
+    "gains, whole ODE": gains("probe=completion"),
+    "turning points": POINTS,
+}
+"""One arm per probe."""
 
 
 class Judged:
-    """A claim in a world: its evidence and verdict (None where no seed is complete)."""
+    """A claim in a world: its evidence and verdict (None if no seed is complete)."""
 
     def __init__(self, claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...] = ()) -> None:
         self.claim, self.world = claim, world
@@ -47,18 +55,13 @@ class Judged:
 
     @property
     def seeds(self) -> int:
-        """How many seeds all arms have."""
+        """The number of seeds that all arms have."""
         return len(self.evidence.seeds) if self.evidence else 0
 
 
 def judge_all(claims: Mapping[str, Claim], lines: Lines) -> list[Judged]:
-    """Every claim in every world it is tried in."""
+    """Every claim in every world in which it is tried."""
     return [Judged(claim, world, lines) for claim in claims.values() for world in claim.worlds]
-
-
-def judged_table(claims: Mapping[str, Claim], lines: Lines, seeds: tuple[int, ...]) -> Table:
-    """Verdicts of other claims than the catalogue's, on the 2-D world with `seeds`."""
-    return summary([Judged(claim, "mixture", lines, seeds) for claim in claims.values()], "verdict")
 
 
 def summary(judged: Sequence[Judged], last: str) -> Table:
@@ -69,15 +72,15 @@ def summary(judged: Sequence[Judged], last: str) -> Table:
         here = _measured(one.verdict.comparisons, one.claim.asks) if one.verdict else "-"
         source = () if asks else (f"{one.claim.source}: {one.claim.number}",)
         says = f"`{one.claim.id}` {one.claim.says}"
-        rows.append((says, one.label, here, *source, WORLD_WORDS[one.world], str(one.seeds)))
+        rows.append((says, one.label, here, *source, WORLD_NAMES[one.world], str(one.seeds)))
     source = () if asks else ("source and its number",)
     head = ("question" if asks else "claim", last, "measured here", *source, "world", "seeds")
-    return Table(head, rows, ("claim", "question", "source and its number", "measured here", last), PILLS)
+    return Table(head, rows, ("claim", "question", "source and its number", "measured here", last), LABELS)
 
 
 def count(judged: Sequence[Judged]) -> str:
-    """How many lines have which verdict; the self-test is no claim."""
-    chosen = [j for j in judged if j.claim.source != "self-test"]
+    """The number of lines with each verdict, without the self-test."""
+    chosen = [j for j in judged if j.claim.source != SELF_TEST]
     labels = [j.label for j in chosen]
     totals = [f"{labels.count(name)} {name}" for name in (HOLDS, FAILS, UNDECIDED, MISSING) if name in labels]
     claims = len({j.claim.id for j in chosen})
@@ -87,12 +90,11 @@ def count(judged: Sequence[Judged]) -> str:
 
 
 def _measured(found: Sequence[Comparison], asks: bool) -> str:
-    """All comparisons in a cell: the measure's name once, then arm by arm, each with what it says alone if there are several."""
+    """All comparisons in a cell: the measure once, then every arm, each with its own verdict if there are several."""
     parts: dict[str, list[str]] = {}
     for comparison in found:
-        arms, _, label = comparison.text.partition(": ")
         alone = f" ({_alone(comparison, asks)})" if len(found) > 1 or comparison.verdict == FAILS else ""
-        parts.setdefault(label, []).append(f"{arms} {shown(comparison)}{alone}")
+        parts.setdefault(comparison.label, []).append(f"{comparison.arms} {shown(comparison)}{alone}")
     return ". ".join(f"{_capital(label)}: {'; '.join(rows)}" for label, rows in parts.items())
 
 
@@ -101,27 +103,27 @@ def _capital(words: str) -> str:
 
 
 def _alone(comparison: Comparison, asks: bool) -> str:
-    """What a comparison says by itself, in a word or two; why, where a claim fails."""
+    """A comparison's own verdict in a word or two, and the reason if a claim fails."""
     if asks:
         return {UNDECIDED: "undecided", ALIKE: "no difference"}.get(comparison.verdict, ANSWERS[comparison.verdict])
     if comparison.verdict != FAILS:
         return {HOLDS: "holds", UNDECIDED: "undecided"}[comparison.verdict]
-    straddles = comparison.estimate.low <= 0 <= comparison.estimate.high and " minus " in comparison.text
+    straddles = comparison.estimate.low <= 0 <= comparison.estimate.high and comparison.difference
     return "does not hold: too small to count" if straddles else "does not hold"
 
 
 def shown(comparison: Comparison) -> str:
-    """The number with its interval, which a single seed does not have; a share stays a share."""
-    signed, found = " minus " in comparison.text, comparison.estimate
+    """The number with its interval, which a single seed does not have."""
+    signed, found = comparison.difference, comparison.estimate
     if math.isfinite(found.high):
         return found.text(3, signed)
     return f"{found.value:{'+' if signed else ''}.3f} (one seed: no interval)"
 
 
 def comparison_table(found: Sequence[Comparison], asks: bool) -> Table:
-    """The comparisons behind a verdict; one without a verdict is beside the rule."""
+    """The comparisons behind a verdict; one without a verdict is no part of the rule."""
     rows = [(c.text, shown(c), _chance(c), (ANSWERS[c.verdict] if asks else c.verdict) if c.verdict else "-") for c in found]
-    return Table(("measured", "here", "P(first beats second)", "alone"), rows, ("measured", "alone"), PILLS)
+    return Table(("measured", "here", "P(first beats second)", "alone"), rows, ("measured", "alone"), LABELS)
 
 
 def _chance(comparison: Comparison) -> str:
@@ -131,7 +133,7 @@ def _chance(comparison: Comparison) -> str:
 
 
 def by_task(judged: Judged) -> list[Comparison]:
-    """The claim's comparisons on every task by itself, where several were pooled: without verdicts, no rule asks for them."""
+    """The claim's comparisons on every task alone, if several were pooled; without verdicts, since no rule uses them."""
     if judged.evidence is None:
         return []
     tasks = list(next(iter(judged.evidence.runs.values())))
@@ -139,23 +141,25 @@ def by_task(judged: Judged) -> list[Comparison]:
     for task in tasks if len(tasks) > 1 else ():
         alone = Evidence({arm: {task: lines[task]} for arm, lines in judged.evidence.runs.items()}, judged.evidence.seeds)
         for c in judged.claim.rule.judge(alone).comparisons:
-            found.append(Comparison(f"{c.text}, {task} alone", c.estimate, c.probability, ""))
+            note = f"{c.note}, {task} alone"
+            found.append(Comparison(c.arms, c.measure, c.estimate, "", c.probability, c.difference, note))
     return found
 
 
 def levels(judged: Judged) -> str:
-    """Where the arms stand by the measures that the rule compares, and where the untrained policy stands."""
+    """The value of each arm by the measures that the rule compares, and that of the untrained policy."""
     if judged.evidence is None:
         return ""
     sentences = []
     for name, than in dict.fromkeys(_measures(judged.claim.rule)):
+        start = MEASURES[name].start
         if name == "turning points over null":
             sentences.append(_density(judged.evidence))
         elif name != "early gains":
             chosen = [arm for arm in judged.evidence.runs if not name.startswith("sampler") or arm in judged.claim.samples]
             arms = [f"{arm} {_middle(judged.evidence.values(arm, name, than)):.3f}" for arm in chosen]
-            start = f"; before training {_start(judged.evidence, STARTS[name]):.3f}" if name in STARTS else ""
-            sentences.append(f"{_capital(MEASURES[name].label)}: {', '.join(arms)}{start}.")
+            before = f"; before training {_start(judged.evidence, start):.3f}" if start else ""
+            sentences.append(f"{_capital(MEASURES[name].label)}: {', '.join(arms)}{before}.")
     return " ".join(sentences)
 
 
@@ -168,19 +172,105 @@ def _start(found: Evidence, name: str) -> float:
 
 
 def _density(found: Evidence) -> str:
-    """Turning points per trajectory and what random signs give, before and after training."""
-    told = []
-    for when, words in (("before", "before training"), ("after", "after it")):
+    """Turning points per trajectory and those of random signs, before and after training."""
+    parts = []
+    for when in ("before", "after"):
         rows = [[line["samples"][when] for line in lines] for lines in next(iter(found.runs.values())).values()]
         points, null = ([np.array([row[key] for row in task]) for task in rows] for key in ("points", "null"))
         beyond = level([p - n for p, n in zip(points, null, strict=True)])
-        told.append(f"{words} {_middle(points):.2f}, random signs give {_middle(null):.2f} ({beyond.text(3, True)})")
-    return f"Turning points per trajectory: {'; '.join(told)}."
+        numbers = f"{_middle(points):.2f}, with random signs {_middle(null):.2f} ({beyond.text(3, True)})"
+        parts.append(f"{when} training {numbers}")
+    return f"Turning points per trajectory: {'; '.join(parts)}."
 
 
 def _measures(rule: Any) -> Iterator[tuple[str, str]]:
-    """(measure, the arm that others are compared with, if there is one) of a rule and its parts."""
+    """(measure, the baseline arm, if there is one) of a rule and its parts."""
     for part in getattr(rule, "rules", ()):
         yield from _measures(part)
     if hasattr(rule, "measure"):
         yield rule.measure, getattr(rule, "than", "") if MEASURES[rule.measure].against else ""
+
+
+def cost_table(lines: Lines, arms: Mapping[str, Arm] = COST_ARMS, memory: Sequence[Mapping[str, Any]] = ()) -> Table:
+    """Means over all finished runs of each arm with the world's own settings; peak memory if it was measured."""
+    head = (
+        "world", "rule", "runs", "NFE/trajectory", "reward calls/trajectory", "network calls/iteration",
+        *(f"s/iteration: {phase}" for phase in PHASES), "reward gained per million NFE, whole run", "peak memory (MiB)",
+    )  # fmt: skip
+    rows = []
+    by_settings: dict[str, list[Line]] = {}
+    for line in lines.values():
+        by_settings.setdefault(config_id(RunConfig.from_dict(line["config"]).replace(seed=0)), []).append(line)
+    for world, tasks in TASKS.items():
+        for name, changes in arms.items():
+            runs = by_settings.get(config_id(make_run(world, tasks[0], 0, changes)), [])
+            peak = next((f"{m['peak_mib']:.0f}" for m in memory if m["world"] == world and m["arm"] == name), "-")
+            if runs:
+                rows.append((WORLD_NAMES[world], name, str(len(runs)), *_cost(runs), peak))
+    return Table(head, rows)
+
+
+def _cost(runs: Sequence[Line]) -> tuple[str, ...]:
+    def mean(of: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.fmean(of(run["totals"]) for run in runs)
+
+    iterations = runs[0]["config"]["iterations"]
+    gained = [1e6 * (column(run, "soft")[-1] - column(run, "soft")[0]) / spent(run, "nfe")[-1] for run in runs]
+    return (
+        f"{mean(lambda total: total['nfe'] / total['trajectories']):.1f}",
+        f"{mean(lambda total: total['reward_calls'] / total['trajectories']):.1f}",
+        f"{mean(lambda total: total['calls'] / iterations):.0f}",
+        *(f"{statistics.fmean(run['phases'][phase] for run in runs):.3f}" for phase in PHASES),
+        f"{statistics.fmean(gained):.2f}",
+    )
+
+
+def level_table(lines: Lines) -> Table | None:
+    """Updates, evaluations and seconds until a level of held-out reward, and ratios to uniform credit with the same clip range.
+
+    The level: the largest that all of these runs reach at some time, rounded down to a multiple of 0.05. Ratios pair the runs
+    of one seed.
+    """
+    axes = {"updates": ("updates", 1.0), "nfe": ("million NFE", 1e6), "seconds": ("seconds", 1.0)}
+    ratios = [f"{name} / uniform's" for name in ("updates", "NFE", "seconds")]
+    head = ("world", "reward", "clip range", "rule", "seeds", *(name for name, _ in axes.values()), *ratios)
+    rows = []
+    for world, tasks in TASKS.items():
+        runs, seeds = _runs_by_clip(lines, world, tasks[0])
+        if not seeds:
+            continue
+        highest = min(max(column(run, "soft")) for arms in runs.values() for arm in arms.values() for run in arm)
+        target = np.floor(highest * 20) / 20
+        for clip, arms in runs.items():
+            price = {
+                (arm, axis): np.array([float(first_reached(spent(run, axis), column(run, "soft"), target)) for run in of]) / unit
+                for arm, of in arms.items()
+                for axis, (_, unit) in axes.items()
+            }
+            for arm in arms:
+                cells = [_digits(level([price[arm, axis]]).value) for axis in axes]
+                found = [level([price[arm, axis] / price["uniform", axis]]) for axis in axes]
+                shown = [ratio.text(2) if len(seeds) > 1 else f"{ratio.value:.2f}" for ratio in found]
+                shown = ["1"] * len(axes) if arm == "uniform" else shown
+                rows.append((WORLD_NAMES[world], f"{target:.2f}", clip, arm, str(len(seeds)), *cells, *shown))
+    return Table(head, rows) if rows else None
+
+
+def _runs_by_clip(lines: Lines, world: str, task: str) -> tuple[dict[str, dict[str, list[Line]]], list[int]]:
+    """Runs of the three methods by clip range and rule, of the seeds that all of them have."""
+
+    def key(seed: int, changes: Arm) -> str:
+        return config_id(make_run(world, task, seed, changes))
+
+    cells = {
+        str(changes.get("clip_range", RunConfig().algorithm.clip_range)): {arm: {**of, **changes} for arm, of in METHODS.items()}
+        for changes in ({}, {"clip_range": 2e-2})
+    }
+    every = [changes for arms in cells.values() for changes in arms.values()]
+    seeds = [seed for seed in SEEDS[world] if all(key(seed, changes) in lines for changes in every)]
+    runs = {clip: {arm: [lines[key(seed, c)] for seed in seeds] for arm, c in arms.items()} for clip, arms in cells.items()}
+    return runs, seeds
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3f}" if value < 1 else f"{value:.1f}"

@@ -1,6 +1,6 @@
-"""Rules that turn runs into verdicts. They are fixed before the runs: a line records the hash of the rules it was made under.
+"""Rules that turn runs into verdicts. They are fixed before the runs; every line has the digest of the rules it was made under.
 
-HOLDS and FAILS need the whole 95% interval on one side; everything else is undecided at the power of the runs.
+HOLDS and FAILS need the whole 95% interval on one side; everything else is undecided.
 """
 
 from dataclasses import dataclass, field
@@ -13,22 +13,38 @@ HOLDS = "holds here"
 FAILS = "does not hold here"
 UNDECIDED = "undecided at this power"
 BETTER, WORSE, ALIKE = "better", "worse", "no difference that matters"
-VERDICTS = (HOLDS, FAILS, UNDECIDED, BETTER, WORSE, ALIKE)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One comparison behind a verdict: its words, the number with its interval, and P(arm's run beats the other's) if any."""
+    """One comparison behind a verdict: the measure of some arms, with its interval.
 
-    text: str
+    `arms` names one arm or a difference ("a minus b", if `difference`); `note` follows the measure's label. `probability` is
+    P(a run of the first arm beats one of the second), for differences of two arms.
+    """
+
+    arms: str
+    measure: str
     estimate: Estimate
+    verdict: str
     probability: Estimate | None = None
-    verdict: str = UNDECIDED
+    difference: bool = True
+    note: str = ""
+
+    @property
+    def label(self) -> str:
+        """The measure in words."""
+        return MEASURES[self.measure].label + self.note
+
+    @property
+    def text(self) -> str:
+        """Arms and measure in words."""
+        return f"{self.arms}: {self.label}"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict, the comparison that the page shows first, and all of them."""
+    """The verdict and all comparisons behind it."""
 
     verdict: str
     comparisons: tuple[Comparison, ...]
@@ -40,7 +56,7 @@ class Verdict:
 
 
 class Rule(Protocol):
-    """From runs to a verdict; `words` say what is demanded."""
+    """From runs to a verdict."""
 
     def judge(self, evidence: Evidence) -> Verdict:
         """The verdict and the comparisons behind it."""
@@ -51,12 +67,16 @@ class Rule(Protocol):
         ...
 
 
-def _compare(evidence: Evidence, arm: str, other: str, measure: str) -> tuple[Estimate, Estimate]:
+def _compare(evidence: Evidence, arm: str, than: str, measure: str) -> tuple[Estimate, Estimate]:
     """(paired difference so that more is better, probability of improvement)."""
-    mine, theirs = evidence.values(arm, measure, other), evidence.values(other, measure, other)
+    mine, theirs = evidence.values(arm, measure, than), evidence.values(than, measure, than)
     if not MEASURES[measure].higher:
         mine, theirs = [-m for m in mine], [-t for t in theirs]
     return difference(mine, theirs), improvement(mine, theirs)
+
+
+def _all(verdicts: list[str]) -> str:
+    return FAILS if FAILS in verdicts else HOLDS if all(v == HOLDS for v in verdicts) else UNDECIDED
 
 
 @dataclass(frozen=True)
@@ -72,9 +92,8 @@ class Beats:
         """See the class."""
         found, chance = _compare(evidence, self.arm, self.than, self.measure)
         verdict = HOLDS if found.low > 0 else FAILS if found.high < self.least else UNDECIDED
-        sign = "" if MEASURES[self.measure].higher else ", less is better and counted so"
-        text = f"{self.arm} minus {self.than}: {MEASURES[self.measure].label}{sign}"
-        return Verdict(verdict, (Comparison(text, found, chance, verdict),))
+        note = "" if MEASURES[self.measure].higher else " (sign reversed: less is better)"
+        return Verdict(verdict, (Comparison(f"{self.arm} minus {self.than}", self.measure, found, verdict, chance, note=note),))
 
     def words(self) -> str:
         """The rule in words."""
@@ -95,8 +114,7 @@ class NoWorse:
         """See the class."""
         found, chance = _compare(evidence, self.arm, self.than, self.measure)
         verdict = HOLDS if found.low > -self.margin else FAILS if found.high < -self.margin else UNDECIDED
-        text = f"{self.arm} minus {self.than}: {MEASURES[self.measure].label}"
-        return Verdict(verdict, (Comparison(text, found, chance, verdict),))
+        return Verdict(verdict, (Comparison(f"{self.arm} minus {self.than}", self.measure, found, verdict, chance),))
 
     def words(self) -> str:
         """The rule in words."""
@@ -119,7 +137,7 @@ class Alike:
             inside = found.low > -self.margin and found.high < self.margin
             outside = found.high < -self.margin or found.low > self.margin
             verdict = HOLDS if inside else FAILS if outside else UNDECIDED
-            shown.append(Comparison(f"{arm} minus {self.arms[0]}: {MEASURES[self.measure].label}", found, chance, verdict))
+            shown.append(Comparison(f"{arm} minus {self.arms[0]}", self.measure, found, verdict, chance))
         return Verdict(_all([c.verdict for c in shown]), tuple(shown))
 
     def words(self) -> str:
@@ -129,7 +147,7 @@ class Alike:
 
 @dataclass(frozen=True)
 class Needs:
-    """`arm` needs at most the share `at_most` of `of`'s budget (`axis`: updates, nfe or seconds) to reach its final reward."""
+    """`arm` needs at most the fraction `at_most` of the budget of `of` (`axis`: updates, nfe or seconds) for its final reward."""
 
     arm: str
     of: str
@@ -137,10 +155,10 @@ class Needs:
     at_most: float = 1.0
 
     def judge(self, evidence: Evidence) -> Verdict:
-        """Holds: the interval of the share is below `at_most`; fails: above it."""
-        found = evidence.share(self.arm, self.axis, self.of)
+        """Holds: the interval of the budget ratio is below `at_most`; fails: above it."""
+        found = evidence.budget_ratio(self.arm, self.axis, self.of)
         verdict = HOLDS if found.high < self.at_most else FAILS if found.low > self.at_most else UNDECIDED
-        return Verdict(verdict, (Comparison(f"{self.arm}: {MEASURES[self.axis].label} ({self.of})", found, None, verdict),))
+        return Verdict(verdict, (Comparison(self.arm, self.axis, found, verdict, difference=False, note=f" ({self.of})"),))
 
     def words(self) -> str:
         """The rule in words."""
@@ -161,14 +179,13 @@ class Best:
         for other in self.others:
             found, chance = _compare(evidence, self.arm, other, self.measure)
             verdict = HOLDS if found.low > 0 else FAILS if found.high < 0 else UNDECIDED
-            shown.append(Comparison(f"{self.arm} minus {other}: {MEASURES[self.measure].label}", found, chance, verdict))
+            shown.append(Comparison(f"{self.arm} minus {other}", self.measure, found, verdict, chance))
         return Verdict(_all([c.verdict for c in shown]), tuple(shown))
 
     def words(self) -> str:
         """The rule in words."""
-        return (
-            f"holds if {self.arm} beats each of {', '.join(self.others)}, fails if one beats it ({MEASURES[self.measure].label})"
-        )
+        label = MEASURES[self.measure].label
+        return f"holds if {self.arm} beats each of {', '.join(self.others)}, fails if one beats it ({label})"
 
 
 @dataclass(frozen=True)
@@ -183,7 +200,7 @@ class Above:
         """Holds: the interval is above; fails: below."""
         found = level(evidence.values(self.arm, self.measure))
         verdict = HOLDS if found.low > self.threshold else FAILS if found.high < self.threshold else UNDECIDED
-        return Verdict(verdict, (Comparison(f"{self.arm}: {MEASURES[self.measure].label}", found, None, verdict),))
+        return Verdict(verdict, (Comparison(self.arm, self.measure, found, verdict, difference=False),))
 
     def words(self) -> str:
         """The rule in words."""
@@ -192,7 +209,7 @@ class Above:
 
 @dataclass(frozen=True)
 class WidensBy:
-    """What `arm` gains over `than` is more than what `other` gains over `other_than`, by `measure`."""
+    """The lead of `arm` over `than` is larger than that of `other` over `other_than`, by `measure`."""
 
     arm: str
     than: str
@@ -208,8 +225,8 @@ class WidensBy:
         second = [a - b for a, b in zip(values[2], values[3], strict=True)]
         found = difference(first, second)
         verdict = HOLDS if found.low > 0 else FAILS if found.high < self.least else UNDECIDED
-        text = f"({self.arm} minus {self.than}) minus ({self.other} minus {self.other_than}): {MEASURES[self.measure].label}"
-        return Verdict(verdict, (Comparison(text, found, None, verdict),))
+        arms = f"({self.arm} minus {self.than}) minus ({self.other} minus {self.other_than})"
+        return Verdict(verdict, (Comparison(arms, self.measure, found, verdict),))
 
     def words(self) -> str:
         """The rule in words."""
@@ -234,9 +251,9 @@ class All:
 
 @dataclass(frozen=True)
 class Answer:
-    """An open question: each of `arms` against `than`. Better or worse beyond `margin`'s doubt, alike within it, or undecided.
+    """An open question: each of `arms` against `than`. Better, worse, alike (within `margin`) or undecided.
 
-    The verdict is the first arm's; all are shown.
+    The verdict is that of the first arm; all are shown.
     """
 
     arms: tuple[str, ...]
@@ -245,19 +262,15 @@ class Answer:
     margin: float = 0.02
 
     def judge(self, evidence: Evidence) -> Verdict:
-        """Better (worse): the interval is above (below) 0; alike: within +-margin; both: alike."""
+        """Alike: the interval lies within +-margin; else better (worse): it lies above (below) 0."""
         shown = []
         for arm in self.arms:
             found, chance = _compare(evidence, arm, self.than, self.measure)
             alike = found.low > -self.margin and found.high < self.margin
             verdict = ALIKE if alike else BETTER if found.low > 0 else WORSE if found.high < 0 else UNDECIDED
-            shown.append(Comparison(f"{arm} minus {self.than}: {MEASURES[self.measure].label}", found, chance, verdict))
+            shown.append(Comparison(f"{arm} minus {self.than}", self.measure, found, verdict, chance))
         return Verdict(shown[0].verdict, tuple(shown))
 
     def words(self) -> str:
         """The rule in words."""
         return f"{', '.join(self.arms)} against {self.than} ({MEASURES[self.measure].label}); alike means within {self.margin:g}"
-
-
-def _all(verdicts: list[str]) -> str:
-    return FAILS if FAILS in verdicts else HOLDS if all(v == HOLDS for v in verdicts) else UNDECIDED

@@ -1,4 +1,4 @@
-"""What the notebooks in tutorials/ import: checks of the exercises (one module per lesson) and a few figures.
+"""What the notebooks in tutorials/ import: the checks of the exercises, figures, batches of trajectories and short training runs.
 
-Lessons import the public face of `flowrl`; nothing in `flowrl` imports this package.
+Lessons and this package import public names of `flowrl` only; nothing in `flowrl` imports this package.
 """

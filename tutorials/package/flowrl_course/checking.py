@@ -1,8 +1,8 @@
-"""Checks of exercises: they say what is likely wrong, not only that something is.
+"""Checks of exercises, which name the likely mistake.
 
 A check is a function of the student's answer, decorated with `check`. It calls `expect` and `close`, each with the mistake that
-most likely explains a failure. In a notebook the result is one line, so that the rest of the notebook still runs; with
-``FLOWRL_COURSE=strict`` in the environment (as when the lessons are built) a failed check raises `Unsolved`.
+most likely explains a failure. In a notebook the result is one line, so that the rest of the notebook still runs. With
+``FLOWRL_COURSE=strict`` in the environment, which the build of the lessons sets, a failed check raises `Unsolved`.
 """
 
 import functools
@@ -24,7 +24,7 @@ class Unsolved(AssertionError):
 
 
 class Verdict:
-    """What became of a check: shown as one line of text, or of colour in a notebook."""
+    """The result of a check, shown as one line of text, coloured in a notebook."""
 
     def __init__(self, name: str, problem: str | None) -> None:
         self.name, self.problem = name, problem
@@ -44,10 +44,10 @@ class Verdict:
 
 
 def check(name: str) -> Callable[[Callable[..., None]], Callable[..., Verdict]]:
-    """Make a check of the decorated function; `name` is what the verdict calls the exercise.
+    """Make a check of the decorated function; `name` is the name of the exercise in the verdict.
 
-    Exceptions of the student's code become a failed check that names them. The undecorated function, which raises `Unsolved`,
-    stays at hand as ``__wrapped__``.
+    An exception of the student's code becomes a failed check that names the exception. The undecorated function, which raises
+    `Unsolved`, is available as ``__wrapped__``.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., Verdict]:
@@ -72,14 +72,18 @@ def check(name: str) -> Callable[[Callable[..., None]], Callable[..., Verdict]]:
 def _explain(error: Exception, answer: tuple[Any, ...]) -> str:
     if any(part is ... or part is None for part in answer):
         return "not answered yet: replace the dots"
-    told = f"your code raised {type(error).__name__}: {error}"
+    raised = f"your code raised {type(error).__name__}: {error}"
     if "must match the size of tensor" in str(error):
-        return f"{told}. A [sample] tensor meets a [sample, dim] one as time[:, None]; a mean keeps its axis with keepdim=True"
+        return (
+            f"{raised}. A [sample] tensor broadcasts to [sample, dim] as time[:, None]; a mean keeps its axis with keepdim=True"
+        )
     if "must be Tensor, not float" in str(error):
-        return f"{told}. For plain numbers there is the module math"
+        return f"{raised}. For plain numbers use the module math"
     if "Boolean value of Tensor" in str(error):
-        return f"{told}. Python's max, min and if do not go through elements; torch.maximum, torch.minimum and torch.where do"
-    return f"{told}. Does it return something yet?" if "ellipsis" in str(error) or "NoneType" in str(error) else told
+        return (
+            f"{raised}. Python's max, min and if do not work element by element; torch.maximum, torch.minimum and torch.where do"
+        )
+    return f"{raised}. Does it return a value yet?" if "ellipsis" in str(error) or "NoneType" in str(error) else raised
 
 
 def expect(condition: object, mistake: str) -> None:
@@ -95,9 +99,9 @@ def answered(value: Any, what: str = "the function") -> Any:
 
 
 def tensor(value: Any, shape: tuple[int, ...], what: str = "the result") -> Tensor:
-    """`value` as a tensor of that shape, or `Unsolved` that names the shape that came."""
+    """`value` as a tensor of that shape; `Unsolved` names its type or shape otherwise."""
     answered(value, what)
-    expect(isinstance(value, Tensor), f"{what} is a {type(value).__name__}; a torch.Tensor is wanted")
+    expect(isinstance(value, Tensor), f"{what} is a {type(value).__name__}; it must be a torch.Tensor")
     expect(tuple(value.shape) == shape, f"{what} has shape {tuple(value.shape)} instead of {shape}")
     return value.detach()
 
@@ -108,7 +112,7 @@ def number(value: Any, what: str = "the answer") -> float:
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError):
-        raise Unsolved(f"{what} is a {type(value).__name__}; one number is wanted") from None
+        raise Unsolved(f"{what} is a {type(value).__name__}; it must be one number") from None
 
 
 def same(got: Any, wanted: Any, tolerance: float = 1e-4) -> bool:
@@ -120,9 +124,9 @@ def same(got: Any, wanted: Any, tolerance: float = 1e-4) -> bool:
 
 
 def close(got: Any, wanted: Any, otherwise: str, mistakes: dict[str, Any] | None = None, tolerance: float = 1e-4) -> None:
-    """Pass where `got` agrees with `wanted`; else name the mistake whose value `got` agrees with, or say `otherwise`.
+    """Raise `Unsolved` unless `got` agrees with `wanted`: with the mistake whose value `got` agrees with, or with `otherwise`.
 
-    `mistakes` maps what to tell to the value that this mistake gives.
+    `mistakes` maps a message to the value that this mistake gives.
     """
     if same(got, wanted, tolerance):
         return

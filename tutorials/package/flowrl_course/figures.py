@@ -2,7 +2,9 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -17,11 +19,25 @@ from flowrl.plots.style import COLOURS, INK, OTHERS, clean
 NOISE = "#5B5B5B"
 """The colour of noise (t = 1)."""
 DATA = "#0072B2"
-"""The colour of data (t = 0), and of what a policy makes."""
+"""The colour of data (t = 0), and of a policy's samples."""
 ACCENT = "#D55E00"
-"""What the reader should look at."""
+"""The colour that draws attention."""
 
-__all__ = ["ACCENT", "COLOURS", "DATA", "INK", "NOISE", "OTHERS", "animation", "clean", "panels", "plane", "show_pictures"]
+__all__ = [
+    "ACCENT",
+    "COLOURS",
+    "DATA",
+    "INK",
+    "NOISE",
+    "OTHERS",
+    "ImageRow",
+    "animation",
+    "clean",
+    "panels",
+    "pixels",
+    "plane",
+    "show_images",
+]
 
 
 def panels(columns: int = 1, rows: int = 1, width: float = 3.2, height: float = 3.0, **options: Any) -> tuple[Figure, Any]:
@@ -39,27 +55,38 @@ def plane(axes: Axes, title: str = "", extent: float = 3.4) -> Axes:
     return axes
 
 
-def show_pictures(
-    images: Tensor,
-    captions: Sequence[str] = (),
-    columns: int = 8,
-    title: str = "",
-    size: float = 1.25,
-    labels: Sequence[str] = (),
-) -> Figure:
-    """Pictures [sample, channel, height, width] in [0, 1] in rows of `columns`; a caption under each, a label over each row."""
-    rows = -(-len(images) // columns)
-    height = size + 0.3 * bool(captions) + 0.25 * bool(labels)
-    figure, axes = plt.subplots(rows, columns, figsize=(size * columns, height * rows), layout="constrained", squeeze=False)
-    for cell in axes.flat:
-        cell.axis("off")
-    for i, image in enumerate(images):
-        cell = axes.flat[i]
-        cell.imshow(image.detach().permute(1, 2, 0).clamp(0, 1).numpy(), interpolation="nearest")
-        if captions:
-            cell.set_title(captions[i], fontsize=8, y=-0.22, color=INK)
-    for row, label in enumerate(labels):
-        axes[row, 0].set_title(label, loc="left", fontsize=9, color=INK)
+def pixels(image: Tensor) -> Any:
+    """An image [channel, height, width] in [0, 1] as `Axes.imshow` takes it."""
+    return image.detach().permute(1, 2, 0).clamp(0, 1).numpy()
+
+
+@dataclass(frozen=True)
+class ImageRow:
+    """Images [sample, channel, height, width] in [0, 1], a caption under each (a text, or a score), and a label to their left."""
+
+    images: Tensor
+    captions: Sequence[str] | Tensor = ()
+    label: str = ""
+
+
+def show_images(*rows: ImageRow, heads: Sequence[str] = (), title: str = "", size: float = 1.25) -> Figure:
+    """Rows of images of `size` inches; `heads` are the titles of the columns."""
+    columns = max(len(row.images) for row in rows)
+    figure, axes = plt.subplots(
+        len(rows), columns, figsize=(size * columns + 0.3, (size + 0.3) * len(rows) + 0.3), layout="constrained", squeeze=False
+    )
+    for cells, row in zip(axes, rows, strict=True):
+        captions = [f"{score:.2f}" for score in row.captions.tolist()] if isinstance(row.captions, Tensor) else row.captions
+        for column, cell in enumerate(cells):
+            cell.set(xticks=[], yticks=[])
+            cell.spines[:].set_visible(False)
+            if column < len(row.images):
+                cell.imshow(pixels(row.images[column]), interpolation="nearest")
+            if column < len(captions):
+                cell.set_xlabel(captions[column], fontsize=8, color=INK, labelpad=2)
+        cells[0].set_ylabel(fill(row.label, 16), fontsize=9, color=INK, rotation="horizontal", ha="right", va="center")
+    for cell, head in zip(axes[0], heads, strict=False):
+        cell.set_title(fill(head, max(10, round(0.62 * len(head)))), fontsize=8)
     if title:
         figure.suptitle(title, fontsize=11)
     return figure

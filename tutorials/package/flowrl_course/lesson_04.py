@@ -1,4 +1,4 @@
-"""Checks of lesson 4, Flow-GRPO on pictures."""
+"""Checks of lesson 4, Flow-GRPO on images."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +40,7 @@ def check_uniform(answer: Answer) -> None:
     wanted = Uniform().assign(torch.cat([torch.full((3, 4, steps), torch.nan), final[..., None]], dim=-1))
     slips = {
         "the mean runs over the whole batch: take it over members (dim=1)": _scores(final, (0, 1)),
-        "the mean runs over prompts (dim=0); pictures are compared with those of the same prompt: dim=1": _scores(final, 0),
+        "the mean runs over prompts (dim=0); images are compared with those of the same prompt: dim=1": _scores(final, 0),
         "the standard deviation is that of the whole batch; here it is that of the group (dim=1)": _scores(final, 1, (0, 1)),
         "the standard deviation is the unbiased one (divided by G - 1): pass unbiased=False": _scores(final, 1, unbiased=True),
         "the standard deviation is missing: divide by it (plus 1e-4)": final - final.mean(1, keepdim=True),

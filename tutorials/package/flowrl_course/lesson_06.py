@@ -227,13 +227,11 @@ def check_balance(answer: Answer) -> None:
     }
     close(got, wanted, "keep the min(n+, n-) largest of each sign", mistakes)
     single = answer(turns.clone(), size.abs())
-    told = "where all turning points have the same sign, all of them remain; here some or all are dropped"
-    close(_bools(single, (2, 3, 4), "balance"), turns, told)
+    one_sign = "if all turning points have the same sign, all of them remain; here some or all are dropped"
+    close(_bools(single, (2, 3, 4), "balance"), turns, one_sign)
     mirrored = _bools(answer(turns.clone(), -size), (2, 3, 4), "balance")
-    told = (
-        "right where positive turns are more frequent, but not where negative ones are: there the most negative are the largest"
-    )
-    close(mirrored, wanted, told)
+    swapped = "right if positive turns are more frequent, but not if negative ones are: then the most negative are the largest"
+    close(mirrored, wanted, swapped)
 
 
 def size_to_rewards(size: Tensor) -> Tensor:

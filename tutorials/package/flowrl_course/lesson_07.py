@@ -78,12 +78,12 @@ def check_permutation(answer: Answer) -> None:
             one_sided: splits >= seen - 1e-9,
             f"{one_sided} (it was the left side)": splits <= seen + 1e-9,
         }
-        shares = {told: float(where.double().mean()) for told, where in mistakes.items()}
+        wrong = {message: float(chosen.double().mean()) for message, chosen in mistakes.items()}
         wanted = float((splits.abs() >= size - 1e-9).double().mean())
-        told = "p is not the share of all splits whose difference is at least the observed one"
+        otherwise = "p is not the share of all splits whose difference is at least the observed one"
         if 0 < wanted - got < 1.5 / len(splits):
-            told += ": a split as far apart as the observed one is missing (lost to rounding? allow 1e-6)"
-        close(got, wanted, told, shares, 1e-6)
+            otherwise += ": a split as far apart as the observed one is missing (lost to rounding? allow 1e-6)"
+        close(got, wanted, otherwise, wrong, 1e-6)
 
 
 @check("Exercise 3")
@@ -146,12 +146,12 @@ SUPPORTED, CONTRADICTED, OPEN = "supported", "contradicted", "open"
 
 _CLAIMS: dict[str, tuple[str, str]] = {
     "A": (SUPPORTED, "all seeds of both step-wise rules reach the target at 2e-3 long before any seed of uniform credit"),
-    "B": (CONTRADICTED, "look at the row of clip 0.2: in iterations hardly any lead is left there"),
-    "C": (CONTRADICTED, "the control without any turning point rises as fast, and the one with random places too"),
+    "B": (CONTRADICTED, "look at the rows of clip 0.2: in iterations the rules are nearly equal there"),
+    "C": (CONTRADICTED, "the control without any turning point rises as fast, and so does the one with random steps"),
     "D": (SUPPORTED, "at each rule's own best clip uniform credit needs the fewest forward passes, by a factor of about two"),
     "E": (OPEN, "seconds in a tiny network are mostly overhead per call; nothing here measured a large one"),
-    "F": (CONTRADICTED, "every run was evaluated on the same six prompts and the same noise; the interval knows seeds only"),
-    "G": (OPEN, "two dimensions say nothing about image models; they say which control a claim about them needs"),
+    "F": (CONTRADICTED, "every run was evaluated on the same six prompts and the same noise; the interval covers seeds only"),
+    "G": (OPEN, "results in two dimensions do not decide claims about image models; they show which control such a claim needs"),
 }
 
 

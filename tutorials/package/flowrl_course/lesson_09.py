@@ -93,43 +93,46 @@ def check_guided(answer: Answer) -> None:
     )
 
 
-def _arithmetic(prompts: int, members: int, steps: int, updates: int, micro_batch: int, processes: int) -> tuple[int, int, int]:
-    trajectories = math.ceil(prompts / processes) * members
-    pairs = math.ceil(trajectories / updates) * steps
-    return trajectories, pairs, math.ceil(pairs / micro_batch)
+def _arithmetic(groups: int, group_size: int, steps: int, minibatches: int, micro_batch: int, processes: int) -> tuple[int, ...]:
+    pairs = math.ceil(groups * group_size / minibatches) * steps
+    return math.ceil(groups / processes) * group_size, pairs, math.ceil(pairs / processes / micro_batch)
 
 
 @check("Exercise 5")
 def check_arithmetic(answer: Answer) -> None:
-    """`answer(prompts, members, steps, updates, micro_batch, processes)`: trajectories, pairs and backward passes."""
-    case = (10, 6, 9, 4, 16, 4)
-    found = answered(answer(*case), "arithmetic")
+    """`answer(groups, group_size, steps, minibatches, micro_batch, processes)`: trajectories, pairs and backward passes."""
+    settings = (10, 6, 9, 7, 16, 4)
+    found = answered(answer(*settings), "arithmetic")
     expect(isinstance(found, tuple | list) and len(found) == 3, "return three numbers: trajectories, pairs, backward passes")
     trajectories, pairs, passes = (number(value, "each of the three") for value in found)
-    told = "10 prompts x 6 members on 4 processes"
+    case = "10 groups of 6 on 4 processes"
     mistakes: dict[str, Any] = {
-        f"trajectories: {told}: that is the number over all processes": 60,
-        f"trajectories: {told}: whole groups stay together, so a process has 3 prompts, not 2.5": 15,
-        f"trajectories: {told}: two prompts are left over when each process takes two; round up": 12,
-        f"trajectories: {told}: prompts are counted, not their members": 3,
+        f"trajectories: {case}: this is the number over all processes": 60,
+        f"trajectories: {case}: whole groups stay together, so a process has 3 groups, not 2.5": 15,
+        f"trajectories: {case}: two groups remain if each process takes two; round up": 12,
+        f"trajectories: {case}: groups are counted, not their members": 3,
     }
-    close(trajectories, 18, f"trajectories of the busiest process: {trajectories:g} instead of 18 for {told}", mistakes, 1e-6)
+    close(trajectories, 18, f"trajectories of the busiest process: {trajectories:g} instead of 18 for {case}", mistakes, 1e-6)
+    case = "60 trajectories of 9 stochastic steps in 7 mini-batches"
     mistakes = {
-        "pairs: every trajectory gives one pair per trained step; the steps are missing": 5,
-        "pairs: these are the pairs of all updates together; each update takes its share of the trajectories": 162,
-        "pairs: the trajectories are split, not their pairs: a trajectory's steps stay together, so round up first": 40.5,
-        "pairs: a trajectory's steps stay together: split the 18 trajectories into 4 updates (5, 5, 5, 3), then count steps": 41,
-        "pairs: round up: 18 trajectories in 4 updates are 5, 5, 5 and 3": 36,
+        f"pairs: {case}: every trajectory gives one pair per stochastic step; the steps are missing": 9,
+        f"pairs: {case}: these are the pairs of all mini-batches together": 540,
+        f"pairs: {case}: the trajectories are split, not their pairs: a trajectory's steps stay together, so round up first": 78,
+        f"pairs: {case}: a number of pairs is whole; round the trajectories up": 540 / 7,
+        f"pairs: {case}: 60 in 7 mini-batches are 9, 9, 9, 9, 9, 9 and 6; round up": 72,
+        f"pairs: {case}: a mini-batch is drawn from the trajectories of all processes, not of one": 27,
     }
-    close(pairs, 45, f"pairs of the largest update: {pairs:g} instead of 45", mistakes, 1e-6)
+    close(pairs, 81, f"pairs of the largest mini-batch: {pairs:g} instead of 81", mistakes, 1e-6)
+    case = "81 pairs on 4 processes in micro-batches of 16"
     mistakes = {
-        "backward passes: the last, smaller batch is missing; round up": 2,
-        "backward passes: part of a batch takes a pass too; round up": 45 / 16,
-        "backward passes: one per pair would be a micro-batch of 1": 45,
+        f"backward passes: {case}: the last, smaller micro-batch is missing; round up": 1,
+        f"backward passes: {case}: an incomplete micro-batch takes a pass too; round up": 81 / 64,
+        f"backward passes: {case}: this is the number over all processes": 6,
+        f"backward passes: {case}: one per pair would be a micro-batch of 1": 21,
     }
-    close(passes, 3, f"backward passes: {passes:g} instead of 3 for 45 pairs in batches of 16", mistakes, 1e-6)
+    close(passes, 2, f"backward passes: {passes:g} instead of 2 for {case}", mistakes, 1e-6)
     for other in ((48, 24, 9, 2, 8, 8), (5, 4, 3, 1, 7, 1), (3, 4, 2, 5, 3, 2)):
-        names = "prompts, members, steps, updates, micro_batch, processes"
+        names = "groups, group_size, steps, minibatches, micro_batch, processes"
         expect(tuple(answer(*other)) == _arithmetic(*other), f"wrong for ({names}) = {other}; expected {_arithmetic(*other)}")
 
 

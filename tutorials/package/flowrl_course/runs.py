@@ -1,4 +1,4 @@
-"""Short training runs in the 2-D world, kept in memory: seconds each, so that a lesson can afford seeds."""
+"""Short training runs, kept in memory: seconds each in the 2-D world, about half a minute with images."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.protocols import CreditAssigner
-from flowrl.training.build import make_method, make_reward, make_world, policy_options
-from flowrl.training.config import preset
-from flowrl.training.evaluation import evaluate
-from flowrl.training.trainer import Trainer
+from flowrl import RunConfig, Trainer, evaluate, preset
+from flowrl.protocols import CreditAssigner, FlowPolicy
+from flowrl.training.build import make_method, make_policy, make_reward, make_trainer, make_world
+from flowrl.training.evaluation import Evaluation
 
-SMALL: dict[str, Any] = {
+PLANE: dict[str, Any] = {
     "world": "mixture",
     "groups": 12,
     "group_size": 8,
@@ -21,17 +20,17 @@ SMALL: dict[str, Any] = {
     "eval_samples": 96,
     "eval_steps": 10,
 }
-"""What differs from the presets here: fewer samples, more evaluations."""
+"""Settings of the runs in the 2-D world that differ from the preset: fewer samples, more evaluations."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One run, evaluated every few iterations; every tensor is [evaluation], the first one is the untrained policy.
+    """One run, evaluated every few iterations; every tensor is [evaluation], and entry 0 is the untrained policy.
 
-    `sampled` and `trained` count network evaluations so far in rollouts (probes included) and in updates; `seconds` is the time
-    of both, without evaluations. `reward` is the mean soft reward of ODE samples of the averaged weights on held-out prompts.
-    `points` [evaluation, sample, 2] are those samples, sample i for held-out prompt i modulo their number. `clipped`: mean share
-    of (trajectory, step) pairs whose ratio was beyond the clip.
+    `sampled` and `trained` count the network evaluations so far in rollouts (probes included) and in updates; `seconds` is the
+    time of both, without evaluations. `reward` is the mean soft reward of ODE samples of the averaged weights, held-out prompts.
+    `points` [evaluation, sample, 2] are those samples, sample i for held-out prompt i modulo their number. `clipped` is the mean
+    fraction of (trajectory, step) pairs whose ratio was beyond the clip range.
     """
 
     iterations: Tensor
@@ -48,47 +47,60 @@ class Curve:
         return self.sampled + 3 * self.trained
 
 
-def start(
-    method: str = "flow-grpo", seed: int = 0, rule: CreditAssigner | None = None, shared_noise: bool | None = None, **changes: Any
-) -> Trainer:
-    """A trainer by `method`, or by the credit `rule` with Flow-GRPO's sampler and loss; `changes` are settings of `RunConfig`.
+def start(method: str = "flow-grpo", seed: int = 0, rule: CreditAssigner | None = None, **settings: Any) -> Trainer:
+    """A trainer in the 2-D world by `method`, or by the credit `rule` with the method's sampler and loss.
 
-    `shared_noise` of a rule: as its own attribute says unless given.
+    `settings` are those of `RunConfig`. With `initial_noise` "auto" the rule's own `shared_noise` attribute decides.
     """
-    config = preset("default").apply(**{**SMALL, "method": method, "seed": seed, **changes})
-    world, chosen = make_world(config), make_method(config)
-    if rule is not None:
-        chosen = replace(chosen, credit=rule, shared_noise=bool(getattr(rule, "shared_noise", False)))
-    if shared_noise is not None:
-        chosen = replace(chosen, shared_noise=shared_noise)
-    policy = world.policy(policy_options(config))
-    return Trainer(policy, chosen, make_reward(config), world.prompts(config.environment.task, "train"), config)
+    config = preset("default").apply(**{**PLANE, "method": method, "seed": seed, **settings})
+    if rule is None:
+        return make_trainer(config)
+    chosen, world = make_method(config), make_world(config)
+    automatic = config.algorithm.initial_noise == "auto"
+    shared = bool(getattr(rule, "shared_noise", False)) if automatic else chosen.shared_noise
+    chosen = replace(chosen, credit=rule, shared_noise=shared)
+    return Trainer(make_policy(config), chosen, make_reward(config), world.prompts(config.environment.task, "train"), config)
 
 
-def learn(
-    method: str = "flow-grpo", seed: int = 0, rule: CreditAssigner | None = None, shared_noise: bool | None = None, **changes: Any
-) -> Curve:
-    """Train to the end, arguments as in `start`. The same arguments give the same curve, but for seconds."""
-    trainer = start(method, seed, rule, shared_noise, **changes)
-    config, policy, world = trainer.config, trainer.policy, make_world(trainer.config)
+def learn(method: str = "flow-grpo", seed: int = 0, rule: CreditAssigner | None = None, **settings: Any) -> Curve:
+    """Train to the end, arguments as in `start`. The same arguments give the same curve, except for its seconds."""
+    trainer = start(method, seed, rule, **settings)
+    config, world = trainer.config, make_world(trainer.config)
+    task, form, evaluation = config.environment.task, config.environment.reward_form, config.evaluation
     totals, rows, points, clipped = {"nfe": 0.0, "train_nfe": 0.0, "seconds": 0.0}, [], [], 0.0
     for done in range(config.iterations + 1):
         if done > 0:
             metrics = trainer.iteration()
             totals = {name: total + metrics[name] for name, total in totals.items()}
             clipped += metrics["clip_fraction"] / config.iterations
-        if done % config.evaluation.eval_every == 0 or done == config.iterations:
+        if done % evaluation.eval_every == 0 or done == config.iterations:
+            count = evaluation.eval_samples
             with trainer.averaged():
-                count = config.evaluation.eval_samples
-                found = evaluate(
-                    policy,
-                    world,
-                    config.environment.task,
-                    config.environment.reward_form,
-                    count,
-                    config.evaluation.eval_steps,
-                    keep=count,
-                )
-            rows.append((done, *totals.values(), found.scores[config.environment.reward_form]))
+                found = evaluate(trainer.policy, world, task, form, count, evaluation.eval_steps, keep=count)
+            rows.append((done, *totals.values(), found.scores[form]))
             points.append(found.images.flatten(1))
     return Curve(*torch.tensor(rows, dtype=torch.float64).T.contiguous().unbind(0), points=torch.stack(points), clipped=clipped)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A policy with the averaged weights of a run, the metrics of every iteration, and the held-out evaluation of the weights."""
+
+    policy: FlowPolicy
+    metrics: list[dict[str, Any]]
+    evaluation: Evaluation
+
+    def curve(self, metric: str) -> list[float]:
+        """One metric, iteration by iteration."""
+        return [row[metric] for row in self.metrics]
+
+
+def train(config: RunConfig, samples: int = 96, steps: int = 10) -> Trained:
+    """All iterations of `config`, then a held-out evaluation with `samples` ODE samples of `steps` steps."""
+    trainer, world = make_trainer(config), make_world(config)
+    metrics = [trainer.iteration() for _ in range(config.iterations)]
+    with torch.no_grad():
+        for weight, average in zip(trainer.parameters, trainer.average, strict=True):
+            weight.copy_(average)
+    task, form = config.environment.task, config.environment.reward_form
+    return Trained(trainer.policy, metrics, evaluate(trainer.policy, world, task, form, samples, steps))

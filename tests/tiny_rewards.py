@@ -1,4 +1,4 @@
-"""Randomly initialised models that rewards load from a folder: CLIP and detectors."""
+"""Randomly initialised CLIP models and detectors of the real classes, small enough for tests of the rewards that use them."""
 
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +10,7 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789'\".,:-()"
 
 
 def tiny_clip(folder: Path, seed: int = 0, size: int = 32) -> Path:
-    """Write a `CLIPModel` of two layers for pictures of `size` pixels, and a tokenizer of letters, to `folder`; returns it."""
+    """Write a `CLIPModel` of two layers for images of `size` pixels, and a tokenizer of letters, to `folder`; returns it."""
     from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
     pieces = [*CHARACTERS, *(f"{c}</w>" for c in CHARACTERS), "<|startoftext|>", "<|endoftext|>"]
@@ -27,7 +27,7 @@ def tiny_clip(folder: Path, seed: int = 0, size: int = 32) -> Path:
 
 
 def tiny_detector(folder: Path, masks: bool, seed: int = 0) -> Path:
-    """Write a COCO detector to `folder` and return it: Mask2Former (`masks`), else RT-DETR, with pictures of 64 pixels."""
+    """Write a COCO detector to `folder` and return it: Mask2Former (`masks`), else RT-DETR, for images of 64 pixels."""
     transformers: Any = import_module("transformers")
     labels = dict(enumerate(("person", "cat", "dog", "mouse")))
     with torch.random.fork_rng(devices=[]):

@@ -1,40 +1,30 @@
-"""`flowrl bench rule` and `flowrl bench microscope`: names, results folders, what is refused, and the files that are written."""
+"""A rule of your own: its name, its results folder, what is refused, the ranking, and the page."""
 
 import json
 from pathlib import Path
 
-import flowrl_bench.rule as bench
+import flowrl_bench.rule_ranking as bench
 import pytest
-from flowrl_bench.document import Document
-from flowrl_bench.inspection import RULES
-from flowrl_bench.measure import CURVE, PHASES, TOTALS
-from flowrl_bench.records import make_line
-from flowrl_bench.rule import RIVAL_SPECS, RIVALS, bench_rule, rule_claims, rule_page
-from flowrl_bench.rule_names import identity, named_rules, results_folder
-from flowrl_bench.runner import Suite
+from bench_lines import FAST, SLOW, arms_of, fake_line, rule_file
+from flowrl_bench.digest import config_id
+from flowrl_bench.measurements import CURVE, PHASES, TOTALS
+from flowrl_bench.microscope import RULES, MicroscopeConfig
+from flowrl_bench.page import Document
+from flowrl_bench.results_file import make_line
+from flowrl_bench.rule_ranking import (
+    RIVALS,
+    bench_rule,
+    identity,
+    named_rules,
+    ranking,
+    results_folder,
+    rule_claims,
+    rule_page,
+)
+from flowrl_bench.suite import Suite
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError, CreditError
-
-RULE = """
-from dataclasses import dataclass
-from flowrl.types import NoProbe
-
-@dataclass(frozen=True)
-class {name}:
-    scale: float = 1.0
-    probe = NoProbe()
-    def assign(self, rewards, schedule):
-        steps = rewards.shape[-1] - 1
-        centred = rewards[..., -1:] - rewards[..., -1:].mean(1, keepdim=True)
-        return self.scale * centred.repeat(1, 1, {steps})
-"""
-
-
-def rule_file(path: Path, name: str = "Mine", steps: str = "steps") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(RULE.format(name=name, steps=steps))
-    return path
 
 
 class TestNames:
@@ -95,8 +85,8 @@ class TestResults:
     @pytest.fixture(autouse=True)
     def made_up(self, tmp_path: Path, monkeypatch) -> None:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(bench, "inspect", lambda *_: [])
-        monkeypatch.setattr(bench, "peak_memory", lambda *_: [])
+        monkeypatch.setattr(bench, "run_microscope", lambda *_: [])
+        monkeypatch.setattr(bench, "arm_memory", lambda *_: [])
         monkeypatch.setattr(bench, "rule_page", lambda *_: Document("No page"))
         monkeypatch.setattr(
             bench, "rule_claims", lambda *rule: {key: rule_claims(*rule)[key] for key in ("beats-uniform", "steps")}
@@ -108,10 +98,10 @@ class TestResults:
 
         def execute(suite: Suite) -> bool:
             nonlocal made
-            done = suite.ledger.read(suite.allowed)
+            done = suite.file.read(suite.allowed)
             for key, config in suite.runs.items():
                 if key not in done:
-                    suite.ledger.append(line_of(config))
+                    suite.file.append(line_of(config))
                     made += 1
             return True
 
@@ -142,7 +132,7 @@ class TestResults:
         names = {"rule-Mine", "rule-v2_Mine", "rule-other_v2.py_Mine"}
         assert {folder.name for folder in Path("runs").iterdir()} == names
         assert self.bench("sub/v2.py:Mine") == 0
-        assert results_folder("./v1.py:Mine", RIVAL_SPECS) == Path("runs/rule-Mine")
+        assert results_folder("./v1.py:Mine") == Path("runs/rule-Mine")
 
     def test_an_edited_rule_says_what_to_do(self, tmp_path: Path) -> None:
         rule_file(tmp_path / "my.py")
@@ -162,7 +152,7 @@ class TestResults:
         results = tmp_path / "out" / "results.jsonl"
         lines = [{**json.loads(text), "code": "0", "commit": "0123abc"} for text in results.read_text().splitlines()]
         results.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        with pytest.raises(ConfigError, match=r"other code of flowrl .commit 0123abc.: choose another --out, or delete"):
+        with pytest.raises(ConfigError, match=r"made by other code .0, commit 0123abc; .*choose another --out"):
             self.bench("my.py:Mine", out=tmp_path / "out")
 
     def test_a_line_names_the_command_that_makes_it_again(self, tmp_path: Path) -> None:
@@ -180,53 +170,46 @@ class TestResults:
         assert not Path("runs").exists()
 
     def test_workers(self) -> None:
-        with pytest.raises(ConfigError, match="workers = -1 is not allowed: 0"):
+        with pytest.raises(ConfigError, match="workers = -1 is not allowed: 1 or more, or 0"):
             bench_rule("weighted", 2, None, lambda _: True, lambda *_: None, -1)
 
 
-class TestMicroscopeCommand:
-    def test_results_and_page_go_where_they_are_told(self, tmp_path: Path, monkeypatch, capsys) -> None:
-        seen = []
+def test_the_page_of_a_rule_ranks_it(tmp_path: Path) -> None:
+    claims = rule_claims("mine", "weighted")
+    lines = {}
+    level_of = {"uniform": 0.2, "stepwise gains": 0.4, "turning points": 0.3, "random": 0.0, "mine": 0.35}
+    for claim in claims.values():
+        assert arms_of(claim.rule) <= set(claim.arms)
+        for arm, _, seed, config in claim.configs("mixture", (0, 1, 2)):
+            rewards = [0.0, 0.1, level_of.get(arm, 0.25) + 0.001 * seed]
+            lines[config_id(config)] = {**make_line(config, fake_line(rewards), "-")}
+    order = [rank.name for rank in ranking(claims, lines, (0, 1, 2))]
+    assert order[:3] == ["stepwise gains", "mine", "turning points"] and order[-1] == "random"
+    page = rule_page("mine", "weighted", claims, lines, (0, 1, 2), [], [{"world": "mixture", "arm": "mine", "peak_mib": 321.0}])
+    text = page.write(tmp_path, "rule")[0].read_text()
+    assert "`weighted` is number 2 of 6 by mean reward over training" in text
+    assert "321" in text and "It beats uniform credit. | holds here" in text
+    assert "It beats stepwise gains. | does not hold here" in text
 
-        def rows(config, workers, _) -> list[dict]:
-            seen.append(config)
-            measured = {"value": 0.5, "low": 0.4, "high": 0.6}
-            numbers = dict.fromkeys(("correlation", "sign", "bias"), measured)
-            row = {"kind": "credit", "iteration": 10, "noise": 0.0, "nfe_per_trajectory": 10.0, **numbers, "steps": [0]}
-            return [{**row, "rule": name, "spec": spec, "per_step": [numbers]} for name, spec in config.rules.items()]
 
-        monkeypatch.setattr("flowrl_bench.inspection.inspect", rows)
-        monkeypatch.chdir(tmp_path)
-        mine = [rule_file(tmp_path / "v1.py"), rule_file(tmp_path / "sub" / "v2.py")]
-        told = ["--out", "results/looked.json", "--page", "docs", "--noise", "0", "--iterations", "10", "--seed", "3"]
-        assert main(["bench", "microscope", "--rules", *(f"{path}:Mine" for path in mine), *told]) == 0
-        kept = json.loads(Path("results/looked.json").read_text())
-        assert {"command", "commit", "versions", "hardware", "code", "seed", "seeds", "config", "rows"} <= set(kept)
-        assert kept["seeds"] == {"training": 3, "looks": [3], "continuations": [10], "truth": 4, "gradients": 1003}
-        assert {row["rule"] for row in kept["rows"]} == {*RULES, "v1:Mine", "v2:Mine"}
-        assert seen[0].noises == (0.0,)
-        page = Path("docs/microscope.md").read_text()
-        assert kept["commit"] in page and "](microscope/credit.png)" in page and Path("docs/microscope.html").exists()
-        assert {path.name for path in Path("docs/microscope").iterdir()} == {"credit.png", "steps.png"}
-        assert "looked.json" in capsys.readouterr().out
-        assert main(["bench", "microscope", "--noise", "0", "--iterations", "10"]) == 0
-        assert {path.name for path in Path("runs/microscope").iterdir()} == {
-            "microscope.json", "microscope.md", "microscope.html", "microscope",
-        }  # fmt: skip
+def test_a_rule_goes_through_everything(tmp_path: Path) -> None:
+    """Runs (made up here), microscope (tiny), memory (measured) and page, in one call; a paused suite still leaves a page."""
 
-    @pytest.mark.parametrize(
-        ("told", "message"),
-        [
-            (["--noise", "-0.1"], "noises = (0.0, -0.1) is not allowed"),
-            (["--batches", "2"], "batches = 2 is not allowed: 3 or more"),
-            (["--workers", "-1"], "workers = -1 is not allowed"),
-            (["--rules", "uniform"], "rule = 'uniform' is not allowed"),
-            (["--rules", "my.py:Mine"], "rule 'Mine': Mine.assign returned shape"),
-        ],
-    )
-    def test_errors_are_one_line(self, tmp_path: Path, monkeypatch, capsys, told: list[str], message: str) -> None:
-        monkeypatch.chdir(tmp_path)
-        rule_file(tmp_path / "my.py", steps="(steps + 1)")
-        assert main(["bench", "microscope", *told]) == 2
-        assert message in capsys.readouterr().err
-        assert not Path("runs").exists()
+    def made_up(suite: Suite) -> bool:
+        for config in suite.runs.values():
+            suite.file.append(make_line(config, fake_line(FAST if config.algorithm.credit == "weighted" else SLOW), "-"))
+        return True
+
+    look = MicroscopeConfig(
+        rules={"uniform": "uniform"}, iterations=(0,), noise_stage=0, noises=(0.0,), group_size=2, continuations=2,
+        batches=3, gradient_group_size=2, truth_batches=2,
+    )  # fmt: skip
+    assert not bench_rule("weighted", 2, tmp_path / "paused", lambda suite: False, lambda *_: None)
+    assert "No seed is complete yet" in (tmp_path / "paused" / "rule.md").read_text()
+    assert bench_rule("weighted", 2, tmp_path / "done", made_up, lambda *_: None, 1, look)
+    text = (tmp_path / "done" / "rule.md").read_text()
+    assert "`weighted` is number 1 of 6" in text and "rule-steps.png" in text
+    memory = next(line for line in text.splitlines() if line.startswith("| 2-D world | weighted |")).split("|")[-2]
+    assert float(memory) > 100  # MiB: torch alone is more
+    with pytest.raises(ConfigError, match="unknown credit rule"):
+        bench_rule("nothing", 2, tmp_path / "none", lambda suite: True, lambda *_: None)

@@ -1,0 +1,198 @@
+"""Everything that is measured: a training run, the samples of its stochastic sampler, and peak memory."""
+
+import random
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowrl.credit import turning_points
+from flowrl.diagnostics import memory
+from flowrl.errors import ConfigError
+from flowrl.policies.mixture import MixturePolicy
+from flowrl.protocols import FlowPolicy
+from flowrl.rollout import EVALUATION_SEED, Groups, Usage, integrate, reward_table, rollout
+from flowrl.training.build import make_trainer, make_world
+from flowrl.training.config import RunConfig
+from flowrl.training.evaluation import evaluate
+from flowrl.training.trainer import Trainer
+from flowrl.types import Completion
+from flowrl.workers import Worker, run_jobs
+from flowrl.worlds.base import World
+
+CURVE = ("iteration", "nfe", "train_nfe", "seconds", "reward", "strict", "graded", "soft", "quality", "diversity")
+"""Columns of a run's learning curve: totals up to the evaluation, and its scores."""
+TOTALS = ("nfe", "train_nfe", "seconds", "reward_calls", "calls")
+PHASES = ("rollout", "reward", "update")
+SAMPLES, RANDOM_SIGNS, FIRST_SEED = 128, 32, 50_000
+"""Of `observe`: samples per prompt, draws of random signs, and the generator's seed for a run with seed 0."""
+
+
+@contextmanager
+def reproducible(*key: Any) -> Iterator[None]:
+    """Inside, torch uses one thread, and the global generators of torch, numpy and Python depend on `key` alone.
+
+    All of this is restored afterwards. Built-in parts have generators of their own; a third party's rule may use the global ones.
+    """
+    seed, threads = zlib.crc32(repr(key).encode()), torch.get_num_threads()
+    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 (rules may draw from it)
+    with torch.random.fork_rng(devices=[]):
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            random.setstate(python)
+            np.random.set_state(arrays)  # noqa: NPY002
+
+
+def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+    """Train by `config` and return plain numbers; None if `stop` ended it. On one machine, a config determines all numbers
+    except seconds.
+
+    curve: rows of `CURVE`. quality: mean log-density of held-out ODE samples under the data (2-D world only, else null);
+    diversity: mean distance between two samples of a prompt (likewise). gains: mean |g_i| per step in the first and the last
+    quarter of training, if the rule has every node scored. seconds: processor time of one thread, so that other work on the
+    machine does not count.
+    """
+    with reproducible("run", config.seed):
+        trainer, world = make_trainer(config), make_world(config)
+        totals: dict[str, float] = dict.fromkeys(TOTALS, 0.0)
+        phases, gains, curve = dict.fromkeys(PHASES, 0.0), [], [_evaluated(trainer, world, totals)]
+        while trainer.done < config.iterations:
+            if stop():
+                return None
+            started = time.process_time()
+            row = trainer.iteration()
+            seconds = time.process_time() - started
+            for name in totals:
+                totals[name] += seconds if name == "seconds" else row[name]
+            for name in PHASES:
+                phases[name] += row["phases"][name] / row["seconds"] * seconds / config.iterations
+            gains.append(row.get("mean_abs_gain"))
+            if trainer.done % config.evaluation.eval_every == 0 or trainer.done == config.iterations:
+                curve.append(_evaluated(trainer, world, totals))
+    quarter = max(1, config.iterations // 4)
+    scored = gains[0] is not None
+    return {
+        "curve": curve,
+        "totals": {**totals, "trajectories": config.rollout.groups * config.rollout.group_size * config.iterations},
+        "phases": phases,
+        "gains": [_mean(gains[:quarter]), _mean(gains[-quarter:])] if scored else None,
+    }
+
+
+def _mean(rows: list[list[float]]) -> list[float]:
+    return torch.tensor(rows).mean(0).tolist()
+
+
+def _evaluated(trainer: Trainer, world: World, totals: Mapping[str, float]) -> list[float | None]:
+    """A row of `CURVE`, with the averaged weights."""
+    with trainer.averaged():
+        scores = _scores(trainer, world)
+        quality, diversity = _plausible(trainer.policy, world, trainer.config)
+    forms = (trainer.config.environment.reward_form, "strict", "graded", "soft")
+    spent = (totals["nfe"], totals["train_nfe"], totals["seconds"])
+    return [trainer.done, *spent, *(scores[form] for form in forms), quality, diversity]
+
+
+def _scores(trainer: Trainer, world: World) -> dict[str, float]:
+    """Held-out scores by form, with the weights that the policy has now."""
+    environment, evaluation = trainer.config.environment, trainer.config.evaluation
+    return evaluate(
+        trainer.policy, world, environment.task, environment.reward_form, evaluation.eval_samples, evaluation.eval_steps,
+        trainer.config.rollout.max_batch, solver=evaluation.eval_solver,
+    ).scores  # fmt: skip
+
+
+def _plausible(policy: FlowPolicy, world: World, config: RunConfig) -> tuple[float | None, float | None]:
+    """Quality and diversity of held-out ODE samples; None outside the 2-D world, whose density is known."""
+    if not isinstance(policy, MixturePolicy):
+        return None, None
+    prompts, repeats = world.prompts(config.environment.task, "heldout"), 32
+    generator = torch.Generator().manual_seed(EVALUATION_SEED)
+    noise = torch.randn((len(prompts) * repeats, *policy.latent_shape), generator=generator)
+    schedule, condition = policy.schedule(config.evaluation.eval_steps), policy.encode(prompts).repeat(repeats)
+    points = integrate(policy, schedule, condition, noise, Usage(), 4096)
+    by_prompt = points.flatten(1).view(-1, repeats, 2)
+    spread = torch.cdist(by_prompt, by_prompt)
+    return log_density(policy, points), float(spread.sum((1, 2)).mean() / (repeats * (repeats - 1)))
+
+
+def log_density(policy: MixturePolicy, points: Tensor) -> float:
+    """Mean log-density of points [sample, 2, 1, 1] under the data of the base model."""
+    return float(policy.mixture.log_marginal(points.flatten(1), torch.zeros(len(points))).mean())
+
+
+def observe(trainer: Trainer, samples: int = SAMPLES) -> dict[str, float]:
+    """Of the current policy's stochastic samples, `samples` for each of 18 prompts: the mean log-density under the data
+    (quality), and turning points per trajectory of ODE completions (points). 2-D world only.
+
+    null: the same count with random signs of the increments (mean over 32 draws), that is, for gains without any order. The
+    noise depends on the run's seed and nothing else, so that seeds are independent: a learning curve scores ODE samples from the
+    same noise for all runs, which pairs them but would leave the sampling error out of these intervals.
+    """
+    policy, config = trainer.policy, trainer.config
+    if not isinstance(policy, MixturePolicy):
+        raise ConfigError(f"samples: only the 2-D world's density is known, not that of {config.environment.world}")
+    world = make_world(config)
+    prompts = world.prompts(config.environment.task, "train")[:18]
+    generator = torch.Generator(policy.device).manual_seed(FIRST_SEED + config.seed)
+    groups = Groups(len(prompts), samples)
+    noise = groups.noise(policy.latent_shape, generator)
+    state = trainer.generator.get_state()
+    sampler = trainer.draw_sampler()
+    trainer.generator.set_state(state)
+    result = rollout(
+        policy, sampler, trainer.schedule, policy.encode(prompts), noise, generator, groups, Completion(),
+        max_batch=config.rollout.max_batch,
+    )  # fmt: skip
+    table = reward_table(policy, world.reward("soft"), result, prompts)
+    increments = table.diff(dim=-1)
+
+    def with_random_signs() -> Tensor:
+        signs = torch.randint(0, 2, increments.shape, generator=generator) * 2 - 1
+        return torch.cat([table[..., :1], table[..., :1] + (increments.abs() * signs).cumsum(-1)], -1)
+
+    return {
+        "quality": log_density(policy, result.trajectories.images_latent),
+        "points": _points(table),
+        "null": sum(_points(with_random_signs()) for _ in range(RANDOM_SIGNS)) / RANDOM_SIGNS,
+    }
+
+
+def _points(table: Tensor) -> float:
+    """Turning points per trajectory, by the consistent rule."""
+    return float(turning_points(table, True).float().sum(-1).mean())
+
+
+def observe_run(worker: Worker | None, config: RunConfig) -> dict[str, Any]:
+    """Train by `config`, and `observe` before and after. `final` is the last held-out reward, which identifies the run."""
+    with reproducible("run", config.seed):
+        trainer = make_trainer(config)
+        before = observe(trainer)
+        while trainer.done < config.iterations:
+            trainer.iteration()
+        with trainer.averaged():
+            final = _scores(trainer, make_world(config))["soft"]
+        return {"final": final, "before": before, "after": observe(trainer)}
+
+
+def peak_memory(config: RunConfig) -> float:
+    """Peak resident memory in MiB of the first two iterations of a run, in a process of its own."""
+    found: dict[str, float] = {}
+    run_jobs(_peak, {"run": (config.replace(iterations=2, eval_every=2),)}, 1, finished=found.__setitem__)
+    return found["run"]
+
+
+def _peak(worker: Worker, config: RunConfig) -> float:
+    measure(config)
+    return memory.peak_memory(torch.device("cpu")) / 2**20

@@ -1,0 +1,262 @@
+"""Files of results: one JSON line per run, and the samples of stochastic samplers. Neither mixes results of different code."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.io import write_json
+from flowrl.training.config import RunConfig
+from flowrl.training.run import versions
+from flowrl_bench import measurements
+from flowrl_bench.digest import (
+    PACKAGES,
+    code_digest,
+    code_digest_now,
+    config_id,
+    functions_digest,
+    golden_run,
+    own_files,
+    rules_digest,
+    same_golden,
+)
+from flowrl_bench.evidence import column
+
+FORMAT = 2
+ENTRIES: dict[str, type | tuple[type, ...]] = {
+    "id": str, "code": str, "golden": list, "rules": str, "commit": str, "command": str, "hardware": str, "seed": int,
+    "versions": dict, "config": dict, "curve": list, "totals": dict, "phases": dict,
+}  # fmt: skip
+"""What every line holds, besides `gains`, which may be null."""
+Lines = Mapping[str, Mapping[str, Any]]
+
+
+@cache
+def provenance() -> dict[str, Any]:
+    """Where and with what a line is made: commit, versions, hardware."""
+    return {
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), "scipy": version("scipy"), **versions()},
+        "hardware": f"one core of {os.cpu_count()} ({_processor()})",
+    }
+
+
+def _commit() -> str:
+    folders = [str(folder) for folder in PACKAGES.values()]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", folders[0], *words], capture_output=True, text=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+        return commit + ("+changes" if commit and git("status", "--porcelain", "--", *folders) else "") or "unknown"
+    except OSError:
+        return "unknown"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    except OSError:
+        return platform.machine()
+
+
+def stamp() -> dict[str, Any]:
+    """The code, the rules and the place by which a line is made, as of before the run."""
+    return {"code": code_digest(), "golden": list(golden_run()), "rules": rules_digest(), **provenance()}
+
+
+def require_unchanged(config: RunConfig, key: str, code: str) -> None:
+    """Raises `ConfigError` if the user's own files, or the project's code, are no longer those that a run began with."""
+    if config_id(config) != key:
+        names = ", ".join(map(str, own_files(config))) or "a file of its parts"
+        changed = f"{names} changed or was deleted"
+    elif code_digest_now() != code:
+        changed = f"the code in {PACKAGES['flowrl']} changed"
+    else:
+        return
+    run = f"{config.algorithm.method} (seed {config.seed}, {config.environment.world})"
+    raise ConfigError(f"{changed} during the run {run}, so that its version is unknown; it was not kept: start again")
+
+
+def make_line(
+    config: RunConfig, found: Mapping[str, Any], command: str, key: str = "", made: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The line of a finished run; `key`, `made`: its id and `stamp` from before the run, by default the current ones."""
+    head = {"format": FORMAT, "id": key or config_id(config), "seed": config.seed, "command": command}
+    return {**head, **(made or stamp()), "config": config.as_dict(), **found}
+
+
+@dataclass(frozen=True)
+class ResultsFile:
+    """One JSON line per run, appended and flushed as runs finish. Writers hold its lock (`flowrl.io.file_lock`)."""
+
+    path: Path
+
+    def read(self, allowed: Mapping[str, Any] | None = None, any_code: bool = False) -> dict[str, dict[str, Any]]:
+        """Lines by id. Raises `ConfigError` for lines of other code, of settings outside `allowed` (None: any), or changed lines.
+
+        With `any_code`, lines of other code may be read (to judge them, or to repeat one) if all are of the same code. A
+        half-written last line (after a power cut) is ignored; its run is made again.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        texts = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
+        for number, text in enumerate(texts, 1):
+            line, error = _parsed(text)
+            if number == len(texts) and error:
+                break  # what follows the last line break is nothing, or torn
+            where = f"results: line {number} of {self.path}"
+            if error:
+                raise ConfigError(f"{where} is not JSON: {error}")
+            _require_whole(line, where)
+            first = next(iter(found.values()), line)
+            made = first if any_code else {"code": code_digest(), "golden": golden_run()}
+            _require_same_code(line, where, made["code"], made["golden"])
+            _require_settings(line, where, allowed)
+            found[line["id"]] = line
+        return found
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write one line and force it to the disk; a torn last line is cut off first, and a failed write leaves nothing.
+
+        Raises `ConfigError` if the file cannot be written (a full disk): the lines before are as they were.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        end = -1
+        try:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644)
+            try:
+                end = self._mended(handle)
+                rest = (json.dumps(line) + "\n").encode()
+                while rest:
+                    rest = rest[os.write(handle, rest) :]
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            if end >= 0:
+                with suppress(OSError):
+                    os.truncate(self.path, end)
+            raise ConfigError(f"results: {self.path} cannot be written: {error.strerror}; the lines before are whole") from error
+
+    def _mended(self, handle: int) -> int:
+        """The place of the next line: a whole last line gets its line break, a torn one is cut off."""
+        tail = self.path.read_bytes().rpartition(b"\n")[2]
+        if tail and _parsed(tail)[1]:
+            os.truncate(handle, os.fstat(handle).st_size - len(tail))
+        elif tail:
+            os.write(handle, b"\n")
+        return os.fstat(handle).st_size
+
+    def unchecked(self) -> list[dict[str, Any]]:
+        """The lines that are JSON objects, whatever they hold (`read` names what is wrong with the others)."""
+        texts = self.path.read_bytes().splitlines() if self.path.exists() else []
+        return [line for line in (_parsed(text)[0] for text in texts) if isinstance(line, dict)]
+
+
+def _parsed(text: bytes) -> tuple[Any, str]:
+    """A line's value, or what is wrong with it."""
+    try:
+        return json.loads(text), ""
+    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
+        return None, str(error)
+
+
+def _require_whole(line: Any, where: str) -> None:
+    """A line of this format with every entry."""
+    if not isinstance(line, dict):
+        raise ConfigError(f"{where} is no run but {str(line)[:40]!r}; allowed: a JSON object as `flowrl bench` writes it")
+    if line.get("format") != FORMAT:
+        raise ConfigError(f"{where} has format {line.get('format')!r}; allowed: {FORMAT}")
+    missing = [name for name in ENTRIES if not isinstance(line.get(name), ENTRIES[name])]
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}; allowed: a line as `flowrl bench` writes it")
+
+
+def _require_same_code(line: Mapping[str, Any], where: str, code: str, golden: Any) -> None:
+    """Of this code, and with the same golden run."""
+    hint = "results of different code are not mixed; choose another --out, return to that commit, or only --judge the file"
+    if line["code"] != code:
+        raise ConfigError(f"{where} was made by other code ({line['code']}, commit {line['commit']}; expected {code}): {hint}")
+    if not same_golden(line["golden"], golden):
+        versions = ", ".join(f"{name} {number}" for name, number in line["versions"].items())
+        raise ConfigError(f"{where} was made by the same code with other numbers in the golden run (with {versions}): {hint}")
+
+
+def _require_settings(line: Mapping[str, Any], where: str, allowed: Mapping[str, Any] | None) -> None:
+    """Of the settings that its id stands for, and of this suite."""
+    try:
+        key = config_id(RunConfig.from_dict(line["config"]))
+    except (FlowrlError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where} has settings that cannot be read: {error}") from error
+    if key != line["id"]:
+        raise ConfigError(
+            f"{where} does not hold the settings that its id {line['id']} was made from (or a file of its parts changed)"
+        )
+    if allowed is not None and key not in allowed:
+        method = line["config"].get("algorithm", {}).get("method")
+        raise ConfigError(
+            f"{where} has settings that are not part of this suite ({method}, seed {line['seed']}): "
+            f"results of different settings are not mixed; choose another --out"
+        )
+
+
+def observer() -> str:
+    """Digest of the code that observes samples: `measurements.observe_run`, its helpers and its numbers."""
+    numbers = (measurements.SAMPLES, measurements.RANDOM_SIGNS, measurements.FIRST_SEED)
+    return functions_digest((measurements.observe, measurements.observe_run, measurements.log_density), str(numbers))
+
+
+@dataclass(frozen=True)
+class SamplesFile:
+    """What `measurements.observe_run` found, by the id of the run; written anew after every run, so that a stop loses little."""
+
+    path: Path
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """All rows. Raises `ConfigError` for a file of another kind, or one that other code has observed."""
+        rows, code = self.any_code()
+        if rows and code != observer():
+            raise ConfigError(
+                f"samples: {self.path} was observed by other code ({code or 'unknown'}; expected {observer()}): "
+                f"delete the file, or measure it again with --look"
+            )
+        return rows
+
+    def any_code(self) -> tuple[dict[str, dict[str, Any]], str]:
+        """All rows, and the digest of the code that observed them."""
+        if not self.path.exists():
+            return {}, ""
+        try:
+            found = json.loads(self.path.read_text())
+            return dict(found["rows"]), str(found.get("observer", ""))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"samples: {self.path} does not hold what `flowrl bench claims` writes: {error!r}") from error
+
+    def write(self, rows: Mapping[str, Any]) -> None:
+        """Replace the file."""
+        write_json(self.path, {"observer": observer(), **provenance(), "rows": dict(sorted(rows.items()))})
+
+
+def joined(lines: Lines, rows: Lines) -> dict[str, Mapping[str, Any]]:
+    """Lines, the observed ones with an entry "samples". Raises `ConfigError` if another run was observed than the line's: its
+    last held-out reward must be the line's to the last digit."""
+    found = dict(lines)
+    for key in rows.keys() & lines.keys():
+        line, row = lines[key], rows[key]
+        if row["final"] != column(line, "soft")[-1]:
+            raise ConfigError(
+                f"samples: the run {key} that was observed ended with a reward of {row['final']!r}, its line says "
+                f"{column(line, 'soft')[-1]!r}: other code or another machine made one of them; delete the file of samples"
+            )
+        found[key] = {**line, "samples": row}
+    return found

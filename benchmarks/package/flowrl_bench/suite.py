@@ -1,0 +1,289 @@
+"""Runs in parallel, one line of the results file each; runs that the file has are not made again."""
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.io import file_lock, write_json
+from flowrl.methods import named_method
+from flowrl.training.config import RunConfig
+from flowrl.types import Completion, Continuation, Substeps
+from flowrl.workers import Worker, run_jobs
+from flowrl_bench.claims import TASKS, Arm, Claim, make_run
+from flowrl_bench.digest import code_digest, config_id
+from flowrl_bench.evidence import Evidence
+from flowrl_bench.measurements import CURVE, measure, observe_run, peak_memory
+from flowrl_bench.results_file import Lines, ResultsFile, SamplesFile, make_line, observer, provenance, require_unchanged, stamp
+
+Progress = Callable[[int, int, Mapping[str, Any]], None]
+"""Called with (runs in the file, runs in all, the line of the run that has just finished)."""
+QUICK_QUESTIONS = ("random-points", "clip-own", "point-density")
+"""Open questions of the quick suite, which has all claims."""
+
+
+def quick(claims: Mapping[str, Claim]) -> dict[str, Claim]:
+    """The claims of the quick suite: those of the papers, and `QUICK_QUESTIONS`."""
+    return {key: claim for key, claim in claims.items() if not claim.asks or key in QUICK_QUESTIONS}
+
+
+def needed(claims: Mapping[str, Claim], world: str, seeds: Mapping[str, tuple[int, ...]]) -> dict[str, RunConfig]:
+    """All runs that the claims need, by id; a run that several claims share appears once. `world`: its name, or "all"."""
+    found: dict[str, RunConfig] = {}
+    for claim in claims.values():
+        for where in claim.worlds:
+            if world in ("all", where):
+                for _, _, _, config in claim.configs(where, seeds[where]):
+                    found.setdefault(config_id(config), config)
+    return found
+
+
+def needed_samples(claims: Mapping[str, Claim], seeds: Mapping[str, tuple[int, ...]]) -> dict[str, RunConfig]:
+    """The runs whose stochastic samples a claim is judged by, by id."""
+    found = {}
+    for claim in claims.values():
+        for arm, _, _, config in claim.configs("mixture", seeds["mixture"]):
+            if arm in claim.samples:
+                found[config_id(config)] = config
+    return found
+
+
+def describe(config: RunConfig) -> str:
+    """A run in words."""
+    return f"the run {config.algorithm.method} (seed {config.seed}, {config.environment.world})"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Runs by id, and the file they go to. `allowed`: the runs that the file may hold; `command` names the lock's holder."""
+
+    runs: Mapping[str, RunConfig]
+    file: ResultsFile
+    allowed: Mapping[str, Any]
+    command: str = "flowrl bench claims"
+
+    def execute(self, workers: int = 0, progress: Progress | None = None, minutes: float = math.inf) -> bool:
+        """Make the missing runs, low seeds first; False if it was paused.
+
+        Ctrl-C stops at once: finished runs are in the file, and the current ones are made again by the next call. After
+        `minutes` no run is started, and the current ones are finished. Raises the `FlowrlError` of a run that failed, after the
+        others have stopped; of a run whose code changed before it ended; and if another process writes the file.
+        """
+        with file_lock(self.file.path, self.command):
+            done = self.file.read(self.allowed)
+            missing = {key: config for key, config in self.runs.items() if key not in done}
+            if not missing:
+                return True
+            in_file = len(self.runs) - len(missing)
+
+            def finished(key: str, line: dict[str, Any] | None) -> None:
+                nonlocal in_file
+                if line is not None:
+                    self.file.append(line)
+                    in_file += 1
+                    if progress:
+                        progress(in_file, len(self.runs), line)
+
+            made = stamp()
+            jobs = {
+                key: (config, key, self.redo_command(key), made)
+                for key, config in sorted(missing.items(), key=lambda item: item[1].seed)
+            }
+            return run_jobs(
+                _run, jobs, workers, finished=finished, seconds=60 * minutes, describe=lambda key: describe(self.runs[key])
+            )
+
+    def redo_command(self, key: str) -> str:
+        """The command that repeats a run from its line, if the paths that it names lead to the same files."""
+        return shlex.join(["flowrl", "bench", "claims", "--out", str(self.file.path), "--redo", key])
+
+
+def _run(worker: Worker, config: RunConfig, key: str, command: str, made: dict[str, Any]) -> dict[str, Any] | None:
+    """The line of one run; None if it was stopped."""
+    found = measure(config, worker.stopped)
+    if found is None:
+        return None
+    require_unchanged(config, key, made["code"])
+    return make_line(config, found, command, key, made)
+
+
+def complete_samples(
+    file: SamplesFile, runs: Mapping[str, RunConfig], workers: int, progress: Callable[[int, int], None]
+) -> bool:
+    """Observe the runs that are missing in the file, or all of them if other code observed it; False if it was paused."""
+    with file_lock(file.path, "samples of flowrl bench claims"):
+        rows, code = file.any_code()
+        rows = rows if code == observer() else {}
+        missing = {key: (config,) for key, config in runs.items() if key not in rows}
+        total = len(rows) + len(missing)
+
+        def finished(key: str, row: dict[str, Any]) -> None:
+            rows[key] = row
+            file.write(rows)
+            progress(len(rows), total)
+
+        return not missing or run_jobs(observe_run, missing, workers, finished=finished, describe=lambda key: describe(runs[key]))
+
+
+def arm_memory(worlds: Sequence[str], arms: Mapping[str, Arm]) -> list[dict[str, Any]]:
+    """Peak memory in MiB per world and arm, one process after the other."""
+    runs = {(world, name): make_run(world, TASKS[world][0], 0, changes) for world in worlds for name, changes in arms.items()}
+    return [{"world": world, "arm": name, "peak_mib": peak_memory(config)} for (world, name), config in runs.items()]
+
+
+def kept_memory(path: Path, arms: Mapping[str, Arm] | None, code: str = "") -> list[dict[str, Any]]:
+    """The peak memory rows in the file at `path`; if it is missing or of other code, those of `arms` measured now, if given.
+
+    `code`: the digest that the file must have; default: that of this code.
+    """
+    if path.exists():
+        kept = json.loads(path.read_text())
+        if kept.get("code") == (code or code_digest()):
+            return kept["rows"]
+    if arms is None:
+        return []
+    rows = arm_memory(list(TASKS), arms)
+    write_json(path, {"code": code_digest(), **provenance(), "rows": rows})
+    return rows
+
+
+def evidence(claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...]) -> Evidence | None:
+    """The claim's runs in a world: every seed that all its arms and tasks have (with samples, if it needs them), or None."""
+    found: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {arm: {} for arm in claim.arms}
+    for arm, task, seed, config in claim.configs(world, seeds):
+        line = lines.get(config_id(config))
+        cell = found[arm].setdefault(task, {})
+        if line is not None and ("samples" in line or arm not in claim.samples):
+            cell[seed] = line
+    complete = [s for s in seeds if all(s in cell for tasks in found.values() for cell in tasks.values())]
+    if not complete:
+        return None
+    runs = {arm: {task: [cell[s] for s in complete] for task, cell in tasks.items()} for arm, tasks in found.items()}
+    return Evidence(runs, tuple(complete))
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A repeated run: the numbers that differ (seconds do not count), and the largest difference, infinite for a non-number."""
+
+    differing: tuple[str, ...]
+    largest: float
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differing
+
+
+def redo(key: str, file: ResultsFile) -> Repeat:
+    """Repeat the run of the line with id `key` with the current code, and compare all that was measured.
+
+    `ConfigError`: no such line."""
+    lines = file.read(any_code=True)
+    if key not in lines:
+        raise ConfigError(f"redo = {key!r} is not allowed: an id in {file.path}")
+    found = json.loads(json.dumps(measure(RunConfig.from_dict(lines[key]["config"]))))
+    differences = dict(_differences(_named({name: lines[key].get(name, ...) for name in found}), _named(found)))
+    return Repeat(tuple(differences), max(differences.values(), default=0.0))
+
+
+def _named(found: dict[str, Any]) -> dict[str, Any]:
+    """A run's numbers with the curve's columns by name."""
+    return {**found, "curve": [dict(zip(CURVE, row, strict=False)) | {"columns": len(row)} for row in found["curve"]]}
+
+
+def _differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, float]]:
+    """(name, size) of the differences between two nests of numbers, except seconds. NaN equals NaN and nothing else."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted(old.keys() | new.keys()):
+            if name not in ("seconds", "phases"):
+                yield from _differences(old.get(name, ...), new.get(name, ...), f"{where}.{name}".lstrip("."))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for place, (a, b) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(a, b, f"{where}[{place}]")
+    elif isinstance(old, int | float) and isinstance(new, int | float):
+        if old != new and not (math.isnan(old) and math.isnan(new)):
+            size = abs(old - new)
+            yield where, math.inf if math.isnan(size) else size
+    elif old != new:
+        yield where, math.inf
+
+
+@dataclass(frozen=True)
+class Usual:
+    """Processor seconds of a world's runs with the claims' settings and no probe, on one 2.5 GHz core; factors by probe."""
+
+    seconds: float
+    iterations: int
+    probes: Mapping[type, float]
+
+
+USUAL = {
+    "mixture": Usual(3.0, 40, {Substeps: 1.4, Completion: 1.4, Continuation: 4.5}),
+    "shapes": Usual(95.0, 36, {Substeps: 2.0, Completion: 2.1, Continuation: 10.0}),
+}
+OVERHEAD = 1.45
+"""Wall-clock seconds per second of training: evaluation is not counted as training."""
+
+
+def usual_seconds(config: RunConfig) -> float:
+    """Estimated processor seconds of a run, from its world, its probe and its length."""
+    usual = USUAL.get(config.environment.world, USUAL["shapes"])
+    factor = usual.probes.get(_probe(config.algorithm.method, config.algorithm.credit), 1.0)
+    return usual.seconds * factor * config.iterations / usual.iterations * config.rollout.num_steps / 10
+
+
+@cache
+def _probe(method: str, credit: str) -> type:
+    return type(named_method(method, credit=credit).credit.probe)
+
+
+@dataclass
+class RemainingTime:
+    """Estimates the time that the unfinished runs need.
+
+    A run is expected to take the mean of finished runs with the same settings (except the seed). Without any, it takes
+    `usual_seconds` times the ratio of measured to usual seconds of the world's finished runs, or of all worlds'.
+    """
+
+    runs: Mapping[str, RunConfig]
+    workers: int = 1
+    _left: dict[str, tuple[str, str, float]] = field(init=False, repr=False)
+    _seen: dict[str, list[tuple[float, float]]] = field(init=False, repr=False, default_factory=dict)
+    _work: float = field(init=False, repr=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self._left = {key: (str(c.replace(seed=0).flat()), c.environment.world, usual_seconds(c)) for key, c in self.runs.items()}
+
+    def finished(self, line: Mapping[str, Any], now: bool = True) -> None:
+        """Record a finished run; `now`: it was made since the start of this estimate's clock."""
+        kind, world, usual = self._left.pop(line["id"])
+        seconds = line["totals"]["seconds"]
+        self._work += seconds if now else 0.0
+        for group in (kind, world, ""):
+            self._seen.setdefault(group, []).append((seconds, usual))
+
+    def seconds(self, elapsed: float) -> float:
+        """Wall-clock seconds that the unfinished runs need, `elapsed` seconds after the start."""
+        expected = [self._expected(*run) for run in self._left.values()]
+        if not expected:
+            return 0.0
+        prior = self.workers * sum(expected) / len(expected)  # as much as the runs that are being made
+        rate = (elapsed + prior * OVERHEAD / self.workers) / (self._work + prior)
+        return rate * sum(expected)
+
+    def _expected(self, kind: str, world: str, usual: float) -> float:
+        seen = self._seen.get(kind) or self._seen.get(world) or self._seen.get("") or [(1.0, 1.0)]
+        return sum(seconds for seconds, _ in seen) / sum(usual for _, usual in seen) * usual
+
+
+def duration(seconds: float) -> str:
+    """ "40 seconds", "12 minutes" or "3.5 hours"."""
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

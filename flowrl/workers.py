@@ -1,0 +1,161 @@
+"""Jobs in worker processes: one torch thread each, with results and messages passed on as they arrive."""
+
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.errors import FlowrlError, require
+
+MOST_WORKERS = 16
+"""The number of processes that are started at most unless a number is given."""
+REFRESH = 0.5
+"""Seconds after which messages are passed on at the latest."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The first argument of every job: its way to talk to the parent process."""
+
+    key: Hashable
+    parent: int
+    stop: Any
+    messages: Any
+    lock: Any
+
+    def send(self, message: Any) -> None:
+        """Pass a message (anything that can be pickled) to the parent, which gets it before the job's result."""
+        with self.lock:
+            self.messages.send((self.key, message))
+
+    def stopped(self) -> bool:
+        """Whether the job should end soon: the parent was interrupted, another job failed, or the parent is gone."""
+        return self.stop.is_set() or os.getppid() != self.parent
+
+
+def worker_count(workers: int, jobs: int) -> int:
+    """`workers`, or one per core (at most `MOST_WORKERS`) if it is 0, and never more than there are jobs.
+
+    Raises `ConfigError` for a negative number.
+    """
+    require(workers >= 0, "workers", workers, "1 or more, or 0 for one per core")
+    return max(1, min(jobs, workers or min(os.cpu_count() or 1, MOST_WORKERS)))
+
+
+def run_jobs(
+    function: Callable[..., Any],
+    jobs: Mapping[Any, tuple[Any, ...]],
+    workers: int = 0,
+    *,
+    finished: Callable[[Any, Any], None],
+    received: Callable[[Any, Any], None] = lambda key, message: None,
+    watch: Callable[[], None] = lambda: None,
+    seconds: float = math.inf,
+    describe: Callable[[Any], str] = str,
+) -> bool:
+    """Call `function(worker, *arguments)` for every job, in the order of `jobs`; True if all of them were completed.
+
+    `function` must be importable (a module's own). In this process, `finished(key, result)` is called as jobs complete,
+    `received(key, message)` for every message, and `watch()` after these, at least every `REFRESH` seconds.
+
+    Ctrl-C pauses: jobs that run are asked to stop (`Worker.stopped`), their results are passed on, and False is returned. No
+    job is started later than `seconds` after the call. The first error stops all jobs: a `FlowrlError` is raised as it is, any
+    other as a `RuntimeError` that names the job by `describe(key)`; so is a worker process that was killed.
+    """
+    count, deadline = worker_count(workers, len(jobs)), time.monotonic() + seconds
+    context = multiprocessing.get_context("spawn")
+    stop, (inbox, outbox) = context.Event(), context.Pipe(duplex=False)
+    waiting, running = list(jobs.items())[::-1], dict[Future[Any], Any]()
+
+    def pass_on() -> None:
+        done = wait(running, REFRESH, FIRST_COMPLETED).done
+        while inbox.poll():
+            received(*inbox.recv())
+        for future in done:
+            names = describe(running[future]), ", ".join(map(describe, running.values()))
+            key = running.pop(future)
+            ran, result = _outcome(future, *names, paused=stop.is_set())
+            if ran:
+                finished(key, result)
+        watch()
+
+    with ProcessPoolExecutor(count, context, _start, (stop, outbox, context.Lock())) as pool:
+        try:
+            while waiting or running:
+                while waiting and len(running) < count and time.monotonic() < deadline:
+                    key, arguments = waiting.pop()
+                    with _interrupts_blocked():
+                        running[pool.submit(_call, function, key, os.getpid(), arguments)] = key
+                    pool.submit(_nothing)  # concurrent.futures watches a process that it has started from the next call on
+                if not running:
+                    return False
+                pass_on()
+        except KeyboardInterrupt:
+            stop.set()
+            while running:
+                pass_on()
+            return False
+        except BaseException:
+            stop.set()
+            while wait(running, REFRESH).not_done:
+                while inbox.poll():
+                    inbox.recv()  # a full pipe would keep a worker from ending
+            raise
+    return True
+
+
+_parts: tuple[Any, ...] = ()
+"""In a worker process: the event that stops it, and the pipe to the parent with its lock."""
+
+
+def _start(*parts: Any) -> None:
+    """Prepare a worker process."""
+    import torch
+
+    global _parts
+    _parts = parts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def _nothing() -> None:
+    """A job that does nothing."""
+
+
+def _call(function: Callable[..., Any], key: Hashable, parent: int, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+    """(whether the job ran, its result); in a worker process."""
+    worker = Worker(key, parent, *_parts)
+    return (False, None) if worker.stopped() else (True, function(worker, *arguments))
+
+
+def _outcome(future: Future[Any], name: str, names: str, paused: bool) -> tuple[bool, Any]:
+    """What `_call` returned for the job `name`, one of the `names` that run. While pausing, a killed worker is no error."""
+    try:
+        return future.result()
+    except FlowrlError:
+        raise
+    except BrokenExecutor as error:
+        if paused:
+            return False, None
+        raise RuntimeError(f"a worker process was killed (out of memory?) while these jobs ran: {names}") from error
+    except Exception as error:
+        raise RuntimeError(f"{name} failed: {error!r}") from error
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Processes started inside never receive Ctrl-C, not even while they import: pausing is up to the parent."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

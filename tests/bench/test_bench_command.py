@@ -1,0 +1,29 @@
+"""`flowrl bench claims`: the list, errors in one line, and a page without runs."""
+
+from pathlib import Path
+
+from flowrl_bench.catalogue import CLAIMS
+
+from flowrl.cli import main
+
+
+def test_list(capsys) -> None:
+    assert main(["bench", "claims", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{key}: " in shown for key in CLAIMS)
+
+
+def test_errors_are_one_line(capsys, tmp_path: Path) -> None:
+    assert main(["bench", "claims", "--only", "nothing"]) == 2
+    assert "only = 'nothing' is not allowed" in capsys.readouterr().err
+    assert main(["bench", "rule", "nothing", "--out", str(tmp_path)]) == 2
+    assert "unknown credit rule 'nothing'" in capsys.readouterr().err
+    assert main(["bench", "microscope", "--noise", "0.1", "--iterations", "-1"]) == 2
+    assert "iterations" in capsys.readouterr().err
+
+
+def test_judge_without_runs_writes_an_empty_page(tmp_path: Path, capsys) -> None:
+    out = ["--out", str(tmp_path / "none.jsonl"), "--page", str(tmp_path / "page")]
+    assert main(["bench", "claims", "--judge", *out]) == 0
+    assert "no runs yet" in capsys.readouterr().out
+    assert "No run has finished yet" in (tmp_path / "page" / "claims.md").read_text()

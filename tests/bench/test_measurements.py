@@ -1,0 +1,143 @@
+"""Measured runs, and the samples of stochastic samplers by which claims about samplers and turning points are judged."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from bench_lines import SMALL, small_run
+from flowrl_bench.claims import make_run
+from flowrl_bench.measurements import CURVE, log_density, measure, observe, observe_run, reproducible
+from flowrl_bench.negative_controls import FreshNoiseFault
+from flowrl_bench.suite import _differences, _named
+
+from flowrl.credit import RandomCredit, TurningPoint
+from flowrl.errors import ConfigError
+from flowrl.testing import credit_contract
+from flowrl.training.build import make_trainer
+
+test_random_credit = credit_contract(RandomCredit(), without=("pays_the_better_member", "treats_prompts_alike"))
+DRAWS = """
+import random
+import numpy
+import torch
+from flowrl.types import NoProbe
+
+class Mine:
+    probe = NoProbe()
+
+    def assign(self, rewards, schedule=None):
+        drawn = torch.rand(rewards.shape[0], rewards.shape[1], rewards.shape[2] - 1) - 0.5
+        return drawn * (1 + random.random()) * (1 + numpy.random.rand())
+"""
+
+
+def seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+
+
+class TestRuns:
+    @pytest.mark.parametrize(("world", "task"), [("mixture", "direction"), ("shapes", "compositional")])
+    def test_the_same_run_gives_the_same_numbers(self, world: str, task: str) -> None:
+        config = make_run(world, task, 0, {**SMALL, "credit": "turning-point(where=random)", "reward_noise": 0.1})
+        found = []
+        for other in (1, 2):
+            seed_everything(other)
+            found.append(measure(config))
+        assert not list(_differences(*map(_named, found)))
+        assert [row[0] for row in found[0]["curve"]] == [0, 1]
+        if world == "mixture":
+            assert found[0]["totals"]["nfe"] > 2 * 3 * 5
+
+    def test_a_rules_draws_from_the_global_generators_depend_on_the_run(self, tmp_path) -> None:
+        path = tmp_path / "mine.py"
+        path.write_text(DRAWS)
+        config = small_run(credit=f"{path}:Mine")
+        found = []
+        for other in (1, 2):
+            seed_everything(other)
+            found.append(measure(config)["curve"][-1][4:])
+        other = measure(config.replace(seed=1))["curve"][-1][4:]
+        assert found[0] == found[1] != other
+
+    def test_generators_and_threads_are_restored(self) -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(2)
+        try:
+            seed_everything(1)
+            expected = torch.rand(2).tolist(), random.random(), float(np.random.rand())  # noqa: NPY002
+            seed_everything(1)
+            with reproducible("x"):
+                assert torch.get_num_threads() == 1
+                torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
+            assert (torch.rand(2).tolist(), random.random(), float(np.random.rand())) == expected  # noqa: NPY002
+            assert torch.get_num_threads() == 2
+        finally:
+            torch.set_num_threads(threads)
+
+    def test_a_stopped_run_returns_nothing(self) -> None:
+        assert measure(small_run(), lambda: True) is None
+
+    def test_errors_of_the_reward_affect_training_only(self) -> None:
+        clean, noisy = measure(small_run()), measure(small_run(reward_noise=0.5))
+        assert clean is not None and noisy is not None
+        assert clean["curve"][0] == noisy["curve"][0]
+        assert clean["curve"][1][CURVE.index("soft")] != noisy["curve"][1][CURVE.index("soft")]
+        with pytest.raises(ConfigError, match="reward_noise"):
+            small_run(reward_noise=-1.0)
+
+    def test_fresh_noise_corrupts_only_the_first_node(self) -> None:
+        table = torch.rand(2, 4, 6, generator=torch.Generator().manual_seed(0))
+
+        class Shown:
+            probe = TurningPoint().probe
+
+            def assign(self, rewards, schedule=None):
+                self.rewards = rewards
+                return rewards.diff(dim=-1)
+
+        shown = Shown()
+        FreshNoiseFault(shown).assign(table)
+        assert torch.equal(shown.rewards[..., 1:], table[..., 1:])
+        assert torch.equal(shown.rewards[..., 0].sort(1).values, table[..., 0].sort(1).values)
+        assert not torch.equal(shown.rewards[..., 0], table[..., 0])
+
+
+def trainer_of(seed=0, **changes):
+    return make_trainer(small_run(seed, window="all-but-last", **changes))
+
+
+class TestSamples:
+    def test_every_seed_has_its_own_noise_and_a_visible_sampling_error(self) -> None:
+        """The untrained policy is the same for all seeds, so only the sampling differs."""
+        found = torch.tensor([observe(trainer_of(seed), samples=8)["quality"] for seed in range(8)])
+        assert found.unique().numel() == 8
+        error = 1.0 / (8 * 18) ** 0.5  # the log-density of a two-dimensional Gaussian's own samples has standard deviation 1
+        assert 0.4 * error < float(found.std()) < 2.5 * error  # a standard deviation of 8: outside less than once in 1,000
+
+    def test_the_quality_of_a_fine_sampler_is_that_of_the_data(self) -> None:
+        """Euler-Maruyama with 40 steps and the exact velocity; the false-alarm rate is that of 4 standard errors."""
+        trainer = trainer_of(num_steps=40)
+        data = trainer.policy.mixture.sample(20_000, torch.Generator().manual_seed(0)).reshape(-1, 2, 1, 1)
+        error = 1.0 / (18 * 32) ** 0.5
+        quality = observe(trainer, samples=32)["quality"]
+        assert quality == pytest.approx(log_density(trainer.policy, data), abs=4 * error + 0.03)
+
+    def test_observing_changes_nothing(self) -> None:
+        one, other = trainer_of(), trainer_of()
+        observe(one, samples=2)
+        assert one.iteration()["loss"] == other.iteration()["loss"]
+
+    def test_an_observed_run_is_the_measured_one(self) -> None:
+        config = small_run(window="all-but-last")
+        found = observe_run(None, config)
+        assert found["final"] == measure(config)["curve"][-1][CURVE.index("soft")]
+        assert found["before"] != found["after"] and set(found["after"]) == {"quality", "points", "null"}
+
+    def test_only_the_two_dimensional_world_can_be_observed(self) -> None:
+        trainer = trainer_of()
+        trainer.policy = object()
+        with pytest.raises(ConfigError, match="only the 2-D world"):
+            observe(trainer)

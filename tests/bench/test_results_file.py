@@ -1,0 +1,181 @@
+"""What a results file promises: every line is what it says it is, and none is lost or mixed with other code's."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from bench_lines import small_line, small_run
+from flowrl_bench import measurements, results_file
+from flowrl_bench.digest import code_digest, config_id, rules_digest
+from flowrl_bench.results_file import ResultsFile, SamplesFile, joined, make_line, observer, require_unchanged, stamp
+
+from flowrl.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> ResultsFile:
+    file = ResultsFile(tmp_path / "results.jsonl")
+    for seed in (0, 1):
+        file.append(small_line(seed))
+    return file
+
+
+def seeds(file: ResultsFile) -> list[int]:
+    return [line["seed"] for line in file.read().values()]
+
+
+class TestLines:
+    def test_a_line_says_where_it_comes_from(self) -> None:
+        import peft
+
+        line = small_line()
+        entries = {"id", "code", "golden", "rules", "commit", "versions", "hardware", "seed", "command", "config"}
+        assert entries <= set(line) and json.loads(json.dumps(line)) == line
+        assert line["versions"]["peft"] == peft.__version__  # it draws and merges the adapters of the image world
+
+    def test_a_line_keeps_what_was_so_before_its_run(self) -> None:
+        line = make_line(small_run(), {}, "-", "an id", {**stamp(), "code": "before"})
+        assert (line["id"], line["code"], line["rules"]) == ("an id", "before", rules_digest())
+
+    def test_code_that_changes_during_a_run_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = small_run()
+        require_unchanged(config, config_id(config), code_digest())
+        monkeypatch.setattr(results_file, "code_digest_now", lambda: "0123456789abcdef")
+        with pytest.raises(ConfigError, match=r"the code in .* changed during the run"):
+            require_unchanged(config, config_id(config), code_digest())
+
+
+class TestReading:
+    def test_lines_come_back(self, file: ResultsFile) -> None:
+        assert seeds(file) == [0, 1]
+        assert set(file.read()) == {config_id(small_run(seed)) for seed in (0, 1)}
+
+    def test_other_code_is_refused(self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(results_file, "code_digest", lambda: "0123456789abcdef")
+        with pytest.raises(ConfigError, match="made by other code"):
+            file.read()
+        assert len(file.read(any_code=True)) == 2
+        file.append(small_line(2))
+        with pytest.raises(ConfigError, match=r"line 3 .* other code"):
+            file.read(any_code=True)
+
+    def test_the_same_code_with_another_golden_run_is_refused(self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As with another version of torch."""
+        golden = results_file.golden_run()
+        monkeypatch.setattr(results_file, "golden_run", lambda: (golden[0] + 0.01, *golden[1:]))
+        with pytest.raises(ConfigError, match=r"line 1 .* same code with other numbers in the golden run \(with python .* torch"):
+            file.read()
+        assert len(file.read(any_code=True)) == 2
+        file.append(small_line(2))
+        with pytest.raises(ConfigError, match=r"line 3 .* golden run"):
+            file.read(any_code=True)
+
+    def test_other_settings_are_refused(self, file: ResultsFile) -> None:
+        with pytest.raises(ConfigError, match=r"not part of this suite \(flow-grpo, seed 1\)"):
+            file.read({config_id(small_run(0)): None})
+
+    def test_a_changed_line_is_refused(self, file: ResultsFile) -> None:
+        file.path.write_text(file.path.read_text().replace('"learning_rate": 0.02', '"learning_rate": 0.03', 1))
+        with pytest.raises(ConfigError, match=r"line 1 .* does not hold the settings"):
+            file.read()
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("3", "is no run but '3'"),
+            ("[]", "is no run"),
+            ('{"format": 2}', "lacks id, code, golden"),
+            ('{"id": "x"}', "has format None"),
+            ('{"format": 1}', "has format 1; allowed: 2"),
+            ('{"format": 2, "id"', "is not JSON"),
+            ("", "is not JSON"),
+        ],
+    )
+    def test_foreign_lines_are_one_clear_error(self, file: ResultsFile, text: str, message: str) -> None:
+        file.path.write_text(f"{text}\n" + file.path.read_text())
+        for any_code in (False, True):
+            with pytest.raises(ConfigError, match=rf"line 1 of .*results\.jsonl {message}"):
+                file.read(any_code=any_code)
+
+    @pytest.mark.parametrize("config", [{"nothing": 1}, {"optim": {"learning_rate": "x"}}, {"iterations": None}, {"lr": 0.1}])
+    def test_settings_that_cannot_be_read_name_their_line(self, file: ResultsFile, config: dict) -> None:
+        file.append({**small_line(2), "config": config})
+        with pytest.raises(ConfigError, match=r"line 3 of .* has settings that cannot be read"):
+            file.read()
+
+
+class TestWriting:
+    def test_a_whole_last_line_without_its_line_break_is_kept(self, file: ResultsFile) -> None:
+        file.path.write_bytes(file.path.read_bytes()[:-1])
+        assert seeds(file) == [0, 1]
+        file.append(small_line(2))
+        assert seeds(file) == [0, 1, 2]
+
+    @pytest.mark.parametrize("tail", [b'{"format": 2, "id"', b"\0\0\0\0", "é".encode()[:1]])
+    def test_a_torn_last_line_is_cut_off_and_the_others_stay(self, file: ResultsFile, tail: bytes, monkeypatch) -> None:
+        whole = file.path.read_bytes()
+        file.path.write_bytes(whole + tail)
+        assert seeds(file) == [0, 1]
+        monkeypatch.setattr(Path, "write_bytes", lambda *_: pytest.fail("the whole file is written anew"))
+        file.append(small_line(2))
+        assert file.path.read_bytes().startswith(whole) and seeds(file) == [0, 1, 2]
+
+    def test_a_torn_line_that_is_not_the_last_is_an_error(self, file: ResultsFile) -> None:
+        text = file.path.read_text()
+        file.path.write_text(text[:-40])
+        assert seeds(file) == [0]
+        file.path.write_text(text[:40] + "\n" + text)
+        with pytest.raises(ConfigError, match=r"line 1 .* is not JSON"):
+            file.read()
+
+    def test_a_full_disk_takes_no_line_away(self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole, write = file.path.read_bytes(), os.write
+
+        def full(handle: int, data: bytes) -> int:
+            if len(data) < 50:
+                raise OSError(28, "No space left on device")
+            return write(handle, data[:50] if len(data) > 100 else data[:10])
+
+        file.path.write_bytes(whole + b"torn")
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(ConfigError, match="cannot be written: No space left"):
+            file.append(small_line(2))
+        monkeypatch.undo()
+        assert file.path.read_bytes() == whole
+
+
+class TestSamples:
+    def test_only_the_observed_run_is_joined(self) -> None:
+        row = {"final": 0.25}
+        line = {"curve": [[0.0] * 7 + [0.25, 0.0, 0.0]]}
+        assert joined({"a": line, "b": line}, {"a": row}) == {"a": {**line, "samples": row}, "b": line}
+        with pytest.raises(ConfigError, match="delete the file of samples"):
+            joined({"a": {"curve": [[0.0] * 7 + [0.25 + 1e-7, 0.0, 0.0]]}}, {"a": row})
+
+    def test_a_file_of_another_kind_is_refused(self, tmp_path: Path) -> None:
+        file = SamplesFile(tmp_path / "samples.json")
+        assert file.read() == {}
+        for text in ("{", json.dumps({"other": 1})):
+            file.path.write_text(text)
+            with pytest.raises(ConfigError, match=r"samples\.json does not hold"):
+                file.read()
+
+    @pytest.mark.parametrize("other", [{"observer": "0123456789abcdef"}, {}])
+    def test_rows_that_other_code_observed_are_refused(self, tmp_path: Path, other: dict) -> None:
+        file = SamplesFile(tmp_path / "samples.json")
+        file.write({"a": {"final": 0.0}})
+        assert file.read() == {"a": {"final": 0.0}}
+        file.path.write_text(json.dumps({"rows": {"a": {"final": 0.0}}, **other}))
+        with pytest.raises(ConfigError, match=r"samples\.json was observed by other code .* --look"):
+            file.read()
+
+    def test_the_observer_is_its_code_and_its_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = observer()
+        monkeypatch.setattr(measurements, "SAMPLES", 64)
+        assert observer() != before
+
+    def test_the_published_samples_were_observed_by_this_code(self) -> None:
+        """After a change of `observe` they must be measured again."""
+        path = Path(__file__).parents[2] / "benchmarks" / "results" / "claims-samples.json"
+        assert len(SamplesFile(path).read()) > 10

@@ -1,0 +1,133 @@
+"""Examples in README and the documentation: commands parse, Python compiles, settings are valid, references have a target."""
+
+import ast
+import importlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from flowrl.cli import load_command, run_command
+from flowrl.registry import build
+from flowrl.settings import read_settings
+from flowrl.training.config import RunConfig
+
+ROOT = Path(__file__).parents[2]
+MADE = {"_build", "course", "api"}
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if not MADE & set(path.parts)),
+]
+IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def flowrl_commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of every `flowrl` or `-m flowrl` in a page's bash blocks, and of every code span with options."""
+    spans = re.findall(r"`(flowrl[ \n][a-z][^`]* --[^`]*)`", prose(page))
+    lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    for line in [*lines, *(" ".join(span.split()) for span in spans)]:
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;<>")
+        lexer.whitespace_split = True
+        command: list[str] = []
+        for word in [*lexer, ";"]:
+            if word not in ("&&", "|", ";", ">"):
+                command.append(word)
+                continue
+            for start in (i for i, name in enumerate(command) if name == "flowrl" and (i == 0 or command[i - 1] == "-m")):
+                yield [word for i, word in enumerate(command) if i > start and (word != "..." or command[i - 1][:2] == "--")]
+            command = []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in flowrl_commands(page):
+        for file in arguments:
+            if file.endswith((".yaml", ".json")):
+                (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / file).write_text("seed: 1\n")
+        monkeypatch.setattr(load_command(arguments[0]), "main", lambda self: 0)
+        try:
+            code = run_command(arguments)
+        except SystemExit as stopped:
+            code = stopped.code
+        assert code == 0, f"flowrl {shlex.join(arguments)}: {capsys.readouterr().err}"
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def test_options_exist(reference: ModuleType) -> None:
+    known = set(re.findall(r"--[a-z][a-z-]*", reference.commands_page()))
+    spans = {span for page in PAGES for span in re.findall(r"`(--[^`]*)`", prose(page))}
+    assert spans
+    for span in spans:
+        assert set(re.findall(r"(?:^| )(--[\w-]+)", span)) <= known, span
+
+
+@pytest.mark.parametrize("kind", ["credit", "loss", "sampler", "reward"])
+def test_parts_build(kind: str) -> None:
+    specs = {spec for page in PAGES for spec in re.findall(rf"--{kind} ([a-z][\w.-]+(?![\w./:])|\"[^\"]+\")", page.read_text())}
+    specs = {spec.strip('"') for spec in specs if ".py" not in spec}
+    assert specs
+    for spec in specs:
+        build(kind, spec)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_python_compiles_and_imports_public_names(page: Path, public: set[str]) -> None:
+    for text in blocks(page, "python"):
+        compile(text, str(page), "exec")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "flowrl":
+                assert {f"{node.module}.{alias.name}" for alias in node.names} <= public
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_settings_are_valid(page: Path, tmp_path: Path) -> None:
+    for text in blocks(page, "yaml"):
+        (tmp_path / "settings.yaml").write_text(text)
+        read_settings(tmp_path / "settings.yaml", RunConfig)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def test_links_have_targets(name: str) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", prose(ROOT / name)):
+        assert (ROOT / target).exists(), target
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "docs"))
+    yield importlib.import_module("reference_pages")
+    sys.path.remove(str(ROOT / "docs"))
+
+
+@pytest.fixture(scope="module")
+def public(reference: ModuleType) -> set[str]:
+    """The public modules, and the full names of what they export."""
+    rooms = [name for names in reference.ROOMS.values() for name in names if name in reference.TOP]
+    modules = [importlib.import_module("flowrl"), *(module for name in rooms for module in reference.modules_of(name))]
+    names = {f"{module.__name__}.{name}" for module in modules for name in reference.public_names(module)}
+    return names | {module.__name__ for module in modules}
+
+
+def test_every_room_has_a_page(reference: ModuleType) -> None:
+    assert not reference.unlisted(), "docs/reference_pages.py: ROOMS lists every module of flowrl"
+    listed = re.findall(r"^api/(\w+)$", (ROOT / "docs" / "reference" / "index.md").read_text(), re.MULTILINE)
+    assert {*listed} == {"settings", "commands", *(names[0] for names in reference.ROOMS.values())}
+
+
+def test_references_name_public_things(public: set[str]) -> None:
+    named = {name for page in PAGES for name in re.findall(r"\{py:\w+\}`([\w.]+)`", page.read_text())}
+    assert named and not named - public, "Sphinx itself does not report such a name"
