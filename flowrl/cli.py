@@ -20,7 +20,6 @@ COMMANDS = {
     "parts": ("flowrl.commands.parts:Parts", "List credit rules, samplers, losses and rewards with their options."),
     "presets": ("flowrl.commands.presets:Presets", "List the presets, or print one as YAML."),
     "prompts": ("flowrl.commands.prompts:Prompts", "Make or check a file of prompts."),
-    "pretrain": ("flowrl.commands.models:Pretrain", "Make the built-in weights of the shapes world again."),
     "env": ("flowrl.commands.env:Env", "Print versions, devices and cores: what a bug report needs."),
 }
 """Built-in commands: where their class is, and a line for the list."""

@@ -1,42 +1,15 @@
-"""`flowrl pretrain` and `flowrl sample`."""
+"""`flowrl sample`."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowrl.commands.settings import typed_command
 from flowrl.errors import require
 
 if TYPE_CHECKING:
     from flowrl.protocols import FlowPolicy
     from flowrl.types import Prompt
     from flowrl.worlds.base import World
-
-
-@dataclass(frozen=True)
-class Pretrain:
-    """Make the built-in weights of the shapes world again (about 50 minutes; one core is enough)."""
-
-    out: Path = Path("shapes.safetensors")
-    """Where to write the weights; a card with their hash is written beside them."""
-    updates: int | None = None
-    """Optimiser steps of the base model [default: those of the weights that ship]."""
-    seed: int = 0
-    threads: int = 1
-    """Threads; the weights depend on it in the last digits, and the ones that ship were made with one."""
-
-    def main(self) -> int:
-        """Train the autoencoder and the base model; write weights and card."""
-        from flowrl.worlds.shapes.pretrain import PretrainConfig, pretrain_to_file
-
-        changes = {} if self.updates is None else {"updates": self.updates}
-        config = PretrainConfig(seed=self.seed, **changes)
-        require(self.threads >= 1, "threads", self.threads, "1 or more")
-        from flowrl.commands.progress import pretrain_progress
-
-        pretrain_to_file(config, self.out, self.threads, pretrain_progress(), typed_command())
-        print(f"Wrote {self.out} and {self.out.with_suffix('.json')}; use them with --base-weights {self.out}")
-        return 0
 
 
 @dataclass(frozen=True)

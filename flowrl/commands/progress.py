@@ -162,15 +162,3 @@ def _heldout(evaluation: dict[str, Any]) -> str:
     if "diversity" in evaluation:
         found["diversity"] = evaluation["diversity"]
     return "".join(f", {name} {'failed' if value is None else f'{value:.3f}'}" for name, value in found.items())
-
-
-def pretrain_progress() -> Callable[[str, int, int, float], None]:
-    """Progress of pretraining with the remaining time."""
-    started: dict[str, float] = {}
-
-    def show(phase: str, update: int, updates: int, loss: float) -> None:
-        began = started.setdefault(phase, time.monotonic())
-        left = (time.monotonic() - began) / update * (updates - update) if update > 1 else None
-        print(f"{phase}: {update}/{updates}  loss {loss:.4f}  time left {_clock(left)}", flush=True)
-
-    return show

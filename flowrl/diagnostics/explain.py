@@ -39,26 +39,23 @@ def parse_rewards(text: str, origin: str = "rewards") -> RewardFile:
     other column is a node; without one, every column is a node and all rows are one group. Raises `ConfigError` with the line
     number of what cannot be read, or where groups are of different sizes.
     """
-    rows = [
-        (n, [c.strip() for c in row]) for n, row in enumerate(csv.reader(io.StringIO(text)), 1) if any(c.strip() for c in row)
-    ]
+    lines = ([cell.strip() for cell in line] for line in csv.reader(io.StringIO(text)))
+    rows = [(number, line) for number, line in enumerate(lines, 1) if any(line)]
     if not rows:
         raise ConfigError(f"{origin}: no rows; write one line per trajectory, one number per node")
-    names = [c.lower() for c in rows[0][1]]
-    header = any(not _is_number(c) for c in names)
-    labels = [i for i, c in enumerate(names) if c in ("prompt", "member")] if header else []
+    names = [cell.lower() for cell in rows[0][1]]
+    header = not all(map(_is_number, names))
     groups: dict[str, list[tuple[str, list[float]]]] = {}
-    for number, row in rows[1:] if header else rows:
+    for number, row in rows[header:]:
         if len(row) != len(names):
             raise ConfigError(f"{origin}, line {number}: {len(row)} columns, but the first line has {len(names)}")
-        values = [c for i, c in enumerate(row) if i not in labels]
-        bad = next((c for c in values if not _is_number(c)), None)
+        labels = {name: cell for name, cell in zip(names, row, strict=True) if name in ("prompt", "member")}
+        values = [cell for name, cell in zip(names, row, strict=True) if name not in labels]
+        bad = next((cell for cell in values if not _is_number(cell)), None)
         if bad is not None:
             raise ConfigError(f"{origin}, line {number}: {bad!r} is not a finite number")
-        prompt = row[names.index("prompt")] if "prompt" in names and header else "all rows"
-        members = groups.setdefault(prompt, [])
-        member = row[names.index("member")] if "member" in names and header else str(len(members))
-        members.append((member, [float(c) for c in values]))
+        members = groups.setdefault(labels.get("prompt", "all rows"), [])
+        members.append((labels.get("member", str(len(members))), [float(cell) for cell in values]))
     if not groups:
         raise ConfigError(f"{origin}: a header but no rows")
     sizes = {prompt: len(members) for prompt, members in groups.items()}

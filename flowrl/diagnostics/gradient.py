@@ -21,7 +21,7 @@ from flowrl.errors import CreditError, FlowrlError, require
 from flowrl.flow import expand
 from flowrl.losses import PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, FlowPolicy, PolicyLoss, RewardModel, Sampler
-from flowrl.rollout import Groups, Usage, attach_stds, reward_table, rollout
+from flowrl.rollout import Groups, Rollout, Usage, attach_stds, reward_table, rollout
 from flowrl.rollout.loss_batch import LossBatches
 from flowrl.types import NoProbe, Probe, Prompt, Schedule
 
@@ -40,6 +40,13 @@ class Setting:
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trainable parameters in order."""
         return list(self.policy.trainable().values())
+
+    def rollout(
+        self, groups: Groups, generator: torch.Generator, probe: Probe, usage: Usage | None = None, max_batch: int = 1024
+    ) -> Rollout:
+        """Stochastic trajectories of all prompts, with states scored by `probe`; the trajectories do not depend on it."""
+        condition, noise = self.policy.encode(self.prompts), groups.noise(self.policy.latent_shape, generator)
+        return rollout(self.policy, self.sampler, self.schedule, condition, noise, generator, groups, probe, usage, max_batch)
 
 
 @dataclass(frozen=True)
@@ -120,26 +127,6 @@ def pathwise_gradients(setting: Setting, batches: int, repeats: int, seed: int =
     return torch.stack(rows)
 
 
-def finite_differences(setting: Setting, direction: Tensor, step: float, batches: int, repeats: int, seed: int = 0) -> Tensor:
-    """(R(theta + h u) - R(theta - h u)) / (2 h) along u = `direction` [parameter] with common noise, [batch]."""
-    offsets = direction.split([p.numel() for p in setting.parameters])
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    with torch.no_grad():
-        for _ in range(batches):
-            state = generator.get_state()
-            values = []
-            for sign in (1.0, -2.0):
-                for parameter, offset in zip(setting.parameters, offsets, strict=True):
-                    parameter.add_(sign * step * offset.view(parameter.shape))
-                generator.set_state(state)
-                values.append(sampled_rewards(setting, repeats, generator).mean())
-            for parameter, offset in zip(setting.parameters, offsets, strict=True):
-                parameter.add_(step * offset.view(parameter.shape))
-            rows.append((values[0] - values[1]) / (2 * step))
-    return torch.stack(rows)
-
-
 def policy_gradients(
     setting: Setting,
     rule: CreditAssigner,
@@ -164,10 +151,7 @@ def policy_gradients(
     sample, step = torch.cartesian_prod(torch.arange(groups.samples), stochastic).unbind(1)
     rows = []
     for _ in range(batches):
-        noise = groups.noise(setting.policy.latent_shape, generator)
-        result = rollout(
-            setting.policy, setting.sampler, setting.schedule, condition, noise, generator, groups, rule.probe, usage
-        )
+        result = setting.rollout(groups, generator, rule.probe, usage)
         rewards = reward_table(setting.policy, reward or setting.reward, result, setting.prompts)
         advantages = assigned(rule, rewards, result.trajectories.schedule).reshape(groups.samples, -1)
         batch = LossBatches(setting.policy, setting.sampler, result, condition, advantages).of(sample, step)

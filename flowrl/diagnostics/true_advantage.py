@@ -15,10 +15,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.diagnostics.gradient import Setting, assigned
+from flowrl.diagnostics.statistics import Estimate
 from flowrl.errors import require
 from flowrl.flow.gaussian import sample as draw
 from flowrl.protocols import CreditAssigner, RewardModel
-from flowrl.rollout import Groups, Rollout, Usage, attach_stds, reward_table, rollout, score
+from flowrl.rollout import Groups, Rollout, Usage, attach_stds, reward_table, score
 from flowrl.rollout.rollout import Walkers, continued
 from flowrl.types import NoProbe, Probe, Schedule
 
@@ -107,14 +108,8 @@ class Look:
 
     def trajectories(self, shared_noise: bool, probe: Probe = NoProbe(), usage: Usage | None = None) -> Rollout:
         """The rollout, with states scored by `probe`; the trajectories do not depend on it."""
-        setting = self.setting
-        generator = torch.Generator().manual_seed(self.seed)
-        groups = Groups(len(setting.prompts), self.members, shared_noise)
-        noise = groups.noise(setting.policy.latent_shape, generator)
-        condition = setting.policy.encode(setting.prompts)
-        return rollout(
-            setting.policy, setting.sampler, setting.schedule, condition, noise, generator, groups, probe, usage, max_batch=8192
-        )
+        groups = Groups(len(self.setting.prompts), self.members, shared_noise)
+        return self.setting.rollout(groups, torch.Generator().manual_seed(self.seed), probe, usage, max_batch=8192)
 
     def credit(self, rule: CreditAssigner, shared_noise: bool, reward: RewardModel | None = None) -> "Credit":
         """The rule's advantages on these trajectories; `reward`: the one that the rule sees instead of the true one.
@@ -138,15 +133,6 @@ class Credit:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A number with its 95% interval (bootstrap over groups, 2.5 and 97.5 percentiles)."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class Agreement:
     """Agreement of a rule's credit with the true advantage, over the steps of all groups, or at one step.
 
@@ -157,12 +143,12 @@ class Agreement:
     E[A* | x_i] = 0. `unexplained`: fraction of the credit's variance that is not proportional to A*, 1 - correlation^2.
     """
 
-    correlation: Measured
+    correlation: Estimate
     raw_correlation: float
     reliability: float
-    sign: Measured
+    sign: Estimate
     resolved: float
-    bias: Measured
+    bias: Estimate
     unexplained: float
     count: int
 
@@ -245,6 +231,7 @@ def _mean_credit(by_step: Tensor) -> Tensor:
     return (by_step.square() - times[:, None] * noise).mean(1).clamp(min=0).sqrt()
 
 
-def _measured(draws: Tensor) -> Measured:
+def _measured(draws: Tensor) -> Estimate:
+    """The data's own value and the 2.5 and 97.5 percentiles of the bootstrap draws."""
     low, high = torch.quantile(draws[1:], torch.tensor([0.025, 0.975], dtype=draws.dtype)).tolist()
-    return Measured(float(draws[0]), low, high)
+    return Estimate(float(draws[0]), low, high)

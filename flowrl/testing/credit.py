@@ -10,7 +10,8 @@ from torch import Tensor
 
 from flowrl.credit import check_advantages, probed
 from flowrl.errors import CreditError
-from flowrl.testing.findings import Contract, ContractBroken, expect, name_of
+from flowrl.testing import findings
+from flowrl.testing.findings import Contract, ContractBroken, expect, name_of, twice, unchanged
 from flowrl.types import Completion, Continuation, NoProbe, Schedule, Substeps
 
 CONTRACT = Contract("credit rule")
@@ -61,26 +62,25 @@ class Case:
 
 
 def same(got: Tensor, expected: Tensor, what: str, hint: str, tolerance: float = 2e-4) -> None:
-    """Equal but for rounding, or `ContractBroken` with the largest difference and its place."""
-    gap = torch.where(got == expected, 0.0, (got - expected).abs())
-    if float(gap.max()) <= tolerance * (1 + float(expected.abs().max())):
-        return
-    place = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
-    raise ContractBroken(
-        f"{what}, the advantage at (prompt, member, step) = {place} of a table {tuple(got.shape)} is {float(got[place]):.5g} "
-        f"instead of {float(expected[place]):.5g}. {hint}"
-    )
+    """Equal advantages but for rounding."""
+    findings.same(got, expected, f"{what}, the advantage", hint, tolerance, lambda index: _at(index, got))
+
+
+def _at(index: tuple[int, ...], advantages: Tensor) -> str:
+    return f" at (prompt, member, step) = {index} of a table {tuple(advantages.shape)}"
 
 
 def finite(got: Tensor, what: str, hint: str) -> None:
-    """Finite everywhere, or `ContractBroken` with the number of values that are not, and the place of the first."""
-    bad = (~torch.isfinite(got)).nonzero()
-    if len(bad):
-        place = tuple(bad[0].tolist())
-        raise ContractBroken(
-            f"{what} gave {len(bad)} of {got.numel()} advantages that are not finite, the first "
-            f"{float(got[place])} at (prompt, member, step) = {place}. {hint}"
-        )
+    """Finite advantages."""
+    findings.finite(got, f"the advantages of {what}", hint, lambda index: _at(index, got))
+
+
+def needs_steps(case: Case, advantages: Any, rewards: Tensor, method: str = "assign") -> None:
+    """Advantages [prompt, member, step], or `ContractBroken` with the message of `check_advantages`."""
+    try:
+        check_advantages(advantages, rewards, type(case.rule).__name__)
+    except CreditError as error:
+        raise ContractBroken(str(error).replace(".assign returned", f".{method} returned")) from None
 
 
 @promise("it has `assign`, and `probe` is one of NoProbe(), Tweedie(), Substeps(n), Completion(), Continuation(n)", basic=True)
@@ -96,10 +96,7 @@ def declares_a_probe(case: Case) -> None:
 def returns_advantages_per_step(case: Case) -> None:
     for prompts, members, steps in case.sizes:
         rewards = torch.rand(prompts, members, steps + 1, generator=torch.Generator().manual_seed(steps))
-        try:
-            check_advantages(case.assign(rewards), rewards, type(case.rule).__name__)
-        except CreditError as error:
-            raise ContractBroken(f"{error}. For rewards {tuple(rewards.shape)}, all of them finite.") from None
+        needs_steps(case, case.assign(rewards), rewards)
 
 
 @promise("nodes that the probe does not fill are never read: with NoProbe all but the last node are NaN", basic=True)
@@ -111,11 +108,9 @@ def reads_only_what_its_probe_fills(case: Case) -> None:
 @promise("the same table gives the same advantages", basic=True)
 def is_deterministic(case: Case) -> None:
     for rewards in case.tables():
-        torch.manual_seed(1)
-        first = case.assign(rewards)
-        torch.manual_seed(2)
+        first, second = twice(lambda rewards=rewards: case.assign(rewards))
         hint = "Draw nothing from torch's global generator: seed one of your own from the table or the rule."
-        same(case.assign(rewards), first, "in a second call", hint, 0.0)
+        same(second, first, "in a second call", hint, 0.0)
 
 
 def _written_once(table: Tensor) -> Tensor:
@@ -129,17 +124,9 @@ def _written_once(table: Tensor) -> Tensor:
 @promise("neither the reward table nor the schedule is changed, and the result shares no memory with them")
 def leaves_its_input_alone(case: Case) -> None:
     for rewards in case.tables():
-        before, schedule = rewards.clone(), schedule_for(rewards.shape[-1] - 1)
-        _written_once(copy.deepcopy(case.rule).assign(rewards, schedule)).add_(1.0)
-        changed = ~((rewards == before) | (rewards.isnan() & before.isnan()))
-        where = tuple(changed.nonzero()[0].tolist()) if bool(changed.any()) else ()
-        hint = "Work on a clone; operations that end in _ and += change their tensor."
-        expect(
-            not bool(changed.any()),
-            f"{int(changed.sum())} rewards changed, the first at (prompt, member, node) = {where}. {hint}",
-        )
-        stds, clean = schedule.stds, schedule_for(schedule.steps).stds
-        expect(stds is not None and clean is not None and torch.equal(stds, clean), f"the schedule's stds changed. {hint}")
+        schedule = schedule_for(rewards.shape[-1] - 1)
+        with unchanged({"the table [prompt, member, node]": rewards, "schedule.stds": schedule.stds}):
+            _written_once(copy.deepcopy(case.rule).assign(rewards, schedule)).add_(1.0)
 
 
 @promise("a constant added to every reward changes nothing")
@@ -177,13 +164,12 @@ def gives_a_silent_group_zero(case: Case) -> None:
         for value in EQUAL_REWARDS:
             silent = case.probed(torch.full_like(rewards[-1:], value))
             for name, table in (("among others", torch.cat([rewards[:-1], silent])), ("alone", silent)):
-                got = case.assign(table)[-1]
-                largest, (member, step) = float(got.abs().max()), divmod(int(got.abs().argmax()), got.shape[-1])
-                where = f"at (prompt, member, step) = {(len(table) - 1, member, step)}"
+                got = case.assign(table)
+                wanted = got.clone()
+                wanted[-1] = 0.0
                 hint = "Subtract the group's own mean before dividing; subtract one of its rewards before that mean is taken, so "
                 hint += "that equal rewards leave exact zeros."
-                found = f"rewards of {value:g} in the whole group ({name}) gave an advantage of {largest:.3g} {where}. {hint}"
-                expect(largest == 0.0, found)
+                same(got, wanted, f"with rewards of {value:g} in the whole group ({name})", hint, 0.0)
 
 
 @promise("advantages stay finite for rewards of 0 and 1, of 1e-6 and of 1e6, for outliers and for a group of one")
@@ -252,14 +238,9 @@ def credits_components(case: Case) -> None:
         return
     for rewards, other in zip(case.tables(), case.tables(), strict=True):
         parts = {"first": rewards, "second": 10.0 * other.flip(1) ** 2}
-        before = {name: table.clone() for name, table in parts.items()}
-        got = copy.deepcopy(case.rule).assign_parts(parts, schedule_for(rewards.shape[-1] - 1))
-        try:
-            check_advantages(got, rewards, type(case.rule).__name__)
-        except CreditError as error:
-            raise ContractBroken(str(error).replace(".assign returned", ".assign_parts returned")) from None
-        same_tables = all(torch.equal(table.nan_to_num(), before[name].nan_to_num()) for name, table in parts.items())
-        expect(same_tables, "a component's table was modified in place. Work on a clone.")
+        with unchanged({f"the table of component {name!r}": table for name, table in parts.items()}):
+            got = copy.deepcopy(case.rule).assign_parts(parts, schedule_for(rewards.shape[-1] - 1))
+        needs_steps(case, got, rewards, "assign_parts")
 
 
 @promise("(advice) a table of one node, which has no step, is refused with a CreditError")

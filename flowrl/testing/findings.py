@@ -1,18 +1,25 @@
-"""The promises of a protocol, and the findings on one part."""
+"""Promises, what became of them, and the comparisons that checks are made of."""
 
 import copy
 import functools
 import inspect
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from flowrl.errors import ConfigError, require
 
+T = TypeVar("T")
 Check = Callable[[Any], str | None]
 Maker = Callable[[], Any]
+Place = Callable[[tuple[int, ...]], str]
+"""The words for an index of a tensor, such as " at sample 3"."""
 
 
 class ContractBroken(AssertionError):
@@ -208,6 +215,67 @@ def expect(condition: bool, message: str) -> None:
     __tracebackhide__ = True
     if not condition:
         raise ContractBroken(message)
+
+
+def at_sample(index: tuple[int, ...]) -> str:
+    """The place of an entry whose first axis is the sample."""
+    return f" at sample {index[0]}"
+
+
+def same(
+    got: Tensor,
+    expected: Tensor,
+    what: str,
+    hint: str = "",
+    tolerance: float = 0.0,
+    place: Place = at_sample,
+    floor: float = 1.0,
+    invalid: bool = False,
+) -> None:
+    """Entries differ by at most `tolerance` times (`floor` + the largest expected one), or `ContractBroken` with the worst.
+
+    `invalid`: NaN equals NaN.
+    """
+    got, expected = got.detach(), expected.detach()
+    expect(got.shape == expected.shape, f"{what} has shape {tuple(got.shape)} instead of {tuple(expected.shape)}. {hint}")
+    equal = (got == expected) | (got.isnan() & expected.isnan() & invalid)
+    gap = torch.where(equal, 0.0, (got - expected).abs().double().nan_to_num(torch.inf, posinf=torch.inf))
+    largest = expected.abs().nan_to_num(0.0, posinf=torch.inf).max()
+    if not float(gap.max()) <= tolerance * (floor + float(largest)):
+        index = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
+        digits = ".5g" if float(gap[index]) > 1e-3 * abs(float(expected[index])) else ".9g"
+        values = f"{float(got[index]):{digits}} instead of {float(expected[index]):{digits}}"
+        raise ContractBroken(f"{what}{place(index)} is {values}. {hint}".strip())
+
+
+def finite(values: Tensor, what: str, hint: str = "", place: Place = at_sample) -> None:
+    """Every entry is finite, or `ContractBroken` with how many are not, and the first."""
+    bad = (~values.isfinite()).nonzero()
+    if len(bad):
+        first = tuple(bad[0].tolist())
+        found = f"{len(bad)} of {values.numel()} are not finite, the first {float(values[first])}{place(first)}"
+        raise ContractBroken(f"{what}: {found}. {hint}".strip())
+
+
+def twice(call: Callable[[], T]) -> tuple[T, T]:
+    """The results of two calls, with PyTorch's global generator in different states."""
+    torch.manual_seed(1)
+    first = call()
+    torch.manual_seed(2)
+    return first, call()
+
+
+@contextmanager
+def unchanged(tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Within this context the tensors keep their values, or `ContractBroken` names the one that was modified in place."""
+    before = {name: (tensor, tensor.detach().clone()) for name, tensor in tensors.items() if tensor is not None}
+    yield
+    for name, (tensor, old) in before.items():
+        changed = ~((tensor == old) | (tensor.isnan() & old.isnan()))
+        if bool(changed.any()):
+            found = f"{int(changed.sum())} of its numbers changed, the first at index {tuple(changed.nonzero()[0].tolist())}"
+            hint = "Work on a clone; operations that end in _ and += change their tensor."
+            raise ContractBroken(f"{name} was modified in place: {found}. {hint}")
 
 
 def name_of(part: Any) -> str:

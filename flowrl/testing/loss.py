@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.errors import FlowrlError
 from flowrl.flow.gaussian import log_prob
-from flowrl.testing.findings import Contract, ContractBroken, expect
+from flowrl.testing.findings import Contract, ContractBroken, expect, same, twice, unchanged
 from flowrl.types import Gaussian, LossBatch
 
 CONTRACT = Contract("policy loss")
@@ -80,14 +80,7 @@ def gradient(loss: Any, batch: LossBatch) -> Tensor:
 
 def equal(got: Tensor, expected: Tensor, what: str, hint: str = "", tolerance: float = 1e-4) -> None:
     """Equal but for rounding (relative to the largest value), or `ContractBroken`."""
-    gap = (got - expected).detach().abs()
-    largest = float(expected.detach().abs().max())
-    if not float(gap.max()) <= tolerance * (largest + 1e-6):
-        if gap.ndim == 0:
-            raise ContractBroken(f"{what} is {got.item():.6g} instead of {expected.item():.6g}. {hint}".strip())
-        pair = int(gap.flatten(1).amax(1).argmax())
-        size = f"off by {float(gap[pair].max()):.3g} where values are up to {largest:.3g}"
-        raise ContractBroken(f"{what} is, at pair {pair}, {size}. {hint}".strip())
+    same(got, expected, what, hint, tolerance, lambda index: f" at pair {index[0]}" if index else "", floor=1e-6)
 
 
 def without_penalty(loss: Any, batch: LossBatch) -> LossBatch:
@@ -109,13 +102,10 @@ def returns_a_scalar(loss: Any) -> None:
 
 @promise("the same batch gives the same loss, and is not changed", basic=True)
 def is_pure(loss: Any) -> None:
-    batch, before = pairs(MOVE), tensors(pairs(MOVE))
-    torch.manual_seed(1)
-    first = loss.loss(batch).loss
-    for name, tensor in tensors(batch).items():
-        expect(torch.equal(tensor, before[name]), f"{name} was modified in place. Operations that end in _ and += do that.")
-    torch.manual_seed(2)
-    equal(loss.loss(batch).loss, first, "the loss in a second call", "Keep no state, and draw nothing.", 0.0)
+    batch = pairs(MOVE)
+    with unchanged(tensors(batch)):
+        first, second = twice(lambda: loss.loss(batch).loss)
+    equal(second, first, "the loss in a second call", "Keep no state, and draw nothing.", 0.0)
 
 
 @promise("metrics are finite numbers without a gradient")
@@ -126,44 +116,33 @@ def reports_detached_metrics(loss: Any) -> None:
         expect(bool(torch.isfinite(value)), f"metric {name!r} is {float(value)}")
 
 
-_SELECT = "Select the pairs that count before any arithmetic (0 * nan is nan), and divide by their number only."
+def counts_only(loss: Any, batch: LossBatch, kept: list[int], state: str, hint: str) -> None:
+    """The loss and its gradient are those of the pairs `kept` alone; the other pairs, which are in some `state`, have none."""
+    few, others, found = rows(batch, torch.tensor(kept)), [i for i in range(PAIRS) if i not in kept], gradient(loss, batch)
+    where = f"with pairs {others} {state},"
+    equal(loss.loss(batch).loss, loss.loss(few).loss, f"{where} the loss", hint)
+    expect(bool((found[others] == 0).all()), f"{where} these pairs have a gradient. {hint}")
+    equal(found[kept], gradient(loss, few), f"{where} the gradient", hint)
 
 
 @promise("masked pairs contribute neither to the loss nor to the gradient, even if their advantage or next node is not finite")
 def ignores_masked_pairs(loss: Any) -> None:
-    batch = pairs(MOVE)
-    kept = torch.tensor([0, 2, 3, 5, 6])
-    mask = torch.zeros(PAIRS, dtype=torch.bool).index_fill(0, kept, True)
-    expected = loss.loss(rows(batch, kept)).loss, gradient(loss, rows(batch, kept))
+    kept = [0, 2, 3, 5, 6]
+    mask = torch.zeros(PAIRS, dtype=torch.bool).index_fill(0, torch.tensor(kept), True)
     for name, hidden in (("finite numbers", 3.0), ("nan", math.nan), ("inf", math.inf)):
-        node, advantages = batch.next_node.clone(), batch.advantages.clone()
-        node[~mask], advantages[~mask] = hidden, hidden
-        masked = replace(batch, mask=mask, next_node=node, advantages=advantages)
-        where = f"with pairs {(~mask).nonzero().flatten().tolist()} masked, which contain {name},"
-        found = gradient(loss, masked)
-        equal(loss.loss(masked).loss, expected[0], f"the loss {where}", _SELECT)
-        silent = (found[~mask] == 0).flatten(1).all(1)
-        expect(bool(silent.all()), f"{where} {int((~silent).sum())} of them have a gradient. {_SELECT}")
-        equal(found[kept], expected[1], f"the gradient {where}", _SELECT)
+        batch = replace(pairs(MOVE), mask=mask)
+        batch.next_node[~mask], batch.advantages[~mask] = hidden, hidden
+        hint = "Select the pairs that count before any arithmetic (0 * nan is nan), and divide by their number only."
+        counts_only(loss, batch, kept, f"masked, which contain {name}", hint)
 
 
 @promise("pairs whose std is 0 are no decisions: the loss and the gradient are those without them")
 def ignores_deterministic_pairs(loss: Any) -> None:
     batch = pairs(MOVE)
-    still = torch.tensor([2, 7])
-    zeroed = {}
-    for name in ("new", "behaviour", "reference"):
-        gaussian = getattr(batch, name)
-        zeroed[name] = Gaussian(gaussian.mean, gaussian.std.index_fill(0, still, 0.0))
-    found, others = gradient(loss, replace(batch, **zeroed)), torch.tensor([0, 1, 3, 4, 5, 6])
+    for name in ("new.std", "behaviour.std", "reference.std"):
+        tensors(batch)[name][[2, 7]] = 0.0
     hint = "Never divide by a std of 0: leave out pairs whose behaviour std is 0, as if they were masked."
-    expect(bool(torch.isfinite(found).all()), f"with pairs {still.tolist()} of std 0 the gradient is not finite. {hint}")
-    expect(bool((found[still] == 0).all()), f"pairs {still.tolist()}, whose std is 0, have a gradient. {hint}")
-    without = rows(batch, others)
-    equal(
-        loss.loss(replace(batch, **zeroed)).loss, loss.loss(without).loss, f"the loss with pairs {still.tolist()} of std 0", hint
-    )
-    equal(found[others], gradient(loss, without), f"the gradient with pairs {still.tolist()} of std 0", hint)
+    counts_only(loss, batch, [0, 1, 3, 4, 5, 6], "of std 0", hint)
 
 
 @promise("with every pair masked the loss is exactly 0, with zero gradients and finite metrics")
@@ -183,11 +162,8 @@ def starts_at_ratio_one(loss: Any) -> None:
     metrics = loss.loss(pairs(0.0)).metrics
     wanted = {"ratio_mean": 1.0, "ratio_deviation": 0.0, "clip_fraction": 0.0, "approx_kl": 0.0}
     for name in wanted.keys() & metrics.keys():
-        hint = "Is the ratio that of new to behaviour at the same node, computed alike for both?"
-        expect(
-            abs(float(metrics[name]) - wanted[name]) <= 1e-6,
-            f"{name} is {float(metrics[name]):.8g}, not {wanted[name]:g}. {hint}",
-        )
+        found, hint = float(metrics[name]), "Is the ratio that of new to behaviour at the same node, computed alike for both?"
+        expect(abs(found - wanted[name]) <= 1e-6, f"{name} is {found:.8g}, not {wanted[name]:g}. {hint}")
 
 
 @promise(
@@ -210,12 +186,8 @@ def starts_as_the_policy_gradient(loss: Any) -> None:
             expect(float(weight[i]) > 0, f"{pair} {wrong}: weight {float(weight[i]):.3g}. Is a sign wrong? Losses are minimised.")
         weights.append(weight)
     ratio = weights[1] / weights[0]
-    worst = int((ratio - 1).abs().argmax())
     hint = "Normalising advantages is the credit rule's business; a clip must not act at ratio 1."
-    expect(
-        abs(float(ratio[worst]) - 1) < 1e-2,
-        f"-2 A changes the weight of pair {worst} by a factor {float(ratio[worst]):.3g}. {hint}",
-    )
+    equal(ratio, torch.ones(PAIRS), "with -2 A in place of A, the factor by which the weight changes", hint, 1e-2)
 
 
 @promise("pairs of advantage 0 have no policy gradient")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import require
-from flowrl.testing.findings import Contract, expect, name_of
+from flowrl.testing.findings import Contract, expect, finite, name_of, same, twice
 from flowrl.types import Condition, Prompt, Schedule
 
 CONTRACT = Contract("policy")
@@ -54,9 +54,7 @@ class Case:
 
     def close(self, got: Tensor, expected: Tensor, what: str, hint: str) -> None:
         """Equal to the case's tolerance, relative to the largest expected value."""
-        expect(got.shape == expected.shape, f"{what} the shape is {tuple(got.shape)} instead of {tuple(expected.shape)}. {hint}")
-        gap, size = float((got - expected).abs().max()), float(expected.abs().max())
-        expect(gap <= self.tolerance * size, f"{what} velocities differ by up to {gap:.3g} (they are up to {size:.3g}). {hint}")
+        same(got, expected, f"{what} the velocity", hint, self.tolerance, floor=0.0)
 
 
 def prompts_of(given: Sequence[Prompt | str]) -> tuple[Prompt, ...]:
@@ -123,16 +121,13 @@ def gives_velocities(case: Case) -> None:
     expect(velocity.shape == wanted, f"velocity has shape {tuple(velocity.shape)} instead of {wanted}")
     hint = "The network may compute in less; convert what leaves `velocity` with .float()."
     expect(velocity.dtype == torch.float32, f"velocities are {velocity.dtype}, not float32. {hint}")
-    expect(bool(velocity.isfinite().all()), f"{int((~velocity.isfinite()).sum())} of {velocity.numel()} numbers are not finite")
+    finite(velocity, "velocities")
 
 
 @promise("the same inputs give the same velocity, to the last bit", basic=True)
 def is_deterministic(case: Case) -> None:
-    torch.manual_seed(1)
-    first = case.velocity()
-    torch.manual_seed(2)
-    gap = float((case.velocity() - first).abs().max())
-    expect(gap == 0, f"a second call differs by up to {gap:.3g}. Is there dropout, or is the network in training mode?")
+    first, second = twice(case.velocity)
+    same(second, first, "in a second call the velocity", "Is there dropout, or is the network in training mode?")
 
 
 @promise("a sample's velocity does not depend on the others of its batch; every sample has its own time")
@@ -142,9 +137,8 @@ def treats_samples_separately(case: Case) -> None:
         hint = "Is timestep[0] used for all, or something normalised over the batch?"
         case.close(case.velocity([i]), whole[i : i + 1], f"sample {i} alone:", hint)
     order = list(range(count))[::-1]
-    case.close(
-        case.velocity(order), whole[order], "in another order:", "Are rows of the condition matched to samples by position?"
-    )
+    hint = "Are rows of the condition matched to samples by position?"
+    case.close(case.velocity(order), whole[order], "in another order:", hint)
 
 
 @promise("a prompt's condition is its own: encoded alone, or with others, in any order, or repeated")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.errors import RewardContractError, require
 from flowrl.rewards.contract import check_scores, marks_invalid
-from flowrl.testing.findings import Contract, ContractBroken, expect, name_of
+from flowrl.testing.findings import Contract, ContractBroken, expect, name_of, same, twice, unchanged
 from flowrl.types import Prompt
 
 CONTRACT = Contract("reward model")
@@ -56,14 +56,9 @@ def examples_of(given: Examples | Callable[[], Examples] | None) -> tuple[Tensor
 
 
 def close(got: Tensor, expected: Tensor, index: Sequence[int], what: str, hint: str, tolerance: float = 1e-4) -> None:
-    """Equal but for rounding, or `ContractBroken` with the sample that differs most."""
-    got, expected = got.detach().float().reshape(-1), expected.detach().float().reshape(-1)
-    expect(len(got) == len(expected), f"{what} there are {len(got)} scores for {len(expected)} images. {hint}")
-    same = (got == expected) | (got.isnan() & expected.isnan())
-    gap = torch.where(same, 0.0, (got - expected).abs().nan_to_num(float("inf")))
-    if not float(gap.max()) <= tolerance * (1 + float(expected.nan_to_num(0.0).abs().max())):
-        i = int(gap.argmax())
-        raise ContractBroken(f"{what} sample {index[i]} scores {float(got[i]):.5g} instead of {float(expected[i]):.5g}. {hint}")
+    """Equal scores but for rounding; `index` are the samples' numbers."""
+    got, expected = got.float().reshape(-1), expected.float().reshape(-1)
+    same(got, expected, f"{what}, the score", hint, tolerance, lambda entry: f" of sample {index[entry[0]]}", invalid=True)
 
 
 def keeps_the_score_contract(case: Case, scores: Any, origin: str, hint: str) -> None:
@@ -83,38 +78,29 @@ def returns_one_number_per_image(case: Case) -> None:
 
 @promise("the same images give the same scores", basic=True)
 def is_deterministic(case: Case) -> None:
-    torch.manual_seed(1)
-    first = case.score()
-    torch.manual_seed(2)
-    everyone = range(len(case.prompts))
-    close(case.score(), first, everyone, "in a second call", "Is the model in eval mode, without dropout or random crops?", 1e-6)
+    (first, second), everyone = twice(case.score), range(len(case.prompts))
+    close(second, first, everyone, "in a second call", "Is the model in eval mode, without dropout or random crops?", 1e-6)
 
 
 @promise("images are not changed", basic=True)
 def leaves_images_alone(case: Case) -> None:
     images = case.images.clone()
-    case.reward.score(images, list(case.prompts))
-    changed = (images != case.images).flatten(1).any(1).nonzero().flatten().tolist()
-    expect(not changed, f"the images of samples {changed} were modified in place. Work on a clone.")
+    with unchanged({"images [sample, channel, height, width]": images}):
+        case.reward.score(images, list(case.prompts))
 
 
 @promise("a batch of one image gives one number, [1]")
 def scores_a_single_image(case: Case) -> None:
     score = case.score([0])
-    hint = "squeeze() also drops the sample axis: name the axis."
-    expect(
-        isinstance(score, Tensor) and score.shape == (1,),
-        f"one image gave {tuple(getattr(score, 'shape', ()))}, not (1,). {hint}",
-    )
+    found = f"one image gave {tuple(getattr(score, 'shape', ()))}, not (1,)"
+    expect(isinstance(score, Tensor) and score.shape == (1,), f"{found}. squeeze() also drops the sample axis: name the axis.")
 
 
 @promise("scores follow their images and prompts: permuting the samples permutes the scores")
 def keeps_the_order(case: Case) -> None:
     count = len(case.prompts)
-    for seed in range(3):
-        order = (
-            torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist() if seed else list(range(count))[::-1]
-        )
+    shuffled = (torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist() for seed in (1, 2))
+    for order in (list(range(count))[::-1], *shuffled):
         hint = "Are results collected out of order, or sorted for speed and not put back?"
         close(case.score(order), case.score()[order], order, f"with the samples in the order {order}", hint)
 

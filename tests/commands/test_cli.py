@@ -160,7 +160,7 @@ def test_help_is_there_for_everything(capsys):
     for arguments in ([], ["--help"], ["-h"]):
         assert main(arguments) == 0
         shown = capsys.readouterr().out
-        assert all(name in shown for name in [*COMMANDS, "bench", "serve-reward"])
+        assert all(name in shown for name in [*COMMANDS, "bench", "pretrain", "serve-reward"])
 
 
 def test_version_and_environment(capsys):

@@ -14,9 +14,9 @@ from flowrl.diagnostics.gradient import (
     RawCredit,
     Setting,
     alignment,
-    finite_differences,
     pathwise_gradients,
     policy_gradients,
+    sampled_rewards,
 )
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.rollout import attach_stds
@@ -63,6 +63,28 @@ def z_scores(estimates: torch.Tensor, truths: torch.Tensor, directions: torch.Te
     a, b = estimates @ directions.T, truths @ directions.T
     error = (a.var(0) / len(a) + b.var(0) / len(b)).sqrt()
     return (a.mean(0) - b.mean(0)) / error
+
+
+def finite_differences(
+    setting: Setting, direction: torch.Tensor, step: float, batches: int, repeats: int, seed: int
+) -> torch.Tensor:
+    """(R(theta + h u) - R(theta - h u)) / (2 h) along u = `direction` [parameter] with common noise, [batch]."""
+    offsets = direction.split([p.numel() for p in setting.parameters])
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    with torch.no_grad():
+        for _ in range(batches):
+            state = generator.get_state()
+            values = []
+            for sign in (1.0, -2.0):
+                for parameter, offset in zip(setting.parameters, offsets, strict=True):
+                    parameter.add_(sign * step * offset.view(parameter.shape))
+                generator.set_state(state)
+                values.append(sampled_rewards(setting, repeats, generator).mean())
+            for parameter, offset in zip(setting.parameters, offsets, strict=True):
+                parameter.add_(step * offset.view(parameter.shape))
+            rows.append((values[0] - values[1]) / (2 * step))
+    return torch.stack(rows)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from flowrl_bench.pretrain_pairs import draw_wrong_layout, requests_by_kind
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,10 +19,8 @@ from flowrl.worlds.shapes.scene import (
     Request,
     all_requests,
     draw_layout,
-    draw_wrong_layout,
     object_class,
     parse,
-    requests_by_kind,
     split,
     tokenise,
 )

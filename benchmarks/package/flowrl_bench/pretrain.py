@@ -1,6 +1,6 @@
-"""Training of the built-in weights of the shapes world: the autoencoder, then the flow-matching base model.
+"""`flowrl pretrain`: training of the shipped weights of the shapes world, the autoencoder, then the flow-matching base model.
 
-The captions of 35% of the training pairs are careless (`scene.draw_wrong_layout`), as in data from the web. The base model then
+The captions of 35% of the training pairs are careless (`draw_wrong_layout`), as in data from the web. The base model then
 has every concept but often draws the wrong one, which leaves room for reinforcement.
 """
 
@@ -17,12 +17,14 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
 
+from flowrl.commands.settings import typed_command
 from flowrl.errors import require
 from flowrl.flow import interpolate, velocity_target
 from flowrl.io import write_bytes, write_json
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config
 from flowrl.worlds.shapes.render import CELL, Jitter, render_cells
-from flowrl.worlds.shapes.scene import CELLS, CLASSES, GRID, MAX_WORDS, VOCABULARY, draw_pair, requests_by_kind, tokenise
+from flowrl.worlds.shapes.scene import CELLS, CLASSES, GRID, MAX_WORDS, VOCABULARY, tokenise
+from flowrl_bench.pretrain_pairs import draw_pair, requests_by_kind
 
 Progress = Callable[[str, int, int, float], None]
 """Called with (phase, update, updates, loss)."""
@@ -223,3 +225,38 @@ def pretrain_to_file(config: PretrainConfig, out: Path, threads: int, progress: 
         write_json(out.with_suffix(".json"), card)
 
     write(pretrain(config, progress, snapshot=write))
+
+
+@dataclass(frozen=True)
+class Pretrain:
+    """Make the built-in weights of the shapes world again (about 50 minutes; one core is enough)."""
+
+    out: Path = Path("shapes.safetensors")
+    """Where to write the weights; a card with their hash is written beside them."""
+    updates: int | None = None
+    """Optimiser steps of the base model [default: those of the weights that ship]."""
+    seed: int = 0
+    threads: int = 1
+    """Threads; the weights depend on it in the last digits, and the ones that ship were made with one."""
+
+    def main(self) -> int:
+        """Train the autoencoder and the base model; write weights and card."""
+        changes = {} if self.updates is None else {"updates": self.updates}
+        config = PretrainConfig(seed=self.seed, **changes)
+        require(self.threads >= 1, "threads", self.threads, "1 or more")
+        pretrain_to_file(config, self.out, self.threads, _print_progress(), typed_command())
+        print(f"Wrote {self.out} and {self.out.with_suffix('.json')}; use them with --base-weights {self.out}")
+        return 0
+
+
+def _print_progress() -> Progress:
+    """Print every report with the remaining time."""
+    started: dict[str, float] = {}
+
+    def show(phase: str, update: int, updates: int, loss: float) -> None:
+        began = started.setdefault(phase, time.monotonic())
+        left = (time.monotonic() - began) / update * (updates - update)
+        remaining = f"{int(left) // 60}:{int(left) % 60:02d}" if update > 1 else "unknown"
+        print(f"{phase}: {update}/{updates}  loss {loss:.4f}  time left {remaining}", flush=True)
+
+    return show
