@@ -172,6 +172,7 @@ def read_settings(path: Path, kind: type) -> SettingsFile:
         raise reader.error((), "the file is empty; write groups of settings, as in 'rollout: {groups: 4}'")
     if not isinstance(root, dict):
         raise reader.error((), f"a file of settings holds groups of them, as in 'rollout: {{groups: 4}}', not {root!r:.60}")
+    root.pop("format", None)  # checked by the caller
     if not set(root) & set(SECTIONS):
         return SettingsFile(path, reader.settings(root), {}, {})
     for name in root:
