@@ -108,16 +108,11 @@ def flat(settings: Any) -> dict[str, Any]:
 
 def nested(settings: Any) -> dict[str, Any]:
     """Plain values for JSON or YAML, group by group."""
-    result: dict[str, Any] = {}
-    for name, value in flat(settings).items():
-        group = owners(type(settings))[name]
-        place = result.setdefault(group, {}) if group else result
-        place[name] = list(value) if isinstance(value, tuple) else value
-    return result
+    return grouped(type(settings), flat(settings))
 
 
 def grouped(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their own names, put into their groups. Raises `ConfigError` for an unknown name."""
+    """Settings by their own names, put into their groups as plain values. Raises `ConfigError` for an unknown name."""
     home, result = owners(kind), {}
     for name, value in values.items():
         if name not in home:
@@ -129,15 +124,9 @@ def grouped(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def replaced(settings: T, values: Mapping[str, Any]) -> T:
     """`settings` with some changed, named without their groups. Raises `ConfigError`."""
-    home = owners(type(settings))
-    for name in values:
-        if name not in home:
-            raise ConfigError(unknown(name, home))
-    top = {name: value for name, value in values.items() if not home[name]}
-    for group in dict.fromkeys(home[name] for name in values if home[name]):
-        inside = {name: value for name, value in values.items() if home[name] == group}
-        top[group] = replace(cast(Any, getattr(settings, group)), **inside)
-    return replace(cast(Any, settings), **top)
+    changed, groups = grouped(type(settings), values), groups_of(settings)
+    inside = {name: replace(getattr(settings, name), **changed[name]) for name in changed if name in groups}
+    return replace(cast(Any, settings), **{**changed, **inside})
 
 
 @dataclass(frozen=True)
