@@ -134,7 +134,6 @@ class SettingsFile:
     """What a file says: settings by their own names, those that hold `when` another named preset is chosen too (in the file's
     order), and what it says about itself."""
 
-    path: Path
     settings: dict[str, Any]
     when: dict[str, dict[str, Any]]
     about: dict[str, Any]
@@ -163,12 +162,12 @@ def read_settings(path: Path, kind: type) -> SettingsFile:
         raise reader.error((), f"a file of settings holds groups of them, as in 'rollout: {{groups: 4}}', not {root!r:.60}")
     root.pop("format", None)  # checked by the caller
     if not set(root) & set(SECTIONS):
-        return SettingsFile(path, reader.settings(root), {}, {})
+        return SettingsFile(reader.settings(root), {}, {})
     for name in root:
         if name not in SECTIONS:
             raise reader.error([name], f"{unknown(name, SECTIONS, 'section')} (settings go below 'settings:')")
     when = {str(other): reader.settings(values, "with", str(other)) for other, values in reader.mapping(root, "with").items()}
-    return SettingsFile(path, reader.settings(reader.mapping(root, "settings"), "settings"), when, reader.mapping(root, "about"))
+    return SettingsFile(reader.settings(reader.mapping(root, "settings"), "settings"), when, reader.mapping(root, "about"))
 
 
 def load_document(path: Path) -> tuple[Any, yaml.Node | None]:
