@@ -74,9 +74,14 @@ def check(config: RunConfig) -> None:
     make_heldout_metrics(config, world)
 
 
-def make_trainer(config: RunConfig, world: World, distributed: Distributed = Distributed()) -> Trainer:
-    """A trainer of `config` in its `world`: the method, the reward, the policy and the training prompts."""
-    method = make_method(config)
+def make_policy(config: RunConfig, device: str = "") -> FlowPolicy:
+    """The untrained policy, on `device` or the run's own."""
+    return make_world(config).policy(replace(policy_options(config), device=device or config.policy.device))
+
+
+def make_trainer(config: RunConfig, distributed: Distributed = Distributed(), world: World | None = None) -> Trainer:
+    """A trainer of `config`: the policy, the method, the reward and the training prompts of its world (or of `world`)."""
+    world, method = world or make_world(config), make_method(config)
     reward = make_reward(config)  # before the policy: its errors should not wait for a large model
     prompts = world.prompts(config.environment.task, "train")
     return Trainer(world.policy(policy_options(config)), method, reward, prompts, config, distributed)
@@ -129,7 +134,7 @@ def trained_policy(folder: Path, device: str = "") -> tuple[FlowPolicy, RunConfi
         )
     config = load_config(folder / "config.json")
     own = config.policy.device if config.policy.model and torch.cuda.is_available() else "cpu"
-    policy = make_world(config).policy(replace(policy_options(config), device=device or own))
+    policy = make_policy(config, device or own)
     load_trained(policy, folder)
     return policy, config
 

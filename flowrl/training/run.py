@@ -75,7 +75,7 @@ class Run:
             raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
         world = make_world(self.config)
         self._heldout = make_heldout_metrics(self.config, world)
-        trainer = make_trainer(self.config, world, self.distributed)
+        trainer = make_trainer(self.config, self.distributed, world)
         policy = trainer.policy
         trainer.on_phase = lambda phase: self._tell({"phase": phase})
         rows = self._restore(trainer, start) if resume else []
