@@ -50,10 +50,10 @@ METRICS: dict[str, str] = {}
 """Keys of metrics.jsonl and of the other JSON files: a whole key such as "evaluation/reward", or one of its parts."""
 TENSORS: dict[str, str] = {r"^optimiser\.": "optimizer."}
 """Names of tensors: regular expression -> replacement."""
-FILES: dict[str, str] = {}
+FILES: dict[str, str] = {r"(checkpoints/\d+)/tensors(?=\.safetensors)": r"\1"}
 """Paths below a run's folder: regular expression -> replacement."""
 MEANT: dict[str, str] = {
-    "*/tensors.safetensors:loss_scale": "the loss scale is a plain value of the checkpoint",
+    "*/checkpoints/*.safetensors:loss_scale": "the loss scale is a plain value of the checkpoint",
 }
 """Intended differences: pattern of a key as the report prints it (`*` matches anything) -> reason."""
 

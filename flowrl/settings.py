@@ -108,16 +108,11 @@ def flat(settings: Any) -> dict[str, Any]:
 
 def nested(settings: Any) -> dict[str, Any]:
     """Plain values for JSON or YAML, group by group."""
-    result: dict[str, Any] = {}
-    for name, value in flat(settings).items():
-        group = owners(type(settings))[name]
-        place = result.setdefault(group, {}) if group else result
-        place[name] = list(value) if isinstance(value, tuple) else value
-    return result
+    return grouped(type(settings), flat(settings))
 
 
 def grouped(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their own names, put into their groups. Raises `ConfigError` for an unknown name."""
+    """Settings by their own names, put into their groups as plain values. Raises `ConfigError` for an unknown name."""
     home, result = owners(kind), {}
     for name, value in values.items():
         if name not in home:
@@ -129,15 +124,9 @@ def grouped(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def replaced(settings: T, values: Mapping[str, Any]) -> T:
     """`settings` with some changed, named without their groups. Raises `ConfigError`."""
-    home = owners(type(settings))
-    for name in values:
-        if name not in home:
-            raise ConfigError(unknown(name, home))
-    top = {name: value for name, value in values.items() if not home[name]}
-    for group in dict.fromkeys(home[name] for name in values if home[name]):
-        inside = {name: value for name, value in values.items() if home[name] == group}
-        top[group] = replace(cast(Any, getattr(settings, group)), **inside)
-    return replace(cast(Any, settings), **top)
+    changed, groups = grouped(type(settings), values), groups_of(settings)
+    inside = {name: replace(getattr(settings, name), **changed[name]) for name in changed if name in groups}
+    return replace(cast(Any, settings), **{**changed, **inside})
 
 
 @dataclass(frozen=True)
@@ -145,7 +134,6 @@ class SettingsFile:
     """What a file says: settings by their own names, those that hold `when` another named preset is chosen too (in the file's
     order), and what it says about itself."""
 
-    path: Path
     settings: dict[str, Any]
     when: dict[str, dict[str, Any]]
     about: dict[str, Any]
@@ -172,13 +160,14 @@ def read_settings(path: Path, kind: type) -> SettingsFile:
         raise reader.error((), "the file is empty; write groups of settings, as in 'rollout: {groups: 4}'")
     if not isinstance(root, dict):
         raise reader.error((), f"a file of settings holds groups of them, as in 'rollout: {{groups: 4}}', not {root!r:.60}")
+    root.pop("format", None)  # checked by the caller
     if not set(root) & set(SECTIONS):
-        return SettingsFile(path, reader.settings(root), {}, {})
+        return SettingsFile(reader.settings(root), {}, {})
     for name in root:
         if name not in SECTIONS:
             raise reader.error([name], f"{unknown(name, SECTIONS, 'section')} (settings go below 'settings:')")
     when = {str(other): reader.settings(values, "with", str(other)) for other, values in reader.mapping(root, "with").items()}
-    return SettingsFile(path, reader.settings(reader.mapping(root, "settings"), "settings"), when, reader.mapping(root, "about"))
+    return SettingsFile(reader.settings(reader.mapping(root, "settings"), "settings"), when, reader.mapping(root, "about"))
 
 
 def load_document(path: Path) -> tuple[Any, yaml.Node | None]:

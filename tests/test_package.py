@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from jaxtyping import TypeCheckError
 
+import flowrl
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted
 from flowrl.losses import ClippedLoss, GRPOGuard
 from flowrl.protocols import CreditAssigner, FlowPolicy, PolicyLoss, RandomSampler, RewardModel, Sampler
@@ -22,6 +26,12 @@ def python(code, **environment):
         [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
     )
     return done.stdout.split()
+
+
+def test_the_version_is_written_once():
+    root = Path(__file__).parents[1]
+    assert tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["version"]["path"] == "flowrl/__init__.py"
+    assert yaml.safe_load((root / "CITATION.cff").read_text())["version"] == flowrl.__version__
 
 
 def test_importing_costs_little_beyond_torch():

@@ -3,7 +3,6 @@
 import os
 import platform
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = (
     "flowrl-lab", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "jaxtyping", "beartype", "tyro",
@@ -25,8 +24,10 @@ def environment() -> dict[str, str]:
     """Packages, system, processors and GPUs."""
     import torch
 
+    from flowrl.training.run import versions
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = {name: installed(name) for name in PACKAGES}
+    found = versions(PACKAGES)
     found |= {"Python": platform.python_version(), "system": platform.platform(), "CPU cores": f"{cores} of {os.cpu_count()}"}
     found["torch threads"] = str(torch.get_num_threads())
     found["CUDA"] = str(torch.version.cuda) if torch.cuda.is_available() else "no"
@@ -34,11 +35,3 @@ def environment() -> dict[str, str]:
         gpu = torch.cuda.get_device_properties(number)
         found[f"cuda:{number}"] = f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB"
     return found
-
-
-def installed(package: str) -> str:
-    """The version of an installed package."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

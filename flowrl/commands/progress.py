@@ -3,13 +3,12 @@
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 if TYPE_CHECKING:
     from flowrl.training.compare import CompareConfig
@@ -18,19 +17,18 @@ T = TypeVar("T")
 
 
 class Display:
-    """Progress of a comparison: a live table on a terminal, otherwise one line per five iterations of a run."""
+    """Progress of a comparison: a live bar per run on a terminal, otherwise one line per five iterations of a run."""
 
     def __init__(self, config: "CompareConfig") -> None:
-        self.console = Console()
-        self.names = list(config.jobs())
+        self.config, self.started = config, time.monotonic()
         self.iterations = {name: job.iterations for name, job in config.jobs().items()}
-        self.config = config
-        self.started = time.monotonic()
+        self.console = Console()
+        columns = (TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+        self.bars = Progress(*columns, console=self.console, speed_estimate_period=3600.0)
+        self.all = self.bars.add_task("all runs", total=sum(self.iterations.values()), note="")
+        self.runs = {name: self.bars.add_task(name, total=total, note="") for name, total in self.iterations.items()}
         self.printed: dict[str, int] = {}
         self.warned: dict[str, str] = {}
-        self.bar = Progress(TextColumn("{task.description}"), BarColumn(40), TextColumn("{task.fields[note]}"))
-        self.task = self.bar.add_task("all runs", total=sum(self.iterations.values()), note="")
-        self.live: Live | None = None
 
     def start(self, out: Path) -> None:
         """Print what is compared and where the results go."""
@@ -49,68 +47,26 @@ class Display:
 
     def during(self, work: Callable[[], T]) -> T:
         """Show progress while `work` runs."""
-        if not self.console.is_terminal:
+        with self.bars if self.console.is_terminal else nullcontext():
             return work()
-        with Live(console=self.console, refresh_per_second=4) as live:
-            self.live = live
-            try:
-                return work()
-            finally:
-                self.live = None
 
     def watch(self, states: dict[str, dict[str, Any]]) -> None:
         """Show the state of all runs; called about twice a second."""
+        done = {name: total if states[name]["phase"] == "done" else states[name].get("iteration", 0)
+                for name, total in self.iterations.items()}  # fmt: skip
+        left = self.bars.tasks[0].time_remaining
+        self.bars.update(self.all, completed=sum(done.values()), note=f"time left {_clock(left)}")
+        note = f"{sum(done.values())}/{sum(self.iterations.values())} iterations, time left {_clock(left)}"
         for name, state in states.items():
             if state.get("warning", "") != self.warned.get(name, ""):
                 self.warned[name] = state["warning"]
                 self.say(warning_text(state["warning"], name))
-        done = sum(self._progress(name, state) for name, state in states.items())
-        note = f"{done:.0f}/{sum(self.iterations.values())} iterations, time left {_clock(self._time_left(states))}"
-        self.bar.update(self.task, completed=done, note=note)
-        if self.live is not None:
-            self.live.update(Group(self.bar, self._table(states)))
-            return
-        for name, state in states.items():
-            step, ended = state.get("iteration", 0), state.get("phase") in ("done", "paused")
-            last = self.printed.get(name, 0)
-            if last >= 0 and (ended or step >= last + 5):
+            step, ended, last = state.get("iteration", 0), state["phase"] in ("done", "paused"), self.printed.get(name, 0)
+            numbers = f"reward {state.get('reward', float('nan')):.3f}  NFE {state.get('nfe_total', 0):>9,d}"
+            self.bars.update(self.runs[name], completed=done[name], note=f"{state['phase']:10s} {numbers}")
+            if not self.console.is_terminal and last >= 0 and (ended or step >= last + 5):
                 self.printed[name] = -1 if ended else step
-                self.say(
-                    f"{name:28s} {state.get('phase', ''):10s} iteration {step:3d}/{self.iterations[name]}  "
-                    f"reward {state.get('reward', float('nan')):.3f}  NFE {state.get('nfe_total', 0):>9,d}  {note}"
-                )
-
-    def _progress(self, name: str, state: dict[str, Any]) -> float:
-        return self.iterations[name] if state.get("phase") == "done" else state.get("iteration", 0)
-
-    def _time_left(self, states: dict[str, dict[str, Any]]) -> float | None:
-        """Remaining seconds, from each method's measured seconds per iteration and the number of active runs."""
-        measured: dict[str, list[float]] = {}
-        for name, state in states.items():
-            if state.get("iteration", 0) > 0 and "seconds" in state:
-                measured.setdefault(name.rpartition("-seed")[0], []).append(state["seconds"] / state["iteration"])
-        if not measured:
-            return None
-        means = {method: sum(values) / len(values) for method, values in measured.items()}
-        unknown = max(means.values())
-        left, active = 0.0, 0
-        for name, state in states.items():
-            if state.get("phase") not in ("done", "paused"):
-                left += (self.iterations[name] - state.get("iteration", 0)) * means.get(name.rpartition("-seed")[0], unknown)
-                active += state.get("phase") != "waiting"
-        return left / max(1, active)
-
-    def _table(self, states: dict[str, dict[str, Any]]) -> Table:
-        table = Table(box=None, padding=(0, 2))
-        for column in ("run", "phase"):
-            table.add_column(column)
-        for column in ("iteration", "reward", "NFE"):
-            table.add_column(column, justify="right")
-        for name, state in states.items():
-            reward = f"{state['reward']:.3f}" if "reward" in state else ""
-            progress = f"{state.get('iteration', 0)}/{self.iterations[name]}"
-            table.add_row(name, state.get("phase", ""), progress, reward, f"{state.get('nfe_total', 0):,}")
-        return table
+                self.say(f"{name:28s} {state['phase']:10s} iteration {step:3d}/{self.iterations[name]}  {numbers}  {note}")
 
     def finish(self, out: Path) -> None:
         """Write the report and print the results table."""

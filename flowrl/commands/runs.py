@@ -74,10 +74,6 @@ def _told_how_to_go_on(out: Path, main: bool) -> Iterator[None]:
         raise
 
 
-def _say_nothing(text: str) -> None:
-    """What all but the main process say."""
-
-
 @dataclass(frozen=True)
 class Compare:
     """Compare credit rules on a built-in world: train every method with every seed, print a table, write report.html.
@@ -234,7 +230,7 @@ class Train:
         if config.policy.device == "cpu":
             torch.set_num_threads(1)
         with asked_to_stop() as asked, Distributed.join(config.policy.device, asked.is_set) as distributed:
-            say = partial(print, flush=True) if distributed.is_main else _say_nothing
+            say = partial(print, flush=True) if distributed.is_main else lambda text: None
             out = distributed.gather(out)[0]  # the clock in its name may differ
             several = f", {distributed.world_size} processes" if distributed.world_size > 1 else ""
             subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"

@@ -39,34 +39,21 @@ def _options(kind: type, without: Sequence[str]) -> list[tuple[str, Any, Any]]:
 def options_with(kind: type[Any], base: RunConfig) -> Any:
     """Options whose defaults are the settings of `base`, so that the help shows them."""
     values = flat(base)
-    groups = {
-        item.name: _filled(_class(item), values) for item in dataclasses.fields(kind) if dataclasses.is_dataclass(_class(item))
-    }
+    groups = {}
+    for item in dataclasses.fields(kind):
+        group: Any = getattr(item.type, "__origin__", item.type)
+        if hasattr(group, "__dataclass_fields__"):
+            groups[item.name] = group(**{inside.name: values[inside.name] for inside in dataclasses.fields(group)})
     own = {item.name: values[item.name] for item in dataclasses.fields(kind) if item.name not in groups}
     return kind(**own, **groups)
 
 
-def _class(item: dataclasses.Field[Any]) -> Any:
-    return getattr(item.type, "__origin__", item.type)
-
-
-def _filled(kind: Any, values: dict[str, Any]) -> Any:
-    return kind(**{item.name: values[item.name] for item in dataclasses.fields(kind)})
-
-
 def changes(options: Any, base: RunConfig) -> dict[str, Any]:
     """The settings in which `options` differ from `base`, by their own names."""
-    values = flat(base)
-    given: dict[str, Any] = {}
-    for item in dataclasses.fields(options):
-        value = getattr(options, item.name)
-        given |= flat_values(value) if dataclasses.is_dataclass(value) else {item.name: value}
+    values, given = flat(base), {}
+    for name, value in vars(options).items():
+        given |= vars(value) if dataclasses.is_dataclass(value) else {name: value}
     return {name: value for name, value in given.items() if value != values[name]}
-
-
-def flat_values(group: Any) -> dict[str, Any]:
-    """The fields of one group."""
-    return {item.name: getattr(group, item.name) for item in dataclasses.fields(group)}
 
 
 def base_of(arguments: Sequence[str]) -> RunConfig:

@@ -2,7 +2,7 @@
 
 from flowrl.rollout.images import EVALUATION_SEED, ImageBatch, initial_noise, sample_images
 from flowrl.rollout.rollout import Groups, Rollout, attach_stds, rollout
-from flowrl.rollout.solvers import SOLVERS, Usage, integrate, require_solver, solve
+from flowrl.rollout.solvers import SOLVERS, Usage, integrate, solve
 from flowrl.rollout.table import RewardTables, reward_table, reward_tables, score, score_components
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "attach_stds",
     "initial_noise",
     "integrate",
-    "require_solver",
     "reward_table",
     "reward_tables",
     "rollout",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -167,7 +167,6 @@ class _Walk:
     groups: Groups
     usage: Usage
     max_batch: int
-    _stochastic: list[int] | None = None
 
     def run(self, x: Tensor, probe: Probe) -> Rollout:
         """The wavefront: at every step one batched call serves the trajectories and all completions under way."""
@@ -175,16 +174,15 @@ class _Walk:
         per_sample = self.condition.repeat(self.groups.members)
         nodes, velocities = [x], []
         running: dict[int, Tensor] = {}
-        decisions = set(self._decisions())
         for i in range(steps):
             velocity, ahead = self._velocities(x, i, running, per_sample)
             running = {j: ode_step(self.schedule, running[j], ahead[j], i) for j in running}
             following = ode_step(self.schedule, x, velocity, i)
-            if isinstance(probe, Completion) and i in decisions:
+            if isinstance(probe, Completion) and i in self.decisions:
                 running[i] = following[self.groups.first_members()] if self._is_shared(i) else following
             index = torch.full((len(x),), i, device=x.device)
             gaussian = self.sampler.transition(x, velocity, self.schedule, index)
-            x = self.groups.draw(gaussian, self.generator) if i in decisions else gaussian.mean
+            x = self.groups.draw(gaussian, self.generator) if i in self.decisions else gaussian.mean
             nodes.append(x)
             velocities.append(velocity)
         trajectories = Trajectories(torch.stack(nodes, 1), torch.stack(velocities, 1), self.schedule)
@@ -193,23 +191,22 @@ class _Walk:
         if isinstance(probe, Continuation):
             next_nodes = partial(self.groups.draw, generator=self.generator, copies=probe.count)
             walkers = Walkers(self.policy, self.sampler, self.schedule, next_nodes, self.usage, self.max_batch)
-            estimates |= {j: continued(walkers, trajectories.nodes[:, j], j, per_sample, probe.count) for j in self._decisions()}
-            copies = dict.fromkeys(self._decisions(), probe.count)
+            estimates |= {j: continued(walkers, trajectories.nodes[:, j], j, per_sample, probe.count) for j in self.decisions}
+            copies = dict.fromkeys(self.decisions, probe.count)
         if isinstance(probe, Completion | Continuation):
             for node in reversed(range(steps)):
                 estimates.setdefault(node, estimates[node + 1])
                 copies.setdefault(node, copies.get(node + 1, 1))
         return Rollout(trajectories, estimates, self.groups, copies)
 
-    def _decisions(self) -> list[int]:
+    @cached_property
+    def decisions(self) -> list[int]:
         """The stochastic steps, read back from the device once."""
-        if self._stochastic is None:
-            self._stochastic = self.schedule.stochastic.nonzero().flatten().tolist()
-        return self._stochastic
+        return self.schedule.stochastic.nonzero().flatten().tolist()
 
     def _is_shared(self, node: int) -> bool:
         """Whether all members of a group are in the same state at `node`."""
-        return self.groups.shared_noise and node <= min(self._decisions(), default=self.schedule.steps)
+        return self.groups.shared_noise and node <= min(self.decisions, default=self.schedule.steps)
 
     def _velocities(
         self, x: Tensor, step: int, running: Mapping[int, Tensor], per_sample: Condition

@@ -38,11 +38,6 @@ class Usage:
         return torch.cat([policy.velocity(part, time, condition.take(index)) for part, time, index in parts])
 
 
-def require_solver(name: str) -> None:
-    """Raise `ConfigError` for an unknown solver."""
-    require(name in SOLVERS, "solver", name, f"one of {', '.join(SOLVERS)}")
-
-
 def solve(
     solver: str, policy: FlowPolicy, schedule: Schedule, condition: Condition, noise: Tensor, usage: Usage, max_batch: int = 1024
 ) -> Tensor:
@@ -52,7 +47,7 @@ def solve(
     (DPMSolverMultistepScheduler, arXiv 2211.01095) and "unipc" (UniPCMultistepScheduler, arXiv 2302.04867): T, order 2, exact
     where the clean estimate does not change along the way. Raises `ConfigError` for an unknown solver.
     """
-    require_solver(solver)
+    require(solver in SOLVERS, "solver", solver, f"one of {', '.join(SOLVERS)}")
     if solver == "euler":
         return integrate(policy, schedule, condition, noise, usage, max_batch)
     scheduler, nodes = _heun(schedule) if solver == "heun" else _multistep(solver, schedule)

@@ -67,12 +67,6 @@ def make_reward(config: RunConfig) -> RewardModel:
     return NoisyReward(model, environment.reward_noise, environment.reward_bias, config.seed)
 
 
-def make_policy(config: RunConfig, device: str = "") -> FlowPolicy:
-    """The untrained policy, on `device` or the run's own."""
-    options = policy_options(config)
-    return make_world(config).policy(replace(options, device=device) if device else options)
-
-
 def check(config: RunConfig) -> None:
     """Raise what is wrong with the world, the method and the held-out rewards of `config`; builds no network."""
     world = make_world(config)
@@ -80,12 +74,17 @@ def check(config: RunConfig) -> None:
     make_heldout_metrics(config, world)
 
 
-def make_trainer(config: RunConfig, distributed: Distributed = Distributed()) -> Trainer:
-    """A trainer of `config`: the policy, the method, the reward and the training prompts of its world."""
-    chosen, method = make_world(config), make_method(config)
+def make_policy(config: RunConfig, device: str = "") -> FlowPolicy:
+    """The untrained policy, on `device` or the run's own."""
+    return make_world(config).policy(replace(policy_options(config), device=device or config.policy.device))
+
+
+def make_trainer(config: RunConfig, distributed: Distributed = Distributed(), world: World | None = None) -> Trainer:
+    """A trainer of `config`: the policy, the method, the reward and the training prompts of its world (or of `world`)."""
+    world, method = world or make_world(config), make_method(config)
     reward = make_reward(config)  # before the policy: its errors should not wait for a large model
-    prompts = chosen.prompts(config.environment.task, "train")
-    return Trainer(chosen.policy(policy_options(config)), method, reward, prompts, config, distributed)
+    prompts = world.prompts(config.environment.task, "train")
+    return Trainer(world.policy(policy_options(config)), method, reward, prompts, config, distributed)
 
 
 def model_options(config: RunConfig) -> ModelOptions:

@@ -1,13 +1,11 @@
-"""Checkpoints: safetensors and JSON only; written to a temporary folder, flushed to the disk, and moved into place."""
+"""Checkpoints: one safetensors file each, written beside its place, flushed to the disk, and renamed."""
 
 import errno
 import hashlib
 import json
-import os
-import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +18,9 @@ from torch import Tensor, nn
 
 from flowrl.distributed import Distributed, as_module, full_tensors, load_full_tensors
 from flowrl.errors import CheckpointError, ConfigError
-from flowrl.io import flush_folder, write_file
+from flowrl.io import flush_folder, write_bytes
 
-FORMAT = "flowrl-checkpoint-3"
+FORMAT = "flowrl-checkpoint-4"
 
 
 @dataclass(frozen=True)
@@ -33,81 +31,56 @@ class Checkpoint:
     values: dict[str, Any]
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Replace `folder` by the new checkpoint; the old one stays until the new one is complete and on the disk."""
-    new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
-    shutil.rmtree(new, ignore_errors=True)
-    data = save({name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()})
-    card = {
-        "format": FORMAT,
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "values_sha256": _hash(checkpoint.values),
-        "values": checkpoint.values,
-    }
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write the checkpoint to the file `path`; an old file stays until the new one is complete and on the disk.
+
+    The metadata of the safetensors file has the format, the plain values as JSON, and a hash of values and tensors.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
+    values = json.dumps(checkpoint.values)
+    data = save(tensors, {"format": FORMAT, "values": values, "sha256": _hash(tensors, values)})
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True)
+        flush_folder(path.parent.parent)
+    write_bytes(path, data)
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read the checkpoint in the file `path`. Raises a `CheckpointError` that says what is wrong with it."""
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint: {path} does not exist")
     try:
-        if not folder.parent.exists():
-            folder.parent.mkdir(parents=True)
-            flush_folder(folder.parent.parent)
-        new.mkdir()
-        write_file(new / "tensors.safetensors", data)
-        write_file(new / "checkpoint.json", json.dumps(card).encode())
-        flush_folder(new)
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.replace(folder, old)
-        os.replace(new, folder)
-        flush_folder(folder.parent)
-    except OSError:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def load_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint, or its predecessor where a crash fell between two renames. `CheckpointError` says what is wrong."""
-    if not folder.exists() and folder.with_name(folder.name + ".old").exists():
-        folder = folder.with_name(folder.name + ".old")
-    card_path, tensor_path = folder / "checkpoint.json", folder / "tensors.safetensors"
-    for path in (card_path, tensor_path):
-        if not path.is_file():
-            raise CheckpointError(f"checkpoint: {path} does not exist")
-    values, expected = _read_card(card_path)
-    try:
-        data = tensor_path.read_bytes()
-        if hashlib.sha256(data).hexdigest() != expected:
-            raise CheckpointError(
-                f"checkpoint: {tensor_path} does not match the hash in {card_path.name}; it is damaged or foreign"
-            )
-        return Checkpoint(load(data), values)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint: {tensor_path} cannot be read: {error}") from error
-
-
-def _read_card(path: Path) -> tuple[dict[str, Any], str]:
-    """The plain values of a checkpoint, and the hash that its tensors must have."""
-    try:
-        card = json.loads(path.read_bytes())
-        found = card["format"]
-        if found != FORMAT:
-            raise CheckpointError(
-                f"checkpoint: {path.parent} was written by another version of flowrl (format {found!r}; this version reads "
-                f"{FORMAT!r})"
-            )
-        values, expected = card["values"], card["sha256"]
-        if card["values_sha256"] != _hash(values):
+        data = path.read_bytes()
+        tensors = load(data)
+        card = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        if card["format"] != FORMAT:
+            raise _other_version(path, card["format"])
+        if card["sha256"] != _hash(tensors, card["values"]):
             raise CheckpointError(f"checkpoint: {path} does not match its own hash; it was changed after it was written")
-        return dict(values), expected
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Checkpoint(tensors, json.loads(card["values"]))
+    except OSError as error:
+        raise CheckpointError(f"checkpoint: {path} cannot be read: {error}") from error
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint: {path} is not a flowrl checkpoint ({type(error).__name__}: {error})") from error
 
 
-def _hash(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+def _other_version(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint: {path} was written by another version of flowrl (format {found!r}; this version reads {FORMAT!r})"
+    )
+
+
+def _hash(tensors: Mapping[str, Tensor], values: str) -> str:
+    found = hashlib.sha256(values.encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of the run in folder `run`: `run`/checkpoints/000010 after iteration 10, and so on.
+    """The checkpoints of the run in folder `run`: `run`/checkpoints/000010.safetensors after iteration 10, and so on.
 
     `save` keeps the newest `keep` and deletes an older one only when the newer is complete and on the disk, so a complete one can
     be read at every moment after the first save.
@@ -122,45 +95,31 @@ class Checkpoints:
         return self.run / "checkpoints"
 
     def names(self) -> list[str]:
-        """Oldest first."""
-        return sorted({name.removesuffix(".old") for name in self._entries(r"\d{6,}(\.old)?")}, key=int)
-
-    def _entries(self, pattern: str) -> list[str]:
-        """Names in `folder` that match as a whole."""
-        if not self.folder.is_dir():
-            return []
-        return [path.name for path in self.folder.iterdir() if re.fullmatch(pattern, path.name)]
+        """Oldest first. Raises `CheckpointError` for checkpoints of an older version, which were folders."""
+        for card in self.folder.glob("*/checkpoint.json"):
+            raise _other_version(card.parent, "flowrl-checkpoint-3 or older")
+        return sorted((path.stem for path in self.folder.glob("[0-9]*.safetensors")), key=int)
 
     def path(self, name: str) -> Path:
-        """The folder of checkpoint `name`."""
-        return self.folder / name
+        """The file of checkpoint `name`."""
+        return self.folder / f"{name}.safetensors"
 
     def save(self, checkpoint: Checkpoint, iteration: int) -> None:
         """Write the checkpoint of `iteration`, then delete those that are no longer kept."""
         name = f"{iteration:06d}"
         save_checkpoint(self.path(name), checkpoint)
-        for old in self._entries(r"\d{6,}\.old"):  # a crash between two renames left it: it is that checkpoint
-            if not self.path(old.removesuffix(".old")).exists():
-                with suppress(OSError):
-                    os.replace(self.folder / old, self.path(old.removesuffix(".old")))
         others = [other for other in self.names() if other != name]
-        self._delete(others[: max(0, len(others) - self.keep + 1)])
+        self._delete([*map(self.path, others[: max(0, len(others) - self.keep + 1)]), *self.folder.glob("*.tmp")])
 
     def forget_after(self, name: str) -> None:
         """Delete what is newer than `name`, the newest first, so that a crash leaves no gap."""
-        names = self.names()
-        self._delete(reversed(names[names.index(name) + 1 :]))
+        self._delete(self.path(other) for other in reversed(self.names()) if int(other) > int(name))
 
-    def _delete(self, names: Iterator[str] | list[str]) -> None:
-        """Rename, then remove: half a checkpoint never carries a checkpoint's name. What cannot be deleted stays until later."""
-        for name in names:
-            for path in (self.path(name), self.path(f"{name}.old")):
-                if path.exists():
-                    with suppress(OSError):
-                        os.replace(path, self.folder / f"{name}.gone")
-                    shutil.rmtree(self.folder / f"{name}.gone", ignore_errors=True)
-        for leftover in self._entries(r"\w+\.(new|gone|old)"):
-            shutil.rmtree(self.folder / leftover, ignore_errors=True)
+    def _delete(self, paths: Iterable[Path]) -> None:
+        """What cannot be deleted stays until the next save."""
+        for path in paths:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def load(self, name: str = "") -> Checkpoint:
         """Checkpoint `name`, or the newest. Raises `CheckpointError` where it is missing or damaged, with the way to go on from
@@ -173,22 +132,21 @@ class Checkpoints:
         try:
             return load_checkpoint(self.path(chosen))
         except CheckpointError as error:
-            earlier = self._newest_complete(names[: names.index(chosen)])
-            if earlier is None:
-                raise CheckpointError(
-                    f"{error}. There is no earlier one in {self.run} (keep_checkpoints = {self.keep}; 2 or more keeps some)"
-                ) from error
-            raise CheckpointError(
-                f"{error}. Checkpoint {earlier} is complete; go on from there with: "
+            earlier = next(filter(self._complete, reversed(names[: names.index(chosen)])), None)
+            advice = (
+                f"There is no earlier one in {self.run} (keep_checkpoints = {self.keep}; 2 or more keeps some)"
+                if earlier is None
+                else f"Checkpoint {earlier} is complete; go on from there with: "
                 f"flowrl train --resume {shlex.quote(str(self.run))} --from {earlier}"
-            ) from error
+            )
+            raise CheckpointError(f"{error}. {advice}") from error
 
-    def _newest_complete(self, names: list[str]) -> str | None:
-        for name in reversed(names):
-            with suppress(CheckpointError):
-                load_checkpoint(self.path(name))
-                return name
-        return None
+    def _complete(self, name: str) -> bool:
+        try:
+            load_checkpoint(self.path(name))
+        except CheckpointError:
+            return False
+        return True
 
 
 FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EROFS)
@@ -199,24 +157,18 @@ def disk_errors(checkpoints: Checkpoints) -> Iterator[None]:
     """Turns "the disk is full" (or read-only) into a `CheckpointError` that says what is safe and how to go on."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in FULL:
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own
+        full = error.errno in FULL if isinstance(error, OSError) else "os error 28" in str(error)
+        if not full:
             raise
-        where = error.filename or checkpoints.run
-        raise CheckpointError(f"disk: {where} cannot be written: {error.strerror}. {_what_is_left(checkpoints)}") from error
-    except SafetensorError as error:  # written by a library that does not raise OSError
-        if "os error 28" not in str(error):
-            raise
+        names, free = checkpoints.names(), shutil.disk_usage(checkpoints.run).free / 1e6
+        last = f"Checkpoint {names[-1]} is complete" if names else "There was no checkpoint yet"
+        where = getattr(error, "filename", None) or checkpoints.run
+        reason = getattr(error, "strerror", "No space left on device")
         raise CheckpointError(
-            f"disk: {checkpoints.run} cannot be written: No space left on device. {_what_is_left(checkpoints)}"
+            f"disk: {where} cannot be written: {reason}. {last}; "
+            f"{free:,.1f} MB are free. Make room, then: flowrl train --resume {shlex.quote(str(checkpoints.run))}"
         ) from error
-
-
-def _what_is_left(checkpoints: Checkpoints) -> str:
-    names = checkpoints.names()
-    last = f"Checkpoint {names[-1]} is complete" if names else "There was no checkpoint yet"
-    free = shutil.disk_usage(checkpoints.run).free / 1e6
-    return f"{last}; {free:,.1f} MB are free. Make room, then: flowrl train --resume {shlex.quote(str(checkpoints.run))}"
 
 
 PER_PARAMETER = ("weight.", "average.", "optimizer.")

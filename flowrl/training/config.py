@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import model_validator
 
-from flowrl.errors import require
-from flowrl.settings import flat, nested, read_settings, read_values, replaced, settings_group
+from flowrl.errors import ConfigError, require
+from flowrl.settings import flat, load_document, nested, read_settings, read_values, replaced, settings_group
 from flowrl.training.presets import combine
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -243,6 +243,7 @@ class RunConfig:
     @staticmethod
     def from_dict(values: Any) -> "RunConfig":
         """The inverse of `as_dict`. Raises `ConfigError` naming settings that do not exist or are not allowed."""
+        check_format("config.json", values)
         return RunConfig.of(**read_values(values, RunConfig))
 
     def flat(self) -> dict[str, Any]:
@@ -254,9 +255,27 @@ class RunConfig:
         return nested(self)
 
 
+FORMAT = "flowrl-run-2"
+"""The format of a run's config.json, which its entry "format" names."""
+
+
 def load_config(path: Path) -> RunConfig:
     """The run that config.json or config.yaml describes; what it leaves out has its default. Raises `ConfigError`."""
+    values, _ = load_document(path)
+    check_format(path, values)
     return Preset(str(path), read_settings(path, RunConfig).settings).apply()
+
+
+def check_format(path: Path | str, values: Any) -> None:
+    """Raise `ConfigError` if the run settings `values` of the file `path` have another format. The entry may be missing."""
+    if not isinstance(values, dict):
+        return
+    if {"members", "lr"} <= set(values):
+        raise ConfigError(
+            f"config: {path} was written by flowrl 0.1 with flat settings; this version reads settings in groups ({FORMAT!r})"
+        )
+    found = values.get("format", FORMAT)
+    require(found == FORMAT, f"config: {path}: format", found, f"{FORMAT!r}, which this version of flowrl reads")
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -3,7 +3,7 @@
 A measurement that fails (missing weights, a server that is down) becomes a warning and `None` in the metrics; the run goes on.
 """
 
-import warnings
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from flowrl.training.config import RunConfig
 from flowrl.types import Prompt
 from flowrl.worlds.base import World
 
+_LOG = logging.getLogger(__name__)
 DIVERSITY_SEED = 20241
 COMBINATIONS = ("weighted-sum", "clipped")
 """Built-in rewards that accept whatever their components accept; all other built-in rewards read images."""
@@ -150,4 +151,4 @@ def _or_none(name: str, measure: Callable[[], Tensor]) -> Tensor | None:
 
 
 def _warn(name: str, error: Exception) -> None:
-    warnings.warn(f"{name} could not be measured and is left out: {type(error).__name__}: {error}", stacklevel=2)
+    _LOG.warning("%s could not be measured and is left out: %s: %s", name, type(error).__name__, error)

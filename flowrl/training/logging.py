@@ -5,23 +5,22 @@ import io
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional
 
 from flowrl.errors import ConfigError, require
 from flowrl.io import write_bytes
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import Evaluation
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 PROJECT = "flowrl"
 
 
@@ -33,9 +32,8 @@ def tracker_name(config: RunConfig) -> str:
     if config.logging.tracker == "auto":
         return "tensorboard" if config.policy.model and find_spec("tensorboard") else "none"
     if config.logging.tracker != "none":
-        package = PACKAGES[config.logging.tracker]
-        found = find_spec(package) is not None
-        require(found, "tracker", config.logging.tracker, f"a tracker that is installed (pip install {package}), auto or none")
+        found, name = find_spec(config.logging.tracker) is not None, config.logging.tracker  # which is also its package's
+        require(found, "tracker", name, f"a tracker that is installed (pip install {name}), auto or none")
     return config.logging.tracker
 
 
@@ -149,25 +147,17 @@ def _line(row: Row) -> str:
     return json.dumps(row) + "\n"
 
 
-@dataclass(frozen=True)
-class Restored:
-    """The rows up to a checkpoint, and what was wrong with the file ("" where nothing was)."""
+def restore(path: Path, recorded: Sequence[Row]) -> str:
+    """Make the file hold the rows that a checkpoint `recorded`, and nothing else: later lines will be made again.
 
-    rows: list[Row]
-    note: str
-
-
-def restore(path: Path, recorded: Sequence[Row]) -> Restored:
-    """The rows that a checkpoint recorded, and a file that holds them and nothing else: later lines will be made again.
-
-    A file that ends early, or in half a line, is what a crash leaves and is completed in silence; a file that says something else
-    is kept as metrics.damaged.jsonl.
+    A file that ends early, or in half a line, is what a crash leaves and is completed in silence. A file that says something else
+    is kept as metrics.damaged.jsonl, and the returned text says so ("" otherwise).
     """
     note = _difference(path, path.read_text(errors="replace") if path.exists() else "", recorded)
     if note:
         os.replace(path, path.with_name("metrics.damaged.jsonl"))
     write_bytes(path, "".join(map(_line, recorded)).encode())
-    return Restored(list(recorded), note)
+    return note
 
 
 def _difference(path: Path, text: str, recorded: Sequence[Row]) -> str:
@@ -182,49 +172,30 @@ def _difference(path: Path, text: str, recorded: Sequence[Row]) -> str:
 
 
 SIDE = 256
-"""Largest side of a picture in a strip, in pixels."""
+"""Largest side of an image in a strip, in pixels."""
+GAP = 4
+"""Pixels of white between images, and between strips."""
+MARGIN = 90
+"""Pixels on the left of strips for their labels."""
 MOST_ROWS = 16
-"""Rows of the picture over time."""
-
-
-def tiles(images: Tensor, side: int = SIDE) -> list[Image.Image]:
-    """Pictures [sample, 3, height, width] in [0, 1], at most `side` pixels wide and high; small ones are enlarged."""
-    pixels = (images.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().contiguous().numpy()
-    found = []
-    for array in pixels:
-        picture = Image.fromarray(array)
-        longest = max(picture.size)
-        if longest <= side:
-            factor = side // longest
-            picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-        else:
-            shape = (max(1, round(edge * side / longest)) for edge in picture.size)
-            picture = picture.resize((next(shape), next(shape)), Image.Resampling.LANCZOS)
-        found.append(picture)
-    return found
+"""Most strips in the sheet over time."""
 
 
 def strip(images: Tensor, side: int = SIDE) -> Image.Image:
-    """Pictures beside each other, 4 pixels of white between them."""
-    parts = tiles(images, side)
-    sheet = Image.new("RGB", (sum(p.width + 4 for p in parts) - 4, max(p.height for p in parts)), "white")
-    left = 0
-    for part in parts:
-        sheet.paste(part, (left, 0))
-        left += part.width + 4
-    return sheet
+    """`images` [sample, 3, height, width] in [0, 1] beside each other, at most `side` pixels wide and high.
 
-
-def stacked(rows: Sequence[Image.Image], labels: Sequence[str], margin: int = 90) -> Image.Image:
-    """Strips below each other, `labels` on their left."""
-    width = margin + max(row.width for row in rows)
-    sheet = Image.new("RGB", (width, sum(row.height + 4 for row in rows) - 4), "white")
-    pen, font, top = ImageDraw.Draw(sheet), ImageFont.load_default(size=15), 0
-    for row, label in zip(rows, labels, strict=True):
-        pen.text((6, top + row.height // 2), label, fill="black", font=font, anchor="lm")
-        sheet.paste(row, (margin, top))
-        top += row.height + 4
-    return sheet
+    Small ones are enlarged by a whole factor, large ones shrunk by antialiased bicubic interpolation.
+    """
+    images = images.float().cpu().clamp(0, 1)
+    height, width = images.shape[2:]
+    longest = max(height, width)
+    if longest <= side:
+        images = functional.interpolate(images, scale_factor=side // longest)
+    else:
+        size = [max(1, round(edge * side / longest)) for edge in (height, width)]
+        images = functional.interpolate(images, size, mode="bicubic", antialias=True).clamp(0, 1)
+    sheet = functional.pad(images, (0, GAP), value=1.0).permute(2, 0, 3, 1).flatten(1, 2)[:, :-GAP]
+    return Image.fromarray((sheet * 255).round().to(torch.uint8).numpy())
 
 
 def write_picture(path: Path, picture: Image.Image) -> None:
@@ -235,14 +206,18 @@ def write_picture(path: Path, picture: Image.Image) -> None:
 
 
 def over_time(folder: Path) -> Image.Image | None:
-    """The strips ``iteration-NUMBER.png`` in `folder` below each other: at most `MOST_ROWS`, first and last among them."""
+    """The strips ``iteration-NUMBER.png`` in `folder` at half size below each other, their iterations on the left; None if there
+    are none. At most `MOST_ROWS`, the first and the last among them."""
     files = sorted(folder.glob("iteration-*.png"))
     if not files:
         return None
-    count = min(len(files), MOST_ROWS)
-    chosen = [files[round(i * (len(files) - 1) / max(1, count - 1))] for i in range(count)]
-    rows = []
-    for path in chosen:
-        with Image.open(path) as picture:
-            rows.append(picture.convert("RGB").resize((max(1, picture.width // 2), max(1, picture.height // 2))))
-    return stacked(rows, [f"it. {int(path.stem.partition('-')[2])}" for path in chosen])
+    chosen = np.linspace(0, len(files) - 1, min(len(files), MOST_ROWS)).round().astype(int)
+    rows = {int(files[i].stem.partition("-")[2]): ImageOps.scale(Image.open(files[i]), 0.5) for i in chosen}
+    width, height = max(row.width for row in rows.values()), sum(row.height + GAP for row in rows.values()) - GAP
+    sheet = Image.new("RGB", (MARGIN + width, height), "white")
+    pen, font, top = ImageDraw.Draw(sheet), ImageFont.load_default(size=15), 0
+    for iteration, row in rows.items():
+        pen.text((6, top + row.height // 2), f"it. {iteration}", fill="black", font=font, anchor="lm")
+        sheet.paste(row, (MARGIN, top))
+        top += row.height + GAP
+    return sheet

@@ -3,6 +3,7 @@
 The thresholds were set on runs of the built-in worlds, healthy and broken on purpose (docs/guides/watching-a-run.md).
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -226,9 +227,8 @@ def memory_notices(
     """
     config = trainer.config
     groups = 0 if config.rollout.offload else trainer.distributed.assign(config.rollout.groups).count
-    kept = (
-        4.0 * groups * config.rollout.group_size * (2 * config.rollout.num_steps + 1) * _numbers(trainer)
-    )  # nodes and velocities, float32
+    latents = groups * config.rollout.group_size * (2 * config.rollout.num_steps + 1)  # nodes and velocities, float32
+    kept = 4.0 * latents * math.prod(trainer.policy.latent_shape)
     each = 8.0 if config.optim.optimizer == "adamw" else 2.0
     moments = 0.0 if trainer.optimizer.state else each * sum(p.numel() for p in trainer.parameters)
     found = []
@@ -256,10 +256,6 @@ def memory_notices(
     if trainer.policy.device.type == "cuda":
         torch.cuda.empty_cache()
     return found
-
-
-def _numbers(trainer: Trainer) -> int:
-    return torch.Size(trainer.policy.latent_shape).numel()
 
 
 def _velocities(trainer: Trainer, batch: int, train: bool) -> None:

@@ -18,27 +18,25 @@ class Plan:
     """Counts of one iteration. `pairs` = trajectories x trained steps.
 
     Processes roll out whole groups, `groups_per_process` each until all are given out: the last may have fewer or none (`idle`
-    processes). A process differentiates its own pairs; those of an update are drawn at random from all trajectories, so that
-    `pairs_per_update_and_process` is a mean, of a process that has its full number of groups.
+    processes, which wait for the others). A process differentiates its own pairs; those of an update are drawn at random from all
+    trajectories, so that `pairs_per_update_and_process` is a mean, of a process that has its full number of groups.
 
     `nfe` are network evaluations of the rollout and its probes, `train_nfe` those of the update (one per pair, two with a KL to
-    the base model), both without guidance; `passes_per_evaluation` is 2 with classifier-free guidance. `rows_per_micro_batch` is
-    what the network sees at once in training.
+    the base model), both without guidance; `passes_per_evaluation` is 2 with classifier-free guidance. `passes` are the forward
+    passes of an iteration, one latent each, guidance included. `rows_per_micro_batch` is what the network sees at once in
+    training.
     """
 
-    groups: int
-    members: int
     trajectories: int
-    steps: int
     trained_steps: int
     pairs: int
     updates: int
     trajectories_per_update: int
     pairs_per_update: int
     processes: int
+    idle: int
     groups_per_process: int
     pairs_per_update_and_process: int
-    micro_batch: int
     micro_batches_per_update: int
     rows_per_micro_batch: int
     nfe: int
@@ -46,28 +44,9 @@ class Plan:
     calls_of_a_process: int
     train_nfe: int
     passes_per_evaluation: int
+    passes: int
     reward_calls: int
     evaluation_nfe: int
-    evaluation_reward_calls: int
-
-    @property
-    def idle(self) -> int:
-        """Processes without a group, which wait for the others."""
-        return self.processes - math.ceil(self.groups / self.groups_per_process)
-
-    @property
-    def passes(self) -> int:
-        """Forward passes of an iteration, one latent each, guidance included."""
-        return (self.nfe + self.train_nfe) * self.passes_per_evaluation
-
-
-@dataclass(frozen=True)
-class _Rollout:
-    """Network evaluations, sequential calls, evaluations call by call, and scored images of a rollout with its probes."""
-
-    nfe: int
-    calls: tuple[int, ...]
-    reward_calls: int
 
 
 def plan(config: RunConfig, processes: int = 1) -> Plan:
@@ -77,46 +56,44 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     "reward_calls" are the numbers that a run records in metrics.jsonl, unless a reward marks samples invalid.
     """
     require(processes >= 1, "processes", processes, "1 or more")
-    method = make_method(config)
+    method, rollout, optim, evaluation = make_method(config), config.rollout, config.optim, config.evaluation
     stochastic = trial_schedule(config).stochastic
-    samples, trained = config.rollout.groups * config.rollout.group_size, int(stochastic.sum())
-    share = max(len(part) for part in torch.arange(samples).chunk(config.optim.minibatches))
-    updates = len(torch.arange(samples).chunk(config.optim.minibatches))
-    groups = math.ceil(config.rollout.groups / processes)
-    counted = _rollout(config.rollout.groups, config.rollout.group_size, stochastic, method)
-    own = _rollout(groups, config.rollout.group_size, stochastic, method)
-    per_process = math.ceil(share * trained * groups / config.rollout.groups)
+    samples, trained = rollout.groups * rollout.group_size, int(stochastic.sum())
+    minibatches = torch.arange(samples).chunk(optim.minibatches)
+    per_update = max(map(len, minibatches)) * trained
+    groups = math.ceil(rollout.groups / processes)
+    calls, reward_calls = _rollout(rollout.groups, rollout.group_size, stochastic, method)
+    own_calls, _ = _rollout(groups, rollout.group_size, stochastic, method)
+    per_process = math.ceil(per_update * groups / rollout.groups)
+    train_nfe = samples * trained * (1 + method.loss.needs_reference)
     passes = 2 if config.policy.model and config.policy.guidance_scale != 1 else 1
-    solver = 2 * config.evaluation.eval_steps - 1 if config.evaluation.eval_solver == "heun" else config.evaluation.eval_steps
+    solver = 2 * evaluation.eval_steps - 1 if evaluation.eval_solver == "heun" else evaluation.eval_steps
     return Plan(
-        groups=config.rollout.groups,
-        members=config.rollout.group_size,
         trajectories=samples,
-        steps=config.rollout.num_steps,
         trained_steps=trained,
         pairs=samples * trained,
-        updates=updates,
-        trajectories_per_update=share,
-        pairs_per_update=share * trained,
+        updates=len(minibatches),
+        trajectories_per_update=max(map(len, minibatches)),
+        pairs_per_update=per_update,
         processes=processes,
+        idle=processes - math.ceil(rollout.groups / groups),
         groups_per_process=groups,
         pairs_per_update_and_process=per_process,
-        micro_batch=config.optim.micro_batch,
-        micro_batches_per_update=math.ceil(per_process / config.optim.micro_batch),
-        rows_per_micro_batch=min(config.optim.micro_batch, per_process) * passes,
-        nfe=counted.nfe,
-        sequential_calls=len(counted.calls),
-        calls_of_a_process=sum(math.ceil(rows / config.rollout.max_batch) for rows in own.calls),
-        train_nfe=samples * trained * (1 + method.loss.needs_reference),
+        micro_batches_per_update=math.ceil(per_process / optim.micro_batch),
+        rows_per_micro_batch=min(optim.micro_batch, per_process) * passes,
+        nfe=sum(calls),
+        sequential_calls=len(calls),
+        calls_of_a_process=sum(math.ceil(rows / rollout.max_batch) for rows in own_calls),
+        train_nfe=train_nfe,
         passes_per_evaluation=passes,
-        reward_calls=counted.reward_calls,
-        evaluation_nfe=config.evaluation.eval_samples * solver,
-        evaluation_reward_calls=config.evaluation.eval_samples,
+        passes=(sum(calls) + train_nfe) * passes,
+        reward_calls=reward_calls,
+        evaluation_nfe=evaluation.eval_samples * solver,
     )
 
 
-def _rollout(groups: int, members: int, stochastic: torch.Tensor, method: Method) -> _Rollout:
-    """What `rollout.rollout` does, counted: rows that a group shares are evaluated once for it."""
+def _rollout(groups: int, members: int, stochastic: torch.Tensor, method: Method) -> tuple[list[int], int]:
+    """Network evaluations of `rollout.rollout`, call by call, and scored images: rows that a group shares are evaluated once."""
     samples, steps = groups * members, len(stochastic)
     decisions = stochastic.nonzero().flatten().tolist()
     shared_until = decisions[0] if method.shared_noise else -1
@@ -124,36 +101,37 @@ def _rollout(groups: int, members: int, stochastic: torch.Tensor, method: Method
     calls = list(rows)
     probe: Probe = method.credit.probe
     if isinstance(probe, Substeps):
-        calls += [sum(rows)] * (probe.count - 1)
-        return _Rollout(sum(calls), tuple(calls), sum(rows) + samples)
+        return calls + [sum(rows)] * (probe.count - 1), sum(rows) + samples
     if isinstance(probe, Completion):
         for step in range(steps):
             calls[step] += sum(rows[start] for start in decisions if start < step)
-        return _Rollout(sum(calls), tuple(calls), sum(rows[start] for start in decisions) + samples)
+        return calls, sum(rows[start] for start in decisions) + samples
     if isinstance(probe, Continuation):
         calls += [samples * probe.count for start in decisions for _ in range(start, steps)]
-        return _Rollout(sum(calls), tuple(calls), (len(decisions) * probe.count + 1) * samples)
-    return _Rollout(sum(calls), tuple(calls), samples)
+        return calls, (len(decisions) * probe.count + 1) * samples
+    return calls, samples
 
 
 def plan_text(found: Plan, config: RunConfig) -> str:
     """The plan in words and lines of arithmetic, as ``flowrl train --plan`` prints it."""
-    p, evaluation = found, config.evaluation
+    p, rollout, evaluation = found, config.rollout, config.evaluation
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
     kl = " x 2 (the base model, for the KL)" if p.train_nfe > p.pairs else ""
     idle = f", {p.idle} of {p.processes} processes have none and wait" if p.idle else ""
     lines = [
         f"{config.algorithm.method}: one iteration of {config.iterations}, "
         f"{p.processes} process{'es' if p.processes > 1 else ''}",
-        f"  trajectories       {p.groups} groups x {p.members} members = {p.trajectories:,}; a process rolls out "
+        f"  trajectories       {rollout.groups} groups x {rollout.group_size} members = {p.trajectories:,}; a process rolls out "
         f"{p.groups_per_process} whole group{'s' if p.groups_per_process > 1 else ''}{idle}",
-        f"  pairs              {p.trajectories:,} trajectories x {p.trained_steps} trained steps of {p.steps} = {p.pairs:,}",
+        f"  pairs              {p.trajectories:,} trajectories x {p.trained_steps} trained steps of {rollout.num_steps} = "
+        f"{p.pairs:,}",
         f"  optimiser steps    {p.updates}, each on the mean over {p.trajectories_per_update:,} trajectories = "
         f"{p.pairs_per_update:,} pairs",
         f"  backward passes    {p.pairs_per_update_and_process:,} pairs a process{' (on average)' if p.processes > 1 else ''} / "
-        f"micro_batch {p.micro_batch} = {p.micro_batches_per_update} an optimiser step, of {p.rows_per_micro_batch} network rows",
+        f"micro_batch {config.optim.micro_batch} = {p.micro_batches_per_update} an optimiser step, of "
+        f"{p.rows_per_micro_batch} network rows",
         f"  rollout            {p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in {p.sequential_calls} "
-        f"sequential calls; split by max_batch {config.rollout.max_batch}: {p.calls_of_a_process} a process",
+        f"sequential calls; split by max_batch {rollout.max_batch}: {p.calls_of_a_process} a process",
         f"  update             {p.pairs:,} pairs{kl} = {p.train_nfe:,} network evaluations, {p.pairs:,} of them with gradients",
         f"  network in all     ({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
         f"  reward             {p.reward_calls:,} images scored ({p.reward_calls / p.trajectories:.1f} a trajectory)",
@@ -181,7 +159,7 @@ def memory_text(found: Plan, config: RunConfig) -> str:
         policy.gradient_checkpointing, policy.tuning == "full", policy.decode_batch, found.train_nfe > found.pairs,
     )  # fmt: skip
     latent = 16 * (policy.resolution // 8) ** 2 * 4
-    nodes = found.groups_per_process * found.members * (2 * found.steps + 1) * latent
+    nodes = found.groups_per_process * config.rollout.group_size * (2 * config.rollout.num_steps + 1) * latent
     lines = [
         f"memory of a process, counted on {name}'s architecture in {policy.dtype}, not measured; GB = 10^9 bytes",
         f"  always             {_gb(memory.weights)} frozen weights + {_gb(memory.trained)} for "

@@ -84,15 +84,12 @@ def _layers(pieces: Sequence[Piece]) -> list[Piece]:
 def _piece(name: str, built_in: dict[str, dict[str, Any]], schema: type) -> Piece:
     if name in built_in:
         return Piece(name, "built-in", built_in[name])
-    for kind, files in shipped().items():
-        if name in files:
-            found = read_settings(files[name], schema)
-            return Piece(name, kind, found.settings, found.when, found.about)
-    if name.endswith((".yaml", ".yml")):
-        if not Path(name).is_file():
+    kind, path = next(((kind, files[name]) for kind, files in shipped().items() if name in files), ("file", Path(name)))
+    if kind != "file" or path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
             raise ConfigError(f"preset: the file {name} does not exist")
-        found = read_settings(Path(name), schema)
-        return Piece(name, "file", found.settings, found.when, found.about)
+        found = read_settings(path, schema)
+        return Piece(name, kind, found.settings, found.when, found.about)
     lists = [", ".join(built_in), *(", ".join(files) for files in shipped().values())]
     known = [*built_in, *(stem for files in shipped().values() for stem in files)]
     close = difflib.get_close_matches(name, known, n=1)

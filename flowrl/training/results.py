@@ -11,6 +11,7 @@ from typing import Any
 
 from flowrl.diagnostics.statistics import first_reached
 from flowrl.errors import ConfigError
+from flowrl.training.config import check_format
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def load_run(folder: Path) -> RunRecord:
     """Read a run folder; an incomplete last line is ignored. Raises `ConfigError` if `folder` is not the folder of a run."""
     try:
         config = json.loads((folder / "config.json").read_text())
+        check_format(folder / "config.json", config)
         text = (folder / "metrics.jsonl").read_text()
     except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(f"{folder} is not the folder of a run: {error}") from error

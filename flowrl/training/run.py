@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,7 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from flowrl.distributed import Distributed, full_tensors
 from flowrl.errors import ConfigError
@@ -18,9 +20,9 @@ from flowrl.io import write_bytes, write_json
 from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
 from flowrl.settings import settings_text
 from flowrl.training import logging as lines
-from flowrl.training.build import make_method, make_reward, make_world, policy_options
+from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors
-from flowrl.training.config import RunConfig
+from flowrl.training.config import FORMAT, RunConfig
 from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
 from flowrl.training.heldout import HeldoutMetrics, make_heldout_metrics
 from flowrl.training.logging import Journal
@@ -29,13 +31,11 @@ from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.trainer import Trainer
 from flowrl.worlds.base import World
 
+PACKAGES = ("flowrl-lab", "torch", "diffusers", "transformers", "peft")
+"""Those that the numbers depend on."""
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "nfe_total"} whenever one of them changes, and with {"warning"}."""
-
-
-def _silent(_: dict[str, Any]) -> None:
-    return None
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Run:
 
     config: RunConfig
     folder: Path
-    report: Report = _silent
+    report: Report = lambda state: None
     stop: Callable[[], bool] = lambda: False
     shared: Path | None = None
     distributed: Distributed = Distributed()
@@ -75,20 +75,15 @@ class Run:
             raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
         world = make_world(self.config)
         self._heldout = make_heldout_metrics(self.config, world)
-        method = make_method(self.config)
-        reward = make_reward(self.config)  # before the policy: what is wrong here is told without waiting for a large model
-        policy = world.policy(policy_options(self.config))
-        trainer = Trainer(
-            policy, method, reward, world.prompts(self.config.environment.task, "train"), self.config, self.distributed
-        )
+        trainer = make_trainer(self.config, self.distributed, world)
+        policy = trainer.policy
         trainer.on_phase = lambda phase: self._tell({"phase": phase})
         rows = self._restore(trainer, start) if resume else []
         journal = Journal(self.config, self.folder, trainer.done)
         if not rows:
             self.distributed.any(False)  # all processes have looked whether there is a run already
             if self.distributed.is_main:
-                write_json(self.folder / "config.json", self.config.as_dict())
-                _write_settings(self.folder / "config.yaml", self.config)
+                self._write_settings()
             rows = [self._first_row(policy, world)]
             journal.row(rows[0])
         if isinstance(policy, PromptEmbedding):
@@ -107,7 +102,10 @@ class Run:
         found = memory_notices(trainer) if trainer.policy.device.type == "cuda" and trainer.done < self.config.iterations else []
         self._warn(found)
         while trainer.done < self.config.iterations:
-            row = self._iteration(trainer)
+            try:
+                row = trainer.iteration()
+            except NonFiniteError as error:
+                raise error.saved(self.folder / "failure") from error
             for name in TOTALS:
                 row[f"{name}_total"] = rows[-1][f"{name}_total"] + row[name]
             due = trainer.done % self.config.evaluation.eval_every == 0 or trainer.done == self.config.iterations
@@ -131,15 +129,16 @@ class Run:
                 return latest
         return latest
 
-    def _iteration(self, trainer: Trainer) -> dict[str, Any]:
-        try:
-            return trainer.iteration()
-        except NonFiniteError as error:
-            raise error.saved(self.folder / "failure") from error
-
     def _warn(self, found: list[Notice]) -> None:
         if found:
             self._tell({"warning": "\n".join(notice.text for notice in found)})
+
+    def _write_settings(self) -> None:
+        """config.json, and config.yaml for ``flowrl train --config``."""
+        write_json(self.folder / "config.json", {"format": FORMAT, **self.config.as_dict()})
+        packages = ", ".join(f"{name} {found}" for name, found in versions().items())
+        comment = f"All settings of this run; repeat it with: flowrl train --config config.yaml --out NEW_FOLDER ({packages})"
+        write_bytes(self.folder / "config.yaml", settings_text(self.config.as_dict(), comment).encode())
 
     def _first_row(self, policy: FlowPolicy, world: World) -> dict[str, Any]:
         self._tell({"phase": "evaluation"})
@@ -159,32 +158,8 @@ class Run:
     def _untrained(self, policy: FlowPolicy, world: World) -> tuple[bytes, dict[str, float]]:
         """First samples (safetensors) and scores of the model before training, computed once per evaluation setting."""
         c = self.config
-        settings = [
-            c.environment.world,
-            c.environment.task,
-            c.environment.reward_form,
-            c.environment.reward,
-            c.evaluation.eval_samples,
-            c.evaluation.eval_steps,
-            c.evaluation.eval_solver,
-            c.policy.device,
-            c.policy.dtype,
-            c.policy.base_weights,
-            *(
-                (
-                    c.policy.model,
-                    c.environment.prompts,
-                    c.environment.heldout_prompts,
-                    c.policy.resolution,
-                    c.policy.guidance_scale,
-                    c.policy.max_sequence_length,
-                    c.policy.adapter,
-                )
-                if c.policy.model
-                else ()
-            ),
-            *_heldout_settings(c),
-        ]
+        values = c.as_dict()
+        settings = [values["environment"], values["policy"], values["evaluation"], c.seed if c.environment.reward_noise else 0]
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
         kept = None if self.shared is None else self.shared / f"untrained-{key}.safetensors"
         if kept is not None and kept.exists() and kept.with_suffix(".json").exists():
@@ -224,17 +199,15 @@ class Run:
         if start:
             (self.folder / "done.json").unlink(missing_ok=True)
             self._checkpoints.forget_after(start)
-        restored = lines.restore(self.folder / "metrics.jsonl", checkpoint.values["rows"])
-        if restored.note:
-            self._tell({"warning": restored.note})
-        return restored.rows
+        note = lines.restore(self.folder / "metrics.jsonl", checkpoint.values["rows"])
+        if note:
+            self._tell({"warning": note})
+        return checkpoint.values["rows"]
 
     def _score(self, policy: FlowPolicy, world: World) -> Evaluation:
-        c = self.config
-        quiet = c.replace(reward_noise=0.0, reward_bias=0.0)
-        own = (
-            make_reward(quiet) if c.environment.reward and not c.policy.model else None
-        )  # a model's world has no other reward than this
+        c, own = self.config, None
+        if c.environment.reward and not c.policy.model:  # a model's world has no other reward than this
+            own = make_reward(c.replace(reward_noise=0.0, reward_bias=0.0))
         return evaluate(
             policy, world, c.environment.task, c.environment.reward_form, c.evaluation.eval_samples, c.evaluation.eval_steps,
             c.rollout.max_batch,
@@ -248,35 +221,27 @@ class Run:
 
     def _finish(self, trainer: Trainer, world: World, after: Evaluation) -> None:
         before = self._before(world)
-        if not self.distributed.is_main:
-            if self.distributed.sharded:  # the main process alone can neither call the network nor put its weights together
-                with TemporaryDirectory() as scratch:
-                    self._export(Path(scratch), trainer, world)
-            return
-        write_bytes(self.folder / "samples.safetensors", save({"before": before["images"], "after": after.images}))
-        samples = {
-            "prompts": [prompt.text for prompt in after.prompts],
-            "reward_before": before["scores"].tolist(),
-            "reward_after": after.image_scores.tolist(),
-        }
-        write_json(self.folder / "samples.json", samples)
-        self._export(self.folder, trainer, world)
-        write_json(self.folder / "done.json", {"iterations": trainer.done})
+        if self.distributed.is_main:
+            write_bytes(self.folder / "samples.safetensors", save({"before": before["images"], "after": after.images}))
+            samples = {
+                "prompts": [prompt.text for prompt in after.prompts],
+                "reward_before": before["scores"].tolist(),
+                "reward_after": after.image_scores.tolist(),
+            }
+            write_json(self.folder / "samples.json", samples)
+            self._export(self.folder, trainer, world)
+            write_json(self.folder / "done.json", {"iterations": trainer.done})
+        elif self.distributed.sharded:  # the main process alone can neither call the network nor put its weights together
+            with TemporaryDirectory() as scratch:
+                self._export(Path(scratch), trainer, world)
 
     def _before(self, world: World) -> dict[str, torch.Tensor]:
         """The untrained model's samples and scores; made again where the file is missing or damaged."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
-        path = self.folder / "before.safetensors"
-
-        def read() -> dict[str, torch.Tensor] | None:
-            try:
-                return load(path.read_bytes()) if self.distributed.is_main else None
-            except (OSError, SafetensorError):
-                return None
-
-        found = self.distributed.gather(read())[0]
+        path, found = self.folder / "before.safetensors", None
+        if self.distributed.is_main:
+            with suppress(OSError, SafetensorError):
+                found = load(path.read_bytes())
+        found = self.distributed.gather(found)[0]
         if found is None:
             pictures, _ = self._untrained(world.policy(policy_options(self.config)), world)
             if self.distributed.is_main:
@@ -295,32 +260,10 @@ class Run:
             write_bytes(folder / "weights.safetensors", save({name: mean.contiguous() for name, mean in average.items()}))
 
 
-def _heldout_settings(c: RunConfig) -> list[Any]:
-    """The settings that held-out metrics depend on; empty if there are none."""
-    if not c.evaluation.heldout_rewards and not c.evaluation.diversity:
-        return []
-    groups = (c.evaluation.diversity_prompts, c.evaluation.diversity_samples)
-    return [
-        c.evaluation.heldout_rewards,
-        c.environment.reward_noise,
-        c.environment.reward_bias,
-        c.seed if c.environment.reward_noise else 0,
-        c.evaluation.diversity,
-        *groups,
-    ]
-
-
-def _write_settings(path: Path, config: RunConfig) -> None:
-    """All settings as YAML for ``flowrl train --config``."""
-    packages = ", ".join(f"{name} {found}" for name, found in versions().items())
-    comment = f"All settings of this run; repeat it with: flowrl train --config config.yaml --out NEW_FOLDER ({packages})"
-    write_bytes(path, settings_text(config.as_dict(), comment).encode())
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that the numbers depend on."""
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Versions of installed `packages`; by default of those that the numbers depend on."""
     found = {}
-    for package in ("flowrl-lab", "torch", "diffusers", "transformers", "peft"):
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from flowrl.cli import main
 from flowrl.distributed import Distributed
@@ -59,7 +60,7 @@ def test_the_newest_few_are_kept(tmp_path, keep, left):
     for done in (10, 20, 30, 40):
         kept.save(checkpoint(done), done)
         assert whole_content(kept.load()) == done
-    assert kept.names() == left == sorted(path.name for path in kept.folder.iterdir())
+    assert kept.names() == left == sorted(path.stem for path in kept.folder.iterdir())
     assert [whole_content(kept.load(name)) for name in left] == [int(name) for name in left]
     with pytest.raises(CheckpointError, match=f"no checkpoint 000011 in .*; there are {', '.join(left)}"):
         kept.load("000011")
@@ -80,16 +81,16 @@ def test_saving_the_same_iteration_again_replaces_it(tmp_path):
 
 
 DAMAGE = {
-    "truncated tensors": lambda f: (f / "tensors.safetensors").write_bytes((f / "tensors.safetensors").read_bytes()[:-3]),
-    "one bit": lambda f: (f / "tensors.safetensors").write_bytes(flipped((f / "tensors.safetensors").read_bytes())),
-    "no tensors": lambda f: (f / "tensors.safetensors").unlink(),
-    "truncated card": lambda f: (f / "checkpoint.json").write_bytes((f / "checkpoint.json").read_bytes()[:-3]),
-    "binary card": lambda f: (f / "checkpoint.json").write_bytes(b"\xff\x00\xfe"),
-    "empty card": lambda f: (f / "checkpoint.json").write_bytes(b""),
-    "a list": lambda f: (f / "checkpoint.json").write_text("[1]"),
-    "another position": lambda f: edit(f / "checkpoint.json", '"done": 20', '"done": 21'),
-    "another row": lambda f: edit(f / "checkpoint.json", '"iteration": 20', '"iteration": 2'),
-    "no card": lambda f: (f / "checkpoint.json").unlink(),
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-3]),
+    "one bit": lambda file: file.write_bytes(flipped(file.read_bytes())),
+    "half a header": lambda file: file.write_bytes(file.read_bytes()[:40]),
+    "binary": lambda file: file.write_bytes(b"\xff\x00\xfe"),
+    "empty": lambda file: file.write_bytes(b""),
+    "tensors alone": lambda file: file.write_bytes(save({"weight": torch.zeros(3)})),
+    "another position": lambda file: edit(file, rb"\"done\": 20", rb"\"done\": 21"),
+    "another row": lambda file: edit(file, rb"\"iteration\": 20", rb"\"iteration\": 21"),
+    "another name": lambda file: edit(file, b'"weight"', b'"height"'),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
 }
 
 
@@ -98,9 +99,9 @@ def flipped(data):
 
 
 def edit(path, before, after):
-    text = path.read_text()
-    assert before in text
-    path.write_text(text.replace(before, after))
+    data = path.read_bytes()
+    assert before in data
+    path.write_bytes(data.replace(before, after))
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -108,12 +109,12 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_offered(tm
     kept = Checkpoints(tmp_path / "a run", keep=2)
     for done in (10, 20):
         kept.save(checkpoint(done), done)
-    DAMAGE[kind](kept.folder / "000020")
+    DAMAGE[kind](kept.path("000020"))
     words = r"000020.*Checkpoint 000010 is complete.*flowrl train --resume '.*a run' --from 000010$"
     with pytest.raises(CheckpointError, match=words):
         kept.load()
     assert whole_content(kept.load("000010")) == 10
-    (kept.folder / "000010" / "tensors.safetensors").unlink()
+    kept.path("000010").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"000020.*no earlier one.*keep_checkpoints"):
         kept.load()
 
@@ -121,9 +122,14 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_offered(tm
 def test_a_checkpoint_of_another_version_is_refused_by_its_format(tmp_path):
     kept = Checkpoints(tmp_path)
     kept.save(checkpoint(7), 7)
-    edit(kept.folder / "000007" / "checkpoint.json", "flowrl-checkpoint-3", "flowrl-checkpoint-2")
-    with pytest.raises(CheckpointError, match=r"000007 was written by another version of flowrl \(format 'flowrl-checkpoint-2'"):
+    edit(kept.path("000007"), b"flowrl-checkpoint-4", b"flowrl-checkpoint-5")
+    words = r"000007.safetensors was written by another version of flowrl \(format 'flowrl-checkpoint-5'"
+    with pytest.raises(CheckpointError, match=words):
         kept.load()
+    (kept.folder / "000010").mkdir()
+    (kept.folder / "000010" / "checkpoint.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"000010 was written by another version .*'flowrl-checkpoint-3 or older'"):
+        kept.names()
 
 
 def parameters_and(optimizer):
@@ -252,9 +258,9 @@ def test_whatever_operation_of_a_save_fails_a_complete_checkpoint_is_left(tmp_pa
             whole_content(kept.load(name))
         kept.save(checkpoint(4), 4)  # and it goes on, and cleans up
         assert whole_content(kept.load()) == 4
-        assert sorted(path.name for path in kept.folder.iterdir()) == kept.names()
+        assert sorted(path.stem for path in kept.folder.iterdir()) == kept.names()
         assert len(kept.names()) == keep
-    assert at > 15
+    assert at > 6
 
 
 def numbers(folder):
@@ -301,7 +307,7 @@ def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, c
     real = os.replace
 
     def full(source, target):
-        if str(target).endswith("000004"):
+        if str(target).endswith("000004.safetensors"):
             raise OSError(errno.ENOSPC, "No space left on device", str(source))
         real(source, target)
 
@@ -309,9 +315,9 @@ def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, c
         patch.setattr(os, "replace", full)
         assert main(["train", *options, "--out", str(out)]) == 2
     error = capsys.readouterr().err
-    assert "000004.new cannot be written: No space left on device. Checkpoint 000002 is complete" in error.replace("\n", " ")
+    assert ".tmp cannot be written: No space left on device. Checkpoint 000002 is complete" in error.replace("\n", " ")
     assert f"flowrl train --resume {out}" in error.replace("\n", " ")
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["000002"]
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002.safetensors"]
     assert main(["train", "--resume", str(out)]) == 0
     assert Checkpoints(out).names() == ["000004"]
 
@@ -325,7 +331,7 @@ def test_a_run_goes_on_from_the_previous_checkpoint_where_the_last_is_damaged(tm
     Run(config, out).execute()
     expected = numbers(out)
     assert Checkpoints(out).names() == ["000002", "000003", "000004"]
-    DAMAGE["one bit"](out / "checkpoints" / "000004")
+    DAMAGE["one bit"](Checkpoints(out).path("000004"))
     (out / "done.json").unlink()
     assert main(["train", "--resume", str(out)]) == 2
     assert "Checkpoint 000003 is complete" in capsys.readouterr().err.replace("\n", " ")
@@ -481,5 +487,5 @@ def test_paused_and_killed_diffusers_models_resume_to_the_same_bits(tmp_path, fa
 
 def test_a_finished_run_leaves_one_checkpoint_that_can_be_read(tmp_path):
     Run(SMALL, tmp_path).execute()
-    assert load_checkpoint(tmp_path / "checkpoints" / "000002").values["done"] == 2
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000002"]
+    assert load_checkpoint(tmp_path / "checkpoints" / "000002.safetensors").values["done"] == 2
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000002.safetensors"]

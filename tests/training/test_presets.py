@@ -8,6 +8,7 @@ from tiny_rewards import tiny_clip, tiny_detector
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
+from flowrl.io import write_json
 from flowrl.methods import named_method
 from flowrl.prompts import prompts_from
 from flowrl.settings import grouped, read_settings, settings_text
@@ -220,6 +221,24 @@ def test_values_survive_yaml(tmp_path):
         "learning_rate": 1e-4, "kl_weight": 0.0, "seed": 3, "window": "2:5", "adapter": "12", "model": "",
         "heldout_rewards": ("ocr",),
     }  # fmt: skip
+
+
+def test_a_run_folder_of_another_format_is_one_line(tmp_path, capsys):
+    old = {"seed": 0, "method": "flow-grpo", "members": 12, "lr": 4e-3, "world": "shapes"}
+    other = {"format": "flowrl-run-9", **RunConfig().as_dict()}
+    for values, words in ((old, "flowrl 0.1 with flat settings; this version reads"), (other, "'flowrl-run-9' is not allowed")):
+        write_json(tmp_path / "config.json", values)
+        (tmp_path / "metrics.jsonl").write_text("")
+        for command in (["train", "--resume", str(tmp_path)], ["train", "--config", f"{tmp_path}/config.json"]):
+            assert main(command) == 2
+            error = capsys.readouterr().err
+            assert words in error and str(tmp_path / "config.json") in error and "'flowrl-run-2'" in error
+        with pytest.raises(ConfigError, match=words):
+            load_run(tmp_path)
+    with pytest.raises(ConfigError, match="flat settings"):
+        RunConfig.from_dict(old)
+    write_json(tmp_path / "config.json", {"format": "flowrl-run-2", **RunConfig(seed=3).as_dict()})
+    assert load_config(tmp_path / "config.json") == RunConfig(seed=3)
 
 
 @pytest.mark.slow
