@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from flowrl_course import lesson_01 as lesson
 
-from flowrl.flow.mixture import GaussianMixture
+from flowrl.flow import GaussianMixture
 from tests.course.cases import Case
 
 RING = GaussianMixture.ring()

@@ -136,7 +136,7 @@ CASES = [
             ({**RIGHT, "C": "supported"}, "without any turning point"),
             ({**RIGHT, "E": "supported"}, "overhead per call"),
             ({**RIGHT, "F": "open"}, "same six prompts"),
-            ({**RIGHT, "G": "supported"}, "two dimensions say nothing"),
+            ({**RIGHT, "G": "supported"}, "two dimensions do not decide"),
             ({**RIGHT, "B": ...}, "no answer yet for claim B"),
         ],
     ),

@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from flowrl.flow.mixture import GaussianMixture
+from flowrl.flow import GaussianMixture
 from flowrl_course import lesson_01 as lesson
 from flowrl_course.figures import ACCENT, DATA, NOISE, animation, clean, panels, plane
 

@@ -27,8 +27,7 @@ import math
 import matplotlib.pyplot as plt
 import torch
 
-from flowrl.flow import uniform_schedule
-from flowrl.flow.mixture import GaussianMixture
+from flowrl.flow import GaussianMixture, uniform_schedule
 from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, FlowSDE, Window, transition_stds
 from flowrl_course import lesson_02 as lesson
 from flowrl_course.figures import ACCENT, DATA, NOISE, OTHERS, animation, clean, panels, plane

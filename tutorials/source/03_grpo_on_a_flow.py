@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from flowrl import RunConfig, Trainer, world
-from flowrl.flow.mixture import GaussianMixture
+from flowrl.flow import GaussianMixture
 from flowrl.worlds.base import PolicyOptions
 from flowrl_course import lesson_03 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, clean, panels, plane

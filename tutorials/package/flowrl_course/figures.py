@@ -72,8 +72,10 @@ class ImageRow:
 def show_images(*rows: ImageRow, heads: Sequence[str] = (), title: str = "", size: float = 1.25) -> Figure:
     """Rows of images of `size` inches; `heads` are the titles of the columns."""
     columns = max(len(row.images) for row in rows)
+    left, above = 1.0 * any(row.label for row in rows), 0.35 * bool(heads) + 0.3 * bool(title)
+    height = size + 0.25 * any(len(row.captions) for row in rows)
     figure, axes = plt.subplots(
-        len(rows), columns, figsize=(size * columns + 0.3, (size + 0.3) * len(rows) + 0.3), layout="constrained", squeeze=False
+        len(rows), columns, figsize=(left + size * columns, above + height * len(rows)), layout="constrained", squeeze=False
     )
     for cells, row in zip(axes, rows, strict=True):
         captions = [f"{score:.2f}" for score in row.captions.tolist()] if isinstance(row.captions, Tensor) else row.captions

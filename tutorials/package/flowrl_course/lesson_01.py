@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.flow import interpolate, tweedie
-from flowrl.flow.mixture import GaussianMixture
+from flowrl.flow import GaussianMixture, interpolate, tweedie
 from flowrl_course.checking import Unsolved, answered, check, close, expect, number, same, tensor
 
 Answer = Callable[..., Any]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.flow.mixture import GaussianMixture
+from flowrl.flow import GaussianMixture
 from flowrl_course.checking import answered, check, close, expect, number, same, tensor
 
 Answer = Callable[..., Any]

@@ -1,0 +1,137 @@
+"""The build of the lessons: how outputs are compared, and that the committed notebooks match their sources."""
+
+import importlib.util
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location("build_lessons", ROOT / "tutorials" / "build.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+build = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(build)
+SOURCES = build.sources([])
+
+HEADER = """\
+# %% [markdown]
+# # A lesson
+
+"""
+EXPECTED = """\
+# %% [markdown] tags=["expected"]
+# reward 0.75..0.90, ratio 1.00
+
+"""
+TRAINED = '# %%\nprint("reward 0.83, ratio 1.00")\n\n' + EXPECTED
+
+
+def lesson(folder: Path, text: str, name: str = "01_trial.py") -> Path:
+    path = folder / name
+    path.write_text(HEADER + text)
+    return path
+
+
+def executed(source: Path, *texts: str):
+    """The version with solutions, as if its code cells after the first (which installs) had printed `texts`."""
+    notebook = build.solved(source)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"][1:]
+    for cell, text in zip(cells, texts, strict=True):
+        cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)]
+    return notebook
+
+
+def stored(folder: Path, notebook) -> Path:
+    path = folder / "01_trial.ipynb"
+    nbformat.write(notebook, path)
+    return path
+
+
+@pytest.mark.parametrize("output", ["reward 0.75", "reward 0.9", "reward  0.80\n"])
+def test_a_number_inside_its_range_passes(output: str) -> None:
+    assert build.differs("reward 0.75..0.90", output) is None
+
+
+@pytest.mark.parametrize("output", ["reward 0.74", "reward 0.91", "reward -0.80", "reward nan"])
+def test_a_number_outside_its_range_fails(output: str) -> None:
+    assert build.differs("reward 0.75..0.90", output) is not None
+
+
+@pytest.mark.parametrize(
+    ("expected", "inside", "outside"),
+    [
+        ("clipped 15..30%", "clipped 30%", "clipped 31%"),
+        ("after 40,000..50,000 passes", "after 41,656 passes", "after 39,999 passes"),
+        ("difference -0.07..+0.03", "difference -0.019", "difference -0.071"),
+        ("rounding 1e-7..1e-4", "rounding 3e-05", "rounding 3e-04"),
+    ],
+)
+def test_ranges_of_percentages_large_signed_and_small_numbers(expected: str, inside: str, outside: str) -> None:
+    assert build.differs(expected, inside) is None
+    assert build.differs(expected, outside) is not None
+
+
+@pytest.mark.parametrize(
+    ("expected", "equal", "different"),
+    [
+        ("55 evaluations", "55 evaluations", "56 evaluations"),
+        ("4,000 evaluations", "4,000 evaluations", "4,001 evaluations"),
+        ("0.43 of all", "0.42 of all", "0.41 of all"),
+        ("17.4 steps", "17.7 steps", "17.8 steps"),
+        ("5% of all", "6% of all", "7% of all"),
+        ("error 2.6e-01", "error 2.7e-01", "error 2.8e-01"),
+    ],
+)
+def test_without_a_range_integers_are_equal_and_others_close(expected: str, equal: str, different: str) -> None:
+    """Other numbers and percentages may differ by 2%, or by a unit of the last printed digit."""
+    assert build.differs(expected, equal) is None
+    assert build.differs(expected, different) is not None
+
+
+@pytest.mark.parametrize("output", ["return 0.80", "reward 0.80 0.80", "reward 0.80%", ""])
+def test_text_must_be_equal(output: str) -> None:
+    assert build.differs("reward 0.75..0.90", output) is not None
+
+
+def test_an_expected_output_is_in_neither_version(tmp_path: Path) -> None:
+    source = lesson(tmp_path, TRAINED)
+    assert build.expected_outputs(source) == [None, None, "reward 0.75..0.90, ratio 1.00"]
+    for notebook in (build.solved(source), build.student(source)):
+        assert "0.75..0.90" not in nbformat.writes(notebook)
+
+
+@pytest.mark.parametrize("before", ["", "# %% [markdown]\n# Text.\n\n", '# %% tags=["solution"]\nx = 1\n\n'])
+def test_an_expected_output_must_follow_its_code_cell(tmp_path: Path, before: str) -> None:
+    source = lesson(tmp_path, before + EXPECTED)
+    with pytest.raises(SystemExit, match="must follow its code cell"):
+        build.read(source)
+
+
+def test_check_compares_trained_cells_with_their_ranges(tmp_path: Path) -> None:
+    """The stored and the fresh output may differ inside the range; each must be inside."""
+    source = lesson(tmp_path, TRAINED)
+    expected = build.expected_outputs(source)
+    inside, other, outside = (executed(source, f"reward {value}, ratio 1.00") for value in (0.76, 0.89, 0.91))
+    assert build.stale(stored(tmp_path, inside), other, expected) == []
+    (problem,) = build.unexpected("01_trial.py", outside, expected)
+    assert "0.91 instead of 0.75..0.90 in the line 'reward 0.91, ratio 1.00'" in problem
+    assert build.stale(stored(tmp_path, outside), inside, expected)
+
+
+def test_check_compares_other_cells_with_their_stored_output(tmp_path: Path) -> None:
+    source = lesson(tmp_path, '# %%\nprint("mean 0.50")\n\n# %% tags=["varies"]\nprint("9 seconds")\n\n')
+    expected = build.expected_outputs(source)
+    path = stored(tmp_path, executed(source, "mean 0.50", "9 seconds"))
+    assert build.stale(path, executed(source, "mean 0.51", "3 seconds"), expected) == []
+    assert build.stale(path, executed(source, "mean 0.52", "9 seconds"), expected)
+    changed = lesson(tmp_path, '# %%\nprint("mean")\n\n# %%\nprint("seconds")\n\n', "02_changed.py")
+    assert "not built from the present source" in build.stale(path, executed(changed, "mean", "seconds"), [None] * 4)[0]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_committed_notebooks_match_their_source(source: Path) -> None:
+    notebook = nbformat.read(ROOT / "tutorials" / f"{source.stem}.ipynb", as_version=4)
+    assert [cell.source for cell in notebook.cells] == [cell.source for cell in build.solved(source).cells]
+    assert build.unexpected(source.name, notebook, build.expected_outputs(source)) == []
+    assert (ROOT / "tutorials" / "student" / f"{source.stem}.ipynb").read_text() == nbformat.writes(build.student(source))
