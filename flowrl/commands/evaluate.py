@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
 
-from flowrl.commands.settings import typed_command
+from flowrl.commands.options import typed_command
 from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.training.build import make_reward, make_world, policy_options
 

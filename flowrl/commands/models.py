@@ -43,7 +43,7 @@ class Sample:
         """Sample, score and write the grid."""
         import torch
 
-        from flowrl.plots.images import image_grid
+        from flowrl.plots.image_grids import image_grid
         from flowrl.plots.style import save
         from flowrl.rollout import initial_noise, sample_images, score
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from flowrl.commands.settings import base_of, changes, options_class, options_with, typed_command
+from flowrl.commands.options import base_of, changes, options_class, options_with, typed_command
 from flowrl.errors import require
 from flowrl.training.config import RunConfig, load_config, preset
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from flowrl.diagnostics.weight_comparison import WeightComparison
 from flowrl.io import write_bytes, write_json
 from flowrl.plots.figures import curves, phases, proxy_and_heldout
-from flowrl.plots.images import base_and_trained, samples, trajectory
+from flowrl.plots.image_grids import base_and_trained, samples, trajectory
 from flowrl.plots.pages import render
 from flowrl.plots.style import colour, png
 from flowrl.training.results import Comparison, MethodSummary, load_comparison, summarise, summary_values

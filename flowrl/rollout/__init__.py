@@ -1,9 +1,9 @@
 """Sampling trajectories and images, and scoring unfinished states: batched, with every network call counted."""
 
-from flowrl.rollout.images import EVALUATION_SEED, ImageBatch, initial_noise, sample_images
+from flowrl.rollout.reward_table import RewardTables, reward_table, reward_tables, score, score_components
 from flowrl.rollout.rollout import Groups, Rollout, attach_stds, rollout
+from flowrl.rollout.sampling import EVALUATION_SEED, ImageBatch, initial_noise, sample_images
 from flowrl.rollout.solvers import SOLVERS, Usage, integrate, solve
-from flowrl.rollout.table import RewardTables, reward_table, reward_tables, score, score_components
 
 __all__ = [
     "EVALUATION_SEED",

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flowrl.serving.app import create_app
-    from flowrl.serving.settings import ServerLimits, ServerSettings
+    from flowrl.serving.server_settings import ServerLimits, ServerSettings
     from flowrl.serving.uvicorn_server import Listener, make_server, serve
 
 __all__ = ["Listener", "ServerLimits", "ServerSettings", "create_app", "make_server", "serve"]
 
-_MODULES = {"create_app": "app", "ServerLimits": "settings", "ServerSettings": "settings"}
+_MODULES = {"create_app": "app", "ServerLimits": "server_settings", "ServerSettings": "server_settings"}
 
 
 def __getattr__(name: str) -> Any:

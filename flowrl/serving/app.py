@@ -22,7 +22,7 @@ from flowrl.rewards.contract import ComponentScores
 from flowrl.serving.batching import Batcher, Metrics
 from flowrl.serving.openapi import ERRORS, SCORE_REQUEST, HealthResponse, InfoResponse, render_page
 from flowrl.serving.request import MemoryBudget, RequestError, RequestMemory, TokenCheck, read_request
-from flowrl.serving.settings import ServerSettings
+from flowrl.serving.server_settings import ServerSettings
 from flowrl.serving.wire_format import API_VERSION, ErrorDetail, ErrorResponse, ScoreResponse, encode_scores
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from torch import Tensor
 
-from flowrl.serving.settings import ServerLimits
+from flowrl.serving.server_settings import ServerLimits
 from flowrl.serving.wire_format import WireFormatError, decode_pngs, decode_prompts, decode_safetensors, png_size
 from flowrl.types import Prompt
 

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from flowrl.errors import ConfigError, require
 from flowrl.protocols import RewardModel
 from flowrl.serving.app import create_app
-from flowrl.serving.settings import ServerSettings
+from flowrl.serving.server_settings import ServerSettings
 
 
 @dataclass(frozen=True)

@@ -182,8 +182,8 @@ def test_the_help_shows_the_defaults_of_the_chosen_world(capsys):
 def test_what_is_on_or_off_needs_no_word():
     import tyro
 
+    from flowrl.commands.options import changes, options_with
     from flowrl.commands.runs import TrainOptions
-    from flowrl.commands.settings import changes, options_with
     from flowrl.training.config import RunConfig
 
     def given(words, base=RunConfig()):

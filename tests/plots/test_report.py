@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from flowrl.diagnostics.weight_comparison import SamplingSettings, ScoredImages, WeightComparison, compare_scores
 from flowrl.plots.figures import curves, phases
-from flowrl.plots.images import image_grid
+from flowrl.plots.image_grids import image_grid
 from flowrl.plots.pages import inline, markdown_code, render
 from flowrl.plots.report import headline, table_rows, table_text, write_evaluation, write_report
 from flowrl.plots.style import save, spread_labels

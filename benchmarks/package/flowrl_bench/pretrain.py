@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrl.commands.settings import typed_command
+from flowrl.commands.options import typed_command
 from flowrl.errors import require
 from flowrl.flow import interpolate, velocity_target
 from flowrl.io import write_bytes, write_json
