@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,10 +31,6 @@ class SmallSD3Config:
     text_layers: int = 2
     shift: float = 1.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
 
 class WordEncoder(nn.Module):
     """The text encoder: word and position vectors, then a small transformer, so that a word's output depends on its role in the
@@ -56,6 +52,45 @@ class WordEncoder(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return self.norm(hidden)
+
+
+class CellAutoencoder(nn.Module):
+    """Images [sample, 3, grid*cell, grid*cell] in [0, 1] <-> latents [sample, channels, grid, grid] of unit scale.
+
+    A two-layer network encodes each cell by itself. `shift` and `scale` [channels] give the latents of the world's images mean 0
+    and standard deviation 1, as a flow-matching model expects.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, channels: int, grid: int, cell: int, hidden: int = 128) -> None:
+        super().__init__()
+        pixels = 3 * cell * cell
+        self.grid, self.cell = grid, cell
+        self.encoder = nn.Sequential(nn.Linear(pixels, hidden), nn.GELU(), nn.Linear(hidden, channels))
+        self.decoder = nn.Sequential(nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, pixels), nn.Sigmoid())
+        self.register_buffer("shift", torch.zeros(channels))
+        self.register_buffer("scale", torch.ones(channels))
+
+    def encode_cells(self, cells: Tensor) -> Tensor:
+        """[cell, 3, size, size] -> [cell, channels]."""
+        return (self.encoder(cells.flatten(1)) - self.shift) / self.scale
+
+    def decode_cells(self, latents: Tensor) -> Tensor:
+        """[cell, channels] -> [cell, 3, size, size] in [0, 1]."""
+        pixels = self.decoder(latents * self.scale + self.shift)
+        return pixels.unflatten(1, (3, self.cell, self.cell))
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Images to latents."""
+        cells = rearrange(images, "s k (r h) (c w) -> (s r c) k h w", r=self.grid, c=self.grid)
+        return rearrange(self.encode_cells(cells), "(s r c) z -> s z r c", r=self.grid, c=self.grid)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents to images."""
+        cells = self.decode_cells(rearrange(latents, "s z r c -> (s r c) z"))
+        return rearrange(cells, "(s r c) k h w -> s k (r h) (c w)", r=self.grid, c=self.grid)
 
 
 class SmallSD3(nn.Module):
@@ -177,42 +212,3 @@ class SmallSD3Policy:
         """No gradients, and the adapter merged into the weights, so that a call costs as much as the base model's."""
         with torch.no_grad(), nullcontext() if self._adapters is None else self._adapters.merged():
             yield
-
-
-class CellAutoencoder(nn.Module):
-    """Images [sample, 3, grid*cell, grid*cell] in [0, 1] <-> latents [sample, channels, grid, grid] of unit scale.
-
-    A two-layer network encodes each cell by itself. `shift` and `scale` [channels] give the latents of the world's images mean 0
-    and standard deviation 1, as a flow-matching model expects.
-    """
-
-    shift: Tensor
-    scale: Tensor
-
-    def __init__(self, channels: int, grid: int, cell: int, hidden: int = 128) -> None:
-        super().__init__()
-        pixels = 3 * cell * cell
-        self.grid, self.cell = grid, cell
-        self.encoder = nn.Sequential(nn.Linear(pixels, hidden), nn.GELU(), nn.Linear(hidden, channels))
-        self.decoder = nn.Sequential(nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, pixels), nn.Sigmoid())
-        self.register_buffer("shift", torch.zeros(channels))
-        self.register_buffer("scale", torch.ones(channels))
-
-    def encode_cells(self, cells: Tensor) -> Tensor:
-        """[cell, 3, size, size] -> [cell, channels]."""
-        return (self.encoder(cells.flatten(1)) - self.shift) / self.scale
-
-    def decode_cells(self, latents: Tensor) -> Tensor:
-        """[cell, channels] -> [cell, 3, size, size] in [0, 1]."""
-        pixels = self.decoder(latents * self.scale + self.shift)
-        return pixels.unflatten(1, (3, self.cell, self.cell))
-
-    def encode(self, images: Tensor) -> Tensor:
-        """Images to latents."""
-        cells = rearrange(images, "s k (r h) (c w) -> (s r c) k h w", r=self.grid, c=self.grid)
-        return rearrange(self.encode_cells(cells), "(s r c) z -> s z r c", r=self.grid, c=self.grid)
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Latents to images."""
-        cells = self.decode_cells(rearrange(latents, "s z r c -> (s r c) z"))
-        return rearrange(cells, "(s r c) k h w -> s k (r h) (c w)", r=self.grid, c=self.grid)
