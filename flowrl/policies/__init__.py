@@ -11,29 +11,8 @@ from flowrl.policies.sd3 import SD3
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
 
 __all__ = [
-    "ARCHITECTURES",
-    "DECODER",
-    "DTYPES",
-    "LORA_TARGETS",
-    "SD3",
-    "Adapters",
-    "Architecture",
-    "Family",
-    "Flux",
-    "Memory",
-    "MixturePolicy",
-    "ModelOptions",
-    "PipelinePolicy",
-    "SmallSD3",
-    "SmallSD3Config",
-    "SmallSD3Policy",
-    "architecture",
-    "compile_blocks",
-    "count_memory",
-    "decode_scaled",
-    "device_of",
-    "family_of",
-    "has_compiled_blocks",
-    "load_policy",
+    "ARCHITECTURES", "DECODER", "DTYPES", "LORA_TARGETS", "SD3", "Adapters", "Architecture", "Family", "Flux", "Memory",
+    "MixturePolicy", "ModelOptions", "PipelinePolicy", "SmallSD3", "SmallSD3Config", "SmallSD3Policy", "architecture",
+    "compile_blocks", "count_memory", "decode_scaled", "device_of", "family_of", "has_compiled_blocks", "load_policy",
     "resolution_shift",
-]
+]  # fmt: skip

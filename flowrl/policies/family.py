@@ -11,6 +11,7 @@ from torch import Tensor
 from flowrl.errors import ConfigError, require
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Precisions by their names in settings."""
 
 
 class Family(Protocol):
