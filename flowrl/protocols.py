@@ -1,4 +1,4 @@
-"""The doors between rooms, as protocols. Their docstrings are the contract; `tests/` holds every part to it."""
+"""The interfaces between rooms, as protocols. Their docstrings are the contract, which `flowrl.testing` checks."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -53,10 +53,10 @@ class RewardModel(Protocol):
     Contract: images are [sample, channel, height, width] in [0, 1]; higher is better; the result is finite, one number per
     sample, in order, and does not depend on the other samples of the batch.
 
-    A model with an attribute `marks_invalid` that is true may return NaN for a sample that cannot be judged (a judge's answer
-    that makes no sense, say). Such a sample is left out: the credit rule sees its group without it, its steps are not trained
-    on, and it is counted ("invalid" in the metrics). A group with fewer than two samples left is left out whole. An infinite
-    score, or NaN from any other model, is an error.
+    A model with a true attribute `marks_invalid` may return NaN for a sample that cannot be judged, for example after an unusable
+    answer of a judge. Such a sample is left out: the credit rule gets its group without it, its steps are not trained on, and it
+    is counted ("invalid" in the metrics). A group with fewer than two valid samples is left out completely. An infinite score,
+    or NaN from any other model, is an error.
     """
 
     def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
@@ -66,7 +66,7 @@ class RewardModel(Protocol):
 
 @runtime_checkable
 class CompositeReward(RewardModel, Protocol):
-    """A reward model with named components, which are logged and may be credited one by one.
+    """A reward model with named components, which are logged and may be credited separately.
 
     Contract: ``score`` equals ``total(parts(images, prompts))``.
     """
@@ -76,15 +76,15 @@ class CompositeReward(RewardModel, Protocol):
         ...
 
     def total(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The reward [sample] that the components make up."""
+        """The reward [sample], from its components."""
         ...
 
 
 @runtime_checkable
 class Features(Protocol):
-    """What a diversity is measured in: any callable from pictures to vectors whose distances mean something.
+    """A feature space for diversity: any callable from images to vectors with meaningful distances.
 
-    One with a true attribute `reads_latents` is given the latents instead. Contract: finite, one row per sample, in order.
+    With a true attribute `reads_latents` it gets the latents instead. Contract: finite, one row per sample, in order.
     """
 
     def __call__(self, images: Float[Tensor, "sample channel height width"], /) -> Tensor:
@@ -96,14 +96,14 @@ class Features(Protocol):
 class CreditAssigner(Protocol):
     """A pure function from a reward table to an advantage table.
 
-    `probe` declares which reward table the rule needs: nodes nobody asked for are NaN, so misuse is loud.
+    `probe` declares which nodes the rule reads; the rewards at all others are NaN.
     Contract: the result is finite, [prompt, member, step]; invariant to a constant added to all rewards; equivariant to
     permuting members; 0 for a group of equal rewards. Rules that do not need the schedule accept None.
     """
 
     @property
     def probe(self) -> Probe:
-        """How unfinished states are scored for this rule."""
+        """The scores of unfinished states that this rule needs."""
         ...
 
     def assign(self, rewards: NodeTable, schedule: Schedule | None) -> Tensor:
@@ -122,14 +122,14 @@ class PartsCreditAssigner(CreditAssigner, Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A part with memory across iterations (for example a running baseline); checkpoints keep its state."""
+    """A part with memory across iterations (for example a running baseline); checkpoints contain its state."""
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Its memory as named tensors."""
+        """The memory as named tensors."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from `state_dict`."""
+        """Continue from `state_dict`."""
         ...
 
 
@@ -153,7 +153,7 @@ class PolicyLoss(Protocol):
 
 @runtime_checkable
 class FlowPolicy(Protocol):
-    """What owns a network: a conditional velocity field with trainable parameters, a schedule, and a decoder."""
+    """The owner of a network: a conditional velocity field with trainable parameters, a schedule, and a decoder."""
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ class FlowPolicy(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the network lives."""
+        """The device of the network."""
         ...
 
     def schedule(self, steps: int) -> Schedule:
@@ -170,7 +170,7 @@ class FlowPolicy(Protocol):
         ...
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
-        """What the network is told about the prompts, one row per prompt."""
+        """The network's condition on the prompts, one row per prompt."""
         ...
 
     def velocity(self, latent: Latents, timestep: PerSample, condition: Condition) -> Latents:

@@ -41,7 +41,7 @@ CHECKS_ON = os.environ.get("FLOWRL_TYPECHECK", "1") != "0" and os.environ.get("J
 def checked(thing: T) -> T:
     """Check the jaxtyping annotations of a function (or data class) at every call.
 
-    Put on the doors between rooms only. A call costs about 20 microseconds; ``FLOWRL_TYPECHECK=0`` (or jaxtyping's own
+    Used for the interfaces between rooms only. A call costs about 20 microseconds; ``FLOWRL_TYPECHECK=0`` (or jaxtyping's own
     ``JAXTYPING_DISABLE=1``) in the environment before the import makes it free.
     """
     if not CHECKS_ON:
@@ -51,7 +51,7 @@ def checked(thing: T) -> T:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: its text, and the metadata that a verifier needs (for example the objects asked for)."""
+    """A prompt: its text, and the metadata that a verifier needs (for example the requested objects)."""
 
     text: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -62,8 +62,8 @@ class Prompt:
 class Schedule:
     """A grid of T+1 node times from noise to data.
 
-    `times` are t_0 = 1 > t_1 > ... > t_T = 0. `timesteps` are what the network is told at each step (diffusers: 1000 t);
-    left out, they are ``1000 * times[:-1]``. `stds` are the transition's standard deviations per step under the current
+    `times` are t_0 = 1 > t_1 > ... > t_T = 0. `timesteps` are the network's time input at each step (diffusers: 1000 t),
+    by default ``1000 * times[:-1]``. `stds` are the transition's standard deviations per step under the current
     sampler (0 = not a decision), filled in by the rollout for the rules and losses that need them.
     """
 
@@ -99,7 +99,7 @@ class Schedule:
 
     @property
     def network_timesteps(self) -> Tensor:
-        """What the network is told at each step, shape [step]."""
+        """The network's time input at each step, shape [step]."""
         return self.times[:-1] * 1000.0 if self.timesteps is None else self.timesteps
 
     @property
@@ -121,11 +121,10 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Condition:
-    """What the network is told about the prompts: named tensors whose first axis is [prompt] or [sample].
+    """The network's condition on the prompts: named tensors whose first axis is [prompt] or [sample].
 
-    `keys` may name what the rows refer to (of a part of the rows: all the same, or more), for a policy that keeps something
-    outside and would else have to read a tensor back from the device to know what.
-    """
+    `keys` may list what the rows refer to (a superset, for a selection of rows). A policy that keeps embeddings elsewhere can
+    then look them up without reading a tensor back from the device."""
 
     tensors: Mapping[str, Tensor]
     keys: frozenset[int] = frozenset()
@@ -150,7 +149,7 @@ class Condition:
 
 
 class Probe:
-    """How unfinished states are scored: what a credit rule asks of the rollout. One of the classes below."""
+    """How a rollout scores unfinished states for a credit rule. One of the classes below."""
 
 
 @dataclass(frozen=True)
@@ -185,9 +184,8 @@ class Completion(Probe):
 class Continuation(Probe):
     """R_j is the mean reward of `count` stochastic continuations from node j: a Monte Carlo estimate of the value V(x_j).
 
-    Gains of such rewards estimate the true advantages V(x_{i+1}) - V(x_i) of the steps taken; what a credit rule would be if
-    evaluations were free. T (T + 1) / 2 times `count` evaluations, besides the rollout's own.
-    """
+    Gains of such rewards estimate the true advantages V(x_{i+1}) - V(x_i) of the steps taken, the ideal credit if evaluations
+    were free. Takes T (T + 1) / 2 times `count` evaluations, in addition to the rollout's own."""
 
     count: int = 16
 
@@ -219,10 +217,10 @@ class Trajectories:
 @checked
 @dataclass(frozen=True)
 class LossBatch:
-    """What a policy loss sees: (trajectory, step) pairs, flattened into `sample`.
+    """The input of a policy loss: (trajectory, step) pairs, flattened into `sample`.
 
     `new` is the current policy's transition (its mean carries the gradient), `behaviour` the one that sampled
-    `next_node`, `reference` the frozen base model's (None unless the loss asks for it). `mask` is False where the pair does
+    `next_node`, `reference` the frozen base model's (None unless the loss needs it). `mask` is False where the pair does
     not count; `delta` is the step's Delta = t_i - t_{i+1}.
     """
 

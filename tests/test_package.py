@@ -1,10 +1,14 @@
 """The package as a whole: what importing costs, the typed doors, static promises."""
 
+import ast
+import inspect
 import os
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -76,3 +80,56 @@ def test_the_switch_turns_the_checks_off():
     assert python(code, FLOWRL_TYPECHECK="0") == ["Gaussian"]
     with pytest.raises(subprocess.CalledProcessError):
         python(code, FLOWRL_TYPECHECK="1")
+
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("flow", "samplers", "credit", "losses", "rewards", "policies", "prompts", "worlds", "rollout", "testing", "diagnostics")
+
+
+def documented_constants(room):
+    """The names that are assigned at the top of a room's modules and followed by a string, alone or in a run of assignments."""
+    found = set()
+    for path in (ROOT / "flowrl" / room).rglob("*.py"):
+        waiting = set()
+        for statement in ast.parse(path.read_text()).body:
+            if isinstance(statement, ast.Assign | ast.AnnAssign):
+                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                waiting |= {target.id for target in targets if isinstance(target, ast.Name)}
+            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                found |= waiting
+            else:
+                waiting = set()
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_public_names_exist_and_are_documented(room):
+    module = import_module(f"flowrl.{room}")
+    constants = documented_constants(room)
+    for name in module.__all__:
+        thing = getattr(module, name)
+        own = inspect.isclass(thing) or inspect.isroutine(thing) or isinstance(thing, ModuleType)
+        documented = own and thing.__doc__ and not thing.__doc__.startswith(f"{name}(")  # as data classes make it
+        assert documented or name in constants, f"flowrl.{room}.{name} has no docstring, and no string below it"
+
+
+def test_the_names_of_a_room_do_not_load_heavy_packages():
+    code = f"import sys, {', '.join(f'flowrl.{room}' for room in ROOMS)}; "
+    code += "print(*[m for m in ('diffusers', 'transformers', 'peft', 'matplotlib', 'datasets', 'scipy') if m in sys.modules])"
+    assert python(code) == []
+
+
+SATELLITES = ("flowrl/serving", "benchmarks/package", "tutorials/package")
+
+
+@pytest.mark.parametrize("folder", SATELLITES)
+def test_satellites_use_public_names(folder):
+    """Whatever module of a room they import a name from, the room lists it."""
+    private = []
+    for path in (ROOT / folder).rglob("*.py"):
+        for statement in ast.walk(ast.parse(path.read_text())):
+            parts = (getattr(statement, "module", None) or "").split(".")
+            if isinstance(statement, ast.ImportFrom) and parts[0] == "flowrl" and parts[1:2] and parts[1] in ROOMS:
+                public = import_module(".".join(parts[:2])).__all__
+                private += [f"{path.name}: {statement.module}.{a.name}" for a in statement.names if a.name not in public]
+    assert not private

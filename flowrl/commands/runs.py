@@ -206,7 +206,7 @@ class Train:
         from flowrl.commands.card import write_card
         from flowrl.commands.progress import train_line
         from flowrl.distributed import Distributed
-        from flowrl.policies.devices import device_of
+        from flowrl.policies import device_of
         from flowrl.training.build import check
         from flowrl.training.plan import memory_text, plan, plan_text
         from flowrl.training.run import Run

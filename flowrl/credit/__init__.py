@@ -18,23 +18,7 @@ from flowrl.credit.uniform import Uniform
 from flowrl.credit.weighted import Weighted
 
 __all__ = [
-    "GDPO",
-    "MovingAverageGain",
-    "RandomCredit",
-    "StepwiseGain",
-    "TurningPoint",
-    "Uniform",
-    "Weighted",
-    "balanced",
-    "check_advantages",
-    "clear_swings",
-    "gains",
-    "generalised_gains",
-    "large_aggregates",
-    "probed",
-    "process_rewards",
-    "random_steps",
-    "reward_to_go",
-    "turning_points",
-    "zscore",
-]
+    "GDPO", "MovingAverageGain", "RandomCredit", "StepwiseGain", "TurningPoint", "Uniform", "Weighted", "balanced",
+    "check_advantages", "clear_swings", "gains", "generalised_gains", "large_aggregates", "probed", "process_rewards",
+    "random_steps", "reward_to_go", "turning_points", "zscore",
+]  # fmt: skip

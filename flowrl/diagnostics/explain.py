@@ -1,4 +1,4 @@
-"""What a credit rule does with one reward table: gains, turning points and advantages side by side."""
+"""A credit rule applied to one reward table: gains, turning points and advantages side by side."""
 
 import csv
 import io
@@ -20,7 +20,7 @@ example,a,.50,.40,.30,.45,.60
 example,b,.50,.60,.70,.55,.40
 example,c,.50,.55,.52,.65,.62
 """
-"""The table that is explained when none is given: one turn up, one turn down, one nearly steady rise."""
+"""The default table: one turn up, one turn down, one nearly steady rise."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class RewardFile:
 def parse_rewards(text: str, origin: str = "rewards") -> RewardFile:
     """A table in CSV form: one row per trajectory, one column per node, noise first and the finished image last.
 
-    A header is optional. With one, a column "prompt" says which rows form a group, a column "member" names the row, and every
-    other column is a node; without one, every column is a node and all rows are one group. Raises `ConfigError` with the line
-    number of what cannot be read, or where groups are of different sizes.
+    With a header, the column "prompt" defines the groups, the column "member" names the rows, and every other column is a node;
+    without one, every column is a node and all rows are one group. Raises `ConfigError` with the line number of an unreadable
+    value, or if groups differ in size.
     """
     lines = ([cell.strip() for cell in line] for line in csv.reader(io.StringIO(text)))
     rows = [(number, line) for number, line in enumerate(lines, 1) if any(line)]
@@ -68,7 +68,7 @@ def parse_rewards(text: str, origin: str = "rewards") -> RewardFile:
 
 
 def read_rewards(path: Path) -> RewardFile:
-    """`parse_rewards` of a file. Raises `ConfigError` where it does not exist."""
+    """`parse_rewards` of a file. Raises `ConfigError` if it does not exist."""
     if not path.is_file():
         raise ConfigError(f"rewards: the file {path} does not exist")
     return parse_rewards(path.read_text(), str(path))
@@ -83,10 +83,10 @@ def _is_number(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A rule at work on one table. All [prompt, member, step] but `rewards`; `str()` and notebooks show it as tables.
+    """A rule applied to one table. All [prompt, member, step] but `rewards`; `str()` and notebooks show it as tables.
 
     `gains` d_i = R_{i+1} - R_i; `to_go` R_T - R_i; `plain` and `consistent`: TP-GRPO's turning points under either rule;
-    `selected`: the steps to which the rule gives the long-term reward (None for rules that know no turning points).
+    `selected`: the steps that get the long-term reward (None for rules without turning points).
     """
 
     rule: str
@@ -105,7 +105,7 @@ class Explanation:
         for prompt in range(len(self.rewards)):
             console.print(self._table(prompt))
         console.print(
-            "[x] long-term reward R_T - R_i paid here   (x) consistent turning point   ~ plain turning point", markup=False
+            "[x] gets the long-term reward R_T - R_i   (x) consistent turning point   ~ plain turning point", markup=False
         )
         return buffer.getvalue()
 
@@ -140,10 +140,10 @@ class Explanation:
 def explain(
     rule: CreditAssigner, rewards: Tensor | RewardFile | None = None, schedule: Schedule | None = None, name: str = ""
 ) -> Explanation:
-    """What `rule` does with a table [prompt, member, node] (default: the example of three trajectories).
+    """`rule` applied to a table [prompt, member, node] (default: an example of three trajectories).
 
-    Rules that score only the finished image are shown with the whole table too, but see its last node only. Raises `CreditError`
-    where the rule refuses the table.
+    Rules that score only the finished image get the last node only, although the whole table is shown. Raises `CreditError` if
+    the rule refuses the table.
     """
     if rewards is None:
         rewards = parse_rewards(EXAMPLE)

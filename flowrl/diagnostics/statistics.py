@@ -17,6 +17,7 @@ from flowrl.errors import require
 
 Values = NDArray[np.float64]
 Index = NDArray[np.intp]
+"""One value, or one drawn index, per seed."""
 DRAWS = 2000
 LEVEL = 0.95
 

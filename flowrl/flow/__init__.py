@@ -13,17 +13,6 @@ from flowrl.flow.path import (
 )
 
 __all__ = [
-    "GaussianMixture",
-    "expand",
-    "interpolate",
-    "kl",
-    "kl_without_delta",
-    "log_prob",
-    "log_prob_without_constants",
-    "noise_estimate",
-    "sample",
-    "shifted_schedule",
-    "tweedie",
-    "uniform_schedule",
-    "velocity_target",
-]
+    "GaussianMixture", "expand", "interpolate", "kl", "kl_without_delta", "log_prob", "log_prob_without_constants",
+    "noise_estimate", "sample", "shifted_schedule", "tweedie", "uniform_schedule", "velocity_target",
+]  # fmt: skip

@@ -78,6 +78,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "flux.1-dev": Architecture("FluxTransformer2DModel", {**_FLUX, "guidance_embeds": True}, 512, FLUX_ENCODERS),
     "flux.1-schnell": Architecture("FluxTransformer2DModel", {**_FLUX, "guidance_embeds": False}, 512, FLUX_ENCODERS),
 }
+"""The published architectures by name."""
 
 
 def architecture(name: str) -> Architecture:

@@ -1,4 +1,5 @@
-"""What differs between model families, as a protocol; `sd3` and `flux` are two, docs/model-families.md says how to add one."""
+"""Model families as a protocol (`sd3` and `flux` are two; docs/model-families.md explains how to add one), and the options of a
+policy over a pipeline."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,15 +8,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flowrl.errors import require
+from flowrl.errors import ConfigError, require
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Precisions by their names in settings."""
 
 
 class Family(Protocol):
-    """What differs between model families: the names of a pipeline's parts and how its transformer is called."""
+    """What differs between model families: the names of a pipeline's components, and how its transformer is called."""
 
     @property
     def pipeline(self) -> str:
-        """The diffusers class that this family is for; `pipe` below is a pipeline of that class."""
+        """The diffusers class of this family; `pipe` below is a pipeline of that class."""
         ...
 
     @property
@@ -25,11 +29,11 @@ class Family(Protocol):
 
     @property
     def text_tokens(self) -> int:
-        """The usual length of its T5 prompts."""
+        """The default length of its T5 prompts."""
         ...
 
     def latent_shape(self, pipe: Any, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one latent as the transformer sees it. Raises `ConfigError` for a size that the pipeline does not draw."""
+        """Shape of one latent as the transformer sees it. Raises `ConfigError` for a size that the pipeline does not support."""
         ...
 
     def set_timesteps(self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any) -> None:
@@ -44,7 +48,7 @@ class Family(Protocol):
         self, transformer: Any, latent: Tensor, timestep: Tensor, rows: Mapping[str, Tensor], size: tuple[int, int]
     ) -> Tensor:
         """v at `latent` [sample, *latent] in the network's precision; `timestep` = 1000 t [sample], `size` = height, width of the
-        latent picture, `rows` the embeddings [sample, ...]."""
+        latent image, `rows` the embeddings [sample, ...]."""
         ...
 
     def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
@@ -53,9 +57,9 @@ class Family(Protocol):
 
 
 def resolution_shift(scheduler: Any, tokens: int, largest: float) -> float:
-    """mu, linear in the number of image tokens between the sizes that the scheduler's config names (arXiv 2403.03206, 5.3.2).
+    """mu, linear in the number of image tokens between the sizes in the scheduler's config (arXiv 2403.03206, 5.3.2).
 
-    The grid is then sigma = e^mu / (e^mu + 1 / sigma' - 1). `largest` stands in for a missing `max_shift`, as in the pipelines.
+    The grid is then sigma = e^mu / (e^mu + 1 / sigma' - 1). `largest` replaces a missing `max_shift`, as in the pipelines.
     """
     config = scheduler.config
     low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
@@ -68,9 +72,6 @@ def decode_scaled(vae: Any, latent: Tensor) -> Tensor:
     return vae.decode(latent / vae.config.scaling_factor + (vae.config.shift_factor or 0.0), return_dict=False)[0]
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 @dataclass(frozen=True)
 class ModelOptions:
     """How a pipeline becomes a policy. Sizes in pixels; the defaults are Flow-GRPO's for SD3.5-Medium (arXiv 2505.05470)."""
@@ -79,9 +80,9 @@ class ModelOptions:
     width: int = 512
     device: str = "cpu"
     dtype: str = "float32"
-    """Precision of the frozen weights and of the network's arithmetic (autocast): float32, bfloat16 or float16. What is trained
-    is stored in float32, and velocities, latents and everything computed from them are float32. For training on a GPU take
-    bfloat16; float16 needs the loss scaled (the run's `loss_scale`), or small gradients vanish."""
+    """Precision of the frozen weights and of the network's arithmetic (autocast): float32, bfloat16 or float16. Trained weights,
+    velocities, latents and everything computed from them are float32. Use bfloat16 for training on a GPU; float16 needs a scaled
+    loss (the run's `loss_scale`), or small gradients vanish."""
     guidance_scale: float = 1.0
     """Classifier-free guidance s: v = v_neg + s (v_prompt - v_neg), in rollouts and updates alike; 1 = off (half the cost)."""
     negative_prompt: str = ""
@@ -96,10 +97,9 @@ class ModelOptions:
     adapter: str = ""
     """Start from this LoRA: a file or folder that `load_lora_weights` can read."""
     adapter_name: str = "default"
-    """What the adapter that is trained is called."""
+    """The name of the trained adapter."""
     frozen_adapters: tuple[str, ...] = ()
-    """Further LoRAs, as NAME=PATH or PATH, which are in use while sampling, training and in the reference, but are not
-    trained."""
+    """Further LoRAs, as NAME=PATH or PATH, which are active in sampling, training and the reference, but not trained."""
     keep_reference: bool = True
     """Full fine-tuning: keep a frozen copy of the transformer, in `dtype`, for a KL to the base model."""
     gradient_checkpointing: bool = False
@@ -109,31 +109,40 @@ class ModelOptions:
     decode_batch: int = 8
     """Latents per call of the image decoder."""
     decode_dtype: str = "float32"
-    """Precision of the image decoder; pictures are float32 in any case. bfloat16 is faster and rounds colours a little."""
+    """Precision of the image decoder; images are float32 in any case. bfloat16 is faster and rounds colours slightly."""
     compile: str = ""
-    """torch.compile of the transformer's blocks by this backend (inductor); empty: off. The first call of every shape takes
-    long, and sampling and training are then different programs, so that the ratio of the first update differs from 1 by
-    rounding."""
+    """Backend (inductor) that compiles the transformer's blocks; empty: off. The first call of every shape is slow. Sampling and
+    training are then different programs, so that the ratio of the first update differs from 1 by rounding."""
     cached_prompts: int = 2048
-    """Prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at 256 T5 tokens; FLUX: 4 MB at 512)."""
+    """Number of prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at 256 T5 tokens; FLUX: 4 MB at
+    512)."""
     seed: int = 0
-    """Draws the LoRA's first matrices."""
+    """Seed of the LoRA's initial matrices."""
 
     def __post_init__(self) -> None:
         for name in ("height", "width", "lora_rank", "decode_batch", "cached_prompts"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         require(self.adapter_name.isidentifier(), "adapter_name", self.adapter_name, "letters, digits and _")
-        beside = self.tuning == "lora" or not self.frozen_adapters
-        require(beside, "frozen_adapters", self.frozen_adapters, "left out unless tuning is lora: make them part of the weights")
+        fits = self.tuning == "lora" or not self.frozen_adapters
+        require(fits, "frozen_adapters", self.frozen_adapters, "left out unless tuning is lora: make them part of the weights")
         require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "above 0")
-        require(
-            0 <= self.max_sequence_length <= 512,
-            "max_sequence_length",
-            self.max_sequence_length,
-            "1 to 512, or 0 for the family's own",
-        )
+        length = self.max_sequence_length
+        require(0 <= length <= 512, "max_sequence_length", length, "1 to 512, or 0 for the family's own")
         for name in ("dtype", "decode_dtype"):
             require(getattr(self, name) in DTYPES, name, getattr(self, name), f"one of {', '.join(DTYPES)}")
         require(self.guidance_scale >= 1, "guidance_scale", self.guidance_scale, "1 (off) or more")
         for name, choices in (("guidance_gradient", ("both", "prompt")), ("tuning", ("lora", "full", "nothing"))):
             require(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
+
+
+def device_of(name: str | torch.device) -> torch.device:
+    """The device `name`: cpu, cuda, or cuda:NUMBER. Raises `ConfigError` for any other name, or a GPU that does not exist."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device = {name!r} is not allowed: cpu, cuda or cuda:NUMBER") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        allowed = f"cpu: PyTorch {torch.__version__} sees no GPU" if count == 0 else f"cuda:0 to cuda:{count - 1}, or cpu"
+        require((device.index or 0) < count, "device", str(name), allowed)
+    return device

@@ -18,9 +18,9 @@ from flowrl.policies.family import decode_scaled, resolution_shift
 class Flux:
     """`Family` of diffusers' `FluxPipeline`.
 
-    Latents are packed: [sample, token, 4 x channel], a token is a 2 x 2 patch of the latent picture. `distilled_guidance` is the
-    scale that a guidance-distilled model (FLUX.1-dev) is told; it costs nothing and is not classifier-free guidance, which
-    `ModelOptions.guidance` adds on top (the pipeline's `true_cfg_scale`).
+    Latents are packed: [sample, token, 4 x channel], a token is a 2 x 2 patch of the latent image. `distilled_guidance` is the
+    input of a guidance-distilled model (FLUX.1-dev); it costs nothing. Classifier-free guidance is separate from it
+    (`ModelOptions.guidance_scale`, the pipeline's `true_cfg_scale`).
     """
 
     distilled_guidance: float = 3.5
@@ -39,7 +39,7 @@ class Flux:
         return ((height // unit) * (width // unit), pipe.transformer.config.in_channels)
 
     def set_timesteps(self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any) -> None:
-        """The even grid 1, ..., 1/T, shifted by the number of image tokens where the scheduler's config says so."""
+        """The even grid 1, ..., 1/T, shifted by the number of image tokens if the scheduler's config has dynamic shifting."""
         sigmas = None if scheduler.config.get("use_flow_sigmas", False) else np.linspace(1.0, 1 / steps, steps)
         scheduler.set_timesteps(steps, sigmas=sigmas, mu=resolution_shift(scheduler, latent_shape[0], 1.15))
 
@@ -51,7 +51,7 @@ class Flux:
     def velocity(
         self, transformer: Any, latent: Tensor, timestep: Tensor, rows: Mapping[str, Tensor], size: tuple[int, int]
     ) -> Tensor:
-        """`FluxTransformer2DModel`, told t (it multiplies by 1000), positions, and the distilled guidance if it knows one."""
+        """`FluxTransformer2DModel` with t (it multiplies by 1000), positions, and the distilled guidance if it has that input."""
         words, device = rows["words"], latent.device
         guidance = torch.full((len(latent),), self.distilled_guidance, device=device)
         return transformer(
@@ -66,9 +66,9 @@ class Flux:
         )[0]
 
     def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
-        """Tokens back to the latent picture, then scaled and shifted as the pipeline does it."""
-        picture = rearrange(latent, "s (h w) (k p q) -> s k (h p) (w q)", h=size[0] // 2, p=2, q=2)
-        return decode_scaled(pipe.vae, picture)
+        """Tokens unpacked to the latent image, which is then scaled and shifted as in the pipeline."""
+        image = rearrange(latent, "s (h w) (k p q) -> s k (h p) (w q)", h=size[0] // 2, p=2, q=2)
+        return decode_scaled(pipe.vae, image)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""From a model's folder, or its name on the Hugging Face Hub, to a policy."""
+"""Loading a policy from a model's folder, or from its name on the Hugging Face Hub."""
 
 import os
 from collections.abc import Callable
@@ -7,8 +7,9 @@ from importlib.metadata import entry_points, version
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.policies.family import DTYPES, Family, ModelOptions
 from flowrl.policies.flux import Flux
-from flowrl.policies.pipeline import DTYPES, Family, ModelOptions, PipelinePolicy
+from flowrl.policies.pipeline import PipelinePolicy
 from flowrl.policies.sd3 import SD3
 
 FAMILIES: dict[str, Callable[[], Family]] = {"StableDiffusion3Pipeline": SD3, "FluxPipeline": Flux}
@@ -16,30 +17,30 @@ FAMILIES: dict[str, Callable[[], Family]] = {"StableDiffusion3Pipeline": SD3, "F
 
 
 def family_of(pipeline: str) -> Family:
-    """The family of a diffusers pipeline class. Raises `ConfigError` that lists the known ones."""
+    """The family of a diffusers pipeline class. Raises `ConfigError` that lists the available ones."""
     if pipeline in FAMILIES:
         return FAMILIES[pipeline]()
     points = {point.name: point for point in entry_points(group="flowrl.families")}
     if pipeline in points:
         return points[pipeline].load()()
     known = ", ".join([*FAMILIES, *points])
-    raise ConfigError(f"model: no family for a {pipeline}; known: {known}. docs/model-families.md says how to add one")
+    raise ConfigError(f"model: no family for a {pipeline}; known: {known}. docs/model-families.md explains how to add one")
 
 
 def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Family | None = None) -> PipelinePolicy:
     """The pipeline in the folder `model` (or of that name on the Hub, from the local cache or downloaded) as a policy.
 
     Weights are read from safetensors only; the frozen ones in `options.dtype`, the image decoder in float32. Raises `ConfigError`
-    where there is no such model or no family for it.
+    if there is no such model, or no family for it.
     """
     diffusers: Any = import_module("diffusers")
     try:
         name = str(diffusers.DiffusionPipeline.load_config(model)["_class_name"])
     except (OSError, KeyError, ValueError) as error:
         offline = os.environ.get("HF_HUB_OFFLINE", "0") in ("1", "true", "TRUE", "ON", "YES")
-        hint = "; only the local cache was searched: HF_HUB_OFFLINE=0 downloads" if offline else ""
+        hint = "; only the local cache was searched: HF_HUB_OFFLINE=0 allows downloads" if offline else ""
         raise ConfigError(
-            f"model: {model!r} is no folder with a model_index.json, and cannot be had from the Hub under this name "
+            f"model: {model!r} is no folder with a model_index.json, and cannot be loaded from the Hub under this name "
             f"({error}){hint}"
         ) from error
     chosen = family or family_of(name)
@@ -53,5 +54,5 @@ def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Fami
 
 
 def _dtype_argument() -> str:
-    """What diffusers calls the precision: `dtype`, and before 0.42 `torch_dtype`."""
+    """The argument for the precision in diffusers: `dtype`, and before 0.42 `torch_dtype`."""
     return "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42) else "torch_dtype"

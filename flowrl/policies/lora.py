@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685) on a diffusers transformer: adding, choosing, switching off, merging, and its file on disk."""
+"""LoRA (arXiv 2106.09685) on a diffusers transformer: adapters are added, selected, disabled, merged, saved and loaded."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,17 +16,17 @@ from flowrl.errors import CheckpointError, ConfigError
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """All attention projections, of the image and of the text stream, as Flow-GRPO (arXiv 2505.05470) trains."""
 
-ADAPTER = "default"
 PREFIX = "transformer."
+HAS_ADAPTERS = "the model has adapters already; make them part of it first: fuse_lora, then unload_lora_weights"
 
 
 class Adapters:
     """The LoRA layers of `network` (a diffusers model): W x + (alpha / rank) B A x, A Gaussian, B zero, both float32.
 
-    B = 0: the network starts as the base model. `targets` are the ends of the names of the linear layers that get one. The
-    adapter is called `name` and is the one that is trained. `beside` names adapters that the network has already: they are part
-    of every velocity, and of the reference too, but are not trained. `add` and `train` make further ones and choose between them.
-    Raises `ConfigError` where no layer is called so, or where the network has other adapters already.
+    With B = 0 the network starts as the base model. `targets` are the ends of the names of the linear layers that get an adapter;
+    the one called `name` is trained. `frozen` names adapters that the network already has: they are part of every velocity,
+    the reference's included, but not trained. `add` and `train` add further adapters and select between them. Raises
+    `ConfigError` if no layer has such a name, or if the network has other adapters already.
     """
 
     def __init__(
@@ -36,31 +36,31 @@ class Adapters:
         alpha: float,
         targets: Sequence[str],
         seed: int,
-        name: str = ADAPTER,
-        beside: Sequence[str] = (),
+        name: str = "default",
+        frozen: Sequence[str] = (),
     ) -> None:
-        if set(getattr(network, "peft_config", None) or ()) - set(beside):
-            raise ConfigError("the model has adapters already; make them part of it first: fuse_lora, then unload_lora_weights")
-        self.network, self.on = network, True
-        self.name, self.beside = name, tuple(beside)
+        if set(getattr(network, "peft_config", None) or ()) - set(frozen):
+            raise ConfigError(HAS_ADAPTERS)
+        self.network, self.name, self.frozen = network, name, tuple(frozen)
+        self.active: tuple[str, ...] = ()
         self.layers: list[Any] = []
         self._casts = False
         self.add(name, rank, alpha, targets, seed)
-        self.train(name, beside)
+        self.train(name, frozen)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All adapters of the network, in use or not."""
+        """All adapters of the network, active or not."""
         return tuple(self.network.peft_config)
 
     @property
     def rank(self) -> int:
-        """The rank of the adapter that is trained."""
+        """The rank of the trained adapter."""
         return self.network.peft_config[self.name].r
 
     def add(self, name: str, rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
-        """Give the network one more adapter, B = 0; it does nothing until `train` names it. Raises `ConfigError` for a name
-        that is taken, or where no layer is called as `targets` say."""
+        """Add an adapter with B = 0, inactive until `train` selects it. Raises `ConfigError` for a name that is taken, or if no
+        layer matches `targets`."""
         from peft import LoraConfig
         from peft.tuners.lora import LoraLayer
 
@@ -80,25 +80,23 @@ class Adapters:
         if self._casts:
             self.cast_by_autocast()
         if name != self.name:
-            self.train(self.name, self.beside)
+            self.train(self.name, self.frozen)
 
-    def train(self, name: str, beside: Sequence[str] = ()) -> None:
-        """From now on `name` is the adapter that is trained, `beside` are in use but frozen (the reference has them too), and all
-        others are off. A trainer takes its list of parameters when it is built: choose before. Raises `ConfigError` for unknown
-        names."""
-        for wanted in (name, *beside):
-            if wanted not in self.names:
-                raise ConfigError(f"adapter {wanted!r} is not allowed: the model has {', '.join(self.names)}")
-        if name in beside:
-            raise ConfigError(f"adapter {name!r} is not allowed beside itself: it is the one that is trained")
-        self.name, self.beside = name, tuple(beside)
+    def train(self, name: str, frozen: Sequence[str] = ()) -> None:
+        """Train the adapter `name`, keep `frozen` active but fixed (in the reference too), and deactivate all others. Select
+        before a trainer is built, because it reads the list of parameters then. Raises `ConfigError` for unknown names."""
+        for chosen in (name, *frozen):
+            if chosen not in self.names:
+                raise ConfigError(f"adapter {chosen!r} is not allowed: the model has {', '.join(self.names)}")
+        if name in frozen:
+            raise ConfigError(f"adapter {name!r} is not allowed: it cannot be trained and frozen")
+        self.name, self.frozen = name, tuple(frozen)
         for matrix, parameter in self._matrices().items():
             parameter.requires_grad_(f".{name}." in matrix)
-        for layer in self.layers:
-            layer._active_adapter = [*self.beside, name]
+        self._activate(True)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The matrices A and B of the adapter that is trained, by name."""
+        """The matrices A and B of the trained adapter, by name."""
         return {name: parameter for name, parameter in self._matrices().items() if parameter.requires_grad}
 
     def _matrices(self) -> dict[str, torch.nn.Parameter]:
@@ -106,34 +104,30 @@ class Adapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Without the adapter that is trained: the base model, with the frozen adapters beside it where there are some. PEFT's
+        """Within this context the trained adapter is inactive: the base model, with the frozen adapters if there are any. PEFT's
         own switch, without its change of `requires_grad`."""
-        self._switch(False)
+        self._activate(False)
         try:
             yield
         finally:
-            self._switch(True)
+            self._activate(True)
 
-    def _switch(self, on: bool) -> None:
-        self.on = on
+    def _activate(self, on: bool) -> None:
+        """Switch the trained adapter on or off; frozen ones stay on."""
+        self.active = (*self.frozen, self.name) if on else self.frozen
         for layer in self.layers:
-            if self.beside:
-                layer._active_adapter = [*self.beside, self.name] if on else list(self.beside)
-            else:
-                layer._disable_adapters = not on
+            layer._active_adapter, layer._disable_adapters = list(self.active), not self.active
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """The weights are W + (alpha / rank) B A, so that a call costs what the base model's does. Leaving restores the very same
-        tensors, so nothing drifts. Within `disabled` only what is beside is merged. Sharded weights stay as they
-        are. Call it under `torch.no_grad`."""
+        """Within this context the weights are W + (alpha / rank) B A, so that a call costs as much as the base model's. Leaving
+        it restores the original tensors, so that nothing drifts. Within `disabled` only frozen adapters are merged. Sharded
+        weights are not changed. Requires `torch.no_grad`."""
         saved = []
-        in_use = [*self.beside, self.name] if self.on else list(self.beside)
-        sharded = is_sharded_network(self.network)
-        for layer in self.layers if in_use and not sharded else ():
+        for layer in self.layers if self.active and not is_sharded_network(self.network) else ():
             weight = layer.get_base_layer().weight
             saved.append((layer, weight.data))
-            for name in in_use:
+            for name in self.active:
                 if name in layer.lora_A:
                     weight.data = weight.data + layer.get_delta_weight(name).to(weight.dtype)
             layer._disable_adapters = True
@@ -145,16 +139,16 @@ class Adapters:
                 layer._disable_adapters = False
 
     def cast_by_autocast(self) -> None:
-        """From now on, under autocast, activations go into A as they are: PEFT would turn each into A's float32 first, for
-        autocast to turn it back; the numbers are the same. Without autocast PEFT's cast stays. Decided call by call, because
-        gradient checkpointing computes activations again long after the call, under the autocast of the call."""
+        """Under autocast, pass activations to A without PEFT's cast to float32, which autocast would revert; the numbers are
+        equal. Without autocast PEFT's cast remains. Every call decides by itself, because gradient checkpointing computes
+        activations again long afterwards, under the autocast of the call."""
         self._casts = True
         for layer in self.layers:
             layer._cast_input_dtype = MethodType(_cast_unless_autocast, layer)
 
     def tensors(self) -> dict[str, Tensor]:
-        """A and (alpha / rank) B of the adapter that is trained, under PEFT's names: readers that know no alpha (they take
-        alpha = rank) get the same network."""
+        """A and (alpha / rank) B of the trained adapter, under PEFT's names: programs that ignore alpha (alpha = rank) get the
+        same network."""
         from peft import get_peft_model_state_dict
 
         found: Mapping[str, Tensor] = get_peft_model_state_dict(self.network, adapter_name=self.name)
@@ -167,10 +161,9 @@ class Adapters:
         return config.lora_alpha / config.r
 
     def load(self, path: Path, pipeline: type[Any]) -> None:
-        """Take A and B of the adapter that is trained from a LoRA file or folder that `pipeline` (a diffusers pipeline class)
-        reads.
+        """Load A and B of the trained adapter from a LoRA file or folder that `pipeline` (a diffusers pipeline class) reads.
 
-        Raises `CheckpointError` where the file is missing or no LoRA, or its layers or rank are not this adapter's.
+        Raises `CheckpointError` if the file is missing or no LoRA, or if its layers or rank are not this adapter's.
         """
         from peft import set_peft_model_state_dict
 
@@ -196,18 +189,18 @@ class Adapters:
 
 
 def _cast_unless_autocast(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """PEFT's `_cast_input_dtype`, left to autocast where that is on."""
+    """PEFT's `_cast_input_dtype`, left to autocast if that is on."""
     return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 
-def frozen_adapters(pipe: Any, specs: Sequence[str]) -> tuple[str, ...]:
-    """Load LoRAs into `pipe` as diffusers does, for use beside the one that is trained; returns their names.
+def load_frozen_adapters(pipe: Any, specs: Sequence[str]) -> tuple[str, ...]:
+    """Load LoRAs that are active but not trained into `pipe`, as diffusers does; returns their names.
 
-    A spec is NAME=PATH, or PATH, which is then called frozen1, frozen2, ... Raises `ConfigError` where the model has adapters
-    already or a name is not allowed, `CheckpointError` where a file cannot be read.
+    A spec is NAME=PATH, or PATH, which is then called frozen1, frozen2, ... Raises `ConfigError` if the model has adapters
+    already or a name is not allowed, `CheckpointError` if a file cannot be read.
     """
     if getattr(pipe.transformer, "peft_config", None):
-        raise ConfigError("the model has adapters already; make them part of it first: fuse_lora, then unload_lora_weights")
+        raise ConfigError(HAS_ADAPTERS)
     names: list[str] = []
     for number, spec in enumerate(specs, 1):
         name, path = spec.split("=", 1) if "=" in spec else (f"frozen{number}", spec)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
-from flowrl.policies.devices import device_of
+from flowrl.policies.family import device_of
 from flowrl.types import Condition, Prompt, Schedule
 
 
@@ -54,7 +54,7 @@ class MixturePolicy:
 
     @property
     def velocity_network(self) -> nn.Module:
-        """What is added to the exact velocity."""
+        """The network whose output is added to the exact velocity."""
         return self.net
 
     def schedule(self, steps: int) -> Schedule:

@@ -1,4 +1,4 @@
-"""Diffusers pipelines as policies: what all model families share. A family (`sd3`, `flux`) says what differs."""
+"""Diffusers pipelines as policies: what all model families share. A family (`sd3`, `flux`) defines what differs."""
 
 import copy
 import os
@@ -13,23 +13,23 @@ from torch import Tensor, nn
 
 from flowrl.distributed import full_tensors, is_sharded_network
 from flowrl.errors import ConfigError, require
-from flowrl.policies.devices import compile_blocks, device_of
-from flowrl.policies.family import DTYPES, Family, ModelOptions
-from flowrl.policies.lora import LORA_TARGETS, Adapters, frozen_adapters
+from flowrl.policies.family import DTYPES, Family, ModelOptions, device_of
+from flowrl.policies.lora import LORA_TARGETS, Adapters, load_frozen_adapters
 from flowrl.policies.prompt_cache import PromptCache
 from flowrl.types import Condition, Prompt, Schedule
 
-__all__ = ["DTYPES", "Family", "ModelOptions", "PipelinePolicy"]
+COMPILED_VERSIONS = 64
+"""Compiled versions of a block that are kept: kinds of blocks x sampling and training x with and without adapters x batch
+sizes."""
 
 
 class PipelinePolicy:
     """`FlowPolicy` over the transformer of a diffusers pipeline.
 
-    The pipeline is taken over: its transformer gets the adapter (or is trained as a whole) and goes to `options.device`, as does
-    its image decoder; its text encoders stay in main memory and visit the device only to embed new prompts. `pipe`
-    is the pipeline, with the weights as they are at the time. The reference is the network with its adapter disabled, or a frozen
-    copy. `adapters` (None unless a LoRA is trained) adds further ones and chooses which is trained and which are in use.
-    """
+    The policy owns the pipeline: its transformer gets the adapter (or is fully trained) and moves to `options.device`, as does
+    its image decoder; its text encoders stay in main memory and move to the device only to embed new prompts. `pipe` is the
+    pipeline with the present weights. The reference is the network with its adapter disabled, or a frozen copy. `adapters` (None
+    unless a LoRA is trained) adds further adapters and selects which are trained and active."""
 
     def __init__(self, pipe: Any, family: Family, options: ModelOptions = ModelOptions()) -> None:
         found = type(pipe).__name__
@@ -55,9 +55,9 @@ class PipelinePolicy:
         options = self.options
         if options.tuning == "lora":
             targets = options.targets or LORA_TARGETS
-            beside = frozen_adapters(self.pipe, options.frozen_adapters)
+            frozen = load_frozen_adapters(self.pipe, options.frozen_adapters)
             name, size = options.adapter_name, (options.lora_rank, options.lora_alpha)
-            self.adapters = Adapters(self.transformer, *size, targets, options.seed, name, beside)
+            self.adapters = Adapters(self.transformer, *size, targets, options.seed, name, frozen)
             if self.dtype != torch.float32:
                 self.adapters.cast_by_autocast()
             if options.adapter:
@@ -80,7 +80,7 @@ class PipelinePolicy:
 
     @property
     def latent_size(self) -> tuple[int, int]:
-        """Height and width of the latent picture, an eighth of the image's for SD3 and FLUX."""
+        """Height and width of the latent image, an eighth of the image's for SD3 and FLUX."""
         return self._size
 
     @property
@@ -94,26 +94,26 @@ class PipelinePolicy:
         return self.transformer
 
     def schedule(self, steps: int) -> Schedule:
-        """The grid that the pipeline itself uses for this size of picture, float32."""
+        """The pipeline's own grid for this image size, float32."""
         require(steps >= 1, "steps", steps, "1 or more")
         self.family.set_timesteps(self._scheduler, steps, self._latent_shape, self.pipe)
         return Schedule(self._scheduler.sigmas.float().to(self._device), self._scheduler.timesteps.float().to(self._device))
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
-        """One number per prompt; the embeddings stay in the cache and are looked up by `velocity`. The negative prompt's are kept
-        beside them. Every prompt is embedded on its own, so that its embedding does not depend on its neighbours."""
+        """One number per prompt; `velocity` looks the embeddings up in the cache, which also has the negative prompt's. Every
+        prompt is embedded by itself, so that its embedding does not depend on the other prompts."""
         known = self.prompts.numbers([*(prompt.text for prompt in prompts), self.options.negative_prompt])
         numbers = torch.tensor(known, device=self._device)
         return Condition({"prompt": numbers[:-1], "negative": numbers[-1:].expand(len(prompts))}, frozenset(known))
 
     def warm(self, prompts: Sequence[Prompt]) -> None:
-        """Embed all `prompts` and the negative one now, as many as `cached_prompts` allows: the text encoders then visit the
-        device once, not whenever an iteration brings new prompts."""
+        """Embed all `prompts` and the negative one now, as many as `cached_prompts` allows: the text encoders then move to the
+        device once, not in every iteration with new prompts."""
         self.prompts.warm([self.options.negative_prompt, *(prompt.text for prompt in prompts)])
 
     def release_encoders(self) -> None:
-        """Drop the text encoders from memory (T5 alone takes 9.5 GB in bfloat16). Prompts in the cache work as before; a new one
-        raises `ConfigError`. Call `warm` with all prompts first."""
+        """Drop the text encoders from memory (T5 alone takes 9.5 GB in bfloat16). Prompts in the cache still work; new ones raise
+        `ConfigError`. Call `warm` with all prompts first."""
         for name in self.family.encoders:
             setattr(self.pipe, name, None)
         self._released = True
@@ -136,7 +136,7 @@ class PipelinePolicy:
                 encoder.to("cpu")
 
     def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
-        """v = eps - x_0 as the network sees it, float32, with classifier-free guidance where it is on (two evaluations then)."""
+        """v = eps - x_0 as the network sees it, float32; with classifier-free guidance (two evaluations) if it is on."""
         prompt, keys = condition.tensors["prompt"], condition.keys
         if self._guidance == 1:
             return self._call(latent, timestep, prompt, keys)
@@ -156,13 +156,14 @@ class PipelinePolicy:
             return self.family.velocity(self._active, latent.to(self.dtype), timestep, rows, self._size).float()
 
     def _arithmetic(self) -> AbstractContextManager[Any]:
-        """Autocast where the network is narrower than float32."""
+        """Autocast if the network is narrower than float32."""
         narrow = self.dtype != torch.float32
         return torch.autocast(self._device.type, dtype=self.dtype) if narrow else nullcontext()
 
     @contextmanager
     def guided(self, guidance: float) -> Iterator[None]:
-        """Within this context classifier-free guidance is `guidance`, for example to evaluate with another than in training."""
+        """Within this context the guidance scale is `guidance`, for example for an evaluation with another scale than
+        training."""
         require(guidance >= 1, "guidance_scale", guidance, "1 (off) or more")
         kept, self._guidance = self._guidance, guidance
         try:
@@ -198,8 +199,8 @@ class PipelinePolicy:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """No gradients. A float32 network also has its adapter merged into the weights; a narrower one has not, because rounding
-        W + BA to its precision would make the policy that samples another one than the policy that is trained."""
+        """No gradients. In a float32 network the adapter is merged into the weights. In a narrower one it is not, because
+        rounding W + BA would make the sampling policy different from the trained policy."""
         merge: AbstractContextManager[None] = nullcontext()
         if self.adapters is not None and self.dtype == torch.float32:
             merge = self.adapters.merged()
@@ -207,9 +208,9 @@ class PipelinePolicy:
             yield
 
     def save(self, folder: Path) -> None:
-        """Write the trained weights as diffusers reads them: a LoRA for `pipe.load_lora_weights(folder)`, or the transformer for
+        """Write the trained weights in diffusers' format: a LoRA for `pipe.load_lora_weights(folder)`, or the transformer for
         `from_pretrained(folder, subfolder="transformer")`; safetensors only. An older folder of this name is replaced when the
-        new one is complete. With sharded weights all processes must call this; full weights are written by the main one alone."""
+        new one is complete. With sharded weights all processes must call this; only the main one writes the full weights."""
         require(self.options.tuning != "nothing", "tuning", self.options.tuning, "lora or full: there is nothing to save")
         new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
         shutil.rmtree(new, ignore_errors=True)
@@ -240,15 +241,40 @@ def _full_network(network: Any) -> Any:
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Freeze and move. By `nn.Module.to`: that of diffusers warns of layers to be kept in float32 even where there are none."""
+    """Freeze and move, by `nn.Module.to`: diffusers' own `to` warns of layers to keep in float32 even if there are none."""
     nn.Module.to(model.eval().requires_grad_(False), device, dtype)
 
 
 def _own_scheduler(pipe: Any) -> Any:
-    """A scheduler of our own with the pipeline's settings. Raises `ConfigError` for one that is not Euler flow matching."""
+    """A new scheduler with the pipeline's settings. Raises `ConfigError` for one that is not Euler flow matching."""
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
     found = pipe.scheduler
     fits = isinstance(found, FlowMatchEulerDiscreteScheduler)
     require(fits, "scheduler", type(found).__name__, "FlowMatchEulerDiscreteScheduler")
     return FlowMatchEulerDiscreteScheduler.from_config(found.config)
+
+
+def compile_blocks(network: Any, backend: str) -> None:
+    """Compile in place every entry of the module lists at the top of `network`: a transformer's blocks. None: nothing to do.
+
+    Embeddings, the outer norms, the transition's maths and the shape checks are not compiled. Raises `ConfigError` for an unknown
+    backend.
+    """
+    allowed = torch.compiler.list_backends(exclude_tags=())
+    require(backend in allowed, "compile", backend, f"a backend of torch.compile ({', '.join(allowed)}), or empty for off")
+    if network is None:
+        return
+    limit = torch._dynamo.config
+    limit.recompile_limit = max(limit.recompile_limit, COMPILED_VERSIONS)
+    for block in _blocks(network):
+        block.compile(backend=backend)
+
+
+def has_compiled_blocks(network: nn.Module) -> bool:
+    """Whether `compile_blocks` has compiled `network`."""
+    return any(block._compiled_call_impl is not None for block in _blocks(network))
+
+
+def _blocks(network: Any) -> list[nn.Module]:
+    return [block for child in network.children() if isinstance(child, nn.ModuleList) for block in child]

@@ -1,4 +1,4 @@
-"""Prompt embeddings computed once, kept off the accelerator, and brought back when a network call needs them."""
+"""Prompt embeddings: computed once, stored in main memory, and moved to the device when a network call needs them."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ Encode = Callable[[Sequence[str]], Sequence[Mapping[str, Tensor]]]
 
 @dataclass
 class PromptCache:
-    """Rows of embeddings under integer numbers, so that a `Condition` carries a number per sample instead of megabytes.
+    """Embeddings under integer numbers, so that a `Condition` carries a number per sample instead of megabytes.
 
-    `encode` embeds the texts that are new. The rows of the latest call stay on `device` in `dtype` (None: as they come); all
-    others wait in main memory, at most `limit` of them (those used longest ago go first, never those of the latest call).
-    `hits` and `misses` count texts.
+    `encode` embeds new texts. The embeddings of the latest call stay on `device` in `dtype` (None: unchanged), all others in main
+    memory, at most `limit` of them; the least recently used are dropped first, never those of the latest call. `hits` and
+    `misses` count texts.
     """
 
     encode: Encode
@@ -37,7 +37,7 @@ class PromptCache:
     _next: int = 0
 
     def numbers(self, texts: Sequence[str]) -> list[int]:
-        """The numbers of `texts`; those seen for the first time are embedded."""
+        """The numbers of `texts`; new texts are embedded."""
         chosen = self._remember(texts)
         self._forget(set(chosen))
         self._near, self._table = {}, {}
@@ -45,7 +45,7 @@ class PromptCache:
         return chosen
 
     def warm(self, texts: Sequence[str]) -> None:
-        """Embed `texts` now, as many as fit into `limit`, so that later calls find them in main memory."""
+        """Embed `texts` now, as many as `limit` allows, so that later calls find them in main memory."""
         self._remember(list(dict.fromkeys(texts))[: self.limit])
         self._forget(set(self._near))
 
@@ -63,12 +63,12 @@ class PromptCache:
         return chosen
 
     def rows(self, numbers: Tensor, among: frozenset[int] = frozenset()) -> dict[str, Tensor]:
-        """The embeddings under `numbers` [sample], which lie on the device: every tensor gets the axis [sample] in front.
+        """The embeddings under `numbers` [sample], a tensor on the device: every result gets the axis [sample] in front.
 
-        `among` says which numbers may be there; empty, they are read back, for which the device has to finish its work first.
+        `among` lists the numbers that may occur; if it is empty they are read from the device, which synchronises with it.
         """
-        wanted = among or frozenset(numbers.tolist())
-        self._bring([number for number in sorted(wanted) if number not in self._near])
+        needed = among or frozenset(numbers.tolist())
+        self._bring([number for number in sorted(needed) if number not in self._near])
         index = self._places[numbers]
         return {name: table.index_select(0, index) for name, table in self._table.items()}
 

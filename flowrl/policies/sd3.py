@@ -32,7 +32,7 @@ class SD3:
         return (pipe.transformer.config.in_channels, height // factor, width // factor)
 
     def set_timesteps(self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any) -> None:
-        """The scheduler's grid with its fixed shift (3 for SD3.5), or by resolution where its config says so."""
+        """The scheduler's grid with its fixed shift (3 for SD3.5), or shifted by resolution if its config says so."""
         _, height, width = latent_shape
         patch = pipe.transformer.config.patch_size
         dynamic = scheduler.config.use_dynamic_shifting
@@ -47,7 +47,7 @@ class SD3:
     def velocity(
         self, transformer: Any, latent: Tensor, timestep: Tensor, rows: Mapping[str, Tensor], size: tuple[int, int]
     ) -> Tensor:
-        """`SD3Transformer2DModel`, told 1000 t."""
+        """`SD3Transformer2DModel` with 1000 t."""
         return transformer(
             hidden_states=latent,
             encoder_hidden_states=rows["words"],
@@ -57,5 +57,5 @@ class SD3:
         )[0]
 
     def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
-        """Scaled and shifted as the pipeline does it."""
+        """Scaled and shifted as in the pipeline."""
         return decode_scaled(pipe.vae, latent)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,14 +10,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from flowrl.errors import require
-from flowrl.policies.devices import device_of
+from flowrl.policies.family import device_of
 from flowrl.policies.lora import LORA_TARGETS, Adapters
 from flowrl.types import Condition, Prompt, Schedule
 
 
 @dataclass(frozen=True)
 class SmallSD3Config:
-    """Sizes of the built-in model. `shift` is the time shift of its scheduler (SD3.5 uses 3; small pictures need less)."""
+    """Sizes of the built-in model. `shift` is the time shift of its scheduler (SD3.5 uses 3; small images need less)."""
 
     vocabulary: int
     words: int
@@ -31,14 +31,10 @@ class SmallSD3Config:
     text_layers: int = 2
     shift: float = 1.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
 
 class WordEncoder(nn.Module):
-    """The text encoder: word and position vectors, then a small transformer, so that a word knows its part in the sentence (the
-    subject of "left of", say) as the outputs of CLIP and T5 do. The pooled embedding is their mean."""
+    """The text encoder: word and position vectors, then a small transformer, so that a word's output depends on its role in the
+    sentence (the subject of "left of", for example) as in CLIP and T5. The pooled embedding is the mean."""
 
     def __init__(self, vocabulary: int, words: int, dim: int, layers: int) -> None:
         super().__init__()
@@ -56,6 +52,45 @@ class WordEncoder(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return self.norm(hidden)
+
+
+class CellAutoencoder(nn.Module):
+    """Images [sample, 3, grid*cell, grid*cell] in [0, 1] <-> latents [sample, channels, grid, grid] of unit scale.
+
+    A two-layer network encodes each cell by itself. `shift` and `scale` [channels] give the latents of the world's images mean 0
+    and standard deviation 1, as a flow-matching model expects.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, channels: int, grid: int, cell: int, hidden: int = 128) -> None:
+        super().__init__()
+        pixels = 3 * cell * cell
+        self.grid, self.cell = grid, cell
+        self.encoder = nn.Sequential(nn.Linear(pixels, hidden), nn.GELU(), nn.Linear(hidden, channels))
+        self.decoder = nn.Sequential(nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, pixels), nn.Sigmoid())
+        self.register_buffer("shift", torch.zeros(channels))
+        self.register_buffer("scale", torch.ones(channels))
+
+    def encode_cells(self, cells: Tensor) -> Tensor:
+        """[cell, 3, size, size] -> [cell, channels]."""
+        return (self.encoder(cells.flatten(1)) - self.shift) / self.scale
+
+    def decode_cells(self, latents: Tensor) -> Tensor:
+        """[cell, channels] -> [cell, 3, size, size] in [0, 1]."""
+        pixels = self.decoder(latents * self.scale + self.shift)
+        return pixels.unflatten(1, (3, self.cell, self.cell))
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Images to latents."""
+        cells = rearrange(images, "s k (r h) (c w) -> (s r c) k h w", r=self.grid, c=self.grid)
+        return rearrange(self.encode_cells(cells), "(s r c) z -> s z r c", r=self.grid, c=self.grid)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents to images."""
+        cells = self.decode_cells(rearrange(latents, "s z r c -> (s r c) z"))
+        return rearrange(cells, "(s r c) k h w -> s k (r h) (c w)", r=self.grid, c=self.grid)
 
 
 class SmallSD3(nn.Module):
@@ -151,7 +186,7 @@ class SmallSD3Policy:
             return Condition({"words": self.network.words(ids)})
 
     def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
-        """v = eps - x_0 as the network sees it, in float32; under autocast when the policy's dtype is narrower."""
+        """v = eps - x_0 of the network, in float32; under autocast if the policy's dtype is narrower."""
         if self.dtype == torch.float32:
             return self.network.velocity(latent, timestep, condition.tensors["words"])
         with torch.autocast(self.device.type, dtype=self.dtype):
@@ -174,45 +209,6 @@ class SmallSD3Policy:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """No gradients, and the adapter merged into the weights, so that a call costs what the base model's does."""
+        """No gradients, and the adapter merged into the weights, so that a call costs as much as the base model's."""
         with torch.no_grad(), nullcontext() if self._adapters is None else self._adapters.merged():
             yield
-
-
-class CellAutoencoder(nn.Module):
-    """Pictures [sample, 3, grid*cell, grid*cell] in [0, 1] <-> latents [sample, channels, grid, grid] of unit scale.
-
-    Each cell is encoded on its own by a two-layer network. `shift` and `scale` [channels] bring the latents of the world's
-    pictures to mean 0 and standard deviation 1, as a flow-matching model expects.
-    """
-
-    shift: Tensor
-    scale: Tensor
-
-    def __init__(self, channels: int, grid: int, cell: int, hidden: int = 128) -> None:
-        super().__init__()
-        pixels = 3 * cell * cell
-        self.grid, self.cell = grid, cell
-        self.encoder = nn.Sequential(nn.Linear(pixels, hidden), nn.GELU(), nn.Linear(hidden, channels))
-        self.decoder = nn.Sequential(nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, pixels), nn.Sigmoid())
-        self.register_buffer("shift", torch.zeros(channels))
-        self.register_buffer("scale", torch.ones(channels))
-
-    def encode_cells(self, cells: Tensor) -> Tensor:
-        """[cell, 3, size, size] -> [cell, channels]."""
-        return (self.encoder(cells.flatten(1)) - self.shift) / self.scale
-
-    def decode_cells(self, latents: Tensor) -> Tensor:
-        """[cell, channels] -> [cell, 3, size, size] in [0, 1]."""
-        pixels = self.decoder(latents * self.scale + self.shift)
-        return pixels.unflatten(1, (3, self.cell, self.cell))
-
-    def encode(self, images: Tensor) -> Tensor:
-        """Pictures to latents."""
-        cells = rearrange(images, "s k (r h) (c w) -> (s r c) k h w", r=self.grid, c=self.grid)
-        return rearrange(self.encode_cells(cells), "(s r c) z -> s z r c", r=self.grid, c=self.grid)
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Latents to pictures."""
-        cells = self.decode_cells(rearrange(latents, "s z r c -> (s r c) z"))
-        return rearrange(cells, "(s r c) k h w -> s k (r h) (c w)", r=self.grid, c=self.grid)

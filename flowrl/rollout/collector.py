@@ -9,7 +9,9 @@ from torch import Tensor
 
 from flowrl.distributed import Assignment, Distributed
 from flowrl.protocols import FlowPolicy, RewardModel, Sampler
-from flowrl.rollout import Groups, RewardTables, Rollout, Usage, reward_tables, rollout
+from flowrl.rollout.reward_table import RewardTables, reward_tables
+from flowrl.rollout.rollout import Groups, Rollout, rollout
+from flowrl.rollout.solvers import Usage
 from flowrl.types import Condition, Probe, Prompt, Schedule, Trajectories
 
 

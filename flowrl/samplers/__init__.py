@@ -9,14 +9,5 @@ from flowrl.samplers.ode import ODE
 from flowrl.samplers.windows import AllButLast, RandomWindow, SlidingWindow, Window
 
 __all__ = [
-    "CPS",
-    "DDIMSDE",
-    "ODE",
-    "AllButLast",
-    "DanceSDE",
-    "FlowSDE",
-    "RandomWindow",
-    "SlidingWindow",
-    "Window",
-    "transition_stds",
-]
+    "CPS", "DDIMSDE", "ODE", "AllButLast", "DanceSDE", "FlowSDE", "RandomWindow", "SlidingWindow", "Window", "transition_stds",
+]  # fmt: skip

@@ -53,7 +53,7 @@ def scalars(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 class Journal:
     """Follows the run of `config` in `folder` from iteration `done` on; silent in all processes but the first.
 
-    `row` takes each metrics row as it is written, with the evaluation's pictures where there was one. The tracker gets every
+    `row` takes each metrics row as it is written, with the evaluation's images if there was one. The tracker gets every
     number, the settings, and a strip of the first held-out samples; a model's run also gets the strips as PNG files in
     samples/, and samples/over-time.png. The tracker starts at the first row, so that a run that cannot start leaves nothing.
     """
@@ -61,16 +61,16 @@ class Journal:
     def __init__(self, config: RunConfig, folder: Path, done: int = 0) -> None:
         self.config, self.folder, self.done = config, folder, done
         self.name = tracker_name(config) if _first_process() else "none"
-        self.pictures = _first_process() and (bool(config.policy.model) or self.name != "none")
+        self.keeps_images = _first_process() and (bool(config.policy.model) or self.name != "none")
         self._tracker: Any = None
 
     def row(self, row: Mapping[str, Any], evaluation: Evaluation | None = None) -> None:
-        """Show one row of metrics.jsonl; the untrained model's pictures (row 0) are those in before.safetensors."""
+        """Show one row of metrics.jsonl; the untrained model's images (row 0) are those in before.safetensors."""
         step = int(row["iteration"])
         if self.name != "none":
             self._tracker = self._tracker or self._start()
             self._tracker.log({name: value for name, value in scalars(row).items() if name != "iteration"}, step=step)
-        if not self.pictures:
+        if not self.keeps_images:
             return
         images = None if evaluation is None else evaluation.images
         if step == 0:

@@ -86,7 +86,7 @@ def zero_spread(rows: Sequence[Row], limits: Limits) -> Notice | None:
         "zero-spread",
         f"{statistics.fmean(values):.0%} of the groups have members with equal rewards, so they teach nothing. Is the task "
         "solved, or hopeless, for these prompts? Use a finer reward (reward_form soft instead of strict), other prompts, more "
-        "members, or a larger noise_level",
+        "a larger group_size, or a larger noise_level",
     )
 
 
@@ -100,7 +100,7 @@ def ratio_noise(rows: Sequence[Row], limits: Limits) -> Notice | None:
     return Notice(
         "ratio-noise",
         f"before any update the ratio, which should be 1, is off by up to {noise:.1e}, more than the clip of {limits.clip:.1e}, "
-        f"so rounding decides which pairs count. Use clip {_round_up(3 * noise):.0e} or more, or dtype float32",
+        f"so rounding decides which pairs count. Use clip_range {_round_up(3 * noise):.0e} or more, or dtype float32",
     )
 
 
@@ -119,8 +119,8 @@ def kl_runaway(rows: Sequence[Row], limits: Limits) -> Notice | None:
         if mean > level and mean > growth * usual:
             return Notice(
                 "kl",
-                f"the KL {what} runs away: {mean:.2g} per latent element, {usual:.2g} before. Look at the samples; lower lr or "
-                "updates, raise kl_weight, or go on from an earlier checkpoint",
+                f"the KL {what} runs away: {mean:.2g} per latent element, {usual:.2g} before. Look at the samples; lower "
+                "learning_rate or minibatches, raise kl_weight, or go on from an earlier checkpoint",
             )
     return None
 
@@ -142,7 +142,8 @@ def collapse(rows: Sequence[Row], limits: Limits) -> Notice | None:
             return Notice(
                 "collapse",
                 f"the {name} reward has fallen back to {last:.3f} from its best, {best:.3f} (it began at {first:.3f}). Stop; go "
-                "on from an earlier checkpoint (keep_checkpoints above 1) with a lower lr or clip, fewer updates or a kl_weight",
+                "on from an earlier checkpoint (keep_checkpoints above 1) with a lower learning_rate or clip_range, fewer "
+                "minibatches or a kl_weight",
             )
     return None
 
@@ -211,7 +212,8 @@ def out_of_memory() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise TrainingError(
             f"GPU memory ran out: {str(error).splitlines()[0]} Take a smaller micro_batch (updates), max_batch (sampling) or "
-            "decode_batch (pictures), checkpointing, chunk 1 or offload; to go on from a checkpoint, write them into the run's "
+            "decode_batch (images), gradient_checkpointing, chunk 1 or offload; to go on from a checkpoint, write them into "
+            "the run's "
             "config.json before --resume"
         ) from error
 
@@ -247,7 +249,7 @@ def memory_notices(
             except torch.OutOfMemoryError:
                 for parameter in trainer.parameters:
                     parameter.grad = None
-                less = "Use 1, checkpointing or a smaller model"
+                less = "Use 1, gradient_checkpointing or a smaller model"
                 text = f"{setting} {chosen} will not fit: a batch of {large} is too much already. {less}"
                 found.append(Notice("memory", text))
                 continue

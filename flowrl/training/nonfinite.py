@@ -22,11 +22,11 @@ LISTED = 64
 ADVICE = {
     "advantage": "Look at the reward model and the credit rule",
     "sampled latent": "The rollout went out of range: use bfloat16 instead of float16, or a smaller noise_level",
-    "velocity of the rollout": "The rollout went out of range: use bfloat16 instead of float16, or a lower lr",
-    "velocity of the network": "The last update broke the network: lower lr, or use bfloat16 instead of float16",
+    "velocity of the rollout": "The rollout went out of range: use bfloat16 instead of float16, or a lower learning_rate",
+    "velocity of the network": "The last update broke the network: lower learning_rate, or use bfloat16 instead of float16",
     "velocity of the reference": "The base model overflows: use bfloat16 instead of float16",
-    "ratio": "The policy moved too far from the one that sampled: lower lr or updates, or raise the noise level",
-    "KL": "The policy moved too far from the base model: lower lr, or raise the noise level",
+    "ratio": "The policy moved too far from the one that sampled: lower learning_rate or minibatches, or raise the noise level",
+    "KL": "The policy moved too far from the base model: lower learning_rate, or raise the noise level",
     "loss": "Lower lr, or raise the noise level",
     "gradient": "Lower lr, or use bfloat16 instead of float16",
 }

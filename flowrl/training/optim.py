@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flowrl.distributed import Distributed, free_gathered_weights, full, is_sharded, shard
 from flowrl.errors import ConfigError, TrainingError, require
-from flowrl.policies.devices import has_compiled_blocks
+from flowrl.policies import has_compiled_blocks
 from flowrl.protocols import FlowPolicy, OneNetwork
 
 OPTIMIZERS = ("adamw", "adamw-8bit")
@@ -38,7 +38,7 @@ def make_optimizer(name: str, parameters: Sequence[nn.Parameter], lr: float, wei
 def prepare_policy(policy: FlowPolicy, distributed: Distributed, compiled: bool) -> Mapping[str, nn.Parameter]:
     """Give all processes the main one's weights; shard and compile the network if that is wanted. Returns what is trained.
 
-    A network whose blocks are compiled already (`policies.devices`) is left as it is: it would be compiled twice.
+    A network whose blocks are compiled already (`policies.compile_blocks`) is left as it is: it would be compiled twice.
 
     Raises `ConfigError` if sharding or compilation is wanted and the policy is not a `protocols.OneNetwork`.
     """
@@ -101,7 +101,7 @@ class LossScaler:
             return True
         if before <= 1:
             raise TrainingError(
-                "the gradient is not finite although the loss scale has come down to 1: lower lr, or use bfloat16"
+                "the gradient is not finite although the loss scale has come down to 1: lower learning_rate, or use bfloat16"
             )
         self.skipped += 1
         return False

@@ -166,7 +166,7 @@ def memory_text(found: Plan, config: RunConfig) -> str:
         f"{memory.trained_parameters:,} trained ones",
         f"  trajectories       {_gb(nodes)} (nodes and velocities, float32)",
         f"  and one of         {_gb(memory.update)} micro-batch of {found.rows_per_micro_batch} rows, {_gb(memory.rollout)} "
-        f"sampling {batch * passes} rows, {_gb(memory.decode)} decoding {policy.decode_batch} pictures, "
+        f"sampling {batch * passes} rows, {_gb(memory.decode)} decoding {policy.decode_batch} images, "
         f"{_gb(memory.encoders)} text encoders",
         f"  at most            {_gb(memory.peak + nodes)}, besides the reward's network, CUDA's work space and the "
         "allocator's reserve",

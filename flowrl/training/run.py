@@ -142,11 +142,11 @@ class Run:
 
     def _first_row(self, policy: FlowPolicy, world: World) -> dict[str, Any]:
         self._tell({"phase": "evaluation"})
-        pictures, scores = self._untrained(policy, world)
+        images, scores = self._untrained(policy, world)
         row: dict[str, Any] = {"iteration": 0, "evaluation": scores}
         row |= {f"{name}_total": 0 for name in TOTALS}
         if self.distributed.is_main:
-            write_bytes(self.folder / "before.safetensors", pictures)
+            write_bytes(self.folder / "before.safetensors", images)
             (self.folder / "metrics.jsonl").write_text("")
         self._append(row)
         return row
@@ -165,11 +165,11 @@ class Run:
         if kept is not None and kept.exists() and kept.with_suffix(".json").exists():
             return kept.read_bytes(), json.loads(kept.with_suffix(".json").read_text())
         before = self._score(policy, world)
-        pictures = save({"images": before.images, "scores": before.image_scores})
+        images = save({"images": before.images, "scores": before.image_scores})
         if kept is not None and not before.incomplete:
-            write_bytes(kept, pictures)
+            write_bytes(kept, images)
             write_json(kept.with_suffix(".json"), before.row(c.environment.reward_form))
-        return pictures, before.row(c.environment.reward_form)
+        return images, before.row(c.environment.reward_form)
 
     def _append(self, row: dict[str, Any]) -> None:
         if self.distributed.is_main:
@@ -243,10 +243,10 @@ class Run:
                 found = load(path.read_bytes())
         found = self.distributed.gather(found)[0]
         if found is None:
-            pictures, _ = self._untrained(world.policy(policy_options(self.config)), world)
+            images, _ = self._untrained(world.policy(policy_options(self.config)), world)
             if self.distributed.is_main:
-                write_bytes(path, pictures)
-            found = load(pictures)
+                write_bytes(path, images)
+            found = load(images)
         return found
 
     def _export(self, folder: Path, trainer: Trainer, world: World) -> None:

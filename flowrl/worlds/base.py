@@ -116,6 +116,7 @@ WORLDS: dict[str, World] = {
         {"density": mixture_world.DensityReward},
     ),
 }
+"""The built-in worlds by name."""
 
 
 def world(name: str) -> World:

@@ -66,7 +66,7 @@ def test_a_frozen_adapter_is_part_of_policy_and_reference(family, style):
     make, _ = family
     path, with_style = style
     policy = make(replace(TINY, frozen_adapters=(f"style={path}",), adapter_name="mine"))
-    assert policy.adapters.names == ("style", "mine") and policy.adapters.beside == ("style",)
+    assert policy.adapters.names == ("style", "mine") and policy.adapters.frozen == ("style",)
     assert all(".mine." in name for name in policy.trainable())
     torch.testing.assert_close(velocity(policy), with_style, atol=2e-6, rtol=0)
     assert (with_style - velocity(make())).abs().max() > 1e-2
@@ -77,7 +77,7 @@ def test_a_frozen_adapter_is_part_of_policy_and_reference(family, style):
     assert (velocity(policy) - with_style).abs().max() > 1e-3
     with policy.reference():
         torch.testing.assert_close(velocity(policy), with_style, atol=2e-6, rtol=0)
-    with policy.reference(), policy.frozen():  # merges what is beside only
+    with policy.reference(), policy.frozen():  # merges the frozen adapters only
         torch.testing.assert_close(velocity(policy), with_style, atol=5e-6, rtol=0)
     trained = velocity(policy)
     with policy.frozen():
@@ -115,7 +115,7 @@ def test_adapters_are_added_and_chosen(family):
     assert torch.equal(velocity(policy), base) and all(".second." in name for name in policy.trainable())
     fill(policy, 2)
     alone = velocity(policy)
-    policy.adapters.train("second", beside=["first"])
+    policy.adapters.train("second", frozen=["first"])
     both = velocity(policy)
     assert min((both - other).abs().max() for other in (base, first, alone)) > 1e-3
     with policy.reference():
@@ -147,8 +147,8 @@ def test_what_is_wrong_is_said(family, style, tmp_path):
     policy = make()
     with pytest.raises(ConfigError, match="'other' is not allowed: the model has default"):
         policy.adapters.train("other")
-    with pytest.raises(ConfigError, match="beside itself"):
-        policy.adapters.train("default", beside=["default"])
+    with pytest.raises(ConfigError, match="cannot be trained and frozen"):
+        policy.adapters.train("default", frozen=["default"])
     with pytest.raises(ConfigError, match="has one of this name"):
         policy.adapters.add("default", 1, 1.0, ("to_q",), 0)
     with pytest.raises(ConfigError, match="the name 'a b'"):

@@ -12,7 +12,7 @@ import torch
 from flowrl.errors import ConfigError
 from flowrl.losses import ClippedLoss
 from flowrl.methods import stepwise_flow_grpo, tp_grpo
-from flowrl.policies.devices import compile_blocks
+from flowrl.policies import compile_blocks
 from flowrl.policies.pipeline import PipelinePolicy
 from flowrl.policies.sd3 import SD3
 from flowrl.rewards import FunctionReward

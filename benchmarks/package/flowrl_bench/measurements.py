@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowrl.credit import turning_points
-from flowrl.diagnostics import memory
+from flowrl.diagnostics import peak_memory as process_peak
 from flowrl.errors import ConfigError
 from flowrl.policies import MixturePolicy
 from flowrl.protocols import FlowPolicy
@@ -195,4 +195,4 @@ def peak_memory(config: RunConfig) -> float:
 
 def _peak(worker: Worker, config: RunConfig) -> float:
     measure(config)
-    return memory.peak_memory(torch.device("cpu")) / 2**20
+    return process_peak(torch.device("cpu")) / 2**20
