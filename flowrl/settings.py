@@ -245,21 +245,16 @@ class _Reader:
             raise self.error(section, f"{'/'.join(section)} must hold groups of settings, not {values!r:.60}".strip())
         for name, value in values.items():
             if name in groups:
-                found |= self._group(groups[name], value, *section, name)
+                if not isinstance(value, dict):
+                    raise self.error([*section, name], f"{name} must hold lines of 'name: value', not {value!r:.60}")
+                for inside, setting in value.items():
+                    found |= self._checked(groups[name], str(inside), setting, *section, name)
             elif name in own:
                 found |= self._checked(self.kind, name, value, *section)
             else:
                 home = owners(self.kind).get(name)
                 hint = f"{name} belongs below '{home}:'" if home else unknown(str(name), [*own], "group or setting")
                 raise self.error([*section, name], hint)
-        return found
-
-    def _group(self, group: type, values: Any, *place: str) -> dict[str, Any]:
-        if not isinstance(values, dict):
-            raise self.error(place, f"{place[-1]} must hold lines of 'name: value', not {values!r:.60}")
-        found = {}
-        for name, value in values.items():
-            found |= self._checked(group, str(name), value, *place)
         return found
 
     def _checked(self, group: type, name: str, value: Any, *place: str) -> dict[str, Any]:
@@ -274,9 +269,12 @@ class _Reader:
             value = node.value if value is not None else ""  # 0:9 and 12 are texts for a setting that is one
         if get_origin(kind) is tuple:
             value = tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
-        problem = problem_with(group, name, value)
-        if problem:
-            raise self.error([*place, name], problem)
+        checked: Any = Annotated[kind, *known[name].metadata] if known[name].metadata else kind
+        try:
+            TypeAdapter(checked, config=RULES).validate_python(value)
+        except ValidationError as error:
+            problem = f"{name} = {value!r:.200} is not allowed: {allowed(group, name)}"
+            raise self.error([*place, name], problem) from error
         return {name: value}
 
     def _entry(self, place: Sequence[str]) -> tuple[int | None, yaml.Node | None]:
@@ -298,17 +296,6 @@ class _Reader:
             lines = self.path.read_text(encoding="utf-8").splitlines()
             line = next((number for number, text in enumerate(lines, start=1) if f'"{place[-1]}"' in text), None)
         return ConfigError(f"config: {self.path}{f', line {line}' if line else ''}: {message}")
-
-
-def problem_with(group: type, name: str, value: Any) -> str:
-    """Why `value` is not allowed for the field `name`; "" if it is."""
-    info = cast(Any, group).__pydantic_fields__[name]
-    kind: Any = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
-    try:
-        TypeAdapter(kind, config=RULES).validate_python(value)
-    except ValidationError:
-        return f"{name} = {value!r:.200} is not allowed: {allowed(group, name)}"
-    return ""
 
 
 def settings_text(values: Mapping[str, Any], comment: str = "") -> str:

@@ -14,9 +14,7 @@ from flowrl.training.build import make_reward, make_world, policy_options
 if TYPE_CHECKING:
     from flowrl.diagnostics.weight_comparison import WeightComparison
     from flowrl.protocols import FlowPolicy, RewardModel
-    from flowrl.training.config import RunConfig
     from flowrl.types import Prompt
-    from flowrl.worlds.base import World
 
 T = TypeVar("T")
 
@@ -99,6 +97,7 @@ class _Setup:
 
 def _run_setup(args: Evaluate) -> _Setup:
     """Base and averaged weights of a finished run, with the run's settings unless the options replace them."""
+    from flowrl.prompts import prompts_from
     from flowrl.training.build import load_trained
     from flowrl.training.config import load_config
 
@@ -110,7 +109,12 @@ def _run_setup(args: Evaluate) -> _Setup:
     config = config.replace(**changes, reward_noise=0.0, reward_bias=0.0, device=_device(args, bool(config.policy.model)))
     environment, options = config.environment, config.policy
     world = make_world(config)
-    prompts = _run_prompts(args, config, world)
+    built_in = not options.model
+    if args.prompts:
+        prompts = prompts_from(args.prompts)
+        prompts = [world.parse(prompt.text) for prompt in prompts] if built_in else prompts
+    else:  # all of a model's held-out prompts, as many as the run evaluated of a built-in world's
+        prompts = world.prompts(environment.task, "heldout")[: config.evaluation.eval_samples if built_in else None]
     if args.reward:
         rewards = _named_rewards(args, options.device)
     elif environment.reward:
@@ -127,20 +131,7 @@ def _run_setup(args: Evaluate) -> _Setup:
         "device": options.device,
     }
     steps = _value_or(args.num_steps, config.evaluation.eval_steps)
-    return _Setup(policy, lambda: load_trained(policy, args.weights), prompts, rewards, steps, facts)
-
-
-def _run_prompts(args: Evaluate, config: "RunConfig", world: "World") -> "list[Prompt]":
-    """Those of --prompts, or the run's held-out ones: all of a model's, as many as the run evaluated of a built-in world's."""
-    from flowrl.prompts import prompts_from
-
-    built_in = not config.policy.model
-    if args.prompts:
-        prompts = prompts_from(args.prompts)
-        prompts = [world.parse(prompt.text) for prompt in prompts] if built_in else prompts
-    else:
-        prompts = world.prompts(config.environment.task, "heldout")[: config.evaluation.eval_samples if built_in else None]
-    return prompts[: args.limit or None]
+    return _Setup(policy, lambda: load_trained(policy, args.weights), prompts[: args.limit or None], rewards, steps, facts)
 
 
 def _lora_setup(args: Evaluate) -> _Setup:
@@ -205,13 +196,12 @@ def table(found: "WeightComparison") -> str:
 
 def _progress() -> Callable[[str, int, int], None]:
     """Print every tenth percent of each of the two passes once."""
-    last = ""
+    shown = set()
 
     def show(weights: str, done: int, total: int) -> None:
-        nonlocal last
         line = f"{weights}: {done * 100 // total // 10 * 10}%"
-        if line != last:
+        if line not in shown:
             print(line, flush=True)
-            last = line
+            shown.add(line)
 
     return show

@@ -14,17 +14,7 @@ from flowrl.distributed import Distributed
 from flowrl.errors import RewardError
 from flowrl.io import write_bytes, write_json
 from flowrl.protocols import FlowPolicy, RewardModel
-from flowrl.rollout import (
-    EVALUATION_SEED,
-    Groups,
-    ImageBatch,
-    Usage,
-    initial_noise,
-    reward_table,
-    rollout,
-    sample_images,
-    score,
-)
+from flowrl.rollout import EVALUATION_SEED, Groups, ImageBatch, Usage, initial_noise, reward_table, rollout, sample_images, score
 from flowrl.training.heldout import HeldoutMetrics
 from flowrl.training.trainer import Trainer
 from flowrl.types import Completion, Prompt, Tweedie

@@ -127,23 +127,17 @@ def update_average(average: Sequence[Tensor], parameters: Sequence[nn.Parameter]
 @contextmanager
 def weights_replaced(policy: FlowPolicy, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
     """Within this context `parameters` of `policy` have other `values`. Sharded ones keep their memory and are copied."""
-    if not any(map(is_sharded, parameters)):
-        kept = [parameter.data for parameter in parameters]
-        _point(parameters, values)
-        try:
-            yield
-        finally:
-            _point(parameters, kept)
-        return
-    kept = [parameter.detach().clone() for parameter in parameters]
-    _copy(policy, parameters, values)
+    sharded = any(map(is_sharded, parameters))
+    kept = [parameter.detach().clone() if sharded else parameter.data for parameter in parameters]
+    put = _copy if sharded else _point
+    put(policy, parameters, values)
     try:
         yield
     finally:
-        _copy(policy, parameters, kept)
+        put(policy, parameters, kept)
 
 
-def _point(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+def _point(policy: FlowPolicy, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         parameter.data = value
 

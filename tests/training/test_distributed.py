@@ -394,7 +394,7 @@ class Deadly:
 
     def score(self, images, prompts):
         checkpoints, marker = Path("run/checkpoints"), Path("killed")
-        if os.environ.get("RANK") == "1" and (checkpoints / "000002").exists() and not marker.exists():
+        if os.environ.get("RANK") == "1" and (checkpoints / "000002.safetensors").exists() and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return images.flatten(1).mean(1)
