@@ -32,8 +32,8 @@ CASES = [
         {"stepwise-flow-grpo", "tp-grpo"},
         [
             ({"flow-grpo", "tp-grpo"}, "looks at the finished image only"),
-            ({"tp-grpo"}, "pays each step its own gain"),
-            ({"stepwise-flow-grpo"}, "pays increments too"),
+            ({"tp-grpo"}, "gives each step its own gain"),
+            ({"stepwise-flow-grpo"}, "uses increments too"),
             ({"grpo"}, "no rule is called"),
         ],
     ),

@@ -86,7 +86,7 @@ CASES = [
             (lambda x, v, t: x + t[:, None] * v, "the sign is wrong"),
             (lambda x, v, t: x - v, "the whole velocity"),
             (lambda x, v, t: x - t * v, "time[:, None]"),
-            (lambda x, v, t: x - (1 - t[:, None]) * v, "already walked"),
+            (lambda x, v, t: x - (1 - t[:, None]) * v, "already passed"),
             (lambda x, v, t: x + (1 - t[:, None]) * v, "estimate of the noise"),
         ],
     ),
@@ -96,7 +96,7 @@ CASES = [
         [
             (lambda n, s: error(n, s, lambda g: g.square().sum(1).mean()), "take its root"),
             (lambda n, s: error(n, s, lambda g: g.square().mean().sqrt()), "sums over them"),
-            (lambda n, s: error(n, s, lambda g: g.norm(dim=1).mean()), "root mean square is asked"),
+            (lambda n, s: error(n, s, lambda g: g.norm(dim=1).mean()), "return the root mean square"),
             (lambda n, s: error(n, s) + 0.1, "must be 0"),
             (lambda n, s: error(n, s - 1, fine=639), "steps + 1"),
         ],

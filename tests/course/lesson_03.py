@@ -58,7 +58,7 @@ CASES = [
             (lambda n, o, a, c: clipped(n, o, a, c, torch.minimum), "this takes the minimum"),
             (lambda n, o, a, c: (-a * (n - o).exp()).mean(), "the clip is missing"),
             (lambda n, o, a, c: -clipped(n, o, a, c), "the sign is wrong"),
-            (lambda n, o, a, c: clipped(o, n, a, c), "upside down"),
+            (lambda n, o, a, c: clipped(o, n, a, c), "inverted"),
             (lambda n, o, a, c: clipped(n, o, a, c).detach(), "no gradient to the new"),
             (lambda n, o, a, c: clipped(n, o, a, c).item(), "leave out .item()"),
             (lambda n, o, a, c: clipped(n, o, -a, c), "sign of A"),

@@ -42,7 +42,7 @@ CASES = [
             (lambda p, g: p**g + (1 - p) ** g, "one share per prompt"),
             (lambda p, g: (p ** (g - 1) + (1 - p) ** (g - 1)).mean(), "not p^(G-1)"),
             (lambda p, g: 2 * (p**g).mean(), "all fail has probability"),
-            (lambda p, g: 1 - float((p**g + (1 - p) ** g).mean()), "groups that do speak"),
+            (lambda p, g: 1 - float((p**g + (1 - p) ** g).mean()), "groups that are not silent"),
         ],
     ),
     Case(
@@ -67,7 +67,7 @@ CASES = [
         [
             (lambda r, a, c: (r - 1).abs() <= c, "every pair outside"),
             (lambda r, a, c: ~(((a > 0) & (r < 1 - c)) | ((a < 0) & (r > 1 + c))), "sides are swapped"),
-            (lambda r, a, c: ~pushing(r, a, c), "where the gradient is zero"),
+            (lambda r, a, c: ~pushing(r, a, c), "whose gradient is zero"),
             (lambda r, a, c: torch.ones_like(r) > 0, "not all of them"),
             (lambda r, a, c: r <= 1 + c, "upper bound holds for good pairs only"),
             (lambda r, a, c: pushing(r, a, c).float(), "booleans are wanted"),

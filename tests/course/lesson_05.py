@@ -50,13 +50,13 @@ CASES = [
         substeps,
         [
             (lambda f, x, t, v, n: x - t * v, "Tweedie estimate"),
-            (lambda f, x, t, v, n: substeps(f, x, t, v, n, still=True), "always asked at the time t"),
+            (lambda f, x, t, v, n: substeps(f, x, t, v, n, still=True), "always evaluated at the time t"),
             (lambda f, x, t, v, n: substeps(f, x, t, v, n, length=1 / n), "length 1 / count"),
             (lambda f, x, t, v, n: substeps(f, x, t, v, n, length=1 / n, tick=1 / n), "and the times too"),
             (lambda f, x, t, v, n: substeps(f, x, t, v, n, late=1), "behind its state"),
             (lambda f, x, t, v, n: substeps(lambda y, s: f(y, torch.full((len(y),), s)), x, t, v, n), "one per sample"),
             (lambda f, x, t, v, n: substeps(f, x, t, v, n, sign=1.0), "the sign is wrong"),
-            (lambda f, x, t, v, n: substeps(f, x, t, v, n, always=True), "3 are enough"),
+            (lambda f, x, t, v, n: substeps(f, x, t, v, n, always=True), "3 suffice"),
         ],
     ),
     Case(

@@ -59,7 +59,7 @@ CASES = [
         lesson.check_complete,
         complete,
         [
-            (lambda f, x, n, t: complete(f, x, n, t, first=0), "only the remaining ones"),
+            (lambda f, x, n, t: complete(f, x, n, t, first=0), "only the remaining steps"),
             (lambda f, x, n, t: x - t[n] * f(x, t[n]), "one-step (Tweedie)"),
             (lambda f, x, n, t: complete(f, x, n, t, last=len(t) - 2), "one step is missing"),
             (lambda f, x, n, t: complete(f, x, n + 1, t), "begin at node itself"),

@@ -30,7 +30,7 @@ from flowrl.rollout import Groups, reward_table, rollout
 from flowrl.samplers import FlowSDE, Window
 from flowrl.training.build import make_trainer
 from flowrl.types import Completion
-from flowrl.worlds.base import PolicyOptions
+from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_00 as lesson
 from flowrl_course.batches import ode_images
 from flowrl_course.figures import ACCENT, COLOURS, NOISE, ImageRow, clean, panels, pixels, show_images

@@ -328,7 +328,7 @@ print(
 from flowrl import world
 from flowrl.flow import tweedie as library_tweedie
 from flowrl.rollout import Usage, integrate
-from flowrl.worlds.base import PolicyOptions
+from flowrl.worlds import PolicyOptions
 
 mixture = world("mixture")
 policy = mixture.policy(PolicyOptions())  # the exact field of this ring plus a network that starts at zero

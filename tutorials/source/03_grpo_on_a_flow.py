@@ -29,7 +29,7 @@ from torch import nn
 
 from flowrl import RunConfig, Trainer, world
 from flowrl.flow import GaussianMixture
-from flowrl.worlds.base import PolicyOptions
+from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_03 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, clean, panels, plane
 

@@ -27,7 +27,7 @@ import torch
 
 from flowrl import evaluate, preset, world
 from flowrl.samplers import FlowSDE, Window
-from flowrl.worlds.base import PolicyOptions
+from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_04 as lesson
 from flowrl_course.batches import ode_images, sample_groups
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, ImageRow, clean, panels, show_images

@@ -29,7 +29,7 @@ from flowrl import preset, world
 from flowrl.credit import StepwiseGain, Uniform
 from flowrl.samplers import AllButLast, FlowSDE, Window
 from flowrl.types import Completion, Substeps
-from flowrl.worlds.base import PolicyOptions
+from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_05 as lesson
 from flowrl_course.batches import credit_gradients, pairwise_cosines, sample_groups
 from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, ImageRow, animation, clean, panels, pixels, show_images

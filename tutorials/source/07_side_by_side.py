@@ -28,13 +28,13 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 import torch
 
+from flowrl import world
 from flowrl.credit import TurningPoint
 from flowrl.flow import log_prob
 from flowrl.losses import ClippedLoss
 from flowrl.plots.style import spread_labels
-from flowrl.worlds.mixture import split, target
 from flowrl_course import lesson_07 as lesson
-from flowrl_course.figures import COLOURS, INK, NOISE, animation, clean, panels, plane
+from flowrl_course.figures import COLOURS, INK, NOISE, animation, clean, panels, plane, target
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
@@ -53,7 +53,7 @@ runs = {(rule, TIGHT): [tight_run(rule, 0)] for rule in RULES}
 
 def opening():
     """Samples for six held-out directions during training, and the reward."""
-    wanted = torch.tensor([target(prompt) for prompt in split("direction")["heldout"]])
+    wanted = torch.tensor([target(prompt) for prompt in world("mixture").prompts("direction", "heldout")])
     hue = torch.atan2(wanted[:, 1], wanted[:, 0]) / (2 * math.pi) % 1
     figure, axes = panels(4, width=2.6, height=2.9)
     dots = []

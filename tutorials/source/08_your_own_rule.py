@@ -33,9 +33,8 @@ from flowrl.flow import sample as draw_from
 from flowrl.rollout import reward_table
 from flowrl.testing import check_credit
 from flowrl.types import Completion, NoProbe, Probe, Tweedie
-from flowrl.worlds.mixture import target
 from flowrl_course import lesson_08 as lesson
-from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, animation, clean, panels, plane
+from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, animation, clean, panels, plane, target
 from flowrl_course.lesson_07 import T_QUANTILE
 from flowrl_course.runs import learn, start
 

@@ -7,7 +7,7 @@ import torch
 
 from flowrl import world
 from flowrl.errors import FlowrlError
-from flowrl.worlds.base import PolicyOptions
+from flowrl.worlds import PolicyOptions
 from flowrl_course.batches import ode_images
 from flowrl_course.checking import answered, check, expect, number, same
 
@@ -35,11 +35,11 @@ def check_best_step(answer: Callable[..., Any]) -> None:
     """`answer(rewards)` is the step with the largest gain."""
     rewards = torch.tensor([0.70, 0.75, 0.40, 0.70, 0.50, 0.90, 0.95, 0.85, 0.88, 0.86, 0.80])
     got = number(answered(answer(rewards), "best_step"), "the step")
-    expect(got != 6, "node 6 has the highest score; asked for is the step with the largest rise")
+    expect(got != 6, "node 6 has the highest score; return the step with the largest rise")
     expect(got != 5, "this is the node that the largest rise leads to; step i leads from node i to node i + 1")
     expect(got != 2, "this is the second-largest rise, or the lowest score; look at all differences R[i+1] - R[i]")
     expect(got != 1, "this is the largest fall: gains are R[i+1] - R[i], not R[i] - R[i+1]")
-    expect(not same(got, 0.4), "this is how much the score rose; asked for is the number of the step: argmax instead of max")
+    expect(not same(got, 0.4), "this is how much the score rose; return the number of the step: argmax instead of max")
     expect(got == 4, "this is not the step with the largest R[i+1] - R[i]")
     late = torch.tensor([0.20, 0.70, 0.72, 0.10, 0.55, 0.60, 0.62, 0.71, 0.70, 0.74, 0.72])
     again = number(answer(late), "the step")
@@ -58,5 +58,5 @@ def check_blame(answer: set[str]) -> None:
     expect(
         "flow-grpo" not in given, "flow-grpo looks at the finished image only: every step of a good trajectory is made likelier"
     )
-    expect("stepwise-flow-grpo" in given, "stepwise-flow-grpo pays each step its own gain, and this one is negative")
-    expect("tp-grpo" in given, "tp-grpo pays increments too; a falling step of a rising trajectory is not a turning point")
+    expect("stepwise-flow-grpo" in given, "stepwise-flow-grpo gives each step its own gain, and this one is negative")
+    expect("tp-grpo" in given, "tp-grpo uses increments too; a falling step of a rising trajectory is not a turning point")

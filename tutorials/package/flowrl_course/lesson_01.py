@@ -76,7 +76,7 @@ def check_loss(answer: Answer) -> None:
 
 def _field(x: Tensor, t: Tensor) -> Tensor:
     expect(
-        t.shape == x.shape[:1], f"velocity was given a time of shape {tuple(t.shape)}; it wants one per sample, t.expand(len(x))"
+        t.shape == x.shape[:1], f"velocity was given a time of shape {tuple(t.shape)}; it needs one per sample, t.expand(len(x))"
     )
     return x * (1 + t[:, None] ** 2)
 
@@ -125,8 +125,8 @@ def check_tweedie(answer: Answer) -> None:
     t = time[:, None]
     mistakes = {
         "the sign is wrong: v points towards noise, so subtract it": x + t * velocity,
-        "the whole velocity is subtracted; only the time t remains to be walked: x - t v": x - velocity,
-        "this uses 1 - t, the time already walked; t remains": x - (1 - t) * velocity,
+        "the whole velocity is subtracted; only the time t remains: x - t v": x - velocity,
+        "this uses 1 - t, the time already passed; t remains": x - (1 - t) * velocity,
         "this is the estimate of the noise, x + (1 - t) v": x + (1 - t) * velocity,
     }
     close(got, tweedie(x, velocity, time), "this is not x_t - t v", mistakes)
@@ -153,7 +153,7 @@ def check_euler_error(answer: Answer) -> None:
     mistakes = {
         "this is the mean square: take its root": gap.square().sum(1).mean(),
         "this averages over the two coordinates; a distance sums over them": gap.square().mean().sqrt(),
-        "this is the mean distance; the root mean square is asked for": gap.norm(dim=1).mean(),
+        "this is the mean distance; return the root mean square": gap.norm(dim=1).mean(),
         "this sums over samples: take their mean": gap.norm(),
         "a grid of T steps has T + 1 times: linspace(1, 0, steps + 1)": (end(9) - end(639)).square().sum(1).mean().sqrt(),
     }

@@ -36,7 +36,7 @@ def check_score(answer: Answer) -> None:
     mistakes = {
         "the sign is wrong: the score points away from the noise": noise / t,
         "the noise is not divided by its standard deviation t": -noise,
-        "divided by t squared; x_t - (1-t) x_0 = t eps already holds one t": -noise / t**2,
+        "divided by t squared; x_t - (1-t) x_0 = t eps already contains one t": -noise / t**2,
         "this is built on the clean estimate x - t v; the score needs the noise estimate x + (1-t) v": -(x - t * velocity) / t,
     }
     got = tensor(answer(x, velocity, time), (7, 2), "the score")

@@ -24,10 +24,10 @@ def check_log_prob(answer: Answer) -> None:
     got = answered(answer(x, mean, std), "log_prob")
     expect(
         not isinstance(got, torch.Tensor) or got.shape != (5, 3),
-        "one number per sample is asked for: take the mean over elements",
+        "return one number per sample: take the mean over elements",
     )
     mistakes = {
-        "this is the sum over elements; the mean is asked for": normal.log_prob(x).sum(1),
+        "this is the sum over elements; return the mean": normal.log_prob(x).sum(1),
         "the squares are summed, the rest is not: take the mean": -squares.sum(1) / (2 * std**2) - constant,
         "the sign is wrong: this is the negative log-density": -truth,
         "the squares have the wrong sign: far from the mean the density is small": squares.mean(1) / (2 * std**2) - constant,
@@ -94,9 +94,7 @@ def check_clipped_loss(answer: Answer) -> None:
         "the ratio of probabilities is exp(new - old), not new / old": torch.maximum(
             -advantage * new / old, -advantage * (new / old).clamp(1 - c, 1 + c)
         ).mean(),
-        "the ratio is upside down: new over old": torch.maximum(
-            -advantage * other, -advantage * other.clamp(1 - c, 1 + c)
-        ).mean(),
+        "the ratio is inverted: new over old": torch.maximum(-advantage * other, -advantage * other.clamp(1 - c, 1 + c)).mean(),
         "this is the sum; take the mean over pairs": torch.maximum(plain, held).sum(),
         "the ratio is the difference of log-probabilities; take its exponential": torch.maximum(
             -advantage * (new - old), -advantage * (new - old).clamp(1 - c, 1 + c)
@@ -125,7 +123,7 @@ def check_kl(answer: Answer) -> None:
         "the distance is not squared": (mean - reference).abs().mean(1) / (2 * std**2),
     }
     got = answered(answer(mean, reference, std), "kl")
-    expect(not same(got, truth.mean()), "one number per sample is asked for, not the mean over the batch")
+    expect(not same(got, truth.mean()), "return one number per sample, not the mean over the batch")
     close(tensor(got, (5,), "the KL"), truth, "this is not ||mu - mu_ref||^2 / (2 std^2), averaged over elements", mistakes)
 
 

@@ -56,7 +56,7 @@ def check_uniform(answer: Answer) -> None:
 
 @check("Exercise 2")
 def check_silent(answer: Answer) -> None:
-    """`answer(success, size)` is the expected share of silent groups."""
+    """`answer(success, size)` is the expected fraction of silent groups."""
     success, size = torch.tensor([0.05, 0.3, 0.6, 0.97]), 4
     fail, win = (1 - success) ** size, success**size
     mean = success.mean()
@@ -66,7 +66,7 @@ def check_silent(answer: Answer) -> None:
         "the formula got the mean success of all prompts; apply it to every prompt, then take the mean": mean**size
         + (1 - mean) ** size,
         "the two probabilities are multiplied; all succeed OR all fail: add them": (fail * win).mean(),
-        "this is the share of groups that do speak; 1 minus that is asked": 1 - (fail + win).mean(),
+        "this is the fraction of groups that are not silent; return 1 minus this": 1 - (fail + win).mean(),
         "this sums over the prompts; take their mean": (fail + win).sum(),
         "twice the share in which all succeed: all fail has probability (1 - p)^G": 2 * win.mean(),
         "the exponents are one too small: all G members succeed with probability p^G, not p^(G-1)": (fail / (1 - success)).mean()
@@ -129,7 +129,7 @@ def check_pushing(answer: Answer) -> None:
         "the sides are swapped: a good pair stops when its ratio has grown beyond 1 + c, not when it fell": ~(
             (positive & (ratio < 1 - clip)) | (~positive & (ratio > 1 + clip))
         ),
-        "this is where the gradient is zero; asked is where it is not": ~wanted,
+        "these are the pairs whose gradient is zero; return the others": ~wanted,
         "the upper bound holds for good pairs only: a bad pair whose ratio grew must be pushed down": ratio <= 1 + clip,
         "pairs with negative advantages push too, down": wanted & positive,
         "not all of them: where the clipped term is the larger loss, it is constant in the ratio": torch.ones(

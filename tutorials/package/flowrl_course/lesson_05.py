@@ -68,20 +68,16 @@ def check_substeps(answer: Answer) -> None:
     given = x.clone()
     got = tensor(answer(velocity, given, t, v, count), (4, 3), "the estimate")
     mistakes = {
-        "the first velocity is used for every substep: this is the Tweedie estimate; ask `velocity` again after each substep": x
+        "the first velocity is used for every substep: this is the Tweedie estimate; evaluate `velocity` after each substep": x
         - t * v,
-        "the velocity is always asked at the time t; after k substeps the time is t - k t / count": _euler(
+        "the velocity is always evaluated at the time t; after k substeps the time is t - k t / count": _euler(
             x, t, count, still=True
         ),
-        "substeps have the length 1 / count; only the time t remains to be walked: t / count": _euler(
-            x, t, count, length=1 / count
-        ),
+        "substeps have the length 1 / count; only the time t remains: t / count": _euler(x, t, count, length=1 / count),
         "the sign is wrong: v points towards noise, so subtract it": _backwards(x, t, count),
-        "substeps have the length 1 / count, and the times too; only the time t remains to be walked: t / count": _from_one(
-            x, t, count
-        ),
-        "the velocity is asked one substep ahead of its state": _euler(x, t, count, ahead=1),
-        "the velocity is asked one substep behind its state: after k substeps the time is t - k t / count": _euler(
+        "substeps have the length 1 / count, and the times too; only the time t remains: t / count": _from_one(x, t, count),
+        "the velocity is evaluated one substep ahead of its state": _euler(x, t, count, ahead=1),
+        "the velocity is evaluated one substep behind its state: after k substeps the time is t - k t / count": _euler(
             x, t, count, ahead=-1
         ),
         "one substep is missing: the last one ends at t = 0": _short(x, t, count),
@@ -90,7 +86,7 @@ def check_substeps(answer: Answer) -> None:
     expect(torch.equal(given, x), "the estimate is right, but `x` itself was changed: write x = x - ..., not x -= ...")
     expect(
         len(calls) == count - 1,
-        f"the estimate is right, but the network was asked {len(calls)} times; v at (x, t) is given, so {count - 1} are enough",
+        f"the estimate is right, but the network was evaluated {len(calls)} times; v at (x, t) is given, so {count - 1} suffice",
     )
 
 
@@ -159,7 +155,7 @@ def check_generalised(answer: Answer) -> None:
     after = torch.cat([wanted[..., 1:], torch.zeros_like(wanted[..., :1])], dim=-1)
     powers = lam ** torch.arange(4.0)
     mistakes = {
-        "the sum runs over the past (k <= 0): a step is paid for what came before it; run from the last step to the first": past,
+        "the sum runs over the past (k <= 0): a step gets credit for earlier steps; run from the last step to the first": past,
         "the result is in reversed order: flip it back": wanted.flip(-1),
         "the step's own gain is left out: k starts at 0": after,
         "the step's own gain is left out: k starts at 0, with lam^0 = 1": lam * after,

@@ -41,10 +41,10 @@ def check_complete(answer: Answer) -> None:
         t = float(times[node]) * (1 - k / (steps - node))
         even = even - float(times[node]) / (steps - node) * _field(even, t)
     mistakes = {
-        "all steps from t = 1 are walked; the state stands at times[node], only the remaining ones are left": _walk(
+        "all steps from t = 1 are taken; the state is at times[node], and only the remaining steps are left": _walk(
             x, times, 0, steps
         ),
-        "this is the one-step (Tweedie) estimate; walk the remaining steps one by one": x - times[node] * _field(x, times[node]),
+        "this is the one-step (Tweedie) estimate; take the remaining steps one by one": x - times[node] * _field(x, times[node]),
         "the steps are even; a completion uses the sampler's own grid, times[i] - times[i + 1]": even,
         "one step is missing: the last one ends at t = 0": _walk(x, times, node, steps - 1),
         "the velocity is taken at times[i + 1]; take it where the step starts": _walk(x, times, node, steps, ahead=1),
@@ -177,15 +177,15 @@ def check_consistent(answer: Answer) -> None:
     own = step * reward_to_go(rewards).sign() > 0
     mistakes = {
         "the first step is missing: it counts where d_0 (R_T - R_1) > 0": plain & agrees,
-        "the first step follows the plain rule here, d_0 D > 0; the consistent one asks d_0 (R_T - R_1) > 0": first(
+        "the first step follows the plain rule here, d_0 D > 0; the consistent one requires d_0 (R_T - R_1) > 0": first(
             plain & agrees, step * trend > 0
         ),
         "R_T - R_i contains the step's own gain; what comes after step i is R_T - R_{i+1}": first(plain & own, own),
         "R_T - R_i contains the step's own gain; what comes after step i is R_T - R_{i+1} (the first step is right)": first(
             plain & own, agrees
         ),
-        "the consistency is not asked for: these are the plain turning points": turning_points(rewards, consistent=False),
-        "consistency is asked for alone; it must hold besides the plain rule": agrees,
+        "consistency is not required: these are the plain turning points": turning_points(rewards, consistent=False),
+        "only consistency is required; the plain rule must hold too": agrees,
         "zero differences qualify here; use > 0, not >= 0": first(plain & (step * after >= 0), step * after >= 0),
     }
     wanted = turning_points(rewards, consistent=True)
@@ -250,8 +250,8 @@ def check_null(answer: Answer) -> None:
 
     got = number(answer(plain, 10), "noise_count")
     expect(bool(seen), "`turning` was not called")
-    expect(seen[0][-1] == 10, f"`turning` was given {seen[0][-1]} nodes; `nodes` = 10 are asked for")
-    expect(len(seen[0]) == 3, "`turning` wants a table [prompt, member, node]: three axes")
+    expect(seen[0][-1] == 10, f"`turning` was given {seen[0][-1]} nodes; use `nodes` = 10")
+    expect(len(seen[0]) == 3, "`turning` needs a table [prompt, member, node]: three axes")
     trajectories = sum(shape[0] * shape[1] for shape in seen)
     expect(
         abs(got - 3.33 / 9) > 0.02, "this is the share of steps that turn; sum over the steps of a trajectory, then take the mean"

@@ -108,7 +108,9 @@ def check_reach(answer: Answer) -> None:
     never = answer(cost, reward, 0.95)
     expect(never is not None, "a target that is never reached has no cost: return math.nan, not None")
     never = number(never, "the cost of a target that is never reached")
-    expect(math.isnan(never), f"a target that is never reached has no cost: return nan, not {never:g}; averages of it would lie")
+    expect(
+        math.isnan(never), f"a target that is never reached has no cost: return nan, not {never:g}; averages of it would be wrong"
+    )
     start = number(answer(cost, reward, 0.1), "the cost of a target below the start")
     expect(start == 0.0, "a target below the first evaluation is reached at once: at cost[0]")
 

@@ -67,7 +67,7 @@ def check_folded(answer: Answer) -> None:
         "nothing is folded: a reader that knows no alpha would add B A instead of (alpha / rank) B A": delta,
         "both matrices got the whole scale, so the product has its square: scale one of them": 9 * delta,
         "the scale is alpha / rank, not alpha; the rank is A's number of rows": 12 * delta,
-        "the scale is upside down: alpha / rank, not rank / alpha": delta / 3,
+        "the scale is inverted: alpha / rank, not rank / alpha": delta / 3,
         "the rank is A's number of rows, 4 here, not its number of columns": 2 * delta,
         "the rank is B's number of columns, 4 here, not its number of rows": 2.4 * delta,
     }
