@@ -130,6 +130,7 @@ def test_satellites_use_public_names(folder):
         for statement in ast.walk(ast.parse(path.read_text())):
             parts = (getattr(statement, "module", None) or "").split(".")
             if isinstance(statement, ast.ImportFrom) and parts[0] == "flowrl" and parts[1:2] and parts[1] in ROOMS:
-                public = import_module(".".join(parts[:2])).__all__
+                packages = [import_module(".".join(parts[:depth])) for depth in range(2, len(parts) + 1)]
+                public = {name for package in packages if hasattr(package, "__path__") for name in package.__all__}
                 private += [f"{path.name}: {statement.module}.{a.name}" for a in statement.names if a.name not in public]
     assert not private

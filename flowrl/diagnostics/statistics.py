@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 from flowrl.errors import require
 
@@ -38,6 +37,8 @@ class Estimate:
 
 def interquartile_mean(values: Values, axis: int = -1) -> Values:
     """The mean of the middle half: a quarter of the values is cut off at either end (rounded down)."""
+    from scipy import stats  # a second of import time
+
     return np.asarray(stats.trim_mean(values, 0.25, axis=axis))
 
 
@@ -53,6 +54,8 @@ def widening(sizes: Sequence[int]) -> float:
         return math.inf
     freedom = sum(size - 1 for size in sizes)
     tail = (1 + LEVEL) / 2
+    from scipy import stats  # a second of import time
+
     return float(stats.t.ppf(tail, freedom) / stats.norm.ppf(tail)) * math.sqrt(smallest / (smallest - 1))
 
 
@@ -71,6 +74,8 @@ def bootstrap(statistic: Callable[..., Values], sizes: Sequence[int], seed: int 
 
     def picked(*index: Values, axis: int = -1) -> Values:
         return statistic(*(i.astype(np.intp) for i in index), axis=axis)
+
+    from scipy import stats  # a second of import time
 
     found = stats.bootstrap(
         samples, picked, n_resamples=draws, confidence_level=LEVEL, method="percentile", vectorized=True, rng=seed

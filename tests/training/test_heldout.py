@@ -104,7 +104,7 @@ def test_clip_features_are_those_of_transformers(tmp_path):
     assert features == ClipFeatures(folder)
     found = pairwise_diversity(group_features(features, images, images, (2, 2)))
     encoder = load_encoder(folder, batch=64)
-    rows = torch.cat([encoder.pictures(image[None]) for image in images])
+    rows = torch.cat([encoder.images(image[None]) for image in images])
     cosines = (rows[::2] * rows[1::2]).sum(1)
     assert torch.allclose(found.float(), (2 - 2 * cosines).sqrt(), atol=1e-4) and bool((found > 0).all())
 

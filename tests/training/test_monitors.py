@@ -73,7 +73,7 @@ def test_the_ratio_off_one_before_any_update(noise, clip, fires):
     found = ratio_noise(made, Limits(clip=clip))
     assert (found is not None) == fires
     if noise == 2.1e-5:
-        assert "off by up to 2.1e-05, more than the clip of 1.0e-05" in found.text and "clip 7e-05 or more" in found.text
+        assert "off by up to 2.1e-05, more than the clip of 1.0e-05" in found.text and "clip_range 7e-05 or more" in found.text
 
 
 @pytest.mark.parametrize(

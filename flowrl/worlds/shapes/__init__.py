@@ -1,1 +1,25 @@
 """The text-to-image world: scenes of objects and glyphs on a lattice, rendered and verified."""
+
+from flowrl.worlds.shapes.render import CELL, Jitter, render_cells
+from flowrl.worlds.shapes.scene import (
+    CELLS,
+    CLASSES,
+    COLOURS,
+    GLYPHS,
+    GRID,
+    MAX_WORDS,
+    OBJECTS,
+    SHAPES,
+    TASKS,
+    VOCABULARY,
+    Request,
+    all_requests,
+    draw_layout,
+    object_class,
+    tokenise,
+)  # fmt: skip
+
+__all__ = [
+    "CELL", "CELLS", "CLASSES", "COLOURS", "GLYPHS", "GRID", "MAX_WORDS", "OBJECTS", "SHAPES", "TASKS", "VOCABULARY", "Jitter",
+    "Request", "all_requests", "draw_layout", "object_class", "render_cells", "tokenise",
+]  # fmt: skip
