@@ -99,8 +99,11 @@ def train(config: RunConfig, samples: int = 96, steps: int = 10) -> Trained:
     """All iterations of `config`, then a held-out evaluation with `samples` ODE samples of `steps` steps."""
     trainer, world = make_trainer(config), make_world(config)
     metrics = [trainer.iteration() for _ in range(config.iterations)]
+    weights = list(trainer.policy.trainable().values())
+    with trainer.averaged():
+        averages = [weight.detach().clone() for weight in weights]
     with torch.no_grad():
-        for weight, average in zip(trainer.parameters, trainer.average, strict=True):
+        for weight, average in zip(weights, averages, strict=True):
             weight.copy_(average)
     task, form = config.environment.task, config.environment.reward_form
     return Trained(trainer.policy, metrics, evaluate(trainer.policy, world, task, form, samples, steps))
