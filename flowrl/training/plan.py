@@ -148,7 +148,7 @@ KNOWN = {"3.5-medium": "sd3.5-medium", "3.5-large": "sd3.5-large", "flux.1-dev":
 
 
 def memory_text(found: Plan, config: RunConfig) -> str:
-    """GPU memory of a process, counted (`policies.memory`), for a model whose name tells its size; else ""."""
+    """GPU memory of a process, counted (`policies.count_memory`), for a model whose name tells its size; else ""."""
     policy, batch = config.policy, config.rollout.max_batch
     name = next((known for ending, known in KNOWN.items() if policy.model.lower().rstrip("/").endswith(ending)), "")
     if not name:
