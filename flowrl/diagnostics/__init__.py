@@ -1,8 +1,5 @@
 """Diagnostics: credit of a rule explained, credit and gradients compared with the ground truth, statistics over seeds, memory."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from flowrl.diagnostics.explain import Explanation, RewardFile, explain, parse_rewards, read_rewards
 from flowrl.diagnostics.gradient import (
     Alignment,
@@ -14,22 +11,20 @@ from flowrl.diagnostics.gradient import (
     update_evaluations,
 )
 from flowrl.diagnostics.memory import peak_memory, peak_memory_during, reset_peak_memory
+from flowrl.diagnostics.statistics import (
+    Estimate,
+    Index,
+    Values,
+    bootstrap,
+    difference,
+    first_reached,
+    improvement,
+    interquartile_mean,
+    level,
+    profile,
+)
 from flowrl.diagnostics.true_advantage import CreditReport, Look, TrueAdvantages, compare_credit, pooled, true_advantages
-
-if TYPE_CHECKING:
-    from flowrl.diagnostics.statistics import (
-        Estimate,
-        Index,
-        Values,
-        bootstrap,
-        difference,
-        first_reached,
-        improvement,
-        interquartile_mean,
-        level,
-        profile,
-    )
-    from flowrl.diagnostics.weight_comparison import WeightComparison, compare_weights, load_weights
+from flowrl.diagnostics.weight_comparison import WeightComparison, compare_weights, load_weights
 
 __all__ = [
     "Alignment", "CreditReport", "Estimate", "Explanation", "Index", "Look", "RawCredit", "RewardFile", "Setting",
@@ -38,14 +33,3 @@ __all__ = [
     "pathwise_gradients", "peak_memory", "peak_memory_during", "policy_gradients", "pooled", "profile", "read_rewards",
     "reset_peak_memory", "true_advantages", "update_evaluations",
 ]  # fmt: skip
-
-_NEED_SCIPY = ("flowrl.diagnostics.statistics", "flowrl.diagnostics.weight_comparison")
-
-
-def __getattr__(name: str) -> Any:
-    """The names of the modules that import scipy, which are loaded on first use."""
-    if name in __all__:
-        for module in map(import_module, _NEED_SCIPY):
-            if hasattr(module, name):
-                return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

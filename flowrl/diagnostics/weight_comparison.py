@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 from flowrl.errors import CheckpointError, ConfigError, require
@@ -101,6 +100,8 @@ def compare_scores(base: Tensor, trained: Tensor) -> ScoreDifference:
     The interval is Student's t for the mean of the prompts' differences. It covers other prompts of this kind, not other training
     seeds. Pairs with an invalid (NaN) score are left out. Raises `ConfigError` if no pair is left.
     """
+    from scipy import stats  # a second of import time
+
     valid = base.isfinite() & trained.isfinite()
     kept = valid.any(1)
     if not bool(kept.any()):
