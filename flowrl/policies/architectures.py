@@ -124,11 +124,9 @@ def count_memory(
     decode_batch: int = 8,
     reference: bool = False,
 ) -> Memory:
-    """The memory of the architecture `name`. Rows are the latents in one call of the network, doubled by guidance.
-
-    `full`: all weights are trained and stored in float32, instead of a LoRA of `rank`; `reference`: a frozen copy of them is kept
-    too. A call then stores them in `dtype` as well (autocast's cache). Raises `ConfigError` for an unknown name.
-    """
+    """The memory of the architecture `name`. Rows are latents per network call (doubled by guidance); `full`: all weights are
+    trained and stored in float32, and in `dtype` during a call (autocast's cache), instead of a LoRA of `rank`; `reference`: a
+    frozen copy of them is kept. Raises `ConfigError` for an unknown name."""
     require(dtype in DTYPE_BYTES, "dtype", dtype, f"one of {', '.join(DTYPE_BYTES)}")
     known = architecture(name)
     network, precision, size = known.build(), getattr(torch, dtype), DTYPE_BYTES[dtype]
