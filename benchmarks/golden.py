@@ -9,8 +9,7 @@ reference's code and with the working tree's, each in its own process with one t
 samples and exported LoRAs. Times are not compared. The exit status is 1 if a command fails or a number differs, unless `MEANT`
 explains the difference.
 
-The runs in `golden_cases.py` use the reference's names. If the working tree renames a setting, a metric, a tensor or a file, add
-the new name to the tables below, which translate commands and results.
+The runs in `golden_cases.py` use the reference's names; the tables below translate renamed settings, metrics, tensors and files.
 """
 
 import argparse

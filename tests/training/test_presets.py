@@ -1,7 +1,5 @@
 """Presets: the papers' settings by value, every combination run at tiny size, files of one's own and what is wrong with them."""
 
-import json
-
 import pytest
 import yaml
 from tiny_rewards import tiny_clip, tiny_detector
@@ -130,7 +128,7 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     kept = preset(name).changes
     assert all(config.flat()[key] == value for key, value in kept.items() if key not in own)
     assert (out / "lora" / "pytorch_lora_weights.safetensors").exists()
-    assert config == RunConfig.from_dict(json.loads((out / "config.json").read_text()))
+    assert config == load_config(out / "config.json")
 
 
 def test_a_preset_in_print_is_a_preset(tmp_path, capsys):
