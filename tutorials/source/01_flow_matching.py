@@ -16,7 +16,7 @@
 # **After this lesson you can** write the straight path between noise and data, train a network on its velocity, turn noise into
 # samples with an ODE, and read off at any moment what the sample will roughly become.
 #
-# **Time** 45 minutes, of which the computer needs one. **You need** PyTorch and the notion of an expectation.
+# **Time** 45 minutes, of which the computer needs less than one. **You need** PyTorch and the notion of an expectation.
 #
 # All examples are in two dimensions, where the exact solution is known in closed form and errors can be plotted.
 

@@ -16,7 +16,7 @@
 # **After this lesson you can** turn the sampler's ODE into an SDE with the same marginal distributions, compute its error with few steps, choose between the kernels that papers
 # use, and identify the steps of a sampler that are decisions, which reinforcement learning can credit.
 #
-# **Time** 50 minutes, of which the computer needs one. **You need** lesson 1.
+# **Time** 50 minutes, of which the computer needs less than one. **You need** lesson 1.
 #
 # An ODE maps each noise to one image: it has no probabilities that training could raise. Reinforcement learning needs a *policy*. The animation shows trajectories from one initial noise:
 # one of the ODE, and sixty of an SDE with the same velocity.

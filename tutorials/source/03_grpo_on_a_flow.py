@@ -16,7 +16,7 @@
 # **After this lesson you can** treat denoising as a decision process, write the log-probability, the group's advantage, the clipped loss and the KL penalty, and train a flow with them: first with plain
 # PyTorch in under 80 lines, then with the library in ten.
 #
-# **Time** 60 minutes, of which the computer needs one. **You need** lesson 2.
+# **Time** 60 minutes, of which the computer needs less than one. **You need** lesson 2.
 #
 # The data are the ring again, now with *prompts*: "towards 45 degrees" asks for points at that angle, and the reward is $\exp(-d^2/2)$ for a point at distance $d$ from the target. The base model samples from the ring and ignores the prompt.
 

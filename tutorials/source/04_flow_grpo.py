@@ -16,7 +16,7 @@
 # **After this lesson you can** fine-tune a text-to-image model with Flow-GRPO (arXiv 2505.05470), choose the group size and the steps that are decisions,
 # compute the saving of training with 10 steps instead of 40, and detect a collapse early.
 #
-# **Time** 60 minutes, of which the computer needs two. **You need** lesson 3 (GRPO on a flow: ratio, clip, KL).
+# **Time** 60 minutes, of which the computer needs about one. **You need** lesson 3 (GRPO on a flow: ratio, clip, KL).
 #
 # The first lessons used two-dimensional data. In this lesson a small text-to-image model, a diffusion transformer, is trained with the method of
 # lesson 3: *make the better members of a group more likely*. A rule-based judge scores the images.

@@ -16,7 +16,7 @@
 # **After this lesson you can** score an unfinished image, compute the credit of each denoising step from its gain, explain why the gains are normalised jointly, and measure the value of better credit
 # in network evaluations.
 #
-# **Time** 60 minutes, of which the computer needs two. **You need** lesson 4, and the Tweedie estimate of lesson 1.
+# **Time** 60 minutes, of which the computer needs about one. **You need** lesson 4, and the Tweedie estimate of lesson 1.
 #
 # Flow-GRPO gives every step of a trajectory the same credit. The animation shows two trajectories of one group, from the same noise: at every node an estimate of the finished image (computed as in
 # exercise 2), and the judge's score of the estimate. Which of the two has the better *first half*?

@@ -16,7 +16,7 @@
 # **After this lesson you can** score any state by completing it with the ODE, find turning points by hand and in code, balance them, and test a criterion against a null model: how often would pure noise
 # satisfy it?
 #
-# **Time** 75 minutes, of which the computer needs two. **You need** lesson 5 (gains, notation).
+# **Time** 75 minutes, of which the computer needs about one. **You need** lesson 5 (gains, notation).
 #
 # TP-GRPO (arXiv 2602.06422) addresses the same problem as Stepwise-Flow-GRPO, one reward for all steps, and adds an observation. Some steps *turn* a trajectory: before them the reward moved away from its final value, from
 # them on it moves towards it. TP-GRPO gives such a step more credit than its own gain.

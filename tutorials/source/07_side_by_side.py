@@ -16,7 +16,7 @@
 # **After this lesson you can** review a comparison of fine-tuning methods: compute confidence intervals, compare costs on several
 # horizontal axes, separate the effect of a rule from the effect of a setting, and name the experiment that would refute a claim.
 #
-# **Time** 75 minutes, of which the computer needs one. **You need** lessons 3 to 6: uniform, stepwise and turning-point credit.
+# **Time** 75 minutes, of which the computer needs about one. **You need** lessons 3 to 6: uniform, stepwise and turning-point credit.
 #
 # The lesson begins with a result that looks conclusive: the same model, the same settings, one seed, three rules. Then it tests the result.
 

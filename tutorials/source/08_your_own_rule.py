@@ -15,7 +15,7 @@
 #
 # **After this lesson you can** turn an idea about credit into a class, test the class against the contract that the trainer relies on, compare its credit with the ground truth, and find the effects that this comparison misses by training with the rule.
 #
-# **Time** 90 minutes and three projects of 20 to 45 minutes; the computer needs one. **You need** lessons 3 to 7.
+# **Time** 90 minutes and three projects of 20 to 45 minutes; the computer needs about one minute. **You need** lessons 3 to 7.
 #
 # The animation shows the quantity that every credit rule estimates. On the left a trajectory is denoised; the cross is its target. On the right are the *expected* reward at each of its nodes, and two cheap estimates of it.
 

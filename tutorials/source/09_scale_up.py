@@ -16,7 +16,7 @@
 # **After this lesson you can** use SD3.5 or FLUX instead of the small models of the other lessons, describe the effects of LoRA, guidance and precision on the algorithm as well as on the images, and compute batch sizes and
 # memory before a run.
 #
-# **Time** 50 minutes, of which the computer needs one. **You need** lessons 2 to 4, and lesson 6 for TP-GRPO.
+# **Time** 50 minutes, of which the computer needs about one. **You need** lessons 2 to 4, and lesson 6 for TP-GRPO.
 #
 # The method does not change: sampler, credit rule, loss and trainer are the same objects as before. Only the policy changes. The figure shows the memory on one GPU without activations, for the real architectures (their
 # shapes, without their weights), if all weights are trained, and with a LoRA.
