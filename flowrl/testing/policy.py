@@ -169,7 +169,7 @@ def names_what_is_trained(case: Case) -> str | None:
     expect(isinstance(first, Mapping) and len(first) > 0, "nothing is trained")
     expect(list(first) == list(second), "names or their order differ between two calls")
     other = [name for name in first if first[name] is not second[name]]
-    expect(not other, f"these are other objects in a second call: {', '.join(other[:3])}. The optimiser holds the first ones.")
+    expect(not other, f"these are other objects in a second call: {', '.join(other[:3])}. The optimizer holds the first ones.")
     closed = [name for name, p in first.items() if not p.requires_grad]
     expect(not closed, f"requires_grad is off for {', '.join(closed[:3])}")
     narrow = [name for name, p in first.items() if p.dtype != torch.float32]

@@ -1,1 +1,1 @@
-"""The trainer, and what surrounds it: settings, checkpoints, evaluation, comparison, pretraining."""
+"""The trainer, and what surrounds it: settings, checkpoints, evaluation, comparison."""

@@ -91,7 +91,7 @@ def zero_spread(rows: Sequence[Row], limits: Limits) -> Notice | None:
 
 
 def ratio_noise(rows: Sequence[Row], limits: Limits) -> Notice | None:
-    """Before the first optimiser step of an iteration every ratio should be 1. What differs is rounding: half precision, another
+    """Before the first optimizer step of an iteration every ratio should be 1. What differs is rounding: half precision, another
     batch shape, merged adapters. Above the clip it decides which pairs count. Tiny clips as TP-GRPO's 1e-5 (arXiv 2602.06422) and
     Flow-GRPO's 1e-4 (arXiv 2505.05470) are near it."""
     noise = rows[-1].get("ratio_noise")
@@ -172,7 +172,7 @@ def largest_batch(small: Peak, large: Peak, room: float) -> int | None:
 
 def memory(setting: str, chosen: int, small: Peak, large: Peak, room: float, later: float = 0.0) -> Notice | None:
     """Whether `setting` = `chosen` latents at once will exceed `room` bytes. `later`: what training will hold besides, such as
-    the optimiser's state."""
+    the optimizer's state."""
     needed = predicted_bytes(small, large, chosen) + later
     if needed <= room:
         return None

@@ -23,14 +23,14 @@ def make_optimizer(name: str, parameters: Sequence[nn.Parameter], lr: float, wei
     The second needs the package bitsandbytes and quantises only tensors of 4,096 elements or more. Raises `ConfigError` for an
     unknown name, or if bitsandbytes is missing.
     """
-    require(name in OPTIMIZERS, "optimiser", name, f"one of {', '.join(OPTIMIZERS)}")
+    require(name in OPTIMIZERS, "optimizer", name, f"one of {', '.join(OPTIMIZERS)}")
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=weight_decay)
     try:
         bitsandbytes: Any = import_module("bitsandbytes")
     except ImportError as error:
         raise ConfigError(
-            "optimiser = 'adamw-8bit' needs the package bitsandbytes: pip install bitsandbytes, or adamw"
+            "optimizer = 'adamw-8bit' needs the package bitsandbytes: pip install bitsandbytes, or adamw"
         ) from error
     return bitsandbytes.optim.AdamW8bit(parameters, lr=lr, betas=BETAS, weight_decay=weight_decay)
 

@@ -125,10 +125,10 @@ def plan_text(found: Plan, config: RunConfig) -> str:
         f"{p.groups_per_process} whole group{'s' if p.groups_per_process > 1 else ''}{idle}",
         f"  pairs              {p.trajectories:,} trajectories x {p.trained_steps} trained steps of {rollout.num_steps} = "
         f"{p.pairs:,}",
-        f"  optimiser steps    {p.updates}, each on the mean over {p.trajectories_per_update:,} trajectories = "
+        f"  optimizer steps    {p.updates}, each on the mean over {p.trajectories_per_update:,} trajectories = "
         f"{p.pairs_per_update:,} pairs",
         f"  backward passes    {p.pairs_per_update_and_process:,} pairs a process{' (on average)' if p.processes > 1 else ''} / "
-        f"micro_batch {config.optim.micro_batch} = {p.micro_batches_per_update} an optimiser step, of "
+        f"micro_batch {config.optim.micro_batch} = {p.micro_batches_per_update} an optimizer step, of "
         f"{p.rows_per_micro_batch} network rows",
         f"  rollout            {p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in {p.sequential_calls} "
         f"sequential calls; split by max_batch {rollout.max_batch}: {p.calls_of_a_process} a process",
@@ -137,7 +137,7 @@ def plan_text(found: Plan, config: RunConfig) -> str:
         f"  reward             {p.reward_calls:,} images scored ({p.reward_calls / p.trajectories:.1f} a trajectory)",
         f"  every {evaluation.eval_every} iterations: evaluation of {evaluation.eval_samples} samples, {p.evaluation_nfe:,} "
         f"network evaluations{guidance}",
-        f"  in all             {config.iterations * p.updates:,} optimiser steps, "
+        f"  in all             {config.iterations * p.updates:,} optimizer steps, "
         f"{config.iterations * p.trajectories:,} trajectories, {config.iterations * p.passes:,} forward passes, no evaluations",
     ]
     return "\n".join(lines)
