@@ -65,11 +65,17 @@ def unknown(name: str, known: Any, what: str = "setting") -> str:
 def allowed(group: type, name: str) -> str:
     """What a field may be, in words made from its annotation."""
     info = cast(Any, group).__pydantic_fields__[name]
-    kind, bounds = info.annotation, info.metadata
+    return _allowed(info.annotation, info.metadata)
+
+
+def _allowed(kind: Any, bounds: Sequence[Any]) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        first, *more = get_args(kind)
+        return "a list of texts" if first is str else f"{len(more) + 1} values, each {_allowed(*_split(first))}"
     if kind not in KINDS:
-        return "a list of texts" if get_origin(kind) is tuple else f"a {getattr(kind, '__name__', kind)}"
+        return f"a {getattr(kind, '__name__', kind)}"
     low = next((b for b in bounds if isinstance(b, Ge | Gt)), None)
     high = next((b for b in bounds if isinstance(b, Le | Lt)), None)
     words = KINDS[kind]
@@ -80,6 +86,11 @@ def allowed(group: type, name: str) -> str:
     if low is not None:
         return f"{words}, {low.ge} or more" if isinstance(low, Ge) else f"{words} above {low.gt}"
     return words
+
+
+def _split(kind: Any) -> tuple[Any, Sequence[Any]]:
+    """A type and the bounds that its annotation adds."""
+    return (get_args(kind)[0], get_args(kind)[1:]) if get_origin(kind) is Annotated else (kind, ())
 
 
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

@@ -32,6 +32,11 @@ class Family(Protocol):
         """The default length of its T5 prompts."""
         ...
 
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Ends of the names of the layers that get a LoRA by default."""
+        ...
+
     def latent_shape(self, pipe: Any, height: int, width: int) -> tuple[int, ...]:
         """Shape of one latent as the transformer sees it. Raises `ConfigError` for a size that the pipeline does not support."""
         ...
@@ -92,8 +97,8 @@ class ModelOptions:
     """lora, full (all weights of the transformer) or nothing."""
     lora_rank: int = 32
     lora_alpha: float = 64.0
-    targets: tuple[str, ...] = ()
-    """Ends of the names of the layers that get a LoRA; empty: the family's own, all attention projections."""
+    lora_targets: tuple[str, ...] = ()
+    """Ends of the names of the layers that get a LoRA; empty: the family's own."""
     adapter: str = ""
     """Start from this LoRA: a file or folder that `load_lora_weights` can read."""
     adapter_name: str = "default"
@@ -113,14 +118,14 @@ class ModelOptions:
     compile: str = ""
     """Backend (inductor) that compiles the transformer's blocks; empty: off. The first call of every shape is slow. Sampling and
     training are then different programs, so that the ratio of the first update differs from 1 by rounding."""
-    cached_prompts: int = 2048
+    prompt_cache: int = 2048
     """Number of prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at 256 T5 tokens; FLUX: 4 MB at
     512)."""
     seed: int = 0
     """Seed of the LoRA's initial matrices."""
 
     def __post_init__(self) -> None:
-        for name in ("height", "width", "lora_rank", "decode_batch", "cached_prompts"):
+        for name in ("height", "width", "lora_rank", "decode_batch", "prompt_cache"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         require(self.adapter_name.isidentifier(), "adapter_name", self.adapter_name, "letters, digits and _")
         fits = self.tuning == "lora" or not self.frozen_adapters

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flowrl.errors import require
 from flowrl.policies.family import decode_scaled, resolution_shift
+from flowrl.policies.lora import LORA_TARGETS
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Flux:
     pipeline: str = "FluxPipeline"
     encoders: tuple[str, ...] = ("text_encoder", "text_encoder_2")
     text_tokens: int = 512
+    lora_targets: tuple[str, ...] = LORA_TARGETS
 
     def __post_init__(self) -> None:
         require(self.distilled_guidance >= 0, "distilled_guidance", self.distilled_guidance, "0 or more")

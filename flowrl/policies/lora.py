@@ -13,8 +13,11 @@ from torch import Tensor
 from flowrl.distributed import full, is_sharded_network
 from flowrl.errors import CheckpointError, ConfigError
 
-LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-"""All attention projections, of the image and of the text stream, as Flow-GRPO (arXiv 2505.05470) trains."""
+LORA_TARGETS = tuple(
+    f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+)
+"""The projections of the joint attention, of the image and of the text stream, as Flow-GRPO (arXiv 2505.05470) trains; not those
+of the second attention `attn2` that 13 blocks of SD3.5-Medium have."""
 
 PREFIX = "transformer."
 HAS_ADAPTERS = "the model has adapters already; make them part of it first: fuse_lora, then unload_lora_weights"
@@ -73,7 +76,7 @@ class Adapters:
                 torch.manual_seed(seed)
                 self.network.add_adapter(lora, adapter_name=name)
         except ValueError as error:
-            raise ConfigError(f"lora targets = {tuple(targets)!r} is not allowed: names of linear layers ({error})") from error
+            raise ConfigError(f"lora_targets = {tuple(targets)!r} is not allowed: names of linear layers ({error})") from error
         self.layers = [module for module in self.network.modules() if isinstance(module, LoraLayer)]
         for parameter in self._matrices().values():
             parameter.data = parameter.data.float()

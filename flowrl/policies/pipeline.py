@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flowrl.distributed import full_tensors, is_sharded_network
 from flowrl.errors import ConfigError, require
 from flowrl.policies.family import DTYPES, Family, ModelOptions, device_of
-from flowrl.policies.lora import LORA_TARGETS, Adapters, load_frozen_adapters
+from flowrl.policies.lora import Adapters, load_frozen_adapters
 from flowrl.policies.prompt_cache import PromptCache
 from flowrl.types import Condition, Prompt, Schedule
 
@@ -43,7 +43,7 @@ class PipelinePolicy:
         self._latent_shape = family.latent_shape(pipe, options.height, options.width)
         self._size = (options.height // pipe.vae_scale_factor, options.width // pipe.vae_scale_factor)
         self._scheduler = _own_scheduler(pipe)
-        self.prompts = PromptCache(self._embed, self._device, options.cached_prompts, self.dtype)
+        self.prompts = PromptCache(self._embed, self._device, options.prompt_cache, self.dtype)
         self._guidance = options.guidance_scale
         self.adapters: Adapters | None = None
         self._copy: Any = None
@@ -54,7 +54,7 @@ class PipelinePolicy:
     def _prepare_training(self) -> None:
         options = self.options
         if options.tuning == "lora":
-            targets = options.targets or LORA_TARGETS
+            targets = options.lora_targets or self.family.lora_targets
             frozen = load_frozen_adapters(self.pipe, options.frozen_adapters)
             name, size = options.adapter_name, (options.lora_rank, options.lora_alpha)
             self.adapters = Adapters(self.transformer, *size, targets, options.seed, name, frozen)
@@ -107,7 +107,7 @@ class PipelinePolicy:
         return Condition({"prompt": numbers[:-1], "negative": numbers[-1:].expand(len(prompts))}, frozenset(known))
 
     def warm(self, prompts: Sequence[Prompt]) -> None:
-        """Embed all `prompts` and the negative one now, as many as `cached_prompts` allows: the text encoders then move to the
+        """Embed all `prompts` and the negative one now, as many as `prompt_cache` allows: the text encoders then move to the
         device once, not in every iteration with new prompts."""
         self.prompts.warm([self.options.negative_prompt, *(prompt.text for prompt in prompts)])
 

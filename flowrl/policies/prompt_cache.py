@@ -83,7 +83,7 @@ class PromptCache:
         if missing:
             raise ConfigError(
                 f"prompt {missing[0]} was dropped from the cache while its condition was still used; "
-                f"cached_prompts = {self.limit} must be larger than the prompts in use at a time"
+                f"prompt_cache = {self.limit} must be larger than the prompts in use at a time"
             )
         start = len(self._near)
         self._near |= {number: start + i for i, number in enumerate(numbers)}

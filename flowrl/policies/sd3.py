@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flowrl.errors import require
 from flowrl.policies.family import decode_scaled, resolution_shift
+from flowrl.policies.lora import LORA_TARGETS
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class SD3:
     pipeline: str = "StableDiffusion3Pipeline"
     encoders: tuple[str, ...] = ("text_encoder", "text_encoder_2", "text_encoder_3")
     text_tokens: int = 256
+    lora_targets: tuple[str, ...] = LORA_TARGETS
 
     def latent_shape(self, pipe: Any, height: int, width: int) -> tuple[int, ...]:
         """(channels, height / 8, width / 8). Raises `ConfigError` unless both sizes are multiples of 8 x patch size."""

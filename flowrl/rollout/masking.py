@@ -1,4 +1,4 @@
-"""Credit where some samples could not be judged."""
+"""Which samples count: those that the reward could judge and, on request, whose advantages are not all 0."""
 
 from collections.abc import Callable
 
@@ -41,3 +41,11 @@ def valid_credit(tables: RewardTables, assign: Callable[[RewardTables], Tensor])
         )
         advantages[kept] = assign(smaller).to(advantages).flatten(0, 1)
     return advantages, used
+
+
+def with_advantage(used: Tensor, advantages: Tensor, steps: Tensor) -> Tensor:
+    """The samples `used` [prompt, member] whose `advantages` [prompt, member, step] are not 0 at each of the trained `steps`.
+
+    Flow-GRPO's public code (arXiv 2505.05470) leaves the others out of the loss and its mean, so that they give no KL either.
+    """
+    return used & (advantages[..., steps.to(advantages.device)] != 0).any(-1)

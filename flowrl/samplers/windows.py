@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from flowrl.errors import ConfigError, require
@@ -157,3 +157,37 @@ class SlidingWindow:
     def transition(self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor) -> Gaussian:
         """Always raises `ConfigError`: the window of an iteration must be drawn first."""
         raise ConfigError("SlidingWindow has not been drawn: call .draw(schedule, generator, iteration), use its result")
+
+
+TRAINED_STEPS = "all, all-but-last, START:SIZE (fixed) or random:FRACTION (drawn every iteration), with a FRACTION in (0, 1]"
+
+
+def trained_steps(spec: str, schedule: Schedule, generator: torch.Generator) -> Int[Tensor, " step"]:
+    """Indices of the stochastic steps of `schedule` that enter the loss, in order, as `spec` says (see `TRAINED_STEPS`).
+
+    random:FRACTION draws floor(FRACTION n) of the n stochastic steps, at least one, uniformly. One draw serves all samples of an
+    iteration; DanceGRPO (arXiv 2505.07818, public code: `timestep_fraction` 0.6) draws for each sample by itself. Flow-GRPO's
+    code samples with noise at all steps and trains all but the last. Raises `ConfigError` for a spec that is not allowed or that
+    leaves no step.
+    """
+    noisy = schedule.stochastic.nonzero().flatten()
+    if len(noisy) == 0:
+        raise ConfigError("the sampler has no stochastic step on this schedule: there is no log-probability to train on")
+    kind, _, number = spec.partition(":")
+    fraction, start, end = 1.0, 0, schedule.steps
+    try:
+        if kind == "random":
+            fraction = float(number)
+        elif number:
+            start, end = int(kind), int(kind) + int(number)
+        else:
+            end = {"all": end, "all-but-last": end - 1}[kind]
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"trained_steps = {spec!r} is not allowed: {TRAINED_STEPS}") from error
+    require(0 < fraction <= 1 and start >= 0, "trained_steps", spec, TRAINED_STEPS)
+    steps = noisy[(noisy >= start) & (noisy < end)]
+    require(len(steps) > 0, "trained_steps", spec, f"at least one of the stochastic steps {noisy.tolist()}")
+    if kind == "random":
+        order = torch.randperm(len(steps), generator=generator, device=generator.device).to(steps.device)
+        steps = steps[order[: max(1, int(fraction * len(steps)))]].sort().values
+    return steps

@@ -15,7 +15,7 @@ from flowrl.policies.pipeline import ModelOptions
 from flowrl.protocols import FlowPolicy, PolicyLoss, RandomSampler, RewardModel
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
-from flowrl.samplers import transition_stds
+from flowrl.samplers import trained_steps, transition_stds
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.heldout import make_heldout_metrics
 from flowrl.training.trainer import Trainer
@@ -39,10 +39,12 @@ def make_world(config: RunConfig) -> World:
 def make_method(config: RunConfig) -> Method:
     """The method by name, with this run's sampler, clip and KL weight; its rule is tried on a random table first.
 
-    Raises `ConfigError` if no step is stochastic, or for an unknown part; `CreditError` if the rule breaks its contract.
+    Raises `ConfigError` if no step is stochastic or none is trained, or for an unknown part; `CreditError` if the rule breaks its
+    contract.
     """
     algorithm = config.algorithm
     schedule = trial_schedule(config)
+    first_trained_steps(config)
     sampler = make_sampler(algorithm.sampler, algorithm.noise_level, algorithm.window)
     shared = None if algorithm.initial_noise == "auto" else algorithm.initial_noise == "shared"
     method = named_method(algorithm.method, sampler, make_loss(config), algorithm.credit, shared)
@@ -92,6 +94,7 @@ def model_options(config: RunConfig) -> ModelOptions:
     p = config.policy
     return ModelOptions(
         height=p.resolution, width=p.resolution, guidance_scale=p.guidance_scale, tuning=p.tuning, adapter=p.adapter,
+        guidance_gradient=p.guidance_gradient, lora_targets=p.lora_targets, prompt_cache=p.prompt_cache,
         max_sequence_length=p.max_sequence_length, gradient_checkpointing=p.gradient_checkpointing,
         keep_reference=make_loss(config).needs_reference, lora_rank=p.lora_rank, lora_alpha=p.lora_alpha, seed=config.seed,
         device=p.device, dtype=p.dtype, frozen_adapters=tuple(filter(None, p.frozen_adapters.split(","))),
@@ -112,6 +115,16 @@ def trial_schedule(config: RunConfig) -> Schedule:
     stds = schedule.stds
     require(stds is not None and bool((stds > 0).any()), "window", algorithm.window, "at least one stochastic step")
     return schedule
+
+
+def first_trained_steps(config: RunConfig) -> torch.Tensor:
+    """The steps of a first iteration's loss; every iteration has as many. Raises `ConfigError` if there are none, or if there
+    might be none in a later iteration."""
+    algorithm = config.algorithm
+    chosen, sampler = algorithm.trained_steps, make_sampler(algorithm.sampler, algorithm.noise_level, algorithm.window)
+    fits = not isinstance(sampler, RandomSampler) or chosen == "all" or chosen.startswith("random:")
+    require(fits, "trained_steps", chosen, "all or random:FRACTION with stochastic steps that are drawn every iteration")
+    return trained_steps(chosen, trial_schedule(config), torch.Generator())
 
 
 def even_schedule(steps: int, kernel: str, noise_level: float, window: str) -> Schedule:

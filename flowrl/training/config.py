@@ -17,6 +17,7 @@ from flowrl.training.presets import combine
 Precision = Literal["float32", "bfloat16", "float16"]
 Count = Annotated[int, Ge(1)]
 Whole = Annotated[int, Ge(0)]
+Decay = Annotated[float, Ge(0), Lt(1)]
 
 
 @settings_group
@@ -55,7 +56,10 @@ class AlgorithmConfig:
     noise_level: float = 0.7
     """The sampler's noise: a of flow-sde and ddim-sde, eta of dance-sde and cps."""
     window: str = "2:5"
-    """Stochastic (trained) steps: all, all-but-last, START:SIZE, random:SIZE, or sliding:SIZE[:STRIDE[:EVERY]]."""
+    """Stochastic steps: all, all-but-last, START:SIZE, random:SIZE, or sliding:SIZE[:STRIDE[:EVERY]]."""
+    trained_steps: str = "all"
+    """Which of the stochastic steps enter the loss: all, all-but-last, START:SIZE, or random:FRACTION of them, drawn every
+    iteration."""
     initial_noise: Literal["auto", "shared", "independent"] = "auto"
     """Initial noise within a group: auto (as the method says), shared or independent."""
     loss: str = "clipped"
@@ -64,6 +68,8 @@ class AlgorithmConfig:
     """Largest change of a ratio before its pair stops counting (losses that clip)."""
     kl_weight: float = 0.0
     """Weight of the KL to the base model in the loss (beta in the papers)."""
+    drop_zero_advantages: bool = False
+    """Leave samples whose advantage is 0 at every trained step out of the loss, its mean and the KL."""
 
 
 @settings_group
@@ -102,6 +108,8 @@ class OptimConfig:
     """Initial learning rate."""
     final_learning_rate: Annotated[float, Ge(0), Le(1)] = 1.0
     """Final learning rate as a fraction of the initial one; it falls linearly."""
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
+    """Decays of AdamW's two moments."""
     weight_decay: Annotated[float, Ge(0)] = 1e-4
     """Weight decay of AdamW."""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
@@ -110,7 +118,7 @@ class OptimConfig:
     """Mini-batches (optimizer steps) per iteration; the trajectories are split between them."""
     micro_batch: Count = 256
     """(trajectory, step) pairs per backward pass."""
-    ema_decay: Annotated[float, Ge(0), Lt(1)] = 0.8
+    ema_decay: Decay = 0.8
     """Decay of the averaged weights that evaluation uses, per optimizer step; 0 = no averaging."""
     loss_scale: Annotated[float, Ge(0)] = 65536.0
     """Initial loss scale when `dtype` is float16, adapted during training; 0 = none."""
@@ -139,6 +147,8 @@ class PolicyConfig:
     """Rank of the LoRA."""
     lora_alpha: Annotated[float, Gt(0)] = 16.0
     """Alpha of the LoRA: its product is scaled by alpha / rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Ends of the names of the layers of `model` that get a LoRA, as in attn.to_q; none: its family's, the attention."""
     adapter: str = ""
     """LoRA that `model` starts from (a file or folder that diffusers reads; `lora_rank` must be the file's)."""
     frozen_adapters: str = ""
@@ -147,8 +157,12 @@ class PolicyConfig:
     """Height and width of the images of `model` in pixels."""
     guidance_scale: Annotated[float, Ge(1)] = 1.0
     """Classifier-free guidance of `model` in sampling, training and evaluation; 1 = off."""
+    guidance_gradient: Literal["both", "prompt"] = "both"
+    """Branches of the guidance that the gradient flows through: both, or prompt (without the negative prompt's)."""
     max_sequence_length: Annotated[int, Ge(0), Le(512)] = 0
     """Prompt length of the T5 encoder of `model` in tokens; 0 = as its pipeline has it."""
+    prompt_cache: Count = 2048
+    """Prompts of `model` whose embeddings are kept in main memory."""
     gradient_checkpointing: bool = False
     """Recompute activations of `model` in the backward pass: less memory, one more forward pass."""
     decode_batch: Count = 8
@@ -294,12 +308,12 @@ MIXTURE_DEFAULTS: dict[str, Any] = {
 
 MODEL_DEFAULTS: dict[str, Any] = {
     "world": "model", "task": "prompts", "reward_form": "reward", "num_steps": 10, "window": "all-but-last", "minibatches": 2,
-    "learning_rate": 3e-4, "clip_range": 1e-4, "lora_rank": 32, "lora_alpha": 64.0, "ema_decay": 0.9, "groups": 4,
-    "group_size": 24, "micro_batch": 8, "max_batch": 16, "iterations": 300, "eval_every": 20, "eval_samples": 32,
-    "eval_steps": 40, "gradient_checkpointing": True,
+    "learning_rate": 3e-4, "clip_range": 1e-4, "lora_rank": 32, "lora_alpha": 64.0, "ema_decay": 0.987,
+    "betas": (0.9, 0.999), "groups": 4, "group_size": 24, "micro_batch": 8, "max_batch": 16, "iterations": 300, "eval_every": 20,
+    "eval_samples": 32, "eval_steps": 40, "gradient_checkpointing": True,
 }  # fmt: skip
-"""Steps, mini-batches, learning rate, clip, LoRA and group size as Flow-GRPO has them for SD3.5-Medium (arXiv 2505.05470); 4
-groups per iteration for one GPU instead of its 48."""
+"""Steps, mini-batches, AdamW, clip, LoRA and group size as Flow-GRPO has them for SD3.5-Medium (arXiv 2505.05470); an average
+that decays by 0.987 every update, its 0.9 every 8; 4 groups per iteration for one GPU instead of its 48."""
 
 
 @dataclass(frozen=True)

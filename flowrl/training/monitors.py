@@ -40,7 +40,7 @@ class Notice:
         return asdict(self)
 
 
-KINDS = ("zero-spread", "ratio-noise", "kl", "collapse", "memory")
+KINDS = ("zero-spread", "no-update", "ratio-noise", "kl", "collapse", "memory")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def notices(rows: Sequence[Row], limits: Limits, every: int = EVERY) -> list[Not
         return []
     now = trained[-1]["iteration"]
     recent = {said["kind"] for row in trained[:-1] if now - row["iteration"] < every for said in row.get("warnings", ())}
-    found = [zero_spread(trained, limits), ratio_noise(trained, limits), kl_runaway(trained, limits), collapse(rows, limits)]
+    found = [check(trained, limits) for check in (zero_spread, no_update, ratio_noise, kl_runaway)] + [collapse(rows, limits)]
     return [notice for notice in found if notice is not None and notice.kind not in recent]
 
 
@@ -87,6 +87,17 @@ def zero_spread(rows: Sequence[Row], limits: Limits) -> Notice | None:
         f"{statistics.fmean(values):.0%} of the groups have members with equal rewards, so they teach nothing. Is the task "
         "solved, or hopeless, for these prompts? Use a finer reward (reward_form soft instead of strict), other prompts, more "
         "a larger group_size, or a larger noise_level",
+    )
+
+
+def no_update(rows: Sequence[Row], limits: Limits) -> Notice | None:
+    """`drop_zero_advantages` left no sample for the loss: the weights are those of the iteration before."""
+    if not rows[-1].get("dropped") or rows[-1]["train_nfe"] > 0:
+        return None
+    return Notice(
+        "no-update",
+        f"all advantages are 0, so all {rows[-1]['dropped']} samples were dropped and nothing was trained in this iteration. If "
+        "that happens often, use a finer reward, other prompts, a larger group_size, or a larger noise_level",
     )
 
 

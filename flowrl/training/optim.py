@@ -14,25 +14,26 @@ from flowrl.policies import has_compiled_blocks
 from flowrl.protocols import FlowPolicy, OneNetwork
 
 OPTIMIZERS = ("adamw", "adamw-8bit")
-BETAS = (0.9, 0.99)
 
 
-def make_optimizer(name: str, parameters: Sequence[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101) with betas (0.9, 0.99); "adamw-8bit" keeps both moments in 8 bits (arXiv 2110.02861).
+def make_optimizer(
+    name: str, parameters: Sequence[nn.Parameter], lr: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.Optimizer:
+    """AdamW (arXiv 1711.05101); "adamw-8bit" keeps both moments in 8 bits (arXiv 2110.02861).
 
     The second needs the package bitsandbytes and quantises only tensors of 4,096 elements or more. Raises `ConfigError` for an
     unknown name, or if bitsandbytes is missing.
     """
     require(name in OPTIMIZERS, "optimizer", name, f"one of {', '.join(OPTIMIZERS)}")
     if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=weight_decay)
+        return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
     try:
         bitsandbytes: Any = import_module("bitsandbytes")
     except ImportError as error:
         raise ConfigError(
             "optimizer = 'adamw-8bit' needs the package bitsandbytes: pip install bitsandbytes, or adamw"
         ) from error
-    return bitsandbytes.optim.AdamW8bit(parameters, lr=lr, betas=BETAS, weight_decay=weight_decay)
+    return bitsandbytes.optim.AdamW8bit(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 def prepare_policy(policy: FlowPolicy, distributed: Distributed, compiled: bool) -> Mapping[str, nn.Parameter]:

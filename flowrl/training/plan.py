@@ -8,7 +8,7 @@ import torch
 from flowrl.errors import require
 from flowrl.methods import Method
 from flowrl.policies.architectures import count_memory
-from flowrl.training.build import make_method, trial_schedule
+from flowrl.training.build import first_trained_steps, make_method, trial_schedule
 from flowrl.training.config import RunConfig
 from flowrl.types import Completion, Continuation, Probe, Substeps
 
@@ -58,7 +58,7 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     require(processes >= 1, "processes", processes, "1 or more")
     method, rollout, optim, evaluation = make_method(config), config.rollout, config.optim, config.evaluation
     stochastic = trial_schedule(config).stochastic
-    samples, trained = rollout.groups * rollout.group_size, int(stochastic.sum())
+    samples, trained = rollout.groups * rollout.group_size, len(first_trained_steps(config))
     minibatches = torch.arange(samples).chunk(optim.minibatches)
     per_update = max(map(len, minibatches)) * trained
     groups = math.ceil(rollout.groups / processes)

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from flowrl.credit import check_advantages
 from flowrl.distributed import Distributed
-from flowrl.errors import ConfigError
 from flowrl.methods import Method
 from flowrl.prompts.stream import PromptStream
 from flowrl.protocols import FlowPolicy, PartsCreditAssigner, RandomSampler, RewardModel, Sampler, Stateful
 from flowrl.rollout import Groups, RewardTables, Usage
 from flowrl.rollout.collector import Collected, Collector
 from flowrl.rollout.loss_batch import LossBatches, MicroBatch, micro_batches
-from flowrl.rollout.masking import valid_credit
+from flowrl.rollout.masking import valid_credit, with_advantage
 from flowrl.rollout.metrics import Clock, LossMetrics, reward_metrics
+from flowrl.samplers import trained_steps
 from flowrl.training.checkpoint import PER_PARAMETER, Checkpoint, restore_training_state, training_state
 from flowrl.training.config import RunConfig
 from flowrl.training.nonfinite import NonFiniteCheck
@@ -51,7 +51,7 @@ class Trainer:
         named = prepare_policy(policy, distributed, config.policy.compile)
         self.names, self.parameters = list(named), list(named.values())
         self.average = [parameter.detach().clone() for parameter in self.parameters]
-        self.optimizer = make_optimizer(optim.optimizer, self.parameters, optim.learning_rate, optim.weight_decay)
+        self.optimizer = make_optimizer(optim.optimizer, self.parameters, optim.learning_rate, optim.betas, optim.weight_decay)
         self.scaler = LossScaler(optim.loss_scale if config.policy.dtype == "float16" else 0.0, policy.device)
         self.collector = Collector(
             policy, reward, self.schedule, self.groups, method.credit.probe, distributed, rollout.max_batch, rollout.chunk,
@@ -84,7 +84,8 @@ class Trainer:
         batches = LossBatches(self.policy, sampler, collected.rollout, collected.condition, own, loss.needs_reference)
         check = NonFiniteCheck(self.done + 1, prompts, rewards.total, advantages, loss, batches, collected.samples.start)
         steps = self.trained_steps(collected.rollout.trajectories.schedule)
-        minibatches = self.minibatches(collected, used, steps)
+        counted = with_advantage(used, advantages, steps) if self.config.algorithm.drop_zero_advantages else used
+        minibatches = self.minibatches(collected, counted, steps)
         for minibatch in minibatches:
             self.optimizer.zero_grad()
             with self.distributed.shared_errors():
@@ -104,6 +105,7 @@ class Trainer:
             **reward_metrics(rewards.total),
             **({"parts": {name: float(t[..., -1].nanmean()) for name, t in rewards.parts.items()}} if rewards.parts else {}),
             "invalid": int((~rewards.valid).sum()),
+            **({"dropped": int((used & ~counted).sum())} if self.config.algorithm.drop_zero_advantages else {}),
             "trajectories": self.groups.samples,
             "nfe": usage.nfe,
             "calls": usage.calls,
@@ -111,7 +113,7 @@ class Trainer:
             "seconds": sum(clock.phases.values()),
             "phases": clock.phases,
             **metrics.means,
-            "train_nfe": int(used.sum()) * len(steps) * (1 + loss.needs_reference),
+            "train_nfe": int(counted.sum()) * len(steps) * (1 + loss.needs_reference),
             "abs_advantage": float(advantages[used].abs().mean()),
         }
 
@@ -141,20 +143,16 @@ class Trainer:
         self.optimizer.param_groups[0]["lr"] = optim.learning_rate * factor
 
     def trained_steps(self, schedule: Schedule) -> Tensor:
-        """Indices of the stochastic steps. Raises `ConfigError` if there is none."""
-        steps = schedule.stochastic.nonzero().flatten()
-        if len(steps) == 0:
-            sampler = self.method.sampler
-            raise ConfigError(f"{sampler} has no stochastic step on this schedule: there is no log-probability to train on")
-        return steps
+        """This iteration's steps of the loss (`samplers.trained_steps`); random ones are drawn here, once for all groups."""
+        return trained_steps(self.config.algorithm.trained_steps, schedule, self.generator)
 
     def minibatches(self, collected: Collected, used: Tensor, steps: Tensor) -> list[list[MicroBatch]]:
         """The used trajectories of all processes in random order, split into mini-batches; of each, this process's pairs with
-        the trained `steps` in micro-batches. Every process draws the same order."""
+        the trained `steps` in micro-batches; none if no trajectory is used. Every process draws the same order."""
         device, optim = self.policy.device, self.config.optim
         order = torch.randperm(self.groups.samples, generator=self.generator, device=device)
         order = order[used.to(device).flatten()[order]]
-        parts = order.chunk(optim.minibatches)
+        parts = order.chunk(optim.minibatches) if len(order) else ()
         return [micro_batches(samples, steps, optim.micro_batch, collected, self.distributed) for samples in parts]
 
     def optimizer_step(self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics) -> None:

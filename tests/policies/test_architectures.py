@@ -14,7 +14,7 @@ from flowrl.training.plan import memory_text, plan
 
 @pytest.mark.parametrize(
     ("name", "billion", "layers"),
-    [("sd3.5-medium", 2.47, 243), ("sd3.5-large", 8.1, 303), ("flux.1-dev", 11.9, 266), ("flux.1-schnell", 11.9, 266)],
+    [("sd3.5-medium", 2.47, 191), ("sd3.5-large", 8.1, 303), ("flux.1-dev", 11.9, 266), ("flux.1-schnell", 11.9, 266)],
 )
 def test_sizes_are_the_published_ones(name, billion, layers):
     """2.5, 8.1 and 12 billion, as the model cards say; with SD3's table of positions, which is not trained."""
@@ -27,6 +27,16 @@ def test_sizes_are_the_published_ones(name, billion, layers):
     assert len(adapters.layers) == layers
     expected = sum(32 * (layer.in_features + layer.out_features) for layer in adapters.layers)
     assert sum(p.numel() for p in adapters.parameters().values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("rank", "more", "million"),
+    [(32, (), 52.3), (64, ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"), 179.3)],
+)
+def test_a_published_lora_of_flux_has_the_published_size(rank, more, million):
+    """Attention alone, and with both streams' feed-forward layers, as Flow-GRPO's code has it for FLUX.1-dev."""
+    adapters = Adapters(architecture("flux.1-dev").build().requires_grad_(False), rank, 2.0 * rank, (*LORA_TARGETS, *more), 0)
+    assert sum(p.numel() for p in adapters.parameters().values()) / 1e6 == pytest.approx(million, abs=0.05)
 
 
 def test_an_embedding_has_the_families_shape():

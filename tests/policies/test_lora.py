@@ -56,7 +56,7 @@ def train_once(policy, **changes):
 @pytest.fixture
 def style(family, tmp_path):
     """A saved LoRA of another rank and of fewer layers, and the velocity of the model that has it."""
-    policy = family[0](replace(TINY, lora_rank=2, lora_alpha=6.0, targets=("to_q", "to_k")))
+    policy = family[0](replace(TINY, lora_rank=2, lora_alpha=6.0, lora_targets=("to_q", "to_k")))
     fill(policy, 1)
     policy.save(tmp_path / "style")
     return tmp_path / "style", velocity(policy)

@@ -177,11 +177,11 @@ def test_a_lora_of_plain_diffusers_is_taken_up_with_its_own_alpha(case, tmp_path
     metadata = {"r": 2, "lora_alpha": 6, "target_modules": ["to_k", "to_q"]}
     layers = get_peft_model_state_dict(pipe.transformer)
     type(pipe).save_lora_weights(tmp_path, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
-    policy = case.policy(lora_rank=2, lora_alpha=2.0, targets=("to_q", "to_k"), adapter=str(tmp_path))
+    policy = case.policy(lora_rank=2, lora_alpha=2.0, lora_targets=("to_q", "to_k"), adapter=str(tmp_path))
     noise = noise_of(policy)
     torch.testing.assert_close(draw(policy, noise), case.picture(pipe, noise), atol=5e-6, rtol=0)
     with pytest.raises(CheckpointError, match=r"rank \[2\].*of rank 4"):
-        case.policy(lora_rank=4, targets=("to_q", "to_k"), adapter=str(tmp_path))
+        case.policy(lora_rank=4, lora_targets=("to_q", "to_k"), adapter=str(tmp_path))
     with pytest.raises(CheckpointError, match="does not exist"):
         case.policy(adapter=str(tmp_path / "none"))
 
@@ -312,10 +312,10 @@ def test_encoders_visit_the_device_only_for_new_prompts(case):
 
 
 def test_a_full_cache_forgets_the_oldest_and_says_so(case):
-    policy = case.policy(cached_prompts=3)
+    policy = case.policy(prompt_cache=3)
     early = policy.encode([Prompt("one"), Prompt("two")])
     policy.encode([Prompt("three"), Prompt("four")])
-    with pytest.raises(ConfigError, match="cached_prompts = 3"):
+    with pytest.raises(ConfigError, match="prompt_cache = 3"):
         policy.velocity(noise_of(policy), torch.full((2,), 600.0), early)
     many = policy.encode([Prompt(str(i)) for i in range(6)])  # more than the limit at a time: none of them is dropped
     assert len(policy.prompts.rows(many.tensors["prompt"])["words"]) == 6
@@ -353,8 +353,8 @@ def test_what_is_wrong_is_said(case, tmp_path):
         load_policy(str(tmp_path / "none"), TINY)
     with pytest.raises(ConfigError, match="height = 15"):
         case.policy(height=15)
-    with pytest.raises(ConfigError, match=r"lora targets = \('nowhere',\)"):
-        case.policy(targets=("nowhere",))
+    with pytest.raises(ConfigError, match=r"lora_targets = \('nowhere',\)"):
+        case.policy(lora_targets=("nowhere",))
     pipe = case.make()
     PipelinePolicy(pipe, case.family, TINY)
     with pytest.raises(ConfigError, match="has adapters already"):

@@ -203,7 +203,7 @@ def test_a_warm_cache_needs_no_encoders(family):
 
 
 def test_the_cache_is_bounded(family):
-    policy = family[0](replace(TINY, cached_prompts=4))
+    policy = family[0](replace(TINY, prompt_cache=4))
     for start in range(0, 12, 2):
         policy.encode([Prompt(f"number {start}"), Prompt(f"number {start + 1}")])
         assert len(policy.prompts) <= 4

@@ -10,11 +10,12 @@ from flowrl.credit import GDPO, StepwiseGain, TurningPoint, Uniform
 from flowrl.errors import RewardError
 from flowrl.rewards import Clipped, FunctionReward, NoisyReward, WeightedSum
 from flowrl.rollout import RewardTables, score
-from flowrl.rollout.masking import valid_credit
+from flowrl.rollout.masking import valid_credit, with_advantage
 from flowrl.testing import check_reward
 from flowrl.training.build import make_method, make_reward, make_world, policy_options, trial_schedule
 from flowrl.training.config import preset
 from flowrl.training.evaluation import evaluate
+from flowrl.training.monitors import Limits, notices
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
 
@@ -131,3 +132,49 @@ def test_without_marks_nothing_changes():
         return [{k: v for k, v in trainer.iteration().items() if k not in ("seconds", "phases")} for _ in range(2)]
 
     assert run(False) == run(True)
+
+
+def dropping(drop, reward, kl_weight=0.0):
+    """One iteration on the mixture world with 2 groups of 4 and one update; the row and the trainer."""
+    config = preset("tiny").apply(
+        world="mixture", groups=2, group_size=4, minibatches=1, kl_weight=kl_weight, drop_zero_advantages=drop, learning_rate=1e-2
+    )
+    world = make_world(config)
+    prompts = world.prompts(config.environment.task, "train")[:2]
+    trainer = Trainer(world.policy(policy_options(config)), make_method(config), reward(prompts), prompts, config)
+    return trainer.iteration(), trainer
+
+
+def equal_for_one(prompts):
+    """A reward that gives all images of one prompt the same score."""
+    return FunctionReward(
+        lambda images, asked: images.flatten(1)[:, 0] * torch.tensor([float(p.text == prompts[0].text) for p in asked])
+    )
+
+
+@pytest.mark.parametrize("kl_weight", [0.0, 0.1])
+def test_samples_without_advantage_leave_the_mean_if_they_are_dropped(kl_weight):
+    """Half of the samples have advantage 0: without them the mean and the gradient are twice as large."""
+    (kept, _), (dropped, _) = (dropping(drop, equal_for_one, kl_weight) for drop in (False, True))
+    assert "dropped" not in kept and dropped["dropped"] == 4
+    assert dropped["train_nfe"] * 2 == kept["train_nfe"] and dropped["abs_advantage"] == kept["abs_advantage"]
+    assert dropped["grad_norm"] == pytest.approx(2 * kept["grad_norm"], rel=1e-5)
+    assert dropped["policy_loss"] == pytest.approx(2 * kept["policy_loss"], abs=1e-7)
+
+
+def test_a_batch_without_any_advantage_changes_nothing():
+    row, trainer = dropping(True, lambda prompts: FunctionReward(lambda images, asked: torch.zeros(len(images))))
+    before = [parameter.detach().clone() for parameter in trainer.parameters]
+    again = trainer.iteration()
+    assert (row["dropped"], row["train_nfe"], row["abs_advantage"]) == (8, 0, 0.0) and "loss" not in row
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True)) and not trainer.optimizer.state
+    assert [notice.kind for notice in notices([row, again], Limits())] == ["no-update"]
+
+
+def test_one_trained_step_with_an_advantage_is_enough():
+    advantages = torch.zeros(1, 3, 4)
+    advantages[0, 0, 1], advantages[0, 1, 3] = 0.5, 0.5
+    used = torch.tensor([[True, True, True]])
+    assert with_advantage(used, advantages, torch.arange(4)).tolist() == [[True, True, False]]
+    assert with_advantage(used, advantages, torch.tensor([0, 1])).tolist() == [[True, False, False]]
+    assert with_advantage(~used, advantages, torch.arange(4)).tolist() == [[False] * 3]

@@ -1,13 +1,15 @@
-"""The window that moves along the trajectory."""
+"""The window that moves along the trajectory, and the steps of it that are trained."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from flowrl.errors import ConfigError
-from flowrl.flow import shifted_schedule
+from flowrl.flow import shifted_schedule, uniform_schedule
 from flowrl.methods import make_sampler
 from flowrl.protocols import RandomSampler
-from flowrl.samplers import CPS, FlowSDE, RandomWindow, SlidingWindow, transition_stds
+from flowrl.samplers import CPS, FlowSDE, RandomWindow, SlidingWindow, trained_steps, transition_stds
 from flowrl.training.build import make_method, make_world, policy_options
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
@@ -90,3 +92,41 @@ def test_by_word_and_in_the_trainer() -> None:
 def test_bad_settings_are_refused(make) -> None:
     with pytest.raises(ConfigError, match=r"Sliding|window|sampler"):
         make()
+
+
+def chosen(spec: str, stds: list[float], seed: int = 0) -> list[int]:
+    schedule = replace(uniform_schedule(len(stds)), stds=torch.tensor(stds))
+    return trained_steps(spec, schedule, torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [("all", [1, 2, 3, 5]), ("all-but-last", [1, 2, 3]), ("0:3", [1, 2]), ("2:9", [2, 3, 5]), ("random:1", [1, 2, 3, 5])],
+)
+def test_only_steps_with_noise_are_trained(spec: str, expected: list[int]) -> None:
+    assert chosen(spec, [0.0, 0.1, 0.2, 0.3, 0.0, 0.4]) == expected
+
+
+def test_a_random_share_is_drawn_evenly_and_again_from_the_same_state() -> None:
+    """0.6 of 9 steps are 5 (DanceGRPO's floor); 2,000 draws: a step's count has standard deviation 22; five are allowed."""
+    draws = [chosen("random:0.6", [0.1] * 9 + [0.0], seed) for seed in range(2000)]
+    assert {len(steps) for steps in draws} == {5} and all(steps == sorted(set(steps)) for steps in draws)
+    counts = torch.tensor(draws).flatten().bincount(minlength=10)
+    assert counts[9] == 0 and (counts[:9] - 2000 * 5 / 9).abs().max() < 5 * 22.3
+    assert chosen("random:0.6", [0.1] * 9 + [0.0], 7) == draws[7] and len(chosen("random:0.01", [0.1] * 9)) == 1
+
+
+@pytest.mark.parametrize("spec", ["", "some", "3", "1:x", "-1:2", "random", "random:0", "random:1.5", "random:nan", "all:3"])
+def test_other_words_for_trained_steps_are_refused(spec: str) -> None:
+    with pytest.raises(ConfigError, match=r"trained_steps = .* is not allowed: all, all-but-last, START:SIZE"):
+        chosen(spec, [0.1, 0.1])
+
+
+@pytest.mark.parametrize("spec", ["all-but-last", "0:3", "1:0"])
+def test_a_loss_without_steps_is_refused(spec: str) -> None:
+    with pytest.raises(ConfigError, match=r"at least one of the stochastic steps \[3\]"):
+        chosen(spec, [0.0, 0.0, 0.0, 0.1])
+    with pytest.raises(ConfigError, match="no stochastic step on this schedule"):
+        chosen(spec, [0.0, 0.0])
+    with pytest.raises(ConfigError, match="all or random:FRACTION"):
+        make_method(preset("tiny").apply(trained_steps=spec, window="random:1"))

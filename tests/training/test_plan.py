@@ -24,6 +24,9 @@ MIXTURE = preset("tiny").apply(world="mixture", iterations=1, groups=3, group_si
         {"method": "x", "credit": "stepwise-gain(probe='continuation:2')", "kl_weight": 0.1},
         {"method": "dense-grpo", "sampler": "cps", "window": "all", "minibatches": 5, "kl_weight": 0.1},
         {"method": "flow-grpo", "window": "random:2", "minibatches": 24},
+        {"method": "flow-grpo", "window": "all", "trained_steps": "all-but-last", "kl_weight": 0.1},
+        {"method": "tp-grpo", "window": "all", "trained_steps": "random:0.6"},
+        {"method": "flow-grpo", "window": "random:3", "trained_steps": "random:0.7"},
     ],
     ids=str,
 )

@@ -203,13 +203,13 @@ def test_eight_bit_adam_is_wired_or_asked_for(monkeypatch):
     parameter = torch.nn.Parameter(torch.ones(2))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match="needs the package bitsandbytes"):
-        make_optimizer("adamw-8bit", [parameter], 1e-3, 0.0)
+        make_optimizer("adamw-8bit", [parameter], 1e-3, (0.9, 0.99), 0.0)
     fake = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=lambda *given, **named: (given, named)))
     monkeypatch.setitem(sys.modules, "bitsandbytes", fake)
-    made = make_optimizer("adamw-8bit", [parameter], 1e-3, 0.1)
+    made = make_optimizer("adamw-8bit", [parameter], 1e-3, (0.9, 0.99), 0.1)
     assert made == (([parameter],), {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1})
     with pytest.raises(ConfigError, match="adamw, adamw-8bit"):
-        make_optimizer("sgd", [parameter], 1e-3, 0.0)
+        make_optimizer("sgd", [parameter], 1e-3, (0.9, 0.99), 0.0)
 
 
 def test_settings_are_checked():

@@ -543,7 +543,7 @@ plt.show()
 # |---|---|---|
 # | steps, training / evaluation | 10 / 40 | `num_steps`, `eval_steps` |
 # | groups × group size, mini-batches | 48 × 24, 2 | `groups`, `group_size`, `minibatches` |
-# | LoRA | rank 32, alpha 64, all attention | `lora_rank`, `lora_alpha`; `ModelOptions(targets=...)` |
+# | LoRA | rank 32, alpha 64, all attention | `lora_rank`, `lora_alpha`, `lora_targets` |
 # | guidance | 4.5; Stepwise 1.0 and 4.5; FLUX.1-dev 3.5, distilled | `guidance_scale`; `Flux(distilled_guidance=3.5)` |
 # | learning rate, weight decay, gradient norm | 3e-4, 1e-4, 1 | `learning_rate`, `weight_decay`, `max_grad_norm` |
 # | clip range | 1e-4; TP-GRPO 1e-5 | `clip_range` |
