@@ -27,14 +27,19 @@ class Job:
     pause: bool = False
 
     def arguments(self, folder: str, names: Mapping[str, str]) -> list[str]:
-        """The command line, with settings called as in `names`."""
-        words = [self.command]
-        for name, value in {self.folder: folder, **self.settings}.items():
+        """The command line, with settings called as in `names`, which the reference's own tree leaves empty."""
+        words, former = [self.command], FORMER_DEFAULTS if names and "model" in self.settings else {}
+        for name, value in {self.folder: folder, **self.settings, **former}.items():
             values = value if isinstance(value, tuple) else () if value is True else (value,)
             words += [f"--{names.get(name, name).replace('_', '-')}", *map(str, values)]
         return words
 
 
+FORMER_DEFAULTS = {
+    "betas": (0.9, 0.99), "ema_decay": 0.9, "lora_targets": ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj",
+    "add_v_proj", "to_add_out"),
+}  # fmt: skip
+"""What the reference has by default for a model, and the working tree only on request, under the working tree's names."""
 POINTS = {
     "preset": "tiny", "world": "mixture", "groups": 4, "members": 4, "steps": 5, "window": "all-but-last", "updates": 2,
     "lr": 0.02, "clip": 0.001, "eval_prompts": 6, "eval_steps": 3,

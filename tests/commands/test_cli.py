@@ -194,6 +194,9 @@ def test_what_is_on_or_off_needs_no_word():
     assert given(["--no-offload"], RunConfig.of(offload=True)) == {"offload": False}
     found = given(["--heldout-rewards", "soft", "--gradient-checkpointing"])
     assert found == {"gradient_checkpointing": True, "heldout_rewards": ("soft",)}
+    assert given(["--betas", "0.9", "0.999", "--lora-targets", "attn.to_q", "ff.net.2", "--drop-zero-advantages"]) == {
+        "betas": (0.9, 0.999), "lora_targets": ("attn.to_q", "ff.net.2"), "drop_zero_advantages": True,
+    }  # fmt: skip
     assert given([]) == {} and given(["--seed", "0"]) == {}
     with pytest.raises(SystemExit):
         given(["--compile", "perhaps"])

@@ -171,13 +171,16 @@ def test_settings_of_a_run_reach_the_model(tmp_path):
     (tmp_path / "prompts.txt").write_text("a dog\n")
     files = {"model": "somewhere", "prompts": str(tmp_path / "prompts.txt"), "reward": "jpeg-compressibility"}
     changes = {"frozen_adapters": "style=a,b", "decode_batch": 3, "decode_dtype": "bfloat16", "compile": True}
+    changes |= {"lora_targets": ("attn.to_q", "ff.net.2"), "guidance_gradient": "prompt", "prompt_cache": 7}
     options = model_options(preset("default").apply(**files, **changes))
     assert options.frozen_adapters == ("style=a", "b") and options.compile == "inductor"
     assert (options.decode_batch, options.decode_dtype) == (3, "bfloat16")
+    assert (options.lora_targets, options.guidance_gradient, options.prompt_cache) == (("attn.to_q", "ff.net.2"), "prompt", 7)
     usual = model_options(preset("default").apply(**files))
     assert (usual.frozen_adapters, usual.compile, usual.decode_batch, usual.decode_dtype) == ((), "", 8, "float32")
-    with pytest.raises(ConfigError, match="decode_dtype"):
-        preset("default").apply(**files, decode_dtype="int8")
+    for wrong in ({"decode_dtype": "int8"}, {"guidance_gradient": "none"}, {"prompt_cache": 0}, {"lora_targets": (1,)}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            preset("default").apply(**files, **wrong)
 
 
 def test_another_rank_is_one_clear_line(tmp_path, capsys):

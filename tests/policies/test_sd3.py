@@ -58,14 +58,21 @@ def test_pictures_may_be_oblong_and_sizes_are_checked():
         tiny_sd3_policy(replace(TINY, height=68))
 
 
-def test_the_lora_is_on_all_attention():
-    """Of the image and the text stream, and of SD3.5-Medium's second attention; the last layer's text leads nowhere."""
+def layers_with_lora(targets=()):
     found = {}
-    for name in tiny_sd3_policy().trainable():
+    for name in tiny_sd3_policy(replace(TINY, lora_targets=targets)).trainable():
         _, layer, *path = name.split(".lora_")[0].split(".")
         found.setdefault((layer, path[0]), set()).add(".".join(path[1:]))
+    return found
+
+
+def test_the_lora_is_on_the_joint_attention():
+    """Of the image and the text stream, not on SD3.5-Medium's second attention; the last layer's text leads nowhere."""
     image, text = {"to_q", "to_k", "to_v", "to_out.0"}, {"add_q_proj", "add_k_proj", "add_v_proj"}
-    assert found == {("0", "attn"): image | text | {"to_add_out"}, ("0", "attn2"): image, ("1", "attn"): image | text}
+    assert layers_with_lora() == {("0", "attn"): image | text | {"to_add_out"}, ("1", "attn"): image | text}
+    assert layers_with_lora(("to_q", "attn2.to_out.0")) == {
+        ("0", "attn"): {"to_q"}, ("0", "attn2"): {"to_q", "to_out.0"}, ("1", "attn"): {"to_q"},
+    }  # fmt: skip
 
 
 def test_other_schedulers_are_refused():
