@@ -15,6 +15,8 @@ def edit_distance(a: str, b: str) -> int:
     return row[-1]
 
 
-def quoted_text(prompt: str) -> str:
-    """What stands between quotation marks ("...", “...”, „...“, «...», 「...」) in `prompt`, joined by spaces; else ""."""
-    return " ".join(next(group for group in match.groups() if group) for match in QUOTED.finditer(prompt))
+def quoted_text(prompt: str, first: bool = False) -> str:
+    """What stands between quotation marks ("...", “...”, „...“, «...», 「...」) in `prompt`, joined by spaces or only the `first`;
+    else ""."""
+    found = [next(group for group in match.groups() if group) for match in QUOTED.finditer(prompt)]
+    return " ".join(found[:1] if first else found)

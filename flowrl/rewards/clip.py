@@ -174,8 +174,9 @@ def _head(place: str) -> tuple[Tensor, Tensor]:
 class PickScore:
     """exp(logit_scale) cos(image, prompt) of a CLIP ViT-H/14 trained on human preferences; about 17 to 24.
 
-    Source: Pick-a-Pic (arXiv 2305.01569), the model card's code; its probability that one of two images is preferred is the
-    softmax of the two scores. Flow-GRPO's public code divides by 26. Weights: MIT.
+    `form` = "released": divided by 26, as in Flow-GRPO's public code, about 0.65 to 0.9. That changes the advantages of groups
+    whose scores hardly differ, because 1e-4 is added to the std. Source: Pick-a-Pic (arXiv 2305.01569), the model card's code;
+    its probability that one of two images is preferred is the softmax of the two scores. Weights: MIT.
     """
 
     model: str = "yuvalkirstain/PickScore_v1"
@@ -183,11 +184,16 @@ class PickScore:
     device: str = "cpu"
     dtype: str = "float32"
     batch: int = 32
+    form: str = "exact"
+
+    def __post_init__(self) -> None:
+        require(self.form in ("exact", "released"), "form", self.form, "exact or released")
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
         encoder = load_encoder(self.model, self.tokenizer, self.device, self.dtype, self.batch)
-        return encoder.scale * encoder.cosines(images, [prompt.text for prompt in prompts])
+        scale = encoder.scale / (26 if self.form == "released" else 1)
+        return scale * encoder.cosines(images, [prompt.text for prompt in prompts])
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ RENAMED = {
     "aeroplane": "airplane", "sofa": "couch", "pottedplant": "potted plant", "diningtable": "dining table", "tvmonitor": "tv",
 }  # fmt: skip
 """Labels of COCO detectors that have other names in GenEval."""
-FORMS = ("strict", "partial")
+FORMS = ("strict", "partial", "released")
 MOST_OBJECTS = 16
 """Largest number of objects of a class that are considered."""
 MARGIN = 0.1
@@ -56,20 +56,21 @@ ColoursOf = Callable[[Sequence[Detection], str], list[str]]
 
 @dataclass(frozen=True)
 class GenEval:
-    """Objects found by a detector, compared with the request in the prompt's metadata (`flowrl.prompts.geneval`), in [0, 1].
+    """Objects found by a detector, compared with the request in the prompt's metadata (`flowrl.prompts.geneval`).
 
     `form` = "strict" is GenEval's verdict: 1 if for every clause there are at least `count` objects of its class, the `count` of
     them with the highest scores have its colour and its position, and no excluded number is reached; else 0. "partial" is a mean
     over entries: max(0, 1 - |found - count| / count) for every clause, and, for a requested colour or position, the fraction of
-    objects with the colour, or whether all are in position; these are 0 unless the number is exactly right. (Flow-GRPO's reward
-    server counts a wrong position as a 0 and a 1; here it is a 0.)
+    objects with the colour, or whether all are in position; these are 0 unless the number is exactly right. "released" is Flow-GRPO's
+    form of it: the first term may be negative, down to -14 for 16 objects instead of one, and a wrong position counts as a 0 and
+    a 1.
 
     An object counts if its score is above `threshold`, or above `counting_threshold` if the tag is "counting"; overlapping
     objects all count (the limit in GenEval's code is 1.0, no limit). `model`: Mask2Former (GenEval's detector) or any object
     detector of transformers with the same classes; other detectors need other thresholds. Colours: zero-shot classification of
     the object on grey by the CLIP model `clip`, ten colours with three templates each.
 
-    Source: GenEval (arXiv 2310.11513) and its public code; partial: Flow-GRPO (arXiv 2505.05470) and its reward server. Raises
+    Source: GenEval (arXiv 2310.11513) and its public code; released: Flow-GRPO's (arXiv 2505.05470) reward server. Raises
     `RewardError` for a prompt without a request, or with a class that the detector does not have.
     """
 
@@ -88,13 +89,13 @@ class GenEval:
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
-        """Scores [sample] in [0, 1]."""
+        """Scores [sample] in [0, 1], or at most 1 for form "released"."""
         detector = load_detector(self.model, self.device, self.dtype, self.batch)
         requests = [_request(prompt, detector.names) for prompt in prompts]
         if any(clause.colour for request in requests for clause in request.include):
             self._encoder()  # a wrong folder raises here, not at the first object with a colour
         found = detector.find(images, min(self.threshold, self.counting_threshold))
-        compare = strict_score if self.form == "strict" else partial_score
+        compare = {"strict": strict_score, "partial": partial_score, "released": released_score}[self.form]
         scores = []
         for image, objects, request in zip(images, found, requests, strict=True):
             limit = self.counting_threshold if request.tag == "counting" else self.threshold
@@ -134,7 +135,7 @@ def strict_score(request: Request, found: Found, colours: ColoursOf) -> float:
 
 
 def partial_score(request: Request, found: Found, colours: ColoursOf) -> float:
-    """Flow-GRPO's partial credit, in [0, 1]; see `GenEval`."""
+    """Partial credit in [0, 1]; see `GenEval`."""
     entries: list[float] = []
     matched: list[list[Detection] | None] = []
     for clause in request.include:
@@ -149,6 +150,28 @@ def partial_score(request: Request, found: Found, colours: ColoursOf) -> float:
             target = matched[clause.target]
             good = good and target is not None and _in_position(clause, objects, target)
             entries.append(float(good))
+        matched.append(objects if good else None)
+    return sum(entries) / len(entries)
+
+
+def released_score(request: Request, found: Found, colours: ColoursOf) -> float:
+    """Partial credit of Flow-GRPO's reward server, at most 1; see `GenEval`."""
+    entries: list[float] = []
+    matched: list[list[Detection] | None] = []
+    for clause in request.include:
+        objects = found.get(clause.name, [])
+        entries.append(1 - abs(len(objects) - clause.count) / clause.count)
+        good = len(objects) == clause.count
+        if not good and (clause.colour or clause.position):
+            entries.append(0.0)
+        if good and clause.colour:
+            right = colours(objects, clause.name).count(clause.colour)
+            entries.append(right / clause.count)
+            good = right == clause.count
+        if good and clause.position:
+            target = matched[clause.target]
+            good = target is not None and _in_position(clause, objects, target)
+            entries += [1.0] if good else [0.0] if target is None else [0.0, 1.0]
         matched.append(objects if good else None)
     return sum(entries) / len(entries)
 

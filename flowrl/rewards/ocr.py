@@ -15,15 +15,21 @@ from flowrl.rewards.images import Images, to_bytes, to_rgb
 from flowrl.text import edit_distance, quoted_text
 from flowrl.types import Prompt
 
+FORMS = ("exact", "released")
+
 
 @dataclass(frozen=True)
 class OCR:
     """max(0, 1 - N_e / N_ref), N_e the edit distance between recognised and target text, N_ref the target's length.
 
     The target is the text in quotation marks in the prompt, or else the entry "text" of its metadata. Both texts are compared
-    without spaces and in lower case. With `anywhere`, an image that contains the target scores 1 regardless of other text, as in
-    Flow-GRPO's public code; without it, a superfluous letter costs as much as a missing one. Passages are joined from top to
-    bottom; those recognised with less than `confidence` are left out.
+    without white space, regardless of case and of Unicode's compatible forms. Passages are joined from top to bottom; those
+    recognised with less than `confidence` are left out.
+
+    `form` = "exact": as above, so that a superfluous letter costs as much as a missing one. "released": as in Flow-GRPO's public
+    code, an image that contains the target scores 1 regardless of other text, only the first text in quotation marks counts, and
+    only spaces and case are ignored. That code keeps every passage that PaddleOCR 2 returns, which itself drops those below 0.5;
+    `confidence` = 0 keeps all.
 
     The recogniser is RapidOCR (PP-OCR, Latin and Chinese script, Apache-2.0), whose package on PyPI contains its models, so that
     nothing is downloaded. Images whose shorter side has fewer than `side` pixels are enlarged for its detector; smaller values
@@ -33,12 +39,13 @@ class OCR:
     if RapidOCR is not installed.
     """
 
-    anywhere: bool = False
+    form: str = "exact"
     confidence: float = 0.5
     side: int = 736
     threads: int = 0
 
     def __post_init__(self) -> None:
+        require(self.form in FORMS, "form", self.form, f"one of {', '.join(FORMS)}")
         require(0 <= self.confidence <= 1, "confidence", self.confidence, "in [0, 1]")
         require(self.side >= 32, "side", self.side, "32 pixels or more")
         require(self.threads >= 0, "threads", self.threads, "0 (all cores) or more")
@@ -46,9 +53,9 @@ class OCR:
     @torch.no_grad()
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample] in [0, 1]."""
-        targets = [target_text(prompt) for prompt in prompts]
+        targets = [target_text(prompt, self.form) for prompt in prompts]
         found = self.read(images)
-        return torch.tensor([text_score(f, t, self.anywhere) for f, t in zip(found, targets, strict=True)])
+        return torch.tensor([text_score(f, t, self.form) for f, t in zip(found, targets, strict=True)])
 
     def read(self, images: Images) -> list[str]:
         """The recognised text of each image."""
@@ -57,9 +64,9 @@ class OCR:
         return [" ".join(engine(array).txts or ()) for array in blue_first]
 
 
-def target_text(prompt: Prompt) -> str:
+def target_text(prompt: Prompt, form: str = "exact") -> str:
     """The text that an image of `prompt` should contain. Raises `RewardError` if there is none."""
-    text = quoted_text(prompt.text) or str(prompt.metadata.get("text", ""))
+    text = quoted_text(prompt.text, first=form == "released") or str(prompt.metadata.get("text", ""))
     if not _plain(text):
         raise RewardError(
             f'ocr: the prompt {prompt.text!r} has no text to render; put it in quotation marks, as in a sign that says "OPEN"'
@@ -67,11 +74,14 @@ def target_text(prompt: Prompt) -> str:
     return text
 
 
-def text_score(found: str, target: str, anywhere: bool = False) -> float:
-    """max(0, 1 - edit distance / length of `target`), without spaces and in lower case. `anywhere`: 1 if contained."""
-    found, target = _plain(found), _plain(target)
-    if anywhere and target in found:
-        return 1.0
+def text_score(found: str, target: str, form: str = "exact") -> float:
+    """max(0, 1 - edit distance / length of `target`) in a `form` of `OCR`."""
+    if form == "released":
+        found, target = found.replace(" ", "").lower(), target.replace(" ", "").lower()
+        if target in found:
+            return 1.0
+    else:
+        found, target = _plain(found), _plain(target)
     return max(0.0, 1 - edit_distance(found, target) / len(target))
 
 

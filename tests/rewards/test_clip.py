@@ -109,6 +109,10 @@ def test_pickscore_is_the_scaled_cosine(folder, images):
     pictures, texts, model = reference(folder, images, [p.text for p in PROMPTS])
     scores = PickScore(folder, tokenizer="").score(images, PROMPTS)
     assert torch.allclose(scores, model.logit_scale.exp().detach() * (pictures * texts).sum(1), atol=1e-3)
+    released = PickScore(folder, tokenizer="", form="released").score(images, PROMPTS)
+    assert torch.allclose(26 * released, scores, rtol=1e-6)
+    with pytest.raises(ConfigError, match="form = 'loose' is not allowed: exact or released"):
+        build("reward", "pickscore(form=loose)")
 
 
 def test_clipscore_is_2_5_times_the_cosine_or_0(folder, images):

@@ -18,6 +18,7 @@ from flowrl.rewards.geneval import (
     of_class,
     partial_score,
     relations,
+    released_score,
     strict_score,
 )
 from flowrl.testing import check_reward
@@ -35,17 +36,23 @@ def verdicts(metadata, found, colours=None):
         return [(colours or {}).get(thing.box, "white") for thing in objects]
 
     request = request_of(metadata)
-    return strict_score(request, found, of), partial_score(request, found, of)
+    return strict_score(request, found, of), partial_score(request, found, of), released_score(request, found, of)
 
 
-@pytest.mark.parametrize(("number", "strict", "partial"), [(0, 0, 0), (1, 0, 0.5), (2, 1, 1), (3, 0, 0.5), (4, 0, 0), (7, 0, 0)])
-def test_counting(number, strict, partial):
+@pytest.mark.parametrize(
+    ("number", "strict", "partial", "released"),
+    [(0, 0, 0, 0), (1, 0, 0.5, 0.5), (2, 1, 1, 1), (3, 0, 0.5, 0.5), (4, 0, 0, 0), (7, 0, 0, -1.5)],
+)
+def test_counting(number, strict, partial, released):
     metadata = {"include": [{"class": "dog", "count": 2}], "exclude": [{"class": "dog", "count": 3}]}
-    assert verdicts(metadata, {"dog": things("dog", *[(i, 0, i + 1, 1) for i in range(number)])}) == (strict, partial)
+    assert verdicts(metadata, {"dog": things("dog", *[(i, 0, i + 1, 1) for i in range(number)])}) == (strict, partial, released)
 
 
 def test_more_than_asked_for_is_right_for_strict_where_nothing_is_excluded():
-    assert verdicts({"include": [{"class": "dog", "count": 1}]}, {"dog": things("dog", LEFT, RIGHT)}) == (1, 0)
+    """One dog is requested: two or three are right, worth nothing, and, in the released form, worth less than none."""
+    request = {"include": [{"class": "dog", "count": 1}]}
+    assert verdicts(request, {"dog": things("dog", LEFT, RIGHT)}) == (1, 0, 0)
+    assert verdicts(request, {"dog": things("dog", LEFT, RIGHT, TOP)}) == (1, 0, -1)
 
 
 @pytest.mark.parametrize(
@@ -59,24 +66,33 @@ def test_more_than_asked_for_is_right_for_strict_where_nothing_is_excluded():
     ],
 )
 def test_colours(found, colours, strict, partial):
+    """The partial and the released form agree as long as the number is at most twice the requested one."""
     found = {name: things(name, *boxes) for name, boxes in found.items()}
-    assert verdicts({"include": [{"class": "dog", "count": 1, "color": "red"}]}, found, colours) == (strict, partial)
+    assert verdicts({"include": [{"class": "dog", "count": 1, "color": "red"}]}, found, colours) == (strict, partial, partial)
 
 
 @pytest.mark.parametrize(
-    ("dog", "cat", "strict", "partial"),
+    ("dog", "cat", "strict", "partial", "released"),
     [
-        ([LEFT], [RIGHT], 1, 1),
-        ([RIGHT], [LEFT], 0, 2 / 3),
-        ([LEFT], [], 0, 1 / 3),
-        ([], [RIGHT], 0, 1 / 3),
-        ([(40, 80, 60, 99)], [TOP], 0, 2 / 3),
+        ([LEFT], [RIGHT], 1, 1, 1),
+        ([RIGHT], [LEFT], 0, 2 / 3, 3 / 4),
+        ([LEFT], [], 0, 1 / 3, 1 / 3),
+        ([], [RIGHT], 0, 1 / 3, 1 / 3),
+        ([(40, 80, 60, 99)], [TOP], 0, 2 / 3, 3 / 4),
     ],
 )
-def test_positions(dog, cat, strict, partial):
+def test_positions(dog, cat, strict, partial, released):
+    """In the released form a wrong position adds a 0 and a 1: (1 + 1 + 0 + 1) / 4."""
     include = [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["left of", 0]}]
     found = {"dog": things("dog", *dog), "cat": things("cat", *cat)}
-    assert verdicts({"include": include}, found) == (strict, pytest.approx(partial))
+    assert verdicts({"include": include}, found) == (strict, pytest.approx(partial), pytest.approx(released))
+
+
+def test_a_position_is_not_looked_at_in_the_released_form_if_the_colour_is_wrong():
+    clause = {"class": "dog", "count": 1, "color": "red", "position": ["left of", 0]}
+    found = {"dog": things("dog", LEFT), "cat": things("cat", RIGHT)}
+    scores = verdicts({"include": [{"class": "cat", "count": 1}, clause]}, found, {LEFT: "blue"})
+    assert scores == (0, pytest.approx(2 / 4), pytest.approx(2 / 3))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +190,7 @@ def prompts():
     ]
 
 
-@pytest.mark.parametrize("form", ["strict", "partial"])
+@pytest.mark.parametrize("form", ["strict", "partial", "released"])
 def test_keeps_the_contract(form, detector, clip):
     spec = f"geneval(form={form}, model='{detector}', clip='{clip}', threshold=0.1, counting_threshold=0.12)"
     reward = build("reward", spec)
@@ -198,5 +214,5 @@ def test_prompts_without_a_request_are_refused(detector):
     ]:
         with pytest.raises(RewardError, match=told):
             reward.score(pictures(1), [Prompt("x", metadata)])
-    with pytest.raises(ConfigError, match="form = 'loose' is not allowed: one of strict, partial"):
+    with pytest.raises(ConfigError, match="form = 'loose' is not allowed: one of strict, partial, released"):
         build("reward", "geneval(form=loose)")

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from flowrl.errors import ConfigError, RewardError
 from flowrl.registry import build
 from flowrl.rewards.images import JPEGCompressibility, JPEGIncompressibility, to_bytes, to_pillow
-from flowrl.rewards.ocr import OCR, text_score
+from flowrl.rewards.ocr import OCR, target_text, text_score
 from flowrl.testing import reward_contract
 from flowrl.text import quoted_text
 from flowrl.types import Prompt
@@ -81,7 +81,7 @@ def test_quoted_text(prompt, text):
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "strict", "anywhere"),
+    ("found", "wanted", "exact", "released"),
     [
         ("Hello World", "hello world", 1.0, 1.0),
         ("HelloWorld", "Hello World", 1.0, 1.0),
@@ -89,11 +89,21 @@ def test_quoted_text(prompt, text):
         ("", "Hello", 0.0, 0.0),
         ("OPEN 24", "OPEN", 0.5, 1.0),
         ("something else altogether", "OPEN", 0.0, 0.0),
+        ("O\tPEN", "OPEN", 1.0, 0.75),
     ],
 )
-def test_text_score(found, wanted, strict, anywhere):
-    assert text_score(found, wanted) == pytest.approx(strict)
-    assert text_score(found, wanted, anywhere=True) == pytest.approx(anywhere)
+def test_text_score(found, wanted, exact, released):
+    """The released form finds a text anywhere, and ignores spaces and case only."""
+    assert text_score(found, wanted) == pytest.approx(exact)
+    assert text_score(found, wanted, "released") == pytest.approx(released)
+
+
+def test_the_released_form_wants_the_first_text_only():
+    prompt = Prompt('"ONE" above "TWO"', {"text": "THREE"})
+    assert (target_text(prompt), target_text(prompt, "released")) == ("ONE TWO", "ONE")
+    assert target_text(Prompt("a sign", {"text": "THREE"}), "released") == "THREE"
+    with pytest.raises(ConfigError, match="form = 'loose' is not allowed: one of exact, released"):
+        OCR(form="loose")
 
 
 @given(st.text(max_size=12), st.text(alphabet="abcXYZ 19", min_size=1, max_size=12).filter(str.strip))
@@ -125,7 +135,7 @@ class TestReader:
         assert [text.replace(" ", "") for text in reader.read(images)] == ["HelloWorld", "OPEN24", "K72", ""]
         scores = reader.score(images, [Prompt(f"a sign that says {text}") for text in wanted])
         assert torch.allclose(scores, torch.tensor([1.0, 0.5, 1 / 3, 0.0]))
-        assert float(OCR(anywhere=True, threads=1).score(images[1:2], [Prompt('the word "OPEN"')])) == 1.0
+        assert float(OCR(form="released", threads=1).score(images[1:2], [Prompt('the word "OPEN", not "SHUT"')])) == 1.0
 
     def test_keeps_the_contract(self):
         from flowrl.testing import check_reward
