@@ -16,7 +16,7 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def quoted_text(prompt: str, first: bool = False) -> str:
-    """What stands between quotation marks ("...", “...”, „...“, «...», 「...」) in `prompt`, joined by spaces or only the `first`;
-    else ""."""
+    """What stands between quotation marks ("...", “...”, „...“, «...», 「...」) in `prompt`: the `first`,
+    or all joined by spaces; else ""."""
     found = [next(group for group in match.groups() if group) for match in QUOTED.finditer(prompt)]
     return " ".join(found[:1] if first else found)

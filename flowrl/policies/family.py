@@ -120,7 +120,7 @@ class ModelOptions:
     training are then different programs, so that the ratio of the first update differs from 1 by rounding."""
     prompt_cache: int = 2048
     """Number of prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at 256 T5 tokens; FLUX: 4 MB at
-    512)."""
+    512). Those of further prompts are kept in a temporary folder."""
     seed: int = 0
     """Seed of the LoRA's initial matrices."""
 

@@ -107,8 +107,8 @@ class PipelinePolicy:
         return Condition({"prompt": numbers[:-1], "negative": numbers[-1:].expand(len(prompts))}, frozenset(known))
 
     def warm(self, prompts: Sequence[Prompt]) -> None:
-        """Embed all `prompts` and the negative one now, as many as `prompt_cache` allows: the text encoders then move to the
-        device once, not in every iteration with new prompts."""
+        """Embed all `prompts` and the negative one now: the text encoders then move to the device once, not in every iteration
+        with new prompts."""
         self.prompts.warm([self.options.negative_prompt, *(prompt.text for prompt in prompts)])
 
     def release_encoders(self) -> None:
@@ -118,8 +118,8 @@ class PipelinePolicy:
             setattr(self.pipe, name, None)
         self._released = True
 
-    def _embed(self, texts: Sequence[str]) -> list[Mapping[str, Tensor]]:
-        """Embed on the device, then send the encoders back to main memory."""
+    def _embed(self, texts: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
+        """Embed on the device one by one, then send the encoders back to main memory."""
         if self._released:
             raise ConfigError(
                 f"the prompt {texts[0]!r} is new, but the text encoders were released; warm the cache with it before"
@@ -129,8 +129,10 @@ class PipelinePolicy:
         for encoder in encoders:
             encoder.eval().requires_grad_(False).to(self._device)
         try:
-            with torch.no_grad():
-                return [self.family.encode(self.pipe, text, tokens, self._device) for text in texts]
+            for text in texts:
+                with torch.no_grad():
+                    row = self.family.encode(self.pipe, text, tokens, self._device)
+                yield row
         finally:
             for encoder in encoders:
                 encoder.to("cpu")

@@ -61,9 +61,9 @@ class GenEval:
     `form` = "strict" is GenEval's verdict: 1 if for every clause there are at least `count` objects of its class, the `count` of
     them with the highest scores have its colour and its position, and no excluded number is reached; else 0. "partial" is a mean
     over entries: max(0, 1 - |found - count| / count) for every clause, and, for a requested colour or position, the fraction of
-    objects with the colour, or whether all are in position; these are 0 unless the number is exactly right. "released" is Flow-GRPO's
-    form of it: the first term may be negative, down to -14 for 16 objects instead of one, and a wrong position counts as a 0 and
-    a 1.
+    objects with the colour, or whether all are in position; these are 0 unless the number is exactly right. "released" is that
+    of Flow-GRPO's server: the first term may be negative (-14 for 16 objects instead of one), and a wrong position counts as a 0
+    and a 1.
 
     An object counts if its score is above `threshold`, or above `counting_threshold` if the tag is "counting"; overlapping
     objects all count (the limit in GenEval's code is 1.0, no limit). `model`: Mask2Former (GenEval's detector) or any object

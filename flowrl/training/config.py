@@ -162,7 +162,7 @@ class PolicyConfig:
     max_sequence_length: Annotated[int, Ge(0), Le(512)] = 0
     """Prompt length of the T5 encoder of `model` in tokens; 0 = as its pipeline has it."""
     prompt_cache: Count = 2048
-    """Prompts of `model` whose embeddings are kept in main memory."""
+    """Prompts of `model` whose embeddings are kept in main memory; those of further ones are kept in a temporary folder."""
     gradient_checkpointing: bool = False
     """Recompute activations of `model` in the backward pass: less memory, one more forward pass."""
     decode_batch: Count = 8

@@ -2,16 +2,18 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from scipy import stats
 
 from flowrl.cli import main
-from flowrl.diagnostics.weight_comparison import SamplingSettings, compare_scores, sample_and_score
+from flowrl.diagnostics.weight_comparison import SamplingSettings, compare_scores, compare_weights, sample_and_score
 from flowrl.errors import ConfigError
 from flowrl.rewards.combine import FunctionReward
-from flowrl.testing.tiny import tiny_sd3
+from flowrl.testing.tiny import TINY, tiny_sd3, tiny_sd3_policy
+from flowrl.types import Prompt
 from flowrl.worlds.base import PolicyOptions, world
 
 REWARDS = """
@@ -175,6 +177,17 @@ def test_images_do_not_depend_on_batches():
     assert whole.shown.shape == parts.shown.shape == (2, 3, 64, 64)
     one = sample_and_score(policy, prompts, reward, SamplingSettings(steps=3, count=1, batch=64))
     assert not torch.equal(whole.scores["bright"][1:, 0], one.scores["bright"][1:, 0])  # image j of prompt i: noise i count + j
+
+
+def test_prompts_are_embedded_once_for_both_weights():
+    """Five prompts and the negative one, of which main memory holds two: one call of the encoders for all batches and weights."""
+    policy = tiny_sd3_policy(replace(TINY, prompt_cache=2, guidance_scale=2.0))
+    embed, calls = policy.prompts.encode, []
+    policy.prompts.encode = lambda texts: (calls.append(len(texts)), embed(texts))[1]
+    reward = {"bright": FunctionReward(lambda images, _: images.mean((1, 2, 3)))}
+    prompts = [Prompt(f"number {n}") for n in range(5)]
+    compare_weights(policy, lambda: None, prompts, reward, SamplingSettings(steps=2, count=2, batch=3), {})
+    assert calls == [6]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What every model family promises, on tiny random pipelines of the real classes."""
 
+import gc
 import json
 from dataclasses import dataclass, replace
 
@@ -311,14 +312,35 @@ def test_encoders_visit_the_device_only_for_new_prompts(case):
     assert visits == ["cpu:0", "cpu"]
 
 
-def test_a_full_cache_forgets_the_oldest_and_says_so(case):
-    policy = case.policy(prompt_cache=3)
-    early = policy.encode([Prompt("one"), Prompt("two")])
-    policy.encode([Prompt("three"), Prompt("four")])
-    with pytest.raises(ConfigError, match="prompt_cache = 3"):
-        policy.velocity(noise_of(policy), torch.full((2,), 600.0), early)
-    many = policy.encode([Prompt(str(i)) for i in range(6)])  # more than the limit at a time: none of them is dropped
-    assert len(policy.prompts.rows(many.tensors["prompt"])["words"]) == 6
+def test_more_prompts_than_the_cache_holds_cost_one_pass(case, tmp_path, monkeypatch):
+    """Ten prompts and the negative one, three of them in main memory: one call of the encoders, whatever is used how often, and
+    the same velocities as with room for all."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    policy, roomy = case.policy(prompt_cache=3), case.policy()
+    prompts, embed, calls = [Prompt(f"number {n}") for n in range(10)], policy.prompts.encode, []
+    policy.prompts.encode = lambda texts: (calls.append(len(texts)), embed(texts))[1]
+    policy.warm(prompts)
+    time = torch.full((2,), 600.0)
+    early, known = policy.encode(prompts[:2]), roomy.encode(prompts[:2])
+    for start in (0, 4, 8, 0):
+        few = prompts[start : start + 2]
+        found = policy.velocity(noise_of(policy), time, policy.encode(few))
+        assert torch.equal(found, roomy.velocity(noise_of(roomy), time, roomy.encode(few)))
+    policy.encode(prompts[6:8])
+    assert torch.equal(*[p.velocity(noise_of(p), time, c) for p, c in ((policy, early), (roomy, known))])  # of an earlier call
+    assert calls == [11] and len(policy.prompts) == 3 and len(list(tmp_path.glob("flowrl-prompts-*/*"))) == 8
+    del policy, embed
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_clear_line(case, monkeypatch):
+    def full(tensors, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("flowrl.policies.prompt_cache.save_file", full)
+    with pytest.raises(ConfigError, match=r"prompt_cache = 2: .* No space left on device\); set TMPDIR"):
+        case.policy(prompt_cache=2).warm([Prompt(str(n)) for n in range(3)])
 
 
 def test_a_run_resumes_to_the_same_numbers(case):
