@@ -89,7 +89,6 @@ KINDS: dict[str, Kind] = {
             "hpsv2.1": rewards.HPSv21,
             "jpeg-compressibility": rewards.JPEGCompressibility,
             "jpeg-incompressibility": rewards.JPEGIncompressibility,
-            "judge": rewards.Judge,
             "ocr": rewards.OCR,
             "pickscore": rewards.PickScore,
             "weighted-sum": rewards.WeightedSum,
