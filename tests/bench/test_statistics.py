@@ -4,20 +4,11 @@ import math
 
 import numpy as np
 import pytest
+from flowrl_bench.statistics import Estimate, bootstrap, difference, improvement, interquartile_mean, level, profile, widening
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.diagnostics.statistics import (
-    Estimate,
-    bootstrap,
-    difference,
-    first_reached,
-    improvement,
-    interquartile_mean,
-    level,
-    profile,
-    widening,
-)
+from flowrl.diagnostics.curves import first_reached
 from flowrl.errors import ConfigError
 
 
