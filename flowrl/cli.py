@@ -16,7 +16,6 @@ COMMANDS = {
     "train": ("flowrl.commands.runs:Train", "Train one method with one seed, on a built-in world or a diffusers model."),
     "evaluate": ("flowrl.commands.evaluate:Evaluate", "Score base and trained weights on the same prompts and noise."),
     "sample": ("flowrl.commands.models:Sample", "Draw images for prompts from the base model or a finished run."),
-    "explain": ("flowrl.commands.parts:Explain", "Show what credit rules do with a table of rewards."),
     "parts": ("flowrl.commands.parts:Parts", "List credit rules, samplers, losses and rewards with their options."),
     "presets": ("flowrl.commands.presets:Presets", "List the presets, or print one as YAML."),
     "prompts": ("flowrl.commands.prompts:Prompts", "Make or check a file of prompts."),
