@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from flowrl_bench.gradients import Alignment, RawCredit, Setting, alignment, pathwise_gradients, policy_gradients
 from torch import Tensor
 
 from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, Weighted
-from flowrl.diagnostics.gradient import Alignment, RawCredit, Setting, alignment, pathwise_gradients, policy_gradients
 from flowrl.io import write_json
 from flowrl.protocols import CreditAssigner
 from flowrl.samplers import AllButLast, FlowSDE

@@ -17,7 +17,7 @@ from flowrl.settings import allowed, groups_of
 from flowrl.training.config import RunConfig
 
 ROOMS = {
-    "Core": ("types", "protocols", "errors", "settings", "specs", "registry", "methods"),
+    "Core": ("types", "protocols", "errors", "settings", "specs", "registry", "plugins", "methods"),
     "Flow": ("flow",),
     "Samplers": ("samplers",),
     "Credit": ("credit",),

@@ -1,7 +1,7 @@
 """flowrl: reinforcement learning for flow-matching image models.
 
 Rooms: `samplers` (transition kernels), `credit` (who earned the reward), `losses`, `rollout` (trajectories and probes),
-`methods` (papers as compositions), `builtin` (worlds), `training`. The names below are loaded when first used.
+`methods` (papers as compositions), `worlds`, `training`. The names below are loaded when first used.
 """
 
 from importlib import import_module
@@ -18,7 +18,13 @@ _HOMES = {
     "Trainer": "flowrl.training.trainer",
     "Run": "flowrl.training.run",
     "evaluate": "flowrl.training.evaluation",
+    "make_method": "flowrl.training.build",
+    "make_policy": "flowrl.training.build",
+    "make_reward": "flowrl.training.build",
+    "make_trainer": "flowrl.training.build",
+    "make_world": "flowrl.training.build",
     "world": "flowrl.worlds.base",
+    "PolicyOptions": "flowrl.worlds.base",
     "preset": "flowrl.training.config",
     "Prompt": "flowrl.types",
     "Schedule": "flowrl.types",
@@ -26,18 +32,20 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from flowrl.methods import METHODS, Method
+    from flowrl.training.build import make_method, make_policy, make_reward, make_trainer, make_world
     from flowrl.training.compare import CompareConfig, compare
     from flowrl.training.config import RunConfig, preset
     from flowrl.training.evaluation import evaluate
     from flowrl.training.run import Run
     from flowrl.training.trainer import Trainer
     from flowrl.types import Prompt, Schedule
-    from flowrl.worlds.base import world
+    from flowrl.worlds.base import PolicyOptions, world
 
 __all__ = [
     "METHODS",
     "CompareConfig",
     "Method",
+    "PolicyOptions",
     "Prompt",
     "Run",
     "RunConfig",
@@ -46,6 +54,11 @@ __all__ = [
     "__version__",
     "compare",
     "evaluate",
+    "make_method",
+    "make_policy",
+    "make_reward",
+    "make_trainer",
+    "make_world",
     "preset",
     "world",
 ]

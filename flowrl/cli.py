@@ -9,6 +9,7 @@ from typing import Any
 
 from flowrl import __version__
 from flowrl.errors import ConfigError, FlowrlError
+from flowrl.plugins import package_of, plugin
 from flowrl.settings import unknown
 
 COMMANDS = {
@@ -16,7 +17,6 @@ COMMANDS = {
     "train": ("flowrl.commands.runs:Train", "Train one method with one seed, on a built-in world or a diffusers model."),
     "evaluate": ("flowrl.commands.evaluate:Evaluate", "Score base and trained weights on the same prompts and noise."),
     "sample": ("flowrl.commands.models:Sample", "Draw images for prompts from the base model or a finished run."),
-    "explain": ("flowrl.commands.parts:Explain", "Show what credit rules do with a table of rewards."),
     "parts": ("flowrl.commands.parts:Parts", "List credit rules, samplers, losses and rewards with their options."),
     "presets": ("flowrl.commands.presets:Presets", "List the presets, or print one as YAML."),
     "prompts": ("flowrl.commands.prompts:Prompts", "Make or check a file of prompts."),
@@ -39,24 +39,24 @@ def plugins() -> dict[str, EntryPoint]:
 def overview() -> str:
     """What bare `flowrl` prints."""
     lines = [f"  {name:14s} {line}" for name, (_, line) in COMMANDS.items()]
-    lines += [f"  {name:14s} from {point.dist.name if point.dist else point.value}" for name, point in plugins().items()]
+    lines += [f"  {name:14s} from {package_of(point)}" for name, point in plugins().items()]
     return "\n".join(
         [DESCRIPTION, "", "commands:", *lines, "", "flowrl COMMAND --help lists the options of one; flowrl --version."]
     )
 
 
 def load_command(name: str) -> Any:
-    """The class of a command. Raises `ConfigError` for an unknown one, or for a plug-in that cannot be imported."""
+    """The class of a command. Raises `ConfigError` for an unknown one, a name of two packages, or a failed import."""
     if name in COMMANDS:
         module, _, attribute = COMMANDS[name][0].partition(":")
         return getattr(import_module(module), attribute)
-    found = plugins()
-    if name not in found:
-        raise ConfigError(unknown(name, [*COMMANDS, *found], "command"))
+    point = plugin("flowrl.commands", name, "command")
+    if point is None:
+        raise ConfigError(unknown(name, [*COMMANDS, *plugins()], "command"))
     try:
-        return found[name].load()
+        return point.load()
     except ImportError as error:
-        raise ConfigError(f"command {name}: {found[name].value} cannot be imported: {error}") from error
+        raise ConfigError(f"command {name}: {point.value} cannot be imported: {error}") from error
 
 
 def run_command(arguments: Sequence[str]) -> int:

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from flowrl import credit, losses, rewards, samplers
 from flowrl.errors import ConfigError, FlowrlError
+from flowrl.plugins import package_of, plugin
 from flowrl.protocols import CreditAssigner, Features, PolicyLoss, RandomSampler, RewardModel, Sampler
 from flowrl.specs import NESTED, Spec, parse_probe, parse_spec
 from flowrl.types import Completion
@@ -89,7 +90,6 @@ KINDS: dict[str, Kind] = {
             "hpsv2.1": rewards.HPSv21,
             "jpeg-compressibility": rewards.JPEGCompressibility,
             "jpeg-incompressibility": rewards.JPEGIncompressibility,
-            "judge": rewards.Judge,
             "ocr": rewards.OCR,
             "pickscore": rewards.PickScore,
             "weighted-sum": rewards.WeightedSum,
@@ -141,7 +141,7 @@ def available(kind: str) -> dict[str, str]:
     """Names of `kind` that `build` understands, each with its source: "flowrl", or the package whose plug-in it is."""
     found = dict.fromkeys(KINDS[kind].built_in, "flowrl")
     for point in entry_points(group=KINDS[kind].group):
-        found.setdefault(point.name, _package(point))
+        found.setdefault(point.name, package_of(point))
     return found
 
 
@@ -210,26 +210,18 @@ def _by_name(kind: str, name: str) -> Maker:
     entry = KINDS[kind]
     if name in entry.built_in:
         return entry.built_in[name]
-    points = list(entry_points(group=entry.group, name=name))
-    if not points:
+    point = plugin(entry.group, name, kind)
+    if point is None:
         known = sorted(available(kind))
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"unknown {entry.noun} {name!r}; allowed: {', '.join(known)}, or path/to/file.py:Class{hint}")
-    if len({point.value for point in points}) > 1:
-        owners = ", ".join(sorted(_package(point) for point in points))
-        raise ConfigError(f"{kind} {name!r} is offered by several installed packages: {owners}; remove all but one")
     try:
-        return points[0].load()
+        return point.load()
     except Exception as error:
-        raise ConfigError(
-            f"{kind} {name!r}: its plug-in {_package(points[0])} ({points[0].value}) cannot be loaded: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _package(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else point.module
+        reason = f"{type(error).__name__}: {error}"
+        message = f"{kind} {name!r}: its plug-in {package_of(point)} ({point.value}) cannot be loaded: {reason}"
+        raise ConfigError(message) from error
 
 
 def _parameters(maker: Maker) -> dict[str, inspect.Parameter] | None:

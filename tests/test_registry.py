@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from flowrl.cli import load_command
 from flowrl.credit import GDPO, StepwiseGain, TurningPoint
 from flowrl.errors import ConfigError
 from flowrl.losses import ClippedLoss
+from flowrl.policies.load import family_of
 from flowrl.registry import KINDS, available, build, options_of, summary_of
 from flowrl.samplers import CPS, FlowSDE
 from flowrl.specs import Spec, parse_probe, parse_spec
@@ -178,3 +180,28 @@ def test_the_list_of_parts_names_options_of_train(capsys):
     assert len(named) == len(KINDS)
     for option in named:
         assert option.replace("-", "_") in owners(RunConfig)
+
+
+def declared(site: Path, package: str, group: str, name: str) -> Path:
+    """A folder for the path of imports with the metadata of an installed package that declares one entry point."""
+    info = site / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {package}:Thing\n")
+    return site
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "use"),
+    [
+        ("flowrl.commands", "twice", lambda name: load_command(name)),
+        ("flowrl.rewards", "twice", lambda name: build("reward", name)),
+        ("flowrl.credit", "twice", lambda name: build("credit", name)),
+        ("flowrl.families", "TwicePipeline", lambda name: family_of(name)),
+    ],
+)
+def test_a_name_of_two_packages_is_one_error_that_names_both(group, name, use, tmp_path: Path, monkeypatch) -> None:
+    for package in ("one", "other"):
+        monkeypatch.syspath_prepend(str(declared(tmp_path / package, package, group, name)))
+    with pytest.raises(ConfigError, match=rf"'{name}' is offered by several installed packages: one, other; remove all but one"):
+        use(name)

@@ -17,8 +17,6 @@ from flowrl.plots.pages import render
 from flowrl.plots.style import colour, png
 from flowrl.training.results import Comparison, MethodSummary, load_comparison, summarise, summary_values
 
-STYLE = (Path(__file__).parent / "templates" / "style.css").read_text()
-"""The style of `base.html.j2`, for pages that are not made from templates."""
 Row = tuple[str, Callable[[MethodSummary], str]]
 ROWS: tuple[Row, ...] = (
     ("seeds", lambda s: str(s.seeds)),

@@ -3,10 +3,11 @@
 import os
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.plugins import plugin
 from flowrl.policies.family import DTYPES, Family, ModelOptions
 from flowrl.policies.flux import Flux
 from flowrl.policies.pipeline import PipelinePolicy
@@ -20,10 +21,10 @@ def family_of(pipeline: str) -> Family:
     """The family of a diffusers pipeline class. Raises `ConfigError` that lists the available ones."""
     if pipeline in FAMILIES:
         return FAMILIES[pipeline]()
-    points = {point.name: point for point in entry_points(group="flowrl.families")}
-    if pipeline in points:
-        return points[pipeline].load()()
-    known = ", ".join([*FAMILIES, *points])
+    point = plugin("flowrl.families", pipeline, "model family")
+    if point is not None:
+        return point.load()()
+    known = ", ".join([*FAMILIES, *entry_points(group="flowrl.families").names])
     raise ConfigError(f"model: no family for a {pipeline}; known: {known}. docs/model-families.md explains how to add one")
 
 
@@ -47,12 +48,7 @@ def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Fami
     network = "float32" if options.tuning == "full" else options.dtype
     dtypes = {"default": DTYPES[options.dtype], "transformer": DTYPES[network], "vae": DTYPES["float32"]}
     try:
-        pipe = getattr(diffusers, name).from_pretrained(model, use_safetensors=True, **{_dtype_argument(): dtypes})
+        pipe = getattr(diffusers, name).from_pretrained(model, use_safetensors=True, dtype=dtypes)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model: the {name} in {model!r} cannot be read: {error}") from error
     return PipelinePolicy(pipe, chosen, options)
-
-
-def _dtype_argument() -> str:
-    """The argument for the precision in diffusers: `dtype`, and before 0.42 `torch_dtype`."""
-    return "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42) else "torch_dtype"

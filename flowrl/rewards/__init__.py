@@ -6,12 +6,11 @@ from flowrl.rewards.contract import ComponentScores, check_scores, marks_invalid
 from flowrl.rewards.diversity import ClipFeatures, LatentFeatures, PixelFeatures, group_features, pairwise_diversity
 from flowrl.rewards.geneval import GenEval
 from flowrl.rewards.images import Images, JPEGCompressibility, JPEGIncompressibility, to_pillow
-from flowrl.rewards.judge import Judge
 from flowrl.rewards.ocr import OCR
 
 __all__ = [
     "OCR", "Aesthetic", "CLIPScore", "ClipFeatures", "Clipped", "ComponentScores", "FunctionReward", "GenEval", "HPSv21",
-    "Images", "JPEGCompressibility", "JPEGIncompressibility", "Judge", "LatentFeatures", "NoisyReward", "PickScore",
+    "Images", "JPEGCompressibility", "JPEGIncompressibility", "LatentFeatures", "NoisyReward", "PickScore",
     "PixelFeatures", "WeightedSum", "check_scores", "group_features", "marks_invalid", "pairwise_diversity", "to_pillow",
     "weighted_total",
 ]  # fmt: skip

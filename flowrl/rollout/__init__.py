@@ -2,12 +2,12 @@
 
 from flowrl.rollout.loss_batch import LossBatches
 from flowrl.rollout.reward_table import RewardTables, reward_table, reward_tables, score, score_components
-from flowrl.rollout.rollout import Groups, Rollout, attach_stds, rollout
+from flowrl.rollout.rollout import Groups, Rollout, Walkers, attach_stds, continued, rollout
 from flowrl.rollout.sampling import EVALUATION_SEED, ImageBatch, initial_noise, sample_images
 from flowrl.rollout.solvers import SOLVERS, Usage, integrate, solve
 
 __all__ = [
-    "EVALUATION_SEED", "SOLVERS", "Groups", "ImageBatch", "LossBatches", "RewardTables", "Rollout", "Usage", "attach_stds",
-    "initial_noise", "integrate", "reward_table", "reward_tables", "rollout", "sample_images", "score", "score_components",
-    "solve",
+    "EVALUATION_SEED", "SOLVERS", "Groups", "ImageBatch", "LossBatches", "RewardTables", "Rollout", "Usage", "Walkers",
+    "attach_stds", "continued", "initial_noise", "integrate", "reward_table", "reward_tables", "rollout", "sample_images",
+    "score", "score_components", "solve",
 ]  # fmt: skip

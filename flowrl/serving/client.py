@@ -1,35 +1,31 @@
 """Rewards behind a server: the client of `flowrl serve-reward` (docs/reward-server.md).
 
-Needs httpx and tenacity (`pip install -e '.[remote]'`), which are imported when a reward is first used.
+Needs the extra `remote`, as `flowrl.serving.connections` says.
 """
 
 import contextlib
 import math
-import os
 import random
-import ssl
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
-from flowrl.errors import ConfigError, RewardError, require
+from flowrl.errors import RewardError, require
 from flowrl.rewards.combine import weighted_total
 from flowrl.rewards.contract import ComponentScores
+from flowrl.serving.connections import Answer, Connections, check_endpoint, last_error
 from flowrl.serving.wire_format import TransientError, decode_error, decode_scores, encode_request
 from flowrl.types import Prompt
 
 if TYPE_CHECKING:
-    import httpx
     from tenacity import RetryCallState
 
 __all__ = ["TOKEN_VARIABLE", "RemoteReward", "RemoteSum"]
@@ -39,9 +35,6 @@ Scored = tuple[ComponentScores, dict[str, float]]
 
 TOKEN_VARIABLE = "FLOWRL_REWARD_TOKEN"
 """The environment variable with the token of a reward server."""
-
-PACKAGES = ("httpx", "tenacity")
-"""The packages of the extra `remote`."""
 
 MAX_BACKOFF = 20.0
 """Longest pause between two attempts in seconds, unless the server requests a longer one."""
@@ -78,12 +71,11 @@ class RemoteReward:
     backoff: float = 0.5
     token_file: str = ""
     certificate: str = ""
-    _connections: "_Connections" = field(init=False, repr=False, compare=False)
+    _connections: Connections = field(init=False, repr=False, compare=False)
     marks_invalid: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        good = isinstance(self.url, str) and self.url.startswith(("http://", "https://")) and "@" not in self.url
-        require(good, "remote.url", self.url, "http://HOST:PORT or https://HOST:PORT")
+        check_endpoint("remote", self.url)
         require(self.images in ("safetensors", "png"), "remote.images", self.images, "safetensors or png")
         for name in ("batch", "concurrency"):
             require(getattr(self, name) >= 1, f"remote.{name}", getattr(self, name), "1 or more")
@@ -92,10 +84,8 @@ class RemoteReward:
             require(math.isfinite(value) and value > 0, f"remote.{name}", value, "a positive number of seconds")
         require(self.retries >= 0, "remote.retries", self.retries, "0 or more")
         require(math.isfinite(self.backoff) and self.backoff >= 0, "remote.backoff", self.backoff, "0 seconds or more")
-        missing = [name for name in PACKAGES if find_spec(name) is None]
-        if missing:
-            raise ConfigError(f"remote needs {', '.join(missing)}; install the extra with: pip install -e '.[remote]'")
-        object.__setattr__(self, "_connections", _Connections(self.url, self.concurrency, self.token_file, self.certificate))
+        pool = Connections("remote", self.url, self.concurrency, TOKEN_VARIABLE, self.token_file, self.certificate)
+        object.__setattr__(self, "_connections", pool)
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[sample, channel, height, width] and as many prompts -> [sample], on the images' device. Raises `RewardError`."""
@@ -202,14 +192,14 @@ class _Call:
         from tenacity import wait_exponential
 
         longest = wait_exponential(multiplier=self.reward.backoff, max=MAX_BACKOFF)(state)
-        return max(longest * random.SystemRandom().uniform(0.5, 1.0), getattr(_last_error(state), "retry_after", 0.0))
+        return max(longest * random.SystemRandom().uniform(0.5, 1.0), getattr(last_error(state), "retry_after", 0.0))
 
     def _sleep(self, seconds: float) -> None:
         if self.stopped.wait(seconds):
             raise RewardError("remote: another request of this call has failed")
 
     def _give_up(self, state: "RetryCallState") -> NoReturn:
-        error, attempts = _last_error(state), state.attempt_number
+        error, attempts = last_error(state), state.attempt_number
         pause = f" (the next attempt was due {state.upcoming_sleep:.0f} seconds later)" if attempts <= self.reward.retries else ""
         raise RewardError(
             f"remote: the reward server at {self.reward.url} gave no scores in {attempts} attempts over "
@@ -219,116 +209,23 @@ class _Call:
 
     def _attempt(self, body: bytes, content_type: str, prompts: Sequence[Prompt]) -> Scored:
         """One HTTP request. Raises `TransientError` for failures that may pass, `RewardError` for others."""
-        import httpx
-
         reward, request_id = self.reward, uuid.uuid4().hex
-        left = min(reward.timeout, max(self.deadline - time.monotonic(), 0.001))
-        ends = time.monotonic() + left
-        address = reward.url.rstrip("/") + ("/v1/score?parts=true" if self.with_parts else "/v1/score")
+        seconds = min(reward.timeout, max(self.deadline - time.monotonic(), 0.001))
+        path = "/v1/score?parts=true" if self.with_parts else "/v1/score"
         max_bytes = 65536 + (2048 if self.with_parts else 64) * len(prompts)
         headers = {"Content-Type": content_type, "X-Request-Id": request_id}
-        try:
-            client = reward._connections.client()
-            with client.stream("POST", address, content=body, headers=headers, timeout=left) as response:
-                content = _read_bounded(response.iter_raw(), max_bytes, ends)
-        except httpx.TimeoutException as error:
-            raise TransientError(f"no response within {left:.0f} seconds") from error
-        except (httpx.TransportError, httpx.StreamError) as error:
-            if _is_certificate_error(error):
-                hint = "give the authority's, or the server's own if it is self-signed, as certificate='ca.pem'"
-                raise RewardError(f"remote: the certificate of {reward.url} is not trusted ({error}); {hint}") from error
-            raise TransientError(f"the connection failed ({type(error).__name__}: {error})") from error
-        except (httpx.InvalidURL, UnicodeError) as error:
-            raise RewardError(f"remote: {reward.url} is not a valid URL: {error}") from error
-        if response.status_code != 200:
-            raise self._status_error(response.status_code, response.headers, content)
-        return decode_scores(content, request_id, prompts, f"remote: the reward server at {reward.url}", self.with_parts)
+        answer = reward._connections.post(path, body, headers, seconds, max_bytes)
+        if answer.status != 200:
+            raise self._status_error(answer)
+        return decode_scores(answer.content, request_id, prompts, f"remote: the reward server at {reward.url}", self.with_parts)
 
-    def _status_error(self, status: int, headers: Mapping[str, str], content: bytes) -> Exception:
+    def _status_error(self, answer: Answer) -> Exception:
         """The error that a response without scores stands for."""
-        error = decode_error(content)
+        status, error = answer.status, decode_error(answer.content)
         reason = f"status {status}" + (f", {error.code[:100]}: {error.message[:1000]}" if error else "")
         if status in (408, 425, 429) or status >= 500 if error is None else error.retry:
-            seconds = headers.get("Retry-After", "")
-            return TransientError(reason, float(seconds) if seconds.isdecimal() and len(seconds) < 6 else 0.0)
+            return TransientError(reason, answer.retry_after)
         hint = f"; set {TOKEN_VARIABLE} or token_file to the server's token" if status == 401 else ""
         hint = f"; lower remote's batch (now {self.reward.batch}) or raise the server's limits" if status == 413 else hint
         hint = "; use remote instead of remote-sum for the total alone" if error and error.code == "no_parts" else hint
         return RewardError(f"remote: the reward server at {self.reward.url} refuses: {reason}{hint}")
-
-
-class _Connections:
-    """The connection pool of a `RemoteReward`; a forked process, or one that unpickles the reward, opens its own."""
-
-    def __init__(self, url: str, limit: int, token_file: str, certificate: str) -> None:
-        self._settings = (url, limit, token_file, certificate)
-        self._lock = threading.Lock()
-        self._client: httpx.Client | None = None
-        self._process = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Connections, self._settings
-
-    def client(self) -> "httpx.Client":
-        """The pool, opened at the first call in a process."""
-        with self._lock:
-            if self._client is None or self._process != os.getpid():
-                self._client, self._process = _open_client(*self._settings), os.getpid()
-            return self._client
-
-    def close(self) -> None:
-        """Close the pool of this process."""
-        with self._lock:
-            if self._client is not None and self._process == os.getpid():
-                self._client.close()
-            self._client = None
-
-
-def _open_client(url: str, limit: int, token_file: str, certificate: str) -> "httpx.Client":
-    import httpx
-
-    headers = {"Accept-Encoding": "identity", "User-Agent": "flowrl"}
-    token = _read_token(token_file)
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
-    try:  # reading the system's certificates takes a while, and http has no use for them
-        trusted = ssl.create_default_context(cafile=certificate or None) if url.startswith("https://") else False
-    except OSError as error:
-        raise ConfigError(f"remote.certificate: {certificate} cannot be read: {error}") from error
-    limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
-    return httpx.Client(headers=headers, verify=trusted, limits=limits, follow_redirects=False, trust_env=False)
-
-
-def _read_token(file: str) -> str:
-    """The token from `file`, else from the environment; "" if there is none."""
-    if not file:
-        return os.environ.get(TOKEN_VARIABLE, "").strip()
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"remote.token_file: {file} cannot be read: {error}") from error
-
-
-def _last_error(state: "RetryCallState") -> BaseException | None:
-    return state.outcome.exception() if state.outcome else None
-
-
-def _is_certificate_error(error: BaseException | None) -> bool:
-    """Whether a certificate that cannot be verified is behind `error`: no further attempt would help."""
-    while error is not None:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _read_bounded(chunks: Iterator[bytes], max_bytes: int, ends: float) -> bytes:
-    """The whole body. Raises `RewardError` beyond `max_bytes` bytes and `TransientError` after the monotonic time `ends`."""
-    content = bytearray()
-    for chunk in chunks:
-        content += chunk
-        if len(content) > max_bytes:
-            raise RewardError(f"remote: the response is larger than {max_bytes} bytes; is this a reward server?")
-        if time.monotonic() > ends:
-            raise TransientError("the response came too slowly")
-    return bytes(content)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowrl.diagnostics.statistics import first_reached
+from flowrl.diagnostics.curves import first_reached
 from flowrl.errors import ConfigError
 from flowrl.training.config import check_format
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from bench_lines import rule_file
+from flowrl_bench.gradients import policy_gradients
 from flowrl_bench.microscope import EQUAL_NFE, RULES, MicroscopeConfig, microscope_jobs, run_microscope, settings_by_stage
 from flowrl_bench.microscope_page import microscope_page
+from flowrl_bench.true_advantage import Look, compare_credit, true_advantages
 
 from flowrl.cli import main
 from flowrl.credit import StepwiseGain
-from flowrl.diagnostics.gradient import policy_gradients
-from flowrl.diagnostics.true_advantage import Look, compare_credit, true_advantages
 from flowrl.errors import ConfigError, CreditError
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward

@@ -14,6 +14,7 @@ from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.measurements import CURVE, measure, observe_run
 from flowrl_bench.results_file import ResultsFile, SamplesFile, make_line
+from flowrl_bench.statistics import level
 from flowrl_bench.suite import (
     USUAL,
     RemainingTime,
@@ -29,7 +30,6 @@ from flowrl_bench.suite import (
 from flowrl_bench.verdicts import FAILS, HOLDS, Beats
 
 from flowrl.cli import main
-from flowrl.diagnostics.statistics import level
 from flowrl.errors import ConfigError
 from flowrl.io import file_lock
 from flowrl.training.config import RunConfig

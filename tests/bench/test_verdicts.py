@@ -5,6 +5,7 @@ import pytest
 from bench_lines import FAST, FLAT, SLOW, fake_evidence, fake_line, small_run
 from flowrl_bench.evidence import MEASURES, NEVER, Evidence
 from flowrl_bench.measurements import measure
+from flowrl_bench.statistics import level
 from flowrl_bench.verdicts import (
     ALIKE,
     BETTER,
@@ -25,7 +26,7 @@ from flowrl_bench.verdicts import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.diagnostics.statistics import first_reached, level
+from flowrl.diagnostics.curves import first_reached
 from flowrl.errors import ConfigError
 
 

@@ -16,7 +16,9 @@ from reward_serving import numbered, scripted
 
 from flowrl import Prompt
 from flowrl.errors import ConfigError, RewardError
-from flowrl.serving.client import PACKAGES, RemoteReward, RemoteSum
+from flowrl.serving.client import RemoteReward, RemoteSum
+from flowrl.serving.connections import PACKAGES
+from flowrl.serving.judge import Judge
 
 
 def scores(text):
@@ -246,7 +248,8 @@ def test_a_failed_request_ends_the_pauses_of_the_others():
 
 
 def test_importing_the_client_imports_no_http_packages():
-    code = "import sys, flowrl.serving.client as remote; print([name for name in remote.PACKAGES if name in sys.modules])"
+    code = "import sys, flowrl.serving.client, flowrl.serving.judge, flowrl.serving.connections as found; "
+    code += "print([name for name in found.PACKAGES if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(PACKAGES) == {"httpx", "tenacity"} and found.stdout == "[]\n"
 
@@ -256,6 +259,8 @@ def test_a_missing_package_is_one_clear_error(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"remote needs {package}; install the extra with: pip install -e '.\[remote\]'"):
         RemoteReward("http://localhost:1")
+    with pytest.raises(ConfigError, match=rf"judge needs {package}; install the extra with: pip install -e '.\[remote\]'"):
+        Judge("http://localhost:1", "m")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from flowrl_bench.pretrain_pairs import draw_layout
 
 from flowrl.credit import GDPO, MovingAverageGain, RandomCredit, StepwiseGain, TurningPoint, Uniform, Weighted
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
@@ -17,7 +18,6 @@ from flowrl.testing.findings import maker, name_of
 from flowrl.types import Completion, Prompt, Tweedie
 from flowrl.worlds.base import world
 from flowrl.worlds.shapes.render import render
-from flowrl.worlds.shapes.scene import draw_layout
 
 FOUR_STEPS = Weighted(weights=(1.8, 1.0, 0.0, 1.3), std="batch")
 RULES = [

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from flowrl_bench.pretrain_pairs import draw_wrong_layout, requests_by_kind
+from flowrl_bench.pretrain_pairs import draw_layout, draw_wrong_layout, requests_by_kind
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +18,6 @@ from flowrl.worlds.shapes.scene import (
     TASKS,
     Request,
     all_requests,
-    draw_layout,
     object_class,
     parse,
     split,

@@ -27,10 +27,10 @@ import torch
 
 from flowrl import preset, world
 from flowrl.credit import TurningPoint, Uniform, gains, reward_to_go
-from flowrl.diagnostics.explain import explain
 from flowrl.samplers import AllButLast, FlowSDE, Window
 from flowrl.types import Completion
 from flowrl.worlds import PolicyOptions
+from flowrl_bench.explain import explain
 from flowrl_course import lesson_06 as lesson
 from flowrl_course.batches import STEPS, credit_gradients, ode_images, pairwise_cosines, sample_groups
 from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, animation, clean, panels, pixels

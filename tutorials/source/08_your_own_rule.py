@@ -27,8 +27,8 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, gains, reward_to_go, zscore
-from flowrl.diagnostics.gradient import Setting, alignment, pathwise_gradients, policy_gradients, update_evaluations
-from flowrl.diagnostics.true_advantage import Look, compare_credit, true_advantages
+from flowrl_bench.gradients import Setting, alignment, pathwise_gradients, policy_gradients, update_evaluations
+from flowrl_bench.true_advantage import Look, compare_credit, true_advantages
 from flowrl.flow import sample as draw_from
 from flowrl.rollout import reward_table
 from flowrl.testing import check_credit
@@ -756,12 +756,12 @@ for name in finalists:
 # %% [markdown]
 # ## To keep
 #
-# | step | what | in `flowrl` |
+# | step | what | where |
 # |---|---|---|
 # | idea | $A^*_i = V(x_{i+1}) - V(x_i)$; what is the estimate of $V$, and what does it cost? | `types.Tweedie`, `Substeps`, `Completion`, `NoProbe` |
 # | class | `probe`, `assign(rewards, schedule)`; `shared_noise`; `state_dict` for a memory | `protocols.CreditAssigner`, `Stateful` |
 # | contract | does the rule keep the promises that the trainer relies on? | `testing.check_credit`, `testing.credit_contract` |
-# | diagnostics | is the credit close to $A^*$, is the gradient unbiased, and how noisy is it? *For which policy?* | `diagnostics.true_advantage`, `diagnostics.gradient` |
+# | diagnostics | is the credit close to $A^*$, is the gradient unbiased, and how noisy is it? *For which policy?* | `flowrl_bench.true_advantage`, `flowrl_bench.gradients` |
 # | comparison | seeds, costs, settings, controls (lesson 7) | `flowrl compare --credit my_rules.py:MyRule` |
 #
 # The rules of this lesson also run in the image world: put one into a file and name it, `flowrl compare --credit my_rules.py:CalibratedGain`. Their performance on images has not been measured.

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.diagnostics.statistics import interquartile_mean, level, profile
 from flowrl_bench.claims import METHODS, Arm, Claim
 from flowrl_bench.digest import rules_digest
 from flowrl_bench.evidence import BUDGET, DENSITY, MEASURES, NEVER, REWARD, Line, column
 from flowrl_bench.page import Band, Document, Effect, Image, bands, effects, profiles
 from flowrl_bench.post_hoc import CAVEATS, EARLIER_RULES, POST_HOC
 from flowrl_bench.results_file import Lines
+from flowrl_bench.statistics import interquartile_mean, level, profile
 from flowrl_bench.tables import (
     SELF_TEST,
     TONES,

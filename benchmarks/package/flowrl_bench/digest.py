@@ -27,8 +27,8 @@ from flowrl_bench.measurements import CURVE, measure
 PACKAGES = {"flowrl": Path(flowrl.__file__).parent, "flowrl_bench": Path(__file__).parent}
 RUN = ("flowrl_bench.measurements", "flowrl_bench.negative_controls")
 """Modules from which the imports of a run are followed."""
-RULES = ("claims", "catalogue", "open_questions", "verdicts", "evidence")
-"""Modules of this package that decide on verdicts, with `flowrl.diagnostics.statistics`."""
+RULES = ("claims", "catalogue", "open_questions", "verdicts", "evidence", "statistics")
+"""Modules of this package that decide on verdicts, with `flowrl.diagnostics.curves`."""
 GOLDEN: dict[str, Any] = {
     "world": "mixture", "iterations": 2, "groups": 4, "group_size": 4, "num_steps": 6, "eval_every": 2, "eval_samples": 18,
 }  # fmt: skip
@@ -131,7 +131,7 @@ def code_digest() -> str:
 @cache
 def rules_digest() -> str:
     """Of the claims, their verdict rules and the statistics."""
-    names = [f"flowrl_bench.{name}" for name in RULES] + ["flowrl.diagnostics.statistics"]
+    names = [f"flowrl_bench.{name}" for name in RULES] + ["flowrl.diagnostics.curves"]
     return _digest(path for path in map(_file, names) if path is not None)
 
 

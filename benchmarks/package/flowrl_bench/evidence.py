@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.diagnostics.statistics import Estimate, Index, Values, bootstrap, first_reached, interquartile_mean
+from flowrl.diagnostics.curves import Values, first_reached
 from flowrl.errors import ConfigError
 from flowrl_bench.measurements import CURVE
+from flowrl_bench.statistics import Estimate, Index, bootstrap, interquartile_mean
 
 Line = Mapping[str, Any]
 NEVER = 2.0

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.diagnostics.gradient import Setting, alignment, pathwise_gradients, policy_gradients, update_evaluations
-from flowrl.diagnostics.true_advantage import Look, TrueAdvantages, compare_credit, pooled, true_advantages
 from flowrl.errors import ConfigError, CreditError, require
 from flowrl.methods import try_credit
 from flowrl.protocols import RandomSampler
@@ -26,7 +24,9 @@ from flowrl.training.build import make_trainer, make_world, trial_schedule
 from flowrl.training.config import RunConfig, preset
 from flowrl.types import Continuation
 from flowrl.workers import Worker, run_jobs, worker_count
+from flowrl_bench.gradients import Setting, alignment, pathwise_gradients, policy_gradients, update_evaluations
 from flowrl_bench.measurements import reproducible
+from flowrl_bench.true_advantage import Look, TrueAdvantages, compare_credit, pooled, true_advantages
 
 RULES: dict[str, str] = {
     "true advantage (16 continuations)": "stepwise-gain(probe='continuation:16')",

@@ -3,18 +3,56 @@
 import random
 from collections.abc import Mapping
 
-from flowrl.worlds.shapes.scene import (
+from flowrl.worlds.shapes import (
     CELLS,
     COLOURS,
     GLYPHS,
+    GRID,
+    MOOD_OBJECTS,
     OBJECTS,
     SHAPES,
     TASKS,
     Request,
     all_requests,
-    draw_layout,
+    glyph_class,
     object_class,
 )
+
+
+def draw_layout(request: Request, rng: random.Random) -> list[int]:
+    """A random image that satisfies the request exactly: 16 cell classes."""
+    cells = [0] * CELLS
+    if request.kind == "text":
+        start = rng.randrange(GRID - len(request.text) + 1) + GRID * rng.randrange(GRID)
+        for offset, glyph in enumerate(request.text):
+            cells[start + offset] = glyph_class(glyph)
+    elif request.kind == "preference":
+        low, high = MOOD_OBJECTS[request.mood]
+        half = [r * GRID + c for r in range(GRID) for c in range(GRID // 2)]
+        for cell in rng.sample(half, rng.randint(low // 2, high // 2)):
+            mirror = cell - cell % GRID + GRID - 1 - cell % GRID
+            cells[cell] = cells[mirror] = object_class(rng.choice(request.colours), rng.choice(SHAPES))
+    elif request.kind == "count":
+        for cell in rng.sample(range(CELLS), request.number):
+            cells[cell] = request.objects[0]
+    else:
+        first, second = rng.sample(range(CELLS), 2)
+        while not holds(request.relation, first, second):
+            first, second = rng.sample(range(CELLS), 2)
+        cells[first], cells[second] = request.objects
+    return cells
+
+
+def holds(relation: str, first: int, second: int) -> bool:
+    """Whether cell `first` is left of / right of / above / below cell `second` (any cells when the relation is empty)."""
+    rows, columns = (first // GRID, second // GRID), (first % GRID, second % GRID)
+    return {
+        "": True,
+        "left": columns[0] < columns[1],
+        "right": columns[0] > columns[1],
+        "above": rows[0] < rows[1],
+        "below": rows[0] > rows[1],
+    }[relation]
 
 
 def draw_wrong_layout(request: Request, rng: random.Random) -> list[int]:

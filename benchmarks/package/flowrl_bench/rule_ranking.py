@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.diagnostics.statistics import improvement, level
 from flowrl.errors import ConfigError, require
 from flowrl.specs import parse_spec
 from flowrl.training.build import make_method
@@ -27,6 +26,7 @@ from flowrl_bench.microscope import MicroscopeConfig, run_microscope
 from flowrl_bench.microscope_page import TITLES, figures
 from flowrl_bench.page import Document, Image, Table, bands
 from flowrl_bench.results_file import Lines, ResultsFile
+from flowrl_bench.statistics import improvement, level
 from flowrl_bench.suite import Suite, arm_memory, evidence, needed
 from flowrl_bench.tables import Judged, comparison_table, cost_table, summary
 from flowrl_bench.verdicts import Answer, Beats, Needs, NoWorse

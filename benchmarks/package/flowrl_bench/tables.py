@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.diagnostics.statistics import first_reached, interquartile_mean, level
+from flowrl.diagnostics.curves import first_reached
 from flowrl.training.config import RunConfig
 from flowrl_bench.claims import GAINS, METHODS, POINTS, SEEDS, TASKS, UNIFORM, Arm, Claim, gains, make_run
 from flowrl_bench.digest import config_id
@@ -15,6 +15,7 @@ from flowrl_bench.evidence import MEASURES, Evidence, Line, column, spent
 from flowrl_bench.measurements import PHASES
 from flowrl_bench.page import Table
 from flowrl_bench.results_file import Lines
+from flowrl_bench.statistics import interquartile_mean, level
 from flowrl_bench.suite import evidence
 from flowrl_bench.verdicts import ALIKE, BETTER, FAILS, HOLDS, UNDECIDED, WORSE, Comparison, Verdict
 

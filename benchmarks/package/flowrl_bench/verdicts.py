@@ -6,8 +6,8 @@ HOLDS and FAILS need the whole 95% interval on one side; everything else is unde
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flowrl.diagnostics.statistics import Estimate, difference, improvement, level
 from flowrl_bench.evidence import MEASURES, Evidence
+from flowrl_bench.statistics import Estimate, difference, improvement, level
 
 HOLDS = "holds here"
 FAILS = "does not hold here"

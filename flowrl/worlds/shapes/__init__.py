@@ -8,18 +8,19 @@ from flowrl.worlds.shapes.scene import (
     GLYPHS,
     GRID,
     MAX_WORDS,
+    MOOD_OBJECTS,
     OBJECTS,
     SHAPES,
     TASKS,
     VOCABULARY,
     Request,
     all_requests,
-    draw_layout,
+    glyph_class,
     object_class,
     tokenise,
 )  # fmt: skip
 
 __all__ = [
-    "CELL", "CELLS", "CLASSES", "COLOURS", "GLYPHS", "GRID", "MAX_WORDS", "OBJECTS", "SHAPES", "TASKS", "VOCABULARY", "Jitter",
-    "Request", "all_requests", "draw_layout", "object_class", "render_cells", "tokenise",
+    "CELL", "CELLS", "CLASSES", "COLOURS", "GLYPHS", "GRID", "MAX_WORDS", "MOOD_OBJECTS", "OBJECTS", "SHAPES", "TASKS",
+    "VOCABULARY", "Jitter", "Request", "all_requests", "glyph_class", "object_class", "render_cells", "tokenise",
 ]  # fmt: skip

@@ -23,7 +23,17 @@ from flowrl.errors import RewardError, require
 from flowrl.text import edit_distance
 from flowrl.types import Prompt
 from flowrl.worlds.shapes.render import BACKGROUND, PALETTE, SIZE, split_cells, template_bank
-from flowrl.worlds.shapes.scene import CLASSES, COLOURS, GLYPHS, GRID, MOOD_OBJECTS, OBJECTS, Request, request_of
+from flowrl.worlds.shapes.scene import (
+    CLASSES,
+    COLOURS,
+    GLYPHS,
+    GRID,
+    MOOD_OBJECTS,
+    OBJECTS,
+    Request,
+    glyph_class,
+    request_of,
+)
 
 FORMS = ("strict", "graded", "soft")
 RESIDUAL_LIMIT = 0.015
@@ -101,7 +111,7 @@ def _relation(presence: Presence, request: Request) -> float:
 
 def _text_of(classes: Sequence[int]) -> str:
     """Glyphs in reading order; objects and unreadable cells read as '?'."""
-    first = 1 + len(OBJECTS)
+    first = glyph_class(GLYPHS[0])
     return "".join(GLYPHS[k - first] if first <= k < CLASSES else "?" for k in classes if k != 0)
 
 
@@ -112,8 +122,7 @@ def text_similarity(read_text: str, wanted: str) -> float:
 
 def _text_soft(probabilities: Presence, read_text: str, wanted: str) -> float:
     """Three quarters similarity, one quarter the mean over the wanted glyphs of their largest probability."""
-    first = 1 + len(OBJECTS)
-    clear = sum(float(probabilities[:, first + GLYPHS.index(g)].max()) if g in GLYPHS else 0.0 for g in wanted)
+    clear = sum(float(probabilities[:, glyph_class(g)].max()) if g in GLYPHS else 0.0 for g in wanted)
     return 0.75 * text_similarity(read_text, wanted) + 0.25 * clear / len(wanted)
 
 

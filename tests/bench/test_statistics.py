@@ -1,23 +1,11 @@
-"""Interquartile means, intervals that cover, probabilities of improvement, profiles, and a curve's first crossing."""
+"""Interquartile means, intervals that cover, probabilities of improvement, and profiles."""
 
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from flowrl_bench.statistics import Estimate, bootstrap, difference, improvement, interquartile_mean, level, profile, widening
 
-from flowrl.diagnostics.statistics import (
-    Estimate,
-    bootstrap,
-    difference,
-    first_reached,
-    improvement,
-    interquartile_mean,
-    level,
-    profile,
-    widening,
-)
 from flowrl.errors import ConfigError
 
 
@@ -86,19 +74,3 @@ def _quick_difference(a: list[np.ndarray], b: list[np.ndarray], seed: int) -> Es
         return interquartile_mean(np.concatenate([g[i] for g, i in zip(gaps, index, strict=True)], axis=-1), axis)
 
     return bootstrap(statistic, [len(g) for g in gaps], seed, draws=200)
-
-
-def crossing(xs: list[float], ys: list[float], target: float) -> float:
-    """The definition, point by point."""
-    for i, y in enumerate(ys):
-        if y >= target - 1e-12:
-            return xs[0] if i == 0 else xs[i - 1] + (target - ys[i - 1]) / (y - ys[i - 1]) * (xs[i] - xs[i - 1])
-    return math.inf
-
-
-@given(st.lists(st.tuples(st.floats(0.1, 5), st.floats(0, 1)), min_size=1, max_size=8), st.lists(st.floats(0, 1.2), max_size=4))
-def test_the_first_crossing(points: list[tuple[float, float]], targets: list[float]) -> None:
-    xs, ys = np.cumsum([step for step, _ in points]).tolist(), [y for _, y in points]
-    expected = [crossing(xs, ys, target) for target in [*targets, math.inf]]
-    assert first_reached(xs, ys, [*targets, math.inf]).tolist() == pytest.approx(expected, abs=1e-9)
-    assert float(first_reached(xs, ys, ys[-1])) == pytest.approx(crossing(xs, ys, ys[-1]))

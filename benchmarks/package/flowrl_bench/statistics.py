@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
+from flowrl.diagnostics.curves import Values
 from flowrl.errors import require
 
-Values = NDArray[np.float64]
 Index = NDArray[np.intp]
-"""One value, or one drawn index, per seed."""
+"""One drawn index per seed."""
 DRAWS = 2000
 LEVEL = 0.95
 
@@ -114,23 +114,6 @@ def improvement(arm: Sequence[Values], other: Sequence[Values], seed: int = 0) -
 def profile(arm: Sequence[Values], levels: Sequence[float]) -> Values:
     """Fraction of runs that reach each of `levels` (a performance profile), with equal weight per task: [level]."""
     return np.asarray(np.mean([[float((a >= level).mean()) for level in levels] for a in arm], axis=0))
-
-
-def first_reached(xs: Sequence[float], ys: Sequence[float], target: ArrayLike) -> Values:
-    """The x at which the curve through (xs, ys) first reaches `target`, linearly between points; infinite if it never does.
-
-    `target` may be an array; the result has its shape. A curve without points never reaches anything.
-    """
-    x, y, goal = np.asarray(xs, float), np.asarray(ys, float), np.asarray(target, float)
-    if not len(y):
-        return np.full(goal.shape, math.inf)
-    first = np.searchsorted(np.maximum.accumulate(y), goal - 1e-12)
-    after = np.clip(first, 1, len(y) - 1)
-    rise = y[after] - y[after - 1]
-    fraction = (goal - y[after - 1]) / np.where(rise > 0, rise, 1.0)
-    with np.errstate(invalid="ignore"):  # an infinite target is never reached
-        between = x[after - 1] + fraction * (x[after] - x[after - 1])
-    return np.where(first == len(y), math.inf, np.where(first == 0, x[0], between))
 
 
 def _gather(arm: Sequence[Values], index: Sequence[Index]) -> Values:

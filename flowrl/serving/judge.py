@@ -1,17 +1,15 @@
-"""A vision-language model as a judge, behind any endpoint with OpenAI's chat protocol (vLLM, SGLang, ...)."""
+"""A vision-language model as a judge, behind any endpoint with OpenAI's chat protocol (vLLM, SGLang, ...).
+
+Needs the extra `remote`, as `flowrl.serving.connections` says.
+"""
 
 import base64
 import io
 import json
-import os
 import re
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from http.client import HTTPException
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +17,15 @@ from torch import Tensor
 
 from flowrl.errors import RewardError, require
 from flowrl.rewards.images import Images, to_pillow
+from flowrl.serving.connections import Connections, check_endpoint, last_error
+from flowrl.serving.wire_format import TransientError
 from flowrl.types import Prompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from tenacity import RetryCallState
+
+__all__ = ["Judge", "parse_score"]
 
 QUESTION = """A picture was made for this caption: [{prompt}]
 Judge it by two criteria.
@@ -38,13 +41,8 @@ SCORE = re.compile(
 TRANSIENT_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 """HTTP status codes after which the request is repeated."""
 
-
-class _Transient(Exception):
-    """A failure that may pass; `wait` is the pause in seconds that the endpoint requests."""
-
-    def __init__(self, message: str, wait: float = 0.0) -> None:
-        super().__init__(message)
-        self.wait = wait
+MAX_BYTES = 1 << 22
+"""Largest response in bytes."""
 
 
 class _Unusable(RewardError):
@@ -61,7 +59,7 @@ class Judge:
     answer. The next one follows after `pause`, 2 `pause`, ... seconds, or a longer pause that the endpoint requests, up to
     `timeout`. After `attempts` failures `score` raises `RewardError`; with `mark_invalid`, a sample whose last answer was
     unusable is marked invalid instead. `url` is the endpoint's base, such as http://localhost:8000/v1; its key is read from the
-    environment variable `key` and never shown.
+    environment variable `key`, sent to `url` alone (redirects are not followed), and never shown.
 
     The question follows UnifiedReward (arXiv 2503.05236), as in Flow-GRPO's public code.
     """
@@ -78,15 +76,17 @@ class Judge:
     tokens: int = 512
     key: str = "OPENAI_API_KEY"
     mark_invalid: bool = False
+    _connections: Connections = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require(self.url.startswith(("http://", "https://")), "url", self.url, "a URL that starts with http:// or https://")
+        check_endpoint("judge", self.url)
         require("{prompt}" in self.question, "question", self.question, "a text with {prompt} in it")
         require(0 <= self.low < self.high, "low, high", (self.low, self.high), "0 <= low < high")
         for name in ("attempts", "workers", "tokens"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         require(self.timeout > 0, "timeout", self.timeout, "above 0")
         require(self.pause >= 0, "pause", self.pause, "0 or more")
+        object.__setattr__(self, "_connections", Connections("judge", self.url, self.workers, self.key))
 
     @property
     def marks_invalid(self) -> bool:
@@ -102,19 +102,28 @@ class Judge:
 
     def _score_one(self, image: "Image", prompt: Prompt) -> float:
         """The score of one image, after as many attempts as allowed."""
+        import tenacity
+
+        def give_up(state: "RetryCallState") -> float:
+            last = last_error(state)
+            if self.mark_invalid and isinstance(last, _Unusable):
+                return float("nan")
+            tried = f"after {self.attempts} attempts at {self.url}"
+            raise RewardError(f"judge: no score for the prompt {prompt.text!r} {tried}: {last}") from last
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type((TransientError, _Unusable)),
+            wait=self._pause,
+            stop=tenacity.stop_after_attempt(self.attempts),
+            retry_error_callback=give_up,
+        )
         body = self._body(image, prompt)
-        last: Exception | None = None
-        for attempt in range(self.attempts):
-            if attempt:
-                wait = last.wait if isinstance(last, _Transient) else 0.0
-                time.sleep(max(self.pause * 2 ** (attempt - 1), min(wait, self.timeout)))
-            try:
-                return parse_score(self._request(body), self.low, self.high)
-            except (_Transient, _Unusable) as error:
-                last = error
-        if self.mark_invalid and isinstance(last, _Unusable):
-            return float("nan")
-        raise RewardError(f"judge: no score for the prompt {prompt.text!r} after {self.attempts} attempts at {self.url}: {last}")
+        return retrying(lambda: parse_score(self._request(body), self.low, self.high))
+
+    def _pause(self, state: "RetryCallState") -> float:
+        """Seconds before the next attempt."""
+        requested = getattr(last_error(state), "retry_after", 0.0)
+        return max(self.pause * 2 ** (state.attempt_number - 1), min(requested, self.timeout))
 
     def _body(self, image: "Image", prompt: Prompt) -> bytes:
         buffer = io.BytesIO()
@@ -127,25 +136,23 @@ class Judge:
         return json.dumps({"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.tokens}).encode()
 
     def _request(self, body: bytes) -> str:
-        """The text of the answer. Raises `_Transient` for failures that may pass and `RewardError` for others."""
+        """The text of the answer. Raises `TransientError` for failures that may pass and `RewardError` for others."""
         headers = {"Content-Type": "application/json"}
-        if os.environ.get(self.key):
-            headers["Authorization"] = f"Bearer {os.environ[self.key]}"
-        request = urllib.request.Request(f"{self.url.rstrip('/')}/chat/completions", body, headers)
+        answer = self._connections.post("/chat/completions", body, headers, self.timeout, MAX_BYTES)
+        if answer.status in TRANSIENT_STATUS:
+            raise TransientError(f"HTTP error {answer.status}", answer.retry_after)
+        if 300 <= answer.status < 400:
+            target = answer.headers.get("Location", "nowhere")
+            raise RewardError(f"judge: {self.url} redirects to {target}; redirects are not followed, change url")
+        if not 200 <= answer.status < 300:
+            raise RewardError(f"judge: {self.url} answered with HTTP error {answer.status}")
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                answer: Any = json.loads(response.read())
-            text = answer["choices"][0]["message"]["content"]
-        except urllib.error.HTTPError as error:
-            if error.code in TRANSIENT_STATUS:
-                seconds = (error.headers.get("Retry-After") or "").strip()  # it may also be a date, which is ignored
-                wait = float(seconds) if re.fullmatch(r"\d{1,6}", seconds) else 0.0
-                raise _Transient(f"HTTP error {error.code}", wait) from error
-            raise RewardError(f"judge: {self.url} answered with HTTP error {error.code} ({error.reason})") from error
-        except (OSError, HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
-            raise _Transient(f"{type(error).__name__}: {error}") from error
+            content: Any = json.loads(answer.content)
+            text = content["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+            raise TransientError(f"{type(error).__name__}: {error}") from error
         if not isinstance(text, str):
-            raise _Transient("the answer has no text")
+            raise TransientError("the answer has no text")
         return text
 
 

@@ -21,8 +21,7 @@ from flowrl.errors import CreditError, FlowrlError, require
 from flowrl.flow import expand
 from flowrl.losses import PolicyGradientLoss
 from flowrl.protocols import CreditAssigner, FlowPolicy, PolicyLoss, RewardModel, Sampler
-from flowrl.rollout import Groups, Rollout, Usage, attach_stds, reward_table, rollout
-from flowrl.rollout.loss_batch import LossBatches
+from flowrl.rollout import Groups, LossBatches, Rollout, Usage, attach_stds, reward_table, rollout
 from flowrl.types import NoProbe, Probe, Prompt, Schedule
 
 

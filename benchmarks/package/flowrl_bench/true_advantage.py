@@ -14,14 +14,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.diagnostics.gradient import Setting, assigned
-from flowrl.diagnostics.statistics import Estimate
 from flowrl.errors import require
-from flowrl.flow.gaussian import sample as draw
+from flowrl.flow import sample as draw
 from flowrl.protocols import CreditAssigner, RewardModel
-from flowrl.rollout import Groups, Rollout, Usage, attach_stds, reward_table, score
-from flowrl.rollout.rollout import Walkers, continued
+from flowrl.rollout import Groups, Rollout, Usage, Walkers, attach_stds, continued, reward_table, score
 from flowrl.types import NoProbe, Probe, Schedule
+from flowrl_bench.gradients import Setting, assigned
+from flowrl_bench.statistics import Estimate
 
 RESOLVED = 2.0
 """A true advantage counts as resolved if it is more than this many standard errors away from 0."""

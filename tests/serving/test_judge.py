@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import pickle
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +14,7 @@ from PIL import Image
 
 from flowrl.errors import ConfigError, RewardError
 from flowrl.registry import build
-from flowrl.rewards.judge import Judge, parse_score
+from flowrl.serving.judge import MAX_BYTES, Judge, parse_score
 from flowrl.testing import check_reward
 from flowrl.types import Prompt
 
@@ -96,6 +97,8 @@ class Answer(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(said[1]) + (50 if said[0] == 299 else 0)))
         if said[0] == 429:
             self.send_header("Retry-After", "1")
+        if said[0] in (301, 302, 307, 308):
+            self.send_header("Location", said[1].decode())
         self.end_headers()
         self.wfile.write(said[1])
 
@@ -196,6 +199,31 @@ def test_what_cannot_pass_is_not_tried_again(serve, monkeypatch):
     assert len(server.seen) == 1 and "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_is_not_followed(serve, monkeypatch, status):
+    """The other host gets neither the image nor the key."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+    other = serve(red)
+    server = serve(lambda n, q, i: (status, f"{other.url}/chat/completions".encode()))
+    with pytest.raises(RewardError, match=rf"redirects to {other.url}/chat/completions; redirects are not followed") as caught:
+        judge(server).score(shades(1), [Prompt("x")])
+    assert not other.seen and len(server.seen) == 1 and "secret" not in str(caught.value)
+
+
+def test_a_copy_in_another_process_opens_its_own_connections(serve, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+    first = judge(serve(red))
+    assert first.score(shades(1), [Prompt("x")]).tolist() == pytest.approx([0.2])
+    assert b"secret" not in pickle.dumps(first)
+    assert pickle.loads(pickle.dumps(first)).score(shades(1), [Prompt("x")]).tolist() == pytest.approx([0.2])
+
+
+def test_an_endless_answer_is_refused(serve):
+    server = serve(lambda n, q, i: (200, b" " * (MAX_BYTES + 1)))
+    with pytest.raises(RewardError, match=f"larger than {MAX_BYTES} bytes"):
+        judge(server).score(shades(1), [Prompt("x")])
+
+
 def test_refused_answers_can_be_marked_invalid(serve):
     server = serve(lambda n, q, i: "I like it" if i.getpixel((0, 0))[0] > 250 else red(n, q, i))
     scores = judge(server, attempts=2, mark_invalid=True).score(shades(4), [Prompt("x")] * 4)
@@ -206,8 +234,10 @@ def test_refused_answers_can_be_marked_invalid(serve):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ConfigError, match="url = 'file:///etc/passwd' is not allowed"):
+    with pytest.raises(ConfigError, match=r"judge\.url = 'file:///etc/passwd' is not allowed"):
         Judge("file:///etc/passwd", "m")
+    with pytest.raises(ConfigError, match=r"judge\.url"):
+        Judge("http://user:word@x/v1", "m")
     with pytest.raises(ConfigError, match=r"question = 'good\?' is not allowed: a text with {prompt}"):
         Judge("http://x", "m", question="good?")
     with pytest.raises(ConfigError, match="judge needs url, model"):

@@ -8,10 +8,10 @@ import math
 
 import pytest
 import torch
+from flowrl_bench.gradients import Setting, alignment
+from flowrl_bench.true_advantage import LEAST_RELIABILITY, Look, TrueAdvantages, compare_credit, true_advantages
 
 from flowrl.credit import StepwiseGain
-from flowrl.diagnostics.gradient import Setting, alignment
-from flowrl.diagnostics.true_advantage import LEAST_RELIABILITY, Look, TrueAdvantages, compare_credit, true_advantages
 from flowrl.errors import ConfigError
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture

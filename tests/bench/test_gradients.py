@@ -8,9 +8,7 @@ import math
 
 import pytest
 import torch
-
-from flowrl.credit import Uniform
-from flowrl.diagnostics.gradient import (
+from flowrl_bench.gradients import (
     RawCredit,
     Setting,
     alignment,
@@ -18,6 +16,8 @@ from flowrl.diagnostics.gradient import (
     policy_gradients,
     sampled_rewards,
 )
+
+from flowrl.credit import Uniform
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.rollout import attach_stds
 from flowrl.samplers import AllButLast, FlowSDE

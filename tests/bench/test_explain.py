@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from flowrl_bench.explain import explain, parse_rewards
+from flowrl_bench.explain_command import explanation
 
 from flowrl.cli import main
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform
-from flowrl.diagnostics.explain import explain, parse_rewards
 from flowrl.errors import ConfigError
-from flowrl.plots.figures import explanation
 
 
 def test_the_example_shows_the_rule_at_work() -> None:

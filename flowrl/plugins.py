@@ -1,0 +1,22 @@
+"""What installed packages add by entry points: parts, model families and commands."""
+
+from importlib.metadata import EntryPoint, entry_points
+
+from flowrl.errors import ConfigError
+
+
+def plugin(group: str, name: str, noun: str) -> EntryPoint | None:
+    """The entry point `name` of `group`; None if no package declares it.
+
+    Raises `ConfigError` that names the packages if several declare different objects; its message calls the name a `noun`.
+    """
+    points = list(entry_points(group=group, name=name))
+    if len({point.value for point in points}) > 1:
+        owners = ", ".join(sorted(package_of(point) for point in points))
+        raise ConfigError(f"{noun} {name!r} is offered by several installed packages: {owners}; remove all but one")
+    return points[0] if points else None
+
+
+def package_of(point: EntryPoint) -> str:
+    """The name of the package that declares an entry point."""
+    return point.dist.name if point.dist is not None else point.module

@@ -1,0 +1,156 @@
+"""HTTP connections of the rewards behind an endpoint, `remote` and `judge`: one bounded request, and no redirects.
+
+Needs httpx and tenacity (`pip install -e '.[remote]'`), which are imported when a reward is first used.
+"""
+
+import os
+import ssl
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowrl.errors import ConfigError, RewardError, require
+from flowrl.serving.wire_format import TransientError
+
+if TYPE_CHECKING:
+    import httpx
+    from tenacity import RetryCallState
+
+__all__ = ["PACKAGES", "Answer", "Connections", "check_endpoint", "last_error"]
+
+PACKAGES = ("httpx", "tenacity")
+"""The packages of the extra `remote`."""
+
+
+def check_endpoint(name: str, url: str) -> None:
+    """Raise `ConfigError` unless `url` can be the endpoint of the reward `name` and the packages of the extra are installed."""
+    good = isinstance(url, str) and url.startswith(("http://", "https://")) and "@" not in url
+    require(good, f"{name}.url", url, "http://HOST:PORT or https://HOST:PORT")
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"{name} needs {', '.join(missing)}; install the extra with: pip install -e '.[remote]'")
+
+
+def last_error(state: "RetryCallState") -> BaseException | None:
+    """The error of the last attempt, if it failed."""
+    return state.outcome.exception() if state.outcome else None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A complete response of any status."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    @property
+    def retry_after(self) -> float:
+        """The pause that the server requests, in seconds; 0 without one. Retry-After may also be a date, which is ignored."""
+        seconds = self.headers.get("Retry-After", "").strip()
+        return float(seconds) if seconds.isdecimal() and len(seconds) < 6 else 0.0
+
+
+class Connections:
+    """The connection pool of the reward `name`; a forked process, or one that unpickles the reward, opens its own.
+
+    A bearer token, from `token_file` or else from the environment variable `variable`, travels with every request. Redirects are
+    not followed, so it is sent to `url` alone; the environment's proxies are not used. `certificate`: a file with the
+    certificates (PEM) to trust instead of the system's.
+    """
+
+    def __init__(self, name: str, url: str, limit: int, variable: str = "", token_file: str = "", certificate: str = "") -> None:
+        self._settings = (name, url, limit, variable, token_file, certificate)
+        self._lock = threading.Lock()
+        self._client: httpx.Client | None = None
+        self._process = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Connections, self._settings
+
+    def post(self, path: str, body: bytes, headers: Mapping[str, str], seconds: float, max_bytes: int) -> Answer:
+        """The response to one request within `seconds`, of at most `max_bytes` bytes.
+
+        Raises `TransientError` for failures that may pass, and `RewardError` for a certificate that is not trusted, an invalid
+        URL or a larger response.
+        """
+        import httpx
+
+        name, url, *_ = self._settings
+        ends = time.monotonic() + seconds
+        try:
+            request = {"content": body, "headers": headers, "timeout": seconds}
+            with self.client().stream("POST", url.rstrip("/") + path, **request) as response:
+                content = _read_bounded(response.iter_raw(), max_bytes, ends, name)
+        except httpx.TimeoutException as error:
+            raise TransientError(f"no response within {seconds:.0f} seconds") from error
+        except (httpx.TransportError, httpx.StreamError) as error:
+            if _is_certificate_error(error):
+                hint = "give the authority's, or the server's own if it is self-signed, as "
+                hint += "certificate='ca.pem'" if name == "remote" else "SSL_CERT_FILE in the environment"
+                raise RewardError(f"{name}: the certificate of {url} is not trusted ({error}); {hint}") from error
+            raise TransientError(f"the connection failed ({type(error).__name__}: {error})") from error
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise RewardError(f"{name}: {url} is not a valid URL: {error}") from error
+        return Answer(response.status_code, response.headers, content)
+
+    def client(self) -> "httpx.Client":
+        """The pool, opened at the first call in a process."""
+        with self._lock:
+            if self._client is None or self._process != os.getpid():
+                self._client, self._process = _open_client(*self._settings), os.getpid()
+            return self._client
+
+    def close(self) -> None:
+        """Close the pool of this process."""
+        with self._lock:
+            if self._client is not None and self._process == os.getpid():
+                self._client.close()
+            self._client = None
+
+
+def _open_client(name: str, url: str, limit: int, variable: str, token_file: str, certificate: str) -> "httpx.Client":
+    import httpx
+
+    headers = {"Accept-Encoding": "identity", "User-Agent": "flowrl"}
+    token = _read_token(name, token_file) if token_file else os.environ.get(variable, "").strip()
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    try:  # reading the system's certificates takes a while, and http has no use for them
+        trusted = ssl.create_default_context(cafile=certificate or None) if url.startswith("https://") else False
+    except OSError as error:
+        raise ConfigError(f"{name}.certificate: {certificate} cannot be read: {error}") from error
+    limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
+    return httpx.Client(headers=headers, verify=trusted, limits=limits, follow_redirects=False, trust_env=False)
+
+
+def _read_token(name: str, file: str) -> str:
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}.token_file: {file} cannot be read: {error}") from error
+
+
+def _is_certificate_error(error: BaseException | None) -> bool:
+    """Whether a certificate that cannot be verified is behind `error`: no further attempt would help."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _read_bounded(chunks: Iterator[bytes], max_bytes: int, ends: float, name: str) -> bytes:
+    """The whole body. Raises `RewardError` beyond `max_bytes` bytes and `TransientError` after the monotonic time `ends`."""
+    content = bytearray()
+    for chunk in chunks:
+        content += chunk
+        if len(content) > max_bytes:
+            raise RewardError(f"{name}: the response is larger than {max_bytes} bytes; is this the right server?")
+        if time.monotonic() > ends:
+            raise TransientError("the response came too slowly")
+    return bytes(content)
