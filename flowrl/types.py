@@ -17,6 +17,7 @@ Time runs from t=1 (noise) to t=0 (data): x_t = (1-t) x_0 + t eps, velocity v = 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -108,6 +109,11 @@ class Schedule:
         if self.stds is None:
             raise ConfigError("this schedule carries no stds; use rollout.attach_stds(schedule, sampler) first")
         return self.stds > 0
+
+    @cached_property
+    def decisions(self) -> list[int]:
+        """The numbers of the stochastic steps. Only the first call reads them from the device."""
+        return self.stochastic.nonzero().flatten().tolist()
 
 
 @checked

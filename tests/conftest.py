@@ -17,6 +17,14 @@ settings.register_profile("flowrl", derandomize=True, deadline=None)
 settings.load_profile("flowrl")
 
 
+def pytest_collection_modifyitems(config, items):
+    """Leave out the tests that need more GPUs than there are: the marker `gpu` asks for one, `gpu(2)` for two."""
+    there = torch.cuda.device_count()
+    needed = [(mark.args or (1,))[0] if (mark := item.get_closest_marker("gpu")) else 0 for item in items]
+    config.hook.pytest_deselected(items=[item for item, count in zip(items, needed, strict=True) if count > there])
+    items[:] = [item for item, count in zip(items, needed, strict=True) if count <= there]
+
+
 @pytest.fixture(scope="session")
 def shapes_policy():
     """The shipped base model with a fresh adapter."""

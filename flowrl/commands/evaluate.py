@@ -121,7 +121,8 @@ def _run_setup(args: Evaluate) -> _Setup:
         rewards = {environment.reward: make_reward(config)}
     else:
         rewards = {form: world.reward(form) for form in world.forms}
-    policy = world.policy(policy_options(config))
+    prompts = prompts[: args.limit or None]
+    policy = make_world(config.replace(prompt_cache=_cache_size(prompts))).policy(policy_options(config))
     facts = {
         "base": options.model or f"{environment.world}/{environment.task}",
         "method": config.algorithm.method,
@@ -131,7 +132,7 @@ def _run_setup(args: Evaluate) -> _Setup:
         "device": options.device,
     }
     steps = _value_or(args.num_steps, config.evaluation.eval_steps)
-    return _Setup(policy, lambda: load_trained(policy, args.weights), prompts[: args.limit or None], rewards, steps, facts)
+    return _Setup(policy, lambda: load_trained(policy, args.weights), prompts, rewards, steps, facts)
 
 
 def _lora_setup(args: Evaluate) -> _Setup:
@@ -146,6 +147,7 @@ def _lora_setup(args: Evaluate) -> _Setup:
     if not args.weights.exists():
         raise CheckpointError(f"weights: {args.weights} does not exist")
     device, size = _device(args, True), _value_or(args.resolution, 512)
+    prompts, rewards = prompts_from(args.prompts)[: args.limit or None], _named_rewards(args, device)
     options = ModelOptions(
         height=size,
         width=size,
@@ -155,11 +157,16 @@ def _lora_setup(args: Evaluate) -> _Setup:
         tuning="nothing",
         max_sequence_length=args.max_sequence_length,
         decode_batch=8,
+        prompt_cache=_cache_size(prompts),
     )
-    prompts, rewards = prompts_from(args.prompts)[: args.limit or None], _named_rewards(args, device)
     policy = load_policy(args.model, options)
     facts = {"base": args.model, "guidance": options.guidance_scale, "resolution": size, "dtype": options.dtype, "device": device}
     return _Setup(policy, lambda: load_weights(policy, args.weights), prompts, rewards, _value_or(args.num_steps, 40), facts)
+
+
+def _cache_size(prompts: "list[Prompt]") -> int:
+    """Embeddings that are kept: all prompts' and the negative one's, so that none is computed again for the trained weights."""
+    return len(prompts) + 1
 
 
 def _named_rewards(args: Evaluate, device: str) -> "dict[str, RewardModel]":

@@ -87,9 +87,10 @@ def sample_and_score(
             scores[name].append(score(reward, batch.images, batch.prompts, invalid=True).cpu())
         numbers = range(done, done + len(batch.prompts))
         firsts = [number - done for number in numbers if number % how.count == 0 and number < how.shown * how.count]
-        shown += [batch.images[row].cpu() for row in firsts]
+        shown += [batch.images[row].cpu().clone() for row in firsts]
         done = numbers.stop
         progress(done, len(repeated))
+        del batch  # before the next one is sampled
     tables = {name: torch.cat(found).view(len(prompts), how.count) for name, found in scores.items()}
     return ScoredImages(tables, torch.stack(shown))
 

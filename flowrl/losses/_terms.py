@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from flowrl.errors import ConfigError, require
@@ -25,19 +25,22 @@ KL_FORMS: dict[str, Divergence] = {"exact": exact_kl, "without_delta": kl_withou
 
 
 def counted_pairs(batch: LossBatch) -> LossBatch:
-    """The pairs of `batch` that count: unmasked, and stochastic (behaviour std > 0). The others get no gradient."""
-    counts = (batch.mask & (batch.behaviour.std > 0)).nonzero().squeeze(1)  # synchronises with the device once, not per tensor
-    behaviour = _rows(batch.behaviour, counts)
-    reference = None if batch.reference is None else _rows(batch.reference, counts)
+    """`batch` with `mask` True for the pairs that count: unmasked, and stochastic (behaviour std > 0).
+
+    The others get std 0 and advantage 0, so that their densities, divergences and policy terms are exactly 0, with zero
+    gradients. Selecting the rows would make the host wait for the device in every micro-batch.
+    """
+    counts = batch.mask & (batch.behaviour.std > 0)
+    behaviour, reference = _only(batch.behaviour, counts), batch.reference and _only(batch.reference, counts)
     return replace(
         batch,
-        new=_rows(batch.new, counts),
+        new=_only(batch.new, counts),
         behaviour=Gaussian(behaviour.mean.detach(), behaviour.std),
-        next_node=batch.next_node[counts].detach(),
-        advantages=batch.advantages[counts],
-        mask=batch.mask[counts],
-        delta=batch.delta[counts],
-        reference=None if reference is None else Gaussian(reference.mean.detach(), reference.std),
+        next_node=batch.next_node.detach(),
+        advantages=batch.advantages.masked_fill(~counts, 0.0),
+        mask=counts,
+        delta=batch.delta.masked_fill(~counts, 1.0),
+        reference=reference and Gaussian(reference.mean.detach(), reference.std),
     )
 
 
@@ -63,18 +66,19 @@ def combine(
 
     `clipped`: pairs at the border of the trust region; their fraction is the metric clip_fraction.
     """
-    policy_loss = _mean(policy_terms, pairs.new)
+    counts = pairs.mask
+    policy_loss = _mean(policy_terms, counts)
     loss = policy_loss
     deviation = (ratio.detach() - 1.0).abs()
     metrics = {
         "policy_loss": policy_loss.detach(),
-        "ratio_mean": ratio.detach().mean() if len(ratio) else torch.ones_like(policy_loss),
+        "ratio_mean": _mean(ratio.detach().masked_fill(~counts, 0.0), counts).masked_fill(~counts.any(), 1.0),
         "ratio_deviation": deviation.max() if len(ratio) else torch.zeros_like(policy_loss),
-        "clip_fraction": _mean(clipped.float(), pairs.new).detach(),
-        "approx_kl": _mean(kl(pairs.new, pairs.behaviour), pairs.new).detach(),
+        "clip_fraction": _mean(clipped.float(), counts),
+        "approx_kl": _mean(kl(pairs.new, pairs.behaviour), counts).detach(),
     }
     if pairs.reference is not None:
-        penalty = _mean(divergence(pairs.new, pairs.reference, pairs.delta), pairs.new)
+        penalty = _mean(divergence(pairs.new, pairs.reference, pairs.delta), counts)
         metrics["kl"] = penalty.detach()
         loss = loss + kl_weight * penalty if kl_weight > 0 else loss
     elif kl_weight > 0:
@@ -93,11 +97,11 @@ def require_kl(loss: str, kl_weight: float, form: str) -> None:
     require(form in KL_FORMS, f"{loss}.kl", form, " or ".join(map(repr, KL_FORMS)))
 
 
-def _mean(values: Tensor, new: Gaussian) -> Tensor:
-    """The mean over pairs; without any pair an exact 0 that is still connected to the policy, with zero gradients."""
-    return values.mean() if len(values) else new.mean.sum()
+def _mean(values: Tensor, counts: Tensor) -> Tensor:
+    """The sum of `values`, which are 0 where a pair does not count, over the number of pairs that do; 0 without any pair."""
+    return values.sum() / counts.sum().clamp(min=1)
 
 
-def _rows(gaussian: Gaussian, rows: Int[Tensor, " row"]) -> Gaussian:
-    """The `rows` of `gaussian`; its std is a constant of the sampler and takes no gradient."""
-    return Gaussian(mean=gaussian.mean[rows], std=gaussian.std[rows].detach())
+def _only(gaussian: Gaussian, counts: Bool[Tensor, " sample"]) -> Gaussian:
+    """`gaussian` with std 0 where `counts` is False; the std is a constant of the sampler and takes no gradient."""
+    return Gaussian(mean=gaussian.mean, std=gaussian.std.detach().masked_fill(~counts, 0.0))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,10 +43,6 @@ class Groups:
     def samples(self) -> int:
         """prompts x members."""
         return self.prompts * self.members
-
-    def first_members(self) -> Tensor:
-        """Indices of one sample per group, [prompt]."""
-        return torch.arange(self.prompts) * self.members
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """x_T of every sample, [sample, *latent], on the generator's device."""
@@ -151,7 +147,7 @@ def continued(walkers: Walkers, nodes: Tensor, start: int, condition: Condition,
         timestep = schedule.network_timesteps[i].expand(len(x))
         velocity = walkers.usage.velocity(walkers.policy, x, timestep, rows, walkers.max_batch)
         gaussian = walkers.sampler.transition(x, velocity, schedule, torch.full((len(x),), i, device=x.device))
-        x = walkers.draw(gaussian) if bool(schedule.stochastic[i]) else gaussian.mean
+        x = walkers.draw(gaussian) if i in schedule.decisions else gaussian.mean
     return x
 
 
@@ -170,7 +166,7 @@ class _Walk:
 
     def run(self, x: Tensor, probe: Probe) -> Rollout:
         """The wavefront: at every step one batched call serves the trajectories and all completions under way."""
-        steps = self.schedule.steps
+        steps, decisions = self.schedule.steps, self.schedule.decisions
         per_sample = self.condition.repeat(self.groups.members)
         nodes, velocities = [x], []
         running: dict[int, Tensor] = {}
@@ -178,11 +174,11 @@ class _Walk:
             velocity, ahead = self._velocities(x, i, running, per_sample)
             running = {j: ode_step(self.schedule, running[j], ahead[j], i) for j in running}
             following = ode_step(self.schedule, x, velocity, i)
-            if isinstance(probe, Completion) and i in self.decisions:
-                running[i] = following[self.groups.first_members()] if self._is_shared(i) else following
+            if isinstance(probe, Completion) and i in decisions:
+                running[i] = following[:: self.groups.members] if self._is_shared(i) else following
             index = torch.full((len(x),), i, device=x.device)
             gaussian = self.sampler.transition(x, velocity, self.schedule, index)
-            x = self.groups.draw(gaussian, self.generator) if i in self.decisions else gaussian.mean
+            x = self.groups.draw(gaussian, self.generator) if i in decisions else gaussian.mean
             nodes.append(x)
             velocities.append(velocity)
         trajectories = Trajectories(torch.stack(nodes, 1), torch.stack(velocities, 1), self.schedule)
@@ -191,22 +187,17 @@ class _Walk:
         if isinstance(probe, Continuation):
             next_nodes = partial(self.groups.draw, generator=self.generator, copies=probe.count)
             walkers = Walkers(self.policy, self.sampler, self.schedule, next_nodes, self.usage, self.max_batch)
-            estimates |= {j: continued(walkers, trajectories.nodes[:, j], j, per_sample, probe.count) for j in self.decisions}
-            copies = dict.fromkeys(self.decisions, probe.count)
+            estimates |= {j: continued(walkers, trajectories.nodes[:, j], j, per_sample, probe.count) for j in decisions}
+            copies = dict.fromkeys(decisions, probe.count)
         if isinstance(probe, Completion | Continuation):
             for node in reversed(range(steps)):
                 estimates.setdefault(node, estimates[node + 1])
                 copies.setdefault(node, copies.get(node + 1, 1))
         return Rollout(trajectories, estimates, self.groups, copies)
 
-    @cached_property
-    def decisions(self) -> list[int]:
-        """The stochastic steps, read back from the device once."""
-        return self.schedule.stochastic.nonzero().flatten().tolist()
-
     def _is_shared(self, node: int) -> bool:
         """Whether all members of a group are in the same state at `node`."""
-        return self.groups.shared_noise and node <= min(self.decisions, default=self.schedule.steps)
+        return self.groups.shared_noise and node <= min(self.schedule.decisions, default=self.schedule.steps)
 
     def _velocities(
         self, x: Tensor, step: int, running: Mapping[int, Tensor], per_sample: Condition
@@ -227,8 +218,8 @@ class _Walk:
         """Euler on an even grid over [t_j, 0] for all nodes j < T at once; the first velocity is the rollout's own."""
         steps = self.schedule.steps
         device = trajectories.nodes.device
-        first, everyone = self.groups.first_members().to(device), torch.arange(self.groups.samples, device=device)
-        rows = [first if self._is_shared(j) else everyone for j in range(steps)]
+        everyone = torch.arange(self.groups.samples, device=device)
+        rows = [everyone[:: self.groups.members] if self._is_shared(j) else everyone for j in range(steps)]
         conditions = Condition.cat([per_sample.take(r) for r in rows])
         x = torch.cat([trajectories.nodes[r, j] for j, r in enumerate(rows)])
         velocity = torch.cat([trajectories.velocities[r, j] for j, r in enumerate(rows)])

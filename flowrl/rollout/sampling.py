@@ -10,7 +10,7 @@ from torch import Tensor
 from flowrl.errors import require
 from flowrl.protocols import FlowPolicy, PromptEmbedding
 from flowrl.rollout.solvers import Usage, solve
-from flowrl.types import Prompt
+from flowrl.types import Prompt, Schedule
 
 EVALUATION_SEED = 20240
 """Seed of the noise that evaluations share, so that their scores are comparable."""
@@ -62,5 +62,12 @@ def sample_images(
         batch = prompts[start : start + max_batch]
         drawn = list(islice(latents, len(batch)))
         require(len(drawn) == len(batch), "noise", start + len(drawn), f"one latent for each of the {len(prompts)} prompts")
-        final = solve(solver, policy, schedule, policy.encode(batch), torch.stack(drawn).to(policy.device), Usage(), max_batch)
-        yield ImageBatch(policy.decode(final), final, batch)
+        yield _sampled(policy, batch, solver, schedule, torch.stack(drawn), max_batch)
+
+
+def _sampled(
+    policy: FlowPolicy, prompts: Sequence[Prompt], solver: str, schedule: Schedule, noise: Tensor, max_batch: int
+) -> ImageBatch:
+    """One batch. A generator's own variable would keep it on the device until the next one is sampled."""
+    final = solve(solver, policy, schedule, policy.encode(prompts), noise.to(policy.device), Usage(), max_batch)
+    return ImageBatch(policy.decode(final), final, prompts)

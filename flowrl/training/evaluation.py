@@ -1,7 +1,8 @@
 """Evaluation: ODE samples of the current weights for fixed held-out prompts and noise, and the trajectory record of a run."""
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,10 @@ def evaluate(
 ) -> Evaluation:
     """Sample `count` images of the held-out prompts (in turn, repeatedly if there are fewer) by `steps` ODE steps and score them.
 
+    At most `max_batch` samples are on the device at a time: each batch is encoded, sampled, decoded and scored before the next.
     The noise is the same in every evaluation. `reward`: scored in addition to the task's forms. `solver`: see `rollout.solve`.
-    `keep`: images in the result. The processes divide the samples; all get the full result. Means are over the
-    samples that a reward has not marked invalid; `RewardError` if none is left.
+    `keep`: images in the result. The processes divide the samples; all get the full result. Means are over the samples that a
+    reward has not marked invalid; `RewardError` if none is left.
     """
     started = time.perf_counter()
     heldout = world.prompts(task, "heldout")
@@ -78,37 +80,44 @@ def evaluate(
     models = {name: world.reward(name) for name in world.forms}
     if reward is not None:
         models[CUSTOM] = reward
-    own: list[ImageBatch] = []
+    training = form if reward is None else CUSTOM
+    measured: dict[str, list[Tensor]] = {name: [torch.empty(0)] for name in models}
+    shown = [torch.empty(0)]
+    columns = None if heldout_metrics is None else heldout_metrics.columns()
 
-    def sample(prompts: Sequence[Prompt], seed: int, rows: range) -> ImageBatch:
-        noise = initial_noise(policy, len(prompts), seed)
+    def sample(prompts: Sequence[Prompt], seed: int, rows: range, own: int) -> Iterator[ImageBatch]:
         some = slice(rows.start, rows.stop)
-        return ImageBatch.cat(sample_images(policy, prompts[some], noise[some], steps, solver, max_batch))
+        noise = initial_noise(policy, len(prompts), seed)[some]
+        batches = sample_images(policy, prompts[some], noise, steps, solver, max_batch)
+        return map(lambda batch, first: batch[max(0, own - first) :], batches, itertools.count(rows.start, max_batch))
 
-    def work() -> tuple[dict[str, Tensor], Tensor]:
-        """The scores of this process's samples, and its images among the first `keep`."""
-        rows = range(share.first, share.first + share.count)
-        own.append(sample(prompts, EVALUATION_SEED, rows)[share.own.start - share.first :])
-        batch = own[0]
+    def measure(batch: ImageBatch) -> None:
+        """Score a batch, and keep its images that are among the first `keep`; nothing of it stays on the device."""
         if not batch.prompts:
-            return {name: torch.empty(0) for name in models}, torch.empty(0)
-        scores = {name: score(model, batch.images, batch.prompts, invalid=True).cpu() for name, model in models.items()}
-        return scores, batch.images[: max(0, keep - share.own.start)].cpu()
+            return
+        for name, model in models.items():
+            measured[name].append(score(model, batch.images, batch.prompts, invalid=True).cpu())
+        if columns is not None:
+            columns.add(batch, measured[training][-1])
+        missing = keep - share.own.start - sum(map(len, shown))
+        if missing > 0:
+            shown.append(batch.images[:missing].cpu().clone())
 
     with distributed.shared_errors():
-        part = work()
-    parts = distributed.gather(part)
+        rows = range(share.first, share.first + share.count)
+        for batch in sample(prompts, EVALUATION_SEED, rows, share.own.start):
+            measure(batch)
+            del batch  # before the next one is sampled
+    parts = distributed.gather(({name: torch.cat(found) for name, found in measured.items()}, torch.cat(shown)))
     scores = {name: torch.cat([some[name] for some, _ in parts]) for name in models}
     images = torch.cat([some for _, some in parts if len(some)])
     means = {name: _mean(scores[name], name) for name in world.forms}
     custom = None if reward is None else _mean(scores[CUSTOM], type(reward).__name__)
     seconds = time.perf_counter() - started
-    training = scores[form if reward is None else CUSTOM]
     found: dict[str, Any] = {}
-    if heldout_metrics is not None:
-        mine = training[share.own.start : share.own.stop]
-        found = heldout_metrics.measure(own[0], mine, heldout, sample, distributed)
-    return Evaluation(means, seconds, images, training[:keep], prompts[:keep], custom, found)
+    if heldout_metrics is not None and columns is not None:
+        found = heldout_metrics.measure(columns, heldout, sample, distributed)
+    return Evaluation(means, seconds, images, scores[training][:keep], prompts[:keep], custom, found)
 
 
 def _mean(scores: Tensor, name: str) -> float:

@@ -4,8 +4,8 @@ A measurement that fails (missing weights, a server that is down) becomes a warn
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ DIVERSITY_SEED = 20241
 COMBINATIONS = ("weighted-sum", "clipped")
 """Built-in rewards that accept whatever their components accept; all other built-in rewards read images."""
 
-SampleRows = Callable[[Sequence[Prompt], int, range], ImageBatch]
-"""From all prompts, a noise seed and the numbers of some of them: the samples of these numbers."""
+SampleRows = Callable[[Sequence[Prompt], int, range, int], Iterator[ImageBatch]]
+"""From all prompts, a noise seed and the numbers of some of them: the samples of these numbers, batch by batch. Those below the
+last argument are sampled, because all processes make equally many network calls, and left out."""
 
 
 @dataclass(frozen=True)
@@ -47,53 +48,90 @@ class HeldoutMetrics:
     prompts: int = 8
     samples: int = 8
 
+    def columns(self) -> "HeldoutColumns":
+        """Empty columns for one evaluation."""
+        return HeldoutColumns(self)
+
     def measure(
-        self, batch: ImageBatch, training_scores: Tensor, heldout: Sequence[Prompt], sample: SampleRows, distributed: Distributed
+        self, columns: "HeldoutColumns", heldout: Sequence[Prompt], sample: SampleRows, distributed: Distributed
     ) -> dict[str, Any]:
         """The entries of a metrics line. The processes divide the work; all get the full result.
 
-        `batch`: this process's evaluation samples, with their error-free `training_scores` [sample]. "proxy": the mean training
-        reward, errors included. "heldout": each held-out reward's mean over valid samples. "diversity": the mean over prompts of
-        `rewards.diversity.pairwise_diversity` of other samples, which `sample` draws for the prompts `heldout`.
+        `columns`: of this process's evaluation samples. "proxy": the mean training reward, errors included. "heldout": each
+        held-out reward's mean over valid samples. "diversity": the mean over prompts of `rewards.diversity.pairwise_diversity` of
+        other samples, which `sample` draws for the prompts `heldout`.
         """
         with distributed.shared_errors():
-            part = self._scores(batch, training_scores), self._diversity(heldout, sample, distributed)
-        parts = distributed.gather(part)
+            diversity = self._diversity(heldout, sample, distributed)
+        rewards = {name: column.values for name, column in columns.rewards.items()}
+        parts = distributed.gather((columns.proxy.values, rewards, diversity))
         found: dict[str, Any] = {}
         if self.rewards:
-            found["proxy"] = float(torch.cat([proxy for (proxy, _), _ in parts]).nanmean())
+            found["proxy"] = float(torch.cat([proxy for proxy, _, _ in parts if proxy is not None]).nanmean())
             found["heldout"] = {
-                name: _mean_or_none(f"held-out reward {name}", [scores[name] for (_, scores), _ in parts])
-                for name in self.rewards
+                name: _mean_or_none(f"held-out reward {name}", [scores[name] for _, scores, _ in parts]) for name in self.rewards
             }
         if self.features is not None:
-            found["diversity"] = _mean_or_none("diversity", [diversity for _, diversity in parts])
+            found["diversity"] = _mean_or_none("diversity", [diversity for _, _, diversity in parts])
         return found
-
-    def _scores(self, batch: ImageBatch, training_scores: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """The proxy and every held-out reward of this process's samples [sample]; None for a reward that failed."""
-        if not self.rewards or not batch.prompts:
-            return torch.empty(0), {name: torch.empty(0) for name in self.rewards}
-        known = FunctionReward(lambda images, _: training_scores.to(images.device), marks_invalid=True)
-        proxy = score(NoisyReward(known, self.noise, self.bias, self.seed), batch.images, batch.prompts, invalid=True)
-        return proxy.cpu(), {
-            name: _or_none(f"held-out reward {name}", lambda model=model: score(model, batch.images, batch.prompts, invalid=True))
-            for name, model in self.rewards.items()
-        }
 
     def _diversity(self, heldout: Sequence[Prompt], sample: SampleRows, distributed: Distributed) -> Tensor | None:
         """Diversity of this process's prompts [prompt]; None if the features failed."""
         if self.features is None:
             return None
-        features, chosen = self.features, heldout[: self.prompts]
+        features, chosen, column = self.features, heldout[: self.prompts], _Column("diversity")
         share = distributed.assign(len(chosen))
         repeated = [prompt for prompt in chosen for _ in range(self.samples)]
         rows = range(share.first * self.samples, (share.first + share.count) * self.samples)
-        batch = sample(repeated, DIVERSITY_SEED, rows)[(share.own.start - share.first) * self.samples :]
-        groups = (len(share.own), self.samples)
-        if not share.own:
-            return torch.empty(0)
-        return _or_none("diversity", lambda: pairwise_diversity(group_features(features, batch.images, batch.latents, groups)))
+
+        for batch in sample(repeated, DIVERSITY_SEED, rows, share.own.start * self.samples):
+            if batch.prompts:
+                column.add(lambda b=batch: group_features(features, b.images, b.latents, (len(b.prompts), 1)))
+            del batch
+        found = column.values
+        return found if found is None or not share.own else pairwise_diversity(found.view(len(share.own), self.samples, -1))
+
+
+@dataclass
+class _Column:
+    """A measurement of samples, batch by batch, on the CPU. A failure is a warning and ends it: its values are then None."""
+
+    name: str
+    parts: list[Tensor] | None = field(default_factory=list)
+
+    def add(self, measure: Callable[[], Tensor]) -> None:
+        """The values of one more batch."""
+        if self.parts is not None:
+            try:
+                self.parts.append(measure().cpu())
+            except Exception as error:
+                _warn(self.name, error)
+                self.parts = None
+
+    @property
+    def values(self) -> Tensor | None:
+        """All values [sample, ...]."""
+        return None if self.parts is None else torch.cat([torch.empty(0), *self.parts])
+
+
+class HeldoutColumns:
+    """The proxy and every held-out reward of this process's samples in one evaluation."""
+
+    def __init__(self, metrics: HeldoutMetrics) -> None:
+        self.metrics = metrics
+        self.proxy = _Column("proxy")
+        self.rewards = {name: _Column(f"held-out reward {name}") for name in metrics.rewards}
+
+    def add(self, batch: ImageBatch, training_scores: Tensor) -> None:
+        """Score a batch with the error-free `training_scores` [sample]. A held-out reward that has failed is not called again."""
+        m = self.metrics
+        if not m.rewards:
+            return
+        known = FunctionReward(lambda images, _: training_scores.to(images.device), marks_invalid=True)
+        proxy = score(NoisyReward(known, m.noise, m.bias, m.seed), batch.images, batch.prompts, invalid=True)
+        self.proxy.add(lambda: proxy)
+        for name, model in m.rewards.items():
+            self.rewards[name].add(lambda model=model: score(model, batch.images, batch.prompts, invalid=True))
 
 
 def make_heldout_metrics(config: RunConfig, world: World) -> HeldoutMetrics | None:
@@ -139,15 +177,6 @@ def _mean_or_none(name: str, parts: Sequence[Tensor | None]) -> float | None:
         _warn(name, RewardError(f"all {len(found)} samples were marked invalid"))
         return None
     return float(found.nanmean())
-
-
-def _or_none(name: str, measure: Callable[[], Tensor]) -> Tensor | None:
-    """The values on the CPU; None and a warning if `measure` raises."""
-    try:
-        return measure().cpu()
-    except Exception as error:
-        _warn(name, error)
-        return None
 
 
 def _warn(name: str, error: Exception) -> None:

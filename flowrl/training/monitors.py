@@ -236,8 +236,17 @@ def memory_notices(
 ) -> list[Notice]:
     """Whether `micro_batch` (velocities with a gradient) and `max_batch` (without) will fit; costs four small network calls.
 
-    Draws from its own generator and leaves no gradient, so that no number of the run changes. Image decoding is not measured.
+    Draws from its own generator and leaves no gradient, so that no number of the run changes. Image decoding is not measured. All
+    processes call this and get the warnings of all. If memory runs out in one of several processes, all raise a `TrainingError`.
     """
+    with trainer.distributed.shared_errors():
+        found = _own_memory_notices(trainer, peak, room)
+    return list(dict.fromkeys(notice for part in trainer.distributed.gather(found) for notice in part))
+
+
+def _own_memory_notices(
+    trainer: Trainer, peak: Callable[[Callable[[], None], torch.device], int], room: Callable[[], float]
+) -> list[Notice]:
     config = trainer.config
     groups = 0 if config.rollout.offload else trainer.distributed.assign(config.rollout.groups).count
     latents = groups * config.rollout.group_size * (2 * config.rollout.num_steps + 1)  # nodes and velocities, float32
@@ -257,11 +266,13 @@ def memory_notices(
                     Peak(batch, peak(lambda batch=batch, train=train: _velocities(trainer, batch, train), trainer.policy.device))
                     for batch in (small, large)
                 ]
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
                 for parameter in trainer.parameters:
                     parameter.grad = None
                 less = "Use 1, gradient_checkpointing or a smaller model"
                 text = f"{setting} {chosen} will not fit: a batch of {large} is too much already. {less}"
+                if trainer.distributed.world_size > 1:  # with sharded weights the others are waiting inside the network
+                    raise TrainingError(text) from error
                 found.append(Notice("memory", text))
                 continue
             notice = memory(setting, chosen, peaks[0], peaks[1], room(), kept + moments)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -114,6 +115,26 @@ def test_whole_transformers_can_be_compared_too(folder, tmp_path):
     assert main(["evaluate", "--weights", str(tmp_path / "full"), *again, "--reward", f"{folder}/reward.py:Redness"]) == 0
     (found,) = results(tmp_path / "full" / "evaluation")["scores"].values()
     assert found["prompts"] == 2 and found["base"] != found["trained"]
+
+
+def test_every_prompt_is_embedded_once_for_both_weights(folder, tmp_path, monkeypatch):
+    """However many prompts the run kept in training: here fewer than it has. The text encoders visit the device once."""
+    from flowrl.policies.prompt_cache import PromptCache
+    from flowrl.policies.sd3 import SD3
+
+    shutil.copytree(folder / "run", tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config["policy"]["prompt_cache"] = 2
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    texts, encode, warm, visits = [], SD3.encode, PromptCache.warm, []
+    monkeypatch.setattr(SD3, "encode", lambda self, pipe, text, *more: (texts.append(text), encode(self, pipe, text, *more))[1])
+    monkeypatch.setattr(PromptCache, "warm", lambda self, given: (visits.append(self.misses), warm(self, given))[1])
+    common = ["--reward", f"{folder}/reward.py:Redness", "--num-steps", "1", "--count", "2", "--batch", "2"]
+    lora = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.txt"), *SIZES]
+    for weights, more in ((tmp_path / "run", []), (folder / "run" / "lora", lora)):
+        assert main(["evaluate", "--weights", str(weights), *more, *common, "--out", str(tmp_path / "out")]) == 0
+        assert sorted(texts) == ["", *sorted(PROMPTS)] and visits == [0, 4]
+        texts.clear(), visits.clear()
 
 
 def test_weights_that_changed_nothing_differ_by_nothing(tmp_path):

@@ -26,6 +26,7 @@ from flowrl.training.build import make_method, make_reward, make_world, policy_o
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.config import load_config, preset
 from flowrl.training.evaluation import evaluate
+from flowrl.training.monitors import memory_notices
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
@@ -232,11 +233,41 @@ def failing_update(distributed):
     return "nothing"
 
 
+def probe(trainer):
+    """The memory probe, in which memory runs out in process 1 alone."""
+    distributed = trainer.distributed
+
+    def peak(work, device):
+        if distributed.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        work()
+        return 10**9
+
+    return memory_notices(trainer, peak, lambda: 8e9 if distributed.rank == 1 else 16e9)
+
+
+def failing_probe(distributed):
+    """The error in each process if memory runs out in process 1's probe; before, what they report if only its room is small."""
+    trainer = world_trainer(MIXTURE, distributed)
+    small = memory_notices(trainer, lambda work, device: 10**9, lambda: 5e8 if distributed.rank == 1 else 16e9)
+    try:
+        probe(trainer)
+    except TrainingError as error:
+        return [notice.text for notice in small], str(error), [p.grad is None for p in trainer.parameters]
+    return "nothing"
+
+
+def failing_sharded_probe(distributed, tell, folder):
+    """The same with sharded weights: process 0 is inside the network then, which needs both."""
+    probe(full_trainer(SHARDED, replace(distributed, sharded=True)))
+
+
 def everything(distributed, tell, folder):
     """The long life of two processes: they compare, they fail together, and at the end process 1 leaves by an error."""
     tell("compared", compared(distributed))
     tell("reward", failing_reward(distributed))
     tell("update", failing_update(distributed))
+    tell("probe", failing_probe(distributed))
     tell("sharded", sharded(distributed))
     tell("narrow", narrow(distributed))
     tell("any", [distributed.any(distributed.rank == 1), distributed.any(False)])
@@ -370,6 +401,23 @@ def test_an_error_in_one_process_stops_all_and_names_it(two):
     )
     assert two[1]["update"] == "made up"
     assert two[0]["update"] == "process 1 of 2 failed: TrainingError: made up"
+
+
+TOO_LARGE = "micro_batch 7 will not fit: a batch of 4 is too much already. Use 1, gradient_checkpointing or a smaller model"
+
+
+def test_memory_that_runs_out_in_one_probe_ends_all_processes(two):
+    for told, error in zip(two, (f"process 1 of 2 failed: TrainingError: {TOO_LARGE}", TOO_LARGE), strict=True):
+        notices, found, empty = told["probe"]
+        assert found == error and all(empty)
+        assert len(notices) == 2 and "0.5 GB are there" in notices[0], "process 1's, in both processes"
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_in_one_probe_ends_processes_that_wait_inside_the_network(tmp_path):
+    first, second = lives(failing_sharded_probe, tmp_path, limit=100.0)
+    assert second["end"] == f"TrainingError: {TOO_LARGE}" and [first["code"], second["code"]] == [1, 1]
+    assert "Connection closed by peer" in first["end"] or "Connection reset by peer" in first["end"]
 
 
 def test_a_process_that_leaves_by_an_error_ends_the_others(two):

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -10,10 +11,11 @@ import torch
 
 from flowrl.distributed import Distributed
 from flowrl.rewards import FunctionReward
-from flowrl.rewards.diversity import PixelFeatures
+from flowrl.rewards.diversity import LatentFeatures, PixelFeatures, group_features, pairwise_diversity
+from flowrl.rollout import EVALUATION_SEED, ImageBatch, initial_noise, sample_images, score
 from flowrl.training.evaluation import Evaluation, evaluate
-from flowrl.training.heldout import HeldoutMetrics
-from flowrl.worlds.base import world
+from flowrl.training.heldout import DIVERSITY_SEED, HeldoutMetrics
+from flowrl.worlds.base import PolicyOptions, world
 
 WORLD = world("mixture")
 
@@ -105,3 +107,66 @@ def test_a_heldout_reward_without_a_valid_sample_is_left_out(mixture_policy, cap
     found = evaluated(mixture_policy, 4, HeldoutMetrics({"invalid": invalid}), Distributed())
     assert re.search("held-out reward invalid .*all 4 samples were marked invalid", caplog.text)
     assert found.incomplete and found.heldout["heldout"] == {"invalid": None}
+
+
+class LiveRows:
+    """Rows of tensors whose memory is still in use, and the most so far."""
+
+    def __init__(self):
+        self.now = self.most = 0
+
+    def add(self, tensor):
+        self.now += len(tensor)
+        self.most = max(self.most, self.now)
+        weakref.finalize(tensor.untyped_storage(), self.drop, len(tensor))
+        return tensor
+
+    def drop(self, rows):
+        self.now -= rows
+
+
+@pytest.mark.parametrize("name", ["mixture", "shapes"])
+def test_an_evaluation_has_one_batch_in_memory_and_measures_what_all_at_once_would(name, monkeypatch):
+    """Bit for bit: scores, images, held-out rewards and diversity of 11 samples in batches of 4."""
+    count, steps, batch = 11, 3, 4
+    here, task = world(name), "direction" if name == "mixture" else "compositional"
+    policy, quality = here.policy(PolicyOptions()), "density" if name == "mixture" else "clarity"
+    heldout = here.prompts(task, "heldout")
+    prompts = [heldout[i % len(heldout)] for i in range(count)]
+
+    def all_at_once(prompts, seed):
+        return ImageBatch.cat(sample_images(policy, prompts, initial_noise(policy, len(prompts), seed), steps, max_batch=batch))
+
+    whole = all_at_once(prompts, EVALUATION_SEED)
+    repeated = all_at_once([prompt for prompt in heldout[:2] for _ in range(5)], DIVERSITY_SEED)
+    features = group_features(LatentFeatures(), repeated.images, repeated.latents, (2, 5))
+    expected = {form: score(here.reward(form), whole.images, prompts) for form in here.forms}
+    density = score(here.qualities[quality](), whole.images, prompts)
+
+    images, latents, conditions = LiveRows(), LiveRows(), LiveRows()
+    decode, encode = policy.decode, policy.encode
+    monkeypatch.setattr(policy, "decode", lambda latent: images.add(decode(latents.add(latent)).clone()))
+    monkeypatch.setattr(
+        policy, "encode", lambda prompts: (found := encode(prompts), [conditions.add(t) for t in found.tensors.values()])[0]
+    )
+    metrics = HeldoutMetrics({quality: here.qualities[quality]()}, LatentFeatures(), prompts=2, samples=5)
+    found = evaluate(policy, here, task, "soft", count, steps, batch, keep=6, heldout_metrics=metrics)
+    assert (images.most, latents.most, conditions.most) == (batch, batch, batch) and images.now == latents.now == 0
+    assert found.scores == {form: float(values.nanmean()) for form, values in expected.items()}
+    assert torch.equal(found.image_scores, expected["soft"][:6]) and torch.equal(found.images, whole.images[:6])
+    assert found.heldout["proxy"] == found.scores["soft"]
+    assert found.heldout["heldout"] == {quality: float(density.nanmean())}
+    assert found.heldout["diversity"] == float(pairwise_diversity(features).nanmean())
+
+
+def test_a_heldout_reward_that_has_failed_is_not_called_again(mixture_policy, caplog):
+    calls = []
+
+    def fails(images, prompts):
+        calls.append(len(images))
+        raise RuntimeError("the card is on fire")
+
+    found = evaluate(
+        mixture_policy, WORLD, "direction", "soft", 9, 2, 4, heldout_metrics=HeldoutMetrics({"broken": FunctionReward(fails)})
+    )
+    assert calls == [4] and len(caplog.records) == 1 and found.heldout["heldout"] == {"broken": None}

@@ -215,7 +215,7 @@ def test_measuring_changes_no_number_of_the_run(tmp_path):
         assert one == other
 
 
-def no_samples(prompts, seed, rows):
+def no_samples(prompts, seed, rows, own):
     raise AssertionError("diversity is not measured")
 
 
@@ -229,7 +229,10 @@ def test_the_proxy_has_the_errors_of_training(tmp_path):
     scores[4] = float("nan")
     prompts = [Prompt("towards 0 degrees")] * 6
     expected = NoisyReward(FunctionReward(lambda i, p: scores, True), 0.5, 2.0, 3).score(points, prompts)[~scores.isnan()].mean()
-    measured = metrics.measure(ImageBatch(points, points, prompts), scores, prompts, no_samples, Distributed())
+    columns = metrics.columns()
+    for some in (slice(0, 4), slice(4, 6)):
+        columns.add(ImageBatch(points, points, prompts)[some], scores[some])
+    measured = metrics.measure(columns, prompts, no_samples, Distributed())
     assert measured["proxy"] == pytest.approx(float(expected))
 
 

@@ -254,21 +254,6 @@ def test_a_gpu_that_is_full_before_the_first_measurement_is_told_too(monkeypatch
         too_much(None, 1, True)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_measured_memory_grows_with_the_batch():
-    from flowrl.diagnostics.memory import peak_memory_during
-    from flowrl.training.monitors import _velocities, cuda_room
-
-    run = trainer(preset("tiny").apply(device="cuda"))
-    _velocities(run, 1, True)
-    small, large = (
-        peak_memory_during(lambda batch=batch: _velocities(run, batch, True), run.policy.device) for batch in (64, 128)
-    )
-    assert 0 < small < large < cuda_room()
-    big = peak_memory_during(lambda: _velocities(run, 1024, True), run.policy.device)
-    assert predicted_bytes(Peak(64, small), Peak(128, large), 1024) == pytest.approx(big, rel=0.1)
-
-
 # --- losses that are not finite -------------------------------------------------------------------------------------
 
 

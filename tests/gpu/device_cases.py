@@ -1,0 +1,63 @@
+"""Trainers of small models on any device, for tests whose bodies run on the CPU and on a GPU."""
+
+from dataclasses import replace
+
+import torch
+
+from flowrl.rewards import FunctionReward
+from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3_policy
+from flowrl.training.build import make_method, make_reward, make_world, policy_options
+from flowrl.training.config import preset
+from flowrl.training.trainer import Trainer
+from flowrl.types import Prompt
+
+MODELS = {"sd3": tiny_sd3_policy, "flux": tiny_flux_policy}
+PROMPTS = [Prompt(text) for text in ("three red circles", "a dog", "a small house")]
+REDNESS = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3)))
+SMALL = dict(groups=2, group_size=3, num_steps=4, minibatches=2, micro_batch=5, learning_rate=1e-3, window="all-but-last")
+
+
+def model_policy(name, device, **options):
+    """The tiny pipeline `name` on `device`, with an adapter that is not zero."""
+    policy = MODELS[name](replace(TINY, device=device, **options))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(device))
+    return policy
+
+
+def model_trainer(name, device, dtype="float32", guidance_scale=1.0, reward=REDNESS, options=(), **changes):
+    """A trainer of the tiny pipeline `name`."""
+    config = preset("tiny").apply(dtype=dtype, **{**SMALL, **changes})
+    policy = model_policy(name, device, dtype=dtype, guidance_scale=guidance_scale, **dict(options))
+    return Trainer(policy, make_method(config), reward, PROMPTS, config)
+
+
+def world_trainer(name, device, **changes):
+    """A trainer of a built-in world."""
+    config = preset("tiny").apply(
+        world=name, device=device, **{"task": "direction"} if name == "mixture" else {}, **{**SMALL, **changes}
+    )
+    world = make_world(config)
+    policy, prompts = world.policy(policy_options(config)), world.prompts(config.environment.task, "train")
+    return Trainer(policy, make_method(config), make_reward(config), prompts, config)
+
+
+def any_trainer(name, device, **changes):
+    """By the name of a model or a world."""
+    return (model_trainer if name in MODELS else world_trainer)(name, device, **changes)
+
+
+def flat(tensors):
+    """All values in one vector, in main memory."""
+    return torch.cat([tensor.detach().flatten().cpu() for tensor in tensors])
+
+
+def assert_same(found, expected, device):
+    """Equal on the CPU; on a GPU equal up to 5% of the norm, because some of its sums have no fixed order and Adam enlarges small
+    gradients."""
+    if device == "cpu":
+        assert torch.equal(found, expected)
+    else:
+        assert float((found - expected).norm() / expected.norm()) < 0.05

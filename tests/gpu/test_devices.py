@@ -1,0 +1,169 @@
+"""Every tensor, generator and index where it belongs, in the right precision; the same bodies run on the CPU and on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from device_cases import MODELS, PROMPTS, any_trainer, assert_same, flat, model_policy, model_trainer
+from tiny_rewards import tiny_clip
+
+from flowrl.policies import DTYPES
+from flowrl.registry import build
+from flowrl.rollout import initial_noise, sample_images
+from flowrl.rollout.loss_batch import LossBatches
+
+EVERYWHERE = ["mixture", "shapes", "sd3", "flux"]
+NOISE = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}
+"""Largest deviation of an on-policy ratio from 1 on a GPU, whose kernels depend on the batch size. On the CPU it is 1e-6 in every
+precision (found: 1.2e-7), because samples and updates have the same rounding."""
+IMAGE = {"float32": 3e-3, "float16": 3e-3, "bfloat16": 3e-2}
+"""Largest root mean square difference of images in [0, 1] from those of the CPU in float32; GPUs have TF32 in convolutions."""
+
+
+def most_noise(device, dtype="float32"):
+    return 1e-6 if device == "cpu" else NOISE[dtype]
+
+
+def kinds(*tensors):
+    return {tensor.device.type for tensor in tensors if tensor is not None}
+
+
+@pytest.mark.parametrize("method", ["tp-grpo", "stepwise-flow-grpo"])
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_what_an_iteration_makes_is_on_the_device(name, method, device):
+    trainer = any_trainer(name, device, method=method, kl_weight=0.1, iterations=3)
+    seen, collect, of = {}, trainer.collector.collect, LossBatches.of
+    trainer.collector.collect = lambda *given: seen.setdefault("collected", collect(*given))
+    minibatches = trainer.minibatches
+    trainer.minibatches = lambda *given: seen.setdefault("minibatches", minibatches(*given))
+    row = trainer.iteration()
+    collected, micro = seen["collected"], seen["minibatches"][0][0]
+    path = collected.rollout.trajectories
+    batches = LossBatches(
+        trainer.policy, trainer.draw_sampler(), collected.rollout, collected.condition, torch.ones(6, 4, device=device)
+    )
+    batch = of(batches, micro.sample, micro.step)
+    moments = [state[key] for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    assert kinds(*trainer.parameters, *trainer.average, *moments, *(p.grad for p in trainer.parameters)) == {device}
+    assert kinds(path.nodes, path.velocities, path.schedule.times, path.schedule.stds) == {device}
+    assert kinds(micro.sample, micro.step, *collected.condition.tensors.values()) == {device}
+    assert kinds(batch.new.mean, batch.behaviour.mean, batch.next_node, batch.advantages, batch.mask, batch.delta) == {device}
+    assert trainer.generator.device.type == device
+    assert kinds(collected.rewards.total, collected.rewards.valid) == {"cpu"}
+    assert row["grad_norm"] > 0 and row["kl"] >= 0 and row["ratio_noise"] < most_noise(device)
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_offloaded_trajectories_wait_in_main_memory_and_train_the_same(name, device):
+    seen, runs = [], []
+    for offload in (False, True):
+        trainer = any_trainer(name, device, offload=offload, chunk=1)
+        collect = trainer.collector.collect
+        trainer.collector.collect = lambda *given, collect=collect: (seen.append(collect(*given)), seen[-1])[1]
+        before = flat(trainer.parameters)
+        trainer.iteration()
+        runs.append(flat(trainer.parameters) - before)
+    assert [kinds(c.rollout.trajectories.nodes, c.rollout.trajectories.velocities) for c in seen] == [{device}, {"cpu"}]
+    assert_same(*runs, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_only_the_network_is_narrow(name, dtype, device):
+    """Frozen weights, embeddings and activations have the policy's precision; what is trained or stored is float32."""
+    narrow = DTYPES[dtype]
+    trainer = model_trainer(name, device, dtype=dtype, guidance_scale=2.0, loss_scale=64.0)
+    policy, activations, seen = trainer.policy, set(), {}
+    layer = policy.transformer.transformer_blocks[0].attn.to_q
+    layer.register_forward_hook(lambda module, given, found: activations.add(found.dtype))
+    collect = trainer.collector.collect
+    trainer.collector.collect = lambda *given: seen.setdefault("collected", collect(*given))
+    row = trainer.iteration()
+    assert activations == {narrow} and not torch.is_autocast_enabled(torch.device(device).type)
+    trained = {id(p) for p in trainer.parameters}
+    assert {p.dtype for p in policy.transformer.parameters() if id(p) not in trained} == {narrow}
+    rows = policy.prompts.rows(policy.encode(PROMPTS).tensors["prompt"])
+    assert {t.dtype for t in rows.values()} == {narrow} and kinds(*rows.values()) == {device}
+    path = seen["collected"].rollout.trajectories
+    states = [state["exp_avg"] for state in trainer.optimizer.state.values()]
+    wide = [path.nodes, path.velocities, *trainer.parameters, *trainer.average, *states, *(p.grad for p in trainer.parameters)]
+    assert {t.dtype for t in wide if t is not None} == {torch.float32}
+    assert policy.decode(path.images_latent).dtype == torch.float32
+    assert ("loss_scale" in row) == (dtype == "float16") and row["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_on_policy_ratios_are_1_up_to_rounding(name, dtype, guidance, device):
+    """Sampling and training see other batch sizes, and in float32 a merged adapter."""
+    row = model_trainer(name, device, dtype=dtype, guidance_scale=guidance, method="tp-grpo").iteration()
+    assert row["ratio_noise"] < most_noise(device, dtype) and row["ratio_noise"] <= row["ratio_deviation"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_device_draws_the_images_of_the_cpu(name, dtype, device):
+    """Same weights, prompts and noise."""
+    images = []
+    for here, precision in (("cpu", "float32"), (device, dtype)):
+        policy = model_policy(name, here, dtype=precision, guidance_scale=2.0)
+        (batch,) = sample_images(policy, PROMPTS, initial_noise(policy, len(PROMPTS)), 4)
+        assert batch.images.device.type == here
+        images.append(batch.images.cpu())
+    assert float((images[0] - images[1]).square().mean().sqrt()) <= IMAGE[dtype]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_device_has_the_gradients_of_the_cpu(name, device):
+    """Of one loss on the same trajectories, moved from the CPU to the device."""
+    trainer, gradients = model_trainer(name, "cpu", method="flow-grpo"), []
+    groups, sampler = trainer.groups, trainer.draw_sampler()
+    noise = groups.noise(trainer.policy.latent_shape, torch.Generator().manual_seed(0))
+    condition = trainer.policy.encode(PROMPTS[:2])
+    found = trainer.collector.collect(
+        PROMPTS[:2],
+        condition,
+        noise,
+        sampler,
+        torch.Generator().manual_seed(1),
+        __import__("flowrl").rollout.Usage(),
+        lambda phase: None,
+    )
+    path = found.rollout.trajectories
+    sample, step = torch.arange(6), torch.tensor([0, 1, 2] * 2)
+    for here in ("cpu", device):
+        policy = model_policy(name, here)
+        moved = replace(path, nodes=path.nodes.to(here), velocities=path.velocities.to(here), schedule=path.schedule.to(here))
+        advantages = torch.linspace(-1, 1, 24, device=here).view(6, 4)
+        batches = LossBatches(policy, sampler, replace(found.rollout, trajectories=moved), policy.encode(PROMPTS[:2]), advantages)
+        trainer.method.loss.loss(batches.of(sample.to(here), step.to(here))).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten().cpu() for p in policy.trainable().values()]))
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < (1e-5 if device == "cpu" else 1e-2)
+
+
+def test_text_encoders_visit_the_device_and_leave_it(device):
+    policy = model_policy("sd3", device)
+    seen, encode = set(), type(policy.family).encode
+
+    class Family:
+        def __getattr__(self, name):
+            return getattr(kept, name)
+
+        def encode(self, pipe, text, tokens, where):
+            seen.update(kinds(*pipe.text_encoder_3.parameters()) | {torch.device(where).type})
+            return encode(kept, pipe, text, tokens, where)
+
+    kept, policy.family = policy.family, Family()
+    policy.encode(PROMPTS)
+    assert seen == {device}
+    assert kinds(*policy.pipe.text_encoder_3.parameters()) == {"cpu"}
+
+
+def test_a_reward_scores_on_the_device(device, tmp_path):
+    folder = tiny_clip(tmp_path / "clip")
+    images = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    scores = [
+        build("reward", f"clipscore(model='{folder}')", device=here).score(images.to(here), PROMPTS) for here in ("cpu", device)
+    ]
+    torch.testing.assert_close(scores[1].cpu(), scores[0], atol=2e-3, rtol=0)

@@ -1,0 +1,68 @@
+"""Memory on a device against what was counted for it without one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from device_cases import PROMPTS, REDNESS
+from gpu_cases import RandomEmbeddings, random_pipeline
+
+from flowrl.policies import ARCHITECTURES, SD3, Flux, ModelOptions, PipelinePolicy, count_memory
+from flowrl.policies.architectures import _StorageCounter as StorageCounter
+from flowrl.training.build import make_method
+from flowrl.training.config import preset
+from flowrl.training.monitors import Peak, _velocities, predicted_bytes
+from flowrl.training.trainer import Trainer
+
+NARROW = {
+    "sd3.5-medium": dict(num_layers=3, num_attention_heads=4, caption_projection_dim=256, dual_attention_layers=(0,)),
+    "flux.1-dev": dict(num_layers=1, num_single_layers=2, num_attention_heads=2),
+}
+"""Changes of the published architectures: fewer and narrower layers, prompts and images of the full length."""
+RESOLUTION, TRAINED, SAMPLED = 256, 4, 8
+
+
+def trainer_of(name, device, checkpointing, monkeypatch):
+    known = ARCHITECTURES[name]
+    monkeypatch.setitem(ARCHITECTURES, name, replace(known, config={**known.config, **NARROW[name]}))
+    options = ModelOptions(
+        height=RESOLUTION, width=RESOLUTION, device=device, dtype="bfloat16", lora_rank=8, lora_alpha=8.0,
+        gradient_checkpointing=checkpointing,
+    )  # fmt: skip
+    family = RandomEmbeddings(SD3() if name.startswith("sd3") else Flux(), known.text_tokens)
+    policy = PipelinePolicy(random_pipeline(name, device, torch.bfloat16), family, options)
+    config = preset("tiny").apply(method="flow-grpo", window="all-but-last", dtype="bfloat16")
+    return Trainer(policy, make_method(config), REDNESS, PROMPTS, config)
+
+
+def peak_of(work, trainer):
+    """Bytes that `work` has at most, besides what was there before."""
+    work()  # the first call makes what is kept: libraries' work space, tables
+    if trainer.policy.device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    with StorageCounter(trainer.policy.transformer) as counter:
+        work()
+    return counter.largest
+
+
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NARROW)
+def test_peaks_are_those_of_the_plan(name, checkpointing, device, monkeypatch):
+    """Of a micro-batch of training and of a call of sampling, by at most 15%."""
+    trainer = trainer_of(name, device, checkpointing, monkeypatch)
+    counted = count_memory(name, RESOLUTION, TRAINED, SAMPLED, rank=8, checkpointing=checkpointing)
+    update = peak_of(lambda: _velocities(trainer, TRAINED, train=True), trainer)
+    gradients = 4 * counted.trained_parameters
+    assert update == pytest.approx(counted.update + gradients, rel=0.15)
+    assert peak_of(lambda: _velocities(trainer, SAMPLED, train=False), trainer) == pytest.approx(counted.rollout, rel=0.15)
+
+
+def test_memory_grows_with_the_batch_by_a_straight_line(device, monkeypatch):
+    """As the probe before the first iteration takes it to."""
+    trainer = trainer_of("sd3.5-medium", device, False, monkeypatch)
+    peaks = [Peak(batch, peak_of(lambda batch=batch: _velocities(trainer, batch, train=True), trainer)) for batch in (2, 4, 8)]
+    assert peaks[0].bytes < peaks[1].bytes < peaks[2].bytes
+    assert predicted_bytes(peaks[0], peaks[1], 8) == pytest.approx(peaks[2].bytes, rel=0.05)

@@ -1,0 +1,71 @@
+"""Fails on host synchronisation: operations for which the host waits until the device has finished all work under way.
+
+On a GPU PyTorch's own check is used. On the CPU nothing has to wait, so a dispatch mode looks for the operations that would.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SIZE_DEPENDS_ON_VALUES = ("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount")
+READS_A_VALUE = ("_local_scalar_dense", "is_nonzero", "equal", "allclose")
+COPIES_TO_THE_HOST = ("cpu", "numpy", "tolist", "__array__")
+
+
+class HostSyncError(AssertionError):
+    """The host would wait for the device here."""
+
+
+class _NoHostSync(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.__name__.partition(".")[0], kwargs or {}
+        if name in READS_A_VALUE or name in SIZE_DEPENDS_ON_VALUES:
+            raise HostSyncError(f"{func}: the host reads a value or a size that depends on values")
+        if name in ("index", "index_put", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            raise HostSyncError(f"{func}: a boolean mask becomes indices, whose number the host needs")
+        if name == "repeat_interleave" and kwargs.get("output_size") is None:
+            raise HostSyncError(f"{func}: the host needs the sum of the repeats")
+        if name == "lift_fresh":
+            raise HostSyncError(f"{func}: a number or a list is copied to the device and waited for")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def no_host_sync(device: torch.device | str) -> Iterator[None]:
+    """Within this context an operation on `device` that the host must wait for raises: a `HostSyncError` on the CPU, PyTorch's
+    `RuntimeError` on a GPU."""
+    if torch.device(device).type == "cuda":
+        kept = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(kept)
+        return
+
+    def refused(name):
+        def method(*_, **__):
+            raise HostSyncError(f"Tensor.{name}: the host reads the values")
+
+        return method
+
+    to = Tensor.to
+
+    def to_device(tensor, *given, **named):
+        if "cpu" in (*(word for word in given if isinstance(word, str)), named.get("device")):
+            raise HostSyncError("Tensor.to('cpu'): the values are copied to the host")
+        return to(tensor, *given, **named)
+
+    patches = [patch.object(Tensor, name, refused(name)) for name in COPIES_TO_THE_HOST] + [patch.object(Tensor, "to", to_device)]
+    with _NoHostSync():
+        for one in patches:
+            one.start()
+        try:
+            yield
+        finally:
+            for one in patches:
+                one.stop()
