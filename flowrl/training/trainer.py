@@ -150,10 +150,14 @@ class Trainer:
         """The used trajectories of all processes in random order, split into mini-batches; of each, this process's pairs with
         the trained `steps` in micro-batches; none if no trajectory is used. Every process draws the same order."""
         device, optim = self.policy.device, self.config.optim
-        order = torch.randperm(self.groups.samples, generator=self.generator, device=device)
+        order = self.draw_order()
         order = order[used.to(device).flatten()[order]]
         parts = order.chunk(optim.minibatches) if len(order) else ()
         return [micro_batches(samples, steps, optim.micro_batch, collected, self.distributed) for samples in parts]
+
+    def draw_order(self) -> Tensor:
+        """This iteration's order of all samples, a random permutation."""
+        return torch.randperm(self.groups.samples, generator=self.generator, device=self.policy.device)
 
     def optimizer_step(self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics) -> None:
         """Sum the gradients over the processes, clip, step and average; a step with overflowed float16 gradients is skipped."""

@@ -1,0 +1,270 @@
+"""Training iterations recorded from the published code, replayed by the trainer: prints how far every quantity is from theirs.
+
+    python benchmarks/parity.py              # the recordings of Flow-GRPO and TP-GRPO in tests/golden_iteration, under a minute
+    python benchmarks/parity.py --data DIR   # another folder of the same format, which the README of the first defines
+
+A replay gives the trainer the recorded weights, prompt embeddings, noise, rewards and order of samples, and settings that mean
+what the published settings mean. It compares trajectories, log-probabilities, ratios, advantages, losses, every gradient and the
+weights after the optimizer's step.
+
+difference: the largest absolute difference over the largest recorded value. Four quantities have other units. Losses of
+micro-batches are relative to the largest advantage. The mean loss is absolute, because its terms cancel. Clipped pairs are
+shares. Weights are in learning rates, and compared where the gradient is above 1e-5 or exactly 0: Adam's first step has full
+length however small the gradient is, so that rounding decides the others. The exit status is 1 if a difference exceeds its
+tolerance.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.utils import logging as diffusers_logging
+from parity_recording import ZERO_GROUP, RecordedUpdate, Recording, below, with_nodes
+from parity_replay import Replay, replay
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from flowrl.credit import TurningPoint, process_rewards
+from flowrl.flow import log_prob, log_prob_without_constants
+from flowrl.registry import build
+
+DATA = Path(__file__).parents[1] / "tests" / "golden_iteration"
+LEAST_GRADIENT = 1e-5
+TOLERANCES = {
+    "times": 1e-6, "standard deviations": 1e-6, "latents": 1e-5, "velocities (RMS)": 1e-5, "completions": 1e-5,
+    "means": 1e-5, "log-probabilities": 1e-6, "ratios": 1e-6, "clipped pairs": 0.0, "process rewards": 1e-6, "advantages": 1e-6,
+    "policy loss / advantage": 1e-6, "loss / advantage": 1e-6, "mean loss": 1e-7, "KL": 2e-6, "gradients": 2e-5,
+    "gradient norm": 2e-5, "weights / learning rate": 1e-3,
+}  # fmt: skip
+"""Quantity -> largest difference. The recordings' README has the rounding that these leave room for."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison."""
+
+    method: str
+    model: str
+    state: str
+    quantity: str
+    difference: float
+
+    @property
+    def tolerance(self) -> float:
+        """The largest difference that passes."""
+        return TOLERANCES[self.quantity]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within the tolerance."""
+        return self.difference <= self.tolerance
+
+
+def flow_grpo(recording: Recording) -> dict[str, Any]:
+    """The settings that are Flow-GRPO's published code, beside those that are read from the recording."""
+    whole = recording.meta["case"]["config"]["sample"]["global_std"]
+    return {
+        "method": "flow-grpo", "sampler": "flow-sde", "window": "all", "trained_steps": "all-but-last",
+        "credit": f"uniform(std={'batch' if whole else 'group'})", "loss": "clipped(kl=without_delta)",
+        "guidance_gradient": "prompt",
+    }  # fmt: skip
+
+
+def tp_grpo(recording: Recording) -> dict[str, Any]:
+    """The settings that are TP-GRPO's published code, with the flags of its launch script."""
+    return {
+        "method": "tp-grpo", "sampler": "cps", "window": "all", "credit": "turning-point(balance=trend, balance_scope=prompt)",
+        "loss": "clipped(log_prob=released_cps)", "guidance_gradient": "both",
+    }  # fmt: skip
+
+
+UNIFORM_RULES = {
+    "advantages_global_std": "uniform(std=batch)", "advantages_group_std": "uniform(std=group)",
+    "zero_group_advantages_global_std": "uniform(std=batch)", "zero_group_advantages_group_std": "uniform(std=group)",
+}  # fmt: skip
+TURNING_POINT_RULES = {
+    "launch/advantages": "turning-point(balance=trend, balance_scope=prompt)",
+    "launch_one_batch_of_8/advantages": "turning-point(balance=trend, balance_scope=batch)",
+    "launch_unbalanced/advantages": "turning-point(balance=none)",
+    "launch_keep_main/advantages": "turning-point(balance=trend, balance_scope=prompt, combine=add)",
+}
+"""Recorded advantages -> the credit rule that reproduces them."""
+
+
+def replay_iterations(
+    recording: Recording,
+    work: Path,
+    settings: Callable[[Recording], dict[str, Any]],
+    rules: Mapping[str, str],
+    changes: Mapping[str, Any],
+    updates: Sequence[str],
+) -> Iterator[tuple[str, str, float]]:
+    """State, quantity and difference of everything that was recorded of a method with trajectories and ratios."""
+    for name in updates or recording.updates:
+        update = RecordedUpdate.of(recording, name)
+        found = replay(recording, update, {**settings(recording), **changes}, work)
+        if name == recording.updates[0]:
+            for quantity, difference in trajectory_differences(recording, found):
+                yield "trajectory", quantity, difference
+        for quantity, difference in update_differences(recording, update, found):
+            yield name, quantity, difference
+    yield from credit_differences(recording, rules)
+
+
+REPLAYS: dict[str, Callable[..., Iterator[tuple[str, str, float]]]] = {
+    "fg": partial(replay_iterations, settings=flow_grpo, rules=UNIFORM_RULES),
+    "tp": partial(replay_iterations, settings=tp_grpo, rules=TURNING_POINT_RULES),
+}
+"""How to replay the recordings of each method, by the name of its folder."""
+
+
+def distance(ours: Tensor, recorded: Tensor, scale: float = 0.0) -> float:
+    """Largest absolute difference over `scale` (0: the largest recorded value); infinite if the shapes differ."""
+    if ours.shape != recorded.shape:
+        return float("inf")
+    largest = float((ours.double() - recorded.double()).abs().max().nan_to_num(float("inf")))
+    return largest / (scale or float(recorded.abs().max()) or 1.0)
+
+
+def trajectory_differences(recording: Recording, found: Replay) -> Iterator[tuple[str, float]]:
+    """What sampling recorded."""
+    recorded = recording.tensors(f"trajectory_{recording.case}")
+    path, method = found.trainer.collected.rollout.trajectories, found.trainer.method
+    schedule, steps = path.schedule, recorded["log_probs"].shape[1]
+    assert schedule.stds is not None
+    yield "times", max(distance(schedule.times, recorded["sigmas"]), distance(schedule.network_timesteps, recorded["timesteps"]))
+    yield "standard deviations", distance(schedule.stds[:steps], recorded["transition_std"])
+    pairs = [("latents", path.nodes), ("latents_node9", path.nodes[:, 9]), ("final", path.nodes[:, -1])]
+    known = [(ours[:, : recorded[name].shape[1]], recorded[name]) for name, ours in pairs if name in recorded]
+    yield "latents", max(distance(*pair) for pair in known)
+    rms = path.velocities[:, :steps].flatten(2).square().mean(2).sqrt()
+    yield "velocities (RMS)", distance(rms, recorded["guided_velocity_rms"])
+    sample, step = torch.cartesian_prod(torch.arange(len(path.nodes)), torch.arange(steps)).unbind(1)
+    gaussian = method.sampler.transition(path.nodes[sample, step], path.velocities[sample, step], schedule, step)  # pyright: ignore
+    density = log_prob_without_constants if "released_cps" in found.trainer.config.algorithm.loss else log_prob
+    ours = density(gaussian, path.nodes[sample, step + 1]).view(-1, steps)
+    yield "log-probabilities", distance(ours, recorded["log_probs"])
+    if "mean_samples_0_4" in recorded:
+        yield "means", distance(gaussian.mean.unflatten(0, (-1, steps))[::4], recorded["mean_samples_0_4"])
+    if "completions_samples_0_4" in recorded:
+        decoded = torch.cat(list(found.decoded)).unflatten(0, (-1, len(path.nodes)))
+        yield "completions", distance(decoded[1:, ::4].transpose(0, 1), recorded["completions_samples_0_4"])
+
+
+def update_differences(recording: Recording, update: RecordedUpdate, found: Replay) -> Iterator[tuple[str, float]]:
+    """What `update` recorded."""
+    tables, kept, trained = update.tables, update.kept, recording.meta["case"]["trained_steps"]
+    largest = float(tables["advantages"].abs().max())
+
+    def ours(name: str) -> Tensor:
+        return found.table(name)[:, trained]
+
+    def micro(name: str) -> Tensor:
+        """Means over the recorded micro-batches, [micro-batch, step]."""
+        return ours(name)[update.order.view(len(tables["micro/loss"]), -1)].mean(1)
+
+    yield "advantages", distance(found.trainer.advantages[kept][:, trained], tables["advantages"])
+    yield "log-probabilities", distance(ours("log_prob")[kept], tables["log_prob"])
+    yield "ratios", distance(ours("ratio_mean")[kept], tables["ratio"])
+    yield "clipped pairs", distance(micro("clip_fraction"), tables["micro/clipfrac"], 1.0)
+    yield "policy loss / advantage", distance(micro("policy_loss"), tables["micro/policy_loss"], largest)
+    yield "loss / advantage", distance(micro("loss"), tables["micro/loss"], largest)
+    if tables["micro/kl_loss"].any():
+        yield "KL", distance(micro("kl"), tables["micro/kl_loss"])
+    yield "mean loss", abs(found.metrics["loss"] - float(tables["micro/loss"].mean()))
+    yield from step_differences(update, found, recording.meta["optimizer"]["lr"])
+
+
+def step_differences(update: RecordedUpdate, found: Replay, learning_rate: float) -> Iterator[tuple[str, float]]:
+    """What the optimizer's steps recorded: the largest difference of all tensors of all steps."""
+    steps, norms, weights = found.trainer.optimizer_steps, [], []
+    gradients = [float("inf")] * (len(steps) != len(update.steps))
+    clear: dict[str, Tensor] = {}
+    for step, tensors in zip(steps, update.steps, strict=False):
+        recorded, after = below(tensors, "grad"), below(tensors, "weights_after")
+        scale = max(float(gradient.abs().max()) for gradient in recorded.values())
+        gradients += [distance(step.gradients[name], gradient, scale) for name, gradient in recorded.items()]
+        gradients += [float("inf")] * (step.gradients.keys() != recorded.keys())
+        norms.append(distance(torch.tensor(step.norm), tensors["grad_norm"]))
+        for name, gradient in recorded.items():
+            clear[name] = clear.get(name, True) & ((gradient.abs() > LEAST_GRADIENT) | (gradient == 0))
+        for name, weight in after.items():
+            if clear[name].any():
+                weights.append(distance(step.weights[name][clear[name]], weight[clear[name]], learning_rate))
+    yield "gradients", max(gradients)
+    yield "gradient norm", max(norms)
+    if weights:
+        yield "weights / learning rate", max(weights)
+
+
+def credit_differences(recording: Recording, rules: Mapping[str, str]) -> Iterator[tuple[str, str, float]]:
+    """Variants of the advantages, from the recorded reward table alone."""
+    recorded = recording.tensors("credit")
+    for name, spec in rules.items():
+        nodes = with_nodes(recorded[f"{ZERO_GROUP}_rewards" if name.startswith(ZERO_GROUP) else "rewards"])
+        rewards = nodes if nodes.shape[-1] > 1 else nodes.repeat(1, 1, 2)  # a rule needs a node before the last
+        rule: Any = build("credit", spec)
+        advantages, state = rule.assign(rewards, None).flatten(0, 1), f"credit {name.removesuffix('/advantages')}"
+        yield state, "advantages", distance(advantages, recorded[name].view(len(advantages), -1)[:, : advantages.shape[1]])
+        if isinstance(rule, TurningPoint):
+            process = process_rewards(rewards, rule.selected(rewards), add=rule.combine == "add").flatten(0, 1)
+            yield state, "process rewards", distance(process, recorded[name.replace("advantages", "process_rewards")])
+
+
+def parity(
+    data: Path = DATA, methods: Sequence[str] = (), cases: Sequence[str] = (), updates: Sequence[str] = (), **changes: Any
+) -> Iterator[Row]:
+    """The comparisons with all recordings in `data`, or some of them; `changes` are settings that replace the published ones."""
+    found = [path.parent.name for path in sorted(data.glob("*/meta.json"))]
+    unknown = [name for name in (methods or found) if name not in REPLAYS or name not in found]
+    if unknown or not found:
+        raise SystemExit(f"{data}: no replay for {', '.join(unknown) or 'an empty folder'}; known: {', '.join(REPLAYS)}")
+    with tempfile.TemporaryDirectory(prefix="parity-") as work:
+        for method in methods or found:
+            for recording in Recording.every(data, method):
+                if not cases or recording.case in cases:
+                    compared = REPLAYS[method](recording, work=Path(work), changes=changes, updates=updates)
+                    yield from (Row(method, recording.case, *row) for row in compared)
+
+
+def print_rows(rows: Sequence[Row], console: Console) -> None:
+    """The table of all comparisons, and the largest difference of every quantity."""
+    every = Table("method", "model", "state", "quantity", "difference", "tolerance", "", box=SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        verdict = "pass" if row.passed else "[bold red]FAIL"
+        values = f"{row.difference:.1e}", f"{row.tolerance:.0e}"
+        every.add_row(row.method, row.model, row.state, row.quantity, *values, verdict)
+    console.print(every)
+    methods = list(dict.fromkeys(row.method for row in rows))
+    largest = Table("quantity", *methods, "tolerance", box=SIMPLE_HEAD, pad_edge=False)
+    for quantity, tolerance in TOLERANCES.items():
+        cells = [[row.difference for row in rows if (row.method, row.quantity) == (method, quantity)] for method in methods]
+        largest.add_row(quantity, *(f"{max(cell):.1e}" if cell else "-" for cell in cells), f"{tolerance:.0e}")
+    console.print(largest)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help=f"the recordings, default {DATA}")
+    torch.set_num_threads(1)  # the tensors are tiny
+    for quiet in (diffusers_logging, transformers_logging):
+        quiet.disable_progress_bar()
+    began, rows = time.perf_counter(), list(parity(parser.parse_args().data))
+    print_rows(rows, Console(width=120))
+    failed = sum(not row.passed for row in rows)
+    print(f"{len(rows)} comparisons, {failed} beyond their tolerance, {time.perf_counter() - began:.0f} s")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

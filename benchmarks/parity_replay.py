@@ -1,0 +1,232 @@
+"""A recorded training iteration, replayed by the trainer, which gets the recorded weights, embeddings, noise, rewards, order."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from parity_recording import FACTOR, WITHOUT_KL, RecordedUpdate, Recording, Tensors, below, pipeline_folder
+from torch import Tensor
+
+from flowrl import Prompt, Trainer
+from flowrl.flow import expand, log_prob, log_prob_without_constants
+from flowrl.policies import PipelinePolicy
+from flowrl.protocols import PolicyLoss
+from flowrl.rollout import Groups, RewardTables
+from flowrl.rollout.collector import Collected
+from flowrl.rollout.loss_batch import MicroBatch
+from flowrl.rollout.metrics import LossMetrics
+from flowrl.training.build import make_method, make_policy, make_world
+from flowrl.training.config import RunConfig
+from flowrl.training.nonfinite import NonFiniteCheck
+from flowrl.types import Gaussian, LossBatch, LossResult, Schedule
+
+
+@dataclass(frozen=True)
+class RecordedNoise(Groups):
+    """Groups whose noise is given: `initial` [sample, *latent] and `steps` [sample, step, *latent], used step by step."""
+
+    initial: Tensor = field(kw_only=True)
+    steps: Tensor = field(kw_only=True)
+    _drawn: Iterator[int] = field(default_factory=count, init=False)
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """x_T of every sample, as recorded."""
+        return self.initial
+
+    def draw(self, gaussian: Gaussian, generator: torch.Generator, copies: int = 1) -> Tensor:
+        """The mean plus the recorded noise of the next step."""
+        first = self.first * self.members
+        noise = self.steps[first : first + self.samples, next(self._drawn)]
+        return gaussian.mean + expand(gaussian.std, gaussian.mean) * noise
+
+
+class RecordedReward:
+    """Reads scores from a table [prompt, member, node]: the images of one prompt come node by node."""
+
+    def __init__(self, table: Tensor, prompts: Sequence[Prompt]) -> None:
+        scores = table.transpose(1, 2).flatten(1).tolist()
+        self.rows = {prompt.text: iter(row) for prompt, row in zip(prompts, scores, strict=True)}
+
+    def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """The next scores of the prompts."""
+        return torch.tensor([next(self.rows[prompt.text]) for prompt in prompts])
+
+
+@dataclass
+class PairValues:
+    """A loss that keeps what it computes for every (trajectory, step) pair by itself: `rows`, one value per pair and name."""
+
+    inner: PolicyLoss
+    rows: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    @property
+    def needs_reference(self) -> bool:
+        """As `inner` has it."""
+        return self.inner.needs_reference
+
+    def loss(self, batch: LossBatch) -> LossResult:
+        """`inner`'s result."""
+        with torch.no_grad():
+            for k in range(len(batch.advantages)):
+                pair = _pair(batch, slice(k, k + 1))
+                result = self.inner.loss(pair)
+                released = getattr(self.inner, "log_prob", "exact") == "released_cps"
+                density = log_prob_without_constants if released else log_prob
+                values = {**result.metrics, "loss": result.loss, "log_prob": density(pair.new, pair.next_node)}
+                for name, value in values.items():
+                    self.rows.setdefault(name, []).append(value.reshape(()))
+        return self.inner.loss(batch)
+
+
+def _pair(batch: LossBatch, row: slice) -> LossBatch:
+    """One pair of a batch."""
+
+    def of(gaussian: Gaussian) -> Gaussian:
+        return Gaussian(gaussian.mean[row], gaussian.std[row])
+
+    return LossBatch(
+        of(batch.new), of(batch.behaviour), batch.next_node[row], batch.advantages[row], batch.mask[row], batch.delta[row],
+        None if batch.reference is None else of(batch.reference),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """Gradients before clipping, their norm, and the weights afterwards, under PEFT's names."""
+
+    gradients: Tensors
+    norm: float
+    weights: Tensors
+
+
+class ReplayTrainer(Trainer):
+    """The trainer with a given order of samples and, off policy, given weights for the update; keeps what passes through."""
+
+    collected: Collected
+    advantages: Tensor
+    given_order: Tensor
+    given_weights: Tensors
+
+    def give(self, order: Tensor, weights: Tensors) -> None:
+        """Set what is given before `iteration`."""
+        self.given_order, self.given_weights = order, weights
+        self.optimizer_steps: list[OptimizerStep] = []
+        self.pairs: list[MicroBatch] = []
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights under PEFT's names."""
+        return {peft_name(name): parameter for name, parameter in zip(self.names, self.parameters, strict=True)}
+
+    def assign_credit(self, rewards: RewardTables, schedule: Schedule) -> tuple[Tensor, Tensor]:
+        """Keeps the advantages [sample, step]."""
+        advantages, used = super().assign_credit(rewards, schedule)
+        self.advantages = advantages.flatten(0, 1)
+        return advantages, used
+
+    def draw_order(self) -> Tensor:
+        """The given order; samples that it lacks come last."""
+        others = [sample for sample in range(self.groups.samples) if sample not in self.given_order]
+        return torch.cat([self.given_order, torch.tensor(others, dtype=torch.int64)])
+
+    def minibatches(self, collected: Collected, used: Tensor, steps: Tensor) -> list[list[MicroBatch]]:
+        """Keeps the trajectories and the pairs. The update starts from the given weights, if there are any."""
+        self.collected = collected
+        with torch.no_grad():
+            for name, weight in self.given_weights.items():
+                self.weights[name].copy_(weight)
+        found = super().minibatches(collected, used, steps)
+        self.pairs = [micro for minibatch in found for micro in minibatch]
+        return found
+
+    def optimizer_step(self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics) -> None:
+        """Keeps the gradients, their norm and the weights."""
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.weights.items()}
+        super().optimizer_step(minibatch, check, metrics)
+        weights = {name: parameter.detach().clone() for name, parameter in self.weights.items()}
+        self.optimizer_steps.append(OptimizerStep(gradients, metrics.means["grad_norm"], weights))
+
+
+def peft_name(name: str) -> str:
+    """PEFT's name of a weight of the adapter "default"."""
+    return "base_model.model." + name.replace(".default.", ".")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A replayed iteration: the trainer, the values of its pairs, the latents that were decoded, in order, and its metrics."""
+
+    trainer: ReplayTrainer
+    values: PairValues
+    decoded: Sequence[Tensor]
+    metrics: Mapping[str, Any]
+
+    def table(self, name: str) -> Tensor:
+        """`name` of every trained pair, [sample, step]; NaN for the others, and for all if the loss does not compute it."""
+        trainer = self.trainer
+        found = torch.full((trainer.groups.samples, trainer.schedule.steps), float("nan"))
+        sample, step = (torch.cat([getattr(micro, axis) for micro in trainer.pairs]) for axis in ("sample", "step"))
+        if name in self.values.rows:
+            found[sample, step] = torch.stack(self.values.rows[name])
+        return found
+
+
+def replay(recording: Recording, update: RecordedUpdate, settings: Mapping[str, Any], work: Path) -> Replay:
+    """One iteration of the trainer with the recorded inputs. `settings` are the method's; `work` keeps the model's files."""
+    config = run_config(recording, update, work).replace(**settings)
+    method, policy = make_method(config), make_policy(config)
+    assert isinstance(policy, PipelinePolicy)
+    values, decoded = PairValues(method.loss), []
+    prompts = make_world(config).prompts("prompts", "train")
+    reward, noise, meta = RecordedReward(update.rewards, prompts), recording.inputs, recording.meta
+    trainer = ReplayTrainer(policy, replace(method, loss=values), reward, prompts, config)
+    trainer.prompts.order = list(range(len(prompts)))
+    trainer.groups = RecordedNoise(meta["prompts"], meta["members"], initial=noise["init_noise"], steps=noise["step_noise"])
+    trainer.collector.groups = trainer.groups
+    _give_embeddings(policy.pipe, recording.inputs, prompts)
+    _watch_decoder(policy.pipe.vae, decoded)
+    trainer.give(update.order, below(update.tables, "weights_before"))
+    return Replay(trainer, values, decoded, trainer.iteration())
+
+
+def run_config(recording: Recording, update: RecordedUpdate, work: Path) -> RunConfig:
+    """The settings that all methods read from the recording in the same way."""
+    meta, case = recording.meta, recording.meta["case"]
+    training, optimizer, lora = case["config"]["train"], meta["optimizer"], meta["lora"]
+    folder = pipeline_folder(recording, work)
+    return RunConfig.of(
+        world="model", task="prompts", reward_form="reward", model=str(folder), adapter=str(folder / "lora.safetensors"),
+        prompts=str(folder / "prompts.txt"), reward="recorded", resolution=FACTOR * meta["latent"][-1], iterations=1,
+        groups=meta["prompts"], group_size=meta["members"], num_steps=meta["steps"], guidance_scale=case["guidance"],
+        noise_level=case["config"]["sample"]["noise_level"], clip_range=training["clip_range"],
+        kl_weight=0.0 if update.name.endswith(WITHOUT_KL) else training["beta"], drop_zero_advantages=True,
+        lora_rank=lora["r"], lora_alpha=float(lora["lora_alpha"]), lora_targets=tuple(case["target_modules"]),
+        learning_rate=optimizer["lr"], betas=tuple(optimizer["betas"]), weight_decay=optimizer["weight_decay"],
+        max_grad_norm=optimizer["max_grad_norm"], ema_decay=0.0, minibatches=len(update.steps), micro_batch=24,
+    )  # fmt: skip
+
+
+def _give_embeddings(pipe: Any, inputs: Tensors, prompts: Sequence[Prompt]) -> None:
+    """Let the pipeline "embed" prompts by looking them up."""
+    names = ("prompt_embeds", "pooled_prompt_embeds")
+    known = {prompt.text: [inputs[name][i : i + 1] for name in names] for i, prompt in enumerate(prompts)}
+    known[""] = [inputs[f"negative_{name}"] for name in names]
+
+    def encode_prompt(text: str, *_: Any, **__: Any) -> tuple[Tensor, None, Tensor, None]:
+        words, pooled = known[text]
+        return words, None, pooled, None
+
+    pipe.encode_prompt = encode_prompt
+
+
+def _watch_decoder(vae: Any, decoded: list[Tensor]) -> None:
+    """Let the image decoder return black images and keep the latents that it got."""
+
+    def decode(latent: Tensor, **_: Any) -> tuple[Tensor]:
+        decoded.append(latent)
+        return (torch.zeros(len(latent), 3, *(FACTOR * side for side in latent.shape[-2:])),)
+
+    vae.decode = decode

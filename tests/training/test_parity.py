@@ -1,0 +1,108 @@
+"""The trainer reproduces recorded iterations of the published code, and a wrong setting shows in the quantity it belongs to."""
+
+import json
+import shutil
+import sys
+
+import parity
+import pytest
+from safetensors.torch import load_file, save_file
+
+DUAL, PLAIN = "dual_g4.5", "plain_g1"
+
+
+def failed(**choice):
+    rows = list(parity.parity(**choice))
+    assert rows
+    return {row.quantity for row in rows if not row.passed}
+
+
+@pytest.mark.parametrize("case", [DUAL, PLAIN])
+@pytest.mark.parametrize("method", ["fg", "tp"])
+def test_the_trainer_reproduces_the_published_iteration(method, case):
+    rows = list(parity.parity(methods=[method], cases=[case]))
+    assert [row for row in rows if not row.passed] == []
+    states = {row.state for row in rows if not row.state.startswith("credit")}
+    updates = {"on_policy", "on_policy_beta0", "off_policy", "off_policy_beta0", "two_updates"}
+    assert states == {"trajectory", *updates} | ({"zero_group"} if (method, case) == ("fg", DUAL) else set())
+    missing = {"fg": {"completions", "process rewards"}, "tp": set()}[method]
+    missing |= {"means", "completions"} if case == PLAIN else set()
+    assert {row.quantity for row in rows} == set(parity.TOLERANCES) - missing
+
+
+@pytest.mark.parametrize("settings", [{"chunk": 1, "offload": True}, {"micro_batch": 5, "max_batch": 3}, {"lora_targets": ()}])
+def test_the_split_of_the_work_and_the_default_targets_give_the_same(settings):
+    assert failed(methods=["tp"], cases=[DUAL], updates=["off_policy"], **settings) == set()
+
+
+GRADIENTS = {"gradients", "gradient norm"}
+FAULTS = {
+    "gradient through both branches": ("fg", DUAL, "on_policy_beta0", {"guidance_gradient": "both"}, GRADIENTS),
+    "gradient through one branch": ("tp", DUAL, "on_policy_beta0", {"guidance_gradient": "prompt"}, GRADIENTS),
+    "other betas": ("fg", PLAIN, "two_updates", {"betas": (0.9, 0.99)}, {"weights / learning rate"}),
+    "the last step is trained": ("fg", PLAIN, "on_policy_beta0", {"trained_steps": "all"}, GRADIENTS),
+    "a step is left out": ("tp", PLAIN, "on_policy", {"trained_steps": "0:8"}, {*GRADIENTS, "KL", "mean loss"}),
+    "samples without advantage count": (
+        "fg", DUAL, "zero_group", {"drop_zero_advantages": False}, {*GRADIENTS, "mean loss"},
+    ),
+    "exact KL": ("fg", PLAIN, "on_policy", {"loss": "clipped"}, {*GRADIENTS, "KL", "loss / advantage", "mean loss"}),
+    "no KL": ("tp", PLAIN, "on_policy", {"kl_weight": 0.0}, {*GRADIENTS, "KL"}),
+    "exact CPS density": ("tp", PLAIN, "off_policy_beta0", {"loss": "clipped"}, {*GRADIENTS, "log-probabilities", "ratios"}),
+    "a wider clip": ("tp", PLAIN, "off_policy_beta0", {"clip_range": 2e-5}, {*GRADIENTS, "clipped pairs"}),
+    "std of the group": ("fg", PLAIN, "on_policy_beta0", {"credit": "uniform"}, {*GRADIENTS, "advantages"}),
+    "balancing of the batch": (
+        "tp", PLAIN, "on_policy_beta0", {"credit": "turning-point(balance=trend)"}, {*GRADIENTS, "advantages"},
+    ),
+    "another number of updates": ("fg", PLAIN, "on_policy", {"minibatches": 2}, {"gradients"}),
+    "no guidance": ("tp", DUAL, "on_policy", {"guidance_scale": 1.0}, {*GRADIENTS, "latents", "velocities (RMS)"}),
+    "another noise level": ("tp", PLAIN, "on_policy", {"noise_level": 0.8}, {*GRADIENTS, "latents", "standard deviations"}),
+    "another learning rate": ("tp", PLAIN, "on_policy", {"learning_rate": 3.1e-4}, {"weights / learning rate"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "case", "update", "settings", "expected"), FAULTS.values(), ids=FAULTS)
+def test_another_setting_fails(method, case, update, settings, expected):
+    found = failed(methods=[method], cases=[case], updates=[update], **settings)
+    assert expected <= found
+    if "betas" in settings or "learning_rate" in settings:
+        assert found == expected  # nothing before the optimizer's step has changed
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A data folder with one update of one model."""
+    data = shutil.copytree(parity.DATA, tmp_path / "data", ignore=shutil.ignore_patterns("tp", "*.md"))
+    meta = json.loads((data / "fg" / "meta.json").read_text())
+    case = meta["cases"][PLAIN]
+    meta["cases"] = {PLAIN: {**case, "runs": {"on_policy": case["runs"]["on_policy"]}}}
+    (data / "fg" / "meta.json").write_text(json.dumps(meta))
+    return data
+
+
+def run(monkeypatch, data):
+    monkeypatch.setattr(sys, "argv", ["parity.py", "--data", str(data)])
+    return parity.main()
+
+
+def test_the_command_compares_another_folder(small, monkeypatch, capsys):
+    assert run(monkeypatch, small) == 0
+    assert "on_policy" in capsys.readouterr().out
+
+
+def test_the_command_fails_where_one_recorded_gradient_differs(small, monkeypatch, capsys):
+    path = small / "fg" / f"update_{PLAIN}.safetensors"
+    tensors = load_file(path)
+    name = "on_policy/grad/base_model.model.transformer_blocks.1.attn.to_q.lora_A.weight"
+    largest = max(tensor.abs().max() for key, tensor in tensors.items() if key.startswith("on_policy/grad/"))
+    tensors[name][0, 0] += 4e-5 * largest
+    save_file(tensors, path)
+    assert run(monkeypatch, small) == 1
+    verdicts = [line for line in capsys.readouterr().out.splitlines() if "FAIL" in line]
+    assert len(verdicts) == 1 and " gradients " in verdicts[0]
+
+
+def test_a_method_without_a_replay_is_named(small, monkeypatch):
+    (small / "nft").mkdir()
+    (small / "nft" / "meta.json").write_text("{}")
+    with pytest.raises(SystemExit, match="nft"):
+        run(monkeypatch, small)
