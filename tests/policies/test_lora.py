@@ -15,7 +15,7 @@ from flowrl.rollout import Usage, integrate
 from flowrl.samplers import AllButLast, FlowSDE
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from flowrl.training.build import model_options
-from flowrl.training.config import preset
+from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
 
@@ -175,12 +175,31 @@ def test_settings_of_a_run_reach_the_model(tmp_path):
     options = model_options(preset("default").apply(**files, **changes))
     assert options.frozen_adapters == ("style=a", "b") and options.compile == "inductor"
     assert (options.decode_batch, options.decode_dtype) == (3, "bfloat16")
+    assert preset("default").apply(**files).optim.betas == (0.9, 0.999) and RunConfig().optim.betas == (0.9, 0.99)
+    trainer, _ = train_once(tiny_sd3_policy(), betas=(0.5, 0.75))
+    assert trainer.optimizer.param_groups[0]["betas"] == (0.5, 0.75)
     assert (options.lora_targets, options.guidance_gradient, options.prompt_cache) == (("attn.to_q", "ff.net.2"), "prompt", 7)
     usual = model_options(preset("default").apply(**files))
     assert (usual.frozen_adapters, usual.compile, usual.decode_batch, usual.decode_dtype) == ((), "", 8, "float32")
     for wrong in ({"decode_dtype": "int8"}, {"guidance_gradient": "none"}, {"prompt_cache": 0}, {"lora_targets": (1,)}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             preset("default").apply(**files, **wrong)
+
+
+def test_lists_and_specs_are_read_from_files(tmp_path):
+    text = """
+        algorithm: {window: all, trained_steps: 0:9, drop_zero_advantages: true}
+        optim: {betas: [0.9, 0.95]}
+        policy: {lora_targets: [attn.to_q, ff.net.2], prompt_cache: 7}
+        """
+    (tmp_path / "run.yaml").write_text(text)
+    config = load_config(tmp_path / "run.yaml")
+    values = {"window": "all", "trained_steps": "0:9", "drop_zero_advantages": True, "betas": (0.9, 0.95), "prompt_cache": 7}
+    assert config == RunConfig.of(**values, lora_targets=("attn.to_q", "ff.net.2"))
+    assert RunConfig.from_dict(config.as_dict()) == config
+    (tmp_path / "run.yaml").write_text(text.replace("0.95", "1.0"))
+    with pytest.raises(ConfigError, match=r"line 3: betas = \(0.9, 1.0\) is not allowed: 2 values, each a number in \[0, 1\)"):
+        load_config(tmp_path / "run.yaml")
 
 
 def test_another_rank_is_one_clear_line(tmp_path, capsys):
