@@ -1,29 +1,41 @@
 """`flowrl presets`."""
 
+import shutil
+import textwrap
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 import tyro
 
 from flowrl.settings import grouped, settings_text
 from flowrl.training.config import PRESETS, RunConfig
-from flowrl.training.presets import Combined, combinations, combine, shipped
+from flowrl.training.presets import Combined, combinations, combine, published, published_values, shipped
 
 
 @dataclass(frozen=True)
 class Presets:
-    """List the presets, or print one as YAML that `flowrl train --config` and `--preset` take.
+    """List the presets, or print the settings of one beside the published values and their sources.
 
     Examples: flowrl presets
 
-    flowrl presets sd3.5-medium,tp-grpo,ocr > mine.yaml
+    flowrl presets sd3.5-medium,tp-grpo,ocr
+
+    flowrl presets sd3.5-medium,tp-grpo,ocr,exact --yaml > mine.yaml
     """
 
     name: tyro.conf.Positional[str] = ""
-    """A preset: one name, or a model, a method and a task separated by commas. Left out: list all."""
+    """A preset: one name, or a model, a method and a task separated by commas, and `exact`. Left out: list all."""
+    yaml: bool = False
+    """Print YAML that `flowrl train --config` and `--preset` take."""
 
     def main(self) -> int:
         """Print."""
-        print(preset_text(combine(self.name, PRESETS, RunConfig)) if self.name else listing())
+        if not self.name:
+            print(listing())
+            return 0
+        found = combine(self.name, PRESETS, RunConfig)
+        print(preset_text(found) if self.yaml else published_text(found, self.name, shutil.get_terminal_size().columns))
         return 0
 
 
@@ -37,9 +49,57 @@ def listing() -> str:
             lines.append(f"  {name}: {about['summary']}")
             lines += [f"      {key.replace('_', ' ')}: {text}" for key, text in about.items() if key not in ("summary", "notes")]
             lines += [f"      note: {text}" for text in about.get("notes", ())]
-    lines += ["", "A model, a method and a task combine (flowrl train --preset NAME):"]
+    lines += ["", "A model, a method and a task combine (flowrl train --preset NAME); each also as NAME,exact:"]
     lines += [f"  {name}" for name in combinations()]
-    return "\n".join([*lines, "", "flowrl presets NAME prints all settings of one; --preset takes your own .yaml file too."])
+    lines += [
+        "",
+        "flowrl presets NAME prints the settings of one beside the published values, with --yaml as a file for --preset.",
+    ]
+    return "\n".join(lines)
+
+
+SIDE_BY_SIDE = 130
+"""Columns of a terminal from which sources and reasons have a column of their own."""
+
+
+def published_text(found: Combined, name: str, width: int) -> str:
+    """A table of the settings: ours, the published value, where it is published, and why ours differs; the sources below."""
+    order = list(RunConfig().flat())
+    rows = sorted(published(found), key=lambda row: order.index(row.setting))
+    wide = width >= SIDE_BY_SIDE
+    sizes = (22, 25, 25, width - 78) if wide else (22, 25, 25)
+    same = sum(row.same for row in rows)
+    form = "flowrl's exact definitions" if "exact" in name.split(",") else "definitions as released (NAME,exact has flowrl's own)"
+    lines = [*textwrap.wrap(f"{name}: {same} of {len(rows)} settings as published; {form}", width), ""]
+    lines += _cells(("setting", "flowrl", "published", "same, or why not; where published")[: len(sizes)], sizes)
+    for row in rows:
+        why = row.why or "not published"
+        said = "same" if row.same else why if row.value is None else f"differs: {why}"
+        note = f"{said} [{row.where}]" if row.where else said
+        cells = (row.setting, _value(row.ours), "-" if row.value is None else _value(row.value), note)
+        lines += _cells(cells[: len(sizes)], sizes)
+        lines += [] if wide else textwrap.wrap(note, width - 4, initial_indent="    ", subsequent_indent="    ")
+    used = {row.where.partition(":")[0] for row in rows}
+    sources = [f"{key}: {text}" for key, text in published_values()["sources"].items() if key in used]
+    return "\n".join([*lines, *([""] if sources else []), *(line for text in sources for line in textwrap.wrap(text, width))])
+
+
+def _cells(cells: tuple[str, ...], sizes: tuple[int, ...]) -> list[str]:
+    """One row of a table, its cells wrapped to the columns' `sizes`."""
+    wrapped = [textwrap.wrap(cell, size) for cell, size in zip(cells, sizes, strict=True)]
+    return [
+        "  ".join(f"{part:{size}s}" for part, size in zip(parts, sizes, strict=True)).rstrip()
+        for parts in zip_longest(*wrapped, fillvalue="")
+    ]
+
+
+def _value(value: Any) -> str:
+    """A setting as one writes it in YAML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ", ".join(map(_value, value)) if isinstance(value, tuple) else str(value)
 
 
 def preset_text(found: Combined) -> str:

@@ -324,16 +324,20 @@ class Preset:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def apply(self, **changes: Any) -> RunConfig:
-        """The run with this preset's settings, then `changes`; the mixture world and models have defaults of their own."""
+        """The run with this preset's settings, then `changes`; the mixture world and models have defaults of their own. A preset
+        that names no device trains its model on CUDA, or without CUDA in float32."""
         chosen = {**self.changes, **changes}
         base: dict[str, Any] = MIXTURE_DEFAULTS if chosen.get("world") == "mixture" else {}
         if chosen.get("model"):
-            base = {**MODEL_DEFAULTS, **_accelerator()}
+            accelerator = _accelerator()
+            if not accelerator and "device" not in chosen and "dtype" not in changes:
+                chosen.pop("dtype", None)
+            base = {**MODEL_DEFAULTS, **accelerator}
         return RunConfig.of(**{**base, **chosen})
 
 
 def _accelerator() -> dict[str, Any]:
-    """Where a model trains by default."""
+    """Where a model trains by default; empty without CUDA."""
     import torch
 
     return {"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}

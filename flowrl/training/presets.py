@@ -1,4 +1,8 @@
-"""Preset files: a model, a method and a task that combine to a run, as in ``sd3.5-medium,tp-grpo,ocr``."""
+"""Preset files: a model, a method and a task that combine to a run, as in ``sd3.5-medium,tp-grpo,ocr``, and what is published.
+
+Clips, KL weights and rules of the method files are the published ones, with the definitions of the code that they were released
+with. ``sd3.5-medium,tp-grpo,ocr,exact`` has flowrl's definitions and translated numbers.
+"""
 
 import difflib
 from collections.abc import Sequence
@@ -10,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.settings import read_settings
+from flowrl.settings import load_document, read_settings
 
-KINDS = ("models", "methods", "tasks")
+KINDS = ("models", "methods", "tasks", "definitions")
 """The folders of preset files, in the order in which their settings are laid over each other."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """One preset: its name, where it comes from (a folder's name, "built-in" or "file"), its settings, and those for the case
-    that another named piece is chosen too. `about` is what its file says: gpus, memory, time, notes ..."""
+    that other named pieces (separated by commas) are chosen too. `about` is what its file says: gpus, memory, notes ..."""
 
     name: str
     origin: str
@@ -45,15 +49,16 @@ def shipped() -> dict[str, dict[str, Path]]:
 
 
 def combinations() -> list[str]:
-    """The names of all model,method,task presets."""
-    return [",".join(names) for names in product(*(shipped()[kind] for kind in KINDS))]
+    """The names of all model,method,task presets; each exists with ",exact" too."""
+    return [",".join(names) for names in product(*(shipped()[kind] for kind in KINDS[:3]))]
 
 
 def combine(name: str, built_in: dict[str, dict[str, Any]], schema: type) -> Combined:
     """The presets `name` lists, separated by commas: shipped files by name, names of `built_in`, or paths of .yaml files.
 
-    Model, method and task files are laid over each other in this order, then the settings that they have for each other, then
-    built-in presets and files of the user's own in the order given. Raises `ConfigError` for an unknown name or two of a kind.
+    Model, method, task and definition files are laid over each other in this order, then the settings that they have for each
+    other, then built-in presets and files of the user's own in the order given. Raises `ConfigError` for an unknown name or two
+    of a kind.
     """
     pieces = [_piece(part.strip(), built_in, schema) for part in name.split(",")]
     for kind in KINDS:
@@ -76,7 +81,7 @@ def _layers(pieces: Sequence[Piece]) -> list[Piece]:
         Piece(f"{piece.name} with {other}", piece.origin, settings)
         for piece in files
         for other, settings in piece.when.items()
-        if other in chosen
+        if set(other.split(",")) <= chosen
     ]
     return [*files, *crossed, *(piece for piece in pieces if piece.origin not in KINDS)]
 
@@ -98,3 +103,48 @@ def _piece(name: str, built_in: dict[str, dict[str, Any]], schema: type) -> Piec
         f"unknown preset {name!r}{hint}; allowed: {'; '.join(lists)}; several separated by commas, as in {combinations()[-1]}; "
         "or a .yaml file"
     )
+
+
+@dataclass(frozen=True)
+class Published:
+    """A setting beside its published value (None: not published), where that is published, and why ours differs, if it does."""
+
+    setting: str
+    ours: Any
+    value: Any
+    where: str
+    why: str
+
+    @property
+    def same(self) -> bool:
+        """Whether ours is the published value."""
+        return self.ours == self.value
+
+
+def published(found: Combined) -> list[Published]:
+    """All settings of `found` beside what is published for its pieces (``presets/published.yaml``).
+
+    Entries of the file hold for all combinations that contain the pieces they name; later ones overrule earlier ones. Settings of
+    the user's own files differ because of that file.
+    """
+    chosen, known, reasons, unpublished = {piece.name for piece in found.pieces}, {}, {}, ""
+    for entry in published_values()["entries"]:
+        if set(filter(None, entry["for"].split(","))) <= chosen:
+            known |= {name: (*values, entry.get("source", "")) for name, values in entry.get("values", {}).items()}
+            reasons |= entry.get("why", {})
+            unpublished = entry.get("unpublished", unpublished)
+    own = {piece.name for piece in found.pieces if piece.origin not in KINDS}
+    rows = []
+    for name, ours in found.settings.items():
+        value, place, source = known.get(name, (None, "", ""))
+        ours, value = (tuple(v) if isinstance(v, list) else v for v in (ours, value))
+        why = reasons.get(name, unpublished if value is None else "")
+        why = f"set by {found.origins[name]}" if found.origins[name] in own else why
+        rows.append(Published(name, ours, value, f"{source}: {place}" if place else "", "" if ours == value else why))
+    return rows
+
+
+@cache
+def published_values() -> dict[str, Any]:
+    """The content of ``presets/published.yaml``: `sources` by short name, and `entries` of published values and reasons."""
+    return load_document(Path(str(resources.files("flowrl") / "presets" / "published.yaml")))[0]

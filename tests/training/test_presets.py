@@ -1,6 +1,7 @@
 """Presets: the papers' settings by value, every combination run at tiny size, files of one's own and what is wrong with them."""
 
 import pytest
+import torch
 import yaml
 from tiny_rewards import tiny_clip, tiny_detector
 
@@ -11,65 +12,181 @@ from flowrl.methods import named_method
 from flowrl.prompts import prompts_from
 from flowrl.settings import grouped, read_settings, settings_text
 from flowrl.testing.tiny import tiny_flux, tiny_sd3
-from flowrl.training.build import make_world, trial_schedule
-from flowrl.training.config import RunConfig, load_config, preset
+from flowrl.training.build import first_trained_steps, make_world
+from flowrl.training.config import PRESETS, RunConfig, load_config, preset
 from flowrl.training.evaluation import write_trajectory
-from flowrl.training.presets import combinations, shipped
+from flowrl.training.plan import plan, plan_text
+from flowrl.training.presets import combinations, combine, published, published_values, shipped
 from flowrl.training.results import load_run
 
-FLOW, STEPWISE, TURNING = "flow-grpo", "stepwise-flow-grpo", "tp-grpo"
+FLOW, STEPWISE, TURNING, DANCE = "flow-grpo", "stepwise-flow-grpo", "tp-grpo", "dance-grpo"
 SD3, FLUX = "sd3.5-medium", "flux.1-dev"
-EVERYWHERE = {
-    "resolution": 512, "lora_rank": 32, "lora_alpha": 64.0, "tuning": "lora", "group_size": 24, "minibatches": 2,
-    "learning_rate": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0,
-}  # fmt: skip
-"""The same in all three papers (Stepwise-Flow-GRPO builds on Flow-GRPO's code)."""
+GENEVAL, OCR, PICKSCORE = "geneval", "ocr", "pickscore"
+EVERYWHERE = {"betas": (0.9, 0.999), "weight_decay": 1e-4, "max_grad_norm": 1.0, "tuning": "lora", "max_sequence_length": 128}
+ATTENTION = tuple(
+    f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+)
+FEED_FORWARD = tuple(f"{name}.net.{layer}" for name in ("ff", "ff_context") for layer in ("0.proj", "2"))
 MODELS = {
-    SD3: {"num_steps": 10, "eval_steps": 40, "guidance_scale": 4.5},
-    FLUX: {"num_steps": 6, "eval_steps": 28, "guidance_scale": 1.0},  # its guidance of 3.5 is distilled
-}
+    SD3: {
+        "num_steps": 10, "eval_steps": 40, "guidance_scale": 4.5, "dtype": "float16", "resolution": 512,
+        "lora_rank": 32, "lora_alpha": 64.0, "lora_targets": ATTENTION,
+    },
+    FLUX: {  # its guidance of 3.5 is distilled
+        "num_steps": 6, "eval_steps": 28, "guidance_scale": 1.0, "dtype": "bfloat16", "resolution": 512,
+        "lora_rank": 64, "lora_alpha": 128.0, "lora_targets": ATTENTION + FEED_FORWARD,
+    },
+}  # fmt: skip
+FLOW_CODE = {
+    "sampler": "flow-sde", "noise_level": 0.7, "window": "all", "trained_steps": "all-but-last", "clip_range": 1e-4,
+    "loss": "clipped(kl=without_delta)", "kl_weight": 0.04, "drop_zero_advantages": True, "guidance_gradient": "prompt",
+    "minibatches": 2, "learning_rate": 3e-4, "ema_decay": 0.987, "group_size": 24,
+}  # fmt: skip
 METHODS = {
-    FLOW: {"sampler": "flow-sde", "initial_noise": "independent", "clip_range": 1e-4, "window": "all-but-last"},
-    STEPWISE: {"sampler": "flow-sde", "initial_noise": "shared", "window": "all"},
-    TURNING: {"sampler": "cps", "initial_noise": "independent", "clip_range": 1e-5, "kl_weight": 1e-4},
-}
+    FLOW: {**FLOW_CODE, "initial_noise": "independent", "credit": "uniform(std=batch)"},
+    STEPWISE: {**FLOW_CODE, "initial_noise": "shared"},
+    TURNING: {
+        **FLOW_CODE, "initial_noise": "independent", "credit": "turning-point(balance=trend, balance_scope=prompt)",
+        "sampler": "cps", "window": "0:9", "trained_steps": "all", "loss": "clipped(log_prob=released_cps)", "clip_range": 1e-5,
+        "kl_weight": 1e-4, "guidance_gradient": "both",
+    },
+    DANCE: {
+        "sampler": "dance-sde", "noise_level": 0.3, "window": "all-but-last", "trained_steps": "random:0.6", "clip_range": 1e-4,
+        "group_size": 12, "loss": "clipped", "kl_weight": 0.0, "drop_zero_advantages": False, "initial_noise": "shared",
+        "guidance_gradient": "both", "minibatches": 3, "learning_rate": 3e-4, "ema_decay": 0.0,
+    },
+}  # fmt: skip
+FLOW_ON_FLUX = {"noise_level": 0.9, "kl_weight": 0.0, "drop_zero_advantages": False}
 CROSSED = {
-    (FLOW, SD3): {"noise_level": 0.7},
-    (FLOW, FLUX): {"noise_level": 0.9, "kl_weight": 0.0},
-    (TURNING, SD3): {"noise_level": 0.7, "window": "0:9"},
-    (TURNING, FLUX): {"noise_level": 0.8, "window": "0:5"},
-    (FLOW, SD3, "geneval"): {"kl_weight": 0.04},
-    (FLOW, SD3, "ocr"): {"kl_weight": 0.04},
-    (FLOW, SD3, "pickscore"): {"kl_weight": 0.01},
+    (FLOW, PICKSCORE): {"kl_weight": 0.01},
+    (STEPWISE, PICKSCORE): {"kl_weight": 0.01},
+    (FLOW, FLUX): FLOW_ON_FLUX,
+    (STEPWISE, FLUX): FLOW_ON_FLUX,
+    (TURNING, FLUX): {"window": "0:5"},
+    (DANCE, FLUX): {"num_steps": 16, "resolution": 720},
 }
-REWARDS = {"geneval": "geneval", "ocr": "ocr", "pickscore": "pickscore"}
+EXACT = {"loss": "clipped", "drop_zero_advantages": False, "guidance_gradient": "both"}
+EXACT_FLOW = {"window": "all-but-last", "trained_steps": "all"}
+CROSSED_EXACT = {
+    (FLOW,): {**EXACT_FLOW, "credit": "uniform"},
+    (STEPWISE,): EXACT_FLOW,
+    (TURNING,): {"credit": "turning-point"},
+    (FLOW, SD3): {"kl_weight": 0.0091},
+    (STEPWISE, SD3): {"kl_weight": 0.0091},
+    (FLOW, SD3, PICKSCORE): {"kl_weight": 0.0023},
+    (STEPWISE, SD3, PICKSCORE): {"kl_weight": 0.0023},
+    (TURNING, SD3): {"trained_steps": "0:8", "clip_range": 2.2e-5, "kl_weight": 0.059},
+    (TURNING, FLUX): {"clip_range": 2.9e-5},
+}
+TRAINED = {
+    (SD3, FLOW): 9, (SD3, STEPWISE): 9, (SD3, TURNING): 9, (SD3, DANCE): 5,
+    (FLUX, FLOW): 5, (FLUX, STEPWISE): 5, (FLUX, TURNING): 5, (FLUX, DANCE): 9,
+}  # fmt: skip
+FLAVOURS = [name + form for name in combinations() for form in ("", ",exact")]
 
 
-@pytest.mark.parametrize("name", combinations())
-def test_values_are_the_papers(name):
-    """arXiv 2505.05470, 2603.28718, 2602.06422 and the settings released with the first and last."""
-    model, method, task = name.split(",")
-    config = preset(name).apply()
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_values_are_the_papers_or_their_translation(name):
+    """arXiv 2505.05470, 2603.28718, 2602.06422, 2505.07818 and released settings; benchmarks/translation.py for the rest."""
+    model, method, task, *exact = name.split(",")
     expected = {**EVERYWHERE, **MODELS[model], **METHODS[method]}
-    for names, values in CROSSED.items():
+    tables = [CROSSED, {(): EXACT}, CROSSED_EXACT] if exact else [CROSSED]
+    for names, values in (item for table in tables for item in table.items()):
         if set(names) <= {model, method, task}:
             expected |= values
-    assert {key: config.flat()[key] for key in expected} == expected
-    assert config.environment.reward.startswith(REWARDS[task]) and config.algorithm.method == method
-    assert config.optim.ema_decay == pytest.approx(0.9 ** (1 / 8), abs=2e-4)
-    trained = {(SD3, FLOW): 9, (SD3, STEPWISE): 10, (SD3, TURNING): 9, (FLUX, FLOW): 5, (FLUX, STEPWISE): 6, (FLUX, TURNING): 5}
-    assert int(trial_schedule(config).stochastic.sum()) == trained[model, method]
+    changes = preset(name).changes
+    assert {key: changes[key] for key in expected} == expected
+    assert changes["reward"].startswith(task) and changes["method"] == method
+    assert changes.keys() - expected.keys() <= OURS | {"iterations", "model", "method", "eval_every"}
+    trained = TRAINED[model, method] - bool(exact and (model, method) == (SD3, TURNING))
+    assert len(first_trained_steps(preset(name).apply())) == trained
 
 
-def test_there_are_two_models_three_methods_three_tasks():
+OURS = {
+    "groups", "reward", "prompts", "heldout_prompts", "eval_samples", "max_batch", "micro_batch", "gradient_checkpointing",
+}  # fmt: skip
+"""Settings that differ from every publication."""
+FREE = {"iterations", "ema_decay", "eval_every"}
+ONE_BRANCH = {"guidance_scale", "guidance_gradient"}
+NO_LORA = {"tuning", "learning_rate", "lora_rank", "lora_alpha", "lora_targets", "max_sequence_length", "trained_steps",
+           "guidance_gradient", "eval_every", "eval_steps"}  # fmt: skip
+PAPER = {"method", "sampler", "initial_noise"}
+DIFFERING = {
+    (SD3, FLOW): (FREE, {"credit", "window", "trained_steps", "loss", "kl_weight", "drop_zero_advantages", "guidance_gradient"}),
+    (FLUX, FLOW): (FREE | ONE_BRANCH, {"credit", "window", "trained_steps", "loss"}),
+    (SD3, TURNING): (
+        FREE - {"eval_every"} | {"credit"}, {"loss", "clip_range", "kl_weight", "trained_steps", "drop_zero_advantages"},
+    ),
+    (FLUX, TURNING): (FREE - {"eval_every"} | {"credit"} | ONE_BRANCH, {"loss", "clip_range", "drop_zero_advantages"}),
+    (SD3, DANCE): (NO_LORA | {"dtype", "guidance_scale", "model", "num_steps", "resolution"}, set()),
+    (FLUX, DANCE): (NO_LORA | {"guidance_scale"}, set()),
+}  # fmt: skip
+"""What differs from the released settings as released, and what differs in addition with exact definitions."""
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_what_differs_from_the_published_values_is_known_and_has_a_reason(name):
+    """A preset or published.yaml that changes must change this table, or give a reason."""
+    model, method, task, *exact = name.split(",")
+    rows = {row.setting: row for row in published(combine(name, PRESETS, RunConfig))}
+    differing = {setting for setting, row in rows.items() if not row.same}
+    assert all(rows[setting].why for setting in differing)
+    assert not any(row.why for row in rows.values() if row.same) and all(
+        rows[setting].where for setting in rows.keys() - differing
+    )
+    if method == STEPWISE:  # nothing is published but the method and, for SD3.5, its grid and guidance
+        settled = PAPER | ({"num_steps", "model", "guidance_scale", "eval_steps"} if model == SD3 else set())
+        assert rows.keys() - differing == settled
+    else:
+        released, more = DIFFERING[model, method]
+        same_reward = task == PICKSCORE and method != DANCE and not exact
+        assert differing == OURS - ({"reward"} if same_reward else set()) | released | (more if exact else set())
+
+
+def test_published_values_have_a_source_and_are_used():
+    """Every value, place and reason of published.yaml shows in some combination."""
+    document = published_values()
+    names = {name for files in shipped().values() for name in files}
+    seen = [row for name in FLAVOURS for row in published(combine(name, PRESETS, RunConfig))]
+    places, reasons = {row.where for row in seen}, {(row.setting, row.why) for row in seen}
+    for entry in document["entries"]:
+        assert set(filter(None, entry["for"].split(","))) <= names
+        assert "values" not in entry or entry["source"] in document["sources"]
+        for setting, (_, place) in entry.get("values", {}).items():
+            assert not place or f"{entry['source']}: {place}" in places, (entry["for"], setting)
+        assert {(setting, why) for setting, why in entry.get("why", {}).items()} <= reasons, entry["for"]
+
+
+def test_the_precision_of_a_preset_is_for_gpus(monkeypatch):
+    """Without a device: CUDA in the preset's precision, or float32."""
+    assert preset(f"{SD3},{FLOW},ocr").apply().policy.dtype == "float32"
+    assert preset(f"{SD3},{FLOW},ocr").apply(dtype="float16").policy.dtype == "float16"
+    assert preset(f"{SD3},{FLOW},ocr").apply(device="cpu").policy.dtype == "float16"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for model, dtype in ((SD3, "float16"), (FLUX, "bfloat16")):
+        policy = preset(f"{model},{FLOW},ocr").apply().policy
+        assert (policy.device, policy.dtype) == ("cuda", dtype)
+    assert preset(f"{SD3},{FLOW},ocr").apply().optim.loss_scale > 0
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_every_preset_can_be_planned(name):
+    config = preset(name).apply()
+    assert "optimizer steps" in plan_text(plan(config), config)
+
+
+def test_there_are_two_models_four_methods_three_tasks_and_exact_definitions():
     assert {kind: set(files) for kind, files in shipped().items()} == {
-        "models": {SD3, FLUX}, "methods": {FLOW, STEPWISE, TURNING}, "tasks": {"geneval", "ocr", "pickscore"},
+        "models": {SD3, FLUX}, "methods": {FLOW, STEPWISE, TURNING, DANCE}, "tasks": {GENEVAL, OCR, PICKSCORE},
+        "definitions": {"exact"},
     }  # fmt: skip
-    assert len(combinations()) == 18
+    assert len(combinations()) == 24
     for kind, files in shipped().items():
         for path in files.values():
             about = yaml.safe_load(path.read_text())["about"]
-            wanted = {"models": {"gpus", "memory", "time"}, "methods": {"paper_batch"}, "tasks": {"reward_memory"}}[kind]
+            wanted = {"models": {"gpus", "memory", "time"}, "methods": {"paper_batch"}, "tasks": {"reward_memory"}}.get(
+                kind, set()
+            )
             assert {"summary", "notes", *wanted} <= set(about), path
 
 
@@ -108,10 +225,10 @@ SMALL = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", combinations())
+@pytest.mark.parametrize("name", FLAVOURS)
 def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     """Networks, sizes and counts are small; steps, sampler, window, loss, rule, prompts and kind of reward are the preset's."""
-    model, _, task = name.split(",")
+    model, _, task, *_ = name.split(",")
     if task == "ocr":
         pytest.importorskip("rapidocr")
     root, rewards = tiny
@@ -124,7 +241,8 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     out = tmp_path / "run"
     assert main(["train", "--preset", f"{name},{tmp_path / 'small.yaml'}", "--out", str(out)]) == 0
     run, config = load_run(out), load_config(out / "config.yaml")
-    assert run.finished and run.rows[1]["trajectories"] == 2 and run.rows[1]["grad_norm"] >= 0
+    row = run.rows[1]
+    assert run.finished and row["trajectories"] == 2 and (row["grad_norm"] >= 0 if row["train_nfe"] else row["dropped"] == 2)
     kept = preset(name).changes
     assert all(config.flat()[key] == value for key, value in kept.items() if key not in own)
     assert (out / "lora" / "pytorch_lora_weights.safetensors").exists()
@@ -132,15 +250,29 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
 
 
 def test_a_preset_in_print_is_a_preset(tmp_path, capsys):
-    name = f"{FLUX},{TURNING},ocr,tiny"
-    assert main(["presets", name]) == 0
+    name = f"{FLUX},{TURNING},ocr,exact,tiny"
+    assert main(["presets", name, "--yaml"]) == 0
     text = capsys.readouterr().out
-    assert "noise_level: 0.8" in text and "# tp-grpo with flux.1-dev" in text and "unmeasured" in text
+    assert "# tiny" in text and "# exact with tp-grpo,flux.1-dev" in text and "unmeasured" in text
     (tmp_path / "mine.yaml").write_text(text)
     assert preset(str(tmp_path / "mine.yaml")).changes == preset(name).changes
     assert main(["presets"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in combinations()) and "unmeasured" in shown
+    assert all(name in shown for name in combinations()) and "unmeasured" in shown and "exact definitions" in shown
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_preset_is_shown_beside_what_is_published(columns, tmp_path, capsys, monkeypatch):
+    """At any width: our value, the published one, the place in the source, the reason, the source."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    (tmp_path / "mine.yaml").write_text("optim: {learning_rate: 1e-5}\n")
+    assert main(["presets", f"{SD3},{TURNING},ocr,{tmp_path / 'mine.yaml'}"]) == 0
+    shown = capsys.readouterr().out
+    assert all(len(line) <= columns for line in shown.splitlines())
+    plain = " ".join(shown.split())
+    assert "clip_range 1e-05 1e-05 same [TurningPoint-GRPO: config/my_grpo.py, train.clip_range]" in plain
+    assert "groups 4 48 differs: 4 fit on one GPU" in plain and "mine.yaml" in plain
+    assert "commit 994d26a" in plain and "DanceGRPO" not in plain and "28 of 40 settings as published" in plain
 
 
 def test_later_files_and_options_overrule_earlier_ones(tmp_path):
@@ -241,7 +373,7 @@ def test_a_run_folder_of_another_format_is_one_line(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_what_presets_prints_is_repeated_by_config_and_changed_by_preset(tmp_path, capsys):
-    assert main(["presets", f"{FLUX},{TURNING},ocr"]) == 0
+    assert main(["presets", f"{FLUX},{TURNING},ocr", "--yaml"]) == 0
     (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
     told = []
     for door in (["--config", str(tmp_path / "mine.yaml")], ["--preset", str(tmp_path / "mine.yaml"), "--model", "another"]):

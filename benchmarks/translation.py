@@ -1,0 +1,154 @@
+"""Translates the released codes' clips and KL weights into flowrl's exact definitions, per sampler and grid.
+
+    python benchmarks/translation.py             # seconds; prints the tables of docs/presets.md
+
+Model: an update changes the velocity by independent numbers of root mean square u per latent element, equal at every step. Step i
+then moves the transition's mean by a_i u, with the slope a_i = |d mean / d v|. With the step's std k_i and d latent elements, the
+exact log-ratio of a sampled node is normal with mean -q and variance 2 q / d; q = (a_i u / k_i)^2 / 2 is the KL per element.
+Released forms: CPS's log-probability is the exact one times 2 k_i^2; Flow-SDE's KL is the exact one times Delta_i.
+
+Rules. KL weight: the penalty, a mean over the trained steps, stays equal. Clip: at the u at which the released form clips 20% of
+the pairs of the steps that both train, the exact form clips 20% too.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, mean
+
+import numpy as np
+import torch
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from flowrl.policies.family import resolution_shift
+from flowrl.protocols import Sampler
+from flowrl.samplers import CPS, FlowSDE
+from flowrl.types import Schedule
+
+ELEMENTS = 16 * 64 * 64
+"""Elements of a latent of SD3.5 and FLUX.1 at 512 pixels."""
+CLIPPED = 0.2
+"""Fraction of the pairs at which the clips are compared."""
+
+
+def sd3_grid(steps: int = 10) -> Schedule:
+    """The grid of SD3.5's scheduler (shift 3)."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(steps)
+    return Schedule(torch.as_tensor(scheduler.sigmas, dtype=torch.float32))
+
+
+def flux_grid(steps: int = 6, tokens: int = 1024) -> Schedule:
+    """The grid of FLUX.1-dev's scheduler, shifted by the number of image tokens (1,024 at 512 pixels)."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=resolution_shift(scheduler, tokens, 1.15))  # pyright: ignore[reportArgumentType]
+    return Schedule(torch.as_tensor(scheduler.sigmas, dtype=torch.float32))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The model's numbers of each step: a = |d mean / d v|, std k, length Delta."""
+
+    slope: Tensor
+    std: Tensor
+    delta: Tensor
+
+    @property
+    def kl(self) -> Tensor:
+        """The exact KL per element at u = 1."""
+        return (self.slope / self.std) ** 2 / 2
+
+    def squares(self, trained: Sequence[int], released: bool = False) -> Tensor:
+        """Squared gradient norms of the `trained` steps' policy terms (at equal advantages, on policy), up to one factor;
+        `released`: with CPS's released log-probability."""
+        scale = 2 * self.std**2 if released else torch.ones_like(self.std)
+        return (self.kl * scale**2)[list(trained)]
+
+    def shares(self, trained: Sequence[int], released: bool = False) -> Tensor:
+        """Each step's share of the sum of `squares`."""
+        return self.squares(trained, released) / self.squares(trained, released).sum()
+
+
+def steps_of(sampler: Sampler, schedule: Schedule) -> Steps:
+    """Slopes, stds and lengths of `sampler` on `schedule`, from its own transitions."""
+    index, zero, one = torch.arange(schedule.steps), torch.zeros(schedule.steps, 1), torch.ones(schedule.steps, 1)
+    moved, still = (sampler.transition(zero, velocity, schedule, index) for velocity in (one, zero))
+    slope = (moved.mean - still.mean).abs().flatten()
+    return Steps(slope.double(), still.std.double(), schedule.deltas.double())
+
+
+def clipped(steps: Steps, trained: Sequence[int], change: float, clip: float, released: bool) -> list[float]:
+    """The fraction of pairs whose log-ratio leaves +-`clip` at each trained step, for a velocity change u = `change`."""
+    found = []
+    for step in trained:
+        scale = 2 * float(steps.std[step]) ** 2 if released else 1.0
+        divergence = float(steps.kl[step]) * change**2
+        log_ratio = NormalDist(-scale * divergence, scale * math.sqrt(2 * divergence / ELEMENTS))
+        found.append(log_ratio.cdf(-clip) + 1 - log_ratio.cdf(clip))
+    return found
+
+
+def bisect(rising: Callable[[float], float], target: float, low: float = 1e-12, high: float = 1e3) -> float:
+    """Where the rising function has the value `target`."""
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if rising(middle) > target else (middle, high)
+    return math.sqrt(low * high)
+
+
+def exact_clip(steps: Steps, published: float, trained: Sequence[int], fraction: float = CLIPPED) -> float:
+    """The clip of the exact log-ratio that cuts as many pairs of `trained` as `published` cuts of the released CPS form."""
+    change = bisect(lambda u: mean(clipped(steps, trained, u, published, released=True)), fraction)
+    return bisect(lambda c: -mean(clipped(steps, trained, change, c, released=False)), -fraction)
+
+
+def exact_kl_weight(steps: Steps, published: float, before: Sequence[int], after: Sequence[int], released: bool) -> float:
+    """The weight with which the exact KL, a mean over the steps `after`, is as large as the released one over `before`."""
+    known = steps.kl * steps.delta if released else steps.kl
+    return published * float(known[list(before)].mean() / steps.kl[list(after)].mean())
+
+
+def policy_scale(steps: Steps, before: Sequence[int], after: Sequence[int]) -> float:
+    """The gradient norm of the policy term, a mean over the steps `after`, over the released CPS form's over `before`."""
+    exact, released = steps.squares(after).sum().sqrt(), steps.squares(before, released=True).sum().sqrt()
+    return float(exact / released) * len(before) / len(after)
+
+
+def report(name: str, steps: Steps, trained: Sequence[int], released: bool) -> None:
+    """One line per trained step; with `released`, the shares and the clip of the released CPS form too."""
+    print(f"\n{name}: shares of the squared gradient norm of the policy term")
+    print("  step     std   slope   1/Delta  exact share" + "  released share  exact clip of 1e-5" * released)
+    shares, theirs = steps.shares(trained), steps.shares(trained, released=True)
+    for row, step in enumerate(trained):
+        std, slope, delta = (float(values[step]) for values in (steps.std, steps.slope, steps.delta))
+        more = f"{theirs[row]:16.4f}{1e-5 / (2 * std**2):20.1e}" if released else ""
+        print(f"  {step:4d} {std:7.4f} {slope:7.4f} {1 / delta:9.2f}{shares[row]:13.4f}{more}")
+
+
+def main() -> int:
+    """Print the tables and the translated numbers."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    flow, cps = steps_of(FlowSDE(0.7), sd3_grid()), steps_of(CPS(0.7), sd3_grid())
+    flux = steps_of(CPS(0.7), flux_grid())
+    nine, eight, five = range(9), range(8), range(5)
+    report("SD3.5, 10 steps, Flow-SDE 0.7", flow, range(10), released=False)
+    report("SD3.5, 10 steps, CPS 0.7", cps, nine, released=True)
+    report("SD3.5, 10 steps, CPS 0.7, without step 8", cps, eight, released=True)
+    report("FLUX.1-dev, 6 steps, CPS 0.7", flux, five, released=True)
+    print("\nKL weights for the exact KL")
+    for published in (0.04, 0.01):
+        print(f"  SD3.5, Flow-SDE, {published:g} without Delta: {exact_kl_weight(flow, published, nine, nine, True):.2g}")
+    print(f"  SD3.5, CPS, 1e-4 over steps 0-8, now over 0-7: {exact_kl_weight(cps, 1e-4, nine, eight, False):.2g}")
+    print("\nclips for the exact log-probability, 1e-5 as released (CPS)")
+    for name, steps, trained in (("SD3.5, steps 0-7", cps, eight), ("FLUX.1-dev, steps 0-4", flux, five)):
+        clips = ", ".join(f"{exact_clip(steps, 1e-5, trained, f):.2g} at {f:.0%}" for f in (0.05, 0.1, CLIPPED, 0.5))
+        print(f"  {name}: {clips} of the pairs clipped")
+    print("\ngradient norm of the policy term, exact over released (CPS)")
+    print(f"  SD3.5 {policy_scale(cps, nine, eight):.1f}, FLUX.1-dev {policy_scale(flux, five, five):.1f}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
