@@ -58,7 +58,11 @@ def test_header_code_and_numbers(folder, tuning):
     code = body.split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
     assert ("load_lora_weights" in code) == (tuning == "lora") and ("AutoModel" in code) == (tuning == "full")
-    assert "| `ocr(form=released)` | 0.2500 | 0.7500 |" in body and "| `strict` | 0.1250 | 0.5000 |" in body and "`seconds`" not in body
+    assert (
+        "| `ocr(form=released)` | 0.2500 | 0.7500 |" in body
+        and "| `strict` | 0.1250 | 0.5000 |" in body
+        and "`seconds`" not in body
+    )
     assert "7 iterations, 12,345 network evaluations in rollouts and 68 seconds" in body and "96 images in total" in body
     assert "no confidence interval" in body and str(folder) not in text and "`prompts.txt`" in body
 
