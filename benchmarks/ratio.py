@@ -1,6 +1,6 @@
 """What a ratio is made of: clips in other dimensions, each step's share of the gradient, and rounding before any update.
 
-    python benchmarks/ratio.py              # about five minutes on one core: everything
+    python benchmarks/ratio.py              # about ten minutes on one core: everything
     python benchmarks/ratio.py --report     # table and figures again, from results/ratio.json
 
 Shares are those of the squared norm of dL/dv on policy with equal advantages: (b / std)^2 per step for the Gaussian log-density,
@@ -17,7 +17,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -232,10 +231,8 @@ def main() -> None:
             for guidance in (1.0, 4.5):
                 found[f"{dtype}, guidance {guidance:g}"] = rounding(dtype, guidance, options.samples)
                 print(f"{dtype}, guidance {guidance:g}: {time.monotonic() - began:.0f} s", flush=True)
-        state = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False).stdout
         record = {
             "command": "python benchmarks/ratio.py",
-            "commit": state.strip(),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "hardware": f"one core of {platform.machine()}",
             "samples": options.samples,

@@ -19,25 +19,22 @@ def shares_figure(found: dict[str, Any]) -> Figure:
     chosen = [name for name in found[rows[0]]["samplers"] if name not in ("CPS 0.8", "Flow-SDE 0.7, all but last")]
     drawn = Figure(figsize=(13, 2.5 * len(rows)), layout="constrained")
     grid: Any = drawn.subplots(len(rows), len(chosen), sharey=True, squeeze=False)
-    for line, name in zip(grid, rows, strict=True):
-        for axes, sampler in zip(line, chosen, strict=True):
-            values = found[name]["samplers"][sampler]
+    for row, name in enumerate(rows):
+        for column, sampler in enumerate(chosen):
+            axes, values = grid[row, column], found[name]["samplers"][sampler]
             forms = [form for form in FORMS if form in values]
             count, width = len(values["std"]), 0.8 / len(forms)
             for k, form in enumerate(forms):
                 at = [i - 0.4 + (k + 0.5) * width for i in range(count)]
                 axes.bar(at, values[form], width, color=SHADES[form], label=FORMS[form])
             top = max(range(count), key=lambda i: values["exact"][i])
-            right = top < count / 2
-            axes.annotate(
-                f"{100 * values['exact'][top]:.4g}%", (top, values["exact"][top]), (6 if right else -10, -2),
-                textcoords="offset points", ha="left" if right else "right", va="top", fontsize=9,
-            )  # fmt: skip
-            axes.set(ylim=(0, 1.08), xticks=range(count))
-            axes.set_title(sampler if line is grid[0] else "")
-            axes.set_xlabel("step" if line is grid[-1] else "")
+            place, label = (top - 0.4 + width / 2, values["exact"][top]), percent(values["exact"][top])
+            axes.annotate(label, place, (0, 3), textcoords="offset points", ha="center", fontsize=9)
+            axes.set(ylim=(0, 1.15), yticks=[0, 0.25, 0.5, 0.75, 1], xticks=range(count))
+            axes.set_title("" if row else sampler)
+            axes.set_xlabel("step" if row == len(rows) - 1 else "")
             clean(axes)
-        line[0].set_ylabel(f"{name}\nshare")
+        grid[row, 0].set_ylabel(f"{name}\nshare of the step")
     handles, labels = grid[0][chosen.index("CPS 0.7")].get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside lower center", ncols=len(handles), frameon=False)
     return drawn
@@ -50,11 +47,9 @@ def rounding_figure(record: dict[str, Any]) -> Figure:
     for axes, (name, clip) in zip(panels, record["published_clips"].items(), strict=True):
         for dtype, shade in PRECISIONS.items():
             found = record["rounding"][f"{dtype}, guidance 4.5"]
-            _points(axes, found[name], shade, dtype)
-            axes.plot(range(9), [-mean for mean in found[f"{name}, predicted"]], color=shade, linewidth=1, linestyle=":")
+            _points(axes, found[name], [-mean for mean in found[f"{name}, predicted"]], shade, dtype)
         axes.axhline(clip, color=INK, linewidth=1.2, linestyle="--")
-        axes.annotate(f"clip {clip:.0e}", (0, clip), (0, 4), textcoords="offset points", fontsize=9)
-        axes.set(yscale="log", title=name, xlabel="step", xticks=range(9))
+        axes.set(yscale="log", ylim=(1e-8, 2), title=f"{name} (clip {clip:.0e})", xlabel="step", xticks=range(9))
         clean(axes)
     panels[0].set_ylabel("|log ratio| before any update")
     handles, labels = panels[0].get_legend_handles_labels()
@@ -62,10 +57,15 @@ def rounding_figure(record: dict[str, Any]) -> Figure:
     return drawn
 
 
-def _points(axes: Axes, ratios: list[list[float]], shade: str, label: str) -> None:
-    """Means over samples of |log ratio|, joined; filled where all samples are negative."""
-    sizes = [max(statistics.fmean(map(abs, values)), 1e-12) for values in ratios]
+def _points(axes: Axes, ratios: list[list[float]], predicted: list[float], shade: str, label: str) -> None:
+    """Means over samples of |log ratio|, joined; filled where all samples are negative. A band up to the largest if they are
+    the resolution of a float32 ratio."""
+    sizes = [statistics.fmean(map(abs, values)) for values in ratios]
+    if max(sizes) < 1e-6:
+        axes.axhspan(1e-8, 1.2e-7, color=shade, alpha=0.25, linewidth=0, label=f"{label} (below 1.2e-7)")
+        return
     axes.plot(range(len(sizes)), sizes, color=shade, linewidth=1.2, label=label)
+    axes.plot(range(len(sizes)), predicted, color=shade, linewidth=1.2, linestyle=":")
     for i, (size, values) in enumerate(zip(sizes, ratios, strict=True)):
         axes.plot(i, size, "o", color=shade, markerfacecolor=shade if max(values) < 0 else "white", markersize=6)
 
