@@ -119,6 +119,17 @@ def test_one_step_with_nearly_all_of_the_gradient(shares, words):
     assert words is None or re.search(words, found.text)
 
 
+@pytest.mark.parametrize(("loss", "fires"), [("clipped", True), ("clipped(log_prob=released_cps)", False), ("grpo-guard", False)])
+def test_cps_down_to_a_tiny_time_trains_one_step(loss, fires):
+    """The shapes world's grid ends at 0.001, 0: with the exact density the step to 0.001 has nearly all of the gradient."""
+    run = trainer(preset("tiny").apply(sampler="cps", window="all", loss=loss))
+    made = [run.iteration() for _ in range(3)]
+    assert (made[0]["step_shares"][2] > 0.999) == fires and made[0]["step_shares"][3] == 0
+    assert ["step-share" for _ in range(fires)] == [
+        notice.kind for notice in notices(made, Limits()) if notice.kind == "step-share"
+    ]
+
+
 def test_a_step_share_is_warned_of_once():
     made = []
     for row in rows(50, step_shares=[[0.05, 0.95]] * 50):
