@@ -53,6 +53,9 @@ FILES: dict[str, str] = {r"(checkpoints/\d+)/tensors(?=\.safetensors)": r"\1"}
 """Paths below a run's folder: regular expression -> replacement."""
 MEANT: dict[str, str] = {
     "*/checkpoints/*.safetensors:loss_scale": "the loss scale is a plain value of the checkpoint",
+    "*/metrics.jsonl:*/step_shares/*": "a new metric: each step's share of the policy term",
+    "*/metrics.jsonl:*/ratio_distance": "a new metric: mean abs(ratio - 1)",
+    "*/metrics.jsonl:*/ratio_noise_mean": "a new metric: mean abs(ratio - 1) before any update",
 }
 """Intended differences: pattern of a key as the report prints it (`*` matches anything) -> reason."""
 

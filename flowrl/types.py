@@ -227,7 +227,8 @@ class LossBatch:
 
     `new` is the current policy's transition (its mean carries the gradient), `behaviour` the one that sampled
     `next_node`, `reference` the frozen base model's (None unless the loss needs it). `mask` is False where the pair does
-    not count; `delta` is the step's Delta = t_i - t_{i+1}.
+    not count; `delta` is the step's Delta = t_i - t_{i+1}. `velocity` is the network's output that `new` was made from, if it is
+    known; losses do not need it.
     """
 
     new: Gaussian
@@ -237,6 +238,7 @@ class LossBatch:
     mask: Bool[Tensor, " sample"]
     delta: PerSample
     reference: Gaussian | None = None
+    velocity: Latents | None = None
 
     def __post_init__(self) -> None:
         for name in ("new", "behaviour", "reference"):
@@ -248,7 +250,10 @@ class LossBatch:
 
 @dataclass(frozen=True)
 class LossResult:
-    """A scalar to differentiate, and detached metrics (means over the unmasked pairs)."""
+    """A scalar to differentiate, and detached metrics (means over the unmasked pairs).
+
+    `policy_term` is `loss` without the penalty, with its graph, for a loss that has both; step shares are measured on it."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
+    policy_term: Tensor | None = None

@@ -74,6 +74,7 @@ def combine(
         "policy_loss": policy_loss.detach(),
         "ratio_mean": _mean(ratio.detach().masked_fill(~counts, 0.0), counts).masked_fill(~counts.any(), 1.0),
         "ratio_deviation": deviation.max() if len(ratio) else torch.zeros_like(policy_loss),
+        "ratio_distance": _mean(deviation, counts),
         "clip_fraction": _mean(clipped.float(), counts),
         "approx_kl": _mean(kl(pairs.new, pairs.behaviour), counts).detach(),
     }
@@ -83,7 +84,7 @@ def combine(
         loss = loss + kl_weight * penalty if kl_weight > 0 else loss
     elif kl_weight > 0:
         raise ConfigError(f"kl_weight = {kl_weight!r} needs LossBatch.reference, which is None: fill it, or set kl_weight = 0")
-    return LossResult(loss=loss, metrics=metrics)
+    return LossResult(loss=loss, metrics=metrics, policy_term=policy_loss)
 
 
 def require_clip(loss: str, clip_range: float) -> None:

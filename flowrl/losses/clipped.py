@@ -20,9 +20,9 @@ class ClippedLoss:
     computes it for Flow-SDE. `log_prob` = "exact": the Gaussian log-density; "released_cps": without its 1/(2 std^2)
     and constants, as the public CPS code has it, which scales each step's log-ratio by 2 std^2.
 
-    Metrics: policy_loss, ratio_mean, ratio_deviation (max |ratio - 1|), clip_fraction (|ratio - 1| > c), approx_kl
-    (KL of new from behaviour), and kl if the batch carries a reference. Without any counted pair the loss is an
-    exact 0 with zero gradients. Source: Flow-GRPO (arXiv 2505.05470) and its public code. Raises `ConfigError` for a
+    Metrics: policy_loss, ratio_mean, ratio_deviation and ratio_distance (max and mean |ratio - 1|), clip_fraction
+    (|ratio - 1| > c), approx_kl (KL of new from behaviour), and kl if the batch carries a reference. Without any counted pair the
+    loss is an exact 0 with zero gradients. Source: Flow-GRPO (arXiv 2505.05470) and its public code. Raises `ConfigError` for a
     bad field or a missing reference.
     """
 

@@ -65,7 +65,9 @@ class LossBatches:
         node = _rows(path.nodes, sample, step)
         timestep = schedule.network_timesteps[step]
         rows = self.condition.take(sample // self.rollout.groups.members)
-        new = self.sampler.transition(node, self.policy.velocity(node, timestep, rows), schedule, step)
+        velocity = self.policy.velocity(node, timestep, rows)
+        velocity = velocity.view_as(velocity)  # a gradient taken here does not run the hooks of the network's output (FSDP2's)
+        new = self.sampler.transition(node, velocity, schedule, step)
         behaviour = self.sampler.transition(node, _rows(path.velocities, sample, step), schedule, step)
         reference: Gaussian | None = None
         if self.with_reference:
@@ -79,6 +81,7 @@ class LossBatches:
             mask=schedule.stochastic[step],
             delta=schedule.deltas[step],
             reference=reference,
+            velocity=velocity,
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.types import LossResult
+from flowrl.types import LossBatch, LossResult
 
 Row = dict[str, float]
 
@@ -55,31 +55,52 @@ def reward_metrics(rewards: Tensor) -> dict[str, Any]:
     return metrics
 
 
+def step_gradients(result: LossResult, batch: LossBatch, step: Tensor, steps: int) -> Tensor:
+    """Per step, the sum over its pairs of the squared norm of d(policy term) / d(velocity), shape [steps].
+
+    The gradient of the policy term alone, without the penalty and without a loss scale, is that of the backward pass through the
+    loss as far as the network's output: exact for any loss and sampler, a few element-wise operations on latents, and no
+    synchronisation. A loss that does not tell its policy term has the gradient of the whole loss. Call it before `backward`.
+    """
+    term = result.loss if result.policy_term is None else result.policy_term
+    found = torch.zeros(steps, dtype=torch.float64, device=step.device)
+    if batch.velocity is None:
+        return found
+    (gradient,) = torch.autograd.grad(term, batch.velocity, retain_graph=True, allow_unused=True)
+    return found if gradient is None else found.index_add_(0, step, gradient.double().flatten(1).square().sum(1))
+
+
 class LossMetrics:
     """Means over all pairs of an iteration of the loss and its metrics, and the largest "ratio_deviation".
 
     `add` takes a micro-batch's result without waiting for the device, `take` fetches all of a mini-batch at once, and `merge`
-    adds the mini-batch's rows of all processes. "ratio_noise" is the largest deviation of a ratio in the first mini-batch: the
-    policy has not changed yet, so only rounding moves a ratio from 1.
+    adds the mini-batch's rows of all processes.
+
+    "ratio_noise" and "ratio_noise_mean" are the largest and the mean |ratio - 1| of the first mini-batch: the policy has not
+    changed yet, so only rounding moves a ratio from 1. "step_shares" [step] is each step's share of the policy term: the sum of
+    `step_gradients` over the pairs and updates of the iteration, divided by its sum over steps (0 if there is no gradient).
     """
 
-    def __init__(self) -> None:
-        self.means: dict[str, float] = {}
-        self.merged = 0
+    def __init__(self, steps: int) -> None:
+        self.means: dict[str, Any] = {}
+        self.merged, self.steps = 0, steps
+        self._squares = [0.0] * steps
         self._weights: list[float] = []
         self._names: list[str] = []
         self._values: list[Tensor] = []
 
-    def add(self, weight: float, result: LossResult) -> None:
-        """A micro-batch's loss and metrics; `weight` is its share of the iteration's pairs. Weight 0 is left out."""
+    def add(self, weight: float, result: LossResult, batch: LossBatch, step: Tensor) -> None:
+        """A micro-batch's loss and metrics, before its backward pass. `weight` is its share of the iteration's pairs, `step` has
+        their steps; weight 0 is left out."""
         if weight > 0:
             named = {"loss": result.loss.detach(), **result.metrics}
-            self._names = list(named)
+            self._names = [*named, *map(_square, range(self.steps))]
             self._weights.append(weight)
-            self._values.append(torch.stack([value.detach().double().reshape(()) for value in named.values()]))
+            values = torch.stack([value.detach().double().reshape(()) for value in named.values()])
+            self._values.append(torch.cat([values, weight**2 * step_gradients(result, batch, step, self.steps)]))
 
     def take(self) -> list[Row]:
-        """One row per micro-batch since the last call: "weight", "loss" and the loss's metrics."""
+        """One row per micro-batch since the last call: "weight", "loss", the loss's metrics and the steps' squared gradients."""
         values = torch.stack(self._values).tolist() if self._values else []
         named = [dict(zip(self._names, row, strict=True)) for row in values]
         rows = [{"weight": weight, **row} for weight, row in zip(self._weights, named, strict=True)]
@@ -88,7 +109,10 @@ class LossMetrics:
 
     def merge(self, rows: Sequence[Sequence[Row]]) -> None:
         """Add the rows of one mini-batch, process by process."""
-        for row in (row for part in rows for row in part):
+        every = [row for part in rows for row in part]
+        for row in every:
+            squares = [row.pop(_square(i)) for i in range(self.steps)]
+            self._squares = [before + new for before, new in zip(self._squares, squares, strict=True)]
             for key, value in row.items():
                 if key == "ratio_deviation":
                     self._raise("ratio_deviation", value)
@@ -96,7 +120,15 @@ class LossMetrics:
                         self._raise("ratio_noise", value)
                 elif key != "weight":
                     self.means[key] = self.means.get(key, 0.0) + value * row["weight"]
+        if self.merged == 0 and "ratio_distance" in self.means:
+            self.means["ratio_noise_mean"] = self.means["ratio_distance"] / sum(row["weight"] for row in every)
+        self.means["step_shares"] = [square / (sum(self._squares) or 1.0) for square in self._squares]
         self.merged += 1
 
     def _raise(self, key: str, value: float) -> None:
         self.means[key] = max(self.means.get(key, 0.0), value)
+
+
+def _square(step: int) -> str:
+    """The key of a step's squared gradient in a row."""
+    return f"squared gradient {step}"

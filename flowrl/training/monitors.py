@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowrl.diagnostics.memory import peak_memory_during
 from flowrl.errors import TrainingError
+from flowrl.policies.sd3 import SD3
 from flowrl.training.trainer import Trainer
 from flowrl.types import Condition
 
@@ -40,7 +41,7 @@ class Notice:
         return asdict(self)
 
 
-KINDS = ("zero-spread", "no-update", "ratio-noise", "kl", "collapse", "memory")
+KINDS = ("zero-spread", "no-update", "ratio-noise", "step-share", "kl", "collapse", "memory")
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,35 @@ class Limits:
     approx_kl_growth: float = 4.0
     fall: float = 0.5
     """Share of the gain that is lost."""
+    share: float = 0.9
+    """Share of one step in the policy term's squared gradient."""
+    dtype: str = "float32"
+    float16_works: bool = False
+    """Whether the network's activations stay within the range of float16 on this device: SD3.5's on a GPU do, FLUX's do not."""
+
+
+def limits_of(trainer: Trainer) -> Limits:
+    """What the warnings of this run compare with."""
+    config, policy = trainer.config, trainer.policy
+    float16_works = policy.device.type == "cuda" and isinstance(getattr(policy, "family", None), SD3)
+    clip = getattr(trainer.method.loss, "clip_range", None)
+    return Limits(clip, config.rollout.groups, dtype=config.policy.dtype, float16_works=float16_works)
 
 
 def notices(rows: Sequence[Row], limits: Limits, every: int = EVERY) -> list[Notice]:
     """What is wrong after the last of `rows` (one per iteration; row 0, the untrained model, may be among them).
 
-    A kind that stands under "warnings" in one of the `every` - 1 rows before is left out; so a resumed run warns as a whole
-    one does.
+    A kind that stands under "warnings" in one of the `every` - 1 rows before is left out, and step-share, which depends on the
+    settings alone, if it does in any; so a resumed run warns as a whole one does.
     """
     trained = [row for row in rows if row.get("iteration", 0) > 0]
     if not trained:
         return []
     now = trained[-1]["iteration"]
-    recent = {said["kind"] for row in trained[:-1] if now - row["iteration"] < every for said in row.get("warnings", ())}
-    found = [check(trained, limits) for check in (zero_spread, no_update, ratio_noise, kl_runaway)] + [collapse(rows, limits)]
+    before = [(row, said["kind"]) for row in trained[:-1] for said in row.get("warnings", ())]
+    recent = {kind for row, kind in before if now - row["iteration"] < every or kind == "step-share"}
+    checks = (zero_spread, no_update, ratio_noise, step_share, kl_runaway)
+    found = [*(check(trained, limits) for check in checks), collapse(rows, limits)]
     return [notice for notice in found if notice is not None and notice.kind not in recent]
 
 
@@ -104,14 +120,38 @@ def no_update(rows: Sequence[Row], limits: Limits) -> Notice | None:
 def ratio_noise(rows: Sequence[Row], limits: Limits) -> Notice | None:
     """Before the first optimizer step of an iteration every ratio should be 1. What differs is rounding: half precision, another
     batch shape, merged adapters. Above the clip it decides which pairs count. Tiny clips as TP-GRPO's 1e-5 (arXiv 2602.06422) and
-    Flow-GRPO's 1e-4 (arXiv 2505.05470) are near it."""
+    Flow-GRPO's 1e-4 (arXiv 2505.05470) are near it. float16 is the remedy where it works and a tenth of the noise is enough: it
+    had 11 to 65 times less than bfloat16 in benchmarks/ratio.py."""
     noise = rows[-1].get("ratio_noise")
     if limits.clip is None or noise is None or noise <= limits.clip:
         return None
+    mean = f" (mean {rows[-1]['ratio_noise_mean']:.1e})" if "ratio_noise_mean" in rows[-1] else ""
+    float16 = limits.dtype == "bfloat16" and limits.float16_works and noise <= 10 * limits.clip
+    finer = "dtype float16, which rounds 8 times finer (the loss is scaled), or " if float16 else "dtype float32 or "
     return Notice(
         "ratio-noise",
-        f"before any update the ratio, which should be 1, is off by up to {noise:.1e}, more than the clip of {limits.clip:.1e}, "
-        f"so rounding decides which pairs count. Use clip_range {_round_up(3 * noise):.0e} or more, or dtype float32",
+        f"before any update the ratio, which should be 1, is off by up to {noise:.1e}{mean}, more than the clip of "
+        f"{limits.clip:.1e}, so rounding decides which pairs count. Use {'' if limits.dtype == 'float32' else finer}"
+        f"clip_range {_round_up(3 * noise):.0e} or more",
+    )
+
+
+def step_share(rows: Sequence[Row], limits: Limits) -> Notice | None:
+    """One of several trained steps had most of the policy term's squared gradient in the last `WINDOW` iterations."""
+    recent = [row["step_shares"] for row in rows[-WINDOW:] if sum(share > 0 for share in row.get("step_shares", ())) > 1]
+    if len(recent) < WINDOW:
+        return None
+    means = [statistics.fmean(shares) for shares in zip(*recent, strict=True)]
+    step, share = max(enumerate(means), key=lambda one: one[1])
+    if share <= limits.share:
+        return None
+    others = [i for i, mean in enumerate(means) if mean > 0 and i != step]
+    span = f"trained_steps {others[0]}:{len(others)}" if others[-1] - others[0] == len(others) - 1 else "another window"
+    return Notice(
+        "step-share",
+        f"step {step} (the first is 0) has {100 * share:.4g}% of the policy term's squared gradient, so the other steps hardly "
+        f"train. Leave it out ({span}), or use loss grpo-guard or, with cps, clipped(log_prob=released_cps), each with its own "
+        "clip_range (docs/reading-the-ratio.md)",
     )
 
 

@@ -26,7 +26,7 @@ from flowrl.training.config import FORMAT, RunConfig
 from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
 from flowrl.training.heldout import HeldoutMetrics, make_heldout_metrics
 from flowrl.training.logging import Journal
-from flowrl.training.monitors import Limits, Notice, memory_notices, notices, out_of_memory
+from flowrl.training.monitors import Notice, limits_of, memory_notices, notices, out_of_memory
 from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.trainer import Trainer
 from flowrl.worlds.base import World
@@ -98,7 +98,7 @@ class Run:
     def _train(self, trainer: Trainer, world: World, rows: list[dict[str, Any]], journal: Journal) -> Evaluation | None:
         """Iterations to the end or to a pause; the evaluation of the last one if it had one."""
         latest: Evaluation | None = None
-        limits = Limits(getattr(trainer.method.loss, "clip_range", None), self.config.rollout.groups)
+        limits = limits_of(trainer)
         found = memory_notices(trainer) if trainer.policy.device.type == "cuda" and trainer.done < self.config.iterations else []
         self._warn(found)
         while trainer.done < self.config.iterations:

@@ -79,7 +79,7 @@ class Trainer:
         # sum of their mean losses, over all processes, is the mean over the mini-batch.
         clock.enter("update")
         self.set_learning_rate()
-        loss, metrics = self.method.loss, LossMetrics()
+        loss, metrics = self.method.loss, LossMetrics(self.schedule.steps)
         own = advantages.to(self.policy.device).flatten(0, 1)[collected.samples]
         batches = LossBatches(self.policy, sampler, collected.rollout, collected.condition, own, loss.needs_reference)
         check = NonFiniteCheck(self.done + 1, prompts, rewards.total, advantages, loss, batches, collected.samples.start)
@@ -90,9 +90,10 @@ class Trainer:
             self.optimizer.zero_grad()
             with self.distributed.shared_errors():
                 for micro in minibatch:
-                    result = loss.loss(batches.of(micro.sample, micro.step))
+                    batch = batches.of(micro.sample, micro.step)
+                    result = loss.loss(batch)
+                    metrics.add(micro.weight / len(minibatches), result, batch, micro.step)
                     self.scaler.scale(result.loss * micro.weight).backward()
-                    metrics.add(micro.weight / len(minibatches), result)
                 rows = metrics.take()
                 check.losses(rows, minibatch)
             metrics.merge(self.distributed.gather(rows))

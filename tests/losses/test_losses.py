@@ -26,7 +26,7 @@ LOSSES = [
     FlowDPPO(),
     FlowDPPO(kl_weight=0.1),
 ]
-METRICS = {"policy_loss", "ratio_mean", "ratio_deviation", "clip_fraction", "approx_kl", "kl"}
+METRICS = {"policy_loss", "ratio_mean", "ratio_deviation", "ratio_distance", "clip_fraction", "approx_kl", "kl"}
 N = 6
 
 

@@ -11,6 +11,7 @@ from flowrl.policies.mixture import MixturePolicy
 from flowrl.protocols import PolicyLoss
 from flowrl.rollout import Groups, rollout
 from flowrl.rollout.loss_batch import LossBatches
+from flowrl.rollout.metrics import step_gradients
 from flowrl.samplers import AllButLast, FlowSDE
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import preset
@@ -107,6 +108,28 @@ def test_on_policy_parameter_gradients_are_the_closed_form(world_of: OnPolicy, k
     expected = world_of.closed_form(weights_of(loss, batch), penalty)
     assert float(expected.norm()) > 0.01
     torch.testing.assert_close(world_of.gradient(loss), expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("loss", [ClippedLoss(), ClippedLoss(log_prob="released_cps"), GRPOGuard(), FlowDPPO()], ids=repr)
+def test_step_gradients_are_those_of_the_policy_term_alone(world_of: OnPolicy, loss: PolicyLoss) -> None:
+    """On policy d(term) / dv = -A w eps slope / (std d N), with eps the step's noise; a KL and a backward pass change nothing."""
+    batch = world_of.batch()
+    assert batch.velocity is not None
+    slope = torch.stack([g.flatten()[0] for g in torch.autograd.grad(batch.new.mean.sum(), batch.velocity, retain_graph=True)[0]])
+    counted, std, size = batch.mask & (batch.new.std > 0), batch.new.std.clamp(min=1e-9), batch.next_node[0].numel()
+    eps = ((batch.next_node - batch.new.mean.detach()).flatten(1) / std[:, None]).norm(dim=1)
+    pairs = weights_of(loss, batch) * batch.advantages * eps * slope / (std * size * counted.sum())
+    expected = torch.zeros(STEPS, dtype=torch.float64).index_add_(0, world_of.step, (pairs * counted).double().square())
+    for penalised in (loss, replace(loss, kl_weight=0.3)):
+        batch = world_of.batch()
+        result = penalised.loss(batch)
+        found = step_gradients(result, batch, world_of.step, STEPS)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+        result.loss.backward()
+    assert expected[-1] == 0 and bool((expected[:-1] > 0).all())
+    alone = LossBatches(world_of.policy, SAMPLER, world_of.result, world_of.condition, world_of.advantages)
+    fifth = alone.of(world_of.sample[5:6], world_of.step[5:6])  # the last step is an ODE step: nothing counts
+    assert not step_gradients(loss.loss(fifth), fifth, world_of.step[5:6], STEPS).any()
 
 
 @pytest.mark.parametrize("loss", [PolicyGradientLoss(), ClippedLoss(), GRPOGuard(), FlowDPPO(bound=1e-12)], ids=repr)

@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -10,11 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.nn import functional
 
 from flowrl.cli import main
 from flowrl.commands.progress import warning_text
 from flowrl.errors import TrainingError
 from flowrl.losses import ClippedLoss
+from flowrl.rewards import FunctionReward
+from flowrl.samplers import AllButLast, FlowSDE
+from flowrl.testing.tiny import TINY as TINY_MODEL
+from flowrl.testing.tiny import tiny_sd3_policy
 from flowrl.training import build
 from flowrl.training.build import make_method, make_reward, make_world, policy_options, trial_schedule
 from flowrl.training.config import preset
@@ -26,17 +32,19 @@ from flowrl.training.monitors import (
     collapse,
     kl_runaway,
     largest_batch,
+    limits_of,
     memory,
     memory_notices,
     notices,
     predicted_bytes,
     ratio_noise,
+    step_share,
     zero_spread,
 )
 from flowrl.training.nonfinite import NonFiniteError, culprit
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
-from flowrl.types import Gaussian, LossBatch
+from flowrl.types import Gaussian, LossBatch, Prompt
 
 TINY = preset("tiny").apply(world="mixture", iterations=4)
 
@@ -74,6 +82,59 @@ def test_the_ratio_off_one_before_any_update(noise, clip, fires):
     assert (found is not None) == fires
     if noise == 2.1e-5:
         assert "off by up to 2.1e-05, more than the clip of 1.0e-05" in found.text and "clip_range 7e-05 or more" in found.text
+
+
+@pytest.mark.parametrize(
+    ("noise", "dtype", "float16_works", "remedy"),
+    [
+        (5e-4, "bfloat16", True, "Use dtype float16"),
+        (5e-4, "bfloat16", False, "Use dtype float32 or clip_range"),  # FLUX, or a CPU
+        (2e-3, "bfloat16", True, "Use dtype float32 or clip_range"),  # float16's would still be too much
+        (5e-4, "float16", True, "Use dtype float32 or clip_range"),
+        (5e-4, "float32", True, "Use clip_range"),
+    ],
+)
+def test_the_remedy_for_rounding_is_one_that_helps(noise, dtype, float16_works, remedy):
+    limits = Limits(clip=1e-4, dtype=dtype, float16_works=float16_works)
+    found = ratio_noise(rows(ratio_noise=[noise], ratio_noise_mean=1e-5), limits)
+    assert found is not None and remedy in found.text and "(mean 1.0e-05)" in found.text
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ([[0.0, 0.05, 0.95, 0.0]] * 3, r"step 2 \(the first is 0\) has 95% of"),
+        ([[0.0004, 0.001, 0.9985, 0.0]] * 3, r"has 99\.85% of the policy term's squared gradient.*trained_steps 0:2"),
+        ([[0.01, 0.98, 0.01, 0.0]] * 3, r"Leave it out \(another window\)"),
+        ([[0.0, 0.05, 0.95, 0.0]] * 2, None),  # too early to say
+        ([[0.2, 0.2, 0.6, 0.0]] * 3, None),
+        ([[0.0, 0.05, 0.95, 0.0], [0.0, 0.95, 0.05, 0.0], [0.0, 0.05, 0.95, 0.0]], None),  # by chance
+        ([[0.0, 0.0, 1.0, 0.0]] * 3, None),  # a window of one step
+        ([[0.0, 0.0, 0.0, 0.0]] * 3, None),  # all advantages are 0
+    ],
+)
+def test_one_step_with_nearly_all_of_the_gradient(shares, words):
+    found = step_share(rows(step_shares=shares), Limits())
+    assert (found is None) == (words is None)
+    assert words is None or re.search(words, found.text)
+
+
+@pytest.mark.parametrize(("loss", "fires"), [("clipped", True), ("clipped(log_prob=released_cps)", False), ("grpo-guard", False)])
+def test_cps_down_to_a_tiny_time_trains_one_step(loss, fires):
+    """The shapes world's grid ends at 0.001, 0: with the exact density the step to 0.001 has nearly all of the gradient."""
+    run = trainer(preset("tiny").apply(sampler="cps", window="all", loss=loss))
+    made = [run.iteration() for _ in range(3)]
+    assert (made[0]["step_shares"][2] > 0.999) == fires and made[0]["step_shares"][3] == 0
+    assert ["step-share" for _ in range(fires)] == [
+        notice.kind for notice in notices(made, Limits()) if notice.kind == "step-share"
+    ]
+
+
+def test_a_step_share_is_warned_of_once():
+    made = []
+    for row in rows(50, step_shares=[[0.05, 0.95]] * 50):
+        made.append(row | {"warnings": [notice.as_dict() for notice in notices([*made, row], Limits())]})
+    assert [row["iteration"] for row in made if row["warnings"]] == [3]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +247,28 @@ def test_half_precision_under_a_tiny_clip(dtype, fires):
     assert made[0]["ratio_noise"] < 1e-6
     assert (made[1]["ratio_noise"] > 1e-5) == fires
     assert ["ratio-noise" for _ in range(fires)] == [notice.kind for notice in notices(made, Limits(clip=1e-5))]
+
+
+@pytest.mark.parametrize(("dtype", "fires"), [("bfloat16", True), ("float32", False)])
+def test_another_attention_kernel_under_guidance(dtype, fires, monkeypatch):
+    """The update's attention rounds its result only once, as the kernels of GPUs differ between batch sizes. In bfloat16 a ratio
+    then moves by more than TP-GRPO's clip, in float32 it does not."""
+    policy = tiny_sd3_policy(replace(TINY_MODEL, dtype=dtype, guidance_scale=4.5))
+    config = preset("tiny").apply(num_steps=5, groups=2, group_size=3, minibatches=2, dtype=dtype, clip_range=1e-5)
+    method = replace(make_method(config), sampler=AllButLast(FlowSDE(0.7)))
+    red = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
+    run, usual = Trainer(policy, method, red, [Prompt("a dog"), Prompt("a fox")], config), functional.scaled_dot_product_attention
+
+    def exact(query, key, value, **options):
+        with torch.autocast("cpu", enabled=False):
+            return usual(*(tensor.double() for tensor in (query, key, value)), **options).to(query.dtype)
+
+    run.on_phase = lambda phase: phase == "update" and monkeypatch.setattr(functional, "scaled_dot_product_attention", exact)
+    row = run.iteration()
+    assert 0 < row["ratio_noise_mean"] <= row["ratio_noise"] and (row["ratio_noise"] > 1e-5) == fires
+    assert ["ratio-noise" for _ in range(fires)] == [notice.kind for notice in notices([row], limits_of(run))]
+    if fires:
+        assert "Use dtype float32 or clip_range" in notices([row], limits_of(run))[0].text  # float16 is for GPUs
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

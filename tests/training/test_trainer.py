@@ -17,7 +17,7 @@ from flowrl.registry import build
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import RewardTables
 from flowrl.samplers import RandomWindow
-from flowrl.training.build import check, make_method, make_world, policy_options, trained_policy
+from flowrl.training.build import check, make_method, make_world, policy_options, trained_policy, trial_schedule
 from flowrl.training.checkpoint import load_checkpoint, save_checkpoint
 from flowrl.training.config import PRESETS, RunConfig, preset
 from flowrl.training.evaluation import evaluate
@@ -68,8 +68,9 @@ def test_same_seed_same_weights_and_another_seed_others():
 
 def test_the_micro_batch_does_not_change_the_update():
     big, small = trainer(TINY.replace(micro_batch=1000)), trainer(TINY.replace(micro_batch=3))
-    big.iteration()
-    small.iteration()
+    shares = [run.iteration()["step_shares"] for run in (big, small)]
+    assert shares[0] == pytest.approx(shares[1], rel=1e-4) and sum(shares[0]) == pytest.approx(1)
+    assert [share > 0 for share in shares[0]] == [std > 0 for std in trial_schedule(TINY).stds]
     for a, b in zip(weights(big), weights(small), strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3)
 

@@ -1,0 +1,56 @@
+"""The shares and clips on the page "Reading the ratio" are what the library's samplers, grids and losses give."""
+
+import json
+
+import pytest
+import ratio
+from ratio_report import percent, report
+
+RECORD = json.loads(ratio.RESULTS.read_text())
+
+
+def test_the_committed_shares_and_clips_are_the_present_ones():
+    found = ratio.all_shares()
+    assert found.keys() == RECORD["shares"].keys()
+    for grid, values in found.items():
+        assert values["times"] == pytest.approx(RECORD["shares"][grid]["times"], abs=1e-6)
+        for name, columns in values["samplers"].items():
+            for form, numbers in columns.items():
+                assert numbers == pytest.approx(RECORD["shares"][grid]["samplers"][name][form], rel=1e-4, abs=1e-9)
+    assert ratio.clips() == RECORD["clips"]
+    assert ratio.RESULTS.with_suffix(".md").read_text() == report(RECORD)
+
+
+@pytest.mark.parametrize(
+    ("grid", "sampler", "form", "step", "share"),
+    [
+        ("SD3, 10 steps", "CPS 0.7", "exact", 8, "99.85%"),
+        ("SD3, 10 steps", "CPS 0.7", "released", 8, "0.01%"),
+        ("SD3, 10 steps", "Flow-SDE 0.7, all steps", "exact", 9, "47.6%"),
+        ("FLUX at 512 px, 6 steps", "CPS 0.8", "exact", 4, "70.8%"),
+        ("FLUX at 512 px, 6 steps", "CPS 0.8", "released", 4, "9.6%"),
+    ],
+)
+def test_shares_that_the_released_codes_have(grid, sampler, form, step, share):
+    """Found by executing the released codes' iterations (their trajectories replayed)."""
+    assert percent(RECORD["shares"][grid]["samplers"][sampler][form][step]) == share
+
+
+def test_a_share_is_that_of_the_loss_itself():
+    """A batch of one pair per step, whose noise has the same length: shares of the library's gradients."""
+    import torch
+
+    from flowrl.losses import ClippedLoss, GRPOGuard
+    from flowrl.rollout.metrics import step_gradients
+    from flowrl.samplers import CPS
+    from flowrl.types import Gaussian, LossBatch
+
+    schedule, sampler, step = ratio.grids()["SD3, 10 steps"], CPS(0.7), torch.arange(10)
+    for form, loss in (("exact", ClippedLoss()), ("released", ClippedLoss(log_prob="released_cps")), ("guard", GRPOGuard())):
+        velocity = torch.zeros(10, 64, requires_grad=True)
+        new = sampler.transition(torch.zeros(10, 64), velocity, schedule, step)
+        old = Gaussian(new.mean.detach(), new.std)
+        taken = old.mean + old.std[:, None]
+        batch = LossBatch(new, old, taken, torch.ones(10), new.std > 0, schedule.deltas, velocity=velocity)
+        found = step_gradients(loss.loss(batch), batch, step, 10)
+        assert (found / found.sum()).tolist() == pytest.approx(ratio.shares(sampler, schedule, form), rel=1e-4)
