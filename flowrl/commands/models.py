@@ -38,6 +38,8 @@ class Sample:
     """ODE steps."""
     seed: int = 0
     """Draws the noise; the same seed gives every model the same noise."""
+    trust: bool = False
+    """Run code that the settings in `weights` name, and use their addresses and keys."""
 
     def main(self) -> int:
         """Sample, score and write the grid."""
@@ -71,6 +73,6 @@ class Sample:
             chosen = world(self.world)
             prompts = [chosen.parse(text) for text in self.prompts]
             return chosen, chosen.policy(PolicyOptions()), prompts, 1024
-        policy, config = trained_policy(self.weights)
+        policy, config = trained_policy(self.weights, trust=self.trust)
         chosen = make_world(config.replace(device=str(policy.device)))  # the device of the training may not exist here
         return chosen, policy, [chosen.parse(text) for text in self.prompts], config.rollout.max_batch

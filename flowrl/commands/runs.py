@@ -17,6 +17,7 @@ import tyro
 from flowrl.commands.options import base_of, changes, options_class, options_with, typed_command
 from flowrl.errors import require
 from flowrl.training.config import RunConfig, load_config, preset
+from flowrl.training.trust import trust_option, trusted
 
 if TYPE_CHECKING:
     from flowrl.training.compare import CompareConfig
@@ -31,15 +32,15 @@ CompareOptions = options_class("CompareOptions", ("method", "credit", "seed", *M
 
 
 def start_of(name: str, options: Any) -> RunConfig:
-    """The run of preset `name` for the world, or the model, that the options name."""
+    """The run of preset `name` for the world, or the model, that the options name; nothing is built from it."""
     model = getattr(options.policy, "model", "")
-    return preset(name).apply(**({"model": model} if model else {"world": options.environment.world}))
+    return preset(name, trust=True).apply(**({"model": model} if model else {"world": options.environment.world}))
 
 
-def settings(name: str, options: Any) -> RunConfig:
-    """Preset `name` with the options on top."""
-    base = start_of(name, options)
-    return base.replace(**changes(options, base))
+def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool) -> RunConfig:
+    """The settings `base` of preset `name` with the `chosen` ones, which are the user's own word, on top."""
+    trusted({setting: value for setting, value in base.flat().items() if setting not in chosen}, name, trust)
+    return base.replace(**chosen)
 
 
 @contextmanager
@@ -61,8 +62,8 @@ def asked_to_stop() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def _told_how_to_go_on(out: Path, main: bool) -> Iterator[None]:
-    """Where a run of many hours ends by an error (a reward's, the disk's), say what is left of it."""
+def _told_how_to_go_on(out: Path, how: str, main: bool) -> Iterator[None]:
+    """Where a run of many hours ends by an error (a reward's, the disk's), say what is left of it, and `how` to go on."""
     from flowrl.training.checkpoint import Checkpoints
 
     try:
@@ -70,7 +71,7 @@ def _told_how_to_go_on(out: Path, main: bool) -> Iterator[None]:
     except Exception:
         names = Checkpoints(out).names()
         if main and names and not (out / "done.json").exists():
-            print(f"The run stopped; checkpoint {names[-1]} is kept. Go on with: flowrl train --resume {shlex.quote(str(out))}")
+            print(f"The run stopped; checkpoint {names[-1]} is kept. Go on with: flowrl train --resume {how}")
         raise
 
 
@@ -98,6 +99,8 @@ class Compare:
     """Repeat a comparison from its saved config.json (other options but --out are then ignored)."""
     workers: int = 0
     """Runs at a time; 0 = one per core. Every run uses one thread, so the numbers do not depend on this."""
+    trust: bool = False
+    """Run code that the settings file of `resume`, `config` or `preset` names, and use its addresses and keys."""
     run: Annotated[CompareOptions, tyro.conf.arg(name="")] = field(default_factory=CompareOptions)  # pyright: ignore[reportInvalidTypeForm]
 
     @staticmethod
@@ -110,8 +113,9 @@ class Compare:
         from flowrl.training.compare import CompareConfig, load_compare
 
         if self.config is not None:
-            return dataclasses.replace(load_compare(self.config), command=typed_command())
-        run = settings(self.preset, self.run)
+            return dataclasses.replace(load_compare(self.config, self.trust), command=typed_command())
+        base = start_of(self.preset, self.run)
+        run = with_options(self.preset, base, changes(self.run, base), self.trust)
         return CompareConfig(run, self.methods, self.seeds, self.credit, self.preset, typed_command())
 
     def main(self) -> int:
@@ -120,7 +124,7 @@ class Compare:
 
         require(self.workers >= 0, "workers", self.workers, "0 or more")
         out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
-        config = load_compare(out / "config.json") if self.resume else self.configuration()
+        config = load_compare(out / "config.json", self.trust) if self.resume else self.configuration()
         config.jobs()
         from flowrl.commands.progress import Display
 
@@ -128,7 +132,8 @@ class Compare:
         display.start(out)
         finished = display.during(lambda: compare(config, out, self.resume is not None, self.workers, display.watch))
         if not finished:
-            display.say(f"Paused; nothing is lost. Go on with: flowrl compare --resume {shlex.quote(str(out))}")
+            words = "".join({trust_option(job.flat()) for job in config.jobs().values()})
+            display.say(f"Paused; nothing is lost. Go on with: flowrl compare --resume {shlex.quote(str(out))}{words}")
             return 130
         display.finish(out)
         return 0
@@ -174,6 +179,8 @@ class Train:
     """Print what an iteration consists of (trajectories, pairs, batches, network evaluations, memory) and train nothing."""
     processes: int | None = None
     """Processes that `plan` counts for [default: 1]; `accelerate launch` says how many train."""
+    trust: bool = False
+    """Run code that the settings file of `resume`, `config` or `preset` names, and use its addresses and keys."""
     run: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(default_factory=TrainOptions)  # pyright: ignore[reportInvalidTypeForm]
 
     @staticmethod
@@ -193,10 +200,10 @@ class Train:
             require(source is None or not chosen, name, str(source), f"without {given}: {how}")
         if self.resume or self.config:
             folder = self.resume or Path()
-            return load_config(self.config or folder / "config.json")
+            return load_config(self.config or folder / "config.json", self.trust)
         if "credit" in chosen:
             chosen.setdefault("method", rule_name(chosen["credit"]))
-        return base.replace(**chosen)
+        return with_options(self.preset, base, chosen, self.trust)
 
     def main(self) -> int:
         """Train, printing every evaluation."""
@@ -236,16 +243,17 @@ class Train:
             subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"
             say(f"{config.algorithm.method} on {subject}, seed {config.seed}{several} -> {out}")
             run = Run(config, out, train_line(out), asked.is_set, distributed=distributed)
-            with _told_how_to_go_on(out, distributed.is_main):
+            again = f"{shlex.quote(str(out))}{trust_option(config.flat())}"
+            with _told_how_to_go_on(out, again, distributed.is_main):
                 execute = record(run.execute) if distributed.world_size > 1 else run.execute
                 finished = bool(execute(self.resume is not None, self.start))
         if not finished:
-            say(f"Paused; nothing is lost. Go on with: flowrl train --resume {shlex.quote(str(out))}")
+            say(f"Paused; nothing is lost. Go on with: flowrl train --resume {again}")
             return 130
         if distributed.is_main and config.policy.model:
             write_card(out)
         drawn = _draw_proxy(out) if distributed.is_main else None
         if drawn is not None:
             say(f"Proxy and held-out metrics: {drawn}")
-        say(f"Done. Weights and metrics in {out}; draw samples with: flowrl sample --weights {shlex.quote(str(out))}")
+        say(f"Done. Weights and metrics in {out}; draw samples with: flowrl sample --weights {again}")
         return 0

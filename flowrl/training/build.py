@@ -136,16 +136,17 @@ def even_schedule(steps: int, kernel: str, noise_level: float, window: str) -> S
     return replace(grid, stds=transition_stds(sampler, grid))
 
 
-def trained_policy(folder: Path, device: str = "") -> tuple[FlowPolicy, RunConfig]:
+def trained_policy(folder: Path, device: str = "", trust: bool = False) -> tuple[FlowPolicy, RunConfig]:
     """The policy of a finished run with its averaged weights. Raises `ConfigError` or `CheckpointError`.
 
+    `trust` as in `load_config`: the run's settings may name code.
     `device` defaults to the CPU for a built-in world, and to the run's own, if there is one, for a model.
     """
     if not (folder / "weights.safetensors").is_file():
         raise CheckpointError(
             f"weights: {folder / 'weights.safetensors'} does not exist; {folder} must be the folder of a finished run"
         )
-    config = load_config(folder / "config.json")
+    config = load_config(folder / "config.json", trust)
     own = config.policy.device if config.policy.model and torch.cuda.is_available() else "cpu"
     policy = make_policy(config, device or own)
     load_trained(policy, folder)

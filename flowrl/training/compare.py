@@ -15,6 +15,7 @@ from flowrl.training.build import check, make_method
 from flowrl.training.config import RunConfig
 from flowrl.training.results import run_folder
 from flowrl.training.run import Run, versions
+from flowrl.training.trust import trusted
 from flowrl.types import NoProbe
 from flowrl.workers import Worker, run_jobs
 
@@ -71,14 +72,17 @@ class CompareConfig:
         }
 
     @staticmethod
-    def from_dict(values: dict[str, Any]) -> "CompareConfig":
-        """The inverse of `as_dict`. Raises `ConfigError` where entries are missing."""
+    def from_dict(values: dict[str, Any], trust: bool = False, source: object = "config.json") -> "CompareConfig":
+        """The inverse of `as_dict`. Raises `ConfigError` where entries are missing, and without `trust` for what the file
+        `source` may not name (`flowrl.training.trust`)."""
         missing = sorted({"methods", "seeds", "run"} - set(values))
         if missing:
             raise ConfigError(f"config: no entry {', '.join(missing)}; a comparison's config.json is needed")
-        credit = tuple(values.get("credit", ()))
+        credit, run = tuple(values.get("credit", ())), RunConfig.from_dict(values["run"], trust=True)
+        for settings in (run.flat(), *({"credit": spec} for spec in credit), *values.get("method_settings", {}).values()):
+            trusted(settings, source, trust)
         return CompareConfig(
-            RunConfig.from_dict(values["run"]),
+            run,
             tuple(values["methods"][: len(values["methods"]) - len(credit)]),
             tuple(values["seeds"]),
             credit,
@@ -134,6 +138,6 @@ def compare(config: CompareConfig, out: Path, resume: bool = False, workers: int
     return completed and all(ended.values())
 
 
-def load_compare(path: Path) -> CompareConfig:
-    """The comparison that the file config.json at `path` describes."""
-    return CompareConfig.from_dict(load_document(path)[0])
+def load_compare(path: Path, trust: bool = False) -> CompareConfig:
+    """The comparison that the file config.json at `path` describes; `trust` as in `load_config`."""
+    return CompareConfig.from_dict(load_document(path)[0], trust, path)

@@ -44,6 +44,8 @@ class Claims:
     redo: str = ""
     """Repeat the run with this id from its line in `out` (also that of a rule of your own), compare every number except seconds,
     and stop."""
+    trust: bool = False
+    """Run code that the lines in `out` name, and use their addresses and keys."""
     list: bool = False
     """Print the claims and their rules, and stop."""
 
@@ -64,7 +66,7 @@ class Claims:
         if self.list:
             print("\n".join(f"{c.id}: {c.says} ({c.rule.words()})" for c in chosen.values()))
             return 0
-        file = ResultsFile(self.out)
+        file = ResultsFile(self.out, self.trust)
         if self.redo:
             return _redo(self.redo, file)
         seeds = {"mixture": QUICK_SEEDS, "shapes": ()} if self.quick else SEEDS
