@@ -69,6 +69,7 @@ class Evaluate:
         """Compare, show, write."""
         from flowrl.commands.card import write_card
         from flowrl.diagnostics.weight_comparison import SamplingSettings, compare_weights
+        from flowrl.io import new_folder
         from flowrl.plots.report import write_evaluation
 
         require(self.limit >= 0, "limit", self.limit, "0 (all) or more")
@@ -76,8 +77,9 @@ class Evaluate:
         how = SamplingSettings(setup.steps, self.count, self.seed, self.batch, self.shown)
         out = self.out or (self.weights if self.weights.is_dir() else self.weights.parent) / "evaluation"
         facts = {"command": typed_command(), "weights": str(self.weights), **setup.facts}
-        found = compare_weights(setup.policy, setup.load_trained, setup.prompts, setup.rewards, how, facts, _progress())
-        write_evaluation(found, out, self.html)
+        with new_folder(out, "evaluation", lambda folder: (folder / "evaluation.json").exists(), lambda: False):
+            found = compare_weights(setup.policy, setup.load_trained, setup.prompts, setup.rewards, how, facts, _progress())
+            write_evaluation(found, out, self.html)
         if (self.weights / "README.md").exists() and not self.model and out == self.weights / "evaluation":
             write_card(self.weights)
         print(table(found))

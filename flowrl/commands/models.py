@@ -46,12 +46,13 @@ class Sample:
         import torch
 
         from flowrl.plots.image_grids import image_grid
-        from flowrl.plots.style import save
+        from flowrl.plots.style import require_figure, save
         from flowrl.rollout import initial_noise, sample_images, score
 
         require(self.count >= 1, "count", self.count, "1 or more")
         require(self.num_steps >= 1, "num_steps", self.num_steps, "1 or more")
         require(len(self.prompts) >= 1, "prompts", self.prompts, "one or more prompts")
+        require_figure(self.out)
         world, policy, prompts, max_batch = self._load()
         repeated = [prompt for prompt in prompts for _ in range(self.count)]
         noise, reward = initial_noise(policy, len(repeated), self.seed), world.reward("soft")

@@ -2,11 +2,10 @@
 
 import dataclasses
 import shlex
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from flowrl.commands.options import base_of, changes, options_class, options_wit
 from flowrl.errors import require
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.trust import trust_option, trusted
+from flowrl.workers import on_stop
 
 if TYPE_CHECKING:
     from flowrl.training.compare import CompareConfig
@@ -45,20 +45,17 @@ def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool
 
 @contextmanager
 def asked_to_stop() -> Iterator[threading.Event]:
-    """An event that Ctrl-C, or the SIGTERM of a launcher or a cluster, sets instead of ending the process."""
+    """An event that Ctrl-C, SIGTERM and SIGHUP set instead of ending the process (`flowrl.workers.on_stop`)."""
     asked = threading.Event()
 
-    def ask(*_: object) -> None:
+    def ask(_: int) -> None:
         if not asked.is_set():
             asked.set()
-            print("Stopping after this iteration ...", flush=True)
+            with suppress(RuntimeError, OSError):  # the signal may have come while something was printed
+                print("Stopping after this iteration ...", flush=True)
 
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with on_stop(ask):
         yield asked
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -233,7 +230,6 @@ class Train:
             print("\n".join(filter(None, (plan_text(counted, config), memory_text(counted, config)))))
             return 0
         device_of(config.policy.device)
-        require(not out.is_file(), "out", str(out), "a folder that may be new; this is a file")
         if config.policy.device == "cpu":
             torch.set_num_threads(1)
         with asked_to_stop() as asked, Distributed.join(config.policy.device, asked.is_set) as distributed:

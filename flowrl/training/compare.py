@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError, require
-from flowrl.io import write_json
+from flowrl.io import folder_lock, new_folder, write_json
 from flowrl.settings import load_document
 from flowrl.training.build import check, make_method
 from flowrl.training.config import RunConfig
-from flowrl.training.results import run_folder
+from flowrl.training.results import has_progress, holds, run_folder
 from flowrl.training.run import Run, versions
 from flowrl.training.trust import trusted
 from flowrl.types import NoProbe
@@ -108,10 +108,20 @@ def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool) -> b
 
 def compare(config: CompareConfig, out: Path, resume: bool = False, workers: int = 0, watch: Watcher | None = None) -> bool:
     """Run all jobs in `out`/runs, `workers` at a time (0: one per core, at most 16), one thread each, so that the numbers do not
-    depend on the machine's cores. Returns False when Ctrl-C paused it: `resume` then goes on with the same numbers."""
+    depend on the machine's cores. Returns False when Ctrl-C paused it: `resume` then goes on with the same numbers. Raises
+    `ConfigError` that names the other process if one is at work in `out`."""
+
+    def started() -> bool:
+        return any(map(has_progress, out.glob("runs/*")))
+
+    if not resume and started():
+        raise ConfigError(f"out: {out} already holds a comparison; choose another folder, or go on with --resume {out}")
+    with folder_lock(out) if resume else new_folder(out, "comparison", lambda folder: holds(folder, "methods"), started):
+        return _compare(config, out, resume, workers, watch)
+
+
+def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch: Watcher | None) -> bool:
     jobs = config.jobs()
-    if (out / "config.json").exists() and not resume:
-        raise ConfigError(f"out: {out} already holds a run; choose another folder, or go on with --resume {out}")
     if not resume:
         write_json(out / "config.json", config.as_dict())
     states: dict[str, dict[str, Any]] = {name: {"phase": "waiting", "iteration": 0} for name in jobs}

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 
 from flowrl.distributed import Distributed, full_tensors
 from flowrl.errors import ConfigError
-from flowrl.io import write_bytes, write_json
+from flowrl.io import folder_lock, new_folder, write_bytes, write_json
 from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
 from flowrl.settings import settings_text
 from flowrl.training import logging as lines
@@ -28,6 +28,7 @@ from flowrl.training.heldout import HeldoutMetrics, make_heldout_metrics
 from flowrl.training.logging import Journal
 from flowrl.training.monitors import Limits, Notice, memory_notices, notices, out_of_memory
 from flowrl.training.nonfinite import NonFiniteError
+from flowrl.training.results import has_progress, holds
 from flowrl.training.trainer import Trainer
 from flowrl.worlds.base import World
 
@@ -60,9 +61,19 @@ class Run:
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end, or with `resume` go on from the last checkpoint, or from the one named `start`, whose successors are
         then deleted. Raises a `FlowrlError` where a part does, a `CheckpointError` for a damaged checkpoint or a full disk, and a
-        `NonFiniteError` where a loss is not finite (what it was trained on is then in failure/)."""
-        with disk_errors(self._checkpoints), out_of_memory():
+        `NonFiniteError` where a loss is not finite (what it was trained on is then in failure/). Only one process at a time may
+        execute the run of a folder: `ConfigError` names the other."""
+        with disk_errors(self._checkpoints), out_of_memory(), ExitStack() as stack:
+            with self.distributed.shared_errors():
+                if self.distributed.is_main:
+                    stack.enter_context(folder_lock(self.folder) if resume else self._new_folder())
             return self._execute(resume, start)
+
+    def _new_folder(self) -> AbstractContextManager[None]:
+        """A start that fails before its first iteration leaves nothing, and one that was killed by then may be repeated."""
+        if has_progress(self.folder):
+            raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
+        return new_folder(self.folder, "run", lambda folder: holds(folder, "algorithm"), lambda: has_progress(self.folder))
 
     @property
     def _checkpoints(self) -> Checkpoints:
@@ -71,8 +82,6 @@ class Run:
     def _execute(self, resume: bool, start: str) -> bool:
         if resume and not start and (self.folder / "done.json").exists():
             return True
-        if (self.folder / "metrics.jsonl").exists() and not resume:
-            raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
         world = make_world(self.config)
         self._heldout = make_heldout_metrics(self.config, world)
         trainer = make_trainer(self.config, self.distributed, world)
@@ -81,7 +90,6 @@ class Run:
         rows = self._restore(trainer, start) if resume else []
         journal = Journal(self.config, self.folder, trainer.done)
         if not rows:
-            self.distributed.any(False)  # all processes have looked whether there is a run already
             if self.distributed.is_main:
                 self._write_settings()
             rows = [self._first_row(policy, world)]
@@ -147,7 +155,7 @@ class Run:
         row |= {f"{name}_total": 0 for name in TOTALS}
         if self.distributed.is_main:
             write_bytes(self.folder / "before.safetensors", images)
-            (self.folder / "metrics.jsonl").write_text("")
+            write_bytes(self.folder / "metrics.jsonl", b"")
         self._append(row)
         return row
 

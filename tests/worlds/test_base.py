@@ -79,8 +79,8 @@ def test_train_a_model_and_read_its_lora_with_plain_diffusers(folder, capsys):
     with policy.guided(1.0):  # pyright: ignore[reportAttributeAccessIssue]
         ours = integrate(policy, policy.schedule(3), policy.encode([Prompt("a red fox")]), noise, Usage())
     torch.testing.assert_close(ours, latent, atol=5e-6, rtol=0)
-    assert main(["sample", "--weights", str(folder / "run"), "--trust", "--prompts", "any words", "--count", "2", "--num-steps", "2",
-                 "--out", str(folder / "grid.png")]) == 0  # fmt: skip
+    assert main(["sample", "--weights", str(folder / "run"), "--trust", "--prompts", "any words", "--count", "2", "--num-steps",
+                 "2", "--out", str(folder / "grid.png")]) == 0  # fmt: skip
     assert (folder / "grid.png").stat().st_size > 0
 
 

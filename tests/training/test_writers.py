@@ -1,0 +1,120 @@
+"""One writer per folder, and none that outlives its parent: locks, signals, killed comparisons."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flowrl.errors import ConfigError
+from flowrl.io import folder_lock
+from flowrl.training.compare import CompareConfig, compare
+from flowrl.training.config import preset
+from flowrl.training.run import Run
+
+TINY = preset("tiny").apply(world="mixture", task="direction")
+LONG = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "500", "--eval-every", "500"]
+
+
+def start(command: str, *words: str) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-m", "flowrl", command, *words]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def wait_until(condition, seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def lines_of(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_the_folder_of_a_run_or_a_comparison_has_one_writer(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    comparison = CompareConfig(TINY, ("flow-grpo",), (0,))
+    told = rf"out is being written by process {os.getpid()} on .* \(`the first`, since 20"
+    with folder_lock(out, "the first"):
+        for resume in (False, True):
+            with pytest.raises(ConfigError, match=told):
+                Run(TINY, out).execute(resume)
+            with pytest.raises(ConfigError, match=told):
+                compare(comparison, out, resume)
+    assert [path.name for path in out.iterdir()] == [".lock"]
+    assert Run(TINY, out).execute()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
+def test_a_second_resume_is_told_who_writes_and_a_killed_writer_blocks_nobody(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = start("train", *LONG, "--out", str(out))
+    try:
+        assert wait_until(lambda: lines_of(out) > 2)
+        second = start("train", "--resume", str(out))
+        shown, _ = second.communicate(timeout=60)
+        assert second.returncode == 2
+        assert re.search(rf"error: \S*out is being written by process {first.pid} on .*`flowrl train --preset", shown)
+        first.kill()
+        first.wait(30)
+        third = start("train", "--resume", str(out))
+        before = lines_of(out)
+        assert wait_until(lambda: lines_of(out) > before + 2)
+        third.send_signal(signal.SIGHUP)
+        shown, _ = third.communicate(timeout=60)
+        assert third.returncode == 130 and f"flowrl train --resume {out}" in shown
+    finally:
+        for process in (first, second, third):
+            process.kill()
+
+
+def descendants(process: int) -> set[int]:
+    """Processes whose parent is `process`, and theirs."""
+    found = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout.split()
+    children = {child for child, parent in zip(found[::2], found[1::2], strict=True) if int(parent) == process}
+    return {int(child) for child in children}.union(*(descendants(int(child)) for child in children))
+
+
+def alive(process: int) -> bool:
+    found = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True).stdout.strip()
+    return bool(found) and not found.startswith("Z")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix" or shutil.which("ps") is None, reason="needs signals and ps")
+@pytest.mark.parametrize(("number", "group"), [("SIGKILL", False), ("SIGTERM", False), ("SIGTERM", True), ("SIGHUP", True)])
+def test_workers_end_with_the_comparison(number: str, group: bool, tmp_path: Path) -> None:
+    """`group`: the signal goes to the workers too, as from a terminal or a cluster. All but SIGKILL pause, with checkpoints."""
+    out = tmp_path / "out"
+    runs = [out / "runs" / f"{name}-seed0" for name in ("flow-grpo", "dance-grpo")]
+    process = start("compare", *LONG, "--methods", "flow-grpo", "dance-grpo", "--seeds", "0", "--workers", "2", "--out", str(out))
+    try:
+        assert wait_until(lambda: all(lines_of(run) > 2 for run in runs))
+        workers = descendants(process.pid)
+        assert len(workers) >= 2
+        (os.killpg if group else os.kill)(process.pid, getattr(signal, number))
+        assert wait_until(lambda: not any(map(alive, workers)), 10 if number == "SIGKILL" else 40), list(filter(alive, workers))
+        shown, _ = process.communicate(timeout=30)
+        if number == "SIGKILL":
+            assert process.returncode == -signal.SIGKILL
+        else:
+            assert process.returncode == 130 and f"flowrl compare --resume {out}" in shown and "Traceback" not in shown, shown
+            assert all(list((run / "checkpoints").iterdir()) for run in runs)
+        before = [(run / "metrics.jsonl").read_bytes() for run in runs]
+        time.sleep(0.5)
+        assert [(run / "metrics.jsonl").read_bytes() for run in runs] == before
+        with folder_lock(out), folder_lock(runs[0]):  # nobody holds them
+            assert json.loads((out / "config.json").read_text())["seeds"] == [0]
+    finally:
+        process.kill()
