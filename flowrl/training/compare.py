@@ -11,6 +11,7 @@ from typing import Any
 from flowrl.errors import ConfigError, require
 from flowrl.io import folder_lock, new_folder, write_json
 from flowrl.settings import load_document
+from flowrl.specs import identity
 from flowrl.training.build import check, make_method
 from flowrl.training.config import RunConfig
 from flowrl.training.results import has_progress, holds, run_folder
@@ -19,6 +20,8 @@ from flowrl.training.trust import trusted
 from flowrl.types import NoProbe
 from flowrl.workers import Worker, run_jobs
 
+LONGEST = 200
+"""Bytes in the name of a run's folder; file systems allow 255."""
 PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 
 
@@ -40,6 +43,16 @@ class CompareConfig:
         names = self.names()
         require(len(set(names)) == len(names), "methods", names, "each method once")
         require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each seed once")
+        known: dict[str, str] = {}
+        for spec in self.credit:
+            same = known.setdefault(identity(spec), spec)
+            require(same is spec, "credit", spec, f"another rule: this is the one of {same!r}; name each rule once")
+        folders: dict[str, str] = {}
+        for name in names:
+            folder = run_folder(name, max(self.seeds)).casefold()
+            require(len(folder.encode()) <= LONGEST, "methods", name, f"a name for a folder, of {LONGEST} bytes or fewer")
+            other = folders.setdefault(folder, name)
+            require(other is name, "methods", name, f"a rule whose folder is not that of {other!r}, {folder}")
 
     def names(self) -> list[str]:
         """Methods as they are called in tables: built-in names, then the added rules (a file's by their class)."""

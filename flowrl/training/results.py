@@ -124,7 +124,7 @@ def load_comparison(folder: Path) -> Comparison:
         names = config["methods"]
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder} is not the folder of a comparison: {error}") from error
-    folders = [folder / "runs" / run_folder(name, seed) for name in names for seed in config["seeds"]]
+    folders = dict.fromkeys(folder / "runs" / run_folder(name, seed) for name in names for seed in config["seeds"])
     return Comparison(folder, config, tuple(load_run(f) for f in folders if (f / "metrics.jsonl").exists()))
 
 

@@ -118,3 +118,29 @@ def test_workers_end_with_the_comparison(number: str, group: bool, tmp_path: Pat
             assert json.loads((out / "config.json").read_text())["seeds"] == [0]
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize(
+    "credit",
+    [
+        ("gdpo", "gdpo()"),
+        ("turning-point(consistent=False)", "turning-point( consistent = False )"),
+        ("weighted(weights='noise', rule=uniform)", "weighted(rule='uniform', weights=noise)"),
+        ("weighted(rule='gdpo()')", "weighted(rule=gdpo)"),
+        ("rules.py:Mine", "./rules.py:Mine()"),
+        ("stepwise-gain(normalise='a b')", "stepwise-gain(normalise='a_b')"),
+        ("turning-point(x='A')", "turning-point(x='a')"),
+        ("turning-point(x=" + "1" * 300 + ")",),
+    ],
+)
+def test_two_names_never_share_a_folder(credit: tuple[str, ...]) -> None:
+    """Two spellings of one rule are not two methods, and no run is counted as two."""
+    with pytest.raises(
+        ConfigError, match=r"(credit|methods) = .* is not allowed: (another rule|a rule whose folder|a name|each)"
+    ):
+        CompareConfig(TINY, ("flow-grpo",), (0,), credit)
+
+
+def test_rules_that_differ_are_compared() -> None:
+    rules = ("turning-point(consistent=False)", "turning-point(consistent=True)", "gdpo", "a.py:Rule", "b.py:Other")
+    assert len(CompareConfig(TINY, ("flow-grpo",), (0, 1), rules).names()) == 6

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.errors import ConfigError, require
-from flowrl.specs import parse_spec
+from flowrl.specs import identity
 from flowrl.training.build import make_method
 from flowrl.training.compare import rule_name
 from flowrl.workers import worker_count
@@ -39,13 +39,6 @@ RIVALS: dict[str, Arm] = {
 }
 """The built-in rules in the ranking."""
 RIVAL_SPECS = frozenset(changes.get("credit", "") for changes in RIVALS.values())
-
-
-def identity(spec: str) -> tuple[str, str]:
-    """What all spellings of one rule share: a file's resolved path and class (or the name), and the options."""
-    parsed = parse_spec(spec, "credit")
-    name = parsed.name.rpartition(":")[2]
-    return f"{parsed.file.resolve()}:{name}" if parsed.file else parsed.name, repr(sorted(parsed.options.items()))
 
 
 def _with_file(spec: str) -> str:
