@@ -4,8 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from flowrl.distributed import Distributed
 from flowrl.errors import CheckpointError, require
@@ -16,6 +14,7 @@ from flowrl.protocols import FlowPolicy, PolicyLoss, RandomSampler, RewardModel
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.samplers import trained_steps, transition_stds
+from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.heldout import make_heldout_metrics
 from flowrl.training.trainer import Trainer
@@ -156,12 +155,8 @@ def trained_policy(folder: Path, device: str = "", trust: bool = False) -> tuple
 def load_trained(policy: FlowPolicy, folder: Path) -> None:
     """Put the averaged weights of the finished run in `folder` into its policy. Raises `CheckpointError`."""
     path = folder / "weights.safetensors"
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"weights: {path} cannot be read: {error}") from error
-    named = policy.trainable()
-    if set(named) != set(tensors):
+    tensors, named = load_weights(path), policy.trainable()
+    if {name: parameter.shape for name, parameter in named.items()} != {name: t.shape for name, t in tensors.items()}:
         raise CheckpointError(f"weights: {path} does not hold the weights that {folder / 'config.json'} describes")
     with torch.no_grad():
         for name, parameter in named.items():

@@ -45,6 +45,30 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     write_bytes(path, data)
 
 
+def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write trained weights to the safetensors file `path`, with a hash of names, types, shapes and values in its metadata."""
+    found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_bytes(path, save(found, {"sha256": _hash(found, "")}))
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The inverse of `save_weights`. Raises a `CheckpointError` for a file that is not as it was written."""
+    try:
+        data = path.read_bytes()
+        tensors = load(data)
+        recorded = _card(data).get("sha256")
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"weights: {path} cannot be read: {error}") from error
+    if recorded != _hash(tensors, ""):
+        raise CheckpointError(f"weights: {path} does not match its own hash; it was changed after it was written")
+    return tensors
+
+
+def _card(data: bytes) -> dict[str, str]:
+    """The metadata of a safetensors file."""
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+
+
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read the checkpoint in the file `path`. Raises a `CheckpointError` that says what is wrong with it."""
     if not path.is_file():
@@ -52,7 +76,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     try:
         data = path.read_bytes()
         tensors = load(data)
-        card = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        card = _card(data)
         if card["format"] != FORMAT:
             raise _other_version(path, card["format"])
         if card["sha256"] != _hash(tensors, card["values"]):

@@ -21,7 +21,7 @@ from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
 from flowrl.settings import settings_text
 from flowrl.training import logging as lines
 from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
-from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors
+from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors, save_weights
 from flowrl.training.config import FORMAT, RunConfig
 from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
 from flowrl.training.heldout import HeldoutMetrics, make_heldout_metrics
@@ -265,7 +265,7 @@ class Run:
                 trainer.policy.save(folder / self.config.policy.tuning)
         average = full_tensors(dict(zip(trainer.names, trainer.average, strict=True)))
         if average:
-            write_bytes(folder / "weights.safetensors", save({name: mean.contiguous() for name, mean in average.items()}))
+            save_weights(folder / "weights.safetensors", average)
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
