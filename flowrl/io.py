@@ -162,9 +162,11 @@ def _lock(path: Path, name: str, work: str) -> Iterator[None]:
             write_json(holder, who)
         yield
     finally:
-        with suppress(OSError):
-            holder.unlink()
-        lock.release()
+        try:
+            with suppress(OSError):
+                holder.unlink()
+        finally:
+            lock.release()
 
 
 def _holder(path: Path) -> str:

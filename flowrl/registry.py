@@ -212,6 +212,26 @@ def find_maker(kind: str, spec: Spec) -> Maker:
     return getattr(module, name)
 
 
+def files_of(kind: str, spec: Spec) -> list[Path]:
+    """The files that define a part: its own, or that of a module's or a plug-in's class and the module's.
+
+    None for a built-in part, one without Python source, or one that cannot be found (`build` says why).
+    """
+    if spec.file is not None:
+        return [spec.file]
+    if spec.name in KINDS[kind].built_in:
+        return []
+    try:
+        maker = find_maker(kind, spec)
+        while isinstance(maker, partial):
+            maker = maker.func
+        module = sys.modules.get(spec.name.partition(":")[0]) or sys.modules.get(getattr(maker, "__module__", ""))
+        files = (inspect.getsourcefile(maker), getattr(module, "__file__", None))
+    except Exception:  # a third party's module may raise anything
+        return []
+    return [Path(file) for file in dict.fromkeys(files) if file]
+
+
 def _from_file(kind: str, path: Path, name: str) -> Maker:
     if not path.is_file():
         raise ConfigError(f"{kind}: the file {path} does not exist")

@@ -98,6 +98,8 @@ class Compare:
     """Runs at a time; 0 = one per core. Every run uses one thread, so the numbers do not depend on this."""
     trust: bool = False
     """Run code that the settings file of `resume`, `config` or `preset` names, and use its addresses and keys."""
+    changed_code: bool = False
+    """With `resume`: go on although the files of your own parts have changed since the start."""
     run: Annotated[CompareOptions, tyro.conf.arg(name="")] = field(default_factory=CompareOptions)  # pyright: ignore[reportInvalidTypeForm]
 
     @staticmethod
@@ -127,7 +129,9 @@ class Compare:
 
         display = Display(config)
         display.start(out)
-        finished = display.during(lambda: compare(config, out, self.resume is not None, self.workers, display.watch))
+        finished = display.during(
+            lambda: compare(config, out, self.resume is not None, self.workers, display.watch, self.changed_code)
+        )
         if not finished:
             words = "".join({trust_option(job.flat()) for job in config.jobs().values()})
             display.say(f"Paused; nothing is lost. Go on with: flowrl compare --resume {shlex.quote(str(out))}{words}")
@@ -178,6 +182,8 @@ class Train:
     """Processes that `plan` counts for [default: 1]; `accelerate launch` says how many train."""
     trust: bool = False
     """Run code that the settings file of `resume`, `config` or `preset` names, and use its addresses and keys."""
+    changed_code: bool = False
+    """With `resume`: go on although the files of your own parts have changed since the start."""
     run: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(default_factory=TrainOptions)  # pyright: ignore[reportInvalidTypeForm]
 
     @staticmethod
@@ -238,7 +244,7 @@ class Train:
             several = f", {distributed.world_size} processes" if distributed.world_size > 1 else ""
             subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"
             say(f"{config.algorithm.method} on {subject}, seed {config.seed}{several} -> {out}")
-            run = Run(config, out, train_line(out), asked.is_set, distributed=distributed)
+            run = Run(config, out, train_line(out), asked.is_set, distributed=distributed, changed_code=self.changed_code)
             again = f"{shlex.quote(str(out))}{trust_option(config.flat())}"
             with _told_how_to_go_on(out, again, distributed.is_main):
                 execute = record(run.execute) if distributed.world_size > 1 else run.execute

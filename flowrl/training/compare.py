@@ -115,14 +115,22 @@ Watcher = Callable[[dict[str, dict[str, Any]]], None]
 """Called about twice a second with the state of every job: {"phase", "iteration", "reward", "nfe_total", "seconds"}."""
 
 
-def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool) -> bool:
-    return Run(config, folder, report=worker.send, stop=worker.stopped, shared=folder.parent).execute(resume)
+def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool, changed_code: bool) -> bool:
+    run = Run(config, folder, worker.send, worker.stopped, shared=folder.parent, changed_code=changed_code)
+    return run.execute(resume)
 
 
-def compare(config: CompareConfig, out: Path, resume: bool = False, workers: int = 0, watch: Watcher | None = None) -> bool:
+def compare(
+    config: CompareConfig,
+    out: Path,
+    resume: bool = False,
+    workers: int = 0,
+    watch: Watcher | None = None,
+    changed_code: bool = False,
+) -> bool:
     """Run all jobs in `out`/runs, `workers` at a time (0: one per core, at most 16), one thread each, so that the numbers do not
     depend on the machine's cores. Returns False when Ctrl-C paused it: `resume` then goes on with the same numbers. Raises
-    `ConfigError` that names the other process if one is at work in `out`."""
+    `ConfigError` that names the other process if one is at work in `out`. `changed_code` as for `Run`."""
 
     def started() -> bool:
         return any(map(has_progress, out.glob("runs/*")))
@@ -130,10 +138,10 @@ def compare(config: CompareConfig, out: Path, resume: bool = False, workers: int
     if not resume and started():
         raise ConfigError(f"out: {out} already holds a comparison; choose another folder, or go on with --resume {out}")
     with folder_lock(out) if resume else new_folder(out, "comparison", lambda folder: holds(folder, "methods"), started):
-        return _compare(config, out, resume, workers, watch)
+        return _compare(config, out, resume, workers, watch, changed_code)
 
 
-def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch: Watcher | None) -> bool:
+def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch: Watcher | None, changed_code: bool) -> bool:
     jobs = config.jobs()
     if not resume:
         write_json(out / "config.json", config.as_dict())
@@ -151,7 +159,7 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
     longest_first = sorted(jobs, key=lambda name: isinstance(make_method(jobs[name]).credit.probe, NoProbe))
     completed = run_jobs(
         _run_job,
-        {name: (jobs[name], out / "runs" / name, resume) for name in longest_first},
+        {name: (jobs[name], out / "runs" / name, resume, changed_code) for name in longest_first},
         workers,
         finished=finished,
         received=received,

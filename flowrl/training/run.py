@@ -22,6 +22,7 @@ from flowrl.settings import settings_text
 from flowrl.training import logging as lines
 from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors, save_weights
+from flowrl.training.code import check_code, record_code
 from flowrl.training.config import FORMAT, RunConfig
 from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
 from flowrl.training.heldout import HeldoutMetrics, make_heldout_metrics
@@ -46,7 +47,8 @@ class Run:
     The folder gets config.json (and .yaml), metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/
     and, at the end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline
     also in lora/ or full/, as diffusers reads them) and done.json; `tracking` says what trackers add. `shared` is a folder where
-    runs of one comparison keep the evaluation of the untrained model, which is the same for all of them.
+    runs of one comparison keep the evaluation of the untrained model, which is the same for all of them. With `changed_code` a
+    run goes on although the files of its own parts have changed since it was started.
     Every process executes the run; the main one alone writes and reports, and all stop where one is asked to.
     """
 
@@ -56,6 +58,7 @@ class Run:
     stop: Callable[[], bool] = lambda: False
     shared: Path | None = None
     distributed: Distributed = Distributed()
+    changed_code: bool = False
     _heldout: HeldoutMetrics | None = field(default=None, init=False, repr=False)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
@@ -82,6 +85,9 @@ class Run:
     def _execute(self, resume: bool, start: str) -> bool:
         if resume and not start and (self.folder / "done.json").exists():
             return True
+        with self.distributed.shared_errors():
+            if resume and self.distributed.is_main:
+                check_code(self.folder, self.config, self.changed_code)
         world = make_world(self.config)
         self._heldout = make_heldout_metrics(self.config, world)
         trainer = make_trainer(self.config, self.distributed, world)
@@ -142,7 +148,8 @@ class Run:
             self._tell({"warning": "\n".join(notice.text for notice in found)})
 
     def _write_settings(self) -> None:
-        """config.json, and config.yaml for ``flowrl train --config``."""
+        """code.json, config.json, and config.yaml for ``flowrl train --config``."""
+        record_code(self.folder, self.config)
         write_json(self.folder / "config.json", {"format": FORMAT, **self.config.as_dict()})
         packages = ", ".join(f"{name} {found}" for name, found in versions().items())
         comment = f"All settings of this run; repeat it with: flowrl train --config config.yaml --out NEW_FOLDER ({packages})"

@@ -105,7 +105,7 @@ def test_strips_show_the_same_prompts_from_the_same_noise(folder):
 def test_the_settings_in_yaml_repeat_the_run(folder):
     again = folder / "again"
     assert load_config(folder / "run" / "config.yaml", trust=True) == load_config(folder / "run" / "config.json", trust=True)
-    assert main(["train", "--config", str(folder / "run" / "config.yaml"), "--out", str(again)]) == 0
+    assert main(["train", "--config", str(folder / "run" / "config.yaml"), "--trust", "--out", str(again)]) == 0
     assert (again / "weights.safetensors").read_bytes() == (folder / "run" / "weights.safetensors").read_bytes()
 
 
@@ -113,7 +113,7 @@ def test_a_resumed_run_goes_on_in_the_event_files(folder, monkeypatch):
     config = load_config(folder / "run" / "config.json", trust=True)
     out = folder / "paused"
     assert Run(config, out, stop=lambda: True).execute() is False
-    assert main(["train", "--resume", str(out)]) == 0
+    assert main(["train", "--resume", str(out), "--trust"]) == 0
     assert sorted(event.step for event in events(out / "tensorboard").Scalars("reward_mean")) == [1, 2]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.io import folder_lock
 from flowrl.training.compare import CompareConfig, compare
@@ -144,3 +145,61 @@ def test_two_names_never_share_a_folder(credit: tuple[str, ...]) -> None:
 def test_rules_that_differ_are_compared() -> None:
     rules = ("turning-point(consistent=False)", "turning-point(consistent=True)", "gdpo", "a.py:Rule", "b.py:Other")
     assert len(CompareConfig(TINY, ("flow-grpo",), (0, 1), rules).names()) == 6
+
+
+CODE = """
+from dataclasses import dataclass
+from flowrl.credit import Uniform
+
+@dataclass(frozen=True)
+class Mine(Uniform):
+    scale: float = 1.0
+
+    def assign(self, rewards, schedule):
+        return self.scale * super().assign(rewards, schedule)
+"""
+
+
+def test_a_resume_after_the_code_has_changed_asks(tmp_path: Path, capsys) -> None:
+    """By name, for a part of a run and one within another part; the flag goes on, and the new code is then the known one."""
+    rules, out = tmp_path / "rules.py", tmp_path / "out"
+    rules.write_text(CODE)
+    config = TINY.replace(
+        credit=f"flowrl_bench.negative_controls:FreshNoiseFault(rule='{rules}:Mine')", checkpoint_every=1, iterations=4
+    )
+    stops = iter([True, True, False, False])
+    assert not Run(config, out, stop=lambda: next(stops)).execute()
+    assert list(json.loads((out / "code.json").read_text())) == [f"credit: {rules}:Mine"]
+    rules.write_text(CODE.replace("scale: float = 1.0", "scale: float = 2.0"))
+    told = (
+        rf"code has changed since the run was started: credit: {re.escape(str(rules))}:Mine\. Bring it back, or .*--changed-code"
+    )
+    with pytest.raises(ConfigError, match=told):
+        Run(config, out).execute(resume=True)
+    assert main(["train", "--resume", str(out), "--trust"]) == 2
+    assert re.search(told, capsys.readouterr().err)
+    assert not Run(config, out, stop=lambda: next(stops), changed_code=True).execute(resume=True)
+    assert main(["train", "--resume", str(out), "--trust"]) == 0
+    rules.write_text(CODE + "# after the end\n")
+    assert main(["train", "--resume", str(out), "--trust"]) == 0  # nothing is left to do
+
+
+def test_a_comparison_asks_about_changed_code_too(tmp_path: Path, capsys) -> None:
+    rules, out = tmp_path / "rules.py", tmp_path / "out"
+    rules.write_text(CODE)
+    comparison = CompareConfig(TINY, ("flow-grpo",), (0,), (f"{rules}:Mine",))
+    assert compare(comparison, out, workers=1)
+    (out / "runs" / "Mine-seed0" / "done.json").unlink()
+    rules.write_text(CODE + "# changed\n")
+    again = ["compare", "--resume", str(out), "--trust", "--workers", "1"]
+    assert main(again) == 2
+    assert f"credit: {rules}:Mine" in capsys.readouterr().err
+    assert main([*again, "--changed-code"]) == 0
+
+
+def test_built_in_parts_have_no_code_to_change(tmp_path: Path) -> None:
+    from flowrl.training.code import code_of
+
+    assert code_of(TINY.replace(credit="gdpo", reward="clipped(reward='flowrl.worlds.mixture:DirectionReward')")) == {}
+    Run(TINY, tmp_path / "out").execute()
+    assert not (tmp_path / "out" / "code.json").exists()
