@@ -95,7 +95,7 @@ def test_a_hostile_run_executes_nothing(setting: str, name: str, finished: Path,
         ["compare", "--resume", str(out)],
         ["compare", "--config", str(out / "config.json"), "--out", new],
         ["compare", "--preset", str(out / "mine.yaml"), "--out", new],
-        ["sample", "--weights", str(run), "--out", new],
+        ["sample", "--weights", str(run), "--out", f"{new}.png"],
         ["evaluate", "--weights", str(run), "--out", new],
     ):
         if "--preset" in command and command[0] == "compare" and setting == "credit":
@@ -104,7 +104,7 @@ def test_a_hostile_run_executes_nothing(setting: str, name: str, finished: Path,
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and error.startswith("flowrl: error: "), error
         assert all(found in error for found in (setting, word, "--trust", str(out))), error
-    assert not canary.exists() and not Path(new).exists() and sorted(out.rglob("*")) == before
+    assert not canary.exists() and not list(tmp_path.glob("new*")) and sorted(out.rglob("*")) == before
 
 
 def test_a_hostile_comparison_executes_nothing(finished: Path, canary: Path, tmp_path: Path) -> None:

@@ -59,16 +59,16 @@ def asked_to_stop() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def _told_how_to_go_on(out: Path, how: str, main: bool) -> Iterator[None]:
-    """Where a run of many hours ends by an error (a reward's, the disk's), say what is left of it, and `how` to go on."""
-    from flowrl.training.checkpoint import Checkpoints
+def _told_how_to_go_on(out: Path, main: bool) -> Iterator[None]:
+    """Where a run of many hours ends by an error (a reward's, the disk's), say what is left of it."""
+    from flowrl.training.checkpoint import Checkpoints, to_resume
 
     try:
         yield
     except Exception:
         names = Checkpoints(out).names()
         if main and names and not (out / "done.json").exists():
-            print(f"The run stopped; checkpoint {names[-1]} is kept. Go on with: flowrl train --resume {how}")
+            print(f"The run stopped; checkpoint {names[-1]} is kept. Go on with: {to_resume(out)}")
         raise
 
 
@@ -218,6 +218,7 @@ class Train:
         from flowrl.distributed import Distributed
         from flowrl.policies import device_of
         from flowrl.training.build import check
+        from flowrl.training.checkpoint import to_resume
         from flowrl.training.plan import memory_text, plan, plan_text
         from flowrl.training.run import Run
 
@@ -245,17 +246,17 @@ class Train:
             subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"
             say(f"{config.algorithm.method} on {subject}, seed {config.seed}{several} -> {out}")
             run = Run(config, out, train_line(out), asked.is_set, distributed=distributed, changed_code=self.changed_code)
-            again = f"{shlex.quote(str(out))}{trust_option(config.flat())}"
-            with _told_how_to_go_on(out, again, distributed.is_main):
+            with _told_how_to_go_on(out, distributed.is_main):
                 execute = record(run.execute) if distributed.world_size > 1 else run.execute
                 finished = bool(execute(self.resume is not None, self.start))
         if not finished:
-            say(f"Paused; nothing is lost. Go on with: flowrl train --resume {again}")
+            say(f"Paused; nothing is lost. Go on with: {to_resume(out)}")
             return 130
         if distributed.is_main and config.policy.model:
             write_card(out)
         drawn = _draw_proxy(out) if distributed.is_main else None
         if drawn is not None:
             say(f"Proxy and held-out metrics: {drawn}")
+        again = f"{shlex.quote(str(out))}{trust_option(config.flat())}"
         say(f"Done. Weights and metrics in {out}; draw samples with: flowrl sample --weights {again}")
         return 0

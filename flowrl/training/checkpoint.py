@@ -17,10 +17,20 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from flowrl.distributed import Distributed, as_module, full_tensors, load_full_tensors
-from flowrl.errors import CheckpointError, ConfigError
+from flowrl.errors import CheckpointError, ConfigError, FlowrlError
 from flowrl.io import flush_folder, write_bytes
+from flowrl.training.config import load_config
+from flowrl.training.trust import trust_option
 
 FORMAT = "flowrl-checkpoint-4"
+
+
+def to_resume(run: Path) -> str:
+    """The command that goes on with the run in the folder `run`, with --trust if its settings need that."""
+    option = ""
+    with suppress(FlowrlError):
+        option = trust_option(load_config(run / "config.json", trust=True).flat())
+    return f"flowrl train --resume {shlex.quote(str(run))}{option}"
 
 
 @dataclass(frozen=True)
@@ -160,8 +170,7 @@ class Checkpoints:
             advice = (
                 f"There is no earlier one in {self.run} (keep_checkpoints = {self.keep}; 2 or more keeps some)"
                 if earlier is None
-                else f"Checkpoint {earlier} is complete; go on from there with: "
-                f"flowrl train --resume {shlex.quote(str(self.run))} --from {earlier}"
+                else f"Checkpoint {earlier} is complete; go on from there with: {to_resume(self.run)} --from {earlier}"
             )
             raise CheckpointError(f"{error}. {advice}") from error
 
@@ -191,7 +200,7 @@ def disk_errors(checkpoints: Checkpoints) -> Iterator[None]:
         reason = getattr(error, "strerror", "No space left on device")
         raise CheckpointError(
             f"disk: {where} cannot be written: {reason}. {last}; "
-            f"{free:,.1f} MB are free. Make room, then: flowrl train --resume {shlex.quote(str(checkpoints.run))}"
+            f"{free:,.1f} MB are free. Make room, then: {to_resume(checkpoints.run)}"
         ) from error
 
 
