@@ -3,15 +3,21 @@
 import json
 import os
 import platform
+import shlex
+import shutil
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, require
+
+LOCK = ".lock"
+"""The lock of a folder."""
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -58,15 +64,91 @@ def flush_folder(folder: Path) -> None:
 
 @contextmanager
 def file_lock(path: Path, work: str) -> Iterator[None]:
-    """Keep other processes from writing `path` (a file or a folder) while the block runs; reading needs no lock.
+    """Keep other processes from writing the file `path` while the block runs; reading needs no lock.
 
     The lock is PATH.lock, which the operating system releases when the process ends, however it ends; PATH.lock.json names
     the holder and its `work`. Raises `ConfigError` that names the holder if another process has the lock, or the folder cannot
     be written.
     """
-    lock, holder = FileLock(f"{path}.lock"), Path(f"{path}.lock.json")
+    with _lock(path, f"{path}.lock", work):
+        yield
+
+
+@contextmanager
+def folder_lock(folder: Path, work: str = "") -> Iterator[None]:
+    """As `file_lock`, for all files in `folder`, which is made if it is new. `work` defaults to the command line."""
+    with _lock(folder, str(folder / LOCK), work or command_line()):
+        yield
+
+
+@contextmanager
+def new_folder(folder: Path, kind: str, made: Callable[[Path], bool], kept: Callable[[], bool]) -> Iterator[None]:
+    """Lock `folder` for a new `kind` ("run", ...). If the block raises, what it has added is removed, unless there are results
+    to be `kept`, or the disk failed.
+
+    Raises `ConfigError` before anything is written if the folder has content that is not `made` by flowrl as this kind.
+    """
     try:
+        require(not folder.is_file(), "out", str(folder), "a folder that may be new; this is a file")
+        require(folder.resolve() != Path.cwd(), "out", str(folder), "a folder of its own; this is the current one")
+        missing, had_lock = [place for place in (folder, *folder.parents) if not place.exists()], (folder / LOCK).exists()
+    except OSError as error:
+        raise ConfigError(f"out: {folder} cannot be used: {error.strerror}; choose another folder") from error
+    try:
+        with folder_lock(folder):
+            before = {path.name for path in folder.iterdir()} | {LOCK}
+            if before - {LOCK, f"{LOCK}.json"} and not made(folder):
+                raise ConfigError(f"out: {folder} has content that is no {kind} of flowrl; choose another folder")
+            try:
+                yield
+            except OSError:
+                raise
+            except BaseException:
+                for path in () if kept() else [path for path in folder.iterdir() if path.name not in before]:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                raise
+    except BaseException:
+        with suppress(OSError):
+            if not had_lock and not kept():
+                (folder / LOCK).unlink()
+            for place in missing:
+                place.rmdir()
+        raise
+
+
+def require_new_file(path: Path, made: Callable[[bytes], bool] = lambda data: False, option: str = "out") -> None:
+    """Raise `ConfigError` unless the file `path` can be written, and is new or has content that this command has `made`.
+
+    For the beginning of a command: it leaves nothing behind, and no work is done whose result could not be written.
+    """
+    try:
+        require(not path.is_dir(), option, str(path), "a file; this is a folder")
+        fine, missing = not path.exists() or made(path.read_bytes()), [place for place in path.parents if not place.exists()]
+        probe = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_file(probe, b"")
+        finally:
+            probe.unlink(missing_ok=True)
+            for place in missing:
+                place.rmdir()
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}") from error
+    if not fine:
+        raise ConfigError(f"{option}: {path} exists and is not from this command; choose another name, or delete it")
+
+
+def command_line() -> str:
+    """The command of this process as it was typed."""
+    name = Path(sys.argv[0]).name
+    return shlex.join(["flowrl" if name == "__main__.py" else name, *sys.argv[1:]])
+
+
+@contextmanager
+def _lock(path: Path, name: str, work: str) -> Iterator[None]:
+    lock, holder = FileLock(name), Path(f"{name}.json")
+    try:
+        holder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise ConfigError(
@@ -80,9 +162,11 @@ def file_lock(path: Path, work: str) -> Iterator[None]:
             write_json(holder, who)
         yield
     finally:
-        with suppress(OSError):
-            holder.unlink()
-        lock.release()
+        try:
+            with suppress(OSError):
+                holder.unlink()
+        finally:
+            lock.release()
 
 
 def _holder(path: Path) -> str:

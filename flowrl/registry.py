@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from flowrl import credit, losses, rewards, samplers
 from flowrl.errors import ConfigError, FlowrlError
@@ -116,6 +116,8 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     entry = KINDS[kind]
     parsed = parse_spec(spec, kind)
     head, maker = parsed.name, find_maker(kind, parsed)
+    if maker not in entry.built_in.values():
+        _require_maker(kind, head, maker)
     parameters = _parameters(maker)
     unknown = sorted(set(parsed.options) - set(parameters)) if parameters is not None else []
     if unknown:
@@ -130,11 +132,33 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
         part = maker(**chosen)
     except FlowrlError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{kind}: building {spec} failed: {type(error).__name__}: {error}") from error
     if not isinstance(part, entry.protocols):
         raise ConfigError(f"{kind}: {head} is not a {entry.noun}; it needs {entry.needs}")
     return part
+
+
+def _require_maker(kind: str, head: str, maker: Any) -> None:
+    """Raise `ConfigError` unless `maker` is a class with the methods of `kind`, or a function annotated to return one.
+
+    Nothing is called before this check, so that a name such as ``os:system`` does nothing.
+    """
+    made = maker.func if isinstance(maker, partial) else maker
+    if inspect.isfunction(made):
+        try:
+            made = get_type_hints(made).get("return")
+        except (NameError, TypeError):  # annotations that cannot be resolved
+            made = None
+    bodies = [vars(base) for base in made.__mro__] if isinstance(made, type) else []
+    for protocol in KINDS[kind].protocols if bodies else ():
+        methods = [name for base in protocol.__mro__ for name, value in vars(base).items() if inspect.isfunction(value)]
+        needed = {name for name in methods if name in ("__call__",) or not name.startswith("_")}
+        if all(any(name in body or name in body.get("__annotations__", ()) for body in bodies) for name in needed):
+            return
+    entry = KINDS[kind]
+    how = "as a class, or as a function annotated to return one"
+    raise ConfigError(f"{kind}: {head} is not a {entry.noun}; it needs {entry.needs}, {how}")
 
 
 def available(kind: str) -> dict[str, str]:
@@ -180,11 +204,32 @@ def find_maker(kind: str, spec: Spec) -> Maker:
     module_name, _, name = spec.name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{kind}: the module {module_name!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:
+        reason = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{kind}: the module {module_name!r} cannot be imported: {reason}") from error
     if not hasattr(module, name):
         raise ConfigError(f"{kind}: the module {module_name} has no class {name!r}")
     return getattr(module, name)
+
+
+def files_of(kind: str, spec: Spec) -> list[Path]:
+    """The files that define a part: its own, or that of a module's or a plug-in's class and the module's.
+
+    None for a built-in part, one without Python source, or one that cannot be found (`build` says why).
+    """
+    if spec.file is not None:
+        return [spec.file]
+    if spec.name in KINDS[kind].built_in:
+        return []
+    try:
+        maker = find_maker(kind, spec)
+        while isinstance(maker, partial):
+            maker = maker.func
+        module = sys.modules.get(spec.name.partition(":")[0]) or sys.modules.get(getattr(maker, "__module__", ""))
+        files = (inspect.getsourcefile(maker), getattr(module, "__file__", None))
+    except Exception:  # a third party's module may raise anything
+        return []
+    return [Path(file) for file in dict.fromkeys(files) if file]
 
 
 def _from_file(kind: str, path: Path, name: str) -> Maker:
@@ -197,7 +242,7 @@ def _from_file(kind: str, path: Path, name: str) -> Maker:
     sys.modules[module_spec.name] = module
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{kind}: importing {path} failed: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
         names = ", ".join(sorted(n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__))

@@ -60,6 +60,20 @@ def parse_spec(spec: str, kind: str = "part") -> Spec:
     return Spec(name, {str(option): value for option, value in options.items()})
 
 
+def identity(spec: str) -> str:
+    """What all spellings of one part share: a file's resolved path and class (or the name), and its options in order."""
+    parsed = parse_spec(spec)
+
+    def plain(option: str, value: Any) -> Any:
+        if option not in NESTED or not isinstance(value, str | dict):
+            return value
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        return sorted((str(name), identity(text) if isinstance(text, str) else repr(text)) for name, text in inner)
+
+    head = f"{parsed.file.resolve()}:{parsed.name.rpartition(':')[2]}" if parsed.file else parsed.name
+    return f"{head} {sorted((option, repr(plain(option, value))) for option, value in parsed.options.items())}"
+
+
 def parse_probe(words: str) -> Probe:
     """ "none", "tweedie", "substeps:N", "completion" or "continuation:N" as a probe."""
     name, _, count = words.partition(":")

@@ -4,11 +4,13 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 from flowrl.errors import FlowrlError, require
@@ -17,6 +19,8 @@ MOST_WORKERS = 16
 """The number of processes that are started at most unless a number is given."""
 REFRESH = 0.5
 """Seconds after which messages are passed on at the latest."""
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""Ctrl-C, the signal of launchers and clusters, and that of a closed terminal."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,15 @@ def run_jobs(
     `function` must be importable (a module's own). In this process, `finished(key, result)` is called as jobs complete,
     `received(key, message)` for every message, and `watch()` after these, at least every `REFRESH` seconds.
 
-    Ctrl-C pauses: jobs that run are asked to stop (`Worker.stopped`), their results are passed on, and False is returned. No
-    job is started later than `seconds` after the call. The first error stops all jobs: a `FlowrlError` is raised as it is, any
-    other as a `RuntimeError` that names the job by `describe(key)`; so is a worker process that was killed.
+    Ctrl-C, SIGTERM and SIGHUP pause: jobs that run are asked to stop (`Worker.stopped`), their results are passed on, and False
+    is returned. If this process is killed, its workers end within a second or two. No job is started later than `seconds` after
+    the call. The first error stops all jobs: a `FlowrlError` is raised as it is, any other as a `RuntimeError` that names the
+    job by `describe(key)`; so is a worker process that was killed.
     """
     count, deadline = worker_count(workers, len(jobs)), time.monotonic() + seconds
     context = multiprocessing.get_context("spawn")
-    stop, (inbox, outbox) = context.Event(), context.Pipe(duplex=False)
+    with _signals_blocked():  # multiprocessing starts a process of its own here
+        stop, (inbox, outbox) = context.Event(), context.Pipe(duplex=False)
     waiting, running = list(jobs.items())[::-1], dict[Future[Any], Any]()
 
     def pass_on() -> None:
@@ -85,14 +91,19 @@ def run_jobs(
                 finished(key, result)
         watch()
 
-    with ProcessPoolExecutor(count, context, _start, (stop, outbox, context.Lock())) as pool:
+    def interrupt(number: int) -> None:
+        if number == signal.SIGINT or not stop.is_set():  # a launcher may repeat its signal
+            raise KeyboardInterrupt
+
+    others, lock = set(multiprocessing.active_children()), context.Lock()
+    with ProcessPoolExecutor(count, context, _start, (stop, outbox, lock, os.getpid())) as pool, on_stop(interrupt):
         try:
             while waiting or running:
                 while waiting and len(running) < count and time.monotonic() < deadline:
                     key, arguments = waiting.pop()
-                    with _interrupts_blocked():
+                    with _signals_blocked():
                         running[pool.submit(_call, function, key, os.getpid(), arguments)] = key
-                    pool.submit(_nothing)  # concurrent.futures watches a process that it has started from the next call on
+                        pool.submit(_nothing)  # concurrent.futures watches a process that it has started from the next call on
                 if not running:
                     return False
                 pass_on()
@@ -107,21 +118,70 @@ def run_jobs(
                 while inbox.poll():
                     inbox.recv()  # a full pipe would keep a worker from ending
             raise
+        finally:
+            if _is_broken(pool):  # its other workers ignore the SIGTERM with which it would end them
+                for process in set(multiprocessing.active_children()) - others:
+                    process.kill()
     return True
 
 
-_parts: tuple[Any, ...] = ()
+@contextmanager
+def on_stop(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call `handle(number)` when a signal of `STOPPING` arrives, in the main thread; other threads receive none.
+
+    After SIGHUP what this process prints to its terminal is dropped, since that is gone. Under nohup SIGHUP stays ignored.
+    """
+    terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+
+    def react(number: int, _: object) -> None:
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            for stream in terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        handle(number)
+
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPPING:
+            if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) is not signal.SIG_IGN:
+                previous[number] = signal.signal(number, react)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _is_broken(pool: ProcessPoolExecutor) -> bool:
+    try:
+        with _signals_blocked():
+            pool.submit(_nothing)
+    except (BrokenExecutor, RuntimeError):
+        return True
+    return False
+
+
+_parts: list[Any] = []
 """In a worker process: the event that stops it, and the pipe to the parent with its lock."""
 
 
 def _start(*parts: Any) -> None:
-    """Prepare a worker process."""
+    """Prepare a worker process: it takes no signals, since pausing is up to its parent, and does not outlive it."""
+    global _parts
+    *_parts, parent = parts
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     import torch
 
-    global _parts
-    _parts = parts
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended, however that happened: the last checkpoint is complete at every moment."""
+    process = multiprocessing.parent_process()
+    while process is not None and os.getppid() == parent and not wait_for([process.sentinel], 1.0):
+        pass
+    os._exit(1)
 
 
 def _nothing() -> None:
@@ -149,12 +209,12 @@ def _outcome(future: Future[Any], name: str, names: str, paused: bool) -> tuple[
 
 
 @contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Processes started inside never receive Ctrl-C, not even while they import: pausing is up to the parent."""
+def _signals_blocked() -> Iterator[None]:
+    """Processes started inside never receive a signal of `STOPPING`, not even while they import: pausing is up to the parent."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield
     finally:

@@ -132,7 +132,8 @@ def test_what_is_wrong_is_named(kind: str, spec: str, words: str) -> None:
 
 def test_a_part_of_another_kind_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("from flowrl.samplers import CPS\n\n\ndef fails():\n    raise RuntimeError('no such model')\n")
+    imports = "from flowrl.protocols import RewardModel\nfrom flowrl.samplers import CPS\n"
+    file.write_text(f"{imports}\n\ndef fails() -> RewardModel:\n    raise RuntimeError('no such model')\n")
     with pytest.raises(ConfigError, match="CPS is not a credit rule; it needs an attribute `probe`"):
         build("credit", f"{file}:CPS")
     assert build("sampler", f"{file}:CPS(noise_level=0.2)") == CPS(0.2)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ def write_card(folder: Path) -> None:
 
     Scores come from metrics.jsonl and, if `flowrl evaluate` has written it, evaluation/evaluation.json; nothing is measured.
     """
-    config = load_config(folder / "config.json")
+    config = load_config(folder / "config.json", trust=True)  # read, and nothing is built from it
     text = card_text(folder, config)
     write_bytes(folder / "README.md", text.encode())
     weights = folder / config.policy.tuning
@@ -32,8 +31,7 @@ def write_card(folder: Path) -> None:
     write_bytes(weights / "README.md", text.replace(f"]({config.policy.tuning}/", "](").encode())
     for name in ("config.yaml", "samples/over-time.png", "samples/prompts.txt", "evaluation/grid.png"):
         if (folder / name).exists():
-            (weights / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(folder / name, weights / name)
+            write_bytes(weights / name, (folder / name).read_bytes())
 
 
 def card_text(folder: Path, config: RunConfig) -> str:

@@ -62,11 +62,14 @@ class Evaluate:
     """Folder for the results; default evaluation/ in the run's folder, or beside the weights."""
     html: bool = False
     """Write report.html as well."""
+    trust: bool = False
+    """Run code that the settings in `weights` name, and use their addresses and keys."""
 
     def main(self) -> int:
         """Compare, show, write."""
         from flowrl.commands.card import write_card
         from flowrl.diagnostics.weight_comparison import SamplingSettings, compare_weights
+        from flowrl.io import new_folder
         from flowrl.plots.report import write_evaluation
 
         require(self.limit >= 0, "limit", self.limit, "0 (all) or more")
@@ -74,8 +77,9 @@ class Evaluate:
         how = SamplingSettings(setup.steps, self.count, self.seed, self.batch, self.shown)
         out = self.out or (self.weights if self.weights.is_dir() else self.weights.parent) / "evaluation"
         facts = {"command": typed_command(), "weights": str(self.weights), **setup.facts}
-        found = compare_weights(setup.policy, setup.load_trained, setup.prompts, setup.rewards, how, facts, _progress())
-        write_evaluation(found, out, self.html)
+        with new_folder(out, "evaluation", lambda folder: (folder / "evaluation.json").exists(), lambda: False):
+            found = compare_weights(setup.policy, setup.load_trained, setup.prompts, setup.rewards, how, facts, _progress())
+            write_evaluation(found, out, self.html)
         if (self.weights / "README.md").exists() and not self.model and out == self.weights / "evaluation":
             write_card(self.weights)
         print(table(found))
@@ -103,7 +107,7 @@ def _run_setup(args: Evaluate) -> _Setup:
 
     if not (args.weights / "config.json").is_file():
         raise ConfigError(f"weights: {args.weights} is not the folder of a run; for a LoRA or a transformer give its --model too")
-    config = load_config(args.weights / "config.json")
+    config = load_config(args.weights / "config.json", args.trust)
     changes = {name: getattr(args, name) for name in ("guidance_scale", "resolution") if getattr(args, name) is not None}
     changes |= {name: getattr(args, name) for name in ("dtype", "max_sequence_length") if getattr(args, name)}
     config = config.replace(**changes, reward_noise=0.0, reward_bias=0.0, device=_device(args, bool(config.policy.model)))

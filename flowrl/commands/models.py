@@ -38,18 +38,21 @@ class Sample:
     """ODE steps."""
     seed: int = 0
     """Draws the noise; the same seed gives every model the same noise."""
+    trust: bool = False
+    """Run code that the settings in `weights` name, and use their addresses and keys."""
 
     def main(self) -> int:
         """Sample, score and write the grid."""
         import torch
 
         from flowrl.plots.image_grids import image_grid
-        from flowrl.plots.style import save
+        from flowrl.plots.style import require_figure, save
         from flowrl.rollout import initial_noise, sample_images, score
 
         require(self.count >= 1, "count", self.count, "1 or more")
         require(self.num_steps >= 1, "num_steps", self.num_steps, "1 or more")
         require(len(self.prompts) >= 1, "prompts", self.prompts, "one or more prompts")
+        require_figure(self.out)
         world, policy, prompts, max_batch = self._load()
         repeated = [prompt for prompt in prompts for _ in range(self.count)]
         noise, reward = initial_noise(policy, len(repeated), self.seed), world.reward("soft")
@@ -71,6 +74,6 @@ class Sample:
             chosen = world(self.world)
             prompts = [chosen.parse(text) for text in self.prompts]
             return chosen, chosen.policy(PolicyOptions()), prompts, 1024
-        policy, config = trained_policy(self.weights)
+        policy, config = trained_policy(self.weights, trust=self.trust)
         chosen = make_world(config.replace(device=str(policy.device)))  # the device of the training may not exist here
         return chosen, policy, [chosen.parse(text) for text in self.prompts], config.rollout.max_batch

@@ -66,7 +66,7 @@ def base_of(arguments: Sequence[str]) -> RunConfig:
     except argparse.ArgumentError:  # an option without its value: the command's own parser says so
         return RunConfig()
     chosen = {name: getattr(found, name) for name in ("world", "model") if getattr(found, name)}
-    return preset(found.preset or "default").apply(**chosen)
+    return preset(found.preset or "default", trust=True).apply(**chosen)  # options only: nothing is built
 
 
 def typed_command() -> str:

@@ -2,11 +2,10 @@
 
 import dataclasses
 import shlex
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,8 @@ import tyro
 from flowrl.commands.options import base_of, changes, options_class, options_with, typed_command
 from flowrl.errors import require
 from flowrl.training.config import RunConfig, load_config, preset
+from flowrl.training.trust import trust_option, trusted
+from flowrl.workers import on_stop
 
 if TYPE_CHECKING:
     from flowrl.training.compare import CompareConfig
@@ -31,46 +32,43 @@ CompareOptions = options_class("CompareOptions", ("method", "credit", "seed", *M
 
 
 def start_of(name: str, options: Any) -> RunConfig:
-    """The run of preset `name` for the world, or the model, that the options name."""
+    """The run of preset `name` for the world, or the model, that the options name; nothing is built from it."""
     model = getattr(options.policy, "model", "")
-    return preset(name).apply(**({"model": model} if model else {"world": options.environment.world}))
+    return preset(name, trust=True).apply(**({"model": model} if model else {"world": options.environment.world}))
 
 
-def settings(name: str, options: Any) -> RunConfig:
-    """Preset `name` with the options on top."""
-    base = start_of(name, options)
-    return base.replace(**changes(options, base))
+def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool) -> RunConfig:
+    """The settings `base` of preset `name` with the `chosen` ones, which are the user's own word, on top."""
+    trusted({setting: value for setting, value in base.flat().items() if setting not in chosen}, name, trust)
+    return base.replace(**chosen)
 
 
 @contextmanager
 def asked_to_stop() -> Iterator[threading.Event]:
-    """An event that Ctrl-C, or the SIGTERM of a launcher or a cluster, sets instead of ending the process."""
+    """An event that Ctrl-C, SIGTERM and SIGHUP set instead of ending the process (`flowrl.workers.on_stop`)."""
     asked = threading.Event()
 
-    def ask(*_: object) -> None:
+    def ask(_: int) -> None:
         if not asked.is_set():
             asked.set()
-            print("Stopping after this iteration ...", flush=True)
+            with suppress(RuntimeError, OSError):  # the signal may have come while something was printed
+                print("Stopping after this iteration ...", flush=True)
 
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with on_stop(ask):
         yield asked
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
 def _told_how_to_go_on(out: Path, main: bool) -> Iterator[None]:
     """Where a run of many hours ends by an error (a reward's, the disk's), say what is left of it."""
-    from flowrl.training.checkpoint import Checkpoints
+    from flowrl.training.checkpoint import Checkpoints, to_resume
 
     try:
         yield
     except Exception:
         names = Checkpoints(out).names()
         if main and names and not (out / "done.json").exists():
-            print(f"The run stopped; checkpoint {names[-1]} is kept. Go on with: flowrl train --resume {shlex.quote(str(out))}")
+            print(f"The run stopped; checkpoint {names[-1]} is kept. Go on with: {to_resume(out)}")
         raise
 
 
@@ -98,6 +96,10 @@ class Compare:
     """Repeat a comparison from its saved config.json (other options but --out are then ignored)."""
     workers: int = 0
     """Runs at a time; 0 = one per core. Every run uses one thread, so the numbers do not depend on this."""
+    trust: bool = False
+    """Run code that the settings file of `resume`, `config` or `preset` names, and use its addresses and keys."""
+    changed_code: bool = False
+    """With `resume`: go on although the files of your own parts have changed since the start."""
     run: Annotated[CompareOptions, tyro.conf.arg(name="")] = field(default_factory=CompareOptions)  # pyright: ignore[reportInvalidTypeForm]
 
     @staticmethod
@@ -110,8 +112,9 @@ class Compare:
         from flowrl.training.compare import CompareConfig, load_compare
 
         if self.config is not None:
-            return dataclasses.replace(load_compare(self.config), command=typed_command())
-        run = settings(self.preset, self.run)
+            return dataclasses.replace(load_compare(self.config, self.trust), command=typed_command())
+        base = start_of(self.preset, self.run)
+        run = with_options(self.preset, base, changes(self.run, base), self.trust)
         return CompareConfig(run, self.methods, self.seeds, self.credit, self.preset, typed_command())
 
     def main(self) -> int:
@@ -120,15 +123,18 @@ class Compare:
 
         require(self.workers >= 0, "workers", self.workers, "0 or more")
         out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
-        config = load_compare(out / "config.json") if self.resume else self.configuration()
+        config = load_compare(out / "config.json", self.trust) if self.resume else self.configuration()
         config.jobs()
         from flowrl.commands.progress import Display
 
         display = Display(config)
         display.start(out)
-        finished = display.during(lambda: compare(config, out, self.resume is not None, self.workers, display.watch))
+        finished = display.during(
+            lambda: compare(config, out, self.resume is not None, self.workers, display.watch, self.changed_code)
+        )
         if not finished:
-            display.say(f"Paused; nothing is lost. Go on with: flowrl compare --resume {shlex.quote(str(out))}")
+            words = "".join({trust_option(job.flat()) for job in config.jobs().values()})
+            display.say(f"Paused; nothing is lost. Go on with: flowrl compare --resume {shlex.quote(str(out))}{words}")
             return 130
         display.finish(out)
         return 0
@@ -174,6 +180,10 @@ class Train:
     """Print what an iteration consists of (trajectories, pairs, batches, network evaluations, memory) and train nothing."""
     processes: int | None = None
     """Processes that `plan` counts for [default: 1]; `accelerate launch` says how many train."""
+    trust: bool = False
+    """Run code that the settings file of `resume`, `config` or `preset` names, and use its addresses and keys."""
+    changed_code: bool = False
+    """With `resume`: go on although the files of your own parts have changed since the start."""
     run: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(default_factory=TrainOptions)  # pyright: ignore[reportInvalidTypeForm]
 
     @staticmethod
@@ -193,10 +203,10 @@ class Train:
             require(source is None or not chosen, name, str(source), f"without {given}: {how}")
         if self.resume or self.config:
             folder = self.resume or Path()
-            return load_config(self.config or folder / "config.json")
+            return load_config(self.config or folder / "config.json", self.trust)
         if "credit" in chosen:
             chosen.setdefault("method", rule_name(chosen["credit"]))
-        return base.replace(**chosen)
+        return with_options(self.preset, base, chosen, self.trust)
 
     def main(self) -> int:
         """Train, printing every evaluation."""
@@ -208,6 +218,7 @@ class Train:
         from flowrl.distributed import Distributed
         from flowrl.policies import device_of
         from flowrl.training.build import check
+        from flowrl.training.checkpoint import to_resume
         from flowrl.training.plan import memory_text, plan, plan_text
         from flowrl.training.run import Run
 
@@ -226,7 +237,6 @@ class Train:
             print("\n".join(filter(None, (plan_text(counted, config), memory_text(counted, config)))))
             return 0
         device_of(config.policy.device)
-        require(not out.is_file(), "out", str(out), "a folder that may be new; this is a file")
         if config.policy.device == "cpu":
             torch.set_num_threads(1)
         with asked_to_stop() as asked, Distributed.join(config.policy.device, asked.is_set) as distributed:
@@ -235,17 +245,18 @@ class Train:
             several = f", {distributed.world_size} processes" if distributed.world_size > 1 else ""
             subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"
             say(f"{config.algorithm.method} on {subject}, seed {config.seed}{several} -> {out}")
-            run = Run(config, out, train_line(out), asked.is_set, distributed=distributed)
+            run = Run(config, out, train_line(out), asked.is_set, distributed=distributed, changed_code=self.changed_code)
             with _told_how_to_go_on(out, distributed.is_main):
                 execute = record(run.execute) if distributed.world_size > 1 else run.execute
                 finished = bool(execute(self.resume is not None, self.start))
         if not finished:
-            say(f"Paused; nothing is lost. Go on with: flowrl train --resume {shlex.quote(str(out))}")
+            say(f"Paused; nothing is lost. Go on with: {to_resume(out)}")
             return 130
         if distributed.is_main and config.policy.model:
             write_card(out)
         drawn = _draw_proxy(out) if distributed.is_main else None
         if drawn is not None:
             say(f"Proxy and held-out metrics: {drawn}")
-        say(f"Done. Weights and metrics in {out}; draw samples with: flowrl sample --weights {shlex.quote(str(out))}")
+        again = f"{shlex.quote(str(out))}{trust_option(config.flat())}"
+        say(f"Done. Weights and metrics in {out}; draw samples with: flowrl sample --weights {again}")
         return 0

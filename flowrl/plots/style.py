@@ -7,9 +7,11 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, require
+from flowrl.io import require_new_file, write_bytes
 
 COLOURS = {
     "flow-grpo": "#0072B2",
@@ -68,14 +70,26 @@ def spread_labels(values: Sequence[float], low: float, high: float, gap: float) 
 def png(figure: Figure, dpi: int = 130) -> bytes:
     """The figure as a PNG file on white."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi, facecolor="white")
+    figure.savefig(buffer, format="png", dpi=dpi, facecolor="white", metadata=MADE)
     return buffer.getvalue()
+
+
+MADE = {"Software": "flowrl"}
+"""What the PNG files of this package say about themselves."""
+
+
+def require_figure(path: Path) -> None:
+    """Raise `ConfigError` unless a figure can be written to `path`, which is new or a PNG of this package."""
+    formats = FigureCanvasBase.get_supported_filetypes()
+    require(path.suffix[1:].lower() in formats, "out", str(path), f"a name that ends in .png or another of {', '.join(formats)}")
+    require_new_file(path, lambda data: b"Software\0flowrl" in data[:4096])
 
 
 def save(figure: Figure, path: Path, dpi: int = 150) -> None:
     """Write the figure in the format of the file's extension. Raises `ConfigError` if the file cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=dpi)
+        buffer, suffix = io.BytesIO(), path.suffix[1:].lower() or "png"
+        figure.savefig(buffer, format=suffix, dpi=dpi, metadata=MADE if suffix == "png" else None)
+        write_bytes(path, buffer.getvalue())
     except (OSError, ValueError) as error:
         raise ConfigError(f"out: {path} cannot be written: {error}") from error

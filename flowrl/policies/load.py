@@ -1,9 +1,11 @@
 """Loading a policy from a model's folder, or from its name on the Hugging Face Hub."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -36,7 +38,8 @@ def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Fami
     """
     diffusers: Any = import_module("diffusers")
     try:
-        name = str(diffusers.DiffusionPipeline.load_config(model)["_class_name"])
+        index = dict(diffusers.DiffusionPipeline.load_config(model))
+        name = str(index.pop("_class_name"))
     except (OSError, KeyError, ValueError) as error:
         offline = os.environ.get("HF_HUB_OFFLINE", "0") in ("1", "true", "TRUE", "ON", "YES")
         hint = "; only the local cache was searched: HF_HUB_OFFLINE=0 allows downloads" if offline else ""
@@ -45,6 +48,7 @@ def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Fami
             f"({error}){hint}"
         ) from error
     chosen = family or family_of(name)
+    _require_data_only(model, index, type(chosen).__module__.partition(".")[0])
     network = "float32" if options.tuning == "full" else options.dtype
     dtypes = {"default": DTYPES[options.dtype], "transformer": DTYPES[network], "vae": DTYPES["float32"]}
     try:
@@ -52,3 +56,26 @@ def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Fami
     except (OSError, ValueError) as error:
         raise ConfigError(f"model: the {name} in {model!r} cannot be read: {error}") from error
     return PipelinePolicy(pipe, chosen, options)
+
+
+def _require_data_only(model: str, index: Mapping[str, Any], package: str) -> None:
+    """Raise `ConfigError` for a component that is no model, scheduler or tokenizer of diffusers, transformers or `package`.
+
+    diffusers imports whatever library model_index.json names, and any Python file beside a component.
+    """
+    diffusers, transformers = import_module("diffusers"), import_module("transformers")
+    kinds: Any = (
+        diffusers.ModelMixin, diffusers.SchedulerMixin, transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase,
+        transformers.ImageProcessingMixin, transformers.FeatureExtractionMixin, transformers.ProcessorMixin,
+    )  # fmt: skip
+    for name, value in index.items():
+        if not isinstance(value, list | tuple) or list(value) == [None, None]:
+            continue
+        library, made = (*map(str, value), "", "")[:2]
+        known = library in ("diffusers", "transformers") or library.partition(".")[0] == package
+        found = getattr(import_module(library), made, None) if known and find_spec(library) else None
+        if not (isinstance(found, type) and issubclass(found, kinds)):
+            allowed = "a model, scheduler or tokenizer of diffusers or transformers"
+            raise ConfigError(f"model: {name} in the model_index.json of {model!r} is {library}.{made}; allowed: {allowed}")
+    for path in Path(model).glob("**/*.py"):
+        raise ConfigError(f"model: {path} is code; a model's folder must contain data only")

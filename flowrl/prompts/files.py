@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError, require
+from flowrl.io import require_new_file, write_bytes
 from flowrl.prompts.generate import compositional_prompts, image_prompts, text_prompts
 from flowrl.prompts.geneval import request_of
 from flowrl.types import Prompt
@@ -84,10 +85,12 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
-    """Write prompts with their metadata as JSON lines that `load_prompts` reads. Raises `ConfigError` if that fails."""
+    """Write prompts with their metadata as JSON lines that `load_prompts` reads. Raises `ConfigError` if that fails, or if the
+    file exists with another content."""
     text = "".join(json.dumps({**prompt.metadata, "prompt": prompt.text}, ensure_ascii=False) + "\n" for prompt in prompts)
+    require_new_file(path, lambda data: data == text.encode(), "file")
     try:
-        path.write_text(text, encoding="utf-8")
+        write_bytes(path, text.encode())
     except OSError as error:
         raise ConfigError(f"prompts: {path} cannot be written: {error}") from error
 

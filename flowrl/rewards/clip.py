@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from flowrl.errors import ConfigError, require
 from flowrl.rewards.images import Images, to_pillow
 from flowrl.rewards.weights import (
+    DATA_ONLY,
     DTYPES,
     affine_map,
     from_open_clip,
@@ -140,9 +141,9 @@ def load_encoder(
     with loading(model, tokenizer, dtype, batch):
         from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 
-        words = AutoTokenizer.from_pretrained(tokenizer or model)
+        words = AutoTokenizer.from_pretrained(tokenizer or model, **DATA_ONLY)
         if weights:
-            network: Any = _converted(CLIPModel(CLIPConfig.from_pretrained(model)), weights).to(DTYPES[dtype])
+            network: Any = _converted(CLIPModel(CLIPConfig.from_pretrained(model, **DATA_ONLY)), weights).to(DTYPES[dtype])
         else:
             network = load_network(CLIPModel, model, dtype)
         require_tokenizer(words, network.config.text_config.vocab_size, tokenizer or model)

@@ -19,7 +19,7 @@ from flowrl.errors import ConfigError, RewardError, require
 from flowrl.prompts.geneval import COLOURS, Clause, Request, request_of
 from flowrl.rewards.clip import Encoder, clip_pixels, load_encoder
 from flowrl.rewards.images import Images, to_pillow
-from flowrl.rewards.weights import frozen_on, load_network, loading
+from flowrl.rewards.weights import DATA_ONLY, frozen_on, load_network, loading
 from flowrl.types import Prompt
 
 SEGMENTERS = ("mask2former", "maskformer")
@@ -295,10 +295,10 @@ def load_detector(model: str, device: str = "cpu", dtype: str = "float32", batch
     with loading(model, "", dtype, batch):
         from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetection, AutoModelForUniversalSegmentation
 
-        kind = AutoConfig.from_pretrained(model).model_type
+        kind = AutoConfig.from_pretrained(model, **DATA_ONLY).model_type
         loader: Any = AutoModelForUniversalSegmentation if kind in SEGMENTERS else AutoModelForObjectDetection
         network = load_network(loader, model, dtype)
-        processor = AutoImageProcessor.from_pretrained(model)
+        processor = AutoImageProcessor.from_pretrained(model, **DATA_ONLY)
     return Detector(frozen_on(network, device), processor, batch)
 
 

@@ -21,6 +21,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 UNREADABLE = (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError)
 """What transformers, safetensors and PyTorch raise for files that are missing, damaged, or of another model."""
 
+DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
+"""For every `from_pretrained`: code in a model's folder (``auto_map``) is neither run nor asked about."""
+
 CLIP_NAMES = {
     "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
     "visual.class_embedding": "vision_model.embeddings.class_embedding",
@@ -75,10 +78,12 @@ def loading(model: str, tokenizer: str = "", dtype: str = "float32", batch: int 
 def load_network(loader: Any, model: str, dtype: str) -> Any:
     """`loader.from_pretrained(model)` in the precision `dtype`, with every weight from the files.
 
-    transformers fills missing weights with random ones. Such a network would score noise, so that missing weights raise
-    `ConfigError` here.
+    The files are safetensors. transformers fills missing weights with random ones. Such a network would score noise, so that
+    missing weights raise `ConfigError` here.
     """
-    network, info = loader.from_pretrained(model, dtype=DTYPES[dtype], output_loading_info=True)
+    network, info = loader.from_pretrained(
+        model, dtype=DTYPES[dtype], output_loading_info=True, **DATA_ONLY, use_safetensors=True
+    )
     missing = sorted(set(info["missing_keys"]) & {name for name, _ in network.named_parameters()})
     if missing:
         kind, count = type(network).__name__, len(missing)

@@ -4,8 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from flowrl.distributed import Distributed
 from flowrl.errors import CheckpointError, require
@@ -16,6 +14,7 @@ from flowrl.protocols import FlowPolicy, PolicyLoss, RandomSampler, RewardModel
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.samplers import trained_steps, transition_stds
+from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.heldout import make_heldout_metrics
 from flowrl.training.trainer import Trainer
@@ -136,16 +135,17 @@ def even_schedule(steps: int, kernel: str, noise_level: float, window: str) -> S
     return replace(grid, stds=transition_stds(sampler, grid))
 
 
-def trained_policy(folder: Path, device: str = "") -> tuple[FlowPolicy, RunConfig]:
+def trained_policy(folder: Path, device: str = "", trust: bool = False) -> tuple[FlowPolicy, RunConfig]:
     """The policy of a finished run with its averaged weights. Raises `ConfigError` or `CheckpointError`.
 
+    `trust` as in `load_config`: the run's settings may name code.
     `device` defaults to the CPU for a built-in world, and to the run's own, if there is one, for a model.
     """
     if not (folder / "weights.safetensors").is_file():
         raise CheckpointError(
             f"weights: {folder / 'weights.safetensors'} does not exist; {folder} must be the folder of a finished run"
         )
-    config = load_config(folder / "config.json")
+    config = load_config(folder / "config.json", trust)
     own = config.policy.device if config.policy.model and torch.cuda.is_available() else "cpu"
     policy = make_policy(config, device or own)
     load_trained(policy, folder)
@@ -155,12 +155,8 @@ def trained_policy(folder: Path, device: str = "") -> tuple[FlowPolicy, RunConfi
 def load_trained(policy: FlowPolicy, folder: Path) -> None:
     """Put the averaged weights of the finished run in `folder` into its policy. Raises `CheckpointError`."""
     path = folder / "weights.safetensors"
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"weights: {path} cannot be read: {error}") from error
-    named = policy.trainable()
-    if set(named) != set(tensors):
+    tensors, named = load_weights(path), policy.trainable()
+    if {name: parameter.shape for name, parameter in named.items()} != {name: t.shape for name, t in tensors.items()}:
         raise CheckpointError(f"weights: {path} does not hold the weights that {folder / 'config.json'} describes")
     with torch.no_grad():
         for name, parameter in named.items():

@@ -17,10 +17,20 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from flowrl.distributed import Distributed, as_module, full_tensors, load_full_tensors
-from flowrl.errors import CheckpointError, ConfigError
+from flowrl.errors import CheckpointError, ConfigError, FlowrlError
 from flowrl.io import flush_folder, write_bytes
+from flowrl.training.config import load_config
+from flowrl.training.trust import trust_option
 
 FORMAT = "flowrl-checkpoint-4"
+
+
+def to_resume(run: Path) -> str:
+    """The command that goes on with the run in the folder `run`, with --trust if its settings need that."""
+    option = ""
+    with suppress(FlowrlError):
+        option = trust_option(load_config(run / "config.json", trust=True).flat())
+    return f"flowrl train --resume {shlex.quote(str(run))}{option}"
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,30 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     write_bytes(path, data)
 
 
+def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write trained weights to the safetensors file `path`, with a hash of names, types, shapes and values in its metadata."""
+    found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_bytes(path, save(found, {"sha256": _hash(found, "")}))
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The inverse of `save_weights`. Raises a `CheckpointError` for a file that is not as it was written."""
+    try:
+        data = path.read_bytes()
+        tensors = load(data)
+        recorded = _card(data).get("sha256")
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"weights: {path} cannot be read: {error}") from error
+    if recorded != _hash(tensors, ""):
+        raise CheckpointError(f"weights: {path} does not match its own hash; it was changed after it was written")
+    return tensors
+
+
+def _card(data: bytes) -> dict[str, str]:
+    """The metadata of a safetensors file."""
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+
+
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read the checkpoint in the file `path`. Raises a `CheckpointError` that says what is wrong with it."""
     if not path.is_file():
@@ -52,7 +86,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     try:
         data = path.read_bytes()
         tensors = load(data)
-        card = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        card = _card(data)
         if card["format"] != FORMAT:
             raise _other_version(path, card["format"])
         if card["sha256"] != _hash(tensors, card["values"]):
@@ -136,8 +170,7 @@ class Checkpoints:
             advice = (
                 f"There is no earlier one in {self.run} (keep_checkpoints = {self.keep}; 2 or more keeps some)"
                 if earlier is None
-                else f"Checkpoint {earlier} is complete; go on from there with: "
-                f"flowrl train --resume {shlex.quote(str(self.run))} --from {earlier}"
+                else f"Checkpoint {earlier} is complete; go on from there with: {to_resume(self.run)} --from {earlier}"
             )
             raise CheckpointError(f"{error}. {advice}") from error
 
@@ -167,7 +200,7 @@ def disk_errors(checkpoints: Checkpoints) -> Iterator[None]:
         reason = getattr(error, "strerror", "No space left on device")
         raise CheckpointError(
             f"disk: {where} cannot be written: {reason}. {last}; "
-            f"{free:,.1f} MB are free. Make room, then: flowrl train --resume {shlex.quote(str(checkpoints.run))}"
+            f"{free:,.1f} MB are free. Make room, then: {to_resume(checkpoints.run)}"
         ) from error
 
 

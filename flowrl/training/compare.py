@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError, require
-from flowrl.io import write_json
+from flowrl.io import folder_lock, new_folder, write_json
 from flowrl.settings import load_document
+from flowrl.specs import identity
 from flowrl.training.build import check, make_method
 from flowrl.training.config import RunConfig
-from flowrl.training.results import run_folder
+from flowrl.training.results import has_progress, holds, run_folder
 from flowrl.training.run import Run, versions
+from flowrl.training.trust import trusted
 from flowrl.types import NoProbe
 from flowrl.workers import Worker, run_jobs
 
+LONGEST = 200
+"""Bytes in the name of a run's folder; file systems allow 255."""
 PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 
 
@@ -39,6 +43,16 @@ class CompareConfig:
         names = self.names()
         require(len(set(names)) == len(names), "methods", names, "each method once")
         require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each seed once")
+        known: dict[str, str] = {}
+        for spec in self.credit:
+            same = known.setdefault(identity(spec), spec)
+            require(same is spec, "credit", spec, f"another rule: this is the one of {same!r}; name each rule once")
+        folders: dict[str, str] = {}
+        for name in names:
+            folder = run_folder(name, max(self.seeds)).casefold()
+            require(len(folder.encode()) <= LONGEST, "methods", name, f"a name for a folder, of {LONGEST} bytes or fewer")
+            other = folders.setdefault(folder, name)
+            require(other is name, "methods", name, f"a rule whose folder is not that of {other!r}, {folder}")
 
     def names(self) -> list[str]:
         """Methods as they are called in tables: built-in names, then the added rules (a file's by their class)."""
@@ -71,14 +85,17 @@ class CompareConfig:
         }
 
     @staticmethod
-    def from_dict(values: dict[str, Any]) -> "CompareConfig":
-        """The inverse of `as_dict`. Raises `ConfigError` where entries are missing."""
+    def from_dict(values: dict[str, Any], trust: bool = False, source: object = "config.json") -> "CompareConfig":
+        """The inverse of `as_dict`. Raises `ConfigError` where entries are missing, and without `trust` for what the file
+        `source` may not name (`flowrl.training.trust`)."""
         missing = sorted({"methods", "seeds", "run"} - set(values))
         if missing:
             raise ConfigError(f"config: no entry {', '.join(missing)}; a comparison's config.json is needed")
-        credit = tuple(values.get("credit", ()))
+        credit, run = tuple(values.get("credit", ())), RunConfig.from_dict(values["run"], trust=True)
+        for settings in (run.flat(), *({"credit": spec} for spec in credit), *values.get("method_settings", {}).values()):
+            trusted(settings, source, trust)
         return CompareConfig(
-            RunConfig.from_dict(values["run"]),
+            run,
             tuple(values["methods"][: len(values["methods"]) - len(credit)]),
             tuple(values["seeds"]),
             credit,
@@ -98,16 +115,34 @@ Watcher = Callable[[dict[str, dict[str, Any]]], None]
 """Called about twice a second with the state of every job: {"phase", "iteration", "reward", "nfe_total", "seconds"}."""
 
 
-def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool) -> bool:
-    return Run(config, folder, report=worker.send, stop=worker.stopped, shared=folder.parent).execute(resume)
+def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool, changed_code: bool) -> bool:
+    run = Run(config, folder, worker.send, worker.stopped, shared=folder.parent, changed_code=changed_code)
+    return run.execute(resume)
 
 
-def compare(config: CompareConfig, out: Path, resume: bool = False, workers: int = 0, watch: Watcher | None = None) -> bool:
+def compare(
+    config: CompareConfig,
+    out: Path,
+    resume: bool = False,
+    workers: int = 0,
+    watch: Watcher | None = None,
+    changed_code: bool = False,
+) -> bool:
     """Run all jobs in `out`/runs, `workers` at a time (0: one per core, at most 16), one thread each, so that the numbers do not
-    depend on the machine's cores. Returns False when Ctrl-C paused it: `resume` then goes on with the same numbers."""
+    depend on the machine's cores. Returns False when Ctrl-C paused it: `resume` then goes on with the same numbers. Raises
+    `ConfigError` that names the other process if one is at work in `out`. `changed_code` as for `Run`."""
+
+    def started() -> bool:
+        return any(map(has_progress, out.glob("runs/*")))
+
+    if not resume and started():
+        raise ConfigError(f"out: {out} already holds a comparison; choose another folder, or go on with --resume {out}")
+    with folder_lock(out) if resume else new_folder(out, "comparison", lambda folder: holds(folder, "methods"), started):
+        return _compare(config, out, resume, workers, watch, changed_code)
+
+
+def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch: Watcher | None, changed_code: bool) -> bool:
     jobs = config.jobs()
-    if (out / "config.json").exists() and not resume:
-        raise ConfigError(f"out: {out} already holds a run; choose another folder, or go on with --resume {out}")
     if not resume:
         write_json(out / "config.json", config.as_dict())
     states: dict[str, dict[str, Any]] = {name: {"phase": "waiting", "iteration": 0} for name in jobs}
@@ -124,7 +159,7 @@ def compare(config: CompareConfig, out: Path, resume: bool = False, workers: int
     longest_first = sorted(jobs, key=lambda name: isinstance(make_method(jobs[name]).credit.probe, NoProbe))
     completed = run_jobs(
         _run_job,
-        {name: (jobs[name], out / "runs" / name, resume) for name in longest_first},
+        {name: (jobs[name], out / "runs" / name, resume, changed_code) for name in longest_first},
         workers,
         finished=finished,
         received=received,
@@ -134,6 +169,6 @@ def compare(config: CompareConfig, out: Path, resume: bool = False, workers: int
     return completed and all(ended.values())
 
 
-def load_compare(path: Path) -> CompareConfig:
-    """The comparison that the file config.json at `path` describes."""
-    return CompareConfig.from_dict(load_document(path)[0])
+def load_compare(path: Path, trust: bool = False) -> CompareConfig:
+    """The comparison that the file config.json at `path` describes; `trust` as in `load_config`."""
+    return CompareConfig.from_dict(load_document(path)[0], trust, path)

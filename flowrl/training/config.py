@@ -13,6 +13,7 @@ from pydantic import model_validator
 from flowrl.errors import ConfigError, require
 from flowrl.settings import flat, load_document, nested, read_settings, read_values, replaced, settings_group
 from flowrl.training.presets import combine
+from flowrl.training.trust import trusted
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Count = Annotated[int, Ge(1)]
@@ -255,10 +256,11 @@ class RunConfig:
         return replaced(self, settings)
 
     @staticmethod
-    def from_dict(values: Any) -> "RunConfig":
-        """The inverse of `as_dict`. Raises `ConfigError` naming settings that do not exist or are not allowed."""
+    def from_dict(values: Any, trust: bool = False) -> "RunConfig":
+        """The inverse of `as_dict`. Raises `ConfigError` naming settings that do not exist or are not allowed, and, without
+        `trust`, for code, addresses and other things that need the user's own word (`flowrl.training.trust`)."""
         check_format("config.json", values)
-        return RunConfig.of(**read_values(values, RunConfig))
+        return RunConfig.of(**trusted(read_values(values, RunConfig), "config.json", trust))
 
     def flat(self) -> dict[str, Any]:
         """All settings by their own names."""
@@ -273,11 +275,12 @@ FORMAT = "flowrl-run-2"
 """The format of a run's config.json, which its entry "format" names."""
 
 
-def load_config(path: Path) -> RunConfig:
-    """The run that config.json or config.yaml describes; what it leaves out has its default. Raises `ConfigError`."""
+def load_config(path: Path, trust: bool = False) -> RunConfig:
+    """The run that config.json or config.yaml describes; what it leaves out has its default. Raises `ConfigError`, without
+    `trust` also for what a file may not name (`flowrl.training.trust`)."""
     values, _ = load_document(path)
     check_format(path, values)
-    return Preset(str(path), read_settings(path, RunConfig).settings).apply()
+    return Preset(str(path), trusted(read_settings(path, RunConfig).settings, path, trust)).apply()
 
 
 def check_format(path: Path | str, values: Any) -> None:
@@ -343,8 +346,8 @@ def _accelerator() -> dict[str, Any]:
     return {"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}
 
 
-def preset(name: str) -> Preset:
+def preset(name: str, trust: bool = False) -> Preset:
     """A preset by name, a .yaml file, or several of them separated by commas (see `flowrl.training.presets`).
 
-    Raises `ConfigError` for an unknown one."""
-    return Preset(name, combine(name, PRESETS, RunConfig).settings)
+    Raises `ConfigError` for an unknown one, and without `trust` for what a file may not name (`flowrl.training.trust`)."""
+    return Preset(name, trusted(combine(name, PRESETS, RunConfig).settings, name, trust))

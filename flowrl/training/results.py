@@ -97,6 +97,21 @@ def load_run(folder: Path) -> RunRecord:
     return RunRecord(config["algorithm"]["method"], int(config["seed"]), folder, tuple(rows), (folder / "done.json").exists())
 
 
+def holds(folder: Path, entry: str) -> bool:
+    """Whether config.json in `folder` is flowrl's own, with `entry`: "algorithm" for a run, "methods" for a comparison."""
+    try:
+        return entry in json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def has_progress(folder: Path) -> bool:
+    """Whether the run in `folder` has an iteration, a checkpoint or a saved failure, which a new start would lose."""
+    metrics = folder / "metrics.jsonl"
+    found = any((folder / "checkpoints").glob("*")) or any((folder / name).exists() for name in ("failure", "done.json"))
+    return found or (metrics.exists() and metrics.read_bytes().count(b"\n") > 1)
+
+
 def run_folder(name: str, seed: int) -> str:
     """Folder name of one run of a comparison, valid on every operating system."""
     return re.sub(r"[^\w.=,-]+", "_", name).strip("_") + f"-seed{seed}"
@@ -109,7 +124,7 @@ def load_comparison(folder: Path) -> Comparison:
         names = config["methods"]
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder} is not the folder of a comparison: {error}") from error
-    folders = [folder / "runs" / run_folder(name, seed) for name in names for seed in config["seeds"]]
+    folders = dict.fromkeys(folder / "runs" / run_folder(name, seed) for name in names for seed in config["seeds"])
     return Comparison(folder, config, tuple(load_run(f) for f in folders if (f / "metrics.jsonl").exists()))
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,18 +16,20 @@ from safetensors.torch import load, save
 
 from flowrl.distributed import Distributed, full_tensors
 from flowrl.errors import ConfigError
-from flowrl.io import write_bytes, write_json
+from flowrl.io import folder_lock, new_folder, write_bytes, write_json
 from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
 from flowrl.settings import settings_text
 from flowrl.training import logging as lines
 from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
-from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors
+from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors, save_weights
+from flowrl.training.code import check_code, record_code
 from flowrl.training.config import FORMAT, RunConfig
 from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
 from flowrl.training.heldout import HeldoutMetrics, make_heldout_metrics
 from flowrl.training.logging import Journal
 from flowrl.training.monitors import Notice, limits_of, memory_notices, notices, out_of_memory
 from flowrl.training.nonfinite import NonFiniteError
+from flowrl.training.results import has_progress, holds
 from flowrl.training.trainer import Trainer
 from flowrl.worlds.base import World
 
@@ -45,7 +47,8 @@ class Run:
     The folder gets config.json (and .yaml), metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/
     and, at the end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline
     also in lora/ or full/, as diffusers reads them) and done.json; `tracking` says what trackers add. `shared` is a folder where
-    runs of one comparison keep the evaluation of the untrained model, which is the same for all of them.
+    runs of one comparison keep the evaluation of the untrained model, which is the same for all of them. With `changed_code` a
+    run goes on although the files of its own parts have changed since it was started.
     Every process executes the run; the main one alone writes and reports, and all stop where one is asked to.
     """
 
@@ -55,14 +58,25 @@ class Run:
     stop: Callable[[], bool] = lambda: False
     shared: Path | None = None
     distributed: Distributed = Distributed()
+    changed_code: bool = False
     _heldout: HeldoutMetrics | None = field(default=None, init=False, repr=False)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end, or with `resume` go on from the last checkpoint, or from the one named `start`, whose successors are
         then deleted. Raises a `FlowrlError` where a part does, a `CheckpointError` for a damaged checkpoint or a full disk, and a
-        `NonFiniteError` where a loss is not finite (what it was trained on is then in failure/)."""
-        with disk_errors(self._checkpoints), out_of_memory():
+        `NonFiniteError` where a loss is not finite (what it was trained on is then in failure/). Only one process at a time may
+        execute the run of a folder: `ConfigError` names the other."""
+        with disk_errors(self._checkpoints), out_of_memory(), ExitStack() as stack:
+            with self.distributed.shared_errors():
+                if self.distributed.is_main:
+                    stack.enter_context(folder_lock(self.folder) if resume else self._new_folder())
             return self._execute(resume, start)
+
+    def _new_folder(self) -> AbstractContextManager[None]:
+        """A start that fails before its first iteration leaves nothing, and one that was killed by then may be repeated."""
+        if has_progress(self.folder):
+            raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
+        return new_folder(self.folder, "run", lambda folder: holds(folder, "algorithm"), lambda: has_progress(self.folder))
 
     @property
     def _checkpoints(self) -> Checkpoints:
@@ -71,8 +85,9 @@ class Run:
     def _execute(self, resume: bool, start: str) -> bool:
         if resume and not start and (self.folder / "done.json").exists():
             return True
-        if (self.folder / "metrics.jsonl").exists() and not resume:
-            raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
+        with self.distributed.shared_errors():
+            if resume and self.distributed.is_main:
+                check_code(self.folder, self.config, self.changed_code)
         world = make_world(self.config)
         self._heldout = make_heldout_metrics(self.config, world)
         trainer = make_trainer(self.config, self.distributed, world)
@@ -81,7 +96,6 @@ class Run:
         rows = self._restore(trainer, start) if resume else []
         journal = Journal(self.config, self.folder, trainer.done)
         if not rows:
-            self.distributed.any(False)  # all processes have looked whether there is a run already
             if self.distributed.is_main:
                 self._write_settings()
             rows = [self._first_row(policy, world)]
@@ -134,7 +148,8 @@ class Run:
             self._tell({"warning": "\n".join(notice.text for notice in found)})
 
     def _write_settings(self) -> None:
-        """config.json, and config.yaml for ``flowrl train --config``."""
+        """code.json, config.json, and config.yaml for ``flowrl train --config``."""
+        record_code(self.folder, self.config)
         write_json(self.folder / "config.json", {"format": FORMAT, **self.config.as_dict()})
         packages = ", ".join(f"{name} {found}" for name, found in versions().items())
         comment = f"All settings of this run; repeat it with: flowrl train --config config.yaml --out NEW_FOLDER ({packages})"
@@ -147,7 +162,7 @@ class Run:
         row |= {f"{name}_total": 0 for name in TOTALS}
         if self.distributed.is_main:
             write_bytes(self.folder / "before.safetensors", images)
-            (self.folder / "metrics.jsonl").write_text("")
+            write_bytes(self.folder / "metrics.jsonl", b"")
         self._append(row)
         return row
 
@@ -257,7 +272,7 @@ class Run:
                 trainer.policy.save(folder / self.config.policy.tuning)
         average = full_tensors(dict(zip(trainer.names, trainer.average, strict=True)))
         if average:
-            write_bytes(folder / "weights.safetensors", save({name: mean.contiguous() for name, mean in average.items()}))
+            save_weights(folder / "weights.safetensors", average)
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:

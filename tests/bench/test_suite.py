@@ -50,9 +50,9 @@ TINY = Claim(
 )  # fmt: skip
 
 
-def suite_of(path: Path, *configs: RunConfig, command: str = "a test") -> Suite:
+def suite_of(path: Path, *configs: RunConfig, command: str = "a test", trust: bool = False) -> Suite:
     runs = {config_id(config): config for config in configs}
-    return Suite(runs, ResultsFile(path), runs, command)
+    return Suite(runs, ResultsFile(path, trust), runs, command)
 
 
 class TestRuns:
@@ -154,7 +154,7 @@ class TestRedo:
     def suite(self, tmp_path: Path) -> Suite:
         path = tmp_path / "a rule's file.py"
         path.write_text(MINE)
-        suite = suite_of(tmp_path / "with spaces" / "results.jsonl", small_run(credit=f"{path}:Mine"))
+        suite = suite_of(tmp_path / "with spaces" / "results.jsonl", small_run(credit=f"{path}:Mine"), trust=True)
         ((key, config),) = suite.runs.items()
         suite.file.append(make_line(config, measure(config), suite.redo_command(key), key))
         return suite

@@ -48,7 +48,7 @@ def test_a_comparison_with_a_rule_of_the_users_own(tmp_path, capsys):
     assert [json.loads(line)["iteration"] for line in lines] == [0, 1, 2]
     assert len(summarise(load_comparison(out))) == 4
     again = tmp_path / "again"
-    assert main(["compare", "--config", str(out / "config.json"), "--out", str(again), "--workers", "1"]) == 0
+    assert main(["compare", "--config", str(out / "config.json"), "--out", str(again), "--workers", "1", "--trust"]) == 0
     for method in ("flow-grpo", "LastStepsOnly"):
         rewards = [
             [json.loads(line).get("reward_mean") for line in (f / "runs" / f"{method}-seed0" / "metrics.jsonl").open()]

@@ -68,7 +68,7 @@ def results(path):
 def test_a_run_is_compared_with_its_base_model(folder, capsys):
     run, rewards = folder / "run", f"{folder}/reward.py"
     several = ["--reward", f"{rewards}:Redness", "--reward", f"{rewards}:Dark"]
-    assert main(["evaluate", "--weights", str(run), *several, "--count", "2", "--batch", "4", "--html"]) == 0
+    assert main(["evaluate", "--weights", str(run), "--trust", *several, "--count", "2", "--batch", "4", "--html"]) == 0
     shown, found = capsys.readouterr().out, results(run / "evaluation")
     assert set(found["scores"]) == {f"{rewards}:Redness", f"{rewards}:Dark"} and "difference [95% interval]" in shown
     redness, dark = found["scores"].values()
@@ -87,7 +87,7 @@ def test_a_run_is_compared_with_its_base_model(folder, capsys):
 def test_a_lora_gives_the_numbers_of_the_run_it_comes_from(folder, tmp_path):
     """Through diffusers' own loader, as a LoRA from any other program."""
     common = ["--reward", f"{folder}/reward.py:Redness", "--num-steps", "3", "--guidance-scale", "2", "--batch", "2"]
-    assert main(["evaluate", "--weights", str(folder / "run"), *common, "--out", str(tmp_path / "a")]) == 0
+    assert main(["evaluate", "--weights", str(folder / "run"), "--trust", *common, "--out", str(tmp_path / "a")]) == 0
     again = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.txt"), *SIZES, *common]
     files = {"folder": folder / "run" / "lora", "file": folder / "run" / "lora" / "pytorch_lora_weights.safetensors"}
     (expected,) = results(tmp_path / "a")["scores"].values()
@@ -234,7 +234,7 @@ def test_what_is_wrong_is_said(arguments, words, capsys, tmp_path, monkeypatch):
 
 
 def test_no_steps_are_not_the_usual_ones(folder, tmp_path, capsys):
-    assert main(["evaluate", "--weights", str(folder / "run"), "--num-steps", "0", "--out", str(tmp_path)]) == 2
+    assert main(["evaluate", "--weights", str(folder / "run"), "--trust", "--num-steps", "0", "--out", str(tmp_path)]) == 2
     assert "steps = 0 is not allowed" in capsys.readouterr().err
 
 

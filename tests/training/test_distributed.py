@@ -471,13 +471,13 @@ def test_a_killed_process_ends_the_run_by_name_and_the_run_resumes(tmp_path):
     report = dead.stderr[dead.stderr.index("FAILED") :]
     assert "rank      : 1 (local_rank: 1)" in report and "Signal 9 (SIGKILL)" in report
     assert Checkpoints(tmp_path / "run").names() == ["000002"]
-    done = launch("ddp", tmp_path, ["--resume", "run"])
+    done = launch("ddp", tmp_path, ["--resume", "run", "--trust"])
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2 processes" in done.stdout and done.stdout.count("Done.") == 1
-    config = load_config(tmp_path / "run" / "config.json")
+    config = load_config(tmp_path / "run" / "config.json", trust=True)
     Run(config.replace(reward=f"{tmp_path}/deadly.py:Deadly"), tmp_path / "alone").execute()
     assert largest_difference(metrics(tmp_path / "alone"), metrics(tmp_path / "run")) < 1e-6
-    trained_policy(tmp_path / "run")
+    trained_policy(tmp_path / "run", trust=True)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2"])

@@ -60,7 +60,7 @@ def test_text_encoders_visit_the_device_twice(folder, tmp_path, monkeypatch):
         PipelinePolicy, "_embed", lambda self, texts, old=PipelinePolicy._embed: visits.append(texts) or old(self, texts)
     )
     (tmp_path / "held.txt").write_text("a blue dog\n")
-    config = load_config(folder / "run" / "config.json")
+    config = load_config(folder / "run" / "config.json", trust=True)
     Run(config.replace(heldout_prompts=str(tmp_path / "held.txt"), iterations=3, tracker="none"), tmp_path / "run").execute()
     assert [sorted(texts) for texts in visits] == [["", "a blue dog"], ["a red car", "a red fox", "a red hat"]]
 
@@ -104,16 +104,16 @@ def test_strips_show_the_same_prompts_from_the_same_noise(folder):
 
 def test_the_settings_in_yaml_repeat_the_run(folder):
     again = folder / "again"
-    assert load_config(folder / "run" / "config.yaml") == load_config(folder / "run" / "config.json")
-    assert main(["train", "--config", str(folder / "run" / "config.yaml"), "--out", str(again)]) == 0
+    assert load_config(folder / "run" / "config.yaml", trust=True) == load_config(folder / "run" / "config.json", trust=True)
+    assert main(["train", "--config", str(folder / "run" / "config.yaml"), "--trust", "--out", str(again)]) == 0
     assert (again / "weights.safetensors").read_bytes() == (folder / "run" / "weights.safetensors").read_bytes()
 
 
 def test_a_resumed_run_goes_on_in_the_event_files(folder, monkeypatch):
-    config = load_config(folder / "run" / "config.json")
+    config = load_config(folder / "run" / "config.json", trust=True)
     out = folder / "paused"
     assert Run(config, out, stop=lambda: True).execute() is False
-    assert main(["train", "--resume", str(out)]) == 0
+    assert main(["train", "--resume", str(out), "--trust"]) == 0
     assert sorted(event.step for event in events(out / "tensorboard").Scalars("reward_mean")) == [1, 2]
 
 
@@ -206,7 +206,9 @@ def test_a_run_is_sampled_where_its_device_is_not(folder, tmp_path):
         "    def score(self, images, prompts):\n        return images.mean((1, 2, 3))\n"
     )
     shutil.copytree(folder / "run", tmp_path / "run")
-    there = load_config(tmp_path / "run" / "config.json").replace(device="cuda:99", reward=f"{tmp_path}/reward.py:Here")
+    there = load_config(tmp_path / "run" / "config.json", trust=True).replace(
+        device="cuda:99", reward=f"{tmp_path}/reward.py:Here"
+    )
     (tmp_path / "run" / "config.json").write_text(json.dumps(there.as_dict()))
     more = ["--prompts", "a fox", "--count", "1", "--num-steps", "2", "--out", str(tmp_path / "picture.png")]
-    assert main(["sample", "--weights", str(tmp_path / "run"), *more]) == 0
+    assert main(["sample", "--weights", str(tmp_path / "run"), "--trust", *more]) == 0

@@ -66,7 +66,7 @@ def test_train_a_model_and_read_its_lora_with_plain_diffusers(folder, capsys):
     assert (config["rollout"]["groups"], config["rollout"]["num_steps"], config["policy"]["lora_rank"]) == (3, 4, 2)
     assert config["environment"]["world"] == "model"
     assert run.rows[0]["evaluation"].keys() == {"reward", "seconds"}
-    policy, _ = trained_policy(folder / "run")
+    policy, _ = trained_policy(folder / "run", trust=True)
     plain = tiny_sd3()
     plain.load_lora_weights(folder / "run" / "lora")
     plain.set_progress_bar_config(disable=True)
@@ -79,8 +79,8 @@ def test_train_a_model_and_read_its_lora_with_plain_diffusers(folder, capsys):
     with policy.guided(1.0):  # pyright: ignore[reportAttributeAccessIssue]
         ours = integrate(policy, policy.schedule(3), policy.encode([Prompt("a red fox")]), noise, Usage())
     torch.testing.assert_close(ours, latent, atol=5e-6, rtol=0)
-    assert main(["sample", "--weights", str(folder / "run"), "--prompts", "any words", "--count", "2", "--num-steps", "2",
-                 "--out", str(folder / "grid.png")]) == 0  # fmt: skip
+    assert main(["sample", "--weights", str(folder / "run"), "--trust", "--prompts", "any words", "--count", "2", "--num-steps",
+                 "2", "--out", str(folder / "grid.png")]) == 0  # fmt: skip
     assert (folder / "grid.png").stat().st_size > 0
 
 
@@ -101,7 +101,7 @@ def test_a_killed_run_resumes_to_the_same_weights(folder, monkeypatch):
     with pytest.raises(RuntimeError, match="killed"):
         main(arguments(folder, "--checkpoint-every", "1"))
     monkeypatch.undo()
-    assert main(["train", "--resume", str(folder / "run")]) == 0
+    assert main(["train", "--resume", str(folder / "run"), "--trust"]) == 0
     again = load_file(folder / "run" / "weights.safetensors")
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
@@ -127,7 +127,7 @@ def test_held_out_prompts_have_their_own_file(folder):
     assert (
         config.policy.lora_rank == 32 and config.algorithm.clip_range == 1e-4 and make_world(config).reward("reward") is not None
     )
-    assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+    assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict())), trust=True) == config
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ class Claims:
     redo: str = ""
     """Repeat the run with this id from its line in `out` (also that of a rule of your own), compare every number except seconds,
     and stop."""
+    trust: bool = False
+    """Run code that the lines in `out` name, and use their addresses and keys."""
     list: bool = False
     """Print the claims and their rules, and stop."""
 
@@ -64,7 +66,7 @@ class Claims:
         if self.list:
             print("\n".join(f"{c.id}: {c.says} ({c.rule.words()})" for c in chosen.values()))
             return 0
-        file = ResultsFile(self.out)
+        file = ResultsFile(self.out, self.trust)
         if self.redo:
             return _redo(self.redo, file)
         seeds = {"mixture": QUICK_SEEDS, "shapes": ()} if self.quick else SEEDS
@@ -155,7 +157,7 @@ class Microscope:
 
     def main(self) -> int:
         """Measure, draw, write."""
-        from flowrl.io import write_json
+        from flowrl.io import require_new_file, write_json
         from flowrl_bench.digest import code_digest
         from flowrl_bench.microscope import RULES, MicroscopeConfig, run_microscope
         from flowrl_bench.microscope_page import microscope_page
@@ -176,12 +178,15 @@ class Microscope:
             seed=self.seed,
         )
         started, before = time.monotonic(), sum(os.times()[:4])
+        results = self.out if self.out.suffix == ".json" else self.out / "microscope.json"
+        require_new_file(results, lambda data: b'"noise_stage"' in data)
+        for name in ("microscope.md", "microscope.html"):
+            require_new_file((self.page or results.parent) / name, lambda data: results.exists())
         rows = run_microscope(config, self.workers, _counter("microscope"))
         seconds, computing = time.monotonic() - started, sum(os.times()[:4]) - before
         command = shlex.join(["flowrl", *sys.argv[1:]])
         made = {"command": command, "code": code_digest(), **provenance(), "seed": self.seed, "seeds": config.seeds()}
         made |= {"seconds": seconds, "cpu_seconds": computing}
-        results = self.out if self.out.suffix == ".json" else self.out / "microscope.json"
         write_json(results, {**made, "config": config.as_dict(), "rows": rows})
         page = microscope_page(rows, config.noise_stage, made)
         written = [results, *page.write(self.page or results.parent, "microscope", "microscope")]

@@ -11,15 +11,14 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
-from inspect import getsource, getsourcefile
+from functools import cache
+from inspect import getsource
 from pathlib import Path
-from sys import modules
 from typing import Any
 
 import flowrl
 from flowrl.errors import ConfigError
-from flowrl.registry import KINDS, find_maker
+from flowrl.registry import files_of
 from flowrl.specs import Spec, parse_spec
 from flowrl.training.config import RunConfig, preset
 from flowrl_bench.measurements import CURVE, measure
@@ -185,7 +184,7 @@ def own_files(config: RunConfig) -> list[Path]:
     found: dict[Path, None] = {}
     for kind, spec in specs:
         for part, parsed in _parts(kind, spec):
-            found |= dict.fromkeys([parsed.file] if parsed.file is not None else _class_files(part, parsed))
+            found |= dict.fromkeys(files_of(part, parsed))
     covered = {path.resolve() for path in imported()} if found else set()
     return [path for path in found if path.is_file() and path.resolve() not in covered]
 
@@ -199,21 +198,3 @@ def _parts(kind: str, spec: str) -> tuple[tuple[str, Spec], ...]:
         return ()
     inner = [part for nested in parsed.nested() for part in _parts(*nested)]
     return ((kind, parsed), *inner)
-
-
-def _class_files(kind: str, spec: Spec) -> list[Path]:
-    """The files of a module's or a plug-in's class; none for a built-in part, or one that cannot be found (`build` says why)."""
-    if spec.name in KINDS[kind].built_in:
-        return []
-    try:
-        maker = find_maker(kind, spec)
-    except Exception:  # a third party's module may raise anything
-        return []
-    while isinstance(maker, partial):
-        maker = maker.func
-    module = modules.get(spec.name.partition(":")[0]) or modules.get(getattr(maker, "__module__", ""))
-    try:
-        files = (getsourcefile(maker), getattr(module, "__file__", None))
-    except TypeError:
-        return []
-    return [Path(file) for file in files if file]

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from flowrl.plots.style import COLOURS, INK, OTHERS, clean, save, spread_labels
+from flowrl.plots.style import COLOURS, INK, OTHERS, clean, require_figure, save, spread_labels
 from flowrl.registry import build
 from flowrl_bench.explain import EXAMPLE, Explanation, explain, parse_rewards, read_rewards
 
@@ -43,6 +43,7 @@ class Explain:
             if prompt == 0:
                 print(one)
             name = f"{self.out.stem}-{number + 1}{self.out.suffix}" if several else self.out.name
+            require_figure(self.out.with_name(name))
             save(explanation(one, prompt), self.out.with_name(name))
             print(f"Wrote {self.out.with_name(name)}")
         return 0

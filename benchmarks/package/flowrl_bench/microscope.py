@@ -126,7 +126,7 @@ class MicroscopeConfig:
     def from_dict(values: Mapping[str, Any]) -> "MicroscopeConfig":
         """The inverse of `as_dict`, also after JSON."""
         plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        return MicroscopeConfig(**{**plain, "run": RunConfig.from_dict(values["run"])})
+        return MicroscopeConfig(**{**plain, "run": RunConfig.from_dict(values["run"], trust=True)})
 
 
 def settings_by_stage(config: MicroscopeConfig) -> dict[int, Setting]:

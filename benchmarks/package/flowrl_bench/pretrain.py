@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from flowrl.commands.options import typed_command
 from flowrl.errors import require
 from flowrl.flow import interpolate, velocity_target
-from flowrl.io import write_bytes, write_json
+from flowrl.io import require_new_file, write_bytes, write_json
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config
 from flowrl.worlds.shapes.render import CELL, Jitter, render_cells
 from flowrl.worlds.shapes.scene import CELLS, CLASSES, GRID, MAX_WORDS, VOCABULARY, tokenise
@@ -244,6 +244,9 @@ class Pretrain:
         changes = {} if self.updates is None else {"updates": self.updates}
         config = PretrainConfig(seed=self.seed, **changes)
         require(self.threads >= 1, "threads", self.threads, "1 or more")
+        card = self.out.with_suffix(".json")
+        require_new_file(self.out, lambda data: hashlib.sha256(data).hexdigest().encode() in card.read_bytes())
+        require_new_file(card, lambda data: b'"sha256"' in data)
         pretrain_to_file(config, self.out, self.threads, _print_progress(), typed_command())
         print(f"Wrote {self.out} and {self.out.with_suffix('.json')}; use them with --base-weights {self.out}")
         return 0

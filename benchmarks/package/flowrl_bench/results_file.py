@@ -16,6 +16,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.io import write_json
 from flowrl.training.config import RunConfig
 from flowrl.training.run import versions
+from flowrl.training.trust import trusted
 from flowrl_bench import measurements
 from flowrl_bench.digest import (
     PACKAGES,
@@ -101,6 +102,9 @@ class ResultsFile:
     """One JSON line per run, appended and flushed as runs finish. Writers hold its lock (`flowrl.io.file_lock`)."""
 
     path: Path
+    trust: bool = False
+    rule: str = ""
+    """A credit rule that the user has named: lines may contain it. With `trust` they may contain any code."""
 
     def read(self, allowed: Mapping[str, Any] | None = None, any_code: bool = False) -> dict[str, dict[str, Any]]:
         """Lines by id. Raises `ConfigError` for lines of other code, of settings outside `allowed` (None: any), or changed lines.
@@ -121,9 +125,33 @@ class ResultsFile:
             first = next(iter(found.values()), line)
             made = first if any_code else {"code": code_digest(), "golden": golden_run()}
             _require_same_code(line, where, made["code"], made["golden"])
-            _require_settings(line, where, allowed)
+            self._require_settings(line, where, allowed)
             found[line["id"]] = line
         return found
+
+    def settings(self, line: Mapping[str, Any]) -> RunConfig:
+        """The settings of a line. Raises `ConfigError` for those that do not exist, and for code that is not trusted."""
+        config = RunConfig.from_dict(line["config"], trust=True)
+        named = {name: value for name, value in config.flat().items() if name != "credit" or value != self.rule}
+        trusted(named, self.path, self.trust)
+        return config
+
+    def _require_settings(self, line: Mapping[str, Any], where: str, allowed: Mapping[str, Any] | None) -> None:
+        """Of the settings that its id stands for, and of this suite."""
+        try:
+            key = config_id(self.settings(line))
+        except (FlowrlError, TypeError, ValueError) as error:
+            raise ConfigError(f"{where} has settings that cannot be read: {error}") from error
+        if key != line["id"]:
+            raise ConfigError(
+                f"{where} does not hold the settings that its id {line['id']} was made from (or a file of its parts changed)"
+            )
+        if allowed is not None and key not in allowed:
+            method = line["config"].get("algorithm", {}).get("method")
+            raise ConfigError(
+                f"{where} has settings that are not part of this suite ({method}, seed {line['seed']}): "
+                f"results of different settings are not mixed; choose another --out"
+            )
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write one line and force it to the disk; a torn last line is cut off first, and a failed write leaves nothing.
@@ -190,24 +218,6 @@ def _require_same_code(line: Mapping[str, Any], where: str, code: str, golden: A
     if not same_golden(line["golden"], golden):
         versions = ", ".join(f"{name} {number}" for name, number in line["versions"].items())
         raise ConfigError(f"{where} was made by the same code with other numbers in the golden run (with {versions}): {hint}")
-
-
-def _require_settings(line: Mapping[str, Any], where: str, allowed: Mapping[str, Any] | None) -> None:
-    """Of the settings that its id stands for, and of this suite."""
-    try:
-        key = config_id(RunConfig.from_dict(line["config"]))
-    except (FlowrlError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where} has settings that cannot be read: {error}") from error
-    if key != line["id"]:
-        raise ConfigError(
-            f"{where} does not hold the settings that its id {line['id']} was made from (or a file of its parts changed)"
-        )
-    if allowed is not None and key not in allowed:
-        method = line["config"].get("algorithm", {}).get("method")
-        raise ConfigError(
-            f"{where} has settings that are not part of this suite ({method}, seed {line['seed']}): "
-            f"results of different settings are not mixed; choose another --out"
-        )
 
 
 def observer() -> str:

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from flowrl.errors import ConfigError, require
-from flowrl.specs import parse_spec
+from flowrl.specs import identity
 from flowrl.training.build import make_method
 from flowrl.training.compare import rule_name
-from flowrl.training.config import RunConfig
 from flowrl.workers import worker_count
 from flowrl_bench.claims import GAINS, POINTS, UNIFORM, Arm, Claim, gains
 from flowrl_bench.claims_page import band
@@ -40,13 +39,6 @@ RIVALS: dict[str, Arm] = {
 }
 """The built-in rules in the ranking."""
 RIVAL_SPECS = frozenset(changes.get("credit", "") for changes in RIVALS.values())
-
-
-def identity(spec: str) -> tuple[str, str]:
-    """What all spellings of one rule share: a file's resolved path and class (or the name), and the options."""
-    parsed = parse_spec(spec, "credit")
-    name = parsed.name.rpartition(":")[2]
-    return f"{parsed.file.resolve()}:{name}" if parsed.file else parsed.name, repr(sorted(parsed.options.items()))
 
 
 def _with_file(spec: str) -> str:
@@ -108,7 +100,7 @@ def known_spelling(spec: str, file: ResultsFile) -> str:
         if identity(known) != identity(spec):
             raise ConfigError(f"results: {file.path} holds runs of another rule, {known}: {instead}")
         mine = [line for line in file.unchecked() if line["config"]["algorithm"]["credit"] == known]
-        if any(config_id(RunConfig.from_dict(line["config"])) != line["id"] for line in mine):
+        if any(config_id(replace(file, rule=known).settings(line)) != line["id"] for line in mine):
             raise ConfigError(f"results: {file.path} holds runs of {spec} from before its file was changed: {instead}")
         return known
     return spec
@@ -185,6 +177,7 @@ def bench_rule(
     microscope = replace(microscope, rules={name: spec, **microscope.rules})
     file = ResultsFile((out or results_folder(spec)) / "results.jsonl")
     spec = known_spelling(spec, file)
+    file = replace(file, rule=spec)
     claims, chosen = rule_claims(name, spec), tuple(range(seeds))
     runs = needed(claims, "mixture", {"mixture": chosen})
     for config in {config.rollout.num_steps: config for config in runs.values() if config.algorithm.credit == spec}.values():

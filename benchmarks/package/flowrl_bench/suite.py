@@ -13,6 +13,7 @@ from flowrl.errors import ConfigError
 from flowrl.io import file_lock, write_json
 from flowrl.methods import named_method
 from flowrl.training.config import RunConfig
+from flowrl.training.trust import trust_option
 from flowrl.types import Completion, Continuation, Substeps
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench.claims import TASKS, Arm, Claim, make_run
@@ -100,7 +101,8 @@ class Suite:
 
     def redo_command(self, key: str) -> str:
         """The command that repeats a run from its line, if the paths that it names lead to the same files."""
-        return shlex.join(["flowrl", "bench", "claims", "--out", str(self.file.path), "--redo", key])
+        words = ["flowrl", "bench", "claims", "--out", str(self.file.path), "--redo", key]
+        return shlex.join(words) + (trust_option(self.runs[key].flat()) if key in self.runs else "")
 
 
 def _run(worker: Worker, config: RunConfig, key: str, command: str, made: dict[str, Any]) -> dict[str, Any] | None:
@@ -189,7 +191,7 @@ def redo(key: str, file: ResultsFile) -> Repeat:
     lines = file.read(any_code=True)
     if key not in lines:
         raise ConfigError(f"redo = {key!r} is not allowed: an id in {file.path}")
-    found = json.loads(json.dumps(measure(RunConfig.from_dict(lines[key]["config"]))))
+    found = json.loads(json.dumps(measure(RunConfig.from_dict(lines[key]["config"], trust=True))))
     differences = dict(_differences(_named({name: lines[key].get(name, ...) for name in found}), _named(found)))
     return Repeat(tuple(differences), max(differences.values(), default=0.0))
 

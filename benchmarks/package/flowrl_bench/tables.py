@@ -201,7 +201,7 @@ def cost_table(lines: Lines, arms: Mapping[str, Arm] = COST_ARMS, memory: Sequen
     rows = []
     by_settings: dict[str, list[Line]] = {}
     for line in lines.values():
-        by_settings.setdefault(config_id(RunConfig.from_dict(line["config"]).replace(seed=0)), []).append(line)
+        by_settings.setdefault(config_id(RunConfig.from_dict(line["config"], trust=True).replace(seed=0)), []).append(line)
     for world, tasks in TASKS.items():
         for name, changes in arms.items():
             runs = by_settings.get(config_id(make_run(world, tasks[0], 0, changes)), [])

@@ -1,0 +1,205 @@
+"""One writer per folder, and none that outlives its parent: locks, signals, killed comparisons."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.errors import ConfigError
+from flowrl.io import folder_lock
+from flowrl.training.compare import CompareConfig, compare
+from flowrl.training.config import preset
+from flowrl.training.run import Run
+
+TINY = preset("tiny").apply(world="mixture", task="direction")
+LONG = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "500", "--eval-every", "500"]
+
+
+def start(command: str, *words: str) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-m", "flowrl", command, *words]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def wait_until(condition, seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def lines_of(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_the_folder_of_a_run_or_a_comparison_has_one_writer(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    comparison = CompareConfig(TINY, ("flow-grpo",), (0,))
+    told = rf"out is being written by process {os.getpid()} on .* \(`the first`, since 20"
+    with folder_lock(out, "the first"):
+        for resume in (False, True):
+            with pytest.raises(ConfigError, match=told):
+                Run(TINY, out).execute(resume)
+            with pytest.raises(ConfigError, match=told):
+                compare(comparison, out, resume)
+    assert [path.name for path in out.iterdir()] == [".lock"]
+    assert Run(TINY, out).execute()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
+def test_a_second_resume_is_told_who_writes_and_a_killed_writer_blocks_nobody(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = start("train", *LONG, "--out", str(out))
+    try:
+        assert wait_until(lambda: lines_of(out) > 2)
+        second = start("train", "--resume", str(out))
+        shown, _ = second.communicate(timeout=60)
+        assert second.returncode == 2
+        assert re.search(rf"error: \S*out is being written by process {first.pid} on .*`flowrl train --preset", shown)
+        first.kill()
+        first.wait(30)
+        third = start("train", "--resume", str(out))
+        before = lines_of(out)
+        assert wait_until(lambda: lines_of(out) > before + 2)
+        third.send_signal(signal.SIGHUP)
+        shown, _ = third.communicate(timeout=60)
+        assert third.returncode == 130 and f"flowrl train --resume {out}" in shown
+    finally:
+        for process in (first, second, third):
+            process.kill()
+
+
+def descendants(process: int) -> set[int]:
+    """Processes whose parent is `process`, and theirs."""
+    found = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout.split()
+    children = {child for child, parent in zip(found[::2], found[1::2], strict=True) if int(parent) == process}
+    return {int(child) for child in children}.union(*(descendants(int(child)) for child in children))
+
+
+def alive(process: int) -> bool:
+    found = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True).stdout.strip()
+    return bool(found) and not found.startswith("Z")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix" or shutil.which("ps") is None, reason="needs signals and ps")
+@pytest.mark.parametrize(("number", "group"), [("SIGKILL", False), ("SIGTERM", False), ("SIGTERM", True), ("SIGHUP", True)])
+def test_workers_end_with_the_comparison(number: str, group: bool, tmp_path: Path) -> None:
+    """`group`: the signal goes to the workers too, as from a terminal or a cluster. All but SIGKILL pause, with checkpoints."""
+    out = tmp_path / "out"
+    runs = [out / "runs" / f"{name}-seed0" for name in ("flow-grpo", "dance-grpo")]
+    process = start("compare", *LONG, "--methods", "flow-grpo", "dance-grpo", "--seeds", "0", "--workers", "2", "--out", str(out))
+    try:
+        assert wait_until(lambda: all(lines_of(run) > 2 for run in runs))
+        workers = descendants(process.pid)
+        assert len(workers) >= 2
+        (os.killpg if group else os.kill)(process.pid, getattr(signal, number))
+        assert wait_until(lambda: not any(map(alive, workers)), 10 if number == "SIGKILL" else 40), list(filter(alive, workers))
+        shown, _ = process.communicate(timeout=30)
+        if number == "SIGKILL":
+            assert process.returncode == -signal.SIGKILL
+        else:
+            assert process.returncode == 130 and f"flowrl compare --resume {out}" in shown and "Traceback" not in shown, shown
+            assert all(list((run / "checkpoints").iterdir()) for run in runs)
+        before = [(run / "metrics.jsonl").read_bytes() for run in runs]
+        time.sleep(0.5)
+        assert [(run / "metrics.jsonl").read_bytes() for run in runs] == before
+        with folder_lock(out), folder_lock(runs[0]):  # nobody holds them
+            assert json.loads((out / "config.json").read_text())["seeds"] == [0]
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    "credit",
+    [
+        ("gdpo", "gdpo()"),
+        ("turning-point(consistent=False)", "turning-point( consistent = False )"),
+        ("weighted(weights='noise', rule=uniform)", "weighted(rule='uniform', weights=noise)"),
+        ("weighted(rule='gdpo()')", "weighted(rule=gdpo)"),
+        ("rules.py:Mine", "./rules.py:Mine()"),
+        ("stepwise-gain(normalise='a b')", "stepwise-gain(normalise='a_b')"),
+        ("turning-point(x='A')", "turning-point(x='a')"),
+        ("turning-point(x=" + "1" * 300 + ")",),
+    ],
+)
+def test_two_names_never_share_a_folder(credit: tuple[str, ...]) -> None:
+    """Two spellings of one rule are not two methods, and no run is counted as two."""
+    with pytest.raises(
+        ConfigError, match=r"(credit|methods) = .* is not allowed: (another rule|a rule whose folder|a name|each)"
+    ):
+        CompareConfig(TINY, ("flow-grpo",), (0,), credit)
+
+
+def test_rules_that_differ_are_compared() -> None:
+    rules = ("turning-point(consistent=False)", "turning-point(consistent=True)", "gdpo", "a.py:Rule", "b.py:Other")
+    assert len(CompareConfig(TINY, ("flow-grpo",), (0, 1), rules).names()) == 6
+
+
+CODE = """
+from dataclasses import dataclass
+from flowrl.credit import Uniform
+
+@dataclass(frozen=True)
+class Mine(Uniform):
+    scale: float = 1.0
+
+    def assign(self, rewards, schedule):
+        return self.scale * super().assign(rewards, schedule)
+"""
+
+
+def test_a_resume_after_the_code_has_changed_asks(tmp_path: Path, capsys) -> None:
+    """By name, for a part of a run and one within another part; the flag goes on, and the new code is then the known one."""
+    rules, out = tmp_path / "rules.py", tmp_path / "out"
+    rules.write_text(CODE)
+    config = TINY.replace(
+        credit=f"flowrl_bench.negative_controls:FreshNoiseFault(rule='{rules}:Mine')", checkpoint_every=1, iterations=4
+    )
+    stops = iter([True, True, False, False])
+    assert not Run(config, out, stop=lambda: next(stops)).execute()
+    assert list(json.loads((out / "code.json").read_text())) == [f"credit: {rules}:Mine"]
+    rules.write_text(CODE.replace("scale: float = 1.0", "scale: float = 2.0"))
+    told = (
+        rf"code has changed since the run was started: credit: {re.escape(str(rules))}:Mine\. Bring it back, or .*--changed-code"
+    )
+    with pytest.raises(ConfigError, match=told):
+        Run(config, out).execute(resume=True)
+    assert main(["train", "--resume", str(out), "--trust"]) == 2
+    assert re.search(told, capsys.readouterr().err)
+    assert not Run(config, out, stop=lambda: next(stops), changed_code=True).execute(resume=True)
+    assert main(["train", "--resume", str(out), "--trust"]) == 0
+    rules.write_text(CODE + "# after the end\n")
+    assert main(["train", "--resume", str(out), "--trust"]) == 0  # nothing is left to do
+
+
+def test_a_comparison_asks_about_changed_code_too(tmp_path: Path, capsys) -> None:
+    rules, out = tmp_path / "rules.py", tmp_path / "out"
+    rules.write_text(CODE)
+    comparison = CompareConfig(TINY, ("flow-grpo",), (0,), (f"{rules}:Mine",))
+    assert compare(comparison, out, workers=1)
+    (out / "runs" / "Mine-seed0" / "done.json").unlink()
+    rules.write_text(CODE + "# changed\n")
+    again = ["compare", "--resume", str(out), "--trust", "--workers", "1"]
+    assert main(again) == 2
+    assert f"credit: {rules}:Mine" in capsys.readouterr().err
+    assert main([*again, "--changed-code"]) == 0
+
+
+def test_built_in_parts_have_no_code_to_change(tmp_path: Path) -> None:
+    from flowrl.training.code import code_of
+
+    assert code_of(TINY.replace(credit="gdpo", reward="clipped(reward='flowrl.worlds.mixture:DirectionReward')")) == {}
+    Run(TINY, tmp_path / "out").execute()
+    assert not (tmp_path / "out" / "code.json").exists()
