@@ -131,7 +131,7 @@ def test_every_prompt_is_embedded_once_for_both_weights(folder, tmp_path, monkey
     monkeypatch.setattr(PromptCache, "warm", lambda self, given: (visits.append(self.misses), warm(self, given))[1])
     common = ["--reward", f"{folder}/reward.py:Redness", "--num-steps", "1", "--count", "2", "--batch", "2"]
     lora = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.txt"), *SIZES]
-    for weights, more in ((tmp_path / "run", []), (folder / "run" / "lora", lora)):
+    for weights, more in ((tmp_path / "run", ["--trust"]), (folder / "run" / "lora", lora)):
         assert main(["evaluate", "--weights", str(weights), *more, *common, "--out", str(tmp_path / "out")]) == 0
         assert sorted(texts) == ["", *sorted(PROMPTS)] and visits == [0, 4]
         texts.clear(), visits.clear()
