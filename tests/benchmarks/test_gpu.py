@@ -8,7 +8,7 @@ import gpu_cases
 import pytest
 import torch
 from gpu_cases import RandomEmbeddings, random_pipeline
-from gpu_compute import Meter, MeteredFamily, NetworkCost, PhaseWork, matrix_product_ceiling, network_cost
+from gpu_compute import Meter, MeteredFamily, NetworkCost, PhaseWork, matrix_product_ceiling, network_cost, share_of_ceiling
 
 from flowrl.diagnostics.memory import peak_memory, peak_memory_during
 from flowrl.policies import ARCHITECTURES, SD3, PipelinePolicy
@@ -116,8 +116,16 @@ def test_the_peak_memory_of_this_process():
     assert peak_memory(cpu) >= after
 
 
-def test_a_ceiling_is_a_rate():
-    assert 1e8 < matrix_product_ceiling(torch.device("cpu"), torch.float32, (64, 128), 0.01) < 1e15
+def test_a_ceiling_is_the_rate_of_large_products():
+    assert 1e8 < matrix_product_ceiling(torch.device("cpu"), torch.bfloat16, (64, 2048), 0.01) < 1e15
+    with pytest.raises(ValueError, match="2,048 or more"):
+        matrix_product_ceiling(torch.device("cpu"), torch.float32, (256, 512))
+
+
+def test_a_share_above_the_ceiling_is_refused():
+    assert share_of_ceiling(50.0, 2.0, 100.0) == 0.25 and share_of_ceiling(0.0, 0.0, 1.0) == 0.0
+    with pytest.raises(ValueError, match=r"use of 327% is impossible.*1 threads"):
+        share_of_ceiling(654e9, 2.0, 100e9)
 
 
 def test_random_embeddings_have_the_true_shape_and_belong_to_their_text():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError
-from flowrl.policies import ARCHITECTURES, LORA_TARGETS, SD3, Adapters, Flux, architecture, architectures, count_memory
-from flowrl.policies.architectures import DECODER, OPTIMIZER_BYTES
+from flowrl.policies import ARCHITECTURES, DECODER, LORA_TARGETS, SD3, Adapters, Flux, architecture, count_memory, memory
+from flowrl.policies.memory import OPTIMIZER_BYTES
 from flowrl.training.config import preset
 from flowrl.training.plan import memory_text, plan
 
@@ -64,15 +64,15 @@ def test_the_counter_counts_living_storages():
         return z * 2
 
     with torch.no_grad():
-        assert architectures._peak(work, layer) == 2 * 32 * 32 * 4
+        assert memory._peak(work, layer) == 2 * 32 * 32 * 4
 
 
 def test_the_backward_pass_is_counted_too():
     """tanh(tanh(x)) keeps both results; on the way back a gradient joins them, and the root's own is made first."""
     layer = torch.nn.Linear(1, 1, device="meta")
     x = torch.empty(1024, device="meta", requires_grad=True)
-    forward = architectures._peak(lambda: x.tanh().tanh(), layer)
-    both = architectures._peak(lambda: x.tanh().tanh().sum().backward(), layer)
+    forward = memory._peak(lambda: x.tanh().tanh(), layer)
+    both = memory._peak(lambda: x.tanh().tanh().sum().backward(), layer)
     assert forward == 2 * 4096 and both > forward + 4096
 
 
