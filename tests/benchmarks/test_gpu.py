@@ -43,7 +43,7 @@ def closed_form(rank):
     base = sum(linear(n, d, d) for n in projected)
     unit = sum(linear(n, d, r) for n in projected)
     forward = embeddings + modulations + base + second + 2 * unit + feed + attended + out
-    first = [i, i, i] + [w, w, w]  # q, k, v of layer 0: the image and the words
+    first = [i, i, i, w, w, w]  # q, k, v of layer 0: the image and the words
     inputs = base - sum(linear(n, d, d) for n in first)
     lora = 4 * unit - sum(linear(n, d, r) for n in first)
     return forward, inputs + lora + feed + 2 * (attended - attention(i)) + out
