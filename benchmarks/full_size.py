@@ -46,7 +46,8 @@ METHODS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 PROMPTS = ("a red cube on a table", "two blue balls", 'a sign that reads "open"')
 SETTINGS: dict[str, Any] = {
     "reward": f"{HERE / 'full_size_model.py'}:Brightness", "resolution": 256, "dtype": "bfloat16", "max_sequence_length": 128,
-    "groups": 1, "group_size": 2, "window": "all-but-last", "micro_batch": 2, "max_batch": 4, "decode_batch": 2,
+    "groups": 1, "group_size": 2, "window": "all-but-last", "trained_steps": "all",
+    "micro_batch": 2, "max_batch": 4, "decode_batch": 2,
     "kl_weight": 1e-3, "learning_rate": 1e-2, "ema_decay": 0.0, "eval_samples": 1, "eval_steps": 2, "eval_every": 100,
     "decode_dtype": "bfloat16", "checkpoint_every": 1, "tracker": "none", "device": "cpu",
 }  # fmt: skip
@@ -79,7 +80,7 @@ def train(args: argparse.Namespace, folder: Path, method: str, iterations: int, 
         return found
     if end != "resumed":
         shutil.rmtree(out, ignore_errors=True)
-    words = ["--resume", str(out)] if end == "resumed" else train_words(args, folder, method, iterations)
+    words = ["--resume", str(out), "--trust"] if end == "resumed" else train_words(args, folder, method, iterations)
     given = [str(report), str(args.threads), str(iterations if end == "killed" else 0), *words]
     command = [sys.executable, str(HERE / "full_size_train.py"), *given]
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "passive"}
@@ -161,7 +162,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     same = killed.pop("rows") == rows(work / first)
     trained = [killed, resumed, *(train(args, folder, method, 1, "finished") for method in others)]
     lines, texts = [], {}
-    configs = {method: load_config(work / method / "config.json") for method in args.methods}
+    configs = {method: load_config(work / method / "config.json", trust=True) for method in args.methods}
     for method, config in configs.items():
         counts = plan(config)
         planned = memory(counts, config)
