@@ -12,8 +12,8 @@ brightness, so the reward costs nothing).
 Columns. rollout, score (decoding) and update: seconds of an iteration, the fastest of --repeats. images/s: trajectories over all
 of it. pairs/s: (trajectory, step) pairs over the update. GB: most memory at a time. use: useful floating-point operations of the
 transformer (counted; recomputation under gradient checkpointing is not useful) over seconds and over the ceiling, which is the
-best matrix product of the same precision measured on the same GPU just before. other: share of the phase in which the network did
-not work.
+best matrix product of the same precision, measured just before on the same GPU (or CPU threads); a share above 100% is an error.
+other: share of the phase in which the network did not work.
 
 Variants change one setting of the base each; `--set` changes the base. Every configuration is one line of OUT/gpu.jsonl, so a
 stopped benchmark goes on where it was (finished lines of the same code, settings and device are not made again); OUT/gpu.json has
@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 from gpu_cases import METHODS, MODELS, Case, RandomEmbeddings, Setting, cases, parse_changes
-from gpu_compute import Meter, MeteredFamily, NetworkCost, matrix_product_ceiling, network_cost
+from gpu_compute import LARGE, Meter, MeteredFamily, NetworkCost, matrix_product_ceiling, network_cost, share_of_ceiling
 
 from flowrl import Prompt, Trainer, preset
 from flowrl.policies import DTYPES, ModelOptions, PipelinePolicy
@@ -111,7 +111,7 @@ def summary(case: Case, meter: Meter, cost: NetworkCost, ceiling: float, seconds
         phases[name] = {
             **asdict(work),
             "operations": operations,
-            "use": operations / work.seconds / ceiling if work.seconds else 0.0,
+            "use": share_of_ceiling(operations, work.seconds, ceiling),
             "other": 1 - work.network_seconds / work.seconds if work.seconds else 0.0,
         }
     pairs = trajectories * (setting.steps - 1)
@@ -151,7 +151,7 @@ def environment(device: str) -> dict[str, Any]:
     packages = ("torch", "diffusers", "peft", "transformers", "triton")
     cuda = torch.cuda.get_device_properties(0) if device.startswith("cuda") else None
     return {
-        "device": cuda.name if cuda else f"CPU, one thread of {os.cpu_count()} cores ({platform.machine()})",
+        "device": cuda.name if cuda else f"CPU ({platform.machine()}), {torch.get_num_threads()} threads, {os.cpu_count()} cores",
         "memory_gigabytes": cuda.total_memory / 1e9 if cuda else None,
         "driver": _driver() if cuda else None,
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
@@ -225,10 +225,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def ceilings(device: str, dtypes: Sequence[str], small: bool) -> dict[str, float]:
-    """Operations per second of the best matrix product, by precision."""
-    sizes = (256, 512) if small else (4096, 8192, 16384)
-    return {d: matrix_product_ceiling(torch.device(device), DTYPES[d], sizes, 0.1 if small else 1.0) for d in dtypes}
+def ceilings(device: str, dtypes: Sequence[str]) -> dict[str, float]:
+    """Operations per second of the best matrix product, by precision, on the threads that the work will have."""
+    cpu = device == "cpu"
+    sizes = (512, LARGE) if cpu else (LARGE, 4096, 8192, 16384)
+    return {d: matrix_product_ceiling(torch.device(device), DTYPES[d], sizes, 0.1 if cpu else 1.0) for d in dtypes}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -242,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "gpu.jsonl"
     kept = {json.dumps(line["case"], sort_keys=True): line for line in read_lines(file) if line["where"] == where}
-    limits = ceilings(device, sorted({case.setting.dtype for case in todo}), device == "cpu")
+    limits = ceilings(device, sorted({case.setting.dtype for case in todo}))
     for name, limit in limits.items():
         print(f"ceiling {name}: {limit / 1e12:.3g} TFLOP/s on {where['device']}", file=sys.stderr)
     lines = []

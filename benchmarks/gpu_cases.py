@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.policies import DECODER, SD3, Family, Flux, architecture
+from flowrl.policies import DECODER, SD3, Architecture, Family, Flux, architecture
 from flowrl.testing import tiny
 
 METHODS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
@@ -59,11 +59,11 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(kept)
 
 
-def random_pipeline(name: str, device: str, dtype: torch.dtype) -> Any:
+def random_pipeline(name: str, device: str, dtype: torch.dtype, known: Architecture | None = None) -> Any:
     """The pipeline of an architecture with random weights, without text encoders (see `RandomEmbeddings`).
 
-    The image decoder has the published size. Weights are made on `device` in `dtype` at once: FLUX.1 in bfloat16 never takes more
-    than 24 GB.
+    `known`: a variant of the architecture `name`. The image decoder has the published size. Weights are made on `device` in
+    `dtype` at once: FLUX.1 in bfloat16 never takes more than 24 GB.
     """
     diffusers = import_module("diffusers")
     sd3 = name.startswith("sd3")
@@ -73,7 +73,7 @@ def random_pipeline(name: str, device: str, dtype: torch.dtype) -> Any:
     with torch.device(device):
         decoder = diffusers.AutoencoderKL(**DECODER, **scale).eval()
     with default_dtype(dtype):
-        transformer = architecture(name).build(device)
+        transformer = (known or architecture(name)).build(device)
     pipeline = diffusers.StableDiffusion3Pipeline if sd3 else diffusers.FluxPipeline
     encoders = {f"{part}{n}": None for part in ("text_encoder", "tokenizer") for n in ("", "_2", *("_3",) * sd3)}
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**grid)

@@ -49,9 +49,16 @@ def network_cost(policy: PipelinePolicy, rows: Mapping[str, Tensor]) -> NetworkC
     return NetworkCost(forward, counter.get_total_flops() - forward)
 
 
+LARGE = 2048
+"""Side of a matrix that keeps all threads or the whole GPU busy; smaller products alone underrate the device."""
+
+
 def matrix_product_ceiling(device: torch.device, dtype: torch.dtype, sizes: Sequence[int], seconds: float = 0.5) -> float:
     """Floating-point operations per second of square matrix products of random numbers: the best of `sizes`, each measured for
-    about `seconds` after a warm-up: the upper bound for a network of such products alone."""
+    about `seconds` after a warm-up: the upper bound for a network of such products alone, on as many threads as PyTorch has now.
+    Raises `ValueError` unless one size is `LARGE` or more."""
+    if max(sizes) < LARGE:
+        raise ValueError(f"sizes {tuple(sizes)}: one must be {LARGE:,} or more, or the ceiling is too low")
     best = 0.0
     for size in sizes:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -59,6 +66,18 @@ def matrix_product_ceiling(device: torch.device, dtype: torch.dtype, sizes: Sequ
         count = max(3, min(200, int(seconds / 4 / max(once, 1e-6))))
         best = max(best, *(2 * size**3 * count / _product_seconds(a, b, count) for _ in range(4)))
     return best
+
+
+def share_of_ceiling(operations: float, seconds: float, ceiling: float) -> float:
+    """The share of the ceiling that work of so many operations reached. Raises `ValueError` for one above 1, which is impossible:
+    something else slowed the ceiling's measurement down, or it ran on fewer threads."""
+    share = operations / seconds / ceiling if seconds else 0.0
+    if share > 1:
+        raise ValueError(
+            f"use of {share:.0%} is impossible: the work did {operations / seconds / 1e9:.0f} GFLOP/s, its ceiling was measured "
+            f"at {ceiling / 1e9:.0f} ({torch.get_num_threads()} threads); measure again while nothing else runs"
+        )
+    return share
 
 
 def _product_seconds(a: Tensor, b: Tensor, count: int) -> float:

@@ -1,10 +1,11 @@
 """Policies own a network: the closed-form mixture, the small built-in model, and diffusers' pipelines."""
 
-from flowrl.policies.architectures import ARCHITECTURES, DECODER, Architecture, Memory, architecture, count_memory
+from flowrl.policies.architectures import ARCHITECTURES, DECODER, Architecture, architecture
 from flowrl.policies.family import DTYPES, Family, ModelOptions, decode_scaled, device_of, resolution_shift
 from flowrl.policies.flux import Flux
 from flowrl.policies.load import family_of, load_policy
 from flowrl.policies.lora import LORA_TARGETS, Adapters
+from flowrl.policies.memory import Memory, StorageCounter, count_memory
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.pipeline import PipelinePolicy, compile_blocks, has_compiled_blocks
 from flowrl.policies.sd3 import SD3
@@ -12,7 +13,7 @@ from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
 
 __all__ = [
     "ARCHITECTURES", "DECODER", "DTYPES", "LORA_TARGETS", "SD3", "Adapters", "Architecture", "Family", "Flux", "Memory",
-    "MixturePolicy", "ModelOptions", "PipelinePolicy", "SmallSD3", "SmallSD3Config", "SmallSD3Policy", "architecture",
-    "compile_blocks", "count_memory", "decode_scaled", "device_of", "family_of", "has_compiled_blocks", "load_policy",
-    "resolution_shift",
+    "MixturePolicy", "ModelOptions", "PipelinePolicy", "SmallSD3", "SmallSD3Config", "SmallSD3Policy", "StorageCounter",
+    "architecture", "compile_blocks", "count_memory", "decode_scaled", "device_of", "family_of", "has_compiled_blocks",
+    "load_policy", "resolution_shift",
 ]  # fmt: skip

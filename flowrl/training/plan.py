@@ -1,13 +1,15 @@
 """What one iteration of a run consists of, counted before anything is loaded: pairs, batches, network evaluations."""
 
 import math
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from flowrl.errors import require
 from flowrl.methods import Method
-from flowrl.policies.architectures import count_memory
+from flowrl.policies import LORA_TARGETS, Architecture, Memory, architecture, count_memory
 from flowrl.training.build import first_trained_steps, make_method, trial_schedule
 from flowrl.training.config import RunConfig
 from flowrl.types import Completion, Continuation, Probe, Substeps
@@ -24,7 +26,7 @@ class Plan:
     `nfe` are network evaluations of the rollout and its probes, `train_nfe` those of the update (one per pair, two with a KL to
     the base model), both without guidance; `passes_per_evaluation` is 2 with classifier-free guidance. `passes` are the forward
     passes of an iteration, one latent each, guidance included. `rows_per_micro_batch` is what the network sees at once in
-    training.
+    training, `rows_per_call` in sampling.
     """
 
     trajectories: int
@@ -42,6 +44,7 @@ class Plan:
     nfe: int
     sequential_calls: int
     calls_of_a_process: int
+    rows_per_call: int
     train_nfe: int
     passes_per_evaluation: int
     passes: int
@@ -80,10 +83,11 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         groups_per_process=groups,
         pairs_per_update_and_process=per_process,
         micro_batches_per_update=math.ceil(per_process / optim.micro_batch),
-        rows_per_micro_batch=min(optim.micro_batch, per_process) * passes,
+        rows_per_micro_batch=min(optim.micro_batch, per_process) * (passes if config.policy.guidance_gradient == "both" else 1),
         nfe=sum(calls),
         sequential_calls=len(calls),
         calls_of_a_process=sum(math.ceil(rows / rollout.max_batch) for rows in own_calls),
+        rows_per_call=min(rollout.max_batch, max(*own_calls, evaluation.eval_samples // processes)) * passes,
         train_nfe=train_nfe,
         passes_per_evaluation=passes,
         passes=(sum(calls) + train_nfe) * passes,
@@ -145,31 +149,53 @@ def plan_text(found: Plan, config: RunConfig) -> str:
 
 KNOWN = {"3.5-medium": "sd3.5-medium", "3.5-large": "sd3.5-large", "flux.1-dev": "flux.1-dev", "flux.1-schnell": "flux.1-schnell"}
 """Architectures by what the end of a model's name says."""
+SCORED_TOGETHER = 512
+"""Images that `rollout.reward_tables` decodes before it scores them."""
+
+
+def architecture_of(model: str) -> Architecture | None:
+    """The architecture of the SD3 or FLUX pipeline in the folder `model`, or of a model whose name tells it."""
+    if (Path(model) / "model_index.json").is_file():
+        with suppress(OSError, KeyError, ValueError):
+            return Architecture.of_folder(Path(model))
+    name = next((known for ending, known in KNOWN.items() if model.lower().rstrip("/").endswith(ending)), "")
+    return architecture(name) if name else None
+
+
+def memory(found: Plan, config: RunConfig) -> Memory | None:
+    """GPU memory of a process, counted (`policies.count_memory`), for a model whose architecture is known."""
+    policy, rollout = config.policy, config.rollout
+    known = architecture_of(policy.model) if policy.model else None
+    if known is None:
+        return None
+    if policy.max_sequence_length:
+        known = replace(known, t5_tokens=policy.max_sequence_length)
+    images = min(SCORED_TOGETHER, math.ceil(found.reward_calls * found.groups_per_process / rollout.groups))
+    counted = count_memory(
+        known, policy.resolution, found.rows_per_micro_batch, found.rows_per_call, policy.lora_rank, policy.dtype,
+        policy.gradient_checkpointing, policy.tuning == "full", policy.decode_batch, found.train_nfe > found.pairs, images,
+        policy.decode_dtype, policy.lora_targets or LORA_TARGETS,
+    )  # fmt: skip
+    latent = 4 * known.decoder["latent_channels"] * (policy.resolution // known.latent_factor) ** 2
+    nodes = 0 if rollout.offload else found.groups_per_process * rollout.group_size * (2 * rollout.num_steps + 1)
+    return replace(counted, trajectories=nodes * latent)
 
 
 def memory_text(found: Plan, config: RunConfig) -> str:
-    """GPU memory of a process, counted (`policies.count_memory`), for a model whose name tells its size; else ""."""
-    policy, batch = config.policy, config.rollout.max_batch
-    name = next((known for ending, known in KNOWN.items() if policy.model.lower().rstrip("/").endswith(ending)), "")
-    if not name:
+    """`memory` in words; empty for a model of unknown size."""
+    policy, counted = config.policy, memory(found, config)
+    if counted is None:
         return ""
-    passes = found.passes_per_evaluation
-    memory = count_memory(
-        name, policy.resolution, found.rows_per_micro_batch, batch * passes, policy.lora_rank, policy.dtype,
-        policy.gradient_checkpointing, policy.tuning == "full", policy.decode_batch, found.train_nfe > found.pairs,
-    )  # fmt: skip
-    latent = 16 * (policy.resolution // 8) ** 2 * 4
-    nodes = found.groups_per_process * config.rollout.group_size * (2 * config.rollout.num_steps + 1) * latent
     lines = [
-        f"memory of a process, counted on {name}'s architecture in {policy.dtype}, not measured; GB = 10^9 bytes",
-        f"  always             {_gb(memory.weights)} frozen weights + {_gb(memory.trained)} for "
-        f"{memory.trained_parameters:,} trained ones",
-        f"  trajectories       {_gb(nodes)} (nodes and velocities, float32)",
-        f"  and one of         {_gb(memory.update)} micro-batch of {found.rows_per_micro_batch} rows, {_gb(memory.rollout)} "
-        f"sampling {batch * passes} rows, {_gb(memory.decode)} decoding {policy.decode_batch} images, "
-        f"{_gb(memory.encoders)} text encoders",
-        f"  at most            {_gb(memory.peak + nodes)}, besides the reward's network, CUDA's work space and the "
-        "allocator's reserve",
+        f"memory of a process, counted on the architecture of {Path(policy.model).name} in {policy.dtype}, not measured; "
+        "GB = 10^9 bytes",
+        f"  always             {_gb(counted.weights)} frozen weights + {_gb(counted.trained)} for "
+        f"{counted.trained_parameters:,} trained ones",
+        f"  trajectories       {_gb(counted.trajectories)} (nodes and velocities, float32)",
+        f"  and one of         {_gb(counted.update)} micro-batch of {found.rows_per_micro_batch} rows, {_gb(counted.rollout)} "
+        f"sampling {found.rows_per_call} rows, {_gb(counted.decode)} decoding {policy.decode_batch} images at a time, "
+        f"{_gb(counted.encoders)} text encoders",
+        f"  at most            {_gb(counted.peak)}, besides the reward's network, CUDA's work space and the allocator's reserve",
     ]
     if policy.device == "cpu" and policy.dtype == "float32":
         lines.append("  no GPU is used here, hence float32; --dtype bfloat16 counts what a GPU would take by default")

@@ -8,7 +8,7 @@ import gpu_cases
 import pytest
 import torch
 from gpu_cases import RandomEmbeddings, random_pipeline
-from gpu_compute import Meter, MeteredFamily, NetworkCost, PhaseWork, matrix_product_ceiling, network_cost
+from gpu_compute import Meter, MeteredFamily, NetworkCost, PhaseWork, matrix_product_ceiling, network_cost, share_of_ceiling
 
 from flowrl.diagnostics.memory import peak_memory, peak_memory_during
 from flowrl.policies import ARCHITECTURES, SD3, PipelinePolicy
@@ -23,8 +23,9 @@ def cost_of(policy):
 def closed_form(rank):
     """Forward and backward operations of `tiny_sd3` at 16 x 16 pixels, by hand. Width D, I image tokens, W words, rank r.
 
-    Layer 0 has a second attention of the image, layer 1 is the last: of its text stream only q, k, v are used. With a LoRA
-    nothing before layer 0's first adapters has a gradient: its q, k, v need none with respect to their inputs.
+    Layer 0 has a second attention of the image without a LoRA, layer 1 is the last: of its text stream only q, k, v are used.
+    Nothing before layer 0's first adapters has a gradient: its q, k, v need none with respect to their inputs, and its second
+    attention needs none at all.
     """
     d, i, w, r = 32, 16, CLIP_TOKENS + TINY.max_sequence_length, rank
     joint = i + w
@@ -34,17 +35,18 @@ def closed_form(rank):
         linear(i, 4 * 2 * 2, d) + linear(1, 256, d) + linear(1, 2 * WIDTH, d) + 2 * linear(1, d, d) + linear(w, 2 * WIDTH, d)
     )
     modulations = linear(1, d, 9 * d) + 2 * linear(1, d, 6 * d) + 2 * linear(1, d, 2 * d)
-    projected = [i] * 4 + [w] * 4 + [i] * 4 + [i] * 4 + [w] * 3  # tokens of every adapted layer
+    projected = [i] * 4 + [w] * 4 + [i] * 4 + [w] * 3  # tokens of every adapted layer
+    second = 4 * linear(i, d, d)
     feed = 2 * (linear(i, d, 4 * d) * 2) + 2 * linear(w, d, 4 * d)
     out = linear(i, d, 2 * 2 * 4)
     attended = 2 * attention(joint) + attention(i)
     base = sum(linear(n, d, d) for n in projected)
     unit = sum(linear(n, d, r) for n in projected)
-    forward = embeddings + modulations + base + 2 * unit + feed + attended + out
-    first = 2 * [i, i, i] + [w, w, w]  # q, k, v of layer 0: both attentions of the image, and the words
+    forward = embeddings + modulations + base + second + 2 * unit + feed + attended + out
+    first = [i, i, i, w, w, w]  # q, k, v of layer 0: the image and the words
     inputs = base - sum(linear(n, d, d) for n in first)
     lora = 4 * unit - sum(linear(n, d, r) for n in first)
-    return forward, inputs + lora + feed + 2 * attended + out
+    return forward, inputs + lora + feed + 2 * (attended - attention(i)) + out
 
 
 @pytest.mark.parametrize("rank", [1, 4])
@@ -116,8 +118,16 @@ def test_the_peak_memory_of_this_process():
     assert peak_memory(cpu) >= after
 
 
-def test_a_ceiling_is_a_rate():
-    assert 1e8 < matrix_product_ceiling(torch.device("cpu"), torch.float32, (64, 128), 0.01) < 1e15
+def test_a_ceiling_is_the_rate_of_large_products():
+    assert 1e8 < matrix_product_ceiling(torch.device("cpu"), torch.bfloat16, (64, 2048), 0.01) < 1e15
+    with pytest.raises(ValueError, match="2,048 or more"):
+        matrix_product_ceiling(torch.device("cpu"), torch.float32, (256, 512))
+
+
+def test_a_share_above_the_ceiling_is_refused():
+    assert share_of_ceiling(50.0, 2.0, 100.0) == 0.25 and share_of_ceiling(0.0, 0.0, 1.0) == 0.0
+    with pytest.raises(ValueError, match=r"use of 327% is impossible.*1 threads"):
+        share_of_ceiling(654e9, 2.0, 100e9)
 
 
 def test_random_embeddings_have_the_true_shape_and_belong_to_their_text():

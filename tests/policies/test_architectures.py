@@ -1,15 +1,30 @@
 """Published sizes counted on shapes alone, and their memory: against sums by hand, and what must grow with what."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
 from flowrl.errors import ConfigError
-from flowrl.policies import ARCHITECTURES, LORA_TARGETS, SD3, Adapters, Flux, architecture, architectures, count_memory
-from flowrl.policies.architectures import DECODER, OPTIMIZER_BYTES
+from flowrl.policies import (
+    ARCHITECTURES,
+    DECODER,
+    LORA_TARGETS,
+    SD3,
+    Adapters,
+    Architecture,
+    Flux,
+    architecture,
+    count_memory,
+    memory,
+)  # fmt: skip
+from flowrl.policies.memory import OPTIMIZER_BYTES
+from flowrl.testing.tiny import CLIP_TOKENS, TINY, tiny_flux, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from flowrl.training.config import preset
-from flowrl.training.plan import memory_text, plan
+from flowrl.training.plan import architecture_of, memory_text, plan
+from flowrl.training.plan import memory as count_plan
+from flowrl.types import Prompt
 
 
 @pytest.mark.parametrize(
@@ -64,15 +79,15 @@ def test_the_counter_counts_living_storages():
         return z * 2
 
     with torch.no_grad():
-        assert architectures._peak(work, layer) == 2 * 32 * 32 * 4
+        assert memory._peak(work, layer) == 2 * 32 * 32 * 4
 
 
 def test_the_backward_pass_is_counted_too():
     """tanh(tanh(x)) keeps both results; on the way back a gradient joins them, and the root's own is made first."""
     layer = torch.nn.Linear(1, 1, device="meta")
     x = torch.empty(1024, device="meta", requires_grad=True)
-    forward = architectures._peak(lambda: x.tanh().tanh(), layer)
-    both = architectures._peak(lambda: x.tanh().tanh().sum().backward(), layer)
+    forward = memory._peak(lambda: x.tanh().tanh(), layer)
+    both = memory._peak(lambda: x.tanh().tanh().sum().backward(), layer)
     assert forward == 2 * 4096 and both > forward + 4096
 
 
@@ -97,12 +112,13 @@ def test_memory_grows_with_what_it_should(name, small):
     stored = count_memory(name, update_rows=1, checkpointing=False, **sizes)
     assert stored.update > 1.4 * one.update
     assert (one.trained, one.weights - stored.weights) == (OPTIMIZER_BYTES * one.trained_parameters, 0)
-    frozen = one.parameters * 2
+    table = sum(buffer.numel() for buffer in architecture(name).build().buffers())  # of SD3's positions, 226 million numbers
+    frozen = (one.parameters + table) * 2
     assert one.weights - frozen == stored.weights - frozen > 0.15e9  # the decoder, 50 million weights in float32
     full = count_memory(name, update_rows=1, full=True, **sizes)
-    assert full.trained == OPTIMIZER_BYTES * full.parameters and full.weights == one.weights - frozen
+    assert full.trained == OPTIMIZER_BYTES * full.parameters and full.weights == one.weights - frozen + 4 * table
     beside = count_memory(name, update_rows=1, full=True, reference=True, **sizes)
-    assert (beside.weights, beside.update) == (one.weights, full.update)
+    assert (beside.weights, beside.update) == (one.weights + 4 * table, full.update)
     assert 0 < full.rollout - 2 * full.parameters <= one.rollout  # the weights in bfloat16, which autocast keeps during a call
     assert one.peak == one.weights + one.trained + max(one.update, one.rollout, one.decode, one.encoders)
 
@@ -136,3 +152,76 @@ def test_a_plan_tells_the_memory_of_models_it_knows(small):
     assert "no GPU is used here" in memory_text(plan(config), config.replace(dtype="float32", decode_batch=3))
     with pytest.raises(ConfigError, match="dtype"):
         count_memory("sd3.5-medium", dtype="int8")
+
+
+@pytest.mark.parametrize("make", [tiny_sd3, tiny_flux])
+def test_a_folder_has_its_pipelines_architecture(make, tmp_path):
+    pipe = make()
+    pipe.save_pretrained(tmp_path, safe_serialization=True)
+    known = Architecture.of_folder(tmp_path)
+    assert known.decoder["latent_channels"] == 4 and known.latent_factor == pipe.vae_scale_factor == 2
+    assert (
+        known.text_tokens == (256 + CLIP_TOKENS if make is tiny_sd3 else 512)
+        and known.text_width == known.config["joint_attention_dim"]
+    )
+    encoders = [getattr(pipe, name) for name in ("text_encoder", "text_encoder_2", "text_encoder_3") if hasattr(pipe, name)]
+    assert known.encoder_parameters == sum(p.numel() for encoder in encoders for p in encoder.parameters())
+    assert [t.shape for t in known.build().parameters()] == [t.shape for t in pipe.transformer.parameters()]
+    assert architecture_of(str(tmp_path)) == known and architecture_of(str(tmp_path / "nothing")) is None
+    (tmp_path / "vae/config.json").unlink()
+    assert architecture_of(str(tmp_path)) is None
+
+
+def test_a_plan_counts_what_its_settings_say(tmp_path):
+    """Rows of a call that is smaller than max_batch; both branches' gradient or one; the prompt's length; all images that are
+    scored together; no trajectories if they wait in main memory."""
+    tiny_sd3().save_pretrained(tmp_path, safe_serialization=True)
+    config = preset("sd3.5-medium,flow-grpo,ocr").apply(
+        model=str(tmp_path), resolution=32, groups=2, group_size=3, max_batch=4, micro_batch=2, eval_samples=1, decode_batch=2,
+        dtype="bfloat16", lora_rank=4, max_sequence_length=24,
+    )  # fmt: skip
+    small = config.replace(max_batch=100)
+    assert (plan(config).rows_per_call, plan(small).rows_per_call) == (2 * 4, 2 * 6)
+    base = counted(config)
+    assert base.trajectories == 6 * 21 * 4 * 16 * 16 * 4 and counted(config.replace(offload=True)).trajectories == 0
+    assert counted(config.replace(guidance_gradient="prompt")).update < 0.7 * base.update
+    assert counted(config.replace(max_sequence_length=48)).update > 1.1 * base.update
+    assert counted(config.replace(lora_targets=("to_q",))).trained == base.trained // 15 * 3
+    one, two = (counted(config.replace(groups=groups)).decode for groups in (5, 10))
+    assert two - one == 5 * 3 * 3 * 32 * 32 * 4
+    assert counted(config.replace(decode_dtype="bfloat16")).decode < base.decode
+
+
+def counted(config):
+    return count_plan(plan(config), config)
+
+
+@pytest.mark.parametrize("make", [tiny_sd3_policy, tiny_flux_policy])
+@pytest.mark.parametrize("train", [False, True])
+def test_the_counter_agrees_with_the_allocators_records(make, train):
+    """PyTorch's profiler records what the allocator of the CPU does; its sum contains operations' work space too."""
+    policy = make(replace(TINY, height=64, width=64, gradient_checkpointing=train))
+    condition = policy.encode([Prompt("a dog")] * 8)
+    noise, told = torch.randn(8, *policy.latent_shape), torch.full((8,), 500.0)
+
+    def once():
+        with torch.set_grad_enabled(train):
+            velocity = policy.velocity(noise, told, condition)
+            if train:
+                velocity.square().mean().backward()
+
+    def fresh():
+        for parameter in policy.trainable().values():
+            parameter.grad = None
+
+    once()
+    fresh()
+    with memory.StorageCounter("cpu") as counter:
+        counter.add_all()
+        before = counter.largest
+        once()
+    fresh()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as records:
+        once()
+    changes = [event.nbytes() for event in records.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert counter.largest - before == pytest.approx(max(itertools.accumulate(changes)), rel=0.02)

@@ -1,0 +1,223 @@
+"""The GPU memory that a model needs, counted without a GPU.
+
+The network is built on PyTorch's "meta" device (shapes only). A micro-batch of training, a call of sampling and a batch of
+decoding run there while the storage of every tensor is counted as it comes and goes. The counts leave out what only a device
+shows: the libraries' work space, and the allocator's unused reserve. `benchmarks/full_size.py` compares them with real runs.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from flowrl.errors import require
+from flowrl.policies.architectures import Architecture, architecture
+from flowrl.policies.lora import LORA_TARGETS, Adapters
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+OPTIMIZER_BYTES = 4 * (1 + 1 + 2 + 1)
+"""Bytes per trained weight: the float32 weight, its gradient, AdamW's two moments, the averaged weight."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. `weights`: frozen transformer and decoder. `trained`: LoRA (or all weights), gradient, AdamW's moments, average.
+    `trajectories`: stored nodes and velocities.
+
+    `update`, `rollout` and `decode` are the peaks that a micro-batch of training (forward and backward), a call of sampling and
+    decoding of all images that are scored together add; `encoders` are the text encoders' weights, which are on the device only
+    for new prompts. These four do not add up, because they follow each other. `parameters` and `trained_parameters` are counts.
+    """
+
+    parameters: int
+    trained_parameters: int
+    weights: int
+    trained: int
+    update: int
+    rollout: int
+    decode: int
+    encoders: int
+    trajectories: int = 0
+
+    @property
+    def always(self) -> int:
+        """What every phase has."""
+        return self.weights + self.trained + self.trajectories
+
+    @property
+    def peak(self) -> int:
+        """Permanent memory and the largest phase, without the reward's network."""
+        return self.always + max(self.update, self.rollout, self.decode, self.encoders)
+
+
+def count_memory(
+    model: str | Architecture,
+    resolution: int = 512,
+    update_rows: int = 8,
+    rollout_rows: int = 16,
+    rank: int = 32,
+    dtype: str = "bfloat16",
+    checkpointing: bool = True,
+    full: bool = False,
+    decode_batch: int = 8,
+    reference: bool = False,
+    images: int = 0,
+    decode_dtype: str = "float32",
+    targets: Sequence[str] = LORA_TARGETS,
+) -> Memory:
+    """The memory of an architecture or of the published one of this name. Rows are latents per network call (doubled by
+    guidance); `full`: all weights are trained and stored in float32, instead of a LoRA of `rank`; `reference`: a frozen copy of
+    them is kept; `images` are scored together, decoded in batches. During a call the trained weights are there in `dtype` too
+    (autocast's cache). Raises `ConfigError` for an unknown name."""
+    for name, value in (("dtype", dtype), ("decode_dtype", decode_dtype)):
+        require(value in DTYPE_BYTES, name, value, f"one of {', '.join(DTYPE_BYTES)}")
+    known = architecture(model) if isinstance(model, str) else model
+    network, precision, size = known.build(), getattr(torch, dtype), DTYPE_BYTES[dtype]
+    parameters = sum(p.numel() for p in network.parameters())
+    nn.Module.to(network, precision)  # diffusers' own `to` warns of layers to keep in float32 even if there are none
+    network.requires_grad_(full)
+    if not full:
+        Adapters(network, rank, float(rank), targets, seed=0)
+    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(precision)  # as autocast computes
+    if checkpointing:
+        network.enable_gradient_checkpointing()
+    network.train()
+    with _flash_attention():
+        update = _peak(lambda: _step(network, _inputs(known, update_rows, resolution, precision)), network)
+        with torch.no_grad():
+            rollout = _peak(lambda: network(**_inputs(known, rollout_rows, resolution, precision)), network)
+    decoder, decode = _decoder(known, resolution, min(decode_batch, images or decode_batch), getattr(torch, decode_dtype))
+    pixels = 4 * known.decoder["out_channels"] * resolution**2 * images
+    cast = trained * size if dtype != "float32" else 0
+    buffers = sum(b.numel() for b in network.buffers())
+    frozen = (0 if full and not reference else parameters + buffers) * size + (buffers * 4 if full else 0)
+    return Memory(
+        parameters=parameters,
+        trained_parameters=trained,
+        weights=frozen + decoder,
+        trained=trained * OPTIMIZER_BYTES,
+        update=max(update - trained * size, 0) + cast,  # without the gradients, which `trained` includes
+        rollout=rollout + cast,
+        decode=max(decode + pixels, 2 * pixels),  # the images so far; at the end they are joined, which copies them
+        encoders=known.encoder_parameters * size,
+    )
+
+
+def _decoder(known: Architecture, resolution: int, rows: int, precision: torch.dtype) -> tuple[int, int]:
+    """Bytes of the image decoder's weights, and the peak that decoding `rows` latents adds."""
+    with torch.device("meta"):
+        decoder = import_module("diffusers").AutoencoderKL(**known.decoder)
+    nn.Module.to(decoder, precision)
+    side = resolution // known.latent_factor
+    latent = torch.empty(rows, known.decoder["latent_channels"], side, side, device="meta", dtype=precision)
+    with torch.no_grad(), _flash_attention():
+        peak = _peak(lambda: decoder.decode(latent), decoder)
+    return sum(p.numel() * p.itemsize for p in decoder.parameters()), peak
+
+
+def _step(network: Any, inputs: Mapping[str, Any]) -> None:
+    """Forward and backward pass of a loss; the inputs live as long as it takes."""
+    network(**inputs)[0].float().square().mean().backward()
+
+
+def _inputs(known: Architecture, rows: int, resolution: int, precision: torch.dtype) -> Mapping[str, Any]:
+    """The arguments of the transformer for `rows` latents."""
+    channels, side, config = known.decoder["latent_channels"], resolution // known.latent_factor, known.config
+
+    def shaped(*shape: int) -> Tensor:
+        return torch.empty(shape, device="meta", dtype=precision)
+
+    common = {
+        "encoder_hidden_states": shaped(rows, known.text_tokens, known.text_width),
+        "pooled_projections": shaped(rows, config["pooled_projection_dim"]),
+        "timestep": shaped(rows),
+        "return_dict": False,
+    }
+    if known.transformer.startswith("SD3"):
+        return {**common, "hidden_states": shaped(rows, channels, side, side)}
+    tokens = (side // 2) ** 2
+    guidance = shaped(rows) if config["guidance_embeds"] else None
+    positions = {"txt_ids": shaped(known.text_tokens, 3), "img_ids": shaped(tokens, 3)}
+    return {**common, **positions, "hidden_states": shaped(rows, tokens, 4 * channels), "guidance": guidance}
+
+
+@contextmanager
+def _flash_attention() -> Iterator[None]:
+    """Attention as GPUs compute it, without the matrix of weights, which the plain formula on "meta" would store. A function mode
+    would not do: it is off while checkpointing computes activations again."""
+    plain = F.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Tensor:
+        if query.dtype == torch.float32 or more or options.get("attn_mask") is not None:
+            return plain(query, key, value, *more, **options)
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+
+    F.scaled_dot_product_attention = attention  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = plain  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class StorageCounter(TorchDispatchMode):
+    """Bytes of the tensors that are alive (`now`) and their largest sum so far (`largest`).
+
+    Every storage that an operation returns within this context counts once, from then until it is freed; `add_all` counts those
+    that are there already. The storages of `network` do not count. Memory on the device `kind` only.
+    """
+
+    def __init__(self, kind: str, network: Any = None) -> None:
+        super().__init__()
+        given = [] if network is None else [*network.parameters(), *network.buffers()]
+        self.kind, self.known = kind, {t.untyped_storage()._cdata for t in given}
+        self.alive: dict[int, Any] = {}
+        self.now = self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, then count new storages."""
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(found):
+            if isinstance(tensor, Tensor):
+                self.add(tensor)
+        return found
+
+    def add_all(self) -> None:
+        """Count all tensors that Python knows."""
+        for thing in gc.get_objects():
+            if issubclass(type(thing), Tensor):
+                self.add(thing)
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the storage of `tensor` unless it counts already."""
+        if tensor.device.type != self.kind or tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known or key in self.alive:
+            return
+        self.alive[key] = weakref.finalize(storage, self._drop, key, size)
+        self.now += size
+        self.largest = max(self.largest, self.now)
+
+    def _drop(self, key: int, size: int) -> None:
+        self.alive.pop(key, None)
+        self.now -= size
+
+
+def _peak(work: Callable[[], Any], network: Any) -> int:
+    with StorageCounter("meta", network) as counter:
+        work()
+    for parameter in network.parameters():
+        parameter.grad = None
+    return counter.largest

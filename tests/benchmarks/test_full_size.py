@@ -1,0 +1,101 @@
+"""The full-size benchmark at tiny size, and its parts: the pipelines, the meter, what counts as a failure."""
+
+import json
+from types import SimpleNamespace
+
+import full_size
+import pytest
+import torch
+from full_size_model import Brightness, fewer_blocks, small_encoders, write_pipeline
+from full_size_train import PhaseMeter
+
+from flowrl.policies import ARCHITECTURES, Architecture, Memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "method", "evaluations"), [("tiny-sd3", "flow-grpo", 6), ("tiny-flux", "tp-grpo", 8)])
+def test_the_whole_path_at_tiny_size(model, method, evaluations, tmp_path, capsys):
+    """Written, trained, killed, resumed with the same numbers, exported, drawn by plain diffusers, and counted."""
+    code = full_size.main(["--model", model, "--methods", method, "--threads", "1", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / f"full_size-{model}.json").read_text())
+    assert (code, found["failures"], found["resumed_equals_killed"]) == (0, [], True), capsys.readouterr().out
+    killed, resumed = found["runs"]
+    assert (killed["end"], resumed["end"]) == ("killed", "resumed")
+    assert [run["phases"][0]["phase"] for run in found["runs"]] == ["load", "load"]
+    assert sum(phase["phase"] == "rollout" for phase in killed["phases"]) == 2
+    assert [line["phase"] for line in found["memory"]] == ["rollout", "reward", "update"]
+    assert f"{evaluations} network evaluations" in "\n".join(found["plan"][method])
+    assert all(abs(line["error"]) < 0.5 for line in found["memory"])  # of a megabyte
+
+
+def test_a_share_of_the_blocks_and_small_encoders_fit_the_published_widths():
+    known = fewer_blocks(ARCHITECTURES["flux.1-dev"], 0.25)
+    assert (known.config["num_layers"], known.config["num_single_layers"]) == (5, 10)
+    assert sum(p.numel() for p in known.build().parameters()) / 1e9 == pytest.approx(3.1, abs=0.1)
+    assert fewer_blocks(ARCHITECTURES["sd3.5-medium"], 1.0) == ARCHITECTURES["sd3.5-medium"]
+    sd3, flux = small_encoders(True), small_encoders(False)
+    pooled = sum(sd3[name].config.projection_dim for name in ("text_encoder", "text_encoder_2"))
+    assert pooled == ARCHITECTURES["sd3.5-medium"].config["pooled_projection_dim"]
+    assert flux["text_encoder"].config.hidden_size == known.config["pooled_projection_dim"]
+    for t5, tokenizer in ((sd3["text_encoder_3"], sd3["tokenizer"]), (flux["text_encoder_2"], flux["tokenizer"])):
+        assert t5.config.d_model == known.text_width and tokenizer.model_max_length == 77
+
+
+def test_a_pipeline_in_bfloat16_is_written(tmp_path):
+    written = write_pipeline("tiny-sd3", 1.0, tmp_path / "model")
+    known = Architecture.of_folder(tmp_path / "model")
+    assert written["parameters"] == sum(p.numel() for p in known.build().parameters())
+    assert written["bytes"] > 2 * written["parameters"]
+    assert Brightness().score(torch.full((2, 3, 4, 4), 0.25), []).tolist() == [0.25, 0.25]
+
+
+def test_the_meter_counts_phases_and_kills_after_an_iteration(tmp_path, monkeypatch):
+    """4 MB stay, 8 MB come and go in the second phase."""
+    killed = []
+    monkeypatch.setattr("os.kill", lambda *given: killed.append(given))
+    meter = PhaseMeter(tmp_path / "report.json", kill_after=2)
+    with meter.counter:
+        meter.told({"phase": "rollout"})
+        kept = torch.ones(2**20)
+        meter.told({"phase": "update"})
+        torch.ones(2**21).sum()
+        meter.told({"iteration": 1})
+        assert not killed
+        meter.told({"iteration": 2})
+    assert len(killed) == 1 and len(kept) == 2**20
+    found = json.loads((tmp_path / "report.json").read_text())
+    rollout, update, *_ = found["phases"]
+    assert (found["end"], update["phase"]) == ("killed", "update")
+    assert update["held"] - rollout["held"] == pytest.approx(4 * 2**20, abs=100)
+    assert update["peak"] - update["held"] == pytest.approx(8 * 2**20, abs=100)
+
+
+def test_failures_are_named(tmp_path):
+    memory = Memory(10, 1, 80, 20, 30, 10, 20, 0)
+    phases = [{"phase": name, "held": 100, "peak": peak} for name, peak in (("rollout", 109), ("reward", 121), ("update", 110))]
+    lines = full_size.memory_lines("flow-grpo", phases, memory)
+    assert [round(line["error"], 2) for line in lines] == [0.01, -0.01, 0.18] and lines[2]["planned_adds"] == 30
+    good = {
+        "model": "sd3.5-medium", "resumed_equals_killed": True, "memory": lines[:2],
+        "images": {"flow-grpo": {"to_flowrl": 0.01, "of_the_lora": 0.1}},
+    }  # fmt: skip
+    assert full_size.failures(good) == []
+    bad = {"memory": lines, "resumed_equals_killed": False, "images": {"flow-grpo": {"to_flowrl": 0.05, "of_the_lora": 0.1}}}
+    resumed, update, image = full_size.failures({**good, **bad})
+    assert "resumed" in resumed and "update: the plan is off by +18%" in update and "diffusers' image differs" in image
+    assert len(full_size.failures({**good, **bad, "model": "tiny-sd3"})) == 2
+
+
+def test_finished_runs_are_not_made_again(tmp_path, monkeypatch):
+    """With --work a stopped benchmark goes on where it was; a step that fails shows the end of its log."""
+    args = SimpleNamespace(model="tiny-sd3", threads=1, steps=2)
+    (tmp_path / "flow-grpo.finished.json").write_text('{"wall": 1.0}')
+    assert full_size.train(args, tmp_path / "model", "flow-grpo", 1, "finished") == {"wall": 1.0}
+
+    def fails(command, stdout, **given):
+        stdout.write("the reason")
+        return SimpleNamespace(returncode=2)
+
+    monkeypatch.setattr("subprocess.run", fails)
+    with pytest.raises(SystemExit, match=r"exit code 2\nthe reason"):
+        full_size.train(args, tmp_path / "model", "tp-grpo", 1, "finished")
