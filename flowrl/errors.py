@@ -29,6 +29,10 @@ class TrainingError(FlowrlError):
     """Training cannot go on: a loss or a gradient is not finite."""
 
 
+MAX_SEED = 2**62
+"""Largest seed of a run, a rule or a command; what is added to it stays below PyTorch's 2^63."""
+
+
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
     """Raise `ConfigError` naming `field`, `value` and what is `allowed` unless `condition` holds."""
     if not condition:

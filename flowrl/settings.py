@@ -11,14 +11,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_origin
 
 import yaml
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from flowrl.errors import ConfigError
+from flowrl.options import words
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -65,35 +65,7 @@ def unknown(name: str, known: Any, what: str = "setting") -> str:
 def allowed(group: type, name: str) -> str:
     """What a field may be, in words made from its annotation."""
     info = cast(Any, group).__pydantic_fields__[name]
-    return _allowed(info.annotation, info.metadata)
-
-
-def _allowed(kind: Any, bounds: Sequence[Any]) -> str:
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
-    if get_origin(kind) is tuple:
-        first, *more = get_args(kind)
-        return "a list of texts" if first is str else f"{len(more) + 1} values, each {_allowed(*_split(first))}"
-    if kind not in KINDS:
-        return f"a {getattr(kind, '__name__', kind)}"
-    low = next((b for b in bounds if isinstance(b, Ge | Gt)), None)
-    high = next((b for b in bounds if isinstance(b, Le | Lt)), None)
-    words = KINDS[kind]
-    if low is not None and high is not None:
-        left = f"[{low.ge}" if isinstance(low, Ge) else f"({low.gt}"
-        right = f"{high.le}]" if isinstance(high, Le) else f"{high.lt})"
-        return f"{words} in {left}, {right}"
-    if low is not None:
-        return f"{words}, {low.ge} or more" if isinstance(low, Ge) else f"{words} above {low.gt}"
-    return words
-
-
-def _split(kind: Any) -> tuple[Any, Sequence[Any]]:
-    """A type and the bounds that its annotation adds."""
-    return (get_args(kind)[0], get_args(kind)[1:]) if get_origin(kind) is Annotated else (kind, ())
-
-
-KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return words(info.annotation, info.metadata)
 
 
 def groups_of(settings: Any) -> dict[str, type]:

@@ -9,10 +9,12 @@ from torch import Tensor
 from flowrl.credit.table import STD_EPSILON
 from flowrl.credit.uniform import Uniform
 from flowrl.errors import CreditError, require
+from flowrl.options import checked_options
 from flowrl.protocols import CreditAssigner
 from flowrl.types import NodeTable, Probe, Schedule, StepTable, checked
 
 
+@checked_options
 @dataclass(frozen=True)
 class GDPO:
     """A = S / (std(S) + 1e-4), S = sum_k w_k A^(k), A^(k) the advantages that `rule` assigns to reward k alone.

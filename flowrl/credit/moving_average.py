@@ -9,9 +9,11 @@ from torch import Tensor
 
 from flowrl.credit.table import gains, require_clamp, require_nodes, zscore
 from flowrl.errors import CreditError, require
+from flowrl.options import checked_options
 from flowrl.types import NodeTable, Probe, Schedule, StepTable, Substeps, checked
 
 
+@checked_options
 @dataclass
 class MovingAverageGain:
     """A = Z(g_i - b_i) over members and steps, g_i = R_{i+1} - R_i, b_i an exponential moving average of g_i.

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from flowrl.credit.table import require_nodes
+from flowrl.errors import require
+from flowrl.options import checked_options
 from flowrl.types import NodeTable, NoProbe, Probe, Schedule, StepTable, checked
 
 
+@checked_options
 @dataclass
 class RandomCredit:
     """A ~ N(0, 1) for every member and step, drawn anew for every table; 0 for a group whose final rewards are all equal.
@@ -21,6 +24,9 @@ class RandomCredit:
     seed: int = 0
     probe: Probe = NoProbe()
     tables: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 10**12, "RandomCredit.seed", self.seed, "in [0, 10^12)")
 
     @checked
     def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:

@@ -7,6 +7,7 @@ import torch
 
 from flowrl.credit.table import gains, require_clamp, require_nodes, zscore
 from flowrl.errors import require
+from flowrl.options import checked_options
 from flowrl.types import NodeTable, Probe, Schedule, StepTable, Substeps, checked
 
 
@@ -27,6 +28,7 @@ def generalised_gains(rewards: NodeTable, lam: float = 0.0, gamma: float = 1.0) 
     return torch.stack(sums[::-1], dim=-1)
 
 
+@checked_options
 @dataclass(frozen=True)
 class StepwiseGain:
     """A = Z(sum_k (gamma lam)^k g_{i+k}), g_i = R_{i+1} - R_i, Z(y) = (y - mean) / (std + 1e-4), clamped to +-`clamp`.

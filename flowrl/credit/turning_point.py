@@ -14,7 +14,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowrl.credit.table import gains, require_clamp, require_nodes, reward_to_go, zscore
-from flowrl.errors import require
+from flowrl.errors import MAX_SEED, require
+from flowrl.options import checked_options
 from flowrl.types import Completion, NodeTable, Probe, Schedule, StepTable, checked
 
 Balance = Literal["aggregate", "trend"]
@@ -130,6 +131,7 @@ def random_steps(rewards: NodeTable, selected: Steps, seed: int = 0) -> Steps:
     return places < counts
 
 
+@checked_options
 @dataclass(frozen=True)
 class TurningPoint:
     """A = Z(r), r_i = R_T - R_i at turning points and d_i = R_{i+1} - R_i elsewhere, clamped to +-`clamp`.
@@ -175,6 +177,7 @@ class TurningPoint:
         for name in ("min_size", "confidence"):
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0, f"TurningPoint.{name}", value, "finite and 0 or more")
+        require(0 <= self.seed <= MAX_SEED, "TurningPoint.seed", self.seed, f"in [0, {MAX_SEED}]")
         require_clamp("TurningPoint", self.clamp)
 
     def selected(self, rewards: NodeTable) -> Steps:

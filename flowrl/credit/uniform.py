@@ -5,9 +5,11 @@ from typing import Literal
 
 from flowrl.credit.table import require_clamp, require_nodes, zscore
 from flowrl.errors import require
+from flowrl.options import checked_options
 from flowrl.types import NodeTable, NoProbe, Probe, Schedule, StepTable, checked
 
 
+@checked_options
 @dataclass(frozen=True)
 class Uniform:
     """A_i = (R_T - mean) / (std + 1e-4), the same at every step i; reads the last node only.

@@ -10,9 +10,11 @@ from torch import Tensor
 from flowrl.credit.table import require_clamp
 from flowrl.credit.uniform import Uniform
 from flowrl.errors import CreditError, require
+from flowrl.options import checked_options
 from flowrl.types import NodeTable, NoProbe, Probe, Schedule, StepTable, checked
 
 
+@checked_options
 @dataclass(frozen=True)
 class Weighted:
     """A_i = w_i A, with A as in `Uniform(std)`.

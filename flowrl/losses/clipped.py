@@ -6,9 +6,11 @@ from typing import Literal
 from flowrl.errors import require
 from flowrl.flow.gaussian import log_prob, log_prob_without_constants
 from flowrl.losses._terms import KL_FORMS, beyond, combine, counted_pairs, require_clip, require_kl, surrogate
+from flowrl.options import checked_options
 from flowrl.types import LossBatch, LossResult, checked
 
 
+@checked_options
 @dataclass(frozen=True)
 class ClippedLoss:
     """mean of max(-A ratio, -A clip(ratio, 1-c, 1+c)) + beta KL(new || reference), ratio = exp(logp - logp_old).

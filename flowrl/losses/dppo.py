@@ -9,9 +9,11 @@ import torch
 from flowrl.errors import require
 from flowrl.flow.gaussian import kl, log_prob
 from flowrl.losses._terms import KL_FORMS, combine, counted_pairs, require_kl
+from flowrl.options import checked_options
 from flowrl.types import LossBatch, LossResult, checked
 
 
+@checked_options
 @dataclass(frozen=True)
 class FlowDPPO:
     """mean of -A ratio, without the pairs that are too far and would go further, + beta KL(new || reference).

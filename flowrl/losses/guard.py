@@ -5,9 +5,11 @@ from typing import Literal
 
 from flowrl.flow.gaussian import kl, log_prob
 from flowrl.losses._terms import KL_FORMS, beyond, combine, counted_pairs, require_clip, require_kl, surrogate
+from flowrl.options import checked_options
 from flowrl.types import LossBatch, LossResult, checked
 
 
+@checked_options
 @dataclass(frozen=True)
 class GRPOGuard:
     """Clipped loss with a normalised ratio and equally weighted steps.

@@ -7,9 +7,11 @@ import torch
 
 from flowrl.flow.gaussian import log_prob
 from flowrl.losses._terms import KL_FORMS, combine, counted_pairs, require_kl
+from flowrl.options import checked_options
 from flowrl.types import LossBatch, LossResult, checked
 
 
+@checked_options
 @dataclass(frozen=True)
 class PolicyGradientLoss:
     """mean of -A log pi(x_next) + beta KL(new || reference): no ratio, no clip.

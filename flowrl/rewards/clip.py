@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.errors import ConfigError, require
+from flowrl.options import checked_options
 from flowrl.rewards.images import Images, to_pillow
 from flowrl.rewards.weights import (
     DATA_ONLY,
@@ -171,6 +172,7 @@ def _head(place: str) -> tuple[Tensor, Tensor]:
     return affine_map(read_weights(place))
 
 
+@checked_options
 @dataclass(frozen=True)
 class PickScore:
     """exp(logit_scale) cos(image, prompt) of a CLIP ViT-H/14 trained on human preferences; about 17 to 24.
@@ -197,6 +199,7 @@ class PickScore:
         return scale * encoder.cosines(images, [prompt.text for prompt in prompts])
 
 
+@checked_options
 @dataclass(frozen=True)
 class CLIPScore:
     """`weight` max(0, cos(image, `prefix` + prompt)) with OpenAI's CLIP ViT-B/32; in practice about 0.4 to 1.
@@ -221,6 +224,7 @@ class CLIPScore:
         return self.weight * encoder.cosines(images, [prefix + prompt.text for prompt in prompts]).clamp(min=0)
 
 
+@checked_options
 @dataclass(frozen=True)
 class Aesthetic:
     """Predicted human rating of the image from 1 to 10: a linear head on CLIP ViT-L/14's features; does not read the prompt.
@@ -245,6 +249,7 @@ class Aesthetic:
         return (features.double() @ weight + bias).float()
 
 
+@checked_options
 @dataclass(frozen=True)
 class HPSv21:
     """cos(image, prompt) of a CLIP ViT-H/14 trained on human preferences (HPS v2.1); about 0.2 to 0.35.

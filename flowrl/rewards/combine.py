@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import require
+from flowrl.options import checked_options
 from flowrl.protocols import RewardModel
 from flowrl.rewards.contract import check_score_shape, marks_invalid
 from flowrl.rewards.images import Images
@@ -20,6 +21,7 @@ def weighted_total(parts: Mapping[str, Tensor], weights: Mapping[str, float]) ->
     return torch.stack([float(weights.get(name, 1.0)) * values for name, values in parts.items()]).sum(dim=0)
 
 
+@checked_options
 @dataclass(frozen=True)
 class WeightedSum:
     """R = sum_k w_k R^(k) over named reward models.
@@ -59,6 +61,7 @@ class WeightedSum:
         return self.total(self.parts(images, prompts))
 
 
+@checked_options
 @dataclass(frozen=True)
 class Clipped:
     """min(`high`, max(`low`, R)) of another reward; None: no limit on that side.

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import RewardError, require
+from flowrl.options import checked_options
 from flowrl.protocols import Features
 from flowrl.rewards.images import Images
 from flowrl.types import checked
@@ -54,6 +55,7 @@ class LatentFeatures:
         return PixelFeatures()(latents)
 
 
+@checked_options
 @dataclass(frozen=True)
 class ClipFeatures:
     """CLIP's image features, of length 1: the distance is sqrt(2 - 2 cos), 0 to 2. It reflects content rather than noise.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.errors import ConfigError, RewardError, require
+from flowrl.options import checked_options
 from flowrl.prompts.geneval import COLOURS, Clause, Request, request_of
 from flowrl.rewards.clip import Encoder, clip_pixels, load_encoder
 from flowrl.rewards.images import Images, to_pillow
@@ -54,6 +55,7 @@ ColoursOf = Callable[[Sequence[Detection], str], list[str]]
 """From objects and their class to the colour of each."""
 
 
+@checked_options
 @dataclass(frozen=True)
 class GenEval:
     """Objects found by a detector, compared with the request in the prompt's metadata (`flowrl.prompts.geneval`).

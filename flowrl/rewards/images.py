@@ -13,6 +13,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from flowrl.errors import ConfigError, RewardError, require
+from flowrl.options import checked_options
 from flowrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def to_pillow(images: Images) -> "list[Image]":
     return [Image.fromarray(array) for array in to_bytes(to_rgb(images)).numpy()]
 
 
+@checked_options
 @dataclass(frozen=True)
 class JPEGIncompressibility:
     """Size in kilobytes (1000 bytes) of the image as a JPEG file of `quality`; more detail scores higher.
@@ -63,6 +65,7 @@ class JPEGIncompressibility:
         return torch.tensor([_kilobytes(image, self.quality) for image in to_pillow(images)])
 
 
+@checked_options
 @dataclass(frozen=True)
 class JPEGCompressibility:
     """-(size in kilobytes) as a JPEG file of `quality`; plain images score higher. See `JPEGIncompressibility`.

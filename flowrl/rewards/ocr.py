@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import ConfigError, RewardError, require
+from flowrl.options import checked_options
 from flowrl.rewards.images import Images, to_bytes, to_rgb
 from flowrl.text import edit_distance, quoted_text
 from flowrl.types import Prompt
@@ -18,6 +19,7 @@ from flowrl.types import Prompt
 FORMS = ("exact", "released")
 
 
+@checked_options
 @dataclass(frozen=True)
 class OCR:
     """max(0, 1 - N_e / N_ref), N_e the edit distance between recognised and target text, N_ref the target's length.

@@ -3,10 +3,12 @@
 import math
 from dataclasses import dataclass
 
+from flowrl.options import checked_options
 from flowrl.samplers._kernels import coefficient_preserving_mean, require_noise_level, step_times
 from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 
+@checked_options
 @dataclass(frozen=True)
 class CPS:
     """Mean (1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat and std = sigma = s sin(eta pi/2), eta = `noise_level` in [0, 1].

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from flowrl.options import checked_options
 from flowrl.samplers._kernels import require_noise_level, sde_mean, step_times
 from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 
+@checked_options
 @dataclass(frozen=True)
 class DanceSDE:
     """Euler-Maruyama step with a constant sigma = eta = `noise_level` >= 0 and std = eta sqrt(Delta).

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from flowrl.options import checked_options
 from flowrl.samplers._kernels import coefficient_preserving_mean, require_noise_level, step_times
 from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 
+@checked_options
 @dataclass(frozen=True)
 class DDIMSDE:
     """Mean (1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat and std = sigma = a s sqrt(1-t), a = `noise_level` >= 0.

@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
+from flowrl.options import checked_options
 from flowrl.samplers._kernels import require_noise_level, sde_mean, step_times
 from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 _NOISE_END = 1.0 - 1e-6  # times above this count as t = 1
 
 
+@checked_options
 @dataclass(frozen=True)
 class FlowSDE:
     """Euler-Maruyama step with sigma = a sqrt(t / (1-t)), a = `noise_level` >= 0, and std = sigma sqrt(Delta).

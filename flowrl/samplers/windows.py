@@ -13,11 +13,13 @@ from torch import Tensor
 
 from flowrl.errors import ConfigError, require
 from flowrl.flow import expand
+from flowrl.options import checked_options
 from flowrl.protocols import RandomSampler, Sampler
 from flowrl.samplers.ode import ODE
 from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 
+@checked_options
 @dataclass(frozen=True)
 class Window:
     """`sampler` on the `size` >= 1 steps from `start` >= 0, the ODE elsewhere.
@@ -44,6 +46,7 @@ class Window:
         return _inside_only(self.sampler, (step >= self.start) & (step < end), latent, velocity, schedule, step)
 
 
+@checked_options
 @dataclass(frozen=True)
 class AllButLast:
     """`sampler` on every step but the last, which is an ODE step. Source: Flow-GRPO (arXiv 2505.05470), public code.
@@ -63,6 +66,7 @@ class AllButLast:
         return _inside_only(self.sampler, step < schedule.steps - 1, latent, velocity, schedule, step)
 
 
+@checked_options
 @dataclass(frozen=True)
 class RandomWindow:
     """A `Window` of `size` steps whose start is drawn anew every iteration, uniformly within steps [`low`, `high`).
@@ -117,6 +121,7 @@ def _inside_only(
     return Gaussian(mean=mean, std=torch.where(inside, stochastic.std, deterministic.std))
 
 
+@checked_options
 @dataclass(frozen=True)
 class SlidingWindow:
     """A `Window` of `size` steps that starts at step 0 and moves by `stride` every `every` iterations.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import RewardError, require
+from flowrl.options import checked_options
 from flowrl.rewards.images import Images, to_pillow
 from flowrl.serving.connections import Connections, check_endpoint, last_error
 from flowrl.serving.wire_format import TransientError
@@ -49,6 +50,7 @@ class _Unusable(RewardError):
     """An answer without a valid score."""
 
 
+@checked_options
 @dataclass(frozen=True)
 class Judge:
     """The judge's score divided by `high`: with the defaults 0.2 (bad) to 1 (perfect).

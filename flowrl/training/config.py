@@ -11,13 +11,12 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import model_validator
 
 from flowrl.errors import ConfigError, require
+from flowrl.options import Count, Seed, Whole
 from flowrl.settings import flat, load_document, nested, read_settings, read_values, replaced, settings_group
 from flowrl.training.presets import combine
 from flowrl.training.trust import trusted
 
 Precision = Literal["float32", "bfloat16", "float16"]
-Count = Annotated[int, Ge(1)]
-Whole = Annotated[int, Ge(0)]
 Decay = Annotated[float, Ge(0), Lt(1)]
 
 
@@ -79,7 +78,7 @@ class RolloutConfig:
 
     groups: Count = 16
     """Prompts (groups) per iteration."""
-    group_size: Annotated[int, Ge(2)] = 12
+    group_size: Annotated[int, Ge(2), Le(10**9)] = 12
     """Samples per prompt."""
     num_steps: Count = 10
     """Denoising steps during training."""
@@ -193,7 +192,7 @@ class EvaluationConfig:
     """Features in which the diversity of one prompt's samples is evaluated: pixels, latents, clip, or path/to/file.py:Class."""
     diversity_prompts: Count = 8
     """Held-out prompts whose samples are compared for `diversity`."""
-    diversity_samples: Annotated[int, Ge(2)] = 8
+    diversity_samples: Annotated[int, Ge(2), Le(10**9)] = 8
     """Samples of each of these prompts."""
 
     @model_validator(mode="after")
@@ -223,7 +222,7 @@ class RunConfig:
     `ConfigError` naming the setting, its value and what is allowed.
     """
 
-    seed: Whole = 0
+    seed: Seed = 0
     """Draws the adapter's initial matrices, the order of the prompts and all noise."""
     iterations: Count = 12
     """Rollouts, each followed by its updates."""
