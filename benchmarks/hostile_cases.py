@@ -1,4 +1,5 @@
 """The bad inputs of `hostile.py`: values generated from the schema of the settings and from the options of all parts."""
+# ruff: noqa: E501  (tables of inputs)
 
 import dataclasses
 import json
@@ -7,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin
 
+import flowrl.diagnostics.explain
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
-import flowrl.diagnostics.explain
 import flowrl.plots.figures
 import flowrl.rewards
 import flowrl.training.compare

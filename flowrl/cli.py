@@ -1,7 +1,11 @@
 """The command line: `flowrl COMMAND`. Only the module of the chosen command is imported."""
 
+import errno
 import os
+import shlex
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -9,6 +13,7 @@ from typing import Any
 
 from flowrl import __version__
 from flowrl.errors import ConfigError, FlowrlError
+from flowrl.options import check_ranges
 from flowrl.plugins import package_of, plugin
 from flowrl.settings import unknown
 
@@ -73,23 +78,56 @@ def run_command(arguments: Sequence[str]) -> int:
     command = load_command(name)
     start = {"default": command.defaults(rest)} if hasattr(command, "defaults") else {}
     parsed = tyro.cli(command, prog=f"flowrl {name}", args=rest, config=(tyro.conf.OmitArgPrefixes,), **start)
+    check_ranges(parsed)
     return parsed.main()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line. Foreseen errors print one line and return 2; Ctrl-C returns 130."""
+    """Run a command line, and never print a traceback. Returns 2 for bad input, 1 for a run that failed, 130 after Ctrl-C.
+
+    Foreseen errors print one message. The traceback of any other is saved, and the message says where.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         return run_command(sys.argv[1:] if arguments is None else arguments)
     except FlowrlError as error:
         print(f"flowrl: error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         print("flowrl: interrupted", file=sys.stderr)
         return 130
+    except OSError as error:
+        if error.errno not in USERS_OWN:
+            return report_unforeseen(error)
+        print(f"flowrl: error: {error.strerror}: {error.filename}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        return report_unforeseen(error)
+
+
+USERS_OWN = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
+    errno.ENOENT, errno.EEXIST, errno.ELOOP,
+)  # fmt: skip
+"""What a file system answers to paths that cannot be read or written."""
+
+
+def report_unforeseen(error: BaseException) -> int:
+    """Save the traceback with what a bug report needs, and say where it is."""
+    text = "".join(traceback.format_exception(error))
+    words = shlex.join(["flowrl", *sys.argv[1:]])
+    handle, path = tempfile.mkstemp(prefix="flowrl-error-", suffix=".txt")
+    with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+        file.write(f"{words}\nflowrl {__version__}, Python {sys.version}\n\n{text}")
+    print(
+        f"flowrl: unexpected error: {type(error).__name__}: {str(error)[:500]}\n"
+        f"The traceback is in {path}; please report it together with the output of `flowrl env`.",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def entry() -> None:

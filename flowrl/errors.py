@@ -2,7 +2,9 @@
 
 
 class FlowrlError(Exception):
-    """Base of every error that flowrl raises on purpose; the command line prints it and exits with code 2."""
+    """Base of every error that flowrl raises on purpose; the command line prints it and returns its `exit_code`."""
+
+    exit_code = 2
 
 
 class ConfigError(FlowrlError, ValueError):
@@ -27,6 +29,14 @@ class CreditError(FlowrlError):
 
 class TrainingError(FlowrlError):
     """Training cannot go on: a loss or a gradient is not finite."""
+
+    exit_code = 1
+
+
+class PartError(FlowrlError):
+    """A part that is not flowrl's own (a rule, reward, loss, sampler or world of the user's or of a plug-in) raised an exception."""
+
+    exit_code = 1
 
 
 MAX_SEED = 2**62

@@ -22,6 +22,7 @@ C = TypeVar("C", bound=type)
 Count = Annotated[int, Ge(1), Le(10**9)]
 Whole = Annotated[int, Ge(0), Le(10**9)]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED)]
+Workers = Annotated[int, Ge(0), Le(1024)]
 
 WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 TOWER = BeartypeConf(is_pep484_tower=True)
@@ -37,7 +38,7 @@ def words(kind: Any, bounds: Sequence[Any] = ()) -> str:
         return "a list of texts" if first is str else f"{len(more) + 1} values, each {words(first)}"
     if kind not in WORDS and type(None) in get_args(kind):
         return " or ".join([words(one) for one in get_args(kind) if one is not type(None)] + ["None"])
-    return f"{WORDS.get(kind) or f'a {getattr(kind, "__name__", kind)}'}{_range(bounds)}"
+    return (WORDS.get(kind) or f"a {getattr(kind, '__name__', kind)}") + _range(bounds)
 
 
 def _range(bounds: Sequence[Any]) -> str:
@@ -104,4 +105,4 @@ def check_ranges(command: Any) -> None:
                     raise ConfigError(f"{item.name} = {number!r} is not allowed: {words(one, limits)}")
 
 
-__all__ = ["WORDS", "Count", "Seed", "Whole", "check_ranges", "checked_options", "fits", "split", "within", "words"]
+__all__ = ["WORDS", "Count", "Seed", "Whole", "Workers", "check_ranges", "checked_options", "fits", "split", "within", "words"]

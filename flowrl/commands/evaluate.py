@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
+from annotated_types import Ge
 
 from flowrl.commands.options import typed_command
 from flowrl.errors import CheckpointError, ConfigError, require
+from flowrl.options import Count, Seed, Whole
 from flowrl.training.build import make_reward, make_world, policy_options
 
 if TYPE_CHECKING:
@@ -36,27 +38,27 @@ class Evaluate:
     """File of prompts, or a generator's slice as text[0:64]; default the run's held-out prompts (required with --model)."""
     reward: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME, NAME(option=value) or path/to/file.py:Class; may be given several times. Default: the run's own."""
-    limit: int = 0
+    limit: Whole = 0
     """Use the first so many prompts; 0 = all (of a built-in world: as many as the run evaluated)."""
-    count: int = 1
+    count: Count = 1
     """Images per prompt."""
-    num_steps: int | None = None
+    num_steps: Count | None = None
     """ODE steps [default: the run's, else 40]."""
-    guidance_scale: float | None = None
+    guidance_scale: Annotated[float, Ge(1)] | None = None
     """Classifier-free guidance for both [default: the run's, else 1]."""
-    resolution: int | None = None
+    resolution: Count | None = None
     """Height and width in pixels [default: the run's, else 512]."""
-    seed: int = 20240
+    seed: Seed = 20240
     """Draws the noise, which is the same for both."""
-    batch: int = 16
+    batch: Count = 16
     """Latents per network call and images decoded at a time."""
     device: str = ""
     """cpu or cuda [default: cuda for a model where there is one]."""
     dtype: str = ""
     """float32, bfloat16 or float16 [default: the run's, else bfloat16 on cuda and float32 on the CPU]."""
-    max_sequence_length: int = 0
+    max_sequence_length: Whole = 0
     """Length of the prompts of the T5 encoder; 0 = as the run or the pipeline has it."""
-    shown: int = 8
+    shown: Whole = 8
     """Prompts in grid.png."""
     out: Path | None = None
     """Folder for the results; default evaluation/ in the run's folder, or beside the weights."""
@@ -72,7 +74,6 @@ class Evaluate:
         from flowrl.io import new_folder
         from flowrl.plots.report import write_evaluation
 
-        require(self.limit >= 0, "limit", self.limit, "0 (all) or more")
         setup = _lora_setup(self) if self.model else _run_setup(self)
         how = SamplingSettings(setup.steps, self.count, self.seed, self.batch, self.shown)
         out = self.out or (self.weights if self.weights.is_dir() else self.weights.parent) / "evaluation"

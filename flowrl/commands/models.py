@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowrl.errors import require
+from flowrl.options import Count, Seed
 
 if TYPE_CHECKING:
     from flowrl.protocols import FlowPolicy
@@ -32,11 +33,11 @@ class Sample:
     """The PNG file to write."""
     world: str = "shapes"
     """The world of the base model."""
-    count: int = 8
+    count: Count = 8
     """Images per prompt."""
-    num_steps: int = 20
+    num_steps: Count = 20
     """ODE steps."""
-    seed: int = 0
+    seed: Seed = 0
     """Draws the noise; the same seed gives every model the same noise."""
     trust: bool = False
     """Run code that the settings in `weights` name, and use their addresses and keys."""
@@ -49,8 +50,6 @@ class Sample:
         from flowrl.plots.style import require_figure, save
         from flowrl.rollout import initial_noise, sample_images, score
 
-        require(self.count >= 1, "count", self.count, "1 or more")
-        require(self.num_steps >= 1, "num_steps", self.num_steps, "1 or more")
         require(len(self.prompts) >= 1, "prompts", self.prompts, "one or more prompts")
         require_figure(self.out)
         world, policy, prompts, max_batch = self._load()

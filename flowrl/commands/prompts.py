@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
+from annotated_types import Ge, Le
 
 from flowrl.errors import require
+from flowrl.options import Seed
 from flowrl.prompts import compositional_prompts, image_prompts, load_prompts, text_prompts, write_prompts
 
 
@@ -24,9 +26,9 @@ class Prompts:
     check (summarise a file)."""
     file: Path = Path("prompts.jsonl")
     """The file to write, or to check: .jsonl, text with a prompt a line, or a dataset (hf:NAME[:SPLIT[:COLUMN]])."""
-    count: int = 500
+    count: Annotated[int, Ge(1), Le(10**6)] = 500
     """How many prompts to make."""
-    seed: int = 0
+    seed: Seed = 0
     """Other seeds give other prompts."""
 
     def main(self) -> int:

@@ -15,6 +15,7 @@ import tyro
 
 from flowrl.commands.options import base_of, changes, options_class, options_with, typed_command
 from flowrl.errors import require
+from flowrl.options import Count, Seed, Workers
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.trust import trust_option, trusted
 from flowrl.workers import on_stop
@@ -82,7 +83,7 @@ class Compare:
     methods: tuple[str, ...] = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
     """Built-in methods: flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo. The first is the
     baseline."""
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[Seed, ...] = (0, 1, 2)
     """One run per method and seed."""
     credit: tuple[str, ...] = ()
     """Credit rules to add: path/to/file.py:Class, NAME or NAME(option=value); `flowrl parts` lists names."""
@@ -94,7 +95,7 @@ class Compare:
     """Go on with the comparison in this folder (other options are then ignored)."""
     config: Path | None = None
     """Repeat a comparison from its saved config.json (other options but --out are then ignored)."""
-    workers: int = 0
+    workers: Workers = 0
     """Runs at a time; 0 = one per core. Every run uses one thread, so the numbers do not depend on this."""
     trust: bool = False
     """Run code that the settings file of `resume`, `config` or `preset` names, and use its addresses and keys."""
@@ -121,7 +122,6 @@ class Compare:
         """Run, show, report."""
         from flowrl.training.compare import compare, load_compare
 
-        require(self.workers >= 0, "workers", self.workers, "0 or more")
         out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
         config = load_compare(out / "config.json", self.trust) if self.resume else self.configuration()
         config.jobs()
@@ -178,7 +178,7 @@ class Train:
     """Repeat a run from its saved config.json or config.yaml; to change some of its settings give the .yaml as `preset`."""
     plan: bool = False
     """Print what an iteration consists of (trajectories, pairs, batches, network evaluations, memory) and train nothing."""
-    processes: int | None = None
+    processes: Count | None = None
     """Processes that `plan` counts for [default: 1]; `accelerate launch` says how many train."""
     trust: bool = False
     """Run code that the settings file of `resume`, `config` or `preset` names, and use its addresses and keys."""

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
+from annotated_types import Ge, Gt, Le
 
 from flowrl.errors import require
+from flowrl.options import Count, Seed, Whole, Workers
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,9 @@ class Claims:
     """The results file: one line per run. Runs that it has are not made again."""
     page: Path | None = None
     """Folder of the page claims.md, claims.html and their figures; default: that of the results."""
-    workers: int = 0
+    workers: Workers = 0
     """Number of parallel runs; 0 = one per core. Every run uses one thread, so the numbers do not depend on it."""
-    minutes: float = math.inf
+    minutes: Annotated[float, Gt(0)] = math.inf
     """Start no more runs after this time; the next call continues."""
     judge: bool = False
     """Make no runs: judge the file (also one that other code made) and write the page."""
@@ -101,20 +103,19 @@ class Rule:
 
     rule: tyro.conf.Positional[str]
     """path/to/file.py:Class, NAME or NAME(option=value)."""
-    seeds: int = 5
+    seeds: Annotated[int, Ge(2), Le(1000)] = 5
     """Number of seeds."""
     out: Path | None = None
     """Folder of the results and the page; default: runs/rule-NAME."""
-    workers: int = 0
+    workers: Workers = 0
     """Number of parallel runs; 0 = one per core."""
-    minutes: float = math.inf
+    minutes: Annotated[float, Gt(0)] = math.inf
     """Start no more runs after this time; the next call continues."""
 
     def main(self) -> int:
         """Run, judge, rank, write."""
         from flowrl_bench.rule_ranking import bench_rule
 
-        require(self.seeds >= 2, "seeds", self.seeds, "2 or more: an interval needs a spread")
         finished = bench_rule(
             self.rule,
             self.seeds,
@@ -135,24 +136,24 @@ class Microscope:
 
     rules: tuple[str, ...] = ()
     """Rules besides the built-in ones: path/to/file.py:Class, NAME or NAME(option=value)."""
-    iterations: tuple[int, ...] = (0, 10, 40)
+    iterations: tuple[Whole, ...] = (0, 10, 40)
     """Stages of training by Flow-GRPO at which the policy is examined."""
-    noise: tuple[float, ...] = (0.1, 0.3)
+    noise: tuple[Annotated[float, Gt(0)], ...] = (0.1, 0.3)
     """Standard deviations of the noise on the rewards that the rules see, tried at the middle stage (0 is always tried)."""
     reward_form: str = "soft"
     """strict (0/1), graded or soft (continuous); only soft has a gradient to compare with."""
-    continuations: int = 96
+    continuations: Count = 96
     """Stochastic continuations per node for the true value."""
-    groups_per_prompt: int = 1
+    groups_per_prompt: Count = 1
     """Groups per prompt for the comparison of credit."""
-    batches: int = 20
+    batches: Annotated[int, Ge(3), Le(10**6)] = 20
     """Policy gradients per rule, 3 or more."""
-    seed: int = 0
+    seed: Seed = 0
     out: Path = Path("runs/microscope")
     """The results file, NAME.json; or a folder, for microscope.json."""
     page: Path | None = None
     """Folder of the page microscope.md, microscope.html and their figures; default: that of the results."""
-    workers: int = 0
+    workers: Workers = 0
     """Number of processes; 0 = one per core. The numbers do not depend on it."""
 
     def main(self) -> int:

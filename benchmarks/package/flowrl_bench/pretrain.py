@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Le
 from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,6 +23,7 @@ from flowrl.commands.options import typed_command
 from flowrl.errors import require
 from flowrl.flow import interpolate, velocity_target
 from flowrl.io import require_new_file, write_bytes, write_json
+from flowrl.options import Count, Seed
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config
 from flowrl.worlds.shapes.render import CELL, Jitter, render_cells
 from flowrl.worlds.shapes.scene import CELLS, CLASSES, GRID, MAX_WORDS, VOCABULARY, tokenise
@@ -233,17 +236,16 @@ class Pretrain:
 
     out: Path = Path("shapes.safetensors")
     """Where to write the weights; a card with their hash is written beside them."""
-    updates: int | None = None
+    updates: Count | None = None
     """Optimiser steps of the base model [default: those of the weights that ship]."""
-    seed: int = 0
-    threads: int = 1
+    seed: Seed = 0
+    threads: Annotated[int, Ge(1), Le(1024)] = 1
     """Threads; the weights depend on it in the last digits, and the ones that ship were made with one."""
 
     def main(self) -> int:
         """Train the autoencoder and the base model; write weights and card."""
         changes = {} if self.updates is None else {"updates": self.updates}
         config = PretrainConfig(seed=self.seed, **changes)
-        require(self.threads >= 1, "threads", self.threads, "1 or more")
         card = self.out.with_suffix(".json")
         require_new_file(self.out, lambda data: hashlib.sha256(data).hexdigest().encode() in card.read_bytes())
         require_new_file(card, lambda data: b'"sha256"' in data)
