@@ -148,7 +148,7 @@ def setting_cases() -> Iterator[Case]:
         for text, _ in [*values[:3], *texts[:4]]:
             if kind is not bool and name not in refused:
                 yield command("compare: option", ["compare", "--out", "new", f"{option}={text}"], name)
-        for text, value in values:
+        for _, value in values:
             yield python("Python: setting", f"RunConfig.of({name}={value!r:.40})", _of(name, value), name)
             yield _from_file("YAML: setting", "mine.yaml", group, name, value)
             yield _from_file("JSON: setting", "mine.json", group, name, value)

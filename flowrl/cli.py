@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from flowrl import __version__
-from flowrl.errors import ConfigError, FlowrlError
+from flowrl.errors import ConfigError, FlowrlError, part_errors
 from flowrl.options import check_ranges
 from flowrl.plugins import package_of, plugin
 from flowrl.settings import unknown
@@ -89,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        return run_command(sys.argv[1:] if arguments is None else arguments)
+        with part_errors():
+            return run_command(sys.argv[1:] if arguments is None else arguments)
     except FlowrlError as error:
         print(f"flowrl: error: {error}", file=sys.stderr)
         return error.exit_code

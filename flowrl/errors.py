@@ -1,5 +1,13 @@
 """Errors a user can act on: each message says what was wrong, where, and what is allowed."""
 
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import FrameType
+
 
 class FlowrlError(Exception):
     """Base of every error that flowrl raises on purpose; the command line prints it and returns its `exit_code`."""
@@ -34,7 +42,7 @@ class TrainingError(FlowrlError):
 
 
 class PartError(FlowrlError):
-    """A part that is not flowrl's own (a rule, reward, loss, sampler or world of the user's or of a plug-in) raised an exception."""
+    """A part that is not flowrl's own (a rule, reward, loss, sampler or world) raised an exception, or asked to exit."""
 
     exit_code = 1
 
@@ -47,3 +55,31 @@ def require(condition: bool, field: str, value: object, allowed: str) -> None:
     """Raise `ConfigError` naming `field`, `value` and what is `allowed` unless `condition` holds."""
     if not condition:
         raise ConfigError(f"{field} = {value!r} is not allowed: {allowed}")
+
+
+@contextmanager
+def part_errors() -> Iterator[None]:
+    """Turn an exception out of code that is not flowrl's own into a `PartError` that names the part, the call and the place."""
+    try:
+        yield
+    except FlowrlError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_foreign(frame)]
+        if not frames:
+            raise
+        (outer, _), (inner, line) = frames[0], frames[-1]
+        owner = f"{type(outer.f_locals['self']).__name__}." if "self" in outer.f_locals else ""
+        call, place = f"{owner}{outer.f_code.co_name}", f"{inner.f_code.co_filename}, line {line}"
+        raise PartError(f"{call} ({place}) failed: {type(error).__name__}: {error}") from error
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    """Whether a frame is neither flowrl's nor a library's: installed packages count if they offer parts of flowrl."""
+    file, module = Path(frame.f_code.co_filename), str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    if module in ("flowrl", "flowrl_bench", "flowrl_course") or not file.exists():
+        return False
+    if not any(file.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")):
+        return True
+    offered = [point for group in entry_points().groups if group.startswith("flowrl.") for point in entry_points(group=group)]
+    return any(point.module.partition(".")[0] == module for point in offered)

@@ -15,7 +15,8 @@ Time runs from t=1 (noise) to t=0 (data): x_t = (1-t) x_0 + t eps, velocity v = 
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from beartype import beartype
 from jaxtyping import Bool, Float, Int, jaxtyped
 from torch import Tensor
 
-from flowrl.errors import ConfigError, require
+from flowrl.errors import ConfigError, FlowrlError, require
 
 T = TypeVar("T")
 
@@ -48,6 +49,25 @@ def checked(thing: T) -> T:
     if not CHECKS_ON:
         return thing
     return jaxtyped(typechecker=beartype)(thing)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def tensor_problem(tensor: Tensor) -> str:
+    """Why a tensor holds no plain real numbers ("is sparse", "has no values: ..."); "" if it does."""
+    if tensor.layout is not torch.strided:
+        return "is sparse"
+    if tensor.device.type == "meta":
+        return "has no values: its device is meta"
+    return f"has complex numbers ({tensor.dtype})" if tensor.is_complex() else ""
+
+
+@contextmanager
+def inputs_unchanged(call: str, error: type[FlowrlError], *inputs: Tensor) -> Iterator[None]:
+    """Raise `error` if what the part's `call` was given is changed in place while the block runs."""
+    counted = [tensor for tensor in inputs if not tensor.is_inference()]
+    before = [tensor._version for tensor in counted]
+    yield
+    if [tensor._version for tensor in counted] != before:
+        raise error(f"{call} changed its input in place; work on a copy (tensor.clone())")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import CreditError, require
-from flowrl.types import NodeTable, NoProbe, Probe, StepTable
+from flowrl.types import NodeTable, NoProbe, Probe, StepTable, tensor_problem
 
 AXES = ("prompt", "member", "step")
 STD_EPSILON = 1e-4
@@ -100,6 +100,8 @@ def check_advantages(advantages: object, rewards: NodeTable, rule_name: str) -> 
     """
     if not isinstance(advantages, Tensor):
         raise CreditError(f"{rule_name}.assign returned a {type(advantages).__name__}, not a torch.Tensor")
+    if tensor_problem(advantages):
+        raise CreditError(f"{rule_name}.assign returned a tensor that {tensor_problem(advantages)}")
     prompts, members, nodes = rewards.shape
     if tuple(advantages.shape) != (prompts, members, nodes - 1):
         raise CreditError(
@@ -115,4 +117,4 @@ def check_advantages(advantages: object, rewards: NodeTable, rule_name: str) -> 
             f"{rule_name}.assign returned {int(bad.sum())} values that are not finite, the first at (prompt, member, "
             f"step) = {where}; rewards at nodes that the rule's probe does not fill are NaN"
         )
-    return advantages
+    return advantages.detach()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowrl.errors import RewardContractError
 from flowrl.protocols import RewardModel
-from flowrl.types import Prompt
+from flowrl.types import Prompt, tensor_problem
 
 __all__ = ["ComponentScores", "check_score_shape", "check_scores", "marks_invalid"]
 
@@ -59,6 +59,8 @@ def check_score_shape(scores: object, count: int, origin: str) -> Tensor:
     """`scores` unchanged, if they are a tensor of shape [`count`]. Raises `RewardContractError` otherwise."""
     if not isinstance(scores, Tensor):
         raise RewardContractError(f"{origin} returned a {type(scores).__name__}; a torch.Tensor of shape [sample] is required")
+    if tensor_problem(scores):
+        raise RewardContractError(f"{origin} returned scores in a tensor that {tensor_problem(scores)}")
     if scores.shape != (count,):
         raise RewardContractError(f"{origin} returned shape {tuple(scores.shape)} for {count} images; allowed: ({count},)")
     return scores

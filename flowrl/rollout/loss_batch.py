@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from flowrl.distributed import Distributed
-from flowrl.protocols import FlowPolicy, Sampler
+from flowrl.errors import TrainingError
+from flowrl.protocols import FlowPolicy, PolicyLoss, Sampler
 from flowrl.rollout.collector import Collected
 from flowrl.rollout.rollout import Rollout
-from flowrl.types import Condition, Gaussian, LossBatch
+from flowrl.types import Condition, Gaussian, LossBatch, LossResult, inputs_unchanged, tensor_problem
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,20 @@ class LossBatches:
             reference=reference,
             velocity=velocity,
         )
+
+
+def checked_loss(loss: PolicyLoss, batch: LossBatch) -> LossResult:
+    """What `loss` makes of the batch. Raises `TrainingError` unless that is a scalar that can be differentiated."""
+    call = f"{type(loss).__name__}.loss"
+    with inputs_unchanged(call, TrainingError, batch.advantages, batch.next_node, batch.mask):
+        result = loss.loss(batch)
+    value = getattr(result, "loss", None)
+    if not isinstance(result, LossResult) or not isinstance(value, Tensor):
+        raise TrainingError(f"{call} returned a {type(result).__name__}; a LossResult with a scalar tensor `loss` is required")
+    problem = tensor_problem(value) or ("" if value.numel() == 1 and value.requires_grad else "is no scalar with a gradient")
+    if problem:
+        raise TrainingError(f"{call} returned a loss that {problem}; shape {tuple(value.shape)}, {value.dtype}, {value.device}")
+    return result
 
 
 def _rows(stored: Tensor, sample: Tensor, step: Tensor) -> Tensor:

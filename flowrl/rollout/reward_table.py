@@ -7,11 +7,12 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from flowrl.errors import RewardContractError
 from flowrl.protocols import CompositeReward, FlowPolicy, RewardModel
 from flowrl.rewards.contract import ComponentScores, check_scores, marks_invalid
 from flowrl.rollout.rollout import Rollout
 from flowrl.rollout.solvers import Usage
-from flowrl.types import Prompt
+from flowrl.types import Prompt, inputs_unchanged
 
 
 def score(
@@ -23,8 +24,9 @@ def score(
     `invalid`: the caller can deal with samples that a reward with `marks_invalid` marks by NaN; without it they are errors too.
     """
     allowed = invalid and marks_invalid(reward)
-    with torch.no_grad():
-        scores = check_scores(reward.score(images, prompts), prompts, f"{type(reward).__name__}.score", allowed)
+    name = f"{type(reward).__name__}.score"
+    with torch.no_grad(), inputs_unchanged(name, RewardContractError, images):
+        scores = check_scores(reward.score(images, prompts), prompts, name, allowed)
     if usage is not None:
         usage.reward_calls += len(prompts)
     return scores.detach().float()
@@ -107,7 +109,7 @@ def score_components(
     if not isinstance(reward, CompositeReward):
         return ComponentScores(score(reward, images, prompts, usage, invalid=True))
     name, allowed = type(reward).__name__, marks_invalid(reward)
-    with torch.no_grad():
+    with torch.no_grad(), inputs_unchanged(f"{name}.parts", RewardContractError, images):
         parts = dict(reward.parts(images, prompts))
         for key, values in parts.items():
             check_scores(values, prompts, f"{name}.parts()[{key!r}]", allowed)

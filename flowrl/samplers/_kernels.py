@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.errors import require
+from flowrl.errors import ConfigError, require
 from flowrl.flow import expand, noise_estimate, tweedie
 from flowrl.protocols import Sampler
-from flowrl.types import Latents, PerSample, Schedule, StepIndex
+from flowrl.types import Gaussian, Latents, PerSample, Schedule, StepIndex, inputs_unchanged, tensor_problem
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,18 @@ def transition_stds(sampler: Sampler, schedule: Schedule) -> Float[Tensor, " ste
     Evaluates the sampler's own `transition` on zeros, so there is no second formula to keep in step. A kernel's std
     must not depend on the latent.
     """
-    device = schedule.times.device
+    device, call = schedule.times.device, f"{type(sampler).__name__}.transition"
     zeros = torch.zeros(schedule.steps, 1, device=device)
-    return sampler.transition(zeros, zeros, schedule, torch.arange(schedule.steps, device=device)).std
+    with inputs_unchanged(call, ConfigError, zeros):
+        found = sampler.transition(zeros, zeros, schedule, torch.arange(schedule.steps, device=device))
+    return checked_gaussian(found, call).std
+
+
+def checked_gaussian(found: object, call: str) -> Gaussian:
+    """What a sampler's `call` returned. Raises `ConfigError` unless it is a Gaussian with values."""
+    if not isinstance(found, Gaussian):
+        raise ConfigError(f"{call} returned a {type(found).__name__}; a Gaussian(mean, std) is required")
+    problem = tensor_problem(found.mean) or tensor_problem(found.std)
+    if problem:
+        raise ConfigError(f"{call} returned a tensor that {problem}")
+    return found

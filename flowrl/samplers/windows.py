@@ -15,8 +15,9 @@ from flowrl.errors import ConfigError, require
 from flowrl.flow import expand
 from flowrl.options import checked_options
 from flowrl.protocols import RandomSampler, Sampler
+from flowrl.samplers._kernels import checked_gaussian
 from flowrl.samplers.ode import ODE
-from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
+from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked, inputs_unchanged
 
 
 @checked_options
@@ -114,7 +115,9 @@ def _inside_only(
     sampler: Sampler, inside: Bool[Tensor, " sample"], latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor
 ) -> Gaussian:
     """`sampler`'s transition where `inside`, the ODE's elsewhere."""
-    stochastic = sampler.transition(latent, velocity, schedule, step)
+    call = f"{type(sampler).__name__}.transition"
+    with inputs_unchanged(call, ConfigError, latent, velocity):
+        stochastic = checked_gaussian(sampler.transition(latent, velocity, schedule, step), call)
     deterministic = ODE().transition(latent, velocity, schedule, step)
     inside = inside.to(stochastic.std.device)
     mean = torch.where(expand(inside, stochastic.mean), stochastic.mean, deterministic.mean)

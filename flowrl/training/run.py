@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from flowrl.distributed import Distributed, full_tensors
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, part_errors
 from flowrl.io import folder_lock, new_folder, write_bytes, write_json
 from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
 from flowrl.settings import settings_text
@@ -66,7 +66,7 @@ class Run:
         then deleted. Raises a `FlowrlError` where a part does, a `CheckpointError` for a damaged checkpoint or a full disk, and a
         `NonFiniteError` where a loss is not finite (what it was trained on is then in failure/). Only one process at a time may
         execute the run of a folder: `ConfigError` names the other."""
-        with disk_errors(self._checkpoints), out_of_memory(), ExitStack() as stack:
+        with part_errors(), disk_errors(self._checkpoints), out_of_memory(), ExitStack() as stack:
             with self.distributed.shared_errors():
                 if self.distributed.is_main:
                     stack.enter_context(folder_lock(self.folder) if resume else self._new_folder())

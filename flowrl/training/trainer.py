@@ -12,12 +12,13 @@ from torch import Tensor
 
 from flowrl.credit import check_advantages
 from flowrl.distributed import Distributed
+from flowrl.errors import CreditError
 from flowrl.methods import Method
 from flowrl.prompts.stream import PromptStream
 from flowrl.protocols import FlowPolicy, PartsCreditAssigner, RandomSampler, RewardModel, Sampler, Stateful
 from flowrl.rollout import Groups, RewardTables, Usage
 from flowrl.rollout.collector import Collected, Collector
-from flowrl.rollout.loss_batch import LossBatches, MicroBatch, micro_batches
+from flowrl.rollout.loss_batch import LossBatches, MicroBatch, checked_loss, micro_batches
 from flowrl.rollout.masking import valid_credit, with_advantage
 from flowrl.rollout.metrics import Clock, LossMetrics, reward_metrics
 from flowrl.samplers import trained_steps
@@ -25,7 +26,7 @@ from flowrl.training.checkpoint import PER_PARAMETER, Checkpoint, restore_traini
 from flowrl.training.config import RunConfig
 from flowrl.training.nonfinite import NonFiniteCheck
 from flowrl.training.optim import LossScaler, make_optimizer, prepare_policy, update_average, weights_replaced
-from flowrl.types import Prompt, Schedule
+from flowrl.types import Prompt, Schedule, inputs_unchanged
 
 
 class Trainer:
@@ -91,7 +92,7 @@ class Trainer:
             with self.distributed.shared_errors():
                 for micro in minibatch:
                     batch = batches.of(micro.sample, micro.step)
-                    result = loss.loss(batch)
+                    result = checked_loss(loss, batch)
                     metrics.add(micro.weight / len(minibatches), result, batch, micro.step)
                     self.scaler.scale(result.loss * micro.weight).backward()
                 rows = metrics.take()
@@ -131,10 +132,11 @@ class Trainer:
         """The rule's advantages, checked. A rule that reads components gets them if the reward has some. It sees the schedule on
         the device of the rewards, in main memory."""
         rule, schedule = self.method.credit, schedule.to(rewards.total.device)
-        if rewards.parts and isinstance(rule, PartsCreditAssigner):
-            advantages = rule.assign_parts(rewards.parts, schedule)
-        else:
-            advantages = rule.assign(rewards.total, schedule)
+        with inputs_unchanged(f"{type(rule).__name__}.assign", CreditError, rewards.total, *rewards.parts.values()):
+            if rewards.parts and isinstance(rule, PartsCreditAssigner):
+                advantages = rule.assign_parts(rewards.parts, schedule)
+            else:
+                advantages = rule.assign(rewards.total, schedule)
         return check_advantages(advantages, rewards.total, type(rule).__name__)
 
     def set_learning_rate(self) -> None:
