@@ -21,7 +21,7 @@ from flowrl.testing.tiny import TINY, tiny_sd3
 from flowrl.training.compare import CompareConfig, load_compare
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.run import Run
-from flowrl.training.trust import PARTS
+from flowrl.trust import PARTS
 from flowrl.types import Prompt
 
 TINY_MIXTURE = ["--preset", "tiny", "--world", "mixture", "--task", "direction"]

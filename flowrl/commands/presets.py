@@ -9,8 +9,8 @@ from typing import Any
 import tyro
 
 from flowrl.settings import grouped, settings_text
-from flowrl.training.config import PRESETS, RunConfig
-from flowrl.training.presets import Combined, combinations, combine, published, published_values, shipped
+from flowrl.training.config import RunConfig
+from flowrl.training.presets import PRESETS, Combined, combinations, combine, published, published_values, shipped
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Presets:
         if not self.name:
             print(listing())
             return 0
-        found = combine(self.name, PRESETS, RunConfig)
+        found = combine(self.name, RunConfig)
         print(preset_text(found) if self.yaml else published_text(found, self.name, shutil.get_terminal_size().columns))
         return 0
 
@@ -45,7 +45,7 @@ def listing() -> str:
     for kind, files in shipped().items():
         lines.append(f"{kind}:")
         for name in files:
-            about = combine(name, PRESETS, RunConfig).pieces[0].about
+            about = combine(name, RunConfig).pieces[0].about
             lines.append(f"  {name}: {about['summary']}")
             lines += [f"      {key.replace('_', ' ')}: {text}" for key, text in about.items() if key not in ("summary", "notes")]
             lines += [f"      note: {text}" for text in about.get("notes", ())]

@@ -16,18 +16,15 @@ import tyro
 from flowrl.commands.options import base_of, changes, options_class, options_with, typed_command
 from flowrl.errors import require
 from flowrl.options import Count, Seed, Workers
-from flowrl.training.config import RunConfig, load_config, preset
-from flowrl.training.trust import trust_option, trusted
+from flowrl.training.config import MODEL_ONLY, RunConfig, load_config, preset
+from flowrl.trust import trust_option, trusted
 from flowrl.workers import on_stop
 
 if TYPE_CHECKING:
     from flowrl.training.compare import CompareConfig
 
 
-MODEL_SETTINGS = (
-    "model", "prompts", "heldout_prompts", "resolution", "guidance_scale", "tuning", "adapter", "frozen_adapters",
-    "decode_batch", "decode_dtype", "max_sequence_length", "gradient_checkpointing", "tracker",
-)  # fmt: skip
+MODEL_SETTINGS = ("model", "tracker", *MODEL_ONLY)
 TrainOptions = options_class("TrainOptions")
 CompareOptions = options_class("CompareOptions", ("method", "credit", "seed", *MODEL_SETTINGS))
 

@@ -20,7 +20,7 @@ from flowrl.distributed import Distributed, as_module, full_tensors, load_full_t
 from flowrl.errors import CheckpointError, ConfigError, FlowrlError
 from flowrl.io import flush_folder, write_bytes
 from flowrl.training.config import load_config
-from flowrl.training.trust import trust_option
+from flowrl.trust import trust_option
 
 FORMAT = "flowrl-checkpoint-4"
 

@@ -16,7 +16,7 @@ from flowrl.training.build import check, make_method
 from flowrl.training.config import RunConfig
 from flowrl.training.results import has_progress, holds, run_folder
 from flowrl.training.run import Run, versions
-from flowrl.training.trust import trusted
+from flowrl.trust import trusted
 from flowrl.types import NoProbe
 from flowrl.workers import Worker, run_jobs
 
@@ -87,7 +87,7 @@ class CompareConfig:
     @staticmethod
     def from_dict(values: dict[str, Any], trust: bool = False, source: object = "config.json") -> "CompareConfig":
         """The inverse of `as_dict`. Raises `ConfigError` where entries are missing, and without `trust` for what the file
-        `source` may not name (`flowrl.training.trust`)."""
+        `source` may not name (`flowrl.trust`)."""
         missing = sorted({"methods", "seeds", "run"} - set(values))
         if missing:
             raise ConfigError(f"config: no entry {', '.join(missing)}; a comparison's config.json is needed")

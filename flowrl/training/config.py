@@ -3,18 +3,18 @@
 Nothing here builds anything: `flowrl.training.build` makes worlds, methods, policies and trainers from these settings.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import model_validator
 
 from flowrl.errors import ConfigError, require
 from flowrl.options import Count, Seed, Whole
-from flowrl.settings import flat, load_document, nested, read_settings, read_values, replaced, settings_group
-from flowrl.training.presets import combine
-from flowrl.training.trust import trusted
+from flowrl.settings import flat, groups_of, load_document, nested, read_settings, read_values, replaced, settings_group
+from flowrl.training.presets import MIXTURE_DEFAULTS, MODEL_DEFAULTS, combine
+from flowrl.trust import trusted
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Decay = Annotated[float, Ge(0), Lt(1)]
@@ -238,6 +238,14 @@ class RunConfig:
     def _consistent(self) -> "RunConfig":
         is_model, world = bool(self.policy.model), self.environment.world
         require((world == "model") == is_model, "world", world, "model if `model` is given, and only then")
+        chosen = flat(self)
+        for name in MODEL_ONLY if not is_model else ("base_weights",):
+            need = (
+                "given with a `model`: the built-in worlds have no such thing"
+                if not is_model
+                else "left out: a `model` has its own"
+            )
+            require(chosen[name] == DEFAULTS[name], name, chosen[name], need)
         silent = self.algorithm.sampler == "ode" or self.algorithm.noise_level == 0
         name = "sampler" if self.algorithm.sampler == "ode" else "noise_level"
         value = getattr(self.algorithm, name)
@@ -257,7 +265,7 @@ class RunConfig:
     @staticmethod
     def from_dict(values: Any, trust: bool = False) -> "RunConfig":
         """The inverse of `as_dict`. Raises `ConfigError` naming settings that do not exist or are not allowed, and, without
-        `trust`, for code, addresses and other things that need the user's own word (`flowrl.training.trust`)."""
+        `trust`, for code, addresses and other things that need the user's own word (`flowrl.trust`)."""
         check_format("config.json", values)
         return RunConfig.of(**trusted(read_values(values, RunConfig), "config.json", trust))
 
@@ -270,13 +278,20 @@ class RunConfig:
         return nested(self)
 
 
+MODEL_ONLY = (
+    "prompts", "heldout_prompts", "resolution", "guidance_scale", "guidance_gradient", "tuning", "adapter", "frozen_adapters",
+    "lora_targets", "prompt_cache", "decode_batch", "decode_dtype", "max_sequence_length", "gradient_checkpointing",
+)  # fmt: skip
+"""Settings that mean nothing on a built-in world."""
+DEFAULTS = {item.name: item.default for group in groups_of(RunConfig).values() for item in fields(cast(Any, group))}
+
 FORMAT = "flowrl-run-2"
 """The format of a run's config.json, which its entry "format" names."""
 
 
 def load_config(path: Path, trust: bool = False) -> RunConfig:
     """The run that config.json or config.yaml describes; what it leaves out has its default. Raises `ConfigError`, without
-    `trust` also for what a file may not name (`flowrl.training.trust`)."""
+    `trust` also for what a file may not name (`flowrl.trust`)."""
     values, _ = load_document(path)
     check_format(path, values)
     return Preset(str(path), trusted(read_settings(path, RunConfig).settings, path, trust)).apply()
@@ -292,30 +307,6 @@ def check_format(path: Path | str, values: Any) -> None:
         )
     found = values.get("format", FORMAT)
     require(found == FORMAT, f"config: {path}: format", found, f"{FORMAT!r}, which this version of flowrl reads")
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "long": {"iterations": 75, "learning_rate": 3e-3, "final_learning_rate": 0.2, "eval_every": 15, "eval_samples": 384},
-    "tiny": {
-        "iterations": 2, "groups": 2, "group_size": 3, "num_steps": 4, "eval_every": 1, "eval_samples": 4,
-        "eval_steps": 4, "window": "1:2",
-    },
-}  # fmt: skip
-"""Changes to the defaults, by name, for the built-in worlds."""
-
-MIXTURE_DEFAULTS: dict[str, Any] = {
-    "task": "direction", "learning_rate": 2e-2, "iterations": 40, "eval_every": 5, "window": "0:5",
-}  # fmt: skip
-
-MODEL_DEFAULTS: dict[str, Any] = {
-    "world": "model", "task": "prompts", "reward_form": "reward", "num_steps": 10, "window": "all-but-last", "minibatches": 2,
-    "learning_rate": 3e-4, "clip_range": 1e-4, "lora_rank": 32, "lora_alpha": 64.0, "ema_decay": 0.987,
-    "betas": (0.9, 0.999), "groups": 4, "group_size": 24, "micro_batch": 8, "max_batch": 16, "iterations": 300, "eval_every": 20,
-    "eval_samples": 32, "eval_steps": 40, "gradient_checkpointing": True,
-}  # fmt: skip
-"""Steps, mini-batches, AdamW, clip, LoRA and group size as Flow-GRPO has them for SD3.5-Medium (arXiv 2505.05470); an average
-that decays by 0.987 every update, its 0.9 every 8; 4 groups per iteration for one GPU instead of its 48."""
 
 
 @dataclass(frozen=True)
@@ -348,5 +339,5 @@ def _accelerator() -> dict[str, Any]:
 def preset(name: str, trust: bool = False) -> Preset:
     """A preset by name, a .yaml file, or several of them separated by commas (see `flowrl.training.presets`).
 
-    Raises `ConfigError` for an unknown one, and without `trust` for what a file may not name (`flowrl.training.trust`)."""
-    return Preset(name, trusted(combine(name, PRESETS, RunConfig).settings, name, trust))
+    Raises `ConfigError` for an unknown one, and without `trust` for what a file may not name (`flowrl.trust`)."""
+    return Preset(name, trusted(combine(name, RunConfig).settings, name, trust))

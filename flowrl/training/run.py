@@ -22,7 +22,6 @@ from flowrl.settings import settings_text
 from flowrl.training import logging as lines
 from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors, save_weights
-from flowrl.training.code import check_code, record_code
 from flowrl.training.config import FORMAT, RunConfig
 from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
 from flowrl.training.heldout import HeldoutMetrics, make_heldout_metrics
@@ -31,6 +30,7 @@ from flowrl.training.monitors import Notice, limits_of, memory_notices, notices,
 from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.results import has_progress, holds
 from flowrl.training.trainer import Trainer
+from flowrl.trust import check_code, record_code
 from flowrl.worlds.base import World
 
 PACKAGES = ("flowrl-lab", "torch", "diffusers", "transformers", "peft")
@@ -87,7 +87,7 @@ class Run:
             return True
         with self.distributed.shared_errors():
             if resume and self.distributed.is_main:
-                check_code(self.folder, self.config, self.changed_code)
+                check_code(self.folder, self.config.flat(), self.changed_code)
         world = make_world(self.config)
         self._heldout = make_heldout_metrics(self.config, world)
         trainer = make_trainer(self.config, self.distributed, world)
@@ -149,7 +149,7 @@ class Run:
 
     def _write_settings(self) -> None:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""
-        record_code(self.folder, self.config)
+        record_code(self.folder, self.config.flat())
         write_json(self.folder / "config.json", {"format": FORMAT, **self.config.as_dict()})
         packages = ", ".join(f"{name} {found}" for name, found in versions().items())
         comment = f"All settings of this run; repeat it with: flowrl train --config config.yaml --out NEW_FOLDER ({packages})"

@@ -13,7 +13,7 @@ from flowrl.prompts import prompts_from
 from flowrl.settings import grouped, read_settings, settings_text
 from flowrl.testing.tiny import tiny_flux, tiny_sd3
 from flowrl.training.build import first_trained_steps, make_world
-from flowrl.training.config import PRESETS, RunConfig, load_config, preset
+from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.evaluation import write_trajectory
 from flowrl.training.plan import plan, plan_text
 from flowrl.training.presets import combinations, combine, published, published_values, shipped
@@ -128,7 +128,7 @@ DIFFERING = {
 def test_what_differs_from_the_published_values_is_known_and_has_a_reason(name):
     """A preset or published.yaml that changes must change this table, or give a reason."""
     model, method, task, *exact = name.split(",")
-    rows = {row.setting: row for row in published(combine(name, PRESETS, RunConfig))}
+    rows = {row.setting: row for row in published(combine(name, RunConfig))}
     differing = {setting for setting, row in rows.items() if not row.same}
     assert all(rows[setting].why for setting in differing)
     assert not any(row.why for row in rows.values() if row.same) and all(
@@ -147,7 +147,7 @@ def test_published_values_have_a_source_and_are_used():
     """Every value, place and reason of published.yaml shows in some combination."""
     document = published_values()
     names = {name for files in shipped().values() for name in files}
-    seen = [row for name in FLAVOURS for row in published(combine(name, PRESETS, RunConfig))]
+    seen = [row for name in FLAVOURS for row in published(combine(name, RunConfig))]
     places, reasons = {row.where for row in seen}, {(row.setting, row.why) for row in seen}
     for entry in document["entries"]:
         assert set(filter(None, entry["for"].split(","))) <= names

@@ -19,8 +19,9 @@ from flowrl.rollout import RewardTables
 from flowrl.samplers import RandomWindow
 from flowrl.training.build import check, make_method, make_world, policy_options, trained_policy, trial_schedule
 from flowrl.training.checkpoint import load_checkpoint, save_checkpoint
-from flowrl.training.config import PRESETS, RunConfig, preset
+from flowrl.training.config import RunConfig, preset
 from flowrl.training.evaluation import evaluate
+from flowrl.training.presets import PRESETS
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
 from flowrl.types import NoProbe, Prompt

@@ -198,8 +198,8 @@ def test_a_comparison_asks_about_changed_code_too(tmp_path: Path, capsys) -> Non
 
 
 def test_built_in_parts_have_no_code_to_change(tmp_path: Path) -> None:
-    from flowrl.training.code import code_of
+    from flowrl.trust import code_of
 
-    assert code_of(TINY.replace(credit="gdpo", reward="clipped(reward='flowrl.worlds.mixture:DirectionReward')")) == {}
+    assert code_of(TINY.replace(credit="gdpo", reward="clipped(reward='flowrl.worlds.mixture:DirectionReward')").flat()) == {}
     Run(TINY, tmp_path / "out").execute()
     assert not (tmp_path / "out" / "code.json").exists()

@@ -16,7 +16,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.io import write_json
 from flowrl.training.config import RunConfig
 from flowrl.training.run import versions
-from flowrl.training.trust import trusted
+from flowrl.trust import trusted
 from flowrl_bench import measurements
 from flowrl_bench.digest import (
     PACKAGES,

@@ -13,7 +13,7 @@ from flowrl.errors import ConfigError
 from flowrl.io import file_lock, write_json
 from flowrl.methods import named_method
 from flowrl.training.config import RunConfig
-from flowrl.training.trust import trust_option
+from flowrl.trust import trust_option
 from flowrl.types import Completion, Continuation, Substeps
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench.claims import TASKS, Arm, Claim, make_run

@@ -1,10 +1,15 @@
-"""What the settings in a file may name without the user's own word; SECURITY.md has the reasons."""
+"""What settings in a file may name without the user's own word (SECURITY.md has the reasons), and whether code has changed."""
 
+import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.io import write_json
+from flowrl.registry import files_of
 from flowrl.specs import Spec, parse_spec
 
 PARTS = {
@@ -61,3 +66,50 @@ def trusted(settings: dict[str, Any], source: object, trust: bool = False) -> di
 def trust_option(settings: Mapping[str, Any]) -> str:
     """What a command needs that reads these settings from a file: " --trust", or nothing."""
     return " --trust" if any(untrusted(settings)) else ""
+
+
+NAME = "code.json"
+"""In a run's folder: the hashes of what its own parts were made of, compared when the run goes on."""
+
+
+def code_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """SHA-256 by "setting: part" for parts in files, in modules and of plug-ins; flowrl's own have none.
+
+    What these files import or read is not covered.
+    """
+    own = {Path(__file__).resolve().parent}
+    found: dict[str, str] = {}
+    for setting, kind, spec in parts_in(settings):
+        if spec.name.partition(":")[0].partition(".")[0] in OWN_PACKAGES:
+            continue
+        files = [path.resolve() for path in files_of(kind, spec)]
+        data = [path.read_bytes() for path in files if path.is_file() and own.isdisjoint(path.parents)]
+        if data:
+            found[f"{setting}: {spec.name}"] = hashlib.sha256(b"".join(data)).hexdigest()
+    return found
+
+
+def record_code(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Write code.json to the run's folder, if the run has parts of that kind."""
+    found = code_of(settings)
+    if found or (folder / NAME).exists():
+        write_json(folder / NAME, found)
+
+
+def check_code(folder: Path, settings: Mapping[str, Any], changed_code: bool) -> None:
+    """Raise `ConfigError` that names the parts whose code is not as it was; with `changed_code` record the new code instead."""
+    try:
+        recorded = json.loads((folder / NAME).read_text())
+        recorded = recorded if isinstance(recorded, dict) else {}
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / NAME} cannot be read: {error}") from error
+    found = code_of(settings)
+    changed = [name for name in recorded if found.get(name) != recorded[name]]
+    if changed and not changed_code:
+        raise ConfigError(
+            f"{folder}: code has changed since the run was started: {'; '.join(changed)}. Bring it back, or go on with the new "
+            "code: add --changed-code (changed_code=True in Python)"
+        )
+    record_code(folder, settings)
