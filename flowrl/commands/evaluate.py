@@ -127,7 +127,8 @@ def _run_setup(args: Evaluate) -> _Setup:
     else:
         rewards = {form: world.reward(form) for form in world.forms}
     prompts = prompts[: args.limit or None]
-    policy = make_world(config.replace(prompt_cache=_cache_size(prompts))).policy(policy_options(config))
+    cached = config if built_in else config.replace(prompt_cache=_cache_size(prompts))
+    policy = make_world(cached).policy(policy_options(config))
     facts = {
         "base": options.model or f"{environment.world}/{environment.task}",
         "method": config.algorithm.method,

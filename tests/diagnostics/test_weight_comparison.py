@@ -133,7 +133,7 @@ def test_every_prompt_is_embedded_once_for_both_weights(folder, tmp_path, monkey
     lora = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.txt"), *SIZES]
     for weights, more in ((tmp_path / "run", ["--trust"]), (folder / "run" / "lora", lora)):
         assert main(["evaluate", "--weights", str(weights), *more, *common, "--out", str(tmp_path / "out")]) == 0
-        assert sorted(texts) == ["", *sorted(PROMPTS)] and visits == [0, 4]
+        assert sorted(texts) == ["", *sorted(PROMPTS)] and visits[0] == 0 and set(visits[1:]) == {4}
         texts.clear(), visits.clear()
 
 
@@ -223,7 +223,7 @@ def test_prompts_are_embedded_once_for_both_weights():
             ["--weights", ".", "--model", "m", "--prompts", "text[0:2]", "--reward", "ocr", "--guidance-scale", "0"],
             "guidance_scale = 0.0",
         ),
-        (["--weights", ".", "--model", "m", "--prompts", "text[0:2]", "--reward", "ocr", "--resolution", "0"], "height = 0"),
+        (["--weights", ".", "--model", "m", "--prompts", "text[0:2]", "--reward", "ocr", "--resolution", "0"], "resolution = 0"),
     ],
 )
 def test_what_is_wrong_is_said(arguments, words, capsys, tmp_path, monkeypatch):

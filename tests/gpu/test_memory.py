@@ -8,7 +8,7 @@ from device_cases import PROMPTS, REDNESS
 from gpu_cases import RandomEmbeddings, random_pipeline
 
 from flowrl.policies import ARCHITECTURES, SD3, Flux, ModelOptions, PipelinePolicy, count_memory
-from flowrl.policies.architectures import _StorageCounter as StorageCounter
+from flowrl.policies.memory import StorageCounter
 from flowrl.training.build import make_method
 from flowrl.training.config import preset
 from flowrl.training.monitors import Peak, _velocities, predicted_bytes
@@ -43,7 +43,7 @@ def peak_of(work, trainer):
         torch.cuda.reset_peak_memory_stats()
         work()
         return torch.cuda.max_memory_allocated() - before
-    with StorageCounter(trainer.policy.transformer) as counter:
+    with StorageCounter("cpu", trainer.policy.transformer) as counter:
         work()
     return counter.largest
 

@@ -48,7 +48,7 @@ def test_a_paused_run_goes_on_as_a_whole_one_and_is_evaluated(name, dtype, devic
     assert_same(flat(parts.values()), flat(whole.values()), device)
     rows = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3] and all(row["grad_norm"] > 0 for row in rows[1:])
-    words = ["evaluate", "--weights", str(tmp_path / "parts"), "--device", device, "--batch", "2", "--num-steps", "2"]
+    words = ["evaluate", "--weights", str(tmp_path / "parts"), "--device", device, "--batch", "2", "--num-steps", "2", "--trust"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert found["prompts"] == len(PROMPTS) and found["dtype"] == dtype and found["device"] == device
