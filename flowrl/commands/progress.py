@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Display:
         columns = (TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
         self.bars = Progress(*columns, console=self.console, speed_estimate_period=3600.0)
         self.all = self.bars.add_task("all runs", total=sum(self.iterations.values()), note="")
-        self.runs = {name: self.bars.add_task(name, total=total, note="") for name, total in self.iterations.items()}
+        self.runs = {name: self.bars.add_task(escape(name), total=total, note="") for name, total in self.iterations.items()}
         self.printed: dict[str, int] = {}
         self.warned: dict[str, str] = {}
 
@@ -43,7 +44,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print one line."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def during(self, work: Callable[[], T]) -> T:
         """Show progress while `work` runs."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from flowrl.diagnostics.weight_comparison import WeightComparison
@@ -54,9 +55,9 @@ def print_table(summaries: Sequence[MethodSummary], console: Console) -> None:
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("", no_wrap=True)
     for summary in summaries:
-        table.add_column(summary.method, justify="right", min_width=13)
+        table.add_column(escape(summary.method), justify="right", min_width=13)
     for name, cells in table_rows(summaries):
-        table.add_row(name, *cells)
+        table.add_row(escape(name), *cells)
     console.print(table)
 
 

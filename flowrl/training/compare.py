@@ -2,13 +2,14 @@
 
 import os
 import platform
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError, require
+from flowrl.errors import ConfigError, FlowrlError, PartError, require
 from flowrl.io import folder_lock, new_folder, write_json
 from flowrl.settings import load_document
 from flowrl.specs import identity
@@ -115,9 +116,15 @@ Watcher = Callable[[dict[str, dict[str, Any]]], None]
 """Called about twice a second with the state of every job: {"phase", "iteration", "reward", "nfe_total", "seconds"}."""
 
 
-def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool, changed_code: bool) -> bool:
+def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool, changed_code: bool) -> bool | str:
+    """Whether the run is finished; what ended it, if an error did: the other runs go on."""
     run = Run(config, folder, worker.send, worker.stopped, shared=folder.parent, changed_code=changed_code)
-    return run.execute(resume)
+    try:
+        return run.execute(resume)
+    except ConfigError:
+        raise
+    except FlowrlError as error:
+        return str(error) or type(error).__name__
 
 
 def compare(
@@ -146,15 +153,17 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
     if not resume:
         write_json(out / "config.json", config.as_dict())
     states: dict[str, dict[str, Any]] = {name: {"phase": "waiting", "iteration": 0} for name in jobs}
-    ended: dict[str, bool] = {}
+    ended: dict[str, bool | str] = {}
 
     def received(name: str, state: dict[str, Any]) -> None:
         began = states[name].setdefault("began", time.monotonic())
         states[name] |= {**state, "seconds": time.monotonic() - began}
 
-    def finished(name: str, done: bool) -> None:
+    def finished(name: str, done: bool | str) -> None:
         ended[name] = done
-        received(name, {"phase": "done" if done else "paused"})
+        received(name, {"phase": "failed" if isinstance(done, str) else "done" if done else "paused"})
+        if isinstance(done, str):
+            received(name, {"warning": f"the run failed: {done}"})
 
     longest_first = sorted(jobs, key=lambda name: isinstance(make_method(jobs[name]).credit.probe, NoProbe))
     completed = run_jobs(
@@ -166,7 +175,14 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
         watch=lambda: watch(states) if watch else None,
         describe=lambda name: f"the run {name}",
     )
-    return completed and all(ended.values())
+    failed = {name: text for name, text in ended.items() if isinstance(text, str)}
+    if failed and completed:
+        name, text = next(iter(failed.items()))
+        raise PartError(
+            f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {name}: {text}. When that is mended, make "
+            f"the missing runs with: flowrl compare --resume {shlex.quote(str(out))}"
+        )
+    return completed and not failed and all(ended.values())
 
 
 def load_compare(path: Path, trust: bool = False) -> CompareConfig:

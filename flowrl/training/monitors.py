@@ -51,6 +51,8 @@ class Limits:
 
     clip: float | None = None
     prompts: int = 1
+    samples: int = 192
+    """Held-out samples per evaluation."""
     zero_spread: float = 0.5
     """Share of groups with equal rewards."""
     kl: float = 1.0
@@ -73,7 +75,9 @@ def limits_of(trainer: Trainer) -> Limits:
     config, policy = trainer.config, trainer.policy
     float16_works = policy.device.type == "cuda" and isinstance(getattr(policy, "family", None), SD3)
     clip = getattr(trainer.method.loss, "clip_range", None)
-    return Limits(clip, config.rollout.groups, dtype=config.policy.dtype, float16_works=float16_works)
+    return Limits(
+        clip, config.rollout.groups, config.evaluation.eval_samples, dtype=config.policy.dtype, float16_works=float16_works
+    )
 
 
 def notices(rows: Sequence[Row], limits: Limits, every: int = EVERY) -> list[Notice]:
@@ -178,14 +182,14 @@ def kl_runaway(rows: Sequence[Row], limits: Limits) -> Notice | None:
 
 def collapse(rows: Sequence[Row], limits: Limits) -> Notice | None:
     """The reward fell back from its best by more than `fall` of the gain, and by more than chance explains: held-out reward by
-    0.2 standard deviations of a sample's reward, training reward (means of `WINDOW` iterations) by 7 standard errors, taken as
-    if all of a reward's variance were between prompts."""
+    0.2 standard deviations of a sample's reward (or 3 standard errors, which is more for few samples), training reward (means of
+    `WINDOW` iterations) by 7 standard errors, taken as if all of a reward's variance were between prompts."""
     trained = [row for row in rows if "reward_mean" in row]
     spread = statistics.median([row["reward_std"] for row in trained]) if trained else 0.0
     held = [row["evaluation"]["reward"] for row in rows if row.get("evaluation")]
     means = [statistics.fmean(row["reward_mean"] for row in trained[i - WINDOW : i]) for i in range(WINDOW, len(trained) + 1)]
     chance = 7.0 * spread / (WINDOW * limits.prompts) ** 0.5
-    for name, values, least in (("held-out", held, 0.2 * spread), ("training", means, chance)):
+    for name, values, least in (("held-out", held, max(0.2, 3.0 / limits.samples**0.5) * spread), ("training", means, chance)):
         if len(values) < 2:
             continue
         first, best, last = values[0], max(values), values[-1]

@@ -116,10 +116,14 @@ class Run:
         found = memory_notices(trainer) if trainer.policy.device.type == "cuda" and trainer.done < self.config.iterations else []
         self._warn(found)
         while trainer.done < self.config.iterations:
+            before = trainer.small_state()
             try:
                 row = trainer.iteration()
             except NonFiniteError as error:
                 raise error.saved(self.folder / "failure") from error
+            except (Exception, SystemExit):
+                self._save_before(trainer, before, rows)
+                raise
             for name in TOTALS:
                 row[f"{name}_total"] = rows[-1][f"{name}_total"] + row[name]
             due = trainer.done % self.config.evaluation.eval_every == 0 or trainer.done == self.config.iterations
@@ -142,6 +146,14 @@ class Run:
             if paused:
                 return latest
         return latest
+
+    def _save_before(self, trainer: Trainer, before: Checkpoint, rows: list[dict[str, Any]]) -> None:
+        """Where an iteration failed before its first update: a checkpoint of its beginning, so that nothing is lost."""
+        if trainer.updated or trainer.done == 0 or self.distributed.world_size > 1:
+            return
+        state = trainer.state()
+        values = {**state.values, **before.values, "rows": rows}
+        self._checkpoints.save(Checkpoint({**state.tensors, **before.tensors}, values), trainer.done)
 
     def _warn(self, found: list[Notice]) -> None:
         if found:

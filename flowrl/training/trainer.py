@@ -58,12 +58,12 @@ class Trainer:
             policy, reward, self.schedule, self.groups, method.credit.probe, distributed, rollout.max_batch, rollout.chunk,
             rollout.overlap_rewards, rollout.offload,
         )  # fmt: skip
-        self.done = 0
+        self.done, self.updated = 0, False
         self.on_phase: Callable[[str], None] = lambda phase: None
 
     def iteration(self) -> dict[str, Any]:
         """One pass from prompts to updated weights; returns its metrics."""
-        usage, clock = Usage(), Clock(self.on_phase, "rollout")
+        usage, clock, self.updated = Usage(), Clock(self.on_phase, "rollout"), False
 
         # Rollout: trajectories of this process's groups [sample, node, *latent], rewards of all groups [prompt, member, node].
         prompts = self.prompts.take(self.config.rollout.groups)
@@ -169,7 +169,7 @@ class Trainer:
         if not self.scaler.enabled:
             trained = dict(zip(self.names, self.parameters, strict=True))
             check.gradient(norm, [] if self.distributed.sharded else minibatch, trained)
-        taken = self.scaler.step(self.optimizer)
+        taken, self.updated = self.scaler.step(self.optimizer), True
         if self.scaler.enabled:
             metrics.means |= {"loss_scale": self.scaler.value, "skipped_steps": self.scaler.skipped}
         if taken:
@@ -191,11 +191,16 @@ class Trainer:
         state = training_state(dict(zip(self.names, self.parameters, strict=True)), self.average, self.optimizer)
         if not self.distributed.is_main:
             return state
+        small = self.small_state()
+        return Checkpoint({**state.tensors, **small.tensors}, {**state.values, **small.values})
+
+    def small_state(self) -> Checkpoint:
+        """What of `state` does not grow with the model."""
         tensors = {"generator": self.generator.get_state(), "prompts.generator": self.prompts.generator.get_state()}
         if isinstance(self.method.credit, Stateful):
-            tensors |= {f"credit.{name}": tensor for name, tensor in self.method.credit.state_dict().items()}
-        values = {"done": self.done, "order": self.prompts.order, "loss_scale": self.scaler.state_dict()}
-        return Checkpoint({**state.tensors, **tensors}, {**state.values, **values})
+            tensors |= {f"credit.{name}": tensor.clone() for name, tensor in self.method.credit.state_dict().items()}
+        values = {"done": self.done, "order": list(self.prompts.order), "loss_scale": self.scaler.state_dict()}
+        return Checkpoint(tensors, values)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from `state()`, on any number of processes; all of them call this, and the main one's checkpoint counts. Raises

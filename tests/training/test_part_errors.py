@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from flowrl.cli import main
 from flowrl.errors import FlowrlError
@@ -117,3 +119,54 @@ def test_an_unforeseen_error_is_saved_and_not_printed(tmp_path, capsys, monkeypa
     assert "Traceback" not in said and "unexpected error: ValueError" in said
     path = re.search(r"The traceback is in (\S+);", said)
     assert path and "Traceback" in Path(path[1]).read_text()
+
+
+FAILS = """
+class Part:
+    calls = 0
+    def score(self, images, prompts):
+        Part.calls += 1
+        if Part.calls > {}:
+            raise OSError("the server has gone")
+        return images.flatten(1).mean(1)
+"""
+
+
+def test_an_iteration_that_fails_in_its_rollout_loses_nothing(tmp_path):
+    """The iterations before it are in a checkpoint, also where none was due, and the resumed run is the whole one's."""
+    part = tmp_path / "part.py"
+    config = preset("tiny").apply(world="mixture", iterations=6, eval_every=9, checkpoint_every=99, reward=f"{part}:Part")
+    part.write_text(FAILS.format(999))
+    assert Run(config, tmp_path / "whole").execute()
+    part.write_text(FAILS.format(4))
+    with pytest.raises(FlowrlError, match="the server has gone"):
+        Run(config, tmp_path / "run").execute()
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert len(saved) == 1 and saved[0].startswith("000004")
+    part.write_text(FAILS.format(999))
+    assert Run(config, tmp_path / "run", changed_code=True).execute(resume=True)
+    whole, again = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "run"))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_a_comparison_survives_a_failing_run(tmp_path, capsys):
+    rule = HEAD + BASES["credit"].format("Part.calls = getattr(Part, 'calls', 0) + 1; assert Part.calls < 8, 'gone'; return good")
+    (tmp_path / "part.py").write_text(rule)
+    words = [
+        "compare",
+        "--preset",
+        "tiny",
+        "--world",
+        "mixture",
+        "--methods",
+        "flow-grpo",
+        "--credit",
+        f"{tmp_path}/part.py:Part",
+    ]
+    words += ["--seeds", "0", "--iterations", "9", "--workers", "1", "--out", str(tmp_path / "out")]
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert "1 of 2 runs failed, and the others are complete" in said and "AssertionError: gone" in said
+    assert (tmp_path / "out" / "runs" / "flow-grpo-seed0" / "done.json").exists()
+    (tmp_path / "part.py").write_text(rule.replace("< 8", "< 800"))
+    assert main(["compare", "--resume", str(tmp_path / "out"), "--trust", "--changed-code"]) == 0
