@@ -1,5 +1,6 @@
 """Errors a user can act on: each message says what was wrong, where, and what is allowed."""
 
+import errno
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -65,6 +66,8 @@ def part_errors() -> Iterator[None]:
     except FlowrlError:
         raise
     except (Exception, SystemExit) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise  # the disk's
         frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_foreign(frame)]
         if not frames:
             raise

@@ -394,7 +394,7 @@ from flowrl.training.run import Run
 
 torch.set_num_threads(1)
 values, out, kills, seed, longest, pauses = json.loads(sys.argv[1])
-config, out, draw = RunConfig.from_dict(values), Path(out), random.Random(seed)
+config, out, draw = RunConfig.from_dict(values, trust=True), Path(out), random.Random(seed)
 make_world(config).policy(policy_options(config))  # what every child needs is imported once
 
 
