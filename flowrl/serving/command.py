@@ -1,7 +1,9 @@
 """`flowrl serve-reward`."""
 
+import math
 import os
 import secrets
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +51,8 @@ class ServeReward:
     """Longest time to the scores of a request, time in the queue included, in seconds."""
 
     def main(self) -> int:
-        """Build the reward, listen, and serve until SIGINT or SIGTERM."""
+        """Listen, build the reward with its weights, and serve until SIGINT or SIGTERM."""
+        self._check()
         token = self._token()
         try:
             from flowrl.serving import Listener, ServerLimits, ServerSettings, serve
@@ -57,38 +60,69 @@ class ServeReward:
             message = f"serve-reward needs the extra 'server' ({error}); install it with: pip install -e '.[server]'"
             raise ConfigError(message) from error
         from flowrl.registry import build
+        from flowrl.serving.weights import load_weights
 
-        tls = self.tls_certificate is not None
-        require(tls == (self.tls_key is not None), "tls_key", self.tls_key, "given together with tls_certificate, or not at all")
         limits = ServerLimits(
             body_bytes=self.max_body * 2**20,
             samples=self.max_samples,
             memory_bytes=self.max_memory * 2**20,
             score_seconds=self.score_seconds,
         )
-        settings = ServerSettings(self.reward, token, self.no_token, self.max_batch, self.wait, self.merge, limits)
-        reward = build("reward", self.reward)
         listener = Listener.open(self.host, self.port)
-        if not token and not listener.loopback and not self.no_token:
-            token = secrets.token_urlsafe(32)
-            settings = ServerSettings(self.reward, token, False, self.max_batch, self.wait, self.merge, limits)
-            print(f"Token for this server's clients: {TOKEN_VARIABLE}={token}")
-        url = listener.url("https" if tls else "http")
-        access = "a token is required" if token else "no token is required"
-        print(f"Serving {self.reward} at {url} ({access}; description: {url}/docs)", flush=True)
-        serve(reward, settings, listener, self.tls_certificate, self.tls_key)
+        with listener.socket:
+            reward = build("reward", self.reward)
+            load_weights(reward)
+            if not token and not listener.loopback and not self.no_token:
+                token = secrets.token_urlsafe(32)
+                print(f"Token for this server's clients: {TOKEN_VARIABLE}={token}")
+            settings = ServerSettings(
+                name=self.reward.partition("(")[0].rpartition(":")[2],  # without options and paths, which clients need not know
+                token=token,
+                any_host=self.no_token,
+                names=(self.host,),
+                max_batch=self.max_batch,
+                wait=self.wait,
+                merge=self.merge,
+                limits=limits,
+            )
+            url = listener.url("https" if self.tls_certificate else "http")
+            access = "a token is required" if token else "no token is required"
+            print(f"Serving {self.reward} at {url} ({access}; description: {url}/docs)", flush=True)
+            serve(reward, settings, listener, self.tls_certificate, self.tls_key)
         return 0
+
+    def _check(self) -> None:
+        """Raise `ConfigError` for options that nothing can be served with, before anything is imported or opened."""
+        for name in ("max_body", "max_samples", "max_memory", "score_seconds", "max_batch"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value > 0, f"--{name.replace('_', '-')}", value, "positive and finite")
+        require(0 <= self.wait <= 60, "--wait", self.wait, "0 to 60 seconds")
+        require(0 <= self.port <= 65535, "--port", self.port, "0 to 65535")
+        require(bool(self.host), "--host", self.host, "an address or a name of this machine; 0.0.0.0 for all")
+        certificate, key = self.tls_certificate, self.tls_key
+        together = (certificate is None) == (key is None)
+        given = ("--tls-key", key) if certificate is None else ("--tls-certificate", certificate)
+        require(together, given[0], str(given[1]), "--tls-certificate and --tls-key together, or neither")
+        if certificate is None:
+            return
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key, password="")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            allowed = "a certificate chain and its key without a passphrase, both PEM"
+            message = f"--tls-certificate, --tls-key: {certificate} and {key} cannot be used ({reason}); allowed: {allowed}"
+            raise ConfigError(message) from error
 
     def _token(self) -> str:
         """The token from the file or the environment; "" if there is none."""
         if self.no_token:
-            require(self.token_file is None, "token_file", str(self.token_file), "left out with --no-token")
+            require(self.token_file is None, "--token-file", str(self.token_file), "left out with --no-token")
             return ""
         if self.token_file is None:
             return os.environ.get(TOKEN_VARIABLE, "").strip()
         try:
             token = self.token_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"token_file: {self.token_file} cannot be read: {error}") from error
-        require(bool(token), "token_file", str(self.token_file), "a file that holds a token")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--token-file: {self.token_file} cannot be read: {error}") from error
+        require(bool(token), "--token-file", str(self.token_file), "a file that holds a token")
         return token

@@ -45,18 +45,41 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
 
     (tmp_path / "reward.py").write_text(REWARD)
     reward = f"{tmp_path / 'reward.py'}:Echo"
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "broken.py").write_text("class Broken:\n    score = print\n    def load(self):\n        raise OSError('no card')\n")
+    tls, broken = ["--tls-certificate", str(tmp_path / "empty"), "--tls-key"], f"{tmp_path / 'broken.py'}:Broken"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for words, message in (
             ([reward, "--port", port], "cannot listen at 127.0.0.1"),
-            (["no-such-reward"], "unknown reward 'no-such-reward'"),
-            ([reward, "--port", "99999"], "port = 99999"),
-            ([reward, "--token-file", str(tmp_path / "missing")], "token_file"),
-            ([reward, "--tls-key", "key.pem"], "tls_key"),
-            ([reward, "--max-samples", "0"], "samples = 0"),
+            ([reward, "--port", port, "--host", "no-such-host.invalid"], "--host, --port: cannot listen at no-such-host.invalid"),
+            ([reward, "--port", port, "--host", "a" * 300], "--host, --port: cannot listen"),
+            ([reward, "--host", ""], "--host = ''"),
+            (["no-such-reward", "--port", "0"], "unknown reward 'no-such-reward'"),
+            ([reward, "--port", "99999"], "--port = 99999"),
+            ([reward, "--port", "-1"], "--port = -1"),
+            ([reward, "--token-file", str(tmp_path / "missing")], "--token-file: "),
+            ([reward, "--token-file", str(tmp_path)], "--token-file: "),
+            ([reward, "--token-file", str(tmp_path / "empty")], "--token-file = "),
+            ([reward, "--no-token", "--token-file", "x"], "--token-file = 'x'"),
+            ([reward, "--tls-key", "key.pem"], "--tls-key = 'key.pem'"),
+            ([reward, *tls, str(tmp_path / "missing")], "--tls-certificate, --tls-key: "),
+            ([reward, *tls, str(tmp_path / "empty")], "--tls-certificate, --tls-key: "),
+            ([reward, "--max-samples", "-1"], "--max-samples = -1 is"),
+            ([reward, "--max-body", "0"], "--max-body = 0 is"),
+            ([reward, "--max-memory", "-5"], "--max-memory = -5 is"),
+            ([reward, "--max-batch", "0"], "--max-batch = 0 is"),
+            ([reward, "--score-seconds", "nan"], "--score-seconds = nan is"),
+            ([reward, "--wait", "inf"], "--wait = inf is"),
+            (["pickscore(model='no-such-folder')", "--port", "0"], "no-such-folder"),
+            (["clipped(reward='clipscore(model=\"no-such-folder\")', high=1.0)", "--port", "0"], "no-such-folder"),
+            (["weighted-sum(models={'a': 'hpsv2.1(model=\"no-such-folder\")'})", "--port", "0"], "no-such-folder"),
+            (["geneval(clip='no-such-folder')", "--port", "0"], "no-such-folder"),
+            ([broken, "--port", "0"], "Broken.load() failed: OSError: no card"),
         ):
-            assert main(["serve-reward", *words]) == 2
-            assert message in capsys.readouterr().err
+            assert main(["serve-reward", *words]) == 2, words
+            written = capsys.readouterr()
+            assert message in written.err and written.err.count("\n") == 1 and written.out == "", (words, written)
 
 
 def test_without_the_extra_the_command_has_help_and_one_clear_error():
@@ -124,12 +147,12 @@ def test_training_through_a_server_gives_the_same_numbers(world, reward, tmp_pat
 
     def dying(images, prompts):
         if next(calls) == middle:
-            raise RuntimeError("the card is on fire")
+            raise ConnectionError("the card is on fire")
         return counted.function(images, prompts)
 
     with served(Function(dying), ServerSettings(merge=False)) as (url, _):
         broken = Run(config(f"remote(url='{url}', batch=512, retries=0)"), tmp_path / "broken")
-        with pytest.raises(RewardError, match=r"the card is on fire.*resume the run"):
+        with pytest.raises(RewardError, match=r"reward_failed: .*ConnectionError.*resume the run"):
             broken.execute()
         assert (tmp_path / "broken" / "checkpoints").exists() and not (tmp_path / "broken" / "done.json").exists()
         assert broken.execute(resume=True)
