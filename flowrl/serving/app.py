@@ -131,7 +131,7 @@ def _add_score(app: FastAPI, server: RewardServer) -> None:
             return Response(body, media_type="application/json")
         except RequestError as error:
             status = error.status
-            raise _logged(request, error) from error
+            raise _logged(request, error) from error.__cause__
         except ClientDisconnect:
             return error_response(RequestError(400, "gone", "the client has gone"))
         finally:

@@ -218,12 +218,12 @@ def is_transient(error: BaseException | None) -> bool:
 
     Every other exception counts as the result of these inputs, which would be the same again.
     """
-    while error is not None:
+    for _ in range(10):  # an error can be its own cause
         if isinstance(error, ValueError | FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError):
             return False
         if isinstance(error, OSError | MemoryError | torch.OutOfMemoryError | TransientError):
             return True
-        error = error.__cause__
+        error = error.__cause__ if error else None
     return False
 
 

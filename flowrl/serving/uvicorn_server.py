@@ -145,9 +145,11 @@ class LimitedProtocol(H11Protocol):
     def _make_room(self) -> None:
         """If there are too many connections, close the one without a request that has been silent longest."""
         self._active = self.loop.time()
+        if len(self.connections) <= self.most_connections:
+            return
         others = [c for c in self.connections if isinstance(c, LimitedProtocol) and c is not self]
         idle = [c for c in others if c.cycle is None or c.cycle.response_complete]
-        if len(self.connections) > self.most_connections and idle:
+        if idle:
             silent = min(idle, key=lambda c: c._active)
             self.connections.discard(silent)
             silent.transport.abort()

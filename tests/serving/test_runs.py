@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import httpx
 import pytest
 import server_fuzz as fuzzing
 import torch
@@ -40,13 +41,15 @@ def test_a_server_killed_in_mid_request_and_restarted(tmp_path):
     assert [found.tolist() for found in results] == [[float(n) for n in range(7)]]
 
 
-def test_the_command_says_what_is_wrong(tmp_path, capsys):
+def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     from flowrl.cli import main
+
+    monkeypatch.setattr("flowrl.serving.uvicorn_server.serve", lambda *_: None)  # nothing may get so far
 
     (tmp_path / "reward.py").write_text(REWARD)
     reward = f"{tmp_path / 'reward.py'}:Echo"
     (tmp_path / "empty").write_text(" \n")
-    (tmp_path / "broken.py").write_text("class Broken:\n    score = print\n    def load(self):\n        raise OSError('no card')\n")
+    (tmp_path / "broken.py").write_text("class Broken:\n    score = print\n    def load(self): raise OSError('no card')\n")
     tls, broken = ["--tls-certificate", str(tmp_path / "empty"), "--tls-key"], f"{tmp_path / 'broken.py'}:Broken"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -100,7 +103,7 @@ sys.exit(main(["serve-reward", "jpeg-compressibility"]))
 
 def test_the_command_makes_a_token_where_others_can_connect(tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
-    words = ["serve-reward", f"{tmp_path / 'reward.py'}:Echo", "--port", "0", "--host", "0.0.0.0"]
+    words = ["serve-reward", f"{tmp_path / 'reward.py'}:Echo(seconds=0.0)", "--port", "0", "--host", "0.0.0.0"]
     environment = {name: value for name, value in os.environ.items() if name != "FLOWRL_REWARD_TOKEN"}
     command = [sys.executable, "-m", "flowrl", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -111,6 +114,9 @@ def test_the_command_makes_a_token_where_others_can_connect(tmp_path):
         assert len(token) >= 40 and "a token is required" in line and token not in line
         refused(post(url, fuzzing.good([1])), 401, "wrong_token")
         assert post(url, fuzzing.good([1]), Authorization=f"Bearer {token}").json()["scores"] == [1.0]
+        headers = {"Authorization": f"Bearer {token}"}
+        info = httpx.get(f"{url}/v1/info", headers=headers, trust_env=False)
+        assert info.json()["reward"] == "Echo" and str(tmp_path) not in info.text, "the options and paths of the reward leak"
         process.terminate()
         assert process.wait(30) in (0, -signal.SIGTERM)
 

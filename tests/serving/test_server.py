@@ -647,10 +647,12 @@ def test_a_broken_reward_is_one_clear_error(function, code, logged, caplog):
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (caused(RewardError("judge: no answer"), TransientError("no response within 60 seconds")), True),
         (caused(RuntimeError("lookup failed"), BrokenPipeError()), True),
+        (own_cause := RuntimeError("again"), False),
     ],
     ids=repr,
 )
 def test_only_failures_that_may_pass_are_to_be_retried(error, retry):
+    own_cause.__cause__ = own_cause
     with served(raising(error)) as (url, _):
         assert post(url, fuzzing.good([1])).json()["error"]["retry"] is retry
 
