@@ -507,23 +507,38 @@ def test_time_is_limited():
         assert state.memory.used == 0
 
 
+def is_open(connection):
+    """Whether the other side has not closed the connection; responses are read."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def test_silent_connections_do_not_keep_others_out():
     """Many more connections than allowed, silent before, within or after a request; a request underway is never given up."""
     release, entered = threading.Event(), threading.Event()
     reward = Function(lambda images, prompts: (entered.set(), release.wait(20), echo(images, prompts))[2])
     openings = (b"", b"POST /v1/score HTTP/1.1\r\nHost: localh", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     with served(reward, ServerSettings(limits=ServerLimits(connections=10))) as (url, _), contextlib.ExitStack() as stack:
-        outcomes = []
+        outcomes, connections = [], []
         first = threading.Thread(target=lambda: outcomes.append(post(url, fuzzing.good([1])).json()["scores"]))
         first.start()
         assert entered.wait(10)
         for number in range(60):
             silent = stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5))
             silent.sendall(openings[number % 3])
+            connections.append(silent)
         began = time.monotonic()
         assert httpx.get(url + "/health", trust_env=False).json() == {"status": "ok"}
         assert time.monotonic() - began < 5
         assert httpx.get(url + "/v1/info", trust_env=False).status_code == 200
+        assert sum(map(is_open, connections)) < 10
         release.set()
         first.join()
     assert outcomes == [[1.0]]
