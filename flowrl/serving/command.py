@@ -1,15 +1,17 @@
 """`flowrl serve-reward`."""
 
-import math
 import os
 import secrets
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
+from annotated_types import Ge, Gt, Le
 
 from flowrl.errors import ConfigError, require
+from flowrl.options import Count
 from flowrl.serving.client import TOKEN_VARIABLE
 
 
@@ -25,7 +27,7 @@ class ServeReward:
     """NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts --kind reward` lists names."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
-    port: int = 8000
+    port: Annotated[int, Ge(0), Le(65535)] = 8000
     """0 takes a free port."""
     token_file: Path | None = None
     """A file with the token that clients must send."""
@@ -35,19 +37,19 @@ class ServeReward:
     """Certificate chain (PEM), for https."""
     tls_key: Path | None = None
     """Its private key (PEM)."""
-    max_batch: int = 64
+    max_batch: Count = 64
     """Images in one call of the model, from one or several requests."""
-    wait: float = 0.005
+    wait: Annotated[float, Ge(0), Le(60)] = 0.005
     """Seconds that a call waits for more requests while it is not full."""
     merge: bool = True
     """Whether requests share calls. If not, scores are independent of the traffic, down to the last digit."""
-    max_body: int = 256
+    max_body: Count = 256
     """Largest request, MiB."""
-    max_samples: int = 1024
+    max_samples: Count = 1024
     """Most images in one request."""
-    max_memory: int = 4096
+    max_memory: Count = 4096
     """Most memory for requests and images that wait, MiB."""
-    score_seconds: float = 300.0
+    score_seconds: Annotated[float, Gt(0), Le(10**6)] = 300.0
     """Longest time to the scores of a request, time in the queue included, in seconds."""
 
     def main(self) -> int:
@@ -93,16 +95,11 @@ class ServeReward:
 
     def _check(self) -> None:
         """Raise `ConfigError` for options that nothing can be served with, before anything is imported or opened."""
-        for name in ("max_body", "max_samples", "max_memory", "score_seconds", "max_batch"):
-            value = getattr(self, name)
-            require(math.isfinite(value) and value > 0, f"--{name.replace('_', '-')}", value, "positive and finite")
-        require(0 <= self.wait <= 60, "--wait", self.wait, "0 to 60 seconds")
-        require(0 <= self.port <= 65535, "--port", self.port, "0 to 65535")
-        require(bool(self.host), "--host", self.host, "an address or a name of this machine; 0.0.0.0 for all")
+        require(bool(self.host), "host", self.host, "an address or a name of this machine; 0.0.0.0 for all")
         certificate, key = self.tls_certificate, self.tls_key
         together = (certificate is None) == (key is None)
-        given = ("--tls-key", key) if certificate is None else ("--tls-certificate", certificate)
-        require(together, given[0], str(given[1]), "--tls-certificate and --tls-key together, or neither")
+        given = ("tls_key", key) if certificate is None else ("tls_certificate", certificate)
+        require(together, given[0], str(given[1]), "tls_certificate and tls_key together, or neither")
         if certificate is None:
             return
         try:
@@ -110,19 +107,19 @@ class ServeReward:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             allowed = "a certificate chain and its key without a passphrase, both PEM"
-            message = f"--tls-certificate, --tls-key: {certificate} and {key} cannot be used ({reason}); allowed: {allowed}"
+            message = f"tls_certificate, tls_key: {certificate} and {key} cannot be used ({reason}); allowed: {allowed}"
             raise ConfigError(message) from error
 
     def _token(self) -> str:
         """The token from the file or the environment; "" if there is none."""
         if self.no_token:
-            require(self.token_file is None, "--token-file", str(self.token_file), "left out with --no-token")
+            require(self.token_file is None, "token_file", str(self.token_file), "left out with --no-token")
             return ""
         if self.token_file is None:
             return os.environ.get(TOKEN_VARIABLE, "").strip()
         try:
             token = self.token_file.read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--token-file: {self.token_file} cannot be read: {error}") from error
-        require(bool(token), "--token-file", str(self.token_file), "a file that holds a token")
+            raise ConfigError(f"token_file: {self.token_file} cannot be read: {error}") from error
+        require(bool(token), "token_file", str(self.token_file), "a file that holds a token")
         return token

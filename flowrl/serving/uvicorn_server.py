@@ -33,7 +33,7 @@ class Listener:
             return Listener(socket.create_server((host, port), family=family, backlog=512), host)
         except (OSError, ValueError) as error:  # ValueError: no name at all, such as one of 300 letters
             reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"--host, --port: cannot listen at {host}:{port}: {reason}") from error
+            raise ConfigError(f"host, port: cannot listen at {host}:{port}: {reason}") from error
 
     @property
     def port(self) -> int:
