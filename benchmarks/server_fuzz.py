@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 from collections import Counter
 from dataclasses import dataclass, field
@@ -31,6 +32,11 @@ class Attempt:
 
 
 BOUNDARY = "flowrl-fuzz"
+TWO_LENGTHS = b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+TWO_LENGTHS += b"5\r\nhello\r\n0\r\n\r\n"
+"""A request that ends at two places: it must be refused, and what follows must not be served."""
+INTERNALS = re.compile(rb"/(home|root|tmp|usr|srv|var)/|site-packages|Traceback|\.py\b")
+"""Signs of the server's own paths and code in a response."""
 NUMBERS = st.integers(0, 2**24 - 1)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -157,9 +163,7 @@ def attempts(draw: st.DrawFn) -> Attempt:
         path = draw(st.sampled_from(("/v1/score", "/v1/info", "/metrics", "/health", "/docs", "/openapi.json", "/", "/v1/../x")))
         method = draw(st.sampled_from(("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "POST")))
         return Attempt(method, path + draw(st.sampled_from(("", "?a=b", "%00", "%ff", "//"))), {"X-Request-Id": draw(word)})
-    line = b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
-    line += b"5\r\nhello\r\n0\r\n\r\n"
-    return Attempt(raw=draw(damaged(line) | st.binary(min_size=1, max_size=200)))
+    return Attempt(raw=draw(st.just(TWO_LENGTHS) | damaged(TWO_LENGTHS) | st.binary(min_size=1, max_size=200)))
 
 
 def judge(attempt: Attempt, status: int, content: bytes) -> None:
@@ -170,19 +174,22 @@ def judge(attempt: Attempt, status: int, content: bytes) -> None:
     elif status >= 400 and attempt.method != "HEAD":
         error = json.loads(content)["error"]
         assert set(error) == {"code", "message", "retry"} and error["code"] and error["message"], content
+        assert not INTERNALS.search(content), (content, attempt)
     elif attempt.path == "/v1/score" and attempt.method == "POST" and status == 200:
         assert all(abs(value) < 2**24 for value in json.loads(content)["scores"])
 
 
-def send_raw(host: str, port: int, data: bytes) -> None:
-    """Send bytes over a new connection, and read the response until it ends or pauses."""
+def send_raw(host: str, port: int, data: bytes) -> bytes:
+    """Send bytes over a new connection. Returns the response until it ends or pauses."""
+    received = b""
     with socket.create_connection((host, port), timeout=5) as connection:
         connection.settimeout(0.02)
         with contextlib.suppress(OSError):
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
-            while connection.recv(4096):
-                pass
+            while chunk := connection.recv(4096):
+                received += chunk
+    return received
 
 
 def fuzz(url: str, token: str, count: int) -> Counter[int]:
@@ -205,7 +212,9 @@ def fuzz(url: str, token: str, count: int) -> Counter[int]:
             if sum(seen.values()) >= count:
                 return
             if attempt.raw:
-                send_raw(address.host, address.port or 80, attempt.raw)
+                received = send_raw(address.host, address.port or 80, attempt.raw)
+                refused = received.startswith(b"HTTP/1.1 400") and received.count(b"HTTP/1.1") == 1
+                assert attempt.raw != TWO_LENGTHS or received == b"" or refused, received
                 seen[0] += 1
                 return
             answer = client.request(attempt.method, attempt.path, content=attempt.body, headers=attempt.headers)

@@ -1,7 +1,8 @@
 """Rewards on CLIP's embeddings: PickScore, CLIPScore, LAION's aesthetic score, HPSv2.1.
 
-Weights are loaded at the first score, from a local folder in transformers' format or from the Hugging Face Hub by name (the
-command line works offline unless ``HF_HUB_OFFLINE=0`` is set), and shared between rewards with the same model and settings.
+Weights are loaded by `load` or at the first score, from a local folder in transformers' format or from the Hugging Face Hub by
+name (the command line works offline unless ``HF_HUB_OFFLINE=0`` is set), and shared between rewards with the same model and
+settings.
 
 Images are rounded to 8 bits, resized to the network's size (224 x 224) with Pillow's bicubic filter, and normalised with OpenAI's
 mean and standard deviation. Images that are not square are cropped at their centre, or letterboxed for HPSv2.1, as in the
@@ -192,9 +193,13 @@ class PickScore:
     def __post_init__(self) -> None:
         require(self.form in ("exact", "released"), "form", self.form, "exact or released")
 
+    def load(self) -> Encoder:
+        """The network, loaded at the first call."""
+        return load_encoder(self.model, self.tokenizer, self.device, self.dtype, self.batch)
+
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
-        encoder = load_encoder(self.model, self.tokenizer, self.device, self.dtype, self.batch)
+        encoder = self.load()
         scale = encoder.scale / (26 if self.form == "released" else 1)
         return scale * encoder.cosines(images, [prompt.text for prompt in prompts])
 
@@ -217,9 +222,13 @@ class CLIPScore:
     def __post_init__(self) -> None:
         require(self.weight > 0, "weight", self.weight, "above 0")
 
+    def load(self) -> Encoder:
+        """The network, loaded at the first call."""
+        return load_encoder(self.model, "", self.device, self.dtype, self.batch)
+
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample] in [0, `weight`]."""
-        encoder = load_encoder(self.model, "", self.device, self.dtype, self.batch)
+        encoder = self.load()
         prefix = f"{self.prefix.rstrip()} " if self.prefix else ""
         return self.weight * encoder.cosines(images, [prefix + prompt.text for prompt in prompts]).clamp(min=0)
 
@@ -241,11 +250,17 @@ class Aesthetic:
     dtype: str = "float32"
     batch: int = 32
 
+    def load(self) -> Encoder:
+        """The network, loaded with the head at the first call."""
+        encoder = load_encoder(self.model, "", self.device, self.dtype, self.batch)
+        features, wanted = encoder.model.config.projection_dim, _head(self.head)[0].shape[0]
+        require(wanted == features, "head", self.head, f"a head for {features} features")
+        return encoder
+
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Ratings [sample]."""
-        features = load_encoder(self.model, "", self.device, self.dtype, self.batch).images(images)
+        features = self.load().images(images)
         weight, bias = _head(self.head)
-        require(weight.shape[0] == features.shape[1], "head", self.head, f"a head for {features.shape[1]} features")
         return (features.double() @ weight + bias).float()
 
 
@@ -266,7 +281,11 @@ class HPSv21:
     dtype: str = "float32"
     batch: int = 32
 
+    def load(self) -> Encoder:
+        """The network, loaded at the first call."""
+        return load_encoder(self.model, "", self.device, self.dtype, self.batch, self.weights)
+
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
-        encoder = load_encoder(self.model, "", self.device, self.dtype, self.batch, self.weights)
+        encoder = self.load()
         return encoder.cosines(images, [prompt.text for prompt in prompts], letterbox=True)

@@ -90,6 +90,11 @@ class GenEval:
         for name in ("threshold", "counting_threshold"):
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
 
+    def load(self) -> "Detector":
+        """The detector, loaded with the CLIP model for colours at the first call."""
+        self._encoder()
+        return load_detector(self.model, self.device, self.dtype, self.batch)
+
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample] in [0, 1], or at most 1 for form "released"."""
         detector = load_detector(self.model, self.device, self.dtype, self.batch)

@@ -52,6 +52,10 @@ class OCR:
         require(self.side >= 32, "side", self.side, "32 pixels or more")
         require(self.threads >= 0, "threads", self.threads, "0 (all cores) or more")
 
+    def load(self) -> Any:
+        """The recogniser, loaded at the first call."""
+        return _engine(self.confidence, self.side, self.threads)
+
     @torch.no_grad()
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample] in [0, 1]."""
@@ -61,7 +65,7 @@ class OCR:
 
     def read(self, images: Images) -> list[str]:
         """The recognised text of each image."""
-        engine = _engine(self.confidence, self.side, self.threads)
+        engine = self.load()
         blue_first = to_bytes(to_rgb(images)).flip(-1).numpy()
         return [" ".join(engine(array).txts or ()) for array in blue_first]
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import asdict
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
@@ -19,11 +20,12 @@ from starlette.requests import ClientDisconnect
 from flowrl.protocols import RewardModel
 from flowrl.rewards.combine import WeightedSum
 from flowrl.rewards.contract import ComponentScores
-from flowrl.serving.batching import Batcher, Metrics
+from flowrl.serving.batching import Batcher, Metrics, is_transient
+from flowrl.serving.gate import Gate, error_response
 from flowrl.serving.openapi import ERRORS, SCORE_REQUEST, HealthResponse, InfoResponse, render_page
-from flowrl.serving.request import MemoryBudget, RequestError, RequestMemory, TokenCheck, read_request
+from flowrl.serving.request import MemoryBudget, RequestError, RequestMemory, read_request
 from flowrl.serving.server_settings import ServerSettings
-from flowrl.serving.wire_format import API_VERSION, ErrorDetail, ErrorResponse, ScoreResponse, encode_scores
+from flowrl.serving.wire_format import API_VERSION, ScoreResponse, encode_scores
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +37,11 @@ class RewardServer:
         self.settings, self.limits = settings, settings.limits
         self.metrics = Metrics()
         self.memory = MemoryBudget(self.limits.memory_bytes)
-        self.tokens = TokenCheck(settings.token, settings.any_host)
         self.weights = _component_weights(reward)
         self.batcher = Batcher(reward, self.metrics, settings.max_batch, settings.wait, self.limits.queue, settings.merge)
 
-    def authorise(self, request: Request) -> None:
-        """Raise `RequestError` unless the request is authorised; its body has not been received yet."""
-        headers = request.headers
-        self.tokens.check(headers.get("authorization", "").encode("latin-1"), headers.get("host", "").encode("latin-1"))
-
     async def score(self, request: Request) -> bytes:
         """The body of the response. Raises `RequestError`, or `ClientDisconnect` if the client has gone."""
-        self.authorise(request)
         weights = self._requested_weights(request)
         with RequestMemory(self.memory) as memory:
             images, prompts = await read_request(request, self.limits, memory)
@@ -109,9 +104,10 @@ def create_app(reward: RewardModel, settings: ServerSettings | None = None) -> F
         yield
         server.batcher.close()
 
-    title = f"flowrl reward server: {settings.name}"
-    app = FastAPI(title=title, version=API_VERSION, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
+    paths: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+    app = FastAPI(title="flowrl reward server", version=API_VERSION, lifespan=lifespan, **paths)
     app.state.server = server
+    app.add_middleware(Gate, settings=settings, metrics=server.metrics)
     _add_error_handlers(app)
     _add_score(app, server)
     _add_status(app, server)
@@ -135,11 +131,9 @@ def _add_score(app: FastAPI, server: RewardServer) -> None:
             return Response(body, media_type="application/json")
         except RequestError as error:
             status = error.status
-            if status >= 500:
-                logger.error("request %s: %s", _request_id(request), error.message, exc_info=error.__cause__)
-            raise
+            raise _logged(request, error) from error.__cause__
         except ClientDisconnect:
-            return _error_response(RequestError(400, "gone", "the client has gone"))
+            return error_response(RequestError(400, "gone", "the client has gone"))
         finally:
             server.metrics.count_request(status, time.monotonic() - began)
 
@@ -154,17 +148,15 @@ def _add_status(app: FastAPI, server: RewardServer) -> None:
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.get("/v1/info", response_model=InfoResponse, responses={401: ERRORS[401]}, summary="What is served")
-    async def info(request: Request) -> JSONResponse:
+    async def info() -> JSONResponse:
         """The reward and the limits."""
-        server.authorise(request)
         found = {"reward": settings.name, "version": API_VERSION, "max_batch": settings.max_batch}
         components = {} if server.weights is None else {"components": server.weights}
         return JSONResponse({**found, **components, "limits": asdict(settings.limits)})
 
     @app.get("/metrics", response_class=PlainTextResponse, responses={401: ERRORS[401]}, summary="Metrics for Prometheus")
-    async def metrics(request: Request) -> Response:
+    async def metrics() -> Response:
         """Requests by status, samples, sizes and seconds of the model's calls, queue and memory."""
-        server.authorise(request)
         return Response(server.metrics.text(server.batcher.waiting, server.memory.used), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/docs", include_in_schema=False)
@@ -177,23 +169,33 @@ def _add_status(app: FastAPI, server: RewardServer) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     async def request_error(_: Request, error: RequestError) -> Response:
-        return _error_response(error)
+        return error_response(error)
 
     @app.exception_handler(HTTPException)
     async def http_exception(_: Request, error: HTTPException) -> Response:
-        response = _error_response(RequestError(error.status_code, "no_such_endpoint", str(error.detail)))
+        response = error_response(RequestError(error.status_code, "no_such_endpoint", str(error.detail)))
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
-    async def server_failure(_: Request, error: Exception) -> Response:
-        return _error_response(RequestError(500, "server_failed", f"the server failed: {type(error).__name__}", retry=True))
+    async def server_failure(request: Request, error: Exception) -> Response:
+        failure = RequestError(500, "server_failed", f"the server failed ({type(error).__name__})", is_transient(error))
+        failure.__cause__ = error
+        return error_response(_logged(request, failure))
 
 
-def _error_response(error: RequestError) -> Response:
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(error.status)
-    body = ErrorResponse(error=ErrorDetail(code=error.code, message=error.message, retry=error.retry))
-    return Response(body.model_dump_json(), error.status, headers, "application/json")
+def _logged(request: Request, error: RequestError) -> RequestError:
+    """What the client gets of `error`: for a failure of the reward or the server its class and an id. The text, which may hold
+    paths and other internals, goes to the log under this id."""
+    name, cause = _request_id(request), error.__cause__
+    if error.status >= 500:
+        logger.error("request %s: %s", name, error.message, exc_info=cause)
+    elif error.code == "reward_refused":
+        logger.warning("request %s: %s: %s", name, error.message, repr(cause)[:2000])  # repr: a prompt forges no lines
+    if not error.code.startswith(("reward_", "server_")):
+        return error
+    message = f"{error.message}; the server's log has the reason under request {name}"
+    return RequestError(error.status, error.code, message, error.retry)
 
 
 def _request_id(request: Request) -> str:

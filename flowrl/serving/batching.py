@@ -16,6 +16,7 @@ from flowrl.protocols import RewardModel
 from flowrl.rewards.contract import ComponentScores
 from flowrl.rollout import score_components
 from flowrl.serving.request import RequestError
+from flowrl.serving.wire_format import TransientError
 from flowrl.types import Prompt
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -212,13 +213,28 @@ class Batcher:
         return ComponentScores(torch.cat([piece.total for piece in pieces]), parts)
 
 
+def is_transient(error: BaseException | None) -> bool:
+    """Whether the same call may succeed later: no memory, no connection, no answer in time, directly or as the stated cause.
+
+    Every other exception counts as the result of these inputs, which would be the same again.
+    """
+    for _ in range(10):  # an error can be its own cause
+        if isinstance(error, ValueError | FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError):
+            return False
+        if isinstance(error, OSError | MemoryError | torch.OutOfMemoryError | TransientError):
+            return True
+        error = error.__cause__ if error else None
+    return False
+
+
 def _request_error(error: BaseException) -> RequestError:
     """The response to an exception in the model: a deliberate refusal of the model is the request's fault (422)."""
+    kind, transient = type(error).__name__, is_transient(error)
     if isinstance(error, RewardContractError):
-        return RequestError(500, "reward_broken", str(error))
-    message = f"{type(error).__name__}: {str(error)[:500]}"
-    if isinstance(error, FlowrlError):
-        return RequestError(422, "reward_refused", message)
-    failure = RequestError(500, "reward_failed", f"the reward failed: {message}", retry=True)
+        failure = RequestError(500, "reward_broken", "the scores of the reward break its contract")
+    elif isinstance(error, FlowrlError) and not transient:
+        failure = RequestError(422, "reward_refused", f"the reward refuses these prompts or images ({kind})")
+    else:
+        failure = RequestError(500, "reward_failed", f"the reward failed ({kind})", retry=transient)
     failure.__cause__ = error
     return failure

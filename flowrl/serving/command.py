@@ -2,12 +2,16 @@
 
 import os
 import secrets
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
+from annotated_types import Ge, Gt, Le
 
 from flowrl.errors import ConfigError, require
+from flowrl.options import Count
 from flowrl.serving.client import TOKEN_VARIABLE
 
 
@@ -23,7 +27,7 @@ class ServeReward:
     """NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts --kind reward` lists names."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
-    port: int = 8000
+    port: Annotated[int, Ge(0), Le(65535)] = 8000
     """0 takes a free port."""
     token_file: Path | None = None
     """A file with the token that clients must send."""
@@ -33,23 +37,24 @@ class ServeReward:
     """Certificate chain (PEM), for https."""
     tls_key: Path | None = None
     """Its private key (PEM)."""
-    max_batch: int = 64
+    max_batch: Count = 64
     """Images in one call of the model, from one or several requests."""
-    wait: float = 0.005
+    wait: Annotated[float, Ge(0), Le(60)] = 0.005
     """Seconds that a call waits for more requests while it is not full."""
     merge: bool = True
     """Whether requests share calls. If not, scores are independent of the traffic, down to the last digit."""
-    max_body: int = 256
+    max_body: Count = 256
     """Largest request, MiB."""
-    max_samples: int = 1024
+    max_samples: Count = 1024
     """Most images in one request."""
-    max_memory: int = 4096
+    max_memory: Count = 4096
     """Most memory for requests and images that wait, MiB."""
-    score_seconds: float = 300.0
+    score_seconds: Annotated[float, Gt(0), Le(10**6)] = 300.0
     """Longest time to the scores of a request, time in the queue included, in seconds."""
 
     def main(self) -> int:
-        """Build the reward, listen, and serve until SIGINT or SIGTERM."""
+        """Listen, build the reward with its weights, and serve until SIGINT or SIGTERM."""
+        self._check()
         token = self._token()
         try:
             from flowrl.serving import Listener, ServerLimits, ServerSettings, serve
@@ -57,27 +62,53 @@ class ServeReward:
             message = f"serve-reward needs the extra 'server' ({error}); install it with: pip install -e '.[server]'"
             raise ConfigError(message) from error
         from flowrl.registry import build
+        from flowrl.serving.weights import load_weights
 
-        tls = self.tls_certificate is not None
-        require(tls == (self.tls_key is not None), "tls_key", self.tls_key, "given together with tls_certificate, or not at all")
         limits = ServerLimits(
             body_bytes=self.max_body * 2**20,
             samples=self.max_samples,
             memory_bytes=self.max_memory * 2**20,
             score_seconds=self.score_seconds,
         )
-        settings = ServerSettings(self.reward, token, self.no_token, self.max_batch, self.wait, self.merge, limits)
-        reward = build("reward", self.reward)
         listener = Listener.open(self.host, self.port)
-        if not token and not listener.loopback and not self.no_token:
-            token = secrets.token_urlsafe(32)
-            settings = ServerSettings(self.reward, token, False, self.max_batch, self.wait, self.merge, limits)
-            print(f"Token for this server's clients: {TOKEN_VARIABLE}={token}")
-        url = listener.url("https" if tls else "http")
-        access = "a token is required" if token else "no token is required"
-        print(f"Serving {self.reward} at {url} ({access}; description: {url}/docs)", flush=True)
-        serve(reward, settings, listener, self.tls_certificate, self.tls_key)
+        with listener.socket:
+            reward = build("reward", self.reward)
+            load_weights(reward)
+            if not token and not listener.loopback and not self.no_token:
+                token = secrets.token_urlsafe(32)
+                print(f"Token for this server's clients: {TOKEN_VARIABLE}={token}")
+            settings = ServerSettings(
+                name=self.reward.partition("(")[0].rpartition(":")[2],  # without options and paths, which clients need not know
+                token=token,
+                any_host=self.no_token,
+                names=(self.host,),
+                max_batch=self.max_batch,
+                wait=self.wait,
+                merge=self.merge,
+                limits=limits,
+            )
+            url = listener.url("https" if self.tls_certificate else "http")
+            access = "a token is required" if token else "no token is required"
+            print(f"Serving {self.reward} at {url} ({access}; description: {url}/docs)", flush=True)
+            serve(reward, settings, listener, self.tls_certificate, self.tls_key)
         return 0
+
+    def _check(self) -> None:
+        """Raise `ConfigError` for options that nothing can be served with, before anything is imported or opened."""
+        require(bool(self.host), "host", self.host, "an address or a name of this machine; 0.0.0.0 for all")
+        certificate, key = self.tls_certificate, self.tls_key
+        together = (certificate is None) == (key is None)
+        given = ("tls_key", key) if certificate is None else ("tls_certificate", certificate)
+        require(together, given[0], str(given[1]), "tls_certificate and tls_key together, or neither")
+        if certificate is None:
+            return
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key, password="")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            allowed = "a certificate chain and its key without a passphrase, both PEM"
+            message = f"tls_certificate, tls_key: {certificate} and {key} cannot be used ({reason}); allowed: {allowed}"
+            raise ConfigError(message) from error
 
     def _token(self) -> str:
         """The token from the file or the environment; "" if there is none."""
@@ -88,7 +119,7 @@ class ServeReward:
             return os.environ.get(TOKEN_VARIABLE, "").strip()
         try:
             token = self.token_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"token_file: {self.token_file} cannot be read: {error}") from error
         require(bool(token), "token_file", str(self.token_file), "a file that holds a token")
         return token

@@ -29,8 +29,9 @@ class HealthResponse(BaseModel):
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": description}
     for status, description in (
-        (400, "The body is not the multipart form described here, or is cut off"),
+        (400, "The body is not the multipart form described here, is cut off, or has two lengths"),
         (401, "The token is missing or wrong"),
+        (403, "The request comes from a web page"),
         (408, "The body arrived too slowly"),
         (413, "Too many bytes, samples or pixels"),
         (415, "The body is not multipart/form-data"),

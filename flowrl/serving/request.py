@@ -1,8 +1,6 @@
-"""From an HTTP request to images and prompts: authentication, the memory budget, the multipart form and its limits."""
+"""From an HTTP request to images and prompts: the memory budget, the multipart form and its limits."""
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,6 @@ from flowrl.types import Prompt
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the response has its warnings; the log need not
 
 
@@ -33,31 +30,6 @@ class RequestError(Exception):
     def __init__(self, status: int, code: str, message: str, retry: bool = False) -> None:
         super().__init__(message)
         self.status, self.code, self.message, self.retry = status, code, message, retry
-
-
-class TokenCheck:
-    """Compares bearer tokens in constant time: SHA-256 of both, so that not even the length of the token leaks.
-
-    Without a token (allowed on the loopback only) the Host header must name the loopback. A web page can therefore not reach
-    the server by rebinding its own host name to 127.0.0.1.
-    """
-
-    def __init__(self, token: str, any_host: bool = False) -> None:
-        self._digest = hashlib.sha256(token.encode()).digest() if token else None
-        self._any_host = any_host
-
-    def check(self, authorization: bytes, host: bytes) -> None:
-        """Raise `RequestError` (401 or 421) unless the request is authorised."""
-        if self._digest is None:
-            name = host.decode("latin-1").lower()
-            name = name[: name.rfind(":")] if name.rpartition(":")[2].isdigit() and not name.endswith("]") else name
-            if not self._any_host and name not in LOOPBACK_NAMES:
-                raise RequestError(421, "wrong_host", f"without a token only {', '.join(sorted(LOOPBACK_NAMES))} are served")
-            return
-        scheme, _, token = authorization.partition(b" ")
-        same = hmac.compare_digest(hashlib.sha256(token.strip()).digest(), self._digest)
-        if scheme.lower() != b"bearer" or not same:
-            raise RequestError(401, "wrong_token", "the token is missing or wrong; send it as Authorization: Bearer TOKEN")
 
 
 class MemoryBudget:

@@ -27,7 +27,8 @@ class ServerLimits:
     queue: int = 8192
     """Images that wait for their scores at one time."""
     connections: int = 512
-    """Open connections at one time; uvicorn refuses more with 503."""
+    """Open connections, and requests underway, at one time. To make room for another connection, the one that has been silent
+    longest without a request is closed; another request is refused with 503."""
     header_seconds: float = 10.0
     """From the connection (or the first byte of a later request) to the end of the request's headers."""
     body_seconds: float = 60.0
@@ -46,9 +47,11 @@ class ServerSettings:
     """How a reward is served. With an empty `token` only requests to the names of the loopback are served, unless `any_host`."""
 
     name: str = "reward"
-    """The name of the reward in the server's description."""
+    """The name of the reward that clients see."""
     token: str = field(default="", repr=False)
     any_host: bool = False
+    names: tuple[str, ...] = ()
+    """With `any_host`: names with a dot by which the server is reached, besides this machine's own."""
     max_batch: int = 64
     """Images in one call of the model, from one or several requests."""
     wait: float = 0.005

@@ -1,7 +1,6 @@
 """The application run by uvicorn: an open socket, limits on slow and idle connections, an orderly shutdown."""
 
 import asyncio
-import ipaddress
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from flowrl.errors import ConfigError, require
 from flowrl.protocols import RewardModel
 from flowrl.serving.app import create_app
+from flowrl.serving.gate import is_loopback
 from flowrl.serving.server_settings import ServerSettings
 
 
@@ -31,8 +31,9 @@ class Listener:
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             return Listener(socket.create_server((host, port), family=family, backlog=512), host)
-        except OSError as error:
-            raise ConfigError(f"host and port: cannot listen at {host}:{port}: {error.strerror or error}") from error
+        except (OSError, ValueError) as error:  # ValueError: no name at all, such as one of 300 letters
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"host, port: cannot listen at {host}:{port}: {reason}") from error
 
     @property
     def port(self) -> int:
@@ -49,20 +50,13 @@ class Listener:
         return f"{scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine's own address: "localhost", 127.0.0.0/8 or ::1."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def make_server(
     reward: RewardModel, settings: ServerSettings, certificate: Path | None = None, key: Path | None = None
 ) -> uvicorn.Server:
     """A uvicorn server, ready to run on the socket of a `Listener` in any thread."""
     limits = settings.limits
-    protocol = type("LimitedProtocol", (HeaderTimeoutProtocol,), {"header_seconds": limits.header_seconds})
+    bounds = {"header_seconds": limits.header_seconds, "most_connections": limits.connections}
+    protocol = type("BoundedProtocol", (LimitedProtocol,), bounds)
     config = uvicorn.Config(
         create_app(reward, settings),
         http=protocol,
@@ -75,7 +69,7 @@ def make_server(
         proxy_headers=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=30,
-        limit_concurrency=limits.connections,
+        backlog=128,  # also accepted at a time: room is made in between, within the 1024 files that a process may usually open
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
@@ -95,20 +89,27 @@ CLOSE_SECONDS = 1.0
 """How long a server that stops waits for the other side of an idle connection to close."""
 
 
-class HeaderTimeoutProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol, which waits for the headers of a request without limit, with a time limit."""
+class LimitedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol with a time limit for the headers of a request, and a limit on connections.
+
+    uvicorn's own `limit_concurrency` refuses requests because of connections that are silent; here these are closed instead.
+    """
 
     header_seconds = 10.0
+    most_connections = 512
+    _active = 0.0
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer. Turn off Nagle's algorithm, which would delay the second packet of a response by 40 ms."""
         super().connection_made(transport)
+        self._make_room()
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._timer = self.loop.call_later(self.header_seconds, self._time_out)
 
     def data_received(self, data: bytes) -> None:
         """Stop the timer when the headers are complete; start it with the first bytes of another request."""
+        self._active = self.loop.time()
         super().data_received(data)
         waiting = self.conn.their_state is h11.IDLE
         if not waiting:
@@ -140,6 +141,18 @@ class HeaderTimeoutProtocol(H11Protocol):
             super().send_400_response(msg)
         else:
             self.transport.close()
+
+    def _make_room(self) -> None:
+        """If there are too many connections, close the one without a request that has been silent longest."""
+        self._active = self.loop.time()
+        if len(self.connections) <= self.most_connections:
+            return
+        others = [c for c in self.connections if isinstance(c, LimitedProtocol) and c is not self]
+        idle = [c for c in others if c.cycle is None or c.cycle.response_complete]
+        if idle:
+            silent = min(idle, key=lambda c: c._active)
+            self.connections.discard(silent)
+            silent.transport.abort()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import httpx
 import pytest
 import server_fuzz as fuzzing
 import torch
@@ -40,23 +41,48 @@ def test_a_server_killed_in_mid_request_and_restarted(tmp_path):
     assert [found.tolist() for found in results] == [[float(n) for n in range(7)]]
 
 
-def test_the_command_says_what_is_wrong(tmp_path, capsys):
+def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     from flowrl.cli import main
+
+    monkeypatch.setattr("flowrl.serving.uvicorn_server.serve", lambda *_: None)  # nothing may get so far
 
     (tmp_path / "reward.py").write_text(REWARD)
     reward = f"{tmp_path / 'reward.py'}:Echo"
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "broken.py").write_text("class Broken:\n    score = print\n    def load(self): raise OSError('no card')\n")
+    tls, broken = ["--tls-certificate", str(tmp_path / "empty"), "--tls-key"], f"{tmp_path / 'broken.py'}:Broken"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for words, message in (
             ([reward, "--port", port], "cannot listen at 127.0.0.1"),
-            (["no-such-reward"], "unknown reward 'no-such-reward'"),
+            ([reward, "--port", port, "--host", "no-such-host.invalid"], "host, port: cannot listen at no-such-host.invalid"),
+            ([reward, "--port", port, "--host", "a" * 300], "host, port: cannot listen"),
+            ([reward, "--host", ""], "host = ''"),
+            (["no-such-reward", "--port", "0"], "unknown reward 'no-such-reward'"),
             ([reward, "--port", "99999"], "port = 99999"),
-            ([reward, "--token-file", str(tmp_path / "missing")], "token_file"),
-            ([reward, "--tls-key", "key.pem"], "tls_key"),
-            ([reward, "--max-samples", "0"], "samples = 0"),
+            ([reward, "--port", "-1"], "port = -1"),
+            ([reward, "--token-file", str(tmp_path / "missing")], "token_file: "),
+            ([reward, "--token-file", str(tmp_path)], "token_file: "),
+            ([reward, "--token-file", str(tmp_path / "empty")], "token_file = "),
+            ([reward, "--no-token", "--token-file", "x"], "token_file = 'x'"),
+            ([reward, "--tls-key", "key.pem"], "tls_key = 'key.pem'"),
+            ([reward, *tls, str(tmp_path / "missing")], "tls_certificate, tls_key: "),
+            ([reward, *tls, str(tmp_path / "empty")], "tls_certificate, tls_key: "),
+            ([reward, "--max-samples", "-1"], "max_samples = -1 is"),
+            ([reward, "--max-body", "0"], "max_body = 0 is"),
+            ([reward, "--max-memory", "-5"], "max_memory = -5 is"),
+            ([reward, "--max-batch", "0"], "max_batch = 0 is"),
+            ([reward, "--score-seconds", "nan"], "score_seconds = nan is"),
+            ([reward, "--wait", "inf"], "wait = inf is"),
+            (["pickscore(model='no-such-folder')", "--port", "0"], "no-such-folder"),
+            (["clipped(reward='clipscore(model=\"no-such-folder\")', high=1.0)", "--port", "0"], "no-such-folder"),
+            (["weighted-sum(models={'a': 'hpsv2.1(model=\"no-such-folder\")'})", "--port", "0"], "no-such-folder"),
+            (["geneval(clip='no-such-folder')", "--port", "0"], "no-such-folder"),
+            ([broken, "--port", "0"], "Broken.load() failed: OSError: no card"),
         ):
-            assert main(["serve-reward", *words]) == 2
-            assert message in capsys.readouterr().err
+            assert main(["serve-reward", *words]) == 2, words
+            written = capsys.readouterr()
+            assert message in written.err and written.err.count("\n") == 1 and written.out == "", (words, written)
 
 
 def test_without_the_extra_the_command_has_help_and_one_clear_error():
@@ -77,7 +103,7 @@ sys.exit(main(["serve-reward", "jpeg-compressibility"]))
 
 def test_the_command_makes_a_token_where_others_can_connect(tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
-    words = ["serve-reward", f"{tmp_path / 'reward.py'}:Echo", "--port", "0", "--host", "0.0.0.0"]
+    words = ["serve-reward", f"{tmp_path / 'reward.py'}:Echo(seconds=0.0)", "--port", "0", "--host", "0.0.0.0"]
     environment = {name: value for name, value in os.environ.items() if name != "FLOWRL_REWARD_TOKEN"}
     command = [sys.executable, "-m", "flowrl", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -88,6 +114,9 @@ def test_the_command_makes_a_token_where_others_can_connect(tmp_path):
         assert len(token) >= 40 and "a token is required" in line and token not in line
         refused(post(url, fuzzing.good([1])), 401, "wrong_token")
         assert post(url, fuzzing.good([1]), Authorization=f"Bearer {token}").json()["scores"] == [1.0]
+        headers = {"Authorization": f"Bearer {token}"}
+        info = httpx.get(f"{url}/v1/info", headers=headers, trust_env=False)
+        assert info.json()["reward"] == "Echo" and str(tmp_path) not in info.text, "the options and paths of the reward leak"
         process.terminate()
         assert process.wait(30) in (0, -signal.SIGTERM)
 
@@ -124,12 +153,12 @@ def test_training_through_a_server_gives_the_same_numbers(world, reward, tmp_pat
 
     def dying(images, prompts):
         if next(calls) == middle:
-            raise RuntimeError("the card is on fire")
+            raise ConnectionError("the card is on fire")
         return counted.function(images, prompts)
 
     with served(Function(dying), ServerSettings(merge=False)) as (url, _):
         broken = Run(config(f"remote(url='{url}', batch=512, retries=0)"), tmp_path / "broken")
-        with pytest.raises(RewardError, match=r"the card is on fire.*resume the run"):
+        with pytest.raises(RewardError, match=r"reward_failed: .*ConnectionError.*resume the run"):
             broken.execute()
         assert (tmp_path / "broken" / "checkpoints").exists() and not (tmp_path / "broken" / "done.json").exists()
         assert broken.execute(resume=True)

@@ -1,8 +1,10 @@
 """The reward server and its client: order, limits, tokens, and every way in which either side can fail."""
 
+import contextlib
 import io
 import json
 import pickle
+import re
 import shutil
 import socket
 import subprocess
@@ -20,6 +22,7 @@ from PIL import Image
 from reward_serving import Function, echo, marking, numbered, post, refused, scripted, served, unsure
 from safetensors.torch import save
 from server_load import REWARD, TOKEN
+from starlette.datastructures import Headers
 
 from flowrl import Prompt
 from flowrl.errors import ConfigError, RewardError
@@ -28,7 +31,9 @@ from flowrl.registry import build
 from flowrl.rewards import WeightedSum
 from flowrl.serving import Listener, ServerLimits, ServerSettings, serve
 from flowrl.serving.client import RemoteReward, RemoteSum
-from flowrl.serving.uvicorn_server import is_loopback
+from flowrl.serving.gate import AccessCheck, is_loopback
+from flowrl.serving.request import RequestError
+from flowrl.serving.wire_format import TransientError
 
 # --- scores come back, exactly and in order -------------------------------------------------------------------------
 
@@ -127,7 +132,7 @@ def test_without_merging_every_request_has_calls_of_its_own():
     assert reward.sizes == [4, 2] * 4
 
 
-def test_an_error_reaches_only_the_request_that_causes_it():
+def test_an_error_reaches_only_the_request_that_causes_it(caplog):
     """A prompt that the reward refuses shares a call with others."""
 
     def picky(images, prompts):
@@ -151,7 +156,7 @@ def test_an_error_reaches_only_the_request_that_causes_it():
         for thread in threads:
             thread.join()
     assert max(reward.sizes) > 1
-    assert "a prompt has no number" in outcomes.pop(2)
+    assert "reward_refused" in outcomes.pop(2) and "a prompt has no number" in caplog.text
     assert outcomes == {0: [0.0], 1: [1.0], 3: [3.0]}
 
 
@@ -242,7 +247,7 @@ def test_token(tmp_path, monkeypatch):
             answer = post(url, fine, Authorization=given_token)
             refused(answer, 401, "wrong_token")
             assert answer.headers["WWW-Authenticate"] == "Bearer"
-        for path in ("/v1/info", "/metrics"):
+        for path in ("/v1/info", "/metrics", "/docs", "/openapi.json", "/other"):
             refused(httpx.get(url + path, trust_env=False), 401, "wrong_token")
         assert httpx.get(url + "/health", trust_env=False).json() == {"status": "ok"}
         began = time.monotonic()
@@ -286,28 +291,72 @@ def test_https(tmp_path):
 def test_tokens_are_compared_in_constant_time(monkeypatch):
     import hmac
 
-    from flowrl.serving.request import RequestError, TokenCheck
+    def check(header):
+        AccessCheck(ServerSettings(token="right")).check(Headers({"Authorization": header}))
 
     compared, real = [], hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: (compared.append((a, b)), real(a, b))[1])
-    TokenCheck("right").check(b"Bearer right", b"")
+    check("Bearer right")
     with pytest.raises(RequestError):
-        TokenCheck("right").check(b"Bearer wrong and much longer", b"")
+        check("Bearer wrong and much longer")
     assert len(compared) == 2 and all(len(a) == len(b) == 32 for a, b in compared)
 
 
 def test_without_a_token_only_the_loopback_is_served():
     """By address, and by name: a web page whose name was rebound to 127.0.0.1 is refused."""
     with served(Function()) as (url, _):
-        for host in ("127.0.0.1:80", "localhost", "LOCALHOST:1", "[::1]:8000", "[::1]"):
+        for host in ("127.0.0.1:80", "localhost", "LOCALHOST:1", "[::1]:8000", "[::1]", "127.3.2.1:8000"):
             assert post(url, fuzzing.good([1]), Host=host).status_code == 200, host
         for host in ("attacker.example", "attacker.example:80", "127.0.0.1.attacker.example", "localhost.evil:1", "192.168.0.1"):
+            for path in ("/v1/score", "/v1/info", "/metrics", "/docs", "/openapi.json", "/other"):
+                refused(post(url, replace(fuzzing.good([1]), path=path), Host=host), 421, "wrong_host")
+        for host in ("localhost/x", "me@localhost", "localhost:x", "[::1", "", "localhost localhost"):
             refused(post(url, fuzzing.good([1]), Host=host), 421, "wrong_host")
+    with served(Function(), ServerSettings(any_host=True, names=("GPU.example.org",))) as (url, _):
+        for host in ("192.168.0.1:80", "gpu.example.org:80", "reward", "[fe80::1]:80", socket.gethostname()):
+            assert post(url, fuzzing.good([1]), Host=host).status_code == 200, host
+        refused(post(url, fuzzing.good([1]), Host="attacker.example"), 421, "wrong_host")
+    with served(Function(), ServerSettings(token="x")) as (url, _):
+        assert post(url, fuzzing.good([1]), Host="any.example", Authorization="Bearer x").status_code == 200
     with socket.create_server(("0.0.0.0", 0)) as open_to_all, pytest.raises(ConfigError, match="token"):
         serve(Function(), ServerSettings(), Listener(open_to_all, "0.0.0.0"))
     assert [is_loopback(host) for host in ("127.3.2.1", "::1", "localhost", "0.0.0.0", "", "example.org")] == [True] * 3 + [
         False
     ] * 3
+
+
+def test_web_pages_are_refused_without_a_token():
+    """A form or a fetch of any page can post to the loopback; browsers say so in headers that pages cannot set."""
+    fine, reward = fuzzing.good([1]), Function()
+    with served(reward) as (url, _):
+        pages = [{"Origin": origin} for origin in ("https://attacker.example", "null", "http://localhost:1", "x", "http://[")]
+        pages += [{"Sec-Fetch-Site": site} for site in ("cross-site", "same-site", "unheard-of")]
+        for headers in pages:
+            refused(post(url, fine, **headers), 403, "web_page")
+            for path in ("/v1/info", "/metrics", "/docs", "/openapi.json", "/other"):
+                refused(httpx.get(url + path, headers=headers, trust_env=False), 403, "web_page")
+        refused(post(url, replace(fine, method="OPTIONS"), Origin="null"), 403, "web_page")
+        assert reward.sizes == []
+        for headers in ({"Origin": url}, {"Sec-Fetch-Site": "none"}, {"Sec-Fetch-Site": "same-origin"}):
+            assert post(url, fine, **headers).status_code == 200
+    with served(Function(), ServerSettings(any_host=True)) as (url, _):
+        refused(post(url, fine, Origin="https://attacker.example"), 403, "web_page")
+    with served(Function(), ServerSettings(token="x")) as (url, _):
+        assert post(url, fine, Origin="https://page.example", Authorization="Bearer x").status_code == 200
+
+
+def test_a_request_with_two_lengths_is_refused(module_server):
+    """A proxy in front might see another end of the body, and take its rest for a second request."""
+    second = b"GET /v1/info HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for path in ("/v1/score", "/health"):
+        for body in (b"5\r\nhello\r\n0\r\n\r\n" + second, b"0\r\n\r\n" + second, b""):
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+            address = ("127.0.0.1", int(module_server[0].rpartition(":")[2]))
+            with socket.create_connection(address, timeout=5) as connection:
+                connection.sendall(head.encode() + body)
+                received = b"".join(iter(lambda: connection.recv(4096), b""))
+            assert received.startswith(b"HTTP/1.1 400") and b"two_lengths" in received, received
+            assert received.count(b"HTTP/1.1") == 1, "the rest of the body was served"
 
 
 # --- limits ---------------------------------------------------------------------------------------------------------
@@ -458,6 +507,63 @@ def test_time_is_limited():
         assert state.memory.used == 0
 
 
+def is_open(connection):
+    """Whether the other side has not closed the connection; responses are read."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def test_silent_connections_do_not_keep_others_out():
+    """Many more connections than allowed, silent before, within or after a request; a request underway is never given up."""
+    release, entered = threading.Event(), threading.Event()
+    reward = Function(lambda images, prompts: (entered.set(), release.wait(20), echo(images, prompts))[2])
+    openings = (b"", b"POST /v1/score HTTP/1.1\r\nHost: localh", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    with served(reward, ServerSettings(limits=ServerLimits(connections=10))) as (url, _), contextlib.ExitStack() as stack:
+        outcomes, connections = [], []
+        first = threading.Thread(target=lambda: outcomes.append(post(url, fuzzing.good([1])).json()["scores"]))
+        first.start()
+        assert entered.wait(10)
+        for number in range(60):
+            silent = stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5))
+            silent.sendall(openings[number % 3])
+            connections.append(silent)
+        began = time.monotonic()
+        assert httpx.get(url + "/health", trust_env=False).json() == {"status": "ok"}
+        assert time.monotonic() - began < 5
+        assert httpx.get(url + "/v1/info", trust_env=False).status_code == 200
+        assert sum(map(is_open, connections)) < 10
+        release.set()
+        first.join()
+    assert outcomes == [[1.0]]
+
+
+def test_requests_at_one_time_are_limited_and_health_is_not():
+    release = threading.Event()
+    reward = Function(lambda images, prompts: (release.wait(20), echo(images, prompts))[1])
+    with served(reward, ServerSettings(limits=ServerLimits(connections=2))) as (url, state):
+        waiting = [threading.Thread(target=post, args=(url, fuzzing.good([n]))) for n in range(2)]
+        for thread in waiting:
+            thread.start()
+        end = time.monotonic() + 10
+        while state.memory.used < 2 * 64 and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        answer = post(url, fuzzing.good([3]))
+        refused(answer, 503, "busy")
+        assert answer.json()["error"]["retry"] and httpx.get(url + "/health", trust_env=False).status_code == 200
+        release.set()
+        for thread in waiting:
+            thread.join()
+        assert post(url, fuzzing.good([3])).status_code == 200
+
+
 def test_bodies_that_are_no_http_end_quietly(capsys):
     """The application must not try to answer a connection that is over."""
     head = b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -497,22 +603,73 @@ def test_a_full_queue_refuses_and_clients_that_leave_are_not_scored():
     assert reward.sizes == [1, 1], "a request that nobody waits for was scored"
 
 
+def raising(error):
+    def score(images, prompts):
+        raise error
+
+    return Function(score)
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+SECRET = "/srv/secret/weights.bin of key sk-123"
+
+
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "code", "logged"),
     [
-        (lambda images, prompts: torch.full((len(prompts),), torch.nan), "2 of 2 values that are not finite"),
-        (lambda images, prompts: torch.zeros(len(prompts) + 1), r"returned shape \(3,\) for 2 images; allowed: \(2,\)"),
-        (lambda images, prompts: torch.zeros(len(prompts), 1), r"returned shape \(2, 1\)"),
-        (lambda images, prompts: [0.0] * len(prompts), "returned a list"),
-        (lambda images, prompts: sys.exit("over"), "in 2 attempts.*SystemExit: over"),
-        (lambda images, prompts: prompts[0].metadata["missing"], "in 2 attempts.*KeyError: 'missing'"),
+        (lambda images, prompts: torch.full((len(prompts),), torch.nan), "reward_broken", "2 of 2 values that are not finite"),
+        (lambda images, prompts: torch.zeros(len(prompts) + 1), "reward_broken", r"returned shape \(3,\) for 2 images"),
+        (lambda images, prompts: torch.zeros(len(prompts), 1), "reward_broken", r"returned shape \(2, 1\)"),
+        (lambda images, prompts: [0.0] * len(prompts), "reward_broken", "returned a list"),
+        (lambda images, prompts: sys.exit(SECRET), "reward_failed", SECRET),
+        (lambda images, prompts: prompts[0].metadata[SECRET], "reward_failed", SECRET),
+        (raising(RewardError(SECRET)).score, "reward_refused", SECRET),
+        (raising(ConfigError(SECRET)).score, "reward_refused", SECRET),
     ],
 )
-def test_a_broken_reward_is_one_clear_error(function, message):
+def test_a_broken_reward_is_one_clear_error(function, code, logged, caplog):
+    """The client gets a class of error and an id, the log the reason; the same request is not sent again."""
     with served(Function(function)) as (url, state):
-        with pytest.raises(RewardError, match=message):
-            RemoteReward(url, retries=1, backoff=0.01).score(*numbered([1, 2]))
+        answer = post(url, fuzzing.good([1, 2]), **{"X-Request-Id": "request-7"})
+        message = refused(answer, 422 if code == "reward_refused" else 500, code)
+        assert not answer.json()["error"]["retry"]
+        assert "the server's log has the reason under request request-7" in message
+        assert "secret" not in answer.text and len(answer.content) < 250
+        assert re.search(f"request request-7: .*{logged}", caplog.text, re.DOTALL)
+        caplog.clear()
+        with pytest.raises(RewardError, match=rf"refuses: status \d+, {code}: .*under request (\w+)") as error:
+            RemoteReward(url, backoff=0.01).score(*numbered([1, 2]))
+        assert str(error.value).rpartition(" ")[2] in caplog.text
         assert state.health() == "ok"
+
+
+@pytest.mark.parametrize(
+    ("error", "retry"),
+    [
+        (ValueError("a side of 7 pixels"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (AssertionError(), False),
+        (FileNotFoundError("weights"), False),
+        (caused(ConfigError("no folder with a model"), OSError("offline")), False),
+        (RewardError("no such class"), False),
+        (ConnectionResetError("database"), True),
+        (TimeoutError(), True),
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (caused(RewardError("judge: no answer"), TransientError("no response within 60 seconds")), True),
+        (caused(RuntimeError("lookup failed"), BrokenPipeError()), True),
+        (own_cause := RuntimeError("again"), False),
+    ],
+    ids=repr,
+)
+def test_only_failures_that_may_pass_are_to_be_retried(error, retry):
+    own_cause.__cause__ = own_cause
+    with served(raising(error)) as (url, _):
+        assert post(url, fuzzing.good([1])).json()["error"]["retry"] is retry
 
 
 # --- the rest -------------------------------------------------------------------------------------------------------
@@ -550,6 +707,7 @@ def test_state_and_description():
         "batch_samples_count 3.0",
     ):
         assert f"flowrl_reward_{line}\n" in text, text
+    assert "echo" not in page.text and "echo" not in json.dumps(document), "the description names the reward"
     assert "POST /v1/score" in page.text and "ScoreResponse" in page.text
     assert "<script" not in page.text and "http" not in page.text.replace("URL/v1", "").lower().replace("x-http", "")
     score = document["paths"]["/v1/score"]["post"]

@@ -1,0 +1,116 @@
+"""Which requests are admitted: decided from their headers, before the body is received and for every path."""
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import socket
+
+from fastapi import Response
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from flowrl.serving.batching import Metrics
+from flowrl.serving.request import RequestError
+from flowrl.serving.server_settings import ServerSettings
+from flowrl.serving.wire_format import ErrorDetail, ErrorResponse
+
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::\d{1,5})?", flags=re.ASCII)
+"""A Host header: a name or an address, and a port."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine's own address: "localhost", 127.0.0.0/8 or ::1."""
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
+
+
+class AccessCheck:
+    """With a token: compares bearer tokens in constant time, by SHA-256 of both, so that not even the length of the token leaks.
+
+    Without a token a web page must not use the server through the browser of somebody who can connect. A page elsewhere is
+    excluded by the headers `Origin` and `Sec-Fetch-Site` that browsers send, a page whose name was rebound to this machine by the
+    `Host`: it must be an address or name of the loopback. If `ServerSettings.any_host`, it may be any address, a name without a
+    dot, this machine's name, or one of `names`.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._digest = hashlib.sha256(settings.token.encode()).digest() if settings.token else None
+        self._any_host = settings.any_host
+        self._names = {name.lower() for name in (*settings.names, socket.gethostname())}
+
+    def check(self, headers: Headers) -> None:
+        """Raise `RequestError` (401, 403 or 421) unless the request is authorised."""
+        if self._digest is None:
+            self._check_page(headers)
+            return
+        scheme, _, token = headers.get("authorization", "").encode("latin-1").partition(b" ")
+        same = hmac.compare_digest(hashlib.sha256(token.strip()).digest(), self._digest)
+        if scheme.lower() != b"bearer" or not same:
+            raise RequestError(401, "wrong_token", "the token is missing or wrong; send it as Authorization: Bearer TOKEN")
+
+    def _check_page(self, headers: Headers) -> None:
+        host = headers.get("host", "").lower()
+        found = HOST.fullmatch(host)
+        if found is None or not self._serves(found[1].strip("[]")):
+            message = "without a token only requests to the server's own address are served, such as localhost or 127.0.0.1"
+            raise RequestError(421, "wrong_host", message)
+        foreign = any(origin.lower() not in (f"http://{host}", f"https://{host}") for origin in headers.getlist("origin"))
+        if foreign or set(headers.getlist("sec-fetch-site")) - {"none", "same-origin"}:
+            raise RequestError(403, "web_page", "without a token the server refuses requests from web pages")
+
+    def _serves(self, name: str) -> bool:
+        return is_loopback(name) or (self._any_host and (_is_address(name) or "." not in name or name in self._names))
+
+
+class Gate:
+    """ASGI middleware that answers requests that are not admitted: ambiguous length, no access, or too many at one time.
+
+    `/health` is served to all. Refused requests for scores are counted in `metrics`.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+        self._access, self._most, self._underway = AccessCheck(settings), settings.limits.connections, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request, or the response to a refused one."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            self._admit(Headers(scope=scope), scope["path"])
+        except RequestError as error:
+            if scope["path"] == "/v1/score":
+                self.metrics.count_request(error.status, 0.0)
+            await error_response(error)(scope, receive, send)
+            return
+        self._underway += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._underway -= 1
+
+    def _admit(self, headers: Headers, path: str) -> None:
+        """Raise `RequestError` unless the request is admitted."""
+        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy might see another end of the body
+            raise RequestError(400, "two_lengths", "the request has both Content-Length and Transfer-Encoding")
+        if path == "/health":
+            return
+        self._access.check(headers)
+        if self._underway >= self._most:
+            raise RequestError(503, "busy", f"{self._underway} requests are underway; allowed: {self._most}", retry=True)
+
+
+def error_response(error: RequestError) -> Response:
+    """The response for `error`; after an ambiguous length the connection is closed."""
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(error.status, {})
+    headers |= {"Connection": "close"} if error.code == "two_lengths" else {}
+    body = ErrorResponse(error=ErrorDetail(code=error.code, message=error.message, retry=error.retry))
+    return Response(body.model_dump_json(), error.status, headers, "application/json")
