@@ -6,8 +6,6 @@ names of all fields are unique across groups, so that a setting can be given by 
 """
 
 import difflib
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from flowrl.errors import ConfigError
 from flowrl.options import words
+from flowrl.reading import load_document, read_text
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -153,59 +152,6 @@ def read_settings(path: Path, kind: type) -> SettingsFile:
     return SettingsFile(reader.settings(reader.mapping(root, "settings"), "settings"), when, reader.mapping(root, "about"))
 
 
-def load_document(path: Path) -> tuple[Any, yaml.Node | None]:
-    """The content of a YAML or JSON file, and the tree that has the lines. Raises `ConfigError` with the place of an error."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(f"config: the file {path} does not exist") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config: {path} cannot be read: {error}") from error
-    if path.suffix == ".json":
-        try:
-            return json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs)), None
-        except (ValueError, RecursionError) as error:
-            raise error if isinstance(error, ConfigError) else ConfigError(f"config: {path} is not JSON: {error}") from error
-    try:
-        node = yaml.compose(text, Loader=_Loader)
-        _refuse_repeats(path, node)
-        return yaml.load(text, Loader=_Loader), node
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"config: {path}{place}, is not YAML: {getattr(error, 'problem', None) or error}") from error
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers: ``1e-4`` is one, which PyYAML takes for a text."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"), list("-+0123456789.")
-)
-
-
-def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ConfigError(f"config: {path}: {next(name for name in names if names.count(name) > 1)} is set twice")
-    return found
-
-
-def _refuse_repeats(path: Path, node: yaml.Node | None) -> None:
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            name = str(getattr(key, "value", key))
-            if name in seen:
-                raise ConfigError(f"config: {path}, line {key.start_mark.line + 1}: {name} is set twice")
-            seen.add(name)
-            _refuse_repeats(path, value)
-
-
 @dataclass(frozen=True)
 class _Reader:
     """Checks the settings of one file, and finds the line of what is wrong."""
@@ -276,7 +222,7 @@ class _Reader:
             return ConfigError(f"config: {message}")
         line = self._entry(place)[0]
         if self.node is None and place:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            lines = read_text(self.path).splitlines()
             line = next((number for number, text in enumerate(lines, start=1) if f'"{place[-1]}"' in text), None)
         return ConfigError(f"config: {self.path}{f', line {line}' if line else ''}: {message}")
 

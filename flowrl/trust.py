@@ -1,7 +1,6 @@
 """What settings in a file may name without the user's own word (SECURITY.md has the reasons), and whether code has changed."""
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.io import write_json
+from flowrl.reading import read_json
 from flowrl.registry import files_of
 from flowrl.specs import Spec, parse_spec
 
@@ -98,13 +98,9 @@ def record_code(folder: Path, settings: Mapping[str, Any]) -> None:
 
 def check_code(folder: Path, settings: Mapping[str, Any], changed_code: bool) -> None:
     """Raise `ConfigError` that names the parts whose code is not as it was; with `changed_code` record the new code instead."""
-    try:
-        recorded = json.loads((folder / NAME).read_text())
-        recorded = recorded if isinstance(recorded, dict) else {}
-    except FileNotFoundError:
+    if not (folder / NAME).exists():
         return
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / NAME} cannot be read: {error}") from error
+    recorded: dict[str, str] = read_json(folder / NAME, dict[str, str])
     found = code_of(settings)
     changed = [name for name in recorded if found.get(name) != recorded[name]]
     if changed and not changed_code:

@@ -1,14 +1,16 @@
 """The model card of a run: what was trained and on what, the measured scores, and how to use and repeat it."""
 
-import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from flowrl.errors import ConfigError, require
 from flowrl.io import write_bytes
 from flowrl.plots.pages import render
+from flowrl.reading import read_json
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.logging import scalars
 from flowrl.training.results import load_run
@@ -74,9 +76,31 @@ def _evaluation(path: Path) -> dict[str, Any] | None:
     """What `flowrl evaluate` has written, if anything."""
     if not path.is_file():
         return None
-    found = json.loads(path.read_text())
-    scores = {without_folders(name): score for name, score in found["scores"].items()}
-    return {**found, "command": without_folders(found["command"]), "scores": scores}
+    found: _Evaluation = read_json(path, _Evaluation)
+    scores = {without_folders(name): score for name, score in found.scores.items()}
+    return {**vars(found), "command": without_folders(found.command), "scores": scores}
+
+
+@dataclass(frozen=True)
+class _Difference:
+    base: float
+    trained: float
+    difference: float
+    low: float | None
+    high: float | None
+
+    def __post_init__(self) -> None:
+        require((self.low is None) == (self.high is None), "low", self.low, "a number if `high` is one")
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """What the card shows of evaluation.json."""
+
+    command: str
+    prompts: int
+    count: int
+    scores: dict[str, _Difference]
 
 
 def base_model(model: str) -> str:
@@ -85,8 +109,8 @@ def base_model(model: str) -> str:
     if not index.is_file():
         return model if HUB_NAME.fullmatch(model) else ""
     try:
-        named = str(json.loads(index.read_text()).get("_name_or_path", ""))
-    except (json.JSONDecodeError, OSError):
+        named = str(read_json(index, dict[str, Any]).get("_name_or_path", ""))
+    except ConfigError:
         return ""
     return named if HUB_NAME.fullmatch(named) and not Path(named).exists() else ""
 
@@ -99,7 +123,7 @@ def without_folders(text: str) -> str:
 def _guidance(config: RunConfig) -> str:
     """The arguments of classifier-free guidance: other defaults in SD3; in FLUX `guidance_scale` is an input of the network."""
     index = Path(config.policy.model) / "model_index.json"
-    name = str(json.loads(index.read_text()).get("_class_name", "")) if index.is_file() else config.policy.model
+    name = str(read_json(index, dict[str, Any]).get("_class_name", "")) if index.is_file() else config.policy.model
     if "flux" not in name.lower():
         return f", guidance_scale={config.policy.guidance_scale}"
     return f', true_cfg_scale={config.policy.guidance_scale}, negative_prompt=""' if config.policy.guidance_scale != 1 else ""

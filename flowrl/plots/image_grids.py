@@ -1,23 +1,64 @@
 """Figures of samples: before and after training, along one trajectory, base against trained weights, and plain grids."""
 
-import json
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Len
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl.credit import gains, turning_points
 from flowrl.diagnostics.weight_comparison import WeightComparison
+from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.plots.style import INK, clean, colour
+from flowrl.reading import read_json, read_tensors
 from flowrl.training.results import Comparison, RunRecord
 
 GOOD, BAD, NEUTRAL = "#00734f", "#b3261e", "#555b66"
 COLUMNS = 2
 """Prompts per row of `base_and_trained`."""
+
+
+@dataclass(frozen=True)
+class SamplesRecord:
+    """samples.json: the prompts of samples.safetensors, and the rewards before and after training."""
+
+    prompts: list[str]
+    reward_before: list[float]
+    reward_after: list[float]
+
+    def __post_init__(self) -> None:
+        counts = {len(self.prompts), len(self.reward_before), len(self.reward_after)}
+        require(len(counts) == 1 and self.prompts != [], "prompts", len(self.prompts), "one or more, with as many rewards")
+
+
+@dataclass(frozen=True)
+class TrajectoryRecord:
+    """trajectory.json, as `flowrl.training.evaluation.write_trajectory` describes it."""
+
+    prompt: str
+    chosen: Annotated[int, Ge(0)]
+    rewards: Annotated[list[float], Len(2)]
+    members: list[list[float]]
+    tweedie: list[float]
+
+    def __post_init__(self) -> None:
+        counts = {len(self.rewards), len(self.tweedie), *map(len, self.members)}
+        require(len(counts) == 1, "rewards", sorted(counts), "as many in every list")
+        require(self.chosen < len(self.members), "chosen", self.chosen, "the number of a member")
+
+
+def _images(path: Path, name: str, count: int) -> Tensor:
+    """Images [count, 3, height, width] or points [count, 2, 1, 1] from a safetensors file. Raises `CheckpointError`."""
+    found = read_tensors(path, {name: (count, None, None, None)})[name]
+    if found.shape[1:] != (2, 1, 1) and (found.shape[1] != 3 or 0 in found.shape):
+        raise CheckpointError(f"{path}: tensor {name!r} has shape {list(found.shape)}: neither images nor points")
+    return found
 
 
 def _show(axes: Axes, image: Tensor) -> None:
@@ -44,18 +85,21 @@ def samples(comparison: Comparison) -> Figure | None:
     runs = _finished(comparison, comparison.methods)
     if not runs:
         return None
-    records = [json.loads((run.folder / "samples.json").read_text()) for run in runs]
-    tensors = [load_file(run.folder / "samples.safetensors") for run in runs]
-    rows = [("base model", tensors[0]["before"], records[0]["reward_before"], INK)]
-    for run, record, tensor in zip(runs, records, tensors, strict=True):
-        rows.append((run.method, tensor["after"], record["reward_after"], colour(run.method, comparison.config["methods"])))
-    prompts = records[0]["prompts"]
+    first: SamplesRecord = read_json(runs[0].folder / "samples.json", SamplesRecord)
+    prompts, rows = first.prompts, list[tuple[str, Tensor, list[float], str]]()
+    for run in runs:
+        record: SamplesRecord = read_json(run.folder / "samples.json", SamplesRecord)
+        images = {name: _images(run.folder / "samples.safetensors", name, len(prompts)) for name in ("before", "after")}
+        if record.prompts != prompts or images["after"].shape != (rows[0][1] if rows else images["before"]).shape:
+            raise ConfigError(f"{run.folder / 'samples.json'}: other samples than those of {runs[0].folder}")
+        rows = rows or [("base model", images["before"], record.reward_before, INK)]
+        rows.append((run.method, images["after"], record.reward_after, colour(run.method, comparison.config["methods"])))
     if rows[0][1].shape[-1] == 1:
         figure = Figure(figsize=(3 * len(rows), 3.2), layout="constrained")
         for axes, (name, points, _, shade) in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
             _points(axes, points, name, shade)
             for point, text in zip(points, prompts, strict=True):
-                axes.annotate(text.split()[1], (float(point[0]), float(point[1])), fontsize=7)
+                axes.annotate(text.partition(" ")[2], (float(point[0]), float(point[1])), fontsize=7)
         return figure
     figure = Figure(figsize=(1.5 * len(prompts), 1.75 * len(rows) + 0.3), layout="constrained")
     grid = figure.subplots(len(rows), len(prompts), squeeze=False)
@@ -77,9 +121,9 @@ def trajectory(comparison: Comparison) -> Figure | None:
     runs = _finished(comparison, sorted(comparison.methods, key=lambda method: "tp" not in method))
     if not runs:
         return None
-    record = json.loads((runs[0].folder / "trajectory.json").read_text())
-    completions = load_file(runs[0].folder / "trajectory.safetensors")["images"]
-    table, rewards = torch.tensor(record["members"])[None], record["rewards"]
+    record: TrajectoryRecord = read_json(runs[0].folder / "trajectory.json", TrajectoryRecord)
+    completions = _images(runs[0].folder / "trajectory.safetensors", "images", len(record.rewards))
+    table, rewards = torch.tensor(record.members)[None], record.rewards
     has_images, nodes = completions.shape[-1] > 1, len(rewards)
     figure = Figure(figsize=(11, 6.2 if has_images else 4.6), layout="constrained")
     ratios = [1.0, 2.2, 1.3] if has_images else [2.2, 1.3]
@@ -91,19 +135,19 @@ def trajectory(comparison: Comparison) -> Figure | None:
     curve = figure.add_subplot(layout[-2, :])
     curve.plot(range(nodes), table[0].T, color="#c9ccd3", linewidth=0.8)
     for name, values, shade, ink, style, at, shift in (
-        ("one-step estimate", record["tweedie"], "#D55E00", "#a84600", {"linestyle": ":", "linewidth": 2}, 1, (12, -9)),
+        ("one-step estimate", record.tweedie, "#D55E00", "#a84600", {"linestyle": ":", "linewidth": 2}, 1, (12, -9)),
         ("ODE completion", rewards, "#009E73", GOOD, {"marker": "o", "linewidth": 2.5}, 0, (3, 8)),
     ):
         curve.plot(range(nodes), values, color=shade, **style)
         curve.annotate(name, (at, values[at]), color=ink, fontsize=9, xytext=shift, textcoords="offset points")
     for consistent, shade in ((False, "#8a8f98"), (True, BAD)):
-        turns = turning_points(table, consistent=consistent, first_step=True)[0, record["chosen"]].nonzero().flatten().tolist()
+        turns = turning_points(table, consistent=consistent, first_step=True)[0, record.chosen].nonzero().flatten().tolist()
         heights = [rewards[step] for step in turns]
         curve.scatter(turns, heights, s=190, facecolors="none", edgecolors=shade, linewidths=2, zorder=5 + consistent)
     curve.set_ylabel("estimated final reward")
-    title = f'"{record["prompt"]}": red rings are consistent turning points, grey rings plain ones; thin lines: rest of the group'
+    title = f'"{record.prompt}": red rings are consistent turning points, grey rings plain ones; thin lines: rest of the group'
     curve.set_title(title, fontsize=10)
-    bars, steps = figure.add_subplot(layout[-1, :], sharex=curve), gains(table)[0, record["chosen"]].tolist()
+    bars, steps = figure.add_subplot(layout[-1, :], sharex=curve), gains(table)[0, record.chosen].tolist()
     bars.bar([i + 0.5 for i in range(nodes - 1)], steps, width=0.8, color=["#009E73" if g >= 0 else BAD for g in steps])
     bars.axhline(0, color=INK, linewidth=0.8)
     bars.set(xlabel="node (0 = noise, last = image)", ylabel="gain of the step", xticks=range(nodes))

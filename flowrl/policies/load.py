@@ -1,19 +1,20 @@
 """Loading a policy from a model's folder, or from its name on the Hugging Face Hub."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, require
 from flowrl.plugins import plugin
 from flowrl.policies.family import DTYPES, Family, ModelOptions
 from flowrl.policies.flux import Flux
 from flowrl.policies.pipeline import PipelinePolicy
 from flowrl.policies.sd3 import SD3
+from flowrl.reading import reading
 
 FAMILIES: dict[str, Callable[[], Family]] = {"StableDiffusion3Pipeline": SD3, "FluxPipeline": Flux}
 """Built-in families by the class of their pipeline; a package adds one by an entry point of that name in `flowrl.families`."""
@@ -40,7 +41,7 @@ def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Fami
     try:
         index = dict(diffusers.DiffusionPipeline.load_config(model))
         name = str(index.pop("_class_name"))
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, TypeError) as error:
         offline = os.environ.get("HF_HUB_OFFLINE", "0") in ("1", "true", "TRUE", "ON", "YES")
         hint = "; only the local cache was searched: HF_HUB_OFFLINE=0 allows downloads" if offline else ""
         raise ConfigError(
@@ -51,11 +52,21 @@ def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Fami
     _require_data_only(model, index, type(chosen).__module__.partition(".")[0])
     network = "float32" if options.tuning == "full" else options.dtype
     dtypes = {"default": DTYPES[options.dtype], "transformer": DTYPES[network], "vae": DTYPES["float32"]}
-    try:
-        pipe = getattr(diffusers, name).from_pretrained(model, use_safetensors=True, dtype=dtypes)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: the {name} in {model!r} cannot be read: {error}") from error
+    with reading(f"model: the {name} in {model!r}"):
+        networks = {part: _complete(model, part, index[part], dtypes[part]) for part in ("transformer", "vae")}
+        pipe = getattr(diffusers, name).from_pretrained(model, use_safetensors=True, dtype=dtypes, **networks)
     return PipelinePolicy(pipe, chosen, options)
+
+
+def _complete(model: str, part: str, entry: Sequence[str], dtype: Any) -> Any:
+    """A network of the pipeline with every weight from its files: diffusers would fill missing ones with random numbers."""
+    require(isinstance(entry, list | tuple), f"model: {part} in the model_index.json of {model!r}", entry, "[LIBRARY, CLASS]")
+    kind = getattr(import_module(entry[0]), entry[1])
+    network, info = kind.from_pretrained(model, subfolder=part, use_safetensors=True, torch_dtype=dtype, output_loading_info=True)
+    missing = info["missing_keys"]
+    if missing:
+        raise ConfigError(f"model: the files of the {part} in {model!r} lack {len(missing)} weights, such as {missing[0]}")
+    return network
 
 
 def _require_data_only(model: str, index: Mapping[str, Any], package: str) -> None:
@@ -76,6 +87,8 @@ def _require_data_only(model: str, index: Mapping[str, Any], package: str) -> No
         found = getattr(import_module(library), made, None) if known and find_spec(library) else None
         if not (isinstance(found, type) and issubclass(found, kinds)):
             allowed = "a model, scheduler or tokenizer of diffusers or transformers"
-            raise ConfigError(f"model: {name} in the model_index.json of {model!r} is {library}.{made}; allowed: {allowed}")
+            raise ConfigError(
+                f"model: {name} in the model_index.json of {model!r} is {library:.60}.{made:.60}; allowed: {allowed}"
+            )
     for path in Path(model).glob("**/*.py"):
         raise ConfigError(f"model: {path} is code; a model's folder must contain data only")

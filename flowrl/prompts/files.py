@@ -17,6 +17,7 @@ from flowrl.errors import ConfigError, require
 from flowrl.io import require_new_file, write_bytes
 from flowrl.prompts.generate import compositional_prompts, image_prompts, text_prompts
 from flowrl.prompts.geneval import request_of
+from flowrl.reading import parse_json, read_text
 from flowrl.types import Prompt
 
 SHOWN = 5
@@ -108,10 +109,7 @@ def load_prompts(path: Path) -> PromptFile:
     if source.startswith(DATASET_PREFIX) or path.suffix in DATASET_FORMATS or path.is_dir():
         rows = ((text, partial(_prompt, text.strip(), json.loads(metadata))) for text, metadata in _dataset_rows(source))
         return _collect(path, rows, "row")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")  # splitlines would also cut at U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompts: {path} cannot be read: {error}") from error
+    lines = read_text(path).removesuffix("\n").split("\n")  # splitlines would also cut at U+2028
     parse = _from_json if path.suffix == ".jsonl" else _from_text
     return _collect(path, ((line, partial(parse, line)) for line in lines), "line")
 
@@ -165,14 +163,11 @@ def _from_text(line: str) -> Prompt | None:
 
 
 def _from_json(line: str) -> Prompt:
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not a number in JSON")
-
     try:
-        values = json.loads(line, parse_constant=refuse)
+        values = parse_json(line, finite=True)
     except json.JSONDecodeError as error:
         raise ConfigError(f'is no JSON object with an entry "prompt" ({error.msg} at column {error.colno})') from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f'is no JSON object with an entry "prompt" ({error})') from error
     text = values.pop("prompt", None) if isinstance(values, dict) else None
     if not isinstance(values, dict) or not isinstance(text, str) or not text.strip():

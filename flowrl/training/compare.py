@@ -11,7 +11,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError, PartError, require
 from flowrl.io import folder_lock, new_folder, write_json
-from flowrl.settings import load_document
+from flowrl.reading import as_kind, load_document, reading
 from flowrl.specs import identity
 from flowrl.training.build import check, make_method
 from flowrl.training.config import RunConfig
@@ -187,4 +187,20 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
 
 def load_compare(path: Path, trust: bool = False) -> CompareConfig:
     """The comparison that the file config.json at `path` describes; `trust` as in `load_config`."""
-    return CompareConfig.from_dict(load_document(path)[0], trust, path)
+    values, _ = load_document(path)
+    with reading(path):
+        as_kind(values, _File)
+        return CompareConfig.from_dict(values, trust, path)
+
+
+@dataclass(frozen=True)
+class _File:
+    """The entries of a comparison's config.json, all optional here."""
+
+    methods: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    credit: list[str] = field(default_factory=list)
+    preset: str = ""
+    command: str = ""
+    method_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)

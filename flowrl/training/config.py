@@ -12,7 +12,8 @@ from pydantic import model_validator
 
 from flowrl.errors import ConfigError, require
 from flowrl.options import Count, Seed, Whole
-from flowrl.settings import flat, groups_of, load_document, nested, read_settings, read_values, replaced, settings_group
+from flowrl.reading import load_document, reading
+from flowrl.settings import flat, groups_of, nested, read_settings, read_values, replaced, settings_group
 from flowrl.training.presets import MIXTURE_DEFAULTS, MODEL_DEFAULTS, combine
 from flowrl.trust import trusted
 
@@ -294,7 +295,8 @@ def load_config(path: Path, trust: bool = False) -> RunConfig:
     `trust` also for what a file may not name (`flowrl.trust`)."""
     values, _ = load_document(path)
     check_format(path, values)
-    return Preset(str(path), trusted(read_settings(path, RunConfig).settings, path, trust)).apply()
+    with reading(path):
+        return Preset(str(path), trusted(read_settings(path, RunConfig).settings, path, trust)).apply()
 
 
 def check_format(path: Path | str, values: Any) -> None:

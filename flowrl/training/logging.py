@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
 from flowrl.errors import ConfigError, require
 from flowrl.io import write_bytes
+from flowrl.reading import read_tensors
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import Evaluation
 
@@ -74,7 +74,7 @@ class Journal:
             return
         images = None if evaluation is None else evaluation.images
         if step == 0:
-            images = load_file(self.folder / "before.safetensors")["images"]
+            images = read_tensors(self.folder / "before.safetensors", {"images": (None,) * 4})["images"]
         if images is not None and images.shape[1] == 3:
             self._show(images, step)
         if evaluation is not None and self.config.policy.model:

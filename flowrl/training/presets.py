@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.settings import load_document, read_settings
+from flowrl.reading import load_document
+from flowrl.settings import read_settings
 
 KINDS = ("models", "methods", "tasks", "definitions")
 """The folders of preset files, in the order in which their settings are laid over each other."""

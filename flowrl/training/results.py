@@ -7,10 +7,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Len
 
 from flowrl.diagnostics.curves import first_reached
 from flowrl.errors import ConfigError
+from flowrl.reading import as_kind, parse_json, read_json, reading
 from flowrl.training.config import check_format
 
 
@@ -81,27 +84,77 @@ class Comparison:
 
 
 def load_run(folder: Path) -> RunRecord:
-    """Read a run folder; an incomplete last line is ignored. Raises `ConfigError` if `folder` is not the folder of a run."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        check_format(folder / "config.json", config)
-        text = (folder / "metrics.jsonl").read_text()
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{folder} is not the folder of a run: {error}") from error
-    rows = []
-    for line in text.splitlines():
+    """Read a run folder; an incomplete last line is ignored. Raises `ConfigError` if `folder` is not the folder of a run, or a
+    line of metrics.jsonl is no row of a run."""
+    check_format(folder / "config.json", _config(folder, "run"))
+    config: _RunFile = _config(folder, "run", _RunFile)
+    path, rows = folder / "metrics.jsonl", list[dict[str, Any]]()
+    with reading(path):
+        lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return RunRecord(config["algorithm"]["method"], int(config["seed"]), folder, tuple(rows), (folder / "done.json").exists())
+            row = parse_json(line)
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ConfigError(f"{path}, line {number}: {str(error)[:200]}") from error
+        with reading(f"{path}, line {number}"):
+            as_kind(row, MetricsRow)
+        rows.append(row)
+    return RunRecord(config.algorithm.method, config.seed, folder, tuple(rows), (folder / "done.json").exists())
+
+
+def _config(folder: Path, kind: str, content: Any = Any) -> Any:
+    try:
+        return read_json(folder / "config.json", content)
+    except ConfigError as error:
+        raise ConfigError(f"{folder} is not the folder of a {kind}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Algorithm:
+    method: str
+
+
+@dataclass(frozen=True)
+class _RunFile:
+    """What is read of a run's config.json."""
+
+    algorithm: _Algorithm
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Scores:
+    reward: float
+    heldout: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MetricsRow:
+    """What every line of metrics.jsonl contains; all other numbers may be missing."""
+
+    iteration: int
+    nfe_total: float
+    seconds_total: float
+    evaluation: _Scores | None = None
+    trajectories: float = 1.0
+
+
+@dataclass(frozen=True)
+class _ComparisonFile:
+    """What is read of a comparison's config.json."""
+
+    methods: Annotated[list[str], Len(1)]
+    seeds: list[int]
+    baseline: str = ""
 
 
 def holds(folder: Path, entry: str) -> bool:
     """Whether config.json in `folder` is flowrl's own, with `entry`: "algorithm" for a run, "methods" for a comparison."""
     try:
-        return entry in json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
+        return entry in read_json(folder / "config.json", dict[str, Any])
+    except ConfigError:
         return False
 
 
@@ -119,13 +172,10 @@ def run_folder(name: str, seed: int) -> str:
 
 def load_comparison(folder: Path) -> Comparison:
     """Read a comparison folder, finished or not. Raises `ConfigError` if `folder` is not the folder of a comparison."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        names = config["methods"]
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder} is not the folder of a comparison: {error}") from error
-    folders = dict.fromkeys(folder / "runs" / run_folder(name, seed) for name in names for seed in config["seeds"])
-    return Comparison(folder, config, tuple(load_run(f) for f in folders if (f / "metrics.jsonl").exists()))
+    found: _ComparisonFile = _config(folder, "comparison", _ComparisonFile)
+    folders = dict.fromkeys(folder / "runs" / run_folder(name, seed) for name in found.methods for seed in found.seeds)
+    runs = tuple(load_run(f) for f in folders if (f / "metrics.jsonl").exists())
+    return Comparison(folder, _config(folder, "comparison"), runs)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from flowrl.distributed import Distributed, full_tensors
-from flowrl.errors import ConfigError, part_errors
+from flowrl.errors import CheckpointError, ConfigError, part_errors
 from flowrl.io import folder_lock, new_folder, write_bytes, write_json
 from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
+from flowrl.reading import as_kind, read_json, read_tensors, reading
 from flowrl.settings import settings_text
 from flowrl.training import logging as lines
 from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
@@ -28,7 +28,7 @@ from flowrl.training.heldout import HeldoutMetrics, make_heldout_metrics
 from flowrl.training.logging import Journal
 from flowrl.training.monitors import Notice, limits_of, memory_notices, notices, out_of_memory
 from flowrl.training.nonfinite import NonFiniteError
-from flowrl.training.results import has_progress, holds
+from flowrl.training.results import MetricsRow, has_progress, holds
 from flowrl.training.trainer import Trainer
 from flowrl.trust import check_code, record_code
 from flowrl.worlds.base import World
@@ -190,7 +190,7 @@ class Run:
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
         kept = None if self.shared is None else self.shared / f"untrained-{key}.safetensors"
         if kept is not None and kept.exists() and kept.with_suffix(".json").exists():
-            return kept.read_bytes(), json.loads(kept.with_suffix(".json").read_text())
+            return kept.read_bytes(), read_json(kept.with_suffix(".json"), dict[str, Any])
         before = self._score(policy, world)
         images = save({"images": before.images, "scores": before.image_scores})
         if kept is not None and not before.incomplete:
@@ -209,8 +209,11 @@ class Run:
         with self.distributed.shared_errors():
             if self.distributed.is_main and (kept.names() or start):
                 checkpoint = kept.load(start)
+                with reading(kept.path(start or kept.names()[-1]), CheckpointError):
+                    as_kind(checkpoint.values.get("rows"), list[MetricsRow])
         if self.distributed.any(checkpoint is not None):
-            trainer.restore(checkpoint or Checkpoint({}, {}))
+            with reading(kept.path(start or (kept.names() or [""])[-1]), CheckpointError):
+                trainer.restore(checkpoint or Checkpoint({}, {}))
         rows: list[dict[str, Any]] = []
         with self.distributed.shared_errors():
             if self.distributed.is_main:
@@ -266,8 +269,8 @@ class Run:
         """The untrained model's samples and scores; made again where the file is missing or damaged."""
         path, found = self.folder / "before.safetensors", None
         if self.distributed.is_main:
-            with suppress(OSError, SafetensorError):
-                found = load(path.read_bytes())
+            with suppress(CheckpointError):
+                found = read_tensors(path, {"images": (None,) * 4, "scores": (None,)})
         found = self.distributed.gather(found)[0]
         if found is None:
             images, _ = self._untrained(world.policy(policy_options(self.config)), world)

@@ -1,12 +1,12 @@
 """Worlds: prompts, rewards and a policy that fit together; built-in ones by name, and a diffusers model as a world."""
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +19,7 @@ from flowrl.policies.pipeline import ModelOptions
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
 from flowrl.prompts import prompts_from
 from flowrl.protocols import FlowPolicy, RewardModel
+from flowrl.reading import read_json
 from flowrl.registry import build
 from flowrl.types import Prompt
 from flowrl.worlds import mixture as mixture_world
@@ -66,15 +67,14 @@ def check_hash(path: Path) -> None:
     for needed in (path, card):
         if not needed.is_file():
             raise CheckpointError(f"weights: {needed} does not exist; make it with `flowrl pretrain --out {path}`")
-    try:
-        expected = json.loads(card.read_text())["sha256"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"weights: {card} is not a weight card with an entry 'sha256'") from error
+    expected = read_json(card, dict[str, Any], CheckpointError).get("sha256")
+    if not isinstance(expected, str):
+        raise CheckpointError(f"weights: {card} is not a weight card with an entry 'sha256'")
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != expected:
         raise CheckpointError(
-            f"weights: {path} has SHA-256 {found[:16]}..., its card has {expected[:16]}...; the file is damaged or foreign; "
-            f"make it again with `flowrl pretrain --out {path}`"
+            f"weights: {path} has SHA-256 {found[:16]}..., its card {card} has {expected[:16]}...; one of them is damaged or "
+            f"foreign; make it again with `flowrl pretrain --out {path}`"
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from flowrl.credit import TurningPoint, check_advantages, gains, probed, reward_to_go, turning_points
 from flowrl.errors import ConfigError
 from flowrl.protocols import CreditAssigner
+from flowrl.reading import read_text
 from flowrl.types import Schedule
 
 EXAMPLE = """prompt,member,R0,R1,R2,R3,R4
@@ -39,12 +40,18 @@ def parse_rewards(text: str, origin: str = "rewards") -> RewardFile:
     without one, every column is a node and all rows are one group. Raises `ConfigError` with the line number of an unreadable
     value, or if groups differ in size.
     """
-    lines = ([cell.strip() for cell in line] for line in csv.reader(io.StringIO(text)))
-    rows = [(number, line) for number, line in enumerate(lines, 1) if any(line)]
+    lines = csv.reader(io.StringIO(text), strict=True)
+    try:
+        rows = [(lines.line_num, cells) for line in lines if any(cells := [cell.strip() for cell in line])]
+    except csv.Error as error:
+        raise ConfigError(f"{origin}, line {lines.line_num}: {error}") from error
     if not rows:
         raise ConfigError(f"{origin}: no rows; write one line per trajectory, one number per node")
     names = [cell.lower() for cell in rows[0][1]]
     header = not all(map(_is_number, names))
+    twice = next((name for name in ("prompt", "member") if names.count(name) > 1), None)
+    if twice:
+        raise ConfigError(f"{origin}, line {rows[0][0]}: the column {twice} is there twice")
     groups: dict[str, list[tuple[str, list[float]]]] = {}
     for number, row in rows[header:]:
         if len(row) != len(names):
@@ -53,14 +60,17 @@ def parse_rewards(text: str, origin: str = "rewards") -> RewardFile:
         values = [cell for name, cell in zip(names, row, strict=True) if name not in labels]
         bad = next((cell for cell in values if not _is_number(cell)), None)
         if bad is not None:
-            raise ConfigError(f"{origin}, line {number}: {bad!r} is not a finite number")
+            raise ConfigError(f"{origin}, line {number}: {bad!r:.60} is not a finite number")
         members = groups.setdefault(labels.get("prompt", "all rows"), [])
-        members.append((labels.get("member", str(len(members))), [float(cell) for cell in values]))
+        member = labels.get("member", str(len(members)))
+        if any(member == other for other, _ in members):
+            raise ConfigError(f"{origin}, line {number}: the member {member!r:.60} of this prompt is there twice")
+        members.append((member, [float(cell) for cell in values]))
     if not groups:
         raise ConfigError(f"{origin}: a header but no rows")
     sizes = {prompt: len(members) for prompt, members in groups.items()}
     if len(set(sizes.values())) > 1:
-        raise ConfigError(f"{origin}: every prompt needs as many members; found {sizes}")
+        raise ConfigError(f"{origin}: every prompt needs as many members; found {sizes!s:.200}")
     table = torch.tensor([[values for _, values in members] for members in groups.values()])
     if table.shape[1] < 2 or table.shape[2] < 2:
         raise ConfigError(f"{origin}: {table.shape[1]} members and {table.shape[2]} nodes; 2 or more of each are needed")
@@ -68,15 +78,15 @@ def parse_rewards(text: str, origin: str = "rewards") -> RewardFile:
 
 
 def read_rewards(path: Path) -> RewardFile:
-    """`parse_rewards` of a file. Raises `ConfigError` if it does not exist."""
+    """`parse_rewards` of a file in UTF-8. Raises `ConfigError` if it does not exist or is no text."""
     if not path.is_file():
         raise ConfigError(f"rewards: the file {path} does not exist")
-    return parse_rewards(path.read_text(), str(path))
+    return parse_rewards(read_text(path), str(path))
 
 
 def _is_number(text: str) -> bool:
     try:
-        return bool(torch.isfinite(torch.tensor(float(text))))
+        return abs(float(text)) <= torch.finfo(torch.float32).max
     except ValueError:
         return False
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.io import write_json
+from flowrl.reading import is_kind, parse_json, read_json, reading
 from flowrl.training.config import RunConfig
 from flowrl.training.run import versions
 from flowrl.trust import trusted
@@ -32,9 +33,10 @@ from flowrl_bench.digest import (
 from flowrl_bench.evidence import column
 
 FORMAT = 2
-ENTRIES: dict[str, type | tuple[type, ...]] = {
-    "id": str, "code": str, "golden": list, "rules": str, "commit": str, "command": str, "hardware": str, "seed": int,
-    "versions": dict, "config": dict, "curve": list, "totals": dict, "phases": dict,
+ENTRIES: dict[str, Any] = {
+    "id": str, "code": str, "golden": list[float], "rules": str, "commit": str, "command": str, "hardware": str, "seed": int,
+    "versions": dict[str, str], "config": dict[str, Any], "curve": list[list[float | None]], "totals": dict[str, float],
+    "phases": dict[str, float],
 }  # fmt: skip
 """What every line holds, besides `gains`, which may be null."""
 Lines = Mapping[str, Mapping[str, Any]]
@@ -113,7 +115,8 @@ class ResultsFile:
         half-written last line (after a power cut) is ignored; its run is made again.
         """
         found: dict[str, dict[str, Any]] = {}
-        texts = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
+        with reading(self.path):
+            texts = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
         for number, text in enumerate(texts, 1):
             line, error = _parsed(text)
             if number == len(texts) and error:
@@ -187,14 +190,15 @@ class ResultsFile:
 
     def unchecked(self) -> list[dict[str, Any]]:
         """The lines that are JSON objects, whatever they hold (`read` names what is wrong with the others)."""
-        texts = self.path.read_bytes().splitlines() if self.path.exists() else []
+        with reading(self.path):
+            texts = self.path.read_bytes().splitlines() if self.path.exists() else []
         return [line for line in (_parsed(text)[0] for text in texts) if isinstance(line, dict)]
 
 
 def _parsed(text: bytes) -> tuple[Any, str]:
     """A line's value, or what is wrong with it."""
     try:
-        return json.loads(text), ""
+        return parse_json(text), ""
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
         return None, str(error)
 
@@ -204,8 +208,8 @@ def _require_whole(line: Any, where: str) -> None:
     if not isinstance(line, dict):
         raise ConfigError(f"{where} is no run but {str(line)[:40]!r}; allowed: a JSON object as `flowrl bench` writes it")
     if line.get("format") != FORMAT:
-        raise ConfigError(f"{where} has format {line.get('format')!r}; allowed: {FORMAT}")
-    missing = [name for name in ENTRIES if not isinstance(line.get(name), ENTRIES[name])]
+        raise ConfigError(f"{where} has format {line.get('format')!r:.60}; allowed: {FORMAT}")
+    missing = [name for name, kind in ENTRIES.items() if name not in line or not is_kind(line[name], kind)]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}; allowed: a line as `flowrl bench` writes it")
 
@@ -224,6 +228,12 @@ def observer() -> str:
     """Digest of the code that observes samples: `measurements.observe_run`, its helpers and its numbers."""
     numbers = (measurements.SAMPLES, measurements.RANDOM_SIGNS, measurements.FIRST_SEED)
     return functions_digest((measurements.observe, measurements.observe_run, measurements.log_density), str(numbers))
+
+
+@dataclass(frozen=True)
+class _Samples:
+    rows: dict[str, dict[str, Any]]
+    observer: str = ""
 
 
 @dataclass(frozen=True)
@@ -247,10 +257,10 @@ class SamplesFile:
         if not self.path.exists():
             return {}, ""
         try:
-            found = json.loads(self.path.read_text())
-            return dict(found["rows"]), str(found.get("observer", ""))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"samples: {self.path} does not hold what `flowrl bench claims` writes: {error!r}") from error
+            found: _Samples = read_json(self.path, _Samples)
+        except ConfigError as error:
+            raise ConfigError(f"samples: {self.path} does not hold what `flowrl bench claims` writes: {error}") from error
+        return found.rows, found.observer
 
     def write(self, rows: Mapping[str, Any]) -> None:
         """Replace the file."""

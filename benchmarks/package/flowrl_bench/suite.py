@@ -12,6 +12,7 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.io import file_lock, write_json
 from flowrl.methods import named_method
+from flowrl.reading import read_json
 from flowrl.training.config import RunConfig
 from flowrl.trust import trust_option
 from flowrl.types import Completion, Continuation, Substeps
@@ -140,15 +141,21 @@ def arm_memory(worlds: Sequence[str], arms: Mapping[str, Arm]) -> list[dict[str,
     return [{"world": world, "arm": name, "peak_mib": peak_memory(config)} for (world, name), config in runs.items()]
 
 
+@dataclass(frozen=True)
+class _Memory:
+    rows: list[dict[str, Any]]
+    code: str = ""
+
+
 def kept_memory(path: Path, arms: Mapping[str, Arm] | None, code: str = "") -> list[dict[str, Any]]:
     """The peak memory rows in the file at `path`; if it is missing or of other code, those of `arms` measured now, if given.
 
     `code`: the digest that the file must have; default: that of this code.
     """
     if path.exists():
-        kept = json.loads(path.read_text())
-        if kept.get("code") == (code or code_digest()):
-            return kept["rows"]
+        kept: _Memory = read_json(path, _Memory)
+        if kept.code == (code or code_digest()):
+            return kept.rows
     if arms is None:
         return []
     rows = arm_memory(list(TASKS), arms)

@@ -1,0 +1,210 @@
+"""Files from elsewhere: JSON, YAML, text and safetensors have the expected content, or an error names the file and the place."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from yaml.composer import ComposerError
+
+from flowrl.errors import CheckpointError, ConfigError, FlowrlError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DEPTH = 50
+"""Levels of lists and objects that a file may have."""
+DIGITS = 20
+"""Digits and sign of a whole number: those of 64 bits."""
+
+
+@contextmanager
+def reading(path: Path | str, kind: type[FlowrlError] = ConfigError) -> Iterator[None]:
+    """What the block raises because of the content of the file `path` becomes a `kind` of error that names the file."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except FlowrlError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from error
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(map(str, problem["loc"]))[:100]
+        raise kind(f"{path}: {f'{place}: ' if place else ''}{problem['msg']}, not {problem['input']!r:.60}") from error
+    except OSError as error:
+        raise kind(f"{path} cannot be read: {str(error.strerror or error)[:200]}") from error
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, SafetensorError) as error:
+        raise kind(f"{path} cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, with or without a byte order mark. Raises `ConfigError`."""
+    with reading(path):
+        return path.read_text(encoding="utf-8-sig")
+
+
+def read_json(path: Path, kind: Any = Any, error: type[FlowrlError] = ConfigError) -> Any:
+    """The content of a JSON file as a `kind`: any type that pydantic checks, such as a data class. Raises `error`."""
+    with reading(path, error):
+        return as_kind(parse_json(path.read_bytes()), kind)
+
+
+def as_kind(value: Any, kind: Any) -> Any:
+    """A value from JSON as a `kind`; types are not converted, further entries are left out. Raises `ValueError`."""
+    return value if kind is Any else TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+
+
+def is_kind(value: Any, kind: Any) -> bool:
+    """Whether `as_kind` accepts the value."""
+    try:
+        as_kind(value, kind)
+    except ValueError:
+        return False
+    return True
+
+
+def parse_json(data: str | bytes, finite: bool = False) -> Any:
+    """One value in JSON (UTF-8, with or without a byte order mark). NaN and Infinity are numbers, as Python writes them,
+    unless all must be `finite`.
+
+    Raises `ValueError` if it is no JSON, names an entry twice in an object, is nested deeper than `DEPTH`, or contains a
+    whole number of more than 64 bits or half a surrogate pair.
+    """
+    text = data.decode("utf-8-sig") if isinstance(data, bytes) else data.removeprefix("\ufeff")
+    try:
+        number = _finite if finite else float
+        value = json.loads(text, object_pairs_hook=_once, parse_int=_whole, parse_float=number, parse_constant=number)
+    except RecursionError as error:
+        raise ValueError(f"nested deeper than {DEPTH} levels") from error
+    layer, levels = _inside([value]), 0
+    while layer:
+        levels += 1
+        if levels > DEPTH:
+            raise ValueError(f"nested deeper than {DEPTH} levels")
+        layer = _inside(value for part in layer for value in (part.values() if isinstance(part, dict) else part))
+    if "\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1):.60} is set twice")
+    return found
+
+
+def _inside(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, dict | list)]
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(float(digits)):
+        raise ValueError(f"{digits:.20} is not a number in JSON")
+    return float(digits)
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > DIGITS:
+        raise ValueError(f"the whole number {digits[:DIGITS]}... has more than 64 bits")
+    return int(digits)
+
+
+def read_tensors(
+    path: Path, shapes: Mapping[str, tuple[int | None, ...]], kind: type[FlowrlError] = CheckpointError
+) -> "dict[str, Tensor]":
+    """The tensors of a safetensors file, which must contain floating-point tensors of these names and `shapes` (None: any size).
+
+    Raises `CheckpointError`.
+    """
+    from safetensors.torch import load
+
+    with reading(path, CheckpointError):
+        found = load(path.read_bytes())
+    for name, shape in shapes.items():
+        tensor = found.get(name)
+        size = None if tensor is None or not tensor.is_floating_point() else tuple(tensor.shape)
+        if size is None or len(size) != len(shape) or any(fit not in (None, n) for fit, n in zip(shape, size, strict=True)):
+            there = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            wanted = ", ".join("any" if fit is None else str(fit) for fit in shape)
+            raise CheckpointError(f"{path}: tensor {name!r} is {there}; allowed: floating-point numbers [{wanted}]")
+    return found
+
+
+def load_document(path: Path) -> tuple[Any, yaml.Node | None]:
+    """The content of a YAML or JSON file, and the tree that has the lines. Raises `ConfigError` with the place of an error."""
+    if not path.exists():
+        raise ConfigError(f"config: the file {path} does not exist")
+    text = read_text(path)
+    if len(text) > LONGEST:
+        raise ConfigError(f"config: {path} has {len(text):,} characters; a file of settings may have {LONGEST:,}")
+    if path.suffix == ".json":
+        try:
+            return parse_json(text), None
+        except ValueError as error:
+            raise ConfigError(f"config: {path} is not JSON: {error}") from error
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        _refuse_repeats(path, node)
+        return (None if node is None else loader.construct_document(node)), node
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"config: {path}{place}, is not YAML: {str(getattr(error, 'problem', None) or error)[:200]}") from error
+
+
+LONGEST = 100_000
+"""Characters in a file of settings; longer ones take PyYAML seconds."""
+NODES = 10_000
+"""Values, names, lists and groups in it."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's numbers: ``1e-4`` is one, which PyYAML takes for a text. At most `DEPTH` levels and `NODES` values;
+    those of an alias count wherever it is used."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.level, self.nodes, self.sizes = 0, 0, dict[int, int]()
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next node of the tree."""
+        mark, is_alias, before = self.peek_event().start_mark, self.check_event(yaml.AliasEvent), self.nodes
+        self.level, self.nodes = self.level + 1, self.nodes + 1
+        node = super().compose_node(parent, index) if self.level <= DEPTH else None
+        self.level -= 1
+        if is_alias and node is not None:
+            self.nodes += self.sizes.get(id(node), NODES)  # an alias inside its own value is endless
+        self.sizes[id(node)] = self.nodes - before
+        if node is None or self.nodes > NODES:
+            raise ComposerError(None, None, f"more than {DEPTH} levels, or {NODES:,} values with those of aliases", mark)
+        return node
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"), list("-+0123456789.")
+)
+
+
+def _refuse_repeats(path: Path, node: yaml.Node | None) -> None:
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = str(getattr(key, "value", key))
+            if name in seen:
+                raise ConfigError(f"config: {path}, line {key.start_mark.line + 1}: {name:.60} is set twice")
+            seen.add(name)
+            _refuse_repeats(path, value)
+    for inside in node.value if isinstance(node, yaml.SequenceNode) else ():
+        _refuse_repeats(path, inside)

@@ -1,0 +1,202 @@
+"""Damaged and hostile files are read or refused by name, and run nothing; files with one fault are refused for that fault."""
+
+import json
+import os
+import random
+import subprocess
+
+import fuzz_files
+import fuzz_mutations
+import pytest
+import torch
+import yaml
+from flowrl_bench.explain import read_rewards
+from safetensors.torch import save
+
+from flowrl.errors import CheckpointError, ConfigError
+from flowrl.prompts import load_prompts
+from flowrl.reading import DEPTH, NODES, load_document, parse_json, read_json, read_tensors, reading
+from flowrl.testing.tiny import tiny_sd3
+from flowrl.training.results import load_run
+
+INPUTS = 300
+SLOW = ("base weights", "model: ")
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("seeds")
+    fuzz_files.make_seeds(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", fuzz_files.KINDS, ids=lambda kind: kind.name)
+def test_no_reader_crashes_or_runs_code(kind, seeds):
+    inputs = 3 if kind.name.startswith(SLOW) else fuzz_files.shared_out(INPUTS)[kind.name]
+    found = fuzz_files.fuzz(kind, seeds, inputs, seed=1)
+    assert not found.problems
+    assert found.tried == inputs
+
+
+def test_the_same_seed_makes_the_same_inputs():
+    def made(seed):
+        return [fuzz_mutations.json_changed(b'{"a": [1, {"b": 2}]}', random.Random(f"{seed} {i}")) for i in range(20)]
+
+    assert made(1) == made(1) != made(2)
+
+
+def crash(path):
+    raise KeyError("boom")
+
+
+def connect(path):
+    subprocess.run(["true"])
+
+
+def shout(path):
+    raise ConfigError(f"{path} " + "x" * 3000)
+
+
+def anonymous(path):
+    raise ConfigError("something is wrong")
+
+
+def touch(path):
+    (path.parent / "CANARY").touch()
+
+
+@pytest.mark.parametrize(
+    ("reader", "problem"),
+    [
+        (crash, "KeyError: 'boom'"), (connect, "subprocess.Popen"), (touch, "code was run"), (shout, "a message of"),
+        (anonymous, "the file is not named"), (lambda path: os._exit(7), "exit code 7"),
+        (lambda path: [n * n for n in range(10**9)], "MemoryError|not done"),
+    ],
+)  # fmt: skip
+def test_a_bad_reader_is_found(reader, problem, tmp_path):
+    (tmp_path / "file").write_text("text")
+    reads = iter([lambda path: None] * 2)  # the valid file is read twice
+    kind = fuzz_files.Kind("bad", "file", fuzz_mutations.mixed(), lambda path: next(reads, reader)(path))
+    found = fuzz_files.forked(kind, tmp_path, 1, 0, None)
+    assert len(found.problems) == 1
+    assert any(text in found.problems[0] for text in problem.split("|"))
+
+
+def written(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"a": 1, "a": 2}', "a is set twice"), ("[" * (DEPTH + 1) + "]" * (DEPTH + 1), "nested deeper than 50"),
+        ("[" * 100_000, "nested deeper than 50"), ("9" * 400, "more than 64 bits"), ('"\\ud800"', "surrogates not allowed"),
+        (b"\xff\xfe{}", "codec can't decode"), ("", "Expecting value"),
+    ],
+)  # fmt: skip
+def test_json_that_python_would_read_or_crash_on_is_refused(text, reason, tmp_path):
+    path = written(tmp_path / "a.json", text)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        read_json(path)
+    assert "a.json" in str(caught.value)
+
+
+def test_json_keeps_what_python_writes(tmp_path):
+    values = {"a": [1.5, float("inf"), None, True, 2**63, "ü"], "b": {"c": "x"}}
+    assert read_json(written(tmp_path / "a.json", "\ufeff" + json.dumps(values))) == values
+    with pytest.raises(ValueError, match="Infinity is not a number"):
+        parse_json(json.dumps(values), finite=True)
+    with pytest.raises(ValueError, match="1e999 is not a number"):
+        parse_json("1e999", finite=True)
+
+
+def bomb(levels):
+    lines = ["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels))]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (bomb(30), f"line 5, is not YAML: .*{NODES:,} values with those of aliases"), ("a: &a [*a]", "line 1, is not YAML"),
+        ("a: " + "[" * 60 + "]" * 60, "more than 50 levels"), ("a: !!int ''", "is not YAML"), ("a: !!bool maybe", "is not YAML"),
+        ("a: !!python/object/apply:os.system ['true']", "could not determine"), ("a: [{b: 1, b: 2}]", "b is set twice"),
+        ("#" * 100_001, "100,001 characters"),
+    ],
+)  # fmt: skip
+def test_yaml_of_any_kind_is_refused_with_its_line(text, reason, tmp_path):
+    with pytest.raises(ConfigError, match=reason):
+        load_document(written(tmp_path / "a.yaml", text))
+
+
+def test_yaml_with_a_few_aliases_is_read(tmp_path):
+    values, node = load_document(written(tmp_path / "a.yaml", bomb(3)))
+    assert values["a2"] == [[[1]] * 9] * 9 and isinstance(node, yaml.MappingNode)
+
+
+def test_errors_of_a_file_name_it_once():
+    with pytest.raises(CheckpointError, match=r"^file\.x cannot be read: KeyError: 'a'$"), reading("file.x", CheckpointError):
+        raise KeyError("a")
+    with pytest.raises(ConfigError, match=r"^file\.x: bad$"), reading("file.x", CheckpointError):
+        raise ConfigError("bad")
+    with pytest.raises(ConfigError, match=r"^bad file\.x$"), reading("file.x"):
+        raise ConfigError("bad file.x")
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(2, 3), torch.zeros(2, 3, 4, dtype=torch.int64), torch.zeros(1, 3, 4)], ids=["dims", "type", "size"]
+)
+def test_tensors_of_another_shape_or_type_are_refused(tensor, tmp_path):
+    path = written(tmp_path / "a.safetensors", save({"images": tensor}))
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: tensor 'images' is torch.*allowed: .* \[2, any, any\]"):
+        read_tensors(path, {"images": (2, None, None)})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a\xe9,1".encode("latin-1"), "r.csv cannot be read: UnicodeDecodeError"), ("x" * 200_000 + ",1", "line 1: field larger"),
+        ("prompt,member,R0,R1\na,b,1,2\na,b,1,3\n", "line 3: the member 'b' of this prompt is there twice"),
+        ("prompt,prompt,R0,R1\na,b,1,2\n", "the column prompt is there twice"), ('"1,2\n3,4\n', "line 2: unexpected end of data"),
+    ],
+)  # fmt: skip
+def test_tables_that_are_no_csv_are_refused(text, reason, tmp_path):
+    with pytest.raises(ConfigError, match=reason):
+        read_rewards(written(tmp_path / "r.csv", text))
+
+
+def test_a_table_from_a_spreadsheet_is_read(tmp_path):
+    found = read_rewards(written(tmp_path / "r.csv", b"\xef\xbb\xbfprompt,R0,R1\r\na,1,2\r\na,3,4\r\n"))
+    assert found.rewards.tolist() == [[[1.0, 2.0], [3.0, 4.0]]] and found.prompts == ("a",)
+
+
+def test_half_a_surrogate_pair_or_a_name_given_twice_is_no_prompt(tmp_path):
+    with pytest.raises(ConfigError, match=r"line 1 .*surrogates.*line 2 .*prompt is set twice"):
+        load_prompts(written(tmp_path / "p.jsonl", '{"prompt": "\\ud800"}\n{"prompt": "a", "prompt": "b"}\n'))
+
+
+def test_a_torn_last_line_is_ignored_and_another_bad_line_is_refused(seeds, tmp_path):
+    run = seeds / fuzz_files.RUN
+    written(tmp_path / "config.json", (run / "config.json").read_bytes())
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    path = written(tmp_path / "metrics.jsonl", b"".join(lines)[:-9])
+    assert len(load_run(tmp_path).rows) == len(lines) - 1
+    written(path, lines[0] + lines[1][:50] + b"\n" + lines[2])
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2: "):
+        load_run(tmp_path)
+
+
+def test_a_pipeline_with_missing_weights_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from flowrl.policies import load_policy
+    from flowrl.testing.tiny import TINY
+
+    tiny_sd3().save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    name = sorted(tensors)[0]
+    save_file({key: value for key, value in tensors.items() if key != name}, path)
+    with pytest.raises(ConfigError, match=f"files of the transformer in .* lack 1 weights, such as {name}"):
+        load_policy(str(tmp_path / "model"), TINY)
