@@ -12,7 +12,7 @@ diffusers loads every LoRA and draws the image of the run's last evaluation.
 
 Bytes are those of PyTorch's tensors, counted as they come and go (`StorageCounter`), by phase, beside what `flowrl train --plan`
 computes for the same settings. Seconds are wall-clock and processor seconds; the load says what else ran. The exit code is 1 if a
-check fails. It needs 8 GB of memory and 6 GB of disk. With --work, runs that are finished are not made again.
+check fails. It needs 11 GB of memory and 7 GB of disk. With --work, runs that are finished are not made again.
 """
 
 import argparse
