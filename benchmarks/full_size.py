@@ -12,7 +12,7 @@ diffusers loads every LoRA and draws the image of the run's last evaluation.
 
 Bytes are those of PyTorch's tensors, counted as they come and go (`StorageCounter`), by phase, beside what `flowrl train --plan`
 computes for the same settings. Seconds are wall-clock and processor seconds; the load says what else ran. The exit code is 1 if a
-check fails. It needs 8 GB of memory and 6 GB of disk. With --work, runs that are finished are not made again.
+check fails. It needs 11 GB of memory and 7 GB of disk. With --work, runs that are finished are not made again.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def compare_images(folder: Path, runs: dict[str, Path], config: RunConfig) -> di
     """Mean absolute differences of pixels per run: between diffusers' image with the LoRA and flowrl's ("to_flowrl"), and between
     flowrl's images with and without it ("of_the_lora")."""
     diffusers.utils.logging.set_verbosity_error()  # it misses a LoRA of the text encoders
-    pipe: Any = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16, use_safetensors=True)
+    pipe: Any = import_module("diffusers").DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16, use_safetensors=True)
     pipe.set_progress_bar_config(disable=True)
     policy, family, found = config.policy, family_of(type(pipe).__name__), {}
     side = policy.resolution
@@ -211,7 +212,8 @@ def show(found: dict[str, Any]) -> str:
     lines += ["", "| method | diffusers' image against flowrl's | with the LoRA against without |", "|---" * 3 + "|"]
     lines += [f"| {name} | {image['to_flowrl']:.5f} | {image['of_the_lora']:.5f} |" for name, image in found["images"].items()]
     same = "equals" if found["resumed_equals_killed"] else "differs from"
-    lines += ["", f"The resumed run {same} the killed one. {found['seconds'] / 60:.1f} minutes in all."]
+    own = sum(run["processor"] for run in found["runs"])
+    lines += ["", f"The resumed run {same} the killed one. {found['seconds'] / 60:.1f} minutes, {own / 60:.1f} of the processor."]
     return "\n".join([*lines, *(f"FAILED: {text}" for text in found["failures"])])
 
 
@@ -221,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=("sd3.5-medium", "flux.1-dev", "tiny-sd3", "tiny-flux"), default="sd3.5-medium")
     parser.add_argument("--blocks", type=float, default=1.0, help="share of the transformer's blocks")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=3, help="denoising steps in training; all but the last are trained")
+    parser.add_argument("--steps", type=int, default=2, help="denoising steps in training; all but the last are trained")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for full_size-MODEL.json")
     parser.add_argument("--work", type=Path, default=None, help="folder for model and runs, which then stay [default: temporary]")

@@ -13,7 +13,7 @@ from flowrl.policies import ARCHITECTURES, Architecture, Memory
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "method", "evaluations"), [("tiny-sd3", "flow-grpo", 6), ("tiny-flux", "tp-grpo", 8)])
+@pytest.mark.parametrize(("model", "method", "evaluations"), [("tiny-sd3", "flow-grpo", 4), ("tiny-flux", "tp-grpo", 6)])
 def test_the_whole_path_at_tiny_size(model, method, evaluations, tmp_path, capsys):
     """Written, trained, killed, resumed with the same numbers, exported, drawn by plain diffusers, and counted."""
     code = full_size.main(["--model", model, "--methods", method, "--threads", "1", "--out", str(tmp_path)])

@@ -147,7 +147,7 @@ def test_encoders_have_the_parameters_of_the_published_classes():
 def test_a_plan_tells_the_memory_of_models_it_knows(small):
     config = preset("sd3.5-medium,flow-grpo,ocr").apply(dtype="bfloat16")
     told = memory_text(plan(config), config)
-    assert "not measured" in told and "micro-batch of 8 rows" in told and "11.2 GB text encoders" in told
+    assert "not measured" in told and "micro-batch of 4 rows" in told and "11.2 GB text encoders" in told
     assert memory_text(plan(config), config.replace(model="some/other-model")) == ""
     assert "no GPU is used here" in memory_text(plan(config), config.replace(dtype="float32", decode_batch=3))
     with pytest.raises(ConfigError, match="dtype"):
@@ -178,7 +178,7 @@ def test_a_plan_counts_what_its_settings_say(tmp_path):
     tiny_sd3().save_pretrained(tmp_path, safe_serialization=True)
     config = preset("sd3.5-medium,flow-grpo,ocr").apply(
         model=str(tmp_path), resolution=32, groups=2, group_size=3, max_batch=4, micro_batch=2, eval_samples=1, decode_batch=2,
-        dtype="bfloat16", lora_rank=4, max_sequence_length=24,
+        dtype="bfloat16", lora_rank=4, max_sequence_length=24, guidance_gradient="both",
     )  # fmt: skip
     small = config.replace(max_batch=100)
     assert (plan(config).rows_per_call, plan(small).rows_per_call) == (2 * 4, 2 * 6)
