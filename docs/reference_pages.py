@@ -17,7 +17,19 @@ from flowrl.settings import allowed, groups_of
 from flowrl.training.config import RunConfig
 
 ROOMS = {
-    "Core": ("types", "protocols", "errors", "options", "settings", "specs", "registry", "plugins", "trust", "methods"),
+    "Core": (
+        "types",
+        "protocols",
+        "errors",
+        "options",
+        "reading",
+        "settings",
+        "specs",
+        "registry",
+        "plugins",
+        "trust",
+        "methods",
+    ),
     "Flow": ("flow",),
     "Samplers": ("samplers",),
     "Credit": ("credit",),

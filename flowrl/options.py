@@ -7,7 +7,7 @@ Ranges are those of `annotated_types`, as in ``Annotated[int, Ge(1)]``.
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -61,6 +61,8 @@ def split(kind: Any) -> tuple[Any, Sequence[Any]]:
 
 def fits(value: Any, kind: Any) -> bool:
     """Whether `value` is of type `kind`: whole numbers are numbers, truth values are neither, and NaN is no number."""
+    if get_origin(kind) is Mapping:  # what it holds is checked by the part
+        return isinstance(value, Mapping)
     if isinstance(value, bool) or (isinstance(value, float) and math.isnan(value)):
         return isinstance(value, bool) and is_bearable(value, kind) and not is_bearable(2, kind, conf=TOWER)
     return is_bearable(value, kind, conf=TOWER)

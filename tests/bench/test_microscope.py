@@ -231,8 +231,8 @@ class TestMicroscopeCommand:
     @pytest.mark.parametrize(
         ("told", "message"),
         [
-            (["--noise", "-0.1"], "noises = (0.0, -0.1) is not allowed"),
-            (["--batches", "2"], "batches = 2 is not allowed: 3 or more"),
+            (["--noise", "-0.1"], "noise = -0.1 is not allowed: a number, 0 or more"),
+            (["--batches", "2"], "batches = 2 is not allowed: a whole number in [3, 1000000]"),
             (["--workers", "-1"], "workers = -1 is not allowed"),
             (["--rules", "uniform"], "rule = 'uniform' is not allowed"),
             (["--rules", "my.py:Mine"], "rule 'Mine': Mine.assign returned shape"),

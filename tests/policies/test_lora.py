@@ -190,12 +190,13 @@ def test_lists_and_specs_are_read_from_files(tmp_path):
     text = """
         algorithm: {window: all, trained_steps: 0:9, drop_zero_advantages: true}
         optim: {betas: [0.9, 0.95]}
-        policy: {lora_targets: [attn.to_q, ff.net.2], prompt_cache: 7}
+        policy: {model: some/model, lora_targets: [attn.to_q, ff.net.2], prompt_cache: 7}
         """
     (tmp_path / "run.yaml").write_text(text)
     config = load_config(tmp_path / "run.yaml")
     values = {"window": "all", "trained_steps": "0:9", "drop_zero_advantages": True, "betas": (0.9, 0.95), "prompt_cache": 7}
-    assert config == RunConfig.of(**values, lora_targets=("attn.to_q", "ff.net.2"))
+    expected = preset("default").apply(**values, model="some/model", lora_targets=("attn.to_q", "ff.net.2"))
+    assert config == expected
     assert RunConfig.from_dict(config.as_dict()) == config
     (tmp_path / "run.yaml").write_text(text.replace("0.95", "1.0"))
     with pytest.raises(ConfigError, match=r"line 3: betas = \(0.9, 1.0\) is not allowed: 2 values, each a number in \[0, 1\)"):

@@ -90,6 +90,8 @@ def test_a_detector_that_lacks_weights_is_refused(tmp_path):
 
 @pytest.mark.parametrize("batch", ["0", "2.5"])
 def test_a_batch_is_a_whole_number(whole, batch):
-    reward = build("reward", f"clipscore(model='{whole}', batch={batch})")
-    with pytest.raises(ConfigError, match=r"batch = .* is not allowed: a whole number, 1 or more"):
-        reward.score(torch.rand(1, 3, 40, 40), [Prompt("a fox")])
+    def scored():
+        return build("reward", f"clipscore(model='{whole}', batch={batch})").score(torch.rand(1, 3, 40, 40), [Prompt("a fox")])
+
+    with pytest.raises(ConfigError, match=r"batch = .* is not allowed: a whole number"):
+        scored()

@@ -98,8 +98,7 @@ def test_a_killed_run_resumes_to_the_same_weights(folder, monkeypatch):
         return iteration(trainer)
 
     monkeypatch.setattr(Trainer, "iteration", dies)
-    with pytest.raises(RuntimeError, match="killed"):
-        main(arguments(folder, "--checkpoint-every", "1"))
+    assert main(arguments(folder, "--checkpoint-every", "1")) == 1
     monkeypatch.undo()
     assert main(["train", "--resume", str(folder / "run"), "--trust"]) == 0
     again = load_file(folder / "run" / "weights.safetensors")

@@ -138,7 +138,7 @@ class Microscope:
     """Rules besides the built-in ones: path/to/file.py:Class, NAME or NAME(option=value)."""
     iterations: tuple[Whole, ...] = (0, 10, 40)
     """Stages of training by Flow-GRPO at which the policy is examined."""
-    noise: tuple[Annotated[float, Gt(0)], ...] = (0.1, 0.3)
+    noise: tuple[Annotated[float, Ge(0)], ...] = (0.1, 0.3)
     """Standard deviations of the noise on the rewards that the rules see, tried at the middle stage (0 is always tried)."""
     reward_form: str = "soft"
     """strict (0/1), graded or soft (continuous); only soft has a gradient to compare with."""
