@@ -52,7 +52,7 @@ def tried(case: Case) -> Outcome:
         status = _wait(child, start)
         seconds = time.monotonic() - start
         output = log.read_text(errors="replace")
-        return Outcome(case, _judged(case, status, output, before, snapshot(root)), seconds, output)
+        return Outcome(case, judged(case, status, output, before, snapshot(root)), seconds, output)
 
 
 def _child(case: Case, root: Path, log: Path) -> None:
@@ -101,7 +101,7 @@ def snapshot(root: Path) -> dict[str, str]:
     return found
 
 
-def _judged(case: Case, status: int | None, output: str, before: dict[str, str], after: dict[str, str]) -> str:
+def judged(case: Case, status: int | None, output: str, before: dict[str, str], after: dict[str, str]) -> str:
     """What is wrong with how an input was handled; "" if nothing is."""
     if status is None:
         return "hangs or starts work"
