@@ -5,7 +5,7 @@
 Valid files of a tiny run (`fuzz_cases`) are changed (`fuzz_mutations`) and read in one forked process per kind of file. A reader
 must return, or raise a `FlowrlError` that names the file in at most 2,000 characters, within 2 seconds of CPU time and 500 MB. It
 must run no code, import nothing that the file names, and open no connection. Prints a table and exits 1 if there is a problem.
-The same seed gives the same inputs.
+The same seed gives the same changes; the measured seconds in metrics.jsonl differ between runs.
 """
 
 import argparse
