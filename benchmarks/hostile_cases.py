@@ -5,24 +5,25 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin
 
-import flowrl.diagnostics.explain
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
-import flowrl.plots.figures
-import flowrl.rewards
-import flowrl.training.compare
-import flowrl.training.run
-import flowrl.worlds  # noqa: F401  imported before the processes fork, so that a case takes a fraction of a second
 from flowrl.cli import load_command, main
 from flowrl.errors import FlowrlError
 from flowrl.registry import KINDS, available, build, find_maker, options_of
+from flowrl.rewards import JPEGCompressibility
 from flowrl.settings import groups_of, owners
 from flowrl.specs import parse_spec
 from flowrl.training.config import RunConfig
+
+for _name in ("training.compare", "plots.report", "plots.figures", "worlds.mixture", "serving.command", "diagnostics"):
+    import_module(f"flowrl.{_name}")  # before the processes fork, so that a case takes a fraction of a second
+for _name in ("command", "explain_command", "pretrain", "claims_page", "rule_ranking"):
+    import_module(f"flowrl_bench.{_name}")
 
 Values = list[tuple[str, Any]]
 
@@ -199,7 +200,7 @@ def part_cases() -> Iterator[Case]:
             for spec in (f"{name}(nope=1)", f"{name}(", f"{name})", f"{name}(1)", f"{name}(a)(b)", f"{name}(class=1)"):
                 yield python(f"parts: {kind} by spec", spec, _build(kind, spec), name)
         for spec in ("", " ", "nope", "a:b:c", "os:system", "json:dumps", "no.py:X", "(", ")", "\n", "☃(a=1)"):
-            yield python(f"parts: {kind} by spec", repr(spec), _build(kind, spec), kind, spec or kind)
+            yield python(f"parts: {kind} by spec", repr(spec), _build(kind, spec), kind.rstrip("s"), spec or kind)
 
 
 def _bad_for(option: str, default: Any) -> list[Any]:
@@ -219,8 +220,16 @@ def _build(kind: str, spec: str) -> Callable[[], Any]:
     return lambda: build(kind, spec)
 
 
+NEEDED: dict[tuple[str, str], dict[str, Any]] = {
+    ("reward", "judge"): {"url": "http://localhost:1/v1", "model": "m"}, ("reward", "remote"): {"url": "http://localhost:1"},
+    ("reward", "remote-sum"): {"url": "http://localhost:1"}, ("reward", "clipped"): {"reward": JPEGCompressibility()},
+    ("reward", "weighted-sum"): {"models": {"a": JPEGCompressibility()}},
+}  # fmt: skip
+"""Options without which a part cannot be built."""
+
+
 def _make(kind: str, name: str, option: str, value: Any) -> Callable[[], Any]:
-    return lambda: find_maker(kind, parse_spec(name, kind))(**{option: value})
+    return lambda: find_maker(kind, parse_spec(name, kind))(**{**NEEDED.get((kind, name), {}), option: value})
 
 
 def command_cases() -> Iterator[Case]:
@@ -230,7 +239,7 @@ def command_cases() -> Iterator[Case]:
         ("nope", "nope"), ("trian", "trian"), ("--nope", "nope"), ("train --nope 1", "nope"), ("train extra", "extra"),
         ("train --seed", "seed"), ("train --preset nope", "nope"), ("train --preset tiny,tiny,nope", "nope"),
         ("train --preset sd3.5-medium,flux.1-dev", "models"), ("train --world nope", "world"), ("train --world", "world"),
-        ("train --out new --world model", "world"), ("train --out new --model nope", "nope"),
+        ("train --out new --world model", "world"), ("train --out new --model nope", "prompts"),
         ("train --out new --from 000001", "from"), ("train --out new --processes 2", "processes"),
         ("train --resume nope", "nope"), ("train --resume foreign", "foreign"), ("train --config nope.json", "nope.json"),
         ("train --config foreign", "foreign"), ("train --config mine.txt", "mine.txt"), ("train --preset mine.yaml", "mine.yaml"),
@@ -255,17 +264,17 @@ def command_cases() -> Iterator[Case]:
         ("sample --num-steps -1", "num_steps"), ("sample --seed -1", "seed"), ("sample --seed 18446744073709551616", "seed"),
         ("sample --world nope", "world"), ("sample --prompts", "prompts"), ("sample --prompts ''", "prompt"),
         ("sample --prompts nonsense", "nonsense"), ("sample --out mine.txt", "out"), ("sample --out foreign", "foreign"),
-        ("sample --out nope/no/x.png", "nope"), ("sample --count 1000000000000", "count"), ("sample --out x.nope", "x.nope"),
+        ("sample --out mine.txt/x.png", "mine.txt"), ("sample --count 1000000000000", "count"), ("sample --out x.nope", "x.nope"),
         ("explain nope", "nope"), ("explain --rewards nope.csv", "nope.csv"), ("explain --rewards mine.txt", "mine.txt"),
         ("explain --rewards foreign", "foreign"), ("explain --noise-level nan", "noise_level"), ("explain --noise-level -1", "noise"),
-        ("explain --sampler nope", "nope"), ("explain --out foreign", "foreign"), ("explain --out nope/x.png", "nope"),
+        ("explain --sampler nope", "nope"), ("explain --out foreign", "foreign"), ("explain --out mine.txt/x.png", "mine.txt"),
         ("explain --out mine.txt", "mine.txt"), ("explain ''", "credit"),
         ("parts nope", "nope"), ("parts --kind nope", "nope"), ("presets nope", "nope"), ("presets a,b,c,d", "a"),
-        ("presets sd3.5-medium,sd3.5-medium", "sd3.5-medium"), ("prompts", "kind"), ("prompts nope", "nope"),
+        ("presets sd3.5-medium,sd3.5-medium", "sd3.5-medium"), ("prompts", "compositional"), ("prompts nope", "nope"),
         ("prompts text --count 0", "count"), ("prompts text --count -5", "count"), ("prompts text --count x", "count"),
         ("prompts text --count 100000000000", "count"), ("prompts text --seed -1", "seed"),
         ("prompts text --seed 18446744073709551616", "seed"), ("prompts text --file mine.txt", "mine.txt"),
-        ("prompts text --file foreign", "foreign"), ("prompts text --file nope/x.jsonl", "nope"),
+        ("prompts text --file foreign", "foreign"), ("prompts text --file mine.txt/x.jsonl", "mine.txt"),
         ("prompts check --file nope.jsonl", "nope.jsonl"), ("prompts check --file foreign", "foreign"),
         ("serve-reward", "reward"), ("serve-reward nope", "nope"), ("serve-reward jpeg-compressibility --port -1", "port"),
         ("serve-reward jpeg-compressibility --port 99999", "port"), ("serve-reward jpeg-compressibility --max-batch 0", "max_batch"),
@@ -276,11 +285,11 @@ def command_cases() -> Iterator[Case]:
         ("serve-reward jpeg-compressibility --tls-certificate nope", "tls"),
         ("serve-reward jpeg-compressibility --score-seconds nan", "score_seconds"), ("serve-reward pickscore", "pickscore"),
         ("pretrain --updates 0", "updates"), ("pretrain --updates x", "updates"), ("pretrain --seed -1", "seed"),
-        ("pretrain --threads 0", "threads"), ("pretrain --out foreign", "foreign"), ("pretrain --out nope/x.safetensors", "nope"),
+        ("pretrain --threads 0", "threads"), ("pretrain --out foreign", "foreign"), ("pretrain --out mine.txt/x.safetensors", "mine.txt"),
         ("bench", "claims"), ("bench nope", "nope"), ("bench claims --only nope", "nope"), ("bench claims --world nope", "world"),
         ("bench claims --workers -1", "workers"), ("bench claims --minutes nan", "minutes"), ("bench claims --minutes -1", "minutes"),
         ("bench rule", "rule"), ("bench rule nope", "nope"), ("bench rule no.py:X", "no.py"),
-        ("bench microscope --rules nope", "nope"), ("bench microscope --out foreign", "foreign"),
+        ("bench microscope --rules nope", "nope"), ("bench microscope --out mine.txt/x", "mine.txt"),
         ("bench microscope --rules no.py:X", "no.py"), ("env extra", "extra"),
     ):  # fmt: skip
         yield command(family, words, named)

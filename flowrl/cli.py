@@ -72,6 +72,9 @@ def run_command(arguments: Sequence[str]) -> int:
     if arguments[0] == "--version":
         print(f"flowrl {__version__}")
         return 0
+    for text in arguments:
+        if "\0" in text:
+            raise ConfigError(f"{text!r:.200} contains a NUL character, which no option, file or prompt may have")
     import tyro
 
     name, rest = arguments[0], list(arguments[1:])
