@@ -2,17 +2,15 @@
 
     python benchmarks/fuzz_files.py [--inputs 10000] [--seed 0] [--only KIND] [--out FILE]
 
-Valid files of a tiny run are changed (`fuzz_mutations`) and read in this process, a forked one per kind of file. A reader must
-return, or raise a `FlowrlError` that names the file in at most 2,000 characters, within 2 seconds of CPU time and 500 MB, and run
-no code, import nothing that the file names, and open no connection. Prints a table per kind and exits 1 if there is a problem.
-The same seed gives the same inputs.
+Valid files of a tiny run (`fuzz_cases`) are changed (`fuzz_mutations`) and read in one forked process per kind of file. A reader
+must return, or raise a `FlowrlError` that names the file in at most 2,000 characters, within 2 seconds of CPU time and 500 MB. It
+must run no code, import nothing that the file names, and open no connection. Prints a table and exits 1 if there is a problem.
+The same seed gives the same changes; the measured seconds in metrics.jsonl differ between runs.
 """
 
 import argparse
 import contextlib
-import hashlib
 import io
-import json
 import multiprocessing
 import random
 import resource
@@ -24,39 +22,18 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import fuzz_mutations as change
 import torch
-from flowrl_bench.explain import EXAMPLE, read_rewards
-from flowrl_bench.results_file import ResultsFile, SamplesFile
-from flowrl_bench.suite import kept_memory
-from safetensors.torch import load_file, save
+from fuzz_cases import KINDS, ROOT, Kind, make_seeds
 
-from flowrl.commands.card import card_text
 from flowrl.errors import FlowrlError
-from flowrl.io import write_bytes, write_json
-from flowrl.plots.image_grids import samples, trajectory
-from flowrl.policies import load_policy
-from flowrl.policies.pipeline import ModelOptions
-from flowrl.prompts import load_prompts
-from flowrl.prompts.files import write_prompts
-from flowrl.rewards.weights import read_weights
-from flowrl.testing.tiny import tiny_sd3
-from flowrl.training.build import check, load_trained, make_policy, make_trainer
-from flowrl.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, save_weights
-from flowrl.training.compare import CompareConfig, load_compare
-from flowrl.training.config import RunConfig, load_config, preset
-from flowrl.training.results import load_comparison, load_run, run_folder, summarise
-from flowrl.training.run import Run
-from flowrl.trust import check_code
-from flowrl.worlds.base import PolicyOptions, weights_path, world
 
-ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "benchmarks" / "results" / "fuzz_files.md"
 SECONDS, MEGABYTES, CHARACTERS, HANG = 2.0, 500, 2000, 20
 EVENTS = {
@@ -64,19 +41,6 @@ EVENTS = {
     "socket.connect", "socket.getaddrinfo", "webbrowser.open",
 }  # fmt: skip
 """Audit events that no reader may cause."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of file: where it is in the folder of seeds, how it is changed, and how it is read. `share`: of the inputs."""
-
-    name: str
-    place: str
-    mutate: change.Mutation
-    read: Callable[[Path], object]
-    share: float = 1.0
-    named: str = ""
-    """What a refusal must contain in place of the file's name."""
 
 
 @dataclass
@@ -93,181 +57,6 @@ class Found:
     def tried(self) -> int:
         """All inputs."""
         return self.accepted + self.refused + len(self.problems)
-
-
-SETTINGS = {
-    "world": "mixture", "task": "direction", "iterations": 2, "groups": 2, "group_size": 3, "num_steps": 4, "window": "0:3",
-    "eval_every": 1, "eval_samples": 4, "eval_steps": 2, "checkpoint_every": 1,
-}  # fmt: skip
-RULE = "import pathlib\npathlib.Path('CANARY').touch()\nclass Part:\n    def assign(self, rewards, schedule): return rewards\n"
-PROMPTS = [
-    {"prompt": "two dogs", "tag": "counting", "include": [{"class": "dog", "count": 2}], "exclude": [{"class": "cat"}]},
-    {"prompt": "a red cup", "include": [{"class": "bench"}, {"class": "cup", "color": "red", "position": ["left of", 0]}]},
-    {"prompt": "ein Haus über dem Fluß", "number": 1.5, "flags": [True, None]},
-]  # fmt: skip
-
-
-def make_seeds(folder: Path) -> None:
-    """The valid files: a comparison with one finished run, prompts, presets, weights, a reward table and lines of results."""
-    config = RunConfig.of(**SETTINGS)
-    comparison = CompareConfig(config, ("flow-grpo",), (0,))
-    write_json(folder / "config.json", comparison.as_dict())
-    run = folder / "runs" / run_folder("flow-grpo", 0)
-    Run(config, run).execute()
-    write_json(run / "code.json", {"credit: rule.py:Rule": "0" * 64})
-    score = {"base": 0.1, "trained": 0.2, "difference": 0.1, "low": 0.0, "high": 0.2, "wins": 0.5}
-    facts = {"command": "flowrl evaluate --weights runs/a", "prompts": 4, "count": 2, "scores": {"pickscore": score}, "each": []}
-    write_json(run / "evaluation" / "evaluation.json", facts)
-    (folder / "prompts.txt").write_text("# a comment\na house\n\na tree by a lake\nFluß\n", encoding="utf-8")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in PROMPTS), encoding="utf-8")
-    (folder / "rewards.csv").write_text(EXAMPLE, encoding="utf-8")
-    shutil.copy(ROOT / "flowrl" / "presets" / "methods" / "tp-grpo.yaml", folder / "preset.yaml")
-    for suffix in (".safetensors", ".json"):
-        shutil.copy(weights_path().with_suffix(suffix), folder / f"base{suffix}")
-    head = {"0.weight": torch.randn(4, 8), "0.bias": torch.zeros(4)}
-    write_bytes(folder / "head.safetensors", save(head))
-    torch.save({"state_dict": head}, folder / "head.pth")
-    results = ROOT / "benchmarks" / "results"
-    lines = (results / "claims.jsonl").read_bytes().splitlines(keepends=True)
-    (folder / "results.jsonl").write_bytes(b"".join(lines[:3]))
-    rows = json.loads((results / "claims-samples.json").read_text())
-    write_json(folder / "samples.json", {**rows, "rows": dict(list(rows["rows"].items())[:3])})
-    shutil.copy(results / "claims-memory.json", folder / "memory.json")
-    (folder / f"{change.CANARY}.py").write_text(RULE)
-    tiny_sd3().save_pretrained(folder / "model")
-
-
-def rehashed(write: Callable[[Path, dict[str, torch.Tensor], random.Random], None]) -> change.Mutation:
-    """A mutation whose file has the right hash: `write` makes it from the changed tensors."""
-
-    def mutation(data: bytes, draw: random.Random) -> bytes:
-        with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch) / "file.safetensors"
-            path.write_bytes(data)
-            write(path, load_file(path), draw)
-            return path.read_bytes()
-
-    return mutation
-
-
-def _weights(path: Path, tensors: dict[str, torch.Tensor], draw: random.Random) -> None:
-    save_weights(path, change.tensors_changed(tensors, draw))
-
-
-def _checkpoint(path: Path, tensors: dict[str, torch.Tensor], draw: random.Random) -> None:
-    values = load_checkpoint(path).values
-    if draw.random() < 0.6:
-        values = change.changed_value(values, draw)
-    else:
-        tensors = change.tensors_changed(tensors, draw)
-    save_checkpoint(path, Checkpoint(tensors, values))
-
-
-def _base(path: Path, tensors: dict[str, torch.Tensor], draw: random.Random) -> None:
-    path.write_bytes(save(change.tensors_changed(tensors, draw)))
-
-
-def read_config(path: Path) -> None:
-    config = load_config(path)
-    numbers = [value for value in config.flat().values() if isinstance(value, int | float)]
-    if max(map(abs, numbers)) < 1e5 and config.rollout.num_steps * config.rollout.group_size < 1e4:
-        with contextlib.suppress(FlowrlError):  # about settings that do not fit together
-            check(config)
-
-
-def read_comparison(path: Path) -> None:
-    comparison = load_comparison(path.parent)
-    if comparison.methods:
-        summarise(comparison)
-
-
-def read_run(path: Path) -> None:
-    run = load_run(path.parent)
-    run.mean("phases", "rollout")
-    assert isinstance(run.heldout_rewards, list)
-    read_comparison(path.parents[2] / "config.json")
-
-
-def read_card(path: Path) -> None:
-    folder = path.parents[1]
-    card_text(folder, load_config(folder / "config.json"))
-
-
-@cache
-def _trainer() -> Any:
-    return make_trainer(RunConfig.of(**SETTINGS))
-
-
-def read_checkpoint(path: Path) -> None:
-    Run(RunConfig.of(**SETTINGS), path.parents[1])._restore(_trainer(), "")  # pyright: ignore[reportPrivateUsage]
-
-
-@cache
-def _policy() -> Any:
-    return make_policy(RunConfig.of(**SETTINGS))
-
-
-def read_base(path: Path) -> None:
-    place = path.with_suffix(".safetensors")
-    if path.suffix == ".safetensors" and path.is_file():
-        write_json(place.with_suffix(".json"), {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
-    world("shapes").policy(PolicyOptions(base_weights=str(place)))
-
-
-def read_prompts(path: Path) -> None:
-    found = load_prompts(path)
-    found.remarks()
-    write_prompts(path.with_name("again.jsonl"), found.prompts)
-    path.with_name("again.jsonl").unlink()
-
-
-def read_model(path: Path) -> None:
-    load_policy(str(next(folder for folder in path.parents if folder.name == "model")), ModelOptions(height=16, width=16))
-
-
-def read_figure(draw: Callable[[Any], object], path: Path) -> None:
-    draw(load_comparison(path.parents[2]))
-
-
-def read_results(path: Path) -> None:
-    file = ResultsFile(path)
-    file.unchecked()
-    file.read(any_code=True)
-
-
-RUN = f"runs/{run_folder('flow-grpo', 0)}"
-JSON, TENSORS = change.mixed(change.json_changed), change.mixed(change.safetensors_changed)
-KINDS = (
-    Kind("run: config.json", f"{RUN}/config.json", JSON, read_config, 2),
-    Kind("run: config.yaml", f"{RUN}/config.yaml", change.mixed(change.yaml_changed), read_config, 2),
-    Kind("preset: YAML", "preset.yaml", change.mixed(change.yaml_changed), lambda path: preset(str(path)).apply(), 2),
-    Kind("comparison: config.json", "config.json", JSON, read_comparison),
-    Kind("comparison: config.json, to repeat", "config.json", JSON, load_compare),
-    Kind("run: metrics.jsonl", f"{RUN}/metrics.jsonl", change.mixed(change.lines_changed), read_run),
-    Kind("run: code.json", f"{RUN}/code.json", JSON, lambda path: check_code(path.parent, RunConfig.of(**SETTINGS).flat(), True), 0.5),
-    Kind("run: samples.json", f"{RUN}/samples.json", JSON, partial(read_figure, samples), 0.5),
-    Kind("run: samples.safetensors", f"{RUN}/samples.safetensors", TENSORS, partial(read_figure, samples), 0.5),
-    Kind("run: trajectory.json", f"{RUN}/trajectory.json", JSON, partial(read_figure, trajectory), 0.5),
-    Kind("run: trajectory.safetensors", f"{RUN}/trajectory.safetensors", TENSORS, partial(read_figure, trajectory), 0.5),
-    Kind("run: evaluation.json", f"{RUN}/evaluation/evaluation.json", JSON, read_card),
-    Kind("run: weights.safetensors", f"{RUN}/weights.safetensors", change.mixed(change.safetensors_changed, rehashed(_weights)),
-         lambda path: load_trained(_policy(), path.parent), 2),
-    Kind("run: checkpoint", f"{RUN}/checkpoints/000002.safetensors", change.mixed(rehashed(_checkpoint)),
-         read_checkpoint, 2),
-    Kind("base weights", "base.safetensors", change.mixed(change.safetensors_changed, rehashed(_base)), read_base, 0.5),
-    Kind("base weights: card", "base.json", JSON, read_base, 0.5),
-    Kind("head of a reward: safetensors", "head.safetensors", TENSORS, lambda path: read_weights(str(path))),
-    Kind("head of a reward: PyTorch", "head.pth", change.mixed(), lambda path: read_weights(str(path)), 0.5),
-    Kind("model: model_index.json", "model/model_index.json", JSON, read_model, 0.3, "model"),
-    Kind("model: config.json", "model/transformer/config.json", JSON, read_model, 0.3, "model"),
-    Kind("model: weights", "model/transformer/diffusion_pytorch_model.safetensors", TENSORS, read_model, 0.3, "model"),
-    Kind("prompts: text", "prompts.txt", change.mixed(), read_prompts),
-    Kind("prompts: JSON lines", "prompts.jsonl", change.mixed(change.lines_changed), read_prompts, 2),
-    Kind("reward table: CSV", "rewards.csv", change.mixed(change.table_changed), read_rewards, 2),
-    Kind("bench: lines of results", "results.jsonl", change.mixed(change.lines_changed), read_results),
-    Kind("bench: samples.json", "samples.json", JSON, lambda path: SamplesFile(path).any_code(), 0.5),
-    Kind("bench: memory.json", "memory.json", JSON, lambda path: kept_memory(path, None), 0.5),
-)  # fmt: skip
 
 
 class Watch:

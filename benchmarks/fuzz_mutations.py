@@ -32,8 +32,9 @@ class Touch:
 
 TOKENS = (
     b"\0", b"\xef\xbb\xbf", b"\xff\xfe", b"\xe9", b"\xed\xa0\x80", b"\r", b"\r\n", b"\t", b"\x1b[31m", b'"', b"'", b"{", b"}",
-    b"[", b"]", b",", b":", b"NaN", b"-Infinity", b"1e999", b"-1", b"9" * 5000, b"[" * 100, b"[" * 100_000, b'{"a":' * 3000, b"\\ud800",
-    b"\\u0000", b"null", b"true", b"# ", b"\n", b"\xe2\x80\xa8", b"x" * 200_000, b"../../", b"0x10", b"1_0", b"[/red]",
+    b"[", b"]", b",", b":", b"NaN", b"-Infinity", b"1e999", b"-1", b"9" * 5000, b"[" * 100, b"[" * 100_000, b'{"a":' * 3000,
+    b"\\ud800", b"\\u0000", b"null", b"true", b"# ", b"\n", b"\xe2\x80\xa8", b"x" * 200_000, b"../../", b"0x10", b"1_0",
+    b"[/red]",
 )  # fmt: skip
 YAML_TOKENS = (
     b"!!python/object/apply:os.system ['touch CANARY']\n", b"!!python/name:os.system\n", b"!!int ''\n", b"!!bool maybe\n",

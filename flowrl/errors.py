@@ -55,7 +55,7 @@ MAX_SEED = 2**62
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
     """Raise `ConfigError` naming `field`, `value` and what is `allowed` unless `condition` holds."""
     if not condition:
-        raise ConfigError(f"{field} = {value!r} is not allowed: {allowed}")
+        raise ConfigError(f"{field} = {value!r:.500} is not allowed: {allowed}")
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def unknown(name: str, known: Any, what: str = "setting") -> str:
     """The message for a name that does not exist, with the nearest one."""
     close = difflib.get_close_matches(name, list(known), n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"unknown {what} {name!r}{hint}; allowed: {', '.join(sorted(known))}"
+    return f"unknown {what} {name!r:.100}{hint}; allowed: {', '.join(sorted(known))}"
 
 
 def allowed(group: type, name: str) -> str:

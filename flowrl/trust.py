@@ -8,7 +8,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.io import write_json
-from flowrl.reading import read_json
+from flowrl.reading import read_json, reading
 from flowrl.registry import files_of
 from flowrl.specs import Spec, parse_spec
 
@@ -55,7 +55,9 @@ def trusted(settings: dict[str, Any], source: object, trust: bool = False) -> di
     A file may name built-in parts, parts of installed plug-ins (by their name) and of flowrl's own packages. Code in a file or
     a module, addresses, keys and pickled weights need `trust`: `--trust` on the command line.
     """
-    for setting, named, what in () if trust else untrusted(settings):
+    with reading(str(source)):
+        found = [] if trust else list(untrusted(settings))
+    for setting, named, what in found:
         raise ConfigError(
             f"{source}: {setting} names {named}: {what}. If you trust this file and what it names, add --trust "
             "(trust=True in Python)"

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 
+import fuzz_cases
 import fuzz_files
 import fuzz_mutations
 import pytest
@@ -26,11 +27,11 @@ SLOW = ("base weights", "model: ")
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory):
     folder = tmp_path_factory.mktemp("seeds")
-    fuzz_files.make_seeds(folder)
+    fuzz_cases.make_seeds(folder)
     return folder
 
 
-@pytest.mark.parametrize("kind", fuzz_files.KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", fuzz_cases.KINDS, ids=lambda kind: kind.name)
 def test_no_reader_crashes_or_runs_code(kind, seeds):
     inputs = 3 if kind.name.startswith(SLOW) else fuzz_files.shared_out(INPUTS)[kind.name]
     found = fuzz_files.fuzz(kind, seeds, inputs, seed=1)
@@ -76,7 +77,7 @@ def touch(path):
 def test_a_bad_reader_is_found(reader, problem, tmp_path):
     (tmp_path / "file").write_text("text")
     reads = iter([lambda path: None] * 2)  # the valid file is read twice
-    kind = fuzz_files.Kind("bad", "file", fuzz_mutations.mixed(), lambda path: next(reads, reader)(path))
+    kind = fuzz_cases.Kind("bad", "file", fuzz_mutations.mixed(), lambda path: next(reads, reader)(path))
     found = fuzz_files.forked(kind, tmp_path, 1, 0, None)
     assert len(found.problems) == 1
     assert any(text in found.problems[0] for text in problem.split("|"))
@@ -177,7 +178,7 @@ def test_half_a_surrogate_pair_or_a_name_given_twice_is_no_prompt(tmp_path):
 
 
 def test_a_torn_last_line_is_ignored_and_another_bad_line_is_refused(seeds, tmp_path):
-    run = seeds / fuzz_files.RUN
+    run = seeds / fuzz_cases.RUN
     written(tmp_path / "config.json", (run / "config.json").read_bytes())
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     path = written(tmp_path / "metrics.jsonl", b"".join(lines)[:-9])

@@ -174,8 +174,9 @@ def load_comparison(folder: Path) -> Comparison:
     """Read a comparison folder, finished or not. Raises `ConfigError` if `folder` is not the folder of a comparison."""
     found: _ComparisonFile = _config(folder, "comparison", _ComparisonFile)
     folders = dict.fromkeys(folder / "runs" / run_folder(name, seed) for name in found.methods for seed in found.seeds)
-    runs = tuple(load_run(f) for f in folders if (f / "metrics.jsonl").exists())
-    return Comparison(folder, _config(folder, "comparison"), runs)
+    with reading(folder / "config.json"):  # a name may be too long for the file system
+        started = [f for f in folders if (f / "metrics.jsonl").exists()]
+    return Comparison(folder, _config(folder, "comparison"), tuple(map(load_run, started)))
 
 
 @dataclass(frozen=True)
