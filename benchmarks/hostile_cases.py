@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -127,6 +128,15 @@ TEXTS: dict[str, tuple[str, ...]] = {
 """Texts that are not allowed, for the settings that are texts; on the built-in worlds."""
 
 
+KNOWN_AS = {"diversity": ("features",), "heldout_rewards": ("reward",), "credit": ("probe",)}
+"""What else a message may call a setting."""
+
+
+def _options(text: str) -> list[str]:
+    """The options in a spec: a message may name them as PART.OPTION."""
+    return [f".{word}" for word in re.findall(r"(\w+)=", text)]
+
+
 def fields() -> Iterator[tuple[str, str, Any, list[Any]]]:
     """Group, name, type and bounds of every setting of a run."""
     for group, kind in {"": RunConfig, **groups_of(RunConfig)}.items():
@@ -145,15 +155,23 @@ def setting_cases() -> Iterator[Case]:
         texts = [(text, text) for text in TEXTS.get(name, ())]
         for text, _ in [*values, *texts]:
             if kind is not bool:
-                yield command("train: option", ["train", "--out", "new", f"{option}={text}"], name)
+                yield command(
+                    "train: option", ["train", "--out", "new", f"{option}={text}"], name, *KNOWN_AS.get(name, ()), *_options(text)
+                )
         for text, _ in [*values[:3], *texts[:4]]:
             if kind is not bool and name not in refused:
-                yield command("compare: option", ["compare", "--out", "new", f"{option}={text}"], name)
+                yield command(
+                    "compare: option",
+                    ["compare", "--out", "new", f"{option}={text}"],
+                    name,
+                    *KNOWN_AS.get(name, ()),
+                    *_options(text),
+                )
         for _, value in values:
             yield python("Python: setting", f"RunConfig.of({name}={value!r:.40})", _of(name, value), name)
             yield _from_file("YAML: setting", "mine.yaml", group, name, value)
             yield _from_file("JSON: setting", "mine.json", group, name, value)
-        for value in (None, [], {}, [[1]], b"x", object, 3j):
+        for value in (None, *([] if get_origin(kind) is tuple else [[]]), {}, [[1]], b"x", object, 3j):
             yield python("Python: setting", f"RunConfig.of({name}={value!r:.40})", _of(name, value), name)
     for name in ("nope", "lr", "members", "", "☃", "__class__"):
         yield python("Python: setting", f"RunConfig.of({name}=1)", _of(name, 1), name)
@@ -184,7 +202,7 @@ def _from_file(family: str, file: str, group: str, name: str, value: Any) -> Cas
 
     option = "--config" if file.endswith(".json") else "--preset"
     words = ["train", "--out", "new", option, file]
-    return Case(family, f"{name}: {value!r:.40}", (name,), lambda root: main(words), prepare)
+    return Case(family, f"{name}: {value!r:.40}", (name, file), lambda root: main(words), prepare)
 
 
 def part_cases() -> Iterator[Case]:

@@ -117,10 +117,12 @@ class Compare:
 
     def main(self) -> int:
         """Run, show, report."""
+        from flowrl.policies import device_of
         from flowrl.training.compare import compare, load_compare
 
         out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
         config = load_compare(out / "config.json", self.trust) if self.resume else self.configuration()
+        device_of(config.run.policy.device)
         config.jobs()
         from flowrl.commands.progress import Display
 

@@ -1,6 +1,7 @@
 """Model families as a protocol (`sd3` and `flux` are two; docs/model-families.md explains how to add one), and the options of a
 policy over a pipeline."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flowrl.errors import ConfigError, require
+from flowrl.errors import require
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Precisions by their names in settings."""
@@ -142,10 +143,8 @@ class ModelOptions:
 
 def device_of(name: str | torch.device) -> torch.device:
     """The device `name`: cpu, cuda, or cuda:NUMBER. Raises `ConfigError` for any other name, or a GPU that does not exist."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device = {name!r} is not allowed: cpu, cuda or cuda:NUMBER") from error
+    require(re.fullmatch(r"cpu|cuda(:\d{1,3})?", str(name)) is not None, "device", str(name), "cpu, cuda or cuda:NUMBER")
+    device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         allowed = f"cpu: PyTorch {torch.__version__} sees no GPU" if count == 0 else f"cuda:0 to cuda:{count - 1}, or cpu"

@@ -19,7 +19,7 @@ from flowrl.training.config import RunConfig, load_config
 from flowrl.training.heldout import make_heldout_metrics
 from flowrl.training.trainer import Trainer
 from flowrl.types import Schedule
-from flowrl.worlds.base import PolicyOptions, World, model_world, world
+from flowrl.worlds.base import PolicyOptions, World, check_hash, model_world, world
 
 
 def make_world(config: RunConfig) -> World:
@@ -73,6 +73,8 @@ def check(config: RunConfig) -> None:
     world = make_world(config)
     make_method(config)
     make_heldout_metrics(config, world)
+    if config.policy.base_weights:
+        check_hash(Path(config.policy.base_weights))
 
 
 def make_policy(config: RunConfig, device: str = "") -> FlowPolicy:

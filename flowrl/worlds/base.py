@@ -66,7 +66,7 @@ def check_hash(path: Path) -> None:
     card = path.with_suffix(".json")
     for needed in (path, card):
         if not needed.is_file():
-            raise CheckpointError(f"weights: {needed} does not exist; make it with `flowrl pretrain --out {path}`")
+            raise CheckpointError(f"base_weights: {needed} does not exist; make it with `flowrl pretrain --out {path}`")
     expected = read_json(card, dict[str, Any], CheckpointError).get("sha256")
     if not isinstance(expected, str):
         raise CheckpointError(f"weights: {card} is not a weight card with an entry 'sha256'")
