@@ -216,3 +216,14 @@ def test_noise_larger_than_there_is_leaves_no_old_noise() -> None:
 
 def test_one_step_estimates_are_one_substep() -> None:
     assert Tweedie() == Substeps(1)
+
+
+def test_trajectories_that_cannot_fit_are_refused_with_their_size():
+    from flowrl.training.build import make_trainer
+    from flowrl.training.config import preset
+
+    config = preset("tiny").apply(world="mixture", groups=10**6, group_size=10**5)
+    with pytest.raises(
+        ConfigError, match=r"groups = 1000000 is not allowed: 1000000 x 100000 samples of 4 steps take .* GB, and"
+    ):
+        make_trainer(config)

@@ -1,5 +1,8 @@
 """From settings to parts: worlds, methods, rewards, policies, trainers and the policies of finished runs."""
 
+import math
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,7 +90,18 @@ def make_trainer(config: RunConfig, distributed: Distributed = Distributed(), wo
     world, method = world or make_world(config), make_method(config)
     reward = make_reward(config)  # before the policy: its errors should not wait for a large model
     prompts = world.prompts(config.environment.task, "train")
-    return Trainer(world.policy(policy_options(config)), method, reward, prompts, config, distributed)
+    policy = world.policy(policy_options(config))
+    require_room(config, policy.latent_shape, distributed.world_size)
+    return Trainer(policy, method, reward, prompts, config, distributed)
+
+
+def require_room(config: RunConfig, latent_shape: Sequence[int], processes: int) -> None:
+    """Raise `ConfigError` if the trajectories (nodes and velocities in float32) are larger than this machine's main memory."""
+    rollout = config.rollout
+    needed = 4 * math.prod(latent_shape) * rollout.groups * rollout.group_size * (2 * rollout.num_steps + 1) // processes
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else needed
+    sizes = f"{rollout.groups} x {rollout.group_size} samples of {rollout.num_steps} steps"
+    require(needed <= there, "groups", rollout.groups, f"{sizes} take {needed / 1e9:.3g} GB, and {there / 1e9:.3g} GB are there")
 
 
 def model_options(config: RunConfig) -> ModelOptions:

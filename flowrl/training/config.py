@@ -77,11 +77,11 @@ class AlgorithmConfig:
 class RolloutConfig:
     """How many trajectories an iteration samples, and in which batches."""
 
-    groups: Count = 16
+    groups: Annotated[int, Ge(1), Le(10**6)] = 16
     """Prompts (groups) per iteration."""
-    group_size: Annotated[int, Ge(2), Le(10**9)] = 12
+    group_size: Annotated[int, Ge(2), Le(10**5)] = 12
     """Samples per prompt."""
-    num_steps: Count = 10
+    num_steps: Annotated[int, Ge(1), Le(10**5)] = 10
     """Denoising steps during training."""
     max_batch: Count = 512
     """Latents per network call without gradients."""
@@ -154,7 +154,7 @@ class PolicyConfig:
     """LoRA that `model` starts from (a file or folder that diffusers reads; `lora_rank` must be the file's)."""
     frozen_adapters: str = ""
     """LoRAs of `model` that are in use but not trained: files or folders, as PATH or NAME=PATH, separated by commas."""
-    resolution: Count = 512
+    resolution: Annotated[int, Ge(1), Le(2**14)] = 512
     """Height and width of the images of `model` in pixels."""
     guidance_scale: Annotated[float, Ge(1)] = 1.0
     """Classifier-free guidance of `model` in sampling, training and evaluation; 1 = off."""
@@ -180,9 +180,9 @@ class EvaluationConfig:
 
     eval_every: Count = 6
     """Iterations between evaluations; the first and last iterations are always evaluated."""
-    eval_samples: Count = 192
+    eval_samples: Annotated[int, Ge(1), Le(10**6)] = 192
     """Held-out samples per evaluation (prompts are repeated if there are fewer)."""
-    eval_steps: Count = 20
+    eval_steps: Annotated[int, Ge(1), Le(10**5)] = 20
     """Denoising steps during evaluation."""
     eval_solver: Literal["euler", "heun", "dpm++", "unipc"] = "euler"
     """euler, heun (two evaluations per step), dpm++ or unipc."""
@@ -191,9 +191,9 @@ class EvaluationConfig:
     clarity (shapes), or strict, graded, soft and density (mixture)."""
     diversity: str = ""
     """Features in which the diversity of one prompt's samples is evaluated: pixels, latents, clip, or path/to/file.py:Class."""
-    diversity_prompts: Count = 8
+    diversity_prompts: Annotated[int, Ge(1), Le(10**6)] = 8
     """Held-out prompts whose samples are compared for `diversity`."""
-    diversity_samples: Annotated[int, Ge(2), Le(10**9)] = 8
+    diversity_samples: Annotated[int, Ge(2), Le(10**5)] = 8
     """Samples of each of these prompts."""
 
     @model_validator(mode="after")
