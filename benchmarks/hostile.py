@@ -64,7 +64,7 @@ def _child(case: Case, root: Path, log: Path) -> None:
     os.dup2(null, 0)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))
     code = 99
     try:
         code = case.run(root)

@@ -128,13 +128,13 @@ TEXTS: dict[str, tuple[str, ...]] = {
 """Texts that are not allowed, for the settings that are texts; on the built-in worlds."""
 
 
-KNOWN_AS = {"diversity": ("features",), "heldout_rewards": ("reward",), "credit": ("probe",)}
+KNOWN_AS = {"diversity": ("feature",), "heldout_rewards": ("reward",), "credit": ("probe",)}
 """What else a message may call a setting."""
 
 
 def _options(text: str) -> list[str]:
     """The options in a spec: a message may name them as PART.OPTION."""
-    return [f".{word}" for word in re.findall(r"(\w+)=", text)]
+    return [f"{word} = " for word in re.findall(r"(\w+)=", text)]
 
 
 def fields() -> Iterator[tuple[str, str, Any, list[Any]]]:

@@ -51,7 +51,8 @@ def parse_spec(spec: str, kind: str = "part") -> Spec:
     name, inside = match.group(1).strip(), match.group(2) or ""
     try:
         call = ast.parse(f"part({inside})", mode="eval").body
-        assert isinstance(call, ast.Call)
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+            raise ValueError("it is not one part with options")
         options = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{kind} = {spec!r} cannot be read: {error}; write {name}(option=value, ...)") from error
