@@ -32,7 +32,7 @@ class Job:
         for name, value in {self.folder: folder, **self.settings, **former}.items():
             values = value if isinstance(value, tuple) else () if value is True else (value,)
             words += [f"--{names.get(name, name).replace('_', '-')}", *map(str, values)]
-        return words
+        return [*words, "--trust"] if names and self.folder == "resume" else words
 
 
 FORMER_DEFAULTS = {

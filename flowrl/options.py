@@ -44,7 +44,7 @@ def words(kind: Any, bounds: Sequence[Any] = ()) -> str:
 def _range(bounds: Sequence[Any]) -> str:
     low = next((b for b in bounds if isinstance(b, Ge | Gt)), None)
     high = next((b for b in bounds if isinstance(b, Le | Lt)), None)
-    if isinstance(low, Ge) and isinstance(high, Le) and float(str(high.le)) >= 1e9:
+    if isinstance(low, Ge) and isinstance(high, Le) and float(str(high.le)) >= 1e5:
         return f", {low.ge} or more (at most {high.le})"
     if low is not None and high is not None:
         left = f"[{low.ge}" if isinstance(low, Ge) else f"({low.gt}"

@@ -56,6 +56,9 @@ def parse_spec(spec: str, kind: str = "part") -> Spec:
         options = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{kind} = {spec!r} cannot be read: {error}; write {name}(option=value, ...)") from error
+    names = [keyword.arg for keyword in call.keywords]
+    if len(options) < len(names):
+        raise ConfigError(f"{kind} = {spec!r:.200}: {next(name for name in names if names.count(name) > 1)} is set twice")
     if call.args or None in options:
         raise ConfigError(f"{kind} = {spec!r}: options need names, as in {name}(option=value)")
     return Spec(name, {str(option): value for option, value in options.items()})

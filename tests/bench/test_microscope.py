@@ -232,7 +232,7 @@ class TestMicroscopeCommand:
         ("told", "message"),
         [
             (["--noise", "-0.1"], "noise = -0.1 is not allowed: a number, 0 or more"),
-            (["--batches", "2"], "batches = 2 is not allowed: a whole number in [3, 1000000]"),
+            (["--batches", "2"], "batches = 2 is not allowed: a whole number, 3 or more (at most 1000000)"),
             (["--workers", "-1"], "workers = -1 is not allowed"),
             (["--rules", "uniform"], "rule = 'uniform' is not allowed"),
             (["--rules", "my.py:Mine"], "rule 'Mine': Mine.assign returned shape"),
