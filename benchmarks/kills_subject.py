@@ -1,0 +1,242 @@
+"""One training or comparison of kills.py: started, killed in a phase, judged, and resumed to its end."""
+
+import contextlib
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flowrl.errors import FlowrlError
+from flowrl.io import folder_lock
+from flowrl.training.checkpoint import Checkpoints
+from flowrl.training.results import load_run
+
+SETTINGS = (
+    "--preset tiny --world mixture --task direction --iterations 12 --checkpoint-every 2 --eval-every 2 --eval-samples 1500"
+)
+COMMANDS = {"train": SETTINGS, "compare": f"{SETTINGS} --methods flow-grpo dance-grpo --seeds 0 1 --workers 2"}
+PHASES = {"train": ("evaluation", "checkpoint", "any", "results"), "compare": ("evaluation", "checkpoint", "any", "report")}
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT")
+GONE = 5.0
+"""Seconds after the end of a command in which its last process must be gone."""
+PATIENCE = 120.0
+"""Seconds after which a command counts as hanging."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A signal that is to be sent."""
+
+    command: str
+    phase: str
+    signal: str
+    target: str
+
+
+@dataclass
+class Killed:
+    """What followed a kill: `problems` is empty if all was well."""
+
+    kill: Kill
+    code: int | None
+    seconds: float
+    """From the signal to the end of the last process."""
+    unfinished: int
+    """Temporary files that were left, which nothing may read."""
+    problems: list[str] = field(default_factory=list)
+    resumed_the_same: bool = False
+
+
+def runs_of(command: str, out: Path) -> list[Path]:
+    """The folders of the single runs in `out`."""
+    return [out] if command == "train" else sorted(path for path in out.glob("runs/*") if path.is_dir())
+
+
+def session(leader: int) -> list[int]:
+    """The living processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, number = path.read_text().rpartition(")")[2].split()[:4]
+            if int(number) == leader and state not in "ZX":
+                found.append(int(path.parent.name))
+    return found
+
+
+def files_of(out: Path) -> dict[str, tuple[int, int]]:
+    """Sizes and times of all files but the locks'."""
+    found = {}
+    for path in out.rglob("*"):
+        with contextlib.suppress(OSError):
+            if path.is_file() and not path.name.startswith(".lock"):
+                found[str(path.relative_to(out))] = (path.stat().st_size, path.stat().st_mtime_ns)
+    return found
+
+
+def numbers(run: Path) -> tuple[str, bytes]:
+    """What must not depend on kills: the weights, and all metrics but seconds."""
+
+    def timeless(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: timeless(entry) for key, entry in value.items() if key not in ("seconds", "seconds_total", "phases")}
+        return value
+
+    rows = [timeless(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return json.dumps(rows), (run / "weights.safetensors").read_bytes()
+
+
+class Subject:
+    """One training or comparison that is killed and resumed in `out`; `seconds` is how long it takes undisturbed."""
+
+    def __init__(self, command: str, out: Path, draw: random.Random, seconds: float = 0.0) -> None:
+        self.command, self.out, self.draw, self.seconds = command, out, draw, seconds
+        self.log = out.with_name(f"{out.name}.log")
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start it, or go on if it has begun."""
+        resumed = (self.out / "config.json").exists()
+        words = ["--resume", str(self.out)] if resumed else [*COMMANDS[self.command].split(), "--out", str(self.out)]
+        if resumed and self.command == "compare":
+            words += ["--workers", "2"]
+        arguments = [sys.executable, "-m", "flowrl", self.command, *words]
+        with self.log.open("wb") as log:
+            return subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+
+    def due(self, phase: str, process: subprocess.Popen[bytes]) -> bool:
+        """Wait for a moment in `phase`; False if the process ended before."""
+        before, start, changes = files_of(self.out), time.monotonic(), self.draw.randint(1, 4)
+        moment = start + self.draw.uniform(0, self.seconds)
+
+        def reached() -> bool:
+            nonlocal before, changes
+            if phase == "any":
+                return time.monotonic() > moment
+            if phase == "checkpoint":
+                return any(path.name.endswith(".tmp") for run in runs_of(self.command, self.out) for path in _checkpoints(run))
+            found = files_of(self.out)
+            new = {Path(name) for name, state in found.items() if before.get(name) != state}
+            if phase == "evaluation":
+                changes -= any(path.name == "metrics.jsonl" for path in new)
+                before = found
+                return changes <= 0
+            words = ("samples", "trajectory", "weights") if phase == "results" else ("",)
+            return any(len(path.parts) == 1 and path.name.startswith(words) and path.name != "config.json" for path in new)
+
+        while not reached():
+            if process.poll() is not None or time.monotonic() > start + PATIENCE:
+                return False
+            time.sleep(0.0005 if phase == "checkpoint" else 0.003)
+        time.sleep({"evaluation": self.draw.uniform(0, 0.1), "report": self.draw.uniform(0, 1.0)}.get(phase, 0.0))
+        return process.poll() is None
+
+    def kill(self, kill: Kill) -> Killed | None:
+        """Start or resume it and send the signal; None if it ended before the phase came."""
+        process = self.start()
+        try:
+            if not self.due(kill.phase, process):
+                return None if self.ended(process) == 0 else Killed(kill, process.returncode, 0, 0, [self.said()])
+            began = time.monotonic()
+            (os.killpg if kill.target == "group" else os.kill)(process.pid, getattr(signal, kill.signal))
+            code = self.ended(process)
+            result = Killed(kill, code, 0, 0)
+            result.problems += self.second_writers(process.pid)
+            result.seconds = time.monotonic() - began
+            result.unfinished = sum(name.endswith(".tmp") for name in files_of(self.out))
+            result.problems += [*self.wrong_exit(kill, code), *self.damaged()]
+            return result
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def ended(self, process: subprocess.Popen[bytes]) -> int | None:
+        """The exit code; None if it hangs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(PATIENCE)
+        return None
+
+    def said(self) -> str:
+        """The end of what it printed."""
+        return self.log.read_text(errors="replace")[-800:]
+
+    def second_writers(self, leader: int) -> list[str]:
+        """Wait until all processes are gone. A folder is locked here once that can be done; nothing may then change."""
+        deadline, held, problems = time.monotonic() + GONE, dict[Path, dict[str, tuple[int, int]]](), list[str]()
+        with contextlib.ExitStack() as locks:
+            while True:
+                left = session(leader)
+                for folder in {self.out, *runs_of(self.command, self.out)} - held.keys():
+                    with contextlib.suppress(FlowrlError):
+                        if folder.exists():
+                            locks.enter_context(folder_lock(folder))
+                            held[folder] = files_of(folder) if folder != self.out or self.command == "train" else {}
+                if not left or time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+            problems += [f"{len(left)} orphans"] if left else []
+            for folder in {self.out, *runs_of(self.command, self.out)}:
+                if folder.exists() and folder not in held:
+                    problems.append(f"{folder.name} is still locked")
+                elif held.get(folder) and files_of(folder) != held[folder]:
+                    problems.append(f"{folder.name} was written without its lock")
+        return problems
+
+    def wrong_exit(self, kill: Kill, code: int | None) -> Iterator[str]:
+        """A command that is asked to stop pauses with 130 and says how to go on, or has just been completed. Before its work
+        begins, while Python imports, a signal may end it as it ends any process."""
+        number, shown = getattr(signal, kill.signal), self.said()
+        flat = " ".join(shown.split())
+        early, done = flat in ("", "flowrl: interrupted"), "done.json" if self.command == "train" else "report.html"
+        allowed = {-number} if kill.signal == "SIGKILL" else {130, 0} | ({-number} if early else set[int]())
+        if code not in allowed:
+            yield f"exit code {code}: {shown}"
+        if code == 0 and not (self.out / done).exists():
+            yield f"exit code 0, but no {done}: {shown}"
+        if "Traceback" in shown:
+            yield f"traceback: {shown}"
+        if code == 130 and not early and f"--resume {shlex.quote(str(self.out))}" not in flat:
+            yield f"does not say how to resume: {shown}"
+
+    def damaged(self) -> Iterator[str]:
+        """Checkpoints and runs that cannot be read."""
+        for run in runs_of(self.command, self.out):
+            try:
+                checkpoints = Checkpoints(run)
+                for name in checkpoints.names():
+                    checkpoints.load(name)
+                if (run / "metrics.jsonl").exists():
+                    load_run(run)
+            except (FlowrlError, OSError, ValueError) as error:
+                yield f"{run.name}: {error}"
+
+    def completed(self) -> list[str]:
+        """Resume it to its end; what is wrong then, apart from the numbers."""
+        process = self.start()
+        code = self.ended(process)
+        problems = self.second_writers(process.pid)
+        if code != 0:
+            problems.append(f"resumed with exit code {code}: {self.said()}")
+        elif self.command == "compare" and not (self.out / "report.html").stat().st_size:
+            problems.append("no report")
+        return problems + [f"left {name}" for name in files_of(self.out) if name.endswith(".tmp")]
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    try:
+        return list((run / "checkpoints").iterdir())
+    except OSError:
+        return []

@@ -1,0 +1,80 @@
+"""Some of the kills of benchmarks/kills.py."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from kills import missed, planned, table, tried
+from kills_subject import PHASES, SIGNALS, Kill, Killed, Subject, session
+
+from flowrl.io import folder_lock
+
+pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
+
+
+def test_every_phase_meets_every_signal_and_target():
+    plan = planned(128, 0)
+    assert [len(plan[command]) for command in ("train", "compare")] == [96, 32]
+    for command, kills in plan.items():
+        assert {kill.command for kill in kills} == {command}
+        assert len(set(kills)) == len(SIGNALS) * 2 * len(PHASES[command])
+    assert planned(100, 0) == planned(100, 0) != planned(100, 1)
+
+
+def test_a_training_that_is_killed_twice_ends_with_the_same_numbers(tmp_path):
+    kills = [Kill("train", "checkpoint", "SIGKILL", "process"), Kill("train", "evaluation", "SIGTERM", "group")]
+    found = tried({"train": kills}, tmp_path, 0)
+    assert [result.kill for result in found] == kills and not missed(kills, found)
+    assert all(not result.problems and result.resumed_the_same for result in found), found
+    assert [result.code for result in found] == [-signal.SIGKILL, 130]
+
+
+@pytest.mark.slow
+def test_a_comparison_that_is_killed_ends_with_the_same_numbers(tmp_path):
+    kills = [Kill("compare", "evaluation", "SIGKILL", "process"), Kill("compare", "report", "SIGHUP", "group")]
+    found = tried({"compare": kills}, tmp_path, 0)
+    assert len(found) == 2 and all(not result.problems and result.resumed_the_same for result in found), found
+
+
+CHILD = """
+import sys, time
+for _ in range(400):
+    with open(sys.argv[1], "a") as file:
+        file.write("x")
+    time.sleep(0.02)
+"""
+PARENT = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]])"
+
+
+def test_the_judge_sees_orphans_and_second_writers(tmp_path, monkeypatch):
+    monkeypatch.setattr("kills_subject.GONE", 0.5)
+    out = tmp_path / "out"
+    out.mkdir()
+    subject = Subject("train", out, random.Random(0))
+    process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD, str(out / "metrics.jsonl")], start_new_session=True)
+    try:
+        process.wait(30)
+        assert len(session(process.pid)) == 1
+        time.sleep(0.2)
+        assert subject.second_writers(process.pid) == ["1 orphans", "out was written without its lock"]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+    with folder_lock(out):
+        assert subject.second_writers(process.pid) == ["out is still locked"]
+
+
+def test_the_judge_sees_undocumented_ends(tmp_path):
+    subject, kill = Subject("train", tmp_path / "out", random.Random(0)), Kill("train", "any", "SIGTERM", "process")
+    paused = f"iteration 1\nPaused. Go on with: flowrl train --resume {subject.out}\n"
+    for shown, code, wrong in (
+        (paused, 130, 0), ("", -15, 0), ("flowrl: interrupted\n", 130, 0), ("iteration 1\n", -15, 1), (paused, 1, 1),
+        ("iteration 1\n", 130, 1), (paused + "Traceback", 130, 1), ("iteration 1\n", 0, 1), (paused, None, 1),
+    ):  # fmt: skip
+        subject.log.write_text(shown)
+        assert len(list(subject.wrong_exit(kill, code))) == wrong, (shown, code)
+    result = Killed(kill, 130, 1.25, 0, ["1 orphans"], True)
+    assert table([result])[2] == "| train | SIGTERM | process | 1 | 130: 1 | 1 | 1.2 | 1 |"
