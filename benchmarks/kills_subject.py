@@ -127,14 +127,15 @@ class Subject:
                 return time.monotonic() > moment
             if phase == "checkpoint":
                 return any(path.name.endswith(".tmp") for run in runs_of(self.command, self.out) for path in _checkpoints(run))
+            if phase == "report":  # it is drawn once all runs are done
+                return sum((run / "done.json").exists() for run in runs_of(self.command, self.out)) == 4
             found = files_of(self.out)
             new = {Path(name) for name, state in found.items() if before.get(name) != state}
             if phase == "evaluation":
                 changes -= any(path.name == "metrics.jsonl" for path in new)
                 before = found
                 return changes <= 0
-            words = ("samples", "trajectory", "weights") if phase == "results" else ("",)
-            return any(len(path.parts) == 1 and path.name.startswith(words) and path.name != "config.json" for path in new)
+            return any(len(path.parts) == 1 and path.name.startswith(("samples", "trajectory", "weights")) for path in new)
 
         while not reached():
             if process.poll() is not None or time.monotonic() > start + PATIENCE:
