@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import sys
@@ -97,7 +98,8 @@ def new_folder(folder: Path, kind: str, made: Callable[[Path], bool], kept: Call
     try:
         with folder_lock(folder):
             before = {path.name for path in folder.iterdir()} | {LOCK}
-            if before - {LOCK, f"{LOCK}.json"} and not made(folder):
+            halves = {name for name in before if re.fullmatch(r".+\.\d+\.tmp", name)}  # of `write_bytes`, by a killed process
+            if before - {LOCK, f"{LOCK}.json"} - halves and not made(folder):
                 raise ConfigError(f"out: {folder} has content that is no {kind} of flowrl; choose another folder")
             try:
                 yield
