@@ -70,6 +70,10 @@ def _told_how_to_go_on(out: Path, main: bool) -> Iterator[None]:
         raise
 
 
+def _interrupt(number: int) -> None:
+    raise KeyboardInterrupt
+
+
 @dataclass(frozen=True)
 class Compare:
     """Compare credit rules on a built-in world: train every method with every seed, print a table, write report.html.
@@ -131,12 +135,16 @@ class Compare:
         finished = display.during(
             lambda: compare(config, out, self.resume is not None, self.workers, display.watch, self.changed_code)
         )
-        if not finished:
-            words = "".join({trust_option(job.flat()) for job in config.jobs().values()})
-            display.say(f"Paused; nothing is lost. Go on with: flowrl compare --resume {shlex.quote(str(out))}{words}")
-            return 130
-        display.finish(out)
-        return 0
+        if finished:
+            try:
+                with on_stop(_interrupt):
+                    display.finish(out)
+                return 0
+            except KeyboardInterrupt:
+                pass  # the report is drawn again
+        words = "".join({trust_option(job.flat()) for job in config.jobs().values()})
+        display.say(f"Paused; nothing is lost. Go on with: flowrl compare --resume {shlex.quote(str(out))}{words}")
+        return 130
 
 
 def _draw_proxy(out: Path) -> Path | None:
