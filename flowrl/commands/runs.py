@@ -132,16 +132,14 @@ class Compare:
 
         display = Display(config)
         display.start(out)
-        finished = display.during(
-            lambda: compare(config, out, self.resume is not None, self.workers, display.watch, self.changed_code)
-        )
-        if finished:
-            try:
-                with on_stop(_interrupt):
+        try:
+            with on_stop(_interrupt):
+                work = partial(compare, config, out, self.resume is not None, self.workers, display.watch, self.changed_code)
+                if display.during(work):
                     display.finish(out)
-                return 0
-            except KeyboardInterrupt:
-                pass  # the report is drawn again
+                    return 0
+        except KeyboardInterrupt:
+            pass  # after the last run: the report is drawn again
         words = "".join({trust_option(job.flat()) for job in config.jobs().values()})
         display.say(f"Paused; nothing is lost. Go on with: flowrl compare --resume {shlex.quote(str(out))}{words}")
         return 130

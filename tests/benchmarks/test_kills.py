@@ -35,7 +35,7 @@ def test_a_training_that_is_killed_twice_ends_with_the_same_numbers(tmp_path):
 
 @pytest.mark.slow
 def test_a_comparison_that_is_killed_ends_with_the_same_numbers(tmp_path):
-    kills = [Kill("compare", "evaluation", "SIGHUP", "group"), Kill("compare", "report", "SIGKILL", "process")]
+    kills = [Kill("compare", "evaluation", "SIGHUP", "group"), Kill("compare", "report", "SIGTERM", "process")]
     found = tried({"compare": kills}, tmp_path, 0)
     assert len(found) == 2 and all(not result.problems and result.resumed_the_same for result in found), found
 
