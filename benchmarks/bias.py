@@ -24,9 +24,9 @@ from torch import Tensor
 
 from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, Weighted
 from flowrl.io import write_json
+from flowrl.probes import Completion, Substeps, Tweedie
 from flowrl.protocols import CreditAssigner
 from flowrl.samplers import AllButLast, FlowSDE
-from flowrl.types import Completion, Substeps, Tweedie
 from flowrl.worlds.base import PolicyOptions, world
 
 GROUP_SIZE = 8

@@ -9,10 +9,11 @@ import torch
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted, check_advantages, probed
 from flowrl.errors import ConfigError, CreditError
 from flowrl.losses import ClippedLoss
+from flowrl.probes import Completion
 from flowrl.protocols import CreditAssigner, PartsCreditAssigner, PolicyLoss, RandomSampler, Sampler
 from flowrl.registry import build
 from flowrl.samplers import AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
-from flowrl.types import Completion, Schedule
+from flowrl.types import Schedule
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.types import (
-    Condition,
-    Gaussian,
-    Latents,
-    LossBatch,
-    LossResult,
-    NodeTable,
-    PerSample,
-    Probe,
-    Prompt,
-    Schedule,
-    StepIndex,
-)
+from flowrl.probes import Probe
+from flowrl.types import Condition, Gaussian, Latents, LossBatch, LossResult, NodeTable, PerSample, Prompt, Schedule, StepIndex
 
 
 @runtime_checkable

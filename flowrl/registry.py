@@ -19,9 +19,9 @@ from typing import Any, get_type_hints
 from flowrl import credit, losses, rewards, samplers
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.plugins import package_of, plugin
+from flowrl.probes import Completion
 from flowrl.protocols import CreditAssigner, Features, PolicyLoss, RandomSampler, RewardModel, Sampler
 from flowrl.specs import NESTED, Spec, parse_probe, parse_spec
-from flowrl.types import Completion
 
 Maker = Callable[..., Any]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.types import Completion, Continuation, NoProbe, Probe, Substeps, Tweedie
+from flowrl.probes import Completion, Continuation, NoProbe, Probe, Substeps, Tweedie
 
 NESTED = {"rule": "credit", "sampler": "sampler", "reward": "reward", "models": "reward"}
 """Options that contain other parts, and the kind of these parts."""

@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int, jaxtyped
 from torch import Tensor
 
 from flowrl.errors import ConfigError, FlowrlError, require
+from flowrl.tree import Tree
 
 T = TypeVar("T")
 
@@ -85,12 +86,14 @@ class Schedule:
 
     `times` are t_0 = 1 > t_1 > ... > t_T = 0. `timesteps` are the network's time input at each step (diffusers: 1000 t),
     by default ``1000 * times[:-1]``. `stds` are the transition's standard deviations per step under the current
-    sampler (0 = not a decision), filled in by the rollout for the rules and losses that need them.
+    sampler (0 = not a decision) and `tree` tells which states a group's trajectories share; the rollout fills them in for the
+    rules and losses that need them.
     """
 
     times: Float[Tensor, " node"]
     timesteps: Float[Tensor, " step"] | None = None
     stds: Float[Tensor, " step"] | None = None
+    tree: Tree | None = None
 
     def __post_init__(self) -> None:
         times = self.times
@@ -104,9 +107,9 @@ class Schedule:
                 require(len(value) == len(times) - 1, f"schedule.{name}", len(value), f"{len(times) - 1} steps")
 
     def to(self, device: torch.device | str) -> "Schedule":
-        """The same grid on `device`."""
+        """The same grid on `device`; the tree stays in main memory."""
         timesteps, stds = (None if tensor is None else tensor.to(device) for tensor in (self.timesteps, self.stds))
-        return Schedule(self.times.to(device), timesteps, stds)
+        return Schedule(self.times.to(device), timesteps, stds, self.tree)
 
     @property
     def steps(self) -> int:
@@ -174,70 +177,55 @@ class Condition:
         return Condition({name: torch.cat([c.tensors[name] for c in conditions]) for name in names}, keys)
 
 
-class Probe:
-    """How a rollout scores unfinished states for a credit rule. One of the classes below."""
-
-
-@dataclass(frozen=True)
-class NoProbe(Probe):
-    """Only the finished image is scored; R at every other node is NaN. 0 extra network evaluations."""
-
-
-@dataclass(frozen=True)
-class Substeps(Probe):
-    """R_j scores the image after `count` Euler steps on an even grid over [t_j, 0], the first with the rollout's own v_j.
-
-    `count` = 1 is the Tweedie estimate x_j - t_j v_j. Source: Stepwise-Flow-GRPO (arXiv 2603.28718), T' = `count`.
-    """
-
-    count: int = 5
-
-    def __post_init__(self) -> None:
-        require(self.count >= 1, "Substeps.count", self.count, "1 or more")
-
-
-def Tweedie() -> Substeps:
-    """The one-step clean estimate x_j - t_j v_j: `Substeps(1)`."""
-    return Substeps(1)
-
-
-@dataclass(frozen=True)
-class Completion(Probe):
-    """R_j scores the image reached by the remaining ODE steps on the sampler's own grid. TP-GRPO (arXiv 2602.06422)."""
-
-
-@dataclass(frozen=True)
-class Continuation(Probe):
-    """R_j is the mean reward of `count` stochastic continuations from node j: a Monte Carlo estimate of the value V(x_j).
-
-    Gains of such rewards estimate the true advantages V(x_{i+1}) - V(x_i) of the steps taken, the ideal credit if evaluations
-    were free. Takes T (T + 1) / 2 times `count` evaluations, in addition to the rollout's own."""
-
-    count: int = 16
-
-    def __post_init__(self) -> None:
-        require(self.count >= 1, "Continuation.count", self.count, "1 or more")
-
-
 @checked
 @dataclass(frozen=True)
 class Trajectories:
-    """A batch of sampled trajectories. Float32; detached; `sample` is prompt-major."""
+    """A batch of sampled trajectories: every distinct state once, and the network's output there. Float32; detached.
 
-    nodes: Float[Tensor, "sample node *latent"]
-    velocities: Float[Tensor, "sample step *latent"]
+    `states` are those of the units of `schedule.tree`, `outputs` the velocities at all of them but the leaves, which come last.
+    """
+
+    states: Float[Tensor, "prompt unit *latent"]
+    outputs: Float[Tensor, "prompt inner *latent"]
     schedule: Schedule
 
     def __post_init__(self) -> None:
-        steps = self.schedule.steps
-        found = f"{self.nodes.shape[1]} nodes and {self.velocities.shape[1]} steps"
-        fits = self.nodes.shape[1] == steps + 1 and self.velocities.shape[1] == steps
-        require(fits, "trajectories", found, f"node = step + 1: the schedule has {steps} steps and {steps + 1} nodes")
+        tree, steps = self.tree, self.schedule.steps
+        inner = tree.at(tree.steps).start
+        found = f"{self.states.shape[1]} states and {self.outputs.shape[1]} velocities, {steps} steps"
+        fits = tree.steps == steps and self.states.shape[1] == tree.units and self.outputs.shape[1] == inner
+        require(fits, "trajectories", found, f"{tree.units} states, {inner} velocities and {tree.steps} steps, as in the tree")
 
     @property
-    def images_latent(self) -> Tensor:
-        """The last node, shape [sample, *latent]."""
-        return self.nodes[:, -1]
+    def tree(self) -> Tree:
+        """Which states the trajectories of a group share."""
+        require(self.schedule.tree is not None, "schedule.tree", None, "a tree, as `rollout` fills it in")
+        assert self.schedule.tree is not None
+        return self.schedule.tree
+
+    @property
+    def samples(self) -> int:
+        """Trajectories of all groups."""
+        return len(self.states) * self.tree.members
+
+    def at(self, node: int) -> Latents:
+        """The state of every trajectory at `node`, prompt-major."""
+        return self.states[:, self.tree.paths[:, node].to(self.states.device)].flatten(0, 1)
+
+    @property
+    def nodes(self) -> Float[Tensor, "sample node *latent"]:
+        """The states of every trajectory, copied; `sample` is prompt-major."""
+        return self.states[:, self.tree.paths.to(self.states.device)].flatten(0, 1)
+
+    @property
+    def velocities(self) -> Float[Tensor, "sample step *latent"]:
+        """The network's outputs along every trajectory, copied."""
+        return self.outputs[:, self.tree.paths[:, :-1].to(self.outputs.device)].flatten(0, 1)
+
+    @property
+    def images_latent(self) -> Latents:
+        """The last state of every trajectory."""
+        return self.at(self.schedule.steps)
 
 
 @checked
@@ -245,10 +233,10 @@ class Trajectories:
 class LossBatch:
     """The input of a policy loss: (trajectory, step) pairs, flattened into `sample`.
 
-    `new` is the current policy's transition (its mean carries the gradient), `behaviour` the one that sampled
-    `next_node`, `reference` the frozen base model's (None unless the loss needs it). `mask` is False where the pair does
-    not count; `delta` is the step's Delta = t_i - t_{i+1}. `velocity` is the network's output that `new` was made from, if it is
-    known; losses do not need it.
+    `new` is the current policy's transition (its mean carries the gradient), `behaviour` the one that sampled `next_node`,
+    `reference` the frozen base model's (None unless the loss needs it). `mask` is False where the pair does not count; `delta`
+    is the step's Delta = t_i - t_{i+1}. `velocity` are the network's outputs that `new` was made from, if they are known, one
+    for every distinct state; losses do not need them.
     """
 
     new: Gaussian
@@ -258,7 +246,7 @@ class LossBatch:
     mask: Bool[Tensor, " sample"]
     delta: PerSample
     reference: Gaussian | None = None
-    velocity: Latents | None = None
+    velocity: Float[Tensor, "evaluation *latent"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("new", "behaviour", "reference"):

@@ -79,7 +79,7 @@ def arms_of(rule) -> set[str]:
 
 RULE = """
 from dataclasses import dataclass
-from flowrl.types import NoProbe
+from flowrl.probes import NoProbe
 
 @dataclass(frozen=True)
 class {name}:

@@ -15,14 +15,14 @@ from flowrl.credit import GDPO, StepwiseGain, TurningPoint
 from flowrl.errors import ConfigError
 from flowrl.losses import ClippedLoss
 from flowrl.policies.load import family_of
+from flowrl.probes import Completion, Continuation, NoProbe, Substeps, Tweedie
 from flowrl.registry import KINDS, available, build, options_of, summary_of
 from flowrl.samplers import CPS, FlowSDE
 from flowrl.specs import Spec, parse_probe, parse_spec
-from flowrl.types import Completion, Continuation, NoProbe, Substeps, Tweedie
 
 PLUGIN = '''
 import torch
-from flowrl.types import NoProbe
+from flowrl.probes import NoProbe
 
 
 class LastStep:

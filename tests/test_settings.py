@@ -27,9 +27,10 @@ from flowrl.errors import ConfigError, CreditError
 from flowrl.flow import shifted_schedule, uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
+from flowrl.probes import Completion, NoProbe, Substeps, Tweedie
 from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
 from flowrl.samplers._kernels import StepTimes, coefficient_preserving_mean
-from flowrl.types import CHECKS_ON, Completion, NoProbe, Substeps, Tweedie
+from flowrl.types import CHECKS_ON
 
 DEFAULTS: dict[type, dict[str, Any]] = {
     Uniform: {"std": "group", "clamp": 5.0, "probe": NoProbe()},

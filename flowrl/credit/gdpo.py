@@ -10,8 +10,9 @@ from flowrl.credit.table import STD_EPSILON
 from flowrl.credit.uniform import Uniform
 from flowrl.errors import CreditError, require
 from flowrl.options import checked_options
+from flowrl.probes import Probe
 from flowrl.protocols import CreditAssigner
-from flowrl.types import NodeTable, Probe, Schedule, StepTable, checked
+from flowrl.types import NodeTable, Schedule, StepTable, checked
 
 
 @checked_options

@@ -10,7 +10,8 @@ from torch import Tensor
 from flowrl.credit.table import gains, require_clamp, require_nodes, zscore
 from flowrl.errors import CreditError, require
 from flowrl.options import checked_options
-from flowrl.types import NodeTable, Probe, Schedule, StepTable, Substeps, checked
+from flowrl.probes import Probe, Substeps
+from flowrl.types import NodeTable, Schedule, StepTable, checked
 
 
 @checked_options

@@ -9,7 +9,8 @@ from torch import Tensor
 from flowrl.credit.table import require_nodes
 from flowrl.errors import require
 from flowrl.options import checked_options
-from flowrl.types import NodeTable, NoProbe, Probe, Schedule, StepTable, checked
+from flowrl.probes import NoProbe, Probe
+from flowrl.types import NodeTable, Schedule, StepTable, checked
 
 
 @checked_options

@@ -8,7 +8,8 @@ import torch
 from flowrl.credit.table import gains, require_clamp, require_nodes, zscore
 from flowrl.errors import require
 from flowrl.options import checked_options
-from flowrl.types import NodeTable, Probe, Schedule, StepTable, Substeps, checked
+from flowrl.probes import Probe, Substeps
+from flowrl.types import NodeTable, Schedule, StepTable, checked
 
 
 def generalised_gains(rewards: NodeTable, lam: float = 0.0, gamma: float = 1.0) -> StepTable:

@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import CreditError, require
-from flowrl.types import NodeTable, NoProbe, Probe, StepTable, tensor_problem
+from flowrl.probes import NoProbe, Probe
+from flowrl.types import NodeTable, StepTable, tensor_problem
 
 AXES = ("prompt", "member", "step")
 STD_EPSILON = 1e-4

@@ -16,7 +16,8 @@ from torch import Tensor
 from flowrl.credit.table import gains, require_clamp, require_nodes, reward_to_go, zscore
 from flowrl.errors import MAX_SEED, require
 from flowrl.options import checked_options
-from flowrl.types import Completion, NodeTable, Probe, Schedule, StepTable, checked
+from flowrl.probes import Completion, Probe
+from flowrl.types import NodeTable, Schedule, StepTable, checked
 
 Balance = Literal["aggregate", "trend"]
 Where = Literal["turning", "random", "none"]

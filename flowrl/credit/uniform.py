@@ -6,7 +6,8 @@ from typing import Literal
 from flowrl.credit.table import require_clamp, require_nodes, zscore
 from flowrl.errors import require
 from flowrl.options import checked_options
-from flowrl.types import NodeTable, NoProbe, Probe, Schedule, StepTable, checked
+from flowrl.probes import NoProbe, Probe
+from flowrl.types import NodeTable, Schedule, StepTable, checked
 
 
 @checked_options

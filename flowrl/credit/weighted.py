@@ -11,7 +11,8 @@ from flowrl.credit.table import require_clamp
 from flowrl.credit.uniform import Uniform
 from flowrl.errors import CreditError, require
 from flowrl.options import checked_options
-from flowrl.types import NodeTable, NoProbe, Probe, Schedule, StepTable, checked
+from flowrl.probes import NoProbe, Probe
+from flowrl.types import NodeTable, Schedule, StepTable, checked
 
 
 @checked_options

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from flowrl.distributed import Assignment, Distributed
+from flowrl.probes import Probe
 from flowrl.protocols import FlowPolicy, RewardModel, Sampler
 from flowrl.rollout.reward_table import RewardTables, reward_tables
 from flowrl.rollout.rollout import Groups, Rollout, rollout
 from flowrl.rollout.solvers import Usage
-from flowrl.types import Condition, Probe, Prompt, Schedule, Trajectories
+from flowrl.types import Condition, Prompt, Schedule, Trajectories
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ class Collector:
         usage: Usage,
         enter: Callable[[str], None],
     ) -> Collected:
-        """Roll out and score. `noise` [sample, *latent] and `condition` [prompt] are of all groups; `usage` becomes the costs of
-        all processes; `enter` is told "rollout" and "reward" as they begin. Raises what the parts raise, in every process."""
+        """Roll out and score. `noise` [sample, *latent] and `condition` [prompt] are of all groups; `usage` becomes the costs
+        of all processes; `enter` is told "rollout" and "reward" as they begin. Raises what the parts raise, in every
+        process."""
         assigned, members = self.distributed.assign(self.groups.prompts), self.groups.members
         start = generator.get_state()
         scored = Usage()
@@ -115,7 +117,7 @@ class Collector:
         """Without the estimates, and in main memory where that is wanted."""
         path = result.trajectories
         if self.offload:
-            path = Trajectories(path.nodes.cpu(), path.velocities.cpu(), path.schedule)
+            path = Trajectories(path.states.cpu(), path.outputs.cpu(), path.schedule)
         return Rollout(path, {}, result.groups)
 
 
@@ -158,11 +160,10 @@ class _Background:
 
 
 def _joined(paths: Sequence[Trajectories]) -> Trajectories:
-    """One after the other along the samples."""
+    """One after the other along the prompts."""
     if len(paths) == 1:
         return paths[0]
-    nodes, velocities = torch.cat([p.nodes for p in paths]), torch.cat([p.velocities for p in paths])
-    return Trajectories(nodes, velocities, paths[0].schedule)
+    return Trajectories(torch.cat([p.states for p in paths]), torch.cat([p.outputs for p in paths]), paths[0].schedule)
 
 
 def _stacked(tables: Sequence[RewardTables]) -> RewardTables:
@@ -170,4 +171,6 @@ def _stacked(tables: Sequence[RewardTables]) -> RewardTables:
     if len(tables) == 1:
         return tables[0]
     parts = {name: torch.cat([table.parts[name] for table in tables]) for name in tables[0].parts}
-    return RewardTables(torch.cat([t.total for t in tables]), parts, torch.cat([t.valid for t in tables]))
+    log_probs = [table.log_probs for table in tables if table.log_probs is not None]
+    valid = torch.cat([table.valid for table in tables])
+    return RewardTables(torch.cat([t.total for t in tables]), parts, valid, torch.cat(log_probs) if log_probs else None)

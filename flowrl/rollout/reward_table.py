@@ -37,11 +37,13 @@ class RewardTables:
     """R [prompt, member, node], and the same for every component of a composite reward (`parts`, empty otherwise).
 
     `valid` [prompt, member] is False where the reward marked the sample invalid at any node; its rewards are then NaN.
+    `log_probs` [prompt, unit] are those of a branched tree's edges (`flowrl.tree.Tree`).
     """
 
     total: Tensor
     parts: Mapping[str, Tensor]
     valid: Bool[Tensor, "prompt member"]
+    log_probs: Tensor | None = None
 
 
 def reward_tables(
@@ -52,7 +54,8 @@ def reward_tables(
     usage: Usage | None = None,
     max_batch: int = 512,
 ) -> RewardTables:
-    """R_j scores the estimate at node j (the mean over its copies), NaN where none was made. `prompts`: one per group."""
+    """R_j scores the estimate at node j (the mean over its copies), NaN where none was made; on a branched tree, R_j is the
+    value of the state at node j. `prompts`: one per group."""
     groups = result.groups
     everyone = [prompt for prompt in prompts for _ in range(groups.members)]
     nodes = sorted(result.estimates)
@@ -78,10 +81,13 @@ def reward_tables(
             key = id(result.estimates[node])
             table[:, :, node] = scores[key].view(-1, copies[key]).mean(1).view(groups.prompts, -1)
         tables[name] = table
+    tree = result.trajectories.tree
+    if tree.branched:
+        tables = {name: tree.node_table(tree.values(table[..., -1])) for name, table in tables.items()}
     valid = torch.stack([~table[:, :, nodes].isnan().any(2) for table in tables.values()]).all(0)
     for table in tables.values():
         table[~valid] = float("nan")
-    return RewardTables(tables.pop(_TOTAL), tables, valid)
+    return RewardTables(tables.pop(_TOTAL), tables, valid, result.log_probs)
 
 
 def reward_table(

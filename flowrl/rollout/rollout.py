@@ -1,6 +1,6 @@
 """Trajectories and the states their unfinished nodes lead to, in as few network calls as possible."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import ConfigError, require
+from flowrl.flow.gaussian import log_prob
 from flowrl.flow.gaussian import sample as draw
+from flowrl.probes import Branching, Completion, Continuation, NoProbe, Probe, Substeps
 from flowrl.protocols import FlowPolicy, Sampler
+from flowrl.rollout.estimates import Walkers, continued, substeps
 from flowrl.rollout.solvers import Usage, ode_step
 from flowrl.samplers import transition_stds
-from flowrl.types import Completion, Condition, Continuation, Gaussian, NoProbe, Probe, Schedule, Substeps, Trajectories
+from flowrl.tree import Tree, plain_tree
+from flowrl.types import Condition, Gaussian, Schedule, Trajectories
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,9 @@ class Groups:
         noise = noise[self.first * rows : (self.first + self.prompts) * rows]
         return noise.repeat_interleave(self.members, dim=0) if self.shared_noise else noise
 
-    def draw(self, gaussian: Gaussian, generator: torch.Generator, copies: int = 1) -> Tensor:
-        """A draw per row of `gaussian`, which has `copies` rows for every sample."""
-        rows = self.members * copies
+    def draw(self, gaussian: Gaussian, generator: torch.Generator) -> Tensor:
+        """A draw per row of `gaussian`, which has equally many rows for every group, prompt-major."""
+        rows = len(gaussian.mean) // self.prompts
         return draw(gaussian, generator, self.first * rows, (self.of or self.prompts) * rows)
 
 
@@ -61,16 +65,17 @@ class Groups:
 class Rollout:
     """Trajectories, and per probed node the latent of the estimated final image.
 
-    `estimates[node]` is [sample, *latent], or [prompt, *latent] at nodes that a whole group shares (same x_T, no stochastic step
-    before them). Nodes that were not probed are absent; the last node is always there. Nodes with the same final image (they
-    are linked by ODE steps) hold the same tensor. `copies[node]` says how many rows of `estimates[node]` belong to one sample,
-    in a row, to be averaged (left out: 1).
+    `estimates[node]` is [sample, *latent], or [prompt, *latent] at nodes that a whole group shares (same x_T, no stochastic
+    step before them). Nodes that were not probed are absent; the last node is always there. Nodes with the same final image
+    (they are linked by ODE steps) hold the same tensor. `copies[node]` says how many rows of `estimates[node]` belong to one
+    sample, in a row, to be averaged (left out: 1). `log_probs` [prompt, unit]: of the edges of a branched tree.
     """
 
     trajectories: Trajectories
     estimates: Mapping[int, Tensor]
     groups: Groups
     copies: Mapping[int, int] = field(default_factory=dict)
+    log_probs: Tensor | None = None
 
     def part(self, first: int, count: int) -> "Rollout":
         """`count` of its groups from number `first`."""
@@ -82,8 +87,9 @@ class Rollout:
         path = self.trajectories
         distinct = {id(tensor): rows(tensor) for tensor in self.estimates.values()}
         estimates = {node: distinct[id(tensor)] for node, tensor in self.estimates.items()}
-        part = Trajectories(rows(path.nodes), rows(path.velocities), path.schedule)
-        return Rollout(part, estimates, self.groups.part(first, count), self.copies)
+        part = Trajectories(rows(path.states), rows(path.outputs), path.schedule)
+        log_probs = None if self.log_probs is None else rows(self.log_probs)
+        return Rollout(part, estimates, self.groups.part(first, count), self.copies, log_probs)
 
 
 def attach_stds(schedule: Schedule, sampler: Sampler) -> Schedule:
@@ -109,51 +115,40 @@ def rollout(
     probe, T T' with `Substeps(T')` in T + T' - 1 calls, T (T + 1) / 2 with `Completion` in T calls. Nodes that a group shares
     (same x_T and only ODE steps so far) are evaluated once per group, and a completion is started only where a stochastic step
     follows: from other nodes the ODE leads to the next one's image. `Continuation(n)` goes on n times at random from every
-    decision, with noise drawn after the trajectories', which are thus the same for every probe. Float32, detached.
+    decision, with noise drawn after the trajectories', which are thus the same for every probe. A `Branching` probe makes the
+    trajectories of a group branches of trees: as many evaluations as the trees have states before the last node, in T calls; a
+    tree starts from the noise of its first member. Float32, detached.
     `max_batch` bounds how many latents the network sees at once; the results do not depend on it beyond float rounding.
     """
-    if not isinstance(probe, NoProbe | Substeps | Completion | Continuation):
-        names = "NoProbe(), Tweedie(), Substeps(n), Completion(), Continuation(n)"
+    if not isinstance(probe, NoProbe | Substeps | Completion | Continuation | Branching):
+        names = "NoProbe(), Tweedie(), Substeps(n), Completion(), Continuation(n), Branch(...), Comb(...)"
         raise ConfigError(f"unknown probe {probe!r}; allowed: {names}")
     require(max_batch >= 1, "max_batch", max_batch, "1 or more")
     require(len(noise) == groups.samples, "noise rows", len(noise), f"prompts x members = {groups.samples}")
     schedule = attach_stds(schedule, sampler)
-    walk = _Walk(policy, sampler, schedule, condition, generator, groups, usage or Usage(), max_batch)
+    tree = group_tree(schedule, groups, probe, generator)
+    walk = _Walk(policy, sampler, replace(schedule, tree=tree), condition, generator, groups, usage or Usage(), max_batch)
+    first = [int(members.nonzero()[0]) for members in tree.passes[:, tree.at(0)].T]
     with policy.frozen(), torch.no_grad():
-        return walk.run(noise.float(), probe)
+        return walk.run(noise.float().unflatten(0, (groups.prompts, -1))[:, first], probe)
 
 
-@dataclass(frozen=True)
-class Walkers:
-    """Settings of `continued`: policy, sampler, a schedule with stds, how the next node is drawn, counters."""
-
-    policy: FlowPolicy
-    sampler: Sampler
-    schedule: Schedule
-    draw: Callable[[Gaussian], Tensor]
-    usage: Usage
-    max_batch: int = 1024
-
-
-def continued(walkers: Walkers, nodes: Tensor, start: int, condition: Condition, count: int) -> Tensor:
-    """Final latents of `count` independent continuations from each of `nodes` [sample, *latent] at node `start`.
-
-    Returns [sample x count, *latent], those of one sample in a row; `condition` has one row per sample. `count` (T - `start`)
-    network evaluations per sample. Gradients as the caller has them switched; float32.
-    """
-    x, rows = nodes.repeat_interleave(count, dim=0), condition.repeat(count)
-    schedule = walkers.schedule
-    for i in range(start, schedule.steps):
-        timestep = schedule.network_timesteps[i].expand(len(x))
-        velocity = walkers.usage.velocity(walkers.policy, x, timestep, rows, walkers.max_batch)
-        gaussian = walkers.sampler.transition(x, velocity, schedule, torch.full((len(x),), i, device=x.device))
-        x = walkers.draw(gaussian) if i in schedule.decisions else gaussian.mean
-    return x
+def group_tree(schedule: Schedule, groups: Groups, probe: Probe, generator: torch.Generator) -> Tree:
+    """Which states the trajectories of a group share. Only a tree that is drawn anew every iteration uses the generator."""
+    if isinstance(probe, Branching):
+        tree = probe.tree(schedule.steps, schedule.decisions, groups.members, groups.shared_noise, generator)
+        found = f"{tree.members} leaves, {tree.steps} steps"
+        fits = tree.members == groups.members and tree.steps == schedule.steps and tree.branched
+        require(
+            fits, f"{type(probe).__name__}.tree", found, f"a branched tree of {groups.members} leaves, {schedule.steps} steps"
+        )
+        return tree
+    return plain_tree(groups.members, schedule.steps, tuple(schedule.decisions), groups.shared_noise)
 
 
 @dataclass
 class _Walk:
-    """One rollout in progress: the arguments of `rollout`, bundled."""
+    """One rollout in progress: the arguments of `rollout`, bundled. `schedule` has the tree."""
 
     policy: FlowPolicy
     sampler: Sampler
@@ -165,69 +160,113 @@ class _Walk:
     max_batch: int
 
     def run(self, x: Tensor, probe: Probe) -> Rollout:
-        """The wavefront: at every step one batched call serves the trajectories and all completions under way."""
-        steps, decisions = self.schedule.steps, self.schedule.decisions
-        per_sample = self.condition.repeat(self.groups.members)
-        nodes, velocities = [x], []
+        """The wavefront: at every step one batched call serves all states of a node and all completions under way. `x` is the
+        noise of the roots [prompt, root, *latent]."""
+        steps, tree = self.schedule.steps, self._tree
+        pieces: dict[int, list[Piece]] = {0: [Piece(torch.arange(x.shape[1]), x)]}
         running: dict[int, Tensor] = {}
+        states, outputs = [], []
         for i in range(steps):
-            velocity, ahead = self._velocities(x, i, running, per_sample)
+            x = _in_order(pieces.pop(i))
+            states.append(x)
+            velocity, ahead = self._velocities(x, i, running)
             running = {j: ode_step(self.schedule, running[j], ahead[j], i) for j in running}
-            following = ode_step(self.schedule, x, velocity, i)
-            if isinstance(probe, Completion) and i in decisions:
-                running[i] = following[:: self.groups.members] if self._is_shared(i) else following
-            index = torch.full((len(x),), i, device=x.device)
-            gaussian = self.sampler.transition(x, velocity, self.schedule, index)
-            x = self.groups.draw(gaussian, self.generator) if i in decisions else gaussian.mean
-            nodes.append(x)
-            velocities.append(velocity)
-        trajectories = Trajectories(torch.stack(nodes, 1), torch.stack(velocities, 1), self.schedule)
-        estimates = self._substeps(trajectories, probe.count, per_sample) if isinstance(probe, Substeps) else running
-        estimates, copies = {**estimates, steps: x}, {}
+            if isinstance(probe, Completion) and i in self.schedule.decisions:
+                running[i] = ode_step(self.schedule, x.flatten(0, 1), velocity.flatten(0, 1), i)
+            for node, piece in self._children(x, velocity, i):
+                pieces.setdefault(node, []).append(piece)
+            outputs.append(velocity)
+        states.append(_in_order(pieces.pop(steps)))
+        trajectories = Trajectories(torch.cat(states, 1), torch.cat(outputs, 1), self.schedule)
+        estimates, copies = self._estimates(trajectories, probe, running)
+        return Rollout(trajectories, estimates, self.groups, copies, self._log_probs(trajectories) if tree.branched else None)
+
+    @property
+    def _tree(self) -> Tree:
+        assert self.schedule.tree is not None
+        return self.schedule.tree
+
+    def _velocities(self, x: Tensor, step: int, running: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
+        """Velocities of the states at a node and, in the same call, of the completions started before it."""
+        latents = [x.flatten(0, 1), *running.values()]
+        conditions = [self.condition.repeat(len(part) // self.groups.prompts) for part in latents]
+        batch = torch.cat(latents)
+        timestep = self.schedule.network_timesteps[step].expand(len(batch))
+        velocity = self.usage.velocity(self.policy, batch, timestep, Condition.cat(conditions), self.max_batch)
+        first, *others = velocity.split([len(part) for part in latents])
+        return first.view_as(x), dict(zip(running, others, strict=True))
+
+    def _children(self, x: Tensor, velocity: Tensor, step: int) -> Iterator[tuple[int, "Piece"]]:
+        """The states that follow from those of a node, with their node: draws from the sampler, its deterministic steps, and
+        steps of the ODE, which may skip nodes."""
+        for edges in self._tree.edges[step]:
+            if edges.drawn or (edges.node == step + 1 and step not in self.schedule.decisions):
+                gaussian = self._transition(x, velocity, step, edges.parents)
+                following = self.groups.draw(gaussian, self.generator) if edges.drawn else gaussian.mean
+            else:
+                length = self.schedule.times[edges.node] - self.schedule.times[step]
+                following = (x + length * velocity)[:, edges.parents.to(x.device)].flatten(0, 1)
+            yield edges.node, Piece(edges.units, following.unflatten(0, (self.groups.prompts, -1)))
+
+    def _transition(self, x: Tensor, velocity: Tensor, step: int, parents: Tensor) -> Gaussian:
+        """The sampler's distributions over the children of states [prompt, unit, *latent]; the parent of child k is
+        `parents[k]`."""
+        distinct, place = parents.unique(return_inverse=True)
+        distinct, place = distinct.to(x.device), place.to(x.device)
+        whole = len(distinct) == x.shape[1]
+        x, velocity = (x, velocity) if whole else (x[:, distinct], velocity[:, distinct])
+        index = torch.full((x.shape[0] * x.shape[1],), step, device=x.device)
+        gaussian = self.sampler.transition(x.flatten(0, 1), velocity.flatten(0, 1), self.schedule, index)
+        if whole and len(place) == x.shape[1]:
+            return gaussian
+        mean, std = gaussian.mean.view_as(x)[:, place], gaussian.std.view(x.shape[:2])[:, place]
+        return Gaussian(mean.flatten(0, 1), std.flatten())
+
+    def _estimates(
+        self, trajectories: Trajectories, probe: Probe, running: Mapping[int, Tensor]
+    ) -> tuple[dict[int, Tensor], dict[int, int]]:
+        """Final images by probed node, and how many of a sample."""
+        steps, decisions = self.schedule.steps, self.schedule.decisions
+        estimates, copies = {**running, steps: trajectories.at(steps)}, {}
+        if isinstance(probe, Substeps):
+            estimates |= substeps(self.policy, trajectories, self.condition, probe.count, self.usage, self.max_batch)
         if isinstance(probe, Continuation):
-            next_nodes = partial(self.groups.draw, generator=self.generator, copies=probe.count)
+            next_nodes = partial(self.groups.draw, generator=self.generator)
             walkers = Walkers(self.policy, self.sampler, self.schedule, next_nodes, self.usage, self.max_batch)
-            estimates |= {j: continued(walkers, trajectories.nodes[:, j], j, per_sample, probe.count) for j in decisions}
+            rows = self.condition.repeat(self.groups.members)
+            estimates |= {j: continued(walkers, trajectories.at(j), j, rows, probe.count) for j in decisions}
             copies = dict.fromkeys(decisions, probe.count)
         if isinstance(probe, Completion | Continuation):
             for node in reversed(range(steps)):
                 estimates.setdefault(node, estimates[node + 1])
                 copies.setdefault(node, copies.get(node + 1, 1))
-        return Rollout(trajectories, estimates, self.groups, copies)
+        return estimates, copies
 
-    def _is_shared(self, node: int) -> bool:
-        """Whether all members of a group are in the same state at `node`."""
-        return self.groups.shared_noise and node <= min(self.schedule.decisions, default=self.schedule.steps)
+    def _log_probs(self, trajectories: Trajectories) -> Tensor:
+        """Log-density per element of the edges into the units [prompt, unit] in main memory; 0 for those that are no
+        decisions."""
+        tree = trajectories.tree
+        found = torch.zeros(self.groups.prompts, tree.units)
+        for step, edges in ((step, edges) for step, at_node in enumerate(tree.edges) for edges in at_node if edges.drawn):
+            at = tree.at(step)
+            gaussian = self._transition(trajectories.states[:, at], trajectories.outputs[:, at], step, edges.parents)
+            density = log_prob(gaussian, trajectories.states[:, edges.units].flatten(0, 1))
+            found[:, edges.units] = density.view(self.groups.prompts, -1).to(found)
+        return found
 
-    def _velocities(
-        self, x: Tensor, step: int, running: Mapping[int, Tensor], per_sample: Condition
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Velocities at node `step` of the trajectories and, in the same call, of the completions started before it."""
-        rows = x[:: self.groups.members] if self._is_shared(step) else x
-        latents = [rows, *running.values()]
-        conditions = [self.condition if len(part) != self.groups.samples else per_sample for part in latents]
-        batch = torch.cat(latents)
-        timestep = self.schedule.network_timesteps[step].expand(len(batch))
-        velocity = self.usage.velocity(self.policy, batch, timestep, Condition.cat(conditions), self.max_batch)
-        first, *others = velocity.split([len(part) for part in latents])
-        if self._is_shared(step):
-            first = first.repeat_interleave(self.groups.members, dim=0)
-        return first, dict(zip(running, others, strict=True))
 
-    def _substeps(self, trajectories: Trajectories, count: int, per_sample: Condition) -> dict[int, Tensor]:
-        """Euler on an even grid over [t_j, 0] for all nodes j < T at once; the first velocity is the rollout's own."""
-        steps = self.schedule.steps
-        device = trajectories.nodes.device
-        everyone = torch.arange(self.groups.samples, device=device)
-        rows = [everyone[:: self.groups.members] if self._is_shared(j) else everyone for j in range(steps)]
-        conditions = Condition.cat([per_sample.take(r) for r in rows])
-        x = torch.cat([trajectories.nodes[r, j] for j, r in enumerate(rows)])
-        velocity = torch.cat([trajectories.velocities[r, j] for j, r in enumerate(rows)])
-        start = torch.cat([self.schedule.times[j].expand(len(r)) for j, r in enumerate(rows)])
-        length = (start / count).view(-1, *(1,) * (x.ndim - 1))
-        for k in range(count):
-            if k > 0:
-                timestep = 1000.0 * start * (1 - k / count)
-                velocity = self.usage.velocity(self.policy, x, timestep, conditions, self.max_batch)
-            x = x - length * velocity
-        return dict(enumerate(x.split([len(r) for r in rows])))
+@dataclass(frozen=True)
+class Piece:
+    """States [prompt, unit, *latent] of some of a node's `units`."""
+
+    units: Tensor
+    states: Tensor
+
+
+def _in_order(pieces: list[Piece]) -> Tensor:
+    """All states of a node, by unit."""
+    if len(pieces) == 1:
+        return pieces[0].states
+    order = torch.cat([piece.units for piece in pieces]).argsort()
+    states = torch.cat([piece.states for piece in pieces], 1)
+    return states[:, order.to(states.device)]

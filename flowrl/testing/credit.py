@@ -10,9 +10,10 @@ from torch import Tensor
 
 from flowrl.credit import check_advantages, probed
 from flowrl.errors import CreditError
+from flowrl.probes import Completion, Continuation, NoProbe, Substeps
 from flowrl.testing import findings
 from flowrl.testing.findings import Contract, ContractBroken, expect, name_of, twice, unchanged
-from flowrl.types import Completion, Continuation, NoProbe, Schedule, Substeps
+from flowrl.types import Schedule
 
 CONTRACT = Contract("credit rule")
 promise = CONTRACT.promise

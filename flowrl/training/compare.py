@@ -11,6 +11,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError, PartError, require
 from flowrl.io import folder_lock, new_folder, write_json
+from flowrl.probes import NoProbe
 from flowrl.reading import as_kind, load_document, reading
 from flowrl.specs import identity
 from flowrl.training.build import check, make_method
@@ -18,7 +19,6 @@ from flowrl.training.config import RunConfig
 from flowrl.training.results import has_progress, holds, run_folder
 from flowrl.training.run import Run, versions
 from flowrl.trust import trusted
-from flowrl.types import NoProbe
 from flowrl.workers import Worker, run_jobs
 
 LONGEST = 200

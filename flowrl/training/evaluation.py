@@ -14,11 +14,12 @@ from torch import Tensor
 from flowrl.distributed import Distributed
 from flowrl.errors import RewardError
 from flowrl.io import write_bytes, write_json
+from flowrl.probes import Completion, Tweedie
 from flowrl.protocols import FlowPolicy, RewardModel
 from flowrl.rollout import EVALUATION_SEED, Groups, ImageBatch, Usage, initial_noise, reward_table, rollout, sample_images, score
 from flowrl.training.heldout import HeldoutMetrics
 from flowrl.training.trainer import Trainer
-from flowrl.types import Completion, Prompt, Tweedie
+from flowrl.types import Prompt
 from flowrl.worlds.base import World
 
 CUSTOM = "custom reward"

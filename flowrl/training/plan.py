@@ -10,9 +10,9 @@ import torch
 from flowrl.errors import require
 from flowrl.methods import Method
 from flowrl.policies import LORA_TARGETS, Architecture, Memory, architecture, count_memory
+from flowrl.probes import Completion, Continuation, Probe, Substeps
 from flowrl.training.build import first_trained_steps, make_method, trial_schedule
 from flowrl.training.config import RunConfig
-from flowrl.types import Completion, Continuation, Probe, Substeps
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from flowrl_bench.gradients import (
 
 from flowrl.credit import Uniform
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
+from flowrl.probes import Completion, NoProbe
 from flowrl.rollout import attach_stds
 from flowrl.samplers import AllButLast, FlowSDE
-from flowrl.types import Completion, NoProbe
 from flowrl.worlds.base import PolicyOptions, world
 
 LIMIT = 5.0

@@ -21,7 +21,7 @@ DRAWS = """
 import random
 import numpy
 import torch
-from flowrl.types import NoProbe
+from flowrl.probes import NoProbe
 
 class Mine:
     probe = NoProbe()

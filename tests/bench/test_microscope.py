@@ -110,7 +110,7 @@ def test_evaluations_are_counted_as_the_trainer_counts_them() -> None:
 
 BROKEN = """
 import torch
-from flowrl.types import NoProbe
+from flowrl.probes import NoProbe
 
 class Mine:
     probe = NoProbe()
@@ -124,7 +124,7 @@ DICE = """
 import random
 import numpy as np
 import torch
-from flowrl.types import NoProbe
+from flowrl.probes import NoProbe
 
 class Dice:
     probe = NoProbe()

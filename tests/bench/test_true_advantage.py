@@ -16,10 +16,11 @@ from flowrl.errors import ConfigError
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.policies.mixture import MixturePolicy
+from flowrl.probes import Continuation
 from flowrl.rewards.combine import NoisyReward, pseudo_normal
 from flowrl.rollout import attach_stds
 from flowrl.samplers import AllButLast, FlowSDE, Window
-from flowrl.types import Continuation, Prompt
+from flowrl.types import Prompt
 from flowrl.worlds.mixture import WIDTH, DirectionReward, angle_of, target
 
 PROMPTS = [Prompt(f"towards {angle} degrees") for angle in (0, 100, 200)]

@@ -17,7 +17,7 @@ from flowrl.training.results import load_comparison, summarise
 RULE = """
 from dataclasses import dataclass
 import torch
-from flowrl.types import NoProbe
+from flowrl.probes import NoProbe
 
 @dataclass(frozen=True)
 class LastStepsOnly:

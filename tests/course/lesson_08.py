@@ -7,7 +7,7 @@ import torch
 from flowrl_course import lesson_08 as lesson
 
 from flowrl.credit import gains, reward_to_go, zscore
-from flowrl.types import NoProbe, Tweedie
+from flowrl.probes import NoProbe, Tweedie
 from tests.course.cases import Case
 
 

@@ -4,7 +4,7 @@ import torch
 from flowrl_course.runs import learn, start
 
 from flowrl.credit import StepwiseGain, Uniform
-from flowrl.types import Tweedie
+from flowrl.probes import Tweedie
 
 
 def test_counts_of_a_run() -> None:

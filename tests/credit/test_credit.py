@@ -28,8 +28,9 @@ from flowrl.credit import (
 )
 from flowrl.errors import ConfigError, CreditError
 from flowrl.flow import uniform_schedule
+from flowrl.probes import Completion, NoProbe, Substeps
 from flowrl.protocols import CreditAssigner
-from flowrl.types import CHECKS_ON, Completion, NoProbe, Schedule, Substeps
+from flowrl.types import CHECKS_ON, Schedule
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 STEPS = 4

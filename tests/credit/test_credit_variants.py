@@ -24,8 +24,8 @@ from flowrl.credit import (
     zscore,
 )
 from flowrl.errors import ConfigError, CreditError
+from flowrl.probes import Completion, NoProbe, Substeps, Tweedie
 from flowrl.registry import build
-from flowrl.types import Completion, NoProbe, Substeps, Tweedie
 
 seeds = st.integers(0, 10_000)
 

@@ -14,6 +14,7 @@ from flowrl.policies.flux import Flux
 from flowrl.policies.load import family_of, load_policy
 from flowrl.policies.pipeline import ModelOptions, PipelinePolicy
 from flowrl.policies.sd3 import SD3
+from flowrl.probes import Completion, Tweedie
 from flowrl.protocols import FlowPolicy
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, integrate, rollout
@@ -21,7 +22,7 @@ from flowrl.samplers import AllButLast, FlowSDE
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
-from flowrl.types import Completion, Prompt, Tweedie
+from flowrl.types import Prompt
 
 TEXTS = ["three red circles", "a dog"]
 PROMPTS = [Prompt(text) for text in TEXTS]

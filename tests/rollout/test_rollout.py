@@ -5,10 +5,10 @@ import torch
 
 from flowrl.errors import ConfigError, RewardError
 from flowrl.flow.gaussian import log_prob
+from flowrl.probes import Completion, NoProbe, Substeps, Tweedie
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, integrate, reward_table, rollout, score
 from flowrl.samplers import CPS, ODE, AllButLast, FlowSDE, RandomWindow, Window
-from flowrl.types import Completion, NoProbe, Substeps, Tweedie
 from flowrl.worlds.base import world
 
 PROMPTS = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90, 180)]

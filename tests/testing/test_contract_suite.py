@@ -11,6 +11,7 @@ from flowrl.errors import ConfigError
 from flowrl.flow import expand
 from flowrl.flow.gaussian import kl, log_prob
 from flowrl.losses import ClippedLoss
+from flowrl.probes import Completion, NoProbe
 from flowrl.samplers import CPS, FlowSDE, Window
 from flowrl.testing import (
     ContractBroken,
@@ -27,7 +28,7 @@ from flowrl.testing import (
     sampler,
     sampler_contract,
 )
-from flowrl.types import Completion, Gaussian, LossResult, NoProbe
+from flowrl.types import Gaussian, LossResult
 
 test_a_rule = credit_contract(StepwiseGain())
 test_a_sampler = sampler_contract(CPS(0.5))

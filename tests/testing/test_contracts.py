@@ -10,12 +10,13 @@ from flowrl_bench.pretrain_pairs import draw_layout
 
 from flowrl.credit import GDPO, MovingAverageGain, RandomCredit, StepwiseGain, TurningPoint, Uniform, Weighted
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
+from flowrl.probes import Completion, Tweedie
 from flowrl.registry import KINDS, build
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
 from flowrl.testing import check_sampler, credit, loss, reward, sampler
 from flowrl.testing.findings import maker, name_of
-from flowrl.types import Completion, Prompt, Tweedie
+from flowrl.types import Prompt
 from flowrl.worlds.base import world
 from flowrl.worlds.shapes.render import render
 

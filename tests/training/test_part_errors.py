@@ -19,7 +19,7 @@ import dataclasses, sys
 import torch
 from flowrl.losses import ClippedLoss
 from flowrl.samplers import FlowSDE
-from flowrl.types import NoProbe
+from flowrl.probes import NoProbe
 """
 BASES = {
     "credit": """

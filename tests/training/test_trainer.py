@@ -12,6 +12,7 @@ from flowrl.errors import CheckpointError, ConfigError, CreditError, RewardError
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import ClippedLoss
 from flowrl.methods import METHODS, make_sampler, named_method
+from flowrl.probes import NoProbe
 from flowrl.prompts.stream import PromptStream
 from flowrl.registry import build
 from flowrl.rewards import FunctionReward, WeightedSum
@@ -24,7 +25,7 @@ from flowrl.training.evaluation import evaluate
 from flowrl.training.presets import PRESETS
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
-from flowrl.types import NoProbe, Prompt
+from flowrl.types import Prompt
 from flowrl.worlds.base import world
 
 TINY = preset("tiny").apply(world="mixture", task="direction", iterations=4, checkpoint_every=2)

@@ -29,7 +29,7 @@ from flowrl.credit import StepwiseGain, TurningPoint, Uniform, turning_points
 from flowrl.rollout import Groups, reward_table, rollout
 from flowrl.samplers import FlowSDE, Window
 from flowrl.training.build import make_trainer
-from flowrl.types import Completion
+from flowrl.probes import Completion
 from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_00 as lesson
 from flowrl_course.batches import ode_images

@@ -28,7 +28,7 @@ import torch
 from flowrl import preset, world
 from flowrl.credit import StepwiseGain, Uniform
 from flowrl.samplers import AllButLast, FlowSDE, Window
-from flowrl.types import Completion, Substeps
+from flowrl.probes import Completion, Substeps
 from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_05 as lesson
 from flowrl_course.batches import credit_gradients, pairwise_cosines, sample_groups

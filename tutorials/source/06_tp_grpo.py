@@ -28,7 +28,7 @@ import torch
 from flowrl import preset, world
 from flowrl.credit import TurningPoint, Uniform, gains, reward_to_go
 from flowrl.samplers import AllButLast, FlowSDE, Window
-from flowrl.types import Completion
+from flowrl.probes import Completion
 from flowrl.worlds import PolicyOptions
 from flowrl_bench.explain import explain
 from flowrl_course import lesson_06 as lesson

@@ -32,7 +32,7 @@ from flowrl_bench.true_advantage import Look, compare_credit, true_advantages
 from flowrl.flow import sample as draw_from
 from flowrl.rollout import reward_table
 from flowrl.testing import check_credit
-from flowrl.types import Completion, NoProbe, Probe, Tweedie
+from flowrl.probes import Completion, NoProbe, Probe, Tweedie
 from flowrl_course import lesson_08 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, animation, clean, panels, plane, target
 from flowrl_course.lesson_07 import T_QUANTILE

@@ -20,9 +20,10 @@ from flowrl.credit import check_advantages, generalised_gains
 from flowrl.errors import CreditError, FlowrlError, require
 from flowrl.flow import expand
 from flowrl.losses import PolicyGradientLoss
+from flowrl.probes import NoProbe, Probe
 from flowrl.protocols import CreditAssigner, FlowPolicy, PolicyLoss, RewardModel, Sampler
 from flowrl.rollout import Groups, LossBatches, Rollout, Usage, attach_stds, reward_table, rollout
-from flowrl.types import NoProbe, Probe, Prompt, Schedule
+from flowrl.types import Prompt, Schedule
 
 
 @dataclass(frozen=True)

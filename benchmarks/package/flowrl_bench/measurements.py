@@ -15,13 +15,13 @@ from flowrl.credit import turning_points
 from flowrl.diagnostics import peak_memory as process_peak
 from flowrl.errors import ConfigError
 from flowrl.policies import MixturePolicy
+from flowrl.probes import Completion
 from flowrl.protocols import FlowPolicy
 from flowrl.rollout import EVALUATION_SEED, Groups, Usage, integrate, reward_table, rollout
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import evaluate
 from flowrl.training.trainer import Trainer
-from flowrl.types import Completion
 from flowrl.workers import Worker, run_jobs
 from flowrl.worlds import World
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from flowrl.errors import ConfigError, CreditError, require
 from flowrl.methods import try_credit
+from flowrl.probes import Continuation
 from flowrl.protocols import RandomSampler
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.rollout import Usage
 from flowrl.training.build import make_trainer, make_world, trial_schedule
 from flowrl.training.config import RunConfig, preset
-from flowrl.types import Continuation
 from flowrl.workers import Worker, run_jobs, worker_count
 from flowrl_bench.gradients import Setting, alignment, pathwise_gradients, policy_gradients, update_evaluations
 from flowrl_bench.measurements import reproducible

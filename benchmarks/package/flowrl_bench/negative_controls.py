@@ -6,8 +6,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.credit import TurningPoint
+from flowrl.probes import Probe
 from flowrl.protocols import CreditAssigner
-from flowrl.types import Probe, Schedule
+from flowrl.types import Schedule
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.io import file_lock, write_json
 from flowrl.methods import named_method
+from flowrl.probes import Completion, Continuation, Substeps
 from flowrl.reading import read_json
 from flowrl.training.config import RunConfig
 from flowrl.trust import trust_option
-from flowrl.types import Completion, Continuation, Substeps
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench.claims import TASKS, Arm, Claim, make_run
 from flowrl_bench.digest import code_digest, config_id

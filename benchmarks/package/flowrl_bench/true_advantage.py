@@ -16,9 +16,10 @@ from torch import Tensor
 
 from flowrl.errors import require
 from flowrl.flow import sample as draw
+from flowrl.probes import NoProbe, Probe
 from flowrl.protocols import CreditAssigner, RewardModel
 from flowrl.rollout import Groups, Rollout, Usage, Walkers, attach_stds, continued, reward_table, score
-from flowrl.types import NoProbe, Probe, Schedule
+from flowrl.types import Schedule
 from flowrl_bench.gradients import Setting, assigned
 from flowrl_bench.statistics import Estimate
 

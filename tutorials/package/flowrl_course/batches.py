@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from flowrl.losses import PolicyGradientLoss
+from flowrl.probes import NoProbe, Probe
 from flowrl.protocols import CreditAssigner, FlowPolicy, RewardModel, Sampler
 from flowrl.rollout import Groups, ImageBatch, Rollout, Usage, initial_noise, reward_table, rollout, sample_images, score
 from flowrl.rollout.loss_batch import LossBatches
-from flowrl.types import Condition, NoProbe, Probe, Prompt
+from flowrl.types import Condition, Prompt
 
 STEPS = 10
 """Denoising steps during training, in all lessons."""

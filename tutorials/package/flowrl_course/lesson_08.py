@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.credit import gains, reward_to_go, zscore
-from flowrl.types import NoProbe
+from flowrl.probes import NoProbe
 from flowrl_course import rule_checks as rules
 from flowrl_course.checking import Unsolved, answered, check, close, expect, same, tensor
 

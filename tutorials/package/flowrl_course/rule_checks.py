@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flowrl import Schedule
+from flowrl.probes import Probe, Substeps
 from flowrl.testing import check_credit
-from flowrl.types import Probe, Substeps
 from flowrl_course.checking import answered, close, expect, tensor
 
 SCHEDULE = Schedule(torch.linspace(1, 0, 7), stds=torch.tensor([0.3, 0.26, 0.22, 0.18, 0.14, 0.0]))

@@ -1,0 +1,173 @@
+"""How a rollout scores unfinished states for a credit rule."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from flowrl.errors import require
+from flowrl.tree import Mean, Tree, Visits, Weight, tree_of
+
+
+class Probe:
+    """How a rollout scores unfinished states for a credit rule. One of the classes below."""
+
+
+@dataclass(frozen=True)
+class NoProbe(Probe):
+    """Only the finished image is scored; R at every other node is NaN. 0 extra network evaluations."""
+
+
+@dataclass(frozen=True)
+class Substeps(Probe):
+    """R_j scores the image after `count` Euler steps on an even grid over [t_j, 0], the first with the rollout's own v_j.
+
+    `count` = 1 is the Tweedie estimate x_j - t_j v_j. Source: Stepwise-Flow-GRPO (arXiv 2603.28718), T' = `count`.
+    """
+
+    count: int = 5
+
+    def __post_init__(self) -> None:
+        require(self.count >= 1, "Substeps.count", self.count, "1 or more")
+
+
+def Tweedie() -> Substeps:
+    """The one-step clean estimate x_j - t_j v_j: `Substeps(1)`."""
+    return Substeps(1)
+
+
+@dataclass(frozen=True)
+class Completion(Probe):
+    """R_j scores the image reached by the remaining ODE steps on the sampler's own grid. TP-GRPO (arXiv 2602.06422)."""
+
+
+@dataclass(frozen=True)
+class Continuation(Probe):
+    """R_j is the mean reward of `count` stochastic continuations from node j: a Monte Carlo estimate of the value V(x_j).
+
+    Gains of such rewards estimate the true advantages V(x_{i+1}) - V(x_i) of the steps taken, the ideal credit if evaluations
+    were free. Takes T (T + 1) / 2 times `count` evaluations, in addition to the rollout's own."""
+
+    count: int = 16
+
+    def __post_init__(self) -> None:
+        require(self.count >= 1, "Continuation.count", self.count, "1 or more")
+
+
+class Branching(Probe):
+    """A probe whose rewards of unfinished states come from branches of the trajectories themselves.
+
+    Such a rollout has as many leaves as the group has members, and R_j of a member is the value of the state that it passes at
+    node j: the mean reward of the leaves behind it (`flowrl.tree.Tree.values`). The sub-class says how the tree branches.
+    """
+
+    def tree(self, steps: int, decisions: Sequence[int], members: int, shared_noise: bool, generator: torch.Generator) -> Tree:
+        """The tree of an iteration, the same for every group, with one leaf per member. `decisions` are the sampler's
+        stochastic steps of `steps`. A tree that is another one every iteration draws from `generator`. Raises `ConfigError` if
+        the members do not fit."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Branch(Branching):
+    """The trajectory goes on as `children[step]` trajectories at each of these steps, which must be stochastic; as one at all
+    others.
+
+    `children` as a number means that many at every stochastic step. A group has members / product of the children trees, with
+    initial noise of their own; with shared noise it has one, which branches further at its first stochastic step. All
+    stochastic steps are decisions, also those at which nothing branches. `weight`, `mean`: see `flowrl.tree.Tree`. Network
+    evaluations of a group: the number of distinct states before the last node.
+
+    Source: BranchGRPO (arXiv 2509.06040), binary splits at steps 0, 3, 6, 9 of 20; TreeGRPO (arXiv 2512.08153), three children
+    at each of three consecutive stochastic steps. Raises `ConfigError` if a step is not stochastic or the group size is no
+    multiple.
+    """
+
+    children: Mapping[int, int] | int = 2
+    weight: Weight = "leaf"
+    mean: Mean = "leaf"
+
+    def __post_init__(self) -> None:
+        allowed = "a number of children, 1 or more, for every stochastic step, or {step: number}"
+        given = {0: self.children} if isinstance(self.children, int) else dict(self.children)
+        require(all(step >= 0 and count >= 1 for step, count in given.items()), "Branch.children", self.children, allowed)
+        require(self.weight in ("leaf", "edge"), "Branch.weight", self.weight, "'leaf' or 'edge'")
+        require(self.mean in ("leaf", "child"), "Branch.mean", self.mean, "'leaf' or 'child'")
+
+    def tree(self, steps: int, decisions: Sequence[int], members: int, shared_noise: bool, generator: torch.Generator) -> Tree:
+        """The same tree every iteration."""
+        children = dict.fromkeys(decisions, self.children) if isinstance(self.children, int) else dict(self.children)
+        odd = sorted(set(children) - set(decisions))
+        require(not odd, "Branch.children at steps", odd, f"stochastic steps of the sampler: {list(decisions)}")
+        product = math.prod(children.values())
+        require(members % product == 0, "group_size", members, f"a multiple of {product}, the leaves of a tree of {self}")
+        if shared_noise and decisions:
+            children[decisions[0]] = children.get(decisions[0], 1) * (members // product)
+        behind = [math.prod(count for step, count in children.items() if step >= node) for node in range(steps + 1)]
+        visits = [[(node, member // behind[node]) for node in range(steps + 1)] for member in range(members)]
+        return tree_of(visits, lambda node, _: node - 1 in decisions, self.mean, self.weight)
+
+
+@dataclass(frozen=True)
+class Comb(Branching):
+    """A trunk of ODE steps; at each of some steps `branches` draws from the sampler, each finished by the ODE.
+
+    The steps are the sampler's stochastic steps within [`low`, `high`); `count` of them are drawn anew every iteration, the
+    same for all groups (None: all are used). `strides`: every branch is finished once per stride s, by ODE steps of s nodes at
+    a time (the last may be shorter); the network's output at the branch's first state is shared. A group has members /
+    (branches x steps x strides) trunks with initial noise of their own (with shared noise: one, with more branches). The only
+    decisions are the draws at the branches. Network evaluations of a trunk with steps M: (last of M) + 1 + branches sum_{k in
+    M} [1 + sum_s (ceil((T - k - 1) / s) - 1)].
+
+    Source: TempFlow-GRPO (arXiv 2508.04324), one stride; which steps an iteration takes is not settled by the paper.
+    Granular-GRPO (arXiv 2510.01982), strides 1, 2, 3. Raises `ConfigError` if the group size is no multiple or no stochastic
+    step is in range.
+    """
+
+    branches: int = 4
+    count: int | None = None
+    low: int = 0
+    high: int | None = None
+    strides: tuple[int, ...] = (1,)
+    weight: Weight = "leaf"
+    mean: Mean = "leaf"
+
+    def __post_init__(self) -> None:
+        for name in ("branches", "count"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"Comb.{name}", value, "1 or more")
+        require(self.low >= 0, "Comb.low", self.low, "0 or more")
+        require(self.high is None or self.high > self.low, "Comb.high", self.high, f"above low = {self.low}, or None")
+        fits = (
+            len(self.strides) > 0 and all(stride >= 1 for stride in self.strides) and len(set(self.strides)) == len(self.strides)
+        )
+        require(fits, "Comb.strides", self.strides, "one or more different numbers of nodes, each 1 or more")
+        require(self.weight in ("leaf", "edge"), "Comb.weight", self.weight, "'leaf' or 'edge'")
+        require(self.mean in ("leaf", "child"), "Comb.mean", self.mean, "'leaf' or 'child'")
+
+    def tree(self, steps: int, decisions: Sequence[int], members: int, shared_noise: bool, generator: torch.Generator) -> Tree:
+        """The tree of an iteration; `generator` draws the steps if `count` is given."""
+        high = steps if self.high is None else self.high
+        within = [step for step in decisions if self.low <= step < high]
+        count = len(within) if self.count is None else self.count
+        place = f"{max(count, 1)} or more stochastic steps within [{self.low}, {high})"
+        require(len(within) >= max(count, 1), "Comb: stochastic steps", list(decisions), place)
+        if self.count is not None:
+            order = torch.randperm(len(within), generator=generator, device=generator.device)
+            within = sorted(within[i] for i in order[:count].tolist())
+        each = self.branches * count * len(self.strides)
+        require(members % each == 0, "group_size", members, f"a multiple of {each}, the leaves of a trunk of {self}")
+        trunks = members // each
+        branches, trunks = (self.branches * trunks, 1) if shared_noise else (self.branches, trunks)
+
+        def visits(trunk: int, step: int, branch: int, stride: int) -> Visits:
+            later = [*range(step + 1 + stride, steps, stride), *([steps] if step + 1 < steps else [])]
+            passed = [(node, ("trunk", trunk)) for node in range(step + 1)]
+            return [*passed, *((node, (trunk, step, branch, *later[:i])) for i, node in enumerate([step + 1, *later]))]
+
+        found = [visits(*each) for each in product(range(trunks), within, range(branches), self.strides)]
+        return tree_of(
+            found, lambda node, key: isinstance(key, tuple) and key[0] != "trunk" and len(key) == 3, self.mean, self.weight
+        )

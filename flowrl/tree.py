@@ -1,0 +1,216 @@
+"""Which states the trajectories of a group share: independent ones, a common start, or the branches of a tree."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from flowrl.errors import require
+
+Mean = Literal["leaf", "child"]
+Weight = Literal["leaf", "edge"]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The states of one group and how they follow from each other; every group of an iteration has the same.
+
+    A *unit* is a distinct state; units are numbered by node. `parent` [unit] is the unit that a state was reached from (-1:
+    initial noise), `node` [unit] its place on the time grid, `drawn` [unit] whether it was drawn from the sampler's
+    distribution, which makes the edge into it a decision; other edges are steps of the ODE. `paths` [member, node] are the
+    units that a member's trajectory passes, one member per leaf; where an ODE step skips nodes, the unit before them.
+
+    `branched` tells trees that a probe asked for from plain groups, whose members at most share their initial noise. In
+    branched trees the value of a unit is a mean over the members behind it (`mean`), a parent is evaluated once for all its
+    children in the update too, and a decision counts there once per member behind it (`weight` "leaf", which makes the loss
+    the mean over trajectories as in a plain group) or once ("edge").
+    """
+
+    parent: Int[Tensor, " unit"]
+    node: Int[Tensor, " unit"]
+    drawn: Bool[Tensor, " unit"]
+    paths: Int[Tensor, "member node"]
+    branched: bool = False
+    mean: Mean = "leaf"
+    weight: Weight = "leaf"
+    log_probs: Float[Tensor, "prompt unit"] | None = None
+    """Log-density per element of the edge into each unit under the sampler that drew it; 0 for edges that are no decisions."""
+
+    @property
+    def steps(self) -> int:
+        """T, the number of transitions."""
+        return self.paths.shape[1] - 1
+
+    @property
+    def members(self) -> int:
+        """Trajectories of the group."""
+        return len(self.paths)
+
+    @property
+    def units(self) -> int:
+        """Distinct states."""
+        return len(self.node)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """n_i, the number of units at each node. A rollout evaluates the network sum_{i < T} n_i times for a group."""
+        return torch.bincount(self.node, minlength=self.steps + 1).tolist()
+
+    def at(self, node: int) -> slice:
+        """The units at a node."""
+        starts = [0, *accumulate(self.counts)]
+        return slice(starts[node], starts[node + 1])
+
+    @cached_property
+    def edges(self) -> list[list["Edges"]]:
+        """The edges that start at each node, in the order of the units that they lead to."""
+        found: list[dict[tuple[int, bool], list[int]]] = [{} for _ in range(self.steps)]
+        nodes, drawn, parents = self.node.tolist(), self.drawn.tolist(), self.parent.tolist()
+        for unit, parent in enumerate(parents):
+            if parent >= 0:
+                found[nodes[parent]].setdefault((nodes[unit], drawn[unit]), []).append(unit)
+        return [
+            [Edges(n, d, torch.tensor(units), self.parent[units] - self.at(node).start) for (n, d), units in kinds.items()]
+            for node, kinds in enumerate(found)
+        ]
+
+    @cached_property
+    def passes(self) -> Bool[Tensor, "member unit"]:
+        """Which units a member's trajectory passes."""
+        found = torch.zeros(self.members, self.units, dtype=torch.bool)
+        return found.scatter_(1, self.paths, torch.tensor(True).expand_as(self.paths))
+
+    @cached_property
+    def leaves(self) -> Int[Tensor, " unit"]:
+        """How many members pass each unit."""
+        return self.passes.sum(0)
+
+    @cached_property
+    def roots(self) -> Int[Tensor, " unit"]:
+        """The initial noise that each unit goes back to: units of one root are one tree."""
+        found = torch.arange(self.units)
+        for unit, parent in enumerate(self.parent.tolist()):
+            if parent >= 0:
+                found[unit] = found[parent]
+        return found
+
+    @cached_property
+    def decisions(self) -> Bool[Tensor, "member step"]:
+        """Which steps of a member's trajectory are decisions."""
+        following = self.paths[:, 1:]
+        arrives = self.node[following] == torch.arange(1, self.steps + 1)
+        return self.drawn[following] & arrives
+
+    def values(self, rewards: Float[Tensor, "prompt member"]) -> Float[Tensor, "prompt unit"]:
+        """V of every unit from the rewards of the finished trajectories; invalid ones (NaN) are left out.
+
+        `mean` = "leaf": the mean over the members that pass the unit. "child": recursively the mean over the unit's children.
+        Both are unbiased estimates of the value while the shape of the tree does not depend on what was seen; they are equal
+        if all children of a node have equally many members. NaN for a unit without a valid member.
+        """
+        valid = rewards.isfinite()
+        reached = self.passes.to(rewards)
+        found = (rewards.nan_to_num() @ reached) / (valid.to(rewards) @ reached)
+        alone = self.leaves == 1  # its value is that reward, without rounding
+        found[:, alone] = rewards[:, self.passes[:, alone].to(torch.uint8).argmax(0)]
+        return found if self.mean == "leaf" else self._child_means(found)
+
+    def _child_means(self, values: Tensor) -> Tensor:
+        for node in reversed(range(self.steps)):
+            for unit in range(*self.at(node).indices(self.units)):
+                children = values[:, self.parent == unit]
+                if children.shape[1]:
+                    values[:, unit] = children.nanmean(1)
+        return values
+
+    def node_table(self, values: Float[Tensor, "prompt unit"]) -> Float[Tensor, "prompt member node"]:
+        """Values of units as the reward table [prompt, member, node] that credit rules read."""
+        return values[:, self.paths]
+
+    def step_table(self, advantages: Float[Tensor, "prompt unit"]) -> Float[Tensor, "prompt member step"]:
+        """Advantages of the edges into the units as the table [prompt, member, step] that credit rules return; 0 where a step
+        is no decision."""
+        table = advantages[:, self.paths[:, 1:]]
+        return torch.where(self.decisions, table, torch.zeros_like(table))
+
+    def edge_means(self, advantages: Float[Tensor, "prompt member step"]) -> Float[Tensor, "prompt unit"]:
+        """The inverse: the mean over the members that pass a unit of the advantage of the step into it; 0 for roots."""
+        step = (self.node - 1).clamp(min=0)
+        into = advantages[:, :, step] * self.passes
+        return into.sum(1) / self.leaves * (self.parent >= 0)
+
+    def keep(self, members: Bool[Tensor, " member"]) -> "Tree":
+        """The tree of some of the members, without the units that none of them passes."""
+        kept = self.passes[members].any(0)
+        number = kept.cumsum(0) - 1
+        parent = self.parent[kept]
+        parent = torch.where(parent < 0, parent, number[parent])
+        log_probs = None if self.log_probs is None else self.log_probs[:, kept]
+        paths = number[self.paths[members]]
+        return replace(
+            self, parent=parent, node=self.node[kept], drawn=self.drawn[kept], paths=paths, log_probs=log_probs,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Edges from one node to `node`: the `units` that they lead to, and the place of each one's parent among the units of its
+    node."""
+
+    node: int
+    drawn: bool
+    units: Int[Tensor, " edge"]
+    parents: Int[Tensor, " edge"]
+
+
+Visits = Sequence[tuple[int, Hashable]]
+"""What one member passes: nodes in order, and at each a key that members in the same state share."""
+
+
+def tree_of(
+    visits: Sequence[Visits],
+    drawn: Callable[[int, Hashable], bool],
+    mean: Mean = "leaf",
+    weight: Weight = "leaf",
+    branched: bool = True,
+) -> Tree:
+    """The tree whose members pass `visits`; `drawn` says which of the states (node, key) were drawn from the sampler.
+
+    Every member starts at node 0 and ends at the same last node. Source of the formulation: one unit per distinct state.
+    """
+    last = visits[0][-1][0]
+    fits = all(path[0][0] == 0 and path[-1][0] == last and list(dict(path)) == sorted(dict(path)) for path in visits)
+    require(
+        fits, "tree: nodes", [[node for node, _ in path] for path in visits], f"from 0 to {last}, ascending, for every member"
+    )
+    states: dict[tuple[int, Hashable], int] = {}
+    for node in range(last + 1):
+        for state in (state for path in visits for state in path if state[0] == node):
+            states.setdefault(state, len(states))
+    parent = torch.full((len(states),), -1)
+    paths = torch.zeros(len(visits), last + 1, dtype=torch.long)
+    for member, path in enumerate(visits):
+        numbers = [states[state] for state in path]
+        parent[numbers[1:]] = torch.tensor(numbers[:-1], dtype=torch.long)
+        for state, number in zip(path, numbers, strict=True):
+            paths[member, state[0] :] = number
+    node = torch.tensor([state[0] for state in states])
+    flags = torch.tensor([node > 0 and drawn(node, key) for node, key in states])
+    return Tree(parent, node, flags, paths, branched, mean, weight)
+
+
+@cache
+def plain_tree(members: int, steps: int, decisions: tuple[int, ...], shared_noise: bool = False) -> Tree:
+    """Independent trajectories; with `shared_noise` from the same initial noise, so that they differ after the first
+    decision."""
+    shared_until = min(decisions, default=steps) if shared_noise else -1
+
+    def path(member: int) -> Visits:
+        return [(node, 0 if node <= shared_until else member) for node in range(steps + 1)]
+
+    return tree_of([path(m) for m in range(members)], lambda node, _: node - 1 in decisions, branched=False)
