@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted, check_advantages, probed
+from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted, check_advantages, example
 from flowrl.errors import ConfigError, CreditError
 from flowrl.losses import ClippedLoss
 from flowrl.probes import Completion
@@ -105,11 +105,11 @@ def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") 
 def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:
     """Apply a rule to one random table before a run starts. Raises `CreditError` that states how it broke its contract."""
     generator = torch.Generator().manual_seed(0)
-    table = probed(torch.rand(2, members, schedule.steps + 1, generator=generator), rule.probe)
-    name = type(rule).__name__
+    tried = example(torch.rand(2, members, schedule.steps + 1, generator=generator), schedule, rule.probe)
+    name, table = type(rule).__name__, tried.rewards
     rule = copy.deepcopy(rule)  # a rule with memory must not keep the trial table
     try:
-        advantages = _tried(rule, table, schedule)
+        advantages = _tried(rule, table, tried.schedule)
     except CreditError:
         raise
     except Exception as error:

@@ -110,6 +110,18 @@ class PartsCreditAssigner(CreditAssigner, Protocol):
 
 
 @runtime_checkable
+class SelectiveCredit(CreditAssigner, Protocol):
+    """A credit rule that leaves some decisions out of the loss.
+
+    The trainer calls `trained` after `assign`, once per iteration, with the advantages of all groups.
+    """
+
+    def trained(self, advantages: Tensor, schedule: Schedule | None) -> Tensor:
+        """Which of the decisions enter the loss, bool [prompt, member, step], from advantages of that shape."""
+        ...
+
+
+@runtime_checkable
 class Stateful(Protocol):
     """A part with memory across iterations (for example a running baseline); checkpoints contain its state."""
 

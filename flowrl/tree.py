@@ -40,6 +40,8 @@ class Tree:
     weight: Weight = "leaf"
     log_probs: Float[Tensor, "prompt unit"] | None = None
     """Log-density per element of the edge into each unit under the sampler that drew it; 0 for edges that are no decisions."""
+    strides: Int[Tensor, " member"] | None = None
+    """Number of nodes per ODE step by which each member is finished, where there are several (`flowrl.probes.Comb`)."""
 
     @property
     def steps(self) -> int:
@@ -115,10 +117,12 @@ class Tree:
         """
         valid = rewards.isfinite()
         reached = self.passes.to(rewards)
-        found = (rewards.nan_to_num() @ reached) / (valid.to(rewards) @ reached)
+        first = rewards.nan_to_num().gather(1, valid.to(torch.uint8).argmax(1, keepdim=True))  # equal rewards: no rounding
+        found = ((rewards - first).nan_to_num() @ reached) / (valid.to(rewards) @ reached)
+        found = first + (found if self.mean == "leaf" else self._child_means(found))
         alone = self.leaves == 1  # its value is that reward, without rounding
         found[:, alone] = rewards[:, self.passes[:, alone].to(torch.uint8).argmax(0)]
-        return found if self.mean == "leaf" else self._child_means(found)
+        return found
 
     def _child_means(self, values: Tensor) -> Tensor:
         for node in reversed(range(self.steps)):
@@ -131,6 +135,10 @@ class Tree:
     def node_table(self, values: Float[Tensor, "prompt unit"]) -> Float[Tensor, "prompt member node"]:
         """Values of units as the reward table [prompt, member, node] that credit rules read."""
         return values[:, self.paths]
+
+    def unit_table(self, table: Float[Tensor, "prompt member node"]) -> Float[Tensor, "prompt unit"]:
+        """The inverse of `node_table`: the values of the units, read from the first member that passes each."""
+        return table[:, self.passes.to(torch.uint8).argmax(0), self.node]
 
     def step_table(self, advantages: Float[Tensor, "prompt unit"]) -> Float[Tensor, "prompt member step"]:
         """Advantages of the edges into the units as the table [prompt, member, step] that credit rules return; 0 where a step
@@ -152,8 +160,9 @@ class Tree:
         parent = torch.where(parent < 0, parent, number[parent])
         log_probs = None if self.log_probs is None else self.log_probs[:, kept]
         paths = number[self.paths[members]]
+        strides = None if self.strides is None else self.strides[members]
         return replace(
-            self, parent=parent, node=self.node[kept], drawn=self.drawn[kept], paths=paths, log_probs=log_probs,
+            self, parent=parent, node=self.node[kept], drawn=self.drawn[kept], paths=paths, log_probs=log_probs, strides=strides,
         )  # fmt: skip
 
 
