@@ -10,7 +10,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.probes import Probe
-from flowrl.types import Condition, Gaussian, Latents, LossBatch, LossResult, NodeTable, PerSample, Prompt, Schedule, StepIndex
+from flowrl.types import (
+    Condition,
+    Gaussian,
+    Latents,
+    LossBatch,
+    LossResult,
+    NodeTable,
+    PerSample,
+    Prompt,
+    Schedule,
+    StepIndex,
+    StepTable,
+)
 
 
 @runtime_checkable
@@ -111,13 +123,12 @@ class PartsCreditAssigner(CreditAssigner, Protocol):
 
 @runtime_checkable
 class SelectiveCredit(CreditAssigner, Protocol):
-    """A credit rule that leaves some decisions out of the loss.
+    """A credit rule that leaves out some of the pairs in training, after it has credited all of them.
 
-    The trainer calls `trained` after `assign`, once per iteration, with the advantages of all groups.
-    """
+    Such pairs are not evaluated in the update, and the loss is the mean over the others."""
 
-    def trained(self, advantages: Tensor, schedule: Schedule | None) -> Tensor:
-        """Which of the decisions enter the loss, bool [prompt, member, step], from advantages of that shape."""
+    def trained(self, advantages: StepTable, schedule: Schedule) -> Tensor:
+        """Which pairs [prompt, member, step] are trained on, for what `assign` returned; called once per iteration."""
         ...
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowrl.credit.depth_relative import DepthRelative
@@ -76,10 +76,8 @@ class Pruned:
         return self.rule.assign(rewards, schedule)
 
     @checked
-    def trained(self, advantages: Tensor, schedule: Schedule | None) -> Trained:
+    def trained(self, advantages: Float[Tensor, "prompt member step"], schedule: Schedule | None) -> Trained:
         """Which decisions of an iteration are trained on [prompt, member, step]; counts the iteration."""
-        if advantages.ndim != 3:
-            raise CreditError(f"Pruned.trained needs advantages [prompt, member, step], got shape {tuple(advantages.shape)}")
         tree = branched_tree(torch.cat([advantages[..., :1], advantages], -1), schedule, "Pruned")
         now, self.iteration = self.iteration, self.iteration + 1
         trained = tree.decisions.expand(advantages.shape).clone()

@@ -212,13 +212,14 @@ class _Walk:
         """The sampler's distributions over the children of states [prompt, unit, *latent]; the parent of child k is
         `parents[k]`."""
         distinct, place = parents.unique(return_inverse=True)
-        distinct, place = distinct.to(x.device), place.to(x.device)
-        whole = len(distinct) == x.shape[1]
-        x, velocity = (x, velocity) if whole else (x[:, distinct], velocity[:, distinct])
+        if len(distinct) < x.shape[1]:
+            chosen = distinct.to(x.device)
+            x, velocity = x[:, chosen], velocity[:, chosen]
         index = torch.full((x.shape[0] * x.shape[1],), step, device=x.device)
         gaussian = self.sampler.transition(x.flatten(0, 1), velocity.flatten(0, 1), self.schedule, index)
-        if whole and len(place) == x.shape[1]:
+        if torch.equal(place, torch.arange(x.shape[1])):
             return gaussian
+        place = place.to(x.device)
         mean, std = gaussian.mean.view_as(x)[:, place], gaussian.std.view(x.shape[:2])[:, place]
         return Gaussian(mean.flatten(0, 1), std.flatten())
 
