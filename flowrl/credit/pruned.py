@@ -87,7 +87,9 @@ class Pruned:
         last = _last_split(tree)
         if self.width is None or last is None:
             return trained
-        trained[..., last + 1 :] &= self._edges(advantages, trained, last) if self.released else self._branches(advantages, tree, last)
+        trained[..., last + 1 :] &= (
+            self._edges(advantages, trained, last) if self.released else self._branches(advantages, tree, last)
+        )
         return trained
 
     def _left_out(self, iteration: int, steps: int) -> list[int]:

@@ -259,7 +259,9 @@ def test_width_pruning_keeps_whole_branches() -> None:
     advantages = rule.assign(shown.rewards, shown.schedule)
     trained = rule.trained(advantages, shown.schedule)
     assert trained[..., :3].all(), "the split itself is trained"
-    assert torch.equal(trained[..., 3], trained[..., 4]) and not trained[..., 5].any(), "whole branches; the last step is an ODE step"
+    assert torch.equal(trained[..., 3], trained[..., 4]) and not trained[..., 5].any(), (
+        "whole branches; the last step is an ODE step"
+    )
     for prompt in range(2):
         for half in (slice(0, 4), slice(4, 8)):
             best = shown.rewards[prompt, half, -1] >= shown.rewards[prompt, half, -1].sort(descending=True).values[1]
@@ -393,7 +395,9 @@ def test_plain_means_up_the_tree_are_uniform_credit(case: Grown) -> None:
 
 
 def sibling_pair(rewards: list[float], **options: object) -> Tensor:
-    shown = example(torch.tensor(rewards, dtype=torch.float64)[None, :, None].expand(1, -1, 3), schedule_for(2), Branch((len(rewards),)))
+    shown = example(
+        torch.tensor(rewards, dtype=torch.float64)[None, :, None].expand(1, -1, 3), schedule_for(2), Branch((len(rewards),))
+    )
     return SiblingRelative(clamp=None, **options).assign(shown.rewards, shown.schedule)[0, :, 0]  # pyright: ignore[reportArgumentType]
 
 
