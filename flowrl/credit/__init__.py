@@ -24,7 +24,8 @@ from flowrl.credit.weighted import Weighted
 
 __all__ = [
     "GDPO", "BackedUp", "DepthRelative", "Example", "MovingAverageGain", "Pruned", "RandomCredit", "SiblingRelative",
-    "StepwiseGain", "TurningPoint", "Uniform", "Weighted", "balanced", "branched_tree", "check_advantages", "check_trained",
-    "clear_swings", "example", "gains", "generalised_gains", "group_deviations", "group_zscore", "large_aggregates", "probed", "process_rewards",
-    "random_steps", "reward_to_go", "siblings", "turning_points", "unit_values", "zscore",
+    "StepwiseGain", "TurningPoint", "Uniform", "Weighted", "balanced", "branched_tree", "check_advantages",
+    "check_trained", "clear_swings", "example", "gains", "generalised_gains", "group_deviations", "group_zscore",
+    "large_aggregates", "probed", "process_rewards", "random_steps", "reward_to_go", "siblings", "turning_points",
+    "unit_values", "zscore",
 ]  # fmt: skip

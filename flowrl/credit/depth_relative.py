@@ -16,18 +16,18 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 class DepthRelative:
     """A(u) = Z(V(u)) over the distinct states drawn at the node of u, Z(y) = (y - mean) / (std + eps).
 
-    `scope` = "prompt": over all of the prompt; "tree": over those that go back to the same initial noise. `std` = "population": eps
-    = 1e-4; "sample": divided by n - 1, eps = 1e-8, and 0 for a single state or a std below 1e-6. `backup` = "mean": V of the reward
-    table; "softmax": V(u) is the mean of the children's weighted by the softmax of their log-probabilities per element, from the
-    leaves up. Children are drawn from these probabilities already, so that the second weighting is biased; the mean is not. Then
-    clamped to +-`clamp`.
+    `scope` = "prompt": over all of the prompt; "tree": over those that go back to the same initial noise. `std` =
+    "population": eps = 1e-4; "sample": divided by n - 1, eps = 1e-8, and 0 for a single state or a std below 1e-6. `backup` =
+    "mean": V of the reward table; "softmax": V(u) is the mean of the children's weighted by the softmax of their
+    log-probabilities per element, from the leaves up. Children are drawn from these probabilities already, so that the second
+    weighting is biased; the mean is not. Then clamped to +-`clamp`.
 
     A state without siblings differs from the others by what happened before it only, and is credited for it.
 
     Sources: BranchGRPO (arXiv 2509.06040) is scope "tree", std "sample" by its code (commit 19fbb9f), `backup` its
-    `tree_prob_weighted`; Multi-GRPO (arXiv 2512.00743, temporal groups) and TempFlow-GRPO (arXiv 2508.04324) without seed grouping
-    are scope "prompt". Raises `ConfigError` for a bad field or a probe without branches, `CreditError` if the schedule has no
-    branched tree or, for "softmax", its tree no log-probabilities.
+    `tree_prob_weighted`; Multi-GRPO (arXiv 2512.00743, temporal groups) and TempFlow-GRPO (arXiv 2508.04324) without seed
+    grouping are scope "prompt". Raises `ConfigError` for a bad field or a probe without branches, `CreditError` if the
+    schedule has no branched tree or, for "softmax", its tree no log-probabilities.
     """
 
     scope: Literal["prompt", "tree"] = "prompt"

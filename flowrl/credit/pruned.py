@@ -23,22 +23,23 @@ Trained = Bool[Tensor, "prompt member step"]
 @checked_options
 @dataclass
 class Pruned:
-    """The advantages of `rule`, trained on at some of the decisions only: a mask after normalisation, which would be biased on the
-    rest.
+    """The advantages of `rule`, trained on at some of the decisions only: a mask after normalisation, which would be biased
+    on the rest.
 
-    Depth: the decisions of `steps` are left out; with `every`, all of them move one step earlier every so many iterations, until the
-    first is `stop`. Width, after the last step at which the tree branches: `width` = "best" keeps the share `ratio` of the branches
-    of every state that branched there (at least one), "extremes" that share of the prompt's branches, the best half and the worst
-    half, by the advantage of the step at which they parted. Of equal branches the earlier member's stays. Nothing is left out after
-    iteration `until`, counted from 0 (None: never ends). An iteration is a call of `trained`; checkpoints contain the count.
+    Depth: the decisions of `steps` are left out; with `every`, all of them move one step earlier every so many iterations,
+    until the first is `stop`. Width, after the last step at which the tree branches: `width` = "best" keeps the share `ratio`
+    of the branches of every state that branched there (at least one), "extremes" that share of the prompt's branches, the
+    best half and the worst half, by the advantage of the step at which they parted. Of equal branches the earlier member's
+    stays. Nothing is left out after iteration `until`, counted from 0 (None: never ends). An iteration is a call of
+    `trained`; checkpoints contain the count.
 
     `released`: width as in BranchGRPO's code, which ranks single decisions, not branches. All those of a branch have the same
-    advantage under a depth rule, so "best", taken within each branch, keeps its earliest steps whatever its worth, and "extremes",
-    taken over all prompts together, may cut a branch in two.
+    advantage under a depth rule, so "best", taken within each branch, keeps its earliest steps whatever its worth, and
+    "extremes", taken over all prompts together, may cut a branch in two.
 
     Source: BranchGRPO (arXiv 2509.06040), code at 19fbb9f: its depths are nodes, `steps` one less; published: depths 15 to 18
-    of 20, moved every 30 iterations until depth 9, or width modes 1 ("best") and 2 ("extremes"), ratio 0.5. Raises `ConfigError`
-    for a bad field or a rule that reads components or selects by itself, `CreditError` without a branched tree.
+    of 20, moved every 30 iterations until depth 9, or width modes 1 ("best") and 2 ("extremes"), ratio 0.5. Raises
+    `ConfigError` for a bad field or a rule that reads components or selects by itself, `CreditError` without a branched tree.
     """
 
     rule: CreditAssigner = field(default_factory=DepthRelative)

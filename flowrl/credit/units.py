@@ -59,8 +59,8 @@ def group_zscore(
 ) -> Units:
     """(y - mean) / (std + 1e-4) over the units of equal `group`, clamped to +-`clamp` (None: not); 0 for a unit alone.
 
-    `std` = "sample": divided by n - 1, + 1e-8, and 0 where the std is below 1e-6 (BranchGRPO's code). `leave_one_out`: the mean is
-    that of the other units, which multiplies the numerator by n / (n - 1).
+    `std` = "sample": divided by n - 1, + 1e-8, and 0 where the std is below 1e-6 (BranchGRPO's code). `leave_one_out`: the
+    mean is that of the other units, which multiplies the numerator by n / (n - 1).
     """
     deviations = group_deviations(values, group)
     _, place, counts = group.unique(return_inverse=True, return_counts=True)

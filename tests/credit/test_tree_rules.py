@@ -513,7 +513,7 @@ def test_errors_name_what_is_missing(rule: CreditAssigner) -> None:
         rule.assign(torch.rand(2, 5, 6), shown.schedule)
     missing = shown.rewards.clone()
     missing[..., 2] = float("nan")
-    with pytest.raises(CreditError, match="finite rewards at every node.*Branch"):
+    with pytest.raises(CreditError, match=r"finite rewards at every node.*Branch"):
         rule.assign(missing, shown.schedule)
 
 

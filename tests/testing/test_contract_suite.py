@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from flowrl.credit import (
-    StepwiseGain, Uniform, Weighted, branched_tree, gains, group_deviations, group_zscore, siblings, zscore,
+    StepwiseGain,
+    Uniform,
+    Weighted,
+    branched_tree,
+    gains,
+    group_deviations,
+    group_zscore,
+    siblings,
+    zscore,
 )  # fmt: skip
 from flowrl.errors import ConfigError
 from flowrl.flow import expand
