@@ -77,7 +77,7 @@ def tempflow_weights(sampler: Sampler | RandomSampler | None = None, loss: Polic
 
 
 def branch_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
-    """BranchGRPO (arXiv 2509.06040): trees from one x_T per prompt, values compared within a tree and node; Dance-SDE on all steps.
+    """BranchGRPO (arXiv 2509.06040): trees from one x_T per prompt, values compared within tree and node; Dance-SDE on all steps.
 
     Two children at the third and the fifth stochastic step, and group size / 4 at the first: 12 leaves by splits in 3, 2 and 2.
     Published: splits in two at steps 0, 3, 6 and 9 of 20, 16 leaves, edges weighted equally, children of a split drawn with 4
@@ -89,23 +89,21 @@ def branch_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss
 
 
 def tempflow_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
-    """TempFlow-GRPO (arXiv 2508.04324): 6 draws at one step of an ODE trunk, finished by the ODE and compared per seed, weighted by
-    noise.
+    """TempFlow-GRPO (arXiv 2508.04324): 6 draws at a step of an ODE trunk, finished by the ODE, compared per seed; noise weights.
 
-    The step is drawn every iteration, the same for all groups; which steps an iteration takes is not settled by what is published.
-    Groups of 12 have 2 seeds of 6 draws, those of 24 the published 4 seeds.
+    The step is drawn every iteration, the same for all groups; which steps an iteration takes is not settled by what is
+    published. Groups of 12 have 2 seeds of 6 draws, those of 24 the published 4 seeds.
     """
     credit = Weighted("noise", rule=SiblingRelative(probe=Comb(branches=6, count=1)))
     return replace(flow_grpo(sampler, loss), name="tempflow-grpo", credit=credit, source="arXiv 2508.04324")
 
 
 def granular_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
-    """Granular-GRPO (arXiv 2510.01982): draws at one step of a trunk, each finished by ODE steps of 1, 2 and 3 nodes; Z per stride,
-    summed.
+    """Granular-GRPO (arXiv 2510.01982): draws at a step of a trunk, finished with strides 1, 2 and 3; the Z of each are summed.
 
-    One trunk per prompt, a third of the group size in draws (12: 4), at a step drawn every iteration among the stochastic ones, by
-    default the first half of 10. Published: 12 draws at each of the steps of the first half of 16, which takes groups of 12 x 3 x
-    steps. The summed advantages are up to three times as large as those of one stride.
+    One trunk per prompt, a third of the group size in draws (12: 4), at a step drawn every iteration among the stochastic
+    ones, by default the first half of 10. Published: 12 draws at each step of the first half of 16, which takes groups of
+    12 x 3 x 8. The summed advantages are up to three times as large as those of one stride.
     """
     credit = SiblingRelative(probe=Comb(branches=1, count=1, strides=(1, 2, 3)))
     base = flow_grpo(sampler or Window(FlowSDE(0.7), 0, 5), loss)
@@ -115,9 +113,9 @@ def granular_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLo
 def tree_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
     """TreeGRPO (arXiv 2512.08153): leaf advantages backed up a tree from one x_T that branches at the first stochastic steps.
 
-    Two children at the second and the third stochastic step, and group size / 4 at the first (12: 3); by default these are a window
-    of 3 steps whose start is drawn every iteration from a truncated geometric distribution, r = 0.5. Published: three children at
-    each, 27 leaves. With a longer window the steps after the third are decisions as well; published trees have none.
+    Two children at the second and the third stochastic step, and group size / 4 at the first (12: 3); by default these are a
+    window of 3 steps whose start is drawn every iteration from a truncated geometric distribution, r = 0.5. Published: three
+    children at each, 27 leaves. With a longer window the steps after the third are decisions as well; published trees have none.
     """
     credit = BackedUp(probe=Branch((1, 2, 2)))
     base = flow_grpo(sampler or RandomWindow(FlowSDE(0.7), 3, geometric=0.5), loss)

@@ -49,8 +49,8 @@ class AlgorithmConfig:
     """The method: how trajectories are sampled, how steps are credited, and what is minimised."""
 
     method: str = "flow-grpo"
-    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo, tempflow-grpo, granular-grpo or
-    tree-grpo; with `credit`, the name in tables."""
+    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo, tempflow-grpo,
+    granular-grpo or tree-grpo; with `credit`, the name in tables."""
     credit: str = ""
     """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class."""
     sampler: str = "flow-sde"

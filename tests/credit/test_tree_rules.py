@@ -28,6 +28,7 @@ from flowrl.credit import (
 )
 from flowrl.errors import ConfigError, CreditError
 from flowrl.flow import uniform_schedule
+from flowrl.methods import named_method
 from flowrl.probes import Branch, Comb, Probe
 from flowrl.protocols import CreditAssigner, SelectiveCredit, Stateful
 from flowrl.testing.credit import schedule_for
@@ -202,6 +203,13 @@ def test_probability_weighted_values_of_the_published_code(name: str) -> None:
     found = replace(RELEASED, backup="softmax").assign(case.table, case.schedule)
     torch.testing.assert_close(found, case.tree.step_table(case.read("prob_weighted/advantage")), rtol=0, atol=2e-5)
     assert not torch.allclose(found, RELEASED.assign(case.table, case.schedule), atol=1e-2)
+
+
+def test_branch_grpo_has_the_published_advantages() -> None:
+    rule, case = named_method("branch-grpo").credit, published("published")
+    found = rule.assign(case.table, case.schedule)
+    expected = case.tree.step_table(case.read("default/advantage")).clamp(-5, 5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
 
 
 LATE = dict(steps=(14, 15, 16, 17))
