@@ -18,7 +18,7 @@ from flowrl.training.build import make_method, make_world, policy_options
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.trainer import Trainer
 
-SETTINGS = {"world": "mixture", "task": "direction", "iterations": 4, "group_size": 12}
+SETTINGS = {"world": "mixture", "task": "direction", "group_size": 12, "num_steps": 10, "window": "2:5"}
 TINY = preset("tiny").apply(**SETTINGS)
 
 
