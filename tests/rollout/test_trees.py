@@ -305,7 +305,7 @@ def test_trees_that_do_not_fit_are_refused(mixture_policy, case):
     ],
 )  # fmt: skip
 def test_bad_options_are_refused(make):
-    with pytest.raises(ConfigError, match="Branch|Comb"):
+    with pytest.raises(ConfigError, match=r"Branch|Comb"):
         make()
 
 
