@@ -11,34 +11,39 @@ from flowrl.errors import require
 from flowrl.methods import Method
 from flowrl.policies import LORA_TARGETS, Architecture, Memory, architecture, count_memory
 from flowrl.probes import Completion, Continuation, Probe, Substeps
+from flowrl.rollout.loss_batch import minibatch_pairs
+from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.training.build import first_trained_steps, make_method, trial_schedule
 from flowrl.training.config import RunConfig
+from flowrl.tree import Tree
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Counts of one iteration. `pairs` = trajectories x trained steps.
+    """Counts of one iteration. `pairs` = trajectories x trained steps, of branched trees those that are decisions (the tree's
+    `weight` "edge": every distinct one once); they take `evaluations` of the network, one per distinct state.
 
     Processes roll out whole groups, `groups_per_process` each until all are given out: the last may have fewer or none (`idle`
     processes, which wait for the others). A process differentiates its own pairs; those of an update are drawn at random from all
-    trajectories, so that `pairs_per_update_and_process` is a mean, of a process that has its full number of groups.
+    trajectories, so that `evaluations_per_update_and_process` is a mean, of a process that has its full number of groups.
 
-    `nfe` are network evaluations of the rollout and its probes, `train_nfe` those of the update (one per pair, two with a KL to
-    the base model), both without guidance; `passes_per_evaluation` is 2 with classifier-free guidance. `passes` are the forward
-    passes of an iteration, one latent each, guidance included. `rows_per_micro_batch` is what the network sees at once in
-    training, `rows_per_call` in sampling.
+    `nfe` are network evaluations of the rollout and its probes, `train_nfe` those of the update (`evaluations`, twice with a
+    KL to the base model), both without guidance; `passes_per_evaluation` is 2 with classifier-free guidance. `passes` are the
+    forward passes of an iteration, one latent each, guidance included. `rows_per_micro_batch` is what the network sees at once
+    in training, `rows_per_call` in sampling.
     """
 
     trajectories: int
     trained_steps: int
     pairs: int
+    evaluations: int
     updates: int
     trajectories_per_update: int
     pairs_per_update: int
     processes: int
     idle: int
     groups_per_process: int
-    pairs_per_update_and_process: int
+    evaluations_per_update_and_process: int
     micro_batches_per_update: int
     rows_per_micro_batch: int
     nfe: int
@@ -60,28 +65,31 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     """
     require(processes >= 1, "processes", processes, "1 or more")
     method, rollout, optim, evaluation = make_method(config), config.rollout, config.optim, config.evaluation
-    stochastic = trial_schedule(config).stochastic
-    samples, trained = rollout.groups * rollout.group_size, len(first_trained_steps(config))
-    minibatches = torch.arange(samples).chunk(optim.minibatches)
-    per_update = max(map(len, minibatches)) * trained
     groups = math.ceil(rollout.groups / processes)
-    calls, reward_calls = _rollout(rollout.groups, rollout.group_size, stochastic, method)
-    own_calls, _ = _rollout(groups, rollout.group_size, stochastic, method)
-    per_process = math.ceil(per_update * groups / rollout.groups)
-    train_nfe = samples * trained * (1 + method.loss.needs_reference)
+    tree = _tree(config, method)
+    trained = first_trained_steps(config)
+    pairs = minibatch_pairs([torch.arange(rollout.group_size)], trained, tree)[0]
+    samples, evaluations = rollout.groups * rollout.group_size, rollout.groups * pairs.evaluations
+    minibatches = torch.arange(samples).chunk(optim.minibatches)
+    share = max(map(len, minibatches)) / samples
+    calls, reward_calls = _rollout(rollout.groups, tree, method.credit.probe)
+    own_calls, _ = _rollout(groups, tree, method.credit.probe)
+    per_process = math.ceil(evaluations * share * groups / rollout.groups)
+    train_nfe = evaluations * (1 + method.loss.needs_reference)
     passes = 2 if config.policy.model and config.policy.guidance_scale != 1 else 1
     solver = 2 * evaluation.eval_steps - 1 if evaluation.eval_solver == "heun" else evaluation.eval_steps
     return Plan(
         trajectories=samples,
-        trained_steps=trained,
-        pairs=samples * trained,
+        trained_steps=len(trained),
+        pairs=rollout.groups * len(pairs),
+        evaluations=evaluations,
         updates=len(minibatches),
         trajectories_per_update=max(map(len, minibatches)),
-        pairs_per_update=per_update,
+        pairs_per_update=math.ceil(rollout.groups * len(pairs) * share),
         processes=processes,
         idle=processes - math.ceil(rollout.groups / groups),
         groups_per_process=groups,
-        pairs_per_update_and_process=per_process,
+        evaluations_per_update_and_process=per_process,
         micro_batches_per_update=math.ceil(per_process / optim.micro_batch),
         rows_per_micro_batch=min(optim.micro_batch, per_process) * (passes if config.policy.guidance_gradient == "both" else 1),
         nfe=sum(calls),
@@ -96,14 +104,19 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     )
 
 
-def _rollout(groups: int, members: int, stochastic: torch.Tensor, method: Method) -> tuple[list[int], int]:
-    """Network evaluations of `rollout.rollout`, call by call, and scored images: rows that a group shares are evaluated once."""
-    samples, steps = groups * members, len(stochastic)
-    decisions = stochastic.nonzero().flatten().tolist()
-    shared_until = decisions[0] if method.shared_noise else -1
-    rows = [groups if node <= shared_until else samples for node in range(steps)]
+def _tree(config: RunConfig, method: Method) -> Tree:
+    """The tree of the first iteration's groups."""
+    rollout = config.rollout
+    groups = Groups(rollout.groups, rollout.group_size, method.shared_noise)
+    return group_tree(trial_schedule(config), groups, method.credit.probe, torch.Generator().manual_seed(0))
+
+
+def _rollout(groups: int, tree: Tree, probe: Probe) -> tuple[list[int], int]:
+    """Network evaluations of `rollout.rollout`, call by call, and scored images."""
+    steps, samples = tree.steps, groups * tree.members
+    decisions = sorted({int(node) - 1 for node in tree.node[tree.drawn]})
+    rows = [groups * count for count in tree.counts[:-1]]
     calls = list(rows)
-    probe: Probe = method.credit.probe
     if isinstance(probe, Substeps):
         return calls + [sum(rows)] * (probe.count - 1), sum(rows) + samples
     if isinstance(probe, Completion):
@@ -120,23 +133,29 @@ def plan_text(found: Plan, config: RunConfig) -> str:
     """The plan in words and lines of arithmetic, as ``flowrl train --plan`` prints it."""
     p, rollout, evaluation = found, config.rollout, config.evaluation
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
-    kl = " x 2 (the base model, for the KL)" if p.train_nfe > p.pairs else ""
+    kl = " x 2 (the base model, for the KL)" if p.train_nfe > p.evaluations else ""
+    shared = f", on {p.evaluations:,} distinct states" if p.evaluations < p.pairs else ""
+    kind, mean = "states" if shared else "pairs", " (on average)" if p.processes > 1 else ""
+    whole = p.pairs == p.trajectories * p.trained_steps
+    counted = (
+        f"{p.trajectories:,} trajectories x {p.trained_steps} trained steps of {rollout.num_steps}" if whole else "decisions"
+    )
     idle = f", {p.idle} of {p.processes} processes have none and wait" if p.idle else ""
     lines = [
         f"{config.algorithm.method}: one iteration of {config.iterations}, "
         f"{p.processes} process{'es' if p.processes > 1 else ''}",
         f"  trajectories       {rollout.groups} groups x {rollout.group_size} members = {p.trajectories:,}; a process rolls out "
         f"{p.groups_per_process} whole group{'s' if p.groups_per_process > 1 else ''}{idle}",
-        f"  pairs              {p.trajectories:,} trajectories x {p.trained_steps} trained steps of {rollout.num_steps} = "
-        f"{p.pairs:,}",
+        f"  pairs              {counted} = {p.pairs:,}{shared}",
         f"  optimizer steps    {p.updates}, each on the mean over {p.trajectories_per_update:,} trajectories = "
         f"{p.pairs_per_update:,} pairs",
-        f"  backward passes    {p.pairs_per_update_and_process:,} pairs a process{' (on average)' if p.processes > 1 else ''} / "
+        f"  backward passes    {p.evaluations_per_update_and_process:,} {kind} a process{mean} / "
         f"micro_batch {config.optim.micro_batch} = {p.micro_batches_per_update} an optimizer step, of "
         f"{p.rows_per_micro_batch} network rows",
         f"  rollout            {p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in {p.sequential_calls} "
         f"sequential calls; split by max_batch {rollout.max_batch}: {p.calls_of_a_process} a process",
-        f"  update             {p.pairs:,} pairs{kl} = {p.train_nfe:,} network evaluations, {p.pairs:,} of them with gradients",
+        f"  update             {p.evaluations:,} {kind}{kl} = {p.train_nfe:,} network evaluations, "
+        f"{p.evaluations:,} of them with gradients",
         f"  network in all     ({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
         f"  reward             {p.reward_calls:,} images scored ({p.reward_calls / p.trajectories:.1f} a trajectory)",
         f"  every {evaluation.eval_every} iterations: evaluation of {evaluation.eval_samples} samples, {p.evaluation_nfe:,} "
@@ -173,11 +192,13 @@ def memory(found: Plan, config: RunConfig) -> Memory | None:
     images = min(SCORED_TOGETHER, math.ceil(found.reward_calls * found.groups_per_process / rollout.groups))
     counted = count_memory(
         known, policy.resolution, found.rows_per_micro_batch, found.rows_per_call, policy.lora_rank, policy.dtype,
-        policy.gradient_checkpointing, policy.tuning == "full", policy.decode_batch, found.train_nfe > found.pairs, images,
+        policy.gradient_checkpointing, policy.tuning == "full", policy.decode_batch, found.train_nfe > found.evaluations, images,
         policy.decode_dtype, policy.lora_targets or LORA_TARGETS,
     )  # fmt: skip
     latent = 4 * known.decoder["latent_channels"] * (policy.resolution // known.latent_factor) ** 2
-    nodes = 0 if rollout.offload else found.groups_per_process * rollout.group_size * (2 * rollout.num_steps + 1)
+    tree = _tree(config, make_method(config))
+    stored = tree.units + tree.at(tree.steps).start if tree.branched else rollout.group_size * (2 * rollout.num_steps + 1)
+    nodes = 0 if rollout.offload else found.groups_per_process * stored
     return replace(counted, trajectories=nodes * latent)
 
 
