@@ -331,7 +331,7 @@ def grown(draw: st.DrawFn) -> Grown:
         paths = [(*path, child) for path, count in zip(paths, many, strict=True) for child in range(count)]
     visits = [[(node, path[: node + 1]) for node in range(steps + 1)] for path in paths]
     mean = draw(st.sampled_from(["leaf", "child"]))
-    tree = tree_of(visits, lambda node, _: decisions[node - 1], mean)
+    tree = replace(tree_of(visits, lambda node, _: decisions[node - 1]), mean=mean)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     log_probs = torch.randn(2, tree.units, generator=generator) * tree.drawn
     rewards = torch.rand(2, tree.members, generator=generator, dtype=torch.float64)
@@ -431,9 +431,10 @@ def test_strides_are_normalised_one_by_one_and_summed() -> None:
     found = SiblingRelative(clamp=None, probe=probe).assign(shown.rewards, shown.schedule)
     torch.testing.assert_close(found[..., 0], scores.sum(-1).repeat_interleave(3, dim=1))
     assert not found[..., 1:].any()
-    together = SiblingRelative(clamp=None, probe=Comb(3, 1, 0, 1)).assign(
-        shown.rewards, replace(shown.schedule, tree=replace(shown.schedule.tree, strides=None))
-    )
+    tree = shown.schedule.tree
+    assert tree is not None
+    mixed = replace(shown.schedule, tree=replace(tree, strides=None))
+    together = SiblingRelative(clamp=None, probe=Comb(3, 1, 0, 1)).assign(shown.rewards, mixed)
     assert not torch.allclose(together[..., 0], found[..., 0], atol=0.1)
 
 

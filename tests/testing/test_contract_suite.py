@@ -53,7 +53,7 @@ class Brightness:
 test_a_reward = reward_contract(Brightness())
 
 
-def faulty_rule(wrong, probe=Completion(), **extra):
+def faulty_rule(wrong, probe: Any = Completion(), **extra):
     """A rule whose assign is `wrong(rewards)`."""
 
     class Rule:
