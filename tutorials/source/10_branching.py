@@ -454,14 +454,15 @@ RULES = {
 }
 print("correlation with A*   all steps             step 0    1     2     3     4")
 for name, (rule, _) in RULES.items():
-    report = compare_credit(assigned(rule, table, schedule), truths["tree"])
+    advantages = assigned(rule, table, schedule)
+    report, credited = compare_credit(advantages, truths["tree"]), advantages.abs().mean((0, 1)) > 1e-5
     overall = report.overall.correlation
     interval = f"{overall.value:.2f} [{overall.low:.2f}, {overall.high:.2f}]"
-    print(f"{name:<21} {interval:<24}" + " ".join(f"{step.correlation.value:5.2f}" for step in report.per_step))
+    by_step = [f"{report.per_step[i].correlation.value:5.2f}" if credited[i] else "    -" for i in range(5)]
+    print(f"{name:<21} {interval:<24}" + " ".join(by_step))
 
 # %% [markdown]
-# At the splits, siblings and gains have a *lower* correlation than the depth rule, although they remove the luck from before. A comparison with one sibling adds the sibling's own luck, which is as large as the draw's; the depth rule compares with the mean of 6 or 12 states. At the other steps the sibling rule has no credit to correlate. (Gains are 0 there before the joint normalisation, which
-# subtracts one mean per prompt.) Over all steps, the depth rule and uniform credit agree better with $A^*$.
+# At the splits, siblings and gains have a *lower* correlation than the depth rule, although they remove the luck from before. A comparison with one sibling adds the sibling's own luck, which is as large as the draw's; the depth rule compares with the mean of 6 or 12 states. At the other steps, siblings and gains have no credit to correlate. Over all steps, the depth rule and uniform credit agree better with $A^*$.
 #
 # The gradient shows the same. In the next cell `scale` is the factor by which a rule stretches the true gradient. **Predict** the scale of the sibling difference in units of the reward: it credits two of the five steps, each shrunk by one half.
 
