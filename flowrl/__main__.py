@@ -1,6 +1,7 @@
 """The process of a command: the console script `flowrl` and `python -m flowrl`."""
 
 import atexit
+import os
 import signal
 import sys
 
@@ -15,7 +16,7 @@ def entry() -> None:
 
         leave(run(sys.argv[1:]))
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
         print("flowrl: interrupted", file=sys.stderr)
         sys.exit(130)
 

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from flowrl import __version__
-from flowrl.errors import ConfigError, FlowrlError, part_errors
+from flowrl.errors import FULL, ConfigError, FlowrlError, part_errors
 from flowrl.options import check_ranges
 from flowrl.plugins import package_of, plugin
 from flowrl.settings import unknown
@@ -115,15 +115,15 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:
         if error.errno not in USERS_OWN:
             return report_unforeseen(error)
-        print(f"flowrl: error: {error.strerror}: {error.filename}", file=sys.stderr)
-        return 2
+        print(f"flowrl: error: {error.strerror}: {error.filename or 'the output'}", file=sys.stderr)
+        return 1 if error.errno in FULL else 2
     except Exception as error:
         return report_unforeseen(error)
 
 
 USERS_OWN = (
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
-    errno.ENOENT, errno.EEXIST, errno.ELOOP,
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.EEXIST,
+    errno.ELOOP, *FULL,
 )  # fmt: skip
 """What a file system answers to paths that cannot be read or written."""
 

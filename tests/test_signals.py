@@ -43,7 +43,7 @@ def test_an_interrupt_while_flowrl_imports_is_one_line(start: str) -> None:
     modules = ("flowrl.signals", "flowrl.cli", "flowrl.settings", "pydantic", "tyro", "flowrl.commands.env")
     processes = {name: python(INTERRUPT.format(name) + start) for name in modules}
     for name, process in processes.items():
-        assert (*process.communicate(timeout=60), process.returncode) == ("", "flowrl: interrupted\n", 130), name
+        assert (*process.communicate(timeout=120), process.returncode) == ("", "flowrl: interrupted\n", 130), name
 
 
 AT_EXIT = """
@@ -54,11 +54,10 @@ sys.argv = ["flowrl", "--version"]
 IN_A_THREAD = """
 import os, signal, sys, threading, time
 def wait():
-    while threading.main_thread().is_alive() and "flowrl.cli" not in sys.modules:
+    while threading.main_thread().is_alive():
         time.sleep(0.01)
-    time.sleep(1)
     os.kill(os.getpid(), {})
-    time.sleep(40)
+    time.sleep(200)
 threading.Thread(target=wait).start()
 sys.argv = ["flowrl", "--version"]
 """
@@ -68,7 +67,7 @@ def test_a_command_that_is_complete_ends_with_its_own_exit_code() -> None:
     """Also if a thread of a user's part keeps the process from ending: there the signal ends it at once."""
     scripts = [script.format(int(number)) + CONSOLE for script in (AT_EXIT, IN_A_THREAD) for number in STOPPING]
     for script, process in {script: python(script) for script in scripts}.items():
-        shown, errors = process.communicate(timeout=30)
+        shown, errors = process.communicate(timeout=120)
         assert (shown.startswith("flowrl 0."), errors, process.returncode) == (True, "", 0), script
 
 

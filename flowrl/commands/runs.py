@@ -139,10 +139,16 @@ class Compare:
         device_of(config.run.policy.device)
         config.jobs()
         from flowrl.commands.progress import Display
+        from flowrl.io import disk_errors
+
+        def again() -> str:
+            """The command that goes on."""
+            words = "".join({trust_option(job.flat()) for job in config.jobs().values()})
+            return f"flowrl compare --resume {shlex.quote(str(out))}{words}"
 
         display = Display(config)
         work = partial(compare, config, out, self.resume is not None, self.workers, display.watch, self.changed_code)
-        with _interrupted_once():
+        with _interrupted_once(), disk_errors(out, lambda: "Finished runs and checkpoints are kept", again):
             try:
                 display.start(out)
                 if display.during(work):
@@ -156,8 +162,7 @@ class Compare:
             if not (out / "config.json").exists():
                 display.say("Stopped before the first run; nothing was written.")
                 return 130
-            words = "".join({trust_option(job.flat()) for job in config.jobs().values()})
-            display.say(f"Paused; nothing is lost. Go on with: flowrl compare --resume {shlex.quote(str(out))}{words}")
+            display.say(f"Paused; nothing is lost. Go on with: {again()}")
             return 130
 
 
@@ -237,6 +242,7 @@ class Train:
         from flowrl.commands.card import write_card
         from flowrl.commands.progress import train_line
         from flowrl.distributed import Distributed
+        from flowrl.io import disk_errors
         from flowrl.policies import device_of
         from flowrl.training.build import check
         from flowrl.training.checkpoint import to_resume
@@ -271,11 +277,13 @@ class Train:
                 with _told_how_to_go_on(out, distributed.is_main):
                     execute = record(run.execute) if distributed.world_size > 1 else run.execute
                     finished = bool(execute(self.resume is not None, self.start))
-            if finished and distributed.is_main and config.policy.model:
-                write_card(out)
-            drawn = _draw_proxy(out) if finished and distributed.is_main else None
-            if drawn is not None:
-                say(f"Proxy and held-out metrics: {drawn}")
+            if finished and distributed.is_main:
+                with disk_errors(out, lambda: "The run is complete", partial(to_resume, out)):
+                    if config.policy.model:
+                        write_card(out)
+                    drawn = _draw_proxy(out)
+                if drawn is not None:
+                    say(f"Proxy and held-out metrics: {drawn}")
             ignore_stops()
             if not finished:
                 say(f"Paused; nothing is lost. Go on with: {to_resume(out)}")
