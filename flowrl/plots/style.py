@@ -82,7 +82,12 @@ def require_figure(path: Path) -> None:
     """Raise `ConfigError` unless a figure can be written to `path`, which is new or a PNG of this package."""
     formats = FigureCanvasBase.get_supported_filetypes()
     require(path.suffix[1:].lower() in formats, "out", str(path), f"a name that ends in .png or another of {', '.join(formats)}")
-    require_new_file(path, lambda data: b"Software\0flowrl" in data[:4096])
+    require_new_file(path, is_own)
+
+
+def is_own(data: bytes) -> bool:
+    """Whether `data` is a PNG file of this package."""
+    return b"Software\0flowrl" in data[:4096]
 
 
 def save(figure: Figure, path: Path, dpi: int = 150) -> None:
