@@ -110,7 +110,16 @@ def test_a_hostile_run_executes_nothing(setting: str, name: str, finished: Path,
 def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(finished: Path, canary: Path, tmp_path: Path) -> None:
     """It is not built then. All other settings are judged as always."""
     run = write_hostile(finished, tmp_path / "hostile", "reward", f"{tmp_path}/evil.py:Evil")
-    options = ["--reward", "jpeg-compressibility", "--limit", "1", "--num-steps", "1", "--out", str(tmp_path / "new")]
+    options = [
+        "--reward",
+        "flowrl.worlds.mixture:DirectionReward",
+        "--limit",
+        "1",
+        "--num-steps",
+        "1",
+        "--out",
+        str(tmp_path / "new"),
+    ]
     assert main(["evaluate", "--weights", str(run), *options]) == 0
     assert not canary.exists()
     other = write_hostile(finished, tmp_path / "other", "loss", f"{tmp_path}/evil.py:Evil")
