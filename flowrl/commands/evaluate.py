@@ -108,7 +108,7 @@ def _run_setup(args: Evaluate) -> _Setup:
 
     if not (args.weights / "config.json").is_file():
         raise ConfigError(f"weights: {args.weights} is not the folder of a run; for a LoRA or a transformer give its --model too")
-    config = load_config(args.weights / "config.json", args.trust)
+    config = load_config(args.weights / "config.json", args.trust, unused=("reward",) if args.reward else ())
     changes = {name: getattr(args, name) for name in ("guidance_scale", "resolution") if getattr(args, name) is not None}
     changes |= {name: getattr(args, name) for name in ("dtype", "max_sequence_length") if getattr(args, name)}
     config = config.replace(**changes, reward_noise=0.0, reward_bias=0.0, device=_device(args, bool(config.policy.model)))

@@ -290,13 +290,16 @@ FORMAT = "flowrl-run-2"
 """The format of a run's config.json, which its entry "format" names."""
 
 
-def load_config(path: Path, trust: bool = False) -> RunConfig:
+def load_config(path: Path, trust: bool = False, unused: tuple[str, ...] = ()) -> RunConfig:
     """The run that config.json or config.yaml describes; what it leaves out has its default. Raises `ConfigError`, without
-    `trust` also for what a file may not name (`flowrl.trust`)."""
+    `trust` also for what a file may not name (`flowrl.trust`), except in settings that the caller builds nothing from
+    (`unused`)."""
     values, _ = load_document(path)
     check_format(path, values)
     with reading(path):
-        return Preset(str(path), trusted(read_settings(path, RunConfig).settings, path, trust)).apply()
+        settings = read_settings(path, RunConfig).settings
+        trusted({name: value for name, value in settings.items() if name not in unused}, path, trust)
+        return Preset(str(path), settings).apply()
 
 
 def check_format(path: Path | str, values: Any) -> None:
