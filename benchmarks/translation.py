@@ -48,7 +48,7 @@ def flux_grid(steps: int = 6, tokens: int = 1024) -> Schedule:
 
 
 def qwen_grid(steps: int = 10, tokens: int = 1024) -> Schedule:
-    """The grid of Qwen-Image's scheduler, shifted by the number of image tokens and stretched to .02 as the last time before 0."""
+    """The grid of Qwen-Image's scheduler, shifted by the number of image tokens and stretched to .02 before the last step."""
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
     )

@@ -26,6 +26,6 @@ from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
 __all__ = [
     "ARCHITECTURES", "DECODER", "DTYPES", "LORA_TARGETS", "SD3", "Adapters", "Architecture", "Family", "Flux", "Guides",
     "Memory", "MixturePolicy", "ModelOptions", "PipelinePolicy", "QwenImage", "SmallSD3", "SmallSD3Config", "SmallSD3Policy",
-    "StorageCounter", "architecture", "architecture_of", "compile_blocks", "count_memory", "decode_scaled", "device_of", "family_of",
-    "has_compiled_blocks", "linear_guidance", "load_policy", "packed_shape", "resolution_shift", "unpacked",
+    "StorageCounter", "architecture", "architecture_of", "compile_blocks", "count_memory", "decode_scaled", "device_of",
+    "family_of", "has_compiled_blocks", "linear_guidance", "load_policy", "packed_shape", "resolution_shift", "unpacked",
 ]  # fmt: skip

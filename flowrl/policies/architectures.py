@@ -75,7 +75,7 @@ class Architecture:
         return torch.empty(rows, self.latent_channels, *frames, side, side, device="meta", dtype=precision)
 
     def inputs(self, rows: int, resolution: int, precision: torch.dtype) -> dict[str, Any]:
-        """The arguments of the transformer for `rows` latents, on "meta". The mask of padded prompts is left out: a byte a token."""
+        """The arguments of the transformer for `rows` latents, on "meta"; without the mask of padded prompts, a byte a token."""
 
         def shaped(*shape: int) -> Tensor:
             return torch.empty(shape, device="meta", dtype=precision)
@@ -108,12 +108,13 @@ class Architecture:
 
     @staticmethod
     def of_folder(folder: Path) -> "Architecture":
-        """The architecture of the SD3, FLUX or Qwen-Image pipeline in `folder`, from its JSON files and the headers of its text encoders.
-        Raises `OSError`, `KeyError` or `ValueError` if they are not there or have another form."""
+        """The architecture of the SD3, FLUX or Qwen-Image pipeline in `folder`, from its JSON files and the headers of its text
+        encoders. Raises `OSError`, `KeyError` or `ValueError` if they are not there or have another form."""
         read = {part: json.loads((folder / part / "config.json").read_text()) for part in ("transformer", "vae")}
         plain = {part: {n: v for n, v in values.items() if not n.startswith("_")} for part, values in read.items()}
         known = _CLASSES[read["transformer"]["_class_name"]]
-        clip = json.loads((folder / "tokenizer/tokenizer_config.json").read_text())["model_max_length"] if known.clip_tokens else 0
+        tokenizer = json.loads((folder / "tokenizer/tokenizer_config.json").read_text())
+        clip = tokenizer["model_max_length"] if known.clip_tokens else 0
         encoders = sum(map(_elements, folder.glob("text_encoder*/*.safetensors")))
         return replace(
             known, config=plain["transformer"], clip_tokens=clip, encoder_parameters=encoders,
@@ -137,8 +138,8 @@ _FLUX: dict[str, Any] = {
     "num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768, "axes_dims_rope": (16, 56, 56),
 }  # fmt: skip
 _QWEN: dict[str, Any] = {
-    "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 60, "attention_head_dim": 128, "num_attention_heads": 24,
-    "joint_attention_dim": 3584, "guidance_embeds": False, "axes_dims_rope": (16, 56, 56),
+    "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 60, "attention_head_dim": 128,
+    "num_attention_heads": 24, "joint_attention_dim": 3584, "guidance_embeds": False, "axes_dims_rope": (16, 56, 56),
 }  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {
     "sd3.5-medium": Architecture("SD3Transformer2DModel", _SD35_MEDIUM, 77, 256, SD3_ENCODERS),

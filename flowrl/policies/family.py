@@ -1,5 +1,5 @@
-"""Model families as a protocol (`sd3`, `flux` and `qwen_image` are three; docs/model-families.md explains how to add one), and the
-options of a policy over a pipeline."""
+"""Model families as a protocol (`sd3`, `flux`, `qwen_image`; docs/model-families.md explains how to add one), and the options of
+a policy over a pipeline."""
 
 import re
 from collections.abc import Mapping
@@ -48,8 +48,8 @@ class Family(Protocol):
         ...
 
     def encode(self, pipe: Any, text: str, tokens: int, device: torch.device) -> Mapping[str, Tensor]:
-        """The embeddings of one prompt, without a prompt axis. If tensors of two prompts differ in shape, the shorter one is padded
-        with zeros at its end; a mask of ones among the tensors then marks what is not padding."""
+        """The embeddings of one prompt, without a prompt axis. Where prompts differ in shape, they are padded with zeros at the
+        end to a common one; a mask of ones among the tensors marks what is not padding."""
         ...
 
     def velocity(
@@ -119,8 +119,8 @@ class ModelOptions:
     velocities, latents and everything computed from them are float32. Use bfloat16 for training on a GPU; float16 needs a scaled
     loss (the run's `loss_scale`), or small gradients vanish."""
     guidance_scale: float = 1.0
-    """Classifier-free guidance s: v = v_neg + s (v_prompt - v_neg), for Qwen-Image rescaled to the norm of v_prompt, in rollouts and
-    updates alike; 1 = off (half the cost)."""
+    """Classifier-free guidance s: v = v_neg + s (v_prompt - v_neg), for Qwen-Image rescaled to the norm of v_prompt, in rollouts
+    and updates alike; 1 = off (half the cost)."""
     negative_prompt: str = ""
     guidance_gradient: str = "both"
     """both, or prompt: v_neg is computed without a gradient (less memory; the values are the same)."""

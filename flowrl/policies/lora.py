@@ -62,8 +62,8 @@ class Adapters:
         return self.network.peft_config[self.name].r
 
     def add(self, name: str, rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
-        """Add an adapter with B = 0, inactive until `train` selects it. Raises `ConfigError` for a name that is taken, or if one of
-        `targets` matches no layer."""
+        """Add an adapter with B = 0, inactive until `train` selects it. Raises `ConfigError` for a name that is taken, or if
+        one of `targets` matches no layer."""
         from peft import LoraConfig
         from peft.tuners.lora import LoraLayer
 

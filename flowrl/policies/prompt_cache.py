@@ -23,9 +23,9 @@ class PromptCache:
     """Embeddings under integer numbers, so that a `Condition` carries a number per sample instead of megabytes.
 
     `encode` embeds new texts; no text is embedded twice. The first `limit` embeddings are stored in main memory, later ones in a
-    temporary folder (`TMPDIR`), which is deleted at the end. Those of the latest call are also on `device`, padded with zeros to a
-    common shape, floating-point tensors in `dtype` (None: unchanged). `hits` and `misses` count texts. Raises `ConfigError` if the
-    folder cannot be written.
+    temporary folder (`TMPDIR`), which is deleted at the end. Those of the latest call are also on `device`, padded with zeros to
+    a common shape, floating-point tensors in `dtype` (None: unchanged). `hits` and `misses` count texts. Raises `ConfigError` if
+    the folder cannot be written.
     """
 
     encode: Encode

@@ -283,7 +283,8 @@ class RunConfig:
 
 MODEL_ONLY = (
     "prompts", "heldout_prompts", "resolution", "guidance_scale", "negative_prompt", "guidance_gradient", "tuning", "adapter",
-    "frozen_adapters", "lora_targets", "prompt_cache", "decode_batch", "decode_dtype", "max_sequence_length", "gradient_checkpointing",
+    "frozen_adapters", "lora_targets",
+    "prompt_cache", "decode_batch", "decode_dtype", "max_sequence_length", "gradient_checkpointing",
 )  # fmt: skip
 """Settings that mean nothing on a built-in world."""
 DEFAULTS = {item.name: item.default for group in groups_of(RunConfig).values() for item in fields(cast(Any, group))}

@@ -126,8 +126,8 @@ FREE = {"iterations", "ema_decay", "eval_every"}
 ONE_BRANCH = {"guidance_scale", "guidance_gradient"}
 NO_LORA = {"tuning", "learning_rate", "lora_rank", "lora_alpha", "lora_targets", "max_sequence_length", "trained_steps",
            "guidance_gradient", "eval_every", "eval_steps"}  # fmt: skip
-UNPUBLISHED = {"num_steps", "model", "resolution", "dtype", "guidance_scale", "negative_prompt", "max_sequence_length", "lora_rank",
-               "lora_alpha", "lora_targets", "eval_steps"}  # fmt: skip
+UNPUBLISHED = {"num_steps", "model", "resolution", "dtype", "guidance_scale", "negative_prompt", "max_sequence_length",
+               "lora_rank", "lora_alpha", "lora_targets", "eval_steps"}  # fmt: skip
 PAPER = {"method", "sampler", "initial_noise"}
 DIFFERING = {
     (SD3, FLOW): (FREE, {"credit", "window", "trained_steps", "loss", "kl_weight", "drop_zero_advantages", "guidance_gradient"}),
@@ -138,7 +138,8 @@ DIFFERING = {
     (FLUX, TURNING): (FREE - {"eval_every"} | {"credit"} | ONE_BRANCH, {"loss", "clip_range", "drop_zero_advantages"}),
     (QWEN, FLOW): (FREE - {"ema_decay"}, {"credit", "loss"}),
     (QWEN, TURNING): (
-        FREE - {"eval_every"} | {"credit"} | UNPUBLISHED, {"loss", "clip_range", "kl_weight", "trained_steps", "drop_zero_advantages"},
+        FREE - {"eval_every"} | {"credit"} | UNPUBLISHED,
+        {"loss", "clip_range", "kl_weight", "trained_steps", "drop_zero_advantages"},
     ),
     (QWEN, DANCE): (NO_LORA | {"dtype", "guidance_scale", "negative_prompt", "model", "num_steps", "resolution"}, set()),
     (SD3, DANCE): (NO_LORA | {"dtype", "guidance_scale", "model", "num_steps", "resolution"}, set()),
