@@ -12,7 +12,7 @@ from flowrl.registry import build
 from flowrl.rollout import initial_noise, sample_images
 from flowrl.rollout.loss_batch import LossBatches
 
-EVERYWHERE = ["mixture", "shapes", "sd3", "flux"]
+EVERYWHERE = ["mixture", "shapes", "sd3", "flux", "qwen-image"]
 NOISE = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}
 """Largest deviation of an on-policy ratio from 1 on a GPU, whose kernels depend on the batch size. On the CPU it is 1e-6 in every
 precision (found: 1.2e-7), because samples and updates have the same rounding."""

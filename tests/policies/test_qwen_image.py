@@ -77,7 +77,8 @@ def test_gradients_flow_through_the_norms():
     """Of both branches, and of one: the derivative by hand, d(c |u|/|c|) . w with c = a + s (u - a)."""
     generator, scale = torch.Generator().manual_seed(0), 4.0
     away, towards, weight = (torch.randn(3, 5, 8, generator=generator, dtype=torch.float64) for _ in range(3))
-    away.requires_grad_(), towards.requires_grad_()
+    away.requires_grad_()
+    towards.requires_grad_()
     (QwenImage().guide(away, towards, scale) * weight).sum().backward()
     with torch.no_grad():
         c = away + scale * (towards - away)
