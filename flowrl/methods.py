@@ -91,7 +91,8 @@ def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") 
     kind, *numbers = window.split(":")
     try:
         if kind == "random":
-            size, high = (*map(int, numbers), *(None,)[len(numbers) - 1 :])
+            size, *end = map(int, numbers)
+            (high,) = end or (None,)
             return RandomWindow(base, size, high=high)
         if kind == "sliding":
             size, stride, every = (*map(int, numbers), *(1, 1)[len(numbers) - 1 :])
