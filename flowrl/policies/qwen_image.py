@@ -19,7 +19,7 @@ class QwenImage:
 
     Latents are packed as FLUX's: [sample, token, 4 x channel]. A prompt is the last hidden layer of Qwen2.5-VL without the
     tokens of the pipeline's template; prompts of different length are padded, with a mask. Guidance is classifier-free with the
-    norm of the prompt's velocity (`guide`). The last block's text queries and outputs do not reach the image, so that their LoRA has
+    norm of the prompt's velocity (`guide`). The last block's text queries and outputs do not reach the image: their LoRA has
     no gradient. The last time before 0 is the scheduler's `shift_terminal` (.02 for Qwen-Image), and the noise of the last step
     is small: leave it out of the trained steps (window `all-but-last`).
     """
