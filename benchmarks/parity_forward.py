@@ -105,9 +105,10 @@ CODES = {
     "dgpo": Code(dgpo_loss, dgpo_tables, "micro/loss", "old"),
 }
 QUANTITIES = {
-    "r": "optimality", "scaled_advantage": "optimality", "log_prob": "matching errors", "old_log_prob": "matching errors",
+    "r": "weights of rows", "scaled_advantage": "weights of rows", "log_prob": "matching errors",
+    "old_log_prob": "matching errors",
     "matching": "matching errors", "matching_reference": "matching errors", "matching_old": "matching errors",
-    "old_deviation": "squared distances", "kl": "squared distances", "ema_kl": "squared distances", "ratio": "ratios",
+    "old_deviation": "squared distances", "kl": "squared distances", "ema_kl": "squared distances", "ratio": "ratios of errors",
     "clipped": "clipped pairs", "group/sum": "group sums", "group_term": "group sums", "group/weight": "group weights",
 }  # fmt: skip
 """Recorded table -> the quantity whose tolerance it has; "row losses" for the others."""
@@ -210,9 +211,10 @@ def row_values(loss: Loss, batch: ForwardBatch) -> tuple[ForwardBatch, dict[str,
 
 def squared_distances(loss: Loss, batch: ForwardBatch) -> dict[str, Tensor]:
     """Mean squared distances of the velocities, under the names of their tables."""
+    anchor = getattr(batch, getattr(loss, "anchor", "reference"))
     pairs = {
         "kl": (batch.new, batch.reference), "ema_kl": (batch.new, batch.average),
-        "matching_reference": (getattr(batch, getattr(loss, "anchor", "reference")), batch.target), "matching_old": (batch.old, batch.target),
+        "matching_reference": (anchor, batch.target), "matching_old": (batch.old, batch.target),
     }  # fmt: skip
     found = {name: (one, other) for name, (one, other) in pairs.items() if one is not None and other is not None}
     return {name: (one.detach() - other).square().flatten(1).mean(1) for name, (one, other) in found.items()}
@@ -323,13 +325,15 @@ def replay_forward(
         if name := next((name for name in recorded if name.startswith("v_draw0_sample_")), None):
             row = int(name.rpartition("_")[2]) * len(rows.batch.time) // (recording.meta["prompts"] * recording.meta["members"])
             yield state, "velocities", distance(rows.batch.new[row].detach(), recorded[name])
-        steps = list(update_steps(recording, networks, loss, rows, settings["updates"]))
-        tensors = [below(recorded, f"update{i}") for i in range(settings["updates"])] if settings["updates"] > 1 else [recorded]
-        if below(tensors[0], "grad"):
-            if settings["updates"] > 1:
-                tensors[-1] |= {name: t for name, t in recorded.items() if name.startswith("weights_after")}
-            for quantity, difference in step_differences(steps, tensors, settings["config"]["train"]["learning_rate"]):
-                yield state, quantity, difference
+        count = settings["updates"]
+        recorded_steps = [below(recorded, f"update{i}") for i in range(count)] if count > 1 else [recorded]
+        if not below(recorded_steps[0], "grad"):
+            continue
+        if count > 1:
+            recorded_steps[-1] |= {name: t for name, t in recorded.items() if name.startswith("weights_after")}
+        steps = list(update_steps(recording, networks, loss, rows, count))
+        for quantity, difference in step_differences(steps, recorded_steps, settings["config"]["train"]["learning_rate"]):
+            yield state, quantity, difference
     if not updates:
         yield "copies", "copies of the weights", copy_differences(recording, networks, old)
         if recording.method == "awm":

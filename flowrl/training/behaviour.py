@@ -17,11 +17,11 @@ from flowrl.training.optim import update_average, weights_replaced
 class Behaviour:
     """A copy `name` of a policy's `parameters`, which follows them as its `copy` declares.
 
-    The trainer calls `after_update` after every step that the optimizer has taken and `after_iteration` at the end of an iteration,
-    both with the number of steps so far. Within `weights` the policy has the copy's weights.
+    The trainer calls `after_update` after every step that the optimizer has taken and `after_iteration` at the end of an
+    iteration, both with the number of steps so far. Within `weights` the policy has the copy's weights.
 
-    `is_current`: the copy equals the policy's weights, because it was just made or its decay was 0 and no step has followed. Its
-    velocity is then the current one without gradient, and needs no evaluation. `state` and `restore` as for the trainer.
+    `is_current`: the copy equals the policy's weights, because it was just made or its decay was 0 and no step has followed.
+    Its velocity is then the current one without gradient, and needs no evaluation. `state` and `restore` as for the trainer.
     """
 
     def __init__(self, name: str, copy: WeightCopy, policy: FlowPolicy, parameters: Mapping[str, nn.Parameter]) -> None:
