@@ -2,6 +2,7 @@
 
     python benchmarks/parity.py              # the recordings of Flow-GRPO and TP-GRPO in tests/golden_iteration, under a minute
     python benchmarks/parity.py --data DIR   # another folder of the same format, which the README of the first defines
+    python benchmarks/parity.py --data tests/golden_forward   # updates of DiffusionNFT, AWM and DGPO (parity_forward.py)
 
 A replay gives the trainer the recorded weights, prompt embeddings, noise, rewards and order of samples, and settings that mean
 what the published settings mean. It compares trajectories, log-probabilities, ratios, advantages, losses, every gradient and the

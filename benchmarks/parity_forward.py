@@ -6,7 +6,7 @@ latents, times and noise are the recorded ones; velocities come from the recorde
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from flowrl.types import Condition, Schedule
 Loss = DiffusionNFT | AWM | DGPO
 NEGLIGIBLE = 1e-20
 """Weights of penalties below it stand for 0: AWM's code cannot run without penalties."""
-AWM_WEIGHTS = {"Uniform": "uniform", "t": "t", "t**2": "t2", "huber": "huber", "ghuber": "ghuber"}
+AWM_PENALTIES: Mapping[str, Any] = {"Uniform": "uniform", "ELBO": "elbo"}
+AWM_WEIGHTS: Mapping[str, Any] = {"Uniform": "uniform", "t": "t", "t**2": "t2", "huber": "huber", "ghuber": "ghuber"}
 
 
 def nft_loss(config: Mapping[str, Any]) -> DiffusionNFT:
@@ -48,7 +49,7 @@ def awm_loss(config: Mapping[str, Any]) -> AWM:
     return AWM(
         weight=AWM_WEIGHTS[train["weighting"]], power=train["ghuber_power"], clip=float(train["clip_range"]),
         ratio=train["loss_type"], advantage_clip=float(train["adv_clip_max"]), advantage_scale=float(train["advantage_max"]),
-        kl_weight=kl_weight, average_weight=average_weight, kl={"Uniform": "uniform", "ELBO": "elbo"}[train["kl_weight"]],
+        kl_weight=kl_weight, average_weight=average_weight, kl=AWM_PENALTIES[train["kl_weight"]],
         off_policy=train["off_policy"],
     )  # fmt: skip
 
@@ -189,12 +190,6 @@ def recorded_advantages(recording: Recording, tables: Tensors, config: Mapping[s
     return rule.assign(rewards.float(), None)[..., 0]
 
 
-def take(batch: ForwardBatch, rows: Tensor | slice) -> ForwardBatch:
-    """Some rows of a batch."""
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return ForwardBatch(**{name: None if value is None else value[rows] for name, value in values.items()})
-
-
 def row_values(loss: Loss, batch: ForwardBatch) -> tuple[ForwardBatch, dict[str, Tensor]]:
     """The batch with the means of its units, and the loss and its metrics of every row by itself, [row]."""
     with torch.no_grad():
@@ -203,7 +198,7 @@ def row_values(loss: Loss, batch: ForwardBatch) -> tuple[ForwardBatch, dict[str,
             batch = replace(batch, pooled=unit_means(loss.row_terms(batch), batch.units(loss.together), batch.mask))
         found: dict[str, list[Tensor]] = {}
         for row in range(len(batch.time)):
-            result = loss.loss(take(batch, slice(row, row + 1)))
+            result = loss.loss(batch.rows(slice(row, row + 1)))
             for name, value in {**result.metrics, "loss": result.loss}.items():
                 found.setdefault(name, []).append(value.reshape(()))
     return batch, {name: torch.stack(values) for name, values in found.items()}
@@ -263,7 +258,7 @@ def update_steps(recording: Recording, networks: Networks, loss: Loss, rows: Row
                 copied = dict(zip(weights, copy.values, strict=True))
                 batch = replace(batch, old=networks.velocity(latent, time, condition, copied))
         optimizer.zero_grad()
-        loss.loss(take(batch, chosen)).loss.backward()
+        loss.loss(batch.rows(chosen)).loss.backward()
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in weights.items()}
         norm = float(torch.nn.utils.clip_grad_norm_(list(weights.values()), train["max_grad_norm"]))
         optimizer.step()

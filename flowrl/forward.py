@@ -7,8 +7,8 @@ fresh noise eps, target v* = eps - x_0. It needs neither trajectories nor transi
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
@@ -49,6 +49,11 @@ class ForwardBatch:
     average: Latents | None = None
     reference: Latents | None = None
     pooled: PerSample | None = None
+
+    def rows(self, index: Tensor | slice) -> "ForwardBatch":
+        """The rows `index` of every field; their gradients reach this batch's `new`."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value[index] for name, value in values.items() if value is not None})
 
     def units(self, together: Together) -> tuple[Tensor, ...]:
         """The numbers by which `unit_means` recognises the rows of one unit."""

@@ -122,9 +122,8 @@ class AWM:
         terms = surrogate(ratio, self.scaled(rows.advantages), self.clip)
         scale = elbo_weight(rows.time) if self.kl == "elbo" else 1.0
         penalties = {}
-        for name, weight, network in (
-            ("kl", self.kl_weight, "reference"), ("average_kl", self.average_weight, "average"),
-        ):  # fmt: skip
-            if weight > 0:
-                penalties[name] = weight, scale * matching(rows.new, rows.velocity_of(network, self))
+        if self.kl_weight > 0:
+            penalties["kl"] = self.kl_weight, scale * matching(rows.new, rows.velocity_of("reference", self))
+        if self.average_weight > 0:
+            penalties["average_kl"] = self.average_weight, scale * matching(rows.new, rows.velocity_of("average", self))
         return combine_rows(rows, terms, penalties, ratio_metrics(ratio, beyond(ratio, self.clip), rows.mask))

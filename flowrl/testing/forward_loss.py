@@ -49,9 +49,8 @@ def rows_of_iteration(move: float = 0.0, seed: int = 0, tiles: int = 1) -> Forwa
 
 def chosen(batch: ForwardBatch, index: Tensor) -> ForwardBatch:
     """The rows `index` of a batch, with a separate new velocity to differentiate."""
-    few = ForwardBatch(**{name: None if value is None else value.detach()[index] for name, value in tensors(batch).items()})
-    few.new.requires_grad_()
-    return few
+    few = batch.rows(index)
+    return replace(few, new=few.new.detach().requires_grad_())
 
 
 def tensors(batch: ForwardBatch) -> dict[str, Any]:
@@ -73,8 +72,8 @@ def equal(got: Tensor, expected: Tensor, what: str, hint: str = "", tolerance: f
     same(got, expected, what, hint, tolerance, lambda index: f" at row {index[0]}" if index else "", floor=1e-6)
 
 
-def together(loss: Any) -> str:
-    return str(getattr(loss, "together", "row"))
+def together(loss: Any) -> Any:
+    return getattr(loss, "together", "row")
 
 
 def error_gradient(batch: ForwardBatch) -> Tensor:
