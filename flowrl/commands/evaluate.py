@@ -110,14 +110,9 @@ def _run_setup(args: Evaluate) -> _Setup:
 
     if not (args.weights / "config.json").is_file():
         raise ConfigError(f"weights: {args.weights} is not the folder of a run; for a LoRA or a transformer give its --model too")
-<<<<<<< HEAD
     config = load_config(args.weights / "config.json", args.trust, unused=("reward",) if args.reward else ())
-    changes = {name: getattr(args, name) for name in ("guidance_scale", "resolution") if getattr(args, name) is not None}
-=======
-    config = load_config(args.weights / "config.json", args.trust)
     given = ("guidance_scale", "negative_prompt", "resolution")
     changes = {name: getattr(args, name) for name in given if getattr(args, name) is not None}
->>>>>>> qwen
     changes |= {name: getattr(args, name) for name in ("dtype", "max_sequence_length") if getattr(args, name)}
     config = config.replace(**changes, reward_noise=0.0, reward_bias=0.0, device=_device(args, bool(config.policy.model)))
     environment, options = config.environment, config.policy

@@ -33,15 +33,10 @@ from flowrl.testing.tiny import (
 from flowrl.types import Prompt
 
 __all__ = [
-<<<<<<< HEAD
-    "TINY", "ContractAdvice", "ContractBroken", "Finding", "Findings", "check_credit", "check_loss", "check_policy",
-    "check_reward", "check_sampler", "credit_contract", "loss_contract", "policy_contract", "reward_contract",
-    "sampler_contract", "schedule_for", "tiny_flux", "tiny_flux_policy", "tiny_qwen_image", "tiny_qwen_image_policy", "tiny_sd3",
-=======
     "TINY", "ContractAdvice", "ContractBroken", "Finding", "Findings", "check_credit", "check_forward_loss",
     "check_loss", "check_policy", "check_reward", "check_sampler", "credit_contract", "forward_loss_contract", "loss_contract",
-    "policy_contract", "reward_contract", "sampler_contract", "schedule_for", "tiny_flux", "tiny_flux_policy", "tiny_sd3",
->>>>>>> forward
+    "policy_contract", "reward_contract", "sampler_contract", "schedule_for", "tiny_flux", "tiny_flux_policy",
+    "tiny_qwen_image", "tiny_qwen_image_policy", "tiny_sd3",
     "tiny_sd3_policy",
 ]  # fmt: skip
 

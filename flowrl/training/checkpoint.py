@@ -185,33 +185,7 @@ class Checkpoints:
         return True
 
 
-<<<<<<< HEAD
-PER_PARAMETER = ("weight.", "average.", "optimizer.")
-=======
-FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EROFS)
-
-
-@contextmanager
-def disk_errors(checkpoints: Checkpoints) -> Iterator[None]:
-    """Turns "the disk is full" (or read-only) into a `CheckpointError` that says what is safe and how to go on."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own
-        full = error.errno in FULL if isinstance(error, OSError) else "os error 28" in str(error)
-        if not full:
-            raise
-        names, free = checkpoints.names(), shutil.disk_usage(checkpoints.run).free / 1e6
-        last = f"Checkpoint {names[-1]} is complete" if names else "There was no checkpoint yet"
-        where = getattr(error, "filename", None) or checkpoints.run
-        reason = getattr(error, "strerror", "No space left on device")
-        raise CheckpointError(
-            f"disk: {where} cannot be written: {reason}. {last}; "
-            f"{free:,.1f} MB are free. Make room, then: {to_resume(checkpoints.run)}"
-        ) from error
-
-
 PER_PARAMETER = ("weight.", "average.", "optimizer.", "copy.")
->>>>>>> forward
 """Beginnings of the names of tensors that belong to a parameter."""
 
 

@@ -8,11 +8,10 @@ import torch
 
 from flowrl.errors import require
 from flowrl.methods import Method
-from flowrl.policies import LORA_TARGETS, Architecture, Memory, architecture, count_memory
+from flowrl.policies import LORA_TARGETS, Memory, architecture_of, count_memory
 from flowrl.probes import Completion, Continuation, Probe, Substeps
 from flowrl.rollout.loss_batch import minibatch_pairs
 from flowrl.rollout.rollout import Groups, group_tree
-from flowrl.policies import LORA_TARGETS, Memory, architecture_of, count_memory
 from flowrl.training.build import first_trained_steps, make_method, trial_schedule
 from flowrl.training.config import RunConfig
 from flowrl.tree import Tree
@@ -184,15 +183,10 @@ def memory(found: Plan, config: RunConfig) -> Memory | None:
         policy.gradient_checkpointing, policy.tuning == "full", policy.decode_batch, found.train_nfe > found.evaluations, images,
         policy.decode_dtype, policy.lora_targets or LORA_TARGETS,
     )  # fmt: skip
-<<<<<<< HEAD
-    latent = 4 * known.decoder["latent_channels"] * (policy.resolution // known.latent_factor) ** 2
+    latent = 4 * known.latent_channels * (policy.resolution // known.latent_factor) ** 2
     tree = _tree(config, make_method(config))
     stored = tree.units + tree.at(tree.steps).start if tree.branched else rollout.group_size * (2 * rollout.num_steps + 1)
     nodes = 0 if rollout.offload else found.groups_per_process * stored
-=======
-    latent = 4 * known.latent_channels * (policy.resolution // known.latent_factor) ** 2
-    nodes = 0 if rollout.offload else found.groups_per_process * rollout.group_size * (2 * rollout.num_steps + 1)
->>>>>>> qwen
     return replace(counted, trajectories=nodes * latent)
 
 
