@@ -34,7 +34,7 @@ ROOMS = {
     "Samplers": ("samplers",),
     "Credit": ("credit",),
     "Losses": ("losses",),
-    "Rollout": ("rollout",),
+    "Rollout": ("probes", "tree", "rollout"),
     "Rewards": ("rewards",),
     "Prompts": ("prompts",),
     "Policies": ("policies",),
