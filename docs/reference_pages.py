@@ -34,7 +34,7 @@ ROOMS = {
     "Samplers": ("samplers",),
     "Credit": ("credit",),
     "Losses": ("losses",),
-    "Rollout": ("probes", "tree", "rollout"),
+    "Rollout": ("rollout", "probes", "tree"),
     "Rewards": ("rewards",),
     "Prompts": ("prompts",),
     "Policies": ("policies",),
