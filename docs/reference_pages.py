@@ -35,7 +35,7 @@ ROOMS = {
     "Samplers": ("samplers",),
     "Credit": ("credit",),
     "Losses": ("losses",),
-    "Rollout": ("rollout",),
+    "Rollout": ("rollout", "probes", "tree"),
     "Rewards": ("rewards",),
     "Prompts": ("prompts",),
     "Policies": ("policies",),
