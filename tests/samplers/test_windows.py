@@ -151,5 +151,5 @@ def test_a_window_spec_may_have_a_ratio() -> None:
     assert make_sampler("cps", 0.5, "random:3:0.5") == RandomWindow(CPS(0.5), 3, geometric=0.5)
     assert make_sampler("cps", 0.5, "random:3") == RandomWindow(CPS(0.5), 3)
     for spec in ("random:3:0.5:1", "random:3:much", "random:3:1.0", "random:3:0"):
-        with pytest.raises(ConfigError, match=r"RATIO|geometric"):
+        with pytest.raises(ConfigError, match=r"RATIO|geometric|high"):
             make_sampler("cps", 0.5, spec)
