@@ -135,8 +135,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "tree-grpo": tree_grpo,
 }
 WINDOWS = (
-    "all, all-but-last, START:SIZE (fixed), random:SIZE[:RATIO] (drawn every iteration, starts with chances proportional to "
-    "RATIO^start, which is in (0, 1)) or sliding:SIZE[:STRIDE[:EVERY]]"
+    "all, all-but-last, START:SIZE (fixed), random:SIZE[:END][:RATIO] (drawn every iteration, among the first END steps, starts "
+    "with chances proportional to RATIO^start, which has a decimal point and is in (0, 1)) or sliding:SIZE[:STRIDE[:EVERY]]"
 )
 
 
@@ -152,9 +152,10 @@ def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") 
     kind, *numbers = window.split(":")
     try:
         if kind == "random":
-            size, *ratio = numbers
-            (geometric,) = map(float, ratio) if ratio else (None,)
-            return RandomWindow(base, int(size), geometric=geometric)
+            size, *more = numbers
+            (high,) = [int(number) for number in more if "." not in number] or (None,)
+            (geometric,) = [float(number) for number in more if "." in number] or (None,)
+            return RandomWindow(base, int(size), high=high, geometric=geometric)
         if kind == "sliding":
             size, stride, every = (*map(int, numbers), *(1, 1)[len(numbers) - 1 :])
             return SlidingWindow(base, size, stride, every)

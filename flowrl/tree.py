@@ -122,11 +122,11 @@ class Tree:
         Both are unbiased estimates of the value while the shape of the tree does not depend on what was seen; they are equal
         if all children of a node have equally many members. NaN for a unit without a valid member.
         """
-        valid = rewards.isfinite()
-        reached = self.passes.to(rewards)
-        first = rewards.nan_to_num().gather(1, valid.to(torch.uint8).argmax(1, keepdim=True))  # equal rewards: no rounding
-        found = ((rewards - first).nan_to_num() @ reached) / (valid.to(rewards) @ reached)
-        found = first + (found if self.mean == "leaf" else self._child_means(found))
+        valid, exact = rewards.isfinite(), rewards.double()  # float64: prompts are rounded alike, however many there are
+        reached = self.passes.to(exact)
+        first = exact.nan_to_num().gather(1, valid.to(torch.uint8).argmax(1, keepdim=True))  # equal rewards: no rounding
+        found = ((exact - first).nan_to_num() @ reached) / (valid.to(exact) @ reached)
+        found = (first + (found if self.mean == "leaf" else self._child_means(found))).to(rewards)
         alone = self.leaves == 1  # its value is that reward, without rounding
         found[:, alone] = rewards[:, self.passes[:, alone].to(torch.uint8).argmax(0)]
         return found
