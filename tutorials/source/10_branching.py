@@ -17,7 +17,7 @@
 #
 # **Time** 60 minutes, of which the computer needs less than one. **You need** lesson 5; lesson 8 helps with the last two sections.
 #
-# Lessons 5 and 6 scored unfinished states by extra evaluations, which train nothing. A *branching rollout* scores them by the trajectories themselves: at some steps a trajectory goes on as several, each with noise of its own. All of them are trained, and they share the evaluations of their common past.
+# Lessons 5 and 6 scored unfinished states by extra evaluations, on which nothing is trained. A *branching rollout* scores them by the trajectories themselves: at some steps a trajectory goes on as several, each with noise of its own. All of them are trained, and they share the evaluations of their common past.
 # The figure shows one such tree in the 2-D world. Its trajectory splits at step 0 and at step 2; the cross is the target. Which of its two splits changed the expected result more?
 
 # %% tags=["hide-input"]
@@ -310,7 +310,7 @@ plt.show()
 # Among siblings the part from before is exactly 0, and steps without siblings get 0 altogether. Under the depth rule the part from before grows with every step, and at step 4 it is about four fifths of the credit: a state without siblings differs from the others mostly by what its ancestors drew. (The Monte Carlo error of $V$ adds a little to "own".)
 #
 # Is that wrong? Not for the expected gradient. The part from before is known at $x_i$, the noise of step $i$ is not, and $\mathbb E[\nabla \log \pi(x_{i+1} \mid x_i) \mid x_i] = 0$: such a part multiplies a score of mean 0. It adds variance, no bias. (As in exercise 3, a state's own share in the mean shrinks its credit, here by about $1 - 1/n$ with $n$ states at the node.) The sibling rule has less variance per credited step, but steps 1, 3 and 4 get no credit at all:
-# their part of the gradient is not estimated. Neither is free.
+# their part of the gradient is not estimated.
 #
 # ## Weights of leaves and edges
 #
@@ -422,7 +422,8 @@ for name, shape in shapes.items():
 # | Granular-GRPO (arXiv 2510.01982) | the same, each draw finished with strides 1, 2, 3 | the leaf of each stride | siblings, Z summed over strides | `Comb(strides=...)`, `SiblingRelative` |
 # | TreeGRPO (arXiv 2512.08153) | splits at consecutive steps, ODE elsewhere | leaf Z, backed up with weights | all leaves of the prompt | `Branch`, `BackedUp` |
 #
-# A plain group is a tree without splits, and shared noise is one root that splits at step 0. Since $\hat V$ fills the reward table `[prompt, member, node]`, the rules of lessons 5 and 6 work on trees unchanged: a gain is $\hat V(u) - \hat V(\text{parent})$. For draws that the ODE finishes, the leaf estimates the value of the ODE's continuation, as TP-GRPO's completions do, not $V$ of the stochastic sampler.
+# A plain group is a tree without splits, and shared noise is one root that splits at step 0. Since $\hat V$ fills the reward table `[prompt, member, node]`, the rules of lessons 5 and 6 work on trees unchanged: a gain is $\hat V(u) - \hat V(\text{parent})$. For draws that the ODE finishes, the leaf estimates the value of the ODE's continuation, as TP-GRPO's completions do, not $V$ of the stochastic sampler. TreeGRPO weights children by the softmax of their log-probabilities. They are drawn from these probabilities already, so the plain mean is the unbiased choice
+# (`BackedUp(backup="mean")`).
 
 # %% tags=["hide-input"]
 figure, axes = panels(4, width=2.6, height=2.9)
