@@ -19,6 +19,7 @@ from flowrl.training.config import RunConfig
 ROOMS = {
     "Core": (
         "types",
+        "forward",
         "protocols",
         "errors",
         "options",

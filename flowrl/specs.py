@@ -2,7 +2,8 @@
 
 A part is written as ``NAME``, ``path/to/file.py:Class`` or ``package.module:Class``; options as in ``NAME(option=value)``.
 Values are Python literals, or bare words (``balance=trend``). Options called ``probe`` take ``none``, ``tweedie``,
-``substeps:N``, ``completion`` or ``continuation:N``. Options that contain another part (``rule``, ``sampler``, ``reward``) take
+``substeps:N``, ``completion`` or ``continuation:N``; options called ``times`` take the spec of training times
+(`registry.TIMES`). Options that contain another part (``rule``, ``sampler``, ``reward``) take
 its spec, and ``models`` a dictionary of rewards, as in ``weighted-sum(models={'pick': 'pickscore', 'text': 'ocr'})``.
 """
 

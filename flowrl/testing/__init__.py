@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowrl.errors import require
-from flowrl.testing import credit, loss, policy, reward, sampler
+from flowrl.testing import credit, forward_loss, loss, policy, reward, sampler
 from flowrl.testing.credit import schedule_for
 from flowrl.testing.findings import ContractAdvice, ContractBroken, Finding, Findings, maker
 from flowrl.testing.reward import Examples
@@ -25,9 +25,10 @@ from flowrl.testing.tiny import TINY, tiny_flux, tiny_flux_policy, tiny_sd3, tin
 from flowrl.types import Prompt
 
 __all__ = [
-    "TINY", "ContractAdvice", "ContractBroken", "Finding", "Findings", "check_credit", "check_loss", "check_policy",
-    "check_reward", "check_sampler", "credit_contract", "loss_contract", "policy_contract", "reward_contract",
-    "sampler_contract", "schedule_for", "tiny_flux", "tiny_flux_policy", "tiny_sd3", "tiny_sd3_policy",
+    "TINY", "ContractAdvice", "ContractBroken", "Finding", "Findings", "check_credit", "check_forward_loss",
+    "check_loss", "check_policy", "check_reward", "check_sampler", "credit_contract", "forward_loss_contract", "loss_contract",
+    "policy_contract", "reward_contract", "sampler_contract", "schedule_for", "tiny_flux", "tiny_flux_policy", "tiny_sd3",
+    "tiny_sd3_policy",
 ]  # fmt: skip
 
 TestFunction = Callable[..., None]
@@ -47,6 +48,11 @@ def sampler_contract(part: Any, steps: int = 10, without: Sequence[str] = ()) ->
 def loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
     """A pytest function that checks a policy loss against `PolicyLoss`'s contract."""
     return loss.CONTRACT.as_test(maker(part), without)
+
+
+def forward_loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
+    """A pytest function that checks a forward-process loss against `ForwardLoss`'s (and `PooledForwardLoss`'s) contract."""
+    return forward_loss.CONTRACT.as_test(maker(part), without)
 
 
 def reward_contract(
@@ -86,6 +92,11 @@ def check_sampler(part: Any, steps: int = 10, without: Sequence[str] = ()) -> Fi
 def check_loss(part: Any, without: Sequence[str] = ()) -> Findings:
     """Which promises a policy loss keeps; options as in `loss_contract`."""
     return loss.CONTRACT.findings(maker(part), without)
+
+
+def check_forward_loss(part: Any, without: Sequence[str] = ()) -> Findings:
+    """Which promises a forward-process loss keeps; options as in `forward_loss_contract`."""
+    return forward_loss.CONTRACT.findings(maker(part), without)
 
 
 def check_reward(part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()) -> Findings:

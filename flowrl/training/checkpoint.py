@@ -204,7 +204,7 @@ def disk_errors(checkpoints: Checkpoints) -> Iterator[None]:
         ) from error
 
 
-PER_PARAMETER = ("weight.", "average.", "optimizer.")
+PER_PARAMETER = ("weight.", "average.", "optimizer.", "copy.")
 """Beginnings of the names of tensors that belong to a parameter."""
 
 
