@@ -35,7 +35,7 @@ ROOMS = {
     "Samplers": ("samplers",),
     "Credit": ("credit",),
     "Losses": ("losses",),
-    "Rollout": ("rollout",),
+    "Rollout": ("rollout", "probes", "tree"),
     "Rewards": ("rewards",),
     "Prompts": ("prompts",),
     "Policies": ("policies",),
@@ -45,7 +45,7 @@ ROOMS = {
     "Contract tests": ("testing",),
     "Figures and reports": ("plots",),
     "Reward server": ("serving",),
-    "Helpers": ("distributed", "workers", "io", "text"),
+    "Helpers": ("distributed", "workers", "signals", "io", "text"),
 }
 """Title of a page: the modules and packages of flowrl that it describes."""
 NOT_PYTHON = {"cli", "commands", "launch", "data"}
