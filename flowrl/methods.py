@@ -22,7 +22,7 @@ from flowrl.losses import ClippedLoss
 from flowrl.probes import Branch, Comb, Completion
 from flowrl.protocols import CreditAssigner, ForwardLoss, PartsCreditAssigner, PolicyLoss, RandomSampler, Sampler
 from flowrl.registry import build
-from flowrl.samplers import AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
+from flowrl.samplers import AllButLast, DanceSDE, FlowSDE, Multistep, RandomWindow, SlidingWindow, Window
 from flowrl.types import Schedule
 
 Loss = PolicyLoss | ForwardLoss
@@ -145,7 +145,7 @@ WINDOWS = (
 def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") -> Sampler | RandomSampler:
     """The sampler that the spec `kernel` describes, stochastic on the steps of `window` (see `WINDOWS`)."""
     base = build("sampler", kernel, noise_level=noise_level)
-    if isinstance(base, RandomSampler):
+    if isinstance(base, RandomSampler | Multistep):
         return base
     if window == "all":
         return base

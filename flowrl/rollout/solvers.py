@@ -9,13 +9,10 @@ from torch import Tensor
 from flowrl.errors import require
 from flowrl.protocols import FlowPolicy
 from flowrl.samplers import ODE
+from flowrl.samplers.multistep import multistep_scheduler, placed
 from flowrl.types import Condition, Schedule
 
 SOLVERS = ("euler", "heun", "dpm++", "unipc")
-NEAREST_TO_NOISE = 1.0 - 1e-5
-"""Largest time of the multistep solvers, whose half log signal-to-noise ratio is infinite at t = 1. The network still gets t = 1;
-the first step treats pure noise as a state at this time. diffusers' own grids start at 0.999, which leaves an error that no
-number of steps removes."""
 
 
 @dataclass
@@ -50,7 +47,7 @@ def solve(
     require(solver in SOLVERS, "solver", solver, f"one of {', '.join(SOLVERS)}")
     if solver == "euler":
         return integrate(policy, schedule, condition, noise, usage, max_batch)
-    scheduler, nodes = _heun(schedule) if solver == "heun" else _multistep(solver, schedule)
+    scheduler, nodes = _heun(schedule) if solver == "heun" else multistep_scheduler(solver, schedule)
     x = noise.float()
     with policy.frozen(), torch.no_grad():
         for position, node in enumerate(nodes):
@@ -86,23 +83,4 @@ def _heun(schedule: Schedule) -> tuple[Any, list[int]]:
     scheduler.set_timesteps(schedule.steps)
     nodes = [0, *(node for node in range(1, schedule.steps) for _ in range(2))]
     scheduler.sigmas = schedule.times.cpu()[[*nodes, schedule.steps]]
-    return _placed(scheduler, schedule, nodes), nodes
-
-
-def _multistep(solver: str, schedule: Schedule) -> tuple[Any, list[int]]:
-    from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
-    from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
-
-    kind = DPMSolverMultistepScheduler if solver == "dpm++" else UniPCMultistepScheduler
-    scheduler = kind(use_flow_sigmas=True, prediction_type="flow_prediction", final_sigmas_type="zero")
-    scheduler.set_timesteps(schedule.steps)
-    nodes = list(range(schedule.steps))
-    scheduler.sigmas = schedule.times.cpu().clamp(max=NEAREST_TO_NOISE)
-    return _placed(scheduler, schedule, nodes), nodes
-
-
-def _placed(scheduler: Any, schedule: Schedule, nodes: list[int]) -> Any:
-    """Give the steps distinct timesteps and start at the first; otherwise a scheduler looks steps up by their value."""
-    scheduler.timesteps = schedule.times.cpu()[nodes] * 1000.0
-    scheduler.set_begin_index(0)
-    return scheduler
+    return placed(scheduler, schedule, nodes), nodes
