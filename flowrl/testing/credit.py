@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowrl.credit import check_advantages, probed
 from flowrl.errors import CreditError
-from flowrl.probes import Completion, Continuation, NoProbe, Substeps
+from flowrl.probes import Probe
 from flowrl.testing import findings
 from flowrl.testing.findings import Contract, ContractBroken, expect, name_of, twice, unchanged
 from flowrl.types import Schedule
@@ -84,12 +84,12 @@ def needs_steps(case: Case, advantages: Any, rewards: Tensor, method: str = "ass
         raise ContractBroken(str(error).replace(".assign returned", f".{method} returned")) from None
 
 
-@promise("it has `assign`, and `probe` is one of NoProbe(), Tweedie(), Substeps(n), Completion(), Continuation(n)", basic=True)
+@promise("it has `assign`, and `probe` is a flowrl.probes.Probe, such as NoProbe(), Substeps(n) or Completion()", basic=True)
 def declares_a_probe(case: Case) -> None:
     expect(hasattr(case.rule, "probe"), "there is no attribute `probe`. Write probe: Probe = Completion() in the class.")
     probe = case.rule.probe
     hint = " Write an object, with brackets." if isinstance(probe, type) else ""
-    expect(isinstance(probe, NoProbe | Substeps | Completion | Continuation), f"`probe` is {probe!r}.{hint}")
+    expect(isinstance(probe, Probe), f"`probe` is {probe!r}.{hint}")
     expect(callable(getattr(case.rule, "assign", None)), "there is no method `assign(rewards, schedule)`")
 
 
