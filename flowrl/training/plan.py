@@ -7,12 +7,15 @@ from pathlib import Path
 
 import torch
 
-from flowrl.errors import require
+from flowrl.errors import ConfigError, require
 from flowrl.methods import Method
 from flowrl.policies import LORA_TARGETS, Architecture, Memory, architecture, count_memory
-from flowrl.probes import Completion, Continuation, Probe, Substeps
+from flowrl.policies.small_sd3 import SmallSD3Config
+from flowrl.probes import Shape, whole
+from flowrl.rollout import Groups, group_tree
 from flowrl.training.build import first_trained_steps, make_method, trial_schedule
 from flowrl.training.config import RunConfig
+from flowrl.types import Schedule
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Plan:
     processes, which wait for the others). A process differentiates its own pairs; those of an update are drawn at random from all
     trajectories, so that `pairs_per_update_and_process` is a mean, of a process that has its full number of groups.
 
-    `nfe` are network evaluations of the rollout and its probes, `train_nfe` those of the update (one per pair, two with a KL to
+    `nfe` are network evaluations of the rollout and its probe (`Probe.cost`), a fraction for calls that compute less, `train_nfe` those of the update (one per pair, two with a KL to
     the base model), both without guidance; `passes_per_evaluation` is 2 with classifier-free guidance. `passes` are the forward
     passes of an iteration, one latent each, guidance included. `rows_per_micro_batch` is what the network sees at once in
     training, `rows_per_call` in sampling.
@@ -41,13 +44,13 @@ class Plan:
     pairs_per_update_and_process: int
     micro_batches_per_update: int
     rows_per_micro_batch: int
-    nfe: int
+    nfe: float
     sequential_calls: int
     calls_of_a_process: int
     rows_per_call: int
     train_nfe: int
     passes_per_evaluation: int
-    passes: int
+    passes: float
     reward_calls: int
     evaluation_nfe: int
 
@@ -60,13 +63,14 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     """
     require(processes >= 1, "processes", processes, "1 or more")
     method, rollout, optim, evaluation = make_method(config), config.rollout, config.optim, config.evaluation
-    stochastic = trial_schedule(config).stochastic
+    schedule = trial_schedule(config)
     samples, trained = rollout.groups * rollout.group_size, len(first_trained_steps(config))
     minibatches = torch.arange(samples).chunk(optim.minibatches)
     per_update = max(map(len, minibatches)) * trained
     groups = math.ceil(rollout.groups / processes)
-    calls, reward_calls = _rollout(rollout.groups, rollout.group_size, stochastic, method)
-    own_calls, _ = _rollout(groups, rollout.group_size, stochastic, method)
+    calls, reward_calls = _rollout(rollout.groups, schedule, method, config)
+    own_calls, _ = _rollout(groups, schedule, method, config)
+    nfe = whole(sum(rows * share for rows, share in calls))
     per_process = math.ceil(per_update * groups / rollout.groups)
     train_nfe = samples * trained * (1 + method.loss.needs_reference)
     passes = 2 if config.policy.model and config.policy.guidance_scale != 1 else 1
@@ -84,36 +88,44 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         pairs_per_update_and_process=per_process,
         micro_batches_per_update=math.ceil(per_process / optim.micro_batch),
         rows_per_micro_batch=min(optim.micro_batch, per_process) * (passes if config.policy.guidance_gradient == "both" else 1),
-        nfe=sum(calls),
+        nfe=nfe,
         sequential_calls=len(calls),
-        calls_of_a_process=sum(math.ceil(rows / rollout.max_batch) for rows in own_calls),
-        rows_per_call=min(rollout.max_batch, max(*own_calls, evaluation.eval_samples // processes)) * passes,
+        calls_of_a_process=sum(math.ceil(rows / rollout.max_batch) for rows, _ in own_calls),
+        rows_per_call=min(rollout.max_batch, max(*(rows for rows, _ in own_calls), evaluation.eval_samples // processes)) * passes,
         train_nfe=train_nfe,
         passes_per_evaluation=passes,
-        passes=(sum(calls) + train_nfe) * passes,
+        passes=whole((nfe + train_nfe) * passes),
         reward_calls=reward_calls,
         evaluation_nfe=evaluation.eval_samples * solver,
     )
 
 
-def _rollout(groups: int, members: int, stochastic: torch.Tensor, method: Method) -> tuple[list[int], int]:
-    """Network evaluations of `rollout.rollout`, call by call, and scored images: rows that a group shares are evaluated once."""
-    samples, steps = groups * members, len(stochastic)
-    decisions = stochastic.nonzero().flatten().tolist()
-    shared_until = decisions[0] if method.shared_noise else -1
-    rows = [groups if node <= shared_until else samples for node in range(steps)]
-    calls = list(rows)
-    probe: Probe = method.credit.probe
-    if isinstance(probe, Substeps):
-        return calls + [sum(rows)] * (probe.count - 1), sum(rows) + samples
-    if isinstance(probe, Completion):
-        for step in range(steps):
-            calls[step] += sum(rows[start] for start in decisions if start < step)
-        return calls, sum(rows[start] for start in decisions) + samples
-    if isinstance(probe, Continuation):
-        calls += [samples * probe.count for start in decisions for _ in range(start, steps)]
-        return calls, (len(decisions) * probe.count + 1) * samples
-    return calls, samples
+def _rollout(groups: int, schedule: Schedule, method: Method, config: RunConfig) -> tuple[list[tuple[int, float]], int]:
+    """Network calls of `rollout.rollout`, each with its rows and what share of an evaluation they are, and scored images. A tree
+    that is drawn anew every iteration is counted as one draw."""
+    probe, layout = method.credit.probe, Groups(groups, config.rollout.group_size, method.shared_noise)
+    tree = group_tree(schedule, layout, probe, torch.Generator().manual_seed(0))
+    shape = Shape(groups, replace(schedule, tree=tree), _blocks(config))
+    calls = [(rows, 1.0) for rows in shape.rows[:-1]]
+    try:
+        cost = probe.cost(shape)
+    except NotImplementedError:
+        name = type(probe).__name__
+        raise ConfigError(f"{name} has no method `cost`, so the evaluations of its rollouts cannot be planned") from None
+    for call in cost.calls:
+        if call.step is None:
+            calls.append((call.rows, call.share))
+        else:
+            calls[call.step] = (calls[call.step][0] + call.rows, 1.0)
+    return calls, cost.images + layout.samples
+
+
+def _blocks(config: RunConfig) -> int | None:
+    """Blocks of the network, if they are known before it is loaded."""
+    if config.policy.model:
+        known = architecture_of(config.policy.model)
+        return known and sum(known.config.get(name, 0) for name in ("num_layers", "num_single_layers"))
+    return SmallSD3Config.layers if config.environment.world == "shapes" else None
 
 
 def plan_text(found: Plan, config: RunConfig) -> str:
