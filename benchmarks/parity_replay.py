@@ -36,7 +36,7 @@ class RecordedNoise(Groups):
         """x_T of every sample, as recorded."""
         return self.initial
 
-    def draw(self, gaussian: Gaussian, generator: torch.Generator, copies: int = 1) -> Tensor:
+    def draw(self, gaussian: Gaussian, generator: torch.Generator) -> Tensor:
         """The mean plus the recorded noise of the next step."""
         first = self.first * self.members
         noise = self.steps[first : first + self.samples, next(self._drawn)]
@@ -132,13 +132,15 @@ class ReplayTrainer(Trainer):
         others = [sample for sample in range(self.groups.samples) if sample not in self.given_order]
         return torch.cat([self.given_order, torch.tensor(others, dtype=torch.int64)])
 
-    def minibatches(self, collected: Collected, used: Tensor, steps: Tensor) -> list[list[MicroBatch]]:
+    def minibatches(
+        self, collected: Collected, used: Tensor, steps: Tensor, trained: Tensor | None = None
+    ) -> list[list[MicroBatch]]:
         """Keeps the trajectories and the pairs. The update starts from the given weights, if there are any."""
         self.collected = collected
         with torch.no_grad():
             for name, weight in self.given_weights.items():
                 self.weights[name].copy_(weight)
-        found = super().minibatches(collected, used, steps)
+        found = super().minibatches(collected, used, steps, trained)
         self.pairs = [micro for minibatch in found for micro in minibatch]
         return found
 

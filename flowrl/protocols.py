@@ -10,7 +10,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.probes import Probe
-from flowrl.types import Condition, Gaussian, Latents, LossBatch, LossResult, NodeTable, PerSample, Prompt, Schedule, StepIndex
+from flowrl.types import (
+    Condition,
+    Gaussian,
+    Latents,
+    LossBatch,
+    LossResult,
+    NodeTable,
+    PerSample,
+    Prompt,
+    Schedule,
+    StepIndex,
+    StepTable,
+)
 
 
 @runtime_checkable
@@ -106,6 +118,17 @@ class PartsCreditAssigner(CreditAssigner, Protocol):
 
     def assign_parts(self, parts: Mapping[str, Tensor], schedule: Schedule | None) -> Tensor:
         """Advantages [prompt, member, step] from one table [prompt, member, node] per component."""
+        ...
+
+
+@runtime_checkable
+class SelectiveCredit(CreditAssigner, Protocol):
+    """A credit rule that leaves out some of the pairs in training, after it has credited all of them.
+
+    Such pairs are not evaluated in the update, and the loss is the mean over the others."""
+
+    def trained(self, advantages: StepTable, schedule: Schedule) -> Tensor:
+        """Which pairs [prompt, member, step] are trained on, for what `assign` returned; called once per iteration."""
         ...
 
 

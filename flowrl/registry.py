@@ -1,7 +1,8 @@
 """Parts by name: built-in ones, those of installed plug-ins, and classes in a user's file; see `flowrl.specs` for their form.
 
 A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.probes``, ``flowrl.samplers``,
-``flowrl.rewards``, ``flowrl.losses`` and ``flowrl.features``, each a class (or a function) that builds the part from keyword options.
+``flowrl.rewards``, ``flowrl.losses`` and ``flowrl.features``, each a class (or a function) that builds the part from keyword
+options.
 """
 
 import difflib

@@ -59,7 +59,8 @@ class Tree:
     @cached_property
     def counts(self) -> list[int]:
         """n_i, the number of units at each node. A rollout evaluates the network sum_{i < T} n_i times for a group."""
-        return torch.bincount(self.node, minlength=self.steps + 1).tolist()
+        nodes = self.node.tolist()
+        return [nodes.count(node) for node in range(self.steps + 1)]
 
     def at(self, node: int) -> slice:
         """The units at a node."""
@@ -75,9 +76,15 @@ class Tree:
             if parent >= 0:
                 found[nodes[parent]].setdefault((nodes[unit], drawn[unit]), []).append(unit)
         return [
-            [Edges(n, d, torch.tensor(units), self.parent[units] - self.at(node).start) for (n, d), units in kinds.items()]
+            [edges_of(n, d, units, [parents[unit] - self.at(node).start for unit in units]) for (n, d), units in kinds.items()]
             for node, kinds in enumerate(found)
         ]
+
+    @cached_property
+    def first_members(self) -> list[int]:
+        """The first member of every root."""
+        starts = self.paths[:, 0].tolist()
+        return [starts.index(root) for root in range(self.counts[0])]
 
     @cached_property
     def passes(self) -> Bool[Tensor, "member unit"]:
@@ -159,13 +166,23 @@ class Tree:
 
 @dataclass(frozen=True)
 class Edges:
-    """Edges from one node to `node`: the `units` that they lead to, and the place of each one's parent among the units of its
-    node."""
+    """Edges from one node to `node`: the `units` that they lead to and, among the units of their own node, the distinct
+    `parents` and which of these every edge starts from (`place`); `in_order`: each from its own, in order."""
 
     node: int
     drawn: bool
     units: Int[Tensor, " edge"]
-    parents: Int[Tensor, " edge"]
+    parents: Int[Tensor, " parent"]
+    place: Int[Tensor, " edge"]
+    in_order: bool
+
+
+def edges_of(node: int, drawn: bool, units: list[int], parents: list[int]) -> Edges:
+    """Edges to `units`, each from the unit in `parents`."""
+    distinct = sorted(set(parents))
+    place = [distinct.index(parent) for parent in parents]
+    in_order = place == list(range(len(distinct)))
+    return Edges(node, drawn, torch.tensor(units), torch.tensor(distinct), torch.tensor(place), in_order)
 
 
 Visits = Sequence[tuple[int, Hashable]]

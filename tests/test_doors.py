@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted, check_a
 from flowrl.errors import FlowrlError
 from flowrl.flow import uniform_schedule
 from flowrl.samplers import CPS
+from flowrl.tree import plain_tree
 from flowrl.types import CHECKS_ON, Gaussian, LossBatch, Schedule, Trajectories
 
 GRID = uniform_schedule(10)
+PATHS = replace(GRID, tree=plain_tree(4, 10, tuple(range(10))))
 PAIR = Gaussian(torch.zeros(4, 2), torch.ones(4))
 MASK = torch.ones(4, dtype=torch.bool)
 STEP = torch.zeros(4, dtype=torch.long)
@@ -28,12 +31,15 @@ def batch(**changes) -> LossBatch:
 
 
 DOORS: dict[str, tuple[Callable[[], object], str]] = {
-    "a node missing": (
-        lambda: Trajectories(torch.zeros(4, 10, 2), torch.zeros(4, 10, 2), GRID),
-        r"node = step \+ 1.*10 steps and 11",
+    "a state missing": (
+        lambda: Trajectories(torch.zeros(1, 43, 2), torch.zeros(1, 40, 2), PATHS),
+        r"43 states and 40 velocities.*44 states, 40 velocities and 10 steps",
     ),
-    "a step too many": (lambda: Trajectories(torch.zeros(4, 11, 2), torch.zeros(4, 11, 2), GRID), r"11 nodes and 11 steps"),
-    "samples differ": (lambda: Trajectories(torch.zeros(4, 11, 2), torch.zeros(3, 10, 2), GRID), r"velocities[\s\S]*sample=4"),
+    "a velocity too many": (lambda: Trajectories(torch.zeros(1, 44, 2), torch.zeros(1, 41, 2), PATHS), r"40 velocities"),
+    "prompts differ": (
+        lambda: Trajectories(torch.zeros(1, 44, 2), torch.zeros(2, 40, 2), PATHS),
+        r"outputs[\s\S]*prompt=1",
+    ),
     "no member axis": (lambda: Uniform().assign(torch.zeros(3, 11), GRID), r"rewards[\s\S]*prompt member node"),
     "an axis too many": (lambda: TurningPoint().assign(torch.zeros(2, 3, 11, 1), GRID), r"rewards[\s\S]*prompt member node"),
     "one node": (lambda: StepwiseGain().assign(torch.zeros(2, 3, 1), GRID), r"2 or more nodes"),

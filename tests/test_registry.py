@@ -120,7 +120,11 @@ def test_options_reach_the_part() -> None:
         ("credit", "uniform(std=open('x'))", "cannot be read"),
         ("credit", "uniform(std=neither)", "Uniform.std"),
         ("credit", "none.py:Rule", "the file none.py does not exist"),
-        ("credit", "stepwise-gain(probe=all)", "unknown probe 'all'; allowed: branch, comb, completion, continuation, none, substeps, tweedie, or path"),
+        (
+            "credit",
+            "stepwise-gain(probe=all)",
+            "unknown probe 'all'; allowed: branch, comb, completion, continuation, none, substeps, tweedie, or path",
+        ),
         ("loss", "clipped(clip_range=2)", "ClippedLoss.clip_range"),
         ("sampler", "euler", "unknown sampler 'euler'"),
         ("reward", "pretty", "unknown reward 'pretty'"),

@@ -119,3 +119,13 @@ def check_advantages(advantages: object, rewards: NodeTable, rule_name: str) -> 
             f"step) = {where}; rewards at nodes that the rule's probe does not fill are NaN"
         )
     return advantages.detach()
+
+
+def check_trained(trained: object, advantages: StepTable, rule_name: str) -> Tensor:
+    """`trained`, or a `CreditError` unless it is a Boolean tensor of the advantages' shape with a pair that is trained on."""
+    if not isinstance(trained, Tensor) or trained.dtype != torch.bool or trained.shape != advantages.shape:
+        found = f"{trained.dtype} {tuple(trained.shape)}" if isinstance(trained, Tensor) else f"a {type(trained).__name__}"
+        raise CreditError(f"{rule_name}.trained returned {found}, not a Boolean tensor {tuple(advantages.shape)}")
+    if not bool(trained.any()):
+        raise CreditError(f"{rule_name}.trained leaves no pair to train on")
+    return trained

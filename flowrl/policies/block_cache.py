@@ -46,7 +46,9 @@ class FirstBlockCache:
                 vars(block).pop("forward", None)
             self._first = self._added = None
 
-    def _forward(self, original: Callable[..., Any], layout: "_Layout", first: bool, last: bool, *given: Any, **named: Any) -> Any:
+    def _forward(
+        self, original: Callable[..., Any], layout: "_Layout", first: bool, last: bool, *given: Any, **named: Any
+    ) -> Any:
         """One block's call."""
         if first:
             output = original(*given, **named)

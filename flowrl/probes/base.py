@@ -100,8 +100,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Call:
-    """A network call of a probe: `rows` latents, each `share` of an evaluation; part of the rollout's own call at `step`, or (None)
-    a call of its own."""
+    """A network call of a probe: `rows` latents, each `share` of an evaluation. It is part of the rollout's own call at `step`,
+    or (None) one by itself."""
 
     rows: int
     share: float = 1.0
@@ -156,8 +156,8 @@ class Probing(Protocol):
 
     @property
     def final(self) -> Tensor:
-        """x_0 of every trajectory [sample, *latent]. Return this tensor itself, not a copy, for a node whose state leads there: it
-        is then scored once."""
+        """x_0 of every trajectory [sample, *latent]. For a node whose state leads there, return this tensor, not a copy: it is
+        then scored once."""
         ...
 
     @property

@@ -19,22 +19,23 @@ CONTROL = "control"
 class ODEProbe(Probe):
     """What `Substeps` and `Completion` share: R_j scores the end of the ODE from node j, on a grid that the class defines.
 
-    The options make this cheaper; at their defaults no one of them does anything.
+    The options make this cheaper; at their defaults none of them changes anything.
 
     `every` = k: only every k-th stochastic step's node is scored. The gain from one to the next is split evenly over the
-    stochastic steps between; deterministic steps have gain 0, as their nodes lead to the same image. Gains still sum to R_T - R_0.
+    stochastic steps between. Deterministic steps have gain 0, as their nodes lead to the same image. Gains sum to R_T - R_0.
 
-    `fraction` = p < 1: of every group of G, m = round(p G) members (at least one), drawn anew every iteration, have estimates. R_j is
-    C_j + (G / m) M (R_j - C_j) with M = 1 for these members, 0 for the others, so that its expectation over the draw is R_j, and
-    that of any gain the gain: exactly. R_T is scored for all. `control` is C, which costs no network evaluation: "tweedie", the
-    reward of x_j - t_j v_j (decoded and scored for all); or "uniform", linear over the stochastic steps from the mean of the
-    group's R_T to the member's R_T. The variance grows by (G / m - 1) E (R_j - C_j)^2. What a rule computes from gains is unbiased
-    only as far as it is linear: group means are, but Z divides by a standard deviation that contains this noise (it is larger, so
-    advantages come out smaller, by a factor common to the group) and depends on the same draw (a bias of order 1 / G); clamps too.
+    `fraction` = p < 1: of every group of G, m = round(p G) members (at least one), drawn anew every iteration, have estimates.
+    R_j is C_j + (G / m) M (R_j - C_j) with M = 1 for these members, 0 for the others. Its expectation over the draw is R_j, and
+    so that of a gain is the gain, exactly. R_T is scored for all. `control` is C, which takes no network evaluation: "tweedie",
+    the reward of x_j - t_j v_j (decoded and scored for all members); or "uniform", linear over the stochastic steps from the mean
+    of the group's R_T to the member's R_T. The variance grows by (G / m - 1) E (R_j - C_j)^2. What a rule computes from gains is
+    unbiased as far as it is linear in them, as the group's mean is. Z divides by a standard deviation that contains the noise of
+    the draw: advantages come out smaller, by a factor common to the group, with a bias of order 1 / G. Clamps are not linear.
 
     `solver`: euler, heun (arXiv 2206.00364, algorithm 1), dpm++ (DPM-Solver++ 2M, arXiv 2211.01095) or unipc (arXiv 2302.04867),
-    the latter three by diffusers' schedulers, of order 2. Every start node has its own: the rollout's previous nodes are not on
-    the same ODE, so multistep solvers start with a step of order 1, from the rollout's own v_j. The last step is of order 1, too.
+    the latter three by diffusers' schedulers, of order 2. Each start node has a solution by itself, because the rollout's
+    previous nodes are not on the same ODE: multistep solvers start with a step of order 1, from the rollout's own v_j. Their last
+    step has order 1, too.
 
     `dtype`, `guidance`, `cache`: see `NetworkUse`. The first velocity is the rollout's own in any case.
     """

@@ -1,24 +1,31 @@
 """Which samples count: those that the reward could judge and, on request, whose advantages are not all 0."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from flowrl.errors import RewardError
 from flowrl.rollout import RewardTables
+from flowrl.types import Schedule
 
 
-def valid_credit(tables: RewardTables, assign: Callable[[RewardTables], Tensor]) -> tuple[Tensor, Tensor]:
+def valid_credit(
+    tables: RewardTables, schedule: Schedule, assign: Callable[[RewardTables, Schedule], Tensor]
+) -> tuple[Tensor, Tensor]:
     """Advantages [prompt, member, step] by `assign`, and which samples [prompt, member] count.
 
-    Every group is shown to the rule without its invalid samples, so that the others get what they would get in a group that never
-    had them; groups with as many valid samples share a table (statistics over a batch, and a rule's memory, are then taken table
-    by table). Samples that do not count have advantage 0: invalid ones, and those left alone in their group. Raises
-    `RewardError` where none is left.
+    Every group is shown to the rule without its invalid samples, so that the others get what they would get in a group that
+    never had them; groups with as many valid samples (in branched trees: with the same leaves left) share a table (statistics
+    over a batch, and a rule's memory, are then taken table by table). Samples that do not count have advantage 0: invalid
+    ones, and those left alone in their group. Raises `RewardError` where none is left.
     """
+    tree = schedule.tree
+    if tree is not None and tables.log_probs is not None:
+        schedule = replace(schedule, tree=replace(tree, log_probs=tables.log_probs))
     if bool(tables.valid.all()):
-        return assign(tables), tables.valid
+        return assign(tables, schedule), tables.valid
     counts = tables.valid.sum(1)
     used = tables.valid & (counts >= 2)[:, None]
     if not bool(used.any()):
@@ -28,8 +35,9 @@ def valid_credit(tables: RewardTables, assign: Callable[[RewardTables], Tensor])
         )
     prompts, members, nodes = tables.total.shape
     advantages = torch.zeros(prompts, members, nodes - 1)
-    for count in sorted(set(counts[counts >= 2].tolist())):
-        kept = tables.valid & (counts == count)[:, None]
+    for alike in _alike(tables.valid, tree is not None and tree.branched):
+        kept = tables.valid & alike[:, None]
+        count = int(kept.sum()) // int(alike.sum())
 
         def part(table: Tensor, kept: Tensor = kept, count: int = count) -> Tensor:
             return table[kept].view(-1, count, nodes)
@@ -37,10 +45,30 @@ def valid_credit(tables: RewardTables, assign: Callable[[RewardTables], Tensor])
         smaller = RewardTables(
             part(tables.total),
             {name: part(table) for name, table in tables.parts.items()},
-            torch.ones(int(kept.sum()) // count, count, dtype=torch.bool),
+            torch.ones(int(alike.sum()), count, dtype=torch.bool),
         )
-        advantages[kept] = assign(smaller).to(advantages).flatten(0, 1)
+        advantages[kept] = assign(smaller, _left(schedule, alike, kept)).to(advantages).flatten(0, 1)
     return advantages, used
+
+
+def _alike(valid: Tensor, branched: bool) -> Iterator[Tensor]:
+    """Groups [prompt] that can share a table, those with two valid samples or more."""
+    counts = valid.sum(1)
+    for count in sorted(set(counts[counts >= 2].tolist())):
+        groups = counts == count
+        for which in valid[groups].unique(dim=0) if branched else valid[:0]:
+            yield groups & (valid == which).all(1)
+        if not branched:
+            yield groups
+
+
+def _left(schedule: Schedule, groups: Tensor, kept: Tensor) -> Schedule:
+    """The schedule of some groups with the leaves that are left of their tree; without a tree if they have none in common."""
+    tree = schedule.tree
+    if tree is None or not tree.branched:
+        return replace(schedule, tree=None)
+    log_probs = None if tree.log_probs is None else tree.log_probs[groups]
+    return replace(schedule, tree=replace(tree, log_probs=log_probs).keep(kept[groups][0]))
 
 
 def with_advantage(used: Tensor, advantages: Tensor, steps: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from flowrl.rollout.groups import Groups
 from flowrl.rollout.probing import check_network, estimates
 from flowrl.rollout.solvers import Usage, ode_step
 from flowrl.samplers import transition_stds
-from flowrl.tree import Tree, plain_tree
+from flowrl.tree import Edges, Tree, plain_tree
 from flowrl.types import Condition, Gaussian, Schedule, Trajectories
 
 
@@ -82,16 +82,16 @@ def rollout(
     `max_batch` bounds how many latents the network sees at once; the results do not depend on it beyond float rounding.
     Raises `ConfigError` for a probe that the policy cannot serve, `ProbeError` for one that breaks its contract.
     """
-    require(isinstance(probe, Probe), "probe", probe, "an object of a class derived from flowrl.probes.Probe, such as Completion()")
+    allowed = "an object of a class derived from flowrl.probes.Probe, such as Completion()"
+    require(isinstance(probe, Probe), "probe", probe, allowed)
     check_network(probe.network, policy)
     require(max_batch >= 1, "max_batch", max_batch, "1 or more")
     require(len(noise) == groups.samples, "noise rows", len(noise), f"prompts x members = {groups.samples}")
     schedule = attach_stds(schedule, sampler)
     tree = group_tree(schedule, groups, probe, generator)
     walk = _Walk(policy, sampler, replace(schedule, tree=tree), condition, generator, groups, usage or Usage(), max_batch)
-    first = [int(members.nonzero()[0]) for members in tree.passes[:, tree.at(0)].T]
     with policy.frozen(), torch.no_grad():
-        return walk.run(noise.float().unflatten(0, (groups.prompts, -1))[:, first], probe)
+        return walk.run(noise.float().unflatten(0, (groups.prompts, -1))[:, tree.first_members], probe)
 
 
 def group_tree(schedule: Schedule, groups: Groups, probe: Probe, generator: torch.Generator) -> Tree:
@@ -173,24 +173,23 @@ class _Walk:
         steps of the ODE, which may skip nodes."""
         for edges in self._tree.edges[step]:
             if edges.drawn or (edges.node == step + 1 and step not in self.schedule.decisions):
-                gaussian = self._transition(x, velocity, step, edges.parents)
+                gaussian = self._transition(x, velocity, step, edges)
                 following = self.groups.draw(gaussian, self.generator) if edges.drawn else gaussian.mean
             else:
                 length = self.schedule.times[edges.node] - self.schedule.times[step]
-                following = (x + length * velocity)[:, edges.parents.to(x.device)].flatten(0, 1)
+                following = (x + length * velocity)[:, edges.parents.to(x.device)[edges.place.to(x.device)]].flatten(0, 1)
             yield edges.node, Piece(edges.units, following.unflatten(0, (self.groups.prompts, -1)))
 
-    def _transition(self, x: Tensor, velocity: Tensor, step: int, parents: Tensor) -> Gaussian:
-        """The sampler's distributions over the children of states [prompt, unit, *latent]; the parent of child k is
-        `parents[k]`."""
-        distinct, place = parents.unique(return_inverse=True)
-        distinct, place = distinct.to(x.device), place.to(x.device)
-        whole = len(distinct) == x.shape[1]
-        x, velocity = (x, velocity) if whole else (x[:, distinct], velocity[:, distinct])
+    def _transition(self, x: Tensor, velocity: Tensor, step: int, edges: Edges) -> Gaussian:
+        """The sampler's distributions over the children of states [prompt, unit, *latent] along `edges`."""
+        if len(edges.parents) < x.shape[1]:
+            chosen = edges.parents.to(x.device)
+            x, velocity = x[:, chosen], velocity[:, chosen]
         index = torch.full((x.shape[0] * x.shape[1],), step, device=x.device)
         gaussian = self.sampler.transition(x.flatten(0, 1), velocity.flatten(0, 1), self.schedule, index)
-        if whole and len(place) == x.shape[1]:
+        if edges.in_order:
             return gaussian
+        place = edges.place.to(x.device)
         mean, std = gaussian.mean.view_as(x)[:, place], gaussian.std.view(x.shape[:2])[:, place]
         return Gaussian(mean.flatten(0, 1), std.flatten())
 
@@ -201,7 +200,7 @@ class _Walk:
         found = torch.zeros(self.groups.prompts, tree.units)
         for step, edges in ((step, edges) for step, at_node in enumerate(tree.edges) for edges in at_node if edges.drawn):
             at = tree.at(step)
-            gaussian = self._transition(trajectories.states[:, at], trajectories.outputs[:, at], step, edges.parents)
+            gaussian = self._transition(trajectories.states[:, at], trajectories.outputs[:, at], step, edges)
             density = log_prob(gaussian, trajectories.states[:, edges.units].flatten(0, 1))
             found[:, edges.units] = density.view(self.groups.prompts, -1).to(found)
         return found

@@ -92,7 +92,7 @@ class SolverSteps:
 
 
 def solver_steps(solver: str, times: Tensor) -> SolverSteps:
-    """"heun", "dpm++" or "unipc" on the grid `times` [point], descending to 0, by diffusers' schedulers."""
+    """Solver heun, dpm++ or unipc on the grid `times` [point], descending to 0, by diffusers' schedulers."""
     grid = times.cpu()
     scheduler, points = _heun(grid) if solver == "heun" else _multistep(solver, grid)
     # Distinct timesteps and a start at the first; otherwise a scheduler looks steps up by their value.

@@ -74,9 +74,7 @@ def policy_contract(
     return policy.CONTRACT.as_test(_policy_case(part, prompts, tolerance), without)
 
 
-def probe_contract(
-    part: Any, policy: FlowPolicy | None = None, members: int = 4, without: Sequence[str] = ()
-) -> TestFunction:
+def probe_contract(part: Any, policy: FlowPolicy | None = None, members: int = 4, without: Sequence[str] = ()) -> TestFunction:
     """A pytest function that checks a probe against `flowrl.probes.Probe`'s contract.
 
     `policy`: to try it with (default: a small one that has what the probe needs). `members` of a group: a `Branching` probe may

@@ -11,8 +11,9 @@ from flowrl.errors import ConfigError, require
 from flowrl.methods import Method
 from flowrl.policies import LORA_TARGETS, Architecture, Memory, architecture, count_memory
 from flowrl.policies.small_sd3 import SmallSD3Config
-from flowrl.probes import Shape, whole
-from flowrl.rollout import Groups, group_tree
+from flowrl.probes import Cost, Probe, Shape, whole
+from flowrl.rollout.loss_batch import minibatch_pairs
+from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.training.build import first_trained_steps, make_method, trial_schedule
 from flowrl.training.config import RunConfig
 from flowrl.types import Schedule
@@ -20,28 +21,30 @@ from flowrl.types import Schedule
 
 @dataclass(frozen=True)
 class Plan:
-    """Counts of one iteration. `pairs` = trajectories x trained steps.
+    """Counts of one iteration. `pairs` = trajectories x trained steps, of branched trees those that are decisions (the tree's
+    `weight` "edge": every distinct one once); they take `evaluations` of the network, one per distinct state.
 
     Processes roll out whole groups, `groups_per_process` each until all are given out: the last may have fewer or none (`idle`
     processes, which wait for the others). A process differentiates its own pairs; those of an update are drawn at random from all
-    trajectories, so that `pairs_per_update_and_process` is a mean, of a process that has its full number of groups.
+    trajectories, so that `evaluations_per_update_and_process` is a mean, of a process that has its full number of groups.
 
-    `nfe` are network evaluations of the rollout and its probe (`Probe.cost`), a fraction for calls that compute less, `train_nfe` those of the update (one per pair, two with a KL to
-    the base model), both without guidance; `passes_per_evaluation` is 2 with classifier-free guidance. `passes` are the forward
-    passes of an iteration, one latent each, guidance included. `rows_per_micro_batch` is what the network sees at once in
-    training, `rows_per_call` in sampling.
+    `nfe` are network evaluations of the rollout and its probe (`Probe.cost`), a fraction for calls that compute less;
+    `train_nfe` those of the update (`evaluations`, twice with a KL to the base model), both without guidance;
+    `passes_per_evaluation` is 2 with classifier-free guidance. `passes` are the forward passes of an iteration, one latent each,
+    guidance included. `rows_per_micro_batch` is what the network sees at once in training, `rows_per_call` in sampling.
     """
 
     trajectories: int
     trained_steps: int
     pairs: int
+    evaluations: int
     updates: int
     trajectories_per_update: int
     pairs_per_update: int
     processes: int
     idle: int
     groups_per_process: int
-    pairs_per_update_and_process: int
+    evaluations_per_update_and_process: int
     micro_batches_per_update: int
     rows_per_micro_batch: int
     nfe: float
@@ -63,35 +66,39 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     """
     require(processes >= 1, "processes", processes, "1 or more")
     method, rollout, optim, evaluation = make_method(config), config.rollout, config.optim, config.evaluation
-    schedule = trial_schedule(config)
-    samples, trained = rollout.groups * rollout.group_size, len(first_trained_steps(config))
-    minibatches = torch.arange(samples).chunk(optim.minibatches)
-    per_update = max(map(len, minibatches)) * trained
     groups = math.ceil(rollout.groups / processes)
-    calls, reward_calls = _rollout(rollout.groups, schedule, method, config)
-    own_calls, _ = _rollout(groups, schedule, method, config)
-    nfe = whole(sum(rows * share for rows, share in calls))
-    per_process = math.ceil(per_update * groups / rollout.groups)
-    train_nfe = samples * trained * (1 + method.loss.needs_reference)
+    schedule = _schedule(config, method)
+    trained = first_trained_steps(config)
+    assert schedule.tree is not None
+    pairs = minibatch_pairs([torch.arange(rollout.group_size)], trained, schedule.tree)[0]
+    samples, evaluations = rollout.groups * rollout.group_size, rollout.groups * pairs.evaluations
+    minibatches = torch.arange(samples).chunk(optim.minibatches)
+    share = max(map(len, minibatches)) / samples
+    calls, reward_calls = _rollout(Shape(rollout.groups, schedule, _blocks(config)), method.credit.probe)
+    own_calls = [rows for rows, _ in _rollout(Shape(groups, schedule, _blocks(config)), method.credit.probe)[0]]
+    nfe = whole(sum(rows * part for rows, part in calls))
+    per_process = math.ceil(evaluations * share * groups / rollout.groups)
+    train_nfe = evaluations * (1 + method.loss.needs_reference)
     passes = 2 if config.policy.model and config.policy.guidance_scale != 1 else 1
     solver = 2 * evaluation.eval_steps - 1 if evaluation.eval_solver == "heun" else evaluation.eval_steps
     return Plan(
         trajectories=samples,
-        trained_steps=trained,
-        pairs=samples * trained,
+        trained_steps=len(trained),
+        pairs=rollout.groups * len(pairs),
+        evaluations=evaluations,
         updates=len(minibatches),
         trajectories_per_update=max(map(len, minibatches)),
-        pairs_per_update=per_update,
+        pairs_per_update=math.ceil(rollout.groups * len(pairs) * share),
         processes=processes,
         idle=processes - math.ceil(rollout.groups / groups),
         groups_per_process=groups,
-        pairs_per_update_and_process=per_process,
+        evaluations_per_update_and_process=per_process,
         micro_batches_per_update=math.ceil(per_process / optim.micro_batch),
         rows_per_micro_batch=min(optim.micro_batch, per_process) * (passes if config.policy.guidance_gradient == "both" else 1),
         nfe=nfe,
         sequential_calls=len(calls),
-        calls_of_a_process=sum(math.ceil(rows / rollout.max_batch) for rows, _ in own_calls),
-        rows_per_call=min(rollout.max_batch, max(*(rows for rows, _ in own_calls), evaluation.eval_samples // processes)) * passes,
+        calls_of_a_process=sum(math.ceil(rows / rollout.max_batch) for rows in own_calls),
+        rows_per_call=min(rollout.max_batch, max(*own_calls, evaluation.eval_samples // processes)) * passes,
         train_nfe=train_nfe,
         passes_per_evaluation=passes,
         passes=whole((nfe + train_nfe) * passes),
@@ -100,24 +107,31 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     )
 
 
-def _rollout(groups: int, schedule: Schedule, method: Method, config: RunConfig) -> tuple[list[tuple[int, float]], int]:
-    """Network calls of `rollout.rollout`, each with its rows and what share of an evaluation they are, and scored images. A tree
-    that is drawn anew every iteration is counted as one draw."""
-    probe, layout = method.credit.probe, Groups(groups, config.rollout.group_size, method.shared_noise)
-    tree = group_tree(schedule, layout, probe, torch.Generator().manual_seed(0))
-    shape = Shape(groups, replace(schedule, tree=tree), _blocks(config))
-    calls = [(rows, 1.0) for rows in shape.rows[:-1]]
-    try:
-        cost = probe.cost(shape)
-    except NotImplementedError:
-        name = type(probe).__name__
-        raise ConfigError(f"{name} has no method `cost`, so the evaluations of its rollouts cannot be planned") from None
+def _schedule(config: RunConfig, method: Method) -> Schedule:
+    """The schedule with the tree of the first iteration's groups; one that is drawn anew every iteration is one draw."""
+    rollout, schedule = config.rollout, trial_schedule(config)
+    groups = Groups(rollout.groups, rollout.group_size, method.shared_noise)
+    tree = group_tree(schedule, groups, method.credit.probe, torch.Generator().manual_seed(0))
+    return replace(schedule, tree=tree)
+
+
+def _rollout(shape: Shape, probe: Probe) -> tuple[list[tuple[int, float]], int]:
+    """Network calls of `rollout.rollout`, each with its rows and what share of an evaluation they are, and scored images."""
+    calls, cost = [(rows, 1.0) for rows in shape.rows[:-1]], _cost(shape, probe)
     for call in cost.calls:
         if call.step is None:
             calls.append((call.rows, call.share))
         else:
             calls[call.step] = (calls[call.step][0] + call.rows, 1.0)
-    return calls, cost.images + layout.samples
+    return calls, cost.images + shape.groups * shape.members
+
+
+def _cost(shape: Shape, probe: Probe) -> Cost:
+    try:
+        return probe.cost(shape)
+    except NotImplementedError:
+        message = f"{type(probe).__name__} has no method `cost`, so the evaluations of its rollouts cannot be planned"
+        raise ConfigError(message) from None
 
 
 def _blocks(config: RunConfig) -> int | None:
@@ -132,23 +146,29 @@ def plan_text(found: Plan, config: RunConfig) -> str:
     """The plan in words and lines of arithmetic, as ``flowrl train --plan`` prints it."""
     p, rollout, evaluation = found, config.rollout, config.evaluation
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
-    kl = " x 2 (the base model, for the KL)" if p.train_nfe > p.pairs else ""
+    kl = " x 2 (the base model, for the KL)" if p.train_nfe > p.evaluations else ""
+    shared = f", on {p.evaluations:,} distinct states" if p.evaluations < p.pairs else ""
+    kind, mean = "states" if shared else "pairs", " (on average)" if p.processes > 1 else ""
+    whole = p.pairs == p.trajectories * p.trained_steps
+    counted = (
+        f"{p.trajectories:,} trajectories x {p.trained_steps} trained steps of {rollout.num_steps}" if whole else "decisions"
+    )
     idle = f", {p.idle} of {p.processes} processes have none and wait" if p.idle else ""
     lines = [
         f"{config.algorithm.method}: one iteration of {config.iterations}, "
         f"{p.processes} process{'es' if p.processes > 1 else ''}",
         f"  trajectories       {rollout.groups} groups x {rollout.group_size} members = {p.trajectories:,}; a process rolls out "
         f"{p.groups_per_process} whole group{'s' if p.groups_per_process > 1 else ''}{idle}",
-        f"  pairs              {p.trajectories:,} trajectories x {p.trained_steps} trained steps of {rollout.num_steps} = "
-        f"{p.pairs:,}",
+        f"  pairs              {counted} = {p.pairs:,}{shared}",
         f"  optimizer steps    {p.updates}, each on the mean over {p.trajectories_per_update:,} trajectories = "
         f"{p.pairs_per_update:,} pairs",
-        f"  backward passes    {p.pairs_per_update_and_process:,} pairs a process{' (on average)' if p.processes > 1 else ''} / "
+        f"  backward passes    {p.evaluations_per_update_and_process:,} {kind} a process{mean} / "
         f"micro_batch {config.optim.micro_batch} = {p.micro_batches_per_update} an optimizer step, of "
         f"{p.rows_per_micro_batch} network rows",
         f"  rollout            {p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in {p.sequential_calls} "
         f"sequential calls; split by max_batch {rollout.max_batch}: {p.calls_of_a_process} a process",
-        f"  update             {p.pairs:,} pairs{kl} = {p.train_nfe:,} network evaluations, {p.pairs:,} of them with gradients",
+        f"  update             {p.evaluations:,} {kind}{kl} = {p.train_nfe:,} network evaluations, "
+        f"{p.evaluations:,} of them with gradients",
         f"  network in all     ({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
         f"  reward             {p.reward_calls:,} images scored ({p.reward_calls / p.trajectories:.1f} a trajectory)",
         f"  every {evaluation.eval_every} iterations: evaluation of {evaluation.eval_samples} samples, {p.evaluation_nfe:,} "
@@ -185,11 +205,14 @@ def memory(found: Plan, config: RunConfig) -> Memory | None:
     images = min(SCORED_TOGETHER, math.ceil(found.reward_calls * found.groups_per_process / rollout.groups))
     counted = count_memory(
         known, policy.resolution, found.rows_per_micro_batch, found.rows_per_call, policy.lora_rank, policy.dtype,
-        policy.gradient_checkpointing, policy.tuning == "full", policy.decode_batch, found.train_nfe > found.pairs, images,
+        policy.gradient_checkpointing, policy.tuning == "full", policy.decode_batch, found.train_nfe > found.evaluations, images,
         policy.decode_dtype, policy.lora_targets or LORA_TARGETS,
     )  # fmt: skip
     latent = 4 * known.decoder["latent_channels"] * (policy.resolution // known.latent_factor) ** 2
-    nodes = 0 if rollout.offload else found.groups_per_process * rollout.group_size * (2 * rollout.num_steps + 1)
+    tree = _schedule(config, make_method(config)).tree
+    assert tree is not None
+    stored = tree.units + tree.at(tree.steps).start if tree.branched else rollout.group_size * (2 * rollout.num_steps + 1)
+    nodes = 0 if rollout.offload else found.groups_per_process * stored
     return replace(counted, trajectories=nodes * latent)
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.credit import check_advantages
+from flowrl.credit import check_advantages, check_trained
 from flowrl.distributed import Distributed
 from flowrl.errors import CreditError
 from flowrl.methods import Method
 from flowrl.prompts.stream import PromptStream
-from flowrl.protocols import FlowPolicy, PartsCreditAssigner, RandomSampler, RewardModel, Sampler, Stateful
+from flowrl.protocols import FlowPolicy, PartsCreditAssigner, RandomSampler, RewardModel, Sampler, SelectiveCredit, Stateful
 from flowrl.rollout import Groups, RewardTables, Usage
 from flowrl.rollout.collector import Collected, Collector
-from flowrl.rollout.loss_batch import LossBatches, MicroBatch, checked_loss, micro_batches
+from flowrl.rollout.loss_batch import LossBatches, MicroBatch, checked_loss, micro_batches, minibatch_pairs
 from flowrl.rollout.masking import valid_credit, with_advantage
 from flowrl.rollout.metrics import Clock, LossMetrics, reward_metrics
 from flowrl.samplers import trained_steps
@@ -58,7 +58,7 @@ class Trainer:
             policy, reward, self.schedule, self.groups, method.credit.probe, distributed, rollout.max_batch, rollout.chunk,
             rollout.overlap_rewards, rollout.offload,
         )  # fmt: skip
-        self.done, self.updated = 0, False
+        self.done, self.updated, self.evaluated = 0, False, 0
         self.on_phase: Callable[[str], None] = lambda phase: None
 
     def iteration(self) -> dict[str, Any]:
@@ -86,14 +86,15 @@ class Trainer:
         check = NonFiniteCheck(self.done + 1, prompts, rewards.total, advantages, loss, batches, collected.samples.start)
         steps = self.trained_steps(collected.rollout.trajectories.schedule)
         counted = with_advantage(used, advantages, steps) if self.config.algorithm.drop_zero_advantages else used
-        minibatches = self.minibatches(collected, counted, steps)
+        trained = self.trained_pairs(advantages, collected.rollout.trajectories.schedule)
+        minibatches = self.minibatches(collected, counted, steps, trained)
         for minibatch in minibatches:
             self.optimizer.zero_grad()
             with self.distributed.shared_errors():
                 for micro in minibatch:
-                    batch = batches.of(micro.sample, micro.step)
+                    batch = batches.of(micro.sample, micro.step, micro.shared)
                     result = checked_loss(loss, batch)
-                    metrics.add(micro.weight / len(minibatches), result, batch, micro.step)
+                    metrics.add(micro.weight / len(minibatches), result, batch, micro.evaluated_step)
                     self.scaler.scale(result.loss * micro.weight).backward()
                 rows = metrics.take()
                 check.losses(rows, minibatch)
@@ -115,7 +116,7 @@ class Trainer:
             "seconds": sum(clock.phases.values()),
             "phases": clock.phases,
             **metrics.means,
-            "train_nfe": int(counted.sum()) * len(steps) * (1 + loss.needs_reference),
+            "train_nfe": self.evaluated * (1 + loss.needs_reference),
             "abs_advantage": float(advantages[used].abs().mean()),
         }
 
@@ -126,7 +127,7 @@ class Trainer:
 
     def assign_credit(self, rewards: RewardTables, schedule: Schedule) -> tuple[Tensor, Tensor]:
         """Advantages [prompt, member, step] and which samples [prompt, member] count (`rollout.masking`)."""
-        return valid_credit(rewards, lambda valid: self._credit(valid, schedule))
+        return valid_credit(rewards, schedule, self._credit)
 
     def _credit(self, rewards: RewardTables, schedule: Schedule) -> Tensor:
         """The rule's advantages, checked. A rule that reads components gets them if the reward has some. It sees the schedule on
@@ -139,6 +140,14 @@ class Trainer:
                 advantages = rule.assign(rewards.total, schedule)
         return check_advantages(advantages, rewards.total, type(rule).__name__)
 
+    def trained_pairs(self, advantages: Tensor, schedule: Schedule) -> Tensor | None:
+        """Which pairs [sample, step] the rule wants to be trained on; None: all."""
+        rule = self.method.credit
+        if not isinstance(rule, SelectiveCredit):
+            return None
+        found = rule.trained(advantages, schedule.to(advantages.device))
+        return check_trained(found, advantages, type(rule).__name__).to(self.policy.device).flatten(0, 1)
+
     def set_learning_rate(self) -> None:
         """Linear from `learning_rate` to `learning_rate` x `final_learning_rate` over the run."""
         optim, left = self.config.optim, 1 - self.done / self.config.iterations
@@ -149,14 +158,19 @@ class Trainer:
         """This iteration's steps of the loss (`samplers.trained_steps`); random ones are drawn here, once for all groups."""
         return trained_steps(self.config.algorithm.trained_steps, schedule, self.generator)
 
-    def minibatches(self, collected: Collected, used: Tensor, steps: Tensor) -> list[list[MicroBatch]]:
+    def minibatches(
+        self, collected: Collected, used: Tensor, steps: Tensor, trained: Tensor | None = None
+    ) -> list[list[MicroBatch]]:
         """The used trajectories of all processes in random order, split into mini-batches; of each, this process's pairs with
-        the trained `steps` in micro-batches; none if no trajectory is used. Every process draws the same order."""
+        the trained `steps` in micro-batches, without those that are not `trained` [sample, step]; none if no trajectory is
+        used. Every process draws the same order."""
         device, optim = self.policy.device, self.config.optim
         order = self.draw_order()
         order = order[used.to(device).flatten()[order]]
         parts = order.chunk(optim.minibatches) if len(order) else ()
-        return [micro_batches(samples, steps, optim.micro_batch, collected, self.distributed) for samples in parts]
+        pairs = minibatch_pairs(parts, steps, collected.rollout.trajectories.tree, trained)
+        self.evaluated = sum(one.evaluations for one in pairs)
+        return [micro_batches(one, optim.micro_batch, collected, self.distributed) for one in pairs if len(one)]
 
     def draw_order(self) -> Tensor:
         """This iteration's order of all samples, a random permutation."""

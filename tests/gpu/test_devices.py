@@ -45,7 +45,7 @@ def test_what_an_iteration_makes_is_on_the_device(name, method, device):
     batch = of(batches, micro.sample, micro.step)
     moments = [state[key] for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     assert kinds(*trainer.parameters, *trainer.average, *moments, *(p.grad for p in trainer.parameters)) == {device}
-    assert kinds(path.nodes, path.velocities, path.schedule.times, path.schedule.stds) == {device}
+    assert kinds(path.states, path.outputs, path.schedule.times, path.schedule.stds) == {device}
     assert kinds(micro.sample, micro.step, *collected.condition.tensors.values()) == {device}
     assert kinds(batch.new.mean, batch.behaviour.mean, batch.next_node, batch.advantages, batch.mask, batch.delta) == {device}
     assert trainer.generator.device.type == device
@@ -63,7 +63,7 @@ def test_offloaded_trajectories_wait_in_main_memory_and_train_the_same(name, dev
         before = flat(trainer.parameters)
         trainer.iteration()
         runs.append(flat(trainer.parameters) - before)
-    assert [kinds(c.rollout.trajectories.nodes, c.rollout.trajectories.velocities) for c in seen] == [{device}, {"cpu"}]
+    assert [kinds(c.rollout.trajectories.states, c.rollout.trajectories.outputs) for c in seen] == [{device}, {"cpu"}]
     assert_same(*runs, device)
 
 
@@ -86,7 +86,7 @@ def test_only_the_network_is_narrow(name, dtype, device):
     assert {t.dtype for t in rows.values()} == {narrow} and kinds(*rows.values()) == {device}
     path = seen["collected"].rollout.trajectories
     states = [state["exp_avg"] for state in trainer.optimizer.state.values()]
-    wide = [path.nodes, path.velocities, *trainer.parameters, *trainer.average, *states, *(p.grad for p in trainer.parameters)]
+    wide = [path.states, path.outputs, *trainer.parameters, *trainer.average, *states, *(p.grad for p in trainer.parameters)]
     assert {t.dtype for t in wide if t is not None} == {torch.float32}
     assert policy.decode(path.images_latent).dtype == torch.float32
     assert ("loss_scale" in row) == (dtype == "float16") and row["grad_norm"] > 0
@@ -134,7 +134,7 @@ def test_a_device_has_the_gradients_of_the_cpu(name, device):
     sample, step = torch.arange(6), torch.tensor([0, 1, 2] * 2)
     for here in ("cpu", device):
         policy = model_policy(name, here)
-        moved = replace(path, nodes=path.nodes.to(here), velocities=path.velocities.to(here), schedule=path.schedule.to(here))
+        moved = replace(path, states=path.states.to(here), outputs=path.outputs.to(here), schedule=path.schedule.to(here))
         advantages = torch.linspace(-1, 1, 24, device=here).view(6, 4)
         batches = LossBatches(policy, sampler, replace(found.rollout, trajectories=moved), policy.encode(PROMPTS[:2]), advantages)
         trainer.method.loss.loss(batches.of(sample.to(here), step.to(here))).loss.backward()

@@ -8,6 +8,7 @@ import torch
 
 from flowrl.credit import GDPO, StepwiseGain, TurningPoint, Uniform
 from flowrl.errors import RewardError
+from flowrl.flow import uniform_schedule
 from flowrl.rewards import Clipped, FunctionReward, NoisyReward, WeightedSum
 from flowrl.rollout import RewardTables, score
 from flowrl.rollout.masking import valid_credit, with_advantage
@@ -20,6 +21,7 @@ from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
 
 NAN = float("nan")
+GRID = uniform_schedule(4)
 
 
 def tables_of(total):
@@ -31,7 +33,7 @@ def test_the_others_get_what_a_group_without_it_gets(rule):
     total = torch.rand(4, 6, 5, generator=torch.Generator().manual_seed(0))
     total[1, 2] = NAN
     total[3, [0, 5]] = NAN
-    advantages, used = valid_credit(tables_of(total), lambda t: rule.assign(t.total, None))
+    advantages, used = valid_credit(tables_of(total), GRID, lambda t, _: rule.assign(t.total, None))
     for prompt in range(4):
         kept = total[prompt, :, 0].isfinite()
         alone = rule.assign(total[prompt : prompt + 1, kept], None)[0]
@@ -46,7 +48,7 @@ def test_parts_are_cut_in_the_same_way():
     total[0, 1], other[0, 1] = NAN, NAN
     tables = RewardTables(total, {"a": total, "b": other}, total.isfinite().all(2))
     rule = GDPO(batch=False)
-    advantages, _ = valid_credit(tables, lambda t: rule.assign_parts(t.parts, None))
+    advantages, _ = valid_credit(tables, GRID, lambda t, _: rule.assign_parts(t.parts, None))
     kept = [0, 2, 3]
     alone = rule.assign_parts({"a": total[:1, kept], "b": other[:1, kept]}, None)
     assert torch.allclose(advantages[0, kept], alone[0], atol=1e-6)
@@ -55,11 +57,11 @@ def test_parts_are_cut_in_the_same_way():
 def test_a_sample_left_alone_does_not_count():
     total = torch.rand(2, 3, 4)
     total[0, :2] = NAN
-    advantages, used = valid_credit(tables_of(total), lambda t: Uniform().assign(t.total, None))
+    advantages, used = valid_credit(tables_of(total), GRID, lambda t, _: Uniform().assign(t.total, None))
     assert used.tolist() == [[False] * 3, [True] * 3] and bool((advantages[0] == 0).all())
     total[1, 1:] = NAN
     with pytest.raises(RewardError, match="marked 4 of 6 samples invalid; no prompt has two left"):
-        valid_credit(tables_of(total), lambda t: Uniform().assign(t.total, None))
+        valid_credit(tables_of(total), GRID, lambda t, _: Uniform().assign(t.total, None))
 
 
 @dataclass

@@ -12,7 +12,7 @@ import flowrl.rollout.probing as probing
 from flowrl.credit import gains
 from flowrl.errors import ConfigError, ProbeError
 from flowrl.flow import uniform_schedule
-from flowrl.probes import Completion, Estimate, NetworkUse, NoProbe, Probe, Scored, Shape, Substeps, Tweedie
+from flowrl.probes import Completion, Estimate, Key, NetworkUse, NoProbe, Probe, Scored, Shape, Substeps, Tweedie
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, group_tree, reward_table, rollout
 from flowrl.rollout.rollout import attach_stds
@@ -118,6 +118,7 @@ def test_straight_lines_are_exact_for_every_solver(solver):
         found = run(policy, probe)[0]
         slope = policy.encode(PROMPTS).tensors["slope"].repeat_interleave(4).view(-1, 1, 1, 1)
         for node, end in found.estimates.items():
+            assert isinstance(node, int)
             expected = found.trajectories.at(node) - found.trajectories.schedule.times[node] * slope
             if node in probe.nodes(found.trajectories.schedule):
                 torch.testing.assert_close(end, expected, atol=5e-5, rtol=0)
@@ -174,7 +175,7 @@ def test_gains_of_every_second_node_are_split_evenly(probe, sampler, shared):
 def scored_subset(full, control, chosen, probe):
     """The table of a probe from tables [prompt, member, node], if it was drawn that `chosen` [prompt, chosen] have estimates."""
     sampler, steps = AllButLast(FlowSDE(0.7)), full.shape[-1] - 1
-    rewards = {node: full[..., node].gather(1, chosen) for node in range(steps)}
+    rewards: dict[Key, torch.Tensor] = {node: full[..., node].gather(1, chosen) for node in range(steps)}
     if probe.control == "tweedie":
         rewards |= {("control", node): control[..., node] for node in range(steps)}
     schedule = attach_stds(uniform_schedule(steps), sampler)
@@ -243,13 +244,13 @@ def test_trajectories_and_final_rewards_are_the_same_bit_for_bit(guidance_gradie
     policy = tiny_sd3_policy(replace(TINY, guidance_scale=3.0, guidance_gradient=guidance_gradient))
     for parameter in policy.trainable().values():
         torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(1))
-    plain, options = run(policy, NoProbe(), members=2, steps=4)[0], {"members": 2, "steps": 4}
+    plain = run(policy, NoProbe(), members=2, steps=4)[0]
     final = reward_table(policy, REWARD, plain, PROMPTS)[..., -1]
     forwards = [vars(block).get("forward") for block in policy.transformer.transformer_blocks]
     x, t, condition = torch.randn(2, *policy.latent_shape), torch.full((2,), 500.0), policy.encode(PROMPTS)
     trained = policy.velocity(x, t, condition)
     for probe in CHEAP if guidance_gradient == "both" else CHEAP[-4:]:
-        found = run(policy, probe, **options)[0]
+        found = run(policy, probe, members=2, steps=4)[0]
         for part in ("states", "outputs"):
             assert torch.equal(getattr(found.trajectories, part), getattr(plain.trajectories, part)), (probe, part)
         assert torch.equal(reward_table(policy, REWARD, found, PROMPTS)[..., -1], final), probe
@@ -307,7 +308,7 @@ def test_probes_without_guidance_take_the_unguided_velocity():
 )
 def test_what_a_policy_does_not_have_is_refused_before_the_first_call(probe, policy, words):
     policy = small_policy(NetworkUse()) if policy == "mixture" else tiny_sd3_policy(TINY)
-    policy.velocity = None
+    setattr(policy, "velocity", None)  # noqa: B010
     with pytest.raises(ConfigError, match=words):
         run(policy, probe)
 
@@ -341,7 +342,7 @@ def test_probes_that_break_their_contract_are_named(fault, words):
 
 
 def test_only_probes_are_probes():
-    with pytest.raises(ConfigError, match="flowrl.probes.Probe"):
+    with pytest.raises(ConfigError, match=r"flowrl\.probes\.Probe"):
         run(small_policy(NetworkUse()), "tweedie")
 
 
@@ -367,8 +368,6 @@ def test_a_probes_draws_move_no_generator():
         groups, generator = Groups(2, 4), torch.Generator().manual_seed(3)
         noise = groups.noise(policy.latent_shape, generator)
         with torch_state():
-            rollout(
-                policy, AllButLast(FlowSDE(0.7)), policy.schedule(4), policy.encode(PROMPTS), noise, generator, groups, probe
-            )
+            rollout(policy, AllButLast(FlowSDE(0.7)), policy.schedule(4), policy.encode(PROMPTS), noise, generator, groups, probe)
         states.append(generator.get_state())
     assert torch.equal(*states)

@@ -60,7 +60,7 @@ def test_the_arithmetic_of_the_published_batch():
     found = plan(config, 32)
     assert (found.trajectories, found.pairs, found.updates) == (1152, 1152 * 9, 2)
     assert (found.trajectories_per_update, found.pairs_per_update) == (576, 576 * 9)
-    assert (found.groups_per_process, found.pairs_per_update_and_process, found.idle) == (2, 216, 8)
+    assert (found.groups_per_process, found.evaluations_per_update_and_process, found.idle) == (2, 216, 8)
     assert (found.micro_batches_per_update, found.rows_per_micro_batch) == (54, 4)
     assert (found.nfe, found.train_nfe, found.reward_calls) == (11520, 2 * 10368, 1152)
     assert found.passes == 2 * (11520 + 2 * 10368)
