@@ -297,4 +297,4 @@ def compile_blocks(network: Any, backend: str) -> None:
 
 def has_compiled_blocks(network: nn.Module) -> bool:
     """Whether `compile_blocks` has compiled `network`."""
-    return any(block._compiled_call_impl is not None for block in _blocks(network))
+    return any(block._compiled_call_impl is not None for block in blocks_of(network))
