@@ -34,6 +34,7 @@ ROOMS = {
     "Samplers": ("samplers",),
     "Credit": ("credit",),
     "Losses": ("losses",),
+    "Probes": ("probes",),
     "Rollout": ("rollout",),
     "Rewards": ("rewards",),
     "Prompts": ("prompts",),

@@ -1,11 +1,14 @@
 """The contract of probes: the built-in ones keep it, and every promise is broken by a fault that it is there to find."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from flowrl.probes import Branch, Call, Comb, Completion, Continuation, Cost, Estimate, NoProbe, Probe, Substeps, Tweedie
+from flowrl.registry import build
 from flowrl.testing import check_credit, check_probe, probe_contract
 from flowrl.testing.credit import CONTRACT
 
@@ -45,6 +48,14 @@ class Own(Probe):
 
 
 test_a_probe_of_ones_own = probe_contract(Own())
+
+
+def test_the_probe_in_the_documentation_keeps_the_contract(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if block.startswith("# my_probes.py"))
+    (tmp_path / "my_probes.py").write_text(code)
+    found = check_probe(build("probe", f"{tmp_path / 'my_probes.py'}:TwoSteps(share=0.3)"))
+    assert found.ok and len(found) == 8, str(found)
 
 
 def faulty(**methods):
