@@ -34,7 +34,7 @@ class FirstBlockCache:
         require(len(blocks) > 1, "cache of the probe", "on", "1 (off): not applicable to a network of one block")
         compiled = any(block._compiled_call_impl is not None for block in blocks)
         require(not compiled, "cache of the probe", "on", "1 (off) with compiled blocks")
-        last = len(blocks) - 1
+        last, before = len(blocks) - 1, [vars(block).get("forward") for block in blocks]
         try:
             for number, block in enumerate(blocks):
                 layout = _Layout(block)
@@ -42,8 +42,10 @@ class FirstBlockCache:
                 block.forward = functools.partial(self._forward, original, layout, number == 0, number == last)
             yield self.switch
         finally:
-            for block in blocks:
+            for block, forward in zip(blocks, before, strict=True):
                 vars(block).pop("forward", None)
+                if forward is not None:  # that of another hook
+                    block.forward = forward
             self._first = self._added = None
 
     def _forward(
