@@ -209,7 +209,8 @@ class Subject:
             yield f"exit code 0, but no {done}: {shown}"
         if "Traceback" in shown:
             yield f"traceback: {shown}"
-        if code == 130 and not early and f"--resume {shlex.quote(str(self.out))}" not in flat:
+        begun = (self.out / "config.json").exists()
+        if code == 130 and begun and not early and f"--resume {shlex.quote(str(self.out))}" not in flat:
             yield f"does not say how to resume: {shown}"
 
     def damaged(self) -> Iterator[str]:

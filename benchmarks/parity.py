@@ -2,6 +2,7 @@
 
     python benchmarks/parity.py              # the recordings of Flow-GRPO and TP-GRPO in tests/golden_iteration, under a minute
     python benchmarks/parity.py --data DIR   # another folder of the same format, which the README of the first defines
+    python benchmarks/parity.py --data tests/golden_forward   # updates of DiffusionNFT, AWM and DGPO (parity_forward.py)
 
 A replay gives the trainer the recorded weights, prompt embeddings, noise, rewards and order of samples, and settings that mean
 what the published settings mean. It compares trajectories, log-probabilities, ratios, advantages, losses, every gradient and the
@@ -26,7 +27,9 @@ from typing import Any
 
 import torch
 from diffusers.utils import logging as diffusers_logging
-from parity_recording import ZERO_GROUP, RecordedUpdate, Recording, below, with_nodes
+from parity_compare import distance, step_differences
+from parity_forward import replay_forward
+from parity_recording import ZERO_GROUP, RecordedUpdate, Recording, with_nodes
 from parity_replay import Replay, replay
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -39,12 +42,13 @@ from flowrl.flow import log_prob, log_prob_without_constants
 from flowrl.registry import build
 
 DATA = Path(__file__).parents[1] / "tests" / "golden_iteration"
-LEAST_GRADIENT = 1e-5
 TOLERANCES = {
     "times": 1e-6, "standard deviations": 1e-6, "latents": 1e-5, "velocities (RMS)": 1e-5, "completions": 1e-5,
     "means": 1e-5, "log-probabilities": 1e-6, "ratios": 1e-6, "clipped pairs": 0.0, "process rewards": 1e-6, "advantages": 1e-6,
     "policy loss / advantage": 1e-6, "loss / advantage": 1e-6, "mean loss": 1e-7, "KL": 2e-6, "gradients": 2e-5,
-    "gradient norm": 2e-5, "weights / learning rate": 1e-3,
+    "gradient norm": 2e-5, "weights / learning rate": 1e-3, "weights of rows": 1e-6, "matching errors": 1e-5,
+    "squared distances": 1e-5, "ratios of errors": 1e-5, "row losses": 1e-5, "group sums": 1e-5, "group weights": 1e-5,
+    "loss of micro-batches": 1e-5, "velocities": 1e-5, "copies of the weights": 2e-7, "training times": 1e-6,
 }  # fmt: skip
 """Quantity -> largest difference. The recordings' README has the rounding that these leave room for."""
 
@@ -124,16 +128,11 @@ def replay_iterations(
 REPLAYS: dict[str, Callable[..., Iterator[tuple[str, str, float]]]] = {
     "fg": partial(replay_iterations, settings=flow_grpo, rules=UNIFORM_RULES),
     "tp": partial(replay_iterations, settings=tp_grpo, rules=TURNING_POINT_RULES),
+    **dict.fromkeys(("nft", "awm", "dgpo"), replay_forward),
 }
 """How to replay the recordings of each method, by the name of its folder."""
-
-
-def distance(ours: Tensor, recorded: Tensor, scale: float = 0.0) -> float:
-    """Largest absolute difference over `scale` (0: the largest recorded value); infinite if the shapes differ."""
-    if ours.shape != recorded.shape:
-        return float("inf")
-    largest = float((ours.double() - recorded.double()).abs().max().nan_to_num(float("inf")))
-    return largest / (scale or float(recorded.abs().max()) or 1.0)
+OTHERS = {"branch"}
+"""Folders whose recordings are no training iterations."""
 
 
 def trajectory_differences(recording: Recording, found: Replay) -> Iterator[tuple[str, float]]:
@@ -182,29 +181,7 @@ def update_differences(recording: Recording, update: RecordedUpdate, found: Repl
     if tables["micro/kl_loss"].any():
         yield "KL", distance(micro("kl"), tables["micro/kl_loss"])
     yield "mean loss", abs(found.metrics["loss"] - float(tables["micro/loss"].mean()))
-    yield from step_differences(update, found, recording.meta["optimizer"]["lr"])
-
-
-def step_differences(update: RecordedUpdate, found: Replay, learning_rate: float) -> Iterator[tuple[str, float]]:
-    """What the optimizer's steps recorded: the largest difference of all tensors of all steps."""
-    steps, norms, weights = found.trainer.optimizer_steps, [], []
-    gradients = [float("inf")] * (len(steps) != len(update.steps))
-    clear: dict[str, Tensor] = {}
-    for step, tensors in zip(steps, update.steps, strict=False):
-        recorded, after = below(tensors, "grad"), below(tensors, "weights_after")
-        scale = max(float(gradient.abs().max()) for gradient in recorded.values())
-        gradients += [distance(step.gradients[name], gradient, scale) for name, gradient in recorded.items()]
-        gradients += [float("inf")] * (step.gradients.keys() != recorded.keys())
-        norms.append(distance(torch.tensor(step.norm), tensors["grad_norm"]))
-        for name, gradient in recorded.items():
-            clear[name] = clear.get(name, True) & ((gradient.abs() > LEAST_GRADIENT) | (gradient == 0))
-        for name, weight in after.items():
-            if clear[name].any():
-                weights.append(distance(step.weights[name][clear[name]], weight[clear[name]], learning_rate))
-    yield "gradients", max(gradients)
-    yield "gradient norm", max(norms)
-    if weights:
-        yield "weights / learning rate", max(weights)
+    yield from step_differences(found.trainer.optimizer_steps, update.steps, recording.meta["optimizer"]["lr"])
 
 
 def credit_differences(recording: Recording, rules: Mapping[str, str]) -> Iterator[tuple[str, str, float]]:
@@ -225,7 +202,7 @@ def parity(
     data: Path = DATA, methods: Sequence[str] = (), cases: Sequence[str] = (), updates: Sequence[str] = (), **changes: Any
 ) -> Iterator[Row]:
     """The comparisons with all recordings in `data`, or some of them; `changes` are settings that replace the published ones."""
-    found = [path.parent.name for path in sorted(data.glob("*/meta.json"))]
+    found = [path.parent.name for path in sorted(data.glob("*/meta.json")) if path.parent.name not in OTHERS]
     unknown = [name for name in (methods or found) if name not in REPLAYS or name not in found]
     if unknown or not found:
         raise SystemExit(f"{data}: no replay for {', '.join(unknown) or 'an empty folder'}; known: {', '.join(REPLAYS)}")

@@ -37,14 +37,23 @@ class Recording:
 
     @staticmethod
     def every(folder: Path, method: str) -> "list[Recording]":
-        """All cases of a method."""
+        """All cases of a method; recordings of forward-process losses have one, on the model "dual"."""
         meta = json.loads((folder / method / "meta.json").read_text())
+        if "states" in meta:
+            return [Recording(folder, method, "dual", meta)]
         return [Recording(folder, method, case, {**meta, "case": settings}) for case, settings in meta["cases"].items()]
 
     @cached_property
     def inputs(self) -> dict[str, Tensor]:
         """Embeddings, initial noise and step noise, float32."""
-        return {name: tensor.float() for name, tensor in load_file(self.folder / "common" / "inputs.safetensors").items()}
+        return {name: tensor.float() for name, tensor in load_file(self.model_folder / "inputs.safetensors").items()}
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder of models and embeddings: "common", or that of the recorded iterations beside this folder."""
+        names = ("iteration", "golden_iteration") if "states" in self.meta else ()
+        beside = [self.folder.parent / name / "common" for name in names]
+        return next((place for place in beside if place.is_dir()), self.folder / "common")
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of `name`.safetensors."""
@@ -52,7 +61,7 @@ class Recording:
 
     def common(self, kind: str, suffix: str = "safetensors") -> Path:
         """A file of this case's model: `kind` is "model" or "lora"."""
-        return self.folder / "common" / f"{kind}_{self.case.split('_')[0]}.{suffix}"
+        return self.model_folder / f"{kind}_{self.case.split('_')[0]}.{suffix}"
 
     @property
     def updates(self) -> Sequence[str]:

@@ -188,7 +188,7 @@ def replay(recording: Recording, update: RecordedUpdate, settings: Mapping[str, 
     trainer.prompts.order = list(range(len(prompts)))
     trainer.groups = RecordedNoise(meta["prompts"], meta["members"], initial=noise["init_noise"], steps=noise["step_noise"])
     trainer.collector.groups = trainer.groups
-    _give_embeddings(policy.pipe, recording.inputs, prompts)
+    give_embeddings(policy.pipe, recording.inputs, prompts)
     _watch_decoder(policy.pipe.vae, decoded)
     trainer.give(update.order, below(update.tables, "weights_before"))
     return Replay(trainer, values, decoded, trainer.iteration())
@@ -211,7 +211,7 @@ def run_config(recording: Recording, update: RecordedUpdate, work: Path) -> RunC
     )  # fmt: skip
 
 
-def _give_embeddings(pipe: Any, inputs: Tensors, prompts: Sequence[Prompt]) -> None:
+def give_embeddings(pipe: Any, inputs: Tensors, prompts: Sequence[Prompt]) -> None:
     """Let the pipeline "embed" prompts by looking them up."""
     names = ("prompt_embeds", "pooled_prompt_embeds")
     known = {prompt.text: [inputs[name][i : i + 1] for name in names] for i, prompt in enumerate(prompts)}

@@ -28,7 +28,7 @@ from flowrl.samplers import CPS, FlowSDE
 from flowrl.types import Schedule
 
 ELEMENTS = 16 * 64 * 64
-"""Elements of a latent of SD3.5 and FLUX.1 at 512 pixels."""
+"""Elements of a latent of SD3.5, FLUX.1 and Qwen-Image at 512 pixels."""
 CLIPPED = 0.2
 """Fraction of the pairs at which the clips are compared."""
 
@@ -43,6 +43,15 @@ def sd3_grid(steps: int = 10) -> Schedule:
 def flux_grid(steps: int = 6, tokens: int = 1024) -> Schedule:
     """The grid of FLUX.1-dev's scheduler, shifted by the number of image tokens (1,024 at 512 pixels)."""
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=resolution_shift(scheduler, tokens, 1.15))  # pyright: ignore[reportArgumentType]
+    return Schedule(torch.as_tensor(scheduler.sigmas, dtype=torch.float32))
+
+
+def qwen_grid(steps: int = 10, tokens: int = 1024) -> Schedule:
+    """The grid of Qwen-Image's scheduler, shifted by the number of image tokens and stretched to .02 before the last step."""
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
+    )
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=resolution_shift(scheduler, tokens, 1.15))  # pyright: ignore[reportArgumentType]
     return Schedule(torch.as_tensor(scheduler.sigmas, dtype=torch.float32))
 
@@ -131,22 +140,27 @@ def main() -> int:
     """Print the tables and the translated numbers."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     flow, cps = steps_of(FlowSDE(0.7), sd3_grid()), steps_of(CPS(0.7), sd3_grid())
-    flux = steps_of(CPS(0.7), flux_grid())
+    flux, qwen = steps_of(CPS(0.7), flux_grid()), steps_of(CPS(0.7), qwen_grid())
     nine, eight, five = range(9), range(8), range(5)
     report("SD3.5, 10 steps, Flow-SDE 0.7", flow, range(10), released=False)
     report("SD3.5, 10 steps, CPS 0.7", cps, nine, released=True)
     report("SD3.5, 10 steps, CPS 0.7, without step 8", cps, eight, released=True)
     report("FLUX.1-dev, 6 steps, CPS 0.7", flux, five, released=True)
+    report("Qwen-Image, 10 steps, Flow-SDE 1.2", steps_of(FlowSDE(1.2), qwen_grid()), range(10), released=False)
+    report("Qwen-Image, 10 steps, CPS 0.7", qwen, nine, released=True)
     print("\nKL weights for the exact KL")
     for published in (0.04, 0.01):
         print(f"  SD3.5, Flow-SDE, {published:g} without Delta: {exact_kl_weight(flow, published, nine, nine, True):.2g}")
-    print(f"  SD3.5, CPS, 1e-4 over steps 0-8, now over 0-7: {exact_kl_weight(cps, 1e-4, nine, eight, False):.2g}")
+    for name, steps in (("SD3.5", cps), ("Qwen-Image", qwen)):
+        print(f"  {name}, CPS, 1e-4 over steps 0-8, now over 0-7: {exact_kl_weight(steps, 1e-4, nine, eight, False):.2g}")
     print("\nclips for the exact log-probability, 1e-5 as released (CPS)")
-    for name, steps, trained in (("SD3.5, steps 0-7", cps, eight), ("FLUX.1-dev, steps 0-4", flux, five)):
+    forms = (("SD3.5, steps 0-7", cps, eight), ("FLUX.1-dev, steps 0-4", flux, five), ("Qwen-Image, steps 0-7", qwen, eight))
+    for name, steps, trained in forms:
         clips = ", ".join(f"{exact_clip(steps, 1e-5, trained, f):.2g} at {f:.0%}" for f in (0.05, 0.1, CLIPPED, 0.5))
         print(f"  {name}: {clips} of the pairs clipped")
     print("\ngradient norm of the policy term, exact over released (CPS)")
-    print(f"  SD3.5 {policy_scale(cps, nine, eight):.1f}, FLUX.1-dev {policy_scale(flux, five, five):.1f}")
+    scales = {"SD3.5": (cps, nine, eight), "FLUX.1-dev": (flux, five, five), "Qwen-Image": (qwen, nine, eight)}
+    print("  " + ", ".join(f"{name} {policy_scale(*given):.1f}" for name, given in scales.items()))
     return 0
 
 

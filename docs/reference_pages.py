@@ -19,6 +19,7 @@ from flowrl.training.config import RunConfig
 ROOMS = {
     "Core": (
         "types",
+        "forward",
         "protocols",
         "errors",
         "options",
@@ -45,7 +46,7 @@ ROOMS = {
     "Contract tests": ("testing",),
     "Figures and reports": ("plots",),
     "Reward server": ("serving",),
-    "Helpers": ("distributed", "workers", "io", "text"),
+    "Helpers": ("distributed", "workers", "signals", "io", "text"),
 }
 """Title of a page: the modules and packages of flowrl that it describes."""
 NOT_PYTHON = {"cli", "commands", "launch", "data"}

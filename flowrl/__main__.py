@@ -1,6 +1,25 @@
-"""`python -m flowrl` is the command `flowrl`."""
+"""The process of a command: the console script `flowrl` and `python -m flowrl`."""
 
-from flowrl.cli import entry
+import atexit
+import os
+import signal
+import sys
+
+
+def entry() -> None:
+    """Run the command line and exit. Ctrl-C is one line and exit code 130 from here on; all else is imported below."""
+    try:
+        from flowrl.signals import ignore_stops, leave
+
+        atexit.register(ignore_stops)  # the first to be registered is the last to run
+        from flowrl.cli import run
+
+        leave(run(sys.argv[1:]))
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        print("flowrl: interrupted", file=sys.stderr)
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     entry()

@@ -12,10 +12,11 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from flowrl import __version__
-from flowrl.errors import ConfigError, FlowrlError, part_errors
+from flowrl.errors import FULL, ConfigError, FlowrlError, part_errors
 from flowrl.options import check_ranges
 from flowrl.plugins import package_of, plugin
 from flowrl.settings import unknown
+from flowrl.signals import same_handlers
 
 COMMANDS = {
     "compare": ("flowrl.commands.runs:Compare", "Compare credit rules: train every method with every seed, write a report."),
@@ -86,6 +87,12 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """`run` for programs: the handlers of signals are afterwards as before."""
+    with same_handlers():
+        return run(sys.argv[1:] if arguments is None else arguments)
+
+
+def run(arguments: Sequence[str]) -> int:
     """Run a command line, and never print a traceback. Returns 2 for bad input, 1 for a run that failed, 130 after Ctrl-C.
 
     Foreseen errors print one message. The traceback of any other is saved, and the message says where.
@@ -93,7 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         with part_errors():
-            return run_command(sys.argv[1:] if arguments is None else arguments)
+            code = run_command(arguments)
+        sys.stdout.flush()
+        return code
     except FlowrlError as error:
         print(f"flowrl: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -106,15 +115,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in USERS_OWN:
             return report_unforeseen(error)
-        print(f"flowrl: error: {error.strerror}: {error.filename}", file=sys.stderr)
-        return 2
+        print(f"flowrl: error: {error.strerror}: {error.filename or 'the output'}", file=sys.stderr)
+        return 1 if error.errno in FULL else 2
     except Exception as error:
         return report_unforeseen(error)
 
 
 USERS_OWN = (
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
-    errno.ENOENT, errno.EEXIST, errno.ELOOP,
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.EEXIST,
+    errno.ELOOP, *FULL,
 )  # fmt: skip
 """What a file system answers to paths that cannot be read or written."""
 
@@ -134,9 +143,4 @@ def report_unforeseen(error: BaseException) -> int:
     return 1
 
 
-def entry() -> None:
-    """Console script."""
-    sys.exit(main())
-
-
-__all__ = ["entry", "main"]
+__all__ = ["main", "run"]

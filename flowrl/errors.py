@@ -24,6 +24,12 @@ class CheckpointError(FlowrlError):
     """A checkpoint or weight file is missing, truncated, foreign, or does not match its recorded hash."""
 
 
+class DiskError(FlowrlError):
+    """The disk is full, or has become read-only. What was complete before stays so."""
+
+    exit_code = 1
+
+
 class RewardError(FlowrlError):
     """A reward model gives no scores: it refuses a prompt or an image, cannot be reached, or broke its contract."""
 
@@ -52,6 +58,8 @@ class PartError(FlowrlError):
     exit_code = 1
 
 
+FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
+"""What a file system answers when a disk, a quota or the largest size of a file is full."""
 MAX_SEED = 2**62
 """Largest seed of a run, a rule or a command; what is added to it stays below PyTorch's 2^63."""
 
@@ -70,7 +78,7 @@ def part_errors() -> Iterator[None]:
     except FlowrlError:
         raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS, *FULL):
             raise  # the disk's
         frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_foreign(frame)]
         if not frames:

@@ -1,5 +1,6 @@
 """Atomic files (written to a temporary name, flushed to the disk, and renamed), and locks that name their holder."""
 
+import errno
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from flowrl.errors import ConfigError, require
+from flowrl.errors import FULL, ConfigError, DiskError, FlowrlError, require
 
 LOCK = ".lock"
 """The lock of a folder."""
@@ -64,6 +65,30 @@ def flush_folder(folder: Path) -> None:
 
 
 @contextmanager
+def disk_errors(folder: Path, kept: Callable[[], str], again: Callable[[], str]) -> Iterator[None]:
+    """Turns "the disk is full" (or read-only), while `folder` is written, into a `DiskError` that says what is `kept` and how
+    to go on: by `again`, or by the same command if there is no config.json yet."""
+    try:
+        yield
+    except Exception as error:
+        # safetensors has an error of its own, with the number in its text
+        full = error.errno in (*FULL, errno.EROFS) if isinstance(error, OSError) else "os error 28" in str(error)
+        if not full or isinstance(error, FlowrlError):
+            raise
+        there = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+        where, reason = getattr(error, "filename", None) or folder, getattr(error, "strerror", "No space left on device")
+        raise DiskError(
+            f"disk: {where} cannot be written: {reason}. {kept()}; {shutil.disk_usage(there).free / 1e6:,.1f} MB are free. "
+            f"Make room, then: {again() if (folder / 'config.json').exists() else command_line()}"
+        ) from error
+
+
+def refused(error: Exception, message: str) -> FlowrlError:
+    """The error for a place that cannot be written: a `DiskError` if the disk is full, else a `ConfigError`."""
+    return (DiskError if getattr(error, "errno", None) in FULL else ConfigError)(message)
+
+
+@contextmanager
 def file_lock(path: Path, work: str) -> Iterator[None]:
     """Keep other processes from writing the file `path` while the block runs; reading needs no lock.
 
@@ -85,7 +110,7 @@ def folder_lock(folder: Path, work: str = "") -> Iterator[None]:
 @contextmanager
 def new_folder(folder: Path, kind: str, made: Callable[[Path], bool], kept: Callable[[], bool]) -> Iterator[None]:
     """Lock `folder` for a new `kind` ("run", ...). If the block raises, what it has added is removed, unless there are results
-    to be `kept`, or the disk failed.
+    to be `kept`, or the disk failed and a run was `made` that can go on.
 
     Raises `ConfigError` before anything is written if the folder has content that is not `made` by flowrl as this kind.
     """
@@ -94,7 +119,7 @@ def new_folder(folder: Path, kind: str, made: Callable[[Path], bool], kept: Call
         require(folder.resolve() != Path.cwd(), "out", str(folder), "a folder of its own; this is the current one")
         missing, had_lock = [place for place in (folder, *folder.parents) if not place.exists()], (folder / LOCK).exists()
     except OSError as error:
-        raise ConfigError(f"out: {folder} cannot be used: {error.strerror}; choose another folder") from error
+        raise refused(error, f"out: {folder} cannot be used: {error.strerror}; choose another folder") from error
     try:
         with folder_lock(folder):
             before = {path.name for path in folder.iterdir()} | {LOCK}
@@ -103,10 +128,9 @@ def new_folder(folder: Path, kind: str, made: Callable[[Path], bool], kept: Call
                 raise ConfigError(f"out: {folder} has content that is no {kind} of flowrl; choose another folder")
             try:
                 yield
-            except OSError:
-                raise
-            except BaseException:
-                for path in () if kept() else [path for path in folder.iterdir() if path.name not in before]:
+            except BaseException as error:
+                stays = kept() or (isinstance(error, OSError) and made(folder))
+                for path in () if stays else [path for path in folder.iterdir() if path.name not in before]:
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
                 raise
     except BaseException:
@@ -135,7 +159,7 @@ def require_new_file(path: Path, made: Callable[[bytes], bool] = lambda data: Fa
             for place in missing:
                 place.rmdir()
     except OSError as error:
-        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}") from error
+        raise refused(error, f"{option}: {path} cannot be written: {error.strerror}") from error
     if not fine:
         raise ConfigError(f"{option}: {path} exists and is not from this command; choose another name, or delete it")
 
@@ -157,7 +181,7 @@ def _lock(path: Path, name: str, work: str) -> Iterator[None]:
             f"{path} is being written by {_holder(holder)}; wait until it has ended or choose another --out"
         ) from error
     except OSError as error:
-        raise ConfigError(f"{path} cannot be locked ({error.strerror}); choose another --out") from error
+        raise refused(error, f"{path} cannot be locked ({error.strerror}); choose another --out") from error
     try:
         who = {"process": os.getpid(), "machine": platform.node(), "work": work, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with suppress(OSError):  # a full disk must not keep the lock from working

@@ -74,7 +74,10 @@ METHODS: dict[str, Callable[..., Method]] = {
     "noise-weighted": tempflow_weights,
     "dense-grpo": dense_grpo,
 }
-WINDOWS = "all, all-but-last, START:SIZE (fixed), random:SIZE (drawn every iteration) or sliding:SIZE[:STRIDE[:EVERY]]"
+WINDOWS = (
+    "all, all-but-last, START:SIZE (fixed), random:SIZE[:END] (drawn every iteration, among the first END steps) or "
+    "sliding:SIZE[:STRIDE[:EVERY]]"
+)
 
 
 def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") -> Sampler | RandomSampler:
@@ -89,8 +92,9 @@ def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") 
     kind, *numbers = window.split(":")
     try:
         if kind == "random":
-            (size,) = map(int, numbers)
-            return RandomWindow(base, size)
+            size, *end = map(int, numbers)
+            (high,) = end or (None,)
+            return RandomWindow(base, size, high=high)
         if kind == "sliding":
             size, stride, every = (*map(int, numbers), *(1, 1)[len(numbers) - 1 :])
             return SlidingWindow(base, size, stride, every)

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowrl.forward import ForwardBatch, Together, WeightCopy
 from flowrl.probes import Probe
 from flowrl.types import (
     Condition,
@@ -160,6 +161,85 @@ class PolicyLoss(Protocol):
 
     def loss(self, batch: LossBatch) -> LossResult:
         """The loss over one batch of (trajectory, step) pairs."""
+        ...
+
+
+@runtime_checkable
+class TimeDraw(Protocol):
+    """Draws the training times of a forward-process loss for a whole iteration; `flowrl.flow` has the published kinds.
+
+    Contract: times are in (0, 1], float32, on the generator's device; everything random comes from the generator.
+    """
+
+    def draws(self, schedule: Schedule) -> int:
+        """How many times each sample gets on this grid."""
+        ...
+
+    def draw(self, schedule: Schedule, samples: int, generator: torch.Generator) -> Tensor:
+        """Times [sample, draw] for all `samples` of the iteration."""
+        ...
+
+
+@runtime_checkable
+class ForwardLoss(Protocol):
+    """A pure function of velocities at noised finished images, advantages and a mask to a scalar: the mean over unmasked rows.
+
+    It needs no transition probabilities: any sampler serves, a deterministic one too. It declares what the trainer prepares:
+
+    - `times` and `noise`: the training times of every sample, and which rows share the noise eps: "each" row has its own, the
+      members of a "group" share it at each time, or at all times ("group-all-times").
+    - `copies`: the copies of the weights to keep, by the field of `ForwardBatch` that their velocity fills, "old" or "average".
+    - `needs_reference`: whether the frozen base model's velocity must be there, too.
+    - `together`: which rows one call needs. If not "row", the loss is a `PooledForwardLoss`.
+
+    Contract: masked rows contribute neither to the loss nor to the gradient; only `new` takes a gradient; the order of rows has
+    no effect. If new, old, average and reference are equal, the gradient of each row is its advantage times a positive multiple
+    of the gradient of its error |v - v*|^2, which does not depend on the advantages. With `together` = "group" and advantages
+    that sum to 0 over a group, the weights of its errors in the gradient sum to 0, too.
+    """
+
+    @property
+    def times(self) -> TimeDraw:
+        """How training times are drawn."""
+        ...
+
+    @property
+    def noise(self) -> Literal["each", "group", "group-all-times"]:
+        """Which rows share their noise."""
+        ...
+
+    @property
+    def copies(self) -> Mapping[str, WeightCopy]:
+        """The copies of the weights that the loss needs, "old" or "average"; may be empty."""
+        ...
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `ForwardBatch.reference` must be filled (costs one more network evaluation per row)."""
+        ...
+
+    @property
+    def together(self) -> Together:
+        """Which rows must be in one batch, unless `ForwardBatch.pooled` is filled."""
+        ...
+
+    def loss(self, batch: ForwardBatch) -> LossResult:
+        """The loss over one batch of (sample, drawn time) rows."""
+        ...
+
+
+@runtime_checkable
+class PooledForwardLoss(ForwardLoss, Protocol):
+    """A forward-process loss that depends on the mean of something over a unit: the times of a sample, or a group at one time.
+
+    The trainer may put whole units into a batch and leave `pooled` empty. This costs nothing and is recommended where the rows
+    of a unit fit into memory. Or it makes two passes: `row_terms` of all rows without gradient, their `forward.unit_means` over
+    whole units, and then `loss` on parts of units with these means as `pooled`. This costs one more evaluation per row and
+    network. Contract: both give the same gradient.
+    """
+
+    def row_terms(self, batch: ForwardBatch) -> PerSample:
+        """What is averaged over a unit, row by row, detached; 0 for masked rows."""
         ...
 
 

@@ -17,11 +17,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from flowrl import credit, losses, probes, rewards, samplers
+from flowrl import credit, flow, losses, probes, rewards, samplers
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.plugins import package_of, plugin
 from flowrl.probes import Completion, Probe
-from flowrl.protocols import CreditAssigner, Features, PolicyLoss, RandomSampler, RewardModel, Sampler
+from flowrl.protocols import CreditAssigner, Features, ForwardLoss, PolicyLoss, RandomSampler, RewardModel, Sampler
 from flowrl.specs import NESTED, Spec, parse_spec
 
 Maker = Callable[..., Any]
@@ -87,12 +87,15 @@ KINDS: dict[str, Kind] = {
         "loss",
         "flowrl.losses",
         {
+            "awm": losses.AWM,
             "clipped": losses.ClippedLoss,
+            "dgpo": losses.DGPO,
+            "diffusion-nft": losses.DiffusionNFT,
             "grpo-guard": losses.GRPOGuard,
             "flow-dppo": losses.FlowDPPO,
             "policy-gradient": losses.PolicyGradientLoss,
         },
-        (PolicyLoss,),
+        (PolicyLoss, ForwardLoss),
         "an attribute `needs_reference` and a method `loss(batch)`",
     ),
     "reward": Kind(
@@ -121,6 +124,15 @@ KINDS: dict[str, Kind] = {
         "a method `__call__(images)` that returns [sample, feature]",
     ),
 }
+
+TIMES: dict[str, Maker] = {
+    "permuted": flow.PermutedTimes,
+    "stratified": flow.StratifiedTimes,
+    "uniform": flow.UniformTimes,
+    "logit-normal": flow.LogitNormalTimes,
+    "steps": flow.DrawnSteps,
+}
+"""The training times that a forward-process loss's option `times` may name, as in ``awm(times='uniform(low=0.1)')``."""
 
 
 def build(kind: str, spec: str, **defaults: Any) -> Any:
@@ -200,6 +212,8 @@ def summary_of(kind: str, name: str) -> str:
 
 def _convert(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
     """The value of an option; specs of other parts are built, and rewards within a reward get its defaults."""
+    if name == "times" and isinstance(value, str):
+        return _build_times(value)
     kind = NESTED.get(name)
     if kind == "probe" and value is None:  # the bare word none
         value = "none"
@@ -209,6 +223,19 @@ def _convert(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
     if isinstance(value, dict):
         return {key: build(kind, spec, **inherited) if isinstance(spec, str) else spec for key, spec in value.items()}
     return build(kind, value, **inherited) if isinstance(value, str) else value
+
+
+def _build_times(words: str) -> Any:
+    """The training times that a spec describes."""
+    spec = parse_spec(words, "times")
+    if spec.name not in TIMES:
+        raise ConfigError(f"times = {words!r} is not allowed: {', '.join(TIMES)}, with options as in uniform(low=0.1)")
+    maker = TIMES[spec.name]
+    allowed = _parameters(maker) or {}
+    unknown = sorted(set(spec.options) - set(allowed))
+    if unknown:
+        raise ConfigError(f"times: {spec.name} has no option {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+    return maker(**spec.options)
 
 
 def find_maker(kind: str, spec: Spec) -> Maker:

@@ -2,8 +2,9 @@
 
 A part is written as ``NAME``, ``path/to/file.py:Class`` or ``package.module:Class``; options as in ``NAME(option=value)``.
 Values are Python literals, or bare words (``balance=trend``, ``solver=dpm++``). ``NAME:N`` is ``NAME(count=N)``, as in
-``substeps:5``. Options that contain another part (``rule``, ``sampler``, ``reward``, ``probe``) take its spec, and ``models`` a
-dictionary of rewards, as in ``weighted-sum(models={'pick': 'pickscore', 'text': 'ocr'})``.
+``substeps:5``. Options that contain another part (``rule``, ``sampler``, ``reward``, ``probe``) take its spec, ``models`` a
+dictionary of rewards, as in ``weighted-sum(models={'pick': 'pickscore', 'text': 'ocr'})``, and ``times`` the spec of training
+times (`registry.TIMES`).
 """
 
 import ast

@@ -14,13 +14,12 @@ from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 from flowrl.errors import FlowrlError, require
+from flowrl.signals import STOPPING, on_stop
 
 MOST_WORKERS = 16
 """The number of processes that are started at most unless a number is given."""
 REFRESH = 0.5
 """Seconds after which messages are passed on at the latest."""
-STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""Ctrl-C, the signal of launchers and clusters, and that of a closed terminal."""
 
 
 @dataclass(frozen=True)
@@ -123,32 +122,6 @@ def run_jobs(
                 for process in set(multiprocessing.active_children()) - others:
                     process.kill()
     return True
-
-
-@contextmanager
-def on_stop(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle(number)` when a signal of `STOPPING` arrives, in the main thread; other threads receive none.
-
-    After SIGHUP what this process prints to its terminal is dropped, since that is gone. Under nohup SIGHUP stays ignored.
-    """
-    terminals = [stream for stream in (1, 2) if os.isatty(stream)]
-
-    def react(number: int, _: object) -> None:
-        if number not in (signal.SIGINT, signal.SIGTERM):
-            for stream in terminals:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        handle(number)
-
-    previous: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in STOPPING:
-            if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) is not signal.SIG_IGN:
-                previous[number] = signal.signal(number, react)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _is_broken(pool: ProcessPoolExecutor) -> bool:

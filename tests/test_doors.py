@@ -84,11 +84,13 @@ def test_wrong_shapes_are_refused_by_axis(name: str) -> None:
 
 CONFORMANCE = """
 from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, Weighted
-from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
+from flowrl.flow import DrawnSteps, LogitNormalTimes, PermutedTimes, StratifiedTimes, UniformTimes
+from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.small_sd3 import SmallSD3Policy
 from flowrl.protocols import (
-    CompositeReward, CreditAssigner, FlowPolicy, PartsCreditAssigner, PolicyLoss, RandomSampler, RewardModel, Sampler, Stateful,
+    CompositeReward, CreditAssigner, FlowPolicy, ForwardLoss, PartsCreditAssigner, PolicyLoss, PooledForwardLoss, RandomSampler,
+    RewardModel, Sampler, Stateful, TimeDraw,
 )
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
@@ -101,6 +103,9 @@ remembers: Stateful = MovingAverageGain()
 kernels: list[Sampler] = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), AllButLast(CPS()), Window(CPS(), 0, 1)]
 drawn: list[RandomSampler] = [RandomWindow(CPS(), 1), SlidingWindow(CPS(), 1)]
 losses: list[PolicyLoss] = [ClippedLoss(), GRPOGuard(), FlowDPPO(), PolicyGradientLoss()]
+forward: list[ForwardLoss] = [DiffusionNFT(), AWM(), DGPO()]
+pooled: list[PooledForwardLoss] = [AWM(), DGPO()]
+times: list[TimeDraw] = [PermutedTimes(), StratifiedTimes(), UniformTimes(), LogitNormalTimes(), DrawnSteps()]
 rewards: list[RewardModel] = [ShapesReward(), DirectionReward(), FunctionReward(lambda images, prompts: images), WeightedSum({})]
 sums: CompositeReward = WeightedSum({})
 

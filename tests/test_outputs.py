@@ -53,13 +53,17 @@ FILES = {
     "prompts": ["prompts", "text", "--count", "2", "--file"],
     "pretrain": ["pretrain", "--updates", "1", "--out"],
     "microscope": ["bench", "microscope", "--out"],
+    "claims": ["bench", "claims", "--page"],
+    "rule": ["bench", "rule", "weighted", "--out"],
 }
 TAKEN = {
     "sample": ["mine.png", "run/samples.json", "file/x.png", "run", "x.mine", "x" * 300 + ".png"],
     "explain": ["mine.png", "file/x.png", "run", "x" * 300 + ".png"],
     "prompts": ["mine.jsonl", "prompts.jsonl", "file/x.jsonl", "run"],
     "pretrain": ["mine.safetensors", "run/weights.safetensors", "file/x.safetensors", "run"],
-    "microscope": ["run/config.json", "mine.json", "file", "notes/pages"],
+    "microscope": ["run/config.json", "mine.json", "file", "notes/pages", "notes/html"],
+    "claims": ["file", "notes/pages", "notes/html"],
+    "rule": ["notes/pages", "notes/html"],
 }
 CASES = [(name, taken) for name, (_, others) in FOLDERS.items() for taken in [*others, "."]]
 CASES += [(name, taken) for name, others in TAKEN.items() for taken in others]
@@ -71,13 +75,17 @@ def test_nothing_of_others_is_written_over(name: str, taken: str, made: Path, mo
     monkeypatch.chdir(made)
     for path in ("mine.png", "mine.jsonl", "mine.json", "mine.safetensors"):
         (made / path).write_text("mine")
-    (made / "notes" / "pages").mkdir(exist_ok=True)
-    (made / "notes" / "pages" / "microscope.md").write_text("mine")
+    for name in ("microscope", "claims", "rule"):
+        for folder, page in (("pages", f"{name}.md"), ("html", f"{name}.html")):
+            (made / "notes" / folder).mkdir(exist_ok=True)
+            (made / "notes" / folder / page).write_text("mine")
     before = content(made)
     command = [*FOLDERS[name][0], "--out"] if name in FOLDERS else FILES[name]
     assert main([*command, taken]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(("flowrl: error: out", "flowrl: error: file", f"flowrl: error: {taken} cannot be locked")), error
+    assert error.startswith(
+        ("flowrl: error: out", "flowrl: error: file", "flowrl: error: page", f"flowrl: error: {taken} cannot be locked")
+    ), error
     assert error.count("\n") == 1 and taken.split("/")[0][:20] in error
     assert content(made) == before
 

@@ -13,10 +13,11 @@ import pytest
 from flowrl.cli import load_command
 from flowrl.credit import GDPO, StepwiseGain, TurningPoint
 from flowrl.errors import ConfigError
+from flowrl.flow import UniformTimes
 from flowrl.losses import ClippedLoss
 from flowrl.policies.load import family_of
 from flowrl.probes import Completion, Continuation, NoProbe, Substeps, Tweedie
-from flowrl.registry import KINDS, available, build, options_of, summary_of
+from flowrl.registry import KINDS, TIMES, available, build, options_of, summary_of
 from flowrl.samplers import CPS, FlowSDE
 from flowrl.specs import Spec, identity, parse_spec
 from flowrl.trust import code_of, untrusted
@@ -217,6 +218,19 @@ def test_probes_as_parts(tmp_path: Path) -> None:
 def test_bad_probes_are_named(spec: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build("credit", f"stepwise-gain(probe='{spec}')")
+
+
+def test_training_times_by_spec() -> None:
+    assert build("loss", "awm(times='uniform(low=0.1, shared=true)')").times == UniformTimes(low=0.1, shared=True)
+    assert {type(build("loss", f"diffusion-nft(times={name!r})").times) for name in TIMES} == set(TIMES.values())
+    for spec, words in (
+        ("awm(times=even)", "times = 'even' is not allowed: permuted, stratified, uniform, logit-normal, steps"),
+        ("awm(times='uniform(lo=0.1)')", "times: uniform has no option lo; allowed: count, low, high, shift, shared"),
+        ("awm(times='uniform(low=2)')", "UniformTimes.low = 2 is not allowed"),
+        ("awm(times=3)", "AWM.times = 3 is not allowed: a TimeDraw"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            build("loss", spec)
 
 
 def test_a_spec_is_a_name_with_options() -> None:

@@ -107,6 +107,26 @@ def test_a_hostile_run_executes_nothing(setting: str, name: str, finished: Path,
     assert not canary.exists() and not list(tmp_path.glob("new*")) and sorted(out.rglob("*")) == before
 
 
+def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(finished: Path, canary: Path, tmp_path: Path) -> None:
+    """It is not built then. All other settings are judged as always."""
+    run = write_hostile(finished, tmp_path / "hostile", "reward", f"{tmp_path}/evil.py:Evil")
+    options = [
+        "--reward",
+        "flowrl.worlds.mixture:DirectionReward",
+        "--limit",
+        "1",
+        "--num-steps",
+        "1",
+        "--out",
+        str(tmp_path / "new"),
+    ]
+    assert main(["evaluate", "--weights", str(run), *options]) == 0
+    assert not canary.exists()
+    other = write_hostile(finished, tmp_path / "other", "loss", f"{tmp_path}/evil.py:Evil")
+    assert main(["evaluate", "--weights", str(other), *options]) == 2
+    assert not canary.exists()
+
+
 def test_a_hostile_comparison_executes_nothing(finished: Path, canary: Path, tmp_path: Path) -> None:
     """The entries that only a comparison has."""
     values = json.loads((finished / "config.json").read_text())

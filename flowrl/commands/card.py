@@ -1,5 +1,6 @@
 """The model card of a run: what was trained and on what, the measured scores, and how to use and repeat it."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,9 +122,11 @@ def without_folders(text: str) -> str:
 
 
 def _guidance(config: RunConfig) -> str:
-    """The arguments of classifier-free guidance: other defaults in SD3; in FLUX `guidance_scale` is an input of the network."""
+    """The arguments of classifier-free guidance. Their names and defaults differ: in FLUX `guidance_scale` is an input of the
+    network."""
     index = Path(config.policy.model) / "model_index.json"
     name = str(read_json(index, dict[str, Any]).get("_class_name", "")) if index.is_file() else config.policy.model
-    if "flux" not in name.lower():
-        return f", guidance_scale={config.policy.guidance_scale}"
-    return f', true_cfg_scale={config.policy.guidance_scale}, negative_prompt=""' if config.policy.guidance_scale != 1 else ""
+    scale, negative = config.policy.guidance_scale, json.dumps(config.policy.negative_prompt)
+    if any(family in name.lower() for family in ("flux", "qwen")):
+        return f", true_cfg_scale={scale}, negative_prompt={negative}" if scale != 1 else ""
+    return f", guidance_scale={scale}" + (f", negative_prompt={negative}" if config.policy.negative_prompt else "")

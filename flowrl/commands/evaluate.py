@@ -46,6 +46,8 @@ class Evaluate:
     """ODE steps [default: the run's, else 40]."""
     guidance_scale: Annotated[float, Ge(1)] | None = None
     """Classifier-free guidance for both [default: the run's, else 1]."""
+    negative_prompt: str | None = None
+    """Negative prompt of the guidance [default: the run's, else empty]."""
     resolution: Count | None = None
     """Height and width in pixels [default: the run's, else 512]."""
     seed: Seed = 20240
@@ -108,8 +110,9 @@ def _run_setup(args: Evaluate) -> _Setup:
 
     if not (args.weights / "config.json").is_file():
         raise ConfigError(f"weights: {args.weights} is not the folder of a run; for a LoRA or a transformer give its --model too")
-    config = load_config(args.weights / "config.json", args.trust)
-    changes = {name: getattr(args, name) for name in ("guidance_scale", "resolution") if getattr(args, name) is not None}
+    config = load_config(args.weights / "config.json", args.trust, unused=("reward",) if args.reward else ())
+    given = ("guidance_scale", "negative_prompt", "resolution")
+    changes = {name: getattr(args, name) for name in given if getattr(args, name) is not None}
     changes |= {name: getattr(args, name) for name in ("dtype", "max_sequence_length") if getattr(args, name)}
     config = config.replace(**changes, reward_noise=0.0, reward_bias=0.0, device=_device(args, bool(config.policy.model)))
     environment, options = config.environment, config.policy
@@ -160,6 +163,7 @@ def _lora_setup(args: Evaluate) -> _Setup:
         device=device,
         dtype=args.dtype or ("bfloat16" if device.startswith("cuda") else "float32"),
         guidance_scale=_value_or(args.guidance_scale, 1.0),
+        negative_prompt=_value_or(args.negative_prompt, ""),
         tuning="nothing",
         max_sequence_length=args.max_sequence_length,
         decode_batch=8,

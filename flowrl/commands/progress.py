@@ -69,15 +69,15 @@ class Display:
                 self.printed[name] = -1 if ended else step
                 self.say(f"{name:28s} {state['phase']:10s} iteration {step:3d}/{self.iterations[name]}  {numbers}  {note}")
 
-    def finish(self, out: Path) -> None:
-        """Write the report and print the results table."""
+    def finish(self, out: Path) -> str:
+        """Write the report and print the results table; returns the last line to print."""
         from flowrl.plots.report import print_table, write_report
         from flowrl.training.results import load_comparison, summarise
 
         self.say("Writing the report ...")
         report = write_report(out)
         print_table(summarise(load_comparison(out)), self.console)
-        self.say(f"Finished in {_clock(time.monotonic() - self.started)}. Report: {report}")
+        return f"Finished in {_clock(time.monotonic() - self.started)}. Report: {report}"
 
 
 def _clock(seconds: float | None) -> str:

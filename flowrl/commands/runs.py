@@ -16,9 +16,9 @@ import tyro
 from flowrl.commands.options import base_of, changes, options_class, options_with, typed_command
 from flowrl.errors import require
 from flowrl.options import Count, Seed, Workers
+from flowrl.signals import ignore_stops, on_stop
 from flowrl.training.config import MODEL_ONLY, RunConfig, load_config, preset
 from flowrl.trust import trust_option, trusted
-from flowrl.workers import on_stop
 
 if TYPE_CHECKING:
     from flowrl.training.compare import CompareConfig
@@ -43,7 +43,7 @@ def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool
 
 @contextmanager
 def asked_to_stop() -> Iterator[threading.Event]:
-    """An event that Ctrl-C, SIGTERM and SIGHUP set instead of ending the process (`flowrl.workers.on_stop`)."""
+    """An event that Ctrl-C, SIGTERM and SIGHUP set instead of ending the process (`flowrl.signals.on_stop`)."""
     asked = threading.Event()
 
     def ask(_: int) -> None:
@@ -70,8 +70,18 @@ def _told_how_to_go_on(out: Path, main: bool) -> Iterator[None]:
         raise
 
 
-def _interrupt(number: int) -> None:
-    raise KeyboardInterrupt
+@contextmanager
+def _interrupted_once() -> Iterator[None]:
+    """The first signal of `flowrl.signals.STOPPING` raises `KeyboardInterrupt`; a launcher or an impatient user may send more."""
+    asked = threading.Event()
+
+    def interrupt(_: int) -> None:
+        if not asked.is_set():
+            asked.set()
+            raise KeyboardInterrupt
+
+    with on_stop(interrupt):
+        yield
 
 
 @dataclass(frozen=True)
@@ -129,20 +139,31 @@ class Compare:
         device_of(config.run.policy.device)
         config.jobs()
         from flowrl.commands.progress import Display
+        from flowrl.io import disk_errors
+
+        def again() -> str:
+            """The command that goes on."""
+            words = "".join({trust_option(job.flat()) for job in config.jobs().values()})
+            return f"flowrl compare --resume {shlex.quote(str(out))}{words}"
 
         display = Display(config)
-        display.start(out)
-        try:
-            with on_stop(_interrupt):
-                work = partial(compare, config, out, self.resume is not None, self.workers, display.watch, self.changed_code)
+        work = partial(compare, config, out, self.resume is not None, self.workers, display.watch, self.changed_code)
+        with _interrupted_once(), disk_errors(out, lambda: "Finished runs and checkpoints are kept", again):
+            try:
+                display.start(out)
                 if display.during(work):
-                    display.finish(out)
+                    last = display.finish(out)
+                    ignore_stops()
+                    display.say(last)
                     return 0
-        except KeyboardInterrupt:
-            pass  # after the last run: the report is drawn again
-        words = "".join({trust_option(job.flat()) for job in config.jobs().values()})
-        display.say(f"Paused; nothing is lost. Go on with: flowrl compare --resume {shlex.quote(str(out))}{words}")
-        return 130
+            except KeyboardInterrupt:
+                pass  # also after the last run: the report is drawn again
+            ignore_stops()
+            if not (out / "config.json").exists():
+                display.say("Stopped before the first run; nothing was written.")
+                return 130
+            display.say(f"Paused; nothing is lost. Go on with: {again()}")
+            return 130
 
 
 def _draw_proxy(out: Path) -> Path | None:
@@ -221,6 +242,7 @@ class Train:
         from flowrl.commands.card import write_card
         from flowrl.commands.progress import train_line
         from flowrl.distributed import Distributed
+        from flowrl.io import disk_errors
         from flowrl.policies import device_of
         from flowrl.training.build import check
         from flowrl.training.checkpoint import to_resume
@@ -244,24 +266,28 @@ class Train:
         device_of(config.policy.device)
         if config.policy.device == "cpu":
             torch.set_num_threads(1)
-        with asked_to_stop() as asked, Distributed.join(config.policy.device, asked.is_set) as distributed:
-            say = partial(print, flush=True) if distributed.is_main else lambda text: None
-            out = distributed.gather(out)[0]  # the clock in its name may differ
-            several = f", {distributed.world_size} processes" if distributed.world_size > 1 else ""
-            subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"
-            say(f"{config.algorithm.method} on {subject}, seed {config.seed}{several} -> {out}")
-            run = Run(config, out, train_line(out), asked.is_set, distributed=distributed, changed_code=self.changed_code)
-            with _told_how_to_go_on(out, distributed.is_main):
-                execute = record(run.execute) if distributed.world_size > 1 else run.execute
-                finished = bool(execute(self.resume is not None, self.start))
-        if not finished:
-            say(f"Paused; nothing is lost. Go on with: {to_resume(out)}")
-            return 130
-        if distributed.is_main and config.policy.model:
-            write_card(out)
-        drawn = _draw_proxy(out) if distributed.is_main else None
-        if drawn is not None:
-            say(f"Proxy and held-out metrics: {drawn}")
-        again = f"{shlex.quote(str(out))}{trust_option(config.flat())}"
-        say(f"Done. Weights and metrics in {out}; draw samples with: flowrl sample --weights {again}")
-        return 0
+        with asked_to_stop() as asked:
+            with Distributed.join(config.policy.device, asked.is_set) as distributed:
+                say = partial(print, flush=True) if distributed.is_main else lambda text: None
+                out = distributed.gather(out)[0]  # the clock in its name may differ
+                several = f", {distributed.world_size} processes" if distributed.world_size > 1 else ""
+                subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"
+                say(f"{config.algorithm.method} on {subject}, seed {config.seed}{several} -> {out}")
+                run = Run(config, out, train_line(out), asked.is_set, distributed=distributed, changed_code=self.changed_code)
+                with _told_how_to_go_on(out, distributed.is_main):
+                    execute = record(run.execute) if distributed.world_size > 1 else run.execute
+                    finished = bool(execute(self.resume is not None, self.start))
+            if finished and distributed.is_main:
+                with disk_errors(out, lambda: "The run is complete", partial(to_resume, out)):
+                    if config.policy.model:
+                        write_card(out)
+                    drawn = _draw_proxy(out)
+                if drawn is not None:
+                    say(f"Proxy and held-out metrics: {drawn}")
+            ignore_stops()
+            if not finished:
+                say(f"Paused; nothing is lost. Go on with: {to_resume(out)}")
+                return 130
+            again = f"{shlex.quote(str(out))}{trust_option(config.flat())}"
+            say(f"Done. Weights and metrics in {out}; draw samples with: flowrl sample --weights {again}")
+            return 0

@@ -1,4 +1,4 @@
-"""Pure maths of flow matching: time grids, the interpolant and its estimates, Gaussians, a Gaussian mixture in closed form."""
+"""Pure maths of flow matching: time grids, training times, the interpolant and its estimates, Gaussians, a Gaussian mixture."""
 
 from flowrl.flow.gaussian import kl, kl_without_delta, log_prob, log_prob_without_constants, sample
 from flowrl.flow.mixture import GaussianMixture
@@ -11,8 +11,10 @@ from flowrl.flow.path import (
     uniform_schedule,
     velocity_target,
 )
+from flowrl.flow.times import DrawnSteps, LogitNormalTimes, PermutedTimes, StratifiedTimes, UniformTimes
 
 __all__ = [
-    "GaussianMixture", "expand", "interpolate", "kl", "kl_without_delta", "log_prob", "log_prob_without_constants",
-    "noise_estimate", "sample", "shifted_schedule", "tweedie", "uniform_schedule", "velocity_target",
+    "DrawnSteps", "GaussianMixture", "LogitNormalTimes", "PermutedTimes", "StratifiedTimes", "UniformTimes", "expand",
+    "interpolate", "kl", "kl_without_delta", "log_prob", "log_prob_without_constants", "noise_estimate", "sample",
+    "shifted_schedule", "tweedie", "uniform_schedule", "velocity_target",
 ]  # fmt: skip

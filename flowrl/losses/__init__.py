@@ -1,8 +1,12 @@
-"""Policy losses: pure functions of Gaussians, advantages and a mask, one file each."""
+"""Losses, one file each: policy losses are pure functions of Gaussians, forward-process losses of velocities, with advantages and
+a mask."""
 
+from flowrl.losses.awm import AWM
 from flowrl.losses.clipped import ClippedLoss
+from flowrl.losses.dgpo import DGPO
 from flowrl.losses.dppo import FlowDPPO
 from flowrl.losses.guard import GRPOGuard
+from flowrl.losses.nft import DiffusionNFT
 from flowrl.losses.policy_gradient import PolicyGradientLoss
 
-__all__ = ["ClippedLoss", "FlowDPPO", "GRPOGuard", "PolicyGradientLoss"]
+__all__ = ["AWM", "DGPO", "ClippedLoss", "DiffusionNFT", "FlowDPPO", "GRPOGuard", "PolicyGradientLoss"]

@@ -67,19 +67,19 @@ def combine(
     `clipped`: pairs at the border of the trust region; their fraction is the metric clip_fraction.
     """
     counts = pairs.mask
-    policy_loss = _mean(policy_terms, counts)
+    policy_loss = mean_over(policy_terms, counts)
     loss = policy_loss
     deviation = (ratio.detach() - 1.0).abs()
     metrics = {
         "policy_loss": policy_loss.detach(),
-        "ratio_mean": _mean(ratio.detach().masked_fill(~counts, 0.0), counts).masked_fill(~counts.any(), 1.0),
+        "ratio_mean": mean_over(ratio.detach().masked_fill(~counts, 0.0), counts).masked_fill(~counts.any(), 1.0),
         "ratio_deviation": deviation.max() if len(ratio) else torch.zeros_like(policy_loss),
-        "ratio_distance": _mean(deviation, counts),
-        "clip_fraction": _mean(clipped.float(), counts),
-        "approx_kl": _mean(kl(pairs.new, pairs.behaviour), counts).detach(),
+        "ratio_distance": mean_over(deviation, counts),
+        "clip_fraction": mean_over(clipped.float(), counts),
+        "approx_kl": mean_over(kl(pairs.new, pairs.behaviour), counts).detach(),
     }
     if pairs.reference is not None:
-        penalty = _mean(divergence(pairs.new, pairs.reference, pairs.delta), counts)
+        penalty = mean_over(divergence(pairs.new, pairs.reference, pairs.delta), counts)
         metrics["kl"] = penalty.detach()
         loss = loss + kl_weight * penalty if kl_weight > 0 else loss
     elif kl_weight > 0:
@@ -94,11 +94,21 @@ def require_clip(loss: str, clip_range: float) -> None:
 
 def require_kl(loss: str, kl_weight: float, form: str) -> None:
     """Raise `ConfigError` unless `kl_weight` is finite and 0 or more and `form` is a known one."""
-    require(math.isfinite(kl_weight) and kl_weight >= 0, f"{loss}.kl_weight", kl_weight, "finite and 0 or more")
+    require_weight(loss, "kl_weight", kl_weight)
     require(form in KL_FORMS, f"{loss}.kl", form, " or ".join(map(repr, KL_FORMS)))
 
 
-def _mean(values: Tensor, counts: Tensor) -> Tensor:
+def require_weight(loss: str, option: str, weight: float) -> None:
+    """Raise `ConfigError` unless the `weight` of a penalty is finite and 0 or more."""
+    require(math.isfinite(weight) and weight >= 0, f"{loss}.{option}", weight, "finite and 0 or more")
+
+
+def require_positive(loss: str, option: str, value: float) -> None:
+    """Raise `ConfigError` unless `value` is finite and above 0."""
+    require(math.isfinite(value) and value > 0, f"{loss}.{option}", value, "finite and above 0")
+
+
+def mean_over(values: Tensor, counts: Tensor) -> Tensor:
     """The sum of `values`, which are 0 where a pair does not count, over the number of pairs that do; 0 without any pair."""
     return values.sum() / counts.sum().clamp(min=1)
 

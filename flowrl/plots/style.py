@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
-from flowrl.errors import ConfigError, require
-from flowrl.io import require_new_file, write_bytes
+from flowrl.errors import require
+from flowrl.io import refused, require_new_file, write_bytes
 
 COLOURS = {
     "flow-grpo": "#0072B2",
@@ -82,14 +82,20 @@ def require_figure(path: Path) -> None:
     """Raise `ConfigError` unless a figure can be written to `path`, which is new or a PNG of this package."""
     formats = FigureCanvasBase.get_supported_filetypes()
     require(path.suffix[1:].lower() in formats, "out", str(path), f"a name that ends in .png or another of {', '.join(formats)}")
-    require_new_file(path, lambda data: b"Software\0flowrl" in data[:4096])
+    require_new_file(path, is_own)
+
+
+def is_own(data: bytes) -> bool:
+    """Whether `data` is a PNG file of this package."""
+    return b"Software\0flowrl" in data[:4096]
 
 
 def save(figure: Figure, path: Path, dpi: int = 150) -> None:
-    """Write the figure in the format of the file's extension. Raises `ConfigError` if the file cannot be written."""
+    """Write the figure in the format of the file's extension. Raises `ConfigError` if the file cannot be written, `DiskError`
+    if the disk is full."""
     try:
         buffer, suffix = io.BytesIO(), path.suffix[1:].lower() or "png"
         figure.savefig(buffer, format=suffix, dpi=dpi, metadata=MADE if suffix == "png" else None)
         write_bytes(path, buffer.getvalue())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"out: {path} cannot be written: {error}") from error
+        raise refused(error, f"out: {path} cannot be written: {error}") from error

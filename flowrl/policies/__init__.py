@@ -1,19 +1,31 @@
 """Policies own a network: the closed-form mixture, the small built-in model, and diffusers' pipelines."""
 
-from flowrl.policies.architectures import ARCHITECTURES, DECODER, Architecture, architecture
-from flowrl.policies.family import DTYPES, Family, ModelOptions, decode_scaled, device_of, resolution_shift
+from flowrl.policies.architectures import ARCHITECTURES, DECODER, Architecture, architecture, architecture_of
+from flowrl.policies.family import (
+    DTYPES,
+    Family,
+    Guides,
+    ModelOptions,
+    decode_scaled,
+    device_of,
+    linear_guidance,
+    packed_shape,
+    resolution_shift,
+    unpacked,
+)
 from flowrl.policies.flux import Flux
 from flowrl.policies.load import family_of, load_policy
 from flowrl.policies.lora import LORA_TARGETS, Adapters
 from flowrl.policies.memory import Memory, StorageCounter, count_memory
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.pipeline import PipelinePolicy, compile_blocks, has_compiled_blocks
+from flowrl.policies.qwen_image import QwenImage
 from flowrl.policies.sd3 import SD3
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
 
 __all__ = [
-    "ARCHITECTURES", "DECODER", "DTYPES", "LORA_TARGETS", "SD3", "Adapters", "Architecture", "Family", "Flux", "Memory",
-    "MixturePolicy", "ModelOptions", "PipelinePolicy", "SmallSD3", "SmallSD3Config", "SmallSD3Policy", "StorageCounter",
-    "architecture", "compile_blocks", "count_memory", "decode_scaled", "device_of", "family_of", "has_compiled_blocks",
-    "load_policy", "resolution_shift",
+    "ARCHITECTURES", "DECODER", "DTYPES", "LORA_TARGETS", "SD3", "Adapters", "Architecture", "Family", "Flux", "Guides",
+    "Memory", "MixturePolicy", "ModelOptions", "PipelinePolicy", "QwenImage", "SmallSD3", "SmallSD3Config", "SmallSD3Policy",
+    "StorageCounter", "architecture", "architecture_of", "compile_blocks", "count_memory", "decode_scaled", "device_of",
+    "family_of", "has_compiled_blocks", "linear_guidance", "load_policy", "packed_shape", "resolution_shift", "unpacked",
 ]  # fmt: skip

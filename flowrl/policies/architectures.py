@@ -2,12 +2,14 @@
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flowrl.errors import ConfigError
 
@@ -17,55 +19,105 @@ DECODER: dict[str, Any] = {
     "latent_channels": 16, "norm_num_groups": 32, "sample_size": 1024, "use_quant_conv": False, "use_post_quant_conv": False,
 }  # fmt: skip
 """The image decoder of SD3, SD3.5 and FLUX.1, an `AutoencoderKL`."""
+QWEN_DECODER: dict[str, Any] = {
+    "base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "temperal_downsample": [False, True, True],
+    "input_channels": 3,
+}  # fmt: skip
+"""The image decoder of Qwen-Image, an `AutoencoderKLQwenImage`, which decodes videos; an image is one frame."""
 FLUX_ENCODERS = 4_762_310_656 + 123_650_304
 """Parameters of T5 v1.1 XXL's encoder and of CLIP ViT-L/14's text encoder."""
 SD3_ENCODERS = FLUX_ENCODERS + 694_659_840
 """The same, and OpenCLIP ViT-bigG/14's text encoder."""
+QWEN_ENCODER = 8_292_166_656
+"""Parameters of Qwen2.5-VL-7B, its vision tower included, which the pipeline loads too."""
 
 
 @dataclass(frozen=True)
 class Architecture:
     """A transformer: its class in diffusers and its configuration; the lengths of a prompt for CLIP (0 if its tokens are not part
-    of the embedding) and for T5, the parameters of all text encoders, and the configuration of the image decoder."""
+    of the embedding) and for the encoder whose length `max_sequence_length` sets (T5, Qwen2.5-VL), the parameters of all text
+    encoders, and the class and configuration of the image decoder."""
 
     transformer: str
     config: dict[str, Any]
     clip_tokens: int
-    t5_tokens: int
+    prompt_tokens: int
     encoder_parameters: int
     decoder: dict[str, Any] = field(default_factory=lambda: DECODER)
+    decoder_class: str = "AutoencoderKL"
 
     @property
     def text_tokens(self) -> int:
         """The length of a prompt's embedding."""
-        return self.clip_tokens + self.t5_tokens
+        return self.clip_tokens + self.prompt_tokens
 
     @property
     def latent_factor(self) -> int:
         """Pixels per latent, along a side."""
-        return 2 ** (len(self.decoder["block_out_channels"]) - 1)
+        halvings = self.decoder.get("temperal_downsample")
+        return 2 ** (len(self.decoder["block_out_channels"]) - 1 if halvings is None else len(halvings))
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of a latent image."""
+        return self.decoder["latent_channels" if "latent_channels" in self.decoder else "z_dim"]
 
     @property
     def text_width(self) -> int:
         """The width of a prompt's embedding."""
         return self.config["joint_attention_dim"]
 
+    def latent_image(self, rows: int, resolution: int, precision: torch.dtype) -> Tensor:
+        """What the decoder of images takes, on "meta": [row, channel, side, side], with one frame before the side if it decodes
+        videos."""
+        frames = (1,) if "temperal_downsample" in self.decoder else ()
+        side = resolution // self.latent_factor
+        return torch.empty(rows, self.latent_channels, *frames, side, side, device="meta", dtype=precision)
+
+    def inputs(self, rows: int, resolution: int, precision: torch.dtype) -> dict[str, Any]:
+        """The arguments of the transformer for `rows` latents, on "meta"; without the mask of padded prompts, a byte a token."""
+
+        def shaped(*shape: int) -> Tensor:
+            return torch.empty(shape, device="meta", dtype=precision)
+
+        side = resolution // self.latent_factor
+        words = {"encoder_hidden_states": shaped(rows, self.text_tokens, self.text_width)}
+        common = {**words, "timestep": shaped(rows), "return_dict": False}
+        packed = {"hidden_states": shaped(rows, (side // 2) ** 2, 4 * self.latent_channels)}
+        if self.transformer.startswith("Qwen"):
+            return {**common, **packed, "img_shapes": [[(1, side // 2, side // 2)]] * rows}
+        common["pooled_projections"] = shaped(rows, self.config["pooled_projection_dim"])
+        if self.transformer.startswith("SD3"):
+            return {**common, "hidden_states": shaped(rows, self.latent_channels, side, side)}
+        guidance = shaped(rows) if self.config["guidance_embeds"] else None
+        positions = {"txt_ids": shaped(self.text_tokens, 3), "img_ids": shaped((side // 2) ** 2, 3)}
+        return {**common, **packed, **positions, "guidance": guidance}
+
     def build(self, device: str = "meta") -> Any:
         """The transformer with random weights on `device`; on "meta" it has shapes only and takes no memory."""
+        return self._build(self.transformer, self.config, device)
+
+    def build_decoder(self, device: str = "meta") -> Any:
+        """The image decoder, in the same way."""
+        return self._build(self.decoder_class, self.decoder, device)
+
+    @staticmethod
+    def _build(name: str, config: dict[str, Any], device: str) -> Any:
         with torch.device(device):
-            return getattr(import_module("diffusers"), self.transformer)(**self.config)
+            return getattr(import_module("diffusers"), name)(**config)
 
     @staticmethod
     def of_folder(folder: Path) -> "Architecture":
-        """The architecture of the SD3 or FLUX pipeline in `folder`, from its JSON files and the headers of its text encoders.
-        Raises `OSError`, `KeyError` or `ValueError` if they are not there or have another form."""
+        """The architecture of the SD3, FLUX or Qwen-Image pipeline in `folder`, from its JSON files and the headers of its text
+        encoders. Raises `OSError`, `KeyError` or `ValueError` if they are not there or have another form."""
         read = {part: json.loads((folder / part / "config.json").read_text()) for part in ("transformer", "vae")}
         plain = {part: {n: v for n, v in values.items() if not n.startswith("_")} for part, values in read.items()}
         known = _CLASSES[read["transformer"]["_class_name"]]
-        clip = json.loads((folder / "tokenizer/tokenizer_config.json").read_text())["model_max_length"]
+        tokenizer = json.loads((folder / "tokenizer/tokenizer_config.json").read_text())
+        clip = tokenizer["model_max_length"] if known.clip_tokens else 0
         encoders = sum(map(_elements, folder.glob("text_encoder*/*.safetensors")))
         return replace(
-            known, config=plain["transformer"], clip_tokens=known.clip_tokens and clip, encoder_parameters=encoders,
+            known, config=plain["transformer"], clip_tokens=clip, encoder_parameters=encoders,
             decoder=plain["vae"],
         )  # fmt: skip
 
@@ -85,15 +137,27 @@ _FLUX: dict[str, Any] = {
     "patch_size": 1, "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128,
     "num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768, "axes_dims_rope": (16, 56, 56),
 }  # fmt: skip
+_QWEN: dict[str, Any] = {
+    "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 60, "attention_head_dim": 128,
+    "num_attention_heads": 24, "joint_attention_dim": 3584, "guidance_embeds": False, "axes_dims_rope": (16, 56, 56),
+}  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {
     "sd3.5-medium": Architecture("SD3Transformer2DModel", _SD35_MEDIUM, 77, 256, SD3_ENCODERS),
     "sd3.5-large": Architecture("SD3Transformer2DModel", _SD35_LARGE, 77, 256, SD3_ENCODERS),
     "flux.1-dev": Architecture("FluxTransformer2DModel", {**_FLUX, "guidance_embeds": True}, 0, 512, FLUX_ENCODERS),
     "flux.1-schnell": Architecture("FluxTransformer2DModel", {**_FLUX, "guidance_embeds": False}, 0, 512, FLUX_ENCODERS),
+    "qwen-image": Architecture(
+        "QwenImageTransformer2DModel", _QWEN, 0, 512, QWEN_ENCODER, QWEN_DECODER, "AutoencoderKLQwenImage"
+    ),
 }
 """The published architectures by name."""
 _CLASSES = {known.transformer: known for known in ARCHITECTURES.values()}
 """An architecture of every transformer class."""
+_ENDINGS = {
+    "3.5-medium": "sd3.5-medium", "3.5-large": "sd3.5-large", "flux.1-dev": "flux.1-dev", "flux.1-schnell": "flux.1-schnell",
+    "qwen-image": "qwen-image",
+}  # fmt: skip
+"""Architectures by what the end of a model's name says."""
 
 
 def architecture(name: str) -> Architecture:
@@ -101,6 +165,15 @@ def architecture(name: str) -> Architecture:
     if name not in ARCHITECTURES:
         raise ConfigError(f"unknown architecture {name!r}; allowed: {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]
+
+
+def architecture_of(model: str) -> Architecture | None:
+    """The architecture of the pipeline in the folder `model`, or of a model whose name tells it."""
+    if (Path(model) / "model_index.json").is_file():
+        with suppress(OSError, KeyError, ValueError):
+            return Architecture.of_folder(Path(model))
+    name = next((known for ending, known in _ENDINGS.items() if model.lower().rstrip("/").endswith(ending)), "")
+    return architecture(name) if name else None
 
 
 def _elements(file: Path) -> int:

@@ -1,12 +1,13 @@
-"""Model families as a protocol (`sd3` and `flux` are two; docs/model-families.md explains how to add one), and the options of a
-policy over a pipeline."""
+"""Model families as a protocol (`sd3`, `flux`, `qwen_image`; docs/model-families.md explains how to add one), and the options of
+a policy over a pipeline."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from flowrl.errors import require
@@ -30,7 +31,7 @@ class Family(Protocol):
 
     @property
     def text_tokens(self) -> int:
-        """The default length of its T5 prompts."""
+        """The default length of its prompts: tokens of its T5 encoder, or of its only encoder."""
         ...
 
     @property
@@ -47,7 +48,8 @@ class Family(Protocol):
         ...
 
     def encode(self, pipe: Any, text: str, tokens: int, device: torch.device) -> Mapping[str, Tensor]:
-        """The embeddings of one prompt, without a prompt axis."""
+        """The embeddings of one prompt, without a prompt axis. Where prompts differ in shape, they are padded with zeros at the
+        end to a common one; a mask of ones among the tensors marks what is not padding."""
         ...
 
     def velocity(
@@ -62,6 +64,20 @@ class Family(Protocol):
         ...
 
 
+@runtime_checkable
+class Guides(Protocol):
+    """A family with a guidance of its own; those without `guide` have `linear_guidance`."""
+
+    def guide(self, away: Tensor, towards: Tensor, scale: float) -> Tensor:
+        """The guided velocity from that of the negative prompt (`away`) and that of the prompt, float32 [sample, *latent]."""
+        ...
+
+
+def linear_guidance(away: Tensor, towards: Tensor, scale: float) -> Tensor:
+    """Classifier-free guidance, v_neg + s (v_prompt - v_neg) (arXiv 2207.12598)."""
+    return away + scale * (towards - away)
+
+
 def resolution_shift(scheduler: Any, tokens: int, largest: float) -> float:
     """mu, linear in the number of image tokens between the sizes in the scheduler's config (arXiv 2403.03206, 5.3.2).
 
@@ -71,6 +87,19 @@ def resolution_shift(scheduler: Any, tokens: int, largest: float) -> float:
     low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     least, most = config.get("base_shift", 0.5), config.get("max_shift", largest)
     return least + (most - least) * (tokens - low) / (high - low)
+
+
+def packed_shape(pipe: Any, height: int, width: int) -> tuple[int, int]:
+    """(tokens, channels) of a latent whose tokens are its 2 x 2 patches. Raises `ConfigError` unless they divide the image."""
+    unit = 2 * pipe.vae_scale_factor
+    for name, value in (("height", height), ("width", width)):
+        require(value % unit == 0, name, value, f"a multiple of {unit}")
+    return ((height // unit) * (width // unit), pipe.transformer.config.in_channels)
+
+
+def unpacked(latent: Tensor, size: tuple[int, int]) -> Tensor:
+    """Tokens [sample, token, 4 x channel] as latent images [sample, channel, height, width]."""
+    return rearrange(latent, "s (h w) (k p q) -> s k (h p) (w q)", h=size[0] // 2, p=2, q=2)
 
 
 def decode_scaled(vae: Any, latent: Tensor) -> Tensor:
@@ -90,7 +119,8 @@ class ModelOptions:
     velocities, latents and everything computed from them are float32. Use bfloat16 for training on a GPU; float16 needs a scaled
     loss (the run's `loss_scale`), or small gradients vanish."""
     guidance_scale: float = 1.0
-    """Classifier-free guidance s: v = v_neg + s (v_prompt - v_neg), in rollouts and updates alike; 1 = off (half the cost)."""
+    """Classifier-free guidance s: v = v_neg + s (v_prompt - v_neg), for Qwen-Image rescaled to the norm of v_prompt, in rollouts
+    and updates alike; 1 = off (half the cost)."""
     negative_prompt: str = ""
     guidance_gradient: str = "both"
     """both, or prompt: v_neg is computed without a gradient (less memory; the values are the same)."""
@@ -111,7 +141,7 @@ class ModelOptions:
     gradient_checkpointing: bool = False
     """Gradient checkpointing: activations are computed twice instead of stored."""
     max_sequence_length: int = 0
-    """Tokens of the T5 encoder; 0: the family's own."""
+    """Tokens of the T5 encoder, or of the family's only one; 0: the family's own."""
     decode_batch: int = 8
     """Latents per call of the image decoder."""
     decode_dtype: str = "float32"

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from flowrl.errors import require
-from flowrl.policies.family import decode_scaled, resolution_shift
+from flowrl.policies.family import decode_scaled, packed_shape, resolution_shift, unpacked
 from flowrl.policies.lora import LORA_TARGETS
 
 
@@ -35,10 +34,7 @@ class Flux:
 
     def latent_shape(self, pipe: Any, height: int, width: int) -> tuple[int, ...]:
         """(height / 16 x width / 16, channels). Raises `ConfigError` unless both sizes are multiples of 16."""
-        unit = 2 * pipe.vae_scale_factor
-        for name, value in (("height", height), ("width", width)):
-            require(value % unit == 0, name, value, f"a multiple of {unit}")
-        return ((height // unit) * (width // unit), pipe.transformer.config.in_channels)
+        return packed_shape(pipe, height, width)
 
     def set_timesteps(self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any) -> None:
         """The even grid 1, ..., 1/T, shifted by the number of image tokens if the scheduler's config has dynamic shifting."""
@@ -69,8 +65,7 @@ class Flux:
 
     def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
         """Tokens unpacked to the latent image, which is then scaled and shifted as in the pipeline."""
-        image = rearrange(latent, "s (h w) (k p q) -> s k (h p) (w q)", h=size[0] // 2, p=2, q=2)
-        return decode_scaled(pipe.vae, image)
+        return decode_scaled(pipe.vae, unpacked(latent, size))
 
 
 @cache

@@ -29,7 +29,7 @@ class Adapters:
     With B = 0 the network starts as the base model. `targets` are the ends of the names of the linear layers that get an adapter;
     the one called `name` is trained. `frozen` names adapters that the network already has: they are part of every velocity,
     the reference's included, but not trained. `add` and `train` add further adapters and select between them. Raises
-    `ConfigError` if no layer has such a name, or if the network has other adapters already.
+    `ConfigError` if one of them matches no layer, or if the network has other adapters already.
     """
 
     def __init__(
@@ -62,13 +62,17 @@ class Adapters:
         return self.network.peft_config[self.name].r
 
     def add(self, name: str, rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
-        """Add an adapter with B = 0, inactive until `train` selects it. Raises `ConfigError` for a name that is taken, or if no
-        layer matches `targets`."""
+        """Add an adapter with B = 0, inactive until `train` selects it. Raises `ConfigError` for a name that is taken, or if
+        one of `targets` matches no layer."""
         from peft import LoraConfig
         from peft.tuners.lora import LoraLayer
 
         if name in (getattr(self.network, "peft_config", None) or ()):
             raise ConfigError(f"adapter name = {name!r} is not allowed: the model has one of this name")
+        names = [layer for layer, _ in self.network.named_modules()]
+        idle = [end for end in targets if not any(layer == end or layer.endswith(f".{end}") for layer in names)]
+        if idle:
+            raise ConfigError(f"lora_targets = {tuple(targets)!r} is not allowed: no layer's name ends with {' or '.join(idle)}")
         lora: Any = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=list(targets))  # pyright: ignore[reportArgumentType]
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():

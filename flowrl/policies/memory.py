@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -94,11 +93,11 @@ def count_memory(
         network.enable_gradient_checkpointing()
     network.train()
     with _flash_attention():
-        update = _peak(lambda: _step(network, _inputs(known, update_rows, resolution, precision)), network)
+        update = _peak(lambda: _step(network, known.inputs(update_rows, resolution, precision)), network)
         with torch.no_grad():
-            rollout = _peak(lambda: network(**_inputs(known, rollout_rows, resolution, precision)), network)
+            rollout = _peak(lambda: network(**known.inputs(rollout_rows, resolution, precision)), network)
     decoder, decode = _decoder(known, resolution, min(decode_batch, images or decode_batch), getattr(torch, decode_dtype))
-    pixels = 4 * known.decoder["out_channels"] * resolution**2 * images
+    pixels = 4 * 3 * resolution**2 * images
     cast = trained * size if dtype != "float32" else 0
     buffers = sum(b.numel() for b in network.buffers())
     frozen = (0 if full and not reference else parameters + buffers) * size + (buffers * 4 if full else 0)
@@ -116,11 +115,9 @@ def count_memory(
 
 def _decoder(known: Architecture, resolution: int, rows: int, precision: torch.dtype) -> tuple[int, int]:
     """Bytes of the image decoder's weights, and the peak that decoding `rows` latents adds."""
-    with torch.device("meta"):
-        decoder = import_module("diffusers").AutoencoderKL(**known.decoder)
+    decoder = known.build_decoder()
     nn.Module.to(decoder, precision)
-    side = resolution // known.latent_factor
-    latent = torch.empty(rows, known.decoder["latent_channels"], side, side, device="meta", dtype=precision)
+    latent = known.latent_image(rows, resolution, precision)
     with torch.no_grad(), _flash_attention():
         peak = _peak(lambda: decoder.decode(latent), decoder)
     return sum(p.numel() * p.itemsize for p in decoder.parameters()), peak
@@ -129,27 +126,6 @@ def _decoder(known: Architecture, resolution: int, rows: int, precision: torch.d
 def _step(network: Any, inputs: Mapping[str, Any]) -> None:
     """Forward and backward pass of a loss; the inputs live as long as it takes."""
     network(**inputs)[0].float().square().mean().backward()
-
-
-def _inputs(known: Architecture, rows: int, resolution: int, precision: torch.dtype) -> Mapping[str, Any]:
-    """The arguments of the transformer for `rows` latents."""
-    channels, side, config = known.decoder["latent_channels"], resolution // known.latent_factor, known.config
-
-    def shaped(*shape: int) -> Tensor:
-        return torch.empty(shape, device="meta", dtype=precision)
-
-    common = {
-        "encoder_hidden_states": shaped(rows, known.text_tokens, known.text_width),
-        "pooled_projections": shaped(rows, config["pooled_projection_dim"]),
-        "timestep": shaped(rows),
-        "return_dict": False,
-    }
-    if known.transformer.startswith("SD3"):
-        return {**common, "hidden_states": shaped(rows, channels, side, side)}
-    tokens = (side // 2) ** 2
-    guidance = shaped(rows) if config["guidance_embeds"] else None
-    positions = {"txt_ids": shaped(known.text_tokens, 3), "img_ids": shaped(tokens, 3)}
-    return {**common, **positions, "hidden_states": shaped(rows, tokens, 4 * channels), "guidance": guidance}
 
 
 @contextmanager

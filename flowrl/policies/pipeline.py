@@ -1,4 +1,4 @@
-"""Diffusers pipelines as policies: what all model families share. A family (`sd3`, `flux`) defines what differs."""
+"""Diffusers pipelines as policies: what all model families share. A family (`sd3`, `flux`, `qwen_image`) defines what differs."""
 
 import copy
 import os
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flowrl.distributed import full_tensors, is_sharded_network
 from flowrl.errors import ConfigError, require
 from flowrl.policies.block_cache import FirstBlockCache, blocks_of
-from flowrl.policies.family import DTYPES, Family, ModelOptions, device_of
+from flowrl.policies.family import DTYPES, Family, Guides, ModelOptions, device_of, linear_guidance
 from flowrl.policies.lora import Adapters, load_frozen_adapters
 from flowrl.policies.prompt_cache import PromptCache
 from flowrl.types import Condition, Prompt, Schedule
@@ -47,6 +47,7 @@ class PipelinePolicy:
         self.prompts = PromptCache(self._embed, self._device, options.prompt_cache, self.dtype)
         self._guidance = options.guidance_scale
         self._one_call = options.guidance_gradient == "both"
+        self._guide = family.guide if isinstance(family, Guides) else linear_guidance
         self.adapters: Adapters | None = None
         self._copy: Any = None
         self._released = False
@@ -77,12 +78,12 @@ class PipelinePolicy:
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """SD3: (channels, height, width); FLUX: (tokens, channels of a 2 x 2 patch)."""
+        """SD3: (channels, height, width); FLUX, Qwen-Image: (tokens, channels of a 2 x 2 patch)."""
         return self._latent_shape
 
     @property
     def latent_size(self) -> tuple[int, int]:
-        """Height and width of the latent image, an eighth of the image's for SD3 and FLUX."""
+        """Height and width of the latent image, an eighth of the image's for the built-in families."""
         return self._size
 
     @property
@@ -152,7 +153,7 @@ class PipelinePolicy:
         else:
             both = self._call(torch.cat([latent] * 2), timestep.repeat(2), torch.cat([negative, prompt]), keys)
             away, towards = both.chunk(2)
-        return away + self._guidance * (towards - away)
+        return self._guide(away, towards, self._guidance)
 
     def _call(self, latent: Tensor, timestep: Tensor, numbers: Tensor, keys: frozenset[int]) -> Tensor:
         rows = self.prompts.rows(numbers, keys)

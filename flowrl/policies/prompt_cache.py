@@ -23,8 +23,9 @@ class PromptCache:
     """Embeddings under integer numbers, so that a `Condition` carries a number per sample instead of megabytes.
 
     `encode` embeds new texts; no text is embedded twice. The first `limit` embeddings are stored in main memory, later ones in a
-    temporary folder (`TMPDIR`), which is deleted at the end. Those of the latest call are also on `device`, in `dtype` (None:
-    unchanged). `hits` and `misses` count texts. Raises `ConfigError` if the folder cannot be written.
+    temporary folder (`TMPDIR`), which is deleted at the end. Those of the latest call are also on `device`, padded with zeros to
+    a common shape, floating-point tensors in `dtype` (None: unchanged). `hits` and `misses` count texts. Raises `ConfigError` if
+    the folder cannot be written.
     """
 
     encode: Encode
@@ -81,8 +82,9 @@ class PromptCache:
         stored = [self._stored[number] for number in numbers]
         rows = [load_file(row) if isinstance(row, Path) else row for row in stored]
         for name in rows[0]:
-            fresh = torch.stack([row[name] for row in rows]).to(self.device, self.dtype)
-            self._table[name] = torch.cat([self._table[name], fresh]) if name in self._table else fresh
+            fresh = _joined([row[name].unsqueeze(0) for row in rows])
+            fresh = fresh.to(self.device, self.dtype if fresh.is_floating_point() else None)
+            self._table[name] = _joined([self._table[name], fresh]) if name in self._table else fresh
         places = torch.zeros(len(self._stored), dtype=torch.int64)
         places[list(self._near)] = torch.tensor(list(self._near.values()))
         self._places = places.to(self.device)
@@ -101,3 +103,16 @@ class PromptCache:
                 f"({error}); set TMPDIR to a folder with more room, or a larger prompt_cache for more main memory"
             ) from error
         return path
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """`parts` [row, ...] as one tensor, padded with zeros at the end of all other axes to the largest size."""
+    shape = torch.Size(max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
+    return torch.cat([part if part.shape[1:] == shape else _padded(part, shape) for part in parts])
+
+
+def _padded(part: Tensor, shape: torch.Size) -> Tensor:
+    """`part` [row, ...] with zeros up to [row, *shape]."""
+    whole = part.new_zeros(len(part), *shape)
+    whole[tuple(map(slice, part.shape))] = part
+    return whole

@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ from annotated_types import Ge, Gt, Le
 from flowrl.errors import ConfigError, require
 from flowrl.options import Count
 from flowrl.serving.client import TOKEN_VARIABLE
+from flowrl.serving.server_settings import tls_context
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class ServeReward:
         together = (certificate is None) == (key is None)
         given = ("tls_key", key) if certificate is None else ("tls_certificate", certificate)
         require(together, given[0], str(given[1]), "tls_certificate and tls_key together, or neither")
-        if certificate is None:
+        if certificate is None or key is None:
             return
         try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key, password="")
+            tls_context(certificate, key)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             allowed = "a certificate chain and its key without a passphrase, both PEM"

@@ -1,7 +1,9 @@
 """How a reward is served, and which requests are accepted."""
 
 import math
+import ssl
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from flowrl.errors import require
 
@@ -63,3 +65,10 @@ class ServerSettings:
     def __post_init__(self) -> None:
         require(self.max_batch >= 1, "max_batch", self.max_batch, "1 or more")
         require(0 <= self.wait <= 60, "wait", self.wait, "0 to 60 seconds")
+
+
+def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    """For the server's side of connections. Raises `OSError` or `ValueError` for files that cannot be used."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key, password="")
+    return context

@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from flowrl.errors import ConfigError, require
 from flowrl.protocols import RewardModel
 from flowrl.serving.app import create_app
 from flowrl.serving.gate import is_loopback
-from flowrl.serving.server_settings import ServerSettings
+from flowrl.serving.server_settings import ServerSettings, tls_context
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def make_server(
     """A uvicorn server, ready to run on the socket of a `Listener` in any thread."""
     limits = settings.limits
     bounds = {"header_seconds": limits.header_seconds, "most_connections": limits.connections}
+    bounds["tls"] = tls_context(certificate, key) if certificate and key else None
     protocol = type("BoundedProtocol", (LimitedProtocol,), bounds)
     config = uvicorn.Config(
         create_app(reward, settings),
@@ -70,8 +73,6 @@ def make_server(
         timeout_keep_alive=75,
         timeout_graceful_shutdown=30,
         backlog=128,  # also accepted at a time: room is made in between, within the 1024 files that a process may usually open
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
     )
     return uvicorn.Server(config)
 
@@ -92,13 +93,18 @@ CLOSE_SECONDS = 1.0
 class LimitedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with a time limit for the headers of a request, and a limit on connections.
 
-    uvicorn's own `limit_concurrency` refuses requests because of connections that are silent; here these are closed instead.
+    uvicorn's own `limit_concurrency` refuses requests because of connections that are silent; here these are closed instead. It
+    also sees a TLS connection after its handshake only; here the handshake (with `tls`) is within both limits.
     """
 
     header_seconds = 10.0
     most_connections = 512
+    tls: ssl.SSLContext | None = None
     _active = 0.0
     _timer: asyncio.TimerHandle | None = None
+    _handshake: asyncio.Task[None] | None = None
+    _early: bytes | None = None
+    """During the handshake: what has been received behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer. Turn off Nagle's algorithm, which would delay the second packet of a response by 40 ms."""
@@ -106,9 +112,30 @@ class LimitedProtocol(H11Protocol):
         self._make_room()
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._timer = self.loop.call_later(self.header_seconds, self._time_out)
+        if self.tls is not None:
+            transport.pause_reading()
+            self._early, self._handshake = b"", self.loop.create_task(self._start_tls(transport, self.tls))
+
+    async def _start_tls(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        """Go on over TLS. A connection whose handshake fails or is given up ends without a word, as it has no request yet."""
+        secure = None
+        with suppress(OSError):
+            secure = await self.loop.start_tls(transport, self, tls, server_side=True, ssl_handshake_timeout=self.header_seconds)
+        early, self._early = self._early, None
+        if secure is None or secure.is_closing():
+            self._stop_timer()
+            self.connections.discard(self)
+            transport.abort()
+            return
+        super().connection_made(secure)
+        if early:
+            self.data_received(early)
 
     def data_received(self, data: bytes) -> None:
         """Stop the timer when the headers are complete; start it with the first bytes of another request."""
+        if self._early is not None:
+            self._early += data
+            return
         self._active = self.loop.time()
         super().data_received(data)
         waiting = self.conn.their_state is h11.IDLE

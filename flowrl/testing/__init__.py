@@ -18,17 +18,26 @@ from typing import Any
 
 from flowrl.errors import require
 from flowrl.protocols import FlowPolicy
-from flowrl.testing import credit, loss, policy, probe, reward, sampler
+from flowrl.testing import credit, forward_loss, loss, policy, probe, reward, sampler
 from flowrl.testing.credit import schedule_for
 from flowrl.testing.findings import ContractAdvice, ContractBroken, Finding, Findings, maker
 from flowrl.testing.reward import Examples
-from flowrl.testing.tiny import TINY, tiny_flux, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
+from flowrl.testing.tiny import (
+    TINY,
+    tiny_flux,
+    tiny_flux_policy,
+    tiny_qwen_image,
+    tiny_qwen_image_policy,
+    tiny_sd3,
+    tiny_sd3_policy,
+)
 from flowrl.types import Prompt
 
 __all__ = [
-    "TINY", "ContractAdvice", "ContractBroken", "Finding", "Findings", "check_credit", "check_loss", "check_policy",
-    "check_probe", "check_reward", "check_sampler", "credit_contract", "loss_contract", "policy_contract", "probe_contract",
-    "reward_contract", "sampler_contract", "schedule_for", "tiny_flux", "tiny_flux_policy", "tiny_sd3", "tiny_sd3_policy",
+    "TINY", "ContractAdvice", "ContractBroken", "Finding", "Findings", "check_credit", "check_forward_loss", "check_loss",
+    "check_policy", "check_probe", "check_reward", "check_sampler", "credit_contract", "forward_loss_contract", "loss_contract",
+    "policy_contract", "probe_contract", "reward_contract", "sampler_contract", "schedule_for", "tiny_flux", "tiny_flux_policy",
+    "tiny_qwen_image", "tiny_qwen_image_policy", "tiny_sd3", "tiny_sd3_policy",
 ]  # fmt: skip
 
 TestFunction = Callable[..., None]
@@ -48,6 +57,11 @@ def sampler_contract(part: Any, steps: int = 10, without: Sequence[str] = ()) ->
 def loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
     """A pytest function that checks a policy loss against `PolicyLoss`'s contract."""
     return loss.CONTRACT.as_test(maker(part), without)
+
+
+def forward_loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
+    """A pytest function that checks a forward-process loss against `ForwardLoss`'s (and `PooledForwardLoss`'s) contract."""
+    return forward_loss.CONTRACT.as_test(maker(part), without)
 
 
 def reward_contract(
@@ -101,6 +115,11 @@ def check_loss(part: Any, without: Sequence[str] = ()) -> Findings:
 def check_probe(part: Any, policy: FlowPolicy | None = None, members: int = 4, without: Sequence[str] = ()) -> Findings:
     """Which promises a probe keeps; options as in `probe_contract`."""
     return probe.CONTRACT.findings(_probe_case(part, policy, members), without)
+
+
+def check_forward_loss(part: Any, without: Sequence[str] = ()) -> Findings:
+    """Which promises a forward-process loss keeps; options as in `forward_loss_contract`."""
+    return forward_loss.CONTRACT.findings(maker(part), without)
 
 
 def check_reward(part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()) -> Findings:

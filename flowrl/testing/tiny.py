@@ -13,12 +13,18 @@ import torch
 
 from flowrl.policies.flux import Flux
 from flowrl.policies.pipeline import ModelOptions, PipelinePolicy
+from flowrl.policies.qwen_image import QwenImage
 from flowrl.policies.sd3 import SD3
 
 TINY = ModelOptions(height=16, width=16, lora_rank=4, lora_alpha=8.0, max_sequence_length=24)
 """Options that fit the tiny pipelines."""
 CLIP_TOKENS = 40
 WIDTH = 32
+TEMPLATE_WORDS = (
+    "system", "user", "assistant", "Describe", "Ġthe", "Ġimage", "Ġby", "Ġdetailing", "Ġcolor", "Ġshape", "Ġsize", "Ġtexture",
+    "Ġquantity", "Ġtext", "Ġspatial", "Ġrelationships", "Ġof", "Ġobjects", "Ġand", "Ġbackground",
+)  # fmt: skip
+"""Words of Qwen-Image's template; Ġ is a space before the word, in byte-level tokenizers."""
 
 
 def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
@@ -67,6 +73,24 @@ def tiny_flux(seed: int = 0, distilled: bool = True) -> Any:
         )
 
 
+def tiny_qwen_image(seed: int = 0) -> Any:
+    """A `QwenImagePipeline` with two blocks and Qwen-Image's shifts: by resolution, and to .02 as the last time before 0."""
+    with _seeded(seed):
+        transformer = _diffusers().QwenImageTransformer2DModel(
+            patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+            joint_attention_dim=WIDTH, axes_dims_rope=(4, 6, 6),
+        )  # fmt: skip
+        decoder = _diffusers().AutoencoderKLQwenImage(
+            base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],
+            latents_mean=(-0.8, 0.1, -0.2, 1.0), latents_std=(2.8, 1.5, 2.3, 1.2),
+        ).eval()  # fmt: skip
+        scheduler = _scheduler(
+            use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
+        )
+        tokenizer = _qwen_tokenizer()
+        return _diffusers().QwenImagePipeline(scheduler, decoder, _qwen_vl(len(tokenizer)), tokenizer, transformer)
+
+
 def tiny_sd3_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
     """A policy over `tiny_sd3`."""
     return PipelinePolicy(tiny_sd3(seed), SD3(), options)
@@ -75,6 +99,11 @@ def tiny_sd3_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePoli
 def tiny_flux_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
     """A policy over `tiny_flux`."""
     return PipelinePolicy(tiny_flux(seed), Flux(), options)
+
+
+def tiny_qwen_image_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
+    """A policy over `tiny_qwen_image`."""
+    return PipelinePolicy(tiny_qwen_image(seed), QwenImage(), options)
 
 
 @contextmanager
@@ -146,3 +175,32 @@ def _tokenizer(clip: bool) -> Any:
         unk_token=special[1] if clip else special[0],
         model_max_length=CLIP_TOKENS if clip else 512,
     )
+
+
+def _qwen_vl(vocabulary: int) -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = {
+        "vocab_size": vocabulary, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": WIDTH}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).eval()
+
+
+def _qwen_tokenizer() -> Any:
+    """A token per byte, and one per word of the pipeline's template, which then has 34 tokens before the prompt as with the
+    published vocabulary: the pipeline drops that many."""
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary, merges = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())], []
+    for word in TEMPLATE_WORDS:
+        for end in range(2, len(word) + 1):
+            if word[:end] not in vocabulary:
+                vocabulary.append(word[:end])
+                merges.append((word[: end - 1], word[end - 1]))
+    numbers = {token: i for i, token in enumerate(vocabulary)}
+    return Qwen2Tokenizer(numbers, merges, additional_special_tokens=special[1:], model_max_length=2048)

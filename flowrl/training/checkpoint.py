@@ -1,12 +1,10 @@
 """Checkpoints: one safetensors file each, written beside its place, flushed to the disk, and renamed."""
 
-import errno
 import hashlib
 import json
 import shlex
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +132,11 @@ class Checkpoints:
             raise _other_version(card.parent, "flowrl-checkpoint-3 or older")
         return sorted((path.stem for path in self.folder.glob("[0-9]*.safetensors")), key=int)
 
+    def newest(self) -> str:
+        """A sentence about the newest one."""
+        names = self.names()
+        return f"Checkpoint {names[-1]} is complete" if names else "There was no checkpoint yet"
+
     def path(self, name: str) -> Path:
         """The file of checkpoint `name`."""
         return self.folder / f"{name}.safetensors"
@@ -182,29 +185,7 @@ class Checkpoints:
         return True
 
 
-FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EROFS)
-
-
-@contextmanager
-def disk_errors(checkpoints: Checkpoints) -> Iterator[None]:
-    """Turns "the disk is full" (or read-only) into a `CheckpointError` that says what is safe and how to go on."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own
-        full = error.errno in FULL if isinstance(error, OSError) else "os error 28" in str(error)
-        if not full:
-            raise
-        names, free = checkpoints.names(), shutil.disk_usage(checkpoints.run).free / 1e6
-        last = f"Checkpoint {names[-1]} is complete" if names else "There was no checkpoint yet"
-        where = getattr(error, "filename", None) or checkpoints.run
-        reason = getattr(error, "strerror", "No space left on device")
-        raise CheckpointError(
-            f"disk: {where} cannot be written: {reason}. {last}; "
-            f"{free:,.1f} MB are free. Make room, then: {to_resume(checkpoints.run)}"
-        ) from error
-
-
-PER_PARAMETER = ("weight.", "average.", "optimizer.")
+PER_PARAMETER = ("weight.", "average.", "optimizer.", "copy.")
 """Beginnings of the names of tensors that belong to a parameter."""
 
 

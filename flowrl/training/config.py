@@ -57,7 +57,7 @@ class AlgorithmConfig:
     noise_level: float = 0.7
     """The sampler's noise: a of flow-sde and ddim-sde, eta of dance-sde and cps."""
     window: str = "2:5"
-    """Stochastic steps: all, all-but-last, START:SIZE, random:SIZE, or sliding:SIZE[:STRIDE[:EVERY]]."""
+    """Stochastic steps: all, all-but-last, START:SIZE, random:SIZE[:END], or sliding:SIZE[:STRIDE[:EVERY]]."""
     trained_steps: str = "all"
     """Which of the stochastic steps enter the loss: all, all-but-last, START:SIZE, or random:FRACTION of them, drawn every
     iteration."""
@@ -158,10 +158,12 @@ class PolicyConfig:
     """Height and width of the images of `model` in pixels."""
     guidance_scale: Annotated[float, Ge(1)] = 1.0
     """Classifier-free guidance of `model` in sampling, training and evaluation; 1 = off."""
+    negative_prompt: str = ""
+    """Negative prompt of the guidance of `model`."""
     guidance_gradient: Literal["both", "prompt"] = "both"
     """Branches of the guidance that the gradient flows through: both, or prompt (without the negative prompt's)."""
     max_sequence_length: Annotated[int, Ge(0), Le(512)] = 0
-    """Prompt length of the T5 encoder of `model` in tokens; 0 = as its pipeline has it."""
+    """Prompt length of the T5 encoder of `model`, or of its only encoder, in tokens; 0 = as its pipeline has it."""
     prompt_cache: Count = 2048
     """Prompts of `model` whose embeddings are kept in main memory; those of further ones are kept in a temporary folder."""
     gradient_checkpointing: bool = False
@@ -280,8 +282,9 @@ class RunConfig:
 
 
 MODEL_ONLY = (
-    "prompts", "heldout_prompts", "resolution", "guidance_scale", "guidance_gradient", "tuning", "adapter", "frozen_adapters",
-    "lora_targets", "prompt_cache", "decode_batch", "decode_dtype", "max_sequence_length", "gradient_checkpointing",
+    "prompts", "heldout_prompts", "resolution", "guidance_scale", "negative_prompt", "guidance_gradient", "tuning", "adapter",
+    "frozen_adapters", "lora_targets",
+    "prompt_cache", "decode_batch", "decode_dtype", "max_sequence_length", "gradient_checkpointing",
 )  # fmt: skip
 """Settings that mean nothing on a built-in world."""
 DEFAULTS = {item.name: item.default for group in groups_of(RunConfig).values() for item in fields(cast(Any, group))}
@@ -290,13 +293,16 @@ FORMAT = "flowrl-run-2"
 """The format of a run's config.json, which its entry "format" names."""
 
 
-def load_config(path: Path, trust: bool = False) -> RunConfig:
+def load_config(path: Path, trust: bool = False, unused: tuple[str, ...] = ()) -> RunConfig:
     """The run that config.json or config.yaml describes; what it leaves out has its default. Raises `ConfigError`, without
-    `trust` also for what a file may not name (`flowrl.trust`)."""
+    `trust` also for what a file may not name (`flowrl.trust`), except in settings that the caller builds nothing from
+    (`unused`)."""
     values, _ = load_document(path)
     check_format(path, values)
     with reading(path):
-        return Preset(str(path), trusted(read_settings(path, RunConfig).settings, path, trust)).apply()
+        settings = read_settings(path, RunConfig).settings
+        trusted({name: value for name, value in settings.items() if name not in unused}, path, trust)
+        return Preset(str(path), settings).apply()
 
 
 def check_format(path: Path | str, values: Any) -> None:

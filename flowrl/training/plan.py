@@ -1,7 +1,6 @@
 """What one iteration of a run consists of, counted before anything is loaded: pairs, batches, network evaluations."""
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 
 from flowrl.errors import ConfigError, require
 from flowrl.methods import Method
-from flowrl.policies import LORA_TARGETS, Architecture, Memory, architecture, count_memory
+from flowrl.policies import LORA_TARGETS, Memory, architecture_of, count_memory
 from flowrl.policies.small_sd3 import SmallSD3Config
 from flowrl.probes import Cost, Probe, Shape, whole
 from flowrl.rollout.loss_batch import minibatch_pairs
@@ -179,19 +178,8 @@ def plan_text(found: Plan, config: RunConfig) -> str:
     return "\n".join(lines)
 
 
-KNOWN = {"3.5-medium": "sd3.5-medium", "3.5-large": "sd3.5-large", "flux.1-dev": "flux.1-dev", "flux.1-schnell": "flux.1-schnell"}
-"""Architectures by what the end of a model's name says."""
 SCORED_TOGETHER = 512
 """Images that `rollout.reward_tables` decodes before it scores them."""
-
-
-def architecture_of(model: str) -> Architecture | None:
-    """The architecture of the SD3 or FLUX pipeline in the folder `model`, or of a model whose name tells it."""
-    if (Path(model) / "model_index.json").is_file():
-        with suppress(OSError, KeyError, ValueError):
-            return Architecture.of_folder(Path(model))
-    name = next((known for ending, known in KNOWN.items() if model.lower().rstrip("/").endswith(ending)), "")
-    return architecture(name) if name else None
 
 
 def memory(found: Plan, config: RunConfig) -> Memory | None:
@@ -201,14 +189,14 @@ def memory(found: Plan, config: RunConfig) -> Memory | None:
     if known is None:
         return None
     if policy.max_sequence_length:
-        known = replace(known, t5_tokens=policy.max_sequence_length)
+        known = replace(known, prompt_tokens=policy.max_sequence_length)
     images = min(SCORED_TOGETHER, math.ceil(found.reward_calls * found.groups_per_process / rollout.groups))
     counted = count_memory(
         known, policy.resolution, found.rows_per_micro_batch, found.rows_per_call, policy.lora_rank, policy.dtype,
         policy.gradient_checkpointing, policy.tuning == "full", policy.decode_batch, found.train_nfe > found.evaluations, images,
         policy.decode_dtype, policy.lora_targets or LORA_TARGETS,
     )  # fmt: skip
-    latent = 4 * known.decoder["latent_channels"] * (policy.resolution // known.latent_factor) ** 2
+    latent = 4 * known.latent_channels * (policy.resolution // known.latent_factor) ** 2
     tree = _schedule(config, make_method(config)).tree
     assert tree is not None
     stored = tree.units + tree.at(tree.steps).start if tree.branched else rollout.group_size * (2 * rollout.num_steps + 1)

@@ -15,13 +15,13 @@ from safetensors.torch import load, save
 
 from flowrl.distributed import Distributed, full_tensors
 from flowrl.errors import CheckpointError, ConfigError, part_errors
-from flowrl.io import folder_lock, new_folder, write_bytes, write_json
+from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
 from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
 from flowrl.reading import as_kind, read_json, read_tensors, reading
 from flowrl.settings import settings_text
 from flowrl.training import logging as lines
 from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
-from flowrl.training.checkpoint import Checkpoint, Checkpoints, disk_errors, save_weights
+from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
 from flowrl.training.config import FORMAT, RunConfig
 from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
 from flowrl.training.heldout import HeldoutMetrics, make_heldout_metrics
@@ -63,10 +63,11 @@ class Run:
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end, or with `resume` go on from the last checkpoint, or from the one named `start`, whose successors are
-        then deleted. Raises a `FlowrlError` where a part does, a `CheckpointError` for a damaged checkpoint or a full disk, and a
-        `NonFiniteError` where a loss is not finite (what it was trained on is then in failure/). Only one process at a time may
-        execute the run of a folder: `ConfigError` names the other."""
-        with part_errors(), disk_errors(self._checkpoints), out_of_memory(), ExitStack() as stack:
+        then deleted. Raises a `FlowrlError` where a part does, a `CheckpointError` for a damaged checkpoint, a `DiskError` for a
+        full disk, and a `NonFiniteError` where a loss is not finite (what it was trained on is then in failure/). Only one
+        process at a time may execute the run of a folder: `ConfigError` names the other."""
+        full = disk_errors(self.folder, self._checkpoints.newest, lambda: to_resume(self.folder))
+        with part_errors(), full, out_of_memory(), ExitStack() as stack:
             with self.distributed.shared_errors():
                 if self.distributed.is_main:
                     stack.enter_context(folder_lock(self.folder) if resume else self._new_folder())

@@ -8,10 +8,13 @@ from flowrl_bench.catalogue import CLAIMS
 from flowrl_bench.claims import METHODS, Claim
 from flowrl_bench.claims_page import claims_page
 from flowrl_bench.digest import config_id
-from flowrl_bench.page import Document, Table
+from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.results_file import make_line
 from flowrl_bench.tables import DEPENDS, Judged, by_task, count, judge_all, level_table, levels, summary
 from flowrl_bench.verdicts import ALIKE, FAILS, HOLDS, UNDECIDED, Answer, Beats
+from matplotlib.figure import Figure
+
+from flowrl.errors import ConfigError
 
 
 def test_the_page_is_made_from_lines(tmp_path: Path) -> None:
@@ -135,3 +138,26 @@ def test_an_unfinished_world_is_left_out() -> None:
     assert level_table({}) is None
     assert {one.label for one in judge_all(CLAIMS, {})} == {"no runs yet"}
     assert UNDECIDED not in count(judge_all(CLAIMS, {}))
+
+
+def test_a_page_replaces_its_own_files_only(tmp_path: Path) -> None:
+    """Before anything is written; figures of pages from before they were marked count as named by the page."""
+    page = Document("Of a rule against the others", kind=" against the others")
+    page.blocks.append(Image("curve", Figure((1, 1)), "A curve"))
+    page.write(tmp_path, "page", "images")
+    (tmp_path / "images" / "curve.png").write_bytes(b"an earlier figure")
+    page.title = "Another rule against the others"
+    written = page.write(tmp_path, "page", "images")
+    before = written[0].read_bytes()
+    page.title = "A third rule against the others"
+    for path in (written[0], written[1]):
+        data = path.read_bytes()
+        path.write_text("mine, against the others")
+        with pytest.raises(ConfigError, match=rf"page: .*{path.name} exists and is not from this command"):
+            page.write(tmp_path, "page", "images")
+        path.write_bytes(data)
+    page.blocks.append(Image("photo", Figure((1, 1)), "A photo"))
+    (tmp_path / "images" / "photo.png").write_bytes(b"mine")
+    with pytest.raises(ConfigError, match=r"page: .*photo.png exists"):
+        page.write(tmp_path, "page", "images")
+    assert written[0].read_bytes() == before and (tmp_path / "images" / "photo.png").read_bytes() == b"mine"

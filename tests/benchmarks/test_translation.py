@@ -3,13 +3,14 @@
 import pytest
 import torch
 import translation
-from translation import CLIPPED, clipped, exact_clip, exact_kl_weight, flux_grid, sd3_grid, steps_of
+from translation import CLIPPED, clipped, exact_clip, exact_kl_weight, flux_grid, qwen_grid, sd3_grid, steps_of
 
 from flowrl.samplers import CPS, FlowSDE
-from flowrl.testing.tiny import tiny_flux_policy, tiny_sd3_policy
+from flowrl.testing.tiny import tiny_flux_policy, tiny_qwen_image_policy, tiny_sd3_policy
 from flowrl.training.config import preset
 
 FLOW, CPS_SD3, CPS_FLUX = steps_of(FlowSDE(0.7), sd3_grid()), steps_of(CPS(0.7), sd3_grid()), steps_of(CPS(0.7), flux_grid())
+CPS_QWEN = steps_of(CPS(0.7), qwen_grid())
 
 
 def test_shares_and_ratios_of_the_published_grids():
@@ -32,14 +33,15 @@ def test_slopes_are_those_of_the_kernels():
 
 
 def test_grids_are_those_of_the_families():
-    """What a pipeline with these schedulers gives; FLUX's depends on the number of image tokens."""
-    flux = tiny_flux_policy()
+    """What a pipeline with these schedulers gives; FLUX's and Qwen-Image's depend on the number of image tokens."""
+    flux, qwen = tiny_flux_policy(), tiny_qwen_image_policy()
     assert torch.equal(sd3_grid().times, tiny_sd3_policy().schedule(10).times)
+    assert torch.equal(qwen_grid(10, qwen.latent_shape[0]).times, qwen.schedule(10).times)
     assert torch.equal(flux_grid(6, flux.latent_shape[0]).times, flux.schedule(6).times)
 
 
 def test_a_translated_clip_cuts_the_same_share():
-    for steps, trained in ((CPS_SD3, range(8)), (CPS_FLUX, range(5))):
+    for steps, trained in ((CPS_SD3, range(8)), (CPS_FLUX, range(5)), (CPS_QWEN, range(8))):
         clip = exact_clip(steps, 1e-5, trained)
         change = translation.bisect(lambda u, s=steps, t=trained: sum(clipped(s, t, u, 1e-5, True)) / len(t), CLIPPED)
         assert sum(clipped(steps, trained, change, clip, False)) / len(trained) == pytest.approx(CLIPPED, abs=1e-6)
@@ -58,3 +60,5 @@ def test_the_preset_has_these_numbers():
     assert value("sd3.5-medium,tp-grpo,ocr", "clip_range") == two(exact_clip(CPS_SD3, 1e-5, range(8)))
     assert value("flux.1-dev,tp-grpo,ocr", "clip_range") == two(exact_clip(CPS_FLUX, 1e-5, range(5)))
     assert value("flux.1-dev,tp-grpo,ocr", "kl_weight") == 1e-4
+    assert value("qwen-image,tp-grpo,ocr", "kl_weight") == two(exact_kl_weight(CPS_QWEN, 1e-4, range(9), range(8), False))
+    assert value("qwen-image,tp-grpo,ocr", "clip_range") == two(exact_clip(CPS_QWEN, 1e-5, range(8)))

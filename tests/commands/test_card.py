@@ -45,6 +45,9 @@ def test_the_card_calls_each_pipeline_with_the_guidance_of_the_training(folder):
     flux = sd3.replace(model=str(folder))
     assert "scale" not in card_text(folder, flux).split("```")[1]
     assert 'true_cfg_scale=2.0, negative_prompt=""' in card_text(folder, flux.replace(guidance_scale=2.0))
+    (folder / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+    qwen = sd3.replace(model=str(folder), guidance_scale=4.0, negative_prompt=" ")
+    assert 'true_cfg_scale=4.0, negative_prompt=" "' in card_text(folder, qwen)
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])

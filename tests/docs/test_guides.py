@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.testing import check_credit, check_loss, check_reward, check_sampler
+from flowrl.testing import check_credit, check_forward_loss, check_loss, check_reward, check_sampler
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 
@@ -16,6 +16,7 @@ GUIDES = Path(__file__).parents[2] / "docs" / "guides"
     [
         ("credit-rule", "LargestGain", check_credit),
         ("loss", "TanhLoss", check_loss),
+        ("forward-loss", "WeightedRegression", check_forward_loss),
         ("sampler", "Jitter", check_sampler),
         ("reward", "Sharpness", check_reward),
     ],

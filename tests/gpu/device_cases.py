@@ -5,13 +5,13 @@ from dataclasses import replace
 import torch
 
 from flowrl.rewards import FunctionReward
-from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3_policy
+from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_qwen_image_policy, tiny_sd3_policy
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
 
-MODELS = {"sd3": tiny_sd3_policy, "flux": tiny_flux_policy}
+MODELS = {"sd3": tiny_sd3_policy, "flux": tiny_flux_policy, "qwen-image": tiny_qwen_image_policy}
 PROMPTS = [Prompt(text) for text in ("three red circles", "a dog", "a small house")]
 REDNESS = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3)))
 SMALL = dict(groups=2, group_size=3, num_steps=4, minibatches=2, micro_batch=5, learning_rate=1e-3, window="all-but-last")

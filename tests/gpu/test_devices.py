@@ -12,7 +12,7 @@ from flowrl.registry import build
 from flowrl.rollout import initial_noise, sample_images
 from flowrl.rollout.loss_batch import LossBatches
 
-EVERYWHERE = ["mixture", "shapes", "sd3", "flux"]
+EVERYWHERE = ["mixture", "shapes", "sd3", "flux", "qwen-image"]
 NOISE = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}
 """Largest deviation of an on-policy ratio from 1 on a GPU, whose kernels depend on the batch size. On the CPU it is 1e-6 in every
 precision (found: 1.2e-7), because samples and updates have the same rounding."""
@@ -83,7 +83,7 @@ def test_only_the_network_is_narrow(name, dtype, device):
     trained = {id(p) for p in trainer.parameters}
     assert {p.dtype for p in policy.transformer.parameters() if id(p) not in trained} == {narrow}
     rows = policy.prompts.rows(policy.encode(PROMPTS).tensors["prompt"])
-    assert {t.dtype for t in rows.values()} == {narrow} and kinds(*rows.values()) == {device}
+    assert {t.dtype for t in rows.values()} - {torch.bool} == {narrow} and kinds(*rows.values()) == {device}
     path = seen["collected"].rollout.trajectories
     states = [state["exp_avg"] for state in trainer.optimizer.state.values()]
     wide = [path.states, path.outputs, *trainer.parameters, *trainer.average, *states, *(p.grad for p in trainer.parameters)]
@@ -138,7 +138,8 @@ def test_a_device_has_the_gradients_of_the_cpu(name, device):
         advantages = torch.linspace(-1, 1, 24, device=here).view(6, 4)
         batches = LossBatches(policy, sampler, replace(found.rollout, trajectories=moved), policy.encode(PROMPTS[:2]), advantages)
         trainer.method.loss.loss(batches.of(sample.to(here), step.to(here))).loss.backward()
-        gradients.append(torch.cat([p.grad.flatten().cpu() for p in policy.trainable().values()]))
+        found_here = [p.grad.flatten().cpu() for p in policy.trainable().values() if p.grad is not None]
+        gradients.append(torch.cat(found_here))  # the text stream's last projections reach no image in Qwen-Image
     assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < (1e-5 if device == "cpu" else 1e-2)
 
 

@@ -9,7 +9,6 @@ import torch
 from flowrl.errors import ConfigError
 from flowrl.policies import (
     ARCHITECTURES,
-    DECODER,
     LORA_TARGETS,
     SD3,
     Adapters,
@@ -20,7 +19,16 @@ from flowrl.policies import (
     memory,
 )  # fmt: skip
 from flowrl.policies.memory import OPTIMIZER_BYTES
-from flowrl.testing.tiny import CLIP_TOKENS, TINY, tiny_flux, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
+from flowrl.testing.tiny import (
+    CLIP_TOKENS,
+    TINY,
+    tiny_flux,
+    tiny_flux_policy,
+    tiny_qwen_image,
+    tiny_qwen_image_policy,
+    tiny_sd3,
+    tiny_sd3_policy,
+)
 from flowrl.training.config import preset
 from flowrl.training.plan import architecture_of, memory_text, plan
 from flowrl.training.plan import memory as count_plan
@@ -29,10 +37,16 @@ from flowrl.types import Prompt
 
 @pytest.mark.parametrize(
     ("name", "billion", "layers"),
-    [("sd3.5-medium", 2.47, 191), ("sd3.5-large", 8.1, 303), ("flux.1-dev", 11.9, 266), ("flux.1-schnell", 11.9, 266)],
+    [
+        ("sd3.5-medium", 2.47, 191),
+        ("sd3.5-large", 8.1, 303),
+        ("flux.1-dev", 11.9, 266),
+        ("flux.1-schnell", 11.9, 266),
+        ("qwen-image", 20.4, 480),
+    ],
 )
 def test_sizes_are_the_published_ones(name, billion, layers):
-    """2.5, 8.1 and 12 billion, as the model cards say; with SD3's table of positions, which is not trained."""
+    """2.5, 8.1, 12 and 20 billion, as the model cards say; with SD3's table of positions, which is not trained."""
     network = architecture(name).build()
     assert all(tensor.is_meta for tensor in network.parameters())
     numbers = sum(tensor.numel() for tensor in [*network.parameters(), *network.buffers()])
@@ -55,11 +69,12 @@ def test_a_published_lora_of_flux_has_the_published_size(rank, more, million):
 
 
 def test_an_embedding_has_the_families_shape():
-    """77 CLIP tokens and 256 of T5 for SD3.5, 512 of T5 for FLUX; a latent has 16 channels."""
+    """77 CLIP tokens and 256 of T5 for SD3.5, 512 of T5 for FLUX, 512 of Qwen2.5-VL; a latent has 16 channels."""
     for name, known in ARCHITECTURES.items():
         expected = 77 + SD3().text_tokens if name.startswith("sd3") else Flux().text_tokens
         patch = 1 if name.startswith("sd3") else 4
-        assert (known.text_tokens, DECODER["latent_channels"] * patch) == (expected, known.config["in_channels"])
+        assert (known.text_tokens, known.latent_channels * patch) == (expected, known.config["in_channels"])
+        assert known.latent_factor == 8
 
 
 def test_unknown_names_list_the_known_ones():
@@ -93,10 +108,11 @@ def test_the_backward_pass_is_counted_too():
 
 @pytest.fixture
 def small(monkeypatch):
-    """SD3.5-Medium with 4 layers, FLUX with 1 + 2: as wide as the real ones."""
+    """SD3.5-Medium with 4 layers, FLUX with 1 + 2, Qwen-Image with 2: as wide as the real ones."""
     layers = {
         "sd3.5-medium": {"num_layers": 4, "dual_attention_layers": (0,)},
         "flux.1-dev": {"num_layers": 1, "num_single_layers": 2},
+        "qwen-image": {"num_layers": 2},
     }
     for name, fewer in layers.items():
         known = ARCHITECTURES[name]
@@ -104,7 +120,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sd3.5-medium", "flux.1-dev"])
+@pytest.mark.parametrize("name", ["sd3.5-medium", "flux.1-dev", "qwen-image"])
 def test_memory_grows_with_what_it_should(name, small):
     sizes = {"resolution": 256, "rollout_rows": 2, "decode_batch": 1}
     one, two = (count_memory(name, update_rows=rows, **sizes) for rows in (1, 2))
@@ -124,8 +140,15 @@ def test_memory_grows_with_what_it_should(name, small):
 
 
 def test_encoders_have_the_parameters_of_the_published_classes():
-    """T5 XXL's encoder, CLIP L and bigG: 4.76, 0.12 and 0.69 billion."""
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+    """T5 XXL's encoder, CLIP L and bigG: 4.76, 0.12 and 0.69 billion. Qwen2.5-VL-7B with its vision tower: 8.29 billion."""
+    from transformers import (
+        CLIPTextConfig,
+        CLIPTextModelWithProjection,
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        T5Config,
+        T5EncoderModel,
+    )
 
     t5 = T5Config(
         vocab_size=32128, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu"
@@ -139,6 +162,12 @@ def test_encoders_have_the_parameters_of_the_published_classes():
             CLIPTextModelWithProjection(CLIPTextConfig(**wide, num_hidden_layers=32)),
         ]
     counts = [sum(p.numel() for p in encoder.parameters()) for encoder in encoders]
+    text = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+            "num_attention_heads": 28, "num_key_value_heads": 4}  # fmt: skip
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
+    with torch.device("meta"):
+        qwen = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+    assert ARCHITECTURES["qwen-image"].encoder_parameters == sum(p.numel() for p in qwen.parameters())
     assert ARCHITECTURES["flux.1-dev"].encoder_parameters == sum(counts[:2])
     assert ARCHITECTURES["sd3.5-medium"].encoder_parameters == sum(counts)
 
@@ -154,12 +183,12 @@ def test_a_plan_tells_the_memory_of_models_it_knows(small):
         count_memory("sd3.5-medium", dtype="int8")
 
 
-@pytest.mark.parametrize("make", [tiny_sd3, tiny_flux])
+@pytest.mark.parametrize("make", [tiny_sd3, tiny_flux, tiny_qwen_image])
 def test_a_folder_has_its_pipelines_architecture(make, tmp_path):
     pipe = make()
     pipe.save_pretrained(tmp_path, safe_serialization=True)
     known = Architecture.of_folder(tmp_path)
-    assert known.decoder["latent_channels"] == 4 and known.latent_factor == pipe.vae_scale_factor == 2
+    assert known.latent_channels == 4 and known.latent_factor == pipe.vae_scale_factor == 2
     assert (
         known.text_tokens == (256 + CLIP_TOKENS if make is tiny_sd3 else 512)
         and known.text_width == known.config["joint_attention_dim"]
@@ -196,7 +225,7 @@ def counted(config):
     return count_plan(plan(config), config)
 
 
-@pytest.mark.parametrize("make", [tiny_sd3_policy, tiny_flux_policy])
+@pytest.mark.parametrize("make", [tiny_sd3_policy, tiny_flux_policy, tiny_qwen_image_policy])
 @pytest.mark.parametrize("train", [False, True])
 def test_the_counter_agrees_with_the_allocators_records(make, train):
     """PyTorch's profiler records what the allocator of the CPU does; its sum contains operations' work space too."""

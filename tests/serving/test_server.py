@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -272,9 +273,7 @@ def test_token_from_file_or_environment(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 def test_https(tmp_path):
-    words = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=here -addext subjectAltName=IP:127.0.0.1 -keyout key -out cert"
-    subprocess.run(["openssl", *words.split()], cwd=tmp_path, check=True, capture_output=True)
-    with served(Function(echo), ServerSettings(token="x" * 20), tmp_path / "cert", tmp_path / "key") as (url, _):
+    with served(Function(echo), ServerSettings(token="x" * 20), *certificate(tmp_path)) as (url, _):
         url = url.replace("http", "https")
         (tmp_path / "token").write_text("x" * 20)
         remote = RemoteReward(url, token_file=str(tmp_path / "token"), certificate=str(tmp_path / "cert"), retries=0)
@@ -542,6 +541,46 @@ def test_silent_connections_do_not_keep_others_out():
         release.set()
         first.join()
     assert outcomes == [[1.0]]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+@pytest.mark.parametrize("limits", [ServerLimits(connections=10), ServerLimits(header_seconds=0.5)])
+def test_handshakes_that_never_end_do_not_keep_others_out(limits, tmp_path, capfd):
+    """Many connections to a server with TLS that are silent, amid the handshake, or no TLS at all: its limits count for all."""
+    files = certificate(tmp_path)
+    hello = handshake()
+    openings = (b"", hello[: len(hello) // 2], hello, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    with served(Function(echo), ServerSettings(limits=limits), *files) as (url, _), contextlib.ExitStack() as stack:
+        connections = []
+        for number in range(60):
+            silent = stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5))
+            silent.sendall(openings[number % 4])
+            connections.append(silent)
+        began = time.monotonic()
+        with httpx.Client(verify=ssl.create_default_context(cafile=files[0]), trust_env=False) as client:
+            for _ in range(2):
+                assert client.get(url.replace("http", "https") + "/health").json() == {"status": "ok"}
+        assert time.monotonic() - began < 5
+        end = time.monotonic() + 10
+        while sum(map(is_open, connections)) >= 10 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert sum(map(is_open, connections)) < 10
+    assert capfd.readouterr().err == ""
+
+
+def certificate(folder):
+    """Paths of a certificate for 127.0.0.1 and of its key."""
+    words = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=here -addext subjectAltName=IP:127.0.0.1 -keyout key -out cert"
+    subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
+    return folder / "cert", folder / "key"
+
+
+def handshake():
+    """The first message of a TLS client."""
+    sent = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost").do_handshake()
+    return sent.read()
 
 
 def test_requests_at_one_time_are_limited_and_health_is_not():

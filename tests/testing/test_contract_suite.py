@@ -10,17 +10,21 @@ from flowrl.credit import StepwiseGain, Uniform, Weighted, gains, zscore
 from flowrl.errors import ConfigError
 from flowrl.flow import expand
 from flowrl.flow.gaussian import kl, log_prob
-from flowrl.losses import ClippedLoss
+from flowrl.forward import WeightCopy, unit_means
+from flowrl.losses import DGPO, ClippedLoss, DiffusionNFT
 from flowrl.probes import Completion, NoProbe
 from flowrl.samplers import CPS, FlowSDE, Window
 from flowrl.testing import (
     ContractBroken,
     check_credit,
+    check_forward_loss,
     check_loss,
     check_reward,
     check_sampler,
     credit,
     credit_contract,
+    forward_loss,
+    forward_loss_contract,
     loss,
     loss_contract,
     reward,
@@ -33,6 +37,7 @@ from flowrl.types import Gaussian, LossResult
 test_a_rule = credit_contract(StepwiseGain())
 test_a_sampler = sampler_contract(CPS(0.5))
 test_a_loss = loss_contract(ClippedLoss)
+test_a_forward_loss = forward_loss_contract(DiffusionNFT())
 
 
 class Brightness:
@@ -265,6 +270,83 @@ class FaultyLoss:
         if self.fault == "says_whether_it_needs_the_reference":
             assert batch.reference is not None
         return good
+
+
+class FaultyTimes:
+    """Times that leave (0, 1]."""
+
+    def draws(self, schedule):
+        return 3
+
+    def draw(self, schedule, samples, generator):
+        return torch.rand(samples, 3, generator=generator) - 0.5
+
+
+class FaultyForwardLoss:
+    """DGPO's policy term in a few lines, with one fault; like the others, without a penalty."""
+
+    needs_reference, together, noise, times = True, "group", "group", DGPO().times
+
+    def __init__(self, fault):
+        self.fault = fault
+        self.copies = {"average": WeightCopy()} if fault == "needs_what_it_declares" else {}
+        if fault == "draws_times":
+            self.times = FaultyTimes()
+        if fault == "declares_what_it_needs":
+            self.noise = "all"
+
+    def row_terms(self, batch):
+        with torch.no_grad():
+            return self.terms(batch)
+
+    def terms(self, batch):
+        return 50.0 * batch.advantages * (self.error(batch, batch.new) - self.error(batch, batch.velocity_of("reference", self)))
+
+    def error(self, batch, velocity):
+        mask = batch.mask[:, None, None]
+        if self.fault == "ignores_masked_rows":
+            mask = torch.ones_like(mask)
+        target = batch.target if self.fault == "differentiates_the_new_network_only" else batch.target.detach()
+        found = torch.where(mask, velocity - target, 0.0).square().flatten(1)
+        return found.sum(1) if self.fault == "does_not_depend_on_resolution" else found.mean(1)
+
+    def loss(self, batch):
+        fault, error = self.fault, self.error(batch, batch.new)
+        pooled = batch.pooled
+        if pooled is None or fault == "adds_up_over_parts":
+            pooled = unit_means(self.row_terms(batch), batch.units("group"), batch.mask)
+        if fault == "balances_groups":
+            pooled = self.row_terms(batch)
+        if fault == "does_not_depend_on_order":
+            pooled = pooled.roll(4)
+        weight = torch.sigmoid(pooled).detach() * batch.advantages.detach().masked_fill(~batch.mask, 0.0)
+        if fault == "starts_along_the_advantage":
+            weight = -weight
+        terms = weight * error
+        if fault == "does_nothing_without_advantage":
+            terms = terms + 1e-3 * error
+        if fault == "survives_an_empty_mask":
+            return LossResult(terms.sum() / batch.mask.sum(), {})
+        value = terms.sum() / batch.mask.sum().clamp(min=1)
+        if fault == "is_a_mean_over_rows":
+            value = value * batch.mask.sum()
+        if fault == "returns_a_scalar":
+            value = value[None]
+        if fault == "is_pure":
+            batch.advantages.mul_(0.5)
+        return LossResult(value, {"error": error.mean() if fault == "reports_detached_metrics" else error.mean().detach()})
+
+
+@pytest.mark.parametrize("name", [p.name for p in forward_loss.CONTRACT.promises])
+def test_faulty_forward_losses_are_named(name: str) -> None:
+    found = check_forward_loss(FaultyForwardLoss(name))
+    assert name in found.broken, str(found)
+    most = 4 if name == "does_not_depend_on_order" else 2  # parts of a batch are in another order, too
+    assert len(found.broken) <= most, str(found)
+
+
+def test_the_forward_loss_without_a_fault_keeps_every_promise() -> None:
+    assert check_forward_loss(FaultyForwardLoss("")).ok, str(check_forward_loss(FaultyForwardLoss("")))
 
 
 def test_every_promise_has_its_fault() -> None:

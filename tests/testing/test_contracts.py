@@ -9,12 +9,13 @@ import torch
 from flowrl_bench.pretrain_pairs import draw_layout
 
 from flowrl.credit import GDPO, MovingAverageGain, RandomCredit, StepwiseGain, TurningPoint, Uniform, Weighted
-from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
+from flowrl.flow import LogitNormalTimes, UniformTimes
+from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.probes import Completion, Tweedie
 from flowrl.registry import KINDS, build
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
-from flowrl.testing import check_sampler, credit, loss, reward, sampler
+from flowrl.testing import check_forward_loss, check_sampler, credit, forward_loss, loss, reward, sampler
 from flowrl.testing.findings import maker, name_of
 from flowrl.types import Prompt
 from flowrl.worlds.base import world
@@ -70,6 +71,18 @@ LOSSES = [
     PolicyGradientLoss(),
     PolicyGradientLoss(kl_weight=0.1, kl="without_delta"),
 ]
+FORWARD_LOSSES = [
+    DiffusionNFT(),
+    DiffusionNFT(beta=0.1, decay=(75, 0.0075, 0.999), kl_weight=0.0),
+    DiffusionNFT(error="velocity", advantage_clip=8.0),
+    AWM(),
+    *(AWM(weight=weight, kl_weight=0.0, average_weight=0.0) for weight in ("uniform", "t", "t2", "huber")),
+    AWM(ratio="sum_first", clip=0.01, times=UniformTimes()),
+    AWM(off_policy=True, kl="elbo", power=0.5, times=LogitNormalTimes()),
+    DGPO(),
+    DGPO(clip=None, anchor="old", beta_dpo=2000.0),
+    DGPO(clip_kl=True, kl_weight=1.0),
+]
 REWARDS = [f"{name} {form}" for name in ("shapes", "mixture") for form in world(name).forms]
 
 
@@ -106,6 +119,17 @@ def test_losses(part: Any, promise: Any) -> None:
     promise.check(maker(part)())
 
 
+@pytest.mark.parametrize("promise", forward_loss.CONTRACT.promises, ids=lambda p: p.name)
+@pytest.mark.parametrize("part", FORWARD_LOSSES, ids=name_of)
+def test_forward_losses(part: Any, promise: Any) -> None:
+    promise.check(maker(part)())
+
+
+@pytest.mark.parametrize("mode", ["positive_only", "negative_only", "one_only", "binary"])
+def test_modes_that_select_advantages_are_not_proportional_to_them(mode: Any) -> None:
+    assert check_forward_loss(DiffusionNFT(mode=mode)).broken == ["starts_along_the_advantage"]
+
+
 def world_examples(name: str) -> tuple[torch.Tensor, list[Prompt]]:
     """Pictures of what each prompt asks for, every other one spoiled a little; or random points."""
     tasks = world(name).tasks
@@ -137,7 +161,7 @@ def test_rewards(name: str, promise: Any) -> None:
 @pytest.mark.parametrize("kind", ["credit", "sampler", "loss"])
 def test_every_built_in_name_is_held_to_its_contract(kind: str) -> None:
     """A part added to the registry must be added here (random credit, which breaks two promises on purpose: see test_bench)."""
-    held = {"credit": [*RULES, RandomCredit()], "sampler": [*SAMPLERS, ODE()], "loss": LOSSES}[kind]
+    held = {"credit": [*RULES, RandomCredit()], "sampler": [*SAMPLERS, ODE()], "loss": [*LOSSES, *FORWARD_LOSSES]}[kind]
     assert {type(build(kind, name)) for name in KINDS[kind].built_in} <= {type(part) for part in held}
 
 

@@ -1,6 +1,5 @@
 """Checkpoints: whatever kills a run, at whatever moment, a complete one can be read and the run ends with the same numbers."""
 
-import errno
 import json
 import os
 import subprocess
@@ -9,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from failing_disk import DiedError, FailingDisk
 from safetensors.torch import save
+from small_run import SMALL, numbers
 
 from flowrl.cli import main
 from flowrl.distributed import Distributed
@@ -22,21 +23,7 @@ from flowrl.training.checkpoint import (
     restore_training_state,
     training_state,
 )
-from flowrl.training.config import preset
-from flowrl.training.results import load_run
 from flowrl.training.run import Run
-
-SMALL = preset("tiny").apply(
-    world="mixture",
-    groups=2,
-    group_size=2,
-    num_steps=3,
-    eval_samples=2,
-    eval_steps=1,
-    iterations=2,
-    checkpoint_every=1,
-    minibatches=2,
-)
 
 
 def checkpoint(done):
@@ -198,41 +185,6 @@ def test_numbers_and_bytes_of_an_optimizer_come_back():
 # --- a failing disk -------------------------------------------------------------------------------------------------
 
 
-class DiedError(BaseException):
-    """The process is gone; nothing that it would still do happens."""
-
-
-class FailingDisk:
-    """Counts changes of the disk. The `at`-th one fails as `mode` says: "error" raises once, "full" raises for every write from
-    then on, "before" and "after" end the process before or after it, "half" in the middle of a write."""
-
-    def __init__(self, monkeypatch, mode, at):
-        self.mode, self.at, self.count, self.dead, self.fired = mode, at, 0, False, False
-        for name in ("open", "write", "fsync", "replace", "rename", "unlink", "rmdir", "mkdir"):
-            monkeypatch.setattr(os, name, self.failing(name, getattr(os, name)))
-
-    def failing(self, name, real):
-        def operation(*arguments, **options):
-            if self.dead:
-                raise DiedError
-            self.count += 1
-            due = self.count == self.at or (self.mode == "full" and self.count > self.at and name in ("write", "fsync", "mkdir"))
-            if not due:
-                return real(*arguments, **options)
-            self.fired = True
-            if self.mode in ("error", "full"):
-                code = errno.ENOSPC if name in ("open", "write", "fsync", "mkdir") else errno.EIO
-                raise OSError(code, os.strerror(code), str(arguments[0]))
-            self.dead = True
-            if self.mode == "half" and name == "write":
-                real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
-            elif self.mode == "after":
-                real(*arguments, **options)
-            raise DiedError
-
-        return operation
-
-
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("mode", ["error", "full", "before", "after", "half"])
 @pytest.mark.parametrize("again", [False, True])
@@ -261,67 +213,6 @@ def test_whatever_operation_of_a_save_fails_a_complete_checkpoint_is_left(tmp_pa
         assert sorted(path.stem for path in kept.folder.iterdir()) == kept.names()
         assert len(kept.names()) == keep
     assert at > 6
-
-
-def numbers(folder):
-    """What must not depend on interruptions."""
-    rows = []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        row = {k: v for k, v in json.loads(line).items() if k not in ("seconds", "seconds_total", "phases")}
-        if row["evaluation"]:
-            row["evaluation"].pop("seconds")
-        rows.append(row)
-    files = ("weights.safetensors", "samples.safetensors", "samples.json", "trajectory.json", "trajectory.safetensors")
-    return json.dumps(rows), *((folder / name).read_bytes() for name in files)
-
-
-@pytest.mark.parametrize("mode", ["full", "before", "half"])
-def test_whatever_operation_of_a_run_fails_it_resumes_to_the_same_numbers(tmp_path, mode):
-    """Every second operation of the whole run, each by one of the modes."""
-    Run(SMALL, tmp_path / "whole").execute()
-    expected = numbers(tmp_path / "whole")
-    at, fired = 2 * ["full", "before", "half"].index(mode) - 5, True
-    while fired:
-        at += 6
-        folder = tmp_path / f"{at}"
-        with pytest.MonkeyPatch.context() as patch:
-            disk = FailingDisk(patch, mode, at)
-            try:
-                Run(SMALL, folder).execute()
-                said = None
-            except (CheckpointError, ConfigError, OSError, DiedError) as error:
-                said = error
-            fired = disk.fired
-        if isinstance(said, ConfigError):  # the first operations are those of the lock
-            assert "cannot be locked (No space left on device)" in str(said)
-        if isinstance(said, CheckpointError):
-            assert "cannot be written: No space left on device" in str(said) and "MB are free" in str(said)
-        if (folder / "metrics.jsonl").exists():
-            load_run(folder)
-        assert Run(SMALL, folder).execute(resume=True)
-        assert numbers(folder) == expected
-        assert not list(folder.glob("*.tmp"))
-
-
-def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, capsys):
-    out = tmp_path / "run"
-    options = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "4", "--checkpoint-every", "2"]
-    real = os.replace
-
-    def full(source, target):
-        if str(target).endswith("000004.safetensors"):
-            raise OSError(errno.ENOSPC, "No space left on device", str(source))
-        real(source, target)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "replace", full)
-        assert main(["train", *options, "--out", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert ".tmp cannot be written: No space left on device. Checkpoint 000002 is complete" in error.replace("\n", " ")
-    assert f"flowrl train --resume {out}" in error.replace("\n", " ")
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002.safetensors"]
-    assert main(["train", "--resume", str(out)]) == 0
-    assert Checkpoints(out).names() == ["000004"]
 
 
 # --- resuming -------------------------------------------------------------------------------------------------------

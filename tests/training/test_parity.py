@@ -8,6 +8,7 @@ import parity
 import pytest
 from safetensors.torch import load_file, save_file
 
+FORWARD = parity.DATA.parent / "golden_forward"
 DUAL, PLAIN = "dual_g4.5", "plain_g1"
 
 
@@ -27,7 +28,49 @@ def test_the_trainer_reproduces_the_published_iteration(method, case):
     assert states == {"trajectory", *updates} | ({"zero_group"} if (method, case) == ("fg", DUAL) else set())
     missing = {"fg": {"completions", "process rewards"}, "tp": set()}[method]
     missing |= {"means", "completions"} if case == PLAIN else set()
-    assert {row.quantity for row in rows} == set(parity.TOLERANCES) - missing
+    assert {row.quantity for row in rows} == set(parity.TOLERANCES) - missing - ONLY_FORWARD
+
+
+SHARED = {"weights / learning rate", "gradients", "gradient norm"}
+COMMON = {"copies of the weights", "loss of micro-batches", "squared distances"}
+MEASURED = {
+    "nft": {"weights of rows", "row losses", "velocities"},
+    "awm": {"weights of rows", "row losses", "matching errors", "ratios of errors", "training times"},
+    "dgpo": {"matching errors", "ratios of errors", "clipped pairs", "group sums", "group weights"},
+}
+ONLY_FORWARD = (COMMON | set().union(*MEASURED.values())) - {"clipped pairs"}
+
+
+@pytest.mark.parametrize("method", MEASURED)
+def test_the_forward_losses_reproduce_the_released_updates(method):
+    rows = list(parity.parity(FORWARD, methods=[method]))
+    assert [row for row in rows if not row.passed] == []
+    assert {row.quantity for row in rows} == SHARED | COMMON | MEASURED[method]
+
+
+ROWS = {"row losses", "loss of micro-batches"}
+FORWARD_FAULTS = {
+    "another beta": ("nft", "ocr", {"beta": 0.2}, {*ROWS, "gradients"}),
+    "the paper's error": ("nft", "ocr", {"error": "velocity"}, {*ROWS, "gradients"}),
+    "another bound of advantages": ("nft", "adv_clip1", {"advantage_clip": 5.0}, {*ROWS, "weights of rows"}),
+    "no KL": ("nft", "kl1", {"kl_weight": 0.0}, {"loss of micro-batches", "gradients"}),
+    "another mode": ("nft", "mode_binary", {"mode": "one_only"}, {"weights of rows"}),
+    "another weight over time": ("awm", "policy_only", {"weight": "huber"}, {"matching errors", "gradients"}),
+    "another power": ("awm", "policy_only", {"power": 0.3}, {"matching errors", "gradients"}),
+    "on policy": ("awm", "off_policy_clip_policy_only", {"off_policy": False}, {"ratios of errors", "gradients"}),
+    "no clip": ("awm", "off_policy_clip_policy_only", {"clip": 1.0}, {*ROWS, "gradients"}),
+    "a ratio per time": ("awm", "off_policy_sum_first", {"ratio": "exp_first"}, {"ratios of errors", "row losses"}),
+    "unweighted penalties": ("awm", "kl_elbo", {"kl": "uniform"}, {"loss of micro-batches"}),
+    "a duller sigmoid": ("dgpo", "ocr", {"beta_dpo": 50.0}, {"group sums", "group weights", "gradients"}),
+    "another anchor": ("dgpo", "ocr", {"anchor": "old"}, {"group sums", "group weights", "gradients"}),
+    "a wider clip of errors": ("dgpo", "ocr", {"clip": 0.02}, {"clipped pairs", "gradients"}),
+    "the clip spares the KL": ("dgpo", "clip_kl", {"clip_kl": False}, {"gradients"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "state", "options", "expected"), FORWARD_FAULTS.values(), ids=FORWARD_FAULTS)
+def test_another_option_of_a_forward_loss_fails(method, state, options, expected):
+    assert expected <= failed(data=FORWARD, methods=[method], updates=[state], **options)
 
 
 @pytest.mark.parametrize("settings", [{"chunk": 1, "offload": True}, {"micro_batch": 5, "max_batch": 3}, {"lora_targets": ()}])
@@ -102,7 +145,7 @@ def test_the_command_fails_where_one_recorded_gradient_differs(small, monkeypatc
 
 
 def test_a_method_without_a_replay_is_named(small, monkeypatch):
-    (small / "nft").mkdir()
-    (small / "nft" / "meta.json").write_text("{}")
-    with pytest.raises(SystemExit, match="nft"):
+    (small / "ppo").mkdir()
+    (small / "ppo" / "meta.json").write_text("{}")
+    with pytest.raises(SystemExit, match="ppo"):
         run(monkeypatch, small)

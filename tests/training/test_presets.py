@@ -11,7 +11,7 @@ from flowrl.io import write_json
 from flowrl.methods import named_method
 from flowrl.prompts import prompts_from
 from flowrl.settings import grouped, read_settings, settings_text
-from flowrl.testing.tiny import tiny_flux, tiny_sd3
+from flowrl.testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3
 from flowrl.training.build import first_trained_steps, make_world
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.evaluation import write_trajectory
@@ -20,13 +20,14 @@ from flowrl.training.presets import combinations, combine, published, published_
 from flowrl.training.results import load_run
 
 FLOW, STEPWISE, TURNING, DANCE = "flow-grpo", "stepwise-flow-grpo", "tp-grpo", "dance-grpo"
-SD3, FLUX = "sd3.5-medium", "flux.1-dev"
+SD3, FLUX, QWEN = "sd3.5-medium", "flux.1-dev", "qwen-image"
 GENEVAL, OCR, PICKSCORE = "geneval", "ocr", "pickscore"
 EVERYWHERE = {"betas": (0.9, 0.999), "weight_decay": 1e-4, "max_grad_norm": 1.0, "tuning": "lora", "max_sequence_length": 128}
 ATTENTION = tuple(
     f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 )
 FEED_FORWARD = tuple(f"{name}.net.{layer}" for name in ("ff", "ff_context") for layer in ("0.proj", "2"))
+QWEN_FEED_FORWARD = tuple(f"{name}.net.{layer}" for name in ("img_mlp", "txt_mlp") for layer in ("0.proj", "2"))
 MODELS = {
     SD3: {
         "num_steps": 10, "eval_steps": 40, "guidance_scale": 4.5, "dtype": "float16", "resolution": 512,
@@ -35,6 +36,10 @@ MODELS = {
     FLUX: {  # its guidance of 3.5 is distilled
         "num_steps": 6, "eval_steps": 28, "guidance_scale": 1.0, "dtype": "bfloat16", "resolution": 512,
         "lora_rank": 64, "lora_alpha": 128.0, "lora_targets": ATTENTION + FEED_FORWARD,
+    },
+    QWEN: {
+        "num_steps": 10, "eval_steps": 50, "guidance_scale": 4.0, "negative_prompt": " ", "dtype": "bfloat16", "resolution": 512,
+        "lora_rank": 64, "lora_alpha": 128.0, "lora_targets": ATTENTION + QWEN_FEED_FORWARD, "max_sequence_length": 512,
     },
 }  # fmt: skip
 FLOW_CODE = {
@@ -62,9 +67,17 @@ CROSSED = {
     (STEPWISE, PICKSCORE): {"kl_weight": 0.01},
     (FLOW, FLUX): FLOW_ON_FLUX,
     (STEPWISE, FLUX): FLOW_ON_FLUX,
+    (FLOW, QWEN): {
+        "noise_level": 1.2, "window": "random:2:5", "trained_steps": "all", "kl_weight": 0.0, "drop_zero_advantages": False,
+        "group_size": 16, "ema_decay": 0.0, "guidance_gradient": "both",
+    },
+    (STEPWISE, QWEN): {
+        "window": "all-but-last", "trained_steps": "all", "kl_weight": 0.0, "drop_zero_advantages": False, "group_size": 16,
+        "ema_decay": 0.0, "guidance_gradient": "both",
+    },
     (TURNING, FLUX): {"window": "0:5"},
     (DANCE, FLUX): {"num_steps": 16, "resolution": 720},
-}
+}  # fmt: skip
 EXACT = {"loss": "clipped", "drop_zero_advantages": False, "guidance_gradient": "both"}
 EXACT_FLOW = {"window": "all-but-last", "trained_steps": "all"}
 CROSSED_EXACT = {
@@ -76,11 +89,14 @@ CROSSED_EXACT = {
     (FLOW, SD3, PICKSCORE): {"kl_weight": 0.0023},
     (STEPWISE, SD3, PICKSCORE): {"kl_weight": 0.0023},
     (TURNING, SD3): {"trained_steps": "0:8", "clip_range": 2.2e-5, "kl_weight": 0.059},
+    (FLOW, QWEN): {"window": "random:2:5"},
+    (TURNING, QWEN): {"trained_steps": "0:8", "clip_range": 3.6e-5, "kl_weight": 0.003},
     (TURNING, FLUX): {"clip_range": 2.9e-5},
 }
 TRAINED = {
     (SD3, FLOW): 9, (SD3, STEPWISE): 9, (SD3, TURNING): 9, (SD3, DANCE): 5,
     (FLUX, FLOW): 5, (FLUX, STEPWISE): 5, (FLUX, TURNING): 5, (FLUX, DANCE): 9,
+    (QWEN, FLOW): 2, (QWEN, STEPWISE): 9, (QWEN, TURNING): 9, (QWEN, DANCE): 5,
 }  # fmt: skip
 FLAVOURS = [name + form for name in combinations() for form in ("", ",exact")]
 
@@ -98,7 +114,7 @@ def test_values_are_the_papers_or_their_translation(name):
     assert {key: changes[key] for key in expected} == expected
     assert changes["reward"].startswith(task) and changes["method"] == method
     assert changes.keys() - expected.keys() <= OURS | {"iterations", "model", "method", "eval_every"}
-    trained = TRAINED[model, method] - bool(exact and (model, method) == (SD3, TURNING))
+    trained = TRAINED[model, method] - bool(exact and model != FLUX and method == TURNING)
     assert len(first_trained_steps(preset(name).apply())) == trained
 
 
@@ -110,6 +126,8 @@ FREE = {"iterations", "ema_decay", "eval_every"}
 ONE_BRANCH = {"guidance_scale", "guidance_gradient"}
 NO_LORA = {"tuning", "learning_rate", "lora_rank", "lora_alpha", "lora_targets", "max_sequence_length", "trained_steps",
            "guidance_gradient", "eval_every", "eval_steps"}  # fmt: skip
+UNPUBLISHED = {"num_steps", "model", "resolution", "dtype", "guidance_scale", "negative_prompt", "max_sequence_length",
+               "lora_rank", "lora_alpha", "lora_targets", "eval_steps"}  # fmt: skip
 PAPER = {"method", "sampler", "initial_noise"}
 DIFFERING = {
     (SD3, FLOW): (FREE, {"credit", "window", "trained_steps", "loss", "kl_weight", "drop_zero_advantages", "guidance_gradient"}),
@@ -118,6 +136,12 @@ DIFFERING = {
         FREE - {"eval_every"} | {"credit"}, {"loss", "clip_range", "kl_weight", "trained_steps", "drop_zero_advantages"},
     ),
     (FLUX, TURNING): (FREE - {"eval_every"} | {"credit"} | ONE_BRANCH, {"loss", "clip_range", "drop_zero_advantages"}),
+    (QWEN, FLOW): (FREE - {"ema_decay"}, {"credit", "loss"}),
+    (QWEN, TURNING): (
+        FREE - {"eval_every"} | {"credit"} | UNPUBLISHED,
+        {"loss", "clip_range", "kl_weight", "trained_steps", "drop_zero_advantages"},
+    ),
+    (QWEN, DANCE): (NO_LORA | {"dtype", "guidance_scale", "negative_prompt", "model", "num_steps", "resolution"}, set()),
     (SD3, DANCE): (NO_LORA | {"dtype", "guidance_scale", "model", "num_steps", "resolution"}, set()),
     (FLUX, DANCE): (NO_LORA | {"guidance_scale"}, set()),
 }  # fmt: skip
@@ -163,7 +187,7 @@ def test_the_precision_of_a_preset_is_for_gpus(monkeypatch):
     assert preset(f"{SD3},{FLOW},ocr").apply(dtype="float16").policy.dtype == "float16"
     assert preset(f"{SD3},{FLOW},ocr").apply(device="cpu").policy.dtype == "float16"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for model, dtype in ((SD3, "float16"), (FLUX, "bfloat16")):
+    for model, dtype in ((SD3, "float16"), (FLUX, "bfloat16"), (QWEN, "bfloat16")):
         policy = preset(f"{model},{FLOW},ocr").apply().policy
         assert (policy.device, policy.dtype) == ("cuda", dtype)
     assert preset(f"{SD3},{FLOW},ocr").apply().optim.loss_scale > 0
@@ -175,12 +199,12 @@ def test_every_preset_can_be_planned(name):
     assert "optimizer steps" in plan_text(plan(config), config)
 
 
-def test_there_are_two_models_four_methods_three_tasks_and_exact_definitions():
+def test_there_are_three_models_four_methods_three_tasks_and_exact_definitions():
     assert {kind: set(files) for kind, files in shipped().items()} == {
-        "models": {SD3, FLUX}, "methods": {FLOW, STEPWISE, TURNING, DANCE}, "tasks": {GENEVAL, OCR, PICKSCORE},
+        "models": {SD3, FLUX, QWEN}, "methods": {FLOW, STEPWISE, TURNING, DANCE}, "tasks": {GENEVAL, OCR, PICKSCORE},
         "definitions": {"exact"},
     }  # fmt: skip
-    assert len(combinations()) == 24
+    assert len(combinations()) == 36
     for kind, files in shipped().items():
         for path in files.values():
             about = yaml.safe_load(path.read_text())["about"]
@@ -205,6 +229,7 @@ def tiny(tmp_path_factory):
     root = tmp_path_factory.mktemp("tiny")
     tiny_sd3().save_pretrained(root / SD3)
     tiny_flux().save_pretrained(root / FLUX)
+    tiny_qwen_image().save_pretrained(root / QWEN)
     clip, detector = tiny_clip(root / "clip"), tiny_detector(root / "detector", masks=False)
     (root / "length.py").write_text(
         "class Score:\n    def score(self, images, prompts):\n        return images.mean((1, 2, 3)) + len(prompts[0].text)\n"

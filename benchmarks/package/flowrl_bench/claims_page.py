@@ -31,6 +31,7 @@ from flowrl_bench.tables import (
 )
 from flowrl_bench.verdicts import Comparison, Needs
 
+TITLE = "Tests of the papers' claims"
 INTRODUCTION = (
     "The claims of three papers, in our words, tested in the built-in worlds with the same code, the same budgets and "
     "several seeds. Rules written before the runs compute the verdicts; the third paragraph lists later changes. Verdicts "
@@ -72,7 +73,7 @@ GROUPS = {"difference in reward": REWARD, "difference in log-density": DENSITY, 
 
 def claims_page(judged: Sequence[Judged], lines: Lines, path: Path, memory: Sequence[Mapping[str, Any]] = ()) -> Document:
     """The whole page: summary, tables, figures, every rule and comparison, costs, and the commands to repeat it."""
-    page = Document("Tests of the papers' claims")
+    page = Document(TITLE)
     claims, questions = [j for j in judged if not j.claim.asks], [j for j in judged if j.claim.asks]
     later = [j for j in judge_all(POST_HOC, lines) if j.verdict is not None]
     page.text(INTRODUCTION)

@@ -55,7 +55,8 @@ class Claims:
         """Run, judge, write."""
         from flowrl_bench.catalogue import CLAIMS
         from flowrl_bench.claims import QUICK_SEEDS, SEEDS
-        from flowrl_bench.claims_page import claims_page
+        from flowrl_bench.claims_page import TITLE, claims_page
+        from flowrl_bench.page import require_page
         from flowrl_bench.results_file import ResultsFile, SamplesFile, joined
         from flowrl_bench.suite import Suite, complete_samples, kept_memory, needed, needed_samples, quick
         from flowrl_bench.tables import COST_ARMS, judge_all
@@ -71,6 +72,7 @@ class Claims:
         file = ResultsFile(self.out, self.trust)
         if self.redo:
             return _redo(self.redo, file)
+        require_page(self.page or self.out.parent, "claims", TITLE)
         seeds = {"mixture": QUICK_SEEDS, "shapes": ()} if self.quick else SEEDS
         suite = Suite(needed(chosen, "mixture" if self.quick else self.world, seeds), file, needed(CLAIMS, "all", SEEDS))
         finished = self.judge or _execute(suite, self.workers, self.minutes)
@@ -161,7 +163,8 @@ class Microscope:
         from flowrl.io import require_new_file, write_json
         from flowrl_bench.digest import code_digest
         from flowrl_bench.microscope import RULES, MicroscopeConfig, run_microscope
-        from flowrl_bench.microscope_page import microscope_page
+        from flowrl_bench.microscope_page import TITLE, microscope_page
+        from flowrl_bench.page import require_page
         from flowrl_bench.results_file import provenance
         from flowrl_bench.rule_ranking import named_rules
 
@@ -181,8 +184,7 @@ class Microscope:
         started, before = time.monotonic(), sum(os.times()[:4])
         results = self.out if self.out.suffix == ".json" else self.out / "microscope.json"
         require_new_file(results, lambda data: b'"noise_stage"' in data)
-        for name in ("microscope.md", "microscope.html"):
-            require_new_file((self.page or results.parent) / name, lambda data: results.exists())
+        require_page(self.page or results.parent, "microscope", TITLE)
         rows = run_microscope(config, self.workers, _counter("microscope"))
         seconds, computing = time.monotonic() - started, sum(os.times()[:4]) - before
         command = shlex.join(["flowrl", *sys.argv[1:]])

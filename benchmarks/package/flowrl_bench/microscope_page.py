@@ -15,6 +15,7 @@ from flowrl_bench.page import Document, Image, Table, dot_plot_axes
 Row = dict[str, Any]
 Shades = dict[str, str]
 
+TITLE = "The microscope: credit and gradients compared with the ground truth"
 LINES = (
     "#009E73", "#D55E00", "#E69F00", "#8C6D1F", "#CC79A7", "#7A5195", "#0B7285", "#56B4E9", "#8a8f98", "#0072B2", "#4C6EF5",
     "#5B5B5B",
@@ -47,7 +48,7 @@ def microscope_page(rows: Sequence[Row], stage: int, made: Mapping[str, Any]) ->
     `made` is what the results file says of the rows: "command", "seconds", "cpu_seconds", "seed", and their provenance
     ("commit", "versions", "hardware", "code").
     """
-    page = Document("The microscope: credit and gradients compared with the ground truth")
+    page = Document(TITLE)
     page.text(
         "Two-dimensional world. The rule *true advantage (16 continuations)* estimates V itself, from 16 continuations per node; "
         "their noise is the reason why its correlation is below 1."

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from markupsafe import escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flowrl.io import write_bytes
+from flowrl.io import require_new_file, write_bytes
 from flowrl.plots.pages import render
-from flowrl.plots.style import INK, OTHERS, clean, png, spread_labels
+from flowrl.plots.style import INK, OTHERS, clean, is_own, png, spread_labels
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#7A5195", "#8C6D1F", *OTHERS)
 TONES = {"good": "#009E73", "bad": "#D55E00", "open": "#8a8f98"}
@@ -70,12 +71,20 @@ class Image:
         return f"![{self.alt}]({images + '/' if images else ''}{self.name}.png)"
 
 
+def require_page(folder: Path, name: str, title: str) -> None:
+    """Raise `ConfigError` unless `name`.md and `name`.html in `folder` are new, or pages whose title ends in `title`."""
+    heading, tag = f"{title}\n".encode(), f"{escape(title)}</title>".encode()
+    require_new_file(folder / f"{name}.md", lambda data: data.startswith(b"# ") and heading in data[:1000], "page")
+    require_new_file(folder / f"{name}.html", lambda data: tag in data[:1000], "page")
+
+
 @dataclass
 class Document:
-    """A title and blocks in order."""
+    """A title and blocks in order. `kind`: the end of the title that all pages of this kind share; default: the whole title."""
 
     title: str
     blocks: list[Heading | Text | Table | Image] = field(default_factory=list)
+    kind: str = ""
 
     def heading(self, words: str) -> None:
         """Begin a section."""
@@ -86,7 +95,19 @@ class Document:
         self.blocks.append(Text(words))
 
     def write(self, folder: Path, name: str, images: str = "") -> list[Path]:
-        """Write `name`.md and `name`.html in `folder`, and the figures as PNG in its folder `images`."""
+        """Write `name`.md and `name`.html in `folder`, and the figures as PNG in its folder `images`.
+
+        Raises `ConfigError`, before anything is written, for files of these names that are neither of an earlier page of this
+        kind nor figures of flowrl.
+        """
+        require_page(folder, name, self.kind or self.title)
+        old = folder / f"{name}.md"
+        shown = old.read_text(encoding="utf-8", errors="replace") if old.exists() else ""
+        for block in self.blocks:
+            if isinstance(block, Image):
+                known = block.markdown(images).partition("](")[2] in shown
+                path = folder / images / f"{block.name}.png"
+                require_new_file(path, lambda data, known=known: known or is_own(data), "page")
         files = {block.name: png(block.figure) for block in self.blocks if isinstance(block, Image)}
         for image, data in files.items():
             write_bytes(folder / images / f"{image}.png", data)

@@ -23,7 +23,7 @@ from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import MEASURES, NEVER
 from flowrl_bench.microscope import MicroscopeConfig, run_microscope
 from flowrl_bench.microscope_page import TITLES, figures
-from flowrl_bench.page import Document, Image, Table, bands
+from flowrl_bench.page import Document, Image, Table, bands, require_page
 from flowrl_bench.results_file import Lines, ResultsFile
 from flowrl_bench.statistics import improvement, level
 from flowrl_bench.suite import Suite, arm_memory, evidence, needed
@@ -38,6 +38,8 @@ RIVALS: dict[str, Arm] = {
     "random": {"credit": "random"},
 }
 """The built-in rules in the ranking."""
+TITLE = " against the built-in rules"
+"""The end of the page's title."""
 RIVAL_SPECS = frozenset(changes.get("credit", "") for changes in RIVALS.values())
 
 
@@ -178,6 +180,7 @@ def bench_rule(
     file = ResultsFile((out or results_folder(spec)) / "results.jsonl")
     spec = known_spelling(spec, file)
     file = replace(file, rule=spec)
+    require_page(file.path.parent, "rule", TITLE)
     claims, chosen = rule_claims(name, spec), tuple(range(seeds))
     runs = needed(claims, "mixture", {"mixture": chosen})
     for config in {config.rollout.num_steps: config for config in runs.values() if config.algorithm.credit == spec}.values():
@@ -204,7 +207,7 @@ def rule_page(
     memory: Sequence[Mapping[str, Any]],
 ) -> Document:
     """The page: ranking, verdicts, the microscope's figures, costs, and all comparisons."""
-    page = Document(f"{name} against the built-in rules")
+    page = Document(f"{name}{TITLE}", kind=TITLE)
     ranks = ranking(claims, lines, seeds)
     place = next((i for i, rank in enumerate(ranks, 1) if rank.name == name), None)
     result = f"`{spec}` is number {place} of {len(ranks)} by mean reward over training" if place else "No seed is complete yet"

@@ -1,0 +1,42 @@
+"""How recorded and replayed tensors, gradients and weights are compared."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from parity_recording import Tensors, below
+from parity_replay import OptimizerStep
+from torch import Tensor
+
+LEAST_GRADIENT = 1e-5
+
+
+def distance(ours: Tensor, recorded: Tensor, scale: float = 0.0) -> float:
+    """Largest absolute difference over `scale` (0: the largest recorded value); infinite if the shapes differ."""
+    if ours.shape != recorded.shape:
+        return float("inf")
+    largest = float((ours.double() - recorded.double()).abs().max().nan_to_num(float("inf")))
+    return largest / (scale or float(recorded.abs().max()) or 1.0)
+
+
+def step_differences(
+    steps: Sequence[OptimizerStep], recorded_steps: Sequence[Tensors], learning_rate: float
+) -> Iterator[tuple[str, float]]:
+    """What the optimizer's steps recorded: the largest difference of all tensors of all steps."""
+    norms, weights = [], []
+    gradients = [float("inf")] * (len(steps) != len(recorded_steps))
+    clear: dict[str, Tensor] = {}
+    for step, tensors in zip(steps, recorded_steps, strict=False):
+        recorded, after = below(tensors, "grad"), below(tensors, "weights_after")
+        scale = max(float(gradient.abs().max()) for gradient in recorded.values())
+        gradients += [distance(step.gradients[name], gradient, scale) for name, gradient in recorded.items()]
+        gradients += [float("inf")] * (step.gradients.keys() != recorded.keys())
+        norms.append(distance(torch.tensor(step.norm), tensors["grad_norm"]))
+        for name, gradient in recorded.items():
+            clear[name] = clear.get(name, True) & ((gradient.abs() > LEAST_GRADIENT) | (gradient == 0))
+        for name, weight in after.items():
+            if clear[name].any():
+                weights.append(distance(step.weights[name][clear[name]], weight[clear[name]], learning_rate))
+    yield "gradients", max(gradients)
+    yield "gradient norm", max(norms)
+    if weights:
+        yield "weights / learning rate", max(weights)

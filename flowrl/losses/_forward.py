@@ -1,0 +1,69 @@
+"""What the forward-process losses share: the rows that count, squared errors, the ratio's clip, penalties, metrics."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from flowrl.flow.path import expand
+from flowrl.forward import ForwardBatch
+from flowrl.losses._terms import mean_over
+from flowrl.types import Latents, LossResult, PerSample
+
+VELOCITIES = ("new", "target", "old", "average", "reference")
+
+
+def counted_rows(batch: ForwardBatch) -> ForwardBatch:
+    """`batch` in which masked rows have advantage 0, time 1 and velocities 0, so that all their terms and gradients are exactly 0
+    or constant, whatever they contained. Selecting the others would make the host wait for the device."""
+    counts = batch.mask
+    zeroed = {
+        field.name: torch.where(expand(counts, value), value if field.name == "new" else value.detach(), 0.0)
+        for field in fields(batch)
+        if field.name in VELOCITIES and (value := getattr(batch, field.name)) is not None
+    }
+    advantages, time = batch.advantages.detach().masked_fill(~counts, 0.0), batch.time.detach().masked_fill(~counts, 1.0)
+    return replace(batch, advantages=advantages, time=time, **zeroed)
+
+
+def matching(velocity: Latents, target: Latents) -> PerSample:
+    """l = mean over latent elements of (v - v*)^2, shape [sample]."""
+    return (velocity - target).square().flatten(1).mean(1)
+
+
+def elbo_weight(time: PerSample) -> PerSample:
+    """1 / (2 sigma^2) with Flow-SDE's sigma^2 = 0.49 t / (1 - min(t, 0.99)): a velocity's squared distance as the divergence of
+    transitions, per unit of time. Source: AWM's code (arXiv 2509.25050), kl_weight ELBO."""
+    return (1.0 - time.clamp(max=0.99)) / (2.0 * 0.49 * time)
+
+
+def ratio_metrics(ratio: PerSample, clipped: Bool[Tensor, " sample"], counts: Bool[Tensor, " sample"]) -> dict[str, Tensor]:
+    """The usual metrics of a ratio: its mean, the largest and mean |ratio - 1|, and the share of clipped rows."""
+    ratio = torch.where(counts, ratio.detach(), 1.0)
+    deviation = (ratio - 1.0).abs()
+    return {
+        "ratio_mean": mean_over(ratio * counts, counts).masked_fill(~counts.any(), 1.0),
+        "ratio_deviation": deviation.max() if len(ratio) else ratio.sum(),
+        "ratio_distance": mean_over(deviation, counts),
+        "clip_fraction": mean_over((clipped & counts).to(ratio.dtype), counts),
+    }
+
+
+def combine_rows(
+    rows: ForwardBatch,
+    policy_terms: PerSample,
+    penalties: Mapping[str, tuple[float, PerSample]],
+    metrics: Mapping[str, Tensor],
+) -> LossResult:
+    """Mean of `policy_terms` plus the weighted means of `penalties` (name -> weight, terms), with the metrics policy_loss,
+    matching (the mean squared error of `new`) and one for each penalty."""
+    counts = rows.mask
+    policy_loss = mean_over(torch.where(counts, policy_terms, 0.0), counts)
+    loss, found = policy_loss, {"policy_loss": policy_loss.detach()}
+    for name, (weight, terms) in penalties.items():
+        penalty = mean_over(torch.where(counts, terms, 0.0), counts)
+        loss, found[name] = loss + weight * penalty, penalty.detach()
+    found["matching"] = mean_over(matching(rows.new.detach(), rows.target), counts)
+    return LossResult(loss=loss, metrics={**found, **metrics}, policy_term=policy_loss)

@@ -1,0 +1,71 @@
+"""Signals that ask a command to stop, from the first import of a command to the end of its process."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""Ctrl-C, the signal of launchers and clusters, and that of a closed terminal."""
+
+
+@contextmanager
+def on_stop(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call `handle(number)` when a signal of `STOPPING` arrives, in the main thread; other threads receive none.
+
+    After SIGHUP what this process prints to its terminal is dropped, since that is gone. Under nohup SIGHUP stays ignored. The
+    handlers from before the block are set again at its end, unless `ignore_stops` was called in it.
+    """
+    terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+
+    def react(number: int, _: object) -> None:
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            for stream in terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        handle(number)
+
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPPING:
+            if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) is not signal.SIG_IGN:
+                previous[number] = signal.signal(number, react)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            if signal.getsignal(number) is react:
+                signal.signal(number, handler)
+
+
+def ignore_stops() -> None:
+    """From here on signals of `STOPPING` have no effect: the work is complete or paused, and the exit code is to say so.
+
+    For the end of a command, before its last line. `flowrl.cli.main` sets the handlers of its caller again, `leave` ends the
+    process.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def same_handlers() -> Iterator[None]:
+    """Set the handlers of `STOPPING` from before the block again at its end."""
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                if handler is not None:  # one that was not set from Python
+                    signal.signal(number, handler)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with exit code `code`, also if a signal of `STOPPING` arrives by then: it ends a wait for threads."""
+    for number in STOPPING:
+        signal.signal(number, lambda *_: os._exit(code))
+    sys.exit(code)

@@ -1,0 +1,308 @@
+"""The promises of a forward-process loss."""
+
+import math
+from dataclasses import fields, replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import FlowrlError
+from flowrl.flow import uniform_schedule
+from flowrl.forward import ForwardBatch, Together, WeightCopy, unit_means
+from flowrl.protocols import PooledForwardLoss
+from flowrl.testing.findings import Contract, ContractBroken, expect, finite, same, twice, unchanged
+
+CONTRACT = Contract("forward-process loss")
+promise = CONTRACT.promise
+
+GROUPS, MEMBERS, DRAWS = 2, 4, 2
+ROWS = GROUPS * MEMBERS * DRAWS
+MOVE = 0.05
+"""How far the velocities are from each other in most checks."""
+COPIES = ("old", "average")
+NOISE = ("each", "group", "group-all-times")
+
+
+def rows_of_iteration(move: float = 0.0, seed: int = 0, tiles: int = 1) -> ForwardBatch:
+    """Every row of a small iteration, the times equal for all samples: new, a leaf that takes gradients, old, average and
+    reference are `move` apart. Advantages sum to 0 over each group; `tiles` repeats the latent."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    sample, number = (
+        axis.flatten() for axis in torch.meshgrid(torch.arange(GROUPS * MEMBERS), torch.arange(DRAWS), indexing="ij")
+    )
+    target, error, *steps = (draw(ROWS, 2, 3).repeat(1, 1, tiles) for _ in range(6))
+    base = target + error
+    advantages = draw(GROUPS, MEMBERS)
+    advantages = advantages - advantages.mean(1, keepdim=True)
+    new, old, average, reference = (base + move * step for step in steps)
+    return ForwardBatch(
+        time=torch.tensor([0.9, 0.35])[number], target=target, new=new.requires_grad_(), advantages=advantages.flatten()[sample],
+        mask=torch.ones(ROWS, dtype=torch.bool), group=sample // MEMBERS, row_sample=sample, old=old, average=average,
+        reference=reference,
+    )  # fmt: skip
+
+
+def chosen(batch: ForwardBatch, index: Tensor) -> ForwardBatch:
+    """The rows `index` of a batch, with a separate new velocity to differentiate."""
+    few = batch.rows(index)
+    return replace(few, new=few.new.detach().requires_grad_())
+
+
+def tensors(batch: ForwardBatch) -> dict[str, Any]:
+    """Every field of a batch by name."""
+    return {field.name: getattr(batch, field.name) for field in fields(batch)}
+
+
+def differentiated(loss: Any, batch: ForwardBatch) -> Tensor:
+    """Gradient of the loss with respect to the new velocities; 0 if the loss does not depend on them."""
+    value = loss.loss(batch).loss
+    if not value.requires_grad:
+        return torch.zeros_like(batch.new)
+    (found,) = torch.autograd.grad(value, batch.new, allow_unused=True)
+    return torch.zeros_like(batch.new) if found is None else found
+
+
+def equal(got: Tensor, expected: Tensor, what: str, hint: str = "", tolerance: float = 1e-4) -> None:
+    """Equal but for rounding (relative to the largest value), or `ContractBroken`."""
+    same(got, expected, what, hint, tolerance, lambda index: f" at row {index[0]}" if index else "", floor=1e-6)
+
+
+def together(loss: Any) -> Any:
+    return getattr(loss, "together", "row")
+
+
+def error_gradient(batch: ForwardBatch) -> Tensor:
+    """The gradient of each row's error l = mean (v - v*)^2 with respect to its velocity."""
+    return 2.0 * (batch.new - batch.target).detach() / batch.new[0].numel()
+
+
+def weights_of_errors(loss: Any, batch: ForwardBatch, what: str) -> Tensor:
+    """d loss / d l of every row, [row], beyond that at advantages of 0; `ContractBroken` unless along the error's."""
+    penalty = differentiated(loss, replace(batch, advantages=torch.zeros(ROWS)))
+    found, along = (differentiated(loss, batch) - penalty).flatten(1), error_gradient(batch).flatten(1)
+    finite(found, f"the gradient {what}")
+    weight = (found * along).sum(1) / along.square().sum(1)
+    stray = (found - weight[:, None] * along).norm(dim=1) / found.norm(dim=1).clamp(min=1e-12)
+    for row in range(len(stray)):
+        share = float(stray[row])
+        expect(share < 1e-2, f"row {row}, {what}: {share:.0%} of the gradient is not along that of its error |v - v*|^2")
+    return weight
+
+
+@promise("the loss is one finite number to differentiate, with finite gradients", basic=True)
+def returns_a_scalar(loss: Any) -> None:
+    expect(callable(getattr(loss, "loss", None)), "there is no method loss(batch)")
+    for move in (0.0, MOVE, 2.0):
+        batch = rows_of_iteration(move)
+        result = loss.loss(batch)
+        value: Any = getattr(result, "loss", None)
+        expect(isinstance(value, Tensor), f"loss returned {type(result).__name__}, not a LossResult(loss, metrics)")
+        expect(value.ndim == 0, f"the loss has shape {tuple(value.shape)}; a scalar is needed. Take the mean over rows.")
+        expect(bool(torch.isfinite(value)), f"the loss is {value.item()} where velocities differ by about {move}")
+        expect(value.requires_grad, "the loss carries no gradient. Was it detached, or made under no_grad?")
+        finite(differentiated(loss, batch), f"the gradient where velocities differ by about {move}")
+
+
+@promise("the same batch gives the same loss, and is not changed", basic=True)
+def is_pure(loss: Any) -> None:
+    batch = rows_of_iteration(MOVE)
+    with unchanged(tensors(batch)):
+        first, second = twice(lambda: loss.loss(batch).loss)
+    equal(second, first, "the loss in a second call", "Keep no state, and draw nothing.", 0.0)
+
+
+@promise("it declares what the trainer prepares: copies, needs_reference, together, noise", basic=True)
+def declares_what_it_needs(loss: Any) -> None:
+    copies: Any = getattr(loss, "copies", None)
+    hint = f"a mapping from {' or '.join(COPIES)} to forward.WeightCopy"
+    expect(hasattr(copies, "items"), f"copies is {copies!r}; it must be {hint}")
+    for name, copy in copies.items():
+        expect(name in COPIES and isinstance(copy, WeightCopy), f"copies has {name!r}: {copy!r}; it must be {hint}")
+    needs: Any = getattr(loss, "needs_reference", None)
+    expect(isinstance(needs, bool), "there is no property `needs_reference` that is True or False")
+    expect(together(loss) in get_args(Together), f"together is {together(loss)!r}, none of {', '.join(get_args(Together))}")
+    noise = getattr(loss, "noise", None)
+    expect(noise in NOISE, f"noise is {noise!r}, none of {', '.join(NOISE)}")
+    if together(loss) != "row":
+        expect(isinstance(loss, PooledForwardLoss), "together is not 'row', but there is no method row_terms(batch)")
+
+
+@promise("a velocity that it declares is used or its absence is a clear error; others are not needed")
+def needs_what_it_declares(loss: Any) -> None:
+    full = rows_of_iteration(MOVE)
+    evaluated = {name for name, copy in loss.copies.items() if copy.evaluated}
+    for name in (*COPIES, "reference"):
+        declared = loss.needs_reference if name == "reference" else name in evaluated
+        bare = replace(full, **{name: None})
+        if not declared:
+            equal(loss.loss(bare).loss, loss.loss(full).loss, f"the loss without {name}, which it does not declare,")
+            continue
+        try:
+            loss.loss(bare)
+        except FlowrlError as error:
+            expect(name in str(error), f"without {name} the error is only {str(error)!r}")
+        except Exception as error:
+            raise ContractBroken(f"without {name} it raised {type(error).__name__}: {error}; raise a ConfigError") from error
+        else:
+            raise ContractBroken(f"it declares {name}, but without it went on silently; raise a ConfigError, or declare less")
+
+
+@promise("training times are in (0, 1], one row per sample, and the generator's only")
+def draws_times(loss: Any) -> None:
+    times: Any = getattr(loss, "times", None)
+    expect(
+        callable(getattr(times, "draw", None)),
+        f"times is {times!r}; it needs draws(schedule) and draw(schedule, samples, generator)",
+    )
+    for steps in (10, 14):
+        schedule = uniform_schedule(steps)
+        first, second = twice(lambda schedule=schedule: times.draw(schedule, 6, torch.Generator().manual_seed(3)))
+        shape, wanted = tuple(first.shape), (6, times.draws(schedule))
+        expect(shape == wanted, f"times have shape {shape} on a grid of {steps} steps, not [sample, draw] = {wanted}")
+        inside = bool(((first > 0) & (first <= 1)).all())
+        expect(inside, f"times are from {float(first.min()):.3g} to {float(first.max()):.3g}; they must be in (0, 1]")
+        equal(second, first, "times drawn again with the same seed", "Draw everything from the generator.", 0.0)
+        if together(loss) == "group":
+            equal(first, first[:1].expand_as(first), "times", "A group needs equal times for its members.", 0.0)
+
+
+@promise("metrics are finite numbers without a gradient")
+def reports_detached_metrics(loss: Any) -> None:
+    for name, value in loss.loss(rows_of_iteration(MOVE)).metrics.items():
+        number = torch.as_tensor(value)
+        expect(number.numel() == 1, f"metric {name!r} has shape {tuple(number.shape)}; take a mean over rows")
+        expect(not number.requires_grad, f"metric {name!r} carries a gradient; use .detach()")
+        expect(bool(torch.isfinite(number)), f"metric {name!r} is {number.item()}")
+
+
+@promise("masked rows contribute neither to the loss nor to the gradient")
+def ignores_masked_rows(loss: Any) -> None:
+    batch = rows_of_iteration(MOVE)
+    out = batch.row_sample % MEMBERS == 1
+    kept = (~out).nonzero().flatten()
+    few = chosen(batch, kept)
+    for name, value in (("large", 1e3), ("NaN", math.nan)):
+        spoiled = torch.where(out[:, None, None], value, batch.new.detach()).requires_grad_()
+        masked = replace(batch, new=spoiled, mask=~out, advantages=torch.where(out, 1e3, batch.advantages))
+        hint = f"Masked rows had {name} velocities; replace them before any arithmetic."
+        equal(loss.loss(masked).loss, loss.loss(few).loss, "the loss with masked rows", hint)
+        found = differentiated(loss, masked)
+        equal(found[out], torch.zeros_like(found[out]), "the gradient of masked rows", hint, 0.0)
+        equal(found[kept], differentiated(loss, few), "the gradient of the other rows", hint)
+
+
+@promise("a batch whose rows are all masked gives 0 with a zero gradient")
+def survives_an_empty_mask(loss: Any) -> None:
+    batch = rows_of_iteration(MOVE)
+    batch = replace(batch, mask=torch.zeros_like(batch.mask))
+    value, hint = loss.loss(batch).loss, "Divide by the number of rows that count, at least 1."
+    equal(value, torch.zeros(()), "the loss", hint, 0.0)
+    expect(value.requires_grad, f"the loss carries no gradient. {hint}")
+    equal(differentiated(loss, batch), torch.zeros(ROWS, 2, 3), "the gradient", hint, 0.0)
+
+
+@promise("if all networks are equal, rows of advantage 0 have no gradient")
+def does_nothing_without_advantage(loss: Any) -> None:
+    batch = rows_of_iteration()
+    some = batch.advantages.index_fill(0, torch.tensor([1, 6]), 0.0)
+    for name, advantages, silent in (("all", torch.zeros(ROWS), slice(None)), ("rows 1 and 6", some, [1, 6])):
+        found = differentiated(loss, replace(batch, advantages=advantages))
+        largest = float(found[silent].abs().max())
+        expect(largest < 1e-7, f"with advantages of 0 for {name}, a gradient of {largest:.3g} remains there")
+
+
+@promise("if all networks are equal, the gradient of a row is A grad |v - v*|^2 times a weight above 0 that does not depend on A")
+def starts_along_the_advantage(loss: Any) -> None:
+    weights = []
+    for factor in (1.0, -2.0):
+        batch = rows_of_iteration()
+        batch = replace(batch, advantages=factor * batch.advantages)
+        weight = weights_of_errors(loss, batch, "with all networks equal") / batch.advantages
+        for row in range(ROWS):
+            wrong = "is pushed the wrong way" if float(weight[row]) < 0 else "is not pushed at all"
+            name = f"row {row} (A = {float(batch.advantages[row]):+.3g})"
+            expect(
+                float(weight[row]) > 0, f"{name} {wrong}: weight {float(weight[row]):.3g}. Is a sign wrong? Losses are minimised."
+            )
+        weights.append(weight)
+    hint = "The gradient must be proportional to A where the networks are equal."
+    equal(
+        weights[1] / weights[0], torch.ones(ROWS), "with -2 A in place of A, the factor by which the weight changes", hint, 1e-2
+    )
+
+
+@promise("the order of the rows has no effect")
+def does_not_depend_on_order(loss: Any) -> None:
+    batch, order = rows_of_iteration(MOVE), torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))
+    mixed = chosen(batch, order)
+    equal(
+        loss.loss(mixed).loss, loss.loss(batch).loss, "the loss of the rows in another order", "Group by numbers, not by place."
+    )
+    equal(differentiated(loss, mixed), differentiated(loss, batch)[order], "the gradient of the rows in another order")
+
+
+@promise("the loss is a mean: the same rows twice give the same loss")
+def is_a_mean_over_rows(loss: Any) -> None:
+    for move in (0.0, MOVE):
+        batch = rows_of_iteration(move)
+        double = chosen(batch, torch.arange(ROWS).repeat(2))
+        equal(loss.loss(double).loss, loss.loss(batch).loss, "the loss with every row twice", "Is it a sum?")
+
+
+@promise("the loss does not depend on the resolution: repeating the latent's elements changes nothing")
+def does_not_depend_on_resolution(loss: Any) -> None:
+    for move in (0.0, MOVE):
+        small, large = rows_of_iteration(move), rows_of_iteration(move, tiles=3)
+        hint = "Take means, not sums, over latent elements."
+        equal(loss.loss(large).loss, loss.loss(small).loss, "the loss with every latent element three times", hint)
+
+
+@promise("targets, times, advantages and other networks are constants: no gradient reaches them")
+def differentiates_the_new_network_only(loss: Any) -> None:
+    batch = rows_of_iteration(MOVE)
+    others = {name: tensors(batch)[name] for name in ("target", "time", "advantages", *COPIES, "reference")}
+    for tensor in others.values():
+        tensor.requires_grad_()
+    found = torch.autograd.grad(loss.loss(batch).loss, list(others.values()), allow_unused=True)
+    for name, value in zip(others, found, strict=True):
+        if value is not None and bool((value != 0).any()):
+            row = int((value != 0).flatten(1).any(1).nonzero()[0]) if value.ndim > 1 else int((value != 0).nonzero()[0])
+            raise ContractBroken(f"a gradient reaches {name}, first at row {row}. Detach it.")
+
+
+@promise("parts of a batch add up: their gradients, weighted by their rows, are those of the whole")
+def adds_up_over_parts(loss: Any) -> None:
+    batch = rows_of_iteration(MOVE)
+    whole, unit = differentiated(loss, batch), together(loss)
+    number = {"row": torch.arange(ROWS), "sample": batch.row_sample, "group": batch.group}[unit]
+    splits = {f"whole units ({unit})": (batch, number % 2)}
+    if unit != "row":
+        terms = loss.row_terms(batch)
+        expect(not terms.requires_grad, "row_terms carries a gradient; use torch.no_grad()")
+        pooled = replace(batch, pooled=unit_means(terms, batch.units(unit), batch.mask))
+        splits["any rows, with `pooled` given"] = pooled, torch.arange(ROWS) % 3
+    for name, (given, parts) in splits.items():
+        found = torch.zeros_like(whole)
+        for part in parts.unique():
+            rows = (parts == part).nonzero().flatten()
+            found[rows] = differentiated(loss, chosen(given, rows)) * len(rows) / ROWS
+        hint = "Which rows does a term depend on? `together` must say so, and `pooled` must replace the others."
+        equal(found, whole, f"the gradient in parts of {name}", hint)
+
+
+@promise("with together = 'group' and advantages that sum to 0, the weights of a group's errors in the gradient sum to 0")
+def balances_groups(loss: Any) -> None:
+    if together(loss) != "group":
+        return
+    batch = rows_of_iteration(MOVE)
+    batch = replace(batch, old=batch.new.detach(), average=batch.new.detach())
+    weights = weights_of_errors(loss, batch, "with new and old equal")
+    means = unit_means(weights, batch.units("group"), batch.mask) / weights.abs().max()
+    row = int(means.abs().argmax())
+    found = f"the mean weight of the errors in the group of row {row} is {float(means[row]):.3g} of the largest"
+    expect(float(means[row].abs()) < 1e-3, f"{found}, not 0. All members of a group at one time need the same factor.")

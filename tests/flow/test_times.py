@@ -1,0 +1,100 @@
+"""Training times: ranges, strata, permutations, and that they depend on the generator alone."""
+
+import pytest
+import torch
+
+from flowrl.errors import ConfigError
+from flowrl.flow import (
+    DrawnSteps,
+    LogitNormalTimes,
+    PermutedTimes,
+    StratifiedTimes,
+    UniformTimes,
+    shifted_schedule,
+    uniform_schedule,
+)
+from flowrl.protocols import TimeDraw
+from flowrl.types import Schedule
+
+KINDS = [
+    PermutedTimes(), PermutedTimes(fraction=0.5, shared=True), StratifiedTimes(), StratifiedTimes(first="drawn"),
+    StratifiedTimes(first="with", count=3), UniformTimes(), UniformTimes(shift=1.0, shared=True), LogitNormalTimes(),
+    LogitNormalTimes(count=2, mean=1.0, std=2.0), DrawnSteps(), DrawnSteps(count=7, shared=False),
+]  # fmt: skip
+GRID = shifted_schedule(10)
+
+
+def drawn(kind, samples=200, seed=0, schedule=GRID):
+    return kind.draw(schedule, samples, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+def test_times_are_in_range_and_repeatable(kind):
+    times = drawn(kind)
+    assert isinstance(kind, TimeDraw) and times.dtype == torch.float32
+    assert times.shape == (200, kind.draws(GRID))
+    assert bool(((times > 0) & (times <= 1)).all())
+    assert torch.equal(times, drawn(kind)) and not torch.equal(times, drawn(kind, seed=1))
+    assert torch.equal(times, times[:1].expand_as(times)) == kind.shared
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+def test_times_of_the_grid_are_used_once(kind):
+    if isinstance(kind, UniformTimes | LogitNormalTimes):
+        return
+    times, grid = drawn(kind), GRID.times[:-1]
+    assert bool(torch.isclose(times[..., None], grid, atol=1e-6).any(-1).all())
+    assert all(len(row.unique()) == len(row) for row in times)
+
+
+def counts(kind, samples=4000):
+    """How often each step of the grid is drawn, per sample."""
+    times = drawn(kind, samples)
+    return torch.isclose(times[..., None], GRID.times[:-1], atol=1e-6).sum((0, 1)) / samples
+
+
+def test_every_step_has_its_probability():
+    """Tolerance: five standard deviations of a share of 4,000 samples."""
+    close = dict(rtol=0.0, atol=5 * 0.5 / 4000**0.5)
+    torch.testing.assert_close(counts(PermutedTimes()), torch.full((10,), 0.9), **close)
+    early = torch.tensor([4 / 7] * 7 + [0.0] * 3)
+    torch.testing.assert_close(counts(DrawnSteps(shared=False)), early, **close)
+    # steps 1 to 8 in 6 parts: edges 1, 2, 3, 5, 6, 7, 9
+    torch.testing.assert_close(counts(StratifiedTimes()), torch.tensor([0, 1, 1, 0.5, 0.5, 1, 1, 0.5, 0.5, 0]), **close)
+    # step 0, then steps 1 to 8 in 2 parts
+    torch.testing.assert_close(counts(StratifiedTimes(first="with", count=3)), torch.tensor([1] + [0.25] * 8 + [0]), **close)
+
+
+def test_strata_and_shift():
+    numbers = torch.tensor([[0.0, 0.5, 0.999]])
+    even = UniformTimes(count=3, low=0.1, high=0.7, shift=1.0).times(numbers, GRID)
+    torch.testing.assert_close(even, torch.tensor([[0.1, 0.4, 0.6998]]))
+    torch.testing.assert_close(
+        UniformTimes(count=3, low=0.1, high=0.7, shift=3.0).times(numbers, GRID), 3 * even / (1 + 2 * even)
+    )
+    middle = LogitNormalTimes(count=1, mean=0.3, shift=1.0).times(torch.tensor([[0.5]]), GRID)
+    torch.testing.assert_close(middle, torch.sigmoid(torch.tensor([[0.3]])))
+
+
+def test_the_smallest_uniform_number_gives_a_time_above_0():
+    times = LogitNormalTimes(count=2).times(torch.zeros(1, 2), GRID)
+    assert 0 < float(times.min()) < 0.05
+
+
+def test_times_are_what_the_network_is_told():
+    """A scheduler whose time steps are not 1000 sigma."""
+    schedule = Schedule(GRID.times, timesteps=torch.arange(999, 0, -100).float())
+    assert set(drawn(DrawnSteps(), schedule=schedule)[0].mul(1000).round().tolist()) <= {999.0, 899, 799, 699, 599, 499, 399}
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "words"),
+    [
+        (StratifiedTimes(), 6, r"StratifiedTimes.count = 6 is not allowed: 4 or fewer for a grid of 6 steps"),
+        (StratifiedTimes(first="with"), 5, r"StratifiedTimes.count = 6 is not allowed: 4 or fewer"),
+        (DrawnSteps(), 5, r"DrawnSteps.steps = 7 is not allowed: at most the grid's 5 steps"),
+    ],
+)
+def test_a_grid_with_too_few_steps_is_named(kind, steps, words):
+    with pytest.raises(ConfigError, match=words):
+        drawn(kind, schedule=uniform_schedule(steps))

@@ -1,0 +1,209 @@
+"""A disk that fills, or a process that dies, at each operation: one error, nothing lost, and the next command goes on."""
+
+import contextlib
+import errno
+import json
+import os
+from dataclasses import replace
+
+import pytest
+from failing_disk import DiedError, FailingDisk
+from matplotlib.figure import Figure
+from small_run import SMALL, numbers
+
+from flowrl.cli import main
+from flowrl.commands.runs import Compare
+from flowrl.errors import DiskError
+from flowrl.training.checkpoint import Checkpoints
+from flowrl.training.compare import CompareConfig, compare
+from flowrl.training.config import load_config
+from flowrl.training.results import has_progress, load_run
+from flowrl.training.run import Run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    Run(SMALL, folder).execute()
+    return folder
+
+
+def go_on(folder):
+    """As the user would: --resume if there is something to resume, else the same command again."""
+    begun = (folder / "config.json").exists()
+    return Run(load_config(folder / "config.json") if begun else SMALL, folder).execute(resume=begun)
+
+
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_disk_that_fills_at_any_operation_of_a_run_is_one_error_and_loses_nothing(tmp_path, whole, step, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    at, fired, expected = 1 - step, True, numbers(whole)
+    while fired:
+        at += step
+        folder, error = tmp_path / f"{at}" / "run", None
+        with pytest.MonkeyPatch.context() as patch:
+            disk = FailingDisk(patch, "full", at)
+            try:
+                Run(SMALL, folder).execute()
+            except DiskError as raised:
+                error = raised
+            fired = disk.fired
+        if error is not None:
+            assert "No space left on device" in str(error) and error.exit_code == 1
+            advice = f"flowrl train --resume {folder}" if (folder / "config.json").exists() else ""
+            assert advice in str(error)
+        for name in Checkpoints(folder).names():
+            Checkpoints(folder).load(name)
+        if has_progress(folder):
+            load_run(folder)
+        assert go_on(folder)
+        assert numbers(folder) == expected
+        assert not list(folder.rglob("*.tmp"))
+    assert at > 60
+
+
+@pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["before", "half"])
+def test_a_run_whose_process_dies_at_any_operation_resumes_to_the_same_numbers(tmp_path, whole, mode, step, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    at, fired, expected = -2 if step > 1 and mode == "half" else 1 - step, True, numbers(whole)
+    while fired:
+        at += step
+        folder = tmp_path / f"{at}"
+        with pytest.MonkeyPatch.context() as patch:
+            disk = FailingDisk(patch, mode, at)
+            with contextlib.suppress(OSError, DiedError):
+                Run(SMALL, folder).execute()
+            fired = disk.fired
+        if has_progress(folder):
+            load_run(folder)
+        assert Run(SMALL, folder).execute(resume=True)
+        assert numbers(folder) == expected
+        assert not list(folder.glob("*.tmp"))
+
+
+def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, capsys):
+    out = tmp_path / "run"
+    options = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "4", "--checkpoint-every", "2"]
+    real = os.replace
+
+    def full(source, target):
+        if str(target).endswith("000004.safetensors"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(source))
+        real(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        assert main(["train", *options, "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert ".tmp cannot be written: No space left on device. Checkpoint 000002 is complete" in error.replace("\n", " ")
+    assert f"flowrl train --resume {out}" in error.replace("\n", " ")
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002.safetensors"]
+    assert main(["train", "--resume", str(out)]) == 0
+    assert Checkpoints(out).names() == ["000004"]
+
+
+# --- comparisons ----------------------------------------------------------------------------------------------------
+
+
+def in_this_process(function, jobs, workers, *, finished, **_):
+    """`run_jobs` without processes."""
+
+    class Worker:
+        def send(self, message):
+            pass
+
+        def stopped(self):
+            return False
+
+    for key, arguments in jobs.items():
+        finished(key, function(Worker(), *arguments))
+    return True
+
+
+@pytest.fixture
+def small_report(monkeypatch):
+    """Figures that take milliseconds, written as the real ones are."""
+    drawn = {"curves": Figure((1, 1)), "samples": Figure((1, 1)), "proxy": None}
+    monkeypatch.setattr("flowrl.plots.report._figures", lambda comparison: drawn)
+    monkeypatch.setattr("flowrl.training.compare.run_jobs", in_this_process)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != ".lock"}
+
+
+def test_a_disk_that_fills_at_any_operation_of_a_report_leaves_the_old_or_the_new_one(
+    tmp_path, small_report, monkeypatch, capsys
+):
+    """Of a comparison whose runs are all complete: `--resume` draws the report."""
+    out = tmp_path / "out"
+    assert compare(CompareConfig(SMALL, ("flow-grpo",), (0,)), out)
+    assert main(["compare", "--resume", str(out)]) == 0
+    new, run = files(out), numbers(out / "runs" / "flow-grpo-seed0")
+    old = {name: data if name == "config.json" else b"old" for name, data in new.items()}
+    assert {"report.html", "summary.json", "table.txt", "curves.png", "samples.png"} < new.keys()
+    monkeypatch.setattr("flowrl.cli.run_command", lambda _: Compare(resume=out).main())  # parsing takes longer than all else
+    at, fired, mixed = 0, True, 0
+    while fired:
+        at += 1
+        for name, data in old.items():
+            (out / name).write_bytes(data)
+        capsys.readouterr()
+        with pytest.MonkeyPatch.context() as patch:
+            disk = FailingDisk(patch, "full", at)
+            code = main()
+            fired = disk.fired
+        error, found = capsys.readouterr().err, files(out)
+        assert found.keys() == new.keys() and all(found[name] in (old[name], new[name]) for name in found)
+        mixed += found not in (old, new)
+        assert numbers(out / "runs" / "flow-grpo-seed0") == run
+        if code:
+            assert code == 1 and error.count("\n") == 1 and error.startswith("flowrl: error: "), error
+            assert "No space left on device" in error
+            assert "cannot be locked" in error or f"Make room, then: flowrl compare --resume {out}" in error
+            assert main() == 0
+        assert files(out) == new
+    assert at > 25 and mixed > 5
+
+
+def test_a_disk_that_fills_while_a_comparison_begins_does_not_block_the_next(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("flowrl.training.compare.run_jobs", lambda *_, **__: False)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    command, at, fired = Compare.defaults(["--preset", "tiny", "--world", "mixture"]), 0, True
+    command = replace(command, preset="tiny")
+    while fired:
+        at += 1
+        out = tmp_path / f"{at}" / "out"
+        monkeypatch.setattr("flowrl.cli.run_command", lambda _, out=out: replace(command, out=out).main())
+        with pytest.MonkeyPatch.context() as patch:
+            disk = FailingDisk(patch, "full", at)
+            code = main()
+            fired = disk.fired
+        error = capsys.readouterr().err
+        if code == 1:
+            assert "No space left on device" in error and error.count("\n") == 1
+        else:
+            assert code == 130 and not error
+        assert main() == 130
+        assert json.loads((out / "config.json").read_text())["preset"] == "tiny"
+    assert at > 8
+
+
+def test_a_disk_that_fills_in_a_run_of_a_comparison_is_told_at_its_end(tmp_path, small_report, capsys):
+    out = tmp_path / "out"
+    real = os.replace
+
+    def full(source, target):
+        if str(target).endswith("000002.safetensors"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(source))
+        real(source, target)
+
+    options = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--methods", "flow-grpo", "--seeds", "0"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        assert main(["compare", *options, "--iterations", "2", "--checkpoint-every", "1", "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert "1 of 1 runs failed" in error and "No space left on device" in error and "compare --resume" in error
+    assert main(["compare", "--resume", str(out)]) == 0
