@@ -1,9 +1,11 @@
 """What a probe gets after the trajectories are complete: their states, the network, and a generator of its own."""
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,8 +33,9 @@ def check_network(use: NetworkUse, policy: FlowPolicy) -> None:
 
 def own_generator(generator: torch.Generator) -> torch.Generator:
     """A generator for the probe, seeded by the state of the trajectories', which is not moved."""
-    state = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
-    return torch.Generator(generator.device).manual_seed(int.from_bytes(state[:7]))
+    state = generator.get_state()  # bytes in main memory, whatever the generator's device
+    digest = hashlib.sha256(ctypes.string_at(state.data_ptr(), state.numel())).digest()
+    return torch.Generator(generator.device).manual_seed(int.from_bytes(digest[:7]))
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class ProbeRun:
     completed: Mapping[int, Tensor]
     condition: Condition
     layout: Groups
-    generator: torch.Generator
+    trajectories_generator: torch.Generator
     usage: Usage
     max_batch: int
     network: NetworkUse
@@ -57,6 +60,11 @@ class ProbeRun:
     def groups(self) -> int:
         """Prompts."""
         return self.layout.prompts
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """The probe's own, made when it draws for the first time."""
+        return own_generator(self.trajectories_generator)
 
     def start(self, node: int, members: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """States and velocities of a node."""
@@ -195,8 +203,8 @@ def estimates(
     given = [trajectories.states, trajectories.outputs, final, *condition.tensors.values(), *completed.values()]
     with _network(probe.network, policy) as renew:
         run = ProbeRun(
-            policy, sampler, trajectories, final, completed, condition, layout, own_generator(generator), usage, max_batch,
-            probe.network, renew,
+            policy, sampler, trajectories, final, completed, condition, layout, generator, usage, max_batch, probe.network,
+            renew,
         )  # fmt: skip
         with inputs_unchanged(name, ProbeError, *given):
             found = dict(probe.estimate(run))

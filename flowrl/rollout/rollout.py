@@ -123,7 +123,8 @@ class _Walk:
     def run(self, x: Tensor, probe: Probe) -> Rollout:
         """The wavefront: at every step one batched call serves all states of a node and all completions under way. `x` is the
         noise of the roots [prompt, root, *latent]."""
-        steps, tree, completing = self.schedule.steps, self._tree, probe.ahead(self.schedule)
+        steps, tree, ahead_of = self.schedule.steps, self._tree, set(probe.ahead(self.schedule))
+        completing, _ = [step for step in self.schedule.decisions if step in ahead_of], tree.edges  # before the device is busy
         pieces: dict[int, list[Piece]] = {0: [Piece(torch.arange(x.shape[1]), x)]}
         running: dict[int, Tensor] = {}
         states, outputs = [], []
