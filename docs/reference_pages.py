@@ -36,7 +36,7 @@ ROOMS = {
     "Credit": ("credit",),
     "Losses": ("losses",),
     "Probes": ("probes",),
-    "Rollout": ("rollout",),
+    "Rollout": ("rollout", "tree"),
     "Rewards": ("rewards",),
     "Prompts": ("prompts",),
     "Policies": ("policies",),

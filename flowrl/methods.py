@@ -6,10 +6,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted, check_advantages, probed
+from flowrl.credit import (
+    BackedUp,
+    DepthRelative,
+    SiblingRelative,
+    StepwiseGain,
+    TurningPoint,
+    Uniform,
+    Weighted,
+    check_advantages,
+    example,
+)
 from flowrl.errors import ConfigError, CreditError
 from flowrl.losses import ClippedLoss
-from flowrl.probes import Completion
+from flowrl.probes import Branch, Comb, Completion
 from flowrl.protocols import CreditAssigner, PartsCreditAssigner, PolicyLoss, RandomSampler, Sampler
 from flowrl.registry import build
 from flowrl.samplers import AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
@@ -66,6 +76,52 @@ def tempflow_weights(sampler: Sampler | RandomSampler | None = None, loss: Polic
     return replace(base, name="noise-weighted", credit=Weighted("noise"), source="TempFlow-GRPO, ICLR 2026")
 
 
+def branch_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+    """BranchGRPO (arXiv 2509.06040): trees from one x_T per prompt, values compared within tree and node; Dance-SDE on all steps.
+
+    Two children at the third and the fifth stochastic step, and group size / 4 at the first: 12 leaves by splits in 3, 2 and 2.
+    Published: splits in two at steps 0, 3, 6 and 9 of 20, 16 leaves, edges weighted equally, children of a split drawn with 4
+    times the noise that their log-probability assumes. Here a decision counts once per leaf and noise is the sampler's.
+    """
+    credit = DepthRelative("tree", "sample", probe=Branch((1, 1, 2, 1, 2)))
+    base = flow_grpo(sampler or DanceSDE(0.3), loss)
+    return replace(base, name="branch-grpo", credit=credit, shared_noise=True, source="arXiv 2509.06040")
+
+
+def tempflow_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+    """TempFlow-GRPO (arXiv 2508.04324): 6 draws at a step of an ODE trunk, finished by the ODE, compared per seed; noise weights.
+
+    The step is drawn every iteration, the same for all groups; which steps an iteration takes is not settled by what is
+    published. Groups of 12 have 2 seeds of 6 draws, those of 24 the published 4 seeds.
+    """
+    credit = Weighted("noise", rule=SiblingRelative(probe=Comb(branches=6, count=1)))
+    return replace(flow_grpo(sampler, loss), name="tempflow-grpo", credit=credit, source="arXiv 2508.04324")
+
+
+def granular_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+    """Granular-GRPO (arXiv 2510.01982): draws at a step of a trunk, finished with strides 1, 2 and 3; the Z of each are summed.
+
+    One trunk per prompt, a third of the group size in draws (12: 4), at a step drawn every iteration among the stochastic
+    ones, by default the first half of 10. Published: 12 draws at each step of the first half of 16, which takes groups of
+    12 x 3 x 8. The summed advantages are up to three times as large as those of one stride.
+    """
+    credit = SiblingRelative(probe=Comb(branches=1, count=1, strides=(1, 2, 3)))
+    base = flow_grpo(sampler or Window(FlowSDE(0.7), 0, 5), loss)
+    return replace(base, name="granular-grpo", credit=credit, shared_noise=True, source="arXiv 2510.01982")
+
+
+def tree_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+    """TreeGRPO (arXiv 2512.08153): leaf advantages backed up a tree from one x_T that branches at the first stochastic steps.
+
+    Two children at the second and the third stochastic step, and group size / 4 at the first (12: 3); by default these are a
+    window of 3 steps whose start is drawn every iteration from a truncated geometric distribution, r = 0.5. Published: three
+    children at each, 27 leaves. With a longer window the steps after the third are decisions as well; published trees have none.
+    """
+    credit = BackedUp(probe=Branch((1, 2, 2)))
+    base = flow_grpo(sampler or RandomWindow(FlowSDE(0.7), 3, geometric=0.5), loss)
+    return replace(base, name="tree-grpo", credit=credit, shared_noise=True, source="arXiv 2512.08153")
+
+
 METHODS: dict[str, Callable[..., Method]] = {
     "flow-grpo": flow_grpo,
     "stepwise-flow-grpo": stepwise_flow_grpo,
@@ -73,10 +129,14 @@ METHODS: dict[str, Callable[..., Method]] = {
     "dance-grpo": dance_grpo,
     "noise-weighted": tempflow_weights,
     "dense-grpo": dense_grpo,
+    "branch-grpo": branch_grpo,
+    "tempflow-grpo": tempflow_grpo,
+    "granular-grpo": granular_grpo,
+    "tree-grpo": tree_grpo,
 }
 WINDOWS = (
-    "all, all-but-last, START:SIZE (fixed), random:SIZE[:END] (drawn every iteration, among the first END steps) or "
-    "sliding:SIZE[:STRIDE[:EVERY]]"
+    "all, all-but-last, START:SIZE (fixed), random:SIZE[:END][:RATIO] (drawn every iteration, among the first END steps, starts "
+    "with chances proportional to RATIO^start, which has a decimal point and is in (0, 1)) or sliding:SIZE[:STRIDE[:EVERY]]"
 )
 
 
@@ -92,9 +152,10 @@ def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") 
     kind, *numbers = window.split(":")
     try:
         if kind == "random":
-            size, *end = map(int, numbers)
-            (high,) = end or (None,)
-            return RandomWindow(base, size, high=high)
+            size, *more = numbers
+            (high,) = [int(number) for number in more if "." not in number] or (None,)
+            (geometric,) = [float(number) for number in more if "." in number] or (None,)
+            return RandomWindow(base, int(size), high=high, geometric=geometric)
         if kind == "sliding":
             size, stride, every = (*map(int, numbers), *(1, 1)[len(numbers) - 1 :])
             return SlidingWindow(base, size, stride, every)
@@ -109,11 +170,11 @@ def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") 
 def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:
     """Apply a rule to one random table before a run starts. Raises `CreditError` that states how it broke its contract."""
     generator = torch.Generator().manual_seed(0)
-    table = probed(torch.rand(2, members, schedule.steps + 1, generator=generator), rule.probe)
-    name = type(rule).__name__
+    tried = example(torch.rand(2, members, schedule.steps + 1, generator=generator), schedule, rule.probe)
+    name, table = type(rule).__name__, tried.rewards
     rule = copy.deepcopy(rule)  # a rule with memory must not keep the trial table
     try:
-        advantages = _tried(rule, table, schedule)
+        advantages = _tried(rule, table, tried.schedule)
     except CreditError:
         raise
     except Exception as error:

@@ -40,6 +40,8 @@ class Tree:
     weight: Weight = "leaf"
     log_probs: Float[Tensor, "prompt unit"] | None = None
     """Log-density per element of the edge into each unit under the sampler that drew it; 0 for edges that are no decisions."""
+    strides: Int[Tensor, " member"] | None = None
+    """Number of nodes per ODE step by which each member is finished, where there are several (`flowrl.probes.Comb`)."""
 
     @property
     def steps(self) -> int:
@@ -120,12 +122,14 @@ class Tree:
         Both are unbiased estimates of the value while the shape of the tree does not depend on what was seen; they are equal
         if all children of a node have equally many members. NaN for a unit without a valid member.
         """
-        valid = rewards.isfinite()
-        reached = self.passes.to(rewards)
-        found = (rewards.nan_to_num() @ reached) / (valid.to(rewards) @ reached)
+        valid, exact = rewards.isfinite(), rewards.double()  # float64: prompts are rounded alike, however many there are
+        reached = self.passes.to(exact)
+        first = exact.nan_to_num().gather(1, valid.to(torch.uint8).argmax(1, keepdim=True))  # equal rewards: no rounding
+        found = ((exact - first).nan_to_num() @ reached) / (valid.to(exact) @ reached)
+        found = (first + (found if self.mean == "leaf" else self._child_means(found))).to(rewards)
         alone = self.leaves == 1  # its value is that reward, without rounding
         found[:, alone] = rewards[:, self.passes[:, alone].to(torch.uint8).argmax(0)]
-        return found if self.mean == "leaf" else self._child_means(found)
+        return found
 
     def _child_means(self, values: Tensor) -> Tensor:
         for node in reversed(range(self.steps)):
@@ -138,6 +142,10 @@ class Tree:
     def node_table(self, values: Float[Tensor, "prompt unit"]) -> Float[Tensor, "prompt member node"]:
         """Values of units as the reward table [prompt, member, node] that credit rules read."""
         return values[:, self.paths]
+
+    def unit_table(self, table: Float[Tensor, "prompt member node"]) -> Float[Tensor, "prompt unit"]:
+        """The inverse of `node_table`: the values of the units, read from the first member that passes each."""
+        return table[:, self.passes.to(torch.uint8).argmax(0), self.node]
 
     def step_table(self, advantages: Float[Tensor, "prompt unit"]) -> Float[Tensor, "prompt member step"]:
         """Advantages of the edges into the units as the table [prompt, member, step] that credit rules return; 0 where a step
@@ -159,8 +167,9 @@ class Tree:
         parent = torch.where(parent < 0, parent, number[parent])
         log_probs = None if self.log_probs is None else self.log_probs[:, kept]
         paths = number[self.paths[members]]
+        strides = None if self.strides is None else self.strides[members]
         return replace(
-            self, parent=parent, node=self.node[kept], drawn=self.drawn[kept], paths=paths, log_probs=log_probs,
+            self, parent=parent, node=self.node[kept], drawn=self.drawn[kept], paths=paths, log_probs=log_probs, strides=strides,
         )  # fmt: skip
 
 

@@ -1,8 +1,12 @@
 """Credit rules: pure functions from a reward table to an advantage table, one file each."""
 
+from flowrl.credit.backed_up import BackedUp
+from flowrl.credit.depth_relative import DepthRelative
 from flowrl.credit.gdpo import GDPO
 from flowrl.credit.moving_average import MovingAverageGain
+from flowrl.credit.pruned import Pruned
 from flowrl.credit.random_credit import RandomCredit
+from flowrl.credit.sibling_relative import SiblingRelative
 from flowrl.credit.stepwise import StepwiseGain, generalised_gains
 from flowrl.credit.table import check_advantages, check_trained, gains, probed, reward_to_go, zscore
 from flowrl.credit.turning_point import (
@@ -15,10 +19,13 @@ from flowrl.credit.turning_point import (
     turning_points,
 )
 from flowrl.credit.uniform import Uniform
+from flowrl.credit.units import Example, branched_tree, example, group_deviations, group_zscore, siblings, unit_values
 from flowrl.credit.weighted import Weighted
 
 __all__ = [
-    "GDPO", "MovingAverageGain", "RandomCredit", "StepwiseGain", "TurningPoint", "Uniform", "Weighted", "balanced",
-    "check_advantages", "check_trained", "clear_swings", "gains", "generalised_gains", "large_aggregates", "probed",
-    "process_rewards", "random_steps", "reward_to_go", "turning_points", "zscore",
+    "GDPO", "BackedUp", "DepthRelative", "Example", "MovingAverageGain", "Pruned", "RandomCredit", "SiblingRelative",
+    "StepwiseGain", "TurningPoint", "Uniform", "Weighted", "balanced", "branched_tree", "check_advantages",
+    "check_trained", "clear_swings", "example", "gains", "generalised_gains", "group_deviations", "group_zscore",
+    "large_aggregates", "probed", "process_rewards", "random_steps", "reward_to_go", "siblings", "turning_points",
+    "unit_values", "zscore",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The trajectory's advantage times a weight per step."""
+"""Advantages times a weight per step."""
 
 import math
 from dataclasses import dataclass
@@ -12,24 +12,29 @@ from flowrl.credit.uniform import Uniform
 from flowrl.errors import CreditError, require
 from flowrl.options import checked_options
 from flowrl.probes import NoProbe, Probe
+from flowrl.protocols import CreditAssigner, PartsCreditAssigner, SelectiveCredit, Stateful
 from flowrl.types import NodeTable, Schedule, StepTable, checked
 
 
 @checked_options
 @dataclass(frozen=True)
 class Weighted:
-    """A_i = w_i A, with A as in `Uniform(std)`.
+    """A_i = w_i A_i', with A' the advantages of `rule`; None: A' = A of `Uniform(std, clamp, probe)`.
 
     `weights` is one finite number per step, or "noise": w_i proportional to the transition's std (sigma sqrt(Delta)),
-    scaled to mean 1 over the stochastic steps and 0 at the others; this one needs a schedule with stds. Source:
-    TempFlow-GRPO (ICLR 2026), noise-aware weighting. Raises `ConfigError` for a bad field; `CreditError` if the
-    number of weights is not the number of steps, or the schedule or its stds are missing.
+    scaled to mean 1 over the stochastic steps and 0 at the others; this one needs a schedule with stds. The steps are the
+    sampler's, also for a probe that branches at some of them only. Components of a reward are credited by
+    `GDPO(rule=Weighted(rule=...))`. Source: TempFlow-GRPO (arXiv 2508.04324, ICLR 2026), noise-aware weighting. Raises
+    `ConfigError` for a bad field, for a rule with memory, for one that reads components or selects steps, and for `std`, `clamp`
+    or `probe` beside a rule, which has its own; `CreditError` if the number of weights is not the number of steps, or the
+    schedule or its stds are missing.
     """
 
     weights: tuple[float, ...] | Literal["noise"] = "noise"
     std: Literal["group", "batch"] = "group"
     clamp: float | None = 5.0
     probe: Probe = NoProbe()
+    rule: CreditAssigner | None = None
 
     def __post_init__(self) -> None:
         allowed = "'noise', or a tuple of one finite number per step"
@@ -37,12 +42,26 @@ class Weighted:
         require(self.weights == "noise" or numbers, "Weighted.weights", self.weights, allowed)
         require(self.std in ("group", "batch"), "Weighted.std", self.std, "'group' or 'batch'")
         require_clamp("Weighted", self.clamp)
+        if self.rule is not None:
+            plain = isinstance(self.rule, CreditAssigner)
+            plain = plain and not isinstance(self.rule, PartsCreditAssigner | SelectiveCredit | Stateful)
+            require(plain, "Weighted.rule", self.rule, "a credit rule that has no memory, reads no components, selects no steps")
+            own = (self.std, self.clamp, self.probe)
+            require(own in (("group", 5.0, NoProbe()), ("group", 5.0, self.rule.probe)), "Weighted.std, clamp, probe", own,
+                    "left out beside a rule: set them there")  # fmt: skip
+            object.__setattr__(self, "probe", self.rule.probe)
+
+    @property
+    def shared_noise(self) -> bool:
+        """Whether the members of a group start from the same noise under `rule`."""
+        return bool(getattr(self.rule, "shared_noise", False))
 
     @checked
     def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
         """Advantages [prompt, member, step]; the clamp applies before the weights."""
-        uniform = Uniform(std=self.std, clamp=self.clamp, probe=self.probe).assign(rewards, schedule)
-        return uniform * self._step_weights(uniform, schedule)
+        rule = self.rule or Uniform(std=self.std, clamp=self.clamp, probe=self.probe)
+        advantages = rule.assign(rewards, schedule)
+        return advantages * self._step_weights(advantages, schedule)
 
     def _step_weights(self, like: Tensor, schedule: Schedule | None) -> Tensor:
         """The weights, shape [step]."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -35,7 +35,8 @@ class Branch(Branching):
     """The trajectory goes on as `children[step]` trajectories at each of these steps, which must be stochastic; as one at all
     others.
 
-    `children` as a number means that many at every stochastic step. A group has members / product of the children trees, with
+    `children` as a number means that many at every stochastic step, a tuple the numbers at the first stochastic steps in order,
+    wherever these are (the sampler's window may be drawn). A group has members / product of the children trees, with
     initial noise of their own; with shared noise it has one, which branches further at its first stochastic step. All
     stochastic steps are decisions, also those at which nothing branches. `weight`, `mean`: see `flowrl.tree.Tree`. Network
     evaluations of a group: the number of distinct states before the last node.
@@ -45,20 +46,21 @@ class Branch(Branching):
     multiple.
     """
 
-    children: Mapping[int, int] | int = 2
+    children: Mapping[int, int] | tuple[int, ...] | int = 2
     weight: Weight = "leaf"
     mean: Mean = "leaf"
 
     def __post_init__(self) -> None:
-        allowed = "a number of children, 1 or more, for every stochastic step, or {step: number}"
-        given = {0: self.children} if isinstance(self.children, int) else dict(self.children)
+        allowed = "a number of children, 1 or more, for every stochastic step, one per step in a tuple, or {step: number}"
+        listed = (self.children,) if isinstance(self.children, int) else self.children
+        given = dict(listed) if isinstance(listed, Mapping) else dict(enumerate(listed))
         require(all(step >= 0 and count >= 1 for step, count in given.items()), "Branch.children", self.children, allowed)
         require(self.weight in ("leaf", "edge"), "Branch.weight", self.weight, "'leaf' or 'edge'")
         require(self.mean in ("leaf", "child"), "Branch.mean", self.mean, "'leaf' or 'child'")
 
     def tree(self, steps: int, decisions: Sequence[int], members: int, shared_noise: bool, generator: torch.Generator) -> Tree:
         """The same tree every iteration."""
-        children = dict.fromkeys(decisions, self.children) if isinstance(self.children, int) else dict(self.children)
+        children = self._children(decisions)
         odd = sorted(set(children) - set(decisions))
         require(not odd, "Branch.children at steps", odd, f"stochastic steps of the sampler: {list(decisions)}")
         product = math.prod(children.values())
@@ -68,6 +70,16 @@ class Branch(Branching):
         behind = [math.prod(count for step, count in children.items() if step >= node) for node in range(steps + 1)]
         visits = [[(node, member // behind[node]) for node in range(steps + 1)] for member in range(members)]
         return tree_of(visits, lambda node, _: node - 1 in decisions, self.mean, self.weight)
+
+    def _children(self, decisions: Sequence[int]) -> dict[int, int]:
+        """Children by step."""
+        if isinstance(self.children, int):
+            return dict.fromkeys(decisions, self.children)
+        if isinstance(self.children, Mapping):
+            return dict(self.children)
+        allowed = f"at most {len(decisions)} numbers, for the stochastic steps {list(decisions)}"
+        require(len(self.children) <= len(decisions), "Branch.children", self.children, allowed)
+        return dict(zip(decisions, self.children, strict=False))
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,8 @@ class Comb(Branching):
             return [*passed, *((node, (trunk, step, branch, *later[:i])) for i, node in enumerate([step + 1, *later]))]
 
         found = [visits(*each) for each in product(range(trunks), within, range(branches), self.strides)]
-        return tree_of(
+        tree = tree_of(
             found, lambda node, key: isinstance(key, tuple) and key[0] != "trunk" and len(key) == 3, self.mean, self.weight
         )
+        several = torch.tensor(self.strides).repeat(len(found) // len(self.strides))
+        return replace(tree, strides=several) if len(self.strides) > 1 else tree

@@ -70,20 +70,25 @@ class AllButLast:
 @checked_options
 @dataclass(frozen=True)
 class RandomWindow:
-    """A `Window` of `size` steps whose start is drawn anew every iteration, uniformly within steps [`low`, `high`).
+    """A `Window` of `size` steps whose start is drawn anew every iteration within steps [`low`, `high`).
 
-    `high` = None means the schedule's number of steps. `draw` gives the iteration's `Window`, shared by all groups; the
-    undrawn sampler has no transition of its own. Source: Flow-GRPO-Fast (public code of arXiv 2505.05470). Raises
-    `ConfigError` for a bad field, and in `draw` if the window does not fit the schedule.
+    Starts are equally likely, or with `geometric` = r in (0, 1) the start `low` + i has a probability proportional to r^i (a
+    truncated geometric distribution, in favour of early steps). `high` = None means the schedule's number of steps. `draw` gives
+    the iteration's `Window`, shared by all groups; the undrawn sampler has no transition of its own. Sources: Flow-GRPO-Fast
+    (public code of arXiv 2505.05470), uniform; TreeGRPO (arXiv 2512.08153), r = 0.5. Raises `ConfigError` for a bad field, and
+    in `draw` if the window does not fit the schedule.
     """
 
     sampler: Sampler
     size: int
     low: int = 0
     high: int | None = None
+    geometric: float | None = None
 
     def __post_init__(self) -> None:
         require_kernel("RandomWindow", self.sampler)
+        fits = self.geometric is None or 0 < self.geometric < 1
+        require(fits, "RandomWindow.geometric", self.geometric, "in (0, 1), or None for equally likely starts")
         require(self.size >= 1, "RandomWindow.size", self.size, "1 or more steps")
         require(self.low >= 0, "RandomWindow.low", self.low, "0 or more")
         if self.high is not None:
@@ -97,7 +102,11 @@ class RandomWindow:
         room = f"a window of {self.size} steps within steps [{self.low}, {high})"
         require(self.low + self.size <= high, "RandomWindow.size", self.size, room)
         last_start = high - self.size
-        start = torch.randint(self.low, last_start + 1, (), generator=generator, device=generator.device)
+        if self.geometric is None:
+            start = torch.randint(self.low, last_start + 1, (), generator=generator, device=generator.device)
+        else:
+            chances = self.geometric ** torch.arange(last_start - self.low + 1, device=generator.device)
+            start = self.low + torch.multinomial(chances, 1, generator=generator)
         return Window(self.sampler, start=int(start), size=self.size)
 
     def transition(self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor) -> Gaussian:

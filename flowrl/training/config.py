@@ -49,7 +49,8 @@ class AlgorithmConfig:
     """The method: how trajectories are sampled, how steps are credited, and what is minimised."""
 
     method: str = "flow-grpo"
-    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted or dense-grpo; with `credit`, the name in tables."""
+    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo, tempflow-grpo,
+    granular-grpo or tree-grpo; with `credit`, the name in tables."""
     credit: str = ""
     """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class."""
     sampler: str = "flow-sde"
@@ -57,7 +58,7 @@ class AlgorithmConfig:
     noise_level: float = 0.7
     """The sampler's noise: a of flow-sde and ddim-sde, eta of dance-sde and cps."""
     window: str = "2:5"
-    """Stochastic steps: all, all-but-last, START:SIZE, random:SIZE[:END], or sliding:SIZE[:STRIDE[:EVERY]]."""
+    """Stochastic steps: all, all-but-last, START:SIZE, random:SIZE[:END][:RATIO], or sliding:SIZE[:STRIDE[:EVERY]]."""
     trained_steps: str = "all"
     """Which of the stochastic steps enter the loss: all, all-but-last, START:SIZE, or random:FRACTION of them, drawn every
     iteration."""

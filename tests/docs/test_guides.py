@@ -29,3 +29,11 @@ def test_a_guides_part_keeps_its_promises(guide: str, name: str, check, tmp_path
     (tmp_path / file).write_text(text)
     found = check(runpy.run_path(str(tmp_path / file))[name]())
     assert found.ok, str(found)
+
+
+def test_the_tree_rule_of_the_page_about_extensions_keeps_its_promises(tmp_path: Path) -> None:
+    page = (GUIDES.parent / "extend.md").read_text()
+    (text,) = re.findall(r"```python\n(# my_tree_rules\.py\n.*?)```", page, re.DOTALL)
+    (tmp_path / "my_tree_rules.py").write_text(text)
+    found = check_credit(runpy.run_path(str(tmp_path / "my_tree_rules.py"))["DiscountedSiblings"]())
+    assert found.ok, str(found)

@@ -131,3 +131,25 @@ def test_a_loss_without_steps_is_refused(spec: str) -> None:
         chosen(spec, [0.0, 0.0])
     with pytest.raises(ConfigError, match="all or random:FRACTION"):
         make_method(preset("tiny").apply(trained_steps=spec, window="random:1"))
+
+
+def test_a_geometric_start_is_drawn_with_its_probabilities() -> None:
+    """Chi-squared over 5 starts; 4000 draws; the false-alarm rate is 0.1% (critical value 18.5 at 4 degrees of freedom)."""
+    window, schedule, generator = (
+        RandomWindow(CPS(), 3, low=1, high=8, geometric=0.5),
+        uniform_schedule(9),
+        torch.Generator().manual_seed(1),
+    )
+    starts = torch.tensor([window.draw(schedule, generator).start for _ in range(4000)])
+    expected = 4000 * 0.5 ** torch.arange(5) / sum(0.5**i for i in range(5))
+    counts = torch.bincount(starts, minlength=6)
+    assert counts[0] == 0 and len(counts) == 6
+    assert float(((counts[1:] - expected) ** 2 / expected).sum()) < 18.5
+
+
+def test_a_window_spec_may_have_a_ratio() -> None:
+    assert make_sampler("cps", 0.5, "random:3:0.5") == RandomWindow(CPS(0.5), 3, geometric=0.5)
+    assert make_sampler("cps", 0.5, "random:3") == RandomWindow(CPS(0.5), 3)
+    for spec in ("random:3:0.5:1", "random:3:much", "random:3:1.0", "random:3:0"):
+        with pytest.raises(ConfigError, match=r"RATIO|geometric|high"):
+            make_sampler("cps", 0.5, spec)

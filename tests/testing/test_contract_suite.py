@@ -6,13 +6,23 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.credit import StepwiseGain, Uniform, Weighted, gains, zscore
+from flowrl.credit import (
+    StepwiseGain,
+    Uniform,
+    Weighted,
+    branched_tree,
+    gains,
+    group_deviations,
+    group_zscore,
+    siblings,
+    zscore,
+)  # fmt: skip
 from flowrl.errors import ConfigError
 from flowrl.flow import expand
 from flowrl.flow.gaussian import kl, log_prob
 from flowrl.forward import WeightCopy, unit_means
 from flowrl.losses import DGPO, ClippedLoss, DiffusionNFT
-from flowrl.probes import Completion, NoProbe
+from flowrl.probes import Branch, Completion, NoProbe
 from flowrl.samplers import CPS, FlowSDE, Window
 from flowrl.testing import (
     ContractBroken,
@@ -48,7 +58,7 @@ class Brightness:
 test_a_reward = reward_contract(Brightness())
 
 
-def faulty_rule(wrong, probe=Completion(), **extra):
+def faulty_rule(wrong, probe: Any = Completion(), **extra):
     """A rule whose assign is `wrong(rewards)`."""
 
     class Rule:
@@ -125,6 +135,59 @@ class Schedules:
         return needs_a_schedule(rewards, schedule)
 
 
+def tree_rule(wrong, **extra):
+    """A tree rule whose advantages of units are `wrong(values [prompt, unit], tree)`."""
+
+    def assign(self, rewards, schedule):
+        tree = branched_tree(rewards, schedule, "Rule")
+        return tree.step_table(wrong(tree.unit_table(rewards), tree))
+
+    return faulty_rule(None, Branch((2, 2)), assign=assign, **extra)
+
+
+def fair(values, tree):
+    return group_zscore(values, siblings(tree))
+
+
+def by_members(self, rewards, schedule):
+    """Takes the members for those of the probe's own tree, in order."""
+    tree = branched_tree(rewards, schedule, "Rule")
+    pairs = rewards[:, : 2 * (rewards.shape[1] // 2), -1].unflatten(1, (-1, 2))
+    advantages = torch.zeros_like(rewards[..., 1:])
+    advantages[:, : 2 * pairs.shape[1], 0] = (pairs - pairs.mean(2, keepdim=True)).flatten(1)
+    return tree.step_table(tree.edge_means(advantages))
+
+
+def counting(self, advantages, schedule):
+    """Another mask at every call, not in the state."""
+    self.calls = getattr(self, "calls", 0) + 1
+    return schedule.tree.decisions.expand(advantages.shape) & (torch.arange(advantages.shape[-1]) % 2 == self.calls % 2)
+
+
+SELECTIONS = [
+    lambda self, advantages, schedule: torch.ones_like(advantages),
+    lambda self, advantages, schedule: schedule.tree.decisions,
+    lambda self, advantages, schedule: torch.zeros_like(advantages, dtype=torch.bool),
+    lambda self, advantages, schedule: (torch.arange(advantages.shape[1]) > 0)[:, None].expand(advantages.shape).clone(),
+    lambda self, advantages, schedule: advantages.abs_() > 0,
+    counting,
+]
+TREE_RULES = {
+    "treats_members_alike": faulty_rule(None, Branch((2, 2)), assign=by_members),
+    "treats_prompts_alike": tree_rule(lambda values, tree: fair(values, tree) * tree.log_probs[:1].exp()),
+    "gives_a_silent_group_zero": tree_rule(lambda values, tree: fair(values, tree) + 0.01 * tree.log_probs),
+    "survives_extremes": tree_rule(
+        lambda values, tree: fair(values, tree) / group_deviations(values, tree.node).abs().amax(1)[:, None]
+    ),
+    "leaves_its_input_alone": tree_rule(lambda values, tree: fair(values, tree) * tree.log_probs.abs_()),
+    "accepts_no_schedule": faulty_rule(
+        None,
+        Branch((2, 2)),
+        assign=lambda self, rewards, schedule: schedule.tree.step_table(fair(schedule.tree.unit_table(rewards), schedule.tree)),
+    ),
+}
+
+
 RULES = {
     "declares_a_probe": [faulty_rule(dense, probe="completion")],
     "returns_advantages_per_step": [
@@ -149,6 +212,7 @@ RULES = {
     "accepts_double_precision": [faulty_rule(lambda r: dense(r) * (2.0 if r.dtype == torch.float64 else 1.0))],
     "accepts_no_schedule": [Schedules],
     "keeps_its_memory": [Remembers, Forgets],
+    "selects_decisions": [tree_rule(fair, trained=trained) for trained in SELECTIONS],
     "credits_components": [
         faulty_rule(dense, assign_parts=lambda self, parts, schedule: torch.stack([dense(t) for t in parts.values()])),
         faulty_rule(dense, assign_parts=lambda self, parts, schedule: sum(dense(t.mul_(0.5)) for t in parts.values())),
@@ -362,6 +426,22 @@ def test_faulty_rules_are_named(name: str, rule: Any) -> None:
     assert f"BROKEN   {name}" in str(found)
     message = next(f.message for f in found if f.promise == name)
     assert f"breaks the promise '{name}'" in message
+
+
+@pytest.mark.parametrize("name", TREE_RULES)
+def test_faulty_tree_rules_are_named(name: str) -> None:
+    found = check_credit(TREE_RULES[name])
+    assert name in found.broken, str(found)
+
+
+def test_a_tree_rule_of_ones_own_keeps_all_promises() -> None:
+    found = check_credit(tree_rule(fair))
+    assert found.ok, str(found)
+
+
+def test_a_probe_whose_trees_fit_no_table_is_named() -> None:
+    found = check_credit(faulty_rule(None, Branch({0: 97}), assign=lambda self, rewards, schedule: rewards[..., 1:]))
+    assert "fit no groups of up to 96 members" in str(found)
 
 
 @pytest.mark.parametrize("name", ADVICE)

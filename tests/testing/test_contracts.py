@@ -8,10 +8,22 @@ import pytest
 import torch
 from flowrl_bench.pretrain_pairs import draw_layout
 
-from flowrl.credit import GDPO, MovingAverageGain, RandomCredit, StepwiseGain, TurningPoint, Uniform, Weighted
+from flowrl.credit import (
+    GDPO,
+    BackedUp,
+    DepthRelative,
+    MovingAverageGain,
+    Pruned,
+    RandomCredit,
+    SiblingRelative,
+    StepwiseGain,
+    TurningPoint,
+    Uniform,
+    Weighted,
+)
 from flowrl.flow import LogitNormalTimes, UniformTimes
 from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, PolicyGradientLoss
-from flowrl.probes import Completion, Tweedie
+from flowrl.probes import Branch, Comb, Completion, Tweedie
 from flowrl.registry import KINDS, build
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
@@ -44,6 +56,25 @@ RULES = [
     GDPO(TurningPoint(), batch=False),
     GDPO(StepwiseGain(pool="batch")),
     build("credit", "dense-gain"),
+    Uniform(probe=Branch((2, 2))),
+    StepwiseGain(probe=Comb(2, count=1)),
+    TurningPoint(probe=Branch({0: 2, 2: 2})),
+    MovingAverageGain(probe=Branch((3,), mean="child")),
+    SiblingRelative(),
+    SiblingRelative(leave_one_out=True, probe=Branch(2)),
+    SiblingRelative(normalise=False, clamp=None, probe=Comb(3)),
+    SiblingRelative(probe=Comb(3, count=1, strides=(1, 2, 3))),
+    DepthRelative(),
+    DepthRelative("tree", "sample", probe=Branch({0: 2, 3: 2, 6: 2, 9: 2})),
+    DepthRelative(backup="softmax", probe=Branch((2, 1, 3))),
+    DepthRelative(probe=Comb(2, count=2)),
+    BackedUp(probe=Branch((3, 2))),
+    BackedUp("mean", clamp=None),
+    Pruned(DepthRelative(probe=Branch((2, 2))), width="best"),
+    Pruned(DepthRelative("tree", "sample"), width="extremes", steps=(2,), every=1, stop=1),
+    Pruned(SiblingRelative(probe=Branch((4,))), width="best", released=True),
+    Weighted(rule=SiblingRelative(probe=Comb(2, count=1))),
+    GDPO(Weighted(rule=DepthRelative())),
 ]
 SAMPLERS = [
     FlowSDE(0.7),

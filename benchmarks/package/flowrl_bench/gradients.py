@@ -10,7 +10,7 @@ elements and the loss a mean over K stochastic steps here, so gradients of the l
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -70,6 +70,12 @@ class RawCredit:
         members = rewards.shape[1]
         others = (values.sum(1, keepdim=True) - values) / max(1, members - 1)
         return values - others if self.baseline else values
+
+
+def credit_schedule(result: Rollout) -> Schedule:
+    """The schedule that a rule sees: the rollout's, with the log-probabilities of a branched tree's edges."""
+    schedule = result.trajectories.schedule
+    return replace(schedule, tree=replace(result.trajectories.tree, log_probs=result.log_probs))
 
 
 def assigned(rule: CreditAssigner, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None) -> Tensor:
@@ -153,7 +159,7 @@ def policy_gradients(
     for _ in range(batches):
         result = setting.rollout(groups, generator, rule.probe, usage)
         rewards = reward_table(setting.policy, reward or setting.reward, result, setting.prompts)
-        advantages = assigned(rule, rewards, result.trajectories.schedule).reshape(groups.samples, -1)
+        advantages = assigned(rule, rewards, credit_schedule(result)).reshape(groups.samples, -1)
         batch = LossBatches(setting.policy, setting.sampler, result, condition, advantages).of(sample, step)
         gradient = flat(torch.autograd.grad(loss.loss(batch).loss, setting.parameters))
         rows.append(-gradient * len(stochastic) * elements)

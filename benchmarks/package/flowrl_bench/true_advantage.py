@@ -20,7 +20,7 @@ from flowrl.probes import NoProbe, Probe
 from flowrl.protocols import CreditAssigner, RewardModel
 from flowrl.rollout import Groups, Rollout, Usage, Walkers, attach_stds, continued, reward_table, score
 from flowrl.types import Schedule
-from flowrl_bench.gradients import Setting, assigned
+from flowrl_bench.gradients import Setting, assigned, credit_schedule
 from flowrl_bench.statistics import Estimate
 
 RESOLVED = 2.0
@@ -119,7 +119,7 @@ class Look:
         usage = Usage()
         result = self.trajectories(shared_noise, rule.probe, usage)
         table = reward_table(self.setting.policy, reward or self.setting.reward, result, self.setting.prompts, usage)
-        schedule = result.trajectories.schedule
+        schedule = credit_schedule(result)
         return Credit(assigned(rule, table, schedule), usage.nfe / result.groups.samples, schedule)
 
 

@@ -1,0 +1,41 @@
+"""Backed-up credit: the leaves' advantages, averaged up the tree."""
+
+from dataclasses import dataclass
+
+from flowrl.credit.table import require_clamp, zscore
+from flowrl.credit.units import Backup, backed_up, branched_tree
+from flowrl.credit.units import unit_values as require_values
+from flowrl.errors import require
+from flowrl.options import checked_options
+from flowrl.probes import Branch, Branching, Probe
+from flowrl.types import NodeTable, Schedule, StepTable, checked
+
+
+@checked_options
+@dataclass(frozen=True)
+class BackedUp:
+    """A(leaf) = Z(R) over the leaves of the prompt, clamped to +-`clamp`; A(u) = sum over the children c of w_c A(c).
+
+    Z(y) = (y - mean) / (std + 1e-4). `backup` = "softmax": w is the softmax of log p(c | u) over the children, log p the mean
+    over the latent's elements; "mean": equal weights. A single child passes its advantage on. Children are drawn from p
+    already, so that weighting by p again estimates another value than that of u; the mean does not.
+
+    Source: TreeGRPO (arXiv 2512.08153), "softmax". Raises `ConfigError` for a bad field or a probe without branches,
+    `CreditError` if the schedule has no branched tree or, for "softmax", its tree no log-probabilities.
+    """
+
+    backup: Backup = "softmax"
+    clamp: float | None = 5.0
+    probe: Probe = Branch((2, 2))
+
+    def __post_init__(self) -> None:
+        require_clamp("BackedUp", self.clamp)
+        require(isinstance(self.probe, Branching), "BackedUp.probe", self.probe, "a branching probe: Branch or Comb")
+
+    @checked
+    def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
+        """Advantages [prompt, member, step]; 0 where a step is no decision."""
+        tree = branched_tree(rewards, schedule, "BackedUp")
+        require_values(rewards, tree, "BackedUp", self.probe)
+        leaves = zscore(rewards[..., -1:], over=("member",), clamp=self.clamp)[..., 0]
+        return tree.step_table(backed_up(leaves, tree, self.backup, "BackedUp(backup='softmax')"))

@@ -1,0 +1,70 @@
+"""Sibling-relative credit: a draw is compared with the other draws from the same state."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.credit.table import require_clamp
+from flowrl.credit.units import Units, branched_tree, group_deviations, group_zscore, siblings, unit_values
+from flowrl.errors import require
+from flowrl.options import checked_options
+from flowrl.probes import Branch, Branching, Probe
+from flowrl.tree import Tree
+from flowrl.types import NodeTable, Schedule, StepTable, checked
+
+
+@checked_options
+@dataclass(frozen=True)
+class SiblingRelative:
+    """A(u) = (V(u) - mean) / (std + 1e-4) over the siblings of u, the draws from the same state; 0 for a draw without siblings.
+
+    Only what happened at the step itself separates siblings, so the ancestors' luck is not credited. With k siblings the mean
+    contains the draw's own value, which shrinks the difference by 1 - 1/k; `leave_one_out` undoes this (times k / (k - 1)).
+    Of two siblings Z keeps only the sign: without `normalise`, A is the difference in units of the reward. Then clamped to
+    +-`clamp`. Trees whose members are finished by ODE steps of several strides (`Comb(strides=...)`): sum over the strides s of Z
+    of V_s, the mean over the members of stride s behind u.
+
+    Sources: Granular-GRPO (arXiv 2510.01982), whose siblings share their trunk, summed over strides; TempFlow-GRPO (arXiv
+    2508.04324), comparison per seed. Leave-one-out is ours. Raises `ConfigError` for a bad field or a probe without branches,
+    `CreditError` if the schedule has no branched tree.
+    """
+
+    normalise: bool = True
+    leave_one_out: bool = False
+    clamp: float | None = 5.0
+    probe: Probe = Branch((2, 2))
+
+    def __post_init__(self) -> None:
+        require_clamp("SiblingRelative", self.clamp)
+        require(isinstance(self.probe, Branching), "SiblingRelative.probe", self.probe, "a branching probe: Branch or Comb")
+
+    @checked
+    def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
+        """Advantages [prompt, member, step]; 0 where a step is no decision."""
+        tree = branched_tree(rewards, schedule, "SiblingRelative")
+        values = unit_values(rewards, tree, "SiblingRelative", self.probe)
+        if tree.strides is None:
+            return tree.step_table(self._among_siblings(values, siblings(tree)))
+        total = torch.zeros_like(values)
+        for stride in tree.strides.unique().tolist():
+            total += self._of_stride(rewards[..., -1], tree, tree.strides == stride)
+        return tree.step_table(total)
+
+    def _of_stride(self, final: Tensor, tree: Tree, members: Tensor) -> Units:
+        """Advantages from the `members` of one stride; 0 for units that none of them passes."""
+        reached = tree.passes[members].any(0)
+        passed = tree.passes[members][:, reached].to(final)
+        first = final[:, members][:, :1]
+        values = (final[:, members] - first) @ passed / passed.sum(0)
+        found = final.new_zeros(len(final), tree.units)
+        found[:, reached] = self._among_siblings(values, siblings(tree)[reached])
+        return found
+
+    def _among_siblings(self, values: Units, family: Tensor) -> Units:
+        if self.normalise:
+            return group_zscore(values, family, clamp=self.clamp, leave_one_out=self.leave_one_out)
+        count = (family == family[:, None]).sum(0)
+        factor = count / (count - 1).clamp(min=1) if self.leave_one_out else torch.ones_like(count)
+        difference = group_deviations(values, family) * factor.to(values)
+        return difference if self.clamp is None else difference.clamp(-self.clamp, self.clamp)

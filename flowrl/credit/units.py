@@ -1,0 +1,129 @@
+"""What credit rules on trees share: values and advantages of units, the distinct states of a branched rollout (`flowrl.tree`)."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowrl.credit.table import STD_EPSILON, probed
+from flowrl.errors import CreditError
+from flowrl.probes import Branching, Probe
+from flowrl.tree import Tree
+from flowrl.types import NodeTable, Schedule
+
+Std = Literal["population", "sample"]
+Backup = Literal["softmax", "mean"]
+Units = Float[Tensor, "prompt unit"]
+SILENT_STD = 1e-6
+"""The sample standard deviation below which the released code of BranchGRPO takes all values for equal."""
+
+
+def branched_tree(rewards: NodeTable, schedule: Schedule | None, rule: str) -> Tree:
+    """The tree of `schedule`, or a `CreditError` that says why `rule` cannot use it."""
+    tree = None if schedule is None else schedule.tree
+    if tree is None or not tree.branched:
+        found = "no schedule" if schedule is None else "a schedule without a tree" if tree is None else "a tree without branches"
+        raise CreditError(f"{rule} needs a schedule with a branched tree (schedule.tree), got {found}: roll out with its `probe`")
+    if (tree.members, tree.steps + 1) != tuple(rewards.shape[1:]):
+        raise CreditError(
+            f"{rule}: schedule.tree has {tree.members} members and {tree.steps} steps, the rewards are [prompt, member, node] = "
+            f"{tuple(rewards.shape)}"
+        )
+    return tree
+
+
+def unit_values(rewards: NodeTable, tree: Tree, rule: str, probe: Probe) -> Units:
+    """The value of every unit, from the table. Raises `CreditError` if one is not finite."""
+    if not bool(rewards.isfinite().all()):
+        raise CreditError(f"{rule} needs finite rewards at every node: roll out with the probe {probe} (the rule's `probe`)")
+    return tree.unit_table(rewards)
+
+
+def siblings(tree: Tree) -> Int[Tensor, " unit"]:
+    """A number for every unit that those drawn from the same parent share; a unit that is no decision has one of its own."""
+    return torch.where(tree.drawn, tree.parent, tree.units + torch.arange(tree.units))
+
+
+def group_deviations(values: Units, group: Int[Tensor, " unit"]) -> Units:
+    """y - mean over the units of equal `group`; exactly 0 where they are all equal."""
+    _, place, count = group.unique(return_inverse=True, return_counts=True)
+    first = torch.full_like(count, len(group)).scatter_reduce(0, place, torch.arange(len(group)), "amin")
+    shifted = values - values[:, first[place]]
+    return shifted - _sums(shifted, place, len(count))[:, place] / count[place]
+
+
+def group_zscore(
+    values: Units, group: Int[Tensor, " unit"], std: Std = "population", clamp: float | None = 5.0, leave_one_out: bool = False
+) -> Units:
+    """(y - mean) / (std + 1e-4) over the units of equal `group`, clamped to +-`clamp` (None: not); 0 for a unit alone.
+
+    `std` = "sample": divided by n - 1, + 1e-8, and 0 where the std is below 1e-6 (BranchGRPO's code). `leave_one_out`: the
+    mean is that of the other units, which multiplies the numerator by n / (n - 1).
+    """
+    deviations = group_deviations(values, group)
+    _, place, counts = group.unique(return_inverse=True, return_counts=True)
+    count = counts[place]
+    others = (count - 1).clamp(min=1)
+    squares = _sums(deviations.square(), place, len(counts))[:, place]
+    numerator = deviations * (count / others).to(deviations) if leave_one_out else deviations
+    if std == "population":
+        scores = numerator / ((squares / count).sqrt() + STD_EPSILON)
+    else:
+        spread = (squares / others).sqrt()
+        scores = torch.where(spread >= SILENT_STD, numerator / (spread + 1e-8), torch.zeros_like(values))
+    return scores if clamp is None else scores.clamp(-clamp, clamp)
+
+
+def _sums(values: Units, place: Int[Tensor, " unit"], groups: int) -> Float[Tensor, "prompt group"]:
+    return values.new_zeros(len(values), groups).index_add(1, place, values)
+
+
+def backed_up(leaves: Float[Tensor, "prompt member"], tree: Tree, backup: Backup, rule: str) -> Units:
+    """y(u) = sum over the children c of w_c y(c), from the members' numbers at the leaves up to the roots.
+
+    `backup` = "softmax": w is the softmax of the children's log-probabilities, each the mean over the latent's elements
+    (`Tree.log_probs`); "mean": equal weights. Raises `CreditError` if the tree has no log-probabilities.
+    """
+    parent, inner = tree.parent, tree.parent >= 0
+    weights = leaves.new_zeros(len(leaves), tree.units)
+    if backup == "softmax":
+        if tree.log_probs is None:
+            raise CreditError(f"{rule} needs the log-probabilities of the edges: schedule.tree.log_probs is missing")
+        weights = tree.log_probs.to(leaves)
+    family = torch.where(inner, parent, tree.units)
+    highest = weights.new_full((len(leaves), tree.units + 1), -torch.inf)
+    highest = highest.scatter_reduce(1, family.expand_as(weights), weights, "amax")
+    weights = (weights - highest[:, family]).exp()
+    weights = weights / _sums(weights, family, tree.units + 1)[:, family]
+    found = torch.zeros_like(weights)
+    found[:, tree.paths[:, -1]] = leaves
+    for node in range(tree.steps, 0, -1):
+        at = tree.at(node)
+        found.index_add_(1, parent[at], weights[:, at] * found[:, at])
+    return found
+
+
+@dataclass(frozen=True)
+class Example:
+    """A reward table as a rollout with some probe could fill it, and the schedule that belongs to it."""
+
+    rewards: NodeTable
+    schedule: Schedule
+
+
+def example(rewards: NodeTable, schedule: Schedule, probe: Probe, seed: int = 0) -> Example:
+    """A full table as a rollout with `probe` fills it, for trying a rule without a rollout.
+
+    For a branching probe the finished images' rewards are kept; the others become the values of the units of a tree drawn from
+    `seed`, which the schedule then carries, with random log-probabilities. Raises `ConfigError` if the members do not fit.
+    """
+    if not isinstance(probe, Branching):
+        return Example(probed(rewards, probe), schedule)
+    generator = torch.Generator().manual_seed(seed)
+    prompts, members, _ = rewards.shape
+    tree = probe.tree(schedule.steps, schedule.decisions, members, False, generator)
+    log_probs = torch.randn(prompts, tree.units, generator=generator) * tree.drawn
+    tree = replace(tree, log_probs=log_probs)
+    return Example(tree.node_table(tree.values(rewards[..., -1])), replace(schedule, tree=tree))
