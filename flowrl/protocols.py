@@ -1,6 +1,6 @@
 """The interfaces between rooms, as protocols. Their docstrings are the contract, which `flowrl.testing` checks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -295,6 +295,35 @@ class OneNetwork(Protocol):
     @property
     def velocity_network(self) -> torch.nn.Module:
         """The module; after it was sharded, `trainable` returns its new parameters."""
+        ...
+
+
+@runtime_checkable
+class Guided(Protocol):
+    """A policy with classifier-free guidance, for probes without it."""
+
+    @property
+    def guidance_scale(self) -> float:
+        """The scale of `velocity`; 1: off, one forward pass per evaluation instead of two."""
+        ...
+
+    def guided(self, guidance: float) -> AbstractContextManager[None]:
+        """Within this context the scale is `guidance`."""
+        ...
+
+
+@runtime_checkable
+class BlockCache(Protocol):
+    """A policy whose network is a stack of blocks that can be skipped, for probes with a block cache."""
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks an evaluation computes."""
+        ...
+
+    def block_cache(self) -> AbstractContextManager[Callable[[bool], None]]:
+        """Within this context, calls of `velocity` after `switch(False)` compute the first block only and add to its output what
+        the other blocks added in the last call after `switch(True)`, which had the same rows; it yields `switch`, at True."""
         ...
 
 

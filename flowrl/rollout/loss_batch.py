@@ -145,7 +145,7 @@ def micro_batches(pairs: Pairs, size: int, collected: Collected, distributed: Di
     return found
 
 
-def _micro_batch(pairs: Pairs, first: int, weight: float, whole: bool) -> MicroBatch:
+def _micro_batch(pairs: Pairs, first: int, weight: float, whole: bool = True) -> MicroBatch:
     if pairs.unit is None or not pairs.shared:
         return MicroBatch(pairs.sample - first, pairs.step, weight, whole=whole)
     place = pairs.unit.unique_consecutive(return_inverse=True)[1]
