@@ -1,5 +1,5 @@
-"""Model families as a protocol (`sd3`, `flux`, `qwen_image`, `wan`; docs/model-families.md explains how to add one), and the options of
-a policy over a pipeline."""
+"""Model families as a protocol (`sd3`, `flux`, `qwen_image`, `wan`; docs/model-families.md explains how to add one), and the
+options of a policy over a pipeline."""
 
 import re
 from collections.abc import Mapping
@@ -167,8 +167,8 @@ class ModelOptions:
     """Backend (inductor) that compiles the transformer's blocks; empty: off. The first call of every shape is slow. Sampling and
     training are then different programs, so that the ratio of the first update differs from 1 by rounding."""
     prompt_cache: int = 2048
-    """Number of prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at 256 T5 tokens; FLUX, Wan: 4 MB
-    at 512). Those of further prompts are kept in a temporary folder."""
+    """Number of prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at 256 T5 tokens; FLUX and
+    Wan: 4 MB at 512). Those of further prompts are kept in a temporary folder."""
     seed: int = 0
     """Seed of the LoRA's initial matrices."""
 

@@ -18,9 +18,9 @@ class Wan:
     """`VideoFamily` of diffusers' `WanPipeline` with one transformer (Wan 2.1).
 
     Latents are [sample, channel, frame, height, width]: the first frame of the video has one of its own, then every four frames
-    share one. A prompt is UMT5's last hidden layer with zeros after its tokens, up to the full length: the transformer has no mask
-    and attends to them, so that `text_tokens` is part of the model. Its default is the 512 of the pipeline's call;
-    `encode_prompt` alone would take 226. The time is fed as 1000 t. Guidance is v_neg + s (v_prompt - v_neg).
+    share one. A prompt is UMT5's last hidden layer with zeros after its tokens, up to the full length: the transformer has no
+    mask and attends to them, so that the number of tokens matters. The default is the 512 of the pipeline's call; `encode_prompt`
+    alone would take 226. The time is fed as 1000 t. Guidance is v_neg + s (v_prompt - v_neg).
     """
 
     pipeline: str = "WanPipeline"
