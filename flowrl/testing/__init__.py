@@ -72,8 +72,8 @@ def reward_contract(
     """A pytest function that checks a reward model against `RewardModel`'s (and `CompositeReward`'s) contract.
 
     `examples`: images [sample, channel, height, width], or videos [sample, frame, ...], in [0, 1] that the model can score and as
-    many prompts, two or more, or a function that makes them; default: smooth random images of 32x32 with plain prompts. Unlike other parts a reward model is not
-    copied.
+    many prompts, two or more, or a function that makes them; default: smooth random images of 32x32 with plain prompts. Unlike
+    other parts a reward model is not copied.
     """
     return reward.CONTRACT.as_test(_reward_case(part, examples), without)
 
