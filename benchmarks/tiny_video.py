@@ -86,7 +86,8 @@ def table(results: dict[str, Any]) -> str:
                 sum(run[key] for run in runs) / len(runs) for key in ("difference", "before", "after", "std")
             )
             lines.append(
-                f"| {reward} | {method} | {len(d)} | {base:.4f} | {after:.4f} | {mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}] "
+                f"| {reward} | {method} | {len(d)} | {base:.4f} | {after:.4f} "
+                f"| {mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}] "
                 f"| {float(d.min()):+.4f} | {mean / std:.1f} |"
             )
     return "\n".join(lines)
