@@ -69,7 +69,7 @@ def test_a_published_lora_of_flux_has_the_published_size(rank, more, million):
 
 
 def test_an_embedding_has_the_families_shape():
-    """77 CLIP tokens and 256 of T5 for SD3.5, 512 of T5 for FLUX, 512 of Qwen2.5-VL, 512 of UMT5 for Wan; a latent has 16 channels."""
+    """77 CLIP tokens and 256 of T5 for SD3.5, 512 of T5 for FLUX, 512 of Qwen2.5-VL and UMT5; a latent has 16 channels."""
     for name, known in ARCHITECTURES.items():
         expected = 77 + SD3().text_tokens if name.startswith("sd3") else Flux().text_tokens
         patch = 1 if name.startswith(("sd3", "wan")) else 4

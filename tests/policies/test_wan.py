@@ -175,8 +175,8 @@ def gain(make, seed, iterations, **changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [stepwise_flow_grpo, tp_grpo])
 def test_per_step_credit_learns_a_reward_of_motion(make):
-    """Brightness that rises over the frames. Each of three seeds gains more than 5 standard errors over videos in 12 iterations of
-    32 videos; benchmarks/tiny_video.py has 20, and the numbers."""
+    """Brightness that rises over the frames: each of three seeds gains more than 5 standard errors over videos in 12 iterations
+    of 32 videos. benchmarks/tiny_video.py has 20, and the numbers."""
     for seed in range(3):
         mean, error = gain(make, seed, 12, groups=4, group_size=8)
         assert mean > 5 * error > 0
