@@ -42,6 +42,10 @@ class CreditError(FlowrlError):
     """A credit rule broke its contract, or was not given what it needs."""
 
 
+class ProbeError(FlowrlError):
+    """A probe broke its contract: it changed its input, or its estimates are not latents of unfinished nodes."""
+
+
 class TrainingError(FlowrlError):
     """Training cannot go on: a loss or a gradient is not finite."""
 

@@ -1,7 +1,8 @@
 """Parts by name: built-in ones, those of installed plug-ins, and classes in a user's file; see `flowrl.specs` for their form.
 
-A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.samplers``, ``flowrl.rewards``,
-``flowrl.losses`` and ``flowrl.features``, each a class (or a function) that builds the part from keyword options.
+A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.probes``, ``flowrl.samplers``,
+``flowrl.rewards``, ``flowrl.losses`` and ``flowrl.features``, each a class (or a function) that builds the part from keyword
+options.
 """
 
 import difflib
@@ -16,12 +17,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from flowrl import credit, flow, losses, rewards, samplers
+from flowrl import credit, flow, losses, probes, rewards, samplers
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.plugins import package_of, plugin
-from flowrl.probes import Completion
+from flowrl.probes import Completion, Probe
 from flowrl.protocols import CreditAssigner, Features, ForwardLoss, PolicyLoss, RandomSampler, RewardModel, Sampler
-from flowrl.specs import NESTED, Spec, parse_probe, parse_spec
+from flowrl.specs import NESTED, Spec, parse_spec
 
 Maker = Callable[..., Any]
 
@@ -58,6 +59,21 @@ KINDS: dict[str, Kind] = {
         (CreditAssigner,),
         "an attribute `probe` and a method `assign(rewards, schedule)`",
     ),
+    "probe": Kind(
+        "probe",
+        "flowrl.probes",
+        {
+            "none": probes.NoProbe,
+            "tweedie": probes.Tweedie,
+            "substeps": probes.Substeps,
+            "completion": probes.Completion,
+            "continuation": probes.Continuation,
+            "branch": probes.Branch,
+            "comb": probes.Comb,
+        },
+        (Probe,),
+        "a class derived from flowrl.probes.Probe, with a method `estimate(run)`",
+    ),
     "sampler": Kind(
         "sampler",
         "flowrl.samplers",
@@ -67,6 +83,7 @@ KINDS: dict[str, Kind] = {
             "cps": samplers.CPS,
             "ddim-sde": samplers.DDIMSDE,
             "ode": samplers.ODE,
+            "multistep": samplers.Multistep,
         },
         (Sampler, RandomSampler),
         "a method `transition(latent, velocity, schedule, step)` or `draw(schedule, generator, iteration)`",
@@ -126,7 +143,7 @@ TIMES: dict[str, Maker] = {
 
 
 def build(kind: str, spec: str, **defaults: Any) -> Any:
-    """The part of `kind` (credit, sampler, loss, reward or features) that `spec` describes.
+    """The part of `kind` (credit, probe, sampler, loss, reward or features) that `spec` describes.
 
     `defaults` are options for parts that have them, unless the spec sets them. Raises `ConfigError` that names what is wrong and
     what is allowed: an unknown name, a missing file, an option that does not exist, an object of another kind.
@@ -201,12 +218,12 @@ def summary_of(kind: str, name: str) -> str:
 
 
 def _convert(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
-    """The value of an option; specs of probes and other parts are built, and rewards within a reward get its defaults."""
-    if name == "probe":
-        return parse_probe("none" if value is None else str(value))
+    """The value of an option; specs of other parts are built, and rewards within a reward get its defaults."""
     if name == "times" and isinstance(value, str):
         return _build_times(value)
     kind = NESTED.get(name)
+    if kind == "probe" and value is None:  # the bare word none
+        value = "none"
     if kind is None:
         return value
     inherited = defaults if kind == "reward" else {}

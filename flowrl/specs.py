@@ -1,10 +1,10 @@
 """How parts are written in settings and on the command line: names with options.
 
 A part is written as ``NAME``, ``path/to/file.py:Class`` or ``package.module:Class``; options as in ``NAME(option=value)``.
-Values are Python literals, or bare words (``balance=trend``). Options called ``probe`` take ``none``, ``tweedie``,
-``substeps:N``, ``completion`` or ``continuation:N``; options called ``times`` take the spec of training times
-(`registry.TIMES`). Options that contain another part (``rule``, ``sampler``, ``reward``) take
-its spec, and ``models`` a dictionary of rewards, as in ``weighted-sum(models={'pick': 'pickscore', 'text': 'ocr'})``.
+Values are Python literals, or bare words (``balance=trend``, ``solver=dpm++``). ``NAME:N`` is ``NAME(count=N)``, as in
+``substeps:5``. Options that contain another part (``rule``, ``sampler``, ``reward``, ``probe``) take its spec, ``models`` a
+dictionary of rewards, as in ``weighted-sum(models={'pick': 'pickscore', 'text': 'ocr'})``, and ``times`` the spec of training
+times (`registry.TIMES`).
 """
 
 import ast
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.probes import Completion, Continuation, NoProbe, Probe, Substeps, Tweedie
 
-NESTED = {"rule": "credit", "sampler": "sampler", "reward": "reward", "models": "reward"}
+NESTED = {"rule": "credit", "sampler": "sampler", "reward": "reward", "models": "reward", "probe": "probe"}
 """Options that contain other parts, and the kind of these parts."""
 
 
@@ -49,7 +48,10 @@ def parse_spec(spec: str, kind: str = "part") -> Spec:
     match = re.fullmatch(r"([^()]+)(?:\((.*)\))?", spec.strip(), flags=re.DOTALL)
     if match is None:
         raise ConfigError(f"{kind} = {spec!r} is not allowed: write NAME, NAME(option=value, ...) or path/to/file.py:Class")
-    name, inside = match.group(1).strip(), match.group(2) or ""
+    name, inside = match.group(1).strip(), _quoted(match.group(2) or "")
+    counted = re.fullmatch(r"([\w.-]+):(\d+)", name)
+    if counted and not inside:
+        return Spec(counted.group(1), {"count": int(counted.group(2))})
     try:
         call = ast.parse(f"part({inside})", mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
@@ -79,17 +81,11 @@ def identity(spec: str) -> str:
     return f"{head} {sorted((option, repr(plain(option, value))) for option, value in parsed.options.items())}"
 
 
-def parse_probe(words: str) -> Probe:
-    """ "none", "tweedie", "substeps:N", "completion" or "continuation:N" as a probe."""
-    name, _, count = words.partition(":")
-    if name == "substeps" and count.isdigit():
-        return Substeps(int(count))
-    if name == "continuation" and count.isdigit():
-        return Continuation(int(count))
-    known: dict[str, Probe] = {"none": NoProbe(), "tweedie": Tweedie(), "completion": Completion()}
-    if words not in known:
-        raise ConfigError(f"probe = {words!r} is not allowed: none, tweedie, substeps:N, completion or continuation:N")
-    return known[words]
+def _quoted(options: str) -> str:
+    """The options with quotes around bare words that end in "++", which Python cannot read."""
+    parts = re.split(r"('[^']*'|\"[^\"]*\")", options)
+    parts[::2] = [re.sub(r"(=\s*)(\w+\+\+)(?=\s*(?:,|$))", r"\1'\2'", part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def _literal(node: ast.expr) -> Any:

@@ -19,7 +19,8 @@ from flowrl.policies.load import family_of
 from flowrl.probes import Completion, Continuation, NoProbe, Substeps, Tweedie
 from flowrl.registry import KINDS, TIMES, available, build, options_of, summary_of
 from flowrl.samplers import CPS, FlowSDE
-from flowrl.specs import Spec, parse_probe, parse_spec
+from flowrl.specs import Spec, identity, parse_spec
+from flowrl.trust import code_of, untrusted
 
 PLUGIN = '''
 import torch
@@ -120,7 +121,11 @@ def test_options_reach_the_part() -> None:
         ("credit", "uniform(std=open('x'))", "cannot be read"),
         ("credit", "uniform(std=neither)", "Uniform.std"),
         ("credit", "none.py:Rule", "the file none.py does not exist"),
-        ("credit", "stepwise-gain(probe=all)", "none, tweedie, substeps:N, completion or continuation:N"),
+        (
+            "credit",
+            "stepwise-gain(probe=all)",
+            "unknown probe 'all'; allowed: branch, comb, completion, continuation, none, substeps, tweedie, or path",
+        ),
         ("loss", "clipped(clip_range=2)", "ClippedLoss.clip_range"),
         ("sampler", "euler", "unknown sampler 'euler'"),
         ("reward", "pretty", "unknown reward 'pretty'"),
@@ -156,8 +161,63 @@ def test_every_built_in_part_can_be_listed_and_built() -> None:
 
 
 def test_probes_by_word() -> None:
-    probes = [parse_probe(words) for words in ("none", "tweedie", "substeps:3", "completion", "continuation:7")]
+    probes = [build("probe", words) for words in ("none", "tweedie", "substeps:3", "completion", "continuation:7")]
     assert probes == [NoProbe(), Tweedie(), Substeps(3), Completion(), Continuation(7)]
+
+
+PROBE = """
+from dataclasses import dataclass
+
+from flowrl.probes import Estimate, Probe
+
+
+@dataclass(frozen=True)
+class Last(Probe):
+    nodes: int = 2
+
+    def estimate(self, run):
+        return {}
+"""
+
+
+def test_probes_as_parts(tmp_path: Path) -> None:
+    """Options in an inner spec, a bare word that ends in ++, and a class in a file, which needs trust like any part's."""
+    file = tmp_path / "my.py"
+    file.write_text(PROBE)
+    rule = build("credit", "stepwise-gain(probe='substeps(count=3,solver=dpm++,every=2)')")
+    assert rule.probe == Substeps(3, solver="dpm++", every=2)
+    assert build("credit", "gdpo(rule=\"stepwise-gain(probe='completion(solver=dpm++ )')\")").probe == Completion(solver="dpm++")
+    assert build("credit", "stepwise-gain(probe=none)").probe == NoProbe()
+    spec = f"stepwise-gain(probe='{file}:Last(nodes=4)')"
+    assert build("credit", spec).probe.nodes == 4
+    assert [found[1] for found in untrusted({"credit": spec})] == [f"{file}:Last"]
+    assert list(code_of({"credit": spec})) == [f"credit: {file}:Last"]
+    assert not list(untrusted({"credit": "stepwise-gain(probe='substeps:5')"}))
+    assert identity("stepwise-gain(probe='substeps:5')") == identity("stepwise-gain(probe='substeps(count=5)')")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("substeps(solvr=heun)", "substeps has no option solvr; allowed: count, every, fraction, control, solver"),
+        ("substeps(solver=rk4)", r"Substeps.solver = 'rk4' is not allowed: one of euler, heun, dpm\+\+, unipc"),
+        ("substeps(count=4, solver=heun)", "Substeps.count = 4 is not allowed: odd with solver heun"),
+        ("substeps(count=2.5)", "Substeps.count = 2.5 is not allowed: a whole number"),
+        ("substeps:0", "Substeps.count = 0 is not allowed: 1 or more"),
+        ("completion(every=0)", "Completion.every = 0 is not allowed: 1 or more"),
+        ("completion(fraction=0.0)", "Completion.fraction = 0.0 is not allowed: above 0, at most 1"),
+        ("completion(control=mean)", "Completion.control = 'mean' is not allowed: one of tweedie, uniform"),
+        ("completion(dtype=float8)", "Completion.dtype = 'float8' is not allowed: one of own, bfloat16"),
+        ("completion(cache=0)", r"Completion.cache = 0 is not allowed: 1 \(off\) or more"),
+        ("completion(guidance=on)", "Completion.guidance = 'on' is not allowed: one of own, off"),
+        ("tweedie(every=2)", "tweedie has no option every; allowed: none"),
+        ("os:system", "os:system is not a probe; it needs a class derived from flowrl.probes.Probe"),
+        ("substeps(solver=dpm++", "write NAME"),
+    ],
+)
+def test_bad_probes_are_named(spec: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build("credit", f"stepwise-gain(probe='{spec}')")
 
 
 def test_training_times_by_spec() -> None:

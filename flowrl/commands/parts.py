@@ -7,16 +7,16 @@ from typing import Any
 from flowrl.errors import FlowrlError, require
 from flowrl.registry import KINDS, available, options_of, summary_of
 
-OPTIONS = {"features": "diversity"}
-"""Kinds of parts whose option of `flowrl train` has another name."""
+OPTIONS = {"features": "diversity", "probe": "credit"}
+"""Kinds of parts whose option of `flowrl train` has another name; a probe is an option of a credit rule."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """List the credit rules, samplers, losses, rewards and features that can be named, with their options, plug-ins included."""
+    """List the credit rules, probes, samplers, losses, rewards and features that can be named, with options; plug-ins too."""
 
     kind: str = ""
-    """credit, sampler, loss, reward or features; default all."""
+    """credit, probe, sampler, loss, reward or features; default all."""
 
     def main(self) -> int:
         """Print one line per part, its options below it."""

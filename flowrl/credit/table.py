@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import CreditError, require
-from flowrl.probes import NoProbe, Probe
+from flowrl.probes import Probe
 from flowrl.types import NodeTable, StepTable, tensor_problem
 
 AXES = ("prompt", "member", "step")
@@ -29,11 +29,11 @@ def reward_to_go(rewards: NodeTable) -> StepTable:
 
 
 def probed(rewards: NodeTable, probe: Probe) -> NodeTable:
-    """A copy of a full table as a rollout with `probe` fills it: with `NoProbe` all nodes but the last are NaN."""
-    rewards = rewards.clone()
-    if isinstance(probe, NoProbe):
-        rewards[..., :-1] = float("nan")
-    return rewards
+    """A copy of a full table as a rollout with `probe` fills it: NaN at the nodes that it leaves out, but for the last."""
+    steps = rewards.shape[-1] - 1
+    filled = {*probe.fills(steps), steps}
+    left_out = torch.tensor([node not in filled for node in range(steps + 1)], device=rewards.device)
+    return rewards.masked_fill(left_out, float("nan"))
 
 
 def zscore(

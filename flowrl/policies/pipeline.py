@@ -4,7 +4,7 @@ what differs."""
 import copy
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flowrl.distributed import full_tensors, is_sharded_network
 from flowrl.errors import ConfigError, require
+from flowrl.policies.block_cache import FirstBlockCache, blocks_of
 from flowrl.policies.family import (
     DTYPES,
     Family,
@@ -55,6 +56,7 @@ class PipelinePolicy:
         self._scheduler = _own_scheduler(pipe)
         self.prompts = PromptCache(self._embed, self._device, options.prompt_cache, self.dtype)
         self._guidance = options.guidance_scale
+        self._one_call = options.guidance_gradient == "both"
         self._guide = family.guide if isinstance(family, Guides) else linear_guidance
         self.adapters: Adapters | None = None
         self._copy: Any = None
@@ -155,7 +157,7 @@ class PipelinePolicy:
         if self._guidance == 1:
             return self._call(latent, timestep, prompt, keys)
         negative = condition.tensors["negative"]
-        if self.options.guidance_gradient == "prompt":
+        if not self._one_call:
             with torch.no_grad():
                 away = self._call(latent, timestep, negative, keys)
             towards = self._call(latent, timestep, prompt, keys)
@@ -184,6 +186,26 @@ class PipelinePolicy:
             yield
         finally:
             self._guidance = kept
+
+    @property
+    def guidance_scale(self) -> float:
+        """The present scale."""
+        return self._guidance
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the transformer."""
+        return len(blocks_of(self.transformer))
+
+    @contextmanager
+    def block_cache(self) -> Iterator[Callable[[bool], None]]:
+        """See `BlockCache`; with guidance, the rows of both prompts are in one call."""
+        with FirstBlockCache().installed(blocks_of(self._active)) as switch:
+            kept, self._one_call = self._one_call, True
+            try:
+                yield switch
+            finally:
+                self._one_call = kept
 
     def decode(self, latent: Tensor) -> Tensor:
         """Images [sample, 3, height, width], or videos [sample, frame, 3, height, width], in [0, 1], `decode_batch` at a time,
@@ -302,14 +324,10 @@ def compile_blocks(network: Any, backend: str) -> None:
         return
     limit = torch._dynamo.config
     limit.recompile_limit = max(limit.recompile_limit, COMPILED_VERSIONS)
-    for block in _blocks(network):
+    for block in blocks_of(network):
         block.compile(backend=backend)
 
 
 def has_compiled_blocks(network: nn.Module) -> bool:
     """Whether `compile_blocks` has compiled `network`."""
-    return any(block._compiled_call_impl is not None for block in _blocks(network))
-
-
-def _blocks(network: Any) -> list[nn.Module]:
-    return [block for child in network.children() if isinstance(child, nn.ModuleList) for block in child]
+    return any(block._compiled_call_impl is not None for block in blocks_of(network))

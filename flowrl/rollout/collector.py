@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from flowrl.distributed import Assignment, Distributed
-from flowrl.probes import Probe
+from flowrl.probes import Probe, whole
 from flowrl.protocols import FlowPolicy, RewardModel, Sampler
+from flowrl.rollout.groups import Groups
 from flowrl.rollout.reward_table import RewardTables, reward_tables
-from flowrl.rollout.rollout import Groups, Rollout, rollout
+from flowrl.rollout.rollout import Rollout, rollout
 from flowrl.rollout.solvers import Usage
 from flowrl.types import Condition, Prompt, Schedule, Trajectories
 
@@ -102,7 +103,7 @@ class Collector:
             enter("reward")
             own_tables = [job() for job in jobs]
         gathered = self.distributed.gather((own_tables, scored.reward_calls))
-        usage.nfe = usage.nfe // assigned.count * self.groups.prompts
+        usage.nfe = whole(usage.nfe / assigned.count * self.groups.prompts)
         usage.reward_calls += sum(calls for _, calls in gathered)
         path = _joined([result.trajectories for result in done])
         rows = torch.arange(assigned.first, assigned.first + assigned.count, device=self.policy.device)

@@ -8,6 +8,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from flowrl.errors import RewardContractError
+from flowrl.probes import Key, Scored
 from flowrl.protocols import CompositeReward, FlowPolicy, RewardModel
 from flowrl.rewards.contract import ComponentScores, check_scores, marks_invalid
 from flowrl.rollout.rollout import Rollout
@@ -54,40 +55,53 @@ def reward_tables(
     usage: Usage | None = None,
     max_batch: int = 512,
 ) -> RewardTables:
-    """R_j scores the estimate at node j (the mean over its copies), NaN where none was made; on a branched tree, R_j is the
-    value of the state at node j. `prompts`: one per group."""
-    groups = result.groups
-    everyone = [prompt for prompt in prompts for _ in range(groups.members)]
-    nodes = sorted(result.estimates)
-    distinct = {id(result.estimates[node]): result.estimates[node] for node in nodes}
+    """R_j is what the rollout's probe makes of the scores of its estimates (the mean over their copies): by default that of the
+    estimate at node j, NaN where none was made. On a branched tree, R_j is the value of the state at node j. R_T is the score of
+    the finished trajectory. `prompts`: one per group."""
+    groups, steps = result.groups, result.trajectories.schedule.steps
+    probed = sorted(result.estimates.keys() - {steps}, key=lambda key: ("", key) if isinstance(key, int) else key)
+    keys = [steps, *probed]
+    distinct = {id(result.estimates[key]): result.estimates[key] for key in keys}
     latents = list(distinct.values())
-    copies = {id(result.estimates[node]): result.copies.get(node, 1) for node in nodes}
-    owners = []
-    for key, latent in distinct.items():
-        per_row = prompts if len(latent) == groups.prompts * copies[key] else everyone
-        owners += [prompt for prompt in per_row for _ in range(copies[key])]
-    flat = torch.cat(latents)
+    copies = {id(result.estimates[key]): result.copies.get(key, 1) for key in keys}
+    owners = [prompt for latent in latents for prompt in prompts for _ in range(len(latent) // groups.prompts)]
+    flat, finished = torch.cat(latents), len(latents[0])
+    # Finished images have batches of their own, so that no probe changes the last bit of their rewards.
+    pieces = [*torch.arange(finished).split(max_batch), *torch.arange(finished, len(flat)).split(max_batch)]
     columns: dict[str, list[Tensor]] = {}
-    for piece in torch.arange(len(flat)).split(max_batch):
+    for piece in (piece for piece in pieces if len(piece)):
         images = policy.decode(flat[piece.to(flat.device)])
         scored = score_components(reward, images, [owners[i] for i in piece.tolist()], usage)
         for name, values in {_TOTAL: scored.total, **scored.parts}.items():
             columns.setdefault(name, []).append(values.cpu())
-    tables = {}
-    for name, pieces in columns.items():
-        scores = dict(zip(distinct, torch.cat(pieces).split([len(latent) for latent in latents]), strict=True))
-        table = torch.full((groups.prompts, groups.members, result.trajectories.schedule.steps + 1), float("nan"))
-        for node in nodes:
-            key = id(result.estimates[node])
-            table[:, :, node] = scores[key].view(-1, copies[key]).mean(1).view(groups.prompts, -1)
-        tables[name] = table
+    tables, filled = {}, [steps]
+    for name, found in columns.items():
+        scores = dict(zip(distinct, torch.cat(found).split([len(latent) for latent in latents]), strict=True))
+        rewards: dict[Key, Tensor] = {}
+        for key in keys:
+            at = id(result.estimates[key])
+            rewards[key] = scores[at].view(-1, copies[at]).mean(1).view(groups.prompts, -1)
+        tables[name], filled = _table(result, rewards)
     tree = result.trajectories.tree
     if tree.branched:
         tables = {name: tree.node_table(tree.values(table[..., -1])) for name, table in tables.items()}
-    valid = torch.stack([~table[:, :, nodes].isnan().any(2) for table in tables.values()]).all(0)
+    valid = torch.stack([~table[:, :, filled].isnan().any(2) for table in tables.values()]).all(0)
     for table in tables.values():
         table[~valid] = float("nan")
     return RewardTables(tables.pop(_TOTAL), tables, valid, result.log_probs)
+
+
+def _table(result: Rollout, rewards: Mapping[Key, Tensor]) -> tuple[Tensor, list[int]]:
+    """R [prompt, member, node] from the rewards of the estimates [prompt, row], and the nodes that have values."""
+    groups, schedule = result.groups, result.trajectories.schedule
+    steps = schedule.steps
+    final = rewards[steps].expand(-1, groups.members)
+    of_probe = {key: found for key, found in rewards.items() if key != steps}
+    nodes = {**result.probe.rewards(Scored(of_probe, final, schedule, result.members)), steps: final}
+    table = torch.full((groups.prompts, groups.members, steps + 1), float("nan"))
+    for node, found in nodes.items():
+        table[:, :, node] = found
+    return table, sorted(nodes)
 
 
 def reward_table(

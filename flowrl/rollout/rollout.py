@@ -2,80 +2,40 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from flowrl.errors import ConfigError, require
+from flowrl.errors import require
 from flowrl.flow.gaussian import log_prob
-from flowrl.flow.gaussian import sample as draw
-from flowrl.probes import Branching, Completion, Continuation, NoProbe, Probe, Substeps
+from flowrl.probes import Branching, Key, NoProbe, Probe
 from flowrl.protocols import FlowPolicy, Sampler
-from flowrl.rollout.estimates import Walkers, continued, substeps
-from flowrl.rollout.solvers import Usage, ode_step
-from flowrl.samplers import transition_stds
+from flowrl.rollout.groups import Groups
+from flowrl.rollout.probing import check_network, estimates
+from flowrl.rollout.solvers import SolverSteps, Usage, ode_step, solver_steps
+from flowrl.samplers import Multistep, transition_stds
 from flowrl.tree import Edges, Tree, plain_tree
 from flowrl.types import Condition, Gaussian, Schedule, Trajectories
 
 
 @dataclass(frozen=True)
-class Groups:
-    """`prompts` x `members` samples, prompt-major. With `shared_noise` the members of a group start from the same x_T.
-
-    `part` makes some of the groups a rollout of their own: those from number `first` of `of` (None: there are no others). All
-    noise is drawn for the whole and sliced, so a group's numbers do not depend on which groups share its process or its chunk.
-    """
-
-    prompts: int
-    members: int
-    shared_noise: bool = False
-    first: int = 0
-    of: int | None = None
-
-    def __post_init__(self) -> None:
-        require(self.prompts >= 1, "prompts", self.prompts, "1 or more")
-        require(self.members >= 1, "members", self.members, "1 or more")
-        fits = self.first == 0 if self.of is None else 0 <= self.first <= self.of - self.prompts
-        require(fits, "first", self.first, f"so that {self.prompts} groups lie within the {self.of or self.prompts} there are")
-
-    def part(self, first: int, count: int) -> "Groups":
-        """`count` groups from number `first` of these."""
-        return replace(self, prompts=count, first=self.first + first, of=self.of or self.prompts)
-
-    @property
-    def samples(self) -> int:
-        """prompts x members."""
-        return self.prompts * self.members
-
-    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """x_T of every sample, [sample, *latent], on the generator's device."""
-        rows = 1 if self.shared_noise else self.members
-        noise = torch.randn(((self.of or self.prompts) * rows, *shape), generator=generator, device=generator.device)
-        noise = noise[self.first * rows : (self.first + self.prompts) * rows]
-        return noise.repeat_interleave(self.members, dim=0) if self.shared_noise else noise
-
-    def draw(self, gaussian: Gaussian, generator: torch.Generator) -> Tensor:
-        """A draw per row of `gaussian`, which has equally many rows for every group, prompt-major."""
-        rows = len(gaussian.mean) // self.prompts
-        return draw(gaussian, generator, self.first * rows, (self.of or self.prompts) * rows)
-
-
-@dataclass(frozen=True)
 class Rollout:
-    """Trajectories, and per probed node the latent of the estimated final image.
+    """Trajectories, and what `probe` made of them: per probed node the latent of the estimated final image.
 
     `estimates[node]` is [sample, *latent], or [prompt, *latent] at nodes that a whole group shares (same x_T, no stochastic
     step before them). Nodes that were not probed are absent; the last node is always there. Nodes with the same final image
     (they are linked by ODE steps) hold the same tensor. `copies[node]` says how many rows of `estimates[node]` belong to one
-    sample, in a row, to be averaged (left out: 1). `log_probs` [prompt, unit]: of the edges of a branched tree.
+    sample, in a row, to be averaged (left out: 1); `members[node]` [prompt, chosen] whose the rows are (left out: all members').
+    Some probes have estimates of other keys than nodes. `log_probs` [prompt, unit]: of the edges of a branched tree.
     """
 
     trajectories: Trajectories
-    estimates: Mapping[int, Tensor]
+    estimates: Mapping[Key, Tensor]
     groups: Groups
-    copies: Mapping[int, int] = field(default_factory=dict)
+    copies: Mapping[Key, int] = field(default_factory=dict)
     log_probs: Tensor | None = None
+    members: Mapping[Key, Tensor] = field(default_factory=dict)
+    probe: Probe = NoProbe()
 
     def part(self, first: int, count: int) -> "Rollout":
         """`count` of its groups from number `first`."""
@@ -87,9 +47,10 @@ class Rollout:
         path = self.trajectories
         distinct = {id(tensor): rows(tensor) for tensor in self.estimates.values()}
         estimates = {node: distinct[id(tensor)] for node, tensor in self.estimates.items()}
+        members = {node: rows(chosen) for node, chosen in self.members.items()}
         part = Trajectories(rows(path.states), rows(path.outputs), path.schedule)
         log_probs = None if self.log_probs is None else rows(self.log_probs)
-        return Rollout(part, estimates, self.groups.part(first, count), self.copies, log_probs)
+        return Rollout(part, estimates, self.groups.part(first, count), self.copies, log_probs, members, self.probe)
 
 
 def attach_stds(schedule: Schedule, sampler: Sampler) -> Schedule:
@@ -109,25 +70,27 @@ def rollout(
     usage: Usage | None = None,
     max_batch: int = 1024,
 ) -> Rollout:
-    """Sample one trajectory per row of `noise` [sample, *latent] and estimate final images as `probe` asks.
+    """Sample one trajectory per row of `noise` [sample, *latent] and estimate final images as `probe` says.
 
     `condition` has one row per prompt. Network evaluations per trajectory with T steps and independent noise: T without a
     probe, T T' with `Substeps(T')` in T + T' - 1 calls, T (T + 1) / 2 with `Completion` in T calls. Nodes that a group shares
     (same x_T and only ODE steps so far) are evaluated once per group, and a completion is started only where a stochastic step
-    follows: from other nodes the ODE leads to the next one's image. `Continuation(n)` goes on n times at random from every
-    decision, with noise drawn after the trajectories', which are thus the same for every probe. A `Branching` probe makes the
+    follows: from other nodes the ODE leads to the next one's image. Probes draw from a generator of their own, so the
+    trajectories, and everything that is drawn after them, are the same for every probe. A `Branching` probe makes the
     trajectories of a group branches of trees: as many evaluations as the trees have states before the last node, in T calls; a
     tree starts from the noise of its first member. Float32, detached.
     `max_batch` bounds how many latents the network sees at once; the results do not depend on it beyond float rounding.
+    Raises `ConfigError` for a probe that the policy cannot serve, `ProbeError` for one that breaks its contract.
     """
-    if not isinstance(probe, NoProbe | Substeps | Completion | Continuation | Branching):
-        names = "NoProbe(), Tweedie(), Substeps(n), Completion(), Continuation(n), Branch(...), Comb(...)"
-        raise ConfigError(f"unknown probe {probe!r}; allowed: {names}")
+    allowed = "an object of a class derived from flowrl.probes.Probe, such as Completion()"
+    require(isinstance(probe, Probe), "probe", probe, allowed)
+    check_network(probe.network, policy)
     require(max_batch >= 1, "max_batch", max_batch, "1 or more")
     require(len(noise) == groups.samples, "noise rows", len(noise), f"prompts x members = {groups.samples}")
     schedule = attach_stds(schedule, sampler)
     tree = group_tree(schedule, groups, probe, generator)
     walk = _Walk(policy, sampler, replace(schedule, tree=tree), condition, generator, groups, usage or Usage(), max_batch)
+    walk.solver = solver_steps(sampler.solver, schedule.times) if isinstance(sampler, Multistep) else None
     with policy.frozen(), torch.no_grad():
         return walk.run(noise.float().unflatten(0, (groups.prompts, -1))[:, tree.first_members], probe)
 
@@ -157,11 +120,13 @@ class _Walk:
     groups: Groups
     usage: Usage
     max_batch: int
+    solver: SolverSteps | None = None
 
     def run(self, x: Tensor, probe: Probe) -> Rollout:
         """The wavefront: at every step one batched call serves all states of a node and all completions under way. `x` is the
         noise of the roots [prompt, root, *latent]."""
-        steps, tree, decisions = self.schedule.steps, self._tree, self.schedule.decisions
+        steps, tree, ahead_of = self.schedule.steps, self._tree, set(probe.ahead(self.schedule))
+        completing, _ = [step for step in self.schedule.decisions if step in ahead_of], tree.edges  # before the device is busy
         pieces: dict[int, list[Piece]] = {0: [Piece(torch.arange(x.shape[1]), x)]}
         running: dict[int, Tensor] = {}
         states, outputs = [], []
@@ -170,15 +135,26 @@ class _Walk:
             states.append(x)
             velocity, ahead = self._velocities(x, i, running)
             running = {j: ode_step(self.schedule, running[j], ahead[j], i) for j in running}
-            if isinstance(probe, Completion) and i in decisions:
+            if i in completing:
                 running[i] = ode_step(self.schedule, x.flatten(0, 1), velocity.flatten(0, 1), i)
             for node, piece in self._children(x, velocity, i):
                 pieces.setdefault(node, []).append(piece)
             outputs.append(velocity)
         states.append(_in_order(pieces.pop(steps)))
         trajectories = Trajectories(torch.cat(states, 1), torch.cat(outputs, 1), self.schedule)
-        estimates, copies = self._estimates(trajectories, probe, running)
-        return Rollout(trajectories, estimates, self.groups, copies, self._log_probs(trajectories) if tree.branched else None)
+        found = estimates(
+            probe, self.policy, self.sampler, trajectories, running, self.condition, self.groups, self.generator, self.usage,
+            self.max_batch,
+        )  # fmt: skip
+        return Rollout(
+            trajectories,
+            {key: estimate.latents for key, estimate in found.items()},
+            self.groups,
+            {key: estimate.copies for key, estimate in found.items() if estimate.copies > 1},
+            self._log_probs(trajectories) if tree.branched else None,
+            {key: estimate.members for key, estimate in found.items() if estimate.members is not None},
+            probe,
+        )
 
     @property
     def _tree(self) -> Tree:
@@ -199,7 +175,9 @@ class _Walk:
         """The states that follow from those of a node, with their node: draws from the sampler, its deterministic steps, and
         steps of the ODE, which may skip nodes."""
         for edges in self._tree.edges[step]:
-            if edges.drawn or (edges.node == step + 1 and step not in self.schedule.decisions):
+            if self.solver is not None:
+                following = self.solver.step(step, velocity.flatten(0, 1), x.flatten(0, 1))
+            elif edges.drawn or (edges.node == step + 1 and step not in self.schedule.decisions):
                 gaussian = self._transition(x, velocity, step, edges)
                 following = self.groups.draw(gaussian, self.generator) if edges.drawn else gaussian.mean
             else:
@@ -219,26 +197,6 @@ class _Walk:
         place = edges.place.to(x.device)
         mean, std = gaussian.mean.view_as(x)[:, place], gaussian.std.view(x.shape[:2])[:, place]
         return Gaussian(mean.flatten(0, 1), std.flatten())
-
-    def _estimates(
-        self, trajectories: Trajectories, probe: Probe, running: Mapping[int, Tensor]
-    ) -> tuple[dict[int, Tensor], dict[int, int]]:
-        """Final images by probed node, and how many of a sample."""
-        steps, decisions = self.schedule.steps, self.schedule.decisions
-        estimates, copies = {**running, steps: trajectories.at(steps)}, {}
-        if isinstance(probe, Substeps):
-            estimates |= substeps(self.policy, trajectories, self.condition, probe.count, self.usage, self.max_batch)
-        if isinstance(probe, Continuation):
-            next_nodes = partial(self.groups.draw, generator=self.generator)
-            walkers = Walkers(self.policy, self.sampler, self.schedule, next_nodes, self.usage, self.max_batch)
-            rows = self.condition.repeat(self.groups.members)
-            estimates |= {j: continued(walkers, trajectories.at(j), j, rows, probe.count) for j in decisions}
-            copies = dict.fromkeys(decisions, probe.count)
-        if isinstance(probe, Completion | Continuation):
-            for node in reversed(range(steps)):
-                estimates.setdefault(node, estimates[node + 1])
-                copies.setdefault(node, copies.get(node + 1, 1))
-        return estimates, copies
 
     def _log_probs(self, trajectories: Trajectories) -> Tensor:
         """Log-density per element of the edges into the units [prompt, unit] in main memory; 0 for those that are no

@@ -1,17 +1,19 @@
 """Deterministic samples: the probability-flow ODE by Euler's method or a solver of diffusers, with counted network calls."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from flowrl.errors import require
+from flowrl.probes import Solver
 from flowrl.protocols import FlowPolicy
 from flowrl.samplers import ODE
 from flowrl.types import Condition, Schedule
 
-SOLVERS = ("euler", "heun", "dpm++", "unipc")
+SOLVERS: tuple[str, ...] = get_args(Solver)
 NEAREST_TO_NOISE = 1.0 - 1e-5
 """Largest time of the multistep solvers, whose half log signal-to-noise ratio is infinite at t = 1. The network still gets t = 1;
 the first step treats pure noise as a state at this time. diffusers' own grids start at 0.999, which leaves an error that no
@@ -20,16 +22,18 @@ number of steps removes."""
 
 @dataclass
 class Usage:
-    """Counts of one iteration: network evaluations (`nfe`, one per latent), sequential network `calls` (a call that is split to
-    respect `max_batch` still counts once) and scored images (`reward_calls`)."""
+    """Counts of one iteration: network evaluations (`nfe`, one per latent; a fraction for calls that compute less), sequential
+    network `calls` (a call that is split to respect `max_batch` still counts once) and scored images (`reward_calls`)."""
 
-    nfe: int = 0
+    nfe: float = 0
     calls: int = 0
     reward_calls: int = 0
 
-    def velocity(self, policy: FlowPolicy, latent: Tensor, timestep: Tensor, condition: Condition, max_batch: int) -> Tensor:
-        """`policy.velocity` in chunks of at most `max_batch`, counted."""
-        self.nfe += len(latent)
+    def velocity(
+        self, policy: FlowPolicy, latent: Tensor, timestep: Tensor, condition: Condition, max_batch: int, share: float = 1
+    ) -> Tensor:
+        """`policy.velocity` in chunks of at most `max_batch`, counted as `share` of an evaluation per latent."""
+        self.nfe += len(latent) * share
         self.calls += 1
         if len(latent) <= max_batch:
             return policy.velocity(latent, timestep, condition)
@@ -50,13 +54,13 @@ def solve(
     require(solver in SOLVERS, "solver", solver, f"one of {', '.join(SOLVERS)}")
     if solver == "euler":
         return integrate(policy, schedule, condition, noise, usage, max_batch)
-    scheduler, nodes = _heun(schedule) if solver == "heun" else _multistep(solver, schedule)
+    steps = solver_steps(solver, schedule.times)
     x = noise.float()
     with policy.frozen(), torch.no_grad():
-        for position, node in enumerate(nodes):
+        for number, node in enumerate(steps.points):
             timestep = schedule.network_timesteps[node].expand(len(x))
             velocity = usage.velocity(policy, x, timestep, condition, max_batch)
-            x = scheduler.step(velocity, scheduler.timesteps[position], x, return_dict=False)[0]
+            x = steps.step(number, velocity, x)
     return x
 
 
@@ -78,31 +82,47 @@ def ode_step(schedule: Schedule, x: Tensor, velocity: Tensor, step: int) -> Tens
     return ODE().transition(x, velocity, schedule, index).mean
 
 
-def _heun(schedule: Schedule) -> tuple[Any, list[int]]:
-    """The scheduler on the policy's grid, and the node of each of its evaluations."""
+@dataclass(frozen=True)
+class SolverSteps:
+    """A solver on one grid. `points` [evaluation] are the grid's points at which it needs velocities, in order; `step(number,
+    velocity, x)` the state for the next evaluation (or the end), from evaluation `number` at x. Keep one for every solution."""
+
+    points: list[int]
+    step: Callable[[int, Tensor, Tensor], Tensor]
+
+
+def solver_steps(solver: str, times: Tensor) -> SolverSteps:
+    """Solver heun, dpm++ or unipc on the grid `times` [point], descending to 0, by diffusers' schedulers."""
+    grid = times.cpu()
+    scheduler, points = _heun(grid) if solver == "heun" else _multistep(solver, grid)
+    # Distinct timesteps and a start at the first; otherwise a scheduler looks steps up by their value.
+    scheduler.timesteps = grid[points] * 1000.0
+    scheduler.set_begin_index(0)
+
+    def step(number: int, velocity: Tensor, x: Tensor) -> Tensor:
+        return scheduler.step(velocity, scheduler.timesteps[number], x, return_dict=False)[0]
+
+    return SolverSteps(points, step)
+
+
+def _heun(times: Tensor) -> tuple[Any, list[int]]:
+    """The scheduler on a grid, and the grid's point of each of its evaluations."""
     from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
 
+    steps = len(times) - 1
     scheduler = FlowMatchHeunDiscreteScheduler()
-    scheduler.set_timesteps(schedule.steps)
-    nodes = [0, *(node for node in range(1, schedule.steps) for _ in range(2))]
-    scheduler.sigmas = schedule.times.cpu()[[*nodes, schedule.steps]]
-    return _placed(scheduler, schedule, nodes), nodes
+    scheduler.set_timesteps(steps)
+    points = [0, *(point for point in range(1, steps) for _ in range(2))]
+    scheduler.sigmas = times[[*points, steps]]
+    return scheduler, points
 
 
-def _multistep(solver: str, schedule: Schedule) -> tuple[Any, list[int]]:
+def _multistep(solver: str, times: Tensor) -> tuple[Any, list[int]]:
     from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
     from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
     kind = DPMSolverMultistepScheduler if solver == "dpm++" else UniPCMultistepScheduler
     scheduler = kind(use_flow_sigmas=True, prediction_type="flow_prediction", final_sigmas_type="zero")
-    scheduler.set_timesteps(schedule.steps)
-    nodes = list(range(schedule.steps))
-    scheduler.sigmas = schedule.times.cpu().clamp(max=NEAREST_TO_NOISE)
-    return _placed(scheduler, schedule, nodes), nodes
-
-
-def _placed(scheduler: Any, schedule: Schedule, nodes: list[int]) -> Any:
-    """Give the steps distinct timesteps and start at the first; otherwise a scheduler looks steps up by their value."""
-    scheduler.timesteps = schedule.times.cpu()[nodes] * 1000.0
-    scheduler.set_begin_index(0)
-    return scheduler
+    scheduler.set_timesteps(len(times) - 1)
+    scheduler.sigmas = times.clamp(max=NEAREST_TO_NOISE)
+    return scheduler, list(range(len(times) - 1))

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowrl.errors import require
-from flowrl.testing import credit, forward_loss, loss, policy, reward, sampler
+from flowrl.protocols import FlowPolicy
+from flowrl.testing import credit, forward_loss, loss, policy, probe, reward, sampler
 from flowrl.testing.credit import schedule_for
 from flowrl.testing.findings import ContractAdvice, ContractBroken, Finding, Findings, maker
 from flowrl.testing.reward import Examples
@@ -36,9 +37,9 @@ from flowrl.testing.tiny import (
 from flowrl.types import Prompt
 
 __all__ = [
-    "TINY", "TINY_VIDEO", "ContractAdvice", "ContractBroken", "Finding", "Findings", "check_credit", "check_forward_loss",
-    "check_loss", "check_policy", "check_reward", "check_sampler", "credit_contract", "forward_loss_contract", "loss_contract",
-    "policy_contract", "reward_contract", "sampler_contract", "schedule_for", "tiny_flux", "tiny_flux_policy",
+    "TINY", "TINY_VIDEO", "ContractAdvice", "ContractBroken", "Finding", "Findings", "check_credit", "check_forward_loss", "check_loss",
+    "check_policy", "check_probe", "check_reward", "check_sampler", "credit_contract", "forward_loss_contract", "loss_contract",
+    "policy_contract", "probe_contract", "reward_contract", "sampler_contract", "schedule_for", "tiny_flux", "tiny_flux_policy",
     "tiny_qwen_image", "tiny_qwen_image_policy", "tiny_sd3", "tiny_sd3_policy", "tiny_wan", "tiny_wan_policy",
 ]  # fmt: skip
 
@@ -90,6 +91,15 @@ def policy_contract(
     return policy.CONTRACT.as_test(_policy_case(part, prompts, tolerance), without)
 
 
+def probe_contract(part: Any, policy: FlowPolicy | None = None, members: int = 4, without: Sequence[str] = ()) -> TestFunction:
+    """A pytest function that checks a probe against `flowrl.probes.Probe`'s contract.
+
+    `policy`: to try it with (default: a small one that has what the probe needs). `members` of a group: a `Branching` probe may
+    need another number.
+    """
+    return probe.CONTRACT.as_test(_probe_case(part, policy, members), without)
+
+
 def check_credit(rule: Any, steps: int | None = None, without: Sequence[str] = ()) -> Findings:
     """Which promises a credit rule keeps; options as in `credit_contract`."""
     return credit.CONTRACT.findings(_credit_case(rule, steps), without)
@@ -103,6 +113,11 @@ def check_sampler(part: Any, steps: int = 10, without: Sequence[str] = ()) -> Fi
 def check_loss(part: Any, without: Sequence[str] = ()) -> Findings:
     """Which promises a policy loss keeps; options as in `loss_contract`."""
     return loss.CONTRACT.findings(maker(part), without)
+
+
+def check_probe(part: Any, policy: FlowPolicy | None = None, members: int = 4, without: Sequence[str] = ()) -> Findings:
+    """Which promises a probe keeps; options as in `probe_contract`."""
+    return probe.CONTRACT.findings(_probe_case(part, policy, members), without)
 
 
 def check_forward_loss(part: Any, without: Sequence[str] = ()) -> Findings:
@@ -132,6 +147,12 @@ def _sampler_case(part: Any, steps: int) -> Callable[[], sampler.Case]:
     require(steps >= 1, "steps", steps, "1 or more")
     make = maker(part)
     return lambda: sampler.Case(make(), steps)
+
+
+def _probe_case(part: Any, policy: FlowPolicy | None, members: int) -> Callable[[], probe.Case]:
+    require(members >= 1, "members", members, "1 or more")
+    make = maker(part)
+    return lambda: probe.Case(make(), policy, members)
 
 
 def _reward_case(part: Any, examples: Examples | Callable[[], Examples] | None) -> Callable[[], reward.Case]:

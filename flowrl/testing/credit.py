@@ -83,7 +83,7 @@ def needs_steps(case: Case, advantages: Any, rewards: Tensor, method: str = "ass
         raise ContractBroken(str(error).replace(".assign returned", f".{method} returned")) from None
 
 
-@promise("it has `assign`, and `probe` is a probe such as NoProbe(), Tweedie(), Completion() or Branch(2)", basic=True)
+@promise("it has `assign`, and `probe` is a flowrl.probes.Probe, such as NoProbe(), Substeps(n) or Branch(2)", basic=True)
 def declares_a_probe(case: Case) -> None:
     expect(hasattr(case.rule, "probe"), "there is no attribute `probe`. Write probe: Probe = Completion() in the class.")
     probe = case.rule.probe

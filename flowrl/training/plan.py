@@ -6,15 +6,17 @@ from pathlib import Path
 
 import torch
 
-from flowrl.errors import require
+from flowrl.errors import ConfigError, require
 from flowrl.methods import Method
 from flowrl.policies import Memory, Size, architecture_of, count_memory
-from flowrl.probes import Completion, Continuation, Probe, Substeps
-from flowrl.rollout.loss_batch import minibatch_pairs
+from flowrl.policies.small_sd3 import SmallSD3Config
+from flowrl.probes import Cost, Probe, Shape, whole
+from flowrl.protocols import ForwardLoss
+from flowrl.rollout.loss_batch import Pairs, minibatch_pairs
 from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.training.build import first_trained_steps, make_method, trial_schedule
 from flowrl.training.config import RunConfig
-from flowrl.tree import Tree
+from flowrl.types import Schedule
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,10 @@ class Plan:
     processes, which wait for the others). A process differentiates its own pairs; those of an update are drawn at random from all
     trajectories, so that `evaluations_per_update_and_process` is a mean, of a process that has its full number of groups.
 
-    `nfe` are network evaluations of the rollout and its probes, `train_nfe` those of the update (`evaluations`, twice with a
-    KL to the base model), both without guidance; `passes_per_evaluation` is 2 with classifier-free guidance. `passes` are the
-    forward passes of an iteration, one latent each, guidance included. `rows_per_micro_batch` is what the network sees at once
-    in training, `rows_per_call` in sampling.
+    `nfe` are network evaluations of the rollout and its probe (`Probe.cost`), a fraction for calls that compute less;
+    `train_nfe` those of the update (`evaluations`, twice with a KL to the base model), both without guidance;
+    `passes_per_evaluation` is 2 with classifier-free guidance. `passes` are the forward passes of an iteration, one latent each,
+    guidance included. `rows_per_micro_batch` is what the network sees at once in training, `rows_per_call` in sampling.
     """
 
     trajectories: int
@@ -45,13 +47,13 @@ class Plan:
     evaluations_per_update_and_process: int
     micro_batches_per_update: int
     rows_per_micro_batch: int
-    nfe: int
+    nfe: float
     sequential_calls: int
     calls_of_a_process: int
     rows_per_call: int
     train_nfe: int
     passes_per_evaluation: int
-    passes: int
+    passes: float
     reward_calls: int
     evaluation_nfe: int
 
@@ -65,16 +67,24 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     require(processes >= 1, "processes", processes, "1 or more")
     method, rollout, optim, evaluation = make_method(config), config.rollout, config.optim, config.evaluation
     groups = math.ceil(rollout.groups / processes)
-    tree = _tree(config, method)
-    trained = first_trained_steps(config)
-    pairs = minibatch_pairs([torch.arange(rollout.group_size)], trained, tree)[0]
+    schedule = _schedule(config, method)
+    assert schedule.tree is not None
+    members, passes_per_pair = torch.arange(rollout.group_size), 1 + method.loss.needs_reference
+    if isinstance(method.loss, ForwardLoss):
+        trained = torch.arange(method.loss.times.draws(trial_schedule(config)))
+        pairs = Pairs(*torch.cartesian_prod(members, trained).unbind(1))
+        passes_per_pair += sum(copy.evaluated for copy in method.loss.copies.values())
+    else:
+        trained = first_trained_steps(config)
+        pairs = minibatch_pairs([members], trained, schedule.tree)[0]
     samples, evaluations = rollout.groups * rollout.group_size, rollout.groups * pairs.evaluations
     minibatches = torch.arange(samples).chunk(optim.minibatches)
     share = max(map(len, minibatches)) / samples
-    calls, reward_calls = _rollout(rollout.groups, tree, method.credit.probe)
-    own_calls, _ = _rollout(groups, tree, method.credit.probe)
+    calls, reward_calls = _rollout(Shape(rollout.groups, schedule, _blocks(config)), method.credit.probe)
+    own_calls = [rows for rows, _ in _rollout(Shape(groups, schedule, _blocks(config)), method.credit.probe)[0]]
+    nfe = whole(sum(rows * part for rows, part in calls))
     per_process = math.ceil(evaluations * share * groups / rollout.groups)
-    train_nfe = evaluations * (1 + method.loss.needs_reference)
+    train_nfe = evaluations * passes_per_pair
     passes = 2 if config.policy.model and config.policy.guidance_scale != 1 else 1
     solver = 2 * evaluation.eval_steps - 1 if evaluation.eval_solver == "heun" else evaluation.eval_steps
     return Plan(
@@ -91,48 +101,58 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         evaluations_per_update_and_process=per_process,
         micro_batches_per_update=math.ceil(per_process / optim.micro_batch),
         rows_per_micro_batch=min(optim.micro_batch, per_process) * (passes if config.policy.guidance_gradient == "both" else 1),
-        nfe=sum(calls),
+        nfe=nfe,
         sequential_calls=len(calls),
         calls_of_a_process=sum(math.ceil(rows / rollout.max_batch) for rows in own_calls),
         rows_per_call=min(rollout.max_batch, max(*own_calls, evaluation.eval_samples // processes)) * passes,
         train_nfe=train_nfe,
         passes_per_evaluation=passes,
-        passes=(sum(calls) + train_nfe) * passes,
+        passes=whole((nfe + train_nfe) * passes),
         reward_calls=reward_calls,
         evaluation_nfe=evaluation.eval_samples * solver,
     )
 
 
-def _tree(config: RunConfig, method: Method) -> Tree:
-    """The tree of the first iteration's groups."""
-    rollout = config.rollout
+def _schedule(config: RunConfig, method: Method) -> Schedule:
+    """The schedule with the tree of the first iteration's groups; one that is drawn anew every iteration is one draw."""
+    rollout, schedule = config.rollout, trial_schedule(config)
     groups = Groups(rollout.groups, rollout.group_size, method.shared_noise)
-    return group_tree(trial_schedule(config), groups, method.credit.probe, torch.Generator().manual_seed(0))
+    tree = group_tree(schedule, groups, method.credit.probe, torch.Generator().manual_seed(0))
+    return replace(schedule, tree=tree)
 
 
-def _rollout(groups: int, tree: Tree, probe: Probe) -> tuple[list[int], int]:
-    """Network evaluations of `rollout.rollout`, call by call, and scored images."""
-    steps, samples = tree.steps, groups * tree.members
-    decisions = sorted({int(node) - 1 for node in tree.node[tree.drawn]})
-    rows = [groups * count for count in tree.counts[:-1]]
-    calls = list(rows)
-    if isinstance(probe, Substeps):
-        return calls + [sum(rows)] * (probe.count - 1), sum(rows) + samples
-    if isinstance(probe, Completion):
-        for step in range(steps):
-            calls[step] += sum(rows[start] for start in decisions if start < step)
-        return calls, sum(rows[start] for start in decisions) + samples
-    if isinstance(probe, Continuation):
-        calls += [samples * probe.count for start in decisions for _ in range(start, steps)]
-        return calls, (len(decisions) * probe.count + 1) * samples
-    return calls, samples
+def _rollout(shape: Shape, probe: Probe) -> tuple[list[tuple[int, float]], int]:
+    """Network calls of `rollout.rollout`, each with its rows and what share of an evaluation they are, and scored images."""
+    calls, cost = [(rows, 1.0) for rows in shape.rows[:-1]], _cost(shape, probe)
+    for call in cost.calls:
+        if call.step is None:
+            calls.append((call.rows, call.share))
+        else:
+            calls[call.step] = (calls[call.step][0] + call.rows, 1.0)
+    return calls, cost.images + shape.groups * shape.members
+
+
+def _cost(shape: Shape, probe: Probe) -> Cost:
+    try:
+        return probe.cost(shape)
+    except NotImplementedError:
+        message = f"{type(probe).__name__} has no method `cost`, so the evaluations of its rollouts cannot be planned"
+        raise ConfigError(message) from None
+
+
+def _blocks(config: RunConfig) -> int | None:
+    """Blocks of the network, if they are known before it is loaded."""
+    if config.policy.model:
+        known = architecture_of(config.policy.model)
+        return known and sum(known.config.get(name, 0) for name in ("num_layers", "num_single_layers"))
+    return SmallSD3Config.layers if config.environment.world == "shapes" else None
 
 
 def plan_text(found: Plan, config: RunConfig) -> str:
     """The plan in words and lines of arithmetic, as ``flowrl train --plan`` prints it."""
     p, rollout, evaluation = found, config.rollout, config.evaluation
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
-    kl = " x 2 (the base model, for the KL)" if p.train_nfe > p.evaluations else ""
+    kl = f" x {p.train_nfe // p.evaluations} (base model and copies of the weights)" if p.train_nfe > p.evaluations else ""
     shared = f", on {p.evaluations:,} distinct states" if p.evaluations < p.pairs else ""
     kind, mean = "states" if shared else "pairs", " (on average)" if p.processes > 1 else ""
     whole = p.pairs == p.trajectories * p.trained_steps
@@ -185,7 +205,8 @@ def memory(found: Plan, config: RunConfig) -> Memory | None:
         policy.decode_dtype, policy.lora_targets,
     )  # fmt: skip
     latent = 4 * math.prod(known.latent_shape(size))
-    tree = _tree(config, make_method(config))
+    tree = _schedule(config, make_method(config)).tree
+    assert tree is not None
     stored = tree.units + tree.at(tree.steps).start if tree.branched else rollout.group_size * (2 * rollout.num_steps + 1)
     nodes = 0 if rollout.offload else found.groups_per_process * stored
     return replace(counted, trajectories=nodes * latent)

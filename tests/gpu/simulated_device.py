@@ -114,6 +114,7 @@ def work(model, changes, mode, sampler=None, loss=None):
         stack.enter_context(patch.object(Schedule, "__post_init__", lambda schedule: None))  # it reads the times
         stack.enter_context(patch.object(torch, "randn", lambda *shape, generator=None, **named: randn(*shape, **named)))
         stack.enter_context(patch.object(modules["flowrl.rollout.rollout"], "attach_stds", lambda schedule, sampler: schedule))
+        stack.enter_context(patch.object(modules["flowrl.rollout.probing"], "own_generator", lambda generator: generator))
         stack.enter_context(mode)
         timesteps = None if schedule.timesteps is None else moved(schedule.timesteps, mode)
         there = Schedule(moved(schedule.times, mode), timesteps, moved(schedule.stds, mode))

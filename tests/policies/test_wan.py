@@ -249,5 +249,5 @@ def test_what_is_wrong_is_said(folder, capsys):
     second.register_modules(transformer_2=tiny_wan().transformer)
     with pytest.raises(ConfigError, match="transformer_2 of the pipeline = 'WanTransformer3DModel'"):
         PipelinePolicy(second, Wan(), TINY_VIDEO)
-    assert main(settings(folder, f"--out={folder}/images", reward="jpeg-compressibility")) == 1
+    assert main(settings(folder, f"--out={folder}/images", reward="jpeg-compressibility")) == 2
     assert "frame-mean(reward=...)" in capsys.readouterr().err

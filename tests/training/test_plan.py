@@ -22,6 +22,10 @@ MIXTURE = preset("tiny").apply(world="mixture", iterations=1, groups=3, group_si
         {"method": "tp-grpo", "initial_noise": "shared", "window": "1:3"},
         {"method": "stepwise-flow-grpo", "sampler": "ddim-sde", "window": "all"},
         {"method": "x", "credit": "stepwise-gain(probe='continuation:2')", "kl_weight": 0.1},
+        {"method": "x", "credit": "stepwise-gain(probe='completion(solver=heun,together=False)')"},
+        {"method": "x", "credit": "stepwise-gain(probe='substeps(count=3,solver=dpm++,every=2,fraction=0.5)')"},
+        {"method": "x", "credit": "stepwise-gain(probe='completion(fraction=0.3,control=uniform)')", "initial_noise": "shared"},
+        {"method": "x", "credit": "stepwise-gain(probe='branch(children={1:2,3:2})')"},
         {"method": "dense-grpo", "sampler": "cps", "window": "all", "minibatches": 5, "kl_weight": 0.1},
         {"method": "flow-grpo", "window": "random:2", "minibatches": 24},
         {"method": "flow-grpo", "window": "all", "trained_steps": "all-but-last", "kl_weight": 0.1},
@@ -38,6 +42,16 @@ def test_a_run_records_what_the_plan_counts(changes, tmp_path):
         "train_nfe": found.train_nfe,
     }.items():  # fmt: skip
         assert row[name] == value, name
+
+
+def test_a_block_cache_counts_fractions(tmp_path):
+    """Four layers: of 4 new evaluations from each node, 2 compute all of them and 2 one; they have calls of their own."""
+    small = {"groups": 1, "group_size": 2, "iterations": 1, "num_steps": 3, "eval_samples": 2, "eval_steps": 2,
+             "initial_noise": "independent", "window": "all-but-last"}  # fmt: skip
+    config = preset("tiny").apply(world="shapes", credit="stepwise-gain(probe='substeps(cache=2)')", **small)
+    row, found = (Run(config, tmp_path / "run").execute(), load_run(tmp_path / "run").rows[1])[1], plan(config)
+    assert found.nfe == 2 * 3 * (1 + 2 + 2 / 4) == 21 and found.sequential_calls == 3 + 3 * 4
+    assert (row["nfe"], row["calls"], row["reward_calls"]) == (found.nfe, found.sequential_calls, found.reward_calls)
 
 
 def test_the_arithmetic_of_the_published_batch():

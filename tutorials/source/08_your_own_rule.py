@@ -758,7 +758,7 @@ for name in finalists:
 #
 # | step | what | where |
 # |---|---|---|
-# | idea | $A^*_i = V(x_{i+1}) - V(x_i)$; what is the estimate of $V$, and what does it cost? | `types.Tweedie`, `Substeps`, `Completion`, `NoProbe` |
+# | idea | $A^*_i = V(x_{i+1}) - V(x_i)$; what is the estimate of $V$, and what does it cost? | `probes.Tweedie`, `Substeps`, `Completion`, `NoProbe` |
 # | class | `probe`, `assign(rewards, schedule)`; `shared_noise`; `state_dict` for a memory | `protocols.CreditAssigner`, `Stateful` |
 # | contract | does the rule keep the promises that the trainer relies on? | `testing.check_credit`, `testing.credit_contract` |
 # | diagnostics | is the credit close to $A^*$, is the gradient unbiased, and how noisy is it? *For which policy?* | `flowrl_bench.true_advantage`, `flowrl_bench.gradients` |

@@ -1,4 +1,4 @@
-"""How a rollout scores unfinished states for a credit rule."""
+"""Probes whose rewards of unfinished states come from branches of the trajectories themselves."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,52 +8,8 @@ from itertools import product
 import torch
 
 from flowrl.errors import require
+from flowrl.probes.base import Cost, Probe, Shape
 from flowrl.tree import Mean, Tree, Visits, Weight, tree_of
-
-
-class Probe:
-    """How a rollout scores unfinished states for a credit rule. One of the classes below."""
-
-
-@dataclass(frozen=True)
-class NoProbe(Probe):
-    """Only the finished image is scored; R at every other node is NaN. 0 extra network evaluations."""
-
-
-@dataclass(frozen=True)
-class Substeps(Probe):
-    """R_j scores the image after `count` Euler steps on an even grid over [t_j, 0], the first with the rollout's own v_j.
-
-    `count` = 1 is the Tweedie estimate x_j - t_j v_j. Source: Stepwise-Flow-GRPO (arXiv 2603.28718), T' = `count`.
-    """
-
-    count: int = 5
-
-    def __post_init__(self) -> None:
-        require(self.count >= 1, "Substeps.count", self.count, "1 or more")
-
-
-def Tweedie() -> Substeps:
-    """The one-step clean estimate x_j - t_j v_j: `Substeps(1)`."""
-    return Substeps(1)
-
-
-@dataclass(frozen=True)
-class Completion(Probe):
-    """R_j scores the image reached by the remaining ODE steps on the sampler's own grid. TP-GRPO (arXiv 2602.06422)."""
-
-
-@dataclass(frozen=True)
-class Continuation(Probe):
-    """R_j is the mean reward of `count` stochastic continuations from node j: a Monte Carlo estimate of the value V(x_j).
-
-    Gains of such rewards estimate the true advantages V(x_{i+1}) - V(x_i) of the steps taken, the ideal credit if evaluations
-    were free. Takes T (T + 1) / 2 times `count` evaluations, in addition to the rollout's own."""
-
-    count: int = 16
-
-    def __post_init__(self) -> None:
-        require(self.count >= 1, "Continuation.count", self.count, "1 or more")
 
 
 class Branching(Probe):
@@ -68,6 +24,10 @@ class Branching(Probe):
         stochastic steps of `steps`. A tree that is another one every iteration draws from `generator`. Raises `ConfigError` if
         the members do not fit."""
         raise NotImplementedError
+
+    def cost(self, shape: Shape) -> Cost:
+        """Nothing: the tree has all the states."""
+        return Cost()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,24 @@
+"""How a rollout scores unfinished states for a credit rule: probes, one of your own included (docs/extend.md)."""
+
+from flowrl.probes.base import (
+    Call,
+    Cost,
+    Estimate,
+    Grid,
+    Key,
+    NetworkUse,
+    NoProbe,
+    Probe,
+    Probing,
+    Scored,
+    Shape,
+    Solver,
+    whole,
+)
+from flowrl.probes.branching import Branch, Branching, Comb
+from flowrl.probes.solved import Completion, Continuation, ODEProbe, Substeps, Tweedie
+
+__all__ = [
+    "Branch", "Branching", "Call", "Comb", "Completion", "Continuation", "Cost", "Estimate", "Grid", "Key", "NetworkUse",
+    "NoProbe", "ODEProbe", "Probe", "Probing", "Scored", "Shape", "Solver", "Substeps", "Tweedie", "whole",
+]  # fmt: skip

@@ -1,0 +1,229 @@
+"""What a probe gets after the trajectories are complete: their states, the network, and a generator of its own."""
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import ProbeError, require
+from flowrl.probes import Estimate, Grid, Key, NetworkUse, Probe, Solver
+from flowrl.protocols import BlockCache, FlowPolicy, Guided, Sampler
+from flowrl.rollout.estimates import Walkers, continued
+from flowrl.rollout.groups import Groups
+from flowrl.rollout.solvers import SolverSteps, Usage, solver_steps
+from flowrl.types import Condition, Gaussian, Trajectories, inputs_unchanged
+
+
+def check_network(use: NetworkUse, policy: FlowPolicy) -> None:
+    """Raise `ConfigError` if the policy does not have what a probe asks of it."""
+    name = type(policy).__name__
+    if use.guidance == "off":
+        guided = isinstance(policy, Guided) and policy.guidance_scale != 1
+        require(guided, "guidance of the probe", use.guidance, f"own: not applicable, {name} samples without guidance")
+    if use.cache > 1:
+        fits = isinstance(policy, BlockCache)
+        require(fits, "cache of the probe", use.cache, f"1 (off): not applicable, {name} is no transformer of diffusers")
+
+
+def own_generator(generator: torch.Generator) -> torch.Generator:
+    """A generator for the probe, seeded by the state of the trajectories', which is not moved."""
+    state = generator.get_state()  # bytes in main memory, whatever the generator's device
+    digest = hashlib.sha256(ctypes.string_at(state.data_ptr(), state.numel())).digest()
+    return torch.Generator(generator.device).manual_seed(int.from_bytes(digest[:7]))
+
+
+@dataclass(frozen=True)
+class ProbeRun:
+    """`flowrl.probes.Probing`, whose docstrings say what each member is. `renew(all)`: whether the next network calls compute all
+    blocks; None without a block cache."""
+
+    policy: FlowPolicy
+    sampler: Sampler
+    trajectories: Trajectories
+    final: Tensor
+    completed: Mapping[int, Tensor]
+    condition: Condition
+    layout: Groups
+    trajectories_generator: torch.Generator
+    usage: Usage
+    max_batch: int
+    network: NetworkUse
+    renew: Callable[[bool], None] | None
+
+    @property
+    def groups(self) -> int:
+        """Prompts."""
+        return self.layout.prompts
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """The probe's own, made when it draws for the first time."""
+        return own_generator(self.trajectories_generator)
+
+    def start(self, node: int, members: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """States and velocities of a node."""
+        path, tree = self.trajectories, self.trajectories.tree
+        at = tree.at(node)
+        x, velocity = path.states[:, at], path.outputs[:, at]
+        if members is not None:
+            units = (tree.paths[:, node] - at.start).to(x.device)[members.to(x.device)]
+            prompt = torch.arange(len(x), device=x.device)[:, None]
+            x, velocity = x[prompt, units], velocity[prompt, units]
+        return x.flatten(0, 1), velocity.flatten(0, 1)
+
+    def velocity(self, latents: Tensor, timestep: Tensor, reuse: bool = False) -> Tensor:
+        """The network, counted."""
+        require(len(latents) % self.groups == 0, "latents", len(latents), f"equally many for each of {self.groups} prompts")
+        condition = self.condition.repeat(len(latents) // self.groups)
+        return self._velocity(latents, timestep, condition, reuse)
+
+    def _velocity(self, latents: Tensor, timestep: Tensor, condition: Condition, reuse: bool = False) -> Tensor:
+        blocks = self.policy.blocks if isinstance(self.policy, BlockCache) else None
+        if self.renew is not None:
+            self.renew(not reuse)
+        share = self.network.share(blocks, reuse)
+        with self._precision():
+            return self.usage.velocity(self.policy, latents, timestep, condition, self.max_batch, share).float()
+
+    def _precision(self) -> Any:
+        narrow = self.network.dtype == "bfloat16"
+        return torch.autocast(self.policy.device.type, torch.bfloat16) if narrow else nullcontext()
+
+    def solve(
+        self, grids: Mapping[int, Grid], solver: Solver = "euler", members: Mapping[int, Tensor | None] | None = None
+    ) -> dict[int, Tensor]:
+        """The ends of the ODE: all nodes together, or with a block cache one at a time."""
+        solutions = {node: self._solution(node, grid, solver, (members or {}).get(node)) for node, grid in grids.items()}
+        if self.renew is None:
+            self._advance(list(solutions.values()))
+            return {node: solution.x for node, solution in solutions.items()}
+        return {node: self._piece_by_piece(solution) for node, solution in solutions.items()}
+
+    def _solution(self, node: int, grid: Grid, solver: Solver, members: Tensor | None) -> "Solution":
+        x, velocity = self.start(node, members)
+        return Solution(x, velocity, grid, solver, self.condition.repeat(len(x) // self.groups))
+
+    def _advance(self, solutions: list["Solution"]) -> None:
+        """To their ends, all of those under way in one call."""
+        for solution in solutions:
+            solution.step(0, solution.velocity)
+        for number in range(1, max((len(solution.steps.points) for solution in solutions), default=0)):
+            left = [solution for solution in solutions if number < len(solution.steps.points)]
+            velocity = self._velocity(
+                torch.cat([solution.x for solution in left]),
+                torch.cat([solution.timestep(number) for solution in left]),
+                Condition.cat([solution.condition for solution in left]),
+                self.network.reuses(number),
+            )
+            for solution, part in zip(left, velocity.split([len(solution.x) for solution in left]), strict=True):
+                solution.step(number, part)
+
+    def _piece_by_piece(self, whole: "Solution") -> Tensor:
+        """The end of a solution in pieces of at most `max_batch` rows, each to its end: a block cache has one call's rows."""
+        calls, ends = self.usage.calls, []
+        for index in torch.arange(len(whole.x), device=whole.x.device).split(self.max_batch):
+            piece = whole.rows(index)
+            self.usage.calls = calls
+            self._advance([piece])
+            ends.append(piece.x)
+        return torch.cat(ends)
+
+    def continued(self, node: int, count: int) -> Tensor:
+        """Stochastic continuations."""
+        path = self.trajectories
+        walkers = Walkers(self.policy, self.sampler, path.schedule, self.draw, self.usage, self.max_batch)
+        return continued(walkers, path.at(node), node, self.condition.repeat(self.layout.members), count)
+
+    def rand(self, *shape: int) -> Tensor:
+        """Uniform random numbers."""
+        return self.layout.rand(shape, self.generator)
+
+    def draw(self, gaussian: Gaussian) -> Tensor:
+        """Draws of Gaussians."""
+        return self.layout.draw(gaussian, self.generator)
+
+
+@dataclass
+class Solution:
+    """The ODE from the states of one node on its way: `x` [row, *latent] is the present state."""
+
+    x: Tensor
+    velocity: Tensor
+    grid: Grid
+    solver: Solver
+    condition: Condition
+    steps: SolverSteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = _euler(self.grid) if self.solver == "euler" else solver_steps(self.solver, self.grid.times)
+
+    def timestep(self, number: int) -> Tensor:
+        """The network's time input of evaluation `number` [row]."""
+        return self.grid.timesteps[self.steps.points[number]].expand(len(self.x))
+
+    def step(self, number: int, velocity: Tensor) -> None:
+        """Go on with the velocity of evaluation `number`."""
+        self.x = self.steps.step(number, velocity, self.x)
+
+    def rows(self, index: Tensor) -> "Solution":
+        """Some rows of a solution that has not begun."""
+        return Solution(self.x[index], self.velocity[index], self.grid, self.solver, self.condition.take(index))
+
+
+def _euler(grid: Grid) -> SolverSteps:
+    """Euler's method, whose state is x alone."""
+    return SolverSteps(list(range(len(grid.lengths))), lambda number, velocity, x: x - grid.lengths[number] * velocity)
+
+
+@contextmanager
+def _network(use: NetworkUse, policy: FlowPolicy) -> Iterator[Callable[[bool], None] | None]:
+    """The policy as a probe uses it; yields the switch of the block cache."""
+    with ExitStack() as stack:
+        if use.guidance == "off" and isinstance(policy, Guided):
+            stack.enter_context(policy.guided(1.0))
+        yield stack.enter_context(policy.block_cache()) if use.cache > 1 and isinstance(policy, BlockCache) else None
+
+
+def estimates(
+    probe: Probe, policy: FlowPolicy, sampler: Sampler, trajectories: Trajectories, completed: Mapping[int, Tensor],
+    condition: Condition, layout: Groups, generator: torch.Generator, usage: Usage, max_batch: int,
+) -> dict[Key, Estimate]:  # fmt: skip
+    """The probe's estimates, checked, and the finished trajectories at the last node.
+
+    Raises `ProbeError` if the probe changes what it was given or returns something else than latents of nodes before the last.
+    """
+    steps, name = trajectories.schedule.steps, f"{type(probe).__name__}.estimate"
+    final = trajectories.at(steps)
+    given = [trajectories.states, trajectories.outputs, final, *condition.tensors.values(), *completed.values()]
+    with _network(probe.network, policy) as renew:
+        run = ProbeRun(
+            policy, sampler, trajectories, final, completed, condition, layout, generator, usage, max_batch, probe.network,
+            renew,
+        )  # fmt: skip
+        with inputs_unchanged(name, ProbeError, *given):
+            found = dict(probe.estimate(run))
+    for key, estimate in found.items():
+        _check(name, key, estimate, trajectories, layout)
+    return {**found, steps: Estimate(final)}
+
+
+def _check(name: str, key: Any, estimate: Any, trajectories: Trajectories, layout: Groups) -> None:
+    node = key[1] if isinstance(key, tuple) and len(key) == 2 else key
+    if not (isinstance(node, int) and 0 <= node < trajectories.schedule.steps):
+        raise ProbeError(f"{name} returned an estimate of {key!r}; allowed: nodes 0 to {trajectories.schedule.steps - 1}")
+    if not isinstance(estimate, Estimate) or not isinstance(estimate.latents, Tensor):
+        raise ProbeError(f"{name} returned a {type(estimate).__name__} for node {node}; allowed: Estimate(latents)")
+    latent, rows = tuple(trajectories.states.shape[2:]), len(estimate.latents)
+    each = {1, layout.members} if estimate.members is None else {estimate.members.shape[1]}
+    allowed = sorted(layout.prompts * estimate.copies * count for count in each)
+    if rows not in allowed or tuple(estimate.latents.shape[1:]) != latent:
+        raise ProbeError(
+            f"{name} returned latents of shape {tuple(estimate.latents.shape)} for node {node}; allowed: "
+            f"{' or '.join(map(str, allowed))} rows of {latent}"
+        )

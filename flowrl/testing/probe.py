@@ -1,0 +1,190 @@
+"""The promises of a probe."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.flow.mixture import GaussianMixture
+from flowrl.policies.mixture import MixturePolicy
+from flowrl.probes import Branching, Cost, NetworkUse, NoProbe, Probe, Shape, whole
+from flowrl.protocols import BlockCache, FlowPolicy, Sampler
+from flowrl.rewards import FunctionReward
+from flowrl.rollout import Groups, Rollout, Usage, reward_table, rollout
+from flowrl.samplers import AllButLast, FlowSDE, Window
+from flowrl.testing.findings import Contract, expect, name_of, same
+from flowrl.testing.tiny import TINY, tiny_sd3_policy
+from flowrl.types import Prompt
+
+CONTRACT = Contract("probe")
+promise = CONTRACT.promise
+
+PROMPTS = tuple(Prompt(text) for text in ("0", "90", "200"))
+REWARD = FunctionReward(lambda images, prompts: (images.flatten(1) - 0.3).square().mean(1))
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One rollout: the result, R [prompt, member, node], the counts, and the states of the generators afterwards."""
+
+    result: Rollout
+    table: Tensor
+    usage: Usage
+    generator: Tensor
+    everyones: Tensor
+
+    @property
+    def added(self) -> Usage:
+        """The counts of the probe alone."""
+        path = self.result.trajectories
+        own = len(path.states) * sum(path.tree.counts[:-1])
+        images = self.usage.reward_calls - path.samples
+        return Usage(whole(self.usage.nfe - own), self.usage.calls - path.schedule.steps, images)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A sampler and whether groups share their noise."""
+
+    sampler: Sampler
+    shared: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """A probe, the policy that it is tried with (None: a small one that has what it needs), and the members of a group."""
+
+    probe: Any
+    policy: FlowPolicy | None = None
+    members: int = 4
+
+    def __repr__(self) -> str:
+        return name_of(self.probe)
+
+    @cached_property
+    def network(self) -> FlowPolicy:
+        """The policy."""
+        return self.policy or small_policy(self.probe.network)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """What to try: all steps but the last stochastic, and three in the middle from shared noise."""
+        first = Layout(AllButLast(FlowSDE(0.7)), False)
+        return (first,) if isinstance(self.probe, Branching) else (first, Layout(Window(FlowSDE(0.7), 1, 3), True))
+
+    def run(
+        self, layout: Layout, probe: Probe | None = None, first: int = 0, count: int = len(PROMPTS), max_batch: int = 10_000
+    ) -> Trial:
+        """A rollout of `count` of the groups, with the probe or another one."""
+        policy, generator, usage = self.network, torch.Generator().manual_seed(5), Usage()
+        groups = Groups(len(PROMPTS), self.members, layout.shared).part(first, count)
+        noise, prompts = groups.noise(policy.latent_shape, generator), PROMPTS[first : first + count]
+        result = rollout(
+            policy, layout.sampler, policy.schedule(STEPS), policy.encode(prompts), noise.to(policy.device), generator, groups,
+            probe or self.probe, usage, max_batch,
+        )  # fmt: skip
+        table = reward_table(policy, REWARD, result, prompts, usage)
+        return Trial(result, table, usage, generator.get_state(), torch.get_rng_state())
+
+
+def small_policy(use: NetworkUse) -> FlowPolicy:
+    """A mixture of Gaussians with a small network; for probes without guidance or with a block cache a tiny SD3 with guidance."""
+    if use.guidance == "off" or use.cache > 1:
+        return tiny_sd3_policy(replace(TINY, guidance_scale=2.0))
+    policy = MixturePolicy(GaussianMixture(torch.tensor([[1.0, 0.0], [-1.0, 0.5]]), 0.2, torch.tensor([0.4, 0.6])), float)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in policy.trainable().values():
+        parameter.data.normal_(std=0.2, generator=generator)
+    return policy
+
+
+def cost_of(case: Case, trial: Trial) -> Cost:
+    """What the probe declares for a trial."""
+    policy, schedule = case.network, trial.result.trajectories.schedule
+    blocks = policy.blocks if isinstance(policy, BlockCache) else None
+    return case.probe.cost(Shape(len(PROMPTS), schedule, blocks))
+
+
+@promise("it is an object of a class derived from flowrl.probes.Probe", basic=True)
+def is_a_probe(case: Case) -> None:
+    hint = " Write an object, with brackets." if isinstance(case.probe, type) else ""
+    expect(isinstance(case.probe, Probe), f"it is {case.probe!r}.{hint}")
+
+
+@promise("`estimate` returns final latents by node, of nodes before the last, and changes nothing that it is given", basic=True)
+def estimates_final_latents(case: Case) -> None:
+    for layout in case.layouts:
+        result = case.run(layout).result
+        for key, latents in result.estimates.items():
+            expect(bool(latents.isfinite().all()), f"the estimate of {key!r} is not finite")
+
+
+@promise("R has values at the nodes that `fills` names and at the last, and only there")
+def fills_what_it_says(case: Case) -> None:
+    for layout in case.layouts:
+        table = case.run(layout).table
+        expected = sorted({*case.probe.fills(STEPS), STEPS})
+        found = [node for node in range(STEPS + 1) if bool(table[..., node].isfinite().all())]
+        expect(found == expected, f"R has values at the nodes {found}, `fills({STEPS})` and the last node are {expected}")
+        odd = [node for node in range(STEPS + 1) if node not in found and not bool(table[..., node].isnan().all())]
+        expect(not odd, f"R has values for some members only at the nodes {odd}")
+
+
+@promise("trajectories, R_T and later draws are the same, bit for bit, with and without it, and later rollouts too")
+def leaves_the_rollout_alone(case: Case) -> None:
+    if isinstance(case.probe, Branching):
+        return
+    for layout in case.layouts:
+        plain, probed, after = case.run(layout, NoProbe()), case.run(layout), case.run(layout, NoProbe())
+        tolerance = 1e-5 if case.probe.ahead(probed.result.trajectories.schedule) else 0.0
+        for name, trial in (("with the probe", probed), ("after a rollout with the probe", after)):
+            limit = tolerance if trial is probed else 0.0
+            hint = "Work on copies, draw from `run.rand` or `run.draw`, and undo what is done to the policy."
+            for part in ("states", "outputs"):
+                got, expected = (getattr(found.result.trajectories, part) for found in (trial, plain))
+                same(got, expected, f"{name}, the trajectories' {part}", hint, limit)
+            same(trial.table[..., -1], plain.table[..., -1], f"{name}, R_T", hint, limit)
+            expect(torch.equal(trial.generator, plain.generator), f"{name}, the trajectories' generator is elsewhere. {hint}")
+
+
+@promise("the same rollout gives the same rewards, and torch's global generator is not used")
+def is_deterministic(case: Case) -> None:
+    for layout in case.layouts:
+        before = torch.get_rng_state()
+        first, second = case.run(layout), case.run(layout)
+        hint = "Draw from `run.rand` or `run.draw`."
+        same(second.table.nan_to_num(), first.table.nan_to_num(), "in a second rollout, R", hint)
+        expect(torch.equal(second.everyones, before), f"torch's global generator was used. {hint}")
+
+
+@promise("R of a group does not depend on which groups are rolled out with it")
+def does_not_depend_on_chunks(case: Case) -> None:
+    for layout in case.layouts:
+        together = case.run(layout).table
+        alone = torch.cat([case.run(layout, first=group, count=1).table for group in range(len(PROMPTS))])
+        hint = "Means over all rows mix groups; random numbers need `run.rand`."
+        same(alone.nan_to_num(), together.nan_to_num(), "group by group, R", hint, 1e-3)
+
+
+@promise("R does not depend on how many latents the network sees at once")
+def does_not_depend_on_max_batch(case: Case) -> None:
+    for layout in case.layouts:
+        together, split = case.run(layout).table, case.run(layout, max_batch=5).table
+        same(split.nan_to_num(), together.nan_to_num(), "with max_batch = 5, R", "", 1e-3)
+
+
+@promise("`cost` is what a rollout counts: network evaluations, sequential calls and scored images")
+def costs_what_it_declares(case: Case) -> None:
+    for layout in case.layouts:
+        trial = case.run(layout)
+        added, cost = trial.added, cost_of(case, trial)
+        calls = sum(call.step is None for call in cost.calls)
+        for name, found, declared in (
+            ("network evaluations", added.nfe, cost.nfe),
+            ("calls", added.calls, calls),
+            ("scored images", added.reward_calls, cost.images),
+        ):
+            expect(abs(found - declared) < 1e-3, f"a rollout has {found:g} {name} of the probe's, `cost` says {declared:g}")
