@@ -29,12 +29,14 @@ from flowrl.types import Schedule
 
 ELEMENTS = 16 * 64 * 64
 """Elements of a latent of SD3.5, FLUX.1 and Qwen-Image at 512 pixels."""
+WAN_ELEMENTS = 16 * 9 * 30 * 52
+"""Elements of a latent of Wan 2.1, of 33 frames of 240 x 416."""
 CLIPPED = 0.2
 """Fraction of the pairs at which the clips are compared."""
 
 
 def sd3_grid(steps: int = 10) -> Schedule:
-    """The grid of SD3.5's scheduler (shift 3)."""
+    """The grid of SD3.5's scheduler (shift 3), which is also Wan 2.1's at 480p and below."""
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(steps)
     return Schedule(torch.as_tensor(scheduler.sigmas, dtype=torch.float32))
@@ -88,13 +90,15 @@ def steps_of(sampler: Sampler, schedule: Schedule) -> Steps:
     return Steps(slope.double(), still.std.double(), schedule.deltas.double())
 
 
-def clipped(steps: Steps, trained: Sequence[int], change: float, clip: float, released: bool) -> list[float]:
+def clipped(
+    steps: Steps, trained: Sequence[int], change: float, clip: float, released: bool, elements: int = ELEMENTS
+) -> list[float]:
     """The fraction of pairs whose log-ratio leaves +-`clip` at each trained step, for a velocity change u = `change`."""
     found = []
     for step in trained:
         scale = 2 * float(steps.std[step]) ** 2 if released else 1.0
         divergence = float(steps.kl[step]) * change**2
-        log_ratio = NormalDist(-scale * divergence, scale * math.sqrt(2 * divergence / ELEMENTS))
+        log_ratio = NormalDist(-scale * divergence, scale * math.sqrt(2 * divergence / elements))
         found.append(log_ratio.cdf(-clip) + 1 - log_ratio.cdf(clip))
     return found
 
@@ -107,10 +111,12 @@ def bisect(rising: Callable[[float], float], target: float, low: float = 1e-12, 
     return math.sqrt(low * high)
 
 
-def exact_clip(steps: Steps, published: float, trained: Sequence[int], fraction: float = CLIPPED) -> float:
+def exact_clip(
+    steps: Steps, published: float, trained: Sequence[int], fraction: float = CLIPPED, elements: int = ELEMENTS
+) -> float:
     """The clip of the exact log-ratio that cuts as many pairs of `trained` as `published` cuts of the released CPS form."""
-    change = bisect(lambda u: mean(clipped(steps, trained, u, published, released=True)), fraction)
-    return bisect(lambda c: -mean(clipped(steps, trained, change, c, released=False)), -fraction)
+    change = bisect(lambda u: mean(clipped(steps, trained, u, published, True, elements)), fraction)
+    return bisect(lambda c: -mean(clipped(steps, trained, change, c, False, elements)), -fraction)
 
 
 def exact_kl_weight(steps: Steps, published: float, before: Sequence[int], after: Sequence[int], released: bool) -> float:
@@ -141,6 +147,7 @@ def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     flow, cps = steps_of(FlowSDE(0.7), sd3_grid()), steps_of(CPS(0.7), sd3_grid())
     flux, qwen = steps_of(CPS(0.7), flux_grid()), steps_of(CPS(0.7), qwen_grid())
+    wan = steps_of(CPS(0.7), sd3_grid(20))
     nine, eight, five = range(9), range(8), range(5)
     report("SD3.5, 10 steps, Flow-SDE 0.7", flow, range(10), released=False)
     report("SD3.5, 10 steps, CPS 0.7", cps, nine, released=True)
@@ -148,18 +155,23 @@ def main() -> int:
     report("FLUX.1-dev, 6 steps, CPS 0.7", flux, five, released=True)
     report("Qwen-Image, 10 steps, Flow-SDE 1.2", steps_of(FlowSDE(1.2), qwen_grid()), range(10), released=False)
     report("Qwen-Image, 10 steps, CPS 0.7", qwen, nine, released=True)
+    report("Wan 2.1, 20 steps, CPS 0.7", wan, range(19), released=True)
     print("\nKL weights for the exact KL")
     for published in (0.04, 0.01):
         print(f"  SD3.5, Flow-SDE, {published:g} without Delta: {exact_kl_weight(flow, published, nine, nine, True):.2g}")
     for name, steps in (("SD3.5", cps), ("Qwen-Image", qwen)):
         print(f"  {name}, CPS, 1e-4 over steps 0-8, now over 0-7: {exact_kl_weight(steps, 1e-4, nine, eight, False):.2g}")
+    print(f"  Wan 2.1, CPS, 1e-4 over steps 0-18, now over 0-17: {exact_kl_weight(wan, 1e-4, range(19), range(18), False):.2g}")
     print("\nclips for the exact log-probability, 1e-5 as released (CPS)")
     forms = (("SD3.5, steps 0-7", cps, eight), ("FLUX.1-dev, steps 0-4", flux, five), ("Qwen-Image, steps 0-7", qwen, eight))
     for name, steps, trained in forms:
         clips = ", ".join(f"{exact_clip(steps, 1e-5, trained, f):.2g} at {f:.0%}" for f in (0.05, 0.1, CLIPPED, 0.5))
         print(f"  {name}: {clips} of the pairs clipped")
+    clips = ", ".join(f"{exact_clip(wan, 1e-5, range(18), f, WAN_ELEMENTS):.2g} at {f:.0%}" for f in (0.05, 0.1, CLIPPED, 0.5))
+    print(f"  Wan 2.1, steps 0-17: {clips} of the pairs clipped")
     print("\ngradient norm of the policy term, exact over released (CPS)")
     scales = {"SD3.5": (cps, nine, eight), "FLUX.1-dev": (flux, five, five), "Qwen-Image": (qwen, nine, eight)}
+    scales["Wan 2.1"] = (wan, range(19), range(18))
     print("  " + ", ".join(f"{name} {policy_scale(*given):.1f}" for name, given in scales.items()))
     return 0
 

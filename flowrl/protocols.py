@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.forward import ForwardBatch, Noise, Together, WeightCopy
@@ -14,6 +13,7 @@ from flowrl.probes import Probe
 from flowrl.types import (
     Condition,
     Gaussian,
+    ImagesOrVideos,
     Latents,
     LossBatch,
     LossResult,
@@ -53,7 +53,9 @@ class RewardModel(Protocol):
     """Maps images and prompts to numbers.
 
     Contract: images are [sample, channel, height, width] in [0, 1]; higher is better; the result is finite, one number per
-    sample, in order, and does not depend on the other samples of the batch.
+    sample, in order, and does not depend on the other samples of the batch. A policy over a video model gives videos instead,
+    [sample, frame, channel, height, width], all frames in order: a reward for images scores them inside `rewards.FrameMean`, and
+    a reward for videos (of motion, say) gets every frame. A reward that cannot score what it gets raises `RewardError`.
 
     A model with a true attribute `marks_invalid` may return NaN for a sample that cannot be judged, for example after an unusable
     answer of a judge. Such a sample is left out: the credit rule gets its group without it, its steps are not trained on, and it
@@ -61,7 +63,7 @@ class RewardModel(Protocol):
     or NaN from any other model, is an error.
     """
 
-    def score(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Tensor:
+    def score(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Tensor:
         """One score per sample, shape [sample]."""
         ...
 
@@ -73,7 +75,7 @@ class CompositeReward(RewardModel, Protocol):
     Contract: ``score`` equals ``total(parts(images, prompts))``.
     """
 
-    def parts(self, images: Float[Tensor, "sample channel height width"], prompts: Sequence[Prompt]) -> Mapping[str, Tensor]:
+    def parts(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Mapping[str, Tensor]:
         """Every component's scores [sample], before weighting."""
         ...
 
@@ -86,10 +88,11 @@ class CompositeReward(RewardModel, Protocol):
 class Features(Protocol):
     """A feature space for diversity: any callable from images to vectors with meaningful distances.
 
-    With a true attribute `reads_latents` it gets the latents instead. Contract: finite, one row per sample, in order.
+    With a true attribute `reads_latents` it gets the latents instead. Of a video model the images are videos. Contract: finite,
+    one row per sample, in order.
     """
 
-    def __call__(self, images: Float[Tensor, "sample channel height width"], /) -> Tensor:
+    def __call__(self, images: ImagesOrVideos, /) -> Tensor:
         """Feature vectors, shape [sample, feature]."""
         ...
 
@@ -270,8 +273,8 @@ class FlowPolicy(Protocol):
         """v = eps - x_0 as the network sees it, in float32; carries gradients to the trainable parameters."""
         ...
 
-    def decode(self, latent: Latents) -> Float[Tensor, "sample channel height width"]:
-        """Images in [0, 1]."""
+    def decode(self, latent: Latents) -> ImagesOrVideos:
+        """Images in [0, 1]; a video model's samples have a frame axis before the channels, with a single frame too."""
         ...
 
     def trainable(self) -> Mapping[str, torch.nn.Parameter]:

@@ -9,6 +9,7 @@ sample      prompt x member, flattened (prompt-major)
 node        states of a trajectory, ``node 0`` is pure noise (t=1), ``node T`` the image (t=0)
 step        transitions, ``step i`` leads from ``node i`` to ``node i+1``; node = step + 1
 latent      the latent's own axes (any number)
+frame       images of a video, in order; samples of an image model have no such axis
 ==========  =====================================================================================
 
 Time runs from t=1 (noise) to t=0 (data): x_t = (1-t) x_0 + t eps, velocity v = eps - x_0 = dx/dt.
@@ -32,6 +33,7 @@ from flowrl.tree import Tree
 T = TypeVar("T")
 
 Latents = Float[Tensor, "sample *latent"]
+ImagesOrVideos = Float[Tensor, "sample *frame channel height width"]
 PerSample = Float[Tensor, " sample"]
 StepIndex = Int[Tensor, " sample"]
 NodeTable = Float[Tensor, "prompt member node"]

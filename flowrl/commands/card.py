@@ -68,9 +68,10 @@ def _header(config: RunConfig, base: str) -> dict[str, Any]:
     relation = (
         {"base_model": base, "base_model_relation": "adapter" if config.policy.tuning == "lora" else "finetune"} if base else {}
     )
+    made = "video" if config.policy.num_frames > 1 else "image"
     lora = ["lora"] if config.policy.tuning == "lora" else []
     tags = ["diffusers", *lora, "reinforcement-learning", "flow-matching", config.algorithm.method]
-    return {**relation, "library_name": "diffusers", "pipeline_tag": "text-to-image", "tags": tags}
+    return {**relation, "library_name": "diffusers", "pipeline_tag": f"text-to-{made}", "tags": tags}
 
 
 def _evaluation(path: Path) -> dict[str, Any] | None:

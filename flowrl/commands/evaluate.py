@@ -49,7 +49,11 @@ class Evaluate:
     negative_prompt: str | None = None
     """Negative prompt of the guidance [default: the run's, else empty]."""
     resolution: Count | None = None
-    """Height and width in pixels [default: the run's, else 512]."""
+    """Height in pixels, and width without --width [default: the run's, else 512]."""
+    width: Count | None = None
+    """Width in pixels [default: the run's, else the height]."""
+    num_frames: Count | None = None
+    """Frames of a video [default: the run's, else 1]."""
     seed: Seed = 20240
     """Draws the noise, which is the same for both."""
     batch: Count = 16
@@ -111,7 +115,7 @@ def _run_setup(args: Evaluate) -> _Setup:
     if not (args.weights / "config.json").is_file():
         raise ConfigError(f"weights: {args.weights} is not the folder of a run; for a LoRA or a transformer give its --model too")
     config = load_config(args.weights / "config.json", args.trust, unused=("reward",) if args.reward else ())
-    given = ("guidance_scale", "negative_prompt", "resolution")
+    given = ("guidance_scale", "negative_prompt", "resolution", "width", "num_frames")
     changes = {name: getattr(args, name) for name in given if getattr(args, name) is not None}
     changes |= {name: getattr(args, name) for name in ("dtype", "max_sequence_length") if getattr(args, name)}
     config = config.replace(**changes, reward_noise=0.0, reward_bias=0.0, device=_device(args, bool(config.policy.model)))
@@ -159,7 +163,8 @@ def _lora_setup(args: Evaluate) -> _Setup:
     prompts, rewards = prompts_from(args.prompts)[: args.limit or None], _named_rewards(args, device)
     options = ModelOptions(
         height=size,
-        width=size,
+        width=_value_or(args.width, size),
+        num_frames=_value_or(args.num_frames, 1),
         device=device,
         dtype=args.dtype or ("bfloat16" if device.startswith("cuda") else "float32"),
         guidance_scale=_value_or(args.guidance_scale, 1.0),

@@ -48,6 +48,7 @@ class Sample:
 
         from flowrl.plots.image_grids import image_grid
         from flowrl.plots.style import require_figure, save
+        from flowrl.rewards import stills
         from flowrl.rollout import initial_noise, sample_images, score
 
         require(len(self.prompts) >= 1, "prompts", self.prompts, "one or more prompts")
@@ -57,7 +58,7 @@ class Sample:
         noise, reward = initial_noise(policy, len(repeated), self.seed), world.reward("soft")
         images, scores = [], []
         for batch in sample_images(policy, repeated, noise, self.num_steps, max_batch=max_batch):
-            images.append(batch.images.cpu())
+            images.append(stills(batch.images).cpu())
             scores.append(score(reward, batch.images, batch.prompts).cpu())
         shape = (len(prompts), self.count)
         save(image_grid(torch.cat(images).unflatten(0, shape), torch.cat(scores).view(shape), self.prompts), self.out)

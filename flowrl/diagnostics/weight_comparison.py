@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.protocols import FlowPolicy, RewardModel
+from flowrl.rewards import stills
 from flowrl.rollout import EVALUATION_SEED, sample_images, score
 from flowrl.types import Prompt
 
@@ -63,7 +64,8 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class ScoredImages:
-    """Scores by reward [prompt, count] of one set of weights, and the first prompts' first images [shown, 3, height, width]."""
+    """Scores by reward [prompt, count] of one set of weights, and the first prompts' first images [shown, 3, height, width];
+    of videos, `stills`."""
 
     scores: dict[str, Tensor]
     shown: Tensor
@@ -87,7 +89,7 @@ def sample_and_score(
             scores[name].append(score(reward, batch.images, batch.prompts, invalid=True).cpu())
         numbers = range(done, done + len(batch.prompts))
         firsts = [number - done for number in numbers if number % how.count == 0 and number < how.shown * how.count]
-        shown += [batch.images[row].cpu().clone() for row in firsts]
+        shown += list(stills(batch.images[firsts]).cpu())
         done = numbers.stop
         progress(done, len(repeated))
         del batch  # before the next one is sampled

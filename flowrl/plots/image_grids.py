@@ -61,6 +61,11 @@ def _images(path: Path, name: str, count: int) -> Tensor:
     return found
 
 
+def _aspect(images: Tensor) -> float:
+    """Width over height of the images, 1 or more: `stills` of a video are wide."""
+    return max(1.0, images.shape[-1] / images.shape[-2])
+
+
 def _show(axes: Axes, image: Tensor) -> None:
     axes.imshow(image.permute(1, 2, 0).clamp(0, 1).numpy(), interpolation="nearest")
     axes.set(xticks=[], yticks=[])
@@ -101,7 +106,7 @@ def samples(comparison: Comparison) -> Figure | None:
             for point, text in zip(points, prompts, strict=True):
                 axes.annotate(text.partition(" ")[2], (float(point[0]), float(point[1])), fontsize=7)
         return figure
-    figure = Figure(figsize=(1.5 * len(prompts), 1.75 * len(rows) + 0.3), layout="constrained")
+    figure = Figure(figsize=(1.5 * _aspect(rows[0][1]) * len(prompts), 1.75 * len(rows) + 0.3), layout="constrained")
     grid = figure.subplots(len(rows), len(prompts), squeeze=False)
     for axes_row, (name, images, scores, shade) in zip(grid, rows, strict=True):
         for axes, image, value, before in zip(axes_row, images, scores, rows[0][2], strict=True):
@@ -184,7 +189,7 @@ def image_grid(images: Tensor, scores: Tensor, prompts: Sequence[str]) -> Figure
         for axes, points, text in zip(figure.subplots(1, rows, squeeze=False)[0], images, prompts, strict=True):
             _points(axes, points, text)
         return figure
-    figure = Figure(figsize=(1.25 * columns, 1.62 * rows), layout="constrained")
+    figure = Figure(figsize=(1.25 * _aspect(images) * columns, 1.62 * rows), layout="constrained")
     for row, (cells, text) in enumerate(zip(figure.subplots(rows, columns, squeeze=False), prompts, strict=True)):
         for axes, image, value in zip(cells, images[row], scores[row], strict=True):
             _show(axes, image)

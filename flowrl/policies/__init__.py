@@ -1,11 +1,12 @@
 """Policies own a network: the closed-form mixture, the small built-in model, and diffusers' pipelines."""
 
-from flowrl.policies.architectures import ARCHITECTURES, DECODER, Architecture, architecture, architecture_of
+from flowrl.policies.architectures import ARCHITECTURES, DECODER, Architecture, Size, architecture, architecture_of
 from flowrl.policies.family import (
     DTYPES,
     Family,
     Guides,
     ModelOptions,
+    VideoFamily,
     decode_scaled,
     device_of,
     linear_guidance,
@@ -22,10 +23,12 @@ from flowrl.policies.pipeline import PipelinePolicy, compile_blocks, has_compile
 from flowrl.policies.qwen_image import QwenImage
 from flowrl.policies.sd3 import SD3
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
+from flowrl.policies.wan import Wan
 
 __all__ = [
     "ARCHITECTURES", "DECODER", "DTYPES", "LORA_TARGETS", "SD3", "Adapters", "Architecture", "Family", "Flux", "Guides",
-    "Memory", "MixturePolicy", "ModelOptions", "PipelinePolicy", "QwenImage", "SmallSD3", "SmallSD3Config", "SmallSD3Policy",
-    "StorageCounter", "architecture", "architecture_of", "compile_blocks", "count_memory", "decode_scaled", "device_of",
-    "family_of", "has_compiled_blocks", "linear_guidance", "load_policy", "packed_shape", "resolution_shift", "unpacked",
+    "Memory", "MixturePolicy", "ModelOptions", "PipelinePolicy", "QwenImage", "Size", "SmallSD3", "SmallSD3Config",
+    "SmallSD3Policy", "StorageCounter", "VideoFamily", "Wan", "architecture", "architecture_of", "compile_blocks",
+    "count_memory", "decode_scaled", "device_of", "family_of", "has_compiled_blocks", "linear_guidance", "load_policy",
+    "packed_shape", "resolution_shift", "unpacked",
 ]  # fmt: skip

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import ConfigError
+from flowrl.policies.lora import LORA_TARGETS
+from flowrl.policies.wan import Wan
 
 DECODER: dict[str, Any] = {
     "in_channels": 3, "out_channels": 3, "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -24,19 +26,34 @@ QWEN_DECODER: dict[str, Any] = {
     "input_channels": 3,
 }  # fmt: skip
 """The image decoder of Qwen-Image, an `AutoencoderKLQwenImage`, which decodes videos; an image is one frame."""
+WAN_DECODER: dict[str, Any] = {
+    "base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "temperal_downsample": [False, True, True],
+}  # fmt: skip
+"""The video decoder of Wan 2.1, an `AutoencoderKLWan`."""
 FLUX_ENCODERS = 4_762_310_656 + 123_650_304
 """Parameters of T5 v1.1 XXL's encoder and of CLIP ViT-L/14's text encoder."""
 SD3_ENCODERS = FLUX_ENCODERS + 694_659_840
 """The same, and OpenCLIP ViT-bigG/14's text encoder."""
 QWEN_ENCODER = 8_292_166_656
 """Parameters of Qwen2.5-VL-7B, its vision tower included, which the pipeline loads too."""
+WAN_ENCODER = 5_680_910_336
+"""Parameters of UMT5 XXL's encoder."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of an image, or of a video of `frames` frames, in pixels."""
+
+    height: int
+    width: int
+    frames: int = 1
 
 
 @dataclass(frozen=True)
 class Architecture:
     """A transformer: its class in diffusers and its configuration; the lengths of a prompt for CLIP (0 if its tokens are not part
-    of the embedding) and for the encoder whose length `max_sequence_length` sets (T5, Qwen2.5-VL), the parameters of all text
-    encoders, and the class and configuration of the image decoder."""
+    of the embedding) and for the encoder whose length `max_sequence_length` sets (T5, Qwen2.5-VL, UMT5), the parameters of all
+    text encoders, and the class and configuration of the image decoder."""
 
     transformer: str
     config: dict[str, Any]
@@ -65,32 +82,49 @@ class Architecture:
     @property
     def text_width(self) -> int:
         """The width of a prompt's embedding."""
-        return self.config["joint_attention_dim"]
+        return self.config["text_dim" if self.makes_videos else "joint_attention_dim"]
 
-    def latent_image(self, rows: int, resolution: int, precision: torch.dtype) -> Tensor:
-        """What the decoder of images takes, on "meta": [row, channel, side, side], with one frame before the side if it decodes
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """The layers that get a LoRA by default."""
+        return Wan().lora_targets if self.makes_videos else LORA_TARGETS
+
+    @property
+    def makes_videos(self) -> bool:
+        """Whether samples are videos."""
+        return self.transformer.startswith("Wan")
+
+    def latent_shape(self, size: Size) -> tuple[int, ...]:
+        """What the decoder takes of one sample: [channel, height, width], with a frame axis before the height if it decodes
         videos."""
-        frames = (1,) if "temperal_downsample" in self.decoder else ()
-        side = resolution // self.latent_factor
-        return torch.empty(rows, self.latent_channels, *frames, side, side, device="meta", dtype=precision)
+        halvings = self.decoder.get("temperal_downsample")
+        frames = () if halvings is None else ((size.frames - 1) // 2 ** sum(halvings) + 1,)
+        return (self.latent_channels, *frames, size.height // self.latent_factor, size.width // self.latent_factor)
 
-    def inputs(self, rows: int, resolution: int, precision: torch.dtype) -> dict[str, Any]:
+    def latent_image(self, rows: int, size: Size, precision: torch.dtype) -> Tensor:
+        """What the decoder takes, on "meta": [row, *`latent_shape`]."""
+        return torch.empty(rows, *self.latent_shape(size), device="meta", dtype=precision)
+
+    def inputs(self, rows: int, size: Size, precision: torch.dtype) -> dict[str, Any]:
         """The arguments of the transformer for `rows` latents, on "meta"; without the mask of padded prompts, a byte a token."""
 
         def shaped(*shape: int) -> Tensor:
             return torch.empty(shape, device="meta", dtype=precision)
 
-        side = resolution // self.latent_factor
+        latent = self.latent_shape(size)
+        high, wide = latent[-2:]
         words = {"encoder_hidden_states": shaped(rows, self.text_tokens, self.text_width)}
         common = {**words, "timestep": shaped(rows), "return_dict": False}
-        packed = {"hidden_states": shaped(rows, (side // 2) ** 2, 4 * self.latent_channels)}
+        if self.makes_videos:
+            return {**common, "hidden_states": shaped(rows, *latent)}
+        packed = {"hidden_states": shaped(rows, (high // 2) * (wide // 2), 4 * self.latent_channels)}
         if self.transformer.startswith("Qwen"):
-            return {**common, **packed, "img_shapes": [[(1, side // 2, side // 2)]] * rows}
+            return {**common, **packed, "img_shapes": [[(1, high // 2, wide // 2)]] * rows}
         common["pooled_projections"] = shaped(rows, self.config["pooled_projection_dim"])
         if self.transformer.startswith("SD3"):
-            return {**common, "hidden_states": shaped(rows, self.latent_channels, side, side)}
+            return {**common, "hidden_states": shaped(rows, *latent)}
         guidance = shaped(rows) if self.config["guidance_embeds"] else None
-        positions = {"txt_ids": shaped(self.text_tokens, 3), "img_ids": shaped((side // 2) ** 2, 3)}
+        positions = {"txt_ids": shaped(self.text_tokens, 3), "img_ids": shaped((high // 2) * (wide // 2), 3)}
         return {**common, **packed, **positions, "guidance": guidance}
 
     def build(self, device: str = "meta") -> Any:
@@ -108,8 +142,8 @@ class Architecture:
 
     @staticmethod
     def of_folder(folder: Path) -> "Architecture":
-        """The architecture of the SD3, FLUX or Qwen-Image pipeline in `folder`, from its JSON files and the headers of its text
-        encoders. Raises `OSError`, `KeyError` or `ValueError` if they are not there or have another form."""
+        """The architecture of the SD3, FLUX, Qwen-Image or Wan pipeline in `folder`, from its JSON files and the headers of its
+        text encoders. Raises `OSError`, `KeyError` or `ValueError` if they are not there or have another form."""
         read = {part: json.loads((folder / part / "config.json").read_text()) for part in ("transformer", "vae")}
         plain = {part: {n: v for n, v in values.items() if not n.startswith("_")} for part, values in read.items()}
         known = _CLASSES[read["transformer"]["_class_name"]]
@@ -141,6 +175,10 @@ _QWEN: dict[str, Any] = {
     "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 60, "attention_head_dim": 128,
     "num_attention_heads": 24, "joint_attention_dim": 3584, "guidance_embeds": False, "axes_dims_rope": (16, 56, 56),
 }  # fmt: skip
+_WAN: dict[str, Any] = {
+    "patch_size": (1, 2, 2), "in_channels": 16, "out_channels": 16, "num_layers": 30, "attention_head_dim": 128,
+    "num_attention_heads": 12, "text_dim": 4096, "freq_dim": 256, "ffn_dim": 8960, "cross_attn_norm": True,
+}  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {
     "sd3.5-medium": Architecture("SD3Transformer2DModel", _SD35_MEDIUM, 77, 256, SD3_ENCODERS),
     "sd3.5-large": Architecture("SD3Transformer2DModel", _SD35_LARGE, 77, 256, SD3_ENCODERS),
@@ -149,13 +187,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen-image": Architecture(
         "QwenImageTransformer2DModel", _QWEN, 0, 512, QWEN_ENCODER, QWEN_DECODER, "AutoencoderKLQwenImage"
     ),
+    "wan2.1-t2v-1.3b": Architecture("WanTransformer3DModel", _WAN, 0, 512, WAN_ENCODER, WAN_DECODER, "AutoencoderKLWan"),
 }
 """The published architectures by name."""
 _CLASSES = {known.transformer: known for known in ARCHITECTURES.values()}
 """An architecture of every transformer class."""
 _ENDINGS = {
     "3.5-medium": "sd3.5-medium", "3.5-large": "sd3.5-large", "flux.1-dev": "flux.1-dev", "flux.1-schnell": "flux.1-schnell",
-    "qwen-image": "qwen-image",
+    "qwen-image": "qwen-image", "wan2.1-t2v-1.3b-diffusers": "wan2.1-t2v-1.3b",
 }  # fmt: skip
 """Architectures by what the end of a model's name says."""
 

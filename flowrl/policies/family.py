@@ -1,5 +1,5 @@
-"""Model families as a protocol (`sd3`, `flux`, `qwen_image`; docs/model-families.md explains how to add one), and the options of
-a policy over a pipeline."""
+"""Model families as a protocol (`sd3`, `flux`, `qwen_image`, `wan`; docs/model-families.md explains how to add one), and the
+options of a policy over a pipeline."""
 
 import re
 from collections.abc import Mapping
@@ -60,7 +60,17 @@ class Family(Protocol):
         ...
 
     def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
-        """Pixels [sample, 3, height, width] in about [-1, 1] from latents [sample, *latent] in the decoder's precision."""
+        """Pixels [sample, 3, height, width] (a `VideoFamily`: [sample, frame, 3, height, width]) in about [-1, 1] from latents
+        [sample, *latent] in the decoder's precision."""
+        ...
+
+
+@runtime_checkable
+class VideoFamily(Family, Protocol):
+    """A family whose samples are videos."""
+
+    def video_shape(self, pipe: Any, height: int, width: int, frames: int) -> tuple[int, ...]:
+        """`latent_shape` of a video of `frames` frames. Raises `ConfigError` for a size or length that is not supported."""
         ...
 
 
@@ -71,6 +81,11 @@ class Guides(Protocol):
     def guide(self, away: Tensor, towards: Tensor, scale: float) -> Tensor:
         """The guided velocity from that of the negative prompt (`away`) and that of the prompt, float32 [sample, *latent]."""
         ...
+
+
+def pixels_per_latent(pipe: Any) -> int:
+    """Pixels per latent along a side of the image."""
+    return getattr(pipe, "vae_scale_factor", None) or pipe.vae_scale_factor_spatial
 
 
 def linear_guidance(away: Tensor, towards: Tensor, scale: float) -> Tensor:
@@ -113,6 +128,8 @@ class ModelOptions:
 
     height: int = 512
     width: int = 512
+    num_frames: int = 1
+    """Frames of a video (Wan: 1 more than a multiple of 4); 1 for models of images."""
     device: str = "cpu"
     dtype: str = "float32"
     """Precision of the frozen weights and of the network's arithmetic (autocast): float32, bfloat16 or float16. Trained weights,
@@ -150,13 +167,13 @@ class ModelOptions:
     """Backend (inductor) that compiles the transformer's blocks; empty: off. The first call of every shape is slow. Sampling and
     training are then different programs, so that the ratio of the first update differs from 1 by rounding."""
     prompt_cache: int = 2048
-    """Number of prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at 256 T5 tokens; FLUX: 4 MB at
-    512). Those of further prompts are kept in a temporary folder."""
+    """Number of prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at 256 T5 tokens; FLUX and
+    Wan: 4 MB at 512). Those of further prompts are kept in a temporary folder."""
     seed: int = 0
     """Seed of the LoRA's initial matrices."""
 
     def __post_init__(self) -> None:
-        for name in ("height", "width", "lora_rank", "decode_batch", "prompt_cache"):
+        for name in ("height", "width", "num_frames", "lora_rank", "decode_batch", "prompt_cache"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         require(self.adapter_name.isidentifier(), "adapter_name", self.adapter_name, "letters, digits and _")
         fits = self.tuning == "lora" or not self.frozen_adapters

@@ -15,10 +15,12 @@ from flowrl.policies.flux import Flux
 from flowrl.policies.pipeline import PipelinePolicy
 from flowrl.policies.qwen_image import QwenImage
 from flowrl.policies.sd3 import SD3
+from flowrl.policies.wan import Wan
 from flowrl.reading import reading
 
 FAMILIES: dict[str, Callable[[], Family]] = {
     "StableDiffusion3Pipeline": SD3, "FluxPipeline": Flux, "QwenImagePipeline": QwenImage,
+    "WanPipeline": Wan,
 }  # fmt: skip
 """Built-in families by the class of their pipeline; a package adds one by an entry point of that name in `flowrl.families`."""
 

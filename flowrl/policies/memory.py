@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from flowrl.errors import require
-from flowrl.policies.architectures import Architecture, architecture
-from flowrl.policies.lora import LORA_TARGETS, Adapters
+from flowrl.policies.architectures import Architecture, Size, architecture
+from flowrl.policies.lora import Adapters
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_BYTES = 4 * (1 + 1 + 2 + 1)
@@ -60,7 +60,7 @@ class Memory:
 
 def count_memory(
     model: str | Architecture,
-    resolution: int = 512,
+    resolution: int | Size = 512,
     update_rows: int = 8,
     rollout_rows: int = 16,
     rank: int = 32,
@@ -71,21 +71,23 @@ def count_memory(
     reference: bool = False,
     images: int = 0,
     decode_dtype: str = "float32",
-    targets: Sequence[str] = LORA_TARGETS,
+    targets: Sequence[str] = (),
 ) -> Memory:
-    """The memory of an architecture or of the published one of this name. Rows are latents per network call (doubled by
+    """The memory of an architecture or of the published one of this name. `resolution`: a size, or the side of a square image.
+    Rows are latents per network call (doubled by
     guidance); `full`: all weights are trained and stored in float32, instead of a LoRA of `rank`; `reference`: a frozen copy of
     them is kept; `images` are scored together, decoded in batches. During a call the trained weights are there in `dtype` too
     (autocast's cache). Raises `ConfigError` for an unknown name."""
     for name, value in (("dtype", dtype), ("decode_dtype", decode_dtype)):
         require(value in DTYPE_BYTES, name, value, f"one of {', '.join(DTYPE_BYTES)}")
     known = architecture(model) if isinstance(model, str) else model
+    pixels = resolution if isinstance(resolution, Size) else Size(resolution, resolution)
     network, precision, size = known.build(), getattr(torch, dtype), DTYPE_BYTES[dtype]
     parameters = sum(p.numel() for p in network.parameters())
     nn.Module.to(network, precision)  # diffusers' own `to` warns of layers to keep in float32 even if there are none
     network.requires_grad_(full)
     if not full:
-        Adapters(network, rank, float(rank), targets, seed=0)
+        Adapters(network, rank, float(rank), targets or known.lora_targets, seed=0)
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
     for parameter in network.parameters():
         parameter.data = parameter.data.to(precision)  # as autocast computes
@@ -93,11 +95,11 @@ def count_memory(
         network.enable_gradient_checkpointing()
     network.train()
     with _flash_attention():
-        update = _peak(lambda: _step(network, known.inputs(update_rows, resolution, precision)), network)
+        update = _peak(lambda: _step(network, known.inputs(update_rows, pixels, precision)), network)
         with torch.no_grad():
-            rollout = _peak(lambda: network(**known.inputs(rollout_rows, resolution, precision)), network)
-    decoder, decode = _decoder(known, resolution, min(decode_batch, images or decode_batch), getattr(torch, decode_dtype))
-    pixels = 4 * 3 * resolution**2 * images
+            rollout = _peak(lambda: network(**known.inputs(rollout_rows, pixels, precision)), network)
+    decoder, decode = _decoder(known, pixels, min(decode_batch, images or decode_batch), getattr(torch, decode_dtype))
+    scored = 4 * 3 * pixels.height * pixels.width * pixels.frames * images
     cast = trained * size if dtype != "float32" else 0
     buffers = sum(b.numel() for b in network.buffers())
     frozen = (0 if full and not reference else parameters + buffers) * size + (buffers * 4 if full else 0)
@@ -108,16 +110,16 @@ def count_memory(
         trained=trained * OPTIMIZER_BYTES,
         update=max(update - trained * size, 0) + cast,  # without the gradients, which `trained` includes
         rollout=rollout + cast,
-        decode=max(decode + pixels, 2 * pixels),  # the images so far; at the end they are joined, which copies them
+        decode=max(decode + scored, 2 * scored),  # the images so far; at the end they are joined, which copies them
         encoders=known.encoder_parameters * size,
     )
 
 
-def _decoder(known: Architecture, resolution: int, rows: int, precision: torch.dtype) -> tuple[int, int]:
+def _decoder(known: Architecture, size: Size, rows: int, precision: torch.dtype) -> tuple[int, int]:
     """Bytes of the image decoder's weights, and the peak that decoding `rows` latents adds."""
     decoder = known.build_decoder()
     nn.Module.to(decoder, precision)
-    latent = known.latent_image(rows, resolution, precision)
+    latent = known.latent_image(rows, size, precision)
     with torch.no_grad(), _flash_attention():
         peak = _peak(lambda: decoder.decode(latent), decoder)
     return sum(p.numel() * p.itemsize for p in decoder.parameters()), peak

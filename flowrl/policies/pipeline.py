@@ -1,4 +1,5 @@
-"""Diffusers pipelines as policies: what all model families share. A family (`sd3`, `flux`, `qwen_image`) defines what differs."""
+"""Diffusers pipelines as policies: what all model families share. A family (`sd3`, `flux`, `qwen_image`, `wan`) defines
+what differs."""
 
 import copy
 import os
@@ -14,7 +15,16 @@ from torch import Tensor, nn
 from flowrl.distributed import full_tensors, is_sharded_network
 from flowrl.errors import ConfigError, require
 from flowrl.policies.block_cache import FirstBlockCache, blocks_of
-from flowrl.policies.family import DTYPES, Family, Guides, ModelOptions, device_of, linear_guidance
+from flowrl.policies.family import (
+    DTYPES,
+    Family,
+    Guides,
+    ModelOptions,
+    VideoFamily,
+    device_of,
+    linear_guidance,
+    pixels_per_latent,
+)
 from flowrl.policies.lora import Adapters, load_frozen_adapters
 from flowrl.policies.prompt_cache import PromptCache
 from flowrl.types import Condition, Prompt, Schedule
@@ -41,8 +51,8 @@ class PipelinePolicy:
         self.transformer: Any = pipe.transformer
         _place(self.transformer, self._device, torch.float32 if options.tuning == "full" else self.dtype)
         _place(pipe.vae, self._device, DTYPES[options.decode_dtype])
-        self._latent_shape = family.latent_shape(pipe, options.height, options.width)
-        self._size = (options.height // pipe.vae_scale_factor, options.width // pipe.vae_scale_factor)
+        self._latent_shape = _latent_shape(pipe, family, options)
+        self._size = (options.height // pixels_per_latent(pipe), options.width // pixels_per_latent(pipe))
         self._scheduler = _own_scheduler(pipe)
         self.prompts = PromptCache(self._embed, self._device, options.prompt_cache, self.dtype)
         self._guidance = options.guidance_scale
@@ -78,7 +88,8 @@ class PipelinePolicy:
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """SD3: (channels, height, width); FLUX, Qwen-Image: (tokens, channels of a 2 x 2 patch)."""
+        """SD3: (channels, height, width); FLUX, Qwen-Image: (tokens, channels of a 2 x 2 patch); Wan: (channels, frames, height,
+        width)."""
         return self._latent_shape
 
     @property
@@ -197,7 +208,8 @@ class PipelinePolicy:
                 self._one_call = kept
 
     def decode(self, latent: Tensor) -> Tensor:
-        """Images [sample, 3, height, width] in [0, 1], `decode_batch` at a time, float32."""
+        """Images [sample, 3, height, width], or videos [sample, frame, 3, height, width], in [0, 1], `decode_batch` at a time,
+        float32."""
         images, dtype = [], DTYPES[self.options.decode_dtype]
         with torch.no_grad():
             for part in latent.to(dtype).split(self.options.decode_batch):
@@ -265,19 +277,39 @@ def _full_network(network: Any) -> Any:
     return copied
 
 
+def _latent_shape(pipe: Any, family: Family, options: ModelOptions) -> tuple[int, ...]:
+    """The shape of a latent image or video of the size in `options`."""
+    if isinstance(family, VideoFamily):
+        return family.video_shape(pipe, options.height, options.width, options.num_frames)
+    require(options.num_frames == 1, "num_frames", options.num_frames, f"1: a {family.pipeline} makes images")
+    return family.latent_shape(pipe, options.height, options.width)
+
+
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Freeze and move, by `nn.Module.to`: diffusers' own `to` warns of layers to keep in float32 even if there are none."""
-    nn.Module.to(model.eval().requires_grad_(False), device, dtype)
+    """Freeze and move. As when diffusers loads a model in `dtype`, layers that its class keeps in float32 (Wan: norms, modulation
+    and the embedding of the time) and buffers that are not in its files (Wan: the rotary frequencies) keep their precision.
+    diffusers' own `to` would cast these buffers."""
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    nn.Module.to(model.eval().requires_grad_(False), device)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
 
 
 def _own_scheduler(pipe: Any) -> Any:
-    """A new scheduler with the pipeline's settings. Raises `ConfigError` for one that is not Euler flow matching."""
+    """A new Euler scheduler for flow matching with the pipeline's settings.
+
+    Of another scheduler with flow sigmas (Wan's UniPC on the Hub) it takes the shift: transitions need an Euler grid. The two
+    grids differ. Raises `ConfigError` for any other scheduler.
+    """
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-    found = pipe.scheduler
-    fits = isinstance(found, FlowMatchEulerDiscreteScheduler)
-    require(fits, "scheduler", type(found).__name__, "FlowMatchEulerDiscreteScheduler")
-    return FlowMatchEulerDiscreteScheduler.from_config(found.config)
+    found, config = pipe.scheduler, pipe.scheduler.config
+    if isinstance(found, FlowMatchEulerDiscreteScheduler):
+        return FlowMatchEulerDiscreteScheduler.from_config(config)
+    allowed = "FlowMatchEulerDiscreteScheduler, or one with flow sigmas and a flow_shift"
+    require(bool(config.get("use_flow_sigmas")) and "flow_shift" in config, "scheduler", type(found).__name__, allowed)
+    return FlowMatchEulerDiscreteScheduler(config["num_train_timesteps"], shift=config["flow_shift"])
 
 
 def compile_blocks(network: Any, backend: str) -> None:

@@ -7,10 +7,11 @@ from flowrl.rewards.diversity import ClipFeatures, LatentFeatures, PixelFeatures
 from flowrl.rewards.geneval import GenEval
 from flowrl.rewards.images import Images, JPEGCompressibility, JPEGIncompressibility, to_pillow
 from flowrl.rewards.ocr import OCR
+from flowrl.rewards.video import FrameMean, Motion, Videos, stills
 
 __all__ = [
-    "OCR", "Aesthetic", "CLIPScore", "ClipFeatures", "Clipped", "ComponentScores", "FunctionReward", "GenEval", "HPSv21",
-    "Images", "JPEGCompressibility", "JPEGIncompressibility", "LatentFeatures", "NoisyReward", "PickScore",
-    "PixelFeatures", "WeightedSum", "check_scores", "group_features", "marks_invalid", "pairwise_diversity", "to_pillow",
-    "weighted_total",
+    "OCR", "Aesthetic", "CLIPScore", "ClipFeatures", "Clipped", "ComponentScores", "FrameMean", "FunctionReward", "GenEval",
+    "HPSv21", "Images", "JPEGCompressibility", "JPEGIncompressibility", "LatentFeatures", "Motion", "NoisyReward", "PickScore",
+    "PixelFeatures", "Videos", "WeightedSum", "check_scores", "group_features", "marks_invalid", "pairwise_diversity", "stills",
+    "to_pillow", "weighted_total",
 ]  # fmt: skip

@@ -30,7 +30,10 @@ def to_bytes(images: Images) -> UInt8[Tensor, "sample height width channel"]:
 
 
 def to_rgb(images: Images) -> Float[Tensor, "sample 3 height width"]:
-    """The images with three channels: a single one is repeated, a fourth dropped. Raises `RewardError` for two channels."""
+    """The images with three channels: a single one is repeated, a fourth dropped. Raises `RewardError` for two channels, and for
+    videos."""
+    if images.ndim != 4:
+        raise RewardError(f"this reward scores images, and got videos {list(images.shape)}; frame-mean(reward=...) scores frames")
     channels = images.shape[1]
     if channels not in (1, 3, 4):
         raise RewardError(f"this reward needs images with 1 channel or 3, not {channels}")

@@ -18,7 +18,8 @@ EVALUATION_SEED = 20240
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """`images` [sample, channel, height, width], the `latents` [sample, *latent] they were decoded from, and their prompts."""
+    """`images` [sample, channel, height, width] or videos [sample, frame, ...], the `latents` [sample, *latent] they were decoded
+    from, and their prompts."""
 
     images: Tensor
     latents: Tensor

@@ -99,7 +99,10 @@ class RemoteReward:
     def _score(self, images: Tensor, prompts: Sequence[Prompt], with_parts: bool = False) -> list[Scored]:
         """The scores of every request, in the order of the images."""
         if images.ndim != 4 or len(images) != len(prompts):
-            raise RewardError(f"remote: got images {tuple(images.shape)} and {len(prompts)} prompts; allowed: as many of each")
+            raise RewardError(
+                f"remote: got images {tuple(images.shape)} and {len(prompts)} prompts; allowed: as many images as "
+                "prompts; of videos, frames inside frame-mean(reward=remote(...))"
+            )
         return _Call(self, time.monotonic() + self.deadline, with_parts).score(images, prompts)
 
 

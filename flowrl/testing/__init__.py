@@ -24,20 +24,23 @@ from flowrl.testing.findings import ContractAdvice, ContractBroken, Finding, Fin
 from flowrl.testing.reward import Examples
 from flowrl.testing.tiny import (
     TINY,
+    TINY_VIDEO,
     tiny_flux,
     tiny_flux_policy,
     tiny_qwen_image,
     tiny_qwen_image_policy,
     tiny_sd3,
     tiny_sd3_policy,
+    tiny_wan,
+    tiny_wan_policy,
 )
 from flowrl.types import Prompt
 
 __all__ = [
-    "TINY", "ContractAdvice", "ContractBroken", "Finding", "Findings", "check_credit", "check_forward_loss", "check_loss",
+    "TINY", "TINY_VIDEO", "ContractAdvice", "ContractBroken", "Finding", "Findings", "check_credit", "check_forward_loss", "check_loss",
     "check_policy", "check_probe", "check_reward", "check_sampler", "credit_contract", "forward_loss_contract", "loss_contract",
     "policy_contract", "probe_contract", "reward_contract", "sampler_contract", "schedule_for", "tiny_flux", "tiny_flux_policy",
-    "tiny_qwen_image", "tiny_qwen_image_policy", "tiny_sd3", "tiny_sd3_policy",
+    "tiny_qwen_image", "tiny_qwen_image_policy", "tiny_sd3", "tiny_sd3_policy", "tiny_wan", "tiny_wan_policy",
 ]  # fmt: skip
 
 TestFunction = Callable[..., None]
@@ -69,9 +72,9 @@ def reward_contract(
 ) -> TestFunction:
     """A pytest function that checks a reward model against `RewardModel`'s (and `CompositeReward`'s) contract.
 
-    `examples`: images [sample, channel, height, width] in [0, 1] that the model can score and as many prompts, two or more, or a
-    function that makes them; default: smooth random images of 32x32 with plain prompts. Unlike other parts a reward model is not
-    copied.
+    `examples`: images [sample, channel, height, width], or videos [sample, frame, ...], in [0, 1] that the model can score and as
+    many prompts, two or more, or a function that makes them; default: smooth random images of 32x32 with plain prompts. Unlike
+    other parts a reward model is not copied.
     """
     return reward.CONTRACT.as_test(_reward_case(part, examples), without)
 

@@ -154,10 +154,10 @@ def conditions_can_be_rearranged(case: Case) -> None:
     case.close(case.velocity(None, early), whole, "with a condition encoded earlier:", hint)
 
 
-@promise("decode gives images [sample, channel, height, width] in [0, 1] without a gradient")
+@promise("decode gives images [sample, channel, height, width] or videos [sample, frame, ...] in [0, 1] without a gradient")
 def decodes_images(case: Case) -> str | None:
     images = case.policy.decode(case.latents)
-    expect(images.ndim == 4 and len(images) == len(case.prompts), f"decode gave shape {tuple(images.shape)}")
+    expect(images.ndim in (4, 5) and len(images) == len(case.prompts), f"decode gave shape {tuple(images.shape)}")
     expect(not images.requires_grad, "images carry a gradient: rewards are constants of the policy loss")
     low, high = float(images.min()), float(images.max())
     return None if low >= 0 and high <= 1 else f"images reach from {low:.3g} to {high:.3g}; rewards expect [0, 1]"

@@ -20,7 +20,8 @@ Examples = tuple[Tensor, Sequence[Prompt]]
 
 @dataclass(frozen=True)
 class Case:
-    """A reward model and the images [sample, channel, height, width] and prompts that it is tried on."""
+    """A reward model and the images [sample, channel, height, width], or videos with a frame axis, and prompts that it is tried
+    on."""
 
     reward: Any
     images: Tensor
@@ -46,12 +47,14 @@ def default_examples() -> tuple[Tensor, tuple[Prompt, ...]]:
 def examples_of(given: Examples | Callable[[], Examples] | None) -> tuple[Tensor, tuple[Prompt, ...]]:
     """The examples given (or made by the function given), else the default ones.
 
-    Raises `ConfigError` unless there are two or more images [sample, channel, height, width] and as many prompts.
+    Raises `ConfigError` unless there are two or more images [sample, channel, height, width], or videos with a frame axis, and as
+    many prompts.
     """
     images, prompts = (given() if callable(given) else given) or default_examples()
     found = f"images {tuple(images.shape)} and {len(prompts)} prompts"
-    fits = images.ndim == 4 and len(images) == len(prompts) >= 2
-    require(fits, "examples", found, "images [sample, channel, height, width] and as many prompts, 2 or more")
+    fits = images.ndim in (4, 5) and len(images) == len(prompts) >= 2
+    allowed = "images [sample, channel, height, width] or videos [sample, frame, ...], and as many prompts, 2 or more"
+    require(fits, "examples", found, allowed)
     return images, tuple(prompts)
 
 

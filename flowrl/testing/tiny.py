@@ -6,6 +6,7 @@ saved, loaded and get a LoRA like the published models. Nothing is downloaded.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -15,9 +16,12 @@ from flowrl.policies.flux import Flux
 from flowrl.policies.pipeline import ModelOptions, PipelinePolicy
 from flowrl.policies.qwen_image import QwenImage
 from flowrl.policies.sd3 import SD3
+from flowrl.policies.wan import Wan
 
 TINY = ModelOptions(height=16, width=16, lora_rank=4, lora_alpha=8.0, max_sequence_length=24)
 """Options that fit the tiny pipelines."""
+TINY_VIDEO = replace(TINY, num_frames=5)
+"""Options that fit `tiny_wan`."""
 CLIP_TOKENS = 40
 WIDTH = 32
 TEMPLATE_WORDS = (
@@ -91,6 +95,21 @@ def tiny_qwen_image(seed: int = 0) -> Any:
         return _diffusers().QwenImagePipeline(scheduler, decoder, _qwen_vl(len(tokenizer)), tokenizer, transformer)
 
 
+def tiny_wan(seed: int = 0) -> Any:
+    """A `WanPipeline` with two blocks, shift 3, a video decoder that halves each side twice, and four frames in a latent one."""
+    with _seeded(seed):
+        transformer = _diffusers().WanTransformer3DModel(
+            patch_size=(1, 2, 2), in_channels=4, out_channels=4, num_layers=2, attention_head_dim=12, num_attention_heads=2,
+            text_dim=WIDTH, freq_dim=32, ffn_dim=32,
+        )  # fmt: skip
+        decoder = _diffusers().AutoencoderKLWan(
+            base_dim=8, z_dim=4, dim_mult=[1, 1, 2], num_res_blocks=1, temperal_downsample=[True, True],
+            latents_mean=(-0.8, 0.1, -0.2, 1.0), latents_std=(2.8, 1.5, 2.3, 1.2), scale_factor_temporal=4,
+            scale_factor_spatial=4,
+        ).eval()  # fmt: skip
+        return _diffusers().WanPipeline(_tokenizer(clip=False), _umt5(WIDTH), decoder, _scheduler(shift=3.0), transformer)
+
+
 def tiny_sd3_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
     """A policy over `tiny_sd3`."""
     return PipelinePolicy(tiny_sd3(seed), SD3(), options)
@@ -104,6 +123,11 @@ def tiny_flux_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePol
 def tiny_qwen_image_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
     """A policy over `tiny_qwen_image`."""
     return PipelinePolicy(tiny_qwen_image(seed), QwenImage(), options)
+
+
+def tiny_wan_policy(options: ModelOptions = TINY_VIDEO, seed: int = 0) -> PipelinePolicy:
+    """A policy over `tiny_wan`."""
+    return PipelinePolicy(tiny_wan(seed), Wan(), options)
 
 
 @contextmanager
@@ -146,12 +170,21 @@ def _clip(projected: bool) -> Any:
 def _t5(width: int) -> Any:
     from transformers import T5Config, T5EncoderModel
 
+    return T5EncoderModel(T5Config(**_t5_sizes(width))).eval()
+
+
+def _umt5(width: int) -> Any:
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(UMT5Config(**_t5_sizes(width))).eval()
+
+
+def _t5_sizes(width: int) -> dict[str, Any]:
     names = _tokenizer(clip=False)
-    config = T5Config(
-        vocab_size=len(names), d_model=width, d_kv=16, d_ff=64, num_layers=2, num_heads=2, feed_forward_proj="gated-gelu",
-        pad_token_id=names.pad_token_id, eos_token_id=names.eos_token_id,
-    )  # fmt: skip
-    return T5EncoderModel(config).eval()
+    return {
+        "vocab_size": len(names), "d_model": width, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2,
+        "feed_forward_proj": "gated-gelu", "pad_token_id": names.pad_token_id, "eos_token_id": names.eos_token_id,
+    }  # fmt: skip
 
 
 def _tokenizer(clip: bool) -> Any:

@@ -112,9 +112,9 @@ def model_options(config: RunConfig) -> ModelOptions:
     """How the run's diffusers pipeline becomes a policy."""
     p = config.policy
     return ModelOptions(
-        height=p.resolution, width=p.resolution, guidance_scale=p.guidance_scale, tuning=p.tuning, adapter=p.adapter,
-        negative_prompt=p.negative_prompt, guidance_gradient=p.guidance_gradient, lora_targets=p.lora_targets,
-        prompt_cache=p.prompt_cache,
+        height=p.resolution, width=p.width or p.resolution, num_frames=p.num_frames, guidance_scale=p.guidance_scale,
+        tuning=p.tuning, negative_prompt=p.negative_prompt, guidance_gradient=p.guidance_gradient, lora_targets=p.lora_targets,
+        prompt_cache=p.prompt_cache, adapter=p.adapter,
         max_sequence_length=p.max_sequence_length, gradient_checkpointing=p.gradient_checkpointing,
         keep_reference=make_loss(config).needs_reference, lora_rank=p.lora_rank, lora_alpha=p.lora_alpha, seed=config.seed,
         device=p.device, dtype=p.dtype, frozen_adapters=tuple(filter(None, p.frozen_adapters.split(","))),

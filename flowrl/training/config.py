@@ -156,7 +156,11 @@ class PolicyConfig:
     frozen_adapters: str = ""
     """LoRAs of `model` that are in use but not trained: files or folders, as PATH or NAME=PATH, separated by commas."""
     resolution: Annotated[int, Ge(1), Le(2**14)] = 512
-    """Height and width of the images of `model` in pixels."""
+    """Height of the images or videos of `model` in pixels, and their width unless `width` is given."""
+    width: Annotated[int, Ge(0), Le(2**14)] = 0
+    """Width in pixels; 0 = `resolution`."""
+    num_frames: Annotated[int, Ge(1), Le(2**12)] = 1
+    """Frames of the videos of `model`; 1 for images."""
     guidance_scale: Annotated[float, Ge(1)] = 1.0
     """Classifier-free guidance of `model` in sampling, training and evaluation; 1 = off."""
     negative_prompt: str = ""
@@ -278,9 +282,9 @@ class RunConfig:
 
 
 MODEL_ONLY = (
-    "prompts", "heldout_prompts", "resolution", "guidance_scale", "negative_prompt", "guidance_gradient", "tuning", "adapter",
-    "frozen_adapters", "lora_targets",
-    "prompt_cache", "decode_batch", "decode_dtype", "max_sequence_length", "gradient_checkpointing",
+    "prompts", "heldout_prompts", "resolution", "width", "num_frames", "guidance_scale", "negative_prompt", "guidance_gradient",
+    "tuning", "adapter", "frozen_adapters", "lora_targets", "prompt_cache", "decode_batch", "decode_dtype",
+    "max_sequence_length", "gradient_checkpointing",
 )  # fmt: skip
 """Settings that mean nothing on a built-in world."""
 DEFAULTS = {item.name: item.default for group in groups_of(RunConfig).values() for item in fields(cast(Any, group))}

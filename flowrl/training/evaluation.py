@@ -16,6 +16,7 @@ from flowrl.errors import RewardError
 from flowrl.io import write_bytes, write_json
 from flowrl.probes import Completion, Tweedie
 from flowrl.protocols import FlowPolicy, RewardModel
+from flowrl.rewards import stills
 from flowrl.rollout import EVALUATION_SEED, Groups, ImageBatch, Usage, initial_noise, reward_table, rollout, sample_images, score
 from flowrl.training.heldout import HeldoutMetrics
 from flowrl.training.trainer import Trainer
@@ -28,7 +29,7 @@ CUSTOM = "custom reward"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean scores by form, the seconds they took, and the scores and images of the first samples.
+    """Mean scores by form, the seconds they took, and the scores and images (of videos: `stills`) of the first samples.
 
     `custom_reward` is the mean of a training reward that is not the task's own; `image_scores` are then its scores. `heldout` are
     the entries of `training.heldout.HeldoutMetrics.measure`.
@@ -102,7 +103,7 @@ def evaluate(
             columns.add(batch, measured[training][-1])
         missing = keep - share.own.start - sum(map(len, shown))
         if missing > 0:
-            shown.append(batch.images[:missing].cpu().clone())
+            shown.append(stills(batch.images[:missing]).cpu().clone())
 
     with distributed.shared_errors():
         rows = range(share.first, share.first + share.count)
@@ -158,5 +159,5 @@ def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int 
         "tweedie": tables[1][chosen].tolist(),
     }
     write_json(folder / "trajectory.json", record)
-    images = torch.cat([policy.decode(estimates[node][chosen : chosen + 1]) for node in sorted(estimates)])
+    images = torch.cat([stills(policy.decode(estimates[node][chosen : chosen + 1])) for node in sorted(estimates)])
     write_bytes(folder / "trajectory.safetensors", save({"images": images.cpu().contiguous()}))

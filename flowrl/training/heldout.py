@@ -24,7 +24,7 @@ from flowrl.worlds.base import World
 
 _LOG = logging.getLogger(__name__)
 DIVERSITY_SEED = 20241
-COMBINATIONS = ("weighted-sum", "clipped")
+COMBINATIONS = ("weighted-sum", "clipped", "frame-mean")
 """Built-in rewards that accept whatever their components accept; all other built-in rewards read images."""
 
 SampleRows = Callable[[Sequence[Prompt], int, range, int], Iterator[ImageBatch]]

@@ -8,7 +8,7 @@ import torch
 
 from flowrl.errors import ConfigError, require
 from flowrl.methods import Method
-from flowrl.policies import LORA_TARGETS, Memory, architecture_of, count_memory
+from flowrl.policies import Memory, Size, architecture_of, count_memory
 from flowrl.policies.small_sd3 import SmallSD3Config
 from flowrl.probes import Cost, Probe, Shape, whole
 from flowrl.protocols import ForwardLoss
@@ -198,12 +198,13 @@ def memory(found: Plan, config: RunConfig) -> Memory | None:
     if policy.max_sequence_length:
         known = replace(known, prompt_tokens=policy.max_sequence_length)
     images = min(SCORED_TOGETHER, math.ceil(found.reward_calls * found.groups_per_process / rollout.groups))
+    size = Size(policy.resolution, policy.width or policy.resolution, policy.num_frames)
     counted = count_memory(
-        known, policy.resolution, found.rows_per_micro_batch, found.rows_per_call, policy.lora_rank, policy.dtype,
+        known, size, found.rows_per_micro_batch, found.rows_per_call, policy.lora_rank, policy.dtype,
         policy.gradient_checkpointing, policy.tuning == "full", policy.decode_batch, found.train_nfe > found.evaluations, images,
-        policy.decode_dtype, policy.lora_targets or LORA_TARGETS,
+        policy.decode_dtype, policy.lora_targets,
     )  # fmt: skip
-    latent = 4 * known.latent_channels * (policy.resolution // known.latent_factor) ** 2
+    latent = 4 * math.prod(known.latent_shape(size))
     tree = _schedule(config, make_method(config)).tree
     assert tree is not None
     stored = tree.units + tree.at(tree.steps).start if tree.branched else rollout.group_size * (2 * rollout.num_steps + 1)

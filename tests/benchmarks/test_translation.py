@@ -3,13 +3,14 @@
 import pytest
 import torch
 import translation
-from translation import CLIPPED, clipped, exact_clip, exact_kl_weight, flux_grid, qwen_grid, sd3_grid, steps_of
+from translation import CLIPPED, WAN_ELEMENTS, clipped, exact_clip, exact_kl_weight, flux_grid, qwen_grid, sd3_grid, steps_of
 
 from flowrl.samplers import CPS, FlowSDE
-from flowrl.testing.tiny import tiny_flux_policy, tiny_qwen_image_policy, tiny_sd3_policy
+from flowrl.testing.tiny import tiny_flux_policy, tiny_qwen_image_policy, tiny_sd3_policy, tiny_wan_policy
 from flowrl.training.config import preset
 
 FLOW, CPS_SD3, CPS_FLUX = steps_of(FlowSDE(0.7), sd3_grid()), steps_of(CPS(0.7), sd3_grid()), steps_of(CPS(0.7), flux_grid())
+CPS_WAN = steps_of(CPS(0.7), sd3_grid(20))
 CPS_QWEN = steps_of(CPS(0.7), qwen_grid())
 
 
@@ -36,6 +37,7 @@ def test_grids_are_those_of_the_families():
     """What a pipeline with these schedulers gives; FLUX's and Qwen-Image's depend on the number of image tokens."""
     flux, qwen = tiny_flux_policy(), tiny_qwen_image_policy()
     assert torch.equal(sd3_grid().times, tiny_sd3_policy().schedule(10).times)
+    assert torch.equal(sd3_grid(20).times, tiny_wan_policy().schedule(20).times)
     assert torch.equal(qwen_grid(10, qwen.latent_shape[0]).times, qwen.schedule(10).times)
     assert torch.equal(flux_grid(6, flux.latent_shape[0]).times, flux.schedule(6).times)
 
@@ -62,3 +64,7 @@ def test_the_preset_has_these_numbers():
     assert value("flux.1-dev,tp-grpo,ocr", "kl_weight") == 1e-4
     assert value("qwen-image,tp-grpo,ocr", "kl_weight") == two(exact_kl_weight(CPS_QWEN, 1e-4, range(9), range(8), False))
     assert value("qwen-image,tp-grpo,ocr", "clip_range") == two(exact_clip(CPS_QWEN, 1e-5, range(8)))
+    weight = exact_kl_weight(CPS_WAN, 1e-4, range(19), range(18), False)
+    clip = exact_clip(CPS_WAN, 1e-5, range(18), elements=WAN_ELEMENTS)
+    assert value("wan2.1-t2v-1.3b,tp-grpo,ocr", "kl_weight") == two(weight)
+    assert value("wan2.1-t2v-1.3b,tp-grpo,ocr", "clip_range") == two(clip)

@@ -69,10 +69,10 @@ def test_a_published_lora_of_flux_has_the_published_size(rank, more, million):
 
 
 def test_an_embedding_has_the_families_shape():
-    """77 CLIP tokens and 256 of T5 for SD3.5, 512 of T5 for FLUX, 512 of Qwen2.5-VL; a latent has 16 channels."""
+    """77 CLIP tokens and 256 of T5 for SD3.5, 512 of T5 for FLUX, 512 of Qwen2.5-VL and UMT5; a latent has 16 channels."""
     for name, known in ARCHITECTURES.items():
         expected = 77 + SD3().text_tokens if name.startswith("sd3") else Flux().text_tokens
-        patch = 1 if name.startswith("sd3") else 4
+        patch = 1 if name.startswith(("sd3", "wan")) else 4
         assert (known.text_tokens, known.latent_channels * patch) == (expected, known.config["in_channels"])
         assert known.latent_factor == 8
 
@@ -140,7 +140,8 @@ def test_memory_grows_with_what_it_should(name, small):
 
 
 def test_encoders_have_the_parameters_of_the_published_classes():
-    """T5 XXL's encoder, CLIP L and bigG: 4.76, 0.12 and 0.69 billion. Qwen2.5-VL-7B with its vision tower: 8.29 billion."""
+    """T5 XXL's encoder, CLIP L and bigG: 4.76, 0.12 and 0.69 billion. Qwen2.5-VL-7B with its vision tower: 8.29 billion.
+    UMT5 XXL's encoder: 5.68 billion."""
     from transformers import (
         CLIPTextConfig,
         CLIPTextModelWithProjection,
@@ -148,6 +149,8 @@ def test_encoders_have_the_parameters_of_the_published_classes():
         Qwen2_5_VLForConditionalGeneration,
         T5Config,
         T5EncoderModel,
+        UMT5Config,
+        UMT5EncoderModel,
     )
 
     t5 = T5Config(
@@ -168,6 +171,10 @@ def test_encoders_have_the_parameters_of_the_published_classes():
     with torch.device("meta"):
         qwen = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
     assert ARCHITECTURES["qwen-image"].encoder_parameters == sum(p.numel() for p in qwen.parameters())
+    umt5 = UMT5Config(vocab_size=256384, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64)
+    with torch.device("meta"):
+        wan = UMT5EncoderModel(umt5)
+    assert ARCHITECTURES["wan2.1-t2v-1.3b"].encoder_parameters == sum(p.numel() for p in wan.parameters())
     assert ARCHITECTURES["flux.1-dev"].encoder_parameters == sum(counts[:2])
     assert ARCHITECTURES["sd3.5-medium"].encoder_parameters == sum(counts)
 

@@ -11,7 +11,7 @@ from flowrl.io import write_json
 from flowrl.methods import named_method
 from flowrl.prompts import prompts_from
 from flowrl.settings import grouped, read_settings, settings_text
-from flowrl.testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3
+from flowrl.testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from flowrl.training.build import first_trained_steps, make_world
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.evaluation import write_trajectory
@@ -20,7 +20,7 @@ from flowrl.training.presets import combinations, combine, published, published_
 from flowrl.training.results import load_run
 
 FLOW, STEPWISE, TURNING, DANCE = "flow-grpo", "stepwise-flow-grpo", "tp-grpo", "dance-grpo"
-SD3, FLUX, QWEN = "sd3.5-medium", "flux.1-dev", "qwen-image"
+SD3, FLUX, QWEN, WAN = "sd3.5-medium", "flux.1-dev", "qwen-image", "wan2.1-t2v-1.3b"
 GENEVAL, OCR, PICKSCORE = "geneval", "ocr", "pickscore"
 EVERYWHERE = {"betas": (0.9, 0.999), "weight_decay": 1e-4, "max_grad_norm": 1.0, "tuning": "lora", "max_sequence_length": 128}
 ATTENTION = tuple(
@@ -42,6 +42,11 @@ MODELS = {
         "lora_rank": 64, "lora_alpha": 128.0, "lora_targets": ATTENTION + QWEN_FEED_FORWARD, "max_sequence_length": 512,
     },
 }  # fmt: skip
+MODELS[WAN] = {
+    "num_steps": 20, "eval_steps": 50, "guidance_scale": 4.5, "dtype": "bfloat16", "resolution": 240, "width": 416,
+    "num_frames": 33, "lora_rank": 32, "lora_alpha": 64.0, "max_sequence_length": 512,
+    "lora_targets": tuple(f"attn{i}.{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0")),
+}  # fmt: skip
 FLOW_CODE = {
     "sampler": "flow-sde", "noise_level": 0.7, "window": "all", "trained_steps": "all-but-last", "clip_range": 1e-4,
     "loss": "clipped(kl=without_delta)", "kl_weight": 0.04, "drop_zero_advantages": True, "guidance_gradient": "prompt",
@@ -62,6 +67,10 @@ METHODS = {
     },
 }  # fmt: skip
 FLOW_ON_FLUX = {"noise_level": 0.9, "kl_weight": 0.0, "drop_zero_advantages": False}
+FLOW_ON_WAN = {
+    "loss": "clipped", "clip_range": 1e-3, "kl_weight": 0.004, "group_size": 4, "learning_rate": 1e-4,
+    "guidance_gradient": "both",
+}  # fmt: skip
 CROSSED = {
     (FLOW, PICKSCORE): {"kl_weight": 0.01},
     (STEPWISE, PICKSCORE): {"kl_weight": 0.01},
@@ -75,6 +84,11 @@ CROSSED = {
         "window": "all-but-last", "trained_steps": "all", "kl_weight": 0.0, "drop_zero_advantages": False, "group_size": 16,
         "ema_decay": 0.0, "guidance_gradient": "both",
     },
+    (FLOW, WAN): {"credit": "uniform", **FLOW_ON_WAN},
+    (STEPWISE, WAN): FLOW_ON_WAN,
+    (FLOW, PICKSCORE, WAN): {"kl_weight": 0.004},
+    (STEPWISE, PICKSCORE, WAN): {"kl_weight": 0.004},
+    (TURNING, WAN): {"window": "0:19"},
     (TURNING, FLUX): {"window": "0:5"},
     (DANCE, FLUX): {"num_steps": 16, "resolution": 720},
 }  # fmt: skip
@@ -91,12 +105,14 @@ CROSSED_EXACT = {
     (TURNING, SD3): {"trained_steps": "0:8", "clip_range": 2.2e-5, "kl_weight": 0.059},
     (FLOW, QWEN): {"window": "random:2:5"},
     (TURNING, QWEN): {"trained_steps": "0:8", "clip_range": 3.6e-5, "kl_weight": 0.003},
+    (TURNING, WAN): {"trained_steps": "0:18", "clip_range": 3.1e-5, "kl_weight": 0.0091},
     (TURNING, FLUX): {"clip_range": 2.9e-5},
 }
 TRAINED = {
     (SD3, FLOW): 9, (SD3, STEPWISE): 9, (SD3, TURNING): 9, (SD3, DANCE): 5,
     (FLUX, FLOW): 5, (FLUX, STEPWISE): 5, (FLUX, TURNING): 5, (FLUX, DANCE): 9,
     (QWEN, FLOW): 2, (QWEN, STEPWISE): 9, (QWEN, TURNING): 9, (QWEN, DANCE): 5,
+    (WAN, FLOW): 19, (WAN, STEPWISE): 19, (WAN, TURNING): 19, (WAN, DANCE): 11,
 }  # fmt: skip
 FLAVOURS = [name + form for name in combinations() for form in ("", ",exact")]
 
@@ -112,7 +128,8 @@ def test_values_are_the_papers_or_their_translation(name):
             expected |= values
     changes = preset(name).changes
     assert {key: changes[key] for key in expected} == expected
-    assert changes["reward"].startswith(task) and changes["method"] == method
+    scored = changes["reward"].removeprefix("frame-mean(reward=").lstrip("'") if model == WAN else changes["reward"]
+    assert scored.startswith(task) and changes["method"] == method
     assert changes.keys() - expected.keys() <= OURS | {"iterations", "model", "method", "eval_every"}
     trained = TRAINED[model, method] - bool(exact and model != FLUX and method == TURNING)
     assert len(first_trained_steps(preset(name).apply())) == trained
@@ -120,6 +137,7 @@ def test_values_are_the_papers_or_their_translation(name):
 
 OURS = {
     "groups", "reward", "prompts", "heldout_prompts", "eval_samples", "max_batch", "micro_batch", "gradient_checkpointing",
+    "decode_batch",
 }  # fmt: skip
 """Settings that differ from every publication."""
 FREE = {"iterations", "ema_decay", "eval_every"}
@@ -142,6 +160,12 @@ DIFFERING = {
         {"loss", "clip_range", "kl_weight", "trained_steps", "drop_zero_advantages"},
     ),
     (QWEN, DANCE): (NO_LORA | {"dtype", "guidance_scale", "negative_prompt", "model", "num_steps", "resolution"}, set()),
+    (WAN, FLOW): (FREE | {"sampler", "noise_level"}, {"window", "trained_steps", "drop_zero_advantages"}),
+    (WAN, TURNING): (
+        FREE - {"eval_every"} | {"credit", "window"} | UNPUBLISHED - {"negative_prompt"} | {"width", "num_frames"},
+        {"loss", "clip_range", "kl_weight", "trained_steps", "drop_zero_advantages"},
+    ),
+    (WAN, DANCE): (NO_LORA | {"dtype", "guidance_scale", "model", "num_steps", "resolution", "width", "num_frames"}, set()),
     (SD3, DANCE): (NO_LORA | {"dtype", "guidance_scale", "model", "num_steps", "resolution"}, set()),
     (FLUX, DANCE): (NO_LORA | {"guidance_scale"}, set()),
 }  # fmt: skip
@@ -164,7 +188,9 @@ def test_what_differs_from_the_published_values_is_known_and_has_a_reason(name):
     else:
         released, more = DIFFERING[model, method]
         same_reward = task == PICKSCORE and method != DANCE and not exact
-        assert differing == OURS - ({"reward"} if same_reward else set()) | released | (more if exact else set())
+        same_reward &= model != WAN
+        ours = (OURS if model == WAN else OURS - {"decode_batch"}) - ({"groups"} if (model, method) == (WAN, FLOW) else set())
+        assert differing == ours - ({"reward"} if same_reward else set()) | released | (more if exact else set())
 
 
 def test_published_values_have_a_source_and_are_used():
@@ -187,7 +213,7 @@ def test_the_precision_of_a_preset_is_for_gpus(monkeypatch):
     assert preset(f"{SD3},{FLOW},ocr").apply(dtype="float16").policy.dtype == "float16"
     assert preset(f"{SD3},{FLOW},ocr").apply(device="cpu").policy.dtype == "float16"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for model, dtype in ((SD3, "float16"), (FLUX, "bfloat16"), (QWEN, "bfloat16")):
+    for model, dtype in ((SD3, "float16"), (FLUX, "bfloat16"), (QWEN, "bfloat16"), (WAN, "bfloat16")):
         policy = preset(f"{model},{FLOW},ocr").apply().policy
         assert (policy.device, policy.dtype) == ("cuda", dtype)
     assert preset(f"{SD3},{FLOW},ocr").apply().optim.loss_scale > 0
@@ -199,12 +225,12 @@ def test_every_preset_can_be_planned(name):
     assert "optimizer steps" in plan_text(plan(config), config)
 
 
-def test_there_are_three_models_four_methods_three_tasks_and_exact_definitions():
+def test_there_are_four_models_four_methods_three_tasks_and_exact_definitions():
     assert {kind: set(files) for kind, files in shipped().items()} == {
-        "models": {SD3, FLUX, QWEN}, "methods": {FLOW, STEPWISE, TURNING, DANCE}, "tasks": {GENEVAL, OCR, PICKSCORE},
+        "models": {SD3, FLUX, QWEN, WAN}, "methods": {FLOW, STEPWISE, TURNING, DANCE}, "tasks": {GENEVAL, OCR, PICKSCORE},
         "definitions": {"exact"},
     }  # fmt: skip
-    assert len(combinations()) == 36
+    assert len(combinations()) == 48
     for kind, files in shipped().items():
         for path in files.values():
             about = yaml.safe_load(path.read_text())["about"]
@@ -230,9 +256,10 @@ def tiny(tmp_path_factory):
     tiny_sd3().save_pretrained(root / SD3)
     tiny_flux().save_pretrained(root / FLUX)
     tiny_qwen_image().save_pretrained(root / QWEN)
+    tiny_wan().save_pretrained(root / WAN)
     clip, detector = tiny_clip(root / "clip"), tiny_detector(root / "detector", masks=False)
     (root / "length.py").write_text(
-        "class Score:\n    def score(self, images, prompts):\n        return images.mean((1, 2, 3)) + len(prompts[0].text)\n"
+        "class Score:\n    def score(self, images, prompts):\n        return images.flatten(1).mean(1) + len(prompts[0].text)\n"
     )
     rewards = {
         "pickscore": f"pickscore(model='{clip}', tokenizer='{clip}')",
@@ -259,6 +286,8 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     root, rewards = tiny
     monkeypatch.setattr(write_trajectory, "__defaults__", (2,))  # of twelve trajectories
     own = {**SMALL, "model": str(root / model), "reward": rewards[task], "tracker": "none"}
+    if model == WAN:
+        own |= {"width": 16, "num_frames": 5, "reward": f"frame-mean(reward={rewards[task]!r}, frames=2)"}
     if task == "geneval":  # the tiny detector knows four classes
         (tmp_path / "objects.jsonl").write_text(OBJECTS)
         own |= dict.fromkeys(("prompts", "heldout_prompts"), str(tmp_path / "objects.jsonl"))

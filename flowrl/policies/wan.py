@@ -1,0 +1,69 @@
+"""Wan 2.1 text to video (arXiv 2503.20314) as a policy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from flowrl.errors import require
+
+_PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+@dataclass(frozen=True)
+class Wan:
+    """`VideoFamily` of diffusers' `WanPipeline` with one transformer (Wan 2.1).
+
+    Latents are [sample, channel, frame, height, width]: the first frame of the video has one of its own, then every four frames
+    share one. A prompt is UMT5's last hidden layer with zeros after its tokens, up to the full length: the transformer has no
+    mask and attends to them, so that the number of tokens matters. The default is the 512 of the pipeline's call; `encode_prompt`
+    alone would take 226. The time is fed as 1000 t. Guidance is v_neg + s (v_prompt - v_neg).
+    """
+
+    pipeline: str = "WanPipeline"
+    encoders: tuple[str, ...] = ("text_encoder",)
+    text_tokens: int = 512
+    lora_targets: tuple[str, ...] = tuple(f"{layer}.{name}" for layer in ("attn1", "attn2") for name in _PROJECTIONS)
+
+    def latent_shape(self, pipe: Any, height: int, width: int) -> tuple[int, ...]:
+        """`video_shape` of a single frame."""
+        return self.video_shape(pipe, height, width, 1)
+
+    def video_shape(self, pipe: Any, height: int, width: int, frames: int) -> tuple[int, ...]:
+        """(channels, (frames - 1) / 4 + 1, height / 8, width / 8). Raises `ConfigError` unless frames - 1 is a multiple of 4
+        and both sizes are multiples of 16; and for Wan 2.2, whose two transformers or times per token have no place here."""
+        for name, allowed in (("transformer_2", None), ("boundary_ratio", None), ("expand_timesteps", False)):
+            found = getattr(pipe, name, None) if name == "transformer_2" else pipe.config[name]
+            require(found is allowed, f"{name} of the pipeline", type(found).__name__, f"{allowed}, as in Wan 2.1")
+        patch, factor = pipe.transformer.config.patch_size, pipe.vae_scale_factor_temporal
+        units = (pipe.vae_scale_factor_spatial * patch[1], pipe.vae_scale_factor_spatial * patch[2])
+        for name, value, unit in zip(("height", "width"), (height, width), units, strict=True):
+            require(value % unit == 0, name, value, f"a multiple of {unit}")
+        require((frames - 1) % factor == 0, "num_frames", frames, f"1 more than a multiple of {factor}")
+        sides = (side // pipe.vae_scale_factor_spatial for side in (height, width))
+        return (pipe.transformer.config.in_channels, (frames - 1) // factor + 1, *sides)
+
+    def set_timesteps(self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any) -> None:
+        """The scheduler's grid with its fixed shift: 3 for 480p, 5 for 720p."""
+        scheduler.set_timesteps(steps)
+
+    def encode(self, pipe: Any, text: str, tokens: int, device: torch.device) -> Mapping[str, Tensor]:
+        """The prompt's embeddings [tokens, dim], zeros after its own."""
+        words, _ = pipe.encode_prompt(text, do_classifier_free_guidance=False, max_sequence_length=tokens, device=device)
+        return {"words": words[0]}
+
+    def velocity(
+        self, transformer: Any, latent: Tensor, timestep: Tensor, rows: Mapping[str, Tensor], size: tuple[int, int]
+    ) -> Tensor:
+        """`WanTransformer3DModel`."""
+        return transformer(latent, timestep, rows["words"], return_dict=False)[0]
+
+    def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
+        """z std + mean per channel, decoded frame by frame: [sample, frame, 3, height, width]."""
+        config = pipe.vae.config
+        std, mean = (torch.tensor(values, device=latent.device, dtype=latent.dtype).view(-1, 1, 1, 1)
+                     for values in (config.latents_std, config.latents_mean))  # fmt: skip
+        return rearrange(pipe.vae.decode(latent * std + mean, return_dict=False)[0], "s c f h w -> s f c h w")

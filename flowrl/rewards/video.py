@@ -1,0 +1,89 @@
+"""Videos [sample, frame, channel, height, width]: rewards of their frames and of their motion, and images to show them by."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowrl.errors import RewardError, require
+from flowrl.options import checked_options
+from flowrl.protocols import RewardModel
+from flowrl.rewards.contract import check_score_shape, marks_invalid
+from flowrl.types import ImagesOrVideos, Prompt
+
+Videos = Float[Tensor, "sample frame channel height width"]
+"""Videos in [0, 1]."""
+POSITIONS = ("first", "middle", "last", "all")
+SHOWN = ("first", "middle", "last")
+
+
+def is_video(images: Tensor) -> bool:
+    """Whether samples have a frame axis."""
+    return images.ndim == 5
+
+
+def chosen_frames(frames: str | int, count: int) -> list[int]:
+    """The indices of the frames that `frames` names among `count`: first, middle (the earlier one of two), last, all, or a
+    number k of frames at equal distances, rounded, the first and the last among them (k = 1: the middle one; all if fewer)."""
+    named = {"first": [0], "middle": [(count - 1) // 2], "last": [count - 1], "all": list(range(count)), 1: [(count - 1) // 2]}
+    if frames in named:
+        return named[frames]
+    return list(dict.fromkeys(torch.linspace(0, count - 1, int(frames)).round().int().tolist()))
+
+
+@checked_options
+@dataclass(frozen=True)
+class FrameMean:
+    """The mean over frames of a reward for images: R = 1/|F| sum_{f in F} r(frame f, prompt).
+
+    `frames` chooses F: first, middle, last, all, or a number k of frames at equal distances, the first and the last among them.
+    The reward gets all chosen frames of a video in one call. An image counts as a video of one frame. A video is invalid if the
+    reward marks one of its chosen frames. For components, put it inside a weighted sum. Raises `ConfigError` for other `frames`.
+    """
+
+    reward: RewardModel
+    frames: str | int = "all"
+
+    def __post_init__(self) -> None:
+        known = self.frames in POSITIONS or (isinstance(self.frames, int) and self.frames >= 1)
+        require(known, "frames", self.frames, f"{', '.join(POSITIONS)}, or a number of frames, 1 or more")
+
+    @property
+    def marks_invalid(self) -> bool:
+        """Whether the reward may mark frames invalid."""
+        return marks_invalid(self.reward)
+
+    def score(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Tensor:
+        """Scores [sample]. Raises `RewardContractError` if the reward returns anything but one number per frame."""
+        videos = images if is_video(images) else images.unsqueeze(1)
+        chosen = chosen_frames(self.frames, videos.shape[1])
+        repeated = [prompt for prompt in prompts for _ in chosen]
+        scores = self.reward.score(videos[:, chosen].flatten(0, 1), repeated)
+        origin = f"the reward {type(self.reward).__name__} of frame-mean"
+        return check_score_shape(scores, len(repeated), origin).view(len(prompts), -1).mean(1)
+
+
+@dataclass(frozen=True)
+class Motion:
+    """The mean absolute change between successive frames, 1/(F - 1) sum_f mean |x_{f+1} - x_f|, 0 (a still) to 1.
+
+    It needs no network and shows within minutes whether training on videos works. As a held-out reward it reveals a policy that
+    has learned to freeze its videos for the sake of a reward of single frames. Raises `RewardError` for images, and for videos
+    of one frame.
+    """
+
+    def score(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Tensor:
+        """Scores [sample]."""
+        if not is_video(images) or images.shape[1] < 2:
+            raise RewardError(f"motion scores videos of two frames or more, not images {list(images.shape)}")
+        return images.diff(dim=1).abs().flatten(1).mean(1)
+
+
+def stills(images: ImagesOrVideos) -> Float[Tensor, "sample channel height side"]:
+    """Images to look at: images as they are, and videos as their first, middle and last frames from left to right."""
+    if not is_video(images):
+        return images
+    chosen = sorted({chosen_frames(position, images.shape[1])[0] for position in SHOWN})
+    return torch.cat(images[:, chosen].unbind(1), dim=-1)
