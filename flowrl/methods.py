@@ -128,7 +128,7 @@ def tree_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None 
 OWN_LOSSES = {
     "diffusion-nft": "diffusion-nft",
     "awm": "awm",
-    "dgpo": "dgpo(beta_dpo=1.0, clip=None, sample_from=None)",
+    "dgpo": "dgpo(beta_dpo=1.0, sample_from=None)",
 }
 """The forward-process methods and the loss that each has unless another one is given; the KL weight is that of the run."""
 
@@ -167,7 +167,12 @@ def awm(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None
 
 
 def dgpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
-    """DGPO (arXiv 2510.08425): the forward process, the good half of a group preferred to the bad half; DPM-Solver++."""
+    """DGPO (arXiv 2510.08425): the forward process, the good half of a group preferred to the bad half; DPM-Solver++.
+
+    Of the loss's options the published ones but for beta_dpo 1 instead of 100, which fits errors in two dimensions, and samples
+    of the current weights throughout. Measured on the mixture world, 40 iterations, held-out reward of 0.220 before: 0.88 to
+    0.92 with learning rate 2e-2 (seeds 0 to 2; with clip 0.2: 0.41 to 0.80), 0.26 with beta_dpo 100 (1e-2, no clip, seed 0).
+    """
     return _forward_process("dgpo", sampler, loss, "arXiv 2510.08425")
 
 

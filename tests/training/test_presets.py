@@ -306,7 +306,8 @@ def test_every_preset_can_be_planned(name):
 
 def test_there_are_three_models_eleven_methods_three_tasks_and_exact_definitions():
     assert {kind: set(files) for kind, files in shipped().items()} == {
-        "models": {SD3, FLUX, QWEN}, "methods": {FLOW, STEPWISE, TURNING, DANCE, *TREES, *FORWARD}, "tasks": {GENEVAL, OCR, PICKSCORE},
+        "models": {SD3, FLUX, QWEN}, "methods": {FLOW, STEPWISE, TURNING, DANCE, *TREES, *FORWARD}, 
+        "tasks": {GENEVAL, OCR, PICKSCORE},
         "definitions": {"exact"},
     }  # fmt: skip
     assert len(combinations()) == 99
