@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from flowrl.credit import (
     check_advantages,
     example,
 )
-from flowrl.errors import ConfigError, CreditError
+from flowrl.errors import ConfigError, CreditError, require
 from flowrl.losses import ClippedLoss
 from flowrl.probes import Branch, Comb, Completion
 from flowrl.protocols import CreditAssigner, ForwardLoss, PartsCreditAssigner, PolicyLoss, RandomSampler, Sampler
@@ -124,6 +125,57 @@ def tree_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None 
     return replace(base, name="tree-grpo", credit=credit, shared_noise=True, source="arXiv 2512.08153")
 
 
+OWN_LOSSES = {
+    "diffusion-nft": "diffusion-nft",
+    "awm": "awm",
+    "dgpo": "dgpo(beta_dpo=1.0, sample_from=None)",
+}
+"""The forward-process methods and the loss that each has unless another one is given; the KL weight is that of the run."""
+
+
+def method_loss(method: str, spec: str, **defaults: Any) -> Loss:
+    """The loss that `spec` describes; for a method of `OWN_LOSSES` the plain "clipped" means its own. `defaults`: see `build`.
+
+    Raises `ConfigError` for a policy loss with a forward-process method."""
+    own = OWN_LOSSES.get(method)
+    loss: Loss = build("loss", own if own and spec == "clipped" else spec, **defaults)
+    allowed = f"a forward-process loss with {method}, as in {own}; clipped, the default, is {method}'s own"
+    require(own is None or isinstance(loss, ForwardLoss), "loss", spec, allowed)
+    return loss
+
+
+def _forward_process(name: str, sampler: Sampler | RandomSampler | None, loss: Loss | None, source: str) -> Method:
+    loss = method_loss(name, "clipped", kl_weight=0.0) if loss is None else loss
+    require(isinstance(loss, ForwardLoss), f"loss of {name}", type(loss).__name__, "a forward-process loss")
+    return Method(name, sampler or Multistep(), Uniform(std="batch", clamp=None), loss, source=source)
+
+
+def diffusion_nft(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
+    """DiffusionNFT (arXiv 2509.16117): the forward process, two mixtures of old and new velocity; DPM-Solver++.
+
+    Of the loss's options the published ones for most rewards (beta 1, an old network that lags by d = 0.001 per step).
+    """
+    return _forward_process("diffusion-nft", sampler, loss, "arXiv 2509.16117")
+
+
+def awm(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
+    """AWM (arXiv 2509.25050): the forward process, matching weighted by advantages; published with SA-Solver, here DPM-Solver++.
+
+    Of the loss's options the published ones for GenEval, without its KL weight.
+    """
+    return _forward_process("awm", sampler, loss, "arXiv 2509.25050")
+
+
+def dgpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
+    """DGPO (arXiv 2510.08425): the forward process, the good half of a group preferred to the bad half; DPM-Solver++.
+
+    Of the loss's options the published ones but for beta_dpo 1 instead of 100, which fits errors in two dimensions, and samples
+    of the current weights throughout. Measured on the mixture world, 40 iterations, held-out reward of 0.220 before: 0.88 to
+    0.92 with learning rate 2e-2 (seeds 0 to 2; with clip 0.2: 0.41 to 0.80), 0.26 with beta_dpo 100 (1e-2, no clip, seed 0).
+    """
+    return _forward_process("dgpo", sampler, loss, "arXiv 2510.08425")
+
+
 METHODS: dict[str, Callable[..., Method]] = {
     "flow-grpo": flow_grpo,
     "stepwise-flow-grpo": stepwise_flow_grpo,
@@ -135,6 +187,9 @@ METHODS: dict[str, Callable[..., Method]] = {
     "tempflow-grpo": tempflow_grpo,
     "granular-grpo": granular_grpo,
     "tree-grpo": tree_grpo,
+    "diffusion-nft": diffusion_nft,
+    "awm": awm,
+    "dgpo": dgpo,
 }
 WINDOWS = (
     "all, all-but-last, START:SIZE (fixed), random:SIZE[:END][:RATIO] (drawn every iteration, among the first END steps, starts "

@@ -11,7 +11,7 @@ import torch
 from flowrl.distributed import Distributed
 from flowrl.errors import CheckpointError, require
 from flowrl.flow import uniform_schedule
-from flowrl.methods import Method, make_sampler, named_method, try_credit
+from flowrl.methods import Method, make_sampler, method_loss, named_method, try_credit
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, RandomSampler, RewardModel
 from flowrl.registry import build
@@ -59,8 +59,10 @@ def make_method(config: RunConfig) -> Method:
 
 
 def make_loss(config: RunConfig) -> PolicyLoss | ForwardLoss:
-    """The loss by name, with this run's clip and KL weight if it has such options and the spec does not set them."""
-    return build("loss", config.algorithm.loss, clip_range=config.algorithm.clip_range, kl_weight=config.algorithm.kl_weight)
+    """The loss by name, with this run's clip and KL weight if it has such options and the spec does not set them; a method's own
+    for "clipped" with a forward-process method (`flowrl.methods.method_loss`)."""
+    algorithm = config.algorithm
+    return method_loss(algorithm.method, algorithm.loss, clip_range=algorithm.clip_range, kl_weight=algorithm.kl_weight)
 
 
 def make_reward(config: RunConfig) -> RewardModel:

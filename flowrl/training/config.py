@@ -50,7 +50,7 @@ class AlgorithmConfig:
 
     method: str = "flow-grpo"
     """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo, tempflow-grpo,
-    granular-grpo or tree-grpo; with `credit`, the name in tables."""
+    granular-grpo, tree-grpo, diffusion-nft, awm or dgpo; with `credit`, the name in tables."""
     credit: str = ""
     """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class."""
     sampler: str = "flow-sde"
@@ -65,7 +65,9 @@ class AlgorithmConfig:
     initial_noise: Literal["auto", "shared", "independent"] = "auto"
     """Initial noise within a group: auto (as the method says), shared or independent."""
     loss: str = "clipped"
-    """clipped, grpo-guard, flow-dppo or policy-gradient, with options as in clipped(kl=without_delta); a plug-in or a file."""
+    """clipped, grpo-guard, flow-dppo or policy-gradient, with options as in clipped(kl=without_delta); a plug-in or a file.
+    Forward-process losses: diffusion-nft, awm or dgpo. The default, clipped, means the method's own loss with a method of that
+    name, which allows no policy loss."""
     clip_range: float = 2e-3
     """Largest change of a ratio before its pair stops counting (losses that clip)."""
     kl_weight: float = 0.0

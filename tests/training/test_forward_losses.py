@@ -7,13 +7,13 @@ from flowrl.credit import StepwiseGain, Uniform
 from flowrl.errors import ConfigError
 from flowrl.flow import DrawnSteps, StratifiedTimes
 from flowrl.forward import Decay
-from flowrl.losses import AWM, DGPO, DiffusionNFT
-from flowrl.methods import Method
+from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT
+from flowrl.methods import Method, named_method
 from flowrl.probes import Branch, Tweedie
 from flowrl.rollout.forward_batch import ForwardBatches, step_of, training_noise
 from flowrl.rollout.rollout import Groups
 from flowrl.samplers import ODE, AllButLast, FlowSDE, Multistep
-from flowrl.training.build import make_method
+from flowrl.training.build import make_method, make_trainer
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.plan import plan
 from flowrl.training.trainer import Trainer
@@ -186,3 +186,35 @@ def test_a_deterministic_sampler_serves_forward_losses_only():
         make_method(RunConfig.of(**given, sampler="ode"))
     with pytest.raises(ConfigError, match="at least one stochastic step"):
         make_method(RunConfig.of(**given, sampler="multistep"))
+
+
+def test_named_methods_have_losses_of_their_own():
+    """The plain default is the method's own loss with the run's KL weight; an explicit forward loss replaces it."""
+    expected = {"diffusion-nft": DiffusionNFT(kl_weight=0.2), "awm": AWM(kl_weight=0.2),
+                "dgpo": DGPO(beta_dpo=1.0, sample_from=None, kl_weight=0.2)}  # fmt: skip
+    for name, loss in expected.items():
+        config = RunConfig.of(world="mixture", task="direction", method=name, kl_weight=0.2)
+        method = make_method(config)
+        assert (method.name, method.loss, method.credit, method.shared_noise) == (name, loss, BATCH, False)
+        stepwise = make_method(config.replace(credit="stepwise-gain"))
+        assert (stepwise.loss, stepwise.credit) == (loss, StepwiseGain())
+        assert make_method(config.replace(loss="awm(power=0.5)")).loss == AWM(power=0.5, kl_weight=0.2)
+        assert named_method(name).sampler == Multistep()
+
+
+@pytest.mark.parametrize("loss", ["clipped(kl=without_delta)", "grpo-guard", "policy-gradient"])
+def test_a_policy_loss_with_a_forward_process_method_is_one_error(loss):
+    config = RunConfig.of(world="mixture", task="direction", method="dgpo", loss=loss)
+    with pytest.raises(ConfigError, match=r"^loss = .* is not allowed: a forward-process loss with dgpo"):
+        make_method(config)
+    with pytest.raises(ConfigError, match=r"loss of awm = 'ClippedLoss' is not allowed"):
+        named_method("awm", loss=ClippedLoss())
+
+
+@pytest.mark.parametrize("name", ["diffusion-nft", "awm", "dgpo"])
+def test_named_methods_learn(name):
+    """The mean reward of the last iterations is well above that of the first ones (mixture, 16 iterations)."""
+    config = preset("default").apply(world="mixture", method=name, groups=8, minibatches=4)
+    trainer = make_trainer(config)
+    rewards = [trainer.iteration()["reward_mean"] for _ in range(16)]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3

@@ -10,9 +10,10 @@ from flowrl.errors import ConfigError
 from flowrl.io import write_json
 from flowrl.methods import named_method
 from flowrl.prompts import prompts_from
+from flowrl.protocols import ForwardLoss
 from flowrl.settings import grouped, read_settings, settings_text
 from flowrl.testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
-from flowrl.training.build import first_trained_steps, make_world
+from flowrl.training.build import first_trained_steps, make_method, make_world
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.evaluation import write_trajectory
 from flowrl.training.plan import plan, plan_text
@@ -20,6 +21,9 @@ from flowrl.training.presets import combinations, combine, published, published_
 from flowrl.training.results import load_run
 
 FLOW, STEPWISE, TURNING, DANCE = "flow-grpo", "stepwise-flow-grpo", "tp-grpo", "dance-grpo"
+BRANCH, TEMPFLOW, GRANULAR, TREE = "branch-grpo", "tempflow-grpo", "granular-grpo", "tree-grpo"
+NFT, AWM, DGPO = "diffusion-nft", "awm", "dgpo"
+TREES, FORWARD = (BRANCH, TEMPFLOW, GRANULAR, TREE), (NFT, AWM, DGPO)
 SD3, FLUX, QWEN, WAN = "sd3.5-medium", "flux.1-dev", "qwen-image", "wan2.1-t2v-1.3b"
 GENEVAL, OCR, PICKSCORE = "geneval", "ocr", "pickscore"
 EVERYWHERE = {"betas": (0.9, 0.999), "weight_decay": 1e-4, "max_grad_norm": 1.0, "tuning": "lora", "max_sequence_length": 128}
@@ -52,6 +56,23 @@ FLOW_CODE = {
     "loss": "clipped(kl=without_delta)", "kl_weight": 0.04, "drop_zero_advantages": True, "guidance_gradient": "prompt",
     "minibatches": 2, "learning_rate": 3e-4, "ema_decay": 0.987, "group_size": 24,
 }  # fmt: skip
+TREE_CODE = {
+    "sampler": "flow-sde", "noise_level": 0.7, "trained_steps": "all", "initial_noise": "shared", "loss": "clipped",
+    "clip_range": 1e-4, "kl_weight": 0.0, "drop_zero_advantages": False, "guidance_gradient": "both", "minibatches": 2,
+    "learning_rate": 3e-4, "ema_decay": 0.987,
+}  # fmt: skip
+FORWARD_CODE = {
+    "sampler": "multistep", "trained_steps": "all", "initial_noise": "independent", "credit": "uniform(std=batch, clamp=none)",
+    "drop_zero_advantages": False, "minibatches": 1, "learning_rate": 3e-4, "ema_decay": 0.987, "group_size": 24,
+}  # fmt: skip
+SPLITS = "children={0: 2, 3: 2, 6: 2, 9: 2}"
+
+
+def dgpo_loss(beta, clip, sample_from, steps):
+    times = f"times='steps(count=4, steps={steps})'"
+    return f"dgpo(beta_dpo={beta}, clip={clip}, decay=(1, 0.001, 0.3), sample_from={sample_from}, {times})"
+
+
 METHODS = {
     FLOW: {**FLOW_CODE, "initial_noise": "independent", "credit": "uniform(std=batch)"},
     STEPWISE: {**FLOW_CODE, "initial_noise": "shared"},
@@ -64,6 +85,35 @@ METHODS = {
         "sampler": "dance-sde", "noise_level": 0.3, "window": "all-but-last", "trained_steps": "random:0.6", "clip_range": 1e-4,
         "group_size": 12, "loss": "clipped", "kl_weight": 0.0, "drop_zero_advantages": False, "initial_noise": "shared",
         "guidance_gradient": "both", "minibatches": 3, "learning_rate": 3e-4, "ema_decay": 0.0,
+    },
+    BRANCH: {
+        **TREE_CODE, "sampler": "dance-sde", "noise_level": 0.3, "window": "all", "clip_range": 1e-3, "group_size": 16,
+        "num_steps": 20, "credit": f"depth-relative(scope=tree, std=sample, probe='branch({SPLITS}, weight=edge)')",
+    },
+    TEMPFLOW: {
+        **FLOW_CODE, "initial_noise": "independent", "window": "all-but-last", "trained_steps": "all",
+        "credit": "weighted(weights=noise, rule=\"sibling-relative(probe='comb(branches=6, count=1)')\")",
+    },
+    GRANULAR: {
+        **TREE_CODE, "window": "0:8", "group_size": 36, "num_steps": 16,
+        "credit": "sibling-relative(probe='comb(branches=12, count=1, strides=(1, 2, 3))')",
+    },
+    TREE: {
+        **TREE_CODE, "window": "random:3:0.5", "group_size": 27, "num_steps": 10,
+        "credit": "backed-up(backup=softmax, probe='branch(children=(3, 3, 3))')",
+    },
+    NFT: {
+        **FORWARD_CODE, "loss": "diffusion-nft(beta=1.0, advantage_clip=5.0, decay=(0, 0.001, 0.5))", "kl_weight": 1e-4,
+        "num_steps": 10, "ema_decay": 0.9, "guidance_scale": 1.0,
+    },
+    AWM: {
+        **FORWARD_CODE, "kl_weight": 1e-3, "num_steps": 14, "ema_decay": 0.99, "guidance_scale": 1.0,
+        "loss": "awm(weight=ghuber, power=0.25, clip=1.0, average_weight=1.0, decay=(0, 0.001, 0.3), "
+                "times='stratified(count=6)')",
+    },
+    DGPO: {
+        **FORWARD_CODE, "loss": dgpo_loss(100.0, 0.01, 200, 7), "kl_weight": 0.02, "group_size": 16, "num_steps": 10,
+        "eval_steps": 14, "dtype": "bfloat16", "lora_rank": 64, "lora_alpha": 128.0, "guidance_gradient": "both",
     },
 }  # fmt: skip
 FLOW_ON_FLUX = {"noise_level": 0.9, "kl_weight": 0.0, "drop_zero_advantages": False}
@@ -91,13 +141,29 @@ CROSSED = {
     (TURNING, WAN): {"window": "0:19"},
     (TURNING, FLUX): {"window": "0:5"},
     (DANCE, FLUX): {"num_steps": 16, "resolution": 720},
+    (BRANCH, FLUX): {"resolution": 720},
+    (GRANULAR, FLUX): {"resolution": 720},
+    (TEMPFLOW, PICKSCORE): {"kl_weight": 0.01},
+    (TEMPFLOW, FLUX): {**FLOW_ON_FLUX, "resolution": 1024},
+    (TEMPFLOW, QWEN): {
+        "kl_weight": 0.0, "drop_zero_advantages": False, "ema_decay": 0.0, "guidance_gradient": "both",
+    },
+    (NFT, OCR): {"loss": "diffusion-nft(beta=0.1, advantage_clip=5.0, decay=(75, 0.0075, 0.999))", "minibatches": 2},
+    (AWM, OCR): {"kl_weight": 3e-3},
+    (AWM, PICKSCORE): {"kl_weight": 1e-4},
+    (DGPO, GENEVAL): {"loss": dgpo_loss(101.0, 0.01, 500, 5), "credit": "uniform(std=group, clamp=none)"},
+    (DGPO, PICKSCORE): {"loss": dgpo_loss(10.0, 0.05, 200, 7), "kl_weight": 1e-3},
 }  # fmt: skip
-EXACT = {"loss": "clipped", "drop_zero_advantages": False, "guidance_gradient": "both"}
-EXACT_FLOW = {"window": "all-but-last", "trained_steps": "all"}
+EXACT = {"drop_zero_advantages": False, "guidance_gradient": "both"}
+EXACT_FLOW = {"loss": "clipped", "window": "all-but-last", "trained_steps": "all"}
 CROSSED_EXACT = {
     (FLOW,): {**EXACT_FLOW, "credit": "uniform"},
     (STEPWISE,): EXACT_FLOW,
-    (TURNING,): {"credit": "turning-point"},
+    (TURNING,): {"credit": "turning-point", "loss": "clipped"},
+    (BRANCH,): {"credit": f"depth-relative(scope=tree, std=sample, probe='branch({SPLITS})')"},
+    (TEMPFLOW,): {"loss": "clipped"},
+    (TEMPFLOW, SD3): {"kl_weight": 0.0091},
+    (TEMPFLOW, SD3, PICKSCORE): {"kl_weight": 0.0023},
     (FLOW, SD3): {"kl_weight": 0.0091},
     (STEPWISE, SD3): {"kl_weight": 0.0091},
     (FLOW, SD3, PICKSCORE): {"kl_weight": 0.0023},
@@ -113,13 +179,15 @@ TRAINED = {
     (FLUX, FLOW): 5, (FLUX, STEPWISE): 5, (FLUX, TURNING): 5, (FLUX, DANCE): 9,
     (QWEN, FLOW): 2, (QWEN, STEPWISE): 9, (QWEN, TURNING): 9, (QWEN, DANCE): 5,
     (WAN, FLOW): 19, (WAN, STEPWISE): 19, (WAN, TURNING): 19, (WAN, DANCE): 11,
+    (SD3, TEMPFLOW): 9, (FLUX, TEMPFLOW): 5, (QWEN, TEMPFLOW): 9, (WAN, TEMPFLOW): 19,
+    **{(model, method): steps for model in MODELS for method, steps in ((BRANCH, 20), (GRANULAR, 8), (TREE, 3))},
 }  # fmt: skip
 FLAVOURS = [name + form for name in combinations() for form in ("", ",exact")]
 
 
 @pytest.mark.parametrize("name", FLAVOURS)
 def test_values_are_the_papers_or_their_translation(name):
-    """arXiv 2505.05470, 2603.28718, 2602.06422, 2505.07818 and released settings; benchmarks/translation.py for the rest."""
+    """The papers' and released settings; benchmarks/translation.py for the rest."""
     model, method, task, *exact = name.split(",")
     expected = {**EVERYWHERE, **MODELS[model], **METHODS[method]}
     tables = [CROSSED, {(): EXACT}, CROSSED_EXACT] if exact else [CROSSED]
@@ -131,8 +199,12 @@ def test_values_are_the_papers_or_their_translation(name):
     scored = changes["reward"].removeprefix("frame-mean(reward=").lstrip("'") if model == WAN else changes["reward"]
     assert scored.startswith(task) and changes["method"] == method
     assert changes.keys() - expected.keys() <= OURS | {"iterations", "model", "method", "eval_every"}
-    trained = TRAINED[model, method] - bool(exact and model != FLUX and method == TURNING)
-    assert len(first_trained_steps(preset(name).apply())) == trained
+    config = preset(name).apply()
+    if method in FORWARD:
+        assert isinstance(make_method(config).loss, ForwardLoss)
+    else:
+        trained = TRAINED[model, method] - bool(exact and model != FLUX and method == TURNING)
+        assert len(first_trained_steps(config)) == trained
 
 
 OURS = {
@@ -147,6 +219,36 @@ NO_LORA = {"tuning", "learning_rate", "lora_rank", "lora_alpha", "lora_targets",
 UNPUBLISHED = {"num_steps", "model", "resolution", "dtype", "guidance_scale", "negative_prompt", "max_sequence_length",
                "lora_rank", "lora_alpha", "lora_targets", "eval_steps"}  # fmt: skip
 PAPER = {"method", "sampler", "initial_noise"}
+SAMPLE = {"method", "initial_noise", "group_size"}
+FORWARD_PUBLISHED = SAMPLE | {
+    "credit", "drop_zero_advantages", "kl_weight", "learning_rate", "minibatches", "num_steps", "trained_steps",
+}  # fmt: skip
+AS_PUBLISHED = {
+    BRANCH: SAMPLE | {
+        "clip_range", "credit", "iterations", "loss", "max_grad_norm", "noise_level", "num_steps", "trained_steps",
+        "weight_decay", "window",
+    },
+    TEMPFLOW: SAMPLE,
+    GRANULAR: SAMPLE - {"group_size"} | {
+        "clip_range", "kl_weight", "max_grad_norm", "noise_level", "num_steps", "weight_decay", "window",
+    },
+    TREE: SAMPLE | {"credit", "kl_weight", "trained_steps", "window"},
+    NFT: FORWARD_PUBLISHED | {"guidance_scale", "loss", "max_grad_norm", "sampler", "weight_decay"},
+    AWM: FORWARD_PUBLISHED | {"ema_decay", "guidance_scale"},
+    DGPO: FORWARD_PUBLISHED | {
+        "betas", "dtype", "eval_steps", "lora_alpha", "lora_rank", "loss", "max_grad_norm", "sampler", "weight_decay",
+    },
+    (BRANCH, FLUX): {"dtype", "model", "resolution"},
+    (TEMPFLOW, SD3): {"model"},
+    (TEMPFLOW, FLUX): {"model", "resolution"},
+    (GRANULAR, FLUX): {"dtype", "model", "resolution"},
+    (TREE, SD3): {"model", "num_steps"},
+    (NFT, SD3): {"dtype", "lora_alpha", "lora_rank", "lora_targets", "model", "resolution", "tuning"},
+    (AWM, SD3): {"dtype", "lora_alpha", "lora_rank", "model", "resolution", "tuning"},
+    (AWM, FLUX): {"model"},
+    (DGPO, SD3): {"model", "resolution", "tuning"},
+}  # fmt: skip
+"""What trees and forward-process methods have as published, for every model and in addition for one."""
 DIFFERING = {
     (SD3, FLOW): (FREE, {"credit", "window", "trained_steps", "loss", "kl_weight", "drop_zero_advantages", "guidance_gradient"}),
     (FLUX, FLOW): (FREE | ONE_BRANCH, {"credit", "window", "trained_steps", "loss"}),
@@ -185,6 +287,9 @@ def test_what_differs_from_the_published_values_is_known_and_has_a_reason(name):
     if method == STEPWISE:  # nothing is published but the method and, for SD3.5, its grid and guidance
         settled = PAPER | ({"num_steps", "model", "guidance_scale", "eval_steps"} if model == SD3 else set())
         assert rows.keys() - differing == settled
+    elif method in TREES + FORWARD:
+        settled = AS_PUBLISHED[method] | AS_PUBLISHED.get((method, model), set())
+        assert rows.keys() - differing == settled - ({"credit"} if method == BRANCH and exact else set())
     else:
         released, more = DIFFERING[model, method]
         same_reward = task == PICKSCORE and method != DANCE and not exact
@@ -225,12 +330,12 @@ def test_every_preset_can_be_planned(name):
     assert "optimizer steps" in plan_text(plan(config), config)
 
 
-def test_there_are_four_models_four_methods_three_tasks_and_exact_definitions():
+def test_there_are_four_models_eleven_methods_three_tasks_and_exact_definitions():
     assert {kind: set(files) for kind, files in shipped().items()} == {
-        "models": {SD3, FLUX, QWEN, WAN}, "methods": {FLOW, STEPWISE, TURNING, DANCE}, "tasks": {GENEVAL, OCR, PICKSCORE},
-        "definitions": {"exact"},
+        "models": {SD3, FLUX, QWEN, WAN}, "methods": {FLOW, STEPWISE, TURNING, DANCE, *TREES, *FORWARD},
+        "tasks": {GENEVAL, OCR, PICKSCORE}, "definitions": {"exact"},
     }  # fmt: skip
-    assert len(combinations()) == 48
+    assert len(combinations()) == 132
     for kind, files in shipped().items():
         for path in files.values():
             about = yaml.safe_load(path.read_text())["about"]
@@ -276,16 +381,26 @@ SMALL = {
 }  # fmt: skip
 
 
+LEAVES = {BRANCH: 16, TEMPFLOW: 6, GRANULAR: 36, TREE: 27}
+"""The smallest group that a method's tree fits."""
+RUN = [name for name in FLAVOURS if name.split(",")[1] not in TREES + FORWARD] + [
+    f"{model},{method},{(GENEVAL, OCR, PICKSCORE)[(i + j + bool(form)) % 3]}{form}"
+    for i, model in enumerate(MODELS) for j, method in enumerate(TREES + FORWARD) for form in ("", ",exact")
+]  # fmt: skip
+"""Trees and forward-process methods with one task per model and form, in turn; all tasks are planned and checked by value."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FLAVOURS)
+@pytest.mark.parametrize("name", RUN)
 def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     """Networks, sizes and counts are small; steps, sampler, window, loss, rule, prompts and kind of reward are the preset's."""
-    model, _, task, *_ = name.split(",")
+    model, method, task, *_ = name.split(",")
+    size = LEAVES.get(method, 2)
     if task == "ocr":
         pytest.importorskip("rapidocr")
     root, rewards = tiny
     monkeypatch.setattr(write_trajectory, "__defaults__", (2,))  # of twelve trajectories
-    own = {**SMALL, "model": str(root / model), "reward": rewards[task], "tracker": "none"}
+    own = {**SMALL, "group_size": size, "model": str(root / model), "reward": rewards[task], "tracker": "none"}
     if model == WAN:
         own |= {"width": 16, "num_frames": 5, "reward": f"frame-mean(reward={rewards[task]!r}, frames=2)"}
     if task == "geneval":  # the tiny detector knows four classes
@@ -296,7 +411,8 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     assert main(["train", "--preset", f"{name},{tmp_path / 'small.yaml'}", "--out", str(out)]) == 0
     run, config = load_run(out), load_config(out / "config.yaml")
     row = run.rows[1]
-    assert run.finished and row["trajectories"] == 2 and (row["grad_norm"] >= 0 if row["train_nfe"] else row["dropped"] == 2)
+    assert run.finished and row["trajectories"] == size
+    assert row["grad_norm"] >= 0 if row["train_nfe"] else row["dropped"] == size
     kept = preset(name).changes
     assert all(config.flat()[key] == value for key, value in kept.items() if key not in own)
     assert (out / "lora" / "pytorch_lora_weights.safetensors").exists()

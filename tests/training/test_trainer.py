@@ -10,8 +10,8 @@ from safetensors.torch import save
 from flowrl.credit import GDPO, Uniform
 from flowrl.errors import CheckpointError, ConfigError, CreditError, RewardError, TrainingError
 from flowrl.flow.mixture import GaussianMixture
-from flowrl.losses import ClippedLoss
-from flowrl.methods import METHODS, make_sampler, named_method
+from flowrl.losses import ClippedLoss, DiffusionNFT
+from flowrl.methods import METHODS, OWN_LOSSES, make_sampler, named_method
 from flowrl.probes import NoProbe
 from flowrl.prompts.stream import PromptStream
 from flowrl.registry import build
@@ -313,8 +313,9 @@ def test_configs_survive_json_and_presets_are_valid():
         config = preset(name).apply()
         assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
     for name in METHODS:
-        method = named_method(name, make_sampler("cps", 0.7), ClippedLoss(clip_range=1e-3))
-        assert method.name == name and method.loss == ClippedLoss(clip_range=1e-3)
+        loss = DiffusionNFT(beta=0.5) if name in OWN_LOSSES else ClippedLoss(clip_range=1e-3)
+        method = named_method(name, make_sampler("cps", 0.7), loss)
+        assert method.name == name and method.loss == loss
 
 
 def test_prompts_come_in_shuffled_passes():
