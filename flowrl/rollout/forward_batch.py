@@ -12,7 +12,7 @@ from flowrl.errors import ConfigError
 from flowrl.flow.path import expand
 from flowrl.forward import ForwardBatch, WeightCopy, unit_means
 from flowrl.protocols import FlowPolicy, ForwardLoss, PooledForwardLoss
-from flowrl.rollout.loss_batch import MicroBatch, Pairs, in_units
+from flowrl.rollout.loss_batch import MicroBatch, Pairs, all_pairs, in_units
 from flowrl.rollout.rollout import Groups, Rollout
 from flowrl.types import Condition, Schedule
 
@@ -165,7 +165,7 @@ def forward_pairs(
     `trained` [sample, step] leaves out rows at the times of further steps.
     """
     draws = torch.arange(steps.shape[1], device=steps.device)
-    found = [Pairs(*torch.cartesian_prod(samples, draws).unbind(1)) for samples in parts]
+    found = [all_pairs(samples, draws) for samples in parts]
     if trained is not None:
         found = [pairs[trained[pairs.sample, steps[pairs.sample, pairs.step]]] for pairs in found]
     if loss.together == "row":

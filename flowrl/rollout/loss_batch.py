@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -61,13 +61,19 @@ class Pairs:
             start += length
 
 
+def all_pairs(samples: Tensor, steps: Tensor) -> Pairs:
+    """Every sample with every step."""
+    sample, step = torch.cartesian_prod(samples, steps).unbind(1)
+    return Pairs(sample, step)
+
+
 def minibatch_pairs(parts: Sequence[Tensor], steps: Tensor, tree: Tree, trained: Tensor | None = None) -> list[Pairs]:
     """The pairs of each mini-batch: those of its samples, `parts[k]`, with the trained `steps`.
 
     In a branched tree: those that are decisions, in the mini-batch in which their parent comes first, once per trajectory or,
     with the tree's `weight` "edge", once per distinct edge. `trained` [sample, step] leaves out further pairs.
     """
-    found = [Pairs(*torch.cartesian_prod(samples, steps).unbind(1)) for samples in parts]
+    found = [all_pairs(samples, steps) for samples in parts]
     if tree.branched:
         found = in_units(found, lambda sample, step: _units(sample, step, tree), shared=True)
         found = [pairs[_decisions(pairs, tree)] for pairs in found]
@@ -224,12 +230,12 @@ class LossBatches:
         )
 
 
-def checked_loss(loss: PolicyLoss | ForwardLoss, batch: Any) -> LossResult:
+def checked_loss(loss: PolicyLoss | ForwardLoss, batch: LossBatch | ForwardBatch) -> LossResult:
     """What `loss` makes of the batch. Raises `TrainingError` unless that is a scalar that can be differentiated."""
     call = f"{type(loss).__name__}.loss"
     given = batch.target if isinstance(batch, ForwardBatch) else batch.next_node
     with inputs_unchanged(call, TrainingError, batch.advantages, given, batch.mask):
-        result = loss.loss(batch)
+        result = cast(Any, loss).loss(batch)
     value = getattr(result, "loss", None)
     if not isinstance(result, LossResult) or not isinstance(value, Tensor):
         raise TrainingError(f"{call} returned a {type(result).__name__}; a LossResult with a scalar tensor `loss` is required")

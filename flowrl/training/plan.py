@@ -12,7 +12,7 @@ from flowrl.policies import Memory, Size, architecture_of, count_memory
 from flowrl.policies.small_sd3 import SmallSD3Config
 from flowrl.probes import Cost, Probe, Shape, whole
 from flowrl.protocols import ForwardLoss
-from flowrl.rollout.loss_batch import Pairs, minibatch_pairs
+from flowrl.rollout.loss_batch import all_pairs, minibatch_pairs
 from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.training.build import first_trained_steps, make_method, trial_schedule
 from flowrl.training.config import RunConfig
@@ -72,7 +72,7 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     members, passes_per_pair = torch.arange(rollout.group_size), 1 + method.loss.needs_reference
     if isinstance(method.loss, ForwardLoss):
         trained = torch.arange(method.loss.times.draws(trial_schedule(config)))
-        pairs = Pairs(*torch.cartesian_prod(members, trained).unbind(1))
+        pairs = all_pairs(members, trained)
         passes_per_pair += sum(copy.evaluated for copy in method.loss.copies.values())
     else:
         trained = first_trained_steps(config)

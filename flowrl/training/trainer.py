@@ -175,34 +175,29 @@ class Trainer:
         """What makes the loss's batches, the pairs of each mini-batch among all processes, and which samples [prompt, member]
         they are from: the used trajectories in random order, split into mini-batches; none if no trajectory is used. Every
         process draws the same order."""
-        algorithm, device, path = self.config.algorithm, self.policy.device, collected.rollout.trajectories
+        rollout, condition, path = collected.rollout, collected.condition, collected.rollout.trajectories
         loss, trained = self.method.loss, self.trained_pairs(advantages, path.schedule)
-        own = advantages.to(device).flatten(0, 1)[collected.samples]
+        own = advantages.to(self.policy.device).flatten(0, 1)[collected.samples]
         if isinstance(loss, ForwardLoss):
             times, seed = self.draw_times(loss)
-            steps = torch.arange(path.schedule.steps)
-            batches = ForwardBatches(
-                self.policy,
-                loss,
-                collected.rollout,
-                collected.condition,
-                own,
-                times[collected.samples],
-                seed,
-                self.copies.by_name,
-            )
+            parts, counted = self.draw_parts(advantages, used, torch.arange(path.schedule.steps))
+            pairs = forward_pairs(parts, loss, step_of(times, path.schedule), self.groups.members, trained)
+            mine, copies = times[collected.samples], self.copies.by_name
+            batches = ForwardBatches(self.policy, loss, rollout, condition, own, mine, seed, copies)
         else:
             steps = self.trained_steps(path.schedule)
-            batches = LossBatches(self.policy, sampler, collected.rollout, collected.condition, own, loss.needs_reference)
-        counted = with_advantage(used, advantages, steps) if algorithm.drop_zero_advantages else used
-        order = self.draw_order()
-        order = order[counted.to(device).flatten()[order]]
-        parts = order.chunk(self.config.optim.minibatches) if len(order) else ()
-        if isinstance(loss, ForwardLoss):
-            pairs = forward_pairs(parts, loss, step_of(times, path.schedule), self.groups.members, trained)
-        else:
+            parts, counted = self.draw_parts(advantages, used, steps)
             pairs = minibatch_pairs(parts, steps, path.tree, trained)
+            batches = LossBatches(self.policy, sampler, rollout, condition, own, loss.needs_reference)
         return batches, [one for one in pairs if len(one)], counted
+
+    def draw_parts(self, advantages: Tensor, used: Tensor, steps: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        """The samples of each mini-batch: those that count, in random order; and which [prompt, member] count."""
+        drop = self.config.algorithm.drop_zero_advantages
+        counted = with_advantage(used, advantages, steps) if drop else used
+        order = self.draw_order()
+        order = order[counted.to(order.device).flatten()[order]]
+        return order.chunk(self.config.optim.minibatches) if len(order) else (), counted
 
     def draw_times(self, loss: ForwardLoss) -> tuple[Tensor, int]:
         """The times [sample, draw] of all samples of this iteration, and the seed of their noise."""
