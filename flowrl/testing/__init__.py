@@ -38,9 +38,10 @@ from flowrl.types import Prompt
 
 __all__ = [
     "TINY", "TINY_VIDEO", "ContractAdvice", "ContractBroken", "Finding", "Findings", "check_credit", "check_forward_loss",
-    "check_loss", "check_policy", "check_probe", "check_reward", "check_sampler", "credit_contract", "forward_loss_contract",
-    "loss_contract", "policy_contract", "probe_contract", "reward_contract", "sampler_contract", "schedule_for", "tiny_flux", "tiny_flux_policy",
-    "tiny_qwen_image", "tiny_qwen_image_policy", "tiny_sd3", "tiny_sd3_policy", "tiny_wan", "tiny_wan_policy",
+    "check_loss", "check_policy", "check_probe", "check_reward", "check_sampler", "credit_contract",
+    "forward_loss_contract", "loss_contract", "policy_contract", "probe_contract", "reward_contract", "sampler_contract",
+    "schedule_for", "tiny_flux", "tiny_flux_policy", "tiny_qwen_image", "tiny_qwen_image_policy", "tiny_sd3",
+    "tiny_sd3_policy", "tiny_wan", "tiny_wan_policy",
 ]  # fmt: skip
 
 TestFunction = Callable[..., None]
