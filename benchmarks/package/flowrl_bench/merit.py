@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def layout_of(method: Method) -> str:
     return f"{'shared' if method.shared_noise else 'independent'}{f' {probe}' if isinstance(probe, Branching) else ''}"
 
 
+@cache
 def layouts(world: str) -> dict[str, list[Row]]:
     """Rows by layout."""
     found: dict[str, list[Row]] = {}
