@@ -50,8 +50,10 @@ class Pairs:
 def minibatch_pairs(parts: Sequence[Tensor], steps: Tensor, tree: Tree, trained: Tensor | None = None) -> list[Pairs]:
     """The pairs of each mini-batch: those of its samples, `parts[k]`, with the trained `steps`.
 
-    In a branched tree: those that are decisions, in the mini-batch in which their parent comes first, once per trajectory or,
-    with the tree's `weight` "edge", once per distinct edge. `trained` [sample, step] leaves out further pairs.
+    In a branched tree: those that are decisions, once per trajectory or, with the tree's `weight` "edge", once per distinct edge.
+    All pairs of a parent are in one mini-batch. Parents come in the order of the trajectories that pass them first by number, so
+    that every mini-batch has all depths, and are divided into mini-batches of about equally many pairs. `trained` [sample, step]
+    leaves out further pairs.
     """
     found = [Pairs(*torch.cartesian_prod(samples, steps).unbind(1)) for samples in parts]
     if tree.branched:
@@ -60,21 +62,23 @@ def minibatch_pairs(parts: Sequence[Tensor], steps: Tensor, tree: Tree, trained:
 
 
 def _by_parent(parts: Sequence[Pairs], tree: Tree) -> list[Pairs]:
-    """The decisions among the pairs, sorted by the first appearance of their parent."""
+    """The decisions among the pairs, sorted by their parents."""
     if not parts:
         return []
     device = parts[0].sample.device
     sample, step = (torch.cat([getattr(pairs, name) for pairs in parts]).cpu() for name in ("sample", "step"))
-    part = torch.cat([torch.full((len(pairs),), k) for k, pairs in enumerate(parts)])
     group, member = sample // tree.members, sample % tree.members
     parent = group * tree.units + tree.paths[member, step]
     kept = tree.decisions[member, step]
     if tree.weight == "edge":
         kept &= _first(group * tree.units + tree.paths[member, step + 1]) == torch.arange(len(sample))
-    first = _first(parent)
+    by_number = sample.argsort(stable=True)
+    first = torch.empty_like(by_number)
+    first[by_number] = by_number[_first(parent[by_number])]
     order = first.argsort(stable=True)
     order = order[kept[order]]
-    place = part[first[order]]
+    start = _first(parent[order])  # mini-batches are cut between parents
+    place = start * len(parts) // max(len(order), 1)
     chosen = [order[place == k] for k in range(len(parts))]
     return [Pairs(sample[rows].to(device), step[rows].to(device), parent[rows].to(device)) for rows in chosen]
 
