@@ -83,8 +83,8 @@ last column are those of the shapes world after training.
 
 ## Training
 
-The default run of `flowrl compare` in each world, with each row's rule. The interval is that of the interquartile mean over seeds,
-widened for their small number. Seconds are those of one core.
+The default run of `flowrl compare` in each world, with each row's rule. The interval is that of the interquartile mean over
+seeds, widened for their small number. Seconds are those of one core.
 
 {training}
 

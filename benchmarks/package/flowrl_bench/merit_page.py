@@ -236,9 +236,9 @@ def recommendation(found: Sequence[Verdict]) -> str:
         also = f" {others} fulfil{'s' if len(chosen) == 2 else ''} the criteria too." if others else ""
         spec = ROWS[best.row].settings["credit"]
         return (
-            f'**Use *{best.row}*** in place of Substeps(5): `--credit "{spec}"`. It takes {share} of the evaluations for sampling '
-            f"and probe. Its correlation minus that of Substeps(5) is above -{MARGIN} (lower end of the interval) before and after "
-            f"training in both worlds, and it holds in training.{also}"
+            f'**Use *{best.row}*** in place of Substeps(5): `--credit "{spec}"`. It takes {share} of the evaluations for '
+            f"sampling and probe. Its correlation minus that of Substeps(5) is above -{MARGIN} (lower end of the interval) "
+            f"before and after training in both worlds, and it holds in training.{also}"
         )
     return "No probe fulfils all criteria."
 
