@@ -101,7 +101,7 @@ seeds, widened for their small number. Seconds are those of one core.
 def sizes_text(quick: bool, looks: Mapping[str, int]) -> str:
     """How much was measured."""
     found = [
-        f"{NAMES[world]}: {looks.get(world, 0)} looks of {size.prompts} prompts x {size.members} trajectories"
+        f"{NAMES[world]}: {looks.get(world, 0)} look(s) of {size.prompts} prompts x {size.members} trajectories"
         for world, size in sizes(quick).items()
     ]
     return "; ".join(found) + "."
@@ -120,7 +120,9 @@ def write(folder: Path, page: Path, work: Path, wanted: list[Job], quick: bool, 
         training = "\n".join(train_table(lines))
         full = [full_text(cells, left_out), "## Training runs", training]
         (folder / "merit.md").write_text("\n\n".join([f"# The merit of rules and probes\n\n{__doc__}", *full]) + "\n")
-        tables = "\n\n".join(f"### {title}\n\n" + "\n".join(compact_table(cells, kinds)) for title, kinds in KINDS.items())
+        tables = "\n\n".join(
+            f"### {title}\n\n" + "\n".join(compact_table(cells, left_out, kinds)) for title, kinds in KINDS.items()
+        )
         continuations = " (2-D world) or ".join(str(size.continuations) for size in sizes(quick).values())
         page.write_text(
             TEXT.format(

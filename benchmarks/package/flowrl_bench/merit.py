@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from flowrl.errors import ConfigError
 from flowrl.io import write_json
@@ -259,8 +258,3 @@ def merit(correlation: float, nfe: float) -> float:
     """rho^2 per network evaluation of a trajectory, update included: at an equal budget the signal-to-noise ratio of the
     gradient goes as rho sqrt(number of batches). A negative correlation has no merit."""
     return max(correlation, 0.0) ** 2 / nfe
-
-
-def slopes(sums: Tensor, overall: float, per_step: list[float]) -> list[float]:
-    """Slopes by step over the slope of all steps together: 1 everywhere if no step is over- or understated."""
-    return [slope / overall if overall else math.nan for slope in per_step]

@@ -178,8 +178,10 @@ def credit_table(rows: Sequence[Judged], left_out: Mapping[str, str], kinds: Seq
     return lines
 
 
-def compact_table(cells: Mapping[Cell, Sequence[Judged]], kinds: Sequence[str], world: str = "shapes") -> list[str]:
-    """Markdown: the correlation in every cell, and costs and merit in one world after training."""
+def compact_table(
+    cells: Mapping[Cell, Sequence[Judged]], left_out: Mapping[tuple[str, str], str], kinds: Sequence[str], world: str = "shapes"
+) -> list[str]:
+    """Markdown: the correlation in every cell, and costs and merit in one world after training. "-": not measured."""
     columns = [f"{NAMES[place]}, {stage}" for place, stage in cells]
     lines = [
         f"| row | {' | '.join(columns)} | NFE: sampling + probe + update | merit x 1000 | x decisions |",
@@ -187,15 +189,16 @@ def compact_table(cells: Mapping[Cell, Sequence[Judged]], kinds: Sequence[str], 
     ]
     by_cell = {cell: {one.row: one for one in rows} for cell, rows in cells.items()}
     for name in (row.name for row in ROWS.values() if row.kind in kinds):
-        found = [rows.get(name) for rows in by_cell.values()]
-        one = by_cell.get((world, STAGES[-1]), {}).get(name) or next(filter(None, found), None)
-        if one is None:
-            lines.append(f"| {name} | {'not applicable | ' * len(columns)}| | |")
-            continue
-        texts = [_interval(cell.report.overall.correlation) if cell else "not applicable" for cell in found]
-        costs = one.costs
-        spent = f"{costs.sampling:.1f} + {costs.probe:.1f} + {costs.update:.2f}"
-        lines.append(f"| {name} | {' | '.join(texts)} | {spent} | {1000 * one.merit:.1f} | {1000 * one.merit_of_decisions:.1f} |")
+        texts = []
+        for (place, _), rows in by_cell.items():
+            missing = "not applicable" if (place, name) in left_out else "-"
+            texts.append(_interval(rows[name].report.overall.correlation) if name in rows else missing)
+        one = by_cell.get((world, STAGES[-1]), {}).get(name)
+        spent, merits = "", ("", "")
+        if one is not None:
+            spent = f"{one.costs.sampling:.1f} + {one.costs.probe:.1f} + {one.costs.update:.2f}"
+            merits = f"{1000 * one.merit:.1f}", f"{1000 * one.merit_of_decisions:.1f}"
+        lines.append(f"| {name} | {' | '.join(texts)} | {spent} | {merits[0]} | {merits[1]} |")
     return lines
 
 
