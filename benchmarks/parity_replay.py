@@ -16,7 +16,7 @@ from flowrl.policies import PipelinePolicy
 from flowrl.protocols import PolicyLoss
 from flowrl.rollout import Groups, RewardTables
 from flowrl.rollout.collector import Collected
-from flowrl.rollout.loss_batch import MicroBatch
+from flowrl.rollout.loss_batch import MicroBatch, Pairs
 from flowrl.rollout.metrics import LossMetrics
 from flowrl.training.build import make_method, make_policy, make_world
 from flowrl.training.config import RunConfig
@@ -132,17 +132,15 @@ class ReplayTrainer(Trainer):
         others = [sample for sample in range(self.groups.samples) if sample not in self.given_order]
         return torch.cat([self.given_order, torch.tensor(others, dtype=torch.int64)])
 
-    def minibatches(
-        self, collected: Collected, used: Tensor, steps: Tensor, trained: Tensor | None = None
-    ) -> list[list[MicroBatch]]:
+    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], int]]:
         """Keeps the trajectories and the pairs. The update starts from the given weights, if there are any."""
         self.collected = collected
         with torch.no_grad():
             for name, weight in self.given_weights.items():
                 self.weights[name].copy_(weight)
-        found = super().minibatches(collected, used, steps, trained)
-        self.pairs = [micro for minibatch in found for micro in minibatch]
-        return found
+        for minibatch, evaluations in super().minibatches(pairs, collected):
+            self.pairs += minibatch
+            yield minibatch, evaluations
 
     def optimizer_step(self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics) -> None:
         """Keeps the gradients, their norm and the weights."""

@@ -18,6 +18,8 @@ from flowrl.errors import ConfigError, require
 from flowrl.options import checked_options
 from flowrl.types import Latents, PerSample, checked
 
+Noise = Literal["each", "group", "group-all-times", "path"]
+"""Which rows share their noise; "path": the states that the sample's own trajectory has passed."""
 Together = Literal["row", "sample", "group"]
 """Which rows a loss must see together: none, all times of a sample, or all members of a group at one time."""
 
@@ -49,6 +51,11 @@ class ForwardBatch:
     average: Latents | None = None
     reference: Latents | None = None
     pooled: PerSample | None = None
+
+    @property
+    def velocity(self) -> Latents:
+        """The network's output that carries the gradient."""
+        return self.new
 
     def rows(self, index: Tensor | slice) -> "ForwardBatch":
         """The rows `index` of every field; their gradients reach this batch's `new`."""

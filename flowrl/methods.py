@@ -20,10 +20,12 @@ from flowrl.credit import (
 from flowrl.errors import ConfigError, CreditError
 from flowrl.losses import ClippedLoss
 from flowrl.probes import Branch, Comb, Completion
-from flowrl.protocols import CreditAssigner, PartsCreditAssigner, PolicyLoss, RandomSampler, Sampler
+from flowrl.protocols import CreditAssigner, ForwardLoss, PartsCreditAssigner, PolicyLoss, RandomSampler, Sampler
 from flowrl.registry import build
-from flowrl.samplers import AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
+from flowrl.samplers import AllButLast, DanceSDE, FlowSDE, Multistep, RandomWindow, SlidingWindow, Window
 from flowrl.types import Schedule
+
+Loss = PolicyLoss | ForwardLoss
 
 
 @dataclass(frozen=True)
@@ -36,47 +38,47 @@ class Method:
     name: str
     sampler: Sampler | RandomSampler
     credit: CreditAssigner
-    loss: PolicyLoss
+    loss: Loss
     shared_noise: bool = False
     source: str = ""
 
 
-def flow_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+def flow_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """Flow-GRPO (arXiv 2505.05470): uniform credit, independent noise, Flow-SDE a = 0.7 on all steps but the last."""
     return Method("flow-grpo", sampler or AllButLast(FlowSDE(0.7)), Uniform(), loss or ClippedLoss(), source="arXiv 2505.05470")
 
 
-def stepwise_flow_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+def stepwise_flow_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """Stepwise-Flow-GRPO (arXiv 2603.28718): gains of 5-substep estimates, normalised jointly; shared noise in a group."""
     base = flow_grpo(sampler, loss)
     return replace(base, name="stepwise-flow-grpo", credit=StepwiseGain(), shared_noise=True, source="arXiv 2603.28718")
 
 
-def tp_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+def tp_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """TP-GRPO (arXiv 2602.06422): increments of ODE completions, aggregated at consistent turning points."""
     base = flow_grpo(sampler, loss or ClippedLoss(clip_range=1e-5))
     return replace(base, name="tp-grpo", credit=TurningPoint(), source="arXiv 2602.06422")
 
 
-def dance_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+def dance_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """DanceGRPO (arXiv 2505.07818): uniform credit, constant noise, shared initial noise."""
     base = flow_grpo(sampler or AllButLast(DanceSDE(0.3)), loss)
     return replace(base, name="dance-grpo", shared_noise=True, source="arXiv 2505.07818")
 
 
-def dense_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+def dense_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """DenseGRPO (arXiv 2601.20218): gains of ODE completions, normalised over the members step by step."""
     credit = StepwiseGain(normalise="step", probe=Completion())
     return replace(flow_grpo(sampler, loss), name="dense-grpo", credit=credit, source="arXiv 2601.20218")
 
 
-def tempflow_weights(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+def tempflow_weights(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """Uniform credit weighted by each step's noise (TempFlow-GRPO's noise-aware weighting)."""
     base = flow_grpo(sampler, loss)
     return replace(base, name="noise-weighted", credit=Weighted("noise"), source="TempFlow-GRPO, ICLR 2026")
 
 
-def branch_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+def branch_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """BranchGRPO (arXiv 2509.06040): trees from one x_T per prompt, values compared within tree and node; Dance-SDE on all steps.
 
     Two children at the third and the fifth stochastic step, and group size / 4 at the first: 12 leaves by splits in 3, 2 and 2.
@@ -88,7 +90,7 @@ def branch_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss
     return replace(base, name="branch-grpo", credit=credit, shared_noise=True, source="arXiv 2509.06040")
 
 
-def tempflow_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+def tempflow_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """TempFlow-GRPO (arXiv 2508.04324): 6 draws at a step of an ODE trunk, finished by the ODE, compared per seed; noise weights.
 
     The step is drawn every iteration, the same for all groups; which steps an iteration takes is not settled by what is
@@ -98,7 +100,7 @@ def tempflow_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLo
     return replace(flow_grpo(sampler, loss), name="tempflow-grpo", credit=credit, source="arXiv 2508.04324")
 
 
-def granular_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+def granular_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """Granular-GRPO (arXiv 2510.01982): draws at a step of a trunk, finished with strides 1, 2 and 3; the Z of each are summed.
 
     One trunk per prompt, a third of the group size in draws (12: 4), at a step drawn every iteration among the stochastic
@@ -110,7 +112,7 @@ def granular_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLo
     return replace(base, name="granular-grpo", credit=credit, shared_noise=True, source="arXiv 2510.01982")
 
 
-def tree_grpo(sampler: Sampler | RandomSampler | None = None, loss: PolicyLoss | None = None) -> Method:
+def tree_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """TreeGRPO (arXiv 2512.08153): leaf advantages backed up a tree from one x_T that branches at the first stochastic steps.
 
     Two children at the second and the third stochastic step, and group size / 4 at the first (12: 3); by default these are a
@@ -143,7 +145,7 @@ WINDOWS = (
 def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") -> Sampler | RandomSampler:
     """The sampler that the spec `kernel` describes, stochastic on the steps of `window` (see `WINDOWS`)."""
     base = build("sampler", kernel, noise_level=noise_level)
-    if isinstance(base, RandomSampler):
+    if isinstance(base, RandomSampler | Multistep):
         return base
     if window == "all":
         return base
@@ -193,7 +195,7 @@ def _tried(rule: CreditAssigner, table: torch.Tensor, schedule: Schedule) -> tor
 def named_method(
     name: str,
     sampler: Sampler | RandomSampler | None = None,
-    loss: PolicyLoss | None = None,
+    loss: Loss | None = None,
     credit: str = "",
     shared_noise: bool | None = None,
 ) -> Method:

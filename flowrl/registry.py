@@ -83,6 +83,7 @@ KINDS: dict[str, Kind] = {
             "cps": samplers.CPS,
             "ddim-sde": samplers.DDIMSDE,
             "ode": samplers.ODE,
+            "multistep": samplers.Multistep,
         },
         (Sampler, RandomSampler),
         "a method `transition(latent, velocity, schedule, step)` or `draw(schedule, generator, iteration)`",

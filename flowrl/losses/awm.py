@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from flowrl.flow.times import StratifiedTimes
-from flowrl.forward import Decay, ForwardBatch, Together, WeightCopy, unit_means
+from flowrl.forward import Decay, ForwardBatch, Noise, Together, WeightCopy, unit_means
 from flowrl.losses._forward import combine_rows, counted_rows, elbo_weight, matching, ratio_metrics
 from flowrl.losses._terms import beyond, require_positive, require_weight, surrogate
 from flowrl.options import checked_options
@@ -60,7 +60,7 @@ class AWM:
     off_policy: bool = False
     decay: tuple[float, float, float] = (0, 0.001, 0.3)
     times: TimeDraw = StratifiedTimes()
-    noise: Literal["each", "group", "group-all-times"] = "each"
+    noise: Noise = "each"
 
     def __post_init__(self) -> None:
         for option in ("power", "clip", "advantage_clip", "advantage_scale"):

@@ -9,7 +9,7 @@ import torch
 from flowrl.errors import require
 from flowrl.flow.path import expand
 from flowrl.flow.times import DrawnSteps
-from flowrl.forward import Decay, ForwardBatch, Together, WeightCopy, unit_means
+from flowrl.forward import Decay, ForwardBatch, Noise, Together, WeightCopy, unit_means
 from flowrl.losses._forward import combine_rows, counted_rows, matching, ratio_metrics
 from flowrl.losses._terms import mean_over, require_positive, require_weight
 from flowrl.options import checked_options
@@ -54,7 +54,7 @@ class DGPO:
     decay: tuple[float, float, float] = (1, 0.001, 0.3)
     sample_from: int | None = 200
     times: TimeDraw = DrawnSteps()
-    noise: Literal["each", "group", "group-all-times"] = "group"
+    noise: Noise = "group"
 
     def __post_init__(self) -> None:
         require_positive("DGPO", "beta_dpo", self.beta_dpo)

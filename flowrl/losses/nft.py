@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl.flow.times import PermutedTimes
-from flowrl.forward import Decay, ForwardBatch, WeightCopy
+from flowrl.forward import Decay, ForwardBatch, Noise, WeightCopy
 from flowrl.losses._forward import combine_rows, counted_rows, matching
 from flowrl.losses._terms import mean_over, require_positive, require_weight
 from flowrl.options import checked_options
@@ -50,7 +50,7 @@ class DiffusionNFT:
     mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     decay: tuple[float, float, float] = (0, 0.001, 0.5)
     times: TimeDraw = PermutedTimes()
-    noise: Literal["each", "group", "group-all-times"] = "each"
+    noise: Noise = "each"
 
     def __post_init__(self) -> None:
         require_positive("DiffusionNFT", "beta", self.beta)

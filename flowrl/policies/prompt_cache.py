@@ -82,7 +82,9 @@ class PromptCache:
         stored = [self._stored[number] for number in numbers]
         rows = [load_file(row) if isinstance(row, Path) else row for row in stored]
         for name in rows[0]:
-            fresh = _joined([row[name].unsqueeze(0) for row in rows])
+            parts = [row[name] for row in rows]
+            alike = all(part.shape == parts[0].shape for part in parts)
+            fresh = torch.stack(parts) if alike else _joined([part.unsqueeze(0) for part in parts])
             fresh = fresh.to(self.device, self.dtype if fresh.is_floating_point() else None)
             self._table[name] = _joined([self._table[name], fresh]) if name in self._table else fresh
         places = torch.zeros(len(self._stored), dtype=torch.int64)

@@ -1,15 +1,17 @@
 """From trajectories to what a policy loss sees: micro-batches of (trajectory, step) pairs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.distributed import Distributed
 from flowrl.errors import TrainingError
-from flowrl.protocols import FlowPolicy, PolicyLoss, Sampler
+from flowrl.forward import ForwardBatch
+from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler
 from flowrl.rollout.collector import Collected
 from flowrl.rollout.rollout import Rollout
 from flowrl.tree import Tree
@@ -18,33 +20,45 @@ from flowrl.types import Condition, Gaussian, LossBatch, LossResult, inputs_unch
 
 @dataclass(frozen=True)
 class Pairs:
-    """(trajectory, step) pairs: `sample`, numbered among all samples, and `step`. In a branched tree, pairs of one parent
-    follow each other and have the same number in `parent`; otherwise `parent` is None, as every pair has its own."""
+    """(trajectory, step) pairs: `sample`, numbered among all samples, and `step` (for forward-process losses: the number of a
+    drawn time). Pairs with the same number in `unit` follow each other and stay in one micro-batch, if they fit; None: each by
+    itself. `shared`: the pairs of a unit need one network evaluation together, as they start from one state."""
 
     sample: Tensor
     step: Tensor
-    parent: Tensor | None = None
+    unit: Tensor | None = None
+    shared: bool = False
 
     def __len__(self) -> int:
         return len(self.sample)
 
     def __getitem__(self, rows: Tensor) -> "Pairs":
-        return Pairs(self.sample[rows], self.step[rows], None if self.parent is None else self.parent[rows])
+        return Pairs(self.sample[rows], self.step[rows], None if self.unit is None else self.unit[rows], self.shared)
 
     @property
     def evaluations(self) -> int:
-        """Network evaluations that they take: one per parent."""
-        return len(self) if self.parent is None else len(self.parent.unique())
+        """Network evaluations that they take."""
+        return len(self.unit.unique()) if self.shared and self.unit is not None else len(self)
 
     def pieces(self, size: int) -> Iterator["Pairs"]:
-        """In order, at most `size` network evaluations at a time."""
-        if self.parent is None:
+        """In order, at most `size` network evaluations at a time, with whole units if `size` allows."""
+        if self.unit is None:
             for sample, step in zip(self.sample.split(size), self.step.split(size), strict=True):
                 yield Pairs(sample, step)
-        elif len(self):
-            place = self.parent.unique_consecutive(return_inverse=True)[1]
-            for piece in range(int(place[-1]) // size + 1):
-                yield self[place // size == piece]
+            return
+        lengths, filled = [0], 0
+        for count in self.unit.unique_consecutive(return_counts=True)[1].tolist():
+            cost = 1 if self.shared else count
+            parts = [count] if cost <= size else [*[size] * (count // size), *([count % size] if count % size else [])]
+            for part in parts:
+                taken = 1 if self.shared else part
+                if filled + taken > size:
+                    lengths, filled = [*lengths, 0], 0
+                lengths[-1], filled = lengths[-1] + part, filled + taken
+        start = 0
+        for length in filter(None, lengths):
+            yield self[torch.arange(start, start + length, device=self.sample.device)]
+            start += length
 
 
 def minibatch_pairs(parts: Sequence[Tensor], steps: Tensor, tree: Tree, trained: Tensor | None = None) -> list[Pairs]:
@@ -57,30 +71,44 @@ def minibatch_pairs(parts: Sequence[Tensor], steps: Tensor, tree: Tree, trained:
     """
     found = [Pairs(*torch.cartesian_prod(samples, steps).unbind(1)) for samples in parts]
     if tree.branched:
-        found = _by_parent(found, tree)
+        found = in_units(found, lambda sample, step: _units(sample, step, tree), True, lambda *pair: _decisions(*pair, tree))
     return found if trained is None else [pairs[trained[pairs.sample, pairs.step]] for pairs in found]
 
 
-def _by_parent(parts: Sequence[Pairs], tree: Tree) -> list[Pairs]:
-    """The decisions among the pairs, sorted by their parents."""
+def in_units(
+    parts: Sequence[Pairs],
+    key: Callable[[Tensor, Tensor], Tensor],
+    shared: bool = False,
+    kept: Callable[[Tensor, Tensor], Tensor] = lambda sample, step: torch.ones_like(sample, dtype=torch.bool),
+) -> list[Pairs]:
+    """The pairs that are `kept(sample, step)`, in whole units, `key(sample, step)`, divided into as many mini-batches of about
+    equally many pairs. Units come in the order of their sample of lowest number."""
     if not parts:
         return []
     device = parts[0].sample.device
     sample, step = (torch.cat([getattr(pairs, name) for pairs in parts]).cpu() for name in ("sample", "step"))
-    group, member = sample // tree.members, sample % tree.members
-    parent = group * tree.units + tree.paths[member, step]
-    kept = tree.decisions[member, step]
-    if tree.weight == "edge":
-        kept &= _first(group * tree.units + tree.paths[member, step + 1]) == torch.arange(len(sample))
+    unit = key(sample, step)
     by_number = sample.argsort(stable=True)
     first = torch.empty_like(by_number)
-    first[by_number] = by_number[_first(parent[by_number])]
+    first[by_number] = by_number[_first(unit[by_number])]
     order = first.argsort(stable=True)
-    order = order[kept[order]]
-    start = _first(parent[order])  # mini-batches are cut between parents
-    place = start * len(parts) // max(len(order), 1)
+    order = order[kept(sample, step)[order]]
+    place = _first(unit[order]) * len(parts) // max(len(order), 1)
     chosen = [order[place == k] for k in range(len(parts))]
-    return [Pairs(sample[rows].to(device), step[rows].to(device), parent[rows].to(device)) for rows in chosen]
+    return [Pairs(sample[rows].to(device), step[rows].to(device), unit[rows].to(device), shared) for rows in chosen]
+
+
+def _units(sample: Tensor, node: Tensor, tree: Tree) -> Tensor:
+    """The number, among all groups, of the state that each trajectory passes at `node`."""
+    return sample // tree.members * tree.units + tree.paths[sample % tree.members, node]
+
+
+def _decisions(sample: Tensor, step: Tensor, tree: Tree) -> Tensor:
+    """Which of the pairs count: the decisions, each edge once if the tree wants that."""
+    kept = tree.decisions[sample % tree.members, step]
+    if tree.weight == "edge":
+        kept &= _first(_units(sample, step + 1, tree)) == torch.arange(len(sample))
+    return kept
 
 
 def _first(keys: Tensor) -> Tensor:
@@ -97,38 +125,38 @@ class MicroBatch:
     `weight` is the number of its pairs / the number of pairs of its mini-batch, over all processes, so that the weighted sum of
     mean losses is the mean over the mini-batch. Weight 0 is padding: sharded weights need equally many network calls everywhere.
     `shared`: the first pair of every distinct parent, and the number of its parent for every pair; None if no pair shares one.
+    `whole`: no unit of the mini-batch is spread over micro-batches.
     """
 
     sample: Tensor
     step: Tensor
     weight: float
     shared: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def evaluated_step(self) -> Tensor:
-        """The step of every network evaluation."""
-        return self.step if self.shared is None else self.step[self.shared[0]]
+    whole: bool = True
 
 
 def micro_batches(pairs: Pairs, size: int, collected: Collected, distributed: Distributed) -> list[MicroBatch]:
     """This process's pairs of a mini-batch, at most `size` network evaluations at a time."""
     own = pairs[collected.owned(pairs.sample, collected.assignment)]
-    found = (
-        [_micro_batch(piece, collected.samples.start, len(piece) / len(pairs)) for piece in own.pieces(size)] if len(own) else []
-    )
+    units = pairs.unit is not None and not pairs.shared
+    whole = not units or int(pairs.unit.unique_consecutive(return_counts=True)[1].max()) <= size  # pyright: ignore[reportOptionalMemberAccess]
+    found = [
+        _micro_batch(piece, collected.samples.start, len(piece) / len(pairs), whole)
+        for piece in (own.pieces(size) if len(own) else ())
+    ]
     if distributed.sharded:
         groups = collected.rollout.groups
         assigned = [distributed.assign(groups.of or groups.prompts, rank) for rank in range(distributed.world_size)]
-        counts = [pairs[collected.owned(pairs.sample, one)].evaluations for one in assigned]
-        padding = MicroBatch(torch.zeros_like(pairs.sample[:1]), pairs.step[:1], 0.0)
-        found += [padding] * (-(-max(counts) // size) - len(found))
+        counts = [len(list(pairs[collected.owned(pairs.sample, one)].pieces(size))) for one in assigned]
+        padding = MicroBatch(torch.zeros_like(pairs.sample[:1]), pairs.step[:1], 0.0, whole=whole)
+        found += [padding] * (max(counts) - len(found))
     return found
 
 
-def _micro_batch(pairs: Pairs, first: int, weight: float) -> MicroBatch:
-    if pairs.parent is None:
-        return MicroBatch(pairs.sample - first, pairs.step, weight)
-    place = pairs.parent.unique_consecutive(return_inverse=True)[1]
+def _micro_batch(pairs: Pairs, first: int, weight: float, whole: bool = True) -> MicroBatch:
+    if pairs.unit is None or not pairs.shared:
+        return MicroBatch(pairs.sample - first, pairs.step, weight, whole=whole)
+    place = pairs.unit.unique_consecutive(return_inverse=True)[1]
     rows = torch.cat([place.new_zeros(1), place.diff().nonzero().flatten() + 1])
     return MicroBatch(pairs.sample - first, pairs.step, weight, (rows, place))
 
@@ -148,6 +176,18 @@ class LossBatches:
     condition: Condition
     advantages: Tensor
     with_reference: bool = False
+
+    @property
+    def passes(self) -> int:
+        """Network evaluations of a state: by the current network and, with the reference, by the base model."""
+        return 1 + self.with_reference
+
+    def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
+        """Nothing: pairs do not depend on each other."""
+
+    def evaluated_steps(self, micro: MicroBatch) -> Tensor:
+        """The step of every network evaluation."""
+        return micro.step if micro.shared is None else micro.step[micro.shared[0]]
 
     @cached_property
     def _paths(self) -> Tensor:
@@ -192,10 +232,11 @@ class LossBatches:
         )
 
 
-def checked_loss(loss: PolicyLoss, batch: LossBatch) -> LossResult:
+def checked_loss(loss: PolicyLoss | ForwardLoss, batch: Any) -> LossResult:
     """What `loss` makes of the batch. Raises `TrainingError` unless that is a scalar that can be differentiated."""
     call = f"{type(loss).__name__}.loss"
-    with inputs_unchanged(call, TrainingError, batch.advantages, batch.next_node, batch.mask):
+    given = batch.target if isinstance(batch, ForwardBatch) else batch.next_node
+    with inputs_unchanged(call, TrainingError, batch.advantages, given, batch.mask):
         result = loss.loss(batch)
     value = getattr(result, "loss", None)
     if not isinstance(result, LossResult) or not isinstance(value, Tensor):

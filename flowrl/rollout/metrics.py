@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.forward import ForwardBatch
 from flowrl.types import LossBatch, LossResult
 
 Row = dict[str, float]
@@ -55,7 +56,7 @@ def reward_metrics(rewards: Tensor) -> dict[str, Any]:
     return metrics
 
 
-def step_gradients(result: LossResult, batch: LossBatch, step: Tensor, steps: int) -> Tensor:
+def step_gradients(result: LossResult, batch: LossBatch | ForwardBatch, step: Tensor, steps: int) -> Tensor:
     """Per step, the sum over its pairs of the squared norm of d(policy term) / d(velocity), shape [steps].
 
     The gradient of the policy term alone, without the penalty and without a loss scale, is that of the backward pass through the
@@ -89,7 +90,7 @@ class LossMetrics:
         self._names: list[str] = []
         self._values: list[Tensor] = []
 
-    def add(self, weight: float, result: LossResult, batch: LossBatch, step: Tensor) -> None:
+    def add(self, weight: float, result: LossResult, batch: LossBatch | ForwardBatch, step: Tensor) -> None:
         """A micro-batch's loss and metrics, before its backward pass. `weight` is its share of the iteration's pairs, `step` has
         their steps; weight 0 is left out."""
         if weight > 0:

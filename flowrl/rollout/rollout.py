@@ -12,8 +12,8 @@ from flowrl.probes import Branching, Key, NoProbe, Probe
 from flowrl.protocols import FlowPolicy, Sampler
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.probing import check_network, estimates
-from flowrl.rollout.solvers import Usage, ode_step
-from flowrl.samplers import transition_stds
+from flowrl.rollout.solvers import SolverSteps, Usage, ode_step, solver_steps
+from flowrl.samplers import Multistep, transition_stds
 from flowrl.tree import Edges, Tree, plain_tree
 from flowrl.types import Condition, Gaussian, Schedule, Trajectories
 
@@ -90,6 +90,7 @@ def rollout(
     schedule = attach_stds(schedule, sampler)
     tree = group_tree(schedule, groups, probe, generator)
     walk = _Walk(policy, sampler, replace(schedule, tree=tree), condition, generator, groups, usage or Usage(), max_batch)
+    walk.solver = solver_steps(sampler.solver, schedule.times) if isinstance(sampler, Multistep) else None
     with policy.frozen(), torch.no_grad():
         return walk.run(noise.float().unflatten(0, (groups.prompts, -1))[:, tree.first_members], probe)
 
@@ -119,6 +120,7 @@ class _Walk:
     groups: Groups
     usage: Usage
     max_batch: int
+    solver: SolverSteps | None = None
 
     def run(self, x: Tensor, probe: Probe) -> Rollout:
         """The wavefront: at every step one batched call serves all states of a node and all completions under way. `x` is the
@@ -173,7 +175,9 @@ class _Walk:
         """The states that follow from those of a node, with their node: draws from the sampler, its deterministic steps, and
         steps of the ODE, which may skip nodes."""
         for edges in self._tree.edges[step]:
-            if edges.drawn or (edges.node == step + 1 and step not in self.schedule.decisions):
+            if self.solver is not None:
+                following = self.solver.step(step, velocity.flatten(0, 1), x.flatten(0, 1))
+            elif edges.drawn or (edges.node == step + 1 and step not in self.schedule.decisions):
                 gaussian = self._transition(x, velocity, step, edges)
                 following = self.groups.draw(gaussian, self.generator) if edges.drawn else gaussian.mean
             else:

@@ -5,10 +5,11 @@ from flowrl.samplers.cps import CPS
 from flowrl.samplers.dance_sde import DanceSDE
 from flowrl.samplers.ddim_sde import DDIMSDE
 from flowrl.samplers.flow_sde import FlowSDE
+from flowrl.samplers.multistep import Multistep
 from flowrl.samplers.ode import ODE
 from flowrl.samplers.windows import AllButLast, RandomWindow, SlidingWindow, Window, trained_steps
 
 __all__ = [
-    "CPS", "DDIMSDE", "ODE", "AllButLast", "DanceSDE", "FlowSDE", "RandomWindow", "SlidingWindow", "Window", "trained_steps",
-    "transition_stds",
+    "CPS", "DDIMSDE", "ODE", "AllButLast", "DanceSDE", "FlowSDE", "Multistep", "RandomWindow", "SlidingWindow", "Window",
+    "trained_steps", "transition_stds",
 ]  # fmt: skip

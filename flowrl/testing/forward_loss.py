@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.errors import FlowrlError
 from flowrl.flow import uniform_schedule
-from flowrl.forward import ForwardBatch, Together, WeightCopy, unit_means
+from flowrl.forward import ForwardBatch, Noise, Together, WeightCopy, unit_means
 from flowrl.protocols import PooledForwardLoss
 from flowrl.testing.findings import Contract, ContractBroken, expect, finite, same, twice, unchanged
 
@@ -21,7 +21,7 @@ ROWS = GROUPS * MEMBERS * DRAWS
 MOVE = 0.05
 """How far the velocities are from each other in most checks."""
 COPIES = ("old", "average")
-NOISE = ("each", "group", "group-all-times")
+NOISE = get_args(Noise)
 
 
 def rows_of_iteration(move: float = 0.0, seed: int = 0, tiles: int = 1) -> ForwardBatch:

@@ -1,7 +1,7 @@
 """Copies of the trained weights that follow them slowly: the old policy of a forward-process loss, its averages."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from torch import nn
 from flowrl.distributed import Distributed, full_tensors, load_full_tensors
 from flowrl.errors import ConfigError
 from flowrl.forward import WeightCopy
-from flowrl.protocols import FlowPolicy
+from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss
 from flowrl.training.checkpoint import Checkpoint
 from flowrl.training.optim import update_average, weights_replaced
 
@@ -77,3 +77,45 @@ class Behaviour:
         with torch.no_grad():
             load_full_tensors(dict(zip(self.names, self.values, strict=True)), found, distributed)
         self.is_current = bool(distributed.gather(checkpoint.values.get(f"{prefix}current", False))[0])
+
+
+class Copies:
+    """All the copies that a loss declares, by name; none for a loss that declares none. `steps` counts the optimizer's steps."""
+
+    def __init__(self, loss: PolicyLoss | ForwardLoss, policy: FlowPolicy, parameters: Mapping[str, nn.Parameter]) -> None:
+        declared = loss.copies if isinstance(loss, ForwardLoss) else {}
+        self.by_name = {name: Behaviour(name, copy, policy, parameters) for name, copy in declared.items()}
+        self.steps = 0
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Within this context the policy has the weights that trajectories are sampled with: its own, or those of a copy."""
+        chosen = [copy for copy in self.by_name.values() if copy.samples(self.steps)]
+        with chosen[0].weights() if chosen else nullcontext():
+            yield
+
+    def after_update(self) -> None:
+        """The optimizer has taken a step."""
+        self.steps += 1
+        for copy in self.by_name.values():
+            copy.after_update(self.steps)
+
+    def after_iteration(self) -> None:
+        """An iteration has ended."""
+        for copy in self.by_name.values():
+            copy.after_iteration(self.steps)
+
+    def state(self) -> Checkpoint:
+        """Of all copies; empty if there are none."""
+        states = [copy.state() for copy in self.by_name.values()]
+        values = {"optimizer_steps": self.steps} if states else {}
+        return Checkpoint(
+            {name: tensor for state in states for name, tensor in state.tensors.items()},
+            {**values, **{name: value for state in states for name, value in state.values.items()}},
+        )
+
+    def restore(self, checkpoint: Checkpoint, distributed: Distributed) -> None:
+        """Go on from `state()`."""
+        for copy in self.by_name.values():
+            copy.restore(checkpoint, distributed)
+        self.steps = int(distributed.gather(checkpoint.values.get("optimizer_steps", 0))[0])

@@ -13,7 +13,7 @@ from flowrl.errors import CheckpointError, require
 from flowrl.flow import uniform_schedule
 from flowrl.methods import Method, make_sampler, named_method, try_credit
 from flowrl.policies.pipeline import ModelOptions
-from flowrl.protocols import FlowPolicy, PolicyLoss, RandomSampler, RewardModel
+from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, RandomSampler, RewardModel
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.samplers import trained_steps, transition_stds
@@ -45,16 +45,20 @@ def make_method(config: RunConfig) -> Method:
     contract.
     """
     algorithm = config.algorithm
-    schedule = trial_schedule(config)
-    first_trained_steps(config)
+    schedule, loss = trial_schedule(config), make_loss(config)
+    if isinstance(loss, ForwardLoss):
+        loss.times.draw(schedule, 1, torch.Generator().manual_seed(0))
+        require(algorithm.trained_steps == "all", "trained_steps", algorithm.trained_steps, "all: this loss has times of its own")
+    else:
+        first_trained_steps(config)
     sampler = make_sampler(algorithm.sampler, algorithm.noise_level, algorithm.window)
     shared = None if algorithm.initial_noise == "auto" else algorithm.initial_noise == "shared"
-    method = named_method(algorithm.method, sampler, make_loss(config), algorithm.credit, shared)
+    method = named_method(algorithm.method, sampler, loss, algorithm.credit, shared)
     try_credit(method.credit, schedule, config.rollout.group_size)
     return method
 
 
-def make_loss(config: RunConfig) -> PolicyLoss:
+def make_loss(config: RunConfig) -> PolicyLoss | ForwardLoss:
     """The loss by name, with this run's clip and KL weight if it has such options and the spec does not set them."""
     return build("loss", config.algorithm.loss, clip_range=config.algorithm.clip_range, kl_weight=config.algorithm.kl_weight)
 
@@ -125,10 +129,17 @@ def policy_options(config: RunConfig) -> PolicyOptions:
 
 
 def trial_schedule(config: RunConfig) -> Schedule:
-    """An even grid with this run's stds, for checks before anything is built. Raises `ConfigError` without a stochastic step."""
+    """An even grid with this run's stds, for checks before anything is built. Raises `ConfigError` without a stochastic step,
+    unless the loss needs none."""
     algorithm = config.algorithm
     schedule = even_schedule(config.rollout.num_steps, algorithm.sampler, algorithm.noise_level, algorithm.window)
     stds = schedule.stds
+    if isinstance(make_loss(config), ForwardLoss):
+        return schedule
+    silent = algorithm.sampler == "ode" or algorithm.noise_level == 0
+    name = "sampler" if algorithm.sampler == "ode" else "noise_level"
+    need = "above 0, with a stochastic sampler: the loss needs log-probabilities, and a deterministic step has none"
+    require(not silent, name, getattr(algorithm, name), need)
     require(stds is not None and bool((stds > 0).any()), "window", algorithm.window, "at least one stochastic step")
     return schedule
 

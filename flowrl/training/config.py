@@ -250,11 +250,6 @@ class RunConfig:
                 else "left out: a `model` has its own"
             )
             require(chosen[name] == DEFAULTS[name], name, chosen[name], need)
-        silent = self.algorithm.sampler == "ode" or self.algorithm.noise_level == 0
-        name = "sampler" if self.algorithm.sampler == "ode" else "noise_level"
-        value = getattr(self.algorithm, name)
-        need = "above 0, with a stochastic sampler: the loss needs log-probabilities, and a deterministic step has none"
-        require(not silent, name, value, need)
         return self
 
     @staticmethod

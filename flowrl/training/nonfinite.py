@@ -12,9 +12,11 @@ from torch import Tensor
 
 from flowrl.errors import TrainingError
 from flowrl.flow.gaussian import kl, log_prob
+from flowrl.forward import ForwardBatch
 from flowrl.io import write_bytes, write_json
-from flowrl.protocols import PolicyLoss
-from flowrl.rollout.loss_batch import LossBatches, MicroBatch
+from flowrl.protocols import ForwardLoss, PolicyLoss
+from flowrl.rollout.forward_batch import ForwardBatches
+from flowrl.rollout.loss_batch import LossBatches, MicroBatch, checked_loss
 from flowrl.types import LossBatch, Prompt
 
 LISTED = 64
@@ -24,6 +26,8 @@ ADVICE = {
     "sampled latent": "The rollout went out of range: use bfloat16 instead of float16, or a smaller noise_level",
     "velocity of the rollout": "The rollout went out of range: use bfloat16 instead of float16, or a lower learning_rate",
     "velocity of the network": "The last update broke the network: lower learning_rate, or use bfloat16 instead of float16",
+    "velocity of the old": "The copy of the weights is broken: lower learning_rate, or use bfloat16 instead of float16",
+    "velocity of the average": "The copy of the weights is broken: lower learning_rate, or use bfloat16 instead of float16",
     "velocity of the reference": "The base model overflows: use bfloat16 instead of float16",
     "ratio": "The policy moved too far from the one that sampled: lower learning_rate or minibatches, or raise the noise level",
     "KL": "The policy moved too far from the base model: lower learning_rate, or raise the noise level",
@@ -63,8 +67,8 @@ class NonFiniteCheck:
     prompts: Sequence[Prompt]
     rewards: Tensor
     advantages: Tensor
-    loss: PolicyLoss
-    batches: LossBatches
+    loss: PolicyLoss | ForwardLoss
+    batches: LossBatches | ForwardBatches
     first: int
 
     def losses(self, rows: Sequence[Mapping[str, float]], minibatch: Sequence[MicroBatch]) -> None:
@@ -88,7 +92,7 @@ class NonFiniteCheck:
         names: list[str] = []
         pairs = [pair for micro in minibatch if micro.weight > 0 for pair in zip(micro.sample, micro.step, strict=True)]
         for sample, step in pairs:
-            loss = self.loss.loss(self.batches.of(sample[None], step[None])).loss
+            loss = checked_loss(self.loss, self.batches.of(sample[None], step[None])).loss
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             broken = [name for name, g in zip(trained, found, strict=True) if g is not None and not bool(g.isfinite().all())]
             names += [name for name in broken if name not in names]
@@ -140,8 +144,13 @@ class Culprit:
     bad: Tensor
 
 
-def culprit(batch: LossBatch) -> Culprit:
+def culprit(batch: LossBatch | ForwardBatch) -> Culprit:
     """Terms are looked at in the order in which they are computed; "loss" with all pairs where all of them are finite."""
+    if isinstance(batch, ForwardBatch):
+        others = {"old": batch.old, "average": batch.average, "reference": batch.reference}
+        copies = {f"velocity of the {name}": value for name, value in others.items() if value is not None}
+        target = {"advantage": batch.advantages, "sampled latent": batch.target}
+        return _first_broken({**target, **copies, "velocity of the network": batch.new}, batch.mask)
     counts = batch.mask & (batch.behaviour.std > 0)
     terms: dict[str, Tensor] = {
         "advantage": batch.advantages,
@@ -155,6 +164,10 @@ def culprit(batch: LossBatch) -> Culprit:
         terms["ratio"] = (log_prob(batch.new, batch.next_node) - log_prob(batch.behaviour, batch.next_node)).exp()
         if batch.reference is not None:
             terms["KL"] = kl(batch.new, batch.reference)
+    return _first_broken(terms, counts)
+
+
+def _first_broken(terms: Mapping[str, Tensor], counts: Tensor) -> Culprit:
     for term, values in terms.items():
         bad = counts & ~torch.isfinite(values).flatten(1).all(1) if values.ndim > 1 else counts & ~torch.isfinite(values)
         if bool(bad.any()):

@@ -11,7 +11,8 @@ from flowrl.methods import Method
 from flowrl.policies import LORA_TARGETS, Memory, architecture_of, count_memory
 from flowrl.policies.small_sd3 import SmallSD3Config
 from flowrl.probes import Cost, Probe, Shape, whole
-from flowrl.rollout.loss_batch import minibatch_pairs
+from flowrl.protocols import ForwardLoss
+from flowrl.rollout.loss_batch import Pairs, minibatch_pairs
 from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.training.build import first_trained_steps, make_method, trial_schedule
 from flowrl.training.config import RunConfig
@@ -67,9 +68,15 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     method, rollout, optim, evaluation = make_method(config), config.rollout, config.optim, config.evaluation
     groups = math.ceil(rollout.groups / processes)
     schedule = _schedule(config, method)
-    trained = first_trained_steps(config)
     assert schedule.tree is not None
-    pairs = minibatch_pairs([torch.arange(rollout.group_size)], trained, schedule.tree)[0]
+    members, passes_per_pair = torch.arange(rollout.group_size), 1 + method.loss.needs_reference
+    if isinstance(method.loss, ForwardLoss):
+        trained = torch.arange(method.loss.times.draws(trial_schedule(config)))
+        pairs = Pairs(*torch.cartesian_prod(members, trained).unbind(1))
+        passes_per_pair += sum(copy.evaluated for copy in method.loss.copies.values())
+    else:
+        trained = first_trained_steps(config)
+        pairs = minibatch_pairs([members], trained, schedule.tree)[0]
     samples, evaluations = rollout.groups * rollout.group_size, rollout.groups * pairs.evaluations
     minibatches = torch.arange(samples).chunk(optim.minibatches)
     share = max(map(len, minibatches)) / samples
@@ -77,7 +84,7 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     own_calls = [rows for rows, _ in _rollout(Shape(groups, schedule, _blocks(config)), method.credit.probe)[0]]
     nfe = whole(sum(rows * part for rows, part in calls))
     per_process = math.ceil(evaluations * share * groups / rollout.groups)
-    train_nfe = evaluations * (1 + method.loss.needs_reference)
+    train_nfe = evaluations * passes_per_pair
     passes = 2 if config.policy.model and config.policy.guidance_scale != 1 else 1
     solver = 2 * evaluation.eval_steps - 1 if evaluation.eval_solver == "heun" else evaluation.eval_steps
     return Plan(
@@ -145,7 +152,7 @@ def plan_text(found: Plan, config: RunConfig) -> str:
     """The plan in words and lines of arithmetic, as ``flowrl train --plan`` prints it."""
     p, rollout, evaluation = found, config.rollout, config.evaluation
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
-    kl = " x 2 (the base model, for the KL)" if p.train_nfe > p.evaluations else ""
+    kl = f" x {p.train_nfe // p.evaluations} (base model and copies of the weights)" if p.train_nfe > p.evaluations else ""
     shared = f", on {p.evaluations:,} distinct states" if p.evaluations < p.pairs else ""
     kind, mean = "states" if shared else "pairs", " (on average)" if p.processes > 1 else ""
     whole = p.pairs == p.trajectories * p.trained_steps

@@ -15,13 +15,24 @@ from flowrl.distributed import Distributed
 from flowrl.errors import CreditError
 from flowrl.methods import Method
 from flowrl.prompts.stream import PromptStream
-from flowrl.protocols import FlowPolicy, PartsCreditAssigner, RandomSampler, RewardModel, Sampler, SelectiveCredit, Stateful
+from flowrl.protocols import (
+    FlowPolicy,
+    ForwardLoss,
+    PartsCreditAssigner,
+    RandomSampler,
+    RewardModel,
+    Sampler,
+    SelectiveCredit,
+    Stateful,
+)
 from flowrl.rollout import Groups, RewardTables, Usage
 from flowrl.rollout.collector import Collected, Collector
-from flowrl.rollout.loss_batch import LossBatches, MicroBatch, checked_loss, micro_batches, minibatch_pairs
+from flowrl.rollout.forward_batch import ForwardBatches, forward_pairs, step_of
+from flowrl.rollout.loss_batch import LossBatches, MicroBatch, Pairs, checked_loss, micro_batches, minibatch_pairs
 from flowrl.rollout.masking import valid_credit, with_advantage
 from flowrl.rollout.metrics import Clock, LossMetrics, reward_metrics
 from flowrl.samplers import trained_steps
+from flowrl.training.behaviour import Copies
 from flowrl.training.checkpoint import PER_PARAMETER, Checkpoint, restore_training_state, training_state
 from flowrl.training.config import RunConfig
 from flowrl.training.nonfinite import NonFiniteCheck
@@ -54,11 +65,12 @@ class Trainer:
         self.average = [parameter.detach().clone() for parameter in self.parameters]
         self.optimizer = make_optimizer(optim.optimizer, self.parameters, optim.learning_rate, optim.betas, optim.weight_decay)
         self.scaler = LossScaler(optim.loss_scale if config.policy.dtype == "float16" else 0.0, policy.device)
+        self.copies = Copies(method.loss, policy, named)
         self.collector = Collector(
             policy, reward, self.schedule, self.groups, method.credit.probe, distributed, rollout.max_batch, rollout.chunk,
             rollout.overlap_rewards, rollout.offload,
         )  # fmt: skip
-        self.done, self.updated, self.evaluated = 0, False, 0
+        self.done, self.updated = 0, False
         self.on_phase: Callable[[str], None] = lambda phase: None
 
     def iteration(self) -> dict[str, Any]:
@@ -70,36 +82,35 @@ class Trainer:
         condition = self.policy.encode(prompts)
         noise = self.groups.noise(self.policy.latent_shape, self.generator)
         sampler = self.draw_sampler()
-        collected = self.collector.collect(prompts, condition, noise, sampler, self.generator, usage, clock.enter)
+        with self.copies.sampling():
+            collected = self.collector.collect(prompts, condition, noise, sampler, self.generator, usage, clock.enter)
         rewards = collected.rewards
 
         # Credit: advantages [prompt, member, step]; `used` [prompt, member] leaves out what the reward marked invalid.
         advantages, used = self.assign_credit(rewards, collected.rollout.trajectories.schedule)
 
-        # Update: one optimizer step per mini-batch. Micro-batches hold (trajectory, step) pairs of this process; the weighted
-        # sum of their mean losses, over all processes, is the mean over the mini-batch.
+        # Update: one optimizer step per mini-batch. Micro-batches hold (trajectory, step) pairs of this process, or (image, drawn
+        # time) rows; the weighted sum of their mean losses, over all processes, is the mean over the mini-batch.
         clock.enter("update")
         self.set_learning_rate()
-        loss, metrics = self.method.loss, LossMetrics(self.schedule.steps)
-        own = advantages.to(self.policy.device).flatten(0, 1)[collected.samples]
-        batches = LossBatches(self.policy, sampler, collected.rollout, collected.condition, own, loss.needs_reference)
+        loss, metrics, train_nfe = self.method.loss, LossMetrics(self.schedule.steps), 0
+        batches, pairs, counted = self.loss_batches(sampler, collected, advantages, used)
         check = NonFiniteCheck(self.done + 1, prompts, rewards.total, advantages, loss, batches, collected.samples.start)
-        steps = self.trained_steps(collected.rollout.trajectories.schedule)
-        counted = with_advantage(used, advantages, steps) if self.config.algorithm.drop_zero_advantages else used
-        trained = self.trained_pairs(advantages, collected.rollout.trajectories.schedule)
-        minibatches = self.minibatches(collected, counted, steps, trained)
-        for minibatch in minibatches:
+        for minibatch, evaluations in self.minibatches(pairs, collected):
             self.optimizer.zero_grad()
             with self.distributed.shared_errors():
+                batches.prepare(minibatch)
+                train_nfe += evaluations * batches.passes
                 for micro in minibatch:
                     batch = batches.of(micro.sample, micro.step, micro.shared)
                     result = checked_loss(loss, batch)
-                    metrics.add(micro.weight / len(minibatches), result, batch, micro.evaluated_step)
+                    metrics.add(micro.weight / len(pairs), result, batch, batches.evaluated_steps(micro))
                     self.scaler.scale(result.loss * micro.weight).backward()
                 rows = metrics.take()
                 check.losses(rows, minibatch)
             metrics.merge(self.distributed.gather(rows))
             self.optimizer_step(minibatch, check, metrics)
+        self.copies.after_iteration()
         clock.stop()
 
         self.done += 1
@@ -116,7 +127,7 @@ class Trainer:
             "seconds": sum(clock.phases.values()),
             "phases": clock.phases,
             **metrics.means,
-            "train_nfe": self.evaluated * (1 + loss.needs_reference),
+            "train_nfe": train_nfe,
             "abs_advantage": float(advantages[used].abs().mean()),
         }
 
@@ -158,19 +169,50 @@ class Trainer:
         """This iteration's steps of the loss (`samplers.trained_steps`); random ones are drawn here, once for all groups."""
         return trained_steps(self.config.algorithm.trained_steps, schedule, self.generator)
 
-    def minibatches(
-        self, collected: Collected, used: Tensor, steps: Tensor, trained: Tensor | None = None
-    ) -> list[list[MicroBatch]]:
-        """The used trajectories of all processes in random order, split into mini-batches; of each, this process's pairs with
-        the trained `steps` in micro-batches, without those that are not `trained` [sample, step]; none if no trajectory is
-        used. Every process draws the same order."""
-        device, optim = self.policy.device, self.config.optim
+    def loss_batches(
+        self, sampler: Sampler, collected: Collected, advantages: Tensor, used: Tensor
+    ) -> tuple[LossBatches | ForwardBatches, list[Pairs], Tensor]:
+        """What makes the loss's batches, the pairs of each mini-batch among all processes, and which samples [prompt, member]
+        they are from: the used trajectories in random order, split into mini-batches; none if no trajectory is used. Every
+        process draws the same order."""
+        algorithm, device, path = self.config.algorithm, self.policy.device, collected.rollout.trajectories
+        loss, trained = self.method.loss, self.trained_pairs(advantages, path.schedule)
+        own = advantages.to(device).flatten(0, 1)[collected.samples]
+        if isinstance(loss, ForwardLoss):
+            times, seed = self.draw_times(loss)
+            steps = torch.arange(path.schedule.steps)
+            batches = ForwardBatches(
+                self.policy,
+                loss,
+                collected.rollout,
+                collected.condition,
+                own,
+                times[collected.samples],
+                seed,
+                self.copies.by_name,
+            )
+        else:
+            steps = self.trained_steps(path.schedule)
+            batches = LossBatches(self.policy, sampler, collected.rollout, collected.condition, own, loss.needs_reference)
+        counted = with_advantage(used, advantages, steps) if algorithm.drop_zero_advantages else used
         order = self.draw_order()
-        order = order[used.to(device).flatten()[order]]
-        parts = order.chunk(optim.minibatches) if len(order) else ()
-        pairs = minibatch_pairs(parts, steps, collected.rollout.trajectories.tree, trained)
-        self.evaluated = sum(one.evaluations for one in pairs)
-        return [micro_batches(one, optim.micro_batch, collected, self.distributed) for one in pairs if len(one)]
+        order = order[counted.to(device).flatten()[order]]
+        parts = order.chunk(self.config.optim.minibatches) if len(order) else ()
+        if isinstance(loss, ForwardLoss):
+            pairs = forward_pairs(parts, loss, step_of(times, path.schedule), self.groups.members, trained)
+        else:
+            pairs = minibatch_pairs(parts, steps, path.tree, trained)
+        return batches, [one for one in pairs if len(one)], counted
+
+    def draw_times(self, loss: ForwardLoss) -> tuple[Tensor, int]:
+        """The times [sample, draw] of all samples of this iteration, and the seed of their noise."""
+        times = loss.times.draw(self.schedule, self.groups.samples, self.generator)
+        return times, int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
+
+    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], int]]:
+        """This process's micro-batches of each mini-batch, and the network evaluations of all processes' pairs of it."""
+        for one in pairs:
+            yield micro_batches(one, self.config.optim.micro_batch, collected, self.distributed), one.evaluations
 
     def draw_order(self) -> Tensor:
         """This iteration's order of all samples, a random permutation."""
@@ -187,6 +229,7 @@ class Trainer:
         if self.scaler.enabled:
             metrics.means |= {"loss_scale": self.scaler.value, "skipped_steps": self.scaler.skipped}
         if taken:
+            self.copies.after_update()
             metrics.means["grad_norm"] = norm
             update_average(self.average, self.parameters, self.config.optim.ema_decay)
 
@@ -203,10 +246,11 @@ class Trainer:
         too.
         """
         state = training_state(dict(zip(self.names, self.parameters, strict=True)), self.average, self.optimizer)
+        copies = self.copies.state()
         if not self.distributed.is_main:
             return state
         small = self.small_state()
-        return Checkpoint({**state.tensors, **small.tensors}, {**state.values, **small.values})
+        return Checkpoint({**state.tensors, **copies.tensors, **small.tensors}, {**state.values, **copies.values, **small.values})
 
     def small_state(self) -> Checkpoint:
         """What of `state` does not grow with the model."""
@@ -221,6 +265,7 @@ class Trainer:
         `ConfigError` if it belongs to other weights."""
         named = dict(zip(self.names, self.parameters, strict=True))
         restore_training_state(checkpoint, named, self.average, self.optimizer, self.distributed)
+        self.copies.restore(checkpoint, self.distributed)
         small = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith(PER_PARAMETER)}
         tensors, values = self.distributed.gather((small, checkpoint.values))[0]
         if isinstance(self.method.credit, Stateful):

@@ -35,9 +35,9 @@ def test_what_an_iteration_makes_is_on_the_device(name, method, device):
     seen, collect, of = {}, trainer.collector.collect, LossBatches.of
     trainer.collector.collect = lambda *given: seen.setdefault("collected", collect(*given))
     minibatches = trainer.minibatches
-    trainer.minibatches = lambda *given: seen.setdefault("minibatches", minibatches(*given))
+    trainer.minibatches = lambda *given: seen.setdefault("minibatches", list(minibatches(*given)))
     row = trainer.iteration()
-    collected, micro = seen["collected"], seen["minibatches"][0][0]
+    collected, micro = seen["collected"], seen["minibatches"][0][0][0]
     path = collected.rollout.trajectories
     batches = LossBatches(
         trainer.policy, trainer.draw_sampler(), collected.rollout, collected.condition, torch.ones(6, 4, device=device)

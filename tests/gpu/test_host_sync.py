@@ -87,7 +87,7 @@ def watched(trainer, device):
                     yield micro
 
     policy.frozen, policy.velocity = Frozen, watched_velocity
-    trainer.minibatches = lambda *given: [Watched(minibatch) for minibatch in minibatches(*given)]
+    trainer.minibatches = lambda *given: [(Watched(minibatch), count) for minibatch, count in minibatches(*given)]
     return entered
 
 

@@ -562,4 +562,6 @@ plt.show()
 # | $\lvert\rho - 1\rvert$ before an update | rounding error; keep it below the clip range | `ratio_noise` in the metrics |
 # | pairs | trajectories × stochastic steps | settings `minibatches`, `micro_batch` |
 #
-# Support for another model family takes one file, as described in `docs/model-families.md`. **Back to** [0 · Tour](00_tour.ipynb).
+# Support for another model family takes one file, as described in `docs/model-families.md`.
+#
+# **Next:** [10 · Branching](10_branching.ipynb) measures the worth of a step by splitting the trajectory there.

@@ -1,0 +1,173 @@
+"""From finished images to what a forward-process loss sees: micro-batches of (sample, drawn time) rows."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import ConfigError
+from flowrl.flow.path import expand
+from flowrl.forward import ForwardBatch, WeightCopy, unit_means
+from flowrl.protocols import FlowPolicy, ForwardLoss, PooledForwardLoss
+from flowrl.rollout.loss_batch import MicroBatch, Pairs, in_units
+from flowrl.rollout.rollout import Groups, Rollout
+from flowrl.types import Condition, Schedule
+
+
+class CopiedWeights(Protocol):
+    """A copy of the trained weights, as a forward-process loss has declared it."""
+
+    copy: WeightCopy
+    is_current: bool
+
+    def weights(self) -> AbstractContextManager[None]:
+        """Within this context the policy has the copy's weights."""
+        ...
+
+
+def step_of(times: Tensor, schedule: Schedule) -> Tensor:
+    """The step i with t_{i+1} < t <= t_i for each of `times`."""
+    nodes = schedule.times.to(times.device)
+    return ((nodes >= times[..., None] - 1e-6).sum(-1) - 1).clamp(0, schedule.steps - 1)
+
+
+def training_noise(
+    loss: ForwardLoss, groups: Groups, shape: Sequence[int], draws: int, seed: int, device: torch.device
+) -> Tensor:
+    """The noise of every row of `groups` [sample, draw, *latent], shared as the loss wants it.
+
+    Every sample or group has a generator of its own, seeded by its number among all and the iteration's `seed`, so that its noise
+    does not depend on chunks or processes.
+    """
+    shared = loss.noise != "each"
+    first, count = (groups.first, groups.prompts) if shared else (groups.first * groups.members, groups.samples)
+    columns = 1 if loss.noise == "group-all-times" else draws
+    generator, found = torch.Generator(device), []
+    for number in range(first, first + count):
+        generator.manual_seed((seed + number) % 2**63)
+        found.append(torch.randn((columns, *shape), generator=generator, device=device))
+    noise = torch.stack(found).expand(-1, draws, *shape)
+    return noise.repeat_interleave(groups.members, 0) if shared else noise
+
+
+@dataclass
+class ForwardBatches:
+    """Makes the batches of a forward-process loss from the finished latents of `rollout`.
+
+    `condition` has one row per prompt and `advantages` [sample, step] are the credit rule's; a row has that of the step during
+    which a trajectory passes its time, so that rules that credit steps weight times. This is a heuristic: the states that are
+    regressed are noised images, not those that the steps have led to, unless the loss's `noise` is "path". A rule that credits
+    all steps alike gives the papers' losses. `times` [sample, draw] and `seed` are the iteration's, `copies` those that the
+    loss declares. Samples are numbered within this process.
+    """
+
+    policy: FlowPolicy
+    loss: ForwardLoss
+    rollout: Rollout
+    condition: Condition
+    advantages: Tensor
+    times: Tensor
+    seed: int
+    copies: Mapping[str, CopiedWeights] = field(default_factory=dict)
+    pooled: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        path, groups = self.rollout.trajectories, self.rollout.groups
+        self.images, self.steps = path.images_latent, step_of(self.times, path.schedule)
+        if self.loss.noise == "path":
+            if path.tree.branched:
+                raise ConfigError('noise = "path" is not allowed on branched trajectories; allowed: each, group, group-all-times')
+            self.times = path.schedule.times[self.steps]
+        else:
+            draws = self.times.shape[1]
+            self.noise = training_noise(self.loss, groups, self.images.shape[1:], draws, self.seed, self.images.device)
+
+    @property
+    def passes(self) -> int:
+        """Network evaluations of a row with the present weights: the current network, the reference, copies with other weights;
+        all but the reference twice if rows of a unit are in several micro-batches."""
+        copies = sum(one.copy.evaluated and not one.is_current for one in self.copies.values())
+        found = 1 + self.loss.needs_reference + copies
+        return found * (2 if self.pooled is not None else 1)
+
+    def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
+        """Before a mini-batch: the means over units that are spread over micro-batches, with the present weights."""
+        self.pooled = None
+        if not isinstance(self.loss, PooledForwardLoss) or self.loss.together == "row" or all(one.whole for one in minibatch):
+            return
+        with torch.no_grad():
+            batches = [self.of(micro.sample, micro.step) for micro in minibatch]
+            terms = torch.cat([self.loss.row_terms(batch) for batch in batches])
+            kept = torch.cat([batch.mask & (micro.weight > 0) for batch, micro in zip(batches, minibatch, strict=True)])
+            units = [torch.cat(parts) for parts in zip(*(batch.units(self.loss.together) for batch in batches), strict=True)]
+            means = unit_means(terms, units, kept)
+        sample, draw = (torch.cat([getattr(micro, name) for micro in minibatch])[kept] for name in ("sample", "step"))
+        self.pooled = torch.zeros_like(self.times).index_put_((sample, draw), means[kept].to(self.times))
+
+    def evaluated_steps(self, micro: MicroBatch) -> Tensor:
+        """The step whose time every row has."""
+        return self.steps[micro.sample, micro.step]
+
+    def of(self, sample: Tensor, draw: Tensor, shared: object = None) -> ForwardBatch:
+        """The batch of these rows; indices of equal length."""
+        path, members = self.rollout.trajectories, self.rollout.groups.members
+        time, group = self.times[sample, draw], sample // members
+        here = sample.to(self.images.device)
+        image = self.images[here].to(sample.device)
+        spread = expand(time, image)
+        if self.loss.noise == "path":
+            states = path.states[
+                here // members, path.tree.paths.to(here.device)[here % members, self.steps[sample, draw].to(here)]
+            ]
+            state = states.to(sample.device)
+            target = (state - image) / spread
+        else:
+            noise = self.noise[here, draw.to(here.device)].to(sample.device)
+            state, target = (1 - spread) * image + spread * noise, noise - image
+        timestep, rows = 1000.0 * time, self.condition.take(group)
+        others: dict[str, Tensor] = {}
+        with torch.no_grad():  # before the current network: its graph must not see other weights
+            for name, copy in self.copies.items():
+                if copy.copy.evaluated and not copy.is_current:
+                    with copy.weights():
+                        others[name] = self.policy.velocity(state, timestep, rows)
+            if self.loss.needs_reference:
+                with self.policy.reference():
+                    others["reference"] = self.policy.velocity(state, timestep, rows)
+        new = self.policy.velocity(state, timestep, rows)
+        new = new.view_as(new)  # a gradient taken here does not run the hooks of the network's output (FSDP2's)
+        for name, copy in self.copies.items():
+            if copy.copy.evaluated and copy.is_current:
+                others[name] = new.detach()
+        first = self.rollout.groups.first
+        return ForwardBatch(
+            time=time,
+            target=target,
+            new=new,
+            advantages=self.advantages[sample, self.steps[sample, draw]],
+            mask=torch.ones_like(sample, dtype=torch.bool),
+            group=group + first,
+            row_sample=sample + first * members,
+            pooled=None if self.pooled is None else self.pooled[sample, draw],
+            **others,
+        )
+
+
+def forward_pairs(
+    parts: Sequence[Tensor], loss: ForwardLoss, steps: Tensor, members: int, trained: Tensor | None = None
+) -> list[Pairs]:
+    """The rows of each mini-batch: all drawn times of its samples, `parts[k]`; `steps` [sample, draw] are the times' steps.
+
+    Rows that the loss must see together follow each other, and are in the mini-batch in which the first of them comes.
+    `trained` [sample, step] leaves out rows at the times of further steps.
+    """
+    draws = torch.arange(steps.shape[1], device=steps.device)
+    found = [Pairs(*torch.cartesian_prod(samples, draws).unbind(1)) for samples in parts]
+    if trained is not None:
+        found = [pairs[trained[pairs.sample, steps[pairs.sample, pairs.step]]] for pairs in found]
+    if loss.together == "row":
+        return found
+    return in_units(found, lambda sample, draw: sample if loss.together == "sample" else sample // members * len(draws) + draw)
