@@ -70,27 +70,36 @@ def all_pairs(samples: Tensor, steps: Tensor) -> Pairs:
 def minibatch_pairs(parts: Sequence[Tensor], steps: Tensor, tree: Tree, trained: Tensor | None = None) -> list[Pairs]:
     """The pairs of each mini-batch: those of its samples, `parts[k]`, with the trained `steps`.
 
-    In a branched tree: those that are decisions, in the mini-batch in which their parent comes first, once per trajectory or,
-    with the tree's `weight` "edge", once per distinct edge. `trained` [sample, step] leaves out further pairs.
+    In a branched tree: those that are decisions, once per trajectory or, with the tree's `weight` "edge", once per distinct edge.
+    All pairs of a parent are in one mini-batch. Parents come in the order of the trajectories that pass them first by number, so
+    that every mini-batch has all depths, and are divided into mini-batches of about equally many pairs. `trained` [sample, step]
+    leaves out further pairs.
     """
     found = [all_pairs(samples, steps) for samples in parts]
     if tree.branched:
-        found = in_units(found, lambda sample, step: _units(sample, step, tree), shared=True)
-        found = [pairs[_decisions(pairs, tree)] for pairs in found]
+        found = in_units(found, lambda sample, step: _units(sample, step, tree), True, lambda *pair: _decisions(*pair, tree))
     return found if trained is None else [pairs[trained[pairs.sample, pairs.step]] for pairs in found]
 
 
-def in_units(parts: Sequence[Pairs], key: Callable[[Tensor, Tensor], Tensor], shared: bool = False) -> list[Pairs]:
-    """The pairs sorted by the first appearance of their unit, `key(sample, step)`, in the mini-batch in which that is."""
+def in_units(
+    parts: Sequence[Pairs],
+    key: Callable[[Tensor, Tensor], Tensor],
+    shared: bool = False,
+    kept: Callable[[Tensor, Tensor], Tensor] = lambda sample, step: torch.ones_like(sample, dtype=torch.bool),
+) -> list[Pairs]:
+    """The pairs that are `kept(sample, step)`, in whole units, `key(sample, step)`, divided into as many mini-batches of about
+    equally many pairs. Units come in the order of their sample of lowest number."""
     if not parts:
         return []
     device = parts[0].sample.device
     sample, step = (torch.cat([getattr(pairs, name) for pairs in parts]).cpu() for name in ("sample", "step"))
-    part = torch.cat([torch.full((len(pairs),), k) for k, pairs in enumerate(parts)])
     unit = key(sample, step)
-    first = _first(unit)
+    by_number = sample.argsort(stable=True)
+    first = torch.empty_like(by_number)
+    first[by_number] = by_number[_first(unit[by_number])]
     order = first.argsort(stable=True)
-    place = part[first[order]]
+    order = order[kept(sample, step)[order]]
+    place = _first(unit[order]) * len(parts) // max(len(order), 1)
     chosen = [order[place == k] for k in range(len(parts))]
     return [Pairs(sample[rows].to(device), step[rows].to(device), unit[rows].to(device), shared) for rows in chosen]
 
@@ -100,13 +109,12 @@ def _units(sample: Tensor, node: Tensor, tree: Tree) -> Tensor:
     return sample // tree.members * tree.units + tree.paths[sample % tree.members, node]
 
 
-def _decisions(pairs: Pairs, tree: Tree) -> Tensor:
+def _decisions(sample: Tensor, step: Tensor, tree: Tree) -> Tensor:
     """Which of the pairs count: the decisions, each edge once if the tree wants that."""
-    sample, step = pairs.sample.cpu(), pairs.step.cpu()
     kept = tree.decisions[sample % tree.members, step]
     if tree.weight == "edge":
         kept &= _first(_units(sample, step + 1, tree)) == torch.arange(len(sample))
-    return kept.to(pairs.sample.device)
+    return kept
 
 
 def _first(keys: Tensor) -> Tensor:

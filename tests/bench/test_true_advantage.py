@@ -9,16 +9,25 @@ import math
 import pytest
 import torch
 from flowrl_bench.gradients import Setting, alignment
-from flowrl_bench.true_advantage import LEAST_RELIABILITY, Look, TrueAdvantages, compare_credit, true_advantages
+from flowrl_bench.true_advantage import (
+    LEAST_RELIABILITY,
+    Look,
+    TrueAdvantages,
+    compare_credit,
+    correlation_difference,
+    credit_sums,
+    pooled,
+    true_advantages,
+)
 
 from flowrl.credit import StepwiseGain
 from flowrl.errors import ConfigError
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.policies.mixture import MixturePolicy
-from flowrl.probes import Continuation
+from flowrl.probes import Branch, Comb, Continuation
 from flowrl.rewards.combine import NoisyReward, pseudo_normal
-from flowrl.rollout import attach_stds
+from flowrl.rollout import Usage, attach_stds
 from flowrl.samplers import AllButLast, FlowSDE, Window
 from flowrl.types import Prompt
 from flowrl.worlds.mixture import WIDTH, DirectionReward, angle_of, target
@@ -73,6 +82,89 @@ def test_true_advantages_are_the_exact_ones_of_a_gaussian(sampler) -> None:
     last = steps[-1]
     torch.testing.assert_close(found.state_values[..., last + 1], values[..., last + 1], atol=1e-5, rtol=1e-4)
     assert bool((found.state_errors[..., last + 1] == 0).all())
+
+
+TREES = {
+    "splits": (Branch((2, 1, 2)), AllButLast(FlowSDE(0.7))),
+    "edges": (Branch((2, 2), weight="edge"), Window(FlowSDE(1.0), 1, 3)),
+    "comb": (Comb(2, count=1), Window(FlowSDE(1.0), 1, 3)),
+}
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_true_advantages_of_the_edges_of_a_tree_are_the_exact_ones(case) -> None:
+    """Against the closed form along every member's path; the distinct states alone are continued, each once."""
+    probe, sampler = TREES[case]
+    setting, members, squares = gaussian_setting(sampler), 8, []
+    for seed in range(4):
+        usage = Usage()
+        result = Look(setting, members, seed).trajectories(False, probe)
+        found = true_advantages(setting, result, 400, seed=5 + seed, usage=usage)
+        tree, schedule = result.trajectories.tree, result.trajectories.schedule
+        exact = exact_values(setting, result.trajectories.nodes, members).view(3, members, -1).diff(dim=-1)
+        counted = found.weights > 0
+        assert torch.equal(counted, tree.decisions.expand_as(counted)) and found.steps == tuple(schedule.decisions)
+        assert bool((found.values[~counted] == 0).all())
+        known = counted & (found.errors > 0)
+        z = (found.values - exact)[known] / found.errors[known]
+        assert float(z.abs().max()) < 5
+        squares.append(float(z.square().mean()))
+        ends = {*tree.drawn.nonzero().flatten().tolist(), *tree.parent[tree.drawn].tolist()}
+        last, nodes = max(schedule.decisions), [int(tree.node[unit]) for unit in ends]
+        assert usage.nfe == 3 * sum((400 if node <= last else 1) * (schedule.steps - node) for node in nodes)
+        total = tree.drawn.sum() if tree.weight == "edge" else tree.decisions.sum()
+        assert float(found.weights[0].sum()) == pytest.approx(float(total))
+    assert sum(squares) / 4 == pytest.approx(1.0, abs=0.4)
+
+
+def test_edges_count_as_often_as_the_tree_says() -> None:
+    """The moments with the weights of a table are those of the distinct edges, each once ("edge") or once per leaf."""
+    setting = gaussian_setting()
+    for weight in ("leaf", "edge"):
+        result = Look(setting, 8, seed=1).trajectories(False, Branch((2, 1, 2), weight=weight))
+        found = true_advantages(setting, result, 8, seed=2)
+        tree = result.trajectories.tree
+        credit = tree.step_table(torch.randn(3, tree.units, generator=torch.Generator().manual_seed(0)))
+        sums = credit_sums(credit, found).sum((0, 1))
+        a, t = (tree.edge_means(table)[:, tree.drawn].double() for table in (credit, found.values))
+        times = tree.leaves[tree.drawn].double() if weight == "leaf" else torch.ones(int(tree.drawn.sum())).double()
+        expected = [3 * times.sum(), (times * a).sum(), (times * t).sum(), (times * a * a).sum(), (times * t * t).sum()]
+        torch.testing.assert_close(sums[:5], torch.stack(expected))
+        torch.testing.assert_close(sums[5], (times * a * t).sum())
+
+
+def test_the_truth_as_credit_has_correlation_and_slope_1_on_a_tree() -> None:
+    """Also with the noise of the truth, which the corrections take out; scaled by step, the slopes are the scales."""
+    setting, members = gaussian_setting(), 8
+    look = Look(dataclasses.replace(setting, prompts=PROMPTS * 12), members, seed=3)
+    result = look.trajectories(False, Branch((2, 1, 2)))
+    truth = true_advantages(look.setting, result, 16, seed=5)
+    wide = dataclasses.replace(setting, prompts=PROMPTS)
+    nodes = result.trajectories.nodes.view(12, 3 * members, *result.trajectories.nodes.shape[1:])
+    exact = torch.cat([exact_values(wide, part, members).view(3, members, -1) for part in nodes]).diff(dim=-1)
+    report = compare_credit(exact, truth)
+    assert truth.reliability < 0.9 and report.overall.raw_correlation < 0.96
+    assert report.overall.correlation.value == pytest.approx(1.0, abs=0.03)
+    assert report.overall.slope.value == pytest.approx(1.0, abs=0.06)
+    scales = torch.tensor([0.5, 1.0, 2.0, 1.0, -1.0, 1.0])
+    scaled = compare_credit(exact * scales, truth)
+    for i, step in enumerate(truth.steps):
+        assert scaled.per_step[i].slope.value == pytest.approx(float(scales[step]) * report.per_step[i].slope.value, rel=1e-4)
+    itself = credit_sums(truth.values, truth)
+    assert correlation_difference(itself, credit_sums(2 * truth.values, truth)).high == pytest.approx(0.0, abs=1e-9)
+    assert correlation_difference(itself, credit_sums(-truth.values, truth)).low == pytest.approx(2.0)
+
+
+def test_steps_at_which_no_tree_branched_have_no_decisions() -> None:
+    look = Look(gaussian_setting(), 8, seed=3)
+    result = look.trajectories(False, Comb(2, count=1))
+    truth = true_advantages(look.setting, result, 4, seed=5)
+    report = compare_credit(truth.values, truth)
+    branched = set((result.trajectories.tree.node[result.trajectories.tree.drawn] - 1).tolist())
+    assert {step for step, found in zip(report.steps, report.per_step, strict=True) if found.count} == branched
+    assert report.overall.correlation.value == 1.0 and math.isfinite(report.overall.bias.value)
+    both = pooled([truth, truth])
+    assert both.weights is not None and both.weights.shape == both.values.shape == (6, 8, 6)
 
 
 def test_the_mean_of_an_advantage_given_its_node_is_0() -> None:

@@ -347,3 +347,16 @@ def test_path_log_densities_are_those_of_the_draws(mixture_policy):
         gaussian = sampler.transition(path.nodes[:, step], path.velocities[:, step], path.schedule, index)
         torch.testing.assert_close(found[..., step].flatten(), log_prob(gaussian, path.nodes[:, step + 1]))
     assert replace(path.schedule).tree is path.tree
+
+
+@pytest.mark.parametrize("probe", [Branch((1, 1, 2, 1, 2)), Branch((1, 2, 2), weight="edge"), Comb(6, count=1), Comb(4)])
+def test_minibatches_of_trees_have_about_equally_many_pairs_of_all_depths(probe):
+    """Most parents are passed by some sample of the first mini-batch; they do not all belong to it."""
+    generator, groups, parts = torch.Generator().manual_seed(0), 400, 4
+    tree = probe.tree(5, range(3 if isinstance(probe, Comb) else 5), 12, isinstance(probe, Branch), generator)
+    order = torch.randperm(groups * tree.members, generator=generator)
+    pairs = minibatch_pairs(order.chunk(parts), torch.arange(tree.steps), tree)
+    sizes = torch.tensor([len(one) for one in pairs]).double()
+    assert float((sizes - sizes.mean()).abs().max()) <= 12
+    depths = torch.stack([torch.bincount(one.step, minlength=tree.steps) for one in pairs]) / sizes.mean()
+    assert float((depths - depths.mean(0)).abs().max()) < 0.08

@@ -3,6 +3,9 @@
 The truth is A*(i) = Q(x_i, x_{i+1}) - V(x_i) = V(x_{i+1}) - V(x_i): V(x) is the expected final reward when the *stochastic*
 sampler continues from x under the current policy. V is estimated by Monte Carlo continuation, so every A* has a standard error,
 and correlations are corrected for it. Deterministic steps have A* = 0, since nothing is decided there; they are left out.
+
+In a branched tree (`flowrl.tree`) the truth belongs to the edge into each state that was drawn: A* = V(child) - V(parent). A
+distinct state is continued once, however many members pass it, and an edge counts in the agreement as it does in the update.
 """
 
 import math
@@ -35,6 +38,8 @@ class TrueAdvantages:
     """`values` [prompt, member, step] estimates A*, `errors` are its standard errors; `steps` are the stochastic steps.
 
     `state_values` [prompt, member, node] estimates V, `state_errors` likewise (0 if V is the finished image's reward).
+    `weights` [prompt, member, step] say how often each step counts: in a branched tree 0 where a member's step is no decision,
+    else 1 (weight "leaf") or 1 / the members that share the edge ("edge"). None: every stochastic step once.
     """
 
     values: Float[Tensor, "prompt member step"]
@@ -42,12 +47,16 @@ class TrueAdvantages:
     state_values: Float[Tensor, "prompt member node"]
     state_errors: Float[Tensor, "prompt member node"]
     steps: tuple[int, ...]
+    weights: Float[Tensor, "prompt member step"] | None = None
 
     @property
     def reliability(self) -> float:
-        """Fraction of the variance of the estimated A* at stochastic steps that is not Monte Carlo noise."""
-        found = self.values[..., list(self.steps)]
-        noise = float(self.errors[..., list(self.steps)].square().mean())
+        """Fraction of the variance of the estimated A* at decisions that is not Monte Carlo noise."""
+        found, errors = self.values[..., list(self.steps)], self.errors[..., list(self.steps)]
+        if self.weights is not None:
+            counted = self.weights[..., list(self.steps)] > 0
+            found, errors = found[counted], errors[counted]
+        noise = float(errors.square().mean())
         return max(0.0, 1.0 - noise / max(float(found.var()), 1e-30))
 
 
@@ -62,10 +71,13 @@ def true_advantages(
     """A* of every step of `trajectories` by `continuations` independent stochastic continuations from every decision's node.
 
     V of a node is the mean reward of its continuations, with standard error std / sqrt(continuations); after the last stochastic
-    step it is the reward itself. The two nodes of a step have separate continuations, so their squared errors add.
+    step it is the reward itself. The two nodes of a step have separate continuations, so their squared errors add. In a
+    branched tree distinct states are continued instead of nodes, those that a decision starts from or leads to.
     Raises `ConfigError` for fewer than two continuations.
     """
     require(continuations >= 2, "continuations", continuations, "2 or more: a standard error needs a spread")
+    if trajectories.trajectories.tree.branched:
+        return _on_a_tree(setting, trajectories, continuations, seed, usage or Usage(), max_batch)
     groups, usage = trajectories.groups, usage or Usage()
     schedule = attach_stds(setting.schedule, setting.sampler)
     decisions = schedule.stochastic.nonzero().flatten().tolist()
@@ -95,6 +107,37 @@ def true_advantages(
     )
 
 
+def _on_a_tree(setting: Setting, result: Rollout, continuations: int, seed: int, usage: Usage, max_batch: int) -> TrueAdvantages:
+    """`true_advantages` of a branched tree. A state after the last stochastic step is continued once, without error."""
+    tree, schedule = result.trajectories.tree, result.trajectories.schedule
+    condition, count = setting.policy.encode(setting.prompts), result.groups.prompts
+    next_nodes = partial(draw, generator=torch.Generator().manual_seed(seed))
+    walkers = Walkers(setting.policy, setting.sampler, schedule, next_nodes, usage, max_batch)
+    needed = tree.drawn.clone()
+    needed[tree.parent[tree.drawn]] = True
+    values, errors = torch.zeros(count, tree.units), torch.zeros(count, tree.units)
+    with setting.policy.frozen(), torch.no_grad():
+        for node in sorted(set(tree.node[needed].tolist())):
+            units = (needed & (tree.node == node)).nonzero().flatten()
+            repeats = continuations if any(step >= node for step in schedule.decisions) else 1
+            states = result.trajectories.states[:, units].flatten(0, 1)
+            latents = continued(walkers, states, node, condition.repeat(len(units)), repeats)
+            owners = [prompt for prompt in setting.prompts for _ in range(len(units) * repeats)]
+            rewards = score(setting.reward, setting.policy.decode(latents), owners).view(count, len(units), repeats)
+            values[:, units] = rewards.mean(2)
+            if repeats > 1:
+                errors[:, units] = rewards.std(2) / math.sqrt(repeats)
+    into, parent = tree.drawn.nonzero().flatten(), tree.parent[tree.drawn]
+    advantages, step_errors = torch.zeros_like(values), torch.zeros_like(values)
+    advantages[:, into] = values[:, into] - values[:, parent]
+    step_errors[:, into] = (errors[:, into].square() + errors[:, parent].square()).sqrt()
+    shares = torch.ones(tree.units) if tree.weight == "leaf" else 1 / tree.leaves
+    return TrueAdvantages(
+        tree.step_table(advantages), tree.step_table(step_errors), tree.node_table(values), tree.node_table(errors),
+        tuple(schedule.decisions), tree.step_table(shares.expand(count, -1)),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Look:
     """The groups of trajectories that all rules are applied to: one policy, one seed.
@@ -105,11 +148,12 @@ class Look:
     setting: Setting
     members: int = 12
     seed: int = 0
+    max_batch: int = 8192
 
     def trajectories(self, shared_noise: bool, probe: Probe = NoProbe(), usage: Usage | None = None) -> Rollout:
-        """The rollout, with states scored by `probe`; the trajectories do not depend on it."""
+        """The rollout, with states scored by `probe`; only a probe that branches changes the trajectories."""
         groups = Groups(len(self.setting.prompts), self.members, shared_noise)
-        return self.setting.rollout(groups, torch.Generator().manual_seed(self.seed), probe, usage, max_batch=8192)
+        return self.setting.rollout(groups, torch.Generator().manual_seed(self.seed), probe, usage, self.max_batch)
 
     def credit(self, rule: CreditAssigner, shared_noise: bool, reward: RewardModel | None = None) -> "Credit":
         """The rule's advantages on these trajectories; `reward`: the one that the rule sees instead of the true one.
@@ -137,10 +181,11 @@ class Agreement:
     """Agreement of a rule's credit with the true advantage, over the steps of all groups, or at one step.
 
     `correlation`: Pearson, divided by the root of `reliability`, which corrects for the Monte Carlo noise of the
-    truth (`raw_correlation` does not), within [-1, 1]. `sign`: fraction of the *resolved* steps (|A*| above two standard errors)
-    whose credit has the sign of A* (credit 0 counts as half); `resolved` is their fraction of all. `bias`: the mean credit of a
-    step over all outcomes, root mean square over steps, in units of the credit's std; the true one is 0, since
-    E[A* | x_i] = 0. `unexplained`: fraction of the credit's variance that is not proportional to A*, 1 - correlation^2.
+    truth (`raw_correlation` does not), within [-1, 1]. `slope`: cov(credit, A*) / var(A*), the variance corrected likewise.
+    `sign`: fraction of the *resolved* steps (|A*| above two standard errors) whose credit has the sign of A* (credit 0 counts
+    as half); `resolved` is their fraction of all. `bias`: the mean credit of a step over all outcomes, root mean square over
+    steps, in units of the credit's std; the true one is 0, since E[A* | x_i] = 0. `unexplained`: fraction of the credit's
+    variance that is not proportional to A*, 1 - correlation^2.
     """
 
     correlation: Estimate
@@ -151,6 +196,7 @@ class Agreement:
     bias: Estimate
     unexplained: float
     count: int
+    slope: Estimate
 
 
 @dataclass(frozen=True)
@@ -163,25 +209,47 @@ class CreditReport:
 
 
 def compare_credit(credit: Tensor, truth: TrueAdvantages, draws: int = 1000, seed: int = 0) -> CreditReport:
-    """Compare a rule's `credit` [prompt, member, step] with the truth; intervals by bootstrap over groups.
+    """Compare a rule's `credit` [prompt, member, step] with the truth; intervals by bootstrap over groups. Steps count as the
+    truth's `weights` say.
 
     Several looks can be concatenated along the first axis (`pooled`). Raises `ConfigError` for credit of another shape than the
     truth's, or not finite.
     """
+    return credit_report(credit_sums(credit, truth), truth.steps, draws, seed)
+
+
+def credit_sums(credit: Tensor, truth: TrueAdvantages) -> Float[Tensor, "group step 9"]:
+    """The sums over members from which `credit_report` computes all statistics. Raises `ConfigError` as `compare_credit` does."""
     shape, wanted = tuple(credit.shape), tuple(truth.values.shape)
     require(shape == wanted, "credit of shape", shape, f"[prompt, member, step] = {wanted}, as the true advantages")
     bad = int((~torch.isfinite(credit)).sum())
     require(bad == 0, "credit: values that are not finite", bad, "none")
     steps = list(truth.steps)
-    sums = _sums(credit[..., steps].double(), truth.values[..., steps].double(), truth.errors[..., steps].double())
+    weights = None if truth.weights is None else truth.weights[..., steps].double()
+    return _sums(credit[..., steps].double(), truth.values[..., steps].double(), truth.errors[..., steps].double(), weights)
+
+
+def credit_report(sums: Float[Tensor, "group step 9"], steps: Sequence[int], draws: int = 1000, seed: int = 0) -> CreditReport:
+    """The agreement in `credit_sums`; intervals by bootstrap over groups."""
+    by_step = _resampled(sums, draws, seed)
+    per_step = tuple(_agreement(by_step[:, i : i + 1]) for i in range(len(steps)))
+    return CreditReport(_agreement(by_step), tuple(steps), per_step)
+
+
+def correlation_difference(sums: Tensor, others: Tensor, draws: int = 1000, seed: int = 0) -> Estimate:
+    """The correlation in `sums` [group, step, 9] minus that in `others`, of the same groups, which are drawn together."""
+    require(len(sums) == len(others), "groups", (len(sums), len(others)), "equally many, the same for both rules")
+    one, other = (_corrected(_moments(_resampled(table, draws, seed))) for table in (sums, others))
+    return _measured(one - other)
+
+
+def _resampled(sums: Tensor, draws: int, seed: int) -> Tensor:
+    """Sums over groups [draw, step, 9]: of the data, then of `draws` bootstrap draws."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.ones(1, len(sums), dtype=sums.dtype)
     picks = torch.randint(0, len(sums), (draws, len(sums)), generator=generator)
     resampled = torch.zeros(draws, len(sums), dtype=sums.dtype).scatter_add_(1, picks, torch.ones_like(picks, dtype=sums.dtype))
-    weights = torch.cat([weights, resampled])
-    by_step = torch.einsum("dg,gsk->dsk", weights, sums)
-    per_step = tuple(_agreement(by_step[:, i : i + 1]) for i in range(len(steps)))
-    return CreditReport(_agreement(by_step), tuple(steps), per_step)
+    return torch.einsum("dg,gsk->dsk", torch.cat([weights, resampled]), sums)
 
 
 def pooled(truths: Sequence[TrueAdvantages]) -> TrueAdvantages:
@@ -189,37 +257,65 @@ def pooled(truths: Sequence[TrueAdvantages]) -> TrueAdvantages:
     columns = [
         torch.cat([getattr(truth, name) for truth in truths]) for name in ("values", "errors", "state_values", "state_errors")
     ]
-    return TrueAdvantages(*columns, steps=truths[0].steps)
+    weights = [truth.weights for truth in truths if truth.weights is not None]
+    return TrueAdvantages(*columns, truths[0].steps, torch.cat(weights) if weights else None)
 
 
-def _sums(credit: Tensor, truth: Tensor, errors: Tensor) -> Tensor:
+def _sums(credit: Tensor, truth: Tensor, errors: Tensor, weights: Tensor | None = None) -> Tensor:
     """The sums over members from which all statistics are computed, [group, step, 9]."""
     resolved = (truth.abs() > RESOLVED * errors).to(truth)
     agrees = torch.where(credit == 0, 0.5, (credit.sign() == truth.sign()).to(truth))
     one = torch.ones_like(truth)
     columns = [one, credit, truth, credit.square(), truth.square(), credit * truth, errors.square(), resolved, resolved * agrees]
-    return torch.stack(columns, dim=-1).sum(1)
+    table = torch.stack(columns, dim=-1)
+    return (table if weights is None else table * weights[..., None]).sum(1)
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Of credit and truth, [draw]."""
+
+    count: Tensor
+    variance_a: Tensor
+    variance_t: Tensor
+    covariance: Tensor
+    reliability: Tensor
+
+
+def _moments(sums: Tensor) -> _Moments:
+    n, a, t, aa, tt, at, noise = sums.sum(1).unbind(-1)[:7]
+    n = n.clamp(min=1e-30)  # a step without a decision
+    variance_a, variance_t = (aa / n - (a / n).square()).clamp(min=0), (tt / n - (t / n).square()).clamp(min=1e-30)
+    covariance = at / n - a * t / n.square()
+    reliability = (1 - noise / n / variance_t).clamp(min=LEAST_RELIABILITY, max=1.0)
+    return _Moments(n, variance_a, variance_t, covariance, reliability)
+
+
+def _raw(m: _Moments) -> Tensor:
+    found = m.covariance / (m.variance_a * m.variance_t).clamp(min=1e-60).sqrt()
+    return torch.where(m.variance_a > 0, found, torch.zeros_like(m.count))
+
+
+def _corrected(m: _Moments) -> Tensor:
+    return (_raw(m) / m.reliability.sqrt()).clamp(-1.0, 1.0)
 
 
 def _agreement(sums: Tensor) -> Agreement:
     """Statistics of sums [draw, step, 9]; the first draw is the data itself, the others are bootstrap draws."""
-    n, a, t, aa, tt, at, noise, resolved, agrees = sums.sum(1).unbind(-1)
-    variance_a, variance_t = (aa / n - (a / n).square()).clamp(min=0), (tt / n - (t / n).square()).clamp(min=1e-30)
-    covariance = at / n - a * t / n.square()
-    raw = torch.where(variance_a > 0, covariance / (variance_a * variance_t).clamp(min=1e-60).sqrt(), torch.zeros_like(n))
-    reliability = (1 - noise / n / variance_t).clamp(min=LEAST_RELIABILITY, max=1.0)
-    corrected = (raw / reliability.sqrt()).clamp(-1.0, 1.0)
+    moments, (resolved, agrees) = _moments(sums), sums.sum(1).unbind(-1)[7:]
+    corrected = _corrected(moments)
     sign = agrees / resolved.clamp(min=1)
-    bias = _mean_credit(sums[..., 1] / sums[..., 0]) / variance_a.clamp(min=1e-30).sqrt()
+    bias = _mean_credit(sums[..., 1] / sums[..., 0].clamp(min=1e-30)) / moments.variance_a.clamp(min=1e-30).sqrt()
     return Agreement(
         correlation=_measured(corrected),
-        raw_correlation=float(raw[0]),
-        reliability=float(reliability[0]),
+        raw_correlation=float(_raw(moments)[0]),
+        reliability=float(moments.reliability[0]),
         sign=_measured(sign),
-        resolved=float(resolved[0] / n[0]),
+        resolved=float(resolved[0] / moments.count[0]),
         bias=_measured(bias),
         unexplained=max(0.0, 1 - float(corrected[0]) ** 2),
-        count=int(n[0]),
+        count=round(float(moments.count[0])),
+        slope=_measured(moments.covariance / (moments.variance_t * moments.reliability)),
     )
 
 

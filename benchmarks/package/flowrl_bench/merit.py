@@ -1,0 +1,260 @@
+"""The study of merit: agreement of every row's credit with the true advantage, and its cost in network evaluations.
+
+A *cell* is a world at a stage of training. All rows of a cell are applied to the same policies and prompts, and rows whose
+trajectories have the same structure (their *layout*) to the same trajectories. A *look* is one seed of all of these.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowrl.errors import ConfigError
+from flowrl.io import write_json
+from flowrl.methods import Method
+from flowrl.probes import Branching, NoProbe, Probe
+from flowrl.prompts.stream import PromptStream
+from flowrl.protocols import Sampler
+from flowrl.rollout import Groups, Rollout, group_tree
+from flowrl.rollout.loss_batch import minibatch_pairs
+from flowrl.training.build import make_method, make_trainer, make_world
+from flowrl.workers import Worker, run_jobs
+from flowrl_bench.gradients import Setting
+from flowrl_bench.measurements import reproducible
+from flowrl_bench.merit_rows import ROWS, WORLDS, Row
+from flowrl_bench.true_advantage import Look, TrueAdvantages, credit_sums, pooled, true_advantages
+
+STAGES = ("before", "after")
+"""The policy before training, and after the default's iterations with uniform credit."""
+SEARCHED = 1000
+"""Seeds that are tried until every stochastic step has been drawn once."""
+Job = tuple[str, str, int, str]
+"""(world, stage, look, layout)."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of a world a look sees: prompts x `members` trajectories, `continuations` per state for V; `looks` of these."""
+
+    prompts: int
+    members: int
+    continuations: int
+    looks: int
+    max_batch: int = 512
+
+
+SIZES: dict[str, Size] = {"mixture": Size(18, 12, 48, 2, 4096), "shapes": Size(8, 12, 24, 2)}
+QUICK: dict[str, Size] = {"mixture": Size(2, 12, 4, 2), "shapes": Size(2, 12, 2, 2)}
+
+
+def sizes(quick: bool = False) -> dict[str, Size]:
+    """By world."""
+    return QUICK if quick else SIZES
+
+
+def layout_of(method: Method) -> str:
+    """Rows of one layout share trajectories: noise shared or not, and the tree if there is one."""
+    probe = method.credit.probe
+    return f"{'shared' if method.shared_noise else 'independent'}{f' {probe}' if isinstance(probe, Branching) else ''}"
+
+
+@cache
+def layouts(world: str) -> dict[str, list[Row]]:
+    """Rows by layout."""
+    found: dict[str, list[Row]] = {}
+    for row in ROWS.values():
+        found.setdefault(layout_of(make_method(row.run(world))), []).append(row)
+    return found
+
+
+def trained_policy(world: str, seed: int, folder: Path, quick: bool) -> Setting:
+    """The setting of a look after training; the weights are kept in `folder`."""
+    run = ROWS["flow-grpo"].run(world, seed=seed)
+    trainer, path = make_trainer(run), folder / f"{world}-{seed}{'-quick' if quick else ''}.safetensors"
+    named = trainer.policy.trainable()
+    if path.exists():
+        kept = load_file(path)
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(kept[name])
+    else:
+        for _ in range(1 if quick else run.iterations):
+            trainer.iteration()
+        part = path.with_suffix(".part")
+        save_file({name: parameter.detach().contiguous() for name, parameter in named.items()}, part)
+        part.replace(path)
+    return setting_of(world, seed, trainer.policy, sizes(quick)[world].prompts)
+
+
+def setting_of(world: str, seed: int, policy: Any, prompts: int) -> Setting:
+    """The world's default sampler and reward, and prompts drawn by the seed."""
+    run = ROWS["flow-grpo"].run(world, seed=seed)
+    place, method = make_world(run), make_method(run)
+    assert isinstance(method.sampler, Sampler)
+    chosen = PromptStream(place.prompts(run.environment.task, "train"), seed).take(prompts)
+    schedule = policy.schedule(run.rollout.num_steps)
+    return Setting(policy, method.sampler, schedule, place.reward(run.environment.reward_form), chosen)
+
+
+def look_seeds(setting: Setting, shared_noise: bool, probe: Probe, size: Size, seed: int) -> list[int]:
+    """The seeds of a look's trajectories: one, or if the tree is drawn anew every iteration, the first for every stochastic step
+    at which it then branches."""
+    groups = Groups(len(setting.prompts), size.members, shared_noise)
+    first = Look(setting, size.members, seed).trajectories(shared_noise).trajectories.schedule
+    found: dict[tuple[int, ...], int] = {}
+    if getattr(probe, "count", None) != 1 or not isinstance(probe, Branching):
+        return [seed]
+    for number in range(SEARCHED):
+        generator = torch.Generator().manual_seed(seed + 1000 * number)
+        groups.noise(setting.policy.latent_shape, generator)
+        tree = group_tree(first, groups, probe, generator)
+        found.setdefault(tuple(sorted(set((tree.node[tree.drawn] - 1).tolist()))), seed + 1000 * number)
+        if len(found) == len(first.decisions):
+            break
+    return [found[steps] for steps in sorted(found)]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Per trajectory: network evaluations of sampling, probe and update, distinct decisions, and processor seconds of sampling,
+    probe, reward and rule."""
+
+    sampling: float
+    probe: float
+    update: float
+    decisions: float
+    seconds: float
+
+    @property
+    def nfe(self) -> float:
+        """All network evaluations."""
+        return self.sampling + self.probe + self.update
+
+
+def structure(result: Rollout, needs_reference: bool = False) -> dict[str, float]:
+    """What the structure of trajectories fixes: evaluations of sampling and update, and distinct decisions, per trajectory."""
+    tree, steps = result.trajectories.tree, torch.tensor(result.trajectories.schedule.decisions)
+    pairs = minibatch_pairs([torch.arange(tree.members)], steps, tree)[0]
+    return {
+        "sampling": sum(tree.counts[:-1]) / tree.members,
+        "update": pairs.evaluations * (1 + needs_reference) / tree.members,
+        "decisions": int(tree.drawn.sum()) / tree.members,
+    }
+
+
+def measure_layout(job: Job, folder: Path, quick: bool = False) -> dict[str, Any]:
+    """All rows of a layout at one look: sums of `credit_sums` [group, step, 9] and costs by row, or why a row is not
+    applicable."""
+    world, stage, seed, layout = job
+    size = sizes(quick)[world]
+    if stage == "after":
+        setting = trained_policy(world, seed, folder, quick)
+    else:
+        setting = setting_of(world, seed, make_trainer(ROWS["flow-grpo"].run(world, seed=seed)).policy, size.prompts)
+    rows = {row.name: make_method(row.run(world)) for row in layouts(world)[layout]}
+    shared, probe = layout.startswith("shared"), next(iter(rows.values())).credit.probe
+    tree = probe if isinstance(probe, Branching) else NoProbe()
+    looks = [Look(setting, size.members, found, size.max_batch) for found in look_seeds(setting, shared, tree, size, seed)]
+    sampled = [look.trajectories(shared, tree) for look in looks]
+    truths = [
+        true_advantages(setting, result, size.continuations, look.seed + 7, max_batch=size.max_batch)
+        for look, result in zip(looks, sampled, strict=True)
+    ]
+    truth, found = pooled(truths), dict[str, Any]()
+    for name, method in rows.items():
+        with reproducible("merit", *job, name):
+            found[name] = _row(method, looks, shared, truth, sampled[0])
+    return {"rows": found, "steps": list(truth.steps), "reliability": truth.reliability}
+
+
+def _row(method: Method, looks: list[Look], shared: bool, truth: TrueAdvantages, sampled: Rollout) -> dict[str, Any]:
+    started = time.process_time()
+    try:
+        credits = [look.credit(method.credit, shared) for look in looks]
+    except ConfigError as error:
+        if "not applicable" not in str(error):
+            raise
+        return {"not_applicable": str(error)}
+    seconds = (time.process_time() - started) / (len(truth.values) * truth.values.shape[1])
+    fixed = structure(sampled, method.loss.needs_reference)
+    nfe = sum(credit.nfe_per_trajectory for credit in credits) / len(credits)
+    if isinstance(method.credit.probe, Branching):
+        fixed["sampling"] = nfe  # a tree that is drawn differs from look to look
+    costs = Costs(**fixed, probe=nfe - fixed["sampling"], seconds=seconds)
+    sums = credit_sums(torch.cat([credit.advantages for credit in credits]), truth)
+    return {"sums": sums.tolist(), "costs": asdict(costs)}
+
+
+def jobs(quick: bool, looks: int = 0, worlds: tuple[str, ...] = WORLDS) -> Iterator[Job]:
+    """All jobs; one look of every cell before the next look."""
+    chosen = {world: looks or size.looks for world, size in sizes(quick).items()}
+    for look in range(max(chosen.values())):
+        for world in worlds:
+            for stage in STAGES:
+                for layout in layouts(world) if look < chosen[world] else ():
+                    yield world, stage, look, layout
+
+
+def job_path(folder: Path, job: Job, quick: bool) -> Path:
+    """Where a job's result is kept until the tables are made."""
+    world, stage, look, layout = job
+    number = sorted(layouts(world)).index(layout)
+    return folder / f"{'quick-' if quick else ''}{world}-{stage}-{look}-{number}.json"
+
+
+def measure(worker: Worker, job: Job, folder: Path, quick: bool) -> bool:
+    """A job of `study`."""
+    with reproducible("merit", *job):
+        write_json(job_path(folder, job, quick), {"job": list(job), **measure_layout(job, folder, quick)})
+    return True
+
+
+def study(folder: Path, wanted: list[Job], workers: int, quick: bool, progress: Callable[[int, int, str], None]) -> bool:
+    """Make the results that are missing in `folder`; False if Ctrl-C paused it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [job for job in wanted if not job_path(folder, job, quick).exists()]
+    count = len(wanted) - len(missing)
+
+    def finished(job: Job, _: bool) -> None:
+        nonlocal count
+        count += 1
+        progress(count, len(wanted), ", ".join(map(str, job)))
+
+    arguments = {job: (job, folder, quick) for job in missing}
+    return not missing or run_jobs(measure, arguments, workers, finished=finished, describe=lambda job: f"the job {job}")
+
+
+def read_sums(folder: Path, wanted: list[Job], quick: bool) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """By cell and row: "sums" [group, step, 9] by look, "costs" (means over looks), or "not_applicable"."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for job in wanted:
+        path = job_path(folder, job, quick)
+        if not path.exists():
+            continue
+        result = json.loads(path.read_text())
+        for name, row in result["rows"].items():
+            kept = found.setdefault(job[:2], {}).setdefault(name, {"sums": [], "costs": [], "steps": result["steps"]})
+            if "not_applicable" in row:
+                kept["not_applicable"] = row["not_applicable"]
+            else:
+                kept["sums"].append(torch.tensor(row["sums"], dtype=torch.float64))
+                kept["costs"].append(row["costs"])
+    return found
+
+
+def mean_costs(costs: list[Mapping[str, float]]) -> Costs:
+    """Over looks."""
+    return Costs(**{name: math.fsum(cost[name] for cost in costs) / len(costs) for name in costs[0]})
+
+
+def merit(correlation: float, nfe: float) -> float:
+    """rho^2 per network evaluation of a trajectory, update included: at an equal budget the signal-to-noise ratio of the
+    gradient goes as rho sqrt(number of batches). A negative correlation has no merit."""
+    return max(correlation, 0.0) ** 2 / nfe
