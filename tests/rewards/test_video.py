@@ -72,9 +72,7 @@ def test_stills_are_the_first_middle_and_last_frame_side_by_side():
 def test_names_and_options():
     built = build("reward", "frame-mean(reward='jpeg-incompressibility(quality=50)', frames=3)")
     assert built == FrameMean(JPEGIncompressibility(50), 3) and build("reward", "motion") == Motion()
-    spec = (
-        "weighted-sum(models={'look': 'frame-mean(reward=pickscore, frames=3)', 'motion': 'motion'}, weights={'motion': 10})"
-    )
+    spec = "weighted-sum(models={'look': 'frame-mean(reward=pickscore, frames=3)', 'motion': 'motion'}, weights={'motion': 10})"
     assert build("reward", spec).models["look"].frames == 3
     for frames, said in ((0, "frames = 0"), ("second", "frames = 'second' .*first, middle, last, all")):
         with pytest.raises(ConfigError, match=said):
