@@ -65,9 +65,8 @@ class AlgorithmConfig:
     initial_noise: Literal["auto", "shared", "independent"] = "auto"
     """Initial noise within a group: auto (as the method says), shared or independent."""
     loss: str = "clipped"
-    """clipped, grpo-guard, flow-dppo or policy-gradient, with options as in clipped(kl=without_delta); a plug-in or a file.
-    Forward-process losses: diffusion-nft, awm or dgpo. The default, clipped, means the method's own loss with a method of that
-    name, which allows no policy loss."""
+    """clipped, grpo-guard, flow-dppo or policy-gradient, with options as in clipped(kl=without_delta); a plug-in or a file; or
+    diffusion-nft, awm or dgpo. The default means the method's own loss with a method of that name, which allows no policy loss."""
     clip_range: float = 2e-3
     """Largest change of a ratio before its pair stops counting (losses that clip)."""
     kl_weight: float = 0.0
@@ -250,11 +249,8 @@ class RunConfig:
         require((world == "model") == is_model, "world", world, "model if `model` is given, and only then")
         chosen = flat(self)
         for name in MODEL_ONLY if not is_model else ("base_weights",):
-            need = (
-                "given with a `model`: the built-in worlds have no such thing"
-                if not is_model
-                else "left out: a `model` has its own"
-            )
+            missing, own = "given with a `model`: the built-in worlds have no such thing", "left out: a `model` has its own"
+            need = own if is_model else missing
             require(chosen[name] == DEFAULTS[name], name, chosen[name], need)
         return self
 
