@@ -66,7 +66,7 @@ class AlgorithmConfig:
     """Initial noise within a group: auto (as the method says), shared or independent."""
     loss: str = "clipped"
     """clipped, grpo-guard, flow-dppo or policy-gradient, with options as in clipped(kl=without_delta); a plug-in or a file; or
-    diffusion-nft, awm or dgpo. The default means the method's own loss with a method of that name, which allows no policy loss."""
+    diffusion-nft, awm or dgpo. The default means the own loss with a method of that name, which allows no policy loss."""
     clip_range: float = 2e-3
     """Largest change of a ratio before its pair stops counting (losses that clip)."""
     kl_weight: float = 0.0
