@@ -77,7 +77,9 @@ def minibatch_pairs(parts: Sequence[Tensor], steps: Tensor, tree: Tree, trained:
     """
     found = [all_pairs(samples, steps) for samples in parts]
     if tree.branched:
-        found = in_units(found, lambda sample, step: _units(sample, step, tree), True, lambda *pair: _decisions(*pair, tree))
+        found = in_units(
+            found, lambda sample, step: _units(sample, step, tree), True, lambda sample, step: _decisions(sample, step, tree)
+        )
     return found if trained is None else [pairs[trained[pairs.sample, pairs.step]] for pairs in found]
 
 

@@ -258,7 +258,7 @@ def pooled(truths: Sequence[TrueAdvantages]) -> TrueAdvantages:
         torch.cat([getattr(truth, name) for truth in truths]) for name in ("values", "errors", "state_values", "state_errors")
     ]
     weights = [truth.weights for truth in truths if truth.weights is not None]
-    return TrueAdvantages(*columns, truths[0].steps, torch.cat(weights) if weights else None)
+    return TrueAdvantages(*columns, steps=truths[0].steps, weights=torch.cat(weights) if weights else None)
 
 
 def _sums(credit: Tensor, truth: Tensor, errors: Tensor, weights: Tensor | None = None) -> Tensor:
