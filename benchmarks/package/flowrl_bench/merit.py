@@ -22,8 +22,7 @@ from flowrl.methods import Method
 from flowrl.probes import Branching, NoProbe, Probe
 from flowrl.prompts.stream import PromptStream
 from flowrl.protocols import Sampler
-from flowrl.rollout import Groups, Rollout, group_tree
-from flowrl.rollout.loss_batch import minibatch_pairs
+from flowrl.rollout import Groups, Rollout, group_tree, minibatch_pairs
 from flowrl.training.build import make_method, make_trainer, make_world
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench.gradients import Setting
