@@ -10,6 +10,6 @@ from flowrl.rollout.solvers import SOLVERS, Usage, integrate, solve
 
 __all__ = [
     "EVALUATION_SEED", "SOLVERS", "Groups", "ImageBatch", "LossBatches", "RewardTables", "Rollout", "Usage", "Walkers",
-    "attach_stds", "continued", "group_tree", "initial_noise", "integrate", "minibatch_pairs", "reward_table", "reward_tables", "rollout",
-    "sample_images", "score", "score_components", "solve",
+    "attach_stds", "continued", "group_tree", "initial_noise", "integrate", "minibatch_pairs",
+    "reward_table", "reward_tables", "rollout", "sample_images", "score", "score_components", "solve",
 ]  # fmt: skip
