@@ -156,7 +156,8 @@ def trajectory_differences(recording: Recording, found: Replay) -> Iterator[tupl
     if "mean_samples_0_4" in recorded:
         yield "means", distance(gaussian.mean.unflatten(0, (-1, steps))[::4], recorded["mean_samples_0_4"])
     if "completions_samples_0_4" in recorded:
-        decoded = torch.cat(list(found.decoded)).unflatten(0, (-1, len(path.nodes)))
+        finished, *unfinished = torch.cat(list(found.decoded)).unflatten(0, (-1, len(path.nodes)))
+        decoded = torch.stack([*unfinished, finished])
         yield "completions", distance(decoded[1:, ::4].transpose(0, 1), recorded["completions_samples_0_4"])
 
 

@@ -44,10 +44,10 @@ class RecordedNoise(Groups):
 
 
 class RecordedReward:
-    """Reads scores from a table [prompt, member, node]: the images of one prompt come node by node."""
+    """Reads scores from a table [prompt, member, node]: the finished images of a prompt come first, then node by node."""
 
     def __init__(self, table: Tensor, prompts: Sequence[Prompt]) -> None:
-        scores = table.transpose(1, 2).flatten(1).tolist()
+        scores = table.roll(1, 2).transpose(1, 2).flatten(1).tolist()
         self.rows = {prompt.text: iter(row) for prompt, row in zip(prompts, scores, strict=True)}
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:

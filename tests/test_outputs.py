@@ -75,8 +75,8 @@ def test_nothing_of_others_is_written_over(name: str, taken: str, made: Path, mo
     monkeypatch.chdir(made)
     for path in ("mine.png", "mine.jsonl", "mine.json", "mine.safetensors"):
         (made / path).write_text("mine")
-    for name in ("microscope", "claims", "rule"):
-        for folder, page in (("pages", f"{name}.md"), ("html", f"{name}.html")):
+    for kind in ("microscope", "claims", "rule"):
+        for folder, page in (("pages", f"{kind}.md"), ("html", f"{kind}.html")):
             (made / "notes" / folder).mkdir(exist_ok=True)
             (made / "notes" / folder / page).write_text("mine")
     before = content(made)

@@ -8,6 +8,7 @@ from itertools import product
 import torch
 
 from flowrl.errors import require
+from flowrl.options import checked_options
 from flowrl.probes.base import Cost, Probe, Shape
 from flowrl.tree import Mean, Tree, Visits, Weight, tree_of
 
@@ -30,6 +31,7 @@ class Branching(Probe):
         return Cost()
 
 
+@checked_options
 @dataclass(frozen=True)
 class Branch(Branching):
     """The trajectory goes on as `children[step]` trajectories at each of these steps, which must be stochastic; as one at all
@@ -82,6 +84,7 @@ class Branch(Branching):
         return dict(zip(decisions, self.children, strict=False))
 
 
+@checked_options
 @dataclass(frozen=True)
 class Comb(Branching):
     """A trunk of ODE steps; at each of some steps `branches` draws from the sampler, each finished by the ODE.

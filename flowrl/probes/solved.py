@@ -170,6 +170,7 @@ def split_evenly(values: Mapping[int, Tensor], scored: Scored) -> dict[int, Tens
 
 
 @checked_options
+@checked_options
 @dataclass(frozen=True, repr=False)
 class Substeps(ODEProbe):
     """R_j scores the image after `count` network evaluations on an even grid over [t_j, 0], the first the rollout's own v_j.
@@ -209,6 +210,7 @@ def Tweedie() -> Substeps:
     return Substeps(1)
 
 
+@checked_options
 @checked_options
 @dataclass(frozen=True, repr=False)
 class Completion(ODEProbe):
@@ -252,6 +254,7 @@ def linked(found: Mapping[Key, Estimate], run: Probing) -> dict[Key, Estimate]:
     return {node: chain[node] for node in range(steps)}
 
 
+@checked_options
 @checked_options
 @dataclass(frozen=True)
 class Continuation(Probe):

@@ -87,7 +87,7 @@ class TestResults:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(bench, "run_microscope", lambda *_: [])
         monkeypatch.setattr(bench, "arm_memory", lambda *_: [])
-        monkeypatch.setattr(bench, "rule_page", lambda *_: Document("No page"))
+        monkeypatch.setattr(bench, "rule_page", lambda *_: Document(f"No page{bench.TITLE}", kind=bench.TITLE))
         monkeypatch.setattr(
             bench, "rule_claims", lambda *rule: {key: rule_claims(*rule)[key] for key in ("beats-uniform", "steps")}
         )

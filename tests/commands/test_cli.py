@@ -143,7 +143,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, words, tmp_path,
 )
 def test_a_broken_rule_is_refused_before_anything_is_written(body, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    head = "from flowrl.types import NoProbe\nclass Bad:\n    probe = NoProbe()\n    def assign(self, rewards, schedule):\n"
+    head = "from flowrl.probes import NoProbe\nclass Bad:\n    probe = NoProbe()\n    def assign(self, rewards, schedule):\n"
     code = f"{head}        {body}\n"
     (tmp_path / "rules.py").write_text(code)
     assert main(["compare", "--credit", "rules.py:Bad"]) == 2

@@ -66,7 +66,7 @@ def test_images_that_cannot_be_sent():
         RemoteReward("http://127.0.0.1:1").score(torch.full((1, 3, 2, 2), torch.nan), [Prompt("p")])
     with pytest.raises(RewardError, match="1 or 3 channels, got 4"):
         RemoteReward("http://127.0.0.1:1", images="png").score(torch.zeros(1, 4, 2, 2), [Prompt("p")])
-    with pytest.raises(RewardError, match="as many of each"):
+    with pytest.raises(RewardError, match="as many images as prompts"):
         RemoteReward("http://127.0.0.1:1").score(torch.zeros(2, 3, 2, 2), [Prompt("p")])
 
 

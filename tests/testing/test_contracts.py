@@ -26,7 +26,7 @@ from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGu
 from flowrl.probes import Branch, Comb, Completion, Tweedie
 from flowrl.registry import KINDS, build
 from flowrl.rewards import FunctionReward, WeightedSum
-from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
+from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, Multistep, RandomWindow, SlidingWindow, Window
 from flowrl.testing import check_forward_loss, check_sampler, credit, forward_loss, loss, reward, sampler
 from flowrl.testing.findings import maker, name_of
 from flowrl.types import Prompt
@@ -132,7 +132,7 @@ def test_samplers(part: Any, promise: Any) -> None:
 
 def test_samplers_without_noise_keep_all_promises_but_that_of_decisions() -> None:
     """ODE steps are for evaluation; noise 0 is the ODE."""
-    for part in (ODE(), FlowSDE(0.0), CPS(0.0)):
+    for part in (ODE(), Multistep(), FlowSDE(0.0), CPS(0.0)):
         assert check_sampler(part).broken == ["makes_decisions"]
         assert check_sampler(part, without=("makes_decisions",)).ok
 
@@ -192,7 +192,9 @@ def test_rewards(name: str, promise: Any) -> None:
 @pytest.mark.parametrize("kind", ["credit", "sampler", "loss"])
 def test_every_built_in_name_is_held_to_its_contract(kind: str) -> None:
     """A part added to the registry must be added here (random credit, which breaks two promises on purpose: see test_bench)."""
-    held = {"credit": [*RULES, RandomCredit()], "sampler": [*SAMPLERS, ODE()], "loss": [*LOSSES, *FORWARD_LOSSES]}[kind]
+    held = {"credit": [*RULES, RandomCredit()], "sampler": [*SAMPLERS, ODE(), Multistep()], "loss": [*LOSSES, *FORWARD_LOSSES]}[
+        kind
+    ]
     assert {type(build(kind, name)) for name in KINDS[kind].built_in} <= {type(part) for part in held}
 
 
