@@ -240,7 +240,8 @@ def _build(kind: str, spec: str) -> Callable[[], Any]:
 
 NEEDED: dict[tuple[str, str], dict[str, Any]] = {
     ("reward", "judge"): {"url": "http://localhost:1/v1", "model": "m"}, ("reward", "remote"): {"url": "http://localhost:1"},
-    ("reward", "remote-sum"): {"url": "http://localhost:1"}, ("reward", "clipped"): {"reward": JPEGCompressibility()},
+    ("reward", "remote-sum"): {"url": "http://localhost:1"}, ("reward", "frame-mean"): {"reward": JPEGCompressibility()},
+    ("reward", "clipped"): {"reward": JPEGCompressibility()},
     ("reward", "weighted-sum"): {"models": {"a": JPEGCompressibility()}},
 }  # fmt: skip
 """Options without which a part cannot be built."""
