@@ -190,11 +190,11 @@ class ForwardLoss(Protocol):
     It needs no transition probabilities: any sampler serves, a deterministic one too. It declares what the trainer prepares:
 
     - `times` and `noise`: the training times of every sample, and which rows share the noise eps: "each" row has its own, the
-    members of a "group" share it at each time, or at all times ("group-all-times"). With "path" there is no fresh noise: a row
-    is the state that the sample's own trajectory passed at the time's step, with eps = (x_t - (1-t) x_0) / t. - `copies`: the
-    copies of the weights to keep, by the field of `ForwardBatch` that their velocity fills, "old" or "average". -
-    `needs_reference`: whether the frozen base model's velocity must be there, too. - `together`: which rows one call needs. If
-    not "row", the loss is a `PooledForwardLoss`.
+      members of a "group" share it at each time, or at all times ("group-all-times"). With "path" there is no fresh noise: a
+      row is the state that the sample's own trajectory passed at the time's step, with eps = (x_t - (1-t) x_0) / t.
+    - `copies`: the copies of the weights to keep, by the field of `ForwardBatch` that their velocity fills, "old" or "average".
+    - `needs_reference`: whether the frozen base model's velocity must be there, too.
+    - `together`: which rows one call needs. If not "row", the loss is a `PooledForwardLoss`.
 
     Contract: masked rows contribute neither to the loss nor to the gradient; only `new` takes a gradient; the order of rows has
     no effect. If new, old, average and reference are equal, the gradient of each row is its advantage times a positive multiple
