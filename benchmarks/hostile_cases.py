@@ -230,7 +230,7 @@ def _bad_for(option: str, default: Any) -> list[Any]:
     if isinstance(default, float):
         return ["x", "", [1.0], {"a": 1}, True]
     if isinstance(default, str):
-        return [1, 1.5, [1], {"a": 1}, True]
+        return [1.5, [1], {"a": 1}, True] if option == "frames" else [1, 1.5, [1], {"a": 1}, True]
     return []
 
 

@@ -199,11 +199,11 @@ class LossBatches:
 
     @cached_property
     def _paths(self) -> Tensor:
-        return self.rollout.trajectories.tree.paths.to(self.policy.device)
+        return self.rollout.trajectories.tree.paths.to(self.advantages.device)
 
     @cached_property
     def _decisions(self) -> Tensor:
-        return self.rollout.trajectories.tree.decisions.to(self.policy.device)
+        return self.rollout.trajectories.tree.decisions.to(self.advantages.device)
 
     def of(self, sample: Tensor, step: Tensor, shared: tuple[Tensor, Tensor] | None = None) -> LossBatch:
         """The batch of these pairs; indices of equal length. `shared`: see `MicroBatch`."""

@@ -92,7 +92,8 @@ def rollout(
     walk = _Walk(policy, sampler, replace(schedule, tree=tree), condition, generator, groups, usage or Usage(), max_batch)
     walk.solver = solver_steps(sampler.solver, schedule.times) if isinstance(sampler, Multistep) else None
     with policy.frozen(), torch.no_grad():
-        return walk.run(noise.float().unflatten(0, (groups.prompts, -1))[:, tree.first_members], probe)
+        starts = noise.float().unflatten(0, (groups.prompts, -1))
+        return walk.run(torch.stack([starts[:, member] for member in tree.first_members], 1), probe)
 
 
 def group_tree(schedule: Schedule, groups: Groups, probe: Probe, generator: torch.Generator) -> Tree:

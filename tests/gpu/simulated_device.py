@@ -6,6 +6,7 @@ Run as a program of its own, because a device cannot be removed again. Prints a 
 import json
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from sys import modules
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from flowrl.losses import ClippedLoss
-from flowrl.rollout import Usage, attach_stds, rollout
+from flowrl.rollout import Usage, attach_stds, group_tree, rollout
 from flowrl.rollout.loss_batch import LossBatches
 from flowrl.types import Schedule
 
@@ -98,6 +99,18 @@ def move_policy(policy, mode):
         policy.prompts._places = moved(policy.prompts._places, mode)
 
 
+def simulated(tree, mode):
+    """A tree that was made before the simulation, which cannot read its numbers, as if its tensors were on the device."""
+    fake = partial(moved, mode=mode)
+    names = ("parent", "node", "drawn", "paths")
+    found = replace(tree, **{name: fake(getattr(tree, name)) for name in names})
+    parts = ("units", "parents", "place")
+    edges = [[replace(one, **{part: fake(getattr(one, part)) for part in parts}) for one in at] for at in tree.edges]
+    found.__dict__.update({"counts": tree.counts, "first_members": tree.first_members, "edges": edges})
+    found.__dict__.update({name: fake(getattr(tree, name)) for name in ("passes", "leaves", "decisions")})
+    return found
+
+
 def work(model, changes, mode, sampler=None, loss=None):
     """A rollout, a loss with the reference, and its backward pass."""
     trainer = any_trainer(model, "cpu", kl_weight=0.1, **changes)
@@ -106,6 +119,8 @@ def work(model, changes, mode, sampler=None, loss=None):
     drawn = trainer.draw_sampler()
     schedule = attach_stds(trainer.schedule, drawn)
     decisions = schedule.decisions
+    tree = group_tree(schedule, trainer.groups, credit.probe, torch.Generator())
+    tree = simulated(tree, mode)
     sampler, loss = sampler(drawn) if sampler else drawn, loss or trainer.method.loss
     move_policy(policy, mode)
     condition = replace(condition, tensors={name: moved(tensor, mode) for name, tensor in condition.tensors.items()})
@@ -114,11 +129,12 @@ def work(model, changes, mode, sampler=None, loss=None):
         stack.enter_context(patch.object(Schedule, "__post_init__", lambda schedule: None))  # it reads the times
         stack.enter_context(patch.object(torch, "randn", lambda *shape, generator=None, **named: randn(*shape, **named)))
         stack.enter_context(patch.object(modules["flowrl.rollout.rollout"], "attach_stds", lambda schedule, sampler: schedule))
+        stack.enter_context(patch.object(modules["flowrl.rollout.rollout"], "group_tree", lambda *given: tree))
+        stack.enter_context(patch.object(Schedule, "decisions", decisions))
         stack.enter_context(patch.object(modules["flowrl.rollout.probing"], "own_generator", lambda generator: generator))
         stack.enter_context(mode)
         timesteps = None if schedule.timesteps is None else moved(schedule.timesteps, mode)
         there = Schedule(moved(schedule.times, mode), timesteps, moved(schedule.stds, mode))
-        there.__dict__["decisions"] = decisions
         noise = torch.randn(trainer.groups.samples, *policy.latent_shape, device=NAME)
         index = torch.zeros(5, dtype=torch.long, device=NAME)
         advantages = torch.randn(trainer.groups.samples, there.steps, device=NAME)
