@@ -42,7 +42,7 @@ from flowrl.types import CHECKS_ON
 
 DEFAULTS: dict[type, dict[str, Any]] = {
     Uniform: {"std": "group", "clamp": 5.0, "probe": NoProbe()},
-    Weighted: {"weights": "noise", "std": "group", "clamp": 5.0, "probe": NoProbe()},
+    Weighted: {"weights": "noise", "rule": None, "std": "group", "clamp": 5.0, "probe": NoProbe()},
     StepwiseGain: {"normalise": "joint", "lam": 0.0, "gamma": 1.0, "pool": "prompt", "clamp": 5.0, "probe": Substeps(5)},
     MovingAverageGain: {"decay": 0.9, "clamp": 5.0, "probe": Substeps(5)},
     TurningPoint: {
