@@ -185,6 +185,8 @@ def _lock(path: Path, name: str, work: str) -> Iterator[None]:
     try:
         who = {"process": os.getpid(), "machine": platform.node(), "work": work, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with suppress(OSError):  # a full disk must not keep the lock from working
+            for half in holder.parent.glob(f"{holder.name}.*.tmp"):  # of a killed process
+                half.unlink()
             write_json(holder, who)
         yield
     finally:

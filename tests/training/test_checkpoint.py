@@ -23,6 +23,7 @@ from flowrl.training.checkpoint import (
     restore_training_state,
     training_state,
 )
+from flowrl.training.config import preset
 from flowrl.training.run import Run
 
 
