@@ -1,6 +1,7 @@
 """Probes whose rewards of unfinished states come from branches of the trajectories themselves."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,18 +14,18 @@ from flowrl.probes.base import Cost, Probe, Shape
 from flowrl.tree import Mean, Tree, Visits, Weight, tree_of
 
 
-class Branching(Probe):
+class Branching(Probe, ABC):
     """A probe whose rewards of unfinished states come from branches of the trajectories themselves.
 
     Such a rollout has as many leaves as the group has members, and R_j of a member is the value of the state that it passes at
     node j: the mean reward of the leaves behind it (`flowrl.tree.Tree.values`). The sub-class says how the tree branches.
     """
 
+    @abstractmethod
     def tree(self, steps: int, decisions: Sequence[int], members: int, shared_noise: bool, generator: torch.Generator) -> Tree:
         """The tree of an iteration, the same for every group, with one leaf per member. `decisions` are the sampler's
         stochastic steps of `steps`. A tree that is another one every iteration draws from `generator`. Raises `ConfigError` if
         the members do not fit."""
-        raise NotImplementedError
 
     def cost(self, shape: Shape) -> Cost:
         """Nothing: the tree has all the states."""

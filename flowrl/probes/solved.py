@@ -1,5 +1,6 @@
 """Probes that follow the ODE from unfinished states to images, with ways to make that cheap; and stochastic continuations."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -16,7 +17,7 @@ CONTROL = "control"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ODEProbe(Probe):
+class ODEProbe(Probe, ABC):
     """What `Substeps` and `Completion` share: R_j scores the end of the ODE from node j, on a grid that the class defines.
 
     The options make this cheaper; at their defaults none of them changes anything.
@@ -66,13 +67,13 @@ class ODEProbe(Probe):
         """How the network is called."""
         return NetworkUse(self.dtype, self.guidance, self.cache)
 
+    @abstractmethod
     def grid(self, schedule: Schedule, node: int) -> Grid:
         """The solver's grid from `node`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def evaluations(self, steps: int, node: int) -> int:
         """Network evaluations of a solution from `node` of `steps`, the rollout's own first one included."""
-        raise NotImplementedError
 
     def nodes(self, schedule: Schedule) -> Sequence[int]:
         """The nodes with estimates."""

@@ -76,7 +76,7 @@ class Collector:
         enter: Callable[[str], None],
     ) -> Collected:
         """Roll out and score. `noise` [sample, *latent] and `condition` [prompt] are of all groups; `usage` becomes the costs
-        of all processes; `enter` is told "rollout" and "reward" as they begin. Raises what the parts raise, in every
+        of all processes; `enter` is called with "rollout" and "reward" as they begin. Raises what the parts raise, in every
         process."""
         assigned, members = self.distributed.assign(self.groups.prompts), self.groups.members
         start = generator.get_state()

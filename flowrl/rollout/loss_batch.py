@@ -40,6 +40,13 @@ class Pairs:
         """Network evaluations that they take."""
         return len(self.unit.unique()) if self.shared and self.unit is not None else len(self)
 
+    @property
+    def largest(self) -> int:
+        """Network evaluations of the largest unit."""
+        if self.unit is None or self.shared:
+            return 1
+        return int(self.unit.unique_consecutive(return_counts=True)[1].max())
+
     def pieces(self, size: int) -> Iterator["Pairs"]:
         """In order, at most `size` network evaluations at a time, with whole units if `size` allows."""
         if self.unit is None:
@@ -146,8 +153,7 @@ class MicroBatch:
 def micro_batches(pairs: Pairs, size: int, collected: Collected, distributed: Distributed) -> list[MicroBatch]:
     """This process's pairs of a mini-batch, at most `size` network evaluations at a time."""
     own = pairs[collected.owned(pairs.sample, collected.assignment)]
-    units = pairs.unit is not None and not pairs.shared
-    whole = not units or int(pairs.unit.unique_consecutive(return_counts=True)[1].max()) <= size  # pyright: ignore[reportOptionalMemberAccess]
+    whole = pairs.largest <= size
     found = [
         _micro_batch(piece, collected.samples.start, len(piece) / len(pairs), whole)
         for piece in (own.pieces(size) if len(own) else ())

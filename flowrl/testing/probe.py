@@ -14,7 +14,7 @@ from flowrl.protocols import BlockCache, FlowPolicy, Sampler
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Rollout, Usage, reward_table, rollout
 from flowrl.samplers import AllButLast, FlowSDE, Window
-from flowrl.testing.findings import Contract, expect, name_of, same
+from flowrl.testing.findings import Contract, ContractBroken, expect, name_of, same
 from flowrl.testing.tiny import TINY, tiny_sd3_policy
 from flowrl.types import Prompt
 
@@ -105,7 +105,10 @@ def cost_of(case: Case, trial: Trial) -> Cost:
     """What the probe declares for a trial."""
     policy, schedule = case.network, trial.result.trajectories.schedule
     blocks = policy.blocks if isinstance(policy, BlockCache) else None
-    return case.probe.cost(Shape(len(PROMPTS), schedule, blocks))
+    cost = case.probe.cost(Shape(len(PROMPTS), schedule, blocks))
+    if cost is None:
+        raise ContractBroken("`cost` returns None, so `flowrl train --plan` cannot count the evaluations")
+    return cost
 
 
 @promise("it is an object of a class derived from flowrl.probes.Probe", basic=True)

@@ -133,11 +133,10 @@ def _rollout(shape: Shape, probe: Probe) -> tuple[list[tuple[int, float]], int]:
 
 
 def _cost(shape: Shape, probe: Probe) -> Cost:
-    try:
-        return probe.cost(shape)
-    except NotImplementedError:
-        message = f"{type(probe).__name__} has no method `cost`, so the evaluations of its rollouts cannot be planned"
-        raise ConfigError(message) from None
+    cost = probe.cost(shape)
+    if cost is None:
+        raise ConfigError(f"{type(probe).__name__} has no method `cost`, so the evaluations of its rollouts cannot be planned")
+    return cost
 
 
 def _blocks(config: RunConfig) -> int | None:

@@ -173,8 +173,8 @@ class Trainer:
         self, sampler: Sampler, collected: Collected, advantages: Tensor, used: Tensor
     ) -> tuple[LossBatches | ForwardBatches, list[Pairs], Tensor]:
         """What makes the loss's batches, the pairs of each mini-batch among all processes, and which samples [prompt, member]
-        they are from: the used trajectories in random order, split into mini-batches; none if no trajectory is used. Every
-        process draws the same order."""
+        they are from. The used trajectories are split into mini-batches in random order, the same in every process; pairs that
+        belong together, as those of a branched tree, in the order of their numbers. None if no trajectory is used."""
         rollout, condition, path = collected.rollout, collected.condition, collected.rollout.trajectories
         loss, trained = self.method.loss, self.trained_pairs(advantages, path.schedule)
         own = advantages.to(self.policy.device).flatten(0, 1)[collected.samples]

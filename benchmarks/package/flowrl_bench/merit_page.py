@@ -249,11 +249,17 @@ def recommendation(found: Sequence[Verdict]) -> str:
 def verdict_table(found: Sequence[Verdict]) -> list[str]:
     """Markdown: why a probe is recommended or not."""
     table = [
-        "| probe | evaluations / Substeps(5) | reaches its correlation | holds in training | fails |",
+        "| probe | evaluations / Substeps(5), 2-D and shapes | reaches its correlation | holds in training | where it fails |",
         "|---|---|---|---|---|",
     ]
     for one in found:
         share = ", ".join(f"{100 * part:.0f}%" for part in one.share.values())
-        holds = {True: "yes", False: "no", None: "not run with 2 seeds in both worlds"}[one.trained]
-        table.append(f"| {one.row} | {share} | {'yes' if one.reaches else 'no'} | {holds} | {'; '.join(one.why)} |")
+        holds = {True: "yes", False: "no", None: "not run yet"}[one.trained]
+        places: dict[str, list[str]] = {}
+        for reason in one.why:
+            what, _, where = reason.partition(", ")
+            if not what.endswith("of the evaluations"):  # the second column has these
+                places.setdefault(what, []).append(where.removesuffix(" training"))
+        fails = "; ".join(f"{what}: {', '.join(where)}" for what, where in places.items())
+        table.append(f"| {one.row} | {share} | {'yes' if one.reaches else 'no'} | {holds} | {fails} |")
     return table
