@@ -46,7 +46,7 @@ CASES = {
     "comb": MIXTURE.replace(credit="sibling-relative(probe='comb(branches=2, count=1)')"),
     "tree, chunks": MIXTURE.replace(credit="stepwise-gain(probe='branch(children=(1, 2))')", groups=5, chunk=1),
 }
-FORWARD = preset("tiny").apply(world="mixture", task="direction", groups=3, **{**SETTINGS, "window": "0:2", "minibatches": 1, "num_steps": 10})
+FORWARD = MIXTURE.replace(window="0:2", minibatches=1, num_steps=10)
 CASES |= {  # copies after one step are a quarter new: neither the current weights nor the first
     "diffusion-nft": FORWARD.replace(method="diffusion-nft", loss="diffusion-nft(decay=(0, 0.75, 0.75))"),
     "awm": FORWARD.replace(method="awm", loss="awm(decay=(0, 0.75, 0.75), off_policy=True)"),
