@@ -138,9 +138,9 @@ class ReplayTrainer(Trainer):
         with torch.no_grad():
             for name, weight in self.given_weights.items():
                 self.weights[name].copy_(weight)
-        for minibatch, evaluations in super().minibatches(pairs, collected):
+        for minibatch, of in super().minibatches(pairs, collected):
             self.pairs += minibatch
-            yield minibatch, evaluations
+            yield minibatch, of
 
     def optimizer_step(self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics) -> None:
         """Keeps the gradients, their norm and the weights."""
