@@ -1,32 +1,36 @@
-"""Recorded updates of the released forward-process codes (DiffusionNFT, AWM, DGPO), with the losses of flowrl.
+"""Recorded iterations of the released forward-process codes (DiffusionNFT, AWM, DGPO), replayed by the trainer.
 
-`python benchmarks/parity.py --data DIR` runs this for a folder with nft, awm or dgpo, whose README defines the format. Finished
-latents, times and noise are the recorded ones; velocities come from the recorded model, and advantages from flowrl's rule.
-`losses_of`, `table_differences` and `copy_differences` take the losses and tables of any replay.
+`python benchmarks/parity.py --data DIR` runs this for a folder with nft, awm or dgpo, whose README defines the format. The trainer
+gets the recorded weights and copies of them, rewards, order of samples, finished latents, times and noise.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
-from parity_compare import distance, step_differences
-from parity_recording import FACTOR, Recording, Tensors, below, pipeline_folder
-from parity_replay import OptimizerStep, give_embeddings, peft_name
+from parity_compare import clear_gradients, distance, step_differences
+from parity_recording import Recording, Tensors, below
+from parity_replay import ReplayTrainer, base_config, recorded_policy, recorded_trainer
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flowrl.credit import Uniform
-from flowrl.flow import LogitNormalTimes, StratifiedTimes, UniformTimes, interpolate, velocity_target
-from flowrl.forward import ForwardBatch, WeightCopy, unit_means
+from flowrl.flow import LogitNormalTimes, StratifiedTimes, UniformTimes
+from flowrl.forward import ForwardBatch, unit_means
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.policies import PipelinePolicy
-from flowrl.training.behaviour import Behaviour
-from flowrl.training.build import make_policy, make_world
+from flowrl.protocols import ForwardLoss, Sampler
+from flowrl.rollout import solvers
+from flowrl.rollout.collector import Collected
+from flowrl.rollout.forward_batch import ForwardBatches
+from flowrl.rollout.loss_batch import LossBatches, MicroBatch, Pairs
+from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
-from flowrl.training.optim import make_optimizer, weights_replaced
-from flowrl.types import Condition, Schedule
+from flowrl.types import Schedule, Trajectories
 
 Loss = DiffusionNFT | AWM | DGPO
 NEGLIGIBLE = 1e-20
@@ -92,18 +96,21 @@ def dgpo_tables(loss: DGPO, batch: ForwardBatch, row: Mapping[str, Tensor]) -> d
 
 @dataclass(frozen=True)
 class Code:
-    """One released code: its losses, its tables, the name of its noise, and the names of its penalties and its total."""
+    """One released code: flowrl's method, its losses, its tables, the name of its total, its copy of the weights that lags, and
+    whether its trajectories can be replayed."""
 
+    name: str
     loss: Callable[[Mapping[str, Any]], Any]
     tables: Callable[..., dict[str, Tensor]]
     total: str
     copy: str
+    samples: bool = True
 
 
 CODES = {
-    "nft": Code(nft_loss, nft_tables, "micro/total_loss", "old"),
-    "awm": Code(awm_loss, awm_tables, "micro/loss", "average"),
-    "dgpo": Code(dgpo_loss, dgpo_tables, "micro/loss", "old"),
+    "nft": Code("diffusion-nft", nft_loss, nft_tables, "micro/total_loss", "old"),
+    "awm": Code("awm", awm_loss, awm_tables, "micro/loss", "average", samples=False),
+    "dgpo": Code("dgpo", dgpo_loss, dgpo_tables, "micro/loss", "old"),
 }
 QUANTITIES = {
     "r": "weights of rows", "scaled_advantage": "weights of rows", "log_prob": "matching errors",
@@ -115,79 +122,141 @@ QUANTITIES = {
 """Recorded table -> the quantity whose tolerance it has; "row losses" for the others."""
 
 
-class Networks:
-    """The recorded model with its two sets of LoRA weights."""
+class KeptBatches(ForwardBatches):
+    """Batches with the given `noise` [sample, draw, *latent], which keep their rows."""
 
-    def __init__(self, recording: Recording, work: Path) -> None:
-        meta, folder = recording.meta, pipeline_folder(recording, work)
-        config = RunConfig.of(
-            world="model", task="prompts", reward_form="reward", model=str(folder), adapter=str(folder / "lora.safetensors"),
-            prompts=str(folder / "prompts.txt"), reward="recorded", resolution=FACTOR * meta["latent"][-1],
-            lora_rank=meta["lora"]["r"], lora_alpha=float(meta["lora"]["lora_alpha"]),
-        )  # fmt: skip
-        policy, prompts = make_policy(config), make_world(config).prompts("prompts", "train")
-        assert isinstance(policy, PipelinePolicy)
-        give_embeddings(policy.pipe, recording.inputs, prompts)
-        self.policy, self.condition = policy, policy.encode(prompts)
-        self.named = {peft_name(name): parameter for name, parameter in policy.trainable().items()}
+    def __init__(self, made: ForwardBatches, noise: Tensor) -> None:
+        super().__init__(**{field.name: getattr(made, field.name) for field in fields(made)})
+        self.noise, self.kept = noise, list[tuple[Tensor, ForwardBatch]]()
 
-    def put(self, weights: Tensors) -> None:
-        """Let the policy have these weights."""
-        with torch.no_grad():
-            for name, parameter in self.named.items():
-                parameter.copy_(weights[name])
+    def of(self, sample: Tensor, draw: Tensor, shared: object = None) -> ForwardBatch:
+        """The batch of these rows."""
+        batch = super().of(sample, draw, shared)
+        self.kept.append((sample * self.times.shape[1] + draw, replace(batch, new=batch.new.detach())))
+        return batch
 
-    def velocity(self, latent: Tensor, time: Tensor, condition: Condition, weights: Tensors | None = None) -> Tensor:
-        """The velocity under the present weights, or under `weights`, which take no gradient."""
-        if weights is None:
-            return self.policy.velocity(latent, 1000.0 * time, condition)
-        values = [weights[name] for name in self.named]
-        with torch.no_grad(), weights_replaced(self.policy, list(self.named.values()), values):
-            return self.policy.velocity(latent, 1000.0 * time, condition)
+    def rows(self) -> ForwardBatch:
+        """All rows as the loss has seen them, sample by sample."""
+        order = torch.cat([number for number, _ in self.kept]).argsort(stable=True)
+        batches = [replace(batch, pooled=None) for _, batch in self.kept]
+        columns = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(ForwardBatch)}
+        whole = {name: torch.cat(column) for name, column in columns.items() if None not in column}
+        return ForwardBatch(**whole).rows(order[-self.times.numel() :])
 
-    def reference(self, latent: Tensor, time: Tensor, condition: Condition, guidance: float = 1.0) -> Tensor:
-        """The base model's velocity."""
-        with torch.no_grad(), self.policy.reference(), self.policy.guided(guidance):
-            return self.policy.velocity(latent, 1000.0 * time, condition)
+
+class ForwardTrainer(ReplayTrainer):
+    """The trainer with given finished latents, times and noise of the rows. The update has no guidance, whatever sampling has."""
+
+    finished: Tensor
+    times: Tensor
+    noise: Tensor
+    sampled: Trajectories
+    batches: KeptBatches
+
+    def draw_times(self, loss: ForwardLoss) -> tuple[Tensor, int]:
+        """The given times [sample, draw]."""
+        return self.times, 0
+
+    def loss_batches(
+        self, sampler: Sampler, collected: Collected, advantages: Tensor, used: Tensor
+    ) -> tuple[LossBatches | ForwardBatches, list[Pairs], Tensor]:
+        """Puts the given latents at the ends of the trajectories, and the given noise into the batches."""
+        self.sampled = path = collected.rollout.trajectories
+        states = path.states.clone()
+        states[:, path.tree.at(path.schedule.steps)] = self.finished.unflatten(0, (len(states), -1))
+        given = replace(collected, rollout=replace(collected.rollout, trajectories=replace(path, states=states)))
+        made, pairs, counted = super().loss_batches(sampler, given, advantages, used)
+        assert isinstance(made, ForwardBatches)
+        self.batches = KeptBatches(made, self.noise)
+        return self.batches, pairs, counted
+
+    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], int]]:
+        """Without guidance."""
+        with cast(PipelinePolicy, self.policy).guided(1.0):
+            yield from super().minibatches(pairs, collected)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The recorded (sample, draw) rows of a state: noised images, their condition, and the batch with all velocities."""
+class ForwardReplay:
+    """Replays the states of `recording`. `changes`: settings of the run, or options of the loss, that replace the recorded ones."""
 
-    latent: Tensor
-    condition: Condition
-    batch: ForwardBatch
+    recording: Recording
+    policy: PipelinePolicy
+    work: Path
+    changes: Mapping[str, Any]
 
-    @staticmethod
-    def of(recording: Recording, state: str, networks: Networks, current: Tensors, old: Tensors) -> "Rows":
-        """All rows, sample by sample, with the velocities of the networks; `new` carries the gradient."""
-        method, tables = recording.method, below(recording.tensors("update"), state)
-        inputs, common = recording.tensors("inputs"), load_file(recording.folder / "common" / "inputs.safetensors")
-        config, members = recording.meta["states"][state]["config"], recording.meta["members"]
-        times = tables.get("time", inputs["times"]).float()
-        sample, draw = (axis.flatten() for axis in torch.meshgrid(*map(torch.arange, times.shape), indexing="ij"))
-        group, time, clean = sample // members, times.flatten(), inputs["x0"][sample]
-        noise = (common["group_noise"][group, draw] if method == "dgpo" else common["noise"][sample, draw]).float()
-        latent, condition = interpolate(clean, noise, time), networks.condition.take(group)
-        networks.put(current)
-        new = networks.velocity(latent, time, condition)
-        copy = networks.velocity(latent, time, condition, old)
-        batch = ForwardBatch(
-            time, velocity_target(clean, noise), new, recorded_advantages(recording, tables, config).flatten()[sample],
-            torch.ones_like(time, dtype=torch.bool), group, sample,
-            old=new.detach() if method == "awm" else copy, average=copy if method == "awm" else None,
-            reference=networks.reference(latent, time, condition, config.get("kl_cfg", 1.0)),
+    @cached_property
+    def common(self) -> Tensors:
+        """Rewards, noise and weights that all methods share."""
+        return load_file(self.recording.folder / "common" / "inputs.safetensors")
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The grid of the trajectories. DiffusionNFT's sampler gives the network truncated integers; where only the timesteps are
+        recorded, they are the grid."""
+        recorded = self.recording.tensors("sampling")
+        timesteps = recorded["timesteps"].float()
+        if "sigmas" not in recorded or not self.code.samples:
+            return Schedule(torch.cat([timesteps / 1000, torch.zeros(1)]), timesteps)
+        return Schedule(recorded["sigmas"], timesteps.floor())
+
+    @property
+    def code(self) -> "Code":
+        """What the recording's code is."""
+        return CODES[self.recording.method]
+
+    def loss(self, state: str) -> Loss:
+        """The loss of a state."""
+        loss = self.code.loss(self.recording.meta["states"][state]["config"])
+        return replace(loss, **{name: value for name, value in self.changes.items() if hasattr(loss, name)})
+
+    def run(self, state: str, steps: int = 0) -> ForwardTrainer:
+        """The trainer after the iteration of a state, which began after `steps` optimizer steps."""
+        meta, inputs = self.recording.meta, self.recording.tensors("inputs")
+        tables, loss = below(self.recording.tensors("update"), state), self.loss(state)
+        settings, groups = meta["states"][state]["config"], meta["prompts"]
+        config = self.config(state).replace(**{name: v for name, v in self.changes.items() if not hasattr(loss, name)})
+        rewards = tables.get("rewards", self.common["rewards"])[..., None]
+        method = replace(make_method(config), loss=loss)
+        trainer = recorded_trainer(ForwardTrainer, self.recording, self.policy, method, rewards, config)
+        trainer.schedule = trainer.collector.schedule = self.schedule
+        trainer.finished, trainer.times = inputs["x0"], tables.get("time", inputs["times"]).float()
+        shared = loss.noise == "group"
+        noise = self.common["group_noise"].repeat_interleave(meta["members"], 0) if shared else self.common["noise"]
+        trainer.noise = noise[:, : trainer.times.shape[1]].float()
+        trainer.give(inputs.get("perm", torch.arange(groups * meta["members"])), {})
+        old = below(self.common, "lora_old")
+        weights = old if state in ("at_old", "at_ema") else below(self.common, "lora_current")
+        trainer.resume(weights, {name: old if name == self.code.copy else weights for name in loss.copies}, steps)
+        with self.policy.guided(settings["sample"]["guidance_scale"]), self.reference_guided(settings.get("kl_cfg", 1.0)):
+            trainer.iteration()
+        return trainer
+
+    def config(self, state: str) -> RunConfig:
+        """The recorded settings of a state, with its micro-batches."""
+        settings = self.recording.meta["states"][state]
+        train, sample = settings["config"]["train"], settings["config"]["sample"]
+        draws = self.recording.tensors("inputs")["times"].shape[1]
+        return base_config(self.recording, self.work).replace(
+            method=self.code.name, sampler="multistep", num_steps=self.schedule.steps,
+            credit=f"uniform(std={'batch' if sample['global_std'] else 'group'}, clamp=none)",
+            learning_rate=train["learning_rate"], betas=(train["adam_beta1"], train["adam_beta2"]),
+            weight_decay=train["adam_weight_decay"], max_grad_norm=train["max_grad_norm"], minibatches=settings["updates"],
+            micro_batch=train["batch_size"] * draws,
         )  # fmt: skip
-        return Rows(latent, condition, batch)
 
+    @contextmanager
+    def reference_guided(self, guidance: float) -> Iterator[None]:
+        """Within this context the base model has this guidance."""
+        plain = self.policy.reference
 
-def recorded_advantages(recording: Recording, tables: Tensors, config: Mapping[str, Any]) -> Tensor:
-    """Advantages [prompt, member] of the recorded rewards by the rule that the settings mean."""
-    common = load_file(recording.folder / "common" / "inputs.safetensors")
-    rewards = tables.get("rewards", common["rewards"])[..., None].repeat(1, 1, 2)
-    rule = Uniform(std="batch" if config["sample"]["global_std"] else "group", clamp=None)
-    return rule.assign(rewards.float(), None)[..., 0]
+        @contextmanager
+        def reference() -> Iterator[None]:
+            with plain(), self.policy.guided(guidance):
+                yield
+
+        with patch.object(self.policy, "reference", reference), patch.object(solvers, "NEAREST_TO_NOISE", 1.0):
+            yield
 
 
 def row_values(loss: Loss, batch: ForwardBatch) -> tuple[ForwardBatch, dict[str, Tensor]]:
@@ -239,50 +308,32 @@ def table_differences(recording: Recording, recorded: Tensors, loss: Loss, batch
     yield from found.items()
 
 
-def update_steps(recording: Recording, networks: Networks, loss: Loss, rows: Rows, updates: int) -> Iterator[OptimizerStep]:
-    """The optimizer's steps: one of all rows, or one for each recorded micro-batch with its samples."""
-    train = recording.meta["states"]["geneval"]["config"]["train"]
-    betas = train["adam_beta1"], train["adam_beta2"]
-    weights = networks.named
-    optimizer = make_optimizer("adamw", list(weights.values()), train["learning_rate"], betas, train["adam_weight_decay"])
-    samples = recording.meta["prompts"] * recording.meta["members"]
-    order = recording.tensors("inputs").get("perm", torch.arange(samples))
-    copy = Behaviour("old", loss.copies.get("old", WeightCopy()), networks.policy, weights)
-    batch = rows.batch
-    for step, part in enumerate(order.view(updates, -1)):
-        chosen = torch.isin(batch.row_sample, part)
-        if step > 0:
-            latent, time, condition = rows.latent, batch.time, rows.condition
-            batch = replace(batch, new=networks.velocity(latent, time, condition))
-            if copy.copy.every == "update":
-                copied = dict(zip(weights, copy.values, strict=True))
-                batch = replace(batch, old=networks.velocity(latent, time, condition, copied))
-        optimizer.zero_grad()
-        loss.loss(batch.rows(chosen)).loss.backward()
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in weights.items()}
-        norm = float(torch.nn.utils.clip_grad_norm_(list(weights.values()), train["max_grad_norm"]))
-        optimizer.step()
-        copy.after_update(step + 1)
-        yield OptimizerStep(gradients, norm, {name: weight.detach().clone() for name, weight in weights.items()})
+def sampling_differences(recording: Recording, state: str, sampled: Trajectories) -> Iterator[tuple[str, float]]:
+    """The trajectories of a state; those of its guidance are recorded."""
+    guidance = recording.meta["states"][state]["config"]["sample"]["guidance_scale"]
+    recorded, prefix = recording.tensors("sampling"), f"guidance{guidance:g}/" * (recording.method == "dgpo")
+    found = []
+    if not prefix or guidance > 1:
+        found.append(distance(sampled.images_latent, recording.tensors("inputs")["x0"]))
+    if f"{prefix}nodes_sample_4" in recorded:
+        found.append(distance(sampled.nodes[4], recorded[f"{prefix}nodes_sample_4"]))
+    if found:
+        yield "latents", max(found)
 
 
-def copy_differences(recording: Recording, networks: Networks, old: Tensors) -> float:
-    """The largest difference of the copies of the weights after their decay."""
-    tensors, code, largest = recording.tensors("update"), CODES[recording.method], 0.0
+def copy_differences(replay: ForwardReplay) -> Iterator[tuple[str, str, float]]:
+    """The copy of the weights after its decay, in iterations that began after other numbers of optimizer steps. Compared are
+    elements with clear gradients, as those of the weights."""
+    recording, code = replay.recording, replay.code
+    tensors = recording.tensors("update")
     for name, table in ((n, t) for n, t in recording.meta.items() if n.endswith("_after")):
         for tag, settings in table.items():
             state = settings.get("state", "ocr" if recording.method == "dgpo" else "geneval")
-            after, recorded = below(tensors, f"{state}/weights_after"), below(tensors, f"{name}/{tag}")
-            declared = code.loss(recording.meta["states"][state]["config"]).copies[code.copy]
-            networks.put({**old, **after})
-            copy = Behaviour("old", declared, networks.policy, networks.named)
-            copy.values = [old[weight].clone() for weight in networks.named]
-            steps = settings.get("global_step_after", settings.get("global_step_used", 0) + 1)
-            copy.after_update(steps)
-            copy.after_iteration(steps)
-            ours = dict(zip(networks.named, copy.values, strict=True))
-            largest = max([largest, *(distance(ours[weight], recorded[weight], 1.0) for weight in recorded if weight in after)])
-    return largest
+            trainer = replay.run(state, settings.get("global_step_after", settings.get("global_step_used", 0) + 1) - 1)
+            ours = dict(zip(trainer.weights, trainer.copies.by_name[code.copy].values, strict=True))
+            clear = clear_gradients(trainer.optimizer_steps)
+            recorded = below(tensors, f"{name}/{tag}").items()
+            yield state, "copies of the weights", max(distance(ours[n][clear[n]], t[clear[n]], 1.0) for n, t in recorded)
 
 
 def time_differences(recording: Recording, schedule: Schedule) -> Iterator[float]:
@@ -304,34 +355,33 @@ def time_differences(recording: Recording, schedule: Schedule) -> Iterator[float
 def replay_forward(
     recording: Recording, work: Path, changes: Mapping[str, Any], updates: Sequence[str]
 ) -> Iterator[tuple[str, str, float]]:
-    """State, quantity and difference of everything that was recorded of a forward-process loss. `changes` are options of the loss
-    that replace the recorded ones."""
-    code, networks = CODES[recording.method], Networks(recording, work)
-    common, every = load_file(recording.folder / "common" / "inputs.safetensors"), recording.tensors("update")
-    current, old = below(common, "lora_current"), below(common, "lora_old")
+    """State, quantity and difference of everything that was recorded of a forward-process loss. `changes` are options of the loss,
+    or settings of the run, that replace the recorded ones."""
+    replay = ForwardReplay(recording, recorded_policy(recording, base_config(recording, work), []), work, changes)
+    every, guidances = recording.tensors("update"), set[float]()
     for state, settings in recording.meta["states"].items():
         if updates and state not in updates:
             continue
-        recorded, loss = below(every, state), replace(code.loss(settings["config"]), **changes)
-        rows = Rows.of(recording, state, networks, old if state in ("at_old", "at_ema") else current, old)
-        if settings["updates"] == 1:
-            for quantity, difference in table_differences(recording, recorded, loss, rows.batch):
-                yield state, quantity, difference
+        recorded, count, config = below(every, state), settings["updates"], settings["config"]
+        trainer = replay.run(state)
+        if replay.code.samples and (guidance := config["sample"]["guidance_scale"]) not in guidances:
+            guidances.add(guidance)
+            for quantity, difference in sampling_differences(recording, state, trainer.sampled):
+                yield f"trajectory of {state}", quantity, difference
+        rows = trainer.batches.rows()
+        if config["sample"]["global_std"] and "rewards" not in recorded:
+            yield state, "advantages", distance(trainer.advantages[:, 0], recording.tensors("inputs")["advantages"])
+        for quantity, difference in table_differences(recording, recorded, replay.loss(state), rows):
+            yield state, quantity, difference
         if name := next((name for name in recorded if name.startswith("v_draw0_sample_")), None):
-            row = int(name.rpartition("_")[2]) * len(rows.batch.time) // (recording.meta["prompts"] * recording.meta["members"])
-            yield state, "velocities", distance(rows.batch.new[row].detach(), recorded[name])
-        count = settings["updates"]
+            row = int(name.rpartition("_")[2]) * trainer.times.shape[1]
+            yield state, "velocities", distance(rows.new[row], recorded[name])
         recorded_steps = [below(recorded, f"update{i}") for i in range(count)] if count > 1 else [recorded]
-        if not below(recorded_steps[0], "grad"):
-            continue
         if count > 1:
             recorded_steps[-1] |= {name: t for name, t in recorded.items() if name.startswith("weights_after")}
-        steps = list(update_steps(recording, networks, loss, rows, count))
-        for quantity, difference in step_differences(steps, recorded_steps, settings["config"]["train"]["learning_rate"]):
+        for quantity, difference in step_differences(trainer.optimizer_steps, recorded_steps, config["train"]["learning_rate"]):
             yield state, quantity, difference
     if not updates:
-        yield "copies", "copies of the weights", copy_differences(recording, networks, old)
+        yield from copy_differences(replay)
         if recording.method == "awm":
-            timesteps = recording.tensors("sampling")["timesteps"].float()
-            schedule = Schedule(torch.linspace(1, 0, len(timesteps) + 1), timesteps)
-            yield "times", "training times", max(time_differences(recording, schedule))
+            yield "times", "training times", max(time_differences(recording, replay.schedule))

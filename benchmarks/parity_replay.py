@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from parity_recording import FACTOR, WITHOUT_KL, RecordedUpdate, Recording, Tensors, below, pipeline_folder
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flowrl import Prompt, Trainer
 from flowrl.flow import expand, log_prob, log_prob_without_constants
+from flowrl.methods import Method
 from flowrl.policies import PipelinePolicy
 from flowrl.protocols import PolicyLoss
 from flowrl.rollout import Groups, RewardTables
@@ -121,6 +122,14 @@ class ReplayTrainer(Trainer):
         """The trained weights under PEFT's names."""
         return {peft_name(name): parameter for name, parameter in zip(self.names, self.parameters, strict=True)}
 
+    def resume(self, weights: Tensors, copies: Mapping[str, Tensors], steps: int) -> None:
+        """Go on from these weights and copies of the weights after `steps` optimizer steps, as from a checkpoint."""
+        state = self.state()
+        for prefix, given in {"weight": weights, **{f"copy.{name}": copy for name, copy in copies.items()}}.items():
+            state.tensors.update({f"{prefix}.{name}": given[peft_name(name)] for name in self.names})
+        state.values.update({f"copy.{name}.current": copy is weights for name, copy in copies.items()}, optimizer_steps=steps)
+        self.restore(state)
+
     def assign_credit(self, rewards: RewardTables, schedule: Schedule) -> tuple[Tensor, Tensor]:
         """Keeps the advantages [sample, step]."""
         advantages, used = super().assign_credit(rewards, schedule)
@@ -150,6 +159,9 @@ class ReplayTrainer(Trainer):
         self.optimizer_steps.append(OptimizerStep(gradients, metrics.means["grad_norm"], weights))
 
 
+Trained = TypeVar("Trained", bound=ReplayTrainer)
+
+
 def peft_name(name: str) -> str:
     """PEFT's name of a weight of the adapter "default"."""
     return "base_model.model." + name.replace(".default.", ".")
@@ -177,35 +189,55 @@ class Replay:
 def replay(recording: Recording, update: RecordedUpdate, settings: Mapping[str, Any], work: Path) -> Replay:
     """One iteration of the trainer with the recorded inputs. `settings` are the method's; `work` keeps the model's files."""
     config = run_config(recording, update, work).replace(**settings)
-    method, policy = make_method(config), make_policy(config)
-    assert isinstance(policy, PipelinePolicy)
-    values, decoded = PairValues(method.loss), []
-    prompts = make_world(config).prompts("prompts", "train")
-    reward, noise, meta = RecordedReward(update.rewards, prompts), recording.inputs, recording.meta
-    trainer = ReplayTrainer(policy, replace(method, loss=values), reward, prompts, config)
-    trainer.prompts.order = list(range(len(prompts)))
-    trainer.groups = RecordedNoise(meta["prompts"], meta["members"], initial=noise["init_noise"], steps=noise["step_noise"])
-    trainer.collector.groups = trainer.groups
-    give_embeddings(policy.pipe, recording.inputs, prompts)
-    _watch_decoder(policy.pipe.vae, decoded)
+    method, decoded = make_method(config), []
+    values, policy = PairValues(method.loss), recorded_policy(recording, config, decoded)
+    trainer = recorded_trainer(ReplayTrainer, recording, policy, replace(method, loss=values), update.rewards, config)
     trainer.give(update.order, below(update.tables, "weights_before"))
     return Replay(trainer, values, decoded, trainer.iteration())
 
 
-def run_config(recording: Recording, update: RecordedUpdate, work: Path) -> RunConfig:
-    """The settings that all methods read from the recording in the same way."""
-    meta, case = recording.meta, recording.meta["case"]
-    training, optimizer, lora = case["config"]["train"], meta["optimizer"], meta["lora"]
-    folder = pipeline_folder(recording, work)
+def recorded_policy(recording: Recording, config: RunConfig, decoded: list[Tensor]) -> PipelinePolicy:
+    """The recorded model, which looks the recorded embeddings up, and keeps the latents that it decodes, to black images."""
+    policy = make_policy(config)
+    assert isinstance(policy, PipelinePolicy)
+    give_embeddings(policy.pipe, recording.inputs, make_world(config).prompts("prompts", "train"))
+    _watch_decoder(policy.pipe.vae, decoded)
+    return policy
+
+
+def recorded_trainer(
+    kind: type[Trained], recording: Recording, policy: PipelinePolicy, method: Method, rewards: Tensor, config: RunConfig
+) -> Trained:
+    """A trainer that gets the recorded noise and `rewards` [prompt, member, node]."""
+    prompts, meta, noise = make_world(config).prompts("prompts", "train"), recording.meta, recording.inputs
+    trainer = kind(policy, method, RecordedReward(rewards, prompts), prompts, config)
+    trainer.prompts.order = list(range(len(prompts)))
+    trainer.groups = RecordedNoise(meta["prompts"], meta["members"], initial=noise["init_noise"], steps=noise["step_noise"])
+    trainer.collector.groups = trainer.groups
+    return trainer
+
+
+def base_config(recording: Recording, work: Path) -> RunConfig:
+    """The model, its prompts and groups: one iteration with a given reward."""
+    meta, lora, folder = recording.meta, recording.meta["lora"], pipeline_folder(recording, work)
     return RunConfig.of(
         world="model", task="prompts", reward_form="reward", model=str(folder), adapter=str(folder / "lora.safetensors"),
         prompts=str(folder / "prompts.txt"), reward="recorded", resolution=FACTOR * meta["latent"][-1], iterations=1,
-        groups=meta["prompts"], group_size=meta["members"], num_steps=meta["steps"], guidance_scale=case["guidance"],
+        groups=meta["prompts"], group_size=meta["members"], lora_rank=lora["r"], lora_alpha=float(lora["lora_alpha"]),
+        ema_decay=0.0,
+    )  # fmt: skip
+
+
+def run_config(recording: Recording, update: RecordedUpdate, work: Path) -> RunConfig:
+    """The settings that all methods with trajectories read from the recording in the same way."""
+    meta, case = recording.meta, recording.meta["case"]
+    training, optimizer = case["config"]["train"], meta["optimizer"]
+    return base_config(recording, work).replace(
+        num_steps=meta["steps"], guidance_scale=case["guidance"], lora_targets=tuple(case["target_modules"]),
         noise_level=case["config"]["sample"]["noise_level"], clip_range=training["clip_range"],
         kl_weight=0.0 if update.name.endswith(WITHOUT_KL) else training["beta"], drop_zero_advantages=True,
-        lora_rank=lora["r"], lora_alpha=float(lora["lora_alpha"]), lora_targets=tuple(case["target_modules"]),
         learning_rate=optimizer["lr"], betas=tuple(optimizer["betas"]), weight_decay=optimizer["weight_decay"],
-        max_grad_norm=optimizer["max_grad_norm"], ema_decay=0.0, minibatches=len(update.steps), micro_batch=24,
+        max_grad_norm=optimizer["max_grad_norm"], minibatches=len(update.steps), micro_batch=24,
     )  # fmt: skip
 
 
