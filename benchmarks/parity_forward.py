@@ -1,21 +1,20 @@
 """Recorded iterations of the released forward-process codes (DiffusionNFT, AWM, DGPO), replayed by the trainer.
 
-`python benchmarks/parity.py --data DIR` runs this for a folder with nft, awm or dgpo, whose README defines the format. The trainer
-gets the recorded weights and copies of them, rewards, order of samples, finished latents, times and noise.
+`python benchmarks/parity.py --data DIR` runs this for a folder with nft, awm or dgpo, whose README defines the format. The
+trainer gets the recorded weights, copy of the weights, rewards, order of samples, finished latents, times and noise.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from parity_compare import clear_gradients, distance, step_differences
 from parity_recording import Recording, Tensors, below
-from parity_replay import ReplayTrainer, base_config, recorded_policy, recorded_trainer
+from parity_replay import ForwardTrainer, base_config, recorded_policy, recorded_trainer
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,16 +22,14 @@ from flowrl.flow import LogitNormalTimes, StratifiedTimes, UniformTimes
 from flowrl.forward import ForwardBatch, unit_means
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.policies import PipelinePolicy
-from flowrl.protocols import ForwardLoss, Sampler
 from flowrl.rollout import solvers
-from flowrl.rollout.collector import Collected
-from flowrl.rollout.forward_batch import ForwardBatches
-from flowrl.rollout.loss_batch import LossBatches, MicroBatch, Pairs
 from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
 from flowrl.types import Schedule, Trajectories
 
 Loss = DiffusionNFT | AWM | DGPO
+BEGAN = 99
+"""Optimizer steps before the recorded iterations: the decay 0.099 between DGPO's two updates shows it."""
 NEGLIGIBLE = 1e-20
 """Weights of penalties below it stand for 0: AWM's code cannot run without penalties."""
 AWM_PENALTIES: Mapping[str, Any] = {"Uniform": "uniform", "ELBO": "elbo"}
@@ -99,7 +96,7 @@ class Code:
     """One released code: flowrl's method, its losses, its tables, the name of its total, its copy of the weights that lags, and
     whether its trajectories can be replayed."""
 
-    name: str
+    method: str
     loss: Callable[[Mapping[str, Any]], Any]
     tables: Callable[..., dict[str, Tensor]]
     total: str
@@ -120,143 +117,94 @@ QUANTITIES = {
     "clipped": "clipped pairs", "group/sum": "group sums", "group_term": "group sums", "group/weight": "group weights",
 }  # fmt: skip
 """Recorded table -> the quantity whose tolerance it has; "row losses" for the others."""
-
-
-class KeptBatches(ForwardBatches):
-    """Batches with the given `noise` [sample, draw, *latent], which keep their rows."""
-
-    def __init__(self, made: ForwardBatches, noise: Tensor) -> None:
-        super().__init__(**{field.name: getattr(made, field.name) for field in fields(made)})
-        self.noise, self.kept = noise, list[tuple[Tensor, ForwardBatch]]()
-
-    def of(self, sample: Tensor, draw: Tensor, shared: object = None) -> ForwardBatch:
-        """The batch of these rows."""
-        batch = super().of(sample, draw, shared)
-        self.kept.append((sample * self.times.shape[1] + draw, replace(batch, new=batch.new.detach())))
-        return batch
-
-    def rows(self) -> ForwardBatch:
-        """All rows as the loss has seen them, sample by sample."""
-        order = torch.cat([number for number, _ in self.kept]).argsort(stable=True)
-        batches = [replace(batch, pooled=None) for _, batch in self.kept]
-        columns = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(ForwardBatch)}
-        whole = {name: torch.cat(column) for name, column in columns.items() if None not in column}
-        return ForwardBatch(**whole).rows(order[-self.times.numel() :])
-
-
-class ForwardTrainer(ReplayTrainer):
-    """The trainer with given finished latents, times and noise of the rows. The update has no guidance, whatever sampling has."""
-
-    finished: Tensor
-    times: Tensor
-    noise: Tensor
-    sampled: Trajectories
-    batches: KeptBatches
-
-    def draw_times(self, loss: ForwardLoss) -> tuple[Tensor, int]:
-        """The given times [sample, draw]."""
-        return self.times, 0
-
-    def loss_batches(
-        self, sampler: Sampler, collected: Collected, advantages: Tensor, used: Tensor
-    ) -> tuple[LossBatches | ForwardBatches, list[Pairs], Tensor]:
-        """Puts the given latents at the ends of the trajectories, and the given noise into the batches."""
-        self.sampled = path = collected.rollout.trajectories
-        states = path.states.clone()
-        states[:, path.tree.at(path.schedule.steps)] = self.finished.unflatten(0, (len(states), -1))
-        given = replace(collected, rollout=replace(collected.rollout, trajectories=replace(path, states=states)))
-        made, pairs, counted = super().loss_batches(sampler, given, advantages, used)
-        assert isinstance(made, ForwardBatches)
-        self.batches = KeptBatches(made, self.noise)
-        return self.batches, pairs, counted
-
-    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], int]]:
-        """Without guidance."""
-        with cast(PipelinePolicy, self.policy).guided(1.0):
-            yield from super().minibatches(pairs, collected)
+LEFT_OUT = {
+    "nft": (
+        "finished latents, times and noise of the update: given",
+        "sampling's first step from t = 1, where flowrl has 1 - 1e-5, and whole numbers as the network's times: given",
+    ),
+    "awm": (
+        "sampling by SA-Solver; finished latents, times and noise of the update: given",
+        "drawing of times, there once per micro-batch: compared without a trainer (state times)",
+        "penalties of weight 1e-30 (policy_only, weight_*): weight 0, not evaluated",
+    ),
+    "dgpo": (
+        "finished latents, times and noise of the update: given",
+        "guidance in sampling alone, and in the reference alone (wocfg_ocr): switched by the replay",
+    ),
+}
+"""What of a recorded iteration the trainer does not do itself; it replays all states."""
 
 
 @dataclass(frozen=True)
 class ForwardReplay:
-    """Replays the states of `recording`. `changes`: settings of the run, or options of the loss, that replace the recorded ones."""
+    """Replays states of `recording` on its model; `base` are the settings that all states share. `changes` are options of the
+    loss, or settings of the run, that replace the recorded ones."""
 
     recording: Recording
+    base: RunConfig
     policy: PipelinePolicy
-    work: Path
     changes: Mapping[str, Any]
 
     @cached_property
-    def common(self) -> Tensors:
-        """Rewards, noise and weights that all methods share."""
-        return load_file(self.recording.folder / "common" / "inputs.safetensors")
+    def tables(self) -> Tensors:
+        """What the states recorded."""
+        return self.recording.tensors("update")
+
+    @cached_property
+    def inputs(self) -> Tensors:
+        """What the states of the method share, and what all methods share."""
+        return self.recording.tensors("inputs") | load_file(self.recording.folder / "common" / "inputs.safetensors")
+
+    @property
+    def code(self) -> Code:
+        """What the recording is of."""
+        return CODES[self.recording.method]
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The grid of the trajectories. DiffusionNFT's sampler gives the network truncated integers; where only the timesteps are
-        recorded, they are the grid."""
+        """The grid of the trajectories. DiffusionNFT's sampler truncates the network's timesteps to integers."""
         recorded = self.recording.tensors("sampling")
         timesteps = recorded["timesteps"].float()
-        if "sigmas" not in recorded or not self.code.samples:
-            return Schedule(torch.cat([timesteps / 1000, torch.zeros(1)]), timesteps)
-        return Schedule(recorded["sigmas"], timesteps.floor())
-
-    @property
-    def code(self) -> "Code":
-        """What the recording's code is."""
-        return CODES[self.recording.method]
+        if self.code.samples:
+            return Schedule(recorded["sigmas"], timesteps.floor())
+        return Schedule(torch.cat([timesteps / 1000, torch.zeros(1)]), timesteps)
 
     def loss(self, state: str) -> Loss:
         """The loss of a state."""
         loss = self.code.loss(self.recording.meta["states"][state]["config"])
         return replace(loss, **{name: value for name, value in self.changes.items() if hasattr(loss, name)})
 
-    def run(self, state: str, steps: int = 0) -> ForwardTrainer:
+    def config(self, state: str) -> RunConfig:
+        """The settings of a state, with the recorded micro-batches."""
+        settings, loss = self.recording.meta["states"][state], self.loss(state)
+        train, spread = settings["config"]["train"], "batch" if settings["config"]["sample"]["global_std"] else "group"
+        return self.base.replace(
+            method=self.code.method, sampler="multistep", num_steps=self.schedule.steps,
+            credit=f"uniform(std={spread}, clamp=none)", learning_rate=train["learning_rate"],
+            betas=(train["adam_beta1"], train["adam_beta2"]), weight_decay=train["adam_weight_decay"],
+            max_grad_norm=train["max_grad_norm"], minibatches=settings["updates"],
+            micro_batch=train["batch_size"] * self.inputs["times"].shape[1],
+        ).replace(**{name: value for name, value in self.changes.items() if not hasattr(loss, name)})  # fmt: skip
+
+    def run(self, state: str, steps: int = BEGAN) -> ForwardTrainer:
         """The trainer after the iteration of a state, which began after `steps` optimizer steps."""
-        meta, inputs = self.recording.meta, self.recording.tensors("inputs")
-        tables, loss = below(self.recording.tensors("update"), state), self.loss(state)
-        settings, groups = meta["states"][state]["config"], meta["prompts"]
-        config = self.config(state).replace(**{name: v for name, v in self.changes.items() if not hasattr(loss, name)})
-        rewards = tables.get("rewards", self.common["rewards"])[..., None]
-        method = replace(make_method(config), loss=loss)
+        settings, loss, config = self.recording.meta["states"][state]["config"], self.loss(state), self.config(state)
+        inputs, tables, method = self.inputs, below(self.tables, state), replace(make_method(config), loss=loss)
+        rewards = tables.get("rewards", inputs["rewards"])[..., None]
         trainer = recorded_trainer(ForwardTrainer, self.recording, self.policy, method, rewards, config)
         trainer.schedule = trainer.collector.schedule = self.schedule
         trainer.finished, trainer.times = inputs["x0"], tables.get("time", inputs["times"]).float()
-        shared = loss.noise == "group"
-        noise = self.common["group_noise"].repeat_interleave(meta["members"], 0) if shared else self.common["noise"]
+        shared = inputs["group_noise"].repeat_interleave(trainer.groups.members, 0)
+        noise = shared if self.recording.method == "dgpo" else inputs["noise"]
         trainer.noise = noise[:, : trainer.times.shape[1]].float()
-        trainer.give(inputs.get("perm", torch.arange(groups * meta["members"])), {})
-        old = below(self.common, "lora_old")
-        weights = old if state in ("at_old", "at_ema") else below(self.common, "lora_current")
+        trainer.give(inputs.get("perm", torch.arange(len(inputs["x0"]))), {})
+        old = below(inputs, "lora_old")
+        weights = old if state in ("at_old", "at_ema") else below(inputs, "lora_current")
         trainer.resume(weights, {name: old if name == self.code.copy else weights for name in loss.copies}, steps)
-        with self.policy.guided(settings["sample"]["guidance_scale"]), self.reference_guided(settings.get("kl_cfg", 1.0)):
-            trainer.iteration()
+        trainer.reference_guidance = settings.get("kl_cfg", 1.0)
+        with self.policy.guided(settings["sample"]["guidance_scale"]), patch.object(solvers, "NEAREST_TO_NOISE", 1.0):
+            trainer.metrics = trainer.iteration()
         return trainer
-
-    def config(self, state: str) -> RunConfig:
-        """The recorded settings of a state, with its micro-batches."""
-        settings = self.recording.meta["states"][state]
-        train, sample = settings["config"]["train"], settings["config"]["sample"]
-        draws = self.recording.tensors("inputs")["times"].shape[1]
-        return base_config(self.recording, self.work).replace(
-            method=self.code.name, sampler="multistep", num_steps=self.schedule.steps,
-            credit=f"uniform(std={'batch' if sample['global_std'] else 'group'}, clamp=none)",
-            learning_rate=train["learning_rate"], betas=(train["adam_beta1"], train["adam_beta2"]),
-            weight_decay=train["adam_weight_decay"], max_grad_norm=train["max_grad_norm"], minibatches=settings["updates"],
-            micro_batch=train["batch_size"] * draws,
-        )  # fmt: skip
-
-    @contextmanager
-    def reference_guided(self, guidance: float) -> Iterator[None]:
-        """Within this context the base model has this guidance."""
-        plain = self.policy.reference
-
-        @contextmanager
-        def reference() -> Iterator[None]:
-            with plain(), self.policy.guided(guidance):
-                yield
-
-        with patch.object(self.policy, "reference", reference), patch.object(solvers, "NEAREST_TO_NOISE", 1.0):
-            yield
 
 
 def row_values(loss: Loss, batch: ForwardBatch) -> tuple[ForwardBatch, dict[str, Tensor]]:
@@ -284,13 +232,12 @@ def squared_distances(loss: Loss, batch: ForwardBatch) -> dict[str, Tensor]:
     return {name: (one.detach() - other).square().flatten(1).mean(1) for name, (one, other) in found.items()}
 
 
-def table_differences(recording: Recording, recorded: Tensors, loss: Loss, batch: ForwardBatch) -> Iterator[tuple[str, float]]:
+def table_differences(replay: ForwardReplay, state: str, trainer: ForwardTrainer) -> Iterator[tuple[str, float]]:
     """What a state recorded of its rows, micro-batches and groups: the largest difference of each quantity."""
-    code, meta = CODES[recording.method], recording.meta
+    code, meta, loss, recorded = replay.code, replay.recording.meta, replay.loss(state), below(replay.tables, state)
     samples = meta["prompts"] * meta["members"]
-    batch, values = row_values(loss, batch)
-    tables: dict[str, Tensor] = code.tables(loss, batch, values)
-    tables |= squared_distances(loss, batch)
+    batch, values = row_values(loss, trainer.batches.rows())
+    tables = code.tables(loss, batch, values) | squared_distances(loss, batch)
     found: dict[str, float] = {}
     for name, ours in tables.items():
         if name in recorded:
@@ -300,40 +247,43 @@ def table_differences(recording: Recording, recorded: Tensors, loss: Loss, batch
             theirs = recorded[name] if recorded[name].ndim == 2 else recorded[name][:, None].expand_as(ours)
             quantity = QUANTITIES.get(name, "row losses")
             found[quantity] = max(found.get(quantity, 0.0), distance(ours, theirs, 1.0 if name == "clipped" else 0.0))
-    order = recording.tensors("inputs").get("perm", torch.arange(samples))
-    theirs = recorded[code.total]
-    micro = values["loss"].view(samples, -1)[order].unflatten(0, (len(theirs), -1)).mean(1)
-    size = float(max(values["loss"].abs().max(), theirs.abs().max()))
-    found["loss of micro-batches"] = distance(micro if theirs.ndim == 2 else micro.mean(1), theirs, size)
+    theirs, loss_of_rows = recorded[code.total], values["loss"].view(samples, -1)
+    micro = loss_of_rows[trainer.given_order].unflatten(0, (len(theirs), -1)).mean(1)
+    size = float(max(loss_of_rows.abs().max(), theirs.abs().max()))
+    found["loss of micro-batches"] = max(
+        distance(micro if theirs.ndim == 2 else micro.mean(1), theirs, size),
+        distance(torch.tensor(trainer.metrics["loss"]), theirs.mean(), size),
+    )
+    if (name := next((name for name in recorded if name.startswith("v_draw0_sample_")), None)) is not None:
+        row = int(name.rpartition("_")[2]) * trainer.times.shape[1]
+        found["velocities"] = distance(batch.new[row], recorded[name])
+    if "rewards" not in recorded and meta["states"][state]["config"]["sample"]["global_std"]:
+        found["advantages"] = distance(trainer.advantages[:, 0], replay.inputs["advantages"])
     yield from found.items()
 
 
-def sampling_differences(recording: Recording, state: str, sampled: Trajectories) -> Iterator[tuple[str, float]]:
-    """The trajectories of a state; those of its guidance are recorded."""
-    guidance = recording.meta["states"][state]["config"]["sample"]["guidance_scale"]
-    recorded, prefix = recording.tensors("sampling"), f"guidance{guidance:g}/" * (recording.method == "dgpo")
-    found = []
-    if not prefix or guidance > 1:
-        found.append(distance(sampled.images_latent, recording.tensors("inputs")["x0"]))
-    if f"{prefix}nodes_sample_4" in recorded:
-        found.append(distance(sampled.nodes[4], recorded[f"{prefix}nodes_sample_4"]))
-    if found:
-        yield "latents", max(found)
+def sampling_differences(replay: ForwardReplay, guidance: float, sampled: Trajectories) -> Iterator[float]:
+    """Trajectories with this guidance: finished latents of all samples (DGPO's are guided), and one sample's nodes."""
+    recorded, several = replay.recording.tensors("sampling"), replay.recording.method == "dgpo"
+    if guidance > 1 or not several:
+        yield distance(sampled.images_latent, replay.inputs["x0"])
+    name = f"guidance{guidance:g}/nodes_sample_4" if several else "nodes_sample_4"
+    if name in recorded:
+        yield distance(sampled.nodes[4], recorded[name])
 
 
-def copy_differences(replay: ForwardReplay) -> Iterator[tuple[str, str, float]]:
-    """The copy of the weights after its decay, in iterations that began after other numbers of optimizer steps. Compared are
-    elements with clear gradients, as those of the weights."""
-    recording, code = replay.recording, replay.code
-    tensors = recording.tensors("update")
-    for name, table in ((n, t) for n, t in recording.meta.items() if n.endswith("_after")):
+def copy_differences(replay: ForwardReplay) -> Iterator[float]:
+    """The lagging copy of the weights after iterations that began after several numbers of optimizer steps. Elements are compared
+    where weights are."""
+    method, code = replay.recording.method, replay.code
+    for name, table in ((name, table) for name, table in replay.recording.meta.items() if name.endswith("_after")):
         for tag, settings in table.items():
-            state = settings.get("state", "ocr" if recording.method == "dgpo" else "geneval")
+            state = settings.get("state", "ocr" if method == "dgpo" else "geneval")
             trainer = replay.run(state, settings.get("global_step_after", settings.get("global_step_used", 0) + 1) - 1)
             ours = dict(zip(trainer.weights, trainer.copies.by_name[code.copy].values, strict=True))
             clear = clear_gradients(trainer.optimizer_steps)
-            recorded = below(tensors, f"{name}/{tag}").items()
-            yield state, "copies of the weights", max(distance(ours[n][clear[n]], t[clear[n]], 1.0) for n, t in recorded)
+            for weight, recorded in below(replay.tables, f"{name}/{tag}").items():
+                yield distance(ours[weight][clear[weight]], recorded[clear[weight]], 1.0)
 
 
 def time_differences(recording: Recording, schedule: Schedule) -> Iterator[float]:
@@ -355,33 +305,27 @@ def time_differences(recording: Recording, schedule: Schedule) -> Iterator[float
 def replay_forward(
     recording: Recording, work: Path, changes: Mapping[str, Any], updates: Sequence[str]
 ) -> Iterator[tuple[str, str, float]]:
-    """State, quantity and difference of everything that was recorded of a forward-process loss. `changes` are options of the loss,
-    or settings of the run, that replace the recorded ones."""
-    replay = ForwardReplay(recording, recorded_policy(recording, base_config(recording, work), []), work, changes)
-    every, guidances = recording.tensors("update"), set[float]()
-    for state, settings in recording.meta["states"].items():
-        if updates and state not in updates:
-            continue
-        recorded, count, config = below(every, state), settings["updates"], settings["config"]
-        trainer = replay.run(state)
-        if replay.code.samples and (guidance := config["sample"]["guidance_scale"]) not in guidances:
-            guidances.add(guidance)
-            for quantity, difference in sampling_differences(recording, state, trainer.sampled):
-                yield f"trajectory of {state}", quantity, difference
-        rows = trainer.batches.rows()
-        if config["sample"]["global_std"] and "rewards" not in recorded:
-            yield state, "advantages", distance(trainer.advantages[:, 0], recording.tensors("inputs")["advantages"])
-        for quantity, difference in table_differences(recording, recorded, replay.loss(state), rows):
+    """State, quantity and difference of everything that was recorded of a forward-process loss. `changes` are options of the
+    loss, or settings of the run, that replace the recorded ones."""
+    base, sampled = base_config(recording, work), set[float]()
+    replay = ForwardReplay(recording, base, recorded_policy(recording, base, []), changes)
+    for state in updates or recording.meta["states"]:
+        settings, recorded = recording.meta["states"][state], below(replay.tables, state)
+        trainer, guidance = replay.run(state), settings["config"]["sample"]["guidance_scale"]
+        if replay.code.samples and guidance not in sampled:
+            sampled.add(guidance)
+            if differences := list(sampling_differences(replay, guidance, trainer.sampled)):
+                yield state, "latents", max(differences)
+        for quantity, difference in table_differences(replay, state, trainer):
             yield state, quantity, difference
-        if name := next((name for name in recorded if name.startswith("v_draw0_sample_")), None):
-            row = int(name.rpartition("_")[2]) * trainer.times.shape[1]
-            yield state, "velocities", distance(rows.new[row], recorded[name])
-        recorded_steps = [below(recorded, f"update{i}") for i in range(count)] if count > 1 else [recorded]
-        if count > 1:
-            recorded_steps[-1] |= {name: t for name, t in recorded.items() if name.startswith("weights_after")}
-        for quantity, difference in step_differences(trainer.optimizer_steps, recorded_steps, config["train"]["learning_rate"]):
+        steps = [recorded]
+        if (count := settings["updates"]) > 1:
+            steps = [below(recorded, f"update{number}") for number in range(count)]
+            steps[-1] |= {name: weight for name, weight in recorded.items() if name.startswith("weights_after")}
+        rate = settings["config"]["train"]["learning_rate"]
+        for quantity, difference in step_differences(trainer.optimizer_steps, steps, rate):
             yield state, quantity, difference
     if not updates:
-        yield from copy_differences(replay)
+        yield "copies", "copies of the weights", max(copy_differences(replay))
         if recording.method == "awm":
             yield "times", "training times", max(time_differences(recording, replay.schedule))

@@ -1,10 +1,12 @@
 """A recorded training iteration, replayed by the trainer, which gets the recorded weights, embeddings, noise, rewards, order."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 from parity_recording import FACTOR, WITHOUT_KL, RecordedUpdate, Recording, Tensors, below, pipeline_folder
@@ -12,17 +14,19 @@ from torch import Tensor
 
 from flowrl import Prompt, Trainer
 from flowrl.flow import expand, log_prob, log_prob_without_constants
+from flowrl.forward import ForwardBatch
 from flowrl.methods import Method
 from flowrl.policies import PipelinePolicy
-from flowrl.protocols import PolicyLoss
+from flowrl.protocols import ForwardLoss, PolicyLoss, Sampler
 from flowrl.rollout import Groups, RewardTables
 from flowrl.rollout.collector import Collected
-from flowrl.rollout.loss_batch import MicroBatch, Pairs
+from flowrl.rollout.forward_batch import ForwardBatches
+from flowrl.rollout.loss_batch import LossBatches, MicroBatch, Pairs
 from flowrl.rollout.metrics import LossMetrics
 from flowrl.training.build import make_method, make_policy, make_world
 from flowrl.training.config import RunConfig
 from flowrl.training.nonfinite import NonFiniteCheck
-from flowrl.types import Gaussian, LossBatch, LossResult, Schedule
+from flowrl.types import Gaussian, LossBatch, LossResult, Schedule, Trajectories
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,76 @@ class ReplayTrainer(Trainer):
         super().optimizer_step(minibatch, check, metrics)
         weights = {name: parameter.detach().clone() for name, parameter in self.weights.items()}
         self.optimizer_steps.append(OptimizerStep(gradients, metrics.means["grad_norm"], weights))
+
+
+class KeptBatches(ForwardBatches):
+    """Batches with the given `noise` [sample, draw, *latent], which keep their rows."""
+
+    def __init__(self, made: ForwardBatches, noise: Tensor) -> None:
+        super().__init__(**{field.name: getattr(made, field.name) for field in fields(made)})
+        self.noise, self.kept = noise, list[tuple[Tensor, ForwardBatch]]()
+
+    def of(self, sample: Tensor, draw: Tensor, shared: object = None) -> ForwardBatch:
+        """The batch of these rows."""
+        batch = super().of(sample, draw, shared)
+        self.kept.append((sample * self.times.shape[1] + draw, replace(batch, new=batch.new.detach())))
+        return batch
+
+    def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
+        """Rows of this pass are not kept."""
+        kept = len(self.kept)
+        super().prepare(minibatch)
+        del self.kept[kept:]
+
+    def rows(self) -> ForwardBatch:
+        """All rows as the loss has seen them, sample by sample."""
+        order = torch.cat([number for number, _ in self.kept]).argsort()
+        batches = [replace(batch, pooled=None) for _, batch in self.kept]
+        columns = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(ForwardBatch)}
+        whole = {name: torch.cat(column) for name, column in columns.items() if None not in column}
+        return ForwardBatch(**whole).rows(order)
+
+
+class ForwardTrainer(ReplayTrainer):
+    """The trainer with given finished latents, times and noise of the rows."""
+
+    finished: Tensor
+    times: Tensor
+    noise: Tensor
+    reference_guidance: float
+    sampled: Trajectories
+    batches: KeptBatches
+    metrics: Mapping[str, Any]
+
+    def draw_times(self, loss: ForwardLoss) -> tuple[Tensor, int]:
+        """The given times [sample, draw]."""
+        return self.times, 0
+
+    def loss_batches(
+        self, sampler: Sampler, collected: Collected, advantages: Tensor, used: Tensor
+    ) -> tuple[LossBatches | ForwardBatches, list[Pairs], Tensor]:
+        """Puts the given latents at the ends of the trajectories, and the given noise into the batches."""
+        self.sampled = path = collected.rollout.trajectories
+        states = path.states.clone()
+        states[:, path.tree.at(path.schedule.steps)] = self.finished.unflatten(0, (len(states), -1))
+        given = replace(collected, rollout=replace(collected.rollout, trajectories=replace(path, states=states)))
+        made, pairs, counted = super().loss_batches(sampler, given, advantages, used)
+        assert isinstance(made, ForwardBatches)
+        self.batches = KeptBatches(made, self.noise)
+        return self.batches, pairs, counted
+
+    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], int]]:
+        """Without guidance, whatever sampling has; the base model has `reference_guidance`."""
+        policy = cast(PipelinePolicy, self.policy)
+        plain = policy.reference
+
+        @contextmanager
+        def reference() -> Iterator[None]:
+            with plain(), policy.guided(self.reference_guidance):
+                yield
+
+        with policy.guided(1.0), patch.object(policy, "reference", reference):
+            yield from super().minibatches(pairs, collected)
 
 
 Trained = TypeVar("Trained", bound=ReplayTrainer)
