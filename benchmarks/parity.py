@@ -11,7 +11,8 @@ weights after the optimizer's step.
 difference: the largest absolute difference over the largest recorded value. Four quantities have other units. Losses of
 micro-batches are relative to the largest advantage. The mean loss is absolute, because its terms cancel. Clipped pairs are
 shares. Weights are in learning rates, and compared where the gradient is above 1e-5 or exactly 0: Adam's first step has full
-length however small the gradient is, so that rounding decides the others. The exit status is 1 if a difference exceeds its
+length however small the gradient is, so that rounding decides the others. Of forward processes, losses of micro-batches are
+relative to the largest loss of a row, and copies of the weights absolute. The exit status is 1 if a difference exceeds its
 tolerance.
 """
 
