@@ -145,7 +145,7 @@ class ReplayTrainer(Trainer):
         others = [sample for sample in range(self.groups.samples) if sample not in self.given_order]
         return torch.cat([self.given_order, torch.tensor(others, dtype=torch.int64)])
 
-    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], int]]:
+    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], Pairs]]:
         """Keeps the trajectories and the pairs. The update starts from the given weights, if there are any."""
         self.collected = collected
         with torch.no_grad():
@@ -219,7 +219,7 @@ class ForwardTrainer(ReplayTrainer):
         self.batches = KeptBatches(made, self.noise)
         return self.batches, pairs, counted
 
-    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], int]]:
+    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], Pairs]]:
         """Without guidance, whatever sampling has; the base model has `reference_guidance`."""
         policy = cast(PipelinePolicy, self.policy)
         plain = policy.reference
