@@ -138,10 +138,10 @@ def trial_schedule(config: RunConfig) -> Schedule:
     stds = schedule.stds
     if isinstance(make_loss(config), ForwardLoss):
         return schedule
-    silent = algorithm.sampler == "ode" or algorithm.noise_level == 0
-    name = "sampler" if algorithm.sampler == "ode" else "noise_level"
-    need = "above 0, with a stochastic sampler: the loss needs log-probabilities, and a deterministic step has none"
-    require(not silent, name, getattr(algorithm, name), need)
+    need = "a stochastic sampler: the loss needs log-probabilities, and a step of the ODE or of a multistep solver has none"
+    kernel = algorithm.sampler.partition("(")[0].strip()
+    require(kernel not in ("ode", "multistep"), "sampler", algorithm.sampler, need)
+    require(algorithm.noise_level > 0, "noise_level", algorithm.noise_level, f"above 0, with {need}")
     require(stds is not None and bool((stds > 0).any()), "window", algorithm.window, "at least one stochastic step")
     return schedule
 

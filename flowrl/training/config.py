@@ -192,8 +192,8 @@ class EvaluationConfig:
     """Held-out samples per evaluation (prompts are repeated if there are fewer)."""
     eval_steps: Annotated[int, Ge(1), Le(10**5)] = 20
     """Denoising steps during evaluation."""
-    eval_solver: Literal["euler", "heun", "dpm++", "unipc"] = "euler"
-    """euler, heun (two evaluations per step), dpm++ or unipc."""
+    eval_solver: Literal["euler", "heun", "dpm++", "unipc", "sa"] = "euler"
+    """euler, heun (two evaluations per step), dpm++, unipc or sa."""
     heldout_rewards: tuple[str, ...] = ()
     """Rewards that are evaluated but never trained on: names as for `reward`; also strict, graded, soft, palette, balance and
     clarity (shapes), or strict, graded, soft and density (mixture)."""
