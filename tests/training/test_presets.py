@@ -107,7 +107,7 @@ METHODS = {
         "num_steps": 10, "ema_decay": 0.9, "guidance_scale": 1.0,
     },
     AWM: {
-        **FORWARD_CODE, "kl_weight": 1e-3, "num_steps": 14, "ema_decay": 0.99, "guidance_scale": 1.0,
+        **FORWARD_CODE, "sampler": "multistep(solver=sa, tau=0.4)", "kl_weight": 1e-3, "num_steps": 14, "ema_decay": 0.99, "guidance_scale": 1.0,
         "loss": "awm(weight=ghuber, power=0.25, clip=1.0, average_weight=1.0, decay=(0, 0.001, 0.3), "
                 "times='stratified(count=6)')",
     },
@@ -150,7 +150,7 @@ CROSSED = {
     },
     (NFT, OCR): {"loss": "diffusion-nft(beta=0.1, advantage_clip=5.0, decay=(75, 0.0075, 0.999))", "minibatches": 2},
     (AWM, OCR): {"kl_weight": 3e-3},
-    (AWM, PICKSCORE): {"kl_weight": 1e-4},
+    (AWM, PICKSCORE): {"kl_weight": 1e-4, "sampler": "multistep(solver=sa)"},
     (DGPO, GENEVAL): {"loss": dgpo_loss(101.0, 0.01, 500, 5), "credit": "uniform(std=group, clamp=none)"},
     (DGPO, PICKSCORE): {"loss": dgpo_loss(10.0, 0.05, 200, 7), "kl_weight": 1e-3},
 }  # fmt: skip
@@ -234,7 +234,7 @@ AS_PUBLISHED = {
     },
     TREE: SAMPLE | {"credit", "kl_weight", "trained_steps", "window"},
     NFT: FORWARD_PUBLISHED | {"guidance_scale", "loss", "max_grad_norm", "sampler", "weight_decay"},
-    AWM: FORWARD_PUBLISHED | {"ema_decay", "guidance_scale"},
+    AWM: FORWARD_PUBLISHED | {"ema_decay", "guidance_scale", "sampler"},
     DGPO: FORWARD_PUBLISHED | {
         "betas", "dtype", "eval_steps", "lora_alpha", "lora_rank", "loss", "max_grad_norm", "sampler", "weight_decay",
     },
@@ -244,7 +244,7 @@ AS_PUBLISHED = {
     (GRANULAR, FLUX): {"dtype", "model", "resolution"},
     (TREE, SD3): {"model", "num_steps"},
     (NFT, SD3): {"dtype", "lora_alpha", "lora_rank", "lora_targets", "model", "resolution", "tuning"},
-    (AWM, SD3): {"dtype", "lora_alpha", "lora_rank", "model", "resolution", "tuning"},
+    (AWM, SD3): {"dtype", "eval_steps", "lora_alpha", "lora_rank", "model", "resolution", "tuning"},
     (AWM, FLUX): {"model"},
     (DGPO, SD3): {"model", "resolution", "tuning"},
 }  # fmt: skip
