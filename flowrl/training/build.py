@@ -20,7 +20,7 @@ from flowrl.samplers import trained_steps, transition_stds
 from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.heldout import make_heldout_metrics
-from flowrl.training.trainer import Trainer
+from flowrl.training.trainer import Trainer, loss_guidance
 from flowrl.types import Schedule
 from flowrl.worlds.base import PolicyOptions, World, check_hash, model_world, world
 
@@ -49,7 +49,11 @@ def make_method(config: RunConfig) -> Method:
     if isinstance(loss, ForwardLoss):
         loss.times.draw(schedule, 1, torch.Generator().manual_seed(0))
         require(algorithm.trained_steps == "all", "trained_steps", algorithm.trained_steps, "all: this loss has times of its own")
+        loss_guidance(config)
     else:
+        allowed = "left out: log-probabilities are those of the velocities that sample; a forward-process loss may train others"
+        for name in ("train_guidance_scale", "reference_guidance_scale"):
+            require(getattr(config.policy, name) == 0, name, getattr(config.policy, name), allowed)
         first_trained_steps(config)
     sampler = make_sampler(algorithm.sampler, algorithm.noise_level, algorithm.window)
     shared = None if algorithm.initial_noise == "auto" else algorithm.initial_noise == "shared"
