@@ -1,47 +1,30 @@
 """SA-Solver: the released code's samples, diffusers' coefficients, the law of a Gaussian, and where its noise comes from."""
 
-import parity
 import pytest
 import torch
 from diffusers.schedulers.scheduling_sasolver import SASolverScheduler
-from parity_recording import Recording, below, pipeline_folder
-from parity_replay import give_embeddings, peft_name
-from safetensors.torch import load_file
+from recorded_forward import Recorded
 
 from flowrl.errors import ConfigError
 from flowrl.flow import shifted_schedule, uniform_schedule
 from flowrl.rollout import Groups, Usage, rollout, solve
 from flowrl.rollout.sa_solver import SASolver, sa_schedule
 from flowrl.samplers import Multistep
-from flowrl.training.build import make_policy, make_world
-from flowrl.training.config import RunConfig
 from flowrl.types import Schedule
 from flowrl.worlds.base import PolicyOptions, world
 
-FORWARD = parity.DATA.parent / "golden_forward"
 PROMPTS = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90, 180)]
 
 
 def test_it_samples_what_the_released_code_samples(tmp_path):
     """AWM's trajectories without noise, of which the recording has the times and the finished latents."""
-    (recording,) = Recording.every(FORWARD, "awm")
-    folder, lora = pipeline_folder(recording, tmp_path), recording.meta["lora"]
-    config = RunConfig.of(
-        world="model", task="prompts", reward_form="reward", model=str(folder), adapter=str(folder / "lora.safetensors"),
-        prompts=str(folder / "prompts.txt"), reward="recorded", resolution=64, lora_rank=lora["r"],
-        lora_alpha=float(lora["lora_alpha"]),
-    )  # fmt: skip
-    policy, prompts = make_policy(config), make_world(config).prompts("prompts", "train")
-    give_embeddings(policy.pipe, recording.inputs, prompts)
-    weights = below(load_file(FORWARD / "common" / "inputs.safetensors"), "lora_current")
-    with torch.no_grad():
-        for name, parameter in policy.trainable().items():
-            parameter.copy_(weights[peft_name(name)])
+    found = Recorded("awm", tmp_path)
+    recording, policy = found.recording, found.policy
     recorded, expected = recording.tensors("sampling"), recording.tensors("inputs")["x0"]
     schedule, noise = policy.schedule(14), recording.inputs["init_noise"]
     torch.testing.assert_close(schedule.network_timesteps, recorded["timesteps"], atol=0, rtol=0)
     torch.testing.assert_close(sa_schedule(schedule).times, recorded["sigmas"], atol=0, rtol=0)
-    condition, generator = policy.encode(prompts), torch.Generator()
+    condition, generator = found.condition, torch.Generator()
     path = rollout(policy, Multistep("sa"), schedule, condition, noise, generator, Groups(2, 4)).trajectories
     torch.testing.assert_close(path.images_latent, expected, atol=1e-5, rtol=0)
     evaluated = solve("sa", policy, schedule, condition.take(torch.arange(8) // 4), noise, Usage())
