@@ -130,7 +130,8 @@ def test_distances_are_those_of_the_released_dgpo(state, reference, own, tmp_pat
 
 SETTINGS = {
     "world": "model", "task": "prompts", "reward_form": "reward", "model": "sd3", "groups": 2, "group_size": 3, "num_steps": 5,
-    "minibatches": 1, "method": "dgpo", "sampler": "multistep", "kl_weight": 0.02, "credit": "uniform(std=batch, clamp=none)", "iterations": 2, "learning_rate": 1e-2,
+    "minibatches": 1, "method": "dgpo", "sampler": "multistep", "kl_weight": 0.02,
+    "credit": "uniform(std=batch, clamp=none)", "iterations": 2, "learning_rate": 1e-2,
     "loss": "dgpo(times='steps(count=3, steps=4)', decay=(0, 0.5, 0.5))",
 }  # fmt: skip
 
