@@ -88,6 +88,37 @@ def unit_means(values: PerSample, units: Sequence[Tensor], mask: Bool[Tensor, " 
     return total / same.sum(1).clamp(min=1)
 
 
+@dataclass(frozen=True)
+class Guidance:
+    """Scales of classifier-free guidance in a forward-process loss: `train` of the current network and the copies of the
+    weights (0: the policy's own, with which it samples), `reference` of the base model (0: that of `train`); 1: none.
+    Raises `ConfigError` for another one below 1."""
+
+    train: float = 0.0
+    reference: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("train", "reference"):
+            scale = getattr(self, name)
+            require(scale == 0 or 1 <= scale < math.inf, f"{name}_guidance_scale", scale, "1 (off) or more, or 0 (as sampled)")
+
+    def scales(self, own: float) -> tuple[float, float]:
+        """Both scales, for a policy that samples with scale `own`."""
+        train = self.train or own
+        return train, self.reference or train
+
+    def evaluations(self, networks: int, reference: bool, own: float) -> float:
+        """What a row costs, of `networks` without the base model: an evaluation is a velocity with scale `own`, and a velocity
+        takes two passes with guidance and one without."""
+        train, base = map(guidance_passes, self.scales(own))
+        return (networks * train + reference * base) / guidance_passes(own)
+
+
+def guidance_passes(scale: float) -> int:
+    """Forward passes of a velocity with this scale of classifier-free guidance."""
+    return 1 if scale == 1 else 2
+
+
 @checked_options
 @dataclass(frozen=True)
 class Decay:

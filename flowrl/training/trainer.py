@@ -13,7 +13,9 @@ from torch import Tensor
 from flowrl.credit import check_advantages, check_trained
 from flowrl.distributed import Distributed
 from flowrl.errors import CreditError
+from flowrl.forward import Guidance
 from flowrl.methods import Method
+from flowrl.probes import whole
 from flowrl.prompts.stream import PromptStream
 from flowrl.protocols import (
     FlowPolicy,
@@ -38,6 +40,11 @@ from flowrl.training.config import RunConfig
 from flowrl.training.nonfinite import NonFiniteCheck
 from flowrl.training.optim import LossScaler, make_optimizer, prepare_policy, update_average, weights_replaced
 from flowrl.types import Prompt, Schedule, inputs_unchanged
+
+
+def loss_guidance(config: RunConfig) -> Guidance:
+    """The guidance of a forward-process loss. Raises `ConfigError` for a scale that is not allowed."""
+    return Guidance(config.policy.train_guidance_scale, config.policy.reference_guidance_scale)
 
 
 class Trainer:
@@ -127,7 +134,7 @@ class Trainer:
             "seconds": sum(clock.phases.values()),
             "phases": clock.phases,
             **metrics.means,
-            "train_nfe": train_nfe,
+            "train_nfe": whole(train_nfe),
             "zero_pairs": sum(one.zeros for one in pairs),
             "abs_advantage": float(advantages[used].abs().mean()),
         }
@@ -185,7 +192,8 @@ class Trainer:
             parts, counted = self.draw_parts(advantages, used, torch.arange(path.schedule.steps))
             pairs = forward_pairs(parts, loss, step_of(times, path.schedule), self.groups.members, trained)
             mine, copies = times[collected.samples], self.copies.by_name
-            batches = ForwardBatches(self.policy, loss, rollout, condition, own, mine, seed, copies)
+            guidance = loss_guidance(self.config)
+            batches = ForwardBatches(self.policy, loss, rollout, condition, own, mine, seed, copies, guidance)
         else:
             steps = self.trained_steps(path.schedule)
             parts, counted = self.draw_parts(advantages, used, steps)

@@ -132,7 +132,7 @@ def test_samplers(part: Any, promise: Any) -> None:
 
 def test_samplers_without_noise_keep_all_promises_but_that_of_decisions() -> None:
     """ODE steps are for evaluation; noise 0 is the ODE."""
-    for part in (ODE(), Multistep(), FlowSDE(0.0), CPS(0.0)):
+    for part in (ODE(), Multistep(), Multistep("sa", tau=0.4), FlowSDE(0.0), CPS(0.0)):
         assert check_sampler(part).broken == ["makes_decisions"]
         assert check_sampler(part, without=("makes_decisions",)).ok
 
