@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,8 +57,6 @@ class ValueTracker:
     `CreditError` if a reward R_T is not finite.
     """
 
-    probe: ClassVar[Probe] = NoProbe()
-
     decay: float = 0.9
     std: Literal["prompt", "batch"] = "prompt"
     clamp: float | None = 5.0
@@ -67,6 +65,11 @@ class ValueTracker:
     def __post_init__(self) -> None:
         require(0.0 <= self.decay <= 1.0, "ValueTracker.decay", self.decay, "in [0, 1]")
         require_clamp("ValueTracker", self.clamp)
+
+    @property
+    def probe(self) -> Probe:
+        """Only finished images are scored."""
+        return NoProbe()
 
     @checked
     def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
