@@ -220,7 +220,8 @@ class PolicyLoss(Protocol):
     """A pure function of Gaussians, advantages and a mask to a scalar: the mean over unmasked pairs.
 
     Contract: masked pairs contribute neither to the loss nor to the gradient; on the first update of an iteration (new =
-    behaviour) every ratio is 1 and the gradient is the policy gradient of mean(A log pi).
+    behaviour) every ratio is 1 and the gradient is the policy gradient of mean(A log pi); without a reference, pairs whose
+    advantage is 0 have no gradient, so the trainer need not evaluate them.
     """
 
     @property

@@ -97,15 +97,15 @@ class Trainer:
         loss, metrics, train_nfe = self.method.loss, LossMetrics(self.schedule.steps), 0
         batches, pairs, counted = self.loss_batches(sampler, collected, advantages, used)
         check = NonFiniteCheck(self.done + 1, prompts, rewards.total, advantages, loss, batches, collected.samples.start)
-        for minibatch, evaluations in self.minibatches(pairs, collected):
+        for minibatch, of in self.minibatches(pairs, collected):
             self.optimizer.zero_grad()
             with self.distributed.shared_errors():
                 batches.prepare(minibatch)
-                train_nfe += evaluations * batches.passes
+                train_nfe += of.evaluations * batches.passes
                 for micro in minibatch:
                     batch = batches.of(micro.sample, micro.step, micro.shared)
                     result = checked_loss(loss, batch)
-                    metrics.add(micro.weight / len(pairs), result, batch, batches.evaluated_steps(micro))
+                    metrics.add(micro.weight / len(pairs), result, batch, batches.evaluated_steps(micro), len(of) / of.total)
                     self.scaler.scale(result.loss * micro.weight).backward()
                 rows = metrics.take()
                 check.losses(rows, minibatch)
@@ -129,6 +129,7 @@ class Trainer:
             "phases": clock.phases,
             **metrics.means,
             "train_nfe": train_nfe,
+            "zero_pairs": sum(one.zeros for one in pairs),
             "abs_advantage": float(advantages[used].abs().mean()),
         }
 
@@ -177,7 +178,8 @@ class Trainer:
     ) -> tuple[LossBatches | ForwardBatches, list[Pairs], Tensor]:
         """What makes the loss's batches, the pairs of each mini-batch among all processes, and which samples [prompt, member]
         they are from. The used trajectories are split into mini-batches in random order, the same in every process; pairs that
-        belong together, as those of a branched tree, in the order of their numbers. None if no trajectory is used."""
+        belong together, as those of a branched tree, in the order of their numbers. None if no trajectory is used. A policy loss
+        without a reference has no gradient where the advantage is 0, so such pairs are not evaluated."""
         rollout, condition, path = collected.rollout, collected.condition, collected.rollout.trajectories
         loss, trained = self.method.loss, self.trained_pairs(advantages, path.schedule)
         own = advantages.to(self.policy.device).flatten(0, 1)[collected.samples]
@@ -191,6 +193,8 @@ class Trainer:
             steps = self.trained_steps(path.schedule)
             parts, counted = self.draw_parts(advantages, used, steps)
             pairs = minibatch_pairs(parts, steps, path.tree, trained)
+            if not loss.needs_reference:
+                pairs = [one.without_zeros(advantages.flatten(0, 1)) for one in pairs if len(one)]
             batches = LossBatches(self.policy, sampler, rollout, condition, own, loss.needs_reference)
         return batches, [one for one in pairs if len(one)], counted
 
@@ -207,10 +211,10 @@ class Trainer:
         times = loss.times.draw(self.schedule, self.groups.samples, self.generator)
         return times, int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
 
-    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], int]]:
-        """This process's micro-batches of each mini-batch, and the network evaluations of all processes' pairs of it."""
+    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], Pairs]]:
+        """This process's micro-batches of each mini-batch, and the pairs of all processes in it."""
         for one in pairs:
-            yield micro_batches(one, self.config.optim.micro_batch, collected, self.distributed), one.evaluations
+            yield micro_batches(one, self.config.optim.micro_batch, collected, self.distributed), one
 
     def draw_order(self) -> Tensor:
         """This iteration's order of all samples, a random permutation."""
