@@ -33,7 +33,7 @@ class DGPO:
     no policy gradient; None switches this off. `clip_kl`: they have none from the penalty either. Guidance of the velocities is a
     setting of the run: `train_guidance_scale` 1 as published; `reference_guidance_scale` for a guided reference (kl_cfg).
 
-    S needs whole groups: in one batch, or by two passes (`protocols.PooledForwardLoss`).
+    S needs whole groups: in one batch, or by two passes (`forward.PooledForwardLoss`).
 
     The copy `old` follows the weights at every update, `decay` = (start, rate, cap) as in `forward.Decay`; start 1 because the
     released code counts the steps before the present one. It samples after `sample_from` steps: 200, GenEval 500. Published

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from flowrl.distributed import Distributed
-from flowrl.errors import CheckpointError, require
+from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.flow import uniform_schedule
 from flowrl.methods import Method, make_sampler, method_loss, named_method, try_credit
 from flowrl.policies.pipeline import ModelOptions
-from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, RandomSampler, RewardModel
+from flowrl.protocols import AnyReward, FlowPolicy, ForwardLoss, GroupReward, PolicyLoss, RandomSampler
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.samplers import trained_steps, transition_stds
@@ -69,15 +69,18 @@ def make_loss(config: RunConfig) -> PolicyLoss | ForwardLoss:
     return method_loss(algorithm.method, algorithm.loss, clip_range=algorithm.clip_range, kl_weight=algorithm.kl_weight)
 
 
-def make_reward(config: RunConfig) -> RewardModel:
+def make_reward(config: RunConfig) -> AnyReward:
     """The reward that training uses: the task's own in `reward_form`, or `reward`; with the run's noise and bias, if any."""
     environment = config.environment
     if environment.reward:
-        model: RewardModel = build("reward", environment.reward, device=config.policy.device)
+        model: AnyReward = build("reward", environment.reward, device=config.policy.device)
     else:
         model = make_world(config).reward(environment.reward_form)
     if environment.reward_noise == 0 and environment.reward_bias == 0:
         return model
+    if isinstance(model, GroupReward):
+        noise, name = (environment.reward_noise, environment.reward_bias), type(model).__name__
+        raise ConfigError(f"reward_noise, reward_bias = {noise} are not allowed: 0 with {name}, which compares samples")
     return NoisyReward(model, environment.reward_noise, environment.reward_bias, config.seed)
 
 

@@ -18,11 +18,12 @@ from flowrl.methods import Method
 from flowrl.probes import whole
 from flowrl.prompts.stream import PromptStream
 from flowrl.protocols import (
+    AnyReward,
     FlowPolicy,
     ForwardLoss,
     PartsCreditAssigner,
+    PromptCreditAssigner,
     RandomSampler,
-    RewardModel,
     Sampler,
     SelectiveCredit,
     Stateful,
@@ -57,7 +58,7 @@ class Trainer:
     """
 
     def __init__(
-        self, policy: FlowPolicy, method: Method, reward: RewardModel, prompts: Sequence[Prompt], config: RunConfig,
+        self, policy: FlowPolicy, method: Method, reward: AnyReward, prompts: Sequence[Prompt], config: RunConfig,
         distributed: Distributed = Distributed(),
     ) -> None:  # fmt: skip
         self.policy, self.method, self.reward, self.config = policy, method, reward, config
@@ -149,12 +150,14 @@ class Trainer:
         return valid_credit(rewards, schedule, self._credit)
 
     def _credit(self, rewards: RewardTables, schedule: Schedule) -> Tensor:
-        """The rule's advantages, checked. A rule that reads components gets them if the reward has some. It sees the schedule on
-        the device of the rewards, in main memory."""
+        """The rule's advantages, checked. A rule that reads components gets them if the reward has some; one that asks for the
+        prompts gets them. It sees the schedule on the device of the rewards, in main memory."""
         rule, schedule = self.method.credit, schedule.to(rewards.total.device)
         with inputs_unchanged(f"{type(rule).__name__}.assign", CreditError, rewards.total, *rewards.parts.values()):
             if rewards.parts and isinstance(rule, PartsCreditAssigner):
                 advantages = rule.assign_parts(rewards.parts, schedule)
+            elif isinstance(rule, PromptCreditAssigner):
+                advantages = rule.assign_prompts(rewards.total, rewards.prompts, schedule)
             else:
                 advantages = rule.assign(rewards.total, schedule)
         return check_advantages(advantages, rewards.total, type(rule).__name__)

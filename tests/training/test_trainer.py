@@ -168,7 +168,9 @@ class Stop:
         return self.calls == self.after
 
 
-@pytest.mark.parametrize(("name", "credit"), [("flow-grpo", ""), ("tp-grpo", ""), ("average", "moving-average-gain")])
+@pytest.mark.parametrize(
+    ("name", "credit"), [("flow-grpo", ""), ("tp-grpo", ""), ("average", "moving-average-gain"), ("tracker", "value-tracker")]
+)
 def test_a_paused_run_resumes_to_the_same_numbers(tmp_path, name, credit):
     config = TINY.replace(method=name, credit=credit, minibatches=2)
     assert Run(config, tmp_path / "whole").execute()
