@@ -175,13 +175,13 @@ figure.suptitle("One state, 700 of its targets; arrow: direction of the covarian
 plt.show()
 
 # %% [markdown]
-# Both means are the exact velocity, up to the sampling error. The transition's target is the noise of one step of seven, and the reward depends on all of them. The finished sample determines its reward completely: good targets are separated from bad ones, and the signal of a sample is about twice as large, although this early step matters more than most. The two covariances are no multiples of each other, because the targets answer different questions. A better transition target makes *this step* more likely; a better $v^*$ makes *this sample* more likely.
+# Both means are the exact velocity, up to the sampling error. The transition's target is the noise of one step out of six, and the reward depends on all of them. The finished sample determines its reward completely: good targets are separated from bad ones, and the signal/noise of a sample is about twice as large. The two covariances are no multiples of each other, because the targets answer different questions. A better transition target makes *this step* more likely; a better $v^*$ makes *this sample* more likely.
 #
 # This answers two questions.
 #
 # **What do the losses need?** Rows $(x_0, \text{prompt}, R)$. $x_t$ and $v^*$ are made afresh from $x_0$ and $\varepsilon$ at any time $t$. No trajectory is kept, no probability is computed.
 #
-# **Why does the solver not matter?** Because nothing of the sampling enters but its result. An SDE, the Euler method, or DPM-Solver++ of second order (`samplers.Multistep`, which the papers use) only have to produce samples of the policy.
+# **Why does the solver not matter?** Because nothing of the sampling enters but its result. An SDE, the Euler method, or DPM-Solver++ of second order (`samplers.Multistep`, which NFT and DGPO use) only have to produce samples of the policy.
 #
 # Is $-|v - v^*|^2$ a log-likelihood? Not exactly. With suitable weights over $t$ its mean over $t$ and $\varepsilon$ is a lower bound of $\log p(x_0)$ (the ELBO of diffusion models); with other weights it is a surrogate. The policy gradient of the next sections is therefore not that of $\mathbb E[R]$. How close it is can be measured, and is measured below.
 #
@@ -522,7 +522,7 @@ for progress in (0.0, 0.5, 2.0):
     s = float((group * (after - before)).mean())
     weights = dgpo_weights(group, after, before, 1.0)[0]
     print(
-        f"errors moved by {progress / 2:4.2f} A  {s:+.2f}   "
+        f"errors fall by {progress / 2:4.2f} A   {s:+.2f}   "
         + " ".join(f"{w:+.2f}" for w in weights)
         + f"   {abs(weights.sum()):12.2f}"
     )
@@ -681,7 +681,7 @@ for name, (setting, options) in published.items():
     print(f"{name:<15}{evaluations(*setting):>10}{evaluations(*setting[:3], False, False):>18}   {shown}")
 
 # %% [markdown]
-# The counts of the first iterations are lower, because a copy that still equals the current weights needs no evaluation of its own. Without guidance the methods differ little per trajectory. The published differences come from guidance, from the number of trained pairs, and from the number of iterations, which such a table does not show. (A trained evaluation *with* gradient also costs a backward pass, about two forward ones; all four methods have one network with gradient.)
+# The counts of the first iterations are lower, because a copy that still equals the current weights needs no evaluation of its own. Without guidance the methods differ little per trajectory. The published totals differ by guidance and by the number of trained pairs. How many trajectories a method needs is not in such a table. (A trained evaluation *with* gradient also costs a backward pass, about two forward ones; all four methods have one network with gradient.)
 #
 # ## Training
 #
@@ -755,7 +755,7 @@ plt.show()
 #
 # The papers report the opposite, training faster than Flow-GRPO's by factors of 3 to 25 (NFT), 24 (AWM) and about 20 (DGPO). Their models have tens of thousands of latent elements instead of two, a base model that needs guidance, hundreds of iterations, and a Flow-GRPO without a window. This lesson does not contradict them. It shows that the advantage is no consequence of the loss alone.
 #
-# The choice of settings matters as much as the method. AWM with the published `average_weight=1` (first two columns) hardly moves here, and the setting with which Flow-GRPO is fastest (left figure) loses reward again after 15,000 evaluations.
+# The choice of settings matters as much as the method. AWM with the published `average_weight=1` (first two columns) hardly moves here, and the setting with which Flow-GRPO is fastest (left figure) loses reward again in some seeds.
 #
 #
 # ## Credit per step?
