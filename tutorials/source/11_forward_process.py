@@ -637,7 +637,7 @@ for name, (iterations, trainer) in AFTER.items():
 # mean gradient: plain matching 0.110..0.240, AWM 0.020..0.042
 
 # %% [markdown]
-# After training, by either method, the forward process's gradients have turned away from $\nabla\,\mathbb E[R]$, and Flow-GRPO's, whose theory needs no such assumption, have not or less so. Plain matching is no longer 0, but several times as long as AWM's gradient: $v_{\text{old}}$ is not the mean of $v^*$ of its own samples any more. In $\mathbb E[A\,(v_{\text{old}} - v^*) \mid x_t]$ the covariance is then joined by $\mathbb E[A \mid x_t]$ times the mismatch, which does not come from rewards. (The published recipes take far smaller steps, one update per iteration at a learning rate of 3e-4. Whether their mismatch is smaller can be measured in the same way.)
+# After training, by either method, the forward process's gradients have turned away from $\nabla\,\mathbb E[R]$. Flow-GRPO's, whose theory needs no such assumption, has hardly; with the window, which leaves the effect of the later steps out, it has turned too, but not further than NFT's. Plain matching is no longer 0, but several times as long as AWM's gradient: $v_{\text{old}}$ is not the mean of $v^*$ of its own samples any more. In $\mathbb E[A\,(v_{\text{old}} - v^*) \mid x_t]$ the covariance is then joined by $\mathbb E[A \mid x_t]$ times the mismatch, which does not come from rewards. (The published recipes take far smaller steps, one update per iteration at a learning rate of 3e-4. Whether their mismatch is smaller can be measured in the same way.)
 #
 # ## Cost
 #
