@@ -21,7 +21,7 @@ from flowrl import credit, flow, losses, probes, rewards, samplers
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.plugins import package_of, plugin
 from flowrl.probes import Completion, Probe
-from flowrl.protocols import CreditAssigner, Features, ForwardLoss, PolicyLoss, RandomSampler, RewardModel, Sampler
+from flowrl.protocols import CreditAssigner, Features, ForwardLoss, GroupReward, PolicyLoss, RandomSampler, RewardModel, Sampler
 from flowrl.specs import NESTED, Spec, parse_spec
 
 Maker = Callable[..., Any]
@@ -44,6 +44,7 @@ KINDS: dict[str, Kind] = {
         "flowrl.credit",
         {
             "uniform": credit.Uniform,
+            "value-tracker": credit.ValueTracker,
             "weighted": credit.Weighted,
             "stepwise-gain": credit.StepwiseGain,
             "dense-gain": partial(credit.StepwiseGain, normalise="step", probe=Completion()),
@@ -112,6 +113,7 @@ KINDS: dict[str, Kind] = {
             "clipscore": rewards.CLIPScore,
             "frame-mean": rewards.FrameMean,
             "geneval": rewards.GenEval,
+            "group-sum": rewards.GroupSum,
             "hpsv2.1": rewards.HPSv21,
             "jpeg-compressibility": rewards.JPEGCompressibility,
             "jpeg-incompressibility": rewards.JPEGIncompressibility,
@@ -119,9 +121,10 @@ KINDS: dict[str, Kind] = {
             "ocr": rewards.OCR,
             "pickscore": rewards.PickScore,
             "weighted-sum": rewards.WeightedSum,
+            "win-rate": rewards.WinRate,
         },
-        (RewardModel,),
-        "a method `score(images, prompts)`",
+        (RewardModel, GroupReward),
+        "a method `score(images, prompts)`, or `score_groups(images, prompts)` and an attribute `evaluation`",
     ),
     "features": Kind(
         "feature space",

@@ -11,6 +11,8 @@ from annotated_types import Ge
 from flowrl.commands.options import typed_command
 from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.options import Count, Seed, Whole
+from flowrl.protocols import GroupReward
+from flowrl.rewards import evaluation_reward, require_single
 from flowrl.training.build import make_reward, make_world, policy_options
 
 if TYPE_CHECKING:
@@ -130,7 +132,9 @@ def _run_setup(args: Evaluate) -> _Setup:
     if args.reward:
         rewards = _named_rewards(args, options.device)
     elif environment.reward:
-        rewards = {environment.reward: make_reward(config)}
+        own = make_reward(config)
+        name = f"evaluation of {environment.reward}" if isinstance(own, GroupReward) else environment.reward
+        rewards = {name: evaluation_reward(own)}
     else:
         rewards = {form: world.reward(form) for form in world.forms}
     prompts = prompts[: args.limit or None]
@@ -187,7 +191,7 @@ def _cache_size(prompts: "list[Prompt]") -> int:
 def _named_rewards(args: Evaluate, device: str) -> "dict[str, RewardModel]":
     from flowrl.registry import build
 
-    return {spec: build("reward", spec, device=device) for spec in args.reward}
+    return {spec: require_single(build("reward", spec, device=device), "reward", spec) for spec in args.reward}
 
 
 def _value_or(value: T | None, default: T) -> T:
