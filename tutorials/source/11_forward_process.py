@@ -181,7 +181,7 @@ plt.show()
 #
 # **What do the losses need?** Rows $(x_0, \text{prompt}, R)$. $x_t$ and $v^*$ are made afresh from $x_0$ and $\varepsilon$ at any time $t$. No trajectory is kept, no probability is computed.
 #
-# **Why does the solver not matter?** Because nothing of the sampling enters but its result. An SDE, the Euler method, or DPM-Solver++ of second order (`samplers.Multistep`, which NFT and DGPO use) only have to produce samples of the policy.
+# **Why does the solver not matter?** Because nothing of the sampling enters but its result. An SDE, the Euler method, DPM-Solver++ of second order (NFT and DGPO) or SA-Solver (AWM; both in `samplers.Multistep`) only have to produce samples of the policy.
 #
 # Is $-|v - v^*|^2$ a log-likelihood? Not exactly. With suitable weights over $t$ its mean over $t$ and $\varepsilon$ is a lower bound of $\log p(x_0)$ (the ELBO of diffusion models); with other weights it is a surrogate. The policy gradient of the next sections is therefore not that of $\mathbb E[R]$. How close it is can be measured, and is measured below.
 #
