@@ -685,7 +685,7 @@ for name, (setting, options) in published.items():
 #
 # ## Training
 #
-# Do less noisy gradients at the beginning make a faster method? The next cell trains the four methods in this world for about 23,000 evaluations each. All have equal tuning effort (lesson 7): two learning rates times two values of one setting of the method's own, chosen with seeds 0 and 1 for a short and a long budget, reported on seeds 2 to 5. Flow-GRPO has its window of five early steps, the default of this world.
+# Do less noisy gradients at the beginning make a faster method? The next cell trains the four methods in this world for about 23,000 evaluations each. All have equal tuning effort (lesson 7): two learning rates times two values of one setting of the method's own, chosen with seeds 0 and 1 for a short and a long budget, reported on seeds 2 to 5. All sample by Flow-SDE with a window of five early steps, the default of this world: forward-process losses take any sampler, and so the samplers do not differ between the methods (`sampler="multistep"` is the published kind).
 
 # %%
 OWN = {  # the setting that is tuned beside the learning rate, and the iterations
