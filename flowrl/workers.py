@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessP
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_for
+from pathlib import Path
 from typing import Any
 
 from flowrl.errors import FlowrlError, require
@@ -43,12 +44,52 @@ class Worker:
 
 
 def worker_count(workers: int, jobs: int) -> int:
-    """`workers`, or one per core (at most `MOST_WORKERS`) if it is 0, and never more than there are jobs.
+    """`workers`, or one per usable core (at most `MOST_WORKERS`) if it is 0, and never more than there are jobs.
 
     Raises `ConfigError` for a negative number.
     """
     require(workers >= 0, "workers", workers, "1 or more, or 0 for one per core")
-    return max(1, min(jobs, workers or min(os.cpu_count() or 1, MOST_WORKERS)))
+    return max(1, min(jobs, workers or min(usable_cores(), MOST_WORKERS)))
+
+
+def usable_cores(cgroup: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may keep busy: those of its affinity, or fewer if a container's quota allows fewer; 1 or more.
+
+    A quota is that of the process's control group or of one above it: cpu.max (version 2), or cpu.cfs_quota_us over
+    cpu.cfs_period_us (version 1). Part of a core counts as a core.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [quota for folder in _cpu_groups(cgroup, mounted) for quota in _quota(folder)]
+    return max(1, min([cores, *map(math.ceil, quotas)]))
+
+
+def _cpu_groups(cgroup: Path, mounted: Path) -> Iterator[Path]:
+    """Folders of the control groups that limit this process, from the innermost to the root; none without control groups.
+
+    In a container the own group often is the root of what is mounted, whatever path /proc gives.
+    """
+    lines = [line.split(":", 2) for line in _text(cgroup).splitlines() if line.count(":") >= 2]
+    for number, controllers, path in lines:
+        if number != "0" and "cpu" not in controllers.split(","):
+            continue
+        for root in [mounted] if number == "0" else [mounted / controllers, mounted / "cpu"]:
+            inside = root / path.strip("/")
+            yield from (inside, *(folder for folder in inside.parents if folder.is_relative_to(root)))
+
+
+def _quota(folder: Path) -> list[float]:
+    """The cores that a control group may use, if it has a limit that can be read."""
+    words = _text(folder / "cpu.max").split() or [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+    if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):  # "max", -1
+        return []
+    return [int(words[0]) / int(words[1])]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, ValueError):
+        return ""
 
 
 def run_jobs(

@@ -11,7 +11,6 @@ from annotated_types import Ge
 from flowrl.commands.options import typed_command
 from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.options import Count, Seed, Whole
-from flowrl.training.build import make_reward, make_world, policy_options
 
 if TYPE_CHECKING:
     from flowrl.diagnostics.weight_comparison import WeightComparison
@@ -109,7 +108,7 @@ class _Setup:
 def _run_setup(args: Evaluate) -> _Setup:
     """Base and averaged weights of a finished run, with the run's settings unless the options replace them."""
     from flowrl.prompts import prompts_from
-    from flowrl.training.build import load_trained
+    from flowrl.training.build import load_trained, make_reward, make_world, policy_options
     from flowrl.training.config import load_config
 
     if not (args.weights / "config.json").is_file():

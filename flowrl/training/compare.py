@@ -1,6 +1,5 @@
 """A comparison: every method with every seed, one process per core, resumable."""
 
-import os
 import platform
 import shlex
 import time
@@ -11,15 +10,16 @@ from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError, PartError, require
 from flowrl.io import folder_lock, new_folder, write_json
+from flowrl.plugins import versions
 from flowrl.probes import NoProbe
 from flowrl.reading import as_kind, load_document, reading
 from flowrl.specs import identity
 from flowrl.training.build import check, make_method
 from flowrl.training.config import RunConfig
 from flowrl.training.results import has_progress, holds, run_folder
-from flowrl.training.run import Run, versions
+from flowrl.training.run import Run
 from flowrl.trust import trusted
-from flowrl.workers import Worker, run_jobs
+from flowrl.workers import Worker, run_jobs, usable_cores
 
 LONGEST = 200
 """Bytes in the name of a run's folder; file systems allow 255."""
@@ -81,7 +81,7 @@ class CompareConfig:
             "command": self.command,
             "method_settings": self.method_settings,
             "versions": versions(),
-            "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}",
+            "hardware": f"{usable_cores()} CPU cores ({platform.machine()}), Python {platform.python_version()}",
             "run": self.run.as_dict(),
         }
 
