@@ -45,21 +45,9 @@ def flowrl(line: str, pairs: int = 7) -> Row:
 
 
 HELPS = (
-    "compare", "train", "evaluate", "sample", "parts", "presets", "prompts", "env", "bench", "explain", "pretrain", "serve-reward",
-)  # fmt: skip
-    "compare",
-    "train",
-    "evaluate",
-    "sample",
-    "parts",
-    "presets",
-    "prompts",
-    "env",
-    "bench",
-    "explain",
-    "pretrain",
+    "compare", "train", "evaluate", "sample", "parts", "presets", "prompts", "env", "bench", "explain", "pretrain",
     "serve-reward",
-)
+)  # fmt: skip
 ROWS: dict[str, Row] = {
     "import torch": Row(("-c", "import torch")),
     "flowrl": flowrl(""),
@@ -115,9 +103,9 @@ def run(tree: Path, row: Row) -> Cost:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """The variables with which the code of `tree` is imported, on one thread and without the network."""
+    """The variables with which the code of `tree` is imported: compiled once, on one thread and without the network."""
     own = {"PYTHONPATH": os.pathsep.join(str(tree / place) for place in PACKAGES), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return {**os.environ, **own}
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | own
 
 
 def check_origin(tree: Path) -> None:

@@ -23,6 +23,8 @@ from flowrl.workers import Worker, run_jobs, usable_cores
 
 LONGEST = 200
 """Bytes in the name of a run's folder; file systems allow 255."""
+IMPORTS = {"shapes": ("diffusers.models.transformers.transformer_sd3", "peft")}
+"""What the policy of a world imports when it is built."""
 PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 
 
@@ -166,6 +168,7 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
             received(name, {"warning": f"the run failed: {done}"})
 
     longest_first = sorted(jobs, key=lambda name: isinstance(make_method(jobs[name]).credit.probe, NoProbe))
+    on_cpu = config.run.policy.device == "cpu"  # forks of a process that has seen a GPU cannot use it
     completed = run_jobs(
         _run_job,
         {name: (jobs[name], out / "runs" / name, resume, changed_code) for name in longest_first},
@@ -174,6 +177,7 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
         received=received,
         watch=lambda: watch(states) if watch else None,
         describe=lambda name: f"the run {name}",
+        preload=("flowrl.training.compare", *IMPORTS.get(config.run.environment.world, ())) if on_cpu else (),
     )
     failed = {name: text for name, text in ended.items() if isinstance(text, str)}
     if failed and completed:
