@@ -51,6 +51,13 @@ def test_the_first_error_stops_all_jobs(kind: str, error: type, message: str) ->
     assert time.monotonic() - started < 50
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers start anew")
+def test_workers_with_preloaded_modules_are_forks_of_a_process_that_has_imported_them() -> None:
+    """Which modules they have, in a program that has none of them; pausing and errors are as with workers that start anew."""
+    done = subprocess.run([sys.executable, worker_jobs.__file__, "preload"], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["True", "[True,", "True]", "1", "False"], done.stderr[-2000:]
+
+
 def test_an_interrupt_in_a_callback_pauses_and_keeps_results() -> None:
     def interrupt(key: str, message: str) -> None:
         raise KeyboardInterrupt

@@ -169,7 +169,8 @@ def test_version_and_environment(capsys):
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("torch", "Python", "CPU cores")) and "CUDA" not in shown
     assert main(["env", "--devices"]) == 0
-    assert all(word in capsys.readouterr().out for word in ("torch threads", "CUDA", "CPU cores"))
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("torch threads", "CUDA", "CPU cores"))
     assert main(["trian"]) == 2 and "did you mean 'train'?" in capsys.readouterr().err
 
 
