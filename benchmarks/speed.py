@@ -36,10 +36,10 @@ class Row:
     """What is measured: the arguments of `python`, run in an empty folder, and the number of pairs."""
 
     arguments: tuple[str, ...]
-    pairs: int = 7
+    pairs: int = 5
 
 
-def flowrl(line: str, pairs: int = 7) -> Row:
+def flowrl(line: str, pairs: int = 5) -> Row:
     """A command of flowrl."""
     return Row(("-m", "flowrl", *line.split()), pairs)
 
@@ -58,8 +58,8 @@ ROWS: dict[str, Row] = {
     "presets": flowrl("presets"),
     "prompts check": flowrl("prompts check --file prompts.txt"),
     **{f"{name} --help": flowrl(f"{name} --help") for name in HELPS},
-    "compare --preset tiny": flowrl("compare --preset tiny --out out", pairs=5),
-    "compare --world mixture": flowrl("compare --world mixture --out out", pairs=5),
+    "compare --preset tiny": flowrl("compare --preset tiny --out out"),
+    "compare --world mixture": flowrl("compare --world mixture --out out"),
 }  # fmt: skip
 REFERENCE = "import torch"
 """The row that start-up is compared with."""
@@ -182,22 +182,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     count_orphans()
     commits = [git("rev-parse", "--short", options.base), git("describe", "--always", "--dirty", "--exclude=*")]
-    old = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not options.quick else {}
     record: dict[str, Any] = {
         "command": "python benchmarks/speed.py --base COMMIT",
         "hardware": f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}, shared with other work",
         "versions": {"python": platform.python_version(), "torch": version("torch")},
-        "rows": old,
+        "rows": {},
     }
     with worktree(options.base) as base:
         for tree in (base, ROOT):
             check_origin(tree)
         for name in options.rows:
             row = ROWS[name]
-            record["rows"][name] = {"commits": commits, **measure(base, row, 2 if options.quick else row.pairs)}
-            print(report({**record, "rows": {name: record["rows"][name]}}).splitlines()[-1], flush=True)
+            found = {"commits": commits, **measure(base, row, 2 if options.quick else row.pairs)}
+            print(report({**record, "rows": {name: found}}).splitlines()[-1], flush=True)
+            kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not options.quick else record["rows"]
+            record["rows"] = {known: {**kept, name: found}[known] for known in ROWS if known in {**kept, name: found}}
             if not options.quick:
-                record["rows"] = {name: record["rows"][name] for name in ROWS if name in record["rows"]}
                 RESULTS.write_text(json.dumps(record, indent=1) + "\n")
                 RESULTS.with_suffix(".md").write_text(report(record))
     print("\n" + report(record))
