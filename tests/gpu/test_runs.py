@@ -1,4 +1,4 @@
-"""Whole runs of tiny SD3, FLUX and Qwen-Image pipelines on a device: paused, resumed, evaluated, and on two GPUs."""
+"""Whole runs of tiny SD3, FLUX, Qwen-Image and Wan pipelines on a device: paused, resumed, evaluated, and on two GPUs."""
 
 import json
 import socket
@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 import flowrl.launch
 from flowrl.cli import main
 from flowrl.policies import DTYPES
-from flowrl.testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3
+from flowrl.testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from flowrl.training.config import preset
 from flowrl.training.run import Run
 
-PIPELINES = {"sd3": tiny_sd3, "flux": tiny_flux, "qwen-image": tiny_qwen_image}
-BRIGHT = "class Bright:\n    def score(self, images, prompts):\n        return images.mean((1, 2, 3))\n"
+PIPELINES = {"sd3": tiny_sd3, "flux": tiny_flux, "qwen-image": tiny_qwen_image, "wan": tiny_wan}
+BRIGHT = "class Bright:\n    def score(self, images, prompts):\n        return images.flatten(1).mean(1)\n"
 SIZES = dict(
     resolution=16, max_sequence_length=24, groups=2, group_size=3, num_steps=3, minibatches=2, iterations=3, checkpoint_every=1,
     eval_samples=3, eval_steps=3, lora_rank=2, lora_alpha=4.0, learning_rate=1e-3, guidance_scale=2.0, kl_weight=0.1,
@@ -54,7 +54,7 @@ def test_a_paused_run_goes_on_as_a_whole_one_and_is_evaluated(name, dtype, devic
     assert found["prompts"] == len(PROMPTS) and found["dtype"] == dtype and found["device"] == device
 
 
-@pytest.mark.parametrize("name", ["mixture", "shapes", "sd3", "flux", "qwen-image"])
+@pytest.mark.parametrize("name", ["mixture", "shapes", *PIPELINES])
 def test_a_checkpoint_restores_weights_moments_and_generators(name, device):
     """The state is in main memory; the generator goes on with the same noise."""
     trainer, again = (any_trainer(name, device, method="stepwise-flow-grpo", iterations=3) for _ in range(2))

@@ -42,6 +42,15 @@ CASES = {
     "one prompt": MIXTURE.replace(method="tp-grpo", groups=1),
     "continuations": MIXTURE.replace(credit="stepwise-gain(probe='continuation:3')"),
     "chunks": MIXTURE.replace(groups=5, chunk=1, overlap_rewards=True, offload=True),
+    "tree": MIXTURE.replace(credit="depth-relative(probe='branch(children=(1, 2))')"),
+    "comb": MIXTURE.replace(credit="sibling-relative(probe='comb(branches=2, count=1)')"),
+    "tree, chunks": MIXTURE.replace(credit="stepwise-gain(probe='branch(children=(1, 2))')", groups=5, chunk=1),
+}
+FORWARD = MIXTURE.replace(window="0:2", minibatches=1, num_steps=10)
+CASES |= {  # copies after one step are a quarter new: neither the current weights nor the first
+    "diffusion-nft": FORWARD.replace(method="diffusion-nft", loss="diffusion-nft(decay=(0, 0.75, 0.75))"),
+    "awm": FORWARD.replace(method="awm", loss="awm(decay=(0, 0.75, 0.75), off_policy=True)"),
+    "dgpo": FORWARD.replace(method="dgpo", loss="dgpo(beta_dpo=1.0, decay=(0, 0.75, 0.75), sample_from=1)", minibatches=2),
 }
 RESUMED = MIXTURE.replace(iterations=3, checkpoint_every=1)
 REDNESS = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3)))
@@ -66,8 +75,12 @@ def full_trainer(config, distributed):
 
 
 def weights(trainer):
+    """The trained ones and their copies, in every process."""
+    values = {"": trainer.parameters} | {f"{name}.": copy.values for name, copy in trainer.copies.by_name.items()}
     return {
-        name: tensor.detach().clone() for name, tensor in zip(trainer.names, map(module.full, trainer.parameters), strict=True)
+        prefix + name: tensor.detach().clone()
+        for prefix, tensors in values.items()
+        for name, tensor in zip(trainer.names, map(module.full, tensors), strict=True)
     }
 
 
@@ -135,6 +148,7 @@ def compared(distributed):
 
 
 SHARDED = preset("tiny").apply(method="tp-grpo", **{**SETTINGS, "learning_rate": 1e-4, "groups": 1})
+COPIED = SHARDED.replace(method="diffusion-nft", loss="diffusion-nft(decay=(0, 0.75, 0.75))", window="0:2")
 
 
 def sharded(distributed):
@@ -142,20 +156,20 @@ def sharded(distributed):
     from flowrl.testing.tiny import TINY, tiny_sd3_policy
 
     found = {}
-    for reshard in (True, False):
+    for reshard, config in ((True, SHARDED), (False, COPIED)):
         distributed = replace(distributed, sharded=True, reshard_after_forward=reshard)
         make = full_trainer if reshard else pipeline_trainer
-        alone, together = (trained(make, SHARDED, some, evaluated=True) for some in (Distributed(), distributed))
+        alone, together = (trained(make, config, some, evaluated=True) for some in (Distributed(), distributed))
         assert largest_difference(alone[0], together[0]) < 1e-5
         found[make.__name__] = largest_difference(alone[1], together[1])
-        trainer = make(SHARDED, distributed)
+        trainer = make(config, distributed)
         assert all(map(is_sharded, [*trainer.parameters, *trainer.average]))
         trainer.iteration()
         moments = [state[key] for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
         assert moments and all(map(is_sharded, moments))
         state = trainer.state()
         assert distributed.is_main or not state.tensors
-        again = make(SHARDED, distributed)
+        again = make(config, distributed)
         again.restore(state)
         rows = [trainer.iteration(), again.iteration()]
         for row in rows:

@@ -68,7 +68,7 @@ def layout_of(method: Method) -> str:
 def layouts(world: str) -> dict[str, list[Row]]:
     """Rows by layout."""
     found: dict[str, list[Row]] = {}
-    for row in ROWS.values():
+    for row in (row for row in ROWS.values() if row.judged):
         found.setdefault(layout_of(make_method(row.run(world))), []).append(row)
     return found
 

@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 from flowrl.training.config import RunConfig, preset
 
-Kind = Literal["method", "probe", "tree rule", "ceiling"]
+Kind = Literal["method", "probe", "tree rule", "ceiling", "run"]
 WORLDS = ("mixture", "shapes")
 
 
 @dataclass(frozen=True)
 class Row:
     """A credit rule with its probe, as `settings` of a run: a method by name, or a rule by spec. Methods and probes are also
-    trained; the other rows are compared with the true advantage only."""
+    trained, rows of kind "run" are nothing but trained, and the others are compared with the true advantage only."""
 
     name: str
     kind: Kind
@@ -22,7 +22,12 @@ class Row:
     @property
     def trained(self) -> bool:
         """Whether training runs are part of the study."""
-        return self.kind in ("method", "probe")
+        return self.kind in ("method", "probe", "run")
+
+    @property
+    def judged(self) -> bool:
+        """Whether its credit is compared with the true advantage."""
+        return self.kind != "run"
 
     def run(self, world: str, **changes: Any) -> RunConfig:
         """The default run of a world with this rule, as `flowrl compare` sets it up."""
@@ -34,6 +39,14 @@ def _methods() -> Iterator[Row]:
     for name in papers:
         yield Row(name, "method", {"method": name})
 
+
+RUNS: dict[str, dict[str, Any]] = {
+    "tempflow-grpo, groups of 24": {"method": "tempflow-grpo", "group_size": 24},
+    "granular-grpo, groups of 36": {"method": "granular-grpo", "group_size": 36},
+    **{name: {"method": name} for name in ("diffusion-nft", "awm", "dgpo")},
+}
+"""Combs with the published number of draws, which take fewer evaluations than Flow-GRPO's groups of 12; and the methods whose
+losses have no decisions to credit."""
 
 PROBES: dict[str, str] = {
     "Substeps(5)": "substeps(count=5)",
@@ -90,6 +103,8 @@ def _rows() -> Iterator[Row]:
         for rule, spec in RULES.items():
             noise = "shared" if shape in SHARED_NOISE else "independent"
             yield Row(f"{rule}, tree of {shape}", "tree rule", {"credit": spec.format(f"'{tree}'"), "initial_noise": noise})
+    for name, settings in RUNS.items():
+        yield Row(name, "run", settings)
     yield Row("gains, 16 continuations", "ceiling", {"credit": "stepwise-gain(probe='continuation:16')"})
 
 
