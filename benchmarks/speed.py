@@ -44,8 +44,8 @@ HELPS = (
     "serve-reward",
 )  # fmt: skip
 COMMANDS = (
-    "", "--help", "--version", "env", "parts", "presets", "prompts check --file prompts.txt", *(f"{name} --help" for name in HELPS),
-    "compare --preset tiny --out out", "compare --world mixture --out out",
+    "", "--help", "--version", "env", "parts", "presets", "prompts check --file prompts.txt",
+    *(f"{name} --help" for name in HELPS), "compare --preset tiny --out out", "compare --world mixture --out out",
 )  # fmt: skip
 ROWS: dict[str, Row] = {
     "import torch": Row(("-c", "import torch"), pairs=7),
