@@ -1,11 +1,11 @@
 """CPU time of commands: this working tree against another commit, in pairs of fresh processes that take turns.
 
-    python benchmarks/speed.py --base COMMIT                  # all rows, written to results/speed.json and speed.md
-    python benchmarks/speed.py --base COMMIT --rows help env  # some rows; the others of the file stay
-    python benchmarks/speed.py --base COMMIT --quick          # two pairs of each row, printed only
+    python benchmarks/speed.py --base COMMIT                      # all rows, written to results/speed.json and .md
+    python benchmarks/speed.py --base COMMIT --rows "flowrl env"  # some rows; the others of the file stay
+    python benchmarks/speed.py --base COMMIT --quick              # two pairs of each row, printed only
 
-CPU time is user and system time of the whole process tree, so that other work on the machine matters little. A new row is one
-line of `ROWS`.
+CPU time is user and system time of the whole process tree, so that other work on the machine matters little. A new command is one
+more entry of `COMMANDS`, anything else one of `ROWS`.
 """
 
 import argparse
@@ -39,28 +39,18 @@ class Row:
     pairs: int = 5
 
 
-def flowrl(line: str, pairs: int = 5) -> Row:
-    """A command of flowrl."""
-    return Row(("-m", "flowrl", *line.split()), pairs)
-
-
 HELPS = (
     "compare", "train", "evaluate", "sample", "parts", "presets", "prompts", "env", "bench", "explain", "pretrain",
     "serve-reward",
 )  # fmt: skip
+COMMANDS = (
+    "", "--help", "--version", "env", "parts", "presets", "prompts check --file prompts.txt",
+    *(f"{name} --help" for name in HELPS), "compare --preset tiny --out out", "compare --world mixture --out out",
+)  # fmt: skip
 ROWS: dict[str, Row] = {
-    "import torch": Row(("-c", "import torch")),
-    "flowrl": flowrl(""),
-    "--help": flowrl("--help"),
-    "--version": flowrl("--version"),
-    "env": flowrl("env"),
-    "parts": flowrl("parts"),
-    "presets": flowrl("presets"),
-    "prompts check": flowrl("prompts check --file prompts.txt"),
-    **{f"{name} --help": flowrl(f"{name} --help") for name in HELPS},
-    "compare --preset tiny": flowrl("compare --preset tiny --out out"),
-    "compare --world mixture": flowrl("compare --world mixture --out out"),
-}  # fmt: skip
+    "import torch": Row(("-c", "import torch"), pairs=7),
+    **{f"flowrl {line}".strip(): Row(("-m", "flowrl", *line.split())) for line in COMMANDS},
+}
 REFERENCE = "import torch"
 """The row that start-up is compared with."""
 
