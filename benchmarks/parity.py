@@ -2,7 +2,7 @@
 
     python benchmarks/parity.py              # the recordings of Flow-GRPO and TP-GRPO in tests/golden_iteration, under a minute
     python benchmarks/parity.py --data DIR   # another folder of the same format, which the README of the first defines
-    python benchmarks/parity.py --data tests/golden_forward   # updates of DiffusionNFT, AWM and DGPO (parity_forward.py)
+    python benchmarks/parity.py --data tests/golden_forward   # DiffusionNFT, AWM and DGPO (parity_forward.py)
 
 A replay gives the trainer the recorded weights, prompt embeddings, noise, rewards and order of samples, and settings that mean
 what the published settings mean. It compares trajectories, log-probabilities, ratios, advantages, losses, every gradient and the
@@ -11,7 +11,8 @@ weights after the optimizer's step.
 difference: the largest absolute difference over the largest recorded value. Four quantities have other units. Losses of
 micro-batches are relative to the largest advantage. The mean loss is absolute, because its terms cancel. Clipped pairs are
 shares. Weights are in learning rates, and compared where the gradient is above 1e-5 or exactly 0: Adam's first step has full
-length however small the gradient is, so that rounding decides the others. The exit status is 1 if a difference exceeds its
+length however small the gradient is, so that rounding decides the others. Of forward processes, losses of micro-batches are
+relative to the largest loss of a row, and copies of the weights absolute. The exit status is 1 if a difference exceeds its
 tolerance.
 """
 
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from diffusers.utils import logging as diffusers_logging
 from parity_compare import distance, step_differences
-from parity_forward import replay_forward
+from parity_forward import LEFT_OUT, replay_forward
 from parity_recording import ZERO_GROUP, RecordedUpdate, Recording, with_nodes
 from parity_replay import Replay, replay
 from rich.box import SIMPLE_HEAD
@@ -216,7 +217,7 @@ def parity(
 
 
 def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """The table of all comparisons, and the largest difference of every quantity."""
+    """The table of all comparisons, the largest difference of every quantity, and what is not the trainer's."""
     every = Table("method", "model", "state", "quantity", "difference", "tolerance", "", box=SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         verdict = "pass" if row.passed else "[bold red]FAIL"
@@ -229,6 +230,12 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
         cells = [[row.difference for row in rows if (row.method, row.quantity) == (method, quantity)] for method in methods]
         largest.add_row(quantity, *(f"{max(cell):.1e}" if cell else "-" for cell in cells), f"{tolerance:.0e}")
     console.print(largest)
+    if any(method in LEFT_OUT for method in methods):
+        others = Table("method", "not done by the trainer", box=SIMPLE_HEAD, pad_edge=False)
+        for method in methods:
+            for number, text in enumerate(LEFT_OUT.get(method, ())):
+                others.add_row(method if number == 0 else "", text)
+        console.print(others)
 
 
 def main() -> int:

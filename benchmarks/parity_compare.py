@@ -24,19 +24,23 @@ def step_differences(
     """What the optimizer's steps recorded: the largest difference of all tensors of all steps."""
     norms, weights = [], []
     gradients = [float("inf")] * (len(steps) != len(recorded_steps))
-    clear: dict[str, Tensor] = {}
-    for step, tensors in zip(steps, recorded_steps, strict=False):
+    for number, (step, tensors) in enumerate(zip(steps, recorded_steps, strict=False)):
         recorded, after = below(tensors, "grad"), below(tensors, "weights_after")
-        scale = max(float(gradient.abs().max()) for gradient in recorded.values())
-        gradients += [distance(step.gradients[name], gradient, scale) for name, gradient in recorded.items()]
-        gradients += [float("inf")] * (step.gradients.keys() != recorded.keys())
+        if recorded:
+            scale = max(float(gradient.abs().max()) for gradient in recorded.values())
+            gradients += [distance(step.gradients[name], gradient, scale) for name, gradient in recorded.items()]
+            gradients += [float("inf")] * (step.gradients.keys() != recorded.keys())
         norms.append(distance(torch.tensor(step.norm), tensors["grad_norm"]))
-        for name, gradient in recorded.items():
-            clear[name] = clear.get(name, True) & ((gradient.abs() > LEAST_GRADIENT) | (gradient == 0))
-        for name, weight in after.items():
-            if clear[name].any():
-                weights.append(distance(step.weights[name][clear[name]], weight[clear[name]], learning_rate))
-    yield "gradients", max(gradients)
+        clear = clear_gradients(steps[: number + 1])
+        weights += [distance(step.weights[n][clear[n]], w[clear[n]], learning_rate) for n, w in after.items() if clear[n].any()]
+    if gradients:
+        yield "gradients", max(gradients)
     yield "gradient norm", max(norms)
     if weights:
         yield "weights / learning rate", max(weights)
+
+
+def clear_gradients(steps: Sequence[OptimizerStep]) -> dict[str, Tensor]:
+    """The elements of every weight whose gradient was above 1e-5 or exactly 0 at all of these steps."""
+    kept = [{n: (g.abs() > LEAST_GRADIENT) | (g == 0) for n, g in step.gradients.items()} for step in steps]
+    return {name: torch.stack([one[name] for one in kept]).all(0) for name in kept[0]}

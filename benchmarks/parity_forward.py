@@ -1,34 +1,35 @@
-"""Recorded updates of the released forward-process codes (DiffusionNFT, AWM, DGPO), with the losses of flowrl.
+"""Recorded iterations of the released forward-process codes (DiffusionNFT, AWM, DGPO), replayed by the trainer.
 
-`python benchmarks/parity.py --data DIR` runs this for a folder with nft, awm or dgpo, whose README defines the format. Finished
-latents, times and noise are the recorded ones; velocities come from the recorded model, and advantages from flowrl's rule.
-`losses_of`, `table_differences` and `copy_differences` take the losses and tables of any replay.
+`python benchmarks/parity.py --data DIR` runs this for a folder with nft, awm or dgpo, whose README defines the format. The
+trainer gets the recorded weights, copy of the weights, rewards, order of samples, finished latents, times and noise.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from parity_compare import distance, step_differences
-from parity_recording import FACTOR, Recording, Tensors, below, pipeline_folder
-from parity_replay import OptimizerStep, give_embeddings, peft_name
+from parity_compare import clear_gradients, distance, step_differences
+from parity_recording import Recording, Tensors, below
+from parity_replay import ForwardTrainer, base_config, recorded_policy, recorded_trainer
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flowrl.credit import Uniform
-from flowrl.flow import LogitNormalTimes, StratifiedTimes, UniformTimes, interpolate, velocity_target
-from flowrl.forward import ForwardBatch, WeightCopy, unit_means
+from flowrl.flow import LogitNormalTimes, StratifiedTimes, UniformTimes
+from flowrl.forward import ForwardBatch, unit_means
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.policies import PipelinePolicy
-from flowrl.training.behaviour import Behaviour
-from flowrl.training.build import make_policy, make_world
+from flowrl.rollout import solvers
+from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
-from flowrl.training.optim import make_optimizer, weights_replaced
-from flowrl.types import Condition, Schedule
+from flowrl.types import Schedule, Trajectories
 
 Loss = DiffusionNFT | AWM | DGPO
+BEGAN = 99
+"""Optimizer steps before the recorded iterations: the decay 0.099 between DGPO's two updates shows it."""
 NEGLIGIBLE = 1e-20
 """Weights of penalties below it stand for 0: AWM's code cannot run without penalties."""
 AWM_PENALTIES: Mapping[str, Any] = {"Uniform": "uniform", "ELBO": "elbo"}
@@ -92,18 +93,21 @@ def dgpo_tables(loss: DGPO, batch: ForwardBatch, row: Mapping[str, Tensor]) -> d
 
 @dataclass(frozen=True)
 class Code:
-    """One released code: its losses, its tables, the name of its noise, and the names of its penalties and its total."""
+    """One released code: flowrl's method, its losses, its tables, the name of its total, its copy of the weights that lags, and
+    whether its trajectories can be replayed."""
 
+    method: str
     loss: Callable[[Mapping[str, Any]], Any]
     tables: Callable[..., dict[str, Tensor]]
     total: str
     copy: str
+    samples: bool = True
 
 
 CODES = {
-    "nft": Code(nft_loss, nft_tables, "micro/total_loss", "old"),
-    "awm": Code(awm_loss, awm_tables, "micro/loss", "average"),
-    "dgpo": Code(dgpo_loss, dgpo_tables, "micro/loss", "old"),
+    "nft": Code("diffusion-nft", nft_loss, nft_tables, "micro/total_loss", "old"),
+    "awm": Code("awm", awm_loss, awm_tables, "micro/loss", "average", samples=False),
+    "dgpo": Code("dgpo", dgpo_loss, dgpo_tables, "micro/loss", "old"),
 }
 QUANTITIES = {
     "r": "weights of rows", "scaled_advantage": "weights of rows", "log_prob": "matching errors",
@@ -113,81 +117,94 @@ QUANTITIES = {
     "clipped": "clipped pairs", "group/sum": "group sums", "group_term": "group sums", "group/weight": "group weights",
 }  # fmt: skip
 """Recorded table -> the quantity whose tolerance it has; "row losses" for the others."""
-
-
-class Networks:
-    """The recorded model with its two sets of LoRA weights."""
-
-    def __init__(self, recording: Recording, work: Path) -> None:
-        meta, folder = recording.meta, pipeline_folder(recording, work)
-        config = RunConfig.of(
-            world="model", task="prompts", reward_form="reward", model=str(folder), adapter=str(folder / "lora.safetensors"),
-            prompts=str(folder / "prompts.txt"), reward="recorded", resolution=FACTOR * meta["latent"][-1],
-            lora_rank=meta["lora"]["r"], lora_alpha=float(meta["lora"]["lora_alpha"]),
-        )  # fmt: skip
-        policy, prompts = make_policy(config), make_world(config).prompts("prompts", "train")
-        assert isinstance(policy, PipelinePolicy)
-        give_embeddings(policy.pipe, recording.inputs, prompts)
-        self.policy, self.condition = policy, policy.encode(prompts)
-        self.named = {peft_name(name): parameter for name, parameter in policy.trainable().items()}
-
-    def put(self, weights: Tensors) -> None:
-        """Let the policy have these weights."""
-        with torch.no_grad():
-            for name, parameter in self.named.items():
-                parameter.copy_(weights[name])
-
-    def velocity(self, latent: Tensor, time: Tensor, condition: Condition, weights: Tensors | None = None) -> Tensor:
-        """The velocity under the present weights, or under `weights`, which take no gradient."""
-        if weights is None:
-            return self.policy.velocity(latent, 1000.0 * time, condition)
-        values = [weights[name] for name in self.named]
-        with torch.no_grad(), weights_replaced(self.policy, list(self.named.values()), values):
-            return self.policy.velocity(latent, 1000.0 * time, condition)
-
-    def reference(self, latent: Tensor, time: Tensor, condition: Condition, guidance: float = 1.0) -> Tensor:
-        """The base model's velocity."""
-        with torch.no_grad(), self.policy.reference(), self.policy.guided(guidance):
-            return self.policy.velocity(latent, 1000.0 * time, condition)
+LEFT_OUT = {
+    "nft": (
+        "finished latents, times and noise of the update: given",
+        "sampling's first step from t = 1, where flowrl has 1 - 1e-5, and whole numbers as the network's times: given",
+    ),
+    "awm": (
+        "sampling by SA-Solver; finished latents, times and noise of the update: given",
+        "drawing of times, there once per micro-batch: compared without a trainer (state times)",
+        "penalties of weight 1e-30 (policy_only, weight_*): weight 0, not evaluated",
+    ),
+    "dgpo": (
+        "finished latents, times and noise of the update: given",
+        "guidance in sampling alone, and in the reference alone (wocfg_ocr): switched by the replay",
+    ),
+}
+"""What of a recorded iteration the trainer does not do itself; it replays all states."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The recorded (sample, draw) rows of a state: noised images, their condition, and the batch with all velocities."""
+class ForwardReplay:
+    """Replays states of `recording` on its model; `base` are the settings that all states share. `changes` are options of the
+    loss, or settings of the run, that replace the recorded ones."""
 
-    latent: Tensor
-    condition: Condition
-    batch: ForwardBatch
+    recording: Recording
+    base: RunConfig
+    policy: PipelinePolicy
+    changes: Mapping[str, Any]
 
-    @staticmethod
-    def of(recording: Recording, state: str, networks: Networks, current: Tensors, old: Tensors) -> "Rows":
-        """All rows, sample by sample, with the velocities of the networks; `new` carries the gradient."""
-        method, tables = recording.method, below(recording.tensors("update"), state)
-        inputs, common = recording.tensors("inputs"), load_file(recording.folder / "common" / "inputs.safetensors")
-        config, members = recording.meta["states"][state]["config"], recording.meta["members"]
-        times = tables.get("time", inputs["times"]).float()
-        sample, draw = (axis.flatten() for axis in torch.meshgrid(*map(torch.arange, times.shape), indexing="ij"))
-        group, time, clean = sample // members, times.flatten(), inputs["x0"][sample]
-        noise = (common["group_noise"][group, draw] if method == "dgpo" else common["noise"][sample, draw]).float()
-        latent, condition = interpolate(clean, noise, time), networks.condition.take(group)
-        networks.put(current)
-        new = networks.velocity(latent, time, condition)
-        copy = networks.velocity(latent, time, condition, old)
-        batch = ForwardBatch(
-            time, velocity_target(clean, noise), new, recorded_advantages(recording, tables, config).flatten()[sample],
-            torch.ones_like(time, dtype=torch.bool), group, sample,
-            old=new.detach() if method == "awm" else copy, average=copy if method == "awm" else None,
-            reference=networks.reference(latent, time, condition, config.get("kl_cfg", 1.0)),
-        )  # fmt: skip
-        return Rows(latent, condition, batch)
+    @cached_property
+    def tables(self) -> Tensors:
+        """What the states recorded."""
+        return self.recording.tensors("update")
 
+    @cached_property
+    def inputs(self) -> Tensors:
+        """What the states of the method share, and what all methods share."""
+        return self.recording.tensors("inputs") | load_file(self.recording.folder / "common" / "inputs.safetensors")
 
-def recorded_advantages(recording: Recording, tables: Tensors, config: Mapping[str, Any]) -> Tensor:
-    """Advantages [prompt, member] of the recorded rewards by the rule that the settings mean."""
-    common = load_file(recording.folder / "common" / "inputs.safetensors")
-    rewards = tables.get("rewards", common["rewards"])[..., None].repeat(1, 1, 2)
-    rule = Uniform(std="batch" if config["sample"]["global_std"] else "group", clamp=None)
-    return rule.assign(rewards.float(), None)[..., 0]
+    @property
+    def code(self) -> Code:
+        """What the recording is of."""
+        return CODES[self.recording.method]
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The grid of the trajectories. DiffusionNFT's sampler truncates the network's timesteps to integers."""
+        recorded = self.recording.tensors("sampling")
+        timesteps = recorded["timesteps"].float()
+        if self.code.samples:
+            return Schedule(recorded["sigmas"], timesteps.floor())
+        return Schedule(torch.cat([timesteps / 1000, torch.zeros(1)]), timesteps)
+
+    def loss(self, state: str) -> Loss:
+        """The loss of a state."""
+        loss = self.code.loss(self.recording.meta["states"][state]["config"])
+        return replace(loss, **{name: value for name, value in self.changes.items() if hasattr(loss, name)})
+
+    def config(self, state: str) -> RunConfig:
+        """The settings of a state, with the recorded micro-batches."""
+        settings, loss = self.recording.meta["states"][state], self.loss(state)
+        train, spread = settings["config"]["train"], "batch" if settings["config"]["sample"]["global_std"] else "group"
+        return self.base.replace(
+            method=self.code.method, sampler="multistep", num_steps=self.schedule.steps,
+            credit=f"uniform(std={spread}, clamp=none)", learning_rate=train["learning_rate"],
+            betas=(train["adam_beta1"], train["adam_beta2"]), weight_decay=train["adam_weight_decay"],
+            max_grad_norm=train["max_grad_norm"], minibatches=settings["updates"],
+            micro_batch=train["batch_size"] * self.inputs["times"].shape[1],
+        ).replace(**{name: value for name, value in self.changes.items() if not hasattr(loss, name)})  # fmt: skip
+
+    def run(self, state: str, steps: int = BEGAN) -> ForwardTrainer:
+        """The trainer after the iteration of a state, which began after `steps` optimizer steps."""
+        settings, loss, config = self.recording.meta["states"][state]["config"], self.loss(state), self.config(state)
+        inputs, tables, method = self.inputs, below(self.tables, state), replace(make_method(config), loss=loss)
+        rewards = tables.get("rewards", inputs["rewards"])[..., None]
+        trainer = recorded_trainer(ForwardTrainer, self.recording, self.policy, method, rewards, config)
+        trainer.schedule = trainer.collector.schedule = self.schedule
+        trainer.finished, trainer.times = inputs["x0"], tables.get("time", inputs["times"]).float()
+        shared = inputs["group_noise"].repeat_interleave(trainer.groups.members, 0)
+        noise = shared if self.recording.method == "dgpo" else inputs["noise"]
+        trainer.noise = noise[:, : trainer.times.shape[1]].float()
+        trainer.give(inputs.get("perm", torch.arange(len(inputs["x0"]))), {})
+        old = below(inputs, "lora_old")
+        weights = old if state in ("at_old", "at_ema") else below(inputs, "lora_current")
+        trainer.resume(weights, {name: old if name == self.code.copy else weights for name in loss.copies}, steps)
+        trainer.reference_guidance = settings.get("kl_cfg", 1.0)
+        with self.policy.guided(settings["sample"]["guidance_scale"]), patch.object(solvers, "NEAREST_TO_NOISE", 1.0):
+            trainer.metrics = trainer.iteration()
+        return trainer
 
 
 def row_values(loss: Loss, batch: ForwardBatch) -> tuple[ForwardBatch, dict[str, Tensor]]:
@@ -215,13 +232,12 @@ def squared_distances(loss: Loss, batch: ForwardBatch) -> dict[str, Tensor]:
     return {name: (one.detach() - other).square().flatten(1).mean(1) for name, (one, other) in found.items()}
 
 
-def table_differences(recording: Recording, recorded: Tensors, loss: Loss, batch: ForwardBatch) -> Iterator[tuple[str, float]]:
+def table_differences(replay: ForwardReplay, state: str, trainer: ForwardTrainer) -> Iterator[tuple[str, float]]:
     """What a state recorded of its rows, micro-batches and groups: the largest difference of each quantity."""
-    code, meta = CODES[recording.method], recording.meta
+    code, meta, loss, recorded = replay.code, replay.recording.meta, replay.loss(state), below(replay.tables, state)
     samples = meta["prompts"] * meta["members"]
-    batch, values = row_values(loss, batch)
-    tables: dict[str, Tensor] = code.tables(loss, batch, values)
-    tables |= squared_distances(loss, batch)
+    batch, values = row_values(loss, trainer.batches.rows())
+    tables = code.tables(loss, batch, values) | squared_distances(loss, batch)
     found: dict[str, float] = {}
     for name, ours in tables.items():
         if name in recorded:
@@ -231,58 +247,43 @@ def table_differences(recording: Recording, recorded: Tensors, loss: Loss, batch
             theirs = recorded[name] if recorded[name].ndim == 2 else recorded[name][:, None].expand_as(ours)
             quantity = QUANTITIES.get(name, "row losses")
             found[quantity] = max(found.get(quantity, 0.0), distance(ours, theirs, 1.0 if name == "clipped" else 0.0))
-    order = recording.tensors("inputs").get("perm", torch.arange(samples))
-    theirs = recorded[code.total]
-    micro = values["loss"].view(samples, -1)[order].unflatten(0, (len(theirs), -1)).mean(1)
-    size = float(max(values["loss"].abs().max(), theirs.abs().max()))
-    found["loss of micro-batches"] = distance(micro if theirs.ndim == 2 else micro.mean(1), theirs, size)
+    theirs, loss_of_rows = recorded[code.total], values["loss"].view(samples, -1)
+    micro = loss_of_rows[trainer.given_order].unflatten(0, (len(theirs), -1)).mean(1)
+    size = float(max(loss_of_rows.abs().max(), theirs.abs().max()))
+    found["loss of micro-batches"] = max(
+        distance(micro if theirs.ndim == 2 else micro.mean(1), theirs, size),
+        distance(torch.tensor(trainer.metrics["loss"]), theirs.mean(), size),
+    )
+    if (name := next((name for name in recorded if name.startswith("v_draw0_sample_")), None)) is not None:
+        row = int(name.rpartition("_")[2]) * trainer.times.shape[1]
+        found["velocities"] = distance(batch.new[row], recorded[name])
+    if "rewards" not in recorded and meta["states"][state]["config"]["sample"]["global_std"]:
+        found["advantages"] = distance(trainer.advantages[:, 0], replay.inputs["advantages"])
     yield from found.items()
 
 
-def update_steps(recording: Recording, networks: Networks, loss: Loss, rows: Rows, updates: int) -> Iterator[OptimizerStep]:
-    """The optimizer's steps: one of all rows, or one for each recorded micro-batch with its samples."""
-    train = recording.meta["states"]["geneval"]["config"]["train"]
-    betas = train["adam_beta1"], train["adam_beta2"]
-    weights = networks.named
-    optimizer = make_optimizer("adamw", list(weights.values()), train["learning_rate"], betas, train["adam_weight_decay"])
-    samples = recording.meta["prompts"] * recording.meta["members"]
-    order = recording.tensors("inputs").get("perm", torch.arange(samples))
-    copy = Behaviour("old", loss.copies.get("old", WeightCopy()), networks.policy, weights)
-    batch = rows.batch
-    for step, part in enumerate(order.view(updates, -1)):
-        chosen = torch.isin(batch.row_sample, part)
-        if step > 0:
-            latent, time, condition = rows.latent, batch.time, rows.condition
-            batch = replace(batch, new=networks.velocity(latent, time, condition))
-            if copy.copy.every == "update":
-                copied = dict(zip(weights, copy.values, strict=True))
-                batch = replace(batch, old=networks.velocity(latent, time, condition, copied))
-        optimizer.zero_grad()
-        loss.loss(batch.rows(chosen)).loss.backward()
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in weights.items()}
-        norm = float(torch.nn.utils.clip_grad_norm_(list(weights.values()), train["max_grad_norm"]))
-        optimizer.step()
-        copy.after_update(step + 1)
-        yield OptimizerStep(gradients, norm, {name: weight.detach().clone() for name, weight in weights.items()})
+def sampling_differences(replay: ForwardReplay, guidance: float, sampled: Trajectories) -> Iterator[float]:
+    """Trajectories with this guidance: finished latents of all samples (DGPO's are guided), and one sample's nodes."""
+    recorded, several = replay.recording.tensors("sampling"), replay.recording.method == "dgpo"
+    if guidance > 1 or not several:
+        yield distance(sampled.images_latent, replay.inputs["x0"])
+    name = f"guidance{guidance:g}/nodes_sample_4" if several else "nodes_sample_4"
+    if name in recorded:
+        yield distance(sampled.nodes[4], recorded[name])
 
 
-def copy_differences(recording: Recording, networks: Networks, old: Tensors) -> float:
-    """The largest difference of the copies of the weights after their decay."""
-    tensors, code, largest = recording.tensors("update"), CODES[recording.method], 0.0
-    for name, table in ((n, t) for n, t in recording.meta.items() if n.endswith("_after")):
+def copy_differences(replay: ForwardReplay) -> Iterator[float]:
+    """The lagging copy of the weights after iterations that began after several numbers of optimizer steps. Elements are compared
+    where weights are."""
+    method, code = replay.recording.method, replay.code
+    for name, table in ((name, table) for name, table in replay.recording.meta.items() if name.endswith("_after")):
         for tag, settings in table.items():
-            state = settings.get("state", "ocr" if recording.method == "dgpo" else "geneval")
-            after, recorded = below(tensors, f"{state}/weights_after"), below(tensors, f"{name}/{tag}")
-            declared = code.loss(recording.meta["states"][state]["config"]).copies[code.copy]
-            networks.put({**old, **after})
-            copy = Behaviour("old", declared, networks.policy, networks.named)
-            copy.values = [old[weight].clone() for weight in networks.named]
-            steps = settings.get("global_step_after", settings.get("global_step_used", 0) + 1)
-            copy.after_update(steps)
-            copy.after_iteration(steps)
-            ours = dict(zip(networks.named, copy.values, strict=True))
-            largest = max([largest, *(distance(ours[weight], recorded[weight], 1.0) for weight in recorded if weight in after)])
-    return largest
+            state = settings.get("state", "ocr" if method == "dgpo" else "geneval")
+            trainer = replay.run(state, settings.get("global_step_after", settings.get("global_step_used", 0) + 1) - 1)
+            ours = dict(zip(trainer.weights, trainer.copies.by_name[code.copy].values, strict=True))
+            clear = clear_gradients(trainer.optimizer_steps)
+            for weight, recorded in below(replay.tables, f"{name}/{tag}").items():
+                yield distance(ours[weight][clear[weight]], recorded[clear[weight]], 1.0)
 
 
 def time_differences(recording: Recording, schedule: Schedule) -> Iterator[float]:
@@ -304,34 +305,27 @@ def time_differences(recording: Recording, schedule: Schedule) -> Iterator[float
 def replay_forward(
     recording: Recording, work: Path, changes: Mapping[str, Any], updates: Sequence[str]
 ) -> Iterator[tuple[str, str, float]]:
-    """State, quantity and difference of everything that was recorded of a forward-process loss. `changes` are options of the loss
-    that replace the recorded ones."""
-    code, networks = CODES[recording.method], Networks(recording, work)
-    common, every = load_file(recording.folder / "common" / "inputs.safetensors"), recording.tensors("update")
-    current, old = below(common, "lora_current"), below(common, "lora_old")
-    for state, settings in recording.meta["states"].items():
-        if updates and state not in updates:
-            continue
-        recorded, loss = below(every, state), replace(code.loss(settings["config"]), **changes)
-        rows = Rows.of(recording, state, networks, old if state in ("at_old", "at_ema") else current, old)
-        if settings["updates"] == 1:
-            for quantity, difference in table_differences(recording, recorded, loss, rows.batch):
-                yield state, quantity, difference
-        if name := next((name for name in recorded if name.startswith("v_draw0_sample_")), None):
-            row = int(name.rpartition("_")[2]) * len(rows.batch.time) // (recording.meta["prompts"] * recording.meta["members"])
-            yield state, "velocities", distance(rows.batch.new[row].detach(), recorded[name])
-        count = settings["updates"]
-        recorded_steps = [below(recorded, f"update{i}") for i in range(count)] if count > 1 else [recorded]
-        if not below(recorded_steps[0], "grad"):
-            continue
-        if count > 1:
-            recorded_steps[-1] |= {name: t for name, t in recorded.items() if name.startswith("weights_after")}
-        steps = list(update_steps(recording, networks, loss, rows, count))
-        for quantity, difference in step_differences(steps, recorded_steps, settings["config"]["train"]["learning_rate"]):
+    """State, quantity and difference of everything that was recorded of a forward-process loss. `changes` are options of the
+    loss, or settings of the run, that replace the recorded ones."""
+    base, sampled = base_config(recording, work), set[float]()
+    replay = ForwardReplay(recording, base, recorded_policy(recording, base, []), changes)
+    for state in updates or recording.meta["states"]:
+        settings, recorded = recording.meta["states"][state], below(replay.tables, state)
+        trainer, guidance = replay.run(state), settings["config"]["sample"]["guidance_scale"]
+        if replay.code.samples and guidance not in sampled:
+            sampled.add(guidance)
+            if differences := list(sampling_differences(replay, guidance, trainer.sampled)):
+                yield state, "latents", max(differences)
+        for quantity, difference in table_differences(replay, state, trainer):
+            yield state, quantity, difference
+        steps = [recorded]
+        if (count := settings["updates"]) > 1:
+            steps = [below(recorded, f"update{number}") for number in range(count)]
+            steps[-1] |= {name: weight for name, weight in recorded.items() if name.startswith("weights_after")}
+        rate = settings["config"]["train"]["learning_rate"]
+        for quantity, difference in step_differences(trainer.optimizer_steps, steps, rate):
             yield state, quantity, difference
     if not updates:
-        yield "copies", "copies of the weights", copy_differences(recording, networks, old)
+        yield "copies", "copies of the weights", max(copy_differences(replay))
         if recording.method == "awm":
-            timesteps = recording.tensors("sampling")["timesteps"].float()
-            schedule = Schedule(torch.linspace(1, 0, len(timesteps) + 1), timesteps)
-            yield "times", "training times", max(time_differences(recording, schedule))
+            yield "times", "training times", max(time_differences(recording, replay.schedule))

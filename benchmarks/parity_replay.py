@@ -1,10 +1,12 @@
 """A recorded training iteration, replayed by the trainer, which gets the recorded weights, embeddings, noise, rewards, order."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 from parity_recording import FACTOR, WITHOUT_KL, RecordedUpdate, Recording, Tensors, below, pipeline_folder
@@ -12,16 +14,19 @@ from torch import Tensor
 
 from flowrl import Prompt, Trainer
 from flowrl.flow import expand, log_prob, log_prob_without_constants
+from flowrl.forward import ForwardBatch
+from flowrl.methods import Method
 from flowrl.policies import PipelinePolicy
-from flowrl.protocols import PolicyLoss
+from flowrl.protocols import ForwardLoss, PolicyLoss, Sampler
 from flowrl.rollout import Groups, RewardTables
 from flowrl.rollout.collector import Collected
-from flowrl.rollout.loss_batch import MicroBatch, Pairs
+from flowrl.rollout.forward_batch import ForwardBatches
+from flowrl.rollout.loss_batch import LossBatches, MicroBatch, Pairs
 from flowrl.rollout.metrics import LossMetrics
 from flowrl.training.build import make_method, make_policy, make_world
 from flowrl.training.config import RunConfig
 from flowrl.training.nonfinite import NonFiniteCheck
-from flowrl.types import Gaussian, LossBatch, LossResult, Schedule
+from flowrl.types import Gaussian, LossBatch, LossResult, Schedule, Trajectories
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,14 @@ class ReplayTrainer(Trainer):
         """The trained weights under PEFT's names."""
         return {peft_name(name): parameter for name, parameter in zip(self.names, self.parameters, strict=True)}
 
+    def resume(self, weights: Tensors, copies: Mapping[str, Tensors], steps: int) -> None:
+        """Go on from these weights and copies of the weights after `steps` optimizer steps, as from a checkpoint."""
+        state = self.state()
+        for prefix, given in {"weight": weights, **{f"copy.{name}": copy for name, copy in copies.items()}}.items():
+            state.tensors.update({f"{prefix}.{name}": given[peft_name(name)] for name in self.names})
+        state.values.update({f"copy.{name}.current": copy is weights for name, copy in copies.items()}, optimizer_steps=steps)
+        self.restore(state)
+
     def assign_credit(self, rewards: RewardTables, schedule: Schedule) -> tuple[Tensor, Tensor]:
         """Keeps the advantages [sample, step]."""
         advantages, used = super().assign_credit(rewards, schedule)
@@ -132,15 +145,15 @@ class ReplayTrainer(Trainer):
         others = [sample for sample in range(self.groups.samples) if sample not in self.given_order]
         return torch.cat([self.given_order, torch.tensor(others, dtype=torch.int64)])
 
-    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], int]]:
+    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], Pairs]]:
         """Keeps the trajectories and the pairs. The update starts from the given weights, if there are any."""
         self.collected = collected
         with torch.no_grad():
             for name, weight in self.given_weights.items():
                 self.weights[name].copy_(weight)
-        for minibatch, evaluations in super().minibatches(pairs, collected):
+        for minibatch, of in super().minibatches(pairs, collected):
             self.pairs += minibatch
-            yield minibatch, evaluations
+            yield minibatch, of
 
     def optimizer_step(self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics) -> None:
         """Keeps the gradients, their norm and the weights."""
@@ -148,6 +161,79 @@ class ReplayTrainer(Trainer):
         super().optimizer_step(minibatch, check, metrics)
         weights = {name: parameter.detach().clone() for name, parameter in self.weights.items()}
         self.optimizer_steps.append(OptimizerStep(gradients, metrics.means["grad_norm"], weights))
+
+
+class KeptBatches(ForwardBatches):
+    """Batches with the given `noise` [sample, draw, *latent], which keep their rows."""
+
+    def __init__(self, made: ForwardBatches, noise: Tensor) -> None:
+        super().__init__(**{field.name: getattr(made, field.name) for field in fields(made)})
+        self.noise, self.kept = noise, list[tuple[Tensor, ForwardBatch]]()
+
+    def of(self, sample: Tensor, draw: Tensor, shared: object = None) -> ForwardBatch:
+        """The batch of these rows."""
+        batch = super().of(sample, draw, shared)
+        self.kept.append((sample * self.times.shape[1] + draw, replace(batch, new=batch.new.detach())))
+        return batch
+
+    def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
+        """Rows of this pass are not kept."""
+        kept = len(self.kept)
+        super().prepare(minibatch)
+        del self.kept[kept:]
+
+    def rows(self) -> ForwardBatch:
+        """All rows as the loss has seen them, sample by sample."""
+        order = torch.cat([number for number, _ in self.kept]).argsort()
+        batches = [replace(batch, pooled=None) for _, batch in self.kept]
+        columns = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(ForwardBatch)}
+        whole = {name: torch.cat(column) for name, column in columns.items() if None not in column}
+        return ForwardBatch(**whole).rows(order)
+
+
+class ForwardTrainer(ReplayTrainer):
+    """The trainer with given finished latents, times and noise of the rows."""
+
+    finished: Tensor
+    times: Tensor
+    noise: Tensor
+    reference_guidance: float
+    sampled: Trajectories
+    batches: KeptBatches
+    metrics: Mapping[str, Any]
+
+    def draw_times(self, loss: ForwardLoss) -> tuple[Tensor, int]:
+        """The given times [sample, draw]."""
+        return self.times, 0
+
+    def loss_batches(
+        self, sampler: Sampler, collected: Collected, advantages: Tensor, used: Tensor
+    ) -> tuple[LossBatches | ForwardBatches, list[Pairs], Tensor]:
+        """Puts the given latents at the ends of the trajectories, and the given noise into the batches."""
+        self.sampled = path = collected.rollout.trajectories
+        states = path.states.clone()
+        states[:, path.tree.at(path.schedule.steps)] = self.finished.unflatten(0, (len(states), -1))
+        given = replace(collected, rollout=replace(collected.rollout, trajectories=replace(path, states=states)))
+        made, pairs, counted = super().loss_batches(sampler, given, advantages, used)
+        assert isinstance(made, ForwardBatches)
+        self.batches = KeptBatches(made, self.noise)
+        return self.batches, pairs, counted
+
+    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], Pairs]]:
+        """Without guidance, whatever sampling has; the base model has `reference_guidance`."""
+        policy = cast(PipelinePolicy, self.policy)
+        plain = policy.reference
+
+        @contextmanager
+        def reference() -> Iterator[None]:
+            with plain(), policy.guided(self.reference_guidance):
+                yield
+
+        with policy.guided(1.0), patch.object(policy, "reference", reference):
+            yield from super().minibatches(pairs, collected)
+
+
+Trained = TypeVar("Trained", bound=ReplayTrainer)
 
 
 def peft_name(name: str) -> str:
@@ -177,35 +263,55 @@ class Replay:
 def replay(recording: Recording, update: RecordedUpdate, settings: Mapping[str, Any], work: Path) -> Replay:
     """One iteration of the trainer with the recorded inputs. `settings` are the method's; `work` keeps the model's files."""
     config = run_config(recording, update, work).replace(**settings)
-    method, policy = make_method(config), make_policy(config)
-    assert isinstance(policy, PipelinePolicy)
-    values, decoded = PairValues(method.loss), []
-    prompts = make_world(config).prompts("prompts", "train")
-    reward, noise, meta = RecordedReward(update.rewards, prompts), recording.inputs, recording.meta
-    trainer = ReplayTrainer(policy, replace(method, loss=values), reward, prompts, config)
-    trainer.prompts.order = list(range(len(prompts)))
-    trainer.groups = RecordedNoise(meta["prompts"], meta["members"], initial=noise["init_noise"], steps=noise["step_noise"])
-    trainer.collector.groups = trainer.groups
-    give_embeddings(policy.pipe, recording.inputs, prompts)
-    _watch_decoder(policy.pipe.vae, decoded)
+    method, decoded = make_method(config), []
+    values, policy = PairValues(method.loss), recorded_policy(recording, config, decoded)
+    trainer = recorded_trainer(ReplayTrainer, recording, policy, replace(method, loss=values), update.rewards, config)
     trainer.give(update.order, below(update.tables, "weights_before"))
     return Replay(trainer, values, decoded, trainer.iteration())
 
 
-def run_config(recording: Recording, update: RecordedUpdate, work: Path) -> RunConfig:
-    """The settings that all methods read from the recording in the same way."""
-    meta, case = recording.meta, recording.meta["case"]
-    training, optimizer, lora = case["config"]["train"], meta["optimizer"], meta["lora"]
-    folder = pipeline_folder(recording, work)
+def recorded_policy(recording: Recording, config: RunConfig, decoded: list[Tensor]) -> PipelinePolicy:
+    """The recorded model, which looks the recorded embeddings up, and keeps the latents that it decodes, to black images."""
+    policy = make_policy(config)
+    assert isinstance(policy, PipelinePolicy)
+    give_embeddings(policy.pipe, recording.inputs, make_world(config).prompts("prompts", "train"))
+    _watch_decoder(policy.pipe.vae, decoded)
+    return policy
+
+
+def recorded_trainer(
+    kind: type[Trained], recording: Recording, policy: PipelinePolicy, method: Method, rewards: Tensor, config: RunConfig
+) -> Trained:
+    """A trainer that gets the recorded noise and `rewards` [prompt, member, node]."""
+    prompts, meta, noise = make_world(config).prompts("prompts", "train"), recording.meta, recording.inputs
+    trainer = kind(policy, method, RecordedReward(rewards, prompts), prompts, config)
+    trainer.prompts.order = list(range(len(prompts)))
+    trainer.groups = RecordedNoise(meta["prompts"], meta["members"], initial=noise["init_noise"], steps=noise["step_noise"])
+    trainer.collector.groups = trainer.groups
+    return trainer
+
+
+def base_config(recording: Recording, work: Path) -> RunConfig:
+    """The model, its prompts and groups: one iteration with a given reward."""
+    meta, lora, folder = recording.meta, recording.meta["lora"], pipeline_folder(recording, work)
     return RunConfig.of(
         world="model", task="prompts", reward_form="reward", model=str(folder), adapter=str(folder / "lora.safetensors"),
         prompts=str(folder / "prompts.txt"), reward="recorded", resolution=FACTOR * meta["latent"][-1], iterations=1,
-        groups=meta["prompts"], group_size=meta["members"], num_steps=meta["steps"], guidance_scale=case["guidance"],
+        groups=meta["prompts"], group_size=meta["members"], lora_rank=lora["r"], lora_alpha=float(lora["lora_alpha"]),
+        ema_decay=0.0,
+    )  # fmt: skip
+
+
+def run_config(recording: Recording, update: RecordedUpdate, work: Path) -> RunConfig:
+    """The settings that all methods with trajectories read from the recording in the same way."""
+    meta, case = recording.meta, recording.meta["case"]
+    training, optimizer = case["config"]["train"], meta["optimizer"]
+    return base_config(recording, work).replace(
+        num_steps=meta["steps"], guidance_scale=case["guidance"], lora_targets=tuple(case["target_modules"]),
         noise_level=case["config"]["sample"]["noise_level"], clip_range=training["clip_range"],
         kl_weight=0.0 if update.name.endswith(WITHOUT_KL) else training["beta"], drop_zero_advantages=True,
-        lora_rank=lora["r"], lora_alpha=float(lora["lora_alpha"]), lora_targets=tuple(case["target_modules"]),
         learning_rate=optimizer["lr"], betas=tuple(optimizer["betas"]), weight_decay=optimizer["weight_decay"],
-        max_grad_norm=optimizer["max_grad_norm"], ema_decay=0.0, minibatches=len(update.steps), micro_batch=24,
+        max_grad_norm=optimizer["max_grad_norm"], minibatches=len(update.steps), micro_batch=24,
     )  # fmt: skip
 
 

@@ -1,14 +1,13 @@
 """What forward-process losses exchange with the trainer: rows of (sample, drawn time), and copies of the weights.
 
 A forward-process loss regresses the velocity at noised finished images: x_t = (1-t) x_0 + t eps with a training time t and
-fresh noise eps, target v* = eps - x_0. It needs neither trajectories nor transition probabilities. The contract is
-`protocols.ForwardLoss`.
+fresh noise eps, target v* = eps - x_0. It needs neither trajectories nor transition probabilities. The contract is `ForwardLoss`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from flowrl.errors import ConfigError, require
 from flowrl.options import checked_options
-from flowrl.types import Latents, PerSample, checked
+from flowrl.types import Latents, LossResult, PerSample, Schedule, checked
 
 Noise = Literal["each", "group", "group-all-times", "path"]
 """Which rows share their noise; "path": the states that the sample's own trajectory has passed."""
@@ -88,6 +87,37 @@ def unit_means(values: PerSample, units: Sequence[Tensor], mask: Bool[Tensor, " 
     return total / same.sum(1).clamp(min=1)
 
 
+@dataclass(frozen=True)
+class Guidance:
+    """Scales of classifier-free guidance in a forward-process loss: `train` of the current network and the copies of the
+    weights (0: the policy's own, with which it samples), `reference` of the base model (0: that of `train`); 1: none.
+    Raises `ConfigError` for another one below 1."""
+
+    train: float = 0.0
+    reference: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("train", "reference"):
+            scale = getattr(self, name)
+            require(scale == 0 or 1 <= scale < math.inf, f"{name}_guidance_scale", scale, "1 (off) or more, or 0 (as sampled)")
+
+    def scales(self, own: float) -> tuple[float, float]:
+        """Both scales, for a policy that samples with scale `own`."""
+        train = self.train or own
+        return train, self.reference or train
+
+    def evaluations(self, networks: int, reference: bool, own: float) -> float:
+        """What a row costs, of `networks` without the base model: an evaluation is a velocity with scale `own`, and a velocity
+        takes two passes with guidance and one without."""
+        train, base = map(guidance_passes, self.scales(own))
+        return (networks * train + reference * base) / guidance_passes(own)
+
+
+def guidance_passes(scale: float) -> int:
+    """Forward passes of a velocity with this scale of classifier-free guidance."""
+    return 1 if scale == 1 else 2
+
+
 @checked_options
 @dataclass(frozen=True)
 class Decay:
@@ -130,3 +160,83 @@ class WeightCopy:
     def __post_init__(self) -> None:
         begin = self.sample_from
         require(begin is None or begin >= 0, "WeightCopy.sample_from", begin, "0 or more optimizer steps, or None")
+
+
+@runtime_checkable
+class TimeDraw(Protocol):
+    """Draws the training times of a forward-process loss for a whole iteration; `flowrl.flow` has the published kinds.
+
+    Contract: times are in (0, 1], float32, on the generator's device; everything random comes from the generator.
+    """
+
+    def draws(self, schedule: Schedule) -> int:
+        """How many times each sample gets on this grid."""
+        ...
+
+    def draw(self, schedule: Schedule, samples: int, generator: torch.Generator) -> Tensor:
+        """Times [sample, draw] for all `samples` of the iteration."""
+        ...
+
+
+@runtime_checkable
+class ForwardLoss(Protocol):
+    """A pure function of velocities at noised finished images, advantages and a mask to a scalar: the mean over unmasked rows.
+
+    It needs no transition probabilities: any sampler serves, a deterministic one too. It declares what the trainer prepares:
+
+    - `times` and `noise`: the training times of every sample, and which rows share the noise eps: "each" row has its own, the
+      members of a "group" share it at each time, or at all times ("group-all-times"). With "path" there is no fresh noise: a
+      row is the state that the sample's own trajectory passed at the time's step, with eps = (x_t - (1-t) x_0) / t.
+    - `copies`: the copies of the weights to keep, by the field of `ForwardBatch` that their velocity fills, "old" or "average".
+    - `needs_reference`: whether the frozen base model's velocity must be there, too.
+    - `together`: which rows one call needs. If not "row", the loss is a `PooledForwardLoss`.
+
+    Contract: masked rows contribute neither to the loss nor to the gradient; only `new` takes a gradient; the order of rows has
+    no effect. If new, old, average and reference are equal, the gradient of each row is its advantage times a positive multiple
+    of the gradient of its error |v - v*|^2, which does not depend on the advantages. With `together` = "group" and advantages
+    that sum to 0 over a group, the weights of its errors in the gradient sum to 0, too.
+    """
+
+    @property
+    def times(self) -> TimeDraw:
+        """How training times are drawn."""
+        ...
+
+    @property
+    def noise(self) -> Noise:
+        """Which rows share their noise."""
+        ...
+
+    @property
+    def copies(self) -> Mapping[str, WeightCopy]:
+        """The copies of the weights that the loss needs, "old" or "average"; may be empty."""
+        ...
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `ForwardBatch.reference` must be filled (costs one more network evaluation per row)."""
+        ...
+
+    @property
+    def together(self) -> Together:
+        """Which rows must be in one batch, unless `ForwardBatch.pooled` is filled."""
+        ...
+
+    def loss(self, batch: ForwardBatch) -> LossResult:
+        """The loss over one batch of (sample, drawn time) rows."""
+        ...
+
+
+@runtime_checkable
+class PooledForwardLoss(ForwardLoss, Protocol):
+    """A forward-process loss that depends on the mean of something over a unit: the times of a sample, or a group at one time.
+
+    The trainer may put whole units into a batch and leave `pooled` empty. This costs nothing and is recommended where the rows
+    of a unit fit into memory. Or it makes two passes: `row_terms` of all rows without gradient, their `forward.unit_means` over
+    whole units, and then `loss` on parts of units with these means as `pooled`. This costs one more evaluation per row and
+    network. Contract: both give the same gradient.
+    """
+
+    def row_terms(self, batch: ForwardBatch) -> PerSample:
+        """What is averaged over a unit, row by row, detached; 0 for masked rows."""
+        ...

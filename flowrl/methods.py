@@ -159,11 +159,11 @@ def diffusion_nft(sampler: Sampler | RandomSampler | None = None, loss: Loss | N
 
 
 def awm(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
-    """AWM (arXiv 2509.25050): the forward process, matching weighted by advantages; published with SA-Solver, here DPM-Solver++.
+    """AWM (arXiv 2509.25050): the forward process, matching weighted by advantages; SA-Solver with noise 0.4.
 
     Of the loss's options the published ones for GenEval, without its KL weight.
     """
-    return _forward_process("awm", sampler, loss, "arXiv 2509.25050")
+    return _forward_process("awm", sampler or Multistep("sa", tau=0.4), loss, "arXiv 2509.25050")
 
 
 def dgpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:

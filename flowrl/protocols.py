@@ -1,4 +1,7 @@
-"""The interfaces between rooms, as protocols. Their docstrings are the contract, which `flowrl.testing` checks."""
+"""The interfaces between rooms, as protocols. Their docstrings are the contract, which `flowrl.testing` checks.
+
+Those of forward-process losses are beside the batches that they exchange, in `flowrl.forward`; they can be imported from here.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -8,7 +11,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from flowrl.forward import ForwardBatch, Noise, Together, WeightCopy
+from flowrl.forward import ForwardLoss as ForwardLoss
+from flowrl.forward import PooledForwardLoss as PooledForwardLoss
+from flowrl.forward import TimeDraw as TimeDraw
 from flowrl.probes import Probe
 from flowrl.types import (
     Condition,
@@ -85,6 +90,52 @@ class CompositeReward(RewardModel, Protocol):
 
 
 @runtime_checkable
+class GroupReward(Protocol):
+    """Maps the samples of whole groups to numbers by comparing the members of a group with each other.
+
+    It takes the place of a `RewardModel` in training, where the comparison group is all members of a prompt: the finished images,
+    or the estimates of one unfinished node. Numbers of different nodes are then not on one scale: a gain from one node to the
+    next is a change of rank within the group. Chunks and processes never split a group.
+
+    Contract: images are [prompt, member, channel, height, width] in [0, 1], or videos [prompt, member, frame, ...], with one
+    prompt per group and any number of members from 2; higher is better; the result is finite, [prompt, member]. Permuting the
+    members of a group permutes its numbers; equal images in a group get equal numbers; a group's numbers do not depend on other
+    groups. NaN is allowed as for a `RewardModel` with `marks_invalid`: a sample that cannot be judged is then not compared with
+    the others of its group.
+    """
+
+    @property
+    def evaluation(self) -> RewardModel:
+        """A reward of single samples, which evaluations measure instead: the mean of a comparison within groups, a win rate
+        for example, does not rise when all samples become better."""
+        ...
+
+    def score_groups(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """One score per sample, shape [prompt, member]."""
+        ...
+
+
+@runtime_checkable
+class CompositeGroupReward(GroupReward, Protocol):
+    """A group reward with named components, as a `CompositeReward` has them.
+
+    Contract: ``score_groups`` equals ``total(group_parts(images, prompts))``.
+    """
+
+    def group_parts(self, images: Tensor, prompts: Sequence[Prompt]) -> Mapping[str, Tensor]:
+        """Every component's scores [prompt, member], before weighting."""
+        ...
+
+    def total(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The reward, from its components; sample by sample, whatever the shape."""
+        ...
+
+
+AnyReward = RewardModel | GroupReward
+"""What a run can be trained on."""
+
+
+@runtime_checkable
 class Features(Protocol):
     """A feature space for diversity: any callable from images to vectors with meaningful distances.
 
@@ -126,6 +177,21 @@ class PartsCreditAssigner(CreditAssigner, Protocol):
 
 
 @runtime_checkable
+class PromptCreditAssigner(CreditAssigner, Protocol):
+    """A credit rule that is told which prompt each row of the table is, for example to keep a baseline per prompt.
+
+    Such a memory is keyed by the prompt's text, so that it does not depend on the order of prompts: permuting the prompts
+    permutes the advantages. The contract of a `CreditAssigner` holds for prompts at their first visit; later ones are relative
+    to the memory, so that a group of equal rewards may get credit. ``assign`` treats every row as a prompt of its own that is
+    new, and remembers none.
+    """
+
+    def assign_prompts(self, rewards: NodeTable, prompts: Sequence[Prompt], schedule: Schedule | None) -> Tensor:
+        """Advantages [prompt, member, step] from rewards [prompt, member, node] of these prompts; equal ones may occur."""
+        ...
+
+
+@runtime_checkable
 class SelectiveCredit(CreditAssigner, Protocol):
     """A credit rule that leaves out some of the pairs in training, after it has credited all of them.
 
@@ -154,7 +220,8 @@ class PolicyLoss(Protocol):
     """A pure function of Gaussians, advantages and a mask to a scalar: the mean over unmasked pairs.
 
     Contract: masked pairs contribute neither to the loss nor to the gradient; on the first update of an iteration (new =
-    behaviour) every ratio is 1 and the gradient is the policy gradient of mean(A log pi).
+    behaviour) every ratio is 1 and the gradient is the policy gradient of mean(A log pi); without a reference, pairs whose
+    advantage is 0 have no gradient, so the trainer need not evaluate them.
     """
 
     @property
@@ -164,86 +231,6 @@ class PolicyLoss(Protocol):
 
     def loss(self, batch: LossBatch) -> LossResult:
         """The loss over one batch of (trajectory, step) pairs."""
-        ...
-
-
-@runtime_checkable
-class TimeDraw(Protocol):
-    """Draws the training times of a forward-process loss for a whole iteration; `flowrl.flow` has the published kinds.
-
-    Contract: times are in (0, 1], float32, on the generator's device; everything random comes from the generator.
-    """
-
-    def draws(self, schedule: Schedule) -> int:
-        """How many times each sample gets on this grid."""
-        ...
-
-    def draw(self, schedule: Schedule, samples: int, generator: torch.Generator) -> Tensor:
-        """Times [sample, draw] for all `samples` of the iteration."""
-        ...
-
-
-@runtime_checkable
-class ForwardLoss(Protocol):
-    """A pure function of velocities at noised finished images, advantages and a mask to a scalar: the mean over unmasked rows.
-
-    It needs no transition probabilities: any sampler serves, a deterministic one too. It declares what the trainer prepares:
-
-    - `times` and `noise`: the training times of every sample, and which rows share the noise eps: "each" row has its own, the
-      members of a "group" share it at each time, or at all times ("group-all-times"). With "path" there is no fresh noise: a
-      row is the state that the sample's own trajectory passed at the time's step, with eps = (x_t - (1-t) x_0) / t.
-    - `copies`: the copies of the weights to keep, by the field of `ForwardBatch` that their velocity fills, "old" or "average".
-    - `needs_reference`: whether the frozen base model's velocity must be there, too.
-    - `together`: which rows one call needs. If not "row", the loss is a `PooledForwardLoss`.
-
-    Contract: masked rows contribute neither to the loss nor to the gradient; only `new` takes a gradient; the order of rows has
-    no effect. If new, old, average and reference are equal, the gradient of each row is its advantage times a positive multiple
-    of the gradient of its error |v - v*|^2, which does not depend on the advantages. With `together` = "group" and advantages
-    that sum to 0 over a group, the weights of its errors in the gradient sum to 0, too.
-    """
-
-    @property
-    def times(self) -> TimeDraw:
-        """How training times are drawn."""
-        ...
-
-    @property
-    def noise(self) -> Noise:
-        """Which rows share their noise."""
-        ...
-
-    @property
-    def copies(self) -> Mapping[str, WeightCopy]:
-        """The copies of the weights that the loss needs, "old" or "average"; may be empty."""
-        ...
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether `ForwardBatch.reference` must be filled (costs one more network evaluation per row)."""
-        ...
-
-    @property
-    def together(self) -> Together:
-        """Which rows must be in one batch, unless `ForwardBatch.pooled` is filled."""
-        ...
-
-    def loss(self, batch: ForwardBatch) -> LossResult:
-        """The loss over one batch of (sample, drawn time) rows."""
-        ...
-
-
-@runtime_checkable
-class PooledForwardLoss(ForwardLoss, Protocol):
-    """A forward-process loss that depends on the mean of something over a unit: the times of a sample, or a group at one time.
-
-    The trainer may put whole units into a batch and leave `pooled` empty. This costs nothing and is recommended where the rows
-    of a unit fit into memory. Or it makes two passes: `row_terms` of all rows without gradient, their `forward.unit_means` over
-    whole units, and then `loss` on parts of units with these means as `pooled`. This costs one more evaluation per row and
-    network. Contract: both give the same gradient.
-    """
-
-    def row_terms(self, batch: ForwardBatch) -> PerSample:
-        """What is averaged over a unit, row by row, detached; 0 for masked rows."""
         ...
 
 

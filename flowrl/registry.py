@@ -50,6 +50,7 @@ KINDS: dict[str, Kind] = {
         "flowrl.credit",
         {
             "uniform": "flowrl.credit.uniform:Uniform",
+            "value-tracker": "flowrl.credit.value_tracker:ValueTracker",
             "weighted": "flowrl.credit.weighted:Weighted",
             "stepwise-gain": "flowrl.credit.stepwise:StepwiseGain",
             "dense-gain": "flowrl.credit.stepwise:DenseGain",
@@ -118,6 +119,7 @@ KINDS: dict[str, Kind] = {
             "clipscore": "flowrl.rewards.clip:CLIPScore",
             "frame-mean": "flowrl.rewards.video:FrameMean",
             "geneval": "flowrl.rewards.geneval:GenEval",
+            "group-sum": "flowrl.rewards.groups:GroupSum",
             "hpsv2.1": "flowrl.rewards.clip:HPSv21",
             "jpeg-compressibility": "flowrl.rewards.images:JPEGCompressibility",
             "jpeg-incompressibility": "flowrl.rewards.images:JPEGIncompressibility",
@@ -125,9 +127,10 @@ KINDS: dict[str, Kind] = {
             "ocr": "flowrl.rewards.ocr:OCR",
             "pickscore": "flowrl.rewards.clip:PickScore",
             "weighted-sum": "flowrl.rewards.combine:WeightedSum",
+            "win-rate": "flowrl.rewards.groups:WinRate",
         },
-        ("flowrl.protocols:RewardModel",),
-        "a method `score(images, prompts)`",
+        ("flowrl.protocols:RewardModel", "flowrl.protocols:GroupReward"),
+        "a method `score(images, prompts)`, or `score_groups(images, prompts)` and an attribute `evaluation`",
     ),
     "features": Kind(
         "feature space",

@@ -83,23 +83,24 @@ def test_wrong_shapes_are_refused_by_axis(name: str) -> None:
 
 
 CONFORMANCE = """
-from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, Weighted
+from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, ValueTracker, Weighted
 from flowrl.flow import DrawnSteps, LogitNormalTimes, PermutedTimes, StratifiedTimes, UniformTimes
 from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.small_sd3 import SmallSD3Policy
 from flowrl.protocols import (
-    CompositeReward, CreditAssigner, FlowPolicy, ForwardLoss, PartsCreditAssigner, PolicyLoss, PooledForwardLoss, RandomSampler,
-    RewardModel, Sampler, Stateful, TimeDraw,
+    CompositeGroupReward, CompositeReward, CreditAssigner, FlowPolicy, ForwardLoss, GroupReward, PartsCreditAssigner, PolicyLoss,
+    PooledForwardLoss, PromptCreditAssigner, RandomSampler, RewardModel, Sampler, Stateful, TimeDraw,
 )
-from flowrl.rewards import FunctionReward, WeightedSum
+from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
 from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
 from flowrl.worlds.mixture import DirectionReward
 from flowrl.worlds.shapes.verifier import ShapesReward
 
 rules: list[CreditAssigner] = [Uniform(), Weighted(), StepwiseGain(), TurningPoint(), MovingAverageGain(), GDPO()]
 parts_rule: PartsCreditAssigner = GDPO()
-remembers: Stateful = MovingAverageGain()
+remembers: list[Stateful] = [MovingAverageGain(), ValueTracker()]
+by_prompt: PromptCreditAssigner = ValueTracker()
 kernels: list[Sampler] = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), AllButLast(CPS()), Window(CPS(), 0, 1)]
 drawn: list[RandomSampler] = [RandomWindow(CPS(), 1), SlidingWindow(CPS(), 1)]
 losses: list[PolicyLoss] = [ClippedLoss(), GRPOGuard(), FlowDPPO(), PolicyGradientLoss()]
@@ -108,6 +109,8 @@ pooled: list[PooledForwardLoss] = [AWM(), DGPO()]
 times: list[TimeDraw] = [PermutedTimes(), StratifiedTimes(), UniformTimes(), LogitNormalTimes(), DrawnSteps()]
 rewards: list[RewardModel] = [ShapesReward(), DirectionReward(), FunctionReward(lambda images, prompts: images), WeightedSum({})]
 sums: CompositeReward = WeightedSum({})
+compared: list[GroupReward] = [WinRate(DirectionReward())]
+compared_sums: CompositeGroupReward = GroupSum({})
 
 
 def policies(one: MixturePolicy, other: SmallSD3Policy) -> list[FlowPolicy]:

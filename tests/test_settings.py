@@ -15,6 +15,7 @@ from flowrl.credit import (
     StepwiseGain,
     TurningPoint,
     Uniform,
+    ValueTracker,
     Weighted,
     balanced,
     generalised_gains,
@@ -45,6 +46,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
     Weighted: {"weights": "noise", "rule": None, "std": "group", "clamp": 5.0, "probe": NoProbe()},
     StepwiseGain: {"normalise": "joint", "lam": 0.0, "gamma": 1.0, "pool": "prompt", "clamp": 5.0, "probe": Substeps(5)},
     MovingAverageGain: {"decay": 0.9, "clamp": 5.0, "probe": Substeps(5)},
+    ValueTracker: {"decay": 0.9, "std": "prompt", "clamp": 5.0},
     TurningPoint: {
         "consistent": True, "balance": "aggregate", "balance_scope": "batch", "first_step": True, "normalise": "step",
         "where": "turning", "min_size": 0.0, "confidence": 0.0, "combine": "replace", "seed": 0, "clamp": 5.0,
@@ -108,7 +110,7 @@ def test_defaults_of_windows_and_functions() -> None:
 
 @pytest.mark.parametrize(
     "part",
-    [*(kind() for kind in DEFAULTS if kind is not MovingAverageGain), Window(CPS(), 0, 1), AllButLast(CPS()),
+    [*(kind() for kind in DEFAULTS if kind not in (MovingAverageGain, ValueTracker)), Window(CPS(), 0, 1), AllButLast(CPS()),
      RandomWindow(CPS(), 1), SlidingWindow(CPS(), 1), GaussianMixture.ring(), StepTimes(torch.ones(1), torch.zeros(1))],
     ids=lambda part: type(part).__name__,
 )  # fmt: skip
@@ -130,6 +132,8 @@ LIMITS: list[tuple[type, str, list[Any], list[Any]]] = [
     (Weighted, "weights", ["noise", (1.0,), (0.0, -1.0)], [(), (math.nan,), "equal", [1.0]]),
     (MovingAverageGain, "decay", [0.0, 0.999], [1.0, -1e-6]),
     (MovingAverageGain, "clamp", [None, 1e-6], [0.0, math.inf]),
+    (ValueTracker, "decay", [0.0, 1.0], [1.1, -1e-6]),
+    (ValueTracker, "clamp", [None, 1e-6], [0.0, math.inf]),
     (TurningPoint, "min_size", [0.0, 10.0], [-1e-6, math.inf, math.nan]),
     (TurningPoint, "confidence", [0.0, 10.0], [-1e-6, math.inf, math.nan]),
     (TurningPoint, "clamp", [None, 1e-6], [0.0, math.inf]),

@@ -108,6 +108,8 @@ class _Setup:
 def _run_setup(args: Evaluate) -> _Setup:
     """Base and averaged weights of a finished run, with the run's settings unless the options replace them."""
     from flowrl.prompts import prompts_from
+    from flowrl.protocols import GroupReward
+    from flowrl.rewards import evaluation_reward
     from flowrl.training.build import load_trained, make_reward, make_world, policy_options
     from flowrl.training.config import load_config
 
@@ -129,7 +131,9 @@ def _run_setup(args: Evaluate) -> _Setup:
     if args.reward:
         rewards = _named_rewards(args, options.device)
     elif environment.reward:
-        rewards = {environment.reward: make_reward(config)}
+        own = make_reward(config)
+        name = f"evaluation of {environment.reward}" if isinstance(own, GroupReward) else environment.reward
+        rewards = {name: evaluation_reward(own)}
     else:
         rewards = {form: world.reward(form) for form in world.forms}
     prompts = prompts[: args.limit or None]
@@ -185,8 +189,9 @@ def _cache_size(prompts: "list[Prompt]") -> int:
 
 def _named_rewards(args: Evaluate, device: str) -> "dict[str, RewardModel]":
     from flowrl.registry import build
+    from flowrl.rewards import require_single
 
-    return {spec: build("reward", spec, device=device) for spec in args.reward}
+    return {spec: require_single(build("reward", spec, device=device), "reward", spec) for spec in args.reward}
 
 
 def _value_or(value: T | None, default: T) -> T:

@@ -20,11 +20,12 @@ from flowrl.credit.turning_point import (
 )
 from flowrl.credit.uniform import Uniform
 from flowrl.credit.units import Example, branched_tree, example, group_deviations, group_zscore, siblings, unit_values
+from flowrl.credit.value_tracker import ValueTracker
 from flowrl.credit.weighted import Weighted
 
 __all__ = [
     "GDPO", "BackedUp", "DenseGain", "DepthRelative", "Example", "MovingAverageGain", "Pruned", "RandomCredit", "SiblingRelative",
-    "StepwiseGain", "TurningPoint", "Uniform", "Weighted", "balanced", "branched_tree", "check_advantages",
+    "StepwiseGain", "TurningPoint", "Uniform", "ValueTracker", "Weighted", "balanced", "branched_tree", "check_advantages",
     "check_trained", "clear_swings", "example", "gains", "generalised_gains", "group_deviations", "group_zscore",
     "large_aggregates", "probed", "process_rewards", "random_steps", "reward_to_go", "siblings", "turning_points",
     "unit_values", "zscore",

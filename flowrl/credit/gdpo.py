@@ -11,7 +11,7 @@ from flowrl.credit.uniform import Uniform
 from flowrl.errors import CreditError, require
 from flowrl.options import checked_options
 from flowrl.probes import Probe
-from flowrl.protocols import CreditAssigner, SelectiveCredit
+from flowrl.protocols import CreditAssigner, PromptCreditAssigner, SelectiveCredit
 from flowrl.types import NodeTable, Schedule, StepTable, checked
 
 
@@ -35,7 +35,8 @@ class GDPO:
 
     def __post_init__(self) -> None:
         require(isinstance(self.rule, CreditAssigner), "GDPO.rule", self.rule, "a credit rule: attribute probe, method assign")
-        require(not isinstance(self.rule, SelectiveCredit), "GDPO.rule", self.rule, "a rule that does not select steps")
+        plain = not isinstance(self.rule, SelectiveCredit | PromptCreditAssigner)
+        require(plain, "GDPO.rule", self.rule, "a rule that selects no steps and asks for no prompts")
 
     @property
     def probe(self) -> Probe:

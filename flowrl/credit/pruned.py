@@ -13,7 +13,7 @@ from flowrl.credit.units import branched_tree
 from flowrl.errors import CreditError, require
 from flowrl.options import checked_options
 from flowrl.probes import Branching, Probe
-from flowrl.protocols import CreditAssigner, PartsCreditAssigner, SelectiveCredit, Stateful
+from flowrl.protocols import CreditAssigner, PartsCreditAssigner, PromptCreditAssigner, SelectiveCredit, Stateful
 from flowrl.tree import Tree
 from flowrl.types import NodeTable, Schedule, StepTable, checked
 
@@ -53,8 +53,10 @@ class Pruned:
     iteration: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        plain = isinstance(self.rule, CreditAssigner) and not isinstance(self.rule, PartsCreditAssigner | SelectiveCredit)
-        require(plain, "Pruned.rule", self.rule, "a credit rule that neither reads components nor selects steps by itself")
+        special = PartsCreditAssigner | PromptCreditAssigner | SelectiveCredit
+        plain = isinstance(self.rule, CreditAssigner) and not isinstance(self.rule, special)
+        allowed = "a credit rule that reads no components, asks for no prompts and selects no steps by itself"
+        require(plain, "Pruned.rule", self.rule, allowed)
         require(isinstance(self.rule.probe, Branching), "Pruned.rule.probe", self.rule.probe, "a branching probe: Branch or Comb")
         require(all(step >= 0 for step in self.steps), "Pruned.steps", self.steps, "0 or more each")
         require(self.every is None or self.every >= 1, "Pruned.every", self.every, "1 or more iterations, or None")

@@ -29,7 +29,7 @@ class AWM:
     `advantage_scale`. `clip` = c; with 1 only ratios above 2 are clipped.
 
     `ratio` = "exp_first": one ratio per row; "sum_first": one per sample, of the mean log p over its times (needs all times of
-    a sample, see `protocols.PooledForwardLoss`). `off_policy`: the ratio refers to the average network, with which samples are
+    a sample, see `forward.PooledForwardLoss`). `off_policy`: the ratio refers to the average network, with which samples are
     then drawn, instead of the weights at the beginning of the iteration. With one update per iteration, as published, rho = 1
     exactly unless `off_policy`, and the policy gradient is that of -A log p.
 

@@ -30,10 +30,10 @@ class DGPO:
 
     `anchor`: the network of S, the base model ("reference") or the copy `old` (released use_ema_ref, with beta_dpo 2000 to 5000
     and clip 1e-5 to 1e-4). `clip` = c: with rho = exp(l_old - l), rows with A > 0 and rho > 1+c, or A <= 0 and rho < 1-c, have
-    no policy gradient; None switches this off. `clip_kl`: they have none from the penalty either. A guided reference (released
-    kl_cfg) is whatever `ForwardBatch.reference` contains.
+    no policy gradient; None switches this off. `clip_kl`: they have none from the penalty either. Guidance of the velocities is a
+    setting of the run: `train_guidance_scale` 1 as published; `reference_guidance_scale` for a guided reference (kl_cfg).
 
-    S needs whole groups: in one batch, or by two passes (`protocols.PooledForwardLoss`).
+    S needs whole groups: in one batch, or by two passes (`forward.PooledForwardLoss`).
 
     The copy `old` follows the weights at every update, `decay` = (start, rate, cap) as in `forward.Decay`; start 1 because the
     released code counts the steps before the present one. It samples after `sample_from` steps: 200, GenEval 500. Published

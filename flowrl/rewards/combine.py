@@ -10,15 +10,25 @@ from torch import Tensor
 
 from flowrl.errors import require
 from flowrl.options import checked_options
-from flowrl.protocols import RewardModel
+from flowrl.protocols import GroupReward, RewardModel
 from flowrl.rewards.contract import check_score_shape, marks_invalid
 from flowrl.rewards.images import Images
 from flowrl.types import Prompt
 
 
 def weighted_total(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """sum_k w_k R^(k) over named scores [sample]; missing weights are 1."""
+    """sum_k w_k R^(k) over named scores of one shape; missing weights are 1."""
     return torch.stack([float(weights.get(name, 1.0)) * values for name, values in parts.items()]).sum(dim=0)
+
+
+def require_weights(part: str, models: Mapping[str, object], weights: Mapping[str, float]) -> None:
+    """Raise `ConfigError` unless there are models, and `weights` are finite numbers for some of them; `part` names the sum."""
+    require(len(models) > 0, f"{part}.models", dict(models), "one or more named reward models")
+    unknown = sorted(set(weights) - set(models))
+    require(not unknown, f"{part}.weights", unknown, f"names among {', '.join(models)}")
+    for name, weight in weights.items():
+        number = isinstance(weight, int | float) and math.isfinite(weight)
+        require(number, f"{part}.weights[{name!r}]", weight, "a finite number")
 
 
 @checked_options
@@ -35,12 +45,10 @@ class WeightedSum:
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require(len(self.models) > 0, "WeightedSum.models", dict(self.models), "one or more named reward models")
-        unknown = sorted(set(self.weights) - set(self.models))
-        require(not unknown, "WeightedSum.weights", unknown, f"names among {', '.join(self.models)}")
-        for name, weight in self.weights.items():
-            number = isinstance(weight, int | float) and math.isfinite(weight)
-            require(number, f"WeightedSum.weights[{name!r}]", weight, "a finite number")
+        require_weights("WeightedSum", self.models, self.weights)
+        compared = [name for name, model in self.models.items() if isinstance(model, GroupReward)]
+        allowed = "rewards of single samples; group-sum adds them to rewards that compare the members of a group"
+        require(not compared, "WeightedSum.models", compared, allowed)
 
     @property
     def marks_invalid(self) -> bool:

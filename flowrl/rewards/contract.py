@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import RewardContractError
-from flowrl.protocols import RewardModel
+from flowrl.protocols import AnyReward
 from flowrl.types import Prompt, tensor_problem
 
-__all__ = ["ComponentScores", "check_score_shape", "check_scores", "marks_invalid"]
+__all__ = ["ComponentScores", "check_group_scores", "check_score_shape", "check_scores", "marks_invalid"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ComponentScores:
         return torch.stack([values.isnan() for values in (self.total, *self.parts.values())]).any(0)
 
 
-def marks_invalid(reward: RewardModel) -> bool:
+def marks_invalid(reward: AnyReward) -> bool:
     """Whether NaN from this reward marks a sample as invalid; see `protocols.RewardModel`."""
     return bool(getattr(reward, "marks_invalid", False))
 
@@ -53,6 +53,18 @@ def check_scores(scores: object, prompts: Sequence[Prompt], origin: str, allow_i
             f"(prompt {prompts[first].text!r}); scores must be finite"
         )
     return values
+
+
+def check_group_scores(
+    scores: object, prompts: Sequence[Prompt], members: int, origin: str, allow_invalid: bool = False
+) -> Tensor:
+    """As `check_scores` for what a group reward returned: a tensor [prompt, member] for groups of `members` of these prompts."""
+    if isinstance(scores, Tensor) and not tensor_problem(scores) and scores.shape != (len(prompts), members):
+        found = f"{tuple(scores.shape)} for {len(prompts)} groups of {members} images"
+        raise RewardContractError(f"{origin} returned shape {found}; allowed: [prompt, member] = ({len(prompts)}, {members})")
+    flat = scores.flatten() if isinstance(scores, Tensor) and not tensor_problem(scores) else scores
+    repeated = [prompt for prompt in prompts for _ in range(members)]
+    return check_scores(flat, repeated, origin, allow_invalid).view(len(prompts), members)
 
 
 def check_score_shape(scores: object, count: int, origin: str) -> Tensor:

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from flowrl.distributed import Assignment, Distributed
 from flowrl.probes import Probe, whole
-from flowrl.protocols import FlowPolicy, RewardModel, Sampler
+from flowrl.protocols import AnyReward, FlowPolicy, Sampler
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.reward_table import RewardTables, reward_tables
 from flowrl.rollout.rollout import Rollout, rollout
@@ -55,7 +55,7 @@ class Collector:
     """
 
     policy: FlowPolicy
-    reward: RewardModel
+    reward: AnyReward
     schedule: Schedule
     groups: Groups
     probe: Probe
@@ -107,7 +107,7 @@ class Collector:
         usage.reward_calls += sum(calls for _, calls in gathered)
         path = _joined([result.trajectories for result in done])
         rows = torch.arange(assigned.first, assigned.first + assigned.count, device=self.policy.device)
-        tables = _stacked([table for tables, _ in gathered for table in tables])
+        tables = replace(_stacked([table for tables, _ in gathered for table in tables]), prompts=prompts)
         groups = self.groups.part(assigned.first, assigned.count)
         return Collected(Rollout(path, {}, groups), condition.take(rows), tables, assigned)
 

@@ -1,17 +1,17 @@
 """From finished images to what a forward-process loss sees: micro-batches of (sample, drawn time) rows."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, require
 from flowrl.flow.path import expand
-from flowrl.forward import ForwardBatch, WeightCopy, unit_means
-from flowrl.protocols import FlowPolicy, ForwardLoss, PooledForwardLoss
+from flowrl.forward import ForwardBatch, Guidance, WeightCopy, unit_means
+from flowrl.protocols import FlowPolicy, ForwardLoss, Guided, PooledForwardLoss
 from flowrl.rollout.loss_batch import MicroBatch, Pairs, all_pairs, in_units
 from flowrl.rollout.rollout import Groups, Rollout
 from flowrl.types import Condition, Schedule
@@ -61,7 +61,7 @@ class ForwardBatches:
     which a trajectory passes its time, so that rules that credit steps weight times. This is a heuristic: the states that are
     regressed are noised images, not those that the steps have led to, unless the loss's `noise` is "path". A rule that credits
     all steps alike gives the papers' losses. `times` [sample, draw] and `seed` are the iteration's, `copies` those that the
-    loss declares. Samples are numbered within this process.
+    loss declares. Velocities have the `guidance` that is given for the loss. Samples are numbered within this process.
     """
 
     policy: FlowPolicy
@@ -72,11 +72,16 @@ class ForwardBatches:
     times: Tensor
     seed: int
     copies: Mapping[str, CopiedWeights] = field(default_factory=dict)
+    guidance: Guidance = Guidance()
     pooled: Tensor | None = None
 
     def __post_init__(self) -> None:
         path, groups = self.rollout.trajectories, self.rollout.groups
         self.images, self.steps = path.images_latent, step_of(self.times, path.schedule)
+        self.sampled = self.policy.guidance_scale if isinstance(self.policy, Guided) else 1.0
+        scales = self.guidance.scales(self.sampled)
+        fits = isinstance(self.policy, Guided) or scales == (1.0, 1.0)
+        require(fits, "guidance of the loss", scales, f"1: {type(self.policy).__name__} has no guidance")
         if self.loss.noise == "path":
             if path.tree.branched:
                 raise ConfigError('noise = "path" is not allowed on branched trajectories; allowed: each, group, group-all-times')
@@ -86,12 +91,16 @@ class ForwardBatches:
             self.noise = training_noise(self.loss, groups, self.images.shape[1:], draws, self.seed, self.images.device)
 
     @property
-    def passes(self) -> int:
+    def passes(self) -> float:
         """Network evaluations of a row with the present weights: the current network, the reference, copies with other weights;
-        all but the reference twice if rows of a unit are in several micro-batches."""
+        twice if rows of a unit are in several micro-batches. With other guidance than the policy samples with, fractions or
+        multiples (`Guidance.evaluations`)."""
         copies = sum(one.copy.evaluated and not one.is_current for one in self.copies.values())
-        found = 1 + self.loss.needs_reference + copies
+        found = self.guidance.evaluations(1 + copies, self.loss.needs_reference, self.sampled)
         return found * (2 if self.pooled is not None else 1)
+
+    def _guided(self, scale: float) -> AbstractContextManager[None]:
+        return self.policy.guided(scale) if isinstance(self.policy, Guided) else nullcontext()
 
     def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
         """Before a mini-batch: the means over units that are spread over micro-batches, with the present weights."""
@@ -129,15 +138,17 @@ class ForwardBatches:
             state, target = (1 - spread) * image + spread * noise, noise - image
         timestep, rows = 1000.0 * time, self.condition.take(group)
         others: dict[str, Tensor] = {}
-        with torch.no_grad():  # before the current network: its graph must not see other weights
+        trained, reference = self.guidance.scales(self.sampled)
+        with torch.no_grad(), self._guided(trained):  # before the current network: its graph must not see other weights
             for name, copy in self.copies.items():
                 if copy.copy.evaluated and not copy.is_current:
                     with copy.weights():
                         others[name] = self.policy.velocity(state, timestep, rows)
-            if self.loss.needs_reference:
-                with self.policy.reference():
-                    others["reference"] = self.policy.velocity(state, timestep, rows)
-        new = self.policy.velocity(state, timestep, rows)
+        if self.loss.needs_reference:
+            with torch.no_grad(), self._guided(reference), self.policy.reference():
+                others["reference"] = self.policy.velocity(state, timestep, rows)
+        with self._guided(trained):
+            new = self.policy.velocity(state, timestep, rows)
         new = new.view_as(new)  # a gradient taken here does not run the hooks of the network's output (FSDP2's)
         for name, copy in self.copies.items():
             if copy.copy.evaluated and copy.is_current:

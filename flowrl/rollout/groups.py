@@ -55,3 +55,7 @@ class Groups:
         """A draw per row of `gaussian`, which has equally many rows for every group, prompt-major."""
         rows = len(gaussian.mean) // self.prompts
         return draw(gaussian, generator, self.first * rows, (self.of or self.prompts) * rows)
+
+    def normal(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Standard normal noise of the shape of x, whose rows are as those of `draw`."""
+        return self.draw(Gaussian(torch.zeros_like(x), x.new_ones(len(x))), generator)

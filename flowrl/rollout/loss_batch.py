@@ -1,7 +1,7 @@
 """From trajectories to what a policy loss sees: micro-batches of (trajectory, step) pairs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -22,18 +22,33 @@ from flowrl.types import Condition, Gaussian, LossBatch, LossResult, inputs_unch
 class Pairs:
     """(trajectory, step) pairs: `sample`, numbered among all samples, and `step` (for forward-process losses: the number of a
     drawn time). Pairs with the same number in `unit` follow each other and stay in one micro-batch, if they fit; None: each by
-    itself. `shared`: the pairs of a unit need one network evaluation together, as they start from one state."""
+    itself. `shared`: the pairs of a unit need one network evaluation together, as they start from one state. `zeros`: how many
+    more pairs the mean is over, which are left out because their gradient is 0."""
 
     sample: Tensor
     step: Tensor
     unit: Tensor | None = None
     shared: bool = False
+    zeros: int = 0
 
     def __len__(self) -> int:
         return len(self.sample)
 
     def __getitem__(self, rows: Tensor) -> "Pairs":
         return Pairs(self.sample[rows], self.step[rows], None if self.unit is None else self.unit[rows], self.shared)
+
+    @property
+    def total(self) -> int:
+        """The number of pairs that the mean is over."""
+        return len(self) + self.zeros
+
+    def without_zeros(self, advantages: Tensor) -> "Pairs":
+        """Those whose advantage [sample, step] is not 0, as part of the same mean; the first one if there are none, because the
+        optimizer steps on gradients of 0, too."""
+        kept = advantages.to(self.sample.device)[self.sample, self.step] != 0
+        kept[0] |= ~kept.any()
+        found = self[kept]
+        return replace(found, zeros=len(self) - len(found))
 
     @property
     def evaluations(self) -> int:
@@ -137,10 +152,10 @@ def _first(keys: Tensor) -> Tensor:
 class MicroBatch:
     """Pairs (`sample`, `step`), with samples numbered among those that this process rolled out.
 
-    `weight` is the number of its pairs / the number of pairs of its mini-batch, over all processes, so that the weighted sum of
-    mean losses is the mean over the mini-batch. Weight 0 is padding: sharded weights need equally many network calls everywhere.
-    `shared`: the first pair of every distinct parent, and the number of its parent for every pair; None if no pair shares one.
-    `whole`: no unit of the mini-batch is spread over micro-batches.
+    `weight` is the number of its pairs / the number of pairs of its mini-batch (`Pairs.total`), over all processes, so that
+    the weighted sum of mean losses is the mean over the mini-batch. Weight 0 is padding: sharded weights need equally many
+    network calls everywhere. `shared`: the first pair of every distinct parent, and the number of its parent for every pair;
+    None if no pair shares one. `whole`: no unit of the mini-batch is spread over micro-batches.
     """
 
     sample: Tensor
@@ -155,7 +170,7 @@ def micro_batches(pairs: Pairs, size: int, collected: Collected, distributed: Di
     own = pairs[collected.owned(pairs.sample, collected.assignment)]
     whole = pairs.largest <= size
     found = [
-        _micro_batch(piece, collected.samples.start, len(piece) / len(pairs), whole)
+        _micro_batch(piece, collected.samples.start, len(piece) / pairs.total, whole)
         for piece in (own.pieces(size) if len(own) else ())
     ]
     if distributed.sharded:

@@ -46,6 +46,7 @@ def valid_credit(
             part(tables.total),
             {name: part(table) for name, table in tables.parts.items()},
             torch.ones(int(alike.sum()), count, dtype=torch.bool),
+            prompts=[prompt for prompt, chosen in zip(tables.prompts, alike.tolist(), strict=False) if chosen],
         )
         advantages[kept] = assign(smaller, _left(schedule, alike, kept)).to(advantages).flatten(0, 1)
     return advantages, used

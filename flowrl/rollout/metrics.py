@@ -72,7 +72,7 @@ def step_gradients(result: LossResult, batch: LossBatch | ForwardBatch, step: Te
 
 
 class LossMetrics:
-    """Means over all pairs of an iteration of the loss and its metrics, and the largest "ratio_deviation".
+    """Means over all evaluated pairs of an iteration of the loss and its metrics, and the largest "ratio_deviation".
 
     `add` takes a micro-batch's result without waiting for the device, `take` fetches all of a mini-batch at once, and `merge`
     adds the mini-batch's rows of all processes.
@@ -90,13 +90,15 @@ class LossMetrics:
         self._names: list[str] = []
         self._values: list[Tensor] = []
 
-    def add(self, weight: float, result: LossResult, batch: LossBatch | ForwardBatch, step: Tensor) -> None:
+    def add(
+        self, weight: float, result: LossResult, batch: LossBatch | ForwardBatch, step: Tensor, evaluated: float = 1.0
+    ) -> None:
         """A micro-batch's loss and metrics, before its backward pass. `weight` is its share of the iteration's pairs, `step` has
-        their steps; weight 0 is left out."""
+        their steps; weight 0 is left out. `evaluated`: the share of its mini-batch's pairs that the means are over."""
         if weight > 0:
             named = {"loss": result.loss.detach(), **result.metrics}
             self._names = [*named, *map(_square, range(self.steps))]
-            self._weights.append(weight)
+            self._weights.append(weight / evaluated)
             values = torch.stack([value.detach().double().reshape(()) for value in named.values()])
             self._values.append(torch.cat([values, weight**2 * step_gradients(result, batch, step, self.steps)]))
 

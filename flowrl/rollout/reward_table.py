@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from flowrl.errors import RewardContractError
+from flowrl.errors import RewardContractError, require
 from flowrl.probes import Key, Scored
-from flowrl.protocols import CompositeReward, FlowPolicy, RewardModel
-from flowrl.rewards.contract import ComponentScores, check_scores, marks_invalid
+from flowrl.protocols import AnyReward, CompositeGroupReward, CompositeReward, FlowPolicy, GroupReward, RewardModel
+from flowrl.rewards.contract import ComponentScores, check_group_scores, check_scores, marks_invalid
+from flowrl.rollout.groups import Groups
 from flowrl.rollout.rollout import Rollout
 from flowrl.rollout.solvers import Usage
 from flowrl.types import Prompt, inputs_unchanged
@@ -38,18 +39,20 @@ class RewardTables:
     """R [prompt, member, node], and the same for every component of a composite reward (`parts`, empty otherwise).
 
     `valid` [prompt, member] is False where the reward marked the sample invalid at any node; its rewards are then NaN.
-    `log_probs` [prompt, unit] are those of a branched tree's edges (`flowrl.tree.Tree`).
+    `log_probs` [prompt, unit] are those of a branched tree's edges (`flowrl.tree.Tree`). `prompts`, one per row, are there for
+    rules that ask for them (`protocols.PromptCreditAssigner`); the collector fills them in.
     """
 
     total: Tensor
     parts: Mapping[str, Tensor]
     valid: Bool[Tensor, "prompt member"]
     log_probs: Tensor | None = None
+    prompts: Sequence[Prompt] = ()
 
 
 def reward_tables(
     policy: FlowPolicy,
-    reward: RewardModel,
+    reward: AnyReward,
     result: Rollout,
     prompts: Sequence[Prompt],
     usage: Usage | None = None,
@@ -57,21 +60,34 @@ def reward_tables(
 ) -> RewardTables:
     """R_j is what the rollout's probe makes of the scores of its estimates (the mean over their copies): by default that of the
     estimate at node j, NaN where none was made. On a branched tree, R_j is the value of the state at node j. R_T is the score of
-    the finished trajectory. `prompts`: one per group."""
+    the finished trajectory. `prompts`: one per group.
+
+    A `GroupReward` compares the members of a group: their finished images, and at a probed node their estimates of that node (of
+    several copies, those of the same number). A state that a group shares counts as one image per member. Batches are whole
+    groups, also if one is larger than `max_batch`. Raises `ConfigError` with such a reward if the probe leaves out members.
+    """
+    compared, name = isinstance(reward, GroupReward), type(reward).__name__
+    allowed = f"a probe that scores all members of a group: {name} compares them with each other"
+    require(not (compared and result.members), "probe", result.probe, allowed)
     groups, steps = result.groups, result.trajectories.schedule.steps
     probed = sorted(result.estimates.keys() - {steps}, key=lambda key: ("", key) if isinstance(key, int) else key)
     keys = [steps, *probed]
     distinct = {id(result.estimates[key]): result.estimates[key] for key in keys}
-    latents = list(distinct.values())
     copies = {id(result.estimates[key]): result.copies.get(key, 1) for key in keys}
+    latents = [_by_copy(latent, copies[at], groups) if compared else latent for at, latent in distinct.items()]
     owners = [prompt for latent in latents for prompt in prompts for _ in range(len(latent) // groups.prompts)]
     flat, finished = torch.cat(latents), len(latents[0])
     # Finished images have batches of their own, so that no probe changes the last bit of their rewards.
-    pieces = [*torch.arange(finished).split(max_batch), *torch.arange(finished, len(flat)).split(max_batch)]
+    size = max(max_batch // groups.members, 1) * groups.members if compared else max_batch
+    pieces = [*torch.arange(finished).split(size), *torch.arange(finished, len(flat)).split(size)]
     columns: dict[str, list[Tensor]] = {}
     for piece in (piece for piece in pieces if len(piece)):
         images = policy.decode(flat[piece.to(flat.device)])
-        scored = score_components(reward, images, [owners[i] for i in piece.tolist()], usage)
+        texts = [owners[i] for i in piece.tolist()]
+        if isinstance(reward, GroupReward):
+            scored = score_group_components(reward, images, texts[:: groups.members], usage)
+        else:
+            scored = score_components(reward, images, texts, usage)
         for name, values in {_TOTAL: scored.total, **scored.parts}.items():
             columns.setdefault(name, []).append(values.cpu())
     tables, filled = {}, [steps]
@@ -80,7 +96,10 @@ def reward_tables(
         rewards: dict[Key, Tensor] = {}
         for key in keys:
             at = id(result.estimates[key])
-            rewards[key] = scores[at].view(-1, copies[at]).mean(1).view(groups.prompts, -1)
+            if compared:
+                rewards[key] = scores[at].view(groups.prompts, copies[at], groups.members).mean(1)
+            else:
+                rewards[key] = scores[at].view(-1, copies[at]).mean(1).view(groups.prompts, -1)
         tables[name], filled = _table(result, rewards)
     tree = result.trajectories.tree
     if tree.branched:
@@ -89,6 +108,13 @@ def reward_tables(
     for table in tables.values():
         table[~valid] = float("nan")
     return RewardTables(tables.pop(_TOTAL), tables, valid, result.log_probs)
+
+
+def _by_copy(latents: Tensor, copies: int, groups: Groups) -> Tensor:
+    """Latents [prompt x member x copy] as [prompt x copy x member], so that those to be compared are in a row; a state that a
+    group shares is there once per member."""
+    found = latents.unflatten(0, (groups.prompts, -1, copies)).transpose(1, 2)
+    return found.expand(-1, -1, groups.members, *found.shape[3:]).flatten(0, 2)
 
 
 def _table(result: Rollout, rewards: Mapping[Key, Tensor]) -> tuple[Tensor, list[int]]:
@@ -106,7 +132,7 @@ def _table(result: Rollout, rewards: Mapping[Key, Tensor]) -> tuple[Tensor, list
 
 def reward_table(
     policy: FlowPolicy,
-    reward: RewardModel,
+    reward: AnyReward,
     result: Rollout,
     prompts: Sequence[Prompt],
     usage: Usage | None = None,
@@ -137,3 +163,24 @@ def score_components(
     if usage is not None:
         usage.reward_calls += len(prompts)
     return ComponentScores(total.detach().float(), {key: values.detach().float() for key, values in parts.items()})
+
+
+def score_group_components(
+    reward: GroupReward, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None = None
+) -> ComponentScores:
+    """As `score_components` for a reward that compares the members of groups: `images` [sample, ...] of whole groups, one after
+    the other, with one prompt per group; scores are [sample]."""
+    name, allowed, members = type(reward).__name__, marks_invalid(reward), len(images) // len(prompts)
+    together, parts = images.unflatten(0, (len(prompts), members)), {}
+    with torch.no_grad(), inputs_unchanged(f"{name}.score_groups", RewardContractError, images):
+        if isinstance(reward, CompositeGroupReward):
+            for key, values in reward.group_parts(together, prompts).items():
+                parts[key] = check_group_scores(values, prompts, members, f"{name}.group_parts()[{key!r}]", allowed)
+            total = check_group_scores(reward.total(parts), prompts, members, f"{name}.total", allowed)
+        else:
+            found = reward.score_groups(together, prompts)
+            total = check_group_scores(found, prompts, members, f"{name}.score_groups", allowed)
+    if usage is not None:
+        usage.reward_calls += len(images)
+    flat = {key: values.detach().float().flatten() for key, values in parts.items()}
+    return ComponentScores(total.detach().float().flatten(), flat)

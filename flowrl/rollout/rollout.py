@@ -12,7 +12,7 @@ from flowrl.probes import Branching, Key, NoProbe, Probe
 from flowrl.protocols import FlowPolicy, Sampler
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.probing import check_network, estimates
-from flowrl.rollout.solvers import SolverSteps, Usage, ode_step, solver_steps
+from flowrl.rollout.solvers import SolverSteps, Usage, ode_step, solver_schedule, solver_steps
 from flowrl.samplers import Multistep, transition_stds
 from flowrl.tree import Edges, Tree, plain_tree
 from flowrl.types import Condition, Gaussian, Schedule, Trajectories
@@ -87,10 +87,13 @@ def rollout(
     check_network(probe.network, policy)
     require(max_batch >= 1, "max_batch", max_batch, "1 or more")
     require(len(noise) == groups.samples, "noise rows", len(noise), f"prompts x members = {groups.samples}")
+    if isinstance(sampler, Multistep):
+        schedule = solver_schedule(sampler.solver, schedule)
     schedule = attach_stds(schedule, sampler)
     tree = group_tree(schedule, groups, probe, generator)
     walk = _Walk(policy, sampler, replace(schedule, tree=tree), condition, generator, groups, usage or Usage(), max_batch)
-    walk.solver = solver_steps(sampler.solver, schedule.times) if isinstance(sampler, Multistep) else None
+    if isinstance(sampler, Multistep):
+        walk.solver = solver_steps(sampler.solver, schedule.times, sampler.tau, lambda x: groups.normal(x, generator))
     with policy.frozen(), torch.no_grad():
         starts = noise.float().unflatten(0, (groups.prompts, -1))
         return walk.run(torch.stack([starts[:, member] for member in tree.first_members], 1), probe)

@@ -10,10 +10,11 @@ from torch import Tensor
 from flowrl.errors import require
 from flowrl.probes import Solver
 from flowrl.protocols import FlowPolicy
+from flowrl.rollout.sa_solver import SASolver, sa_schedule
 from flowrl.samplers import ODE
 from flowrl.types import Condition, Schedule
 
-SOLVERS: tuple[str, ...] = get_args(Solver)
+SOLVERS: tuple[str, ...] = (*get_args(Solver), "sa")
 NEAREST_TO_NOISE = 1.0 - 1e-5
 """Largest time of the multistep solvers, whose half log signal-to-noise ratio is infinite at t = 1. The network still gets t = 1;
 the first step treats pure noise as a state at this time. diffusers' own grids start at 0.999, which leaves an error that no
@@ -49,11 +50,13 @@ def solve(
 
     "euler": `integrate`, T evaluations, order 1. "heun" (FlowMatchHeunDiscreteScheduler): 2 T - 1, order 2. "dpm++"
     (DPMSolverMultistepScheduler, arXiv 2211.01095) and "unipc" (UniPCMultistepScheduler, arXiv 2302.04867): T, order 2, exact
-    where the clean estimate does not change along the way. Raises `ConfigError` for an unknown solver.
+    where the clean estimate does not change along the way. "sa" (`SASolver` with tau 0, on the grid of `sa_schedule`): the same.
+    Raises `ConfigError` for an unknown solver.
     """
     require(solver in SOLVERS, "solver", solver, f"one of {', '.join(SOLVERS)}")
     if solver == "euler":
         return integrate(policy, schedule, condition, noise, usage, max_batch)
+    schedule = solver_schedule(solver, schedule)
     steps = solver_steps(solver, schedule.times)
     x = noise.float()
     with policy.frozen(), torch.no_grad():
@@ -91,9 +94,19 @@ class SolverSteps:
     step: Callable[[int, Tensor, Tensor], Tensor]
 
 
-def solver_steps(solver: str, times: Tensor) -> SolverSteps:
-    """Solver heun, dpm++ or unipc on the grid `times` [point], descending to 0, by diffusers' schedulers."""
+def solver_schedule(solver: str, schedule: Schedule) -> Schedule:
+    """The grid that a solver takes for a policy's `schedule`: the same, except for "sa"."""
+    return sa_schedule(schedule) if solver == "sa" else schedule
+
+
+def solver_steps(
+    solver: str, times: Tensor, tau: float = 0.0, draw: Callable[[Tensor], Tensor] = torch.randn_like
+) -> SolverSteps:
+    """A solver other than Euler's on the grid `times` [point], descending to 0: heun, dpm++ or unipc by diffusers' schedulers, or
+    sa, whose noise `tau` > 0 comes from `draw`."""
     grid = times.cpu()
+    if solver == "sa":
+        return SolverSteps(list(range(len(grid) - 1)), SASolver(grid, tau, draw).step)
     scheduler, points = _heun(grid) if solver == "heun" else _multistep(solver, grid)
     # Distinct timesteps and a start at the first; otherwise a scheduler looks steps up by their value.
     scheduler.timesteps = grid[points] * 1000.0

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from flowrl.protocols import RewardModel
 from flowrl.rewards.combine import WeightedSum
 from flowrl.rewards.contract import ComponentScores
+from flowrl.rewards.groups import require_single
 from flowrl.serving.batching import Batcher, Metrics, is_transient
 from flowrl.serving.gate import Gate, error_response
 from flowrl.serving.openapi import ERRORS, SCORE_REQUEST, HealthResponse, InfoResponse, render_page
@@ -34,6 +35,7 @@ class RewardServer:
     """A reward model, the thread that calls it, and the state that all requests share."""
 
     def __init__(self, reward: RewardModel, settings: ServerSettings) -> None:
+        reward = require_single(reward, "reward", settings.name)
         self.settings, self.limits = settings, settings.limits
         self.metrics = Metrics()
         self.memory = MemoryBudget(self.limits.memory_bytes)

@@ -61,6 +61,7 @@ class ServeReward:
             message = f"serve-reward needs the extra 'server' ({error}); install it with: pip install -e '.[server]'"
             raise ConfigError(message) from error
         from flowrl.registry import build
+        from flowrl.rewards import require_single
         from flowrl.serving.weights import load_weights
 
         limits = ServerLimits(
@@ -71,7 +72,7 @@ class ServeReward:
         )
         listener = Listener.open(self.host, self.port)
         with listener.socket:
-            reward = build("reward", self.reward)
+            reward = require_single(build("reward", self.reward), "reward", self.reward)
             load_weights(reward)
             if not token and not listener.loopback and not self.no_token:
                 token = secrets.token_urlsafe(32)

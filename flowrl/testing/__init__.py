@@ -18,7 +18,7 @@ from typing import Any
 
 from flowrl.errors import require
 from flowrl.protocols import FlowPolicy
-from flowrl.testing import credit, forward_loss, loss, policy, probe, reward, sampler
+from flowrl.testing import credit, forward_loss, group_reward, loss, policy, probe, reward, sampler
 from flowrl.testing.credit import schedule_for
 from flowrl.testing.findings import ContractAdvice, ContractBroken, Finding, Findings, maker
 from flowrl.testing.reward import Examples
@@ -38,10 +38,10 @@ from flowrl.types import Prompt
 
 __all__ = [
     "TINY", "TINY_VIDEO", "ContractAdvice", "ContractBroken", "Finding", "Findings", "check_credit", "check_forward_loss",
-    "check_loss", "check_policy", "check_probe", "check_reward", "check_sampler", "credit_contract",
-    "forward_loss_contract", "loss_contract", "policy_contract", "probe_contract", "reward_contract", "sampler_contract",
-    "schedule_for", "tiny_flux", "tiny_flux_policy", "tiny_qwen_image", "tiny_qwen_image_policy", "tiny_sd3",
-    "tiny_sd3_policy", "tiny_wan", "tiny_wan_policy",
+    "check_group_reward", "check_loss", "check_policy", "check_probe", "check_reward", "check_sampler", "credit_contract",
+    "forward_loss_contract", "group_reward_contract", "loss_contract", "policy_contract", "probe_contract",
+    "reward_contract", "sampler_contract", "schedule_for", "tiny_flux", "tiny_flux_policy", "tiny_qwen_image",
+    "tiny_qwen_image_policy", "tiny_sd3", "tiny_sd3_policy", "tiny_wan", "tiny_wan_policy",
 ]  # fmt: skip
 
 TestFunction = Callable[..., None]
@@ -78,6 +78,17 @@ def reward_contract(
     other parts a reward model is not copied.
     """
     return reward.CONTRACT.as_test(_reward_case(part, examples), without)
+
+
+def group_reward_contract(
+    part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()
+) -> TestFunction:
+    """A pytest function that checks a reward against `GroupReward`'s (and `CompositeGroupReward`'s) contract.
+
+    `examples`: images [prompt, member, channel, height, width], or videos, of two or more prompts with three or more members
+    each, and the prompts, or a function that makes them; default: smooth random images of 32x32. The model is not copied.
+    """
+    return group_reward.CONTRACT.as_test(_group_reward_case(part, examples), without)
 
 
 def policy_contract(
@@ -131,6 +142,13 @@ def check_reward(part: Any, examples: Examples | Callable[[], Examples] | None =
     return reward.CONTRACT.findings(_reward_case(part, examples), without)
 
 
+def check_group_reward(
+    part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()
+) -> Findings:
+    """Which promises a reward that compares samples keeps; options as in `group_reward_contract`."""
+    return group_reward.CONTRACT.findings(_group_reward_case(part, examples), without)
+
+
 def check_policy(
     part: Any, prompts: Sequence[Prompt | str] = PROMPTS, tolerance: float = 1e-4, without: Sequence[str] = ()
 ) -> Findings:
@@ -160,6 +178,12 @@ def _reward_case(part: Any, examples: Examples | Callable[[], Examples] | None) 
     images, prompts = reward.examples_of(examples)
     make = maker(part, share=True)
     return lambda: reward.Case(make(), images, prompts)
+
+
+def _group_reward_case(part: Any, examples: Examples | Callable[[], Examples] | None) -> Callable[[], group_reward.Case]:
+    images, prompts = group_reward.examples_of(examples)
+    make = maker(part, share=True)
+    return lambda: group_reward.Case(make(), images, prompts)
 
 
 def _policy_case(part: Any, prompts: Sequence[Prompt | str], tolerance: float) -> Callable[[], policy.Case]:

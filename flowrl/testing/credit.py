@@ -14,7 +14,7 @@ from flowrl.probes import Branching, Probe
 from flowrl.testing import findings
 from flowrl.testing.findings import Contract, ContractBroken, expect, name_of, twice, unchanged
 from flowrl.testing.tables import left, of_members, of_prompts, schedule_for, tree_sizes
-from flowrl.types import Schedule
+from flowrl.types import Prompt, Schedule
 
 CONTRACT = Contract("credit rule")
 promise = CONTRACT.promise
@@ -254,6 +254,35 @@ def keeps_its_memory(case: Case) -> None:
 def _applied(rule: Any, table: Example) -> Tensor:
     """The advantages of `rule` itself, whose memory moves."""
     return rule.assign(table.rewards.clone(), table.schedule)
+
+
+@promise("a rule with `assign_prompts` follows the prompts' texts: with prompts in another order, and after a restored memory")
+def follows_prompts(case: Case) -> None:
+    if not hasattr(case.rule, "assign_prompts"):
+        return
+    first, second = (t for seed, t in enumerate(case.tables(seeds=2)) if seed < 2)
+    texts, order = [Prompt(f"prompt {i}") for i in range(len(first.rewards))], torch.arange(len(first.rewards)).flip(0)
+
+    def visit(rule: Any, shown: Example, prompts: list[Prompt]) -> Tensor:
+        with unchanged({"the table [prompt, member, node]": shown.rewards, **_parts(shown.schedule)}):
+            found = rule.assign_prompts(shown.rewards, prompts, shown.schedule)
+        needs_steps(case, found, shown.rewards, "assign_prompts")
+        return found
+
+    rule, restored, moved = (copy.deepcopy(case.rule) for _ in range(3))
+    same(visit(rule, first, texts), case.assign(first), "at the first visit", "`assign` is for prompts that are all new.", 1e-6)
+    if hasattr(rule, "state_dict"):
+        restored.load_state_dict(rule.state_dict())
+        again = visit(restored, second, texts)
+    else:
+        again = visit(copy.deepcopy(rule), second, texts)
+    visit(moved, of_prompts(first, order), [texts[i] for i in order])
+    expected = visit(rule, second, texts)
+    same(again, expected, "after load_state_dict(state_dict())", "Is part of the memory missing, or shared and not cloned?", 0.0)
+    hint = "Key the memory by the prompt's text, not by its place in the table."
+    same(visit(moved, second, texts), expected, "after a table with the prompts in another order", hint)
+    swapped = visit(copy.deepcopy(rule), of_prompts(first, order), [texts[i] for i in order])
+    same(swapped[order], visit(rule, first, texts), "with the prompts in another order", hint)
 
 
 @promise("a rule with `trained` says which decisions enter the loss, bool [prompt, member, step], for permuted members too")

@@ -9,18 +9,18 @@ from pathlib import Path
 import torch
 
 from flowrl.distributed import Distributed
-from flowrl.errors import CheckpointError, require
+from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.flow import uniform_schedule
 from flowrl.methods import Method, make_sampler, method_loss, named_method, try_credit
 from flowrl.policies.pipeline import ModelOptions
-from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, RandomSampler, RewardModel
+from flowrl.protocols import AnyReward, FlowPolicy, ForwardLoss, GroupReward, PolicyLoss, RandomSampler
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.samplers import trained_steps, transition_stds
 from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.heldout import make_heldout_metrics
-from flowrl.training.trainer import Trainer
+from flowrl.training.trainer import Trainer, loss_guidance
 from flowrl.types import Schedule
 from flowrl.worlds.base import PolicyOptions, World, check_hash, model_world, world
 
@@ -49,7 +49,11 @@ def make_method(config: RunConfig) -> Method:
     if isinstance(loss, ForwardLoss):
         loss.times.draw(schedule, 1, torch.Generator().manual_seed(0))
         require(algorithm.trained_steps == "all", "trained_steps", algorithm.trained_steps, "all: this loss has times of its own")
+        loss_guidance(config)
     else:
+        allowed = "left out: log-probabilities are those of the velocities that sample; a forward-process loss may train others"
+        for name in ("train_guidance_scale", "reference_guidance_scale"):
+            require(getattr(config.policy, name) == 0, name, getattr(config.policy, name), allowed)
         first_trained_steps(config)
     sampler = make_sampler(algorithm.sampler, algorithm.noise_level, algorithm.window)
     shared = None if algorithm.initial_noise == "auto" else algorithm.initial_noise == "shared"
@@ -65,15 +69,18 @@ def make_loss(config: RunConfig) -> PolicyLoss | ForwardLoss:
     return method_loss(algorithm.method, algorithm.loss, clip_range=algorithm.clip_range, kl_weight=algorithm.kl_weight)
 
 
-def make_reward(config: RunConfig) -> RewardModel:
+def make_reward(config: RunConfig) -> AnyReward:
     """The reward that training uses: the task's own in `reward_form`, or `reward`; with the run's noise and bias, if any."""
     environment = config.environment
     if environment.reward:
-        model: RewardModel = build("reward", environment.reward, device=config.policy.device)
+        model: AnyReward = build("reward", environment.reward, device=config.policy.device)
     else:
         model = make_world(config).reward(environment.reward_form)
     if environment.reward_noise == 0 and environment.reward_bias == 0:
         return model
+    if isinstance(model, GroupReward):
+        noise, name = (environment.reward_noise, environment.reward_bias), type(model).__name__
+        raise ConfigError(f"reward_noise, reward_bias = {noise} are not allowed: 0 with {name}, which compares samples")
     return NoisyReward(model, environment.reward_noise, environment.reward_bias, config.seed)
 
 
@@ -138,10 +145,10 @@ def trial_schedule(config: RunConfig) -> Schedule:
     stds = schedule.stds
     if isinstance(make_loss(config), ForwardLoss):
         return schedule
-    silent = algorithm.sampler == "ode" or algorithm.noise_level == 0
-    name = "sampler" if algorithm.sampler == "ode" else "noise_level"
-    need = "above 0, with a stochastic sampler: the loss needs log-probabilities, and a deterministic step has none"
-    require(not silent, name, getattr(algorithm, name), need)
+    need = "a stochastic sampler: the loss needs log-probabilities, and a step of the ODE or of a multistep solver has none"
+    kernel = algorithm.sampler.partition("(")[0].strip()
+    require(kernel not in ("ode", "multistep"), "sampler", algorithm.sampler, need)
+    require(algorithm.noise_level > 0, "noise_level", algorithm.noise_level, f"above 0, with {need}")
     require(stds is not None and bool((stds > 0).any()), "window", algorithm.window, "at least one stochastic step")
     return schedule
 

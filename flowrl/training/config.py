@@ -14,7 +14,7 @@ from flowrl.errors import ConfigError, require
 from flowrl.options import Count, Seed, Whole
 from flowrl.reading import load_document, reading
 from flowrl.settings import flat, groups_of, nested, read_settings, read_values, replaced, settings_group
-from flowrl.training.presets import MIXTURE_DEFAULTS, MODEL_DEFAULTS, combine
+from flowrl.training.presets import MIXTURE_DEFAULTS, MODEL_DEFAULTS, accelerator_defaults, combine
 from flowrl.trust import trusted
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -54,7 +54,7 @@ class AlgorithmConfig:
     credit: str = ""
     """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class."""
     sampler: str = "flow-sde"
-    """flow-sde, dance-sde, cps or ddim-sde; NAME of a plug-in, or path/to/file.py:Class."""
+    """flow-sde, dance-sde, cps, ddim-sde or, for forward-process losses, ode or multistep; a plug-in or path/to/file.py:Class."""
     noise_level: float = 0.7
     """The sampler's noise: a of flow-sde and ddim-sde, eta of dance-sde and cps."""
     window: str = "2:5"
@@ -164,6 +164,10 @@ class PolicyConfig:
     """Frames of the videos of `model`; 1 for images."""
     guidance_scale: Annotated[float, Ge(1)] = 1.0
     """Classifier-free guidance of `model` in sampling, training and evaluation; 1 = off."""
+    train_guidance_scale: Annotated[float, Ge(0)] = 0.0
+    """Guidance of the velocities in a forward-process loss; 1 = off: the conditional ones alone; 0 = `guidance_scale`."""
+    reference_guidance_scale: Annotated[float, Ge(0)] = 0.0
+    """That of the base model's velocity in a forward-process loss; 0 = `train_guidance_scale`."""
     negative_prompt: str = ""
     """Negative prompt of the guidance of `model`."""
     guidance_gradient: Literal["both", "prompt"] = "both"
@@ -192,8 +196,8 @@ class EvaluationConfig:
     """Held-out samples per evaluation (prompts are repeated if there are fewer)."""
     eval_steps: Annotated[int, Ge(1), Le(10**5)] = 20
     """Denoising steps during evaluation."""
-    eval_solver: Literal["euler", "heun", "dpm++", "unipc"] = "euler"
-    """euler, heun (two evaluations per step), dpm++ or unipc."""
+    eval_solver: Literal["euler", "heun", "dpm++", "unipc", "sa"] = "euler"
+    """euler, heun (two evaluations per step), dpm++, unipc or sa."""
     heldout_rewards: tuple[str, ...] = ()
     """Rewards that are evaluated but never trained on: names as for `reward`; also strict, graded, soft, palette, balance and
     clarity (shapes), or strict, graded, soft and density (mixture)."""
@@ -282,7 +286,7 @@ class RunConfig:
 MODEL_ONLY = (
     "prompts", "heldout_prompts", "resolution", "width", "num_frames", "guidance_scale", "negative_prompt", "guidance_gradient",
     "tuning", "adapter", "frozen_adapters", "lora_targets", "prompt_cache", "decode_batch", "decode_dtype",
-    "max_sequence_length", "gradient_checkpointing",
+    "max_sequence_length", "gradient_checkpointing", "train_guidance_scale", "reference_guidance_scale",
 )  # fmt: skip
 """Settings that mean nothing on a built-in world."""
 DEFAULTS = {item.name: item.default for group in groups_of(RunConfig).values() for item in fields(cast(Any, group))}
@@ -328,18 +332,11 @@ class Preset:
         chosen = {**self.changes, **changes}
         base: dict[str, Any] = MIXTURE_DEFAULTS if chosen.get("world") == "mixture" else {}
         if chosen.get("model"):
-            accelerator = _accelerator()
+            accelerator = accelerator_defaults()
             if not accelerator and "device" not in chosen and "dtype" not in changes:
                 chosen.pop("dtype", None)
             base = {**MODEL_DEFAULTS, **accelerator}
         return RunConfig.of(**{**base, **chosen})
-
-
-def _accelerator() -> dict[str, Any]:
-    """Where a model trains by default; empty without CUDA."""
-    import torch
-
-    return {"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}
 
 
 def preset(name: str, trust: bool = False) -> Preset:

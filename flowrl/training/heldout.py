@@ -15,7 +15,7 @@ from flowrl.distributed import Distributed
 from flowrl.errors import RewardError, require
 from flowrl.protocols import Features, RewardModel
 from flowrl.registry import KINDS, build
-from flowrl.rewards import FunctionReward, NoisyReward
+from flowrl.rewards import FunctionReward, NoisyReward, require_single
 from flowrl.rewards.diversity import group_features, pairwise_diversity
 from flowrl.rollout import ImageBatch, score
 from flowrl.training.config import RunConfig
@@ -24,7 +24,7 @@ from flowrl.worlds.base import World
 
 _LOG = logging.getLogger(__name__)
 DIVERSITY_SEED = 20241
-COMBINATIONS = ("weighted-sum", "clipped", "frame-mean")
+COMBINATIONS = ("weighted-sum", "clipped", "frame-mean", "group-sum", "win-rate")
 """Built-in rewards that accept whatever their components accept; all other built-in rewards read images."""
 
 SampleRows = Callable[[Sequence[Prompt], int, range, int], Iterator[ImageBatch]]
@@ -164,7 +164,7 @@ def _heldout_reward(spec: str, config: RunConfig, world: World) -> RewardModel:
     available = ", ".join([*world.forms, *world.qualities])
     allowed = f"{available} or path/to/file.py:Class; {name} scores images, and the {world.name} world has points"
     require(world.name != "mixture" or not reads_images, "heldout_rewards", spec, allowed)
-    return build("reward", spec, device=config.policy.device)
+    return require_single(build("reward", spec, device=config.policy.device), "heldout_rewards", spec)
 
 
 def _mean_or_none(name: str, parts: Sequence[Tensor | None]) -> float | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from flowrl.diagnostics.memory import peak_memory_during
 from flowrl.errors import TrainingError
 from flowrl.policies.sd3 import SD3
+from flowrl.protocols import GroupReward, PromptCreditAssigner
 from flowrl.training.trainer import Trainer
 from flowrl.types import Condition
 
@@ -68,6 +69,8 @@ class Limits:
     dtype: str = "float32"
     float16_works: bool = False
     """Whether the network's activations stay within the range of float16 on this device: SD3.5's on a GPU do, FLUX's do not."""
+    compared: bool = False
+    """Whether the training reward compares samples: its mean does not rise, and evaluations have another scale."""
 
 
 def limits_of(trainer: Trainer) -> Limits:
@@ -75,9 +78,11 @@ def limits_of(trainer: Trainer) -> Limits:
     config, policy = trainer.config, trainer.policy
     float16_works = policy.device.type == "cuda" and isinstance(getattr(policy, "family", None), SD3)
     clip = getattr(trainer.method.loss, "clip_range", None)
+    teaching = isinstance(trainer.method.credit, PromptCreditAssigner)  # groups of equal rewards may teach, too
     return Limits(
-        clip, config.rollout.groups, config.evaluation.eval_samples, dtype=config.policy.dtype, float16_works=float16_works
-    )
+        clip, config.rollout.groups, config.evaluation.eval_samples, 1.0 if teaching else Limits.zero_spread,
+        dtype=config.policy.dtype, float16_works=float16_works, compared=isinstance(trainer.reward, GroupReward),
+    )  # fmt: skip
 
 
 def notices(rows: Sequence[Row], limits: Limits, every: int = EVERY) -> list[Notice]:
@@ -184,6 +189,8 @@ def collapse(rows: Sequence[Row], limits: Limits) -> Notice | None:
     """The reward fell back from its best by more than `fall` of the gain, and by more than chance explains: held-out reward by
     0.2 standard deviations of a sample's reward (or 3 standard errors, which is more for few samples), training reward (means of
     `WINDOW` iterations) by 7 standard errors, taken as if all of a reward's variance were between prompts."""
+    if limits.compared:
+        return None
     trained = [row for row in rows if "reward_mean" in row]
     spread = statistics.median([row["reward_std"] for row in trained]) if trained else 0.0
     held = [row["evaluation"]["reward"] for row in rows if row.get("evaluation")]

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from flowrl.errors import ConfigError, require
+from flowrl.forward import guidance_passes
 from flowrl.methods import Method
 from flowrl.policies import Memory, Size, architecture_of, count_memory
 from flowrl.policies.small_sd3 import SmallSD3Config
@@ -16,6 +17,7 @@ from flowrl.rollout.loss_batch import all_pairs, minibatch_pairs
 from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.training.build import first_trained_steps, make_method, trial_schedule
 from flowrl.training.config import RunConfig
+from flowrl.training.trainer import loss_guidance
 from flowrl.types import Schedule
 
 
@@ -29,9 +31,11 @@ class Plan:
     trajectories, so that `evaluations_per_update_and_process` is a mean, of a process that has its full number of groups.
 
     `nfe` are network evaluations of the rollout and its probe (`Probe.cost`), a fraction for calls that compute less;
-    `train_nfe` those of the update (`evaluations`, twice with a KL to the base model), both without guidance;
-    `passes_per_evaluation` is 2 with classifier-free guidance. `passes` are the forward passes of an iteration, one latent each,
-    guidance included. `rows_per_micro_batch` is what the network sees at once in training, `rows_per_call` in sampling.
+    `train_nfe` those of the update (`evaluations`, twice with a KL to the base model: `velocities`), both without guidance;
+    `passes_per_evaluation` is 2 with classifier-free guidance. A forward-process loss may have another guidance than the samples
+    (`forward.Guidance`): its velocities are then fractions or multiples of an evaluation, those that take a gradient
+    `gradient_nfe` in all. `passes` are the forward passes of an iteration, one latent each, guidance included.
+    `rows_per_micro_batch` is what the network sees at once in training, `rows_per_call` in sampling.
     """
 
     trajectories: int
@@ -51,7 +55,9 @@ class Plan:
     sequential_calls: int
     calls_of_a_process: int
     rows_per_call: int
-    train_nfe: int
+    velocities: int
+    train_nfe: float
+    gradient_nfe: float
     passes_per_evaluation: int
     passes: float
     reward_calls: int
@@ -69,11 +75,11 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     groups = math.ceil(rollout.groups / processes)
     schedule = _schedule(config, method)
     assert schedule.tree is not None
-    members, passes_per_pair = torch.arange(rollout.group_size), 1 + method.loss.needs_reference
+    members, own, networks = torch.arange(rollout.group_size), config.policy.guidance_scale, 1
     if isinstance(method.loss, ForwardLoss):
         trained = torch.arange(method.loss.times.draws(trial_schedule(config)))
         pairs = all_pairs(members, trained)
-        passes_per_pair += sum(copy.evaluated for copy in method.loss.copies.values())
+        networks += sum(copy.evaluated for copy in method.loss.copies.values())
     else:
         trained = first_trained_steps(config)
         pairs = minibatch_pairs([members], trained, schedule.tree)[0]
@@ -84,8 +90,9 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     own_calls = [rows for rows, _ in _rollout(Shape(groups, schedule, _blocks(config)), method.credit.probe)[0]]
     nfe = whole(sum(rows * part for rows, part in calls))
     per_process = math.ceil(evaluations * share * groups / rollout.groups)
-    train_nfe = evaluations * passes_per_pair
-    passes = 2 if config.policy.model and config.policy.guidance_scale != 1 else 1
+    guidance, reference, passes = loss_guidance(config), method.loss.needs_reference, guidance_passes(own)
+    train_nfe = whole(evaluations * guidance.evaluations(networks, reference, own))
+    rows = guidance_passes(guidance.scales(own)[0]) if config.policy.guidance_gradient == "both" else 1
     solver = 2 * evaluation.eval_steps - 1 if evaluation.eval_solver == "heun" else evaluation.eval_steps
     return Plan(
         trajectories=samples,
@@ -100,12 +107,14 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         groups_per_process=groups,
         evaluations_per_update_and_process=per_process,
         micro_batches_per_update=math.ceil(per_process / optim.micro_batch),
-        rows_per_micro_batch=min(optim.micro_batch, per_process) * (passes if config.policy.guidance_gradient == "both" else 1),
+        rows_per_micro_batch=min(optim.micro_batch, per_process) * rows,
         nfe=nfe,
         sequential_calls=len(calls),
         calls_of_a_process=sum(math.ceil(rows / rollout.max_batch) for rows in own_calls),
         rows_per_call=min(rollout.max_batch, max(*own_calls, evaluation.eval_samples // processes)) * passes,
+        velocities=evaluations * (networks + reference),
         train_nfe=train_nfe,
+        gradient_nfe=whole(evaluations * guidance.evaluations(1, False, own)),
         passes_per_evaluation=passes,
         passes=whole((nfe + train_nfe) * passes),
         reward_calls=reward_calls,
@@ -151,7 +160,11 @@ def plan_text(found: Plan, config: RunConfig) -> str:
     """The plan in words and lines of arithmetic, as ``flowrl train --plan`` prints it."""
     p, rollout, evaluation = found, config.rollout, config.evaluation
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
-    kl = f" x {p.train_nfe // p.evaluations} (base model and copies of the weights)" if p.train_nfe > p.evaluations else ""
+    networks = p.velocities // p.evaluations if p.evaluations else 1
+    kl = f" x {networks} (base model and copies of the weights)" if networks > 1 else ""
+    if (config.policy.train_guidance_scale, config.policy.reference_guidance_scale) != (0, 0):
+        train, reference = loss_guidance(config).scales(config.policy.guidance_scale)
+        kl += f", guidance {train:g}" + (f" and {reference:g} of the base model" if reference != train else "")
     shared = f", on {p.evaluations:,} distinct states" if p.evaluations < p.pairs else ""
     kind, mean = "states" if shared else "pairs", " (on average)" if p.processes > 1 else ""
     whole = p.pairs == p.trajectories * p.trained_steps
@@ -173,7 +186,7 @@ def plan_text(found: Plan, config: RunConfig) -> str:
         f"  rollout            {p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in {p.sequential_calls} "
         f"sequential calls; split by max_batch {rollout.max_batch}: {p.calls_of_a_process} a process",
         f"  update             {p.evaluations:,} {kind}{kl} = {p.train_nfe:,} network evaluations, "
-        f"{p.evaluations:,} of them with gradients",
+        f"{p.gradient_nfe:,} of them with gradients",
         f"  network in all     ({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
         f"  reward             {p.reward_calls:,} images scored ({p.reward_calls / p.trajectories:.1f} a trajectory)",
         f"  every {evaluation.eval_every} iterations: evaluation of {evaluation.eval_samples} samples, {p.evaluation_nfe:,} "
@@ -196,15 +209,16 @@ def memory(found: Plan, config: RunConfig) -> Memory | None:
         return None
     if policy.max_sequence_length:
         known = replace(known, prompt_tokens=policy.max_sequence_length)
+    method = make_method(config)
     images = min(SCORED_TOGETHER, math.ceil(found.reward_calls * found.groups_per_process / rollout.groups))
     size = Size(policy.resolution, policy.width or policy.resolution, policy.num_frames)
     counted = count_memory(
         known, size, found.rows_per_micro_batch, found.rows_per_call, policy.lora_rank, policy.dtype,
-        policy.gradient_checkpointing, policy.tuning == "full", policy.decode_batch, found.train_nfe > found.evaluations, images,
+        policy.gradient_checkpointing, policy.tuning == "full", policy.decode_batch, method.loss.needs_reference, images,
         policy.decode_dtype, policy.lora_targets,
     )  # fmt: skip
     latent = 4 * math.prod(known.latent_shape(size))
-    tree = _schedule(config, make_method(config)).tree
+    tree = _schedule(config, method).tree
     assert tree is not None
     stored = tree.units + tree.at(tree.steps).start if tree.branched else rollout.group_size * (2 * rollout.num_steps + 1)
     nodes = 0 if rollout.offload else found.groups_per_process * stored

@@ -45,6 +45,13 @@ MODEL_DEFAULTS: dict[str, Any] = {
 that decays by 0.987 every update, its 0.9 every 8; 4 groups per iteration for one GPU instead of its 48."""
 
 
+def accelerator_defaults() -> dict[str, Any]:
+    """Where a model trains by default; empty without CUDA."""
+    import torch
+
+    return {"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}
+
+
 @dataclass(frozen=True)
 class Piece:
     """One preset: its name, where it comes from (a folder's name, "built-in" or "file"), its settings, and those for the case

@@ -18,6 +18,7 @@ from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_j
 from flowrl.plugins import versions
 from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
 from flowrl.reading import as_kind, read_json, read_tensors, reading
+from flowrl.rewards import evaluation_reward
 from flowrl.settings import settings_text
 from flowrl.training import logging as lines
 from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
@@ -236,7 +237,7 @@ class Run:
     def _score(self, policy: FlowPolicy, world: World) -> Evaluation:
         c, own = self.config, None
         if c.environment.reward and not c.policy.model:  # a model's world has no other reward than this
-            own = make_reward(c.replace(reward_noise=0.0, reward_bias=0.0))
+            own = evaluation_reward(make_reward(c.replace(reward_noise=0.0, reward_bias=0.0)))
         return evaluate(
             policy, world, c.environment.task, c.environment.reward_form, c.evaluation.eval_samples, c.evaluation.eval_steps,
             c.rollout.max_batch,

@@ -13,14 +13,17 @@ from torch import Tensor
 from flowrl.credit import check_advantages, check_trained
 from flowrl.distributed import Distributed
 from flowrl.errors import CreditError
+from flowrl.forward import Guidance
 from flowrl.methods import Method
+from flowrl.probes import whole
 from flowrl.prompts.stream import PromptStream
 from flowrl.protocols import (
+    AnyReward,
     FlowPolicy,
     ForwardLoss,
     PartsCreditAssigner,
+    PromptCreditAssigner,
     RandomSampler,
-    RewardModel,
     Sampler,
     SelectiveCredit,
     Stateful,
@@ -40,6 +43,11 @@ from flowrl.training.optim import LossScaler, make_optimizer, prepare_policy, up
 from flowrl.types import Prompt, Schedule, inputs_unchanged
 
 
+def loss_guidance(config: RunConfig) -> Guidance:
+    """The guidance of a forward-process loss. Raises `ConfigError` for a scale that is not allowed."""
+    return Guidance(config.policy.train_guidance_scale, config.policy.reference_guidance_scale)
+
+
 class Trainer:
     """Fine-tunes `policy` by `method` on `prompts` scored by `reward`; knows no paper by name.
 
@@ -50,7 +58,7 @@ class Trainer:
     """
 
     def __init__(
-        self, policy: FlowPolicy, method: Method, reward: RewardModel, prompts: Sequence[Prompt], config: RunConfig,
+        self, policy: FlowPolicy, method: Method, reward: AnyReward, prompts: Sequence[Prompt], config: RunConfig,
         distributed: Distributed = Distributed(),
     ) -> None:  # fmt: skip
         self.policy, self.method, self.reward, self.config = policy, method, reward, config
@@ -96,15 +104,15 @@ class Trainer:
         loss, metrics, train_nfe = self.method.loss, LossMetrics(self.schedule.steps), 0
         batches, pairs, counted = self.loss_batches(sampler, collected, advantages, used)
         check = NonFiniteCheck(self.done + 1, prompts, rewards.total, advantages, loss, batches, collected.samples.start)
-        for minibatch, evaluations in self.minibatches(pairs, collected):
+        for minibatch, of in self.minibatches(pairs, collected):
             self.optimizer.zero_grad()
             with self.distributed.shared_errors():
                 batches.prepare(minibatch)
-                train_nfe += evaluations * batches.passes
+                train_nfe += of.evaluations * batches.passes
                 for micro in minibatch:
                     batch = batches.of(micro.sample, micro.step, micro.shared)
                     result = checked_loss(loss, batch)
-                    metrics.add(micro.weight / len(pairs), result, batch, batches.evaluated_steps(micro))
+                    metrics.add(micro.weight / len(pairs), result, batch, batches.evaluated_steps(micro), len(of) / of.total)
                     self.scaler.scale(result.loss * micro.weight).backward()
                 rows = metrics.take()
                 check.losses(rows, minibatch)
@@ -127,7 +135,8 @@ class Trainer:
             "seconds": sum(clock.phases.values()),
             "phases": clock.phases,
             **metrics.means,
-            "train_nfe": train_nfe,
+            "train_nfe": whole(train_nfe),
+            "zero_pairs": sum(one.zeros for one in pairs),
             "abs_advantage": float(advantages[used].abs().mean()),
         }
 
@@ -141,12 +150,14 @@ class Trainer:
         return valid_credit(rewards, schedule, self._credit)
 
     def _credit(self, rewards: RewardTables, schedule: Schedule) -> Tensor:
-        """The rule's advantages, checked. A rule that reads components gets them if the reward has some. It sees the schedule on
-        the device of the rewards, in main memory."""
+        """The rule's advantages, checked. A rule that reads components gets them if the reward has some; one that asks for the
+        prompts gets them. It sees the schedule on the device of the rewards, in main memory."""
         rule, schedule = self.method.credit, schedule.to(rewards.total.device)
         with inputs_unchanged(f"{type(rule).__name__}.assign", CreditError, rewards.total, *rewards.parts.values()):
             if rewards.parts and isinstance(rule, PartsCreditAssigner):
                 advantages = rule.assign_parts(rewards.parts, schedule)
+            elif isinstance(rule, PromptCreditAssigner):
+                advantages = rule.assign_prompts(rewards.total, rewards.prompts, schedule)
             else:
                 advantages = rule.assign(rewards.total, schedule)
         return check_advantages(advantages, rewards.total, type(rule).__name__)
@@ -174,7 +185,8 @@ class Trainer:
     ) -> tuple[LossBatches | ForwardBatches, list[Pairs], Tensor]:
         """What makes the loss's batches, the pairs of each mini-batch among all processes, and which samples [prompt, member]
         they are from. The used trajectories are split into mini-batches in random order, the same in every process; pairs that
-        belong together, as those of a branched tree, in the order of their numbers. None if no trajectory is used."""
+        belong together, as those of a branched tree, in the order of their numbers. None if no trajectory is used. A policy loss
+        without a reference has no gradient where the advantage is 0, so such pairs are not evaluated."""
         rollout, condition, path = collected.rollout, collected.condition, collected.rollout.trajectories
         loss, trained = self.method.loss, self.trained_pairs(advantages, path.schedule)
         own = advantages.to(self.policy.device).flatten(0, 1)[collected.samples]
@@ -183,11 +195,14 @@ class Trainer:
             parts, counted = self.draw_parts(advantages, used, torch.arange(path.schedule.steps))
             pairs = forward_pairs(parts, loss, step_of(times, path.schedule), self.groups.members, trained)
             mine, copies = times[collected.samples], self.copies.by_name
-            batches = ForwardBatches(self.policy, loss, rollout, condition, own, mine, seed, copies)
+            guidance = loss_guidance(self.config)
+            batches = ForwardBatches(self.policy, loss, rollout, condition, own, mine, seed, copies, guidance)
         else:
             steps = self.trained_steps(path.schedule)
             parts, counted = self.draw_parts(advantages, used, steps)
             pairs = minibatch_pairs(parts, steps, path.tree, trained)
+            if not loss.needs_reference:
+                pairs = [one.without_zeros(advantages.flatten(0, 1)) for one in pairs if len(one)]
             batches = LossBatches(self.policy, sampler, rollout, condition, own, loss.needs_reference)
         return batches, [one for one in pairs if len(one)], counted
 
@@ -204,10 +219,10 @@ class Trainer:
         times = loss.times.draw(self.schedule, self.groups.samples, self.generator)
         return times, int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
 
-    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], int]]:
-        """This process's micro-batches of each mini-batch, and the network evaluations of all processes' pairs of it."""
+    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], Pairs]]:
+        """This process's micro-batches of each mini-batch, and the pairs of all processes in it."""
         for one in pairs:
-            yield micro_batches(one, self.config.optim.micro_batch, collected, self.distributed), one.evaluations
+            yield micro_batches(one, self.config.optim.micro_batch, collected, self.distributed), one
 
     def draw_order(self) -> Tensor:
         """This iteration's order of all samples, a random permutation."""

@@ -21,6 +21,7 @@ from flowrl.prompts import prompts_from
 from flowrl.protocols import FlowPolicy, RewardModel
 from flowrl.reading import read_json
 from flowrl.registry import build
+from flowrl.rewards import evaluation_reward
 from flowrl.types import Prompt
 from flowrl.worlds import mixture as mixture_world
 from flowrl.worlds.shapes import scene, verifier
@@ -43,7 +44,8 @@ class PolicyOptions:
 class World:
     """A world: its tasks, the forms of its scores, and makers of prompts (task, "train" or "heldout"), rewards and policies.
 
-    `parse` makes a prompt from a text; `qualities` are rewards by name that are only measured, never trained on.
+    `reward` scores single samples: evaluations use it. `parse` makes a prompt from a text; `qualities` are rewards by name that
+    are only measured, never trained on.
     """
 
     name: str
@@ -148,6 +150,6 @@ def model_world(model: str, prompts: str, heldout_prompts: str, reward: str, opt
         ("reward",),
         lambda task, part: list(heldout if part == "heldout" else training),
         Prompt,
-        cache(lambda form: build("reward", reward, device=options.device)),
+        cache(lambda form: evaluation_reward(build("reward", reward, device=options.device))),
         make_policy,
     )

@@ -77,14 +77,16 @@ def error(solver: str, steps: int) -> float:
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_solvers_converge_and_higher_orders_are_nearer(solver: str) -> None:
     """Measured at 10, 20, 40, 160 steps: Euler .067 .034 .017 .0044, Heun .016 .0036 .0008 .0000, DPM-Solver++ .037 .0062 .0016
-    .0003, UniPC .038 .0049 .0012 .0001."""
+    .0003, UniPC .038 .0049 .0012 .0001, SA-Solver .055 .0095 .0035 .0005: it takes pure noise as a state at 0.999."""
     errors = [error(solver, steps) for steps in (10, 20, 40, 160)]
     assert errors == sorted(errors, reverse=True)
     if solver == "euler":
         assert 0.003 < errors[-1] < 0.006
     else:
-        assert errors[-1] < 5e-4
-        assert all(error(solver, n) < limit * error("euler", n) for n, limit in ((10, 0.65), (20, 0.3), (40, 0.15), (160, 0.1)))
+        slack = 1.4 if solver == "sa" else 1.0
+        assert errors[-1] < slack * 5e-4
+        limits = ((10, 0.65), (20, 0.3), (40, 0.15), (160, 0.1))
+        assert all(error(solver, n) < slack * limit * error("euler", n) for n, limit in limits)
 
 
 @pytest.mark.parametrize(("solver", "least", "most"), [("euler", 0.9, 1.1), ("heun", 1.8, 2.4), ("unipc", 1.7, 2.6)])
@@ -137,7 +139,7 @@ def test_the_network_is_told_the_schedules_own_timesteps(solver: str, nodes: lis
     assert policy.told == [[990.0, 880.0, 740.0, 490.0][node] for node in nodes]
 
 
-@pytest.mark.parametrize(("solver", "calls"), [("euler", 6), ("heun", 11), ("dpm++", 6), ("unipc", 6)])
+@pytest.mark.parametrize(("solver", "calls"), [("euler", 6), ("heun", 11), ("dpm++", 6), ("unipc", 6), ("sa", 6)])
 def test_evaluations_are_counted_and_chunks_do_not_matter(solver: str, calls: int) -> None:
     usage, schedule = Usage(), shifted_schedule(6)
     whole = end(solver, schedule, usage=usage)
@@ -148,6 +150,7 @@ def test_evaluations_are_counted_and_chunks_do_not_matter(solver: str, calls: in
 def test_a_run_can_be_evaluated_by_another_solver(tmp_path) -> None:
     config = preset("tiny").apply(world="mixture", eval_solver="heun")
     assert Run(config, tmp_path / "a").execute()
-    assert Run(config.replace(eval_solver="dpm++"), tmp_path / "b").execute()
-    with pytest.raises(ConfigError, match=r"solver = 'rk4' is not allowed: one of euler, heun, dpm\+\+, unipc"):
+    for solver in ("dpm++", "sa"):
+        assert Run(config.replace(eval_solver=solver), tmp_path / solver).execute()
+    with pytest.raises(ConfigError, match=r"solver = 'rk4' is not allowed: one of euler, heun, dpm\+\+, unipc, sa"):
         config.replace(eval_solver="rk4")

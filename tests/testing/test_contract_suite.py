@@ -1,6 +1,7 @@
 """`flowrl.testing` finds what is broken: one injected fault per promise, each named by the promise that it breaks."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ from flowrl.flow.gaussian import kl, log_prob
 from flowrl.forward import WeightCopy, unit_means
 from flowrl.losses import DGPO, ClippedLoss, DiffusionNFT
 from flowrl.probes import Branch, Completion, NoProbe
+from flowrl.rewards import WinRate, win_rates
 from flowrl.samplers import CPS, FlowSDE, Window
 from flowrl.testing import (
     ContractBroken,
     check_credit,
     check_forward_loss,
+    check_group_reward,
     check_loss,
     check_reward,
     check_sampler,
@@ -35,6 +38,8 @@ from flowrl.testing import (
     credit_contract,
     forward_loss,
     forward_loss_contract,
+    group_reward,
+    group_reward_contract,
     loss,
     loss_contract,
     reward,
@@ -56,6 +61,7 @@ class Brightness:
 
 
 test_a_reward = reward_contract(Brightness())
+test_a_group_reward = group_reward_contract(WinRate(Brightness()))
 
 
 def faulty_rule(wrong, probe: Any = Completion(), **extra):
@@ -117,6 +123,34 @@ class Forgets(Remembers):
 
     def load_state_dict(self, state):
         pass
+
+
+class ByPlace:
+    """Keeps a value per prompt, but by its place in the table; or `fault`s otherwise."""
+
+    probe = Completion()
+
+    def __init__(self, fault="place"):
+        self.fault, self.values = fault, {}
+
+    def assign(self, rewards, schedule):
+        return dense(rewards)
+
+    def assign_prompts(self, rewards, prompts, schedule):
+        keys = range(len(prompts)) if self.fault == "place" else [prompt.text for prompt in prompts]
+        if self.fault == "in place":
+            rewards.mul_(0.5)
+        known = torch.tensor([self.values.get(key, 0.0) for key in keys])
+        self.values = self.values | dict(zip(keys, rewards[..., -1].mean(1).tolist(), strict=True))
+        first = 1.0 if self.fault == "first" else 0.0
+        return dense(rewards)[..., : -1 if self.fault == "shape" else None] + known[:, None, None] + first
+
+    def state_dict(self):
+        kept = {} if self.fault == "forgets" else self.values
+        return {str(key): torch.tensor(value) for key, value in kept.items()}
+
+    def load_state_dict(self, state):
+        self.values = {int(key) if key.isdigit() else key: float(value) for key, value in state.items()}
 
 
 def in_place(rewards):
@@ -212,6 +246,7 @@ RULES = {
     "accepts_double_precision": [faulty_rule(lambda r: dense(r) * (2.0 if r.dtype == torch.float64 else 1.0))],
     "accepts_no_schedule": [Schedules],
     "keeps_its_memory": [Remembers, Forgets],
+    "follows_prompts": [partial(ByPlace, fault) for fault in ("place", "in place", "first", "shape", "forgets")],
     "selects_decisions": [tree_rule(fair, trained=trained) for trained in SELECTIONS],
     "credits_components": [
         faulty_rule(dense, assign_parts=lambda self, parts, schedule: torch.stack([dense(t) for t in parts.values()])),
@@ -290,6 +325,42 @@ class FaultyReward:
 
     def parts(self, images, prompts):
         return {"bright": images.flatten(1).mean(1)}
+
+    def total(self, parts):
+        return (2.0 if self.fault == "adds_up_its_parts" else 1.0) * parts["bright"]
+
+
+class FaultyGroupReward:
+    evaluation = Brightness()
+
+    def __init__(self, fault):
+        self.fault = fault
+        if fault == "names_an_evaluation_reward":
+            self.evaluation = "brightness"
+
+    def score_groups(self, images, prompts):
+        scores = images.flatten(2).mean(2)
+        rates = win_rates(scores)
+        if self.fault == "returns_one_number_per_member":
+            return rates.flatten()
+        if self.fault == "is_deterministic":
+            return rates + 1e-3 * torch.randn(1)
+        if self.fault == "leaves_images_alone":
+            images.mul_(0.5)
+        if self.fault == "accepts_any_number_of_members":
+            return rates if images.shape[1] > 2 else rates / 0
+        if self.fault == "treats_members_alike":
+            return rates + 0.01 * (scores > scores[:, :1])
+        if self.fault == "treats_groups_separately":
+            return win_rates(scores.view(1, -1)).view_as(scores)
+        if self.fault == "gives_equal_images_equal_scores":
+            return scores.argsort(dim=1, stable=True).argsort(dim=1).float()
+        if self.fault == "needs_no_gradient":
+            return rates * torch.ones(1, requires_grad=True)
+        return scores if self.fault == "compares_members" else rates
+
+    def group_parts(self, images, prompts):
+        return {"bright": self.score_groups(images.clone(), prompts).detach()}
 
     def total(self, parts):
         return (2.0 if self.fault == "adds_up_its_parts" else 1.0) * parts["bright"]
@@ -463,6 +534,17 @@ def test_faulty_rewards_are_named(name: str) -> None:
     found = check_reward(FaultyReward(name))
     assert name in found.broken, str(found)
     assert check_reward(FaultyReward("")).ok
+
+
+@pytest.mark.parametrize("name", [p.name for p in group_reward.CONTRACT.promises])
+def test_faulty_group_rewards_are_named(name: str) -> None:
+    found = check_group_reward(FaultyGroupReward(name))
+    if name == "compares_members":
+        assert found.ok and f"advice   {name}" in str(found)
+    else:
+        assert name in found.broken, str(found)
+        assert len(found.broken) <= 2, str(found)
+    assert check_group_reward(FaultyGroupReward("")).ok, str(check_group_reward(FaultyGroupReward("")))
 
 
 @pytest.mark.parametrize("name", [p.name for p in loss.CONTRACT.promises])

@@ -19,15 +19,16 @@ from flowrl.credit import (
     StepwiseGain,
     TurningPoint,
     Uniform,
+    ValueTracker,
     Weighted,
 )
 from flowrl.flow import LogitNormalTimes, UniformTimes
 from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.probes import Branch, Comb, Completion, Tweedie
 from flowrl.registry import KINDS, build
-from flowrl.rewards import FunctionReward, WeightedSum
+from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
 from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, Multistep, RandomWindow, SlidingWindow, Window
-from flowrl.testing import check_forward_loss, check_sampler, credit, forward_loss, loss, reward, sampler
+from flowrl.testing import check_forward_loss, check_sampler, credit, forward_loss, group_reward, loss, reward, sampler
 from flowrl.testing.findings import maker, name_of
 from flowrl.types import Prompt
 from flowrl.worlds.base import world
@@ -46,6 +47,8 @@ RULES = [
     StepwiseGain(lam=1.0),
     MovingAverageGain(),
     MovingAverageGain(decay=0.0, clamp=None),
+    ValueTracker(),
+    ValueTracker(decay=1.0, std="batch", clamp=None),
     TurningPoint(),
     TurningPoint(consistent=False, balance="trend", balance_scope="prompt", first_step=False),
     TurningPoint(balance=None, normalise="joint", combine="add"),
@@ -132,7 +135,7 @@ def test_samplers(part: Any, promise: Any) -> None:
 
 def test_samplers_without_noise_keep_all_promises_but_that_of_decisions() -> None:
     """ODE steps are for evaluation; noise 0 is the ODE."""
-    for part in (ODE(), Multistep(), FlowSDE(0.0), CPS(0.0)):
+    for part in (ODE(), Multistep(), Multistep("sa", tau=0.4), FlowSDE(0.0), CPS(0.0)):
         assert check_sampler(part).broken == ["makes_decisions"]
         assert check_sampler(part, without=("makes_decisions",)).ok
 
@@ -187,6 +190,14 @@ def test_rewards(name: str, promise: Any) -> None:
     part = general[chosen] if chosen in general else world(chosen).reward(form)
     images, prompts = reward.default_examples() if chosen in general else world_examples(chosen)
     promise.check(reward.Case(part, images, tuple(prompts)))
+
+
+@pytest.mark.parametrize("promise", group_reward.CONTRACT.promises, ids=lambda p: p.name)
+@pytest.mark.parametrize("name", ["win rate", "sum"])
+def test_group_rewards(name: str, promise: Any) -> None:
+    bright, red = FunctionReward(brightness), FunctionReward(lambda images, prompts: images[:, 0].flatten(1).mean(1))
+    part = WinRate(bright) if name == "win rate" else GroupSum({"bright": WinRate(bright), "red": red}, {"red": 2.0})
+    assert promise.check(group_reward.Case(part, *group_reward.default_examples())) is None, "advice"
 
 
 @pytest.mark.parametrize("kind", ["credit", "sampler", "loss"])

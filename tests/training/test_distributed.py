@@ -38,6 +38,8 @@ CASES = {
     "stepwise": MIXTURE.replace(method="stepwise-flow-grpo"),
     "turning points": MIXTURE.replace(method="tp-grpo"),
     "moving average": MIXTURE.replace(method="average", credit="moving-average-gain"),
+    "value tracker": MIXTURE.replace(credit="value-tracker"),
+    "win rates": MIXTURE.replace(reward="win-rate(reward='flowrl.worlds.mixture:DirectionReward')", chunk=1),
     "batch statistics": MIXTURE.replace(method="global", credit="uniform(std=batch)"),
     "one prompt": MIXTURE.replace(method="tp-grpo", groups=1),
     "continuations": MIXTURE.replace(credit="stepwise-gain(probe='continuation:3')"),

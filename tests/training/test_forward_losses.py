@@ -1,5 +1,7 @@
 """Forward-process losses in the trainer: rows, units, copies of the weights and checkpoints."""
 
+import re
+
 import pytest
 import torch
 
@@ -34,7 +36,9 @@ LOSSES = {
     "dgpo, one noise": DGPO(beta_dpo=1.0, times=DrawnSteps(4, 5), clip=None, noise="group-all-times"),
     "nft, own states": DiffusionNFT(noise="path"),
 }
-SAMPLERS = {"nft": Multistep(), "awm": ODE(), "dgpo": Multistep("unipc")}
+SAMPLERS = {
+    "nft": Multistep(), "awm": ODE(), "awm, all times of a sample": Multistep("sa", tau=0.4), "dgpo": Multistep("unipc"),
+}  # fmt: skip
 
 
 def trainer_for(case, config=CONFIG, credit=BATCH, reward=REWARD):
@@ -179,13 +183,13 @@ def test_credit_rules_with_probes_combine_with_a_forward_loss():
 
 def test_a_deterministic_sampler_serves_forward_losses_only():
     given = dict(world="mixture", task="direction", credit="uniform(std=batch)")
-    for sampler in ("ode", "multistep", "multistep(solver=unipc)"):
+    for sampler in ("ode", "multistep", "multistep(solver=unipc)", "multistep(solver=sa, tau=0.4)"):
         method = make_method(RunConfig.of(**given, loss="diffusion-nft", sampler=sampler))
         assert isinstance(method.loss, DiffusionNFT)
-    with pytest.raises(ConfigError, match=r"sampler = 'ode' is not allowed: .*stochastic"):
-        make_method(RunConfig.of(**given, sampler="ode"))
-    with pytest.raises(ConfigError, match="at least one stochastic step"):
-        make_method(RunConfig.of(**given, sampler="multistep"))
+    for sampler in ("ode", "multistep", "multistep(solver=sa, tau=0.4)"):
+        message = f"sampler = {sampler!r} is not allowed: a stochastic sampler: the loss needs log-probabilities"
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            make_method(RunConfig.of(**given, sampler=sampler))
 
 
 def test_named_methods_have_losses_of_their_own():
@@ -199,7 +203,7 @@ def test_named_methods_have_losses_of_their_own():
         stepwise = make_method(config.replace(credit="stepwise-gain"))
         assert (stepwise.loss, stepwise.credit) == (loss, StepwiseGain())
         assert make_method(config.replace(loss="awm(power=0.5)")).loss == AWM(power=0.5, kl_weight=0.2)
-        assert named_method(name).sampler == Multistep()
+        assert named_method(name).sampler == (Multistep("sa", tau=0.4) if name == "awm" else Multistep())
 
 
 @pytest.mark.parametrize("loss", ["clipped(kl=without_delta)", "grpo-guard", "policy-gradient"])

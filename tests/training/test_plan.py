@@ -66,6 +66,14 @@ def test_the_arithmetic_of_the_published_batch():
     assert found.passes == 2 * (11520 + 2 * 10368)
 
 
+def test_the_passes_of_the_published_dgpo():
+    """Samples with guidance, 2 x 10 passes; 4 times without, of the current, the old and the base network: 32. With the guidance
+    on the reference instead, 10 and 4 x (1 + 1 + 2): 26."""
+    published = preset("sd3.5-medium,dgpo,ocr")
+    assert plan(published.apply()).passes == 64 * 32
+    assert plan(published.apply(guidance_scale=1.0, reference_guidance_scale=4.5)).passes == 64 * 26
+
+
 def test_evaluations_of_a_trajectory_are_those_of_the_papers_at_their_least():
     """T T' = 50 less what a group shares, and T (T + 1) / 2 = 55 where all 10 steps are stochastic."""
     stepwise = plan(preset("sd3.5-medium,stepwise-flow-grpo,ocr").apply())

@@ -107,13 +107,14 @@ METHODS = {
         "num_steps": 10, "ema_decay": 0.9, "guidance_scale": 1.0,
     },
     AWM: {
-        **FORWARD_CODE, "kl_weight": 1e-3, "num_steps": 14, "ema_decay": 0.99, "guidance_scale": 1.0,
+        **FORWARD_CODE, "sampler": "multistep(solver=sa, tau=0.4)", "kl_weight": 1e-3, "num_steps": 14, "ema_decay": 0.99,
+        "guidance_scale": 1.0,
         "loss": "awm(weight=ghuber, power=0.25, clip=1.0, average_weight=1.0, decay=(0, 0.001, 0.3), "
                 "times='stratified(count=6)')",
     },
     DGPO: {
         **FORWARD_CODE, "loss": dgpo_loss(100.0, 0.01, 200, 7), "kl_weight": 0.02, "group_size": 16, "num_steps": 10,
-        "eval_steps": 14, "dtype": "bfloat16", "lora_rank": 64, "lora_alpha": 128.0, "guidance_gradient": "both",
+        "eval_steps": 14, "dtype": "bfloat16", "lora_rank": 64, "lora_alpha": 128.0, "train_guidance_scale": 1.0,
     },
 }  # fmt: skip
 FLOW_ON_FLUX = {"noise_level": 0.9, "kl_weight": 0.0, "drop_zero_advantages": False}
@@ -150,7 +151,7 @@ CROSSED = {
     },
     (NFT, OCR): {"loss": "diffusion-nft(beta=0.1, advantage_clip=5.0, decay=(75, 0.0075, 0.999))", "minibatches": 2},
     (AWM, OCR): {"kl_weight": 3e-3},
-    (AWM, PICKSCORE): {"kl_weight": 1e-4},
+    (AWM, PICKSCORE): {"kl_weight": 1e-4, "sampler": "multistep(solver=sa)"},
     (DGPO, GENEVAL): {"loss": dgpo_loss(101.0, 0.01, 500, 5), "credit": "uniform(std=group, clamp=none)"},
     (DGPO, PICKSCORE): {"loss": dgpo_loss(10.0, 0.05, 200, 7), "kl_weight": 1e-3},
 }  # fmt: skip
@@ -234,9 +235,10 @@ AS_PUBLISHED = {
     },
     TREE: SAMPLE | {"credit", "kl_weight", "trained_steps", "window"},
     NFT: FORWARD_PUBLISHED | {"guidance_scale", "loss", "max_grad_norm", "sampler", "weight_decay"},
-    AWM: FORWARD_PUBLISHED | {"ema_decay", "guidance_scale"},
+    AWM: FORWARD_PUBLISHED | {"ema_decay", "guidance_scale", "sampler"},
     DGPO: FORWARD_PUBLISHED | {
-        "betas", "dtype", "eval_steps", "lora_alpha", "lora_rank", "loss", "max_grad_norm", "sampler", "weight_decay",
+        "betas", "dtype", "eval_steps", "lora_alpha", "lora_rank", "loss", "max_grad_norm", "sampler",
+        "train_guidance_scale", "weight_decay",
     },
     (BRANCH, FLUX): {"dtype", "model", "resolution"},
     (TEMPFLOW, SD3): {"model"},
@@ -244,9 +246,9 @@ AS_PUBLISHED = {
     (GRANULAR, FLUX): {"dtype", "model", "resolution"},
     (TREE, SD3): {"model", "num_steps"},
     (NFT, SD3): {"dtype", "lora_alpha", "lora_rank", "lora_targets", "model", "resolution", "tuning"},
-    (AWM, SD3): {"dtype", "lora_alpha", "lora_rank", "model", "resolution", "tuning"},
+    (AWM, SD3): {"dtype", "eval_steps", "lora_alpha", "lora_rank", "model", "resolution", "tuning"},
     (AWM, FLUX): {"model"},
-    (DGPO, SD3): {"model", "resolution", "tuning"},
+    (DGPO, SD3): {"guidance_scale", "model", "resolution", "tuning"},
 }  # fmt: skip
 """What trees and forward-process methods have as published, for every model and in addition for one."""
 DIFFERING = {

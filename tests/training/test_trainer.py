@@ -7,16 +7,17 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from flowrl.credit import GDPO, Uniform
+from flowrl.credit import GDPO, SiblingRelative, Uniform
 from flowrl.errors import CheckpointError, ConfigError, CreditError, RewardError, TrainingError
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import ClippedLoss, DiffusionNFT
 from flowrl.methods import METHODS, OWN_LOSSES, make_sampler, named_method
-from flowrl.probes import NoProbe
+from flowrl.probes import Branch, NoProbe
 from flowrl.prompts.stream import PromptStream
 from flowrl.registry import build
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import RewardTables
+from flowrl.rollout.loss_batch import Pairs
 from flowrl.samplers import RandomWindow
 from flowrl.training.build import check, make_method, make_world, policy_options, trained_policy, trial_schedule
 from flowrl.training.checkpoint import load_checkpoint, save_checkpoint
@@ -167,7 +168,9 @@ class Stop:
         return self.calls == self.after
 
 
-@pytest.mark.parametrize(("name", "credit"), [("flow-grpo", ""), ("tp-grpo", ""), ("average", "moving-average-gain")])
+@pytest.mark.parametrize(
+    ("name", "credit"), [("flow-grpo", ""), ("tp-grpo", ""), ("average", "moving-average-gain"), ("tracker", "value-tracker")]
+)
 def test_a_paused_run_resumes_to_the_same_numbers(tmp_path, name, credit):
     config = TINY.replace(method=name, credit=credit, minibatches=2)
     assert Run(config, tmp_path / "whole").execute()
@@ -357,3 +360,65 @@ def test_no_network_call_of_a_run_is_larger_than_it_may_be(tmp_path, monkeypatch
     monkeypatch.setattr(MixturePolicy, "velocity", lambda self, x, *more: sizes.append(len(x)) or plain(self, x, *more))
     assert Run(TINY.replace(max_batch=5, micro_batch=4, iterations=1), tmp_path).execute()
     assert max(sizes) == 5
+
+
+class HalfOfTheGroups:
+    """Advantages of uniform credit in every second group, and at every second step; 0 elsewhere."""
+
+    name, needs_nodes, probe = "half", False, NoProbe()
+
+    def assign(self, rewards, schedule):
+        found = Uniform().assign(rewards, schedule).clone()
+        found[::2] = 0
+        found[..., ::2] = 0
+        return found
+
+
+def zero_pairs_run(monkeypatch, evaluated, credit, **changes):
+    """Metrics of two iterations and the weights after them; `evaluated`: pairs of advantage 0 are, as well."""
+    config = TINY.replace(**{"groups": 4, "group_size": 4, "minibatches": 2, "micro_batch": 7, "learning_rate": 1e-3, **changes})
+    with monkeypatch.context() as patch:
+        if evaluated:
+            patch.setattr(Pairs, "without_zeros", lambda pairs, advantages: pairs)
+        run = trainer(config, replace(make_method(config), credit=credit))
+        rows = [run.iteration() for _ in range(2)]
+    return rows, torch.cat([parameter.detach().flatten() for parameter in run.parameters])
+
+
+@pytest.mark.parametrize("loss", ["clipped", "grpo-guard", "flow-dppo", "policy-gradient"])
+@pytest.mark.parametrize("credit", [HalfOfTheGroups(), SiblingRelative(probe=Branch((2, 2)))])
+def test_pairs_of_advantage_0_are_not_evaluated_and_nothing_changes(loss, credit, monkeypatch):
+    """The gradient is the same up to the order of its sums, its mean is over all pairs, and the metrics are over the others."""
+    (every, expected), (few, found) = (
+        zero_pairs_run(monkeypatch, evaluated, credit, loss=loss, window="all-but-last") for evaluated in (True, False)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+    assert all(one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4) for one, other in zip(every, few, strict=True))
+    assert [row["zero_pairs"] for row in every] == [0, 0] and all(row["zero_pairs"] > 0 for row in few)
+    assert few[0]["ratio_mean"] == pytest.approx(1.0, abs=0.01)
+    if isinstance(credit, HalfOfTheGroups):
+        saved = [one["train_nfe"] - other["train_nfe"] for one, other in zip(every, few, strict=True)]
+        assert saved == [row["zero_pairs"] for row in few]
+    for row, other in zip(every, few, strict=True):
+        assert other["step_shares"] == pytest.approx(row["step_shares"], abs=1e-5)
+
+
+def test_pairs_of_advantage_0_are_evaluated_for_the_penalty(monkeypatch):
+    (every, expected), (few, found) = (
+        zero_pairs_run(monkeypatch, evaluated, HalfOfTheGroups(), kl_weight=0.1) for evaluated in (True, False)
+    )
+    assert torch.equal(found, expected) and [row["zero_pairs"] for row in few] == [0, 0]
+    assert [row["train_nfe"] for row in few] == [row["train_nfe"] for row in every]
+
+
+def test_without_any_advantage_the_optimizer_steps_as_before(monkeypatch):
+    """Weight decay and momentum go on."""
+
+    class Nothing(HalfOfTheGroups):
+        def assign(self, rewards, schedule):
+            return torch.zeros_like(super().assign(rewards, schedule))
+
+    (_, expected), (few, found) = (
+        zero_pairs_run(monkeypatch, evaluated, Nothing(), weight_decay=0.1) for evaluated in (True, False)
+    )
+    assert torch.equal(found, expected) and [row["train_nfe"] for row in few] == [2, 2]

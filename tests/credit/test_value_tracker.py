@@ -1,0 +1,156 @@
+"""The value tracker: closed forms of its statistics, prompts by their text, and its memory."""
+
+import copy
+import tracemalloc
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.credit import GDPO, DepthRelative, Pruned, Uniform, ValueTracker, Weighted
+from flowrl.credit.value_tracker import Tracked, text_key
+from flowrl.errors import ConfigError, CreditError
+from flowrl.registry import build
+from flowrl.types import Prompt
+
+FOX, CAR = Prompt("a fox"), Prompt("a car")
+
+
+def table(*groups):
+    """Rewards [prompt, member, node] of three nodes, scored at the last only."""
+    final = torch.tensor(groups, dtype=torch.float64)
+    return torch.cat([torch.full((*final.shape, 2), float("nan"), dtype=torch.float64), final[..., None]], -1)
+
+
+def credit(rule, groups, prompts):
+    """Advantages [prompt, member] of one step; all steps have the same."""
+    found = rule.assign_prompts(table(*groups), prompts, None)
+    assert torch.equal(found[..., 0], found[..., 1])
+    return found[..., 0]
+
+
+def tracked(rule, prompt):
+    return rule.memory[text_key(prompt.text)]
+
+
+@given(
+    st.lists(st.lists(st.floats(-5, 5), min_size=3, max_size=3), min_size=1, max_size=8), st.sampled_from([0.0, 0.3, 0.9, 1.0])
+)
+def test_after_n_visits_mean_and_variance_have_their_closed_form(visits, decay):
+    rule = ValueTracker(decay=decay, clamp=None)
+    for rewards in visits:
+        rule.assign_prompts(table(rewards), [FOX], None)
+    rewards = torch.tensor(visits, dtype=torch.float64)
+    weights = (decay ** torch.arange(len(visits) - 1, -1, -1, dtype=torch.float64))[:, None].expand_as(rewards)
+    mean = (weights * rewards).sum() / weights.sum()
+    variance = (weights * (rewards - mean) ** 2).sum() / weights.sum()
+    wanted = [float(weights.sum()), float(mean), float(variance)]
+    assert tracked(rule, FOX) == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+def test_advantages_by_hand():
+    rule = ValueTracker(decay=0.5, clamp=None)
+    assert credit(rule, [[1.0, 3.0]], [FOX])[0].tolist() == pytest.approx([-1 / 1.0001, 1 / 1.0001])
+    # weights 1/2, 1/2, 1, 1: the mean of 1, 3, 4, 4 is 10/3, the variance (5.444/2 + .111/2)/3 + 2 (.444)/3
+    variance = (0.5 * (7 / 3) ** 2 + 0.5 * (1 / 3) ** 2 + 2 * (2 / 3) ** 2) / 3
+    assert credit(rule, [[4.0, 4.0]], [FOX])[0].tolist() == pytest.approx([(2 / 3) / (variance**0.5 + 1e-4)] * 2)
+
+
+def test_at_a_first_visit_and_without_a_memory_it_is_uniform_credit():
+    rewards = torch.rand(4, 6, 5, generator=torch.Generator().manual_seed(0))
+    prompts = [Prompt(str(i)) for i in range(4)]
+    uniform, forgetful = Uniform(), ValueTracker(decay=0.0)
+    for seed in range(3):
+        rewards = torch.rand(4, 6, 5, generator=torch.Generator().manual_seed(seed))
+        expected = uniform.assign(rewards)
+        assert torch.allclose(forgetful.assign_prompts(rewards, prompts), expected, atol=1e-5)
+        assert torch.allclose(ValueTracker().assign(rewards), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("std", ["prompt", "batch"])
+def test_a_group_of_equal_rewards_teaches_once_its_prompt_is_known(std):
+    rule = ValueTracker(std=std)
+    assert credit(rule, [[0.3, 0.3], [0.2, 0.4]], [FOX, CAR])[0].tolist() == [0.0, 0.0]
+    assert credit(rule, [[0.3, 0.3], [0.2, 0.4]], [FOX, CAR])[0].tolist() == [0.0, 0.0]
+    better = credit(rule, [[0.9, 0.9], [0.2, 0.4]], [FOX, CAR])[0]
+    worse = credit(rule, [[0.0, 0.0], [0.2, 0.4]], [FOX, CAR])[0]
+    assert bool((better > 0).all()) and bool((worse < 0).all())
+
+
+def test_a_group_of_one_is_credited_against_its_past():
+    rule = ValueTracker()
+    assert [float(credit(rule, [[value]], [FOX])[0, 0]) > 0 for value in (0.5, 0.7, 0.1)] == [False, True, False]
+
+
+def test_the_scale_of_a_batch_is_the_root_mean_square_of_all_deviations():
+    rule = ValueTracker(std="batch", clamp=None)
+    found = credit(rule, [[0.0, 2.0], [5.0, 11.0]], [FOX, CAR])
+    scale = ((1 + 1 + 9 + 9) / 4) ** 0.5 + 1e-4
+    assert found.flatten().tolist() == pytest.approx([-1 / scale, 1 / scale, -3 / scale, 3 / scale])
+
+
+def test_prompts_are_told_apart_by_text_in_any_order():
+    one, other = ValueTracker(), ValueTracker()
+    first, second = [[0.1, 0.5], [0.7, 0.8]], [[0.4, 0.6], [0.2, 0.9]]
+    credit(one, first, [FOX, CAR])
+    credit(other, first[::-1], [CAR, Prompt("a fox", {"seed": 1})])
+    assert torch.equal(credit(one, second, [FOX, CAR]), credit(other, second[::-1], [CAR, FOX]).flip(0))
+    assert tracked(one, FOX) == tracked(other, FOX) and tracked(one, CAR) == tracked(other, CAR)
+
+
+def test_equal_prompts_of_one_table_are_one_visit():
+    split, whole = ValueTracker(), ValueTracker()
+    for rewards in ([[0.1, 0.5], [0.3, 0.4]], [[0.6, 0.5], [0.2, 0.9]]):
+        twice = credit(split, rewards, [FOX, FOX])
+        once = credit(whole, [rewards[0] + rewards[1]], [FOX])
+        assert torch.equal(twice.flatten(), once.flatten())
+    assert tracked(split, FOX) == tracked(whole, FOX)
+
+
+def test_the_state_restores_the_memory_and_takes_32_bytes_per_prompt():
+    rule, restored = ValueTracker(), ValueTracker()
+    assert rule.state_dict() == {}
+    prompts = [Prompt(f"prompt {i}") for i in range(500)]
+    rewards = torch.rand(500, 2, 3, generator=torch.Generator().manual_seed(0))
+    tracemalloc.start()
+    rule.assign_prompts(rewards, prompts)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held / 500 < 400  # bytes in main memory
+    state = rule.state_dict()
+    assert sum(tensor.numel() * tensor.element_size() for tensor in state.values()) == 32 * 500
+    restored.load_state_dict(state)
+    assert restored.memory == rule.memory
+    credit(rule, [[0.0, 1.0]], [FOX])  # neither the state nor a restored rule shares it
+    assert restored.memory != rule.memory and len(state["prompts"]) == 500
+    restored.load_state_dict({})
+    assert restored.memory == {}
+
+
+def test_what_it_refuses():
+    for options, words in (
+        ({"decay": -0.1}, "decay"),
+        ({"decay": 1.1}, "decay"),
+        ({"clamp": 0.0}, "clamp"),
+        ({"std": "group"}, "std"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            ValueTracker(**options)
+    with pytest.raises(CreditError, match="1 prompts for a table of 2"):
+        ValueTracker().assign_prompts(table([0.0, 1.0], [0.0, 1.0]), [FOX])
+    with pytest.raises(CreditError, match="finite reward at node 2"):
+        ValueTracker().assign(table([0.0, float("nan")]))
+    for wrapper in (lambda rule: GDPO(rule), lambda rule: Weighted(rule=rule), lambda rule: Pruned(rule)):
+        with pytest.raises(ConfigError, match="rule"):
+            wrapper(ValueTracker())
+    assert GDPO().assign(table([0.0, 1.0])).shape == (1, 2, 2) and Pruned(DepthRelative())
+    assert build("credit", "value-tracker(decay=1.0, std=batch)") == ValueTracker(decay=1.0, std="batch")
+
+
+def test_merging_gives_no_negative_variance_and_keeps_equal_values_exact():
+    values = Tracked(2.0, 0.1, 0.0)
+    for _ in range(50):
+        values = values.merged(Tracked(3.0, 0.1, 0.0), 0.9)
+    assert (values.mean, values.variance) == (0.1, 0.0)
+    assert copy.copy(values).merged(Tracked(1.0, 7.0, 0.5), 0.0) == Tracked(1.0, 7.0, 0.5)
