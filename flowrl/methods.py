@@ -131,6 +131,8 @@ OWN_LOSSES = {
     "dgpo": "dgpo(beta_dpo=1.0, sample_from=None)",
 }
 """The forward-process methods and the loss that each has unless another one is given; the KL weight is that of the run."""
+OWN_SAMPLERS = {"diffusion-nft": "multistep", "awm": "multistep(solver=sa, tau=0.4)", "dgpo": "multistep"}
+"""Their published samplers, which each has unless another one than the plain "flow-sde" is given: "flow-sde()" is Flow-SDE."""
 
 
 def method_loss(method: str, spec: str, **defaults: Any) -> Loss:
@@ -147,7 +149,8 @@ def method_loss(method: str, spec: str, **defaults: Any) -> Loss:
 def _forward_process(name: str, sampler: Sampler | RandomSampler | None, loss: Loss | None, source: str) -> Method:
     loss = method_loss(name, "clipped", kl_weight=0.0) if loss is None else loss
     require(isinstance(loss, ForwardLoss), f"loss of {name}", type(loss).__name__, "a forward-process loss")
-    return Method(name, sampler or Multistep(), Uniform(std="batch", clamp=None), loss, source=source)
+    own = build("sampler", OWN_SAMPLERS[name], noise_level=0.0)
+    return Method(name, sampler or own, Uniform(std="batch", clamp=None), loss, source=source)
 
 
 def diffusion_nft(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
@@ -163,7 +166,7 @@ def awm(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None
 
     Of the loss's options the published ones for GenEval, without its KL weight.
     """
-    return _forward_process("awm", sampler or Multistep("sa", tau=0.4), loss, "arXiv 2509.25050")
+    return _forward_process("awm", sampler, loss, "arXiv 2509.25050")
 
 
 def dgpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
@@ -197,8 +200,10 @@ WINDOWS = (
 )
 
 
-def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last") -> Sampler | RandomSampler:
-    """The sampler that the spec `kernel` describes, stochastic on the steps of `window` (see `WINDOWS`)."""
+def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last", method: str = "") -> Sampler | RandomSampler:
+    """The sampler that the spec `kernel` describes, stochastic on the steps of `window` (see `WINDOWS`). The plain "flow-sde"
+    means the own one of a `method` of `OWN_SAMPLERS`."""
+    kernel = OWN_SAMPLERS.get(method, kernel) if kernel == "flow-sde" else kernel
     base = build("sampler", kernel, noise_level=noise_level)
     if isinstance(base, RandomSampler | Multistep):
         return base

@@ -13,7 +13,7 @@ from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.flow import uniform_schedule
 from flowrl.methods import Method, make_sampler, method_loss, named_method, try_credit
 from flowrl.policies.pipeline import ModelOptions
-from flowrl.protocols import AnyReward, FlowPolicy, ForwardLoss, GroupReward, PolicyLoss, RandomSampler
+from flowrl.protocols import AnyReward, FlowPolicy, ForwardLoss, GroupReward, PolicyLoss, RandomSampler, Sampler
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.samplers import trained_steps, transition_stds
@@ -55,7 +55,7 @@ def make_method(config: RunConfig) -> Method:
         for name in ("train_guidance_scale", "reference_guidance_scale"):
             require(getattr(config.policy, name) == 0, name, getattr(config.policy, name), allowed)
         first_trained_steps(config)
-    sampler = make_sampler(algorithm.sampler, algorithm.noise_level, algorithm.window)
+    sampler = run_sampler(config)
     shared = None if algorithm.initial_noise == "auto" else algorithm.initial_noise == "shared"
     method = named_method(algorithm.method, sampler, loss, algorithm.credit, shared)
     try_credit(method.credit, schedule, config.rollout.group_size)
@@ -141,7 +141,7 @@ def trial_schedule(config: RunConfig) -> Schedule:
     """An even grid with this run's stds, for checks before anything is built. Raises `ConfigError` without a stochastic step,
     unless the loss needs none."""
     algorithm = config.algorithm
-    schedule = even_schedule(config.rollout.num_steps, algorithm.sampler, algorithm.noise_level, algorithm.window)
+    schedule = even_schedule(config.rollout.num_steps, run_sampler(config))
     stds = schedule.stds
     if isinstance(make_loss(config), ForwardLoss):
         return schedule
@@ -156,16 +156,20 @@ def trial_schedule(config: RunConfig) -> Schedule:
 def first_trained_steps(config: RunConfig) -> torch.Tensor:
     """The steps of a first iteration's loss; every iteration has as many. Raises `ConfigError` if there are none, or if there
     might be none in a later iteration."""
-    algorithm = config.algorithm
-    chosen, sampler = algorithm.trained_steps, make_sampler(algorithm.sampler, algorithm.noise_level, algorithm.window)
+    chosen, sampler = config.algorithm.trained_steps, run_sampler(config)
     fits = not isinstance(sampler, RandomSampler) or chosen == "all" or chosen.startswith("random:")
     require(fits, "trained_steps", chosen, "all or random:FRACTION with stochastic steps that are drawn every iteration")
     return trained_steps(chosen, trial_schedule(config), torch.Generator())
 
 
-def even_schedule(steps: int, kernel: str, noise_level: float, window: str) -> Schedule:
+def run_sampler(config: RunConfig) -> Sampler | RandomSampler:
+    """The run's sampler; for "flow-sde", the default, a method's own if it has one (`flowrl.methods.OWN_SAMPLERS`)."""
+    algorithm = config.algorithm
+    return make_sampler(algorithm.sampler, algorithm.noise_level, algorithm.window, algorithm.method)
+
+
+def even_schedule(steps: int, sampler: Sampler | RandomSampler) -> Schedule:
     """An even grid with a sampler's stds; for a sampler that is drawn every iteration, those of its first draw."""
-    sampler = make_sampler(kernel, noise_level, window)
     grid = uniform_schedule(steps)
     if isinstance(sampler, RandomSampler):
         sampler = sampler.draw(grid, torch.Generator().manual_seed(0))

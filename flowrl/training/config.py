@@ -54,7 +54,8 @@ class AlgorithmConfig:
     credit: str = ""
     """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class."""
     sampler: str = "flow-sde"
-    """flow-sde, dance-sde, cps, ddim-sde or, for forward-process losses, ode or multistep; a plug-in or path/to/file.py:Class."""
+    """flow-sde, dance-sde, cps, ddim-sde or, for forward-process losses, ode or multistep; a plug-in; path/to/file.py:Class. The
+    default means the own sampler with diffusion-nft, awm or dgpo; flow-sde() is Flow-SDE."""
     noise_level: float = 0.7
     """The sampler's noise: a of flow-sde and ddim-sde, eta of dance-sde and cps."""
     window: str = "2:5"

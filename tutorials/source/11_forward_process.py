@@ -685,7 +685,7 @@ for name, (setting, options) in published.items():
 #
 # ## Training
 #
-# Do less noisy gradients at the beginning make a faster method? The next cell trains the four methods in this world for about 23,000 evaluations each. All have equal tuning effort (lesson 7): two learning rates times two values of one setting of the method's own, chosen with seeds 0 and 1 for a short and a long budget, reported on seeds 2 to 5. All sample by Flow-SDE with a window of five early steps, the default of this world: forward-process losses take any sampler, and so the samplers do not differ between the methods (`sampler="multistep"` is the published kind).
+# Do less noisy gradients at the beginning make a faster method? The next cell trains the four methods in this world for about 23,000 evaluations each. All have equal tuning effort (lesson 7): two learning rates times two values of one setting of the method's own, chosen with seeds 0 and 1 for a short and a long budget, reported on seeds 2 to 5. All sample by Flow-SDE with a window of five early steps: forward-process losses take any sampler, and so the samplers do not differ between the methods. (By default each forward-process method has its published solver.)
 
 # %%
 OWN = {  # the setting that is tuned beside the learning rate, and the iterations
@@ -713,7 +713,8 @@ def reward_at(run, budget):
 def trained_runs(name, number, seeds):
     """Runs of a method with one of its four choices of own setting and learning rate."""
     own, iterations = OWN[name]
-    return [learn(name, seed, learning_rate=RATES[number % 2], iterations=iterations, **own[number // 2]) for seed in seeds]
+    rate, changes = RATES[number % 2], dict(sampler="flow-sde()", **own[number // 2])
+    return [learn(name, seed, learning_rate=rate, iterations=iterations, **changes) for seed in seeds]
 
 
 runs, chosen = {}, {}

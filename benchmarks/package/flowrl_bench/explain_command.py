@@ -25,6 +25,7 @@ class Explain:
 
     def main(self) -> int:
         """Assign, print, draw."""
+        from flowrl.methods import make_sampler
         from flowrl.plots.style import require_figure, save
         from flowrl.registry import build
         from flowrl.training.build import even_schedule
@@ -32,7 +33,7 @@ class Explain:
         from flowrl_bench.explain_figure import explanation
 
         table = read_rewards(self.rewards) if self.rewards else parse_rewards(EXAMPLE)
-        schedule = even_schedule(table.rewards.shape[-1] - 1, self.sampler, self.noise_level, "all")
+        schedule = even_schedule(table.rewards.shape[-1] - 1, make_sampler(self.sampler, self.noise_level, "all"))
         shown = [explain(build("credit", spec), table, schedule, spec) for spec in self.rules]
         several = len(shown) * len(table.prompts) > 1
         for number, (one, prompt) in enumerate((s, p) for s in shown for p in range(len(table.prompts))):
