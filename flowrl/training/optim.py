@@ -41,12 +41,15 @@ def prepare_policy(policy: FlowPolicy, distributed: Distributed, compiled: bool)
 
     A network whose blocks are compiled already (`policies.compile_blocks`) is left as it is: it would be compiled twice.
 
-    Raises `ConfigError` if sharding or compilation is wanted and the policy is not a `protocols.OneNetwork`.
+    Raises `ConfigError` if sharding or compilation is wanted and the policy is not a `protocols.OneNetwork`, or if compilation is
+    wanted on the CPU and there is no C++ compiler.
     """
     distributed.broadcast([parameter.data for parameter in policy.trainable().values()])
     for name, wanted in (("compile", compiled), ("sharded weights", distributed.sharded)):
         fits = not wanted or isinstance(policy, OneNetwork)
         require(fits, name, True, f"for a policy with a velocity_network, which {type(policy).__name__} has not")
+    if compiled and policy.device.type == "cpu":
+        _require_compiler()
     if isinstance(policy, OneNetwork):
         if distributed.sharded:
             dtype = getattr(policy, "dtype", torch.float32)  # in which the network computes
@@ -54,6 +57,15 @@ def prepare_policy(policy: FlowPolicy, distributed: Distributed, compiled: bool)
         if compiled and not has_compiled_blocks(policy.velocity_network):
             policy.velocity_network.compile()
     return policy.trainable()
+
+
+def _require_compiler() -> None:
+    cpp_builder: Any = import_module("torch._inductor.cpp_builder")
+    try:
+        cpp_builder.get_cpp_compiler()
+    except RuntimeError as error:
+        allowed = "with a C++ compiler, which torch.compile needs on the CPU: install g++, or name one in CXX"
+        raise ConfigError(f"compile = True is only allowed {allowed}") from error
 
 
 class LossScaler:

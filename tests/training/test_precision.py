@@ -4,12 +4,18 @@ import json
 import sys
 import threading
 import time
+from functools import partialmethod
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo.utils
+import torch._inductor.config
+import torch._inductor.cpp_builder
+from torch import nn
 
 from flowrl.errors import ConfigError, RewardError, TrainingError
+from flowrl.policies import MixturePolicy
 from flowrl.rewards import FunctionReward
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import RunConfig, preset
@@ -223,14 +229,50 @@ def test_settings_are_checked():
         RunConfig.of(loss_scale=0.1)
 
 
-def test_a_compiled_network_gives_the_same_numbers():
-    """On the tiny network of the mixture world, by the compiler for this CPU, to float rounding."""
+class Layers(nn.Sequential):
+    """A network with a forward of its own: torch.compile skips that of `nn.Sequential`, the built-in network of the 2-D world."""
+
+    def forward(self, input):
+        for layer in self:
+            input = layer(input)
+        return input
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_network_gives_the_same_numbers(monkeypatch, backend):
+    """To float rounding. "inductor", the default, generates code for this CPU."""
+    compiler, graphs = cpp_compiler(), torch._dynamo.utils.counters["stats"]
+    if compiler is None and backend == "inductor":
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr("flowrl.training.optim._require_compiler", lambda: None)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
     plain, rows = trained(TINY.replace(learning_rate=1e-4), iterations=1)
+    before = graphs["unique_graphs"]
+    monkeypatch.setattr(MixturePolicy, "velocity_network", property(own_network))
     compiled, others = trained(TINY.replace(learning_rate=1e-4, compile=True), iterations=1)
-    assert compiled.policy.net._compiled_call_impl is not None
+    assert graphs["unique_graphs"] >= before + 2  # without gradients, and with them
     assert others[0]["reward_mean"] == pytest.approx(rows[0]["reward_mean"], abs=1e-5)
     assert others[0]["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-3)
     torch.testing.assert_close(weights(compiled), weights(plain), atol=1e-5, rtol=0)
+
+
+def own_network(policy):
+    if not isinstance(policy.net, Layers):
+        policy.net = Layers(*policy.net)
+    return policy.net
+
+
+def cpp_compiler():
+    try:
+        return torch._inductor.cpp_builder.get_cpp_compiler()
+    except RuntimeError:
+        return None
+
+
+def test_without_a_compiler_compilation_is_refused_at_the_start():
+    wanted = r"compile = True is only allowed with a C\+\+ compiler.*CXX"
+    with torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/g++",)}), pytest.raises(ConfigError, match=wanted):
+        trainer(TINY.replace(compile=True))
 
 
 def test_only_a_policy_that_shows_its_network_is_compiled():
