@@ -18,8 +18,8 @@ from flowrl.training.config import RunConfig
 
 ROOMS = {
     "Core": (
-        "prompt",
         "types",
+        "prompt",
         "forward",
         "protocols",
         "errors",

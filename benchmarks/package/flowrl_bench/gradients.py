@@ -22,8 +22,7 @@ from flowrl.flow import expand
 from flowrl.losses import PolicyGradientLoss
 from flowrl.probes import NoProbe, Probe
 from flowrl.protocols import CreditAssigner, FlowPolicy, ForwardLoss, PolicyLoss, RewardModel, Sampler
-from flowrl.rollout import Groups, LossBatches, Rollout, Usage, attach_stds, reward_table, rollout
-from flowrl.rollout.forward_batch import ForwardBatches
+from flowrl.rollout import ForwardBatches, Groups, LossBatches, Rollout, Usage, attach_stds, reward_table, rollout
 from flowrl.training.behaviour import Copies
 from flowrl.types import Prompt, Schedule
 
