@@ -27,7 +27,8 @@ from flowrl.training.config import FORMAT, RunConfig
 from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
 from flowrl.training.heldout import HeldoutMetrics, make_heldout_metrics
 from flowrl.training.logging import Journal
-from flowrl.training.monitors import Notice, limits_of, memory_notices, notices, out_of_memory
+from flowrl.training.memory import memory_notices, out_of_memory
+from flowrl.training.monitors import Notice, limits_of, notices
 from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.results import MetricsRow, has_progress, holds
 from flowrl.training.trainer import Trainer

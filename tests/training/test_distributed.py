@@ -26,7 +26,7 @@ from flowrl.training.build import make_method, make_reward, make_world, policy_o
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.config import load_config, preset
 from flowrl.training.evaluation import evaluate
-from flowrl.training.monitors import memory_notices
+from flowrl.training.memory import memory_notices
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
