@@ -97,16 +97,10 @@ def memory_notices(
 def _own_memory_notices(
     trainer: Trainer, peak: Callable[[Callable[[], None], torch.device], int], room: Callable[[], float]
 ) -> list[Notice]:
-    config = trainer.config
-    groups = 0 if config.rollout.offload else trainer.distributed.assign(config.rollout.groups).count
-    latents = groups * config.rollout.group_size * (2 * config.rollout.num_steps + 1)  # nodes and velocities, float32
-    kept = 4.0 * latents * math.prod(trainer.policy.latent_shape)
-    each = 8.0 if config.optim.optimizer == "adamw" else 2.0
-    moments = 0.0 if trainer.optimizer.state else each * sum(p.numel() for p in trainer.parameters)
-    found = []
+    config, later, found = trainer.config, later_bytes(trainer), []
     for setting, chosen, train in (
-        ("micro_batch", config.optim.micro_batch, True),
-        ("max_batch", config.rollout.max_batch, False),
+        ("micro_batch", config.batches.micro_batch, True),
+        ("max_batch", config.batches.max_batch, False),
     ):
         if chosen > 1:
             small, large = (1, 2) if chosen < 4 else (2, 4)
@@ -117,19 +111,28 @@ def _own_memory_notices(
                     for batch in (small, large)
                 ]
             except torch.OutOfMemoryError as error:
-                for parameter in trainer.parameters:
-                    parameter.grad = None
+                drop_gradients(trainer)
                 less = "Use 1, gradient_checkpointing or a smaller model"
                 text = f"{setting} {chosen} will not fit: a batch of {large} is too much already. {less}"
                 if trainer.distributed.world_size > 1:  # with sharded weights the others are waiting inside the network
                     raise TrainingError(text) from error
                 found.append(Notice("memory", text))
                 continue
-            notice = memory(setting, chosen, peaks[0], peaks[1], room(), kept + moments)
+            notice = memory(setting, chosen, peaks[0], peaks[1], room(), later)
             found += [notice] if notice else []
     if trainer.policy.device.type == "cuda":
         torch.cuda.empty_cache()
     return found
+
+
+def later_bytes(trainer: Trainer) -> float:
+    """What training will hold besides: this process's trajectories (nodes and velocities in float32), AdamW's moments."""
+    config = trainer.config
+    groups = 0 if config.rollout.offload else trainer.distributed.assign(config.rollout.groups).count
+    latents = groups * config.rollout.group_size * (2 * config.rollout.num_steps + 1)
+    each = 8.0 if config.optim.optimizer == "adamw" else 2.0
+    moments = 0.0 if trainer.optimizer.state else each * sum(p.numel() for p in trainer.parameters)
+    return 4.0 * latents * math.prod(trainer.policy.latent_shape) + moments
 
 
 def velocities(trainer: Trainer, batch: int, train: bool) -> None:
@@ -145,5 +148,10 @@ def velocities(trainer: Trainer, batch: int, train: bool) -> None:
         return
     loss: Tensor = policy.velocity(latent, timestep, rows).square().mean()
     loss.backward()
+    drop_gradients(trainer)
+
+
+def drop_gradients(trainer: Trainer) -> None:
+    """Free the gradients of the trained weights."""
     for parameter in trainer.parameters:
         parameter.grad = None
