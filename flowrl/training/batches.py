@@ -15,7 +15,6 @@ import torch
 
 from flowrl.diagnostics.memory import peak_memory_during
 from flowrl.errors import TrainingError
-from flowrl.training.config import RunConfig
 from flowrl.training.memory import Peak, drop_gradients, largest_batch, later_bytes, velocities
 from flowrl.training.trainer import Trainer
 
@@ -105,8 +104,8 @@ def find_batches(trainer: Trainer) -> None:
 def _size(setting: str, found: Growth) -> int:
     if found.best is None:
         raise TrainingError(
-            f"{setting} auto: not even 1 fits into the GPU's memory, of which {HEADROOM:.0%} stay free. Use gradient_checkpointing, "
-            "a smaller resolution, lora_rank or dtype, chunk 1 or offload, or a smaller model"
+            f"{setting} auto: not even 1 fits into the GPU's memory, of which {HEADROOM:.0%} stay free. Use "
+            "gradient_checkpointing, a smaller resolution, lora_rank or dtype, chunk 1 or offload, or a smaller model"
         )
     return found.best.batch
 
@@ -132,7 +131,7 @@ def grow(trainer: Trainer, train: bool, limit: int) -> Growth:
 
 def _together(trainer: Trainer, batch: int, train: bool, before: Peak | None) -> tuple[Trial | None, Peak | None]:
     """The trial of `batch` in all processes (None if it does not fit in one), and this process's peak. `before` is that of the
-    batch before; the first line goes through what is in use without a call, so that it predicts too much rather than too little."""
+    batch before; the first line goes through what is in use without a call, and so predicts too much rather than too little."""
     distributed = trainer.distributed
     own: tuple[float, int | None] | None = None
     with distributed.shared_errors():
@@ -142,9 +141,8 @@ def _together(trainer: Trainer, batch: int, train: bool, before: Peak | None) ->
             drop_gradients(trainer)
             if distributed.sharded and distributed.world_size > 1:  # the others are waiting inside the network
                 setting = "micro_batch" if train else "max_batch"
-                raise TrainingError(
-                    f"{setting} auto: memory ran out at {batch}; set {setting} to {max(1, batch // 2)}"
-                ) from error
+                text = f"{setting} auto: memory ran out at {batch}; choose a smaller {setting}, or gradient_checkpointing"
+                raise TrainingError(text) from error
         else:
             peak = Peak(batch, now.bytes)
             if now.bytes <= there:
@@ -167,7 +165,7 @@ def room(device: torch.device) -> float:
 
 
 def measured(trainer: Trainer, batch: int, train: bool) -> Measured:
-    """Network calls on `batch` latents: their peak memory (0 on the CPU, where it cannot be told), and the time of the fastest."""
+    """Network calls on `batch` latents: their peak memory (0 on the CPU, whose peak cannot be reset), and the fastest's time."""
     device = trainer.policy.device
     if batch == 1:
         velocities(trainer, 1, train)  # what is allocated once and for all: handles, workspaces, prompts

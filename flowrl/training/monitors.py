@@ -3,7 +3,6 @@
 The thresholds were set on runs of the built-in worlds, healthy and broken on purpose (docs/guides/watching-a-run.md).
 """
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -171,6 +171,8 @@ def plan_text(found: Plan, config: RunConfig) -> str:
     counted = (
         f"{p.trajectories:,} trajectories x {p.trained_steps} trained steps of {rollout.num_steps}" if whole else "decisions"
     )
+    micro = _batch(config.optim.micro_batch, config.batches.micro_batch)
+    most = _batch(rollout.max_batch, config.batches.max_batch)
     idle = f", {p.idle} of {p.processes} processes have none and wait" if p.idle else ""
     lines = [
         f"{config.algorithm.method}: one iteration of {config.iterations}, "
@@ -181,10 +183,10 @@ def plan_text(found: Plan, config: RunConfig) -> str:
         f"  optimizer steps    {p.updates}, each on the mean over {p.trajectories_per_update:,} trajectories = "
         f"{p.pairs_per_update:,} pairs",
         f"  backward passes    {p.evaluations_per_update_and_process:,} {kind} a process{mean} / "
-        f"micro_batch {_batch(config.optim.micro_batch, config.batches.micro_batch)} = {p.micro_batches_per_update} an optimizer step, of "
+        f"micro_batch {micro} = {p.micro_batches_per_update} an optimizer step, of "
         f"{p.rows_per_micro_batch} network rows",
         f"  rollout            {p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in {p.sequential_calls} "
-        f"sequential calls; split by max_batch {_batch(rollout.max_batch, config.batches.max_batch)}: {p.calls_of_a_process} a process",
+        f"sequential calls; split by max_batch {most}: {p.calls_of_a_process} a process",
         f"  update             {p.evaluations:,} {kind}{kl} = {p.train_nfe:,} network evaluations, "
         f"{p.gradient_nfe:,} of them with gradients",
         f"  network in all     ({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
