@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.errors import ConfigError, TrainingError
+from flowrl.policies import PipelinePolicy
 from flowrl.rewards import FunctionReward
 from flowrl.testing.tiny import TINY as TINY_MODEL
 from flowrl.testing.tiny import tiny_sd3_policy
@@ -146,7 +147,7 @@ def test_gradient_checkpointing_is_on_where_it_pays_only(room, changes, found, o
     find_batches(run)
     config = run.config
     assert (config.optim.micro_batch, config.policy.gradient_checkpointing) == (found, on)
-    assert run.policy.transformer.is_gradient_checkpointing == on
+    assert isinstance(run.policy, PipelinePolicy) and run.policy.transformer.is_gradient_checkpointing == on
     assert isinstance(config.rollout.max_batch, int) and run.collector.max_batch == config.rollout.max_batch
 
 
