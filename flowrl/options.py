@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 from beartype import BeartypeConf
@@ -32,12 +32,14 @@ def words(kind: Any, bounds: Sequence[Any] = ()) -> str:
     """What a value of this type and range is called in a message."""
     kind, bounds = split(kind) if get_origin(kind) is Annotated else (kind, bounds)
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
+        return ("one of " if len(get_args(kind)) > 1 else "") + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is tuple:
         first, *more = get_args(kind)
         return "a list of texts" if first is str else f"{len(more) + 1} values, each {words(first)}"
     if kind not in WORDS and type(None) in get_args(kind):
         return " or ".join([words(one) for one in get_args(kind) if one is not type(None)] + ["None"])
+    if get_origin(kind) is Union:
+        return " or ".join(words(one) for one in get_args(kind))
     return (WORDS.get(kind) or f"a {getattr(kind, '__name__', kind)}") + _range(bounds)
 
 

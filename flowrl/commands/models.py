@@ -76,4 +76,4 @@ class Sample:
             return chosen, chosen.policy(PolicyOptions()), prompts, 1024
         policy, config = trained_policy(self.weights, trust=self.trust)
         chosen = make_world(config.replace(device=str(policy.device)))  # the device of the training may not exist here
-        return chosen, policy, [chosen.parse(text) for text in self.prompts], config.rollout.max_batch
+        return chosen, policy, [chosen.parse(text) for text in self.prompts], config.batches.max_batch

@@ -17,7 +17,8 @@ from flowrl.commands.options import base_of, changes, options_class, options_wit
 from flowrl.errors import require
 from flowrl.options import Count, Seed, Workers
 from flowrl.signals import ignore_stops, on_stop
-from flowrl.training.config import MODEL_ONLY, RunConfig, load_config, preset
+from flowrl.training.config import RunConfig, load_config, preset
+from flowrl.training.presets import MODEL_ONLY
 from flowrl.trust import trust_option, trusted
 
 if TYPE_CHECKING:

@@ -80,11 +80,17 @@ class PipelinePolicy:
                 self._copy = copy.deepcopy(self.transformer)
                 _place(self._copy, self._device, self.dtype)
             self.transformer.requires_grad_(True)
-        if options.gradient_checkpointing:
-            self.transformer.enable_gradient_checkpointing()
+        self.checkpoint_gradients(options.gradient_checkpointing)
         if options.compile:
             for network in (self.transformer, self._copy):
                 compile_blocks(network, options.compile)
+
+    def checkpoint_gradients(self, on: bool) -> None:
+        """Recompute activations in the backward pass, or not; the gradient is the same."""
+        if on:
+            self.transformer.enable_gradient_checkpointing()
+        elif self.transformer.is_gradient_checkpointing:
+            self.transformer.disable_gradient_checkpointing()
 
     @property
     def latent_shape(self) -> tuple[int, ...]:

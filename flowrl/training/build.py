@@ -17,6 +17,7 @@ from flowrl.protocols import AnyReward, FlowPolicy, ForwardLoss, GroupReward, Po
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.samplers import trained_steps, transition_stds
+from flowrl.training.batches import find_batches
 from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.heldout import make_heldout_metrics
@@ -99,13 +100,16 @@ def make_policy(config: RunConfig, device: str = "") -> FlowPolicy:
 
 
 def make_trainer(config: RunConfig, distributed: Distributed = Distributed(), world: World | None = None) -> Trainer:
-    """A trainer of `config`: the policy, the method, the reward and the training prompts of its world (or of `world`)."""
+    """A trainer of `config`: the policy, the method, the reward and the training prompts of its world (or of `world`). Its own
+    `config` has the sizes that were found for those that are auto (`training.batches`)."""
     world, method = world or make_world(config), make_method(config)
     reward = make_reward(config)  # before the policy: its errors should not wait for a large model
     prompts = world.prompts(config.environment.task, "train")
     policy = world.policy(policy_options(config))
     require_room(config, policy.latent_shape, distributed.world_size)
-    return Trainer(policy, method, reward, prompts, config, distributed)
+    trainer = Trainer(policy, method, reward, prompts, config, distributed)
+    find_batches(trainer)
+    return trainer
 
 
 def require_room(config: RunConfig, latent_shape: Sequence[int], processes: int) -> None:

@@ -10,15 +10,25 @@ from typing import Annotated, Any, Literal, cast
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import model_validator
 
-from flowrl.errors import ConfigError, require
+from flowrl.errors import require
 from flowrl.options import Count, Seed, Whole
 from flowrl.reading import load_document, reading
 from flowrl.settings import flat, groups_of, nested, read_settings, read_values, replaced, settings_group
-from flowrl.training.presets import MIXTURE_DEFAULTS, MODEL_DEFAULTS, accelerator_defaults, combine
+from flowrl.training.format import check_format
+from flowrl.training.presets import MIXTURE_DEFAULTS, MODEL_DEFAULTS, MODEL_ONLY, accelerator_defaults, combine
 from flowrl.trust import trusted
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Decay = Annotated[float, Ge(0), Lt(1)]
+Batch = Count | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """`micro_batch` and `max_batch` as numbers."""
+
+    micro_batch: int
+    max_batch: int
 
 
 @settings_group
@@ -86,8 +96,8 @@ class RolloutConfig:
     """Samples per prompt."""
     num_steps: Annotated[int, Ge(1), Le(10**5)] = 10
     """Denoising steps during training."""
-    max_batch: Count = 512
-    """Latents per network call without gradients."""
+    max_batch: Batch = 512
+    """Latents per network call without gradients; auto: found at the start by trying (`flowrl.training.batches`)."""
     chunk: Whole = 0
     """Groups rolled out at a time by each process, to save memory; 0 = all."""
     overlap_rewards: bool = False
@@ -120,8 +130,8 @@ class OptimConfig:
     """Largest gradient norm; longer gradients are scaled down."""
     minibatches: Count = 4
     """Mini-batches (optimizer steps) per iteration; the trajectories are split between them."""
-    micro_batch: Count = 256
-    """(trajectory, step) pairs per backward pass."""
+    micro_batch: Batch = 256
+    """(trajectory, step) pairs per backward pass; auto: found at the start by trying."""
     ema_decay: Decay = 0.8
     """Decay of the averaged weights that evaluation uses, per optimizer step; 0 = no averaging."""
     loss_scale: Annotated[float, Ge(0)] = 65536.0
@@ -178,7 +188,8 @@ class PolicyConfig:
     prompt_cache: Count = 2048
     """Prompts of `model` whose embeddings are kept in main memory; those of further ones are kept in a temporary folder."""
     gradient_checkpointing: bool = False
-    """Recompute activations of `model` in the backward pass: less memory, one more forward pass."""
+    """Recompute activations of `model` in the backward pass: less memory, one more forward pass. With `micro_batch` auto it is
+    allowed to, and is switched off if the memory suffices without."""
     decode_batch: Count = 8
     """Latents of `model` per call of its image decoder."""
     decode_dtype: Precision = "float32"
@@ -275,6 +286,14 @@ class RunConfig:
         check_format("config.json", values)
         return RunConfig.of(**trusted(read_values(values, RunConfig), "config.json", trust))
 
+    @property
+    def batches(self) -> Batches:
+        """The sizes as numbers. Until auto is found by a run's `make_trainer`, it counts as the default: on the CPU, of a model
+        or of a built-in world."""
+        known: Any = MODEL_DEFAULTS if self.policy.model else DEFAULTS
+        micro, most = self.optim.micro_batch, self.rollout.max_batch
+        return Batches(known["micro_batch"] if micro == "auto" else micro, known["max_batch"] if most == "auto" else most)
+
     def flat(self) -> dict[str, Any]:
         """All settings by their own names."""
         return flat(self)
@@ -284,16 +303,7 @@ class RunConfig:
         return nested(self)
 
 
-MODEL_ONLY = (
-    "prompts", "heldout_prompts", "resolution", "width", "num_frames", "guidance_scale", "negative_prompt", "guidance_gradient",
-    "tuning", "adapter", "frozen_adapters", "lora_targets", "prompt_cache", "decode_batch", "decode_dtype",
-    "max_sequence_length", "gradient_checkpointing", "train_guidance_scale", "reference_guidance_scale",
-)  # fmt: skip
-"""Settings that mean nothing on a built-in world."""
 DEFAULTS = {item.name: item.default for group in groups_of(RunConfig).values() for item in fields(cast(Any, group))}
-
-FORMAT = "flowrl-run-2"
-"""The format of a run's config.json, which its entry "format" names."""
 
 
 def load_config(path: Path, trust: bool = False, unused: tuple[str, ...] = ()) -> RunConfig:
@@ -306,18 +316,6 @@ def load_config(path: Path, trust: bool = False, unused: tuple[str, ...] = ()) -
         settings = read_settings(path, RunConfig).settings
         trusted({name: value for name, value in settings.items() if name not in unused}, path, trust)
         return Preset(str(path), settings).apply()
-
-
-def check_format(path: Path | str, values: Any) -> None:
-    """Raise `ConfigError` if the run settings `values` of the file `path` have another format. The entry may be missing."""
-    if not isinstance(values, dict):
-        return
-    if {"members", "lr"} <= set(values):
-        raise ConfigError(
-            f"config: {path} was written by flowrl 0.1 with flat settings; this version reads settings in groups ({FORMAT!r})"
-        )
-    found = values.get("format", FORMAT)
-    require(found == FORMAT, f"config: {path}: format", found, f"{FORMAT!r}, which this version of flowrl reads")
 
 
 @dataclass(frozen=True)
@@ -333,7 +331,7 @@ class Preset:
         chosen = {**self.changes, **changes}
         base: dict[str, Any] = MIXTURE_DEFAULTS if chosen.get("world") == "mixture" else {}
         if chosen.get("model"):
-            accelerator = accelerator_defaults()
+            accelerator = accelerator_defaults(chosen.get("device", "cuda"))
             if not accelerator and "device" not in chosen and "dtype" not in changes:
                 chosen.pop("dtype", None)
             base = {**MODEL_DEFAULTS, **accelerator}

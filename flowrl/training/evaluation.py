@@ -146,7 +146,7 @@ def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int 
         generator.set_state(start)
         result = rollout(
             policy, sampler, trainer.schedule, policy.encode([prompt]), noise, generator, groups, probe, Usage(),
-            trainer.config.rollout.max_batch,
+            trainer.config.batches.max_batch,
         )  # fmt: skip
         tables.append(reward_table(policy, trainer.reward, result, [prompt])[0])
         estimates = estimates or result.estimates

@@ -106,12 +106,12 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         idle=processes - math.ceil(rollout.groups / groups),
         groups_per_process=groups,
         evaluations_per_update_and_process=per_process,
-        micro_batches_per_update=math.ceil(per_process / optim.micro_batch),
-        rows_per_micro_batch=min(optim.micro_batch, per_process) * rows,
+        micro_batches_per_update=math.ceil(per_process / config.batches.micro_batch),
+        rows_per_micro_batch=min(config.batches.micro_batch, per_process) * rows,
         nfe=nfe,
         sequential_calls=len(calls),
-        calls_of_a_process=sum(math.ceil(rows / rollout.max_batch) for rows in own_calls),
-        rows_per_call=min(rollout.max_batch, max(*own_calls, evaluation.eval_samples // processes)) * passes,
+        calls_of_a_process=sum(math.ceil(rows / config.batches.max_batch) for rows in own_calls),
+        rows_per_call=min(config.batches.max_batch, max(*own_calls, evaluation.eval_samples // processes)) * passes,
         velocities=evaluations * (networks + reference),
         train_nfe=train_nfe,
         gradient_nfe=whole(evaluations * guidance.evaluations(1, False, own)),
@@ -171,6 +171,8 @@ def plan_text(found: Plan, config: RunConfig) -> str:
     counted = (
         f"{p.trajectories:,} trajectories x {p.trained_steps} trained steps of {rollout.num_steps}" if whole else "decisions"
     )
+    micro = _batch(config.optim.micro_batch, config.batches.micro_batch)
+    most = _batch(rollout.max_batch, config.batches.max_batch)
     idle = f", {p.idle} of {p.processes} processes have none and wait" if p.idle else ""
     lines = [
         f"{config.algorithm.method}: one iteration of {config.iterations}, "
@@ -181,10 +183,10 @@ def plan_text(found: Plan, config: RunConfig) -> str:
         f"  optimizer steps    {p.updates}, each on the mean over {p.trajectories_per_update:,} trajectories = "
         f"{p.pairs_per_update:,} pairs",
         f"  backward passes    {p.evaluations_per_update_and_process:,} {kind} a process{mean} / "
-        f"micro_batch {config.optim.micro_batch} = {p.micro_batches_per_update} an optimizer step, of "
+        f"micro_batch {micro} = {p.micro_batches_per_update} an optimizer step, of "
         f"{p.rows_per_micro_batch} network rows",
         f"  rollout            {p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in {p.sequential_calls} "
-        f"sequential calls; split by max_batch {rollout.max_batch}: {p.calls_of_a_process} a process",
+        f"sequential calls; split by max_batch {most}: {p.calls_of_a_process} a process",
         f"  update             {p.evaluations:,} {kind}{kl} = {p.train_nfe:,} network evaluations, "
         f"{p.gradient_nfe:,} of them with gradients",
         f"  network in all     ({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
@@ -195,6 +197,11 @@ def plan_text(found: Plan, config: RunConfig) -> str:
         f"{config.iterations * p.trajectories:,} trajectories, {config.iterations * p.passes:,} forward passes, no evaluations",
     ]
     return "\n".join(lines)
+
+
+def _batch(setting: int | str, counted: int) -> str:
+    """A batch size, or what is counted instead of one that the run finds."""
+    return str(setting) if setting == counted else f"{setting} (found at the start; counted as {counted})"
 
 
 SCORED_TOGETHER = 512

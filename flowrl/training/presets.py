@@ -45,11 +45,22 @@ MODEL_DEFAULTS: dict[str, Any] = {
 that decays by 0.987 every update, its 0.9 every 8; 4 groups per iteration for one GPU instead of its 48."""
 
 
-def accelerator_defaults() -> dict[str, Any]:
-    """Where a model trains by default; empty without CUDA."""
+MODEL_ONLY = (
+    "prompts", "heldout_prompts", "resolution", "width", "num_frames", "guidance_scale", "negative_prompt", "guidance_gradient",
+    "tuning", "adapter", "frozen_adapters", "lora_targets", "prompt_cache", "decode_batch", "decode_dtype",
+    "max_sequence_length", "gradient_checkpointing", "train_guidance_scale", "reference_guidance_scale",
+)  # fmt: skip
+"""Settings that mean nothing on a built-in world."""
+
+
+def accelerator_defaults(device: str = "cuda") -> dict[str, Any]:
+    """Where and in which batches a model trains by default if its `device` is a GPU; empty without CUDA."""
     import torch
 
-    return {"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}
+    if not torch.cuda.is_available():
+        return {}
+    sizes = {"micro_batch": "auto", "max_batch": "auto"} if device.startswith("cuda") else {}
+    return {"device": "cuda", "dtype": "bfloat16", **sizes}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from annotated_types import Len
 from flowrl.diagnostics.curves import first_reached
 from flowrl.errors import ConfigError
 from flowrl.reading import as_kind, parse_json, read_json, reading
-from flowrl.training.config import check_format
+from flowrl.training.format import check_format
 
 
 @dataclass(frozen=True)

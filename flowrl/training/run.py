@@ -23,11 +23,13 @@ from flowrl.settings import settings_text
 from flowrl.training import logging as lines
 from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
-from flowrl.training.config import FORMAT, RunConfig
+from flowrl.training.config import RunConfig, load_config
 from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
+from flowrl.training.format import FORMAT
 from flowrl.training.heldout import HeldoutMetrics, make_heldout_metrics
 from flowrl.training.logging import Journal
-from flowrl.training.monitors import Notice, limits_of, memory_notices, notices, out_of_memory
+from flowrl.training.memory import memory_notices, out_of_memory
+from flowrl.training.monitors import Notice, limits_of, notices
 from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.results import MetricsRow, has_progress, holds
 from flowrl.training.trainer import Trainer
@@ -88,16 +90,18 @@ class Run:
         with self.distributed.shared_errors():
             if resume and self.distributed.is_main:
                 check_code(self.folder, self.config.flat(), self.changed_code)
+        if resume:
+            self.config = self._with_found_batches()
         world = make_world(self.config)
         self._heldout = make_heldout_metrics(self.config, world)
         trainer = make_trainer(self.config, self.distributed, world)
-        policy = trainer.policy
+        found, self.config, policy = trainer.config != self.config, trainer.config, trainer.policy
         trainer.on_phase = lambda phase: self._tell({"phase": phase})
         rows = self._restore(trainer, start) if resume else []
         journal = Journal(self.config, self.folder, trainer.done)
+        if self.distributed.is_main and (found or not rows):
+            self._write_settings()
         if not rows:
-            if self.distributed.is_main:
-                self._write_settings()
             rows = [self._first_row(policy, world)]
             journal.row(rows[0])
         if isinstance(policy, PromptEmbedding):
@@ -166,6 +170,17 @@ class Run:
         packages = ", ".join(f"{name} {found}" for name, found in versions().items())
         comment = f"All settings of this run; repeat it with: flowrl train --config config.yaml --out NEW_FOLDER ({packages})"
         write_bytes(self.folder / "config.yaml", settings_text(self.config.as_dict(), comment).encode())
+
+    def _with_found_batches(self) -> RunConfig:
+        """The run with the sizes in its config.json for those that are auto: a resumed run goes on with what it found."""
+        found: dict[str, Any] = {}
+        with self.distributed.shared_errors():
+            if self.distributed.is_main and (self.folder / "config.json").exists():
+                recorded = load_config(self.folder / "config.json", trust=True)  # nothing is built from it
+                found = {name: value for name, value in recorded.flat().items() if self.config.flat()[name] == "auto"}
+                if "micro_batch" in found:
+                    found["gradient_checkpointing"] = recorded.policy.gradient_checkpointing
+        return self.config.replace(**self.distributed.gather(found)[0])
 
     def _first_row(self, policy: FlowPolicy, world: World) -> dict[str, Any]:
         self._tell({"phase": "evaluation"})
@@ -240,7 +255,7 @@ class Run:
             own = evaluation_reward(make_reward(c.replace(reward_noise=0.0, reward_bias=0.0)))
         return evaluate(
             policy, world, c.environment.task, c.environment.reward_form, c.evaluation.eval_samples, c.evaluation.eval_steps,
-            c.rollout.max_batch,
+            c.batches.max_batch,
             reward=own, solver=c.evaluation.eval_solver, heldout_metrics=self._heldout, distributed=self.distributed,
         )  # fmt: skip
 

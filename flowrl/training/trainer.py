@@ -75,11 +75,15 @@ class Trainer:
         self.scaler = LossScaler(optim.loss_scale if config.policy.dtype == "float16" else 0.0, policy.device)
         self.copies = Copies(method.loss, policy, named)
         self.collector = Collector(
-            policy, reward, self.schedule, self.groups, method.credit.probe, distributed, rollout.max_batch, rollout.chunk,
+            policy, reward, self.schedule, self.groups, method.credit.probe, distributed, config.batches.max_batch, rollout.chunk,
             rollout.overlap_rewards, rollout.offload,
         )  # fmt: skip
         self.done, self.updated = 0, False
         self.on_phase: Callable[[str], None] = lambda phase: None
+
+    def use_batches(self, config: RunConfig) -> None:
+        """Go on with the sizes of `config`, which differs from the trainer's own in nothing else that a number depends on."""
+        self.config, self.collector.max_batch = config, config.batches.max_batch
 
     def iteration(self) -> dict[str, Any]:
         """One pass from prompts to updated weights; returns its metrics."""
@@ -222,7 +226,7 @@ class Trainer:
     def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], Pairs]]:
         """This process's micro-batches of each mini-batch, and the pairs of all processes in it."""
         for one in pairs:
-            yield micro_batches(one, self.config.optim.micro_batch, collected, self.distributed), one
+            yield micro_batches(one, self.config.batches.micro_batch, collected, self.distributed), one
 
     def draw_order(self) -> Tensor:
         """This iteration's order of all samples, a random permutation."""

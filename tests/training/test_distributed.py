@@ -22,11 +22,12 @@ from flowrl.commands.runs import asked_to_stop
 from flowrl.distributed import Assignment, Distributed, OtherProcessError, assignment, full_tensors, is_sharded
 from flowrl.errors import ConfigError, RewardError, TrainingError
 from flowrl.rewards import FunctionReward
+from flowrl.training import batches
 from flowrl.training.build import make_method, make_reward, make_world, policy_options, trained_policy
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.config import load_config, preset
 from flowrl.training.evaluation import evaluate
-from flowrl.training.monitors import memory_notices
+from flowrl.training.memory import memory_notices
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
@@ -273,6 +274,24 @@ def failing_probe(distributed):
     return "nothing"
 
 
+def found_batches(distributed, peaks=(1.0, 1.0), speed=(1e3, 1e3), fails=False):
+    """The sizes that each process finds on a simulated device: bytes per latent, and the batch of half the top speed."""
+
+    def measured(trainer, batch, train):
+        if fails and distributed.rank == 1 and batch > 3:
+            raise torch.OutOfMemoryError
+        return batches.Measured(0, int(batch * peaks[distributed.rank]), speed[distributed.rank] + batch)
+
+    config = MIXTURE.replace(micro_batch="auto", max_batch="auto", group_size=64)
+    trainer = world_trainer(config, distributed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "measured", measured)
+        patch.setattr(batches, "room", lambda device: 24.0)
+        patch.setattr(batches, "later_bytes", lambda trainer: 0.0)
+        batches.find_batches(trainer)
+    return [trainer.config.optim.micro_batch, trainer.config.rollout.max_batch, trainer.collector.max_batch]
+
+
 def failing_sharded_probe(distributed, tell, folder):
     """The same with sharded weights: process 0 is inside the network then, which needs both."""
     probe(full_trainer(SHARDED, replace(distributed, sharded=True)))
@@ -284,6 +303,9 @@ def everything(distributed, tell, folder):
     tell("reward", failing_reward(distributed))
     tell("update", failing_update(distributed))
     tell("probe", failing_probe(distributed))
+    tell("batches", [found_batches(distributed), found_batches(distributed, peaks=(1.0, 2.0))])
+    tell("slower", found_batches(distributed, speed=(1e3, 0.0)))
+    tell("batches out of memory", found_batches(distributed, fails=True))
     tell("sharded", sharded(distributed))
     tell("narrow", narrow(distributed))
     tell("any", [distributed.any(distributed.rank == 1), distributed.any(False)])
@@ -427,6 +449,12 @@ def test_memory_that_runs_out_in_one_probe_ends_all_processes(two):
         notices, found, empty = told["probe"]
         assert found == error and all(empty)
         assert len(notices) == 2 and "0.5 GB are there" in notices[0], "process 1's, in both processes"
+
+
+def test_all_processes_find_the_sizes_of_the_fullest_and_slowest(two):
+    assert two[0]["batches"] == two[1]["batches"] == [[24] * 3, [12] * 3]
+    assert two[0]["slower"] == two[1]["slower"] == [24] * 3, "process 0 sets the time"
+    assert two[0]["batches out of memory"] == two[1]["batches out of memory"] == [2] * 3
 
 
 @pytest.mark.slow

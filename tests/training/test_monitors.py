@@ -24,19 +24,15 @@ from flowrl.testing.tiny import tiny_sd3_policy
 from flowrl.training import build
 from flowrl.training.build import make_method, make_reward, make_world, policy_options, trial_schedule
 from flowrl.training.config import preset
+from flowrl.training.memory import Peak, largest_batch, memory, memory_notices, predicted_bytes
 from flowrl.training.monitors import (
     EVERY,
     KINDS,
     Limits,
-    Peak,
     collapse,
     kl_runaway,
-    largest_batch,
     limits_of,
-    memory,
-    memory_notices,
     notices,
-    predicted_bytes,
     ratio_noise,
     step_share,
     zero_spread,
@@ -325,12 +321,12 @@ def test_measuring_memory_changes_nothing_and_names_what_fits():
 
 
 def test_a_gpu_that_is_full_before_the_first_measurement_is_told_too(monkeypatch):
-    import flowrl.training.monitors as measured
+    import flowrl.training.memory as measured
 
     def too_much(trainer, batch, train):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    monkeypatch.setattr(measured, "_velocities", too_much)
+    monkeypatch.setattr(measured, "velocities", too_much)
     assert [notice.kind for notice in memory_notices(trainer())] == ["memory", "memory"]
     words = "ran out: CUDA out of memory. Tried to allocate 2.00 GiB. Take a smaller micro_batch"
     with pytest.raises(TrainingError, match=words), measured.out_of_memory():

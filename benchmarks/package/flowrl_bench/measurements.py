@@ -109,7 +109,7 @@ def _scores(trainer: Trainer, world: World) -> dict[str, float]:
     environment, evaluation = trainer.config.environment, trainer.config.evaluation
     return evaluate(
         trainer.policy, world, environment.task, environment.reward_form, evaluation.eval_samples, evaluation.eval_steps,
-        trainer.config.rollout.max_batch, solver=evaluation.eval_solver,
+        trainer.config.batches.max_batch, solver=evaluation.eval_solver,
     ).scores  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def observe(trainer: Trainer, samples: int = SAMPLES) -> dict[str, float]:
     trainer.generator.set_state(state)
     result = rollout(
         policy, sampler, trainer.schedule, policy.encode(prompts), noise, generator, groups, Completion(),
-        max_batch=config.rollout.max_batch,
+        max_batch=config.batches.max_batch,
     )  # fmt: skip
     table = reward_table(policy, world.reward("soft"), result, prompts)
     increments = table.diff(dim=-1)
