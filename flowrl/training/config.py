@@ -178,6 +178,8 @@ class PolicyConfig:
     """Prompts of `model` whose embeddings are kept in main memory; those of further ones are kept in a temporary folder."""
     gradient_checkpointing: bool = False
     """Recompute activations of `model` in the backward pass: less memory, one more forward pass."""
+    attention_backend: str = ""
+    """Kernels of the attention of `model` by diffusers' name, as in _native_cudnn or flash; none: diffusers' default."""
     decode_batch: Count = 8
     """Latents of `model` per call of its image decoder."""
     decode_dtype: Precision = "float32"
@@ -285,7 +287,7 @@ class RunConfig:
 
 MODEL_ONLY = (
     "prompts", "heldout_prompts", "resolution", "width", "num_frames", "guidance_scale", "negative_prompt", "guidance_gradient",
-    "tuning", "adapter", "frozen_adapters", "lora_targets", "prompt_cache", "decode_batch", "decode_dtype",
+    "tuning", "adapter", "frozen_adapters", "lora_targets", "prompt_cache", "decode_batch", "decode_dtype", "attention_backend",
     "max_sequence_length", "gradient_checkpointing", "train_guidance_scale", "reference_guidance_scale",
 )  # fmt: skip
 """Settings that mean nothing on a built-in world."""
