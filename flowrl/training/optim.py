@@ -22,8 +22,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101); "adamw-8bit" keeps both moments in 8 bits (arXiv 2110.02861).
 
-    On CUDA the first updates all parameters in one fused kernel. The second needs the package bitsandbytes and quantises only tensors of 4,096 elements or more. Raises `ConfigError` for an
-    unknown name, or if bitsandbytes is missing.
+    On CUDA the first updates all parameters in one fused kernel. The second needs the package bitsandbytes and quantises only
+    tensors of 4,096 elements or more. Raises `ConfigError` for an unknown name, or if bitsandbytes is missing.
     """
     require(name in OPTIMIZERS, "optimizer", name, f"one of {', '.join(OPTIMIZERS)}")
     if name == "adamw":
