@@ -14,7 +14,7 @@ from flowrl.rollout.groups import Groups
 from flowrl.rollout.reward_table import RewardTables, reward_tables
 from flowrl.rollout.rollout import Rollout, rollout
 from flowrl.rollout.solvers import Usage
-from flowrl.rollout.transfer import copies_done, to_main_memory
+from flowrl.transfer import copies_done, to_main_memory
 from flowrl.types import Condition, Prompt, Schedule, Trajectories
 
 

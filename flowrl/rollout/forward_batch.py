@@ -14,7 +14,7 @@ from flowrl.forward import ForwardBatch, Guidance, WeightCopy, unit_means
 from flowrl.protocols import FlowPolicy, ForwardLoss, Guided, PooledForwardLoss
 from flowrl.rollout.loss_batch import MicroBatch, Pairs, all_pairs, in_units
 from flowrl.rollout.rollout import Groups, Rollout
-from flowrl.rollout.transfer import to_device
+from flowrl.transfer import to_device
 from flowrl.types import Condition, Schedule
 
 
@@ -131,7 +131,7 @@ class ForwardBatches:
         sample, draw = sample.to(self.images.device), draw.to(self.images.device)
         image, step = there(self.images[sample]), self.steps[sample, draw]
         if self.loss.noise == "path":
-            stored = path.states[sample // members, path.tree.paths.to(sample.device)[sample % members, step]]
+            stored = path.states[sample // members, to_device(path.tree.paths, sample.device)[sample % members, step]]
         else:
             stored = self.noise[sample, draw]
         stored, sample, draw, step = map(there, (stored, sample, draw, step))

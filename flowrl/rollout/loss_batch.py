@@ -14,7 +14,7 @@ from flowrl.forward import ForwardBatch
 from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler
 from flowrl.rollout.collector import Collected
 from flowrl.rollout.rollout import Rollout
-from flowrl.rollout.transfer import to_device
+from flowrl.transfer import to_device
 from flowrl.tree import Tree
 from flowrl.types import Condition, Gaussian, LossBatch, LossResult, inputs_unchanged, tensor_problem
 
@@ -227,11 +227,11 @@ class LossBatches:
 
     @cached_property
     def _paths(self) -> Tensor:
-        return self.rollout.trajectories.tree.paths.to(self.rollout.trajectories.states.device)
+        return to_device(self.rollout.trajectories.tree.paths, self.rollout.trajectories.states.device)
 
     @cached_property
     def _decisions(self) -> Tensor:
-        return self.rollout.trajectories.tree.decisions.to(self.rollout.trajectories.states.device)
+        return to_device(self.rollout.trajectories.tree.decisions, self.rollout.trajectories.states.device)
 
     def _there(self, stored: Tensor) -> Tensor:
         return to_device(stored, self.advantages.device)
