@@ -41,6 +41,7 @@ from flowrl.policies.load import family_of
 from flowrl.rollout import EVALUATION_SEED
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.plan import memory, memory_text, plan, plan_text
+from flowrl.workers import usable_cores
 
 HERE = Path(__file__).parent
 METHODS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
@@ -175,7 +176,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     drawn = time.perf_counter() - start
     found = {
         "model": args.model, "blocks": args.blocks, "steps": args.steps, "threads": args.threads, **written,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}", "torch": str(torch.__version__),
+        "machine": f"{usable_cores()} cores, {platform.machine()}", "torch": str(torch.__version__),
         "diffusers": diffusers.__version__, "seconds_diffusers": drawn,
         "seconds": written["seconds_build"] + written["seconds_write"] + sum(run["wall"] for run in trained) + drawn,
         "runs": trained, "resumed_equals_killed": same, "images": images, "memory": lines, "plan": texts,
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=float, default=1.0, help="share of the transformer's blocks")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int, default=2, help="denoising steps in training; all but the last are trained")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for full_size-MODEL.json")
     parser.add_argument("--work", type=Path, default=None, help="folder for model and runs, which then stay [default: temporary]")
     args = parser.parse_args(arguments)

@@ -23,7 +23,6 @@ everything.
 import argparse
 import gc
 import json
-import os
 import platform
 import shlex
 import subprocess
@@ -44,6 +43,7 @@ from flowrl.policies import DTYPES, ModelOptions, PipelinePolicy
 from flowrl.rewards import FunctionReward
 from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
+from flowrl.workers import usable_cores
 
 BRIGHTNESS = FunctionReward(lambda images, prompts: images.mean((1, 2, 3)))
 
@@ -154,7 +154,7 @@ def environment(device: str) -> dict[str, Any]:
     packages = ("torch", "diffusers", "peft", "transformers", "triton")
     cuda = torch.cuda.get_device_properties(0) if device.startswith("cuda") else None
     return {
-        "device": cuda.name if cuda else f"CPU ({platform.machine()}), {torch.get_num_threads()} threads, {os.cpu_count()} cores",
+        "device": cuda.name if cuda else f"CPU ({platform.machine()}), {torch.get_num_threads()} threads, {usable_cores()} cores",
         "memory_gigabytes": cuda.total_memory / 1e9 if cuda else None,
         "driver": _driver() if cuda else None,
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},

@@ -29,6 +29,8 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+from flowrl.workers import usable_cores
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("flow", "samplers", "credit", "losses")
 SHARED = ("test_settings.py", "test_doors.py", "testing/test_contracts.py")
@@ -250,7 +252,7 @@ def main() -> None:
     """Run what has not been run, or write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/mutation.jsonl")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--workers", type=int, default=usable_cores())
     parser.add_argument("--room", choices=ROOMS, default=None)
     parser.add_argument("--sample", type=int, default=0, help="run only the first N of all mutants in a fixed random order")
     parser.add_argument("--again", action="store_true", help="run survivors again (after tests were added)")

@@ -15,7 +15,6 @@ kills  the same for half a minute, while the server is killed (SIGKILL) five sec
 
 import argparse
 import json
-import os
 import platform
 import subprocess
 import tempfile
@@ -26,6 +25,8 @@ from typing import Any
 
 from server_fuzz import fuzz
 from server_load import TOKEN, Server, load
+
+from flowrl.workers import usable_cores
 
 RESULTS = Path(__file__).parent / "results" / "reward_server"
 
@@ -109,7 +110,7 @@ def main() -> None:
                     "python": platform.python_version(),
                     **{n: version(n) for n in ("fastapi", "uvicorn", "httpx", "tenacity", "torch")},
                 },
-                "hardware": f"{os.cpu_count()} cores of {platform.machine()}, shared by server, clients and other work",
+                "hardware": f"{usable_cores()} cores of {platform.machine()}, shared by server, clients and other work",
                 "results": results,
             }
             path.write_text(json.dumps(record, indent=1) + "\n")

@@ -18,6 +18,7 @@ from flowrl.training.config import RunConfig
 
 ROOMS = {
     "Core": (
+        "prompt",
         "types",
         "forward",
         "protocols",
@@ -27,6 +28,7 @@ ROOMS = {
         "settings",
         "specs",
         "registry",
+        "sources",
         "plugins",
         "trust",
         "methods",

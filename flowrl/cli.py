@@ -26,7 +26,7 @@ COMMANDS = {
     "parts": ("flowrl.commands.parts:Parts", "List credit rules, samplers, losses and rewards with their options."),
     "presets": ("flowrl.commands.presets:Presets", "List the presets, or print one as YAML."),
     "prompts": ("flowrl.commands.prompts:Prompts", "Make or check a file of prompts."),
-    "env": ("flowrl.commands.env:Env", "Print versions, devices and cores: what a bug report needs."),
+    "env": ("flowrl.commands.env:Env", "Print versions and cores, with --devices the GPUs: what a bug report needs."),
 }
 """Built-in commands: where their class is, and a line for the list."""
 
@@ -137,7 +137,7 @@ def report_unforeseen(error: BaseException) -> int:
         file.write(f"{words}\nflowrl {__version__}, Python {sys.version}\n\n{text}")
     print(
         f"flowrl: unexpected error: {type(error).__name__}: {str(error)[:500]}\n"
-        f"The traceback is in {path}; please report it together with the output of `flowrl env`.",
+        f"The traceback is in {path}; please report it together with the output of `flowrl env --devices`.",
         file=sys.stderr,
     )
     return 1

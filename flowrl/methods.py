@@ -9,6 +9,7 @@ import torch
 
 from flowrl.credit import (
     BackedUp,
+    DenseGain,
     DepthRelative,
     SiblingRelative,
     StepwiseGain,
@@ -20,7 +21,7 @@ from flowrl.credit import (
 )
 from flowrl.errors import ConfigError, CreditError, require
 from flowrl.losses import ClippedLoss
-from flowrl.probes import Branch, Comb, Completion
+from flowrl.probes import Branch, Comb
 from flowrl.protocols import CreditAssigner, ForwardLoss, PartsCreditAssigner, PolicyLoss, RandomSampler, Sampler
 from flowrl.registry import build
 from flowrl.samplers import AllButLast, DanceSDE, FlowSDE, Multistep, RandomWindow, SlidingWindow, Window
@@ -69,8 +70,7 @@ def dance_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None
 
 def dense_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """DenseGRPO (arXiv 2601.20218): gains of ODE completions, normalised over the members step by step."""
-    credit = StepwiseGain(normalise="step", probe=Completion())
-    return replace(flow_grpo(sampler, loss), name="dense-grpo", credit=credit, source="arXiv 2601.20218")
+    return replace(flow_grpo(sampler, loss), name="dense-grpo", credit=DenseGain(), source="arXiv 2601.20218")
 
 
 def tempflow_weights(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:

@@ -1,6 +1,7 @@
-"""What installed packages add by entry points: parts, model families and commands."""
+"""Installed packages: their versions, and what they add by entry points (parts, model families and commands)."""
 
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 
 from flowrl.errors import ConfigError
 
@@ -20,3 +21,18 @@ def plugin(group: str, name: str, noun: str) -> EntryPoint | None:
 def package_of(point: EntryPoint) -> str:
     """The name of the package that declares an entry point."""
     return point.dist.name if point.dist is not None else point.module
+
+
+PACKAGES = ("flowrl-lab", "torch", "diffusers", "transformers", "peft")
+"""The packages that a run's numbers depend on."""
+
+
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Versions of installed `packages`; by default of those that the numbers depend on."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found

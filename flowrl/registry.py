@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
-from flowrl import credit, flow, losses, probes, rewards, samplers
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.plugins import package_of, plugin
-from flowrl.probes import Completion, Probe
-from flowrl.protocols import CreditAssigner, Features, ForwardLoss, GroupReward, PolicyLoss, RandomSampler, RewardModel, Sampler
+from flowrl.sources import summary
 from flowrl.specs import NESTED, Spec, parse_spec
 
 Maker = Callable[..., Any]
@@ -29,13 +28,20 @@ Maker = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of part: its noun, entry-point group, built-in makers, and the protocols one of which a part must satisfy."""
+    """A kind of part: its noun, entry-point group, built-in makers, and the protocols one of which a part must satisfy.
+
+    Makers and protocols are written ``module:name`` and imported when one is used.
+    """
 
     noun: str
     group: str
-    built_in: Mapping[str, Maker]
-    protocols: tuple[type, ...]
+    built_in: Mapping[str, str]
+    protocols: tuple[str, ...]
     needs: str
+
+    def protocol_types(self) -> tuple[type, ...]:
+        """The protocols themselves."""
+        return tuple(map(resolve_name, self.protocols))
 
 
 KINDS: dict[str, Kind] = {
@@ -43,104 +49,108 @@ KINDS: dict[str, Kind] = {
         "credit rule",
         "flowrl.credit",
         {
-            "uniform": credit.Uniform,
-            "value-tracker": credit.ValueTracker,
-            "weighted": credit.Weighted,
-            "stepwise-gain": credit.StepwiseGain,
-            "dense-gain": partial(credit.StepwiseGain, normalise="step", probe=Completion()),
-            "moving-average-gain": credit.MovingAverageGain,
-            "turning-point": credit.TurningPoint,
-            "sibling-relative": credit.SiblingRelative,
-            "depth-relative": credit.DepthRelative,
-            "backed-up": credit.BackedUp,
-            "pruned": credit.Pruned,
-            "gdpo": credit.GDPO,
-            "random": credit.RandomCredit,
+            "uniform": "flowrl.credit.uniform:Uniform",
+            "value-tracker": "flowrl.credit.value_tracker:ValueTracker",
+            "weighted": "flowrl.credit.weighted:Weighted",
+            "stepwise-gain": "flowrl.credit.stepwise:StepwiseGain",
+            "dense-gain": "flowrl.credit.stepwise:DenseGain",
+            "moving-average-gain": "flowrl.credit.moving_average:MovingAverageGain",
+            "turning-point": "flowrl.credit.turning_point:TurningPoint",
+            "sibling-relative": "flowrl.credit.sibling_relative:SiblingRelative",
+            "depth-relative": "flowrl.credit.depth_relative:DepthRelative",
+            "backed-up": "flowrl.credit.backed_up:BackedUp",
+            "pruned": "flowrl.credit.pruned:Pruned",
+            "gdpo": "flowrl.credit.gdpo:GDPO",
+            "random": "flowrl.credit.random_credit:RandomCredit",
         },
-        (CreditAssigner,),
+        ("flowrl.protocols:CreditAssigner",),
         "an attribute `probe` and a method `assign(rewards, schedule)`",
     ),
     "probe": Kind(
         "probe",
         "flowrl.probes",
         {
-            "none": probes.NoProbe,
-            "tweedie": probes.Tweedie,
-            "substeps": probes.Substeps,
-            "completion": probes.Completion,
-            "continuation": probes.Continuation,
-            "branch": probes.Branch,
-            "comb": probes.Comb,
+            "none": "flowrl.probes.base:NoProbe",
+            "tweedie": "flowrl.probes.solved:Tweedie",
+            "substeps": "flowrl.probes.solved:Substeps",
+            "completion": "flowrl.probes.solved:Completion",
+            "continuation": "flowrl.probes.solved:Continuation",
+            "branch": "flowrl.probes.branching:Branch",
+            "comb": "flowrl.probes.branching:Comb",
         },
-        (Probe,),
+        ("flowrl.probes:Probe",),
         "a class derived from flowrl.probes.Probe, with a method `estimate(run)`",
     ),
     "sampler": Kind(
         "sampler",
         "flowrl.samplers",
         {
-            "flow-sde": samplers.FlowSDE,
-            "dance-sde": samplers.DanceSDE,
-            "cps": samplers.CPS,
-            "ddim-sde": samplers.DDIMSDE,
-            "ode": samplers.ODE,
-            "multistep": samplers.Multistep,
+            "flow-sde": "flowrl.samplers.flow_sde:FlowSDE",
+            "dance-sde": "flowrl.samplers.dance_sde:DanceSDE",
+            "cps": "flowrl.samplers.cps:CPS",
+            "ddim-sde": "flowrl.samplers.ddim_sde:DDIMSDE",
+            "ode": "flowrl.samplers.ode:ODE",
+            "multistep": "flowrl.samplers.multistep:Multistep",
         },
-        (Sampler, RandomSampler),
+        ("flowrl.protocols:Sampler", "flowrl.protocols:RandomSampler"),
         "a method `transition(latent, velocity, schedule, step)` or `draw(schedule, generator, iteration)`",
     ),
     "loss": Kind(
         "loss",
         "flowrl.losses",
         {
-            "awm": losses.AWM,
-            "clipped": losses.ClippedLoss,
-            "dgpo": losses.DGPO,
-            "diffusion-nft": losses.DiffusionNFT,
-            "grpo-guard": losses.GRPOGuard,
-            "flow-dppo": losses.FlowDPPO,
-            "policy-gradient": losses.PolicyGradientLoss,
+            "awm": "flowrl.losses.awm:AWM",
+            "clipped": "flowrl.losses.clipped:ClippedLoss",
+            "dgpo": "flowrl.losses.dgpo:DGPO",
+            "diffusion-nft": "flowrl.losses.nft:DiffusionNFT",
+            "grpo-guard": "flowrl.losses.guard:GRPOGuard",
+            "flow-dppo": "flowrl.losses.dppo:FlowDPPO",
+            "policy-gradient": "flowrl.losses.policy_gradient:PolicyGradientLoss",
         },
-        (PolicyLoss, ForwardLoss),
+        ("flowrl.protocols:PolicyLoss", "flowrl.protocols:ForwardLoss"),
         "an attribute `needs_reference` and a method `loss(batch)`",
     ),
     "reward": Kind(
         "reward",
         "flowrl.rewards",
         {
-            "aesthetic": rewards.Aesthetic,
-            "clipped": rewards.Clipped,
-            "clipscore": rewards.CLIPScore,
-            "frame-mean": rewards.FrameMean,
-            "geneval": rewards.GenEval,
-            "group-sum": rewards.GroupSum,
-            "hpsv2.1": rewards.HPSv21,
-            "jpeg-compressibility": rewards.JPEGCompressibility,
-            "jpeg-incompressibility": rewards.JPEGIncompressibility,
-            "motion": rewards.Motion,
-            "ocr": rewards.OCR,
-            "pickscore": rewards.PickScore,
-            "weighted-sum": rewards.WeightedSum,
-            "win-rate": rewards.WinRate,
+            "aesthetic": "flowrl.rewards.clip:Aesthetic",
+            "clipped": "flowrl.rewards.combine:Clipped",
+            "clipscore": "flowrl.rewards.clip:CLIPScore",
+            "frame-mean": "flowrl.rewards.video:FrameMean",
+            "geneval": "flowrl.rewards.geneval:GenEval",
+            "group-sum": "flowrl.rewards.groups:GroupSum",
+            "hpsv2.1": "flowrl.rewards.clip:HPSv21",
+            "jpeg-compressibility": "flowrl.rewards.images:JPEGCompressibility",
+            "jpeg-incompressibility": "flowrl.rewards.images:JPEGIncompressibility",
+            "motion": "flowrl.rewards.video:Motion",
+            "ocr": "flowrl.rewards.ocr:OCR",
+            "pickscore": "flowrl.rewards.clip:PickScore",
+            "weighted-sum": "flowrl.rewards.combine:WeightedSum",
+            "win-rate": "flowrl.rewards.groups:WinRate",
         },
-        (RewardModel, GroupReward),
+        ("flowrl.protocols:RewardModel", "flowrl.protocols:GroupReward"),
         "a method `score(images, prompts)`, or `score_groups(images, prompts)` and an attribute `evaluation`",
     ),
     "features": Kind(
         "feature space",
         "flowrl.features",
-        {"pixels": rewards.PixelFeatures, "latents": rewards.LatentFeatures, "clip": rewards.ClipFeatures},
-        (Features,),
+        {
+            "pixels": "flowrl.rewards.diversity:PixelFeatures",
+            "latents": "flowrl.rewards.diversity:LatentFeatures",
+            "clip": "flowrl.rewards.diversity:ClipFeatures",
+        },
+        ("flowrl.protocols:Features",),
         "a method `__call__(images)` that returns [sample, feature]",
     ),
 }
 
-TIMES: dict[str, Maker] = {
-    "permuted": flow.PermutedTimes,
-    "stratified": flow.StratifiedTimes,
-    "uniform": flow.UniformTimes,
-    "logit-normal": flow.LogitNormalTimes,
-    "steps": flow.DrawnSteps,
+TIMES: dict[str, str] = {
+    "permuted": "flowrl.flow.times:PermutedTimes",
+    "stratified": "flowrl.flow.times:StratifiedTimes",
+    "uniform": "flowrl.flow.times:UniformTimes",
+    "logit-normal": "flowrl.flow.times:LogitNormalTimes",
+    "steps": "flowrl.flow.times:DrawnSteps",
 }
 """The training times that a forward-process loss's option `times` may name, as in ``awm(times='uniform(low=0.1)')``."""
 
@@ -154,7 +164,7 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     entry = KINDS[kind]
     parsed = parse_spec(spec, kind)
     head, maker = parsed.name, find_maker(kind, parsed)
-    if maker not in entry.built_in.values():
+    if head not in entry.built_in:
         _require_maker(kind, head, maker)
     parameters = _parameters(maker)
     unknown = sorted(set(parsed.options) - set(parameters)) if parameters is not None else []
@@ -172,7 +182,7 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{kind}: building {spec} failed: {type(error).__name__}: {error}") from error
-    if not isinstance(part, entry.protocols):
+    if not isinstance(part, entry.protocol_types()):
         raise ConfigError(f"{kind}: {head} is not a {entry.noun}; it needs {entry.needs}")
     return part
 
@@ -189,7 +199,7 @@ def _require_maker(kind: str, head: str, maker: Any) -> None:
         except (NameError, TypeError):  # annotations that cannot be resolved
             made = None
     bodies = [vars(base) for base in made.__mro__] if isinstance(made, type) else []
-    for protocol in KINDS[kind].protocols if bodies else ():
+    for protocol in KINDS[kind].protocol_types() if bodies else ():
         methods = [name for base in protocol.__mro__ for name, value in vars(base).items() if inspect.isfunction(value)]
         needed = {name for name in methods if name in ("__call__",) or not name.startswith("_")}
         if all(any(name in body or name in body.get("__annotations__", ()) for body in bodies) for name in needed):
@@ -214,10 +224,10 @@ def options_of(kind: str, name: str) -> dict[str, Any]:
 
 
 def summary_of(kind: str, name: str) -> str:
-    """The first line of a part's documentation."""
-    maker = _by_name(kind, name)
-    target = maker.func if isinstance(maker, partial) else maker
-    return (inspect.getdoc(target) or "").partition("\n")[0]
+    """The first line of a part's documentation; the part is imported only if its source does not have it."""
+    point = None if name in KINDS[kind].built_in else plugin(KINDS[kind].group, name, kind)
+    documented = summary(KINDS[kind].built_in[name] if point is None else point.value)
+    return documented or (inspect.getdoc(_by_name(kind, name)) or "").partition("\n")[0]
 
 
 def _convert(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
@@ -240,7 +250,7 @@ def _build_times(words: str) -> Any:
     spec = parse_spec(words, "times")
     if spec.name not in TIMES:
         raise ConfigError(f"times = {words!r} is not allowed: {', '.join(TIMES)}, with options as in uniform(low=0.1)")
-    maker = TIMES[spec.name]
+    maker = resolve_name(TIMES[spec.name])
     allowed = _parameters(maker) or {}
     unknown = sorted(set(spec.options) - set(allowed))
     if unknown:
@@ -307,7 +317,7 @@ def _by_name(kind: str, name: str) -> Maker:
     """A built-in maker, else the plug-in of that name; a name that two packages offer is an error."""
     entry = KINDS[kind]
     if name in entry.built_in:
-        return entry.built_in[name]
+        return resolve_name(entry.built_in[name])
     point = plugin(entry.group, name, kind)
     if point is None:
         known = sorted(available(kind))

@@ -18,9 +18,9 @@ Time runs from t=1 (noise) to t=0 (data): x_t = (1-t) x_0 + t eps, velocity v = 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from beartype import beartype
@@ -28,6 +28,7 @@ from jaxtyping import Bool, Float, Int, jaxtyped
 from torch import Tensor
 
 from flowrl.errors import ConfigError, FlowrlError, require
+from flowrl.prompt import Prompt as Prompt
 from flowrl.transfer import to_device
 from flowrl.tree import Tree
 
@@ -72,14 +73,6 @@ def inputs_unchanged(call: str, error: type[FlowrlError], *inputs: Tensor) -> It
     yield
     if [tensor._version for tensor in counted] != before:
         raise error(f"{call} changed its input in place; work on a copy (tensor.clone())")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt: its text, and the metadata that a verifier needs (for example the requested objects)."""
-
-    text: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @checked

@@ -4,13 +4,16 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_for
+from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any
 
 from flowrl.errors import FlowrlError, require
@@ -27,7 +30,6 @@ class Worker:
     """The first argument of every job: its way to talk to the parent process."""
 
     key: Hashable
-    parent: int
     stop: Any
     messages: Any
     lock: Any
@@ -39,16 +41,57 @@ class Worker:
 
     def stopped(self) -> bool:
         """Whether the job should end soon: the parent was interrupted, another job failed, or the parent is gone."""
-        return self.stop.is_set() or os.getppid() != self.parent
+        parent = multiprocessing.parent_process()
+        return self.stop.is_set() or (parent is not None and not parent.is_alive())
 
 
 def worker_count(workers: int, jobs: int) -> int:
-    """`workers`, or one per core (at most `MOST_WORKERS`) if it is 0, and never more than there are jobs.
+    """`workers`, or one per usable core (at most `MOST_WORKERS`) if it is 0, and never more than there are jobs.
 
     Raises `ConfigError` for a negative number.
     """
     require(workers >= 0, "workers", workers, "1 or more, or 0 for one per core")
-    return max(1, min(jobs, workers or min(os.cpu_count() or 1, MOST_WORKERS)))
+    return max(1, min(jobs, workers or min(usable_cores(), MOST_WORKERS)))
+
+
+def usable_cores(cgroup: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may keep busy: those of its affinity, or fewer if a container's quota allows fewer; 1 or more.
+
+    A quota is that of the process's control group or of one above it: cpu.max (version 2), or cpu.cfs_quota_us over
+    cpu.cfs_period_us (version 1). Part of a core counts as a core.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [quota for folder in _cpu_groups(cgroup, mounted) for quota in _quota(folder)]
+    return max(1, min([cores, *map(math.ceil, quotas)]))
+
+
+def _cpu_groups(cgroup: Path, mounted: Path) -> Iterator[Path]:
+    """Folders of the control groups that limit this process, from the innermost to the root; none without control groups.
+
+    In a container the own group often is the root of what is mounted, whatever path /proc gives.
+    """
+    lines = [line.split(":", 2) for line in _text(cgroup).splitlines() if line.count(":") >= 2]
+    for number, controllers, path in lines:
+        if number != "0" and "cpu" not in controllers.split(","):
+            continue
+        for root in [mounted] if number == "0" else [mounted / controllers, mounted / "cpu"]:
+            inside = root / path.strip("/")
+            yield from (inside, *(folder for folder in inside.parents if folder.is_relative_to(root)))
+
+
+def _quota(folder: Path) -> list[float]:
+    """The cores that a control group may use, if it has a limit that can be read."""
+    words = _text(folder / "cpu.max").split() or [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+    if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):  # "max", -1
+        return []
+    return [int(words[0]) / int(words[1])]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, ValueError):
+        return ""
 
 
 def run_jobs(
@@ -61,6 +104,7 @@ def run_jobs(
     watch: Callable[[], None] = lambda: None,
     seconds: float = math.inf,
     describe: Callable[[Any], str] = str,
+    preload: Sequence[str] = (),
 ) -> bool:
     """Call `function(worker, *arguments)` for every job, in the order of `jobs`; True if all of them were completed.
 
@@ -71,9 +115,13 @@ def run_jobs(
     is returned. If this process is killed, its workers end within a second or two. No job is started later than `seconds` after
     the call. The first error stops all jobs: a `FlowrlError` is raised as it is, any other as a `RuntimeError` that names the
     job by `describe(key)`; so is a worker process that was killed.
+
+    `preload` names modules that all jobs need. On Linux one process then imports them, once, and the workers are its forks: a
+    fraction of the processor time and memory. It keeps the environment variables with which the first such call of this program
+    started it. No module among them may start threads or use a GPU when it is imported.
     """
     count, deadline = worker_count(workers, len(jobs)), time.monotonic() + seconds
-    context = multiprocessing.get_context("spawn")
+    context = _context(preload)
     with _signals_blocked():  # multiprocessing starts a process of its own here
         stop, (inbox, outbox) = context.Event(), context.Pipe(duplex=False)
     waiting, running = list(jobs.items())[::-1], dict[Future[Any], Any]()
@@ -95,13 +143,13 @@ def run_jobs(
             raise KeyboardInterrupt
 
     others, lock = set(multiprocessing.active_children()), context.Lock()
-    with ProcessPoolExecutor(count, context, _start, (stop, outbox, lock, os.getpid())) as pool, on_stop(interrupt):
+    with ProcessPoolExecutor(count, context, _start, (stop, outbox, lock)) as pool, on_stop(interrupt):
         try:
             while waiting or running:
                 while waiting and len(running) < count and time.monotonic() < deadline:
                     key, arguments = waiting.pop()
                     with _signals_blocked():
-                        running[pool.submit(_call, function, key, os.getpid(), arguments)] = key
+                        running[pool.submit(_call, function, key, arguments)] = key
                         pool.submit(_nothing)  # concurrent.futures watches a process that it has started from the next call on
                 if not running:
                     return False
@@ -124,6 +172,15 @@ def run_jobs(
     return True
 
 
+def _context(preload: Sequence[str]) -> BaseContext:
+    """How worker processes start: anew, or as forks of a server that has imported `preload`."""
+    if not preload or sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    return context
+
+
 def _is_broken(pool: ProcessPoolExecutor) -> bool:
     try:
         with _signals_blocked():
@@ -140,19 +197,19 @@ _parts: list[Any] = []
 def _start(*parts: Any) -> None:
     """Prepare a worker process: it takes no signals, since pausing is up to its parent, and does not outlive it."""
     global _parts
-    *_parts, parent = parts
+    _parts = list(parts)
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
 
     torch.set_num_threads(1)
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent() -> None:
     """End this process when its parent has ended, however that happened: the last checkpoint is complete at every moment."""
-    process = multiprocessing.parent_process()
-    while process is not None and os.getppid() == parent and not wait_for([process.sentinel], 1.0):
+    parent, started_by = multiprocessing.parent_process(), os.getppid()
+    while parent is not None and os.getppid() == started_by and not wait_for([parent.sentinel], 1.0):
         pass
     os._exit(1)
 
@@ -161,9 +218,9 @@ def _nothing() -> None:
     """A job that does nothing."""
 
 
-def _call(function: Callable[..., Any], key: Hashable, parent: int, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+def _call(function: Callable[..., Any], key: Hashable, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
     """(whether the job ran, its result); in a worker process."""
-    worker = Worker(key, parent, *_parts)
+    worker = Worker(key, *_parts)
     return (False, None) if worker.stopped() else (True, function(worker, *arguments))
 
 

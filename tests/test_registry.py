@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -222,7 +223,9 @@ def test_bad_probes_are_named(spec: str, words: str) -> None:
 
 def test_training_times_by_spec() -> None:
     assert build("loss", "awm(times='uniform(low=0.1, shared=true)')").times == UniformTimes(low=0.1, shared=True)
-    assert {type(build("loss", f"diffusion-nft(times={name!r})").times) for name in TIMES} == set(TIMES.values())
+    assert {type(build("loss", f"diffusion-nft(times={name!r})").times) for name in TIMES} == set(
+        map(resolve_name, TIMES.values())
+    )
     for spec, words in (
         ("awm(times=even)", "times = 'even' is not allowed: permuted, stratified, uniform, logit-normal, steps"),
         ("awm(times='uniform(lo=0.1)')", "times: uniform has no option lo; allowed: count, low, high, shift, shared"),

@@ -10,7 +10,7 @@ import pytest
 import worker_jobs
 
 from flowrl.errors import ConfigError
-from flowrl.workers import MOST_WORKERS, run_jobs, worker_count
+from flowrl.workers import MOST_WORKERS, run_jobs, usable_cores, worker_count
 
 
 def ignore(*_) -> None:
@@ -51,6 +51,13 @@ def test_the_first_error_stops_all_jobs(kind: str, error: type, message: str) ->
     assert time.monotonic() - started < 50
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers start anew")
+def test_workers_with_preloaded_modules_are_forks_of_a_process_that_has_imported_them() -> None:
+    """Which modules they have, in a program that has none of them; pausing and errors are as with workers that start anew."""
+    done = subprocess.run([sys.executable, worker_jobs.__file__, "preload"], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["True", "[True,", "True]", "1", "False"], done.stderr[-2000:]
+
+
 def test_an_interrupt_in_a_callback_pauses_and_keeps_results() -> None:
     def interrupt(key: str, message: str) -> None:
         raise KeyboardInterrupt
@@ -75,6 +82,53 @@ def test_no_job_starts_after_the_time_is_up() -> None:
 
 
 def test_how_many() -> None:
-    assert worker_count(0, 100) == min(os.cpu_count() or 1, MOST_WORKERS) and worker_count(3, 2) == 2 and worker_count(1, 0) == 1
+    assert worker_count(0, 100) == min(usable_cores(), MOST_WORKERS) and worker_count(3, 2) == 2 and worker_count(1, 0) == 1
     with pytest.raises(ConfigError, match="workers = -1 is not allowed: 1 or more, or 0"):
         worker_count(-1, 3)
+
+
+AFFINITY = 6
+
+
+def cores(tmp_path: Path, monkeypatch, cgroup: str, files: dict[str, str]) -> int:
+    """`usable_cores` of a process in these control groups, with an affinity of 6 cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(AFFINITY)), raising=False)
+    (tmp_path / "cgroup").write_text(cgroup)
+    for name, content in files.items():
+        (tmp_path / "mounted" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mounted" / name).write_text(content)
+    return usable_cores(tmp_path / "cgroup", tmp_path / "mounted")
+
+
+V1 = "12:pids:/docker/a\n4:cpu,cpuacct:/docker/a\n1:name=systemd:/docker/a\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        ("0::/a/b\n", {}, AFFINITY),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n"}, AFFINITY),
+        ("0::/a/b\n", {"a/b/cpu.max": "200000 100000\n"}, 2),
+        ("0::/a/b\n", {"a/b/cpu.max": "250000 100000\n"}, 3),
+        ("0::/a/b\n", {"a/b/cpu.max": "10000 100000\n"}, 1),
+        ("0::/a/b\n", {"a/b/cpu.max": "900000 100000\n"}, AFFINITY),
+        ("0::/a/b\n", {"a/b/cpu.max": "400000 100000\n", "a/cpu.max": "150000 50000\n"}, 3),
+        ("0::/a/b\n", {"cpu.max": "200000 100000\n"}, 2),  # a container: the own group is what is mounted
+        ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
+        ("0::/a/b\n", {"a/b/cpu.max": "what is this\n"}, AFFINITY),
+        (V1, {"cpu,cpuacct/docker/a/cpu.cfs_quota_us": "300000\n", "cpu,cpuacct/docker/a/cpu.cfs_period_us": "100000\n"}, 3),
+        (V1, {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+        (V1, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, AFFINITY),
+        (V1, {"pids/docker/a/cpu.cfs_quota_us": "100000\n", "pids/docker/a/cpu.cfs_period_us": "100000\n"}, AFFINITY),
+    ],
+)
+def test_cores_are_those_of_affinity_and_quota(cgroup, files, expected, tmp_path: Path, monkeypatch) -> None:
+    assert cores(tmp_path, monkeypatch, cgroup, files) == expected
+
+
+def test_cores_without_control_groups_or_affinity(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert usable_cores(tmp_path / "none", tmp_path) == 3
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert usable_cores(tmp_path / "none", tmp_path) == 1

@@ -39,6 +39,11 @@ def until_stopped(worker: Worker, seconds: float = 60.0) -> str:
     return "not stopped"
 
 
+def preloaded(worker: Worker) -> tuple[bool, int]:
+    """Whether the module was there before the job; the number of processes that imported it."""
+    return "xml.dom.minidom" in sys.modules, os.getppid()
+
+
 def interrupt_everything(delay: float) -> None:
     """Ctrl-C for the whole process group, as a terminal sends it, once a worker exists."""
     import multiprocessing
@@ -50,6 +55,12 @@ def interrupt_everything(delay: float) -> None:
 
 
 if __name__ == "__main__":  # a script with its own process group: sys.argv says when the interrupt comes
+    if sys.argv[1] == "preload":
+        seen: dict[str, tuple[bool, int]] = {}
+        done = run_jobs(preloaded, {"a": (), "b": ()}, 2, finished=seen.__setitem__, preload=("xml.dom.minidom",))
+        servers = {server for _, server in seen.values()}
+        print(done, [there for there, _ in seen.values()], len(servers), os.getpid() in servers)
+        sys.exit()
     threading.Thread(target=interrupt_everything, args=(float(sys.argv[1]),), daemon=True).start()
     results: dict[str, str] = {}
     completed = run_jobs(until_stopped, {"a": (), "b": ()}, 1, finished=results.__setitem__)

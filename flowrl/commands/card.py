@@ -11,11 +11,11 @@ import yaml
 from flowrl.errors import ConfigError, require
 from flowrl.io import write_bytes
 from flowrl.plots.pages import render
+from flowrl.plugins import versions
 from flowrl.reading import read_json
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.logging import scalars
 from flowrl.training.results import load_run
-from flowrl.training.run import versions
 
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 

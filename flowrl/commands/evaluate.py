@@ -11,9 +11,6 @@ from annotated_types import Ge
 from flowrl.commands.options import typed_command
 from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.options import Count, Seed, Whole
-from flowrl.protocols import GroupReward
-from flowrl.rewards import evaluation_reward, require_single
-from flowrl.training.build import make_reward, make_world, policy_options
 
 if TYPE_CHECKING:
     from flowrl.diagnostics.weight_comparison import WeightComparison
@@ -111,7 +108,9 @@ class _Setup:
 def _run_setup(args: Evaluate) -> _Setup:
     """Base and averaged weights of a finished run, with the run's settings unless the options replace them."""
     from flowrl.prompts import prompts_from
-    from flowrl.training.build import load_trained
+    from flowrl.protocols import GroupReward
+    from flowrl.rewards import evaluation_reward
+    from flowrl.training.build import load_trained, make_reward, make_world, policy_options
     from flowrl.training.config import load_config
 
     if not (args.weights / "config.json").is_file():
@@ -190,6 +189,7 @@ def _cache_size(prompts: "list[Prompt]") -> int:
 
 def _named_rewards(args: Evaluate, device: str) -> "dict[str, RewardModel]":
     from flowrl.registry import build
+    from flowrl.rewards import require_single
 
     return {spec: require_single(build("reward", spec, device=device), "reward", spec) for spec in args.reward}
 

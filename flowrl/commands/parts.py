@@ -13,20 +13,20 @@ OPTIONS = {"features": "diversity", "probe": "credit"}
 
 @dataclass(frozen=True)
 class Parts:
-    """List the credit rules, probes, samplers, losses, rewards and features that can be named, with options; plug-ins too."""
+    """List the credit rules, probes, samplers, losses, rewards and features that can be named; plug-ins too."""
 
     kind: str = ""
-    """credit, probe, sampler, loss, reward or features; default all."""
+    """credit, probe, sampler, loss, reward, features or all: these parts with their options. Left out: all, a line per part."""
 
     def main(self) -> int:
-        """Print one line per part, its options below it."""
-        require(self.kind in ("", *KINDS), "kind", self.kind, f"one of {', '.join(KINDS)}")
-        for kind in (self.kind,) if self.kind else KINDS:
+        """Print one line per part, and below it its options if a kind is chosen."""
+        require(self.kind in ("", "all", *KINDS), "kind", self.kind, f"one of {', '.join(KINDS)}, all")
+        for kind in (self.kind,) if self.kind in KINDS else KINDS:
             print(f"{kind} (--{OPTIONS.get(kind, kind)})")
             for name, origin in sorted(available(kind).items()):
                 title = f"  {name}{'' if origin == 'flowrl' else f'  [{origin}]'}"
                 try:
-                    summary, choices = summary_of(kind, name), options_of(kind, name)
+                    summary, choices = summary_of(kind, name), options_of(kind, name) if self.kind else {}
                 except FlowrlError as error:
                     print(f"{title}: unusable, {error}")
                     continue
@@ -35,6 +35,8 @@ class Parts:
                     print(f"      {', '.join(f'{n}={_shown(v)}' for n, v in choices.items())}")
             if not available(kind):
                 print("  none by name: a task brings its own, and a plug-in or path/to/file.py:Class replaces it")
+        if not self.kind:
+            print("\nWith options: flowrl parts --kind KIND, or --kind all")
         return 0
 
 

@@ -7,7 +7,7 @@ from flowrl.credit.moving_average import MovingAverageGain
 from flowrl.credit.pruned import Pruned
 from flowrl.credit.random_credit import RandomCredit
 from flowrl.credit.sibling_relative import SiblingRelative
-from flowrl.credit.stepwise import StepwiseGain, generalised_gains
+from flowrl.credit.stepwise import DenseGain, StepwiseGain, generalised_gains
 from flowrl.credit.table import check_advantages, check_trained, gains, probed, reward_to_go, zscore
 from flowrl.credit.turning_point import (
     TurningPoint,
@@ -24,7 +24,7 @@ from flowrl.credit.value_tracker import ValueTracker
 from flowrl.credit.weighted import Weighted
 
 __all__ = [
-    "GDPO", "BackedUp", "DepthRelative", "Example", "MovingAverageGain", "Pruned", "RandomCredit", "SiblingRelative",
+    "GDPO", "BackedUp", "DenseGain", "DepthRelative", "Example", "MovingAverageGain", "Pruned", "RandomCredit", "SiblingRelative",
     "StepwiseGain", "TurningPoint", "Uniform", "ValueTracker", "Weighted", "balanced", "branched_tree", "check_advantages",
     "check_trained", "clear_swings", "example", "gains", "generalised_gains", "group_deviations", "group_zscore",
     "large_aggregates", "probed", "process_rewards", "random_steps", "reward_to_go", "siblings", "turning_points",

@@ -1,6 +1,7 @@
 """Stepwise-Flow-GRPO's credit: the gain of each step, and its generalisation towards reward-to-go."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from flowrl.credit.table import gains, require_clamp, require_nodes, zscore
 from flowrl.errors import require
 from flowrl.options import checked_options
-from flowrl.probes import Probe, Substeps
+from flowrl.probes import Completion, Probe, Substeps
 from flowrl.types import NodeTable, Schedule, StepTable, checked
 
 
@@ -67,3 +68,7 @@ class StepwiseGain:
         over = ("member", "step") if self.normalise == "joint" else ("member",)
         std_over = over if self.pool == "prompt" else ("prompt", *over)
         return zscore(generalised_gains(rewards, self.lam, self.gamma), over=over, std_over=std_over, clamp=self.clamp)
+
+
+DenseGain = partial(StepwiseGain, normalise="step", probe=Completion())
+"""`StepwiseGain` of ODE completions, Z step by step: A_i = Z(g_i), DenseGRPO's credit (arXiv 2601.20218)."""

@@ -15,10 +15,10 @@ from typing import Any
 
 from flowrl.errors import ConfigError, require
 from flowrl.io import require_new_file, write_bytes
+from flowrl.prompt import Prompt
 from flowrl.prompts.generate import compositional_prompts, image_prompts, text_prompts
 from flowrl.prompts.geneval import request_of
 from flowrl.reading import parse_json, read_text
-from flowrl.types import Prompt
 
 SHOWN = 5
 """How many lines a message lists."""

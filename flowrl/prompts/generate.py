@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from flowrl.errors import require
+from flowrl.prompt import Prompt
 from flowrl.prompts.geneval import COLOURS, OBJECTS, POSITIONS, TAGS
-from flowrl.types import Prompt
 
 MAX_REPEATS = 20_000
 """After so many repeated prompts in a row no new ones are expected."""

@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from flowrl.errors import ConfigError
-from flowrl.types import Prompt
+from flowrl.prompt import Prompt
 
 
 class PromptStream:
@@ -14,12 +12,16 @@ class PromptStream:
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
         if not prompts:
             raise ConfigError("the list of training prompts is empty")
+        import torch
+
         self.prompts = list(prompts)
         self.generator = torch.Generator().manual_seed(seed)
         self.order: list[int] = []
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
+        import torch
+
         while len(self.order) < count:
             self.order += torch.randperm(len(self.prompts), generator=self.generator).tolist()
         chosen, self.order = self.order[:count], self.order[count:]

@@ -22,6 +22,7 @@ from flowrl.errors import RewardError, require
 from flowrl.rewards.combine import weighted_total
 from flowrl.rewards.contract import ComponentScores
 from flowrl.serving.connections import Answer, Connections, check_endpoint, last_error
+from flowrl.serving.server_settings import TOKEN_VARIABLE
 from flowrl.serving.wire_format import TransientError, decode_error, decode_scores, encode_request
 from flowrl.types import Prompt
 
@@ -32,9 +33,6 @@ __all__ = ["TOKEN_VARIABLE", "RemoteReward", "RemoteSum"]
 
 Scored = tuple[ComponentScores, dict[str, float]]
 """The scores of one request, and the weights of their components."""
-
-TOKEN_VARIABLE = "FLOWRL_REWARD_TOKEN"
-"""The environment variable with the token of a reward server."""
 
 MAX_BACKOFF = 20.0
 """Longest pause between two attempts in seconds, unless the server requests a longer one."""

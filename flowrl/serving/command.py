@@ -11,8 +11,7 @@ from annotated_types import Ge, Gt, Le
 
 from flowrl.errors import ConfigError, require
 from flowrl.options import Count
-from flowrl.serving.client import TOKEN_VARIABLE
-from flowrl.serving.server_settings import tls_context
+from flowrl.serving.server_settings import TOKEN_VARIABLE, tls_context
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from flowrl.errors import require
 
+TOKEN_VARIABLE = "FLOWRL_REWARD_TOKEN"
+"""The environment variable with the token of a reward server."""
+
 
 @dataclass(frozen=True)
 class ServerLimits:

@@ -1,6 +1,5 @@
 """A comparison: every method with every seed, one process per core, resumable."""
 
-import os
 import platform
 import shlex
 import time
@@ -11,18 +10,21 @@ from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError, PartError, require
 from flowrl.io import folder_lock, new_folder, write_json
+from flowrl.plugins import versions
 from flowrl.probes import NoProbe
 from flowrl.reading import as_kind, load_document, reading
 from flowrl.specs import identity
 from flowrl.training.build import check, make_method
 from flowrl.training.config import RunConfig
 from flowrl.training.results import has_progress, holds, run_folder
-from flowrl.training.run import Run, versions
+from flowrl.training.run import Run
 from flowrl.trust import trusted
-from flowrl.workers import Worker, run_jobs
+from flowrl.workers import Worker, run_jobs, usable_cores
 
 LONGEST = 200
 """Bytes in the name of a run's folder; file systems allow 255."""
+IMPORTS = {"shapes": ("diffusers.models.transformers.transformer_sd3", "peft")}
+"""What the policy of a world imports when it is built."""
 PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 
 
@@ -81,7 +83,7 @@ class CompareConfig:
             "command": self.command,
             "method_settings": self.method_settings,
             "versions": versions(),
-            "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}",
+            "hardware": f"{usable_cores()} CPU cores ({platform.machine()}), Python {platform.python_version()}",
             "run": self.run.as_dict(),
         }
 
@@ -166,6 +168,7 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
             received(name, {"warning": f"the run failed: {done}"})
 
     longest_first = sorted(jobs, key=lambda name: isinstance(make_method(jobs[name]).credit.probe, NoProbe))
+    on_cpu = config.run.policy.device == "cpu"  # forks of a process that has seen a GPU cannot use it
     completed = run_jobs(
         _run_job,
         {name: (jobs[name], out / "runs" / name, resume, changed_code) for name in longest_first},
@@ -174,6 +177,7 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
         received=received,
         watch=lambda: watch(states) if watch else None,
         describe=lambda name: f"the run {name}",
+        preload=("flowrl.training.compare", *IMPORTS.get(config.run.environment.world, ())) if on_cpu else (),
     )
     failed = {name: text for name, text in ended.items() if isinstance(text, str)}
     if failed and completed:

@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.torch import load, save
 from flowrl.distributed import Distributed, full_tensors
 from flowrl.errors import CheckpointError, ConfigError, part_errors
 from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
+from flowrl.plugins import versions
 from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
 from flowrl.reading import as_kind, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
@@ -34,8 +34,6 @@ from flowrl.training.trainer import Trainer
 from flowrl.trust import check_code, record_code
 from flowrl.worlds.base import World
 
-PACKAGES = ("flowrl-lab", "torch", "diffusers", "transformers", "peft")
-"""Those that the numbers depend on."""
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "nfe_total"} whenever one of them changes, and with {"warning"}."""
@@ -290,14 +288,3 @@ class Run:
         average = full_tensors(dict(zip(trainer.names, trainer.average, strict=True)))
         if average:
             save_weights(folder / "weights.safetensors", average)
-
-
-def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Versions of installed `packages`; by default of those that the numbers depend on."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found

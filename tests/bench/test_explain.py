@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from flowrl_bench.explain import explain, parse_rewards
-from flowrl_bench.explain_command import explanation
+from flowrl_bench.explain_figure import explanation
 
 from flowrl.cli import main
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from flowrl_bench.pretrain import PretrainConfig, pretrain_to_file
+from flowrl_bench.pretraining import PretrainConfig, pretrain_to_file
 
 from flowrl.errors import ConfigError
 from flowrl.worlds.base import PolicyOptions, world

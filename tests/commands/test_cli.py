@@ -167,7 +167,10 @@ def test_version_and_environment(capsys):
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"flowrl {flowrl.__version__}\n"
     assert main(["env"]) == 0
     shown = capsys.readouterr().out
-    assert all(word in shown for word in ("torch", "Python", "CPU cores", "CUDA"))
+    assert all(word in shown for word in ("torch", "Python", "CPU cores")) and "CUDA" not in shown
+    assert main(["env", "--devices"]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("torch threads", "CUDA", "CPU cores"))
     assert main(["trian"]) == 2 and "did you mean 'train'?" in capsys.readouterr().err
 
 

@@ -553,4 +553,6 @@ plt.show()
 # | leaf, edge | $1/T$ per step, or $n_{i+1}$ | `Branch(..., weight=...)` |
 # | $\sum_{i<T} n_i$; parents | evaluations of sampling; of the update | `usage.nfe`; the metric `train_nfe` |
 #
-# On the command line: `flowrl compare --methods flow-grpo branch-grpo tempflow-grpo --world mixture`. A rule of your own takes one file, as in lesson 8. **Back to** [0 · Tour](00_tour.ipynb).
+# On the command line: `flowrl compare --methods flow-grpo branch-grpo tempflow-grpo --world mixture`. A rule of your own takes one file, as in lesson 8.
+#
+# **Next:** [11 · The forward process](11_forward_process.ipynb) needs no decisions at all.

@@ -1,17 +1,9 @@
-"""`flowrl explain`, and its figure."""
+"""`flowrl explain`."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import tyro
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from torch import Tensor
-
-from flowrl.plots.style import COLOURS, INK, OTHERS, clean, require_figure, save, spread_labels
-from flowrl.registry import build
-from flowrl_bench.explain import EXAMPLE, Explanation, explain, parse_rewards, read_rewards
 
 
 @dataclass(frozen=True)
@@ -33,7 +25,11 @@ class Explain:
 
     def main(self) -> int:
         """Assign, print, draw."""
+        from flowrl.plots.style import require_figure, save
+        from flowrl.registry import build
         from flowrl.training.build import even_schedule
+        from flowrl_bench.explain import EXAMPLE, explain, parse_rewards, read_rewards
+        from flowrl_bench.explain_figure import explanation
 
         table = read_rewards(self.rewards) if self.rewards else parse_rewards(EXAMPLE)
         schedule = even_schedule(table.rewards.shape[-1] - 1, self.sampler, self.noise_level, "all")
@@ -47,60 +43,3 @@ class Explain:
             save(explanation(one, prompt), self.out.with_name(name))
             print(f"Wrote {self.out.with_name(name)}")
         return 0
-
-
-def explanation(shown: Explanation, prompt: int = 0) -> Figure:
-    """One prompt's rewards with their turning points, and below them gains and advantages [member, step] as coloured tables."""
-    members, nodes = shown.rewards.shape[1:]
-    figure = Figure(figsize=(max(7.0, 1.5 + 0.9 * nodes), 3.4 + 0.5 * members * 2), layout="constrained")
-    parts = figure.subplots(3, 1, height_ratios=[3.2, 0.45 * members, 0.45 * members])
-    _rewards(parts[0], shown, prompt)
-    _cells(parts[1], shown, prompt, shown.gains[prompt], "gain of the step")
-    _cells(parts[2], shown, prompt, shown.advantages[prompt], f"advantage: {shown.rule}")
-    parts[2].set_xlabel("node (0 = noise, last = image); step i lies between nodes i and i+1")
-    return figure
-
-
-def _rewards(axes: Axes, shown: Explanation, prompt: int) -> None:
-    rewards, shades = shown.rewards[prompt], (*COLOURS.values(), *OTHERS)
-    nodes = rewards.shape[-1]
-    low, high = float(rewards.min()), float(rewards.max())
-    heights = spread_labels(rewards[:, -1].tolist(), low, high, 0.08 * max(high - low, 1e-6))
-    for member, (row, name) in enumerate(zip(rewards, shown.names.members[prompt], strict=True)):
-        shade = shades[member % len(shades)]
-        axes.plot(range(nodes), row, color=shade, marker="o", markersize=4, linewidth=2)
-        place = (nodes - 0.88, heights[member])
-        axes.annotate(name, place, color=shade, va="center", fontweight="bold", annotation_clip=False)
-        for step in range(nodes - 1):
-            consistent = bool(shown.consistent[prompt, member, step])
-            if consistent or bool(shown.plain[prompt, member, step]):
-                ring = {"facecolors": "none", "edgecolors": shade, "linewidths": 2.4, "linestyle": "-" if consistent else ":"}
-                axes.scatter([step], [float(row[step])], s=200, zorder=5, **ring)
-    title = f"{shown.names.prompts[prompt]}: rings mark consistent turning points, dotted rings those of the plain rule only"
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.set_ylabel("estimated final reward")
-    axes.set_xticks(range(nodes))
-    axes.set_xlim(-0.4, nodes - 0.6)
-    clean(axes)
-
-
-def _cells(axes: Axes, shown: Explanation, prompt: int, values: Tensor, title: str) -> None:
-    """A table of colours; frames mark the steps that receive the long-term reward."""
-    members, steps = values.shape
-    shades, limit = matplotlib.colormaps["PuOr_r"], float(values.abs().max()) or 1.0
-    for member in range(members):
-        for step in range(steps):
-            value = float(values[member, step])
-            axes.barh(member, 1.0, left=step, height=1.0, color=shades(0.5 + 0.27 * value / limit), edgecolor="white")
-            axes.text(step + 0.5, member, f"{value:+.2f}", ha="center", va="center", fontsize=9, color=INK)
-            if shown.selected is not None and bool(shown.selected[prompt, member, step]):
-                axes.barh(member, 0.94, left=step + 0.03, height=0.88, facecolor="none", edgecolor=INK, linewidth=2, zorder=4)
-    axes.set_yticks(range(members), shown.names.members[prompt])
-    axes.invert_yaxis()
-    axes.set_xlim(-0.4, steps + 0.4)
-    axes.set_xticks(range(steps + 1))
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)
-    axes.set_title(
-        title + ("; framed: the long-term reward R_T - R_i" if shown.selected is not None else ""), fontsize=10, loc="left"
-    )

@@ -21,8 +21,10 @@ from flowrl.errors import CreditError, FlowrlError, require
 from flowrl.flow import expand
 from flowrl.losses import PolicyGradientLoss
 from flowrl.probes import NoProbe, Probe
-from flowrl.protocols import CreditAssigner, FlowPolicy, PolicyLoss, RewardModel, Sampler
+from flowrl.protocols import CreditAssigner, FlowPolicy, ForwardLoss, PolicyLoss, RewardModel, Sampler
 from flowrl.rollout import Groups, LossBatches, Rollout, Usage, attach_stds, reward_table, rollout
+from flowrl.rollout.forward_batch import ForwardBatches
+from flowrl.training.behaviour import Copies
 from flowrl.types import Prompt, Schedule
 
 
@@ -157,13 +159,54 @@ def policy_gradients(
     sample, step = torch.cartesian_prod(torch.arange(groups.samples), stochastic).unbind(1)
     rows = []
     for _ in range(batches):
-        result = setting.rollout(groups, generator, rule.probe, usage)
-        rewards = reward_table(setting.policy, reward or setting.reward, result, setting.prompts)
-        advantages = assigned(rule, rewards, credit_schedule(result)).reshape(groups.samples, -1)
+        result, advantages = _credited(setting, rule, groups, generator, usage, reward)
         batch = LossBatches(setting.policy, setting.sampler, result, condition, advantages).of(sample, step)
         gradient = flat(torch.autograd.grad(loss.loss(batch).loss, setting.parameters))
         rows.append(-gradient * len(stochastic) * elements)
     return torch.stack(rows)
+
+
+def forward_gradients(
+    setting: Setting,
+    rule: CreditAssigner,
+    loss: ForwardLoss,
+    batches: int,
+    members: int,
+    seed: int = 0,
+    usage: Usage | None = None,
+) -> Tensor:
+    """Minus the gradient of a forward-process loss in each of `batches` iterations, as `policy_gradients`, [batch, parameter].
+
+    On policy: the loss's copies of the weights are the current ones, as in the first update. `usage` counts the rollouts. The
+    mean is not the gradient of E[R], but of a surrogate; `alignment` measures how close they are, up to a factor.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    groups = Groups(len(setting.prompts), members)
+    condition = setting.policy.encode(setting.prompts)
+    copies = Copies(loss, setting.policy, dict(setting.policy.trainable())).by_name
+    rows = []
+    for _ in range(batches):
+        result, advantages = _credited(setting, rule, groups, generator, usage)
+        times = loss.times.draw(setting.schedule, groups.samples, generator)
+        noise_seed = int(torch.randint(2**62, (), generator=generator))
+        every = ForwardBatches(setting.policy, loss, result, condition, advantages, times, noise_seed, copies)
+        sample, draw = torch.cartesian_prod(torch.arange(groups.samples), torch.arange(times.shape[1])).unbind(1)
+        rows.append(-flat(torch.autograd.grad(loss.loss(every.of(sample, draw)).loss, setting.parameters)))
+    return torch.stack(rows)
+
+
+def _credited(
+    setting: Setting,
+    rule: CreditAssigner,
+    groups: Groups,
+    generator: torch.Generator,
+    usage: Usage | None,
+    reward: RewardModel | None = None,
+) -> tuple[Rollout, Tensor]:
+    """A rollout of all prompts, and the rule's advantages [sample, step] for it."""
+    result = setting.rollout(groups, generator, rule.probe, usage)
+    rewards = reward_table(setting.policy, reward or setting.reward, result, setting.prompts)
+    return result, assigned(rule, rewards, credit_schedule(result)).reshape(groups.samples, -1)
 
 
 def update_evaluations(setting: Setting, members: int, loss: PolicyLoss = PolicyGradientLoss()) -> int:

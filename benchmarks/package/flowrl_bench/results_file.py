@@ -14,10 +14,11 @@ from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.io import write_json
+from flowrl.plugins import versions
 from flowrl.reading import is_kind, parse_json, read_json, reading
 from flowrl.training.config import RunConfig
-from flowrl.training.run import versions
 from flowrl.trust import trusted
+from flowrl.workers import usable_cores
 from flowrl_bench import measurements
 from flowrl_bench.digest import (
     PACKAGES,
@@ -48,7 +49,7 @@ def provenance() -> dict[str, Any]:
     return {
         "commit": _commit(),
         "versions": {"python": platform.python_version(), "scipy": version("scipy"), **versions()},
-        "hardware": f"one core of {os.cpu_count()} ({_processor()})",
+        "hardware": f"one core of {usable_cores()} ({_processor()})",
     }
 
 

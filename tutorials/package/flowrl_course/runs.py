@@ -30,7 +30,7 @@ class Curve:
     `sampled` and `trained` count the network evaluations so far in rollouts (probes included) and in updates; `seconds` is the
     time of both, without evaluations. `reward` is the mean soft reward of ODE samples of the averaged weights, held-out prompts.
     `points` [evaluation, sample, 2] are those samples, sample i for held-out prompt i modulo their number. `clipped` is the mean
-    fraction of (trajectory, step) pairs whose ratio was beyond the clip range.
+    fraction of (trajectory, step) pairs whose ratio was beyond the clip range, 0 for a loss without a ratio.
     """
 
     iterations: Tensor
@@ -72,7 +72,7 @@ def learn(method: str = "flow-grpo", seed: int = 0, rule: CreditAssigner | None 
         if done > 0:
             metrics = trainer.iteration()
             totals = {name: total + metrics[name] for name, total in totals.items()}
-            clipped += metrics["clip_fraction"] / config.iterations
+            clipped += metrics.get("clip_fraction", 0.0) / config.iterations
         if done % evaluation.eval_every == 0 or done == config.iterations:
             count = evaluation.eval_samples
             with trainer.averaged():
