@@ -55,7 +55,7 @@ def build(case: Case, device: str) -> tuple[PipelinePolicy, Meter, NetworkCost]:
         height=setting.resolution, width=setting.resolution, device=device, dtype=setting.dtype, guidance_scale=setting.guidance,
         lora_rank=setting.rank, lora_alpha=2.0 * setting.rank,
         gradient_checkpointing=setting.checkpointing, compile=setting.compile,
-        decode_batch=setting.decode_batch, decode_dtype=setting.decode_dtype,
+        decode_batch=setting.decode_batch, decode_dtype=setting.decode_dtype, attention_backend=setting.attention,
     )  # fmt: skip
     pipe = model.pipeline(device, DTYPES[setting.dtype])
     policy = PipelinePolicy(pipe, RandomEmbeddings(model.family, model.tokens), options)  # pyright: ignore[reportArgumentType]
@@ -81,10 +81,13 @@ def run_config(case: Case) -> RunConfig:
 
 def measure(case: Case, device: str, repeats: int, ceiling: float, left: Callable[[], float]) -> dict[str, Any]:
     """One unmeasured iteration (start-up, compilation), then the fastest of up to `repeats`, as many as the time allows."""
+    setting = case.setting
     policy, meter, cost = build(case, device)
     config = run_config(case)
     trainer = Trainer(policy, make_method(config), BRIGHTNESS, [Prompt(f"prompt {n}") for n in range(16)], config)
     trainer.on_phase = meter.phase
+    if not setting.fused:
+        trainer.optimizer = torch.optim.AdamW(trainer.parameters, config.optim.learning_rate, foreach=False)
     found: list[dict[str, Any]] = []
     for _ in range(repeats + 1):
         meter.work.clear()

@@ -36,6 +36,8 @@ class Setting:
     guidance: float = 1.0
     kl_weight: float = 0.0
     offload: bool = False
+    attention: str = ""
+    fused: bool = True
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ MODELS = {
 def variants(base: Setting, compiler: str) -> dict[str, dict[str, Any]]:
     """One change of the base each, by name."""
     compiled = "" if base.compile else compiler
+    kernels = ("_native_cudnn", "_native_flash", "_native_math") if compiler == "inductor" else ("_native_math",)
     return {
         "base": {},
         f"checkpointing {'off' if base.checkpointing else 'on'}": {"checkpointing": not base.checkpointing},
@@ -123,10 +126,13 @@ def variants(base: Setting, compiler: str) -> dict[str, dict[str, Any]]:
         f"micro-batch {base.micro_batch * 2}": {"micro_batch": base.micro_batch * 2},
         f"max-batch {max(1, base.max_batch // 4)}": {"max_batch": max(1, base.max_batch // 4)},
         "decode one by one": {"decode_batch": 1},
+        f"decode {base.decode_batch * 4}": {"decode_batch": base.decode_batch * 4},
         "decode bfloat16": {"decode_dtype": "bfloat16"},
         "float32 network": {"dtype": "float32"},
         "guidance 4.5": {"guidance": 4.5},
         "KL to the base": {"kl_weight": 0.04},
+        **{f"attention {name}": {"attention": name} for name in kernels},
+        "optimizer in a loop": {"fused": False},
         "nodes on the GPU" if base.offload else "nodes offloaded": {"offload": not base.offload},
     }
 

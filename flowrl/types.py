@@ -29,6 +29,7 @@ from torch import Tensor
 
 from flowrl.errors import ConfigError, FlowrlError, require
 from flowrl.prompt import Prompt as Prompt
+from flowrl.transfer import to_device
 from flowrl.tree import Tree
 
 T = TypeVar("T")
@@ -205,17 +206,17 @@ class Trajectories:
 
     def at(self, node: int) -> Latents:
         """The state of every trajectory at `node`, prompt-major."""
-        return self.states[:, self.tree.paths[:, node].to(self.states.device)].flatten(0, 1)
+        return self.states[:, to_device(self.tree.paths[:, node], self.states.device)].flatten(0, 1)
 
     @property
     def nodes(self) -> Float[Tensor, "sample node *latent"]:
         """The states of every trajectory, copied; `sample` is prompt-major."""
-        return self.states[:, self.tree.paths.to(self.states.device)].flatten(0, 1)
+        return self.states[:, to_device(self.tree.paths, self.states.device)].flatten(0, 1)
 
     @property
     def velocities(self) -> Float[Tensor, "sample step *latent"]:
         """The network's outputs along every trajectory, copied."""
-        return self.outputs[:, self.tree.paths[:, :-1].to(self.outputs.device)].flatten(0, 1)
+        return self.outputs[:, to_device(self.tree.paths[:, :-1], self.outputs.device)].flatten(0, 1)
 
     @property
     def images_latent(self) -> Latents:

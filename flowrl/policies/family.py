@@ -159,6 +159,9 @@ class ModelOptions:
     """Gradient checkpointing: activations are computed twice instead of stored."""
     max_sequence_length: int = 0
     """Tokens of the T5 encoder, or of the family's only one; 0: the family's own."""
+    attention_backend: str = ""
+    """diffusers' name of the kernels that compute attention, as in _native_cudnn or flash (`set_attention_backend`); empty:
+    diffusers' default, with which PyTorch chooses. All kernels compute the same up to rounding."""
     decode_batch: int = 8
     """Latents per call of the image decoder."""
     decode_dtype: str = "float32"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flowrl.distributed import full_tensors, is_sharded_network
 from flowrl.errors import ConfigError, require
+from flowrl.policies.attention import set_attention_backend
 from flowrl.policies.block_cache import FirstBlockCache, blocks_of
 from flowrl.policies.family import (
     DTYPES,
@@ -50,6 +51,8 @@ class PipelinePolicy:
         self.dtype = DTYPES[options.dtype]
         self.transformer: Any = pipe.transformer
         _place(self.transformer, self._device, torch.float32 if options.tuning == "full" else self.dtype)
+        if options.attention_backend:
+            set_attention_backend(self.transformer, options.attention_backend, self._device, self.dtype)
         _place(pipe.vae, self._device, DTYPES[options.decode_dtype])
         self._latent_shape = _latent_shape(pipe, family, options)
         self._size = (options.height // pixels_per_latent(pipe), options.width // pixels_per_latent(pipe))

@@ -10,7 +10,7 @@ from flowrl.rollout.sampling import EVALUATION_SEED, ImageBatch, initial_noise, 
 from flowrl.rollout.solvers import SOLVERS, Usage, integrate, solve
 
 __all__ = [
-    "EVALUATION_SEED", "SOLVERS", "ForwardBatches", "Groups", "ImageBatch", "LossBatches", "RewardTables", "Rollout", "Usage", "Walkers",
-    "attach_stds", "continued", "group_tree", "initial_noise", "integrate", "minibatch_pairs",
+    "EVALUATION_SEED", "SOLVERS", "ForwardBatches", "Groups", "ImageBatch", "LossBatches", "RewardTables", "Rollout", "Usage",
+    "Walkers", "attach_stds", "continued", "group_tree", "initial_noise", "integrate", "minibatch_pairs",
     "reward_table", "reward_tables", "rollout", "sample_images", "score", "score_components", "solve",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from flowrl.rollout.groups import Groups
 from flowrl.rollout.reward_table import RewardTables, reward_tables
 from flowrl.rollout.rollout import Rollout, rollout
 from flowrl.rollout.solvers import Usage
+from flowrl.transfer import copies_done, to_main_memory
 from flowrl.types import Condition, Prompt, Schedule, Trajectories
 
 
@@ -105,6 +106,7 @@ class Collector:
         gathered = self.distributed.gather((own_tables, scored.reward_calls))
         usage.nfe = whole(usage.nfe / assigned.count * self.groups.prompts)
         usage.reward_calls += sum(calls for _, calls in gathered)
+        copies_done(self.policy.device)
         path = _joined([result.trajectories for result in done])
         rows = torch.arange(assigned.first, assigned.first + assigned.count, device=self.policy.device)
         tables = replace(_stacked([table for tables, _ in gathered for table in tables]), prompts=prompts)
@@ -118,7 +120,7 @@ class Collector:
         """Without the estimates, and in main memory where that is wanted."""
         path = result.trajectories
         if self.offload:
-            path = Trajectories(path.states.cpu(), path.outputs.cpu(), path.schedule)
+            path = Trajectories(to_main_memory(path.states), to_main_memory(path.outputs), path.schedule)
         return Rollout(path, {}, result.groups)
 
 

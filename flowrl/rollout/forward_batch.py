@@ -14,6 +14,7 @@ from flowrl.forward import ForwardBatch, Guidance, WeightCopy, unit_means
 from flowrl.protocols import FlowPolicy, ForwardLoss, Guided, PooledForwardLoss
 from flowrl.rollout.loss_batch import MicroBatch, Pairs, all_pairs, in_units
 from flowrl.rollout.rollout import Groups, Rollout
+from flowrl.transfer import to_device
 from flowrl.types import Condition, Schedule
 
 
@@ -89,6 +90,10 @@ class ForwardBatches:
         else:
             draws = self.times.shape[1]
             self.noise = training_noise(self.loss, groups, self.images.shape[1:], draws, self.seed, self.images.device)
+        self.steps = self.steps.to(self.images.device)
+
+    def _there(self, stored: Tensor) -> Tensor:
+        return to_device(stored, self.advantages.device)
 
     @property
     def passes(self) -> float:
@@ -113,29 +118,29 @@ class ForwardBatches:
             kept = torch.cat([batch.mask & (micro.weight > 0) for batch, micro in zip(batches, minibatch, strict=True)])
             units = [torch.cat(parts) for parts in zip(*(batch.units(self.loss.together) for batch in batches), strict=True)]
             means = unit_means(terms, units, kept)
-        sample, draw = (torch.cat([getattr(micro, name) for micro in minibatch])[kept] for name in ("sample", "step"))
+        sample, draw = (self._there(torch.cat([getattr(m, name) for m in minibatch]))[kept] for name in ("sample", "step"))
         self.pooled = torch.zeros_like(self.times).index_put_((sample, draw), means[kept].to(self.times))
 
     def evaluated_steps(self, micro: MicroBatch) -> Tensor:
-        """The step whose time every row has."""
-        return self.steps[micro.sample, micro.step]
+        """The step whose time every row has, on the policy's device."""
+        return self._there(self.steps[micro.sample, micro.step])
 
     def of(self, sample: Tensor, draw: Tensor, shared: object = None) -> ForwardBatch:
         """The batch of these rows; indices of equal length."""
-        path, members = self.rollout.trajectories, self.rollout.groups.members
+        path, members, there = self.rollout.trajectories, self.rollout.groups.members, self._there
+        sample, draw = sample.to(self.images.device), draw.to(self.images.device)
+        image, step = there(self.images[sample]), self.steps[sample, draw]
+        if self.loss.noise == "path":
+            stored = path.states[sample // members, to_device(path.tree.paths, sample.device)[sample % members, step]]
+        else:
+            stored = self.noise[sample, draw]
+        stored, sample, draw, step = map(there, (stored, sample, draw, step))
         time, group = self.times[sample, draw], sample // members
-        here = sample.to(self.images.device)
-        image = self.images[here].to(sample.device)
         spread = expand(time, image)
         if self.loss.noise == "path":
-            states = path.states[
-                here // members, path.tree.paths.to(here.device)[here % members, self.steps[sample, draw].to(here)]
-            ]
-            state = states.to(sample.device)
-            target = (state - image) / spread
+            state, target = stored, (stored - image) / spread
         else:
-            noise = self.noise[here, draw.to(here.device)].to(sample.device)
-            state, target = (1 - spread) * image + spread * noise, noise - image
+            state, target = (1 - spread) * image + spread * stored, stored - image
         timestep, rows = 1000.0 * time, self.condition.take(group)
         others: dict[str, Tensor] = {}
         trained, reference = self.guidance.scales(self.sampled)
@@ -158,7 +163,7 @@ class ForwardBatches:
             time=time,
             target=target,
             new=new,
-            advantages=self.advantages[sample, self.steps[sample, draw]],
+            advantages=self.advantages[sample, step],
             mask=torch.ones_like(sample, dtype=torch.bool),
             group=group + first,
             row_sample=sample + first * members,

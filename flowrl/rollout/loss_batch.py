@@ -14,6 +14,7 @@ from flowrl.forward import ForwardBatch
 from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler
 from flowrl.rollout.collector import Collected
 from flowrl.rollout.rollout import Rollout
+from flowrl.transfer import to_device
 from flowrl.tree import Tree
 from flowrl.types import Condition, Gaussian, LossBatch, LossResult, inputs_unchanged, tensor_problem
 
@@ -36,6 +37,11 @@ class Pairs:
 
     def __getitem__(self, rows: Tensor) -> "Pairs":
         return Pairs(self.sample[rows], self.step[rows], None if self.unit is None else self.unit[rows], self.shared)
+
+    def to(self, device: torch.device) -> "Pairs":
+        """The same pairs with their numbers on `device`."""
+        unit = None if self.unit is None else self.unit.to(device)
+        return replace(self, sample=self.sample.to(device), step=self.step.to(device), unit=unit)
 
     @property
     def total(self) -> int:
@@ -150,7 +156,8 @@ def _first(keys: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Pairs (`sample`, `step`), with samples numbered among those that this process rolled out.
+    """Pairs (`sample`, `step`), with samples numbered among those that this process rolled out. The numbers are where the
+    trajectories are, in main memory if they wait there, so that the host can read the rows without waiting for the device.
 
     `weight` is the number of its pairs / the number of pairs of its mini-batch (`Pairs.total`), over all processes, so that
     the weighted sum of mean losses is the mean over the mini-batch. Weight 0 is padding: sharded weights need equally many
@@ -167,7 +174,7 @@ class MicroBatch:
 
 def micro_batches(pairs: Pairs, size: int, collected: Collected, distributed: Distributed) -> list[MicroBatch]:
     """This process's pairs of a mini-batch, at most `size` network evaluations at a time."""
-    own = pairs[collected.owned(pairs.sample, collected.assignment)]
+    own = pairs[collected.owned(pairs.sample, collected.assignment)].to(collected.rollout.trajectories.states.device)
     whole = pairs.largest <= size
     found = [
         _micro_batch(piece, collected.samples.start, len(piece) / pairs.total, whole)
@@ -177,7 +184,7 @@ def micro_batches(pairs: Pairs, size: int, collected: Collected, distributed: Di
         groups = collected.rollout.groups
         assigned = [distributed.assign(groups.of or groups.prompts, rank) for rank in range(distributed.world_size)]
         counts = [len(list(pairs[collected.owned(pairs.sample, one)].pieces(size))) for one in assigned]
-        padding = MicroBatch(torch.zeros_like(pairs.sample[:1]), pairs.step[:1], 0.0, whole=whole)
+        padding = MicroBatch(own.sample.new_zeros(1), pairs.step[:1].to(own.step), 0.0, whole=whole)
         found += [padding] * (max(counts) - len(found))
     return found
 
@@ -215,27 +222,32 @@ class LossBatches:
         """Nothing: pairs do not depend on each other."""
 
     def evaluated_steps(self, micro: MicroBatch) -> Tensor:
-        """The step of every network evaluation."""
-        return micro.step if micro.shared is None else micro.step[micro.shared[0]]
+        """The step of every network evaluation, on the policy's device."""
+        return self._there(micro.step if micro.shared is None else micro.step[micro.shared[0]])
 
     @cached_property
     def _paths(self) -> Tensor:
-        return self.rollout.trajectories.tree.paths.to(self.advantages.device)
+        return to_device(self.rollout.trajectories.tree.paths, self.rollout.trajectories.states.device)
 
     @cached_property
     def _decisions(self) -> Tensor:
-        return self.rollout.trajectories.tree.decisions.to(self.advantages.device)
+        return to_device(self.rollout.trajectories.tree.decisions, self.rollout.trajectories.states.device)
+
+    def _there(self, stored: Tensor) -> Tensor:
+        return to_device(stored, self.advantages.device)
 
     def of(self, sample: Tensor, step: Tensor, shared: tuple[Tensor, Tensor] | None = None) -> LossBatch:
         """The batch of these pairs; indices of equal length. `shared`: see `MicroBatch`."""
-        path = self.rollout.trajectories
-        schedule, paths = path.schedule, self._paths
+        path, schedule, paths, there = self.rollout.trajectories, self.rollout.trajectories.schedule, self._paths, self._there
+        sample, step = sample.to(path.states.device), step.to(path.states.device)
         group, member = sample // len(paths), sample % len(paths)
-        following = _rows(path.states, group, paths[member, step + 1])
-        rows, place = (slice(None), slice(None)) if shared is None else shared
+        following, mask = there(path.states[group, paths[member, step + 1]]), there(self._decisions[member, step])
+        rows, place = (slice(None), slice(None)) if shared is None else (shared[0], there(shared[1]))
         of, at = group[rows], step[rows]
         unit = paths[member[rows], at]
-        node, timestep, condition = _rows(path.states, of, unit), schedule.network_timesteps[at], self.condition.take(of)
+        node, sampled = there(path.states[of, unit]), there(path.outputs[of, unit])
+        sample, step, of, at = map(there, (sample, step, of, at))
+        timestep, condition = schedule.network_timesteps[at], self.condition.take(of)
 
         def distributions(velocity: Tensor) -> Gaussian:
             gaussian = self.sampler.transition(node, velocity, schedule, at)
@@ -244,7 +256,7 @@ class LossBatches:
         velocity = self.policy.velocity(node, timestep, condition)
         velocity = velocity.view_as(velocity)  # a gradient taken here does not run the hooks of the network's output (FSDP2's)
         new = distributions(velocity)
-        behaviour = distributions(_rows(path.outputs, of, unit))
+        behaviour = distributions(sampled)
         reference: Gaussian | None = None
         if self.with_reference:
             with self.policy.reference():
@@ -254,7 +266,7 @@ class LossBatches:
             behaviour=behaviour,
             next_node=following,
             advantages=self.advantages[sample, step],
-            mask=self._decisions[member, step],
+            mask=mask,
             delta=schedule.deltas[step],
             reference=reference,
             velocity=velocity,
@@ -274,8 +286,3 @@ def checked_loss(loss: PolicyLoss | ForwardLoss, batch: LossBatch | ForwardBatch
     if problem:
         raise TrainingError(f"{call} returned a loss that {problem}; shape {tuple(value.shape)}, {value.dtype}, {value.device}")
     return result
-
-
-def _rows(stored: Tensor, group: Tensor, unit: Tensor) -> Tensor:
-    """`stored[group, unit]` on the device of the indices."""
-    return stored[group.to(stored.device), unit.to(stored.device)].to(group.device)

@@ -17,6 +17,7 @@ from flowrl.protocols import BlockCache, FlowPolicy, Guided, Sampler
 from flowrl.rollout.estimates import Walkers, continued
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.solvers import SolverSteps, Usage, solver_steps
+from flowrl.transfer import to_device
 from flowrl.types import Condition, Gaussian, Trajectories, inputs_unchanged
 
 
@@ -72,7 +73,7 @@ class ProbeRun:
         at = tree.at(node)
         x, velocity = path.states[:, at], path.outputs[:, at]
         if members is not None:
-            units = (tree.paths[:, node] - at.start).to(x.device)[members.to(x.device)]
+            units = to_device(tree.paths[:, node] - at.start, x.device)[to_device(members, x.device)]
             prompt = torch.arange(len(x), device=x.device)[:, None]
             x, velocity = x[prompt, units], velocity[prompt, units]
         return x.flatten(0, 1), velocity.flatten(0, 1)

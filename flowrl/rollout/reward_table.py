@@ -107,7 +107,8 @@ def reward_tables(
     valid = torch.stack([~table[:, :, filled].isnan().any(2) for table in tables.values()]).all(0)
     for table in tables.values():
         table[~valid] = float("nan")
-    return RewardTables(tables.pop(_TOTAL), tables, valid, result.log_probs)
+    log_probs = None if result.log_probs is None else result.log_probs.cpu()
+    return RewardTables(tables.pop(_TOTAL), tables, valid, log_probs)
 
 
 def _by_copy(latents: Tensor, copies: int, groups: Groups) -> Tensor:

@@ -14,6 +14,7 @@ from flowrl.rollout.groups import Groups
 from flowrl.rollout.probing import check_network, estimates
 from flowrl.rollout.solvers import SolverSteps, Usage, ode_step, solver_schedule, solver_steps
 from flowrl.samplers import Multistep, transition_stds
+from flowrl.transfer import to_device
 from flowrl.tree import Edges, Tree, plain_tree
 from flowrl.types import Condition, Gaussian, Schedule, Trajectories
 
@@ -186,32 +187,32 @@ class _Walk:
                 following = self.groups.draw(gaussian, self.generator) if edges.drawn else gaussian.mean
             else:
                 length = self.schedule.times[edges.node] - self.schedule.times[step]
-                following = (x + length * velocity)[:, edges.parents.to(x.device)[edges.place.to(x.device)]].flatten(0, 1)
+                following = (x + length * velocity)[:, to_device(edges.parents[edges.place], x.device)].flatten(0, 1)
             yield edges.node, Piece(edges.units, following.unflatten(0, (self.groups.prompts, -1)))
 
     def _transition(self, x: Tensor, velocity: Tensor, step: int, edges: Edges) -> Gaussian:
         """The sampler's distributions over the children of states [prompt, unit, *latent] along `edges`."""
         if len(edges.parents) < x.shape[1]:
-            chosen = edges.parents.to(x.device)
+            chosen = to_device(edges.parents, x.device)
             x, velocity = x[:, chosen], velocity[:, chosen]
         index = torch.full((x.shape[0] * x.shape[1],), step, device=x.device)
         gaussian = self.sampler.transition(x.flatten(0, 1), velocity.flatten(0, 1), self.schedule, index)
         if edges.in_order:
             return gaussian
-        place = edges.place.to(x.device)
+        place = to_device(edges.place, x.device)
         mean, std = gaussian.mean.view_as(x)[:, place], gaussian.std.view(x.shape[:2])[:, place]
         return Gaussian(mean.flatten(0, 1), std.flatten())
 
     def _log_probs(self, trajectories: Trajectories) -> Tensor:
-        """Log-density per element of the edges into the units [prompt, unit] in main memory; 0 for those that are no
-        decisions."""
+        """Log-density per element of the edges into the units [prompt, unit]; 0 for those that are no decisions."""
         tree = trajectories.tree
-        found = torch.zeros(self.groups.prompts, tree.units)
+        found = torch.zeros(self.groups.prompts, tree.units, device=trajectories.states.device)
         for step, edges in ((step, edges) for step, at_node in enumerate(tree.edges) for edges in at_node if edges.drawn):
             at = tree.at(step)
             gaussian = self._transition(trajectories.states[:, at], trajectories.outputs[:, at], step, edges)
-            density = log_prob(gaussian, trajectories.states[:, edges.units].flatten(0, 1))
-            found[:, edges.units] = density.view(self.groups.prompts, -1).to(found)
+            units = to_device(edges.units, found.device)
+            density = log_prob(gaussian, trajectories.states[:, units].flatten(0, 1))
+            found[:, units] = density.view(self.groups.prompts, -1).to(found)
         return found
 
 
@@ -229,4 +230,4 @@ def _in_order(pieces: list[Piece]) -> Tensor:
         return pieces[0].states
     order = torch.cat([piece.units for piece in pieces]).argsort()
     states = torch.cat([piece.states for piece in pieces], 1)
-    return states[:, order.to(states.device)]
+    return states[:, to_device(order, states.device)]

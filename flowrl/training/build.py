@@ -131,6 +131,7 @@ def model_options(config: RunConfig) -> ModelOptions:
         max_sequence_length=p.max_sequence_length, gradient_checkpointing=p.gradient_checkpointing,
         keep_reference=make_loss(config).needs_reference, lora_rank=p.lora_rank, lora_alpha=p.lora_alpha, seed=config.seed,
         device=p.device, dtype=p.dtype, frozen_adapters=tuple(filter(None, p.frozen_adapters.split(","))),
+        attention_backend=p.attention_backend,
         compile="inductor" if p.compile else "", decode_batch=p.decode_batch, decode_dtype=p.decode_dtype,
     )  # fmt: skip
 

@@ -190,6 +190,8 @@ class PolicyConfig:
     gradient_checkpointing: bool = False
     """Recompute activations of `model` in the backward pass: less memory, one more forward pass. With `micro_batch` auto it is
     allowed to, and is switched off if the memory suffices without."""
+    attention_backend: str = ""
+    """Kernels of the attention of `model` by diffusers' name, as in _native_cudnn or flash; none: diffusers' default."""
     decode_batch: Count = 8
     """Latents of `model` per call of its image decoder."""
     decode_dtype: Precision = "float32"

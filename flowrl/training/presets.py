@@ -47,7 +47,7 @@ that decays by 0.987 every update, its 0.9 every 8; 4 groups per iteration for o
 
 MODEL_ONLY = (
     "prompts", "heldout_prompts", "resolution", "width", "num_frames", "guidance_scale", "negative_prompt", "guidance_gradient",
-    "tuning", "adapter", "frozen_adapters", "lora_targets", "prompt_cache", "decode_batch", "decode_dtype",
+    "tuning", "adapter", "frozen_adapters", "lora_targets", "prompt_cache", "decode_batch", "decode_dtype", "attention_backend",
     "max_sequence_length", "gradient_checkpointing", "train_guidance_scale", "reference_guidance_scale",
 )  # fmt: skip
 """Settings that mean nothing on a built-in world."""

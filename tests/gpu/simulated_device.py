@@ -6,7 +6,6 @@ Run as a program of its own, because a device cannot be removed again. Prints a 
 import json
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from sys import modules
 from unittest.mock import patch
 
@@ -19,7 +18,9 @@ from torch.utils._pytree import tree_iter
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from flowrl.losses import ClippedLoss
+from flowrl.protocols import ForwardLoss
 from flowrl.rollout import Usage, attach_stds, group_tree, rollout
+from flowrl.rollout.forward_batch import ForwardBatches
 from flowrl.rollout.loss_batch import LossBatches
 from flowrl.types import Schedule
 
@@ -32,6 +33,16 @@ METHODS = {
 }
 CASES = {f"mixture: {name}": ("mixture", changes) for name, changes in METHODS.items()}
 CASES |= {f"{model}: completions": (model, METHODS["completions"]) for model in ("shapes", "sd3", "flux")}
+TREES = {
+    "branches": dict(credit="depth-relative(probe='branch(children=(1, 3))')", window="0:2"),
+    "comb": dict(credit="sibling-relative(probe='comb(branches=3, count=1)')"),
+}
+FORWARD = {name: dict(method=name, num_steps=8) for name in ("diffusion-nft", "awm", "dgpo")}
+CASES |= {f"mixture: {name}": ("mixture", changes) for name, changes in (TREES | FORWARD).items()}
+CASES |= {
+    f"mixture: {name}, offloaded": ("mixture", {**changes, "offload": True})
+    for name, changes in ({"completions": METHODS["completions"]} | TREES | FORWARD).items()
+}
 
 
 class FromTheCpu(ClippedLoss):
@@ -60,13 +71,15 @@ class CpuIndex:
 
 
 class OneDevice(TorchDispatchMode):
-    """Refuses operations on or between two devices, numbers apart."""
+    """Refuses operations on or between two devices, numbers apart, unless they are `allowed` for a while."""
+
+    allowed = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         tensors = [t for t in tree_iter((args, kwargs, found)) if isinstance(t, Tensor) and t.ndim > 0]
         devices = {t.device.type for t in tensors}
-        if len(devices) > 1:
+        if len(devices) > 1 and not self.allowed:
             raise RuntimeError(f"{func} has tensors on {' and '.join(sorted(devices))}")
         return found
 
@@ -75,6 +88,19 @@ class Generator:
     """Nothing is drawn from it."""
 
     device = f"{NAME}:0"
+
+
+PATH = ("states", "outputs")
+
+
+def to_device(tensor, device):
+    """`transfer.to_device` without values."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def training_noise(loss, groups, shape, draws, seed, device):
+    """`forward_batch.training_noise` without a generator, which the simulated device has not."""
+    return torch.randn(groups.samples, draws, *shape, device=device)
 
 
 def moved(tensor, mode):
@@ -99,20 +125,8 @@ def move_policy(policy, mode):
         policy.prompts._places = moved(policy.prompts._places, mode)
 
 
-def simulated(tree, mode):
-    """A tree that was made before the simulation, which cannot read its numbers, as if its tensors were on the device."""
-    fake = partial(moved, mode=mode)
-    names = ("parent", "node", "drawn", "paths")
-    found = replace(tree, **{name: fake(getattr(tree, name)) for name in names})
-    parts = ("units", "parents", "place")
-    edges = [[replace(one, **{part: fake(getattr(one, part)) for part in parts}) for one in at] for at in tree.edges]
-    found.__dict__.update({"counts": tree.counts, "first_members": tree.first_members, "edges": edges})
-    found.__dict__.update({name: fake(getattr(tree, name)) for name in ("passes", "leaves", "decisions")})
-    return found
-
-
 def work(model, changes, mode, sampler=None, loss=None):
-    """A rollout, a loss with the reference, and its backward pass."""
+    """A rollout, a loss with the reference, and its backward pass. Only `transfer.to_device` copies to the device."""
     trainer = any_trainer(model, "cpu", kl_weight=0.1, **changes)
     policy, credit = trainer.policy, trainer.method.credit
     condition = policy.encode(trainer.prompts.take(2))
@@ -120,7 +134,7 @@ def work(model, changes, mode, sampler=None, loss=None):
     schedule = attach_stds(trainer.schedule, drawn)
     decisions = schedule.decisions
     tree = group_tree(schedule, trainer.groups, credit.probe, torch.Generator())
-    tree = simulated(tree, mode)
+    tree.edges, tree.first_members, tree.decisions  # noqa: B018 - read numbers, which no simulated tensor has
     sampler, loss = sampler(drawn) if sampler else drawn, loss or trainer.method.loss
     move_policy(policy, mode)
     condition = replace(condition, tensors={name: moved(tensor, mode) for name, tensor in condition.tensors.items()})
@@ -132,17 +146,29 @@ def work(model, changes, mode, sampler=None, loss=None):
         stack.enter_context(patch.object(modules["flowrl.rollout.rollout"], "group_tree", lambda *given: tree))
         stack.enter_context(patch.object(Schedule, "decisions", decisions))
         stack.enter_context(patch.object(modules["flowrl.rollout.probing"], "own_generator", lambda generator: generator))
+        for name in ("types", "rollout.rollout", "rollout.probing", "rollout.loss_batch", "rollout.forward_batch"):
+            stack.enter_context(patch.object(modules[f"flowrl.{name}"], "to_device", to_device))
         stack.enter_context(mode)
         timesteps = None if schedule.timesteps is None else moved(schedule.timesteps, mode)
         there = Schedule(moved(schedule.times, mode), timesteps, moved(schedule.stds, mode))
         noise = torch.randn(trainer.groups.samples, *policy.latent_shape, device=NAME)
-        index = torch.zeros(5, dtype=torch.long, device=NAME)
         advantages = torch.randn(trainer.groups.samples, there.steps, device=NAME)
-        stack.enter_context(OneDevice())
+        one_device = stack.enter_context(OneDevice())
         found = rollout(policy, sampler, there, condition, noise, Generator(), trainer.groups, credit.probe, Usage(), max_batch=4)
-        batches = LossBatches(policy, sampler, found, condition, advantages, with_reference=True)
+        made = [found.trajectories.states, found.trajectories.outputs, *found.estimates.values()]
+        stored = "cpu" if trainer.config.rollout.offload else NAME
+        path = found.trajectories
+        kept = replace(found, trajectories=replace(path, **{n: torch.empty(getattr(path, n).shape, device=stored) for n in PATH}))
+        index = torch.zeros(5, dtype=torch.long, device=stored)
+        if isinstance(loss, ForwardLoss):
+            stack.enter_context(patch.object(modules["flowrl.rollout.forward_batch"], "training_noise", training_noise))
+            times, copies = torch.rand(trainer.groups.samples, 2, device=NAME), trainer.copies.by_name
+            one_device.allowed = True  # before the loop over micro-batches
+            batches = ForwardBatches(policy, loss, kept, condition, advantages, times, 0, copies)
+            one_device.allowed = False
+        else:
+            batches = LossBatches(policy, sampler, kept, condition, advantages, with_reference=True)
         loss.loss(batches.of(index, index + 1)).loss.backward()
-    made = [found.trajectories.nodes, found.trajectories.velocities, *found.estimates.values()]
     made += [p.grad for p in policy.trainable().values() if p.grad is not None]
     assert {tensor.device.type for tensor in made} == {NAME}
 
@@ -158,7 +184,7 @@ def outcome(*given, **named):
 
 if __name__ == "__main__":
     _setup_privateuseone_for_python_backend(NAME)
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     found = {case: outcome(model, changes, mode) for case, (model, changes) in CASES.items()}
     plain = dict(method="flow-grpo")
     found["constant on the CPU"] = outcome("mixture", plain, mode, loss=FromTheCpu(kl_weight=0.1))

@@ -1,16 +1,20 @@
 """Every tensor, generator and index where it belongs, in the right precision; the same bodies run on the CPU and on a GPU."""
 
-from dataclasses import replace
+from contextlib import nullcontext
+from copy import copy
+from dataclasses import is_dataclass, replace
 
 import pytest
 import torch
 from device_cases import MODELS, PROMPTS, any_trainer, assert_same, flat, model_policy, model_trainer
+from host_sync import no_host_sync
 from tiny_rewards import tiny_clip
 
 from flowrl.policies import DTYPES
 from flowrl.registry import build
 from flowrl.rollout import initial_noise, sample_images
 from flowrl.rollout.loss_batch import LossBatches
+from flowrl.transfer import copies_done, to_device, to_main_memory
 
 EVERYWHERE = ["mixture", "shapes", *MODELS]
 NOISE = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}
@@ -170,3 +174,27 @@ def test_a_reward_scores_on_the_device(device, tmp_path):
         build("reward", f"clipscore(model='{folder}')", device=here).score(images.to(here), PROMPTS) for here in ("cpu", device)
     ]
     torch.testing.assert_close(scores[1].cpu(), scores[0], atol=2e-3, rtol=0)
+
+
+def test_copies_to_main_memory_and_back_keep_the_values(device):
+    """On CUDA through pinned memory, without a wait until the host reads them."""
+    values = torch.arange(12.0, device=device).view(3, 4)[:, 1:]
+    with no_host_sync(device) if device == "cuda" else nullcontext():
+        kept = to_main_memory(values)
+    copies_done(torch.device(device))
+    assert kept.device.type == "cpu" and kept.is_pinned() == (device == "cuda")
+    index = torch.tensor([2, 0])
+    with no_host_sync(device) if device == "cuda" else nullcontext():
+        back = to_device(kept[index], torch.device(device))
+    assert back.device.type == device and torch.equal(back, values[index.to(device)])
+
+
+def test_prompts_are_embedded_once_for_all_members_and_iterations(device):
+    trainer = model_trainer("sd3", device, groups=3)
+    texts, encode = [], trainer.policy.family.encode
+    family = replace(trainer.policy.family) if is_dataclass(trainer.policy.family) else copy(trainer.policy.family)
+    object.__setattr__(family, "encode", lambda pipe, text, *more: (texts.append(text), encode(pipe, text, *more))[1])
+    trainer.policy.family = family
+    for _ in range(2):
+        trainer.iteration()
+    assert sorted(texts) == sorted(["", *(prompt.text for prompt in PROMPTS)])

@@ -99,6 +99,15 @@ CASES = {
     "guard": dict(method="flow-grpo", loss="grpo-guard", kl_weight=0.1),
     "dppo": dict(method="flow-grpo", loss="flow-dppo"),
     "policy gradient": dict(method="flow-grpo", loss="policy-gradient"),
+    "branches": dict(credit="depth-relative(probe='branch(children=(1, 3))')", window="0:2", kl_weight=0.1, micro_batch=2),
+    "comb": dict(credit="sibling-relative(probe='comb(branches=3, count=1)')"),
+    "diffusion-nft": dict(method="diffusion-nft", kl_weight=0.1),
+    "awm": dict(method="awm", kl_weight=0.1, num_steps=8),
+    "dgpo": dict(method="dgpo", num_steps=8),
+    "dgpo, groups in several micro-batches": dict(method="dgpo", num_steps=8, micro_batch=2),
+    "offloaded": dict(method="flow-grpo", offload=True, chunk=1),
+    "offloaded branches": dict(credit="depth-relative(probe='branch(children=(1, 3))')", window="0:2", offload=True),
+    "diffusion-nft, offloaded": dict(method="diffusion-nft", offload=True),
 }
 
 

@@ -221,3 +221,17 @@ def test_compiled_blocks_are_not_compiled_again_as_a_whole(monkeypatch):
     assert blocks.transformer._compiled_call_impl is None
     assert all(block._compiled_call_impl is not None for block in blocks.transformer.transformer_blocks)
     assert plain.transformer._compiled_call_impl is not None
+
+
+@pytest.mark.parametrize("make", [tiny_sd3_policy, tiny_flux_policy])
+def test_batches_of_many_sizes_are_three_compilations_of_a_block(make):
+    """PyTorch compiles a block for the first size, again with the size as a variable, and for a single row; other sizes take the
+    second version, so that padding to a few sizes would save no compilation. Both networks have two kinds of blocks."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    policy = filled(make, compile="eager")
+    timestep, condition = policy.schedule(4).network_timesteps[1], policy.encode(PROMPTS[:1])
+    for rows in (12, 5, 7, 3, 9, 11, 2, 1, 12, 10):
+        with torch.no_grad():
+            policy.velocity(torch.zeros(rows, *policy.latent_shape), timestep.expand(rows), condition.repeat(rows))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * 3

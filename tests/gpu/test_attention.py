@@ -1,0 +1,78 @@
+"""Attention backends: images and gradients are the same up to rounding, and a name that cannot be used is refused with those that
+can."""
+
+import pytest
+import torch
+from device_cases import PROMPTS, model_policy
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flowrl.errors import ConfigError
+from flowrl.rollout import initial_noise, sample_images
+from flowrl.training.build import model_options
+from flowrl.training.config import RunConfig, preset
+
+
+class Kernels(TorchDispatchMode):
+    """The names of the attention kernels that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "scaled_dot_product" in func.__name__ and "backward" not in func.__name__:
+            self.seen.add(func.__name__.removeprefix("_scaled_dot_product_").partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def images_and_gradient(policy, device):
+    """Sampled images, a gradient of the trained weights, and the kernels of both."""
+    noise = initial_noise(policy, len(PROMPTS))
+    images = torch.cat([batch.images for batch in sample_images(policy, PROMPTS, noise, 2)])
+    with Kernels() as kernels:
+        timestep = policy.schedule(2).network_timesteps[0].expand(len(noise))
+        policy.velocity(noise.to(device), timestep, policy.encode(PROMPTS)).square().mean().backward()
+    gradient = torch.cat([p.grad.flatten() for p in policy.trainable().values() if p.grad is not None])
+    return images, gradient, kernels.seen
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"tuning": "full"}, {"compile": "aot_eager"}], ids=str)
+@pytest.mark.parametrize("backend", ["native", "_native_math"])
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_images_and_gradients_agree_within_rounding(name, backend, options, device):
+    plain, plain_gradient, _ = images_and_gradient(model_policy(name, device, **options), device)
+    found, gradient, kernels = images_and_gradient(model_policy(name, device, attention_backend=backend, **options), device)
+    torch.testing.assert_close(found, plain, atol=1e-4, rtol=0)
+    assert float((gradient - plain_gradient).norm() / plain_gradient.norm()) < 1e-3
+    if device == "cpu" and not options.get("compile"):
+        assert any("flash" in kernel for kernel in kernels) == (backend == "native"), (
+            kernels
+        )  # the others are products of matrices
+
+
+@pytest.mark.parametrize("name", ["qwen-image", "wan"])
+def test_other_families_have_backends(name, device):
+    plain, _, _ = images_and_gradient(model_policy(name, device), device)
+    found, _, _ = images_and_gradient(model_policy(name, device, attention_backend="_native_math"), device)
+    torch.testing.assert_close(found, plain, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["fastest", "flash", "sage", "flash_hub", "_native_cudnn"])
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_what_cannot_be_used_is_refused_with_the_names_that_can(name, backend):
+    with pytest.raises(ConfigError, match=rf"attention_backend = '{backend}' .*native, .*_native_math.* on cpu in float32"):
+        model_policy(name, "cpu", attention_backend=backend)
+
+
+def test_the_backend_of_one_policy_is_not_that_of_others():
+    before = _AttentionBackendRegistry._active_backend
+    model_policy("flux", "cpu", attention_backend="_native_math")
+    assert _AttentionBackendRegistry._active_backend == before
+
+
+def test_the_setting_reaches_the_policy():
+    config = preset("tiny").apply(model="some/model", reward="clip", prompts="text", attention_backend="_native_math")
+    assert model_options(config).attention_backend == "_native_math"
+    with pytest.raises(ConfigError, match="attention_backend"):
+        RunConfig.of(attention_backend="_native_math")
