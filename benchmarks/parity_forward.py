@@ -127,10 +127,7 @@ LEFT_OUT = {
         "drawing of times, there once per micro-batch: compared without a trainer (state times)",
         "penalties of weight 1e-30 (policy_only, weight_*): weight 0, not evaluated",
     ),
-    "dgpo": (
-        "finished latents, times and noise of the update: given",
-        "guidance in sampling alone, and in the reference alone (wocfg_ocr): switched by the replay",
-    ),
+    "dgpo": ("finished latents, times and noise of the update: given",),
 }
 """What of a recorded iteration the trainer does not do itself; it replays all states."""
 
@@ -183,7 +180,8 @@ class ForwardReplay:
             credit=f"uniform(std={spread}, clamp=none)", learning_rate=train["learning_rate"],
             betas=(train["adam_beta1"], train["adam_beta2"]), weight_decay=train["adam_weight_decay"],
             max_grad_norm=train["max_grad_norm"], minibatches=settings["updates"],
-            micro_batch=train["batch_size"] * self.inputs["times"].shape[1],
+            micro_batch=train["batch_size"] * self.inputs["times"].shape[1], train_guidance_scale=1.0,
+            reference_guidance_scale=settings["config"].get("kl_cfg", 1.0),
         ).replace(**{name: value for name, value in self.changes.items() if not hasattr(loss, name)})  # fmt: skip
 
     def run(self, state: str, steps: int = BEGAN) -> ForwardTrainer:
@@ -201,7 +199,6 @@ class ForwardReplay:
         old = below(inputs, "lora_old")
         weights = old if state in ("at_old", "at_ema") else below(inputs, "lora_current")
         trainer.resume(weights, {name: old if name == self.code.copy else weights for name in loss.copies}, steps)
-        trainer.reference_guidance = settings.get("kl_cfg", 1.0)
         with self.policy.guided(settings["sample"]["guidance_scale"]), patch.object(solvers, "NEAREST_TO_NOISE", 1.0):
             trainer.metrics = trainer.iteration()
         return trainer

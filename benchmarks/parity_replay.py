@@ -1,12 +1,10 @@
 """A recorded training iteration, replayed by the trainer, which gets the recorded weights, embeddings, noise, rewards, order."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar, cast
-from unittest.mock import patch
+from typing import Any, TypeVar
 
 import torch
 from parity_recording import FACTOR, WITHOUT_KL, RecordedUpdate, Recording, Tensors, below, pipeline_folder
@@ -197,7 +195,6 @@ class ForwardTrainer(ReplayTrainer):
     finished: Tensor
     times: Tensor
     noise: Tensor
-    reference_guidance: float
     sampled: Trajectories
     batches: KeptBatches
     metrics: Mapping[str, Any]
@@ -218,19 +215,6 @@ class ForwardTrainer(ReplayTrainer):
         assert isinstance(made, ForwardBatches)
         self.batches = KeptBatches(made, self.noise)
         return self.batches, pairs, counted
-
-    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], Pairs]]:
-        """Without guidance, whatever sampling has; the base model has `reference_guidance`."""
-        policy = cast(PipelinePolicy, self.policy)
-        plain = policy.reference
-
-        @contextmanager
-        def reference() -> Iterator[None]:
-            with plain(), policy.guided(self.reference_guidance):
-                yield
-
-        with policy.guided(1.0), patch.object(policy, "reference", reference):
-            yield from super().minibatches(pairs, collected)
 
 
 Trained = TypeVar("Trained", bound=ReplayTrainer)
