@@ -1,5 +1,6 @@
 """SA-Solver: a stochastic Adams method of order 2, as predictor and corrector, on the grid of AWM's released code."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -50,14 +51,18 @@ class SASolver:
     times: Tensor
     tau: float
     draw: Callable[[Tensor], Tensor]
+    _points: list[float] = field(init=False)
     _start: Tensor = field(init=False)
     _clean: Tensor = field(init=False)
     _noise: Tensor | None = field(init=False, default=None)
 
+    def __post_init__(self) -> None:
+        self._points = self.times.tolist()  # once: a number of the device makes the host wait for it
+
     def step(self, number: int, velocity: Tensor, x: Tensor) -> Tensor:
         """The predicted state at point `number` + 1, from the predicted state x at point `number` and the velocity there."""
         clean = x - self.times[number] * velocity
-        if number == len(self.times) - 2:
+        if number == len(self._points) - 2:
             return clean
         slope = (clean - self._clean) / self._length(number - 1) if number >= 1 else torch.zeros_like(x)
         if number >= 2:
@@ -68,16 +73,16 @@ class SASolver:
 
     def _moved(self, number: int, clean: Tensor, slope: Tensor) -> Tensor:
         """The step from point `number`, whose corrected state is `_start`."""
-        s, t, h, noisy = float(self.times[number]), float(self.times[number + 1]), self._length(number), self._tau(number) ** 2
-        weight = -torch.expm1(-(1 + noisy) * h)
-        moved = t / s * torch.exp(-noisy * h) * self._start + (1 - t) * (weight * clean + (1 + noisy) * h**2 / 2 * slope)
-        return moved if self._noise is None else moved + t * torch.sqrt(-torch.expm1(-2 * noisy * h)) * self._noise
+        s, t, h, noisy = self._points[number], self._points[number + 1], self._length(number), self._tau(number) ** 2
+        weight = -math.expm1(-(1 + noisy) * h)
+        moved = t / s * math.exp(-noisy * h) * self._start + (1 - t) * (weight * clean + (1 + noisy) * h**2 / 2 * slope)
+        return moved if self._noise is None else moved + t * math.sqrt(-math.expm1(-2 * noisy * h)) * self._noise
 
-    def _length(self, number: int) -> Tensor:
+    def _length(self, number: int) -> float:
         """h of the step from point `number`."""
-        ratio = torch.logit(self.times.double())
-        return (ratio[number] - ratio[number + 1]).float()
+        s, t = self._points[number], self._points[number + 1]
+        return math.log(s / (1 - s)) - math.log(t / (1 - t))
 
     def _tau(self, number: int) -> float:
         low, high = NOISY_TIMES
-        return self.tau if low <= float(self.times[number + 1]) <= high else 0.0
+        return self.tau if low <= self._points[number + 1] <= high else 0.0

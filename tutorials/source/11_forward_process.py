@@ -607,7 +607,7 @@ print(
 )
 AFTER = {
     "Flow-GRPO": (12, start(clip_range=0.02, learning_rate=1e-2)),
-    "AWM": (8, start("awm", loss="awm(average_weight=0.1)", learning_rate=1e-2)),
+    "AWM": (8, start("awm", sampler="flow-sde()", loss="awm(average_weight=0.1)", learning_rate=1e-2)),
 }
 late = {}
 for name, (iterations, trainer) in AFTER.items():

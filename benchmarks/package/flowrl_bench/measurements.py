@@ -153,7 +153,7 @@ def observe(trainer: Trainer, samples: int = SAMPLES) -> dict[str, float]:
     trainer.generator.set_state(state)
     result = rollout(
         policy, sampler, trainer.schedule, policy.encode(prompts), noise, generator, groups, Completion(),
-        max_batch=config.batches.max_batch,
+        max_batch=config.rollout.max_batch,  # pyright: ignore[reportArgumentType]  (auto is for models)
     )  # fmt: skip
     table = reward_table(policy, world.reward("soft"), result, prompts)
     increments = table.diff(dim=-1)
