@@ -56,6 +56,7 @@ import os, signal, sys, threading, time
 def wait():
     while threading.main_thread().is_alive():
         time.sleep(0.01)
+    time.sleep(0.2)  # until the main thread waits for this one
     os.kill(os.getpid(), {})
     time.sleep(200)
 threading.Thread(target=wait).start()
