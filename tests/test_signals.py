@@ -103,11 +103,13 @@ def test_a_comparison_pauses_until_its_last_line_and_is_then_complete(text: str,
     out.mkdir()
     (out / "config.json").write_text("{}")
     compared = CompareConfig(CONFIG, ("flow-grpo",), (0,))
+    monkeypatch.setattr(
+        "flowrl.plots.report.write_report", lambda folder: folder / "report.html"
+    )  # first: it imports the names below
     monkeypatch.setattr("flowrl.training.compare.load_compare", lambda path, trust: compared)
     monkeypatch.setattr("flowrl.training.compare.compare", lambda *_: text != "Paused")
     monkeypatch.setattr("flowrl.training.results.load_comparison", lambda folder: None)
     monkeypatch.setattr("flowrl.training.results.summarise", lambda comparison: [])
-    monkeypatch.setattr("flowrl.plots.report.write_report", lambda folder: folder / "report.html")
     code, shown = shown_with(text, number, ["compare", "--resume", str(out)], monkeypatch)
     last = shown.splitlines()[-1]
     if text == "Finished":

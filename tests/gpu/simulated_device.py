@@ -37,7 +37,7 @@ TREES = {
     "branches": dict(credit="depth-relative(probe='branch(children=(1, 3))')", window="0:2"),
     "comb": dict(credit="sibling-relative(probe='comb(branches=3, count=1)')"),
 }
-FORWARD = {name: dict(method=name, num_steps=8) for name in ("diffusion-nft", "awm", "dgpo")}
+FORWARD = {name: dict(method=name, sampler="flow-sde()", num_steps=8) for name in ("diffusion-nft", "awm", "dgpo")}
 CASES |= {f"mixture: {name}": ("mixture", changes) for name, changes in (TREES | FORWARD).items()}
 CASES |= {
     f"mixture: {name}, offloaded": ("mixture", {**changes, "offload": True})
