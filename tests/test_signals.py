@@ -103,9 +103,8 @@ def test_a_comparison_pauses_until_its_last_line_and_is_then_complete(text: str,
     out.mkdir()
     (out / "config.json").write_text("{}")
     compared = CompareConfig(CONFIG, ("flow-grpo",), (0,))
-    monkeypatch.setattr(
-        "flowrl.plots.report.write_report", lambda folder: folder / "report.html"
-    )  # first: it imports the names below
+    # the report first: its module imports the other names
+    monkeypatch.setattr("flowrl.plots.report.write_report", lambda folder: folder / "report.html")
     monkeypatch.setattr("flowrl.training.compare.load_compare", lambda path, trust: compared)
     monkeypatch.setattr("flowrl.training.compare.compare", lambda *_: text != "Paused")
     monkeypatch.setattr("flowrl.training.results.load_comparison", lambda folder: None)
