@@ -518,7 +518,7 @@ for name in methods:
 # clip 0.002  sibling  reward after training, three seeds: 0.24..0.35 0.24..0.35 0.24..0.35
 # uniform  evaluations: 14,400 in sampling, 7,200 in updates
 # depth    evaluations: 11,880 in sampling, 4,680 in updates
-# sibling  evaluations: 11,880 in sampling, 4,680 in updates
+# sibling  evaluations: 11,880 in sampling, 1,080 in updates
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.2, height=3.0, sharey=True)
@@ -536,7 +536,7 @@ axes[1].set_title("Clip 0.002: none of them learns")
 plt.show()
 
 # %% [markdown]
-# With the wide clip, the depth rule and uniform credit end above the sibling rule, as the signal-to-noise ratios suggest, and the trees take fewer evaluations of both kinds. With the narrow clip none of the three gets far within these iterations: the clip limits the runs, not the credit. Lesson 7 found the same of uniform credit. A comparison at that clip, tuned for none of the methods, would have seen no difference.
+# With the wide clip, the depth rule and uniform credit end above the sibling rule, as the signal-to-noise ratios suggest, and the trees take fewer evaluations of both kinds. The sibling rule takes the fewest in updates: a step without a sibling has advantage 0, and such steps need no evaluation. With the narrow clip none of the three gets far within these iterations: the clip limits the runs, not the credit. Lesson 7 found the same of uniform credit. A comparison at that clip, tuned for none of the methods, would have seen no difference.
 #
 # So this is no verdict on the methods. It has three seeds, one tree shape, one world, and no tuning; it shows what a verdict would have to control. What does hold is structural: siblings isolate a step, two of them measure half its advantage, depth rules add the ancestors' luck as variance, and a tree's evaluations are counted by its states.
 #
