@@ -178,7 +178,7 @@ class PartsCreditAssigner(CreditAssigner, Protocol):
 
 @runtime_checkable
 class PromptCreditAssigner(CreditAssigner, Protocol):
-    """A credit rule that is told which prompt each row of the table is, for example to keep a baseline per prompt.
+    """A credit rule that gets the prompt of each row of the table, for example to keep a baseline per prompt.
 
     Such a memory is keyed by the prompt's text, so that it does not depend on the order of prompts: permuting the prompts
     permutes the advantages. The contract of a `CreditAssigner` holds for prompts at their first visit; later ones are relative

@@ -19,7 +19,7 @@ def sa_schedule(schedule: Schedule) -> Schedule:
     """`schedule` with two other times: the first is 0.999, and the last before 0 is half of the one before it.
 
     The second change keeps the last steps short in log signal-to-noise ratio: a scheduler with a shift ends at about 0.009, and
-    the extrapolation over the step to that time is unstable. The network is told the new times. Source: AWM's code (arXiv
+    the extrapolation over the step to that time is unstable. The network gets the new times. Source: AWM's code (arXiv
     2509.25050, commit be51372).
     """
     times, timesteps = schedule.times.clone(), schedule.network_timesteps.clone()

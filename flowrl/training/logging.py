@@ -102,7 +102,7 @@ class Journal:
             self._tracker.log({"samples": importlib.import_module("trackio").Image(pixels)}, step=step)
 
     def _start(self) -> Any:
-        """The tracker, told the settings. On a resumed run it goes on after iteration `done`."""
+        """The tracker, which gets the settings. On a resumed run it goes on after iteration `done`."""
         from accelerate.state import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 

@@ -225,7 +225,7 @@ def test_a_training_reward_whose_mean_cannot_rise_is_no_collapse():
 def test_the_world_of_a_model_evaluates_by_single_samples(tmp_path):
     (tmp_path / "prompts.txt").write_text("a fox\n")
     options = type("Options", (), {"device": "cpu"})()
-    world = model_world("model", str(tmp_path / "prompts.txt"), "", "win-rate(reward='jpeg-compressibility')", options)  # type: ignore
+    world = model_world("model", str(tmp_path / "prompts.txt"), "", "win-rate(reward='jpeg-compressibility')", options)
     assert type(world.reward("reward")).__name__ == "JPEGCompressibility"
 
 
@@ -234,9 +234,9 @@ def test_the_world_of_a_model_evaluates_by_single_samples(tmp_path):
 
 def test_wrappers_of_single_samples_refuse_it():
     with pytest.raises(ConfigError, match=r"Clipped.reward = .* is not allowed: a RewardModel"):
-        Clipped(WinRate(BASE), high=1.0)  # type: ignore
+        Clipped(WinRate(BASE), high=1.0)
     with pytest.raises(ConfigError, match=r"WinRate.reward = .* is not allowed: a RewardModel"):
-        WinRate(WinRate(BASE))  # type: ignore
+        WinRate(WinRate(BASE))
     with pytest.raises(ConfigError, match=r"WeightedSum.models = \['a'\] is not allowed: .*group-sum adds them"):
         build("reward", "weighted-sum(models={'a': \"win-rate(reward='jpeg-compressibility')\"})")
     with pytest.raises(ConfigError, match=r"GroupSum.weights = \['b'\]"):
@@ -253,6 +253,6 @@ def test_noise_held_out_rewards_and_servers_are_for_single_samples(capsys):
     with pytest.raises(ConfigError, match=r"heldout_rewards = .*WinRate compares members of a group.*JPEGCompressibility"):
         make_heldout_metrics(shapes, make_world(shapes))
     with pytest.raises(ConfigError, match="reward = 'reward' is not allowed: WinRate"):
-        create_app(WinRate(BASE), ServerSettings())  # type: ignore
+        create_app(WinRate(BASE), ServerSettings())
     assert main(["serve-reward", "win-rate(reward='jpeg-compressibility')", "--port", "0"]) == 2
     assert "WinRate compares members of a group" in capsys.readouterr().err
