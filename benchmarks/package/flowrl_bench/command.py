@@ -1,4 +1,4 @@
-"""`flowrl bench claims`, `flowrl bench rule` and `flowrl bench microscope`."""
+"""`flowrl bench claims`, `flowrl bench tune`, `flowrl bench rule` and `flowrl bench microscope`."""
 
 import math
 import os
@@ -93,6 +93,51 @@ class Claims:
             if one.claim.id in chosen:
                 print(f"{one.claim.id} ({one.world}, {one.seeds} seeds): {one.label}")
         print(f"Wrote {', '.join(map(str, written))}")
+        return 0 if finished else 130
+
+
+@dataclass(frozen=True)
+class Tune:
+    """Find each method's best learning rate, clip and noise level, with the same number of short runs for every method.
+
+    Example: flowrl bench tune flow-grpo tp-grpo my_rules.py:MyRule --world mixture
+    """
+
+    methods: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Methods or arms by name, or credit rules as path/to/file.py:Class or NAME(option=value); default: all compared arms."""
+    world: str = "mixture"
+    """mixture (two dimensions), shapes (images) or all."""
+    budget: Count = 12
+    """Runs per method and world, a third of them for two finalists with further seeds."""
+    out: Path = Path("runs/tuning.jsonl")
+    """The log: one line per run. Runs that it has are not made again."""
+    workers: Workers = 0
+    """Methods that are tuned at a time; 0 = one per core."""
+    show: bool = False
+    """Make no runs: print what the log has chosen."""
+
+    def main(self) -> int:
+        """Search, print the choices."""
+        from flowrl_bench.arms import ARMS, WORLDS, named_arm
+        from flowrl_bench.tune import Search, choices, tune
+
+        require(self.world in ("all", *WORLDS), "world", self.world, "mixture, shapes or all")
+        arms = [named_arm(name) for name in self.methods or ARMS]
+        worlds = [world for world in WORLDS if self.world in ("all", world)]
+        searches = [Search(arm, world, self.budget) for world in worlds for arm in arms if world in arm.worlds]
+        total = self.budget * len(searches)
+
+        def progress(line: Mapping[str, Any], done: int) -> None:
+            values = ", ".join(f"{name} {value:g}" for name, value in line["values"].items())
+            print(
+                f"{done}/{total} {line['world']}, {line['arm']}, {values}, seed {line['seed']}: {line['score']:.3f}", flush=True
+            )
+
+        command = shlex.join(["flowrl", *sys.argv[1:]])
+        finished = self.show or tune(searches, self.out, command, self.workers, progress)
+        print(choices(searches, self.out))
+        if not finished:
+            print(f"Paused; finished runs are kept. Continue with: {command}")
         return 0 if finished else 130
 
 
@@ -201,7 +246,7 @@ class Microscope:
 class Bench:
     """Benchmarks: tests of the papers' claims, a ranking of your own rule, and a microscope for credit."""
 
-    which: tyro.conf.OmitSubcommandPrefixes[Claims | Rule | Microscope]
+    which: tyro.conf.OmitSubcommandPrefixes[Claims | Tune | Rule | Microscope]
 
     def main(self) -> int:
         """Run the chosen one."""

@@ -1,0 +1,197 @@
+"""A method's best learning rate, clip and noise level, found with the same number of short runs for every method.
+
+The search climbs on a grid (`arms.Knob`): from the start it tries the neighbours of the best point so far, knob by knob, and goes
+on in a direction while that improves the score, so that an optimum at an edge widens the grid. A third of the budget is kept
+for the two best points, which are run with two further seeds; the best mean over seeds is chosen. The score of a run is the
+mean held-out reward over training, the measure of the comparison. Tuning seeds are used by no result.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowrl.errors import require
+from flowrl.io import file_lock
+from flowrl.workers import Worker, run_jobs
+from flowrl_bench.arms import SHORT, Arm
+from flowrl_bench.evidence import column
+from flowrl_bench.measurements import measure
+from flowrl_bench.results_file import ResultsFile, make_line, stamp
+
+SEEDS = tuple(range(9000, 9100))
+"""Seeds of tuning runs, first to last; no result has one of them."""
+BUDGET = 12
+"""Runs per method and world."""
+FINALISTS = 2
+STRIDE = 2
+"""Steps in one direction before the next knob's turn, so that a long way along one does not use up the budget."""
+Point = tuple[int, ...]
+"""A level of the grid per knob of the arm, in their order."""
+Trial = tuple[Point, int]
+"""A run of the search: a point and a seed."""
+
+
+def proposals(scores: Mapping[Trial, float], knobs: int, budget: int = BUDGET) -> Iterator[Trial]:
+    """The next run of the search, from the scores of the runs so far; nothing once `budget` runs are scored.
+
+    Deterministic: the order of the runs is a function of the scores alone.
+    """
+    if len(scores) >= budget:
+        return
+    confirming = budget // 3 // FINALISTS * FINALISTS
+    first = {point: score for (point, seed), score in scores.items() if seed == SEEDS[0]}
+    step = _climb(first, knobs) if len(first) < budget - confirming else None
+    if step is not None:
+        yield step, SEEDS[0]
+        return
+    ranked = sorted(first, key=lambda point: (-first[point], point))[:FINALISTS]
+    for number, point in itertools.product(range(1, len(SEEDS)), ranked):
+        if (point, SEEDS[number]) not in scores:
+            yield point, SEEDS[number]
+            return
+
+
+def _climb(first: Mapping[Point, float], knobs: int) -> Point | None:
+    """The next point to try on the way up; None where the best point is better than all its neighbours."""
+    here = (0,) * knobs
+    if here not in first:
+        return here
+    while True:
+        start = here
+        for knob, sign in itertools.product(range(knobs), (1, -1)):
+            for _ in range(STRIDE):
+                there = tuple(level + sign * (place == knob) for place, level in enumerate(here))
+                if there not in first:
+                    return there
+                if first[there] <= first[here]:
+                    break
+                here = there
+        if here == start:
+            return None
+
+
+def best(scores: Mapping[Trial, float]) -> Point:
+    """The finalist with the highest mean score over its seeds; the best point of the search if there are no finalists."""
+    by_point: dict[Point, list[float]] = {}
+    for (point, _), score in scores.items():
+        by_point.setdefault(point, []).append(score)
+    most = max(map(len, by_point.values()))
+    finalists = {point: np.mean(values) for point, values in by_point.items() if len(values) == most}
+    return min(finalists, key=lambda point: (-finalists[point], point))
+
+
+def score_of(line: Mapping[str, Any]) -> float:
+    """Mean held-out reward of a run over its training."""
+    return float(np.mean(column(line, "soft")[1:]))
+
+
+@dataclass(frozen=True)
+class Search:
+    """The search for one arm in one world."""
+
+    arm: Arm
+    world: str
+    budget: int = BUDGET
+
+    def __post_init__(self) -> None:
+        require(self.budget >= 1, "budget", self.budget, "1 or more runs per method and world")
+        require(self.budget <= 200, "budget", self.budget, "at most 200 runs per method and world")
+
+    def config(self, trial: Trial) -> Any:
+        """The settings of a run of the search."""
+        point, seed = trial
+        return self.arm.run(self.world, self.values(point), **SHORT[self.world], seed=seed)
+
+    def values(self, point: Point) -> dict[str, float]:
+        """The knobs' values at a point."""
+        return self.arm.values(self.world, dict(zip(self.arm.knobs, point, strict=True)))
+
+    def scores(self, lines: Sequence[Mapping[str, Any]]) -> dict[Trial, float]:
+        """The scores of the search's runs among `lines`, in the order in which they were proposed."""
+        mine = {
+            (tuple(line["point"]), line["seed"]): score_of(line)
+            for line in lines
+            if (line["arm"], line["world"]) == (self.arm.name, self.world)
+        }
+        found: dict[Trial, float] = {}
+        while (trial := next(proposals(found, len(self.arm.knobs), self.budget), None)) in mine:
+            assert trial is not None
+            found[trial] = mine[trial]
+        return found
+
+
+def _tune(worker: Worker, search: Search, lines: list[dict[str, Any]], command: str, made: dict[str, Any]) -> bool:
+    """Make the missing runs of a search, a message each; False if it was stopped."""
+    scores = search.scores(lines)
+    while (trial := next(proposals(scores, len(search.arm.knobs), search.budget), None)) is not None:
+        config = search.config(trial)
+        found = measure(config, worker.stopped)
+        if found is None:
+            return False
+        scores[trial] = score_of(found)
+        head = {"arm": search.arm.name, "world": search.world, "point": trial[0], "values": search.values(trial[0])}
+        line = {**head, "score": scores[trial], **make_line(config, found, command, made=made)}
+        worker.send(line)
+    return True
+
+
+def tune(
+    searches: Sequence[Search],
+    path: Path,
+    command: str,
+    workers: int = 0,
+    progress: Callable[[Mapping[str, Any], int], None] = lambda line, done: None,
+) -> bool:
+    """Make the searches' missing runs, one line of the file each as they finish; False if Ctrl-C paused it."""
+    file = ResultsFile(path)
+    with file_lock(path, command):
+        lines = file.unchecked()
+        done = sum(len(search.scores(lines)) for search in searches)
+
+        def received(key: Any, line: dict[str, Any]) -> None:
+            nonlocal done
+            done += 1
+            file.append(line)
+            progress(line, done)
+
+        made = stamp()
+        jobs = {
+            (search.world, search.arm.name): (
+                search,
+                [line for line in lines if (line["arm"], line["world"]) == (search.arm.name, search.world)],
+                command,
+                made,
+            )
+            for search in searches
+        }
+        finished: list[bool] = []
+        complete = run_jobs(
+            _tune, jobs, workers, finished=lambda key, ended: finished.append(ended), received=received,
+            describe=lambda key: f"the search for {key[1]} in {key[0]}",
+        )  # fmt: skip
+        return complete and all(finished)
+
+
+def chosen(search: Search, lines: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """The values that the search found; None while runs are missing."""
+    scores = search.scores(lines)
+    return search.values(best(scores)) if len(scores) == search.budget else None
+
+
+def choices(searches: Sequence[Search], path: Path) -> str:
+    """A line per search: the chosen values and their score with its range over seeds, or how many runs are missing."""
+    lines, texts = ResultsFile(path).unchecked(), []
+    for search in searches:
+        scores, values = search.scores(lines), chosen(search, lines)
+        if values is None:
+            texts.append(f"{search.world}, {search.arm.name}: {search.budget - len(scores)} of {search.budget} runs are missing")
+            continue
+        mine = [score for (point, _), score in scores.items() if point == best(scores)]
+        found = ", ".join(f"{name} {value:g}" for name, value in values.items())
+        range_ = f"{np.mean(mine):.3f} ({min(mine):.3f} to {max(mine):.3f}, {len(mine)} seeds)"
+        texts.append(f"{search.world}, {search.arm.name}: {found}; mean reward over training {range_}")
+    return "\n".join(texts)
