@@ -150,9 +150,11 @@ class TestResults:
         with pytest.raises(ConfigError, match=r"another rule, my.py:Mine: choose another --out, or delete"):
             self.bench("other.py:Mine", out=tmp_path / "out")
         results = tmp_path / "out" / "results.jsonl"
-        lines = [{**json.loads(text), "code": "0", "commit": "0123abc"} for text in results.read_text().splitlines()]
+        lines = [
+            {**json.loads(text), "golden": [0.0], "code": "0", "commit": "0123abc"} for text in results.read_text().splitlines()
+        ]
         results.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        with pytest.raises(ConfigError, match=r"made by other code .0, commit 0123abc; .*choose another --out"):
+        with pytest.raises(ConfigError, match=r"other numbers in the golden run .0, commit 0123abc, .*choose another --out"):
             self.bench("my.py:Mine", out=tmp_path / "out")
 
     def test_a_line_names_the_command_that_makes_it_again(self, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError, require
 from flowrl.methods import METHODS
+from flowrl.training.build import check
 from flowrl.training.compare import rule_name
 from flowrl.training.config import RunConfig, preset
 
@@ -140,7 +141,7 @@ def named_arm(name: str) -> Arm:
     require("{" not in name, "method", name, "a method, a credit rule's spec, or one of " + ", ".join(ARMS))
     arm = Arm(rule_name(name), {"credit": name, "method": rule_name(name)}, worlds=BOTH)
     try:
-        arm.run("mixture", arm.values("mixture", {}))
+        check(arm.run("mixture", arm.values("mixture", {})))
     except ConfigError as error:
         raise ConfigError(
             f"method = {name!r} is not allowed: {', '.join(ARMS)}, a method, or a credit rule's spec: {error}"

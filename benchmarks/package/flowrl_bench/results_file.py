@@ -1,4 +1,4 @@
-"""Files of results: one JSON line per run, and the samples of stochastic samplers. Neither mixes results of different code."""
+"""Results: one JSON line per run, and the samples of stochastic samplers. Neither mixes code with different numbers."""
 
 import json
 import os
@@ -110,9 +110,10 @@ class ResultsFile:
     """A credit rule that the user has named: lines may contain it. With `trust` they may contain any code."""
 
     def read(self, allowed: Mapping[str, Any] | None = None, any_code: bool = False) -> dict[str, dict[str, Any]]:
-        """Lines by id. Raises `ConfigError` for lines of other code, of settings outside `allowed` (None: any), or changed lines.
+        """Lines by id. Raises `ConfigError` for lines of code with other numbers (by the golden run), of settings outside
+        `allowed` (None: any), or changed lines.
 
-        With `any_code`, lines of other code may be read (to judge them, or to repeat one) if all are of the same code. A
+        With `any_code`, lines of such code may be read (to judge them, or to repeat one) if all have the same golden run. A
         half-written last line (after a power cut) is ignored; its run is made again.
         """
         found: dict[str, dict[str, Any]] = {}
@@ -127,8 +128,7 @@ class ResultsFile:
                 raise ConfigError(f"{where} is not JSON: {error}")
             _require_whole(line, where)
             first = next(iter(found.values()), line)
-            made = first if any_code else {"code": code_digest(), "golden": golden_run()}
-            _require_same_code(line, where, made["code"], made["golden"])
+            _require_same_numbers(line, where, first["golden"] if any_code else golden_run())
             self._require_settings(line, where, allowed)
             found[line["id"]] = line
         return found
@@ -215,14 +215,15 @@ def _require_whole(line: Any, where: str) -> None:
         raise ConfigError(f"{where} lacks {', '.join(missing)}; allowed: a line as `flowrl bench` writes it")
 
 
-def _require_same_code(line: Mapping[str, Any], where: str, code: str, golden: Any) -> None:
-    """Of this code, and with the same golden run."""
-    hint = "results of different code are not mixed; choose another --out, return to that commit, or only --judge the file"
-    if line["code"] != code:
-        raise ConfigError(f"{where} was made by other code ({line['code']}, commit {line['commit']}; expected {code}): {hint}")
+def _require_same_numbers(line: Mapping[str, Any], where: str, golden: Any) -> None:
+    """Of code and libraries with the same golden run: code may change between runs as long as the numbers do not."""
     if not same_golden(line["golden"], golden):
         versions = ", ".join(f"{name} {number}" for name, number in line["versions"].items())
-        raise ConfigError(f"{where} was made by the same code with other numbers in the golden run (with {versions}): {hint}")
+        raise ConfigError(
+            f"{where} was made by code or libraries that give other numbers in the golden run ({line['code']}, commit "
+            f"{line['commit']}, {versions}): such results are not mixed; choose another --out, return to that commit, or only "
+            f"--judge the file"
+        )
 
 
 def observer() -> str:

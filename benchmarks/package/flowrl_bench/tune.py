@@ -2,7 +2,7 @@
 
 The search climbs on a grid (`arms.Knob`): from the start it tries the neighbours of the best point so far, knob by knob, and goes
 on in a direction while that improves the score, so that an optimum at an edge widens the grid. A third of the budget is kept
-for the two best points, which are run with two further seeds; the best mean over seeds is chosen. The score of a run is the
+for the two best points, which are run with two further seeds; the best mean over these is chosen. The score of a run is the
 mean held-out reward over training, the measure of the comparison. Tuning seeds are used by no result.
 """
 
@@ -75,13 +75,15 @@ def _climb(first: Mapping[Point, float], knobs: int) -> Point | None:
 
 
 def best(scores: Mapping[Trial, float]) -> Point:
-    """The finalist with the highest mean score over its seeds; the best point of the search if there are no finalists."""
-    by_point: dict[Point, list[float]] = {}
-    for (point, _), score in scores.items():
-        by_point.setdefault(point, []).append(score)
-    most = max(map(len, by_point.values()))
-    finalists = {point: np.mean(values) for point, values in by_point.items() if len(values) == most}
-    return min(finalists, key=lambda point: (-finalists[point], point))
+    """The finalist with the highest mean score over the further seeds: that of the first seed, which made it a finalist, would
+    flatter it. The best point of the first seed if there are no finalists."""
+    confirmed: dict[Point, list[float]] = {}
+    for (point, seed), score in scores.items():
+        if seed != SEEDS[0]:
+            confirmed.setdefault(point, []).append(score)
+    means = {point: float(np.mean(values)) for point, values in confirmed.items()}
+    judged = means or {point: score for (point, _), score in scores.items()}
+    return min(judged, key=lambda point: (-judged[point], point))
 
 
 def score_of(line: Mapping[str, Any]) -> float:
@@ -190,7 +192,8 @@ def choices(searches: Sequence[Search], path: Path) -> str:
         if values is None:
             texts.append(f"{search.world}, {search.arm.name}: {search.budget - len(scores)} of {search.budget} runs are missing")
             continue
-        mine = [score for (point, _), score in scores.items() if point == best(scores)]
+        further = [score for (point, seed), score in scores.items() if point == best(scores) and seed != SEEDS[0]]
+        mine = further or [max(scores.values())]
         found = ", ".join(f"{name} {value:g}" for name, value in values.items())
         range_ = f"{np.mean(mine):.3f} ({min(mine):.3f} to {max(mine):.3f}, {len(mine)} seeds)"
         texts.append(f"{search.world}, {search.arm.name}: {found}; mean reward over training {range_}")

@@ -1,0 +1,128 @@
+"""The search for each method's settings: equal budgets, a grid that grows, and a log that it can go on from."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from flowrl_bench import tune
+from flowrl_bench.arms import ARMS, WORLDS, Arm, named_arm
+from flowrl_bench.tune import SEEDS, Point, Search, Trial, best, choices, chosen, proposals
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.errors import ConfigError
+from flowrl.training.build import check
+
+
+def run(score: Callable[[Trial], float], knobs: int = 3, budget: int = 12) -> dict[Trial, float]:
+    scores: dict[Trial, float] = {}
+    while (trial := next(proposals(scores, knobs, budget), None)) is not None:
+        assert trial not in scores
+        scores[trial] = score(trial)
+    return scores
+
+
+def hill(top: Point, slope: float = 1.0) -> Callable[[Trial], float]:
+    return lambda trial: -slope * sum((a - b) ** 2 for a, b in zip(trial[0], top, strict=True))
+
+
+class TestSearch:
+    @given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 2**32 - 1))
+    def test_every_method_gets_exactly_its_budget(self, budget: int, knobs: int, seed: int) -> None:
+        """Whatever the scores are."""
+        assert len(run(lambda trial: hash((trial, seed)) % 1000, knobs, budget)) == budget
+
+    @given(st.tuples(st.integers(-1, 1), st.integers(-1, 1), st.integers(-1, 1)))
+    def test_it_finds_a_top_near_the_start(self, top: Point) -> None:
+        assert best(run(hill(top), budget=18)) == top
+
+    @given(st.integers(-5, 5))
+    def test_an_optimum_at_an_edge_widens_the_grid(self, top: int) -> None:
+        assert best(run(hill((top,)), knobs=1)) == (top,)
+
+    def test_a_third_of_the_budget_confirms_two_finalists_with_two_more_seeds(self) -> None:
+        scores = run(hill((3, 0, 0)))
+        again = [trial for trial in scores if trial[1] != SEEDS[0]]
+        assert len(again) == 4 and len({point for point, _ in again}) == 2 and {seed for _, seed in again} == set(SEEDS[1:3])
+
+    def test_a_lucky_seed_is_not_chosen(self) -> None:
+        """The best point of the first seed loses to the second once both have three seeds."""
+        lucky = (2, 0, 0)
+
+        def score(trial: Trial) -> float:
+            return 0.5 if trial == (lucky, SEEDS[0]) else hill((1, 0, 0), 0.01)(trial)
+
+        scores = run(score)
+        assert (lucky, SEEDS[1]) in scores and best(scores) == (1, 0, 0)
+
+
+class TestArms:
+    @pytest.mark.parametrize("name", ARMS)
+    def test_every_arm_can_be_built_at_every_neighbour(self, name: str) -> None:
+        arm = ARMS[name]
+        for world in arm.worlds:
+            for knob in arm.knobs:
+                for level in (-1, 0, 1):
+                    config = arm.run(world, arm.values(world, {knob: level}))
+                    check(config)
+                    assert config.environment.world == world
+
+    def test_a_knob_inside_a_spec_is_no_setting(self) -> None:
+        arm = ARMS["awm"]
+        config = arm.run("mixture", arm.values("mixture", {"clip": 1}))
+        assert config.algorithm.loss == "awm(clip=3, kl_weight=0.001)"
+
+    def test_larger_groups_cost_what_gains_cost(self) -> None:
+        """Sampling and update of an iteration in network evaluations, to within 2 percent."""
+        from flowrl_bench.measurements import measure
+
+        totals = []
+        for name in ("stepwise gains", "uniform, larger groups"):
+            found = measure(ARMS[name].run("mixture", ARMS[name].values("mixture", {}), iterations=1, eval_samples=18))
+            assert found is not None
+            totals.append(found["totals"]["nfe"] + found["totals"]["train_nfe"])
+        assert totals[1] == pytest.approx(totals[0], rel=0.02)
+
+    def test_names_of_methods_and_rules(self) -> None:
+        assert named_arm("tp-grpo") is ARMS["turning points"] and named_arm("turning points") is ARMS["turning points"]
+        assert named_arm("dance-grpo").worlds == tuple(WORLDS)
+        assert named_arm("stepwise-gain(lam=0.5)").settings["credit"] == "stepwise-gain(lam=0.5)"
+        with pytest.raises(ConfigError, match=r"method = 'nothing' is not allowed: .*uniform"):
+            named_arm("nothing")
+
+
+class TestLog:
+    def test_the_log_is_complete_and_goes_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(tune.SHORT, "mixture", {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2})
+        search, log = Search(Arm("uniform", {"method": "flow-grpo"}), "mixture", 4), tmp_path / "tuning.jsonl"
+        monkeypatch.setattr(tune, "run_jobs", here)
+        assert tune.tune([search], log, "flowrl bench tune")
+        lines = [json.loads(text) for text in log.read_text().splitlines()]
+        assert len(lines) == 4 and {line["command"] for line in lines} == {"flowrl bench tune"}
+        log.write_text("\n".join(json.dumps(line) for line in lines[:2]) + "\n")
+        assert chosen(search, lines[:2]) is None and "2 of 4 runs are missing" in choices([search], log)
+        assert tune.tune([search], log, "flowrl bench tune")
+        again = [json.loads(text) for text in log.read_text().splitlines()]
+        assert [(line["point"], line["seed"], line["score"]) for line in again] == [
+            (line["point"], line["seed"], line["score"]) for line in lines
+        ]
+        assert chosen(search, again) is not None
+
+
+def here(function, jobs, workers, *, finished, received, describe) -> bool:  # type: ignore[no-untyped-def]
+    """`run_jobs` in this process."""
+
+    class Worker:
+        def __init__(self, key) -> None:  # type: ignore[no-untyped-def]
+            self.key = key
+
+        def send(self, message) -> None:  # type: ignore[no-untyped-def]
+            received(self.key, message)
+
+        def stopped(self) -> bool:
+            return False
+
+    for key, arguments in jobs.items():
+        finished(key, function(Worker(key), *arguments))
+    return True
