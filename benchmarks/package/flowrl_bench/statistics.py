@@ -19,6 +19,18 @@ Index = NDArray[np.intp]
 """One drawn index per seed."""
 DRAWS = 2000
 LEVEL = 0.95
+COLLAPSE, BELOW_START = 0.1, 0.02
+"""A run collapsed if its final reward is more than this below its best, or below its start."""
+SMALLEST = 0.02
+"""The smallest difference of interest in reward, in both directions (docs/verdicts.md)."""
+SMALLEST_RATIO = 1.1
+"""The smallest budget ratio of interest, in both directions."""
+SMALLEST_RATE = 0.1
+"""The smallest difference of interest between collapse rates."""
+SMALLEST_DENSITY = 0.05
+"""The smallest difference of interest in log-density."""
+REACHED, RISE = (0.5, 0.7, 0.9), 0.05
+"""Levels of budget ratios, as fractions of the rise that both arms of a seed achieve, which counts as at least `RISE`."""
 
 
 @dataclass(frozen=True)
