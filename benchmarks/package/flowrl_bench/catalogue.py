@@ -2,7 +2,7 @@
 
 from flowrl_bench.claims import GAINS, LONG_WINDOW, POINTS, TASKS, UNIFORM, Claim, gains
 from flowrl_bench.open_questions import QUESTIONS
-from flowrl_bench.verdicts import Above, Alike, All, Beats, Best, Needs, NoWorse, WidensBy
+from flowrl_bench.verdicts import ALIKE, BETTER, NO_WORSE, Compare, Interaction, Level, Parts, each
 
 FLOW = "Flow-GRPO, arXiv 2505.05470"
 STEPWISE = "Stepwise-Flow-GRPO, arXiv 2603.28718"
@@ -15,7 +15,7 @@ _STEPWISE_CLAIMS = (
         STEPWISE,
         "GenEval .87 against .72 at 400 GPU-hours",
         {"uniform": UNIFORM, "stepwise": GAINS},
-        Needs("stepwise", "uniform", "updates"),
+        Compare("stepwise", "uniform", "updates", BETTER),
         tasks=TASKS["shapes"],
     ),
     Claim(
@@ -24,7 +24,7 @@ _STEPWISE_CLAIMS = (
         STEPWISE,
         "better in 3 of 4 settings per hour; an iteration costs 1.8 to 2.4 times as much",
         {"uniform": UNIFORM, "stepwise": GAINS},
-        All((Needs("stepwise", "uniform", "seconds"), Needs("stepwise", "uniform", "nfe"))),
+        Parts((Compare("stepwise", "uniform", "seconds", BETTER), Compare("stepwise", "uniform", "nfe", BETTER))),
         tasks=TASKS["shapes"],
     ),
     Claim(
@@ -33,7 +33,7 @@ _STEPWISE_CLAIMS = (
         STEPWISE,
         "an ablation's curves",
         {"joint": GAINS, "per step": gains("normalise=step")},
-        Beats("joint", "per step"),
+        Compare("joint", "per step", expects=BETTER),
         tasks=("compositional",),
     ),
     Claim(
@@ -47,7 +47,7 @@ _STEPWISE_CLAIMS = (
             "T'=2": gains("probe='substeps:2'"),
             "T'=8": gains("probe='substeps:8'"),
         },
-        Alike(("T'=5", "T'=1", "T'=2", "T'=8")),
+        each(("T'=1", "T'=2", "T'=8"), "T'=5", expects=ALIKE),
     ),
     Claim(
         "ddim-sde",
@@ -60,11 +60,11 @@ _STEPWISE_CLAIMS = (
             "stepwise, Flow-SDE": {**GAINS, **LONG_WINDOW},
             "stepwise, DDIM-SDE": {**GAINS, **LONG_WINDOW, "sampler": "ddim-sde"},
         },
-        All(
+        Parts(
             (
-                Beats("uniform, DDIM-SDE", "uniform, Flow-SDE", "sampler quality"),
-                Beats("uniform, DDIM-SDE", "uniform, Flow-SDE"),
-                Beats("stepwise, DDIM-SDE", "stepwise, Flow-SDE"),
+                Compare("uniform, DDIM-SDE", "uniform, Flow-SDE", "sampler quality", BETTER),
+                Compare("uniform, DDIM-SDE", "uniform, Flow-SDE", expects=BETTER),
+                Compare("stepwise, DDIM-SDE", "stepwise, Flow-SDE", expects=BETTER),
             )
         ),
         samples=("uniform, Flow-SDE", "uniform, DDIM-SDE"),
@@ -75,7 +75,7 @@ _STEPWISE_CLAIMS = (
         STEPWISE,
         "mean |g| .031 at the first step, .0006 at the last",
         {"stepwise": {**GAINS, **LONG_WINDOW}},
-        Above("stepwise", "early gains"),
+        Level("stepwise", "early gains"),
     ),
     Claim(
         "plain-gains",
@@ -88,7 +88,11 @@ _STEPWISE_CLAIMS = (
             "lambda 0.5": gains("lam=0.5"),
             "lambda 0.9, gamma 0.9": gains("lam=0.9, gamma=0.9"),
         },
-        All((NoWorse("plain", "moving average"), NoWorse("plain", "lambda 0.5"), NoWorse("plain", "lambda 0.9, gamma 0.9"))),
+        Parts(
+            tuple(
+                Compare("plain", other, expects=NO_WORSE) for other in ("moving average", "lambda 0.5", "lambda 0.9, gamma 0.9")
+            )
+        ),
     ),
 )
 
@@ -99,7 +103,7 @@ _TURNING_POINT_CLAIMS = (
         TURNING,
         "GenEval .9725 and .9714 against .9673; OCR .9651 and .9718 against .9579; PickScore 24.67 and 24.73 against 24.02",
         {"uniform": UNIFORM, "turning points": POINTS, "no constraint": {"credit": "turning-point(consistent=False)"}},
-        All((Beats("turning points", "uniform"), Beats("no constraint", "uniform"))),
+        each(("turning points", "no constraint"), "uniform", expects=BETTER),
         base={"kl_weight": 4e-4},
         tasks=TASKS["shapes"],
     ),
@@ -109,7 +113,7 @@ _TURNING_POINT_CLAIMS = (
         TURNING,
         "700 / 2300 = 0.30",
         {"uniform": UNIFORM, "turning points": POINTS},
-        Needs("turning points", "uniform", "updates", at_most=0.304),
+        Compare("turning points", "uniform", "updates", BETTER, at_most=0.304),
         tasks=TASKS["shapes"],
     ),
     Claim(
@@ -123,7 +127,7 @@ _TURNING_POINT_CLAIMS = (
             "uniform, KL": {**UNIFORM, "kl_weight": 0.01},
             "turning points, KL": {**POINTS, "kl_weight": 0.01},
         },
-        WidensBy("turning points", "uniform", "turning points, KL", "uniform, KL"),
+        Interaction("turning points", "uniform", "turning points, KL", "uniform, KL"),
     ),
     Claim(
         "tp-window",
@@ -135,7 +139,7 @@ _TURNING_POINT_CLAIMS = (
             "first 8": {**POINTS, "window": "0:8"},
             "first 4": {**POINTS, "window": "0:4"},
         },
-        All((Beats("first 8", "all but last"), Beats("all but last", "first 4"))),
+        Parts((Compare("first 8", "all but last", expects=BETTER), Compare("all but last", "first 4", expects=BETTER))),
     ),
     Claim(
         "tp-noise",
@@ -143,7 +147,7 @@ _TURNING_POINT_CLAIMS = (
         TURNING,
         "0.7 best of 0.4 to 1.0",
         {f"noise {a:g}": {**POINTS, "noise_level": a} for a in (0.7, 0.4, 0.55, 0.85, 1.0)},
-        Best("noise 0.7", ("noise 0.4", "noise 0.55", "noise 0.85", "noise 1")),
+        Parts(tuple(Compare("noise 0.7", f"noise {a:g}", expects=BETTER) for a in (0.4, 0.55, 0.85, 1.0))),
     ),
 )
 
@@ -154,7 +158,7 @@ _FLOW_CLAIMS = (
         FLOW,
         "the same final reward, more than four times as fast",
         {"10 steps": {**UNIFORM, "num_steps": 10}, "40 steps": {**UNIFORM, "num_steps": 40}},
-        NoWorse("10 steps", "40 steps", "final"),
+        Compare("10 steps", "40 steps", "final", NO_WORSE),
         base={**LONG_WINDOW, "eval_steps": 40},
     ),
     Claim(
@@ -163,7 +167,7 @@ _FLOW_CLAIMS = (
         FLOW,
         "an ablation's curves",
         {"different": {**UNIFORM, "initial_noise": "independent"}, "same": {**UNIFORM, "initial_noise": "shared"}},
-        Beats("different", "same"),
+        Compare("different", "same", expects=BETTER),
     ),
     Claim(
         "small-groups",
@@ -171,7 +175,7 @@ _FLOW_CLAIMS = (
         FLOW,
         "groups of 6 and 12 collapse, 24 do not",
         {f"groups of {g}": {**UNIFORM, "group_size": g, "iterations": 80} for g in (2, 4, 24)},
-        All((Beats("groups of 24", "groups of 2", "drop", 0.03), Beats("groups of 24", "groups of 4", "drop", 0.03))),
+        Parts(tuple(Compare("groups of 24", f"groups of {g}", "collapse", BETTER) for g in (2, 4))),
     ),
     Claim(
         "kl-quality",
@@ -179,7 +183,7 @@ _FLOW_CLAIMS = (
         FLOW,
         "image quality and diversity are preserved, but training takes longer",
         {"KL": {**UNIFORM, "kl_weight": 0.04, "iterations": 80}, "no KL": {**UNIFORM, "iterations": 80}},
-        Beats("KL", "no KL", "quality at equal reward", 0.05),
+        Compare("KL", "no KL", "quality at equal reward", BETTER),
     ),
 )
 
@@ -189,7 +193,7 @@ _SELF_TEST = Claim(
     "self-test",
     "-",
     {"true advantages": gains("probe='continuation:8'"), "uniform": UNIFORM, "random": {"credit": "random"}},
-    All((Beats("true advantages", "uniform"), Beats("uniform", "random"))),
+    Parts((Compare("true advantages", "uniform", expects=BETTER), Compare("uniform", "random", expects=BETTER))),
 )
 
 CLAIMS: dict[str, Claim] = {c.id: c for c in (*_STEPWISE_CLAIMS, *_TURNING_POINT_CLAIMS, *_FLOW_CLAIMS, *QUESTIONS, _SELF_TEST)}

@@ -7,43 +7,34 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.diagnostics.curves import Values, first_reached
+from flowrl.diagnostics.curves import Values
 from flowrl.errors import ConfigError
 from flowrl_bench.measurements import CURVE
-from flowrl_bench.statistics import Estimate, Index, bootstrap, interquartile_mean
+from flowrl_bench.statistics import (
+    SMALLEST,
+    SMALLEST_DENSITY,
+    SMALLEST_RATE,
+    SMALLEST_RATIO,
+    Curve,
+    Passage,
+    collapsed,
+    first_passage,
+    mean_until,
+    shift_at_equal_reward,
+)
 
 Line = Mapping[str, Any]
-NEVER = 2.0
-"""The budget ratio of a run that never reaches the target; the interquartile mean is hardly affected by its value."""
-REWARD, DENSITY, BUDGET, OTHER = "reward", "log-density", "ratio to the baseline's budget", ""
+REWARD, DENSITY, BUDGET, RATE, OTHER = "reward", "log-density", "ratio of budgets", "rate", ""
+SMALLEST_OF: dict[str, float] = {
+    REWARD: SMALLEST, DENSITY: SMALLEST_DENSITY, RATE: SMALLEST_RATE, BUDGET: math.log(SMALLEST_RATIO), OTHER: 0.0,
+}  # fmt: skip
+"""The smallest effect of interest by unit, for ratios of budgets that of their logarithm; 0: there is none."""
 
 
 def column(line: Line, name: str) -> list[float]:
     """A column of the learning curve."""
     place = CURVE.index(name)
     return [math.nan if row[place] is None else float(row[place]) for row in line["curve"]]
-
-
-def _trained(line: Line, name: str, fraction: float = 1.0) -> list[float]:
-    """A column without the untrained model, up to a fraction of the run."""
-    values = column(line, name)[1:]
-    return values[: max(1, round(fraction * len(values)))]
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A number per run: `of(line)`, or `against(line, baseline)` with the baseline's runs of the same task.
-
-    `unit` groups measures in figures; `higher` means that higher is better; `start` is the curve's column that has the value
-    before training.
-    """
-
-    label: str
-    unit: str
-    of: Callable[[Line], float] | None = None
-    against: Callable[[Line, Sequence[Line]], float] | None = None
-    higher: bool = True
-    start: str = ""
 
 
 def spent(line: Line, axis: str) -> list[float]:
@@ -55,42 +46,56 @@ def spent(line: Line, axis: str) -> list[float]:
     return column(line, axis)
 
 
-def _finals(runs: Sequence[Line]) -> Values:
-    return np.array([column(run, "soft")[-1] for run in runs])
+def curve(line: Line, axis: str = "updates", rewards: str = "soft") -> Curve:
+    """The learning curve over a budget; `rewards` names a column."""
+    return Curve(spent(line, axis), column(line, rewards))
 
 
-def _budgets(runs: Sequence[Line], axis: str) -> Values:
-    return np.array([spent(run, axis)[-1] for run in runs])
+@dataclass(frozen=True)
+class Measure:
+    """A number per run, `of(line)`, or per pair of runs of a seed, `between(line, other)`; exchanging them changes its sign.
+
+    `unit` groups measures in figures and decides on the smallest effect of interest; `higher` means that higher is better;
+    `start` is the curve's column that has the value before training. A ratio of budgets is measured by its logarithm.
+    """
+
+    label: str
+    unit: str
+    of: Callable[[Line], float] | None = None
+    between: Callable[[Line, Line], float] | None = None
+    higher: bool = True
+    start: str = ""
 
 
-def _ratio(line: Line, axis: str, target: Any, budget: Any) -> Values:
-    """The spent budget at which the run first has the reward `target`, divided by `budget`; at most `NEVER`."""
-    return np.minimum(NEVER, first_reached(spent(line, axis), column(line, "soft"), target) / budget)
+def _mean_reward(column_name: str, fraction: float = 1.0) -> Callable[[Line], float]:
+    """The mean of a column over the run, or its first part, as a piecewise linear function of updates."""
 
-
-def _budget_ratio(axis: str) -> Callable[[Line, Sequence[Line]], float]:
-    """Budget until the run reaches the baseline's final reward (IQM over seeds), divided by the baseline's whole budget."""
-
-    def ratio(line: Line, baseline: Sequence[Line]) -> float:
-        return float(_ratio(line, axis, interquartile_mean(_finals(baseline)), np.mean(_budgets(baseline, axis))))
-
-    return ratio
-
-
-def _reward_at_half_budget(axis: str) -> Callable[[Line, Sequence[Line]], float]:
-    """The reward when the run has spent half of the baseline's budget."""
-
-    def reward(line: Line, baseline: Sequence[Line]) -> float:
-        return float(np.interp(0.5 * np.mean(_budgets(baseline, axis)), spent(line, axis), column(line, "soft")))
+    def reward(line: Line) -> float:
+        found = curve(line, "updates", column_name)
+        return mean_until(found, found.budgets[0] + fraction * (found.budgets[-1] - found.budgets[0]))
 
     return reward
 
 
-def _quality_at_reward(line: Line, baseline: Sequence[Line]) -> float:
-    """Quality when the run first has the reward that it and every baseline run reach (0.9 of the lowest maximum)."""
-    target = 0.9 * min(max(column(run, "soft")) for run in (line, *baseline))
-    reached = first_reached(column(line, "iteration"), column(line, "soft"), target)
-    return float(np.interp(reached, column(line, "iteration"), column(line, "quality")))
+def _reward_at_equal(axis: str) -> Callable[[Line, Line], float]:
+    """The difference of mean rewards up to the budget that both runs have spent."""
+
+    def difference(line: Line, other: Line) -> float:
+        mine, theirs = curve(line, axis), curve(other, axis)
+        common = min(mine.budgets[-1], theirs.budgets[-1])
+        return mean_until(mine, common) - mean_until(theirs, common)
+
+    return difference
+
+
+def passage(line: Line, other: Line, axis: str) -> Passage:
+    """First passage of two runs of a seed at common rewards, on an axis of budget."""
+    return first_passage(curve(line, axis), curve(other, axis))
+
+
+def _quality_at_reward(line: Line, other: Line) -> float:
+    """The shift of quality at equal reward."""
+    return shift_at_equal_reward(curve(line), curve(other), column(line, "quality"), column(other, "quality"))
 
 
 def _early_gains(line: Line) -> float:
@@ -110,17 +115,20 @@ def _reward(label: str, of: Callable[[Line], float], start: str, higher: bool = 
 
 
 def _budget(axis: str, label: str) -> Measure:
-    words = f"{label} to the baseline's final reward, as a fraction of the baseline's"
-    return Measure(words, BUDGET, against=_budget_ratio(axis), higher=False)
+    def log_ratio(line: Line, other: Line) -> float:
+        return passage(line, other, axis).log_ratio
+
+    return Measure(f"{label} to equal rewards, ratio", BUDGET, between=log_ratio, higher=False)
 
 
 MEASURES: dict[str, Measure] = {
-    "area": _reward("mean reward over training", lambda line: float(np.mean(_trained(line, "soft"))), "soft"),
-    "strict area": _reward("mean strict success over training", lambda line: float(np.mean(_trained(line, "strict"))), "strict"),
-    "early": _reward("mean reward over the first quarter", lambda line: float(np.mean(_trained(line, "soft", 0.25))), "soft"),
+    "area": _reward("mean reward over training", _mean_reward("soft"), "soft"),
+    "strict area": _reward("mean strict success over training", _mean_reward("strict"), "strict"),
+    "early": _reward("mean reward over the first quarter", _mean_reward("soft", 0.25), "soft"),
     "final": _reward("final reward", lambda line: column(line, "soft")[-1], "soft"),
     "final strict": _reward("final strict success", lambda line: column(line, "strict")[-1], "strict"),
     "drop": _reward("best minus final reward", lambda line: max(column(line, "soft")) - column(line, "soft")[-1], "", False),
+    "collapse": Measure("collapse rate", RATE, lambda line: float(collapsed(column(line, "soft"))), higher=False),
     "quality": Measure("final log-density under the data", DENSITY, lambda line: column(line, "quality")[-1], start="quality"),
     "diversity": Measure(
         "final distance between samples of a prompt", OTHER, lambda line: column(line, "diversity")[-1], start="diversity"
@@ -131,16 +139,10 @@ MEASURES: dict[str, Measure] = {
     "early gains": Measure("log2 of the ratio of early to late gains", OTHER, _early_gains),
     "turning points": Measure("turning points per trajectory", OTHER, lambda line: line["samples"]["after"]["points"]),
     "turning points over null": Measure("turning points per trajectory, minus those of random signs", OTHER, _points_over_null),
-    "updates": _budget("updates", "updates"),
-    "nfe": _budget("nfe", "NFE"),
-    "seconds": _budget("seconds", "seconds"),
-    "reward at equal nfe": Measure("reward at half of the baseline's NFE", REWARD, against=_reward_at_half_budget("nfe")),
-    "reward at equal seconds": Measure(
-        "reward at half of the baseline's seconds", REWARD, against=_reward_at_half_budget("seconds")
-    ),
-    "quality at equal reward": Measure(
-        "log-density under the data at equal reward", DENSITY, against=_quality_at_reward, start="quality"
-    ),
+    **{axis: _budget(axis, words) for axis, words in (("updates", "updates"), ("nfe", "NFE"), ("seconds", "seconds"))},
+    "reward at equal nfe": Measure("mean reward over equal NFE", REWARD, between=_reward_at_equal("nfe")),
+    "reward at equal seconds": Measure("mean reward over equal seconds", REWARD, between=_reward_at_equal("seconds")),
+    "quality at equal reward": Measure("log-density under the data at equal reward", DENSITY, between=_quality_at_reward),
 }
 """Measures by name."""
 
@@ -152,38 +154,31 @@ class Evidence:
     runs: Mapping[str, Mapping[str, Sequence[Line]]]
     seeds: tuple[int, ...]
 
-    def values(self, arm: str, measure: str, baseline: str = "") -> list[Values]:
-        """The measure of every run of an arm, an array [seed] per task. Raises `ConfigError` for an unknown arm or measure."""
-        if arm not in self.runs or measure not in MEASURES:
-            raise ConfigError(f"evidence: no arm {arm!r} or measure {measure!r}")
-        chosen = MEASURES[measure]
-        found = []
-        for task, lines in self.runs[arm].items():
-            if chosen.of is not None:
-                found.append(np.array([chosen.of(line) for line in lines]))
-            else:
-                assert chosen.against is not None
-                others = self.runs[baseline or arm][task]
-                found.append(np.array([chosen.against(line, others) for line in lines]))
-        return found
+    def values(self, arm: str, measure: str) -> Values:
+        """The measure of every run of an arm, [seed, task]. `ConfigError`: no such arm, or the measure needs two runs."""
+        of = self._measure(measure, arm).of
+        if of is None:
+            raise ConfigError(f"evidence: {measure!r} compares two runs")
+        return np.array([[of(line) for line in lines] for lines in self.runs[arm].values()]).T
 
-    def budget_ratio(self, arm: str, axis: str, of: str) -> Estimate:
-        """The budget (updates, nfe or seconds) after which `arm` has the final reward of `of`, over the whole budget of `of`.
+    def differences(self, arm: str, than: str, measure: str) -> Values:
+        """arm - than of every pair of runs, [seed, task] (ratios of budgets: of the logarithms). `ConfigError`: no such arm."""
+        between = self._measure(measure, arm, than).between
+        if between is None:
+            return self.values(arm, measure) - self.values(than, measure)
+        rows = [
+            [between(*pair) for pair in zip(self.runs[arm][task], self.runs[than][task], strict=True)] for task in self.runs[arm]
+        ]
+        return np.array(rows).T
 
-        Seeds of both arms are resampled together, because the target has an error too. The interval lies within 0 and `NEVER`.
-        """
-        mine = list(self.runs[arm].values())
-        finals = [_finals(runs) for runs in self.runs[of].values()]
-        budgets = [_budgets(runs, axis) for runs in self.runs[of].values()]
-        measured = axis
+    def never(self, arm: str, than: str, axis: str) -> tuple[int, int]:
+        """Pairs of runs in which `arm` and in which `than` missed a common reward."""
+        tasks = self.runs[arm]
+        found = [passage(*pair, axis) for task in tasks for pair in zip(tasks[task], self.runs[than][task], strict=True)]
+        return sum(one.first_never for one in found), sum(one.second_never for one in found)
 
-        def statistic(*index: Index, axis: int = -1) -> Values:
-            ratios = []
-            for lines, final, budget, chosen in zip(mine, finals, budgets, index, strict=True):
-                goal = interquartile_mean(final[chosen]), budget[chosen].mean(-1)
-                every = np.stack([_ratio(line, measured, *goal) for line in lines], -1)
-                ratios.append(np.take_along_axis(every, chosen, -1))
-            return interquartile_mean(np.concatenate(ratios, -1), axis)
-
-        found = bootstrap(statistic, [len(lines) for lines in mine])
-        return Estimate(found.value, max(0.0, found.low), found.high if math.isinf(found.high) else min(NEVER, found.high))
+    def _measure(self, measure: str, *arms: str) -> Measure:
+        missing = [arm for arm in arms if arm not in self.runs]
+        if missing or measure not in MEASURES:
+            raise ConfigError(f"evidence: no arm {missing} or measure {measure!r}")
+        return MEASURES[measure]

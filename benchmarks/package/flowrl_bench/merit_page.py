@@ -4,13 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from flowrl_bench.merit import STAGES, Costs, mean_costs, merit
 from flowrl_bench.merit_rows import REFERENCE, ROWS, WORLDS
 from flowrl_bench.merit_train import Key, Learned, learned
-from flowrl_bench.statistics import Estimate, level
+from flowrl_bench.statistics import Estimate, interquartile_mean
 from flowrl_bench.true_advantage import CreditReport, correlation_difference, credit_report
 
 MARGIN = 0.02
@@ -112,7 +111,7 @@ def final_difference(lines: Mapping[Key, Mapping[str, Any]], world: str, row: st
         for (place, name, seed), line in sorted(lines.items())
         if (place, name) == (world, row) and "final" in line and (other := lines.get((world, REFERENCE, seed)))
     ]
-    return level([np.asarray(finals)]) if finals else None
+    return interquartile_mean(finals) if finals else None
 
 
 def verdicts(

@@ -19,7 +19,7 @@ from flowrl_bench.digest import code_digest
 from flowrl_bench.measurements import CURVE, measure
 from flowrl_bench.merit_rows import ROWS, WORLDS
 from flowrl_bench.results_file import ResultsFile, provenance
-from flowrl_bench.statistics import Estimate, level
+from flowrl_bench.statistics import Estimate, interquartile_mean
 
 SEEDS = 4
 QUICK = {"iterations": 1, "groups": 2, "group_size": 12, "num_steps": 10, "eval_samples": 8, "eval_steps": 2}
@@ -138,7 +138,7 @@ def learned(lines: Mapping[Key, Mapping[str, Any]]) -> tuple[list[Learned], dict
             if kept:
                 gains = np.asarray([line["final"] - line["base"] for line in kept])
                 means = {name: float(np.mean([line[name] for line in kept])) for name in ("base", *COSTS)}
-                found.append(Learned(world, row, len(kept), gain=level([gains]), worst=float(gains.min()), **means))
+                found.append(Learned(world, row, len(kept), gain=interquartile_mean(gains), worst=float(gains.min()), **means))
     return found, left_out
 
 

@@ -1,7 +1,7 @@
 """Questions and caveats written after the results were known, and changes of the rules. No verdict depends on them."""
 
 from flowrl_bench.claims import GAINS, METHODS, POINTS, TASKS, UNIFORM, Claim, gains, question
-from flowrl_bench.verdicts import Answer
+from flowrl_bench.verdicts import each
 
 _RULES = (
     ("uniform", "uniform credit", UNIFORM),
@@ -14,20 +14,20 @@ _QUESTIONS = (
         "lead-without-kl",
         "By how much do gains and turning points lead over uniform credit without KL, at the default clip range?",
         METHODS,
-        Answer(("stepwise", "turning points"), "uniform"),
+        each(("stepwise", "turning points"), "uniform"),
         tasks=TASKS["shapes"],
     ),
     question(
         "kl-strength",
         "Does the KL of `tp-explores` change what is learned at all?",
         {"uniform": UNIFORM, "uniform, KL": {**UNIFORM, "kl_weight": 0.01}},
-        Answer(("uniform, KL",), "uniform"),
+        each(("uniform, KL",), "uniform"),
     ),
     question(
         "true-limit",
         "How far are the rules from credit by true advantages?",
         {"true advantages": gains("probe='continuation:8'"), **METHODS},
-        Answer(("uniform", "stepwise", "turning points"), "true advantages"),
+        each(("uniform", "stepwise", "turning points"), "true advantages"),
     ),
     *(
         question(
@@ -38,7 +38,7 @@ _QUESTIONS = (
                 "graded": {**arm, "reward_form": "graded"},
                 "soft": {**arm, "reward_form": "soft"},
             },
-            Answer(("graded", "soft"), "0 or 1"),
+            each(("graded", "soft"), "0 or 1"),
         )
         for name, words, arm in _RULES
     ),
@@ -47,7 +47,7 @@ _QUESTIONS = (
             f"clip-wide-{name}",
             f"What does a clip range 10 times as wide (0.02) do to {words}?",
             {"clip 0.002": arm, "clip 0.02": {**arm, "clip_range": 2e-2}},
-            Answer(("clip 0.02",), "clip 0.002"),
+            each(("clip 0.02",), "clip 0.002"),
             tasks=("compositional",),
         )
         for name, words, arm in _RULES
@@ -87,12 +87,13 @@ CAVEATS: dict[str, str] = {
 """By claim: what its verdict alone does not say."""
 
 EARLIER_RULES: dict[str, str] = {
+    "a8ce9300faab300f": "the earlier rules of docs/verdicts.md",
     "30b7bbf788fe4b92": "without the questions about the clip range, which were added before their own runs were made, and with "
-    "the differences of the next",
+    "the differences of the next, and the earlier rules of docs/verdicts.md",
     "80b0d79a4ad3f108": "quality and turning points of the sampler's own samples came from 144 samples with the same noise for "
     "every seed, so that intervals left out the sampling error; with 2,304 samples and separate noise per seed, the quality of "
     "the DDIM-inspired SDE changed its sign. The interval of a budget ratio took the baseline's final reward as known; now that "
     "reward is resampled too, which widened these intervals. No claim's verdict changed; one part of one became undecided. Two "
-    "questions were worded in a way that did not fit their rules",
+    "questions were worded in a way that did not fit their rules. Otherwise as the first",
 }
 """By the digest of earlier claims and rules: how they differed from today's. Every line holds the digest it was made under."""

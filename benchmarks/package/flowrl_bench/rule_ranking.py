@@ -20,15 +20,15 @@ from flowrl.workers import worker_count
 from flowrl_bench.claims import GAINS, POINTS, UNIFORM, Arm, Claim, gains
 from flowrl_bench.claims_page import band
 from flowrl_bench.digest import config_id
-from flowrl_bench.evidence import MEASURES, NEVER
+from flowrl_bench.evidence import MEASURES
 from flowrl_bench.microscope import MicroscopeConfig, run_microscope
 from flowrl_bench.microscope_page import TITLES, figures
 from flowrl_bench.page import Document, Image, Table, bands, require_page
 from flowrl_bench.results_file import Lines, ResultsFile
-from flowrl_bench.statistics import improvement, level
+from flowrl_bench.statistics import mean, rate, wins
 from flowrl_bench.suite import Suite, arm_memory, evidence, needed
-from flowrl_bench.tables import Judged, comparison_table, cost_table, summary
-from flowrl_bench.verdicts import Answer, Beats, Needs, NoWorse
+from flowrl_bench.tables import Judged, comparison_table, cost_table, judge_together, summary
+from flowrl_bench.verdicts import BETTER, NO_WORSE, Compare, by_seed
 
 RIVALS: dict[str, Arm] = {
     "uniform": UNIFORM,
@@ -112,7 +112,7 @@ def rule_claims(name: str, spec: str) -> dict[str, Claim]:
     """The questions about a new credit rule, as claims with verdict rules in the 2-D world. `name`: no rival's."""
     require(name not in RIVALS, "name of the rule", name, f"none of the rivals' names, {', '.join(RIVALS)}")
     arms: dict[str, Arm] = {**RIVALS, name: {"credit": spec}}
-    versus = Beats(name, "uniform")
+    versus = Compare(name, "uniform", expects=BETTER)
     few = {arm: arms[arm] for arm in ("uniform", "stepwise gains", name)}
 
     def ask(key: str, says: str, rule: Any, arms: Mapping[str, Arm] = arms, **base: Any) -> Claim:
@@ -120,15 +120,15 @@ def rule_claims(name: str, spec: str) -> dict[str, Claim]:
 
     claims = (
         ask("beats-uniform", "It beats uniform credit.", versus),
-        ask("beats-random", "It beats random credit: it contains some signal.", Beats(name, "random")),
-        ask("beats-stepwise", "It beats stepwise gains.", Beats(name, "stepwise gains")),
-        ask("fewer-updates", "It reaches uniform credit's final reward in fewer updates.", Needs(name, "uniform", "updates")),
-        ask("fewer-evaluations", "It needs fewer network evaluations for that.", Needs(name, "uniform", "nfe")),
-        ask("final", "Its final reward is no worse than uniform credit's.", NoWorse(name, "uniform", "final")),
+        ask("beats-random", "It beats random credit: it contains some signal.", Compare(name, "random", expects=BETTER)),
+        ask("beats-stepwise", "It beats stepwise gains.", Compare(name, "stepwise gains", expects=BETTER)),
+        ask("fewer-updates", "It reaches equal rewards in fewer updates.", Compare(name, "uniform", "updates", BETTER)),
+        ask("fewer-evaluations", "It needs fewer network evaluations for that.", Compare(name, "uniform", "nfe", BETTER)),
+        ask("final", "Its final reward is no worse than uniform credit's.", Compare(name, "uniform", "final", NO_WORSE)),
         ask("noise", "With noise of 0.3 on every score, it beats uniform credit.", versus, few, reward_noise=0.3),
         ask("strict", "With a reward of 0 or 1, it beats uniform credit.", versus, few, reward_form="strict"),
         ask("steps", "With 20 denoising steps, it beats uniform credit.", versus, few, num_steps=20),
-        ask("equal-evaluations", "At equal evaluations, it leads.", Answer((name,), "uniform", "reward at equal nfe")),
+        ask("equal-evaluations", "At equal evaluations, it leads.", Compare(name, "uniform", "reward at equal nfe", BETTER)),
     )  # fmt: skip
     return {claim.id: claim for claim in claims}
 
@@ -143,7 +143,7 @@ class Rank:
 
 
 def ranking(claims: Mapping[str, Claim], lines: Lines, seeds: tuple[int, ...]) -> list[Rank]:
-    """All arms by mean reward over training (interquartile mean over seeds), best first."""
+    """All arms by mean reward over training, best first."""
     found = evidence(claims["beats-uniform"], "mixture", lines, seeds)
     if found is None:
         return []
@@ -151,10 +151,11 @@ def ranking(claims: Mapping[str, Claim], lines: Lines, seeds: tuple[int, ...]) -
     for arm in found.runs:
         areas = found.values(arm, "area")
         others = [found.values(other, "area") for other in found.runs if other != arm]
-        chance = float(np.mean([improvement(areas, other).value for other in others]))
-        ratios = [found.budget_ratio(arm, axis, "uniform").text(2) for axis in ("updates", "nfe")]
-        area, final = level(areas), level(found.values(arm, "final"))
-        ranks.append(Rank(arm, (area.text(), final.text(), *ratios, f"{chance:.2f}"), area.value))
+        won = float(np.mean([wins(areas, other) for other in others]))
+        ratios = [mean(by_seed(found.differences(arm, "uniform", axis))).exponential().text(2) for axis in ("updates", "nfe")]
+        area, final, lost = mean(by_seed(areas)), mean(by_seed(found.values(arm, "final"))), rate(found.values(arm, "collapse"))
+        lowest = f"{found.values(arm, 'final').min():.3f}"
+        ranks.append(Rank(arm, (area.text(), final.text(), lowest, lost.text(2), *ratios, f"{won:.2f}"), area.value))
     return sorted(ranks, key=lambda rank: -rank.area)
 
 
@@ -211,14 +212,14 @@ def rule_page(
     ranks = ranking(claims, lines, seeds)
     place = next((i for i, rank in enumerate(ranks, 1) if rank.name == name), None)
     result = f"`{spec}` is number {place} of {len(ranks)} by mean reward over training" if place else "No seed is complete yet"
-    page.text(f"{result} (2-D world, {len(seeds)} seeds; interquartile means with 95% intervals).")
+    page.text(f"{result} (2-D world, {len(seeds)} seeds; means with 95% intervals).")
     page.heading("Ranking")
-    ratios = ("fraction of uniform's updates", "fraction of its NFE")
-    head = ("rule", MEASURES["area"].label, MEASURES["final"].label, *ratios, "P(beats another)")
+    ratios = ("updates over uniform's", "NFE over uniform's")
+    head = ("rule", MEASURES["area"].label, MEASURES["final"].label, "worst final", "collapse rate", *ratios, "seeds won")
     page.blocks.append(Table(head, [(rank.name, *rank.cells) for rank in ranks]))
     page.text(
-        "Fractions: the budget until uniform credit's final reward, divided by uniform credit's whole budget. A run that never "
-        f"reaches it counts as {NEVER:g}, so that uniform credit's own fraction can exceed 1."
+        "Ratios compare the budgets at which the runs of a seed first reach common rewards. Verdicts have Holm's correction over "
+        "all of this page's comparisons (`docs/verdicts.md`)."
     )
     found = evidence(claims["beats-uniform"], "mixture", lines, seeds)
     if found is not None:
@@ -227,6 +228,7 @@ def rule_page(
         page.blocks.append(Image("rule-curves", drawn, "Learning curves"))
     page.heading("Verdicts")
     judged = [Judged(claim, "mixture", lines, seeds) for claim in claims.values()]
+    judge_together(judged)
     page.blocks.append(summary(judged, "verdict"))
     if rows:
         stages = sorted({row["iteration"] for row in rows})

@@ -1,8 +1,8 @@
-"""Interquartile means with intervals, and probabilities of improvement.
+"""Means, intervals, tests and first passage for runs that are paired by seed. The rules of use: docs/verdicts.md.
 
-As recommended by Agarwal et al. 2021 (arXiv 2108.13264): aggregate by the interquartile mean, resample seeds within every task
-(stratified bootstrap), report probability of improvement and performance profiles. Built on scipy's `bootstrap` and `trim_mean`,
-as rliable is. Runs of one seed share prompts and noise, so arms are resampled together (paired).
+The unit is the seed. Of the intervals that were tried (t, widened percentile, studentised bootstrap; 3 to 15 seeds; normal,
+skewed and collapse-contaminated differences), the t interval of the mean of paired differences covers best;
+`flowrl_bench.calibration` measures its false-alarm rates.
 """
 
 import math
@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from flowrl.diagnostics.curves import Values
+from flowrl.diagnostics.curves import Values, first_reached
 from flowrl.errors import require
 
-Index = NDArray[np.intp]
-"""One drawn index per seed."""
 DRAWS = 2000
 LEVEL = 0.95
 COLLAPSE, BELOW_START = 0.1, 0.02
@@ -47,91 +45,276 @@ class Estimate:
         return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
-def interquartile_mean(values: Values, axis: int = -1) -> Values:
+@dataclass(frozen=True)
+class Tested(Estimate):
+    """With the two-sided p-value of a null hypothesis (that the value is 0, if no other is given); NaN for fewer than 2 seeds."""
+
+    p: float = math.nan
+
+    def exponential(self) -> "Tested":
+        """The estimate of a ratio from that of its logarithm."""
+        with np.errstate(over="ignore"):
+            value, low, high = (float(np.exp(number)) for number in (self.value, self.low, self.high))
+        return Tested(value, low, high, self.p)
+
+
+def mean(values: ArrayLike, null: float = 0.0) -> Tested:
+    """The mean of independent values [seed] with its t interval; `p` of the null that the mean is `null`."""
+    found = np.asarray(values, float)
+    require(found.ndim == 1 and found.size > 0, "values", found.shape, "[seed], one or more")
+    value = float(found.mean())
+    if found.size < 2:
+        return Tested(value, -math.inf, math.inf)
+    return _normal(value, value, float(found.std(ddof=1)) / math.sqrt(found.size), found.size - 1, null)
+
+
+def _normal(value: float, centre: float, error: float, freedom: float, null: float) -> Tested:
+    """The estimate with a t interval of `error` about `centre`."""
+    from scipy import stats  # a second of import time
+
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
+    distance = abs(centre - null)
+    p = float(2 * stats.t.sf(distance / error, freedom)) if error > 1e-15 else float(distance <= 1e-12)
+    return Tested(value, centre - reach, centre + reach, p)
+
+
+def rate(events: ArrayLike) -> Estimate:
+    """The fraction of runs with an event (Boolean [run]) with Wilson's interval."""
+    found = np.asarray(events, float).ravel()
+    count, value = found.size, float(found.mean())
+    from scipy import stats  # a second of import time
+
+    z = float(stats.norm.ppf((1 + LEVEL) / 2))
+    centre = (value + z**2 / (2 * count)) / (1 + z**2 / count)
+    reach = z / (1 + z**2 / count) * math.sqrt(value * (1 - value) / count + z**2 / (4 * count**2))
+    return Estimate(value, max(0.0, centre - reach), min(1.0, centre + reach))
+
+
+def rate_difference(first: ArrayLike, second: ArrayLike, null: float = 0.0) -> Tested:
+    """Difference of the event rates of paired runs (Boolean [run]), by Bonett and Price 2012: the Wald interval with a run added
+    to both kinds of discordant pairs.
+
+    d = (b - c) / (n + 2), b + 1 and c + 1 discordant pairs of n + 2; the value is the plain difference of rates.
+    """
+    a, b = np.asarray(first, bool).ravel(), np.asarray(second, bool).ravel()
+    require(a.shape == b.shape and a.size > 0, "runs of the arms", (a.shape, b.shape), "the same runs for both arms")
+    count = a.size + 2
+    only_first, only_second = (float((a & ~b).sum()) + 1) / count, (float((b & ~a).sum()) + 1) / count
+    centre = only_first - only_second
+    error = math.sqrt((only_first + only_second - centre**2) / count)
+    return _normal(float(a.mean() - b.mean()), centre, error, 1e9, null)
+
+
+def interquartile(values: Values, axis: int = -1) -> Values:
     """The mean of the middle half: a quarter of the values is cut off at either end (rounded down)."""
     from scipy import stats  # a second of import time
 
     return np.asarray(stats.trim_mean(values, 0.25, axis=axis))
 
 
-def widening(sizes: Sequence[int]) -> float:
+def widening(size: int) -> float:
     """The factor by which a percentile interval is widened about its centre so that it covers with few seeds.
 
-    t_{df} / z sqrt(n / (n - 1)), df the sum of n_k - 1 over strata and n the smallest stratum: the bootstrap's spread is too
-    small by sqrt((n - 1) / n) and leaves out the uncertainty of the spread itself (the idea of the expanded percentile
-    interval, Hesterberg 2014, arXiv 1411.5279). 1.22 for 10 seeds, 2.69 for 3; coverage is tested.
+    t_{n-1} / z sqrt(n / (n - 1)): the bootstrap's spread is too small by sqrt((n - 1) / n) and leaves out the uncertainty of the
+    spread itself (the expanded percentile interval, Hesterberg 2014, arXiv 1411.5279). 1.22 for 10 seeds, 2.69 for 3.
     """
-    smallest = min(sizes)
-    if smallest < 2:
+    from scipy import stats  # a second of import time
+
+    if size < 2:
         return math.inf
-    freedom = sum(size - 1 for size in sizes)
     tail = (1 + LEVEL) / 2
-    from scipy import stats  # a second of import time
-
-    return float(stats.t.ppf(tail, freedom) / stats.norm.ppf(tail)) * math.sqrt(smallest / (smallest - 1))
+    return float(stats.t.ppf(tail, size - 1) / stats.norm.ppf(tail)) * math.sqrt(size / (size - 1))
 
 
-def bootstrap(statistic: Callable[..., Values], sizes: Sequence[int], seed: int = 0, draws: int = DRAWS) -> Estimate:
-    """A statistic of seeds, one stratum per task, with its interval.
+Statistic = Callable[..., Values]
+"""statistic(values [..., seed], axis=-1) -> [...]."""
 
-    `statistic(*index, axis)` gets one array of seed indices per stratum (any leading axes, seeds along `axis`) and uses the same
-    index for all arms. `sizes`: seeds per stratum.
+
+def bootstrap(statistic: Statistic, first: ArrayLike, second: ArrayLike | None = None, seed: int = 0) -> Tested:
+    """statistic(first), or statistic(first) - statistic(second) of paired seeds, with a widened percentile interval.
+
+    Seeds are resampled together. `p` of two arms: the fraction of exchanges of the two runs of every seed that change the
+    statistic's difference as much (all 2^n of up to 12 seeds, else 4095 random ones and the identity): exact if the arms are
+    alike. For a minimum the interval is descriptive, since the bootstrap of a minimum does not converge.
     """
-    require(len(sizes) >= 1 and min(sizes) >= 1, "sizes", tuple(sizes), "one or more strata of one or more seeds")
-    samples = tuple(np.arange(size) for size in sizes)
-    value = float(statistic(*samples, axis=-1))
-    stretch = widening(sizes)
-    if math.isinf(stretch):
-        return Estimate(value, -math.inf, math.inf)
+    a = np.asarray(first, float)
+    b = None if second is None else np.asarray(second, float)
+    require(a.ndim == 1 and a.size > 0, "values", a.shape, "[seed], one or more")
+    if b is not None:
+        require(a.shape == b.shape, "seeds of the arms", (a.shape, b.shape), "the same seeds for both arms")
 
-    def picked(*index: Values, axis: int = -1) -> Values:
-        return statistic(*(i.astype(np.intp) for i in index), axis=axis)
+    def chosen(one: Values, other: Values | None) -> Values:
+        return statistic(one, axis=-1) if other is None else statistic(one, axis=-1) - statistic(other, axis=-1)
 
-    from scipy import stats  # a second of import time
-
-    found = stats.bootstrap(
-        samples, picked, n_resamples=draws, confidence_level=LEVEL, method="percentile", vectorized=True, rng=seed
-    ).confidence_interval
-    return Estimate(value, value - (value - float(found.low)) * stretch, value + (float(found.high) - value) * stretch)
-
-
-def level(arm: Sequence[Values], seed: int = 0) -> Estimate:
-    """IQM over all strata's seeds of `arm` (one array [seed] per stratum)."""
-
-    def statistic(*index: Index, axis: int = -1) -> Values:
-        return interquartile_mean(_gather(arm, index), axis)
-
-    return bootstrap(statistic, [len(a) for a in arm], seed)
+    value = float(chosen(a, b))
+    if a.size < 2:
+        return Tested(value, -math.inf, math.inf)
+    generator = np.random.default_rng(seed)
+    index = generator.integers(0, a.size, (DRAWS, a.size))
+    low, high = np.quantile(chosen(a[index], None if b is None else b[index]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    stretch = widening(a.size)
+    p = math.nan
+    if b is not None:
+        swap = _exchanges(a.size, generator)
+        differences = chosen(np.where(swap, b, a), np.where(swap, a, b))
+        p = float((np.abs(differences) >= abs(value) - 1e-12).mean())
+    return Tested(value, value - (value - float(low)) * stretch, value + (float(high) - value) * stretch, p)
 
 
-def difference(arm: Sequence[Values], other: Sequence[Values], seed: int = 0) -> Estimate:
-    """IQM of the paired differences arm - other over all strata's seeds."""
-    _require_pairs(arm, other)
-    return level([a - b for a, b in zip(arm, other, strict=True)], seed)
+def _exchanges(size: int, generator: np.random.Generator) -> NDArray[np.bool_]:
+    """Which pairs are exchanged, [exchange, seed]; the first row is none."""
+    if size <= 12:
+        return (np.arange(2**size)[:, None] >> np.arange(size)) % 2 == 1
+    drawn = generator.random((4096, size)) < 0.5
+    drawn[0] = False
+    return drawn
 
 
-def improvement(arm: Sequence[Values], other: Sequence[Values], seed: int = 0) -> Estimate:
-    """Probability that a run of `arm` beats one of `other` on the same task, ties a half, averaged over tasks."""
-    _require_pairs(arm, other)
-    wins = [(a[:, None] > b[None]) + 0.5 * (a[:, None] == b[None]) for a, b in zip(arm, other, strict=True)]
-
-    def statistic(*index: Index, axis: int = -1) -> Values:
-        shares = [w[i[..., :, None], i[..., None, :]].mean((-1, -2)) for w, i in zip(wins, index, strict=True)]
-        return np.asarray(np.mean(shares, axis=0))
-
-    found = bootstrap(statistic, [len(a) for a in arm], seed)
-    return Estimate(found.value, max(0.0, found.low), min(1.0, found.high))
+def median(first: ArrayLike, second: ArrayLike | None = None) -> Tested:
+    """Median over seeds, or the difference of two arms' medians (`bootstrap`)."""
+    return bootstrap(np.median, first, second)
 
 
-def profile(arm: Sequence[Values], levels: Sequence[float]) -> Values:
-    """Fraction of runs that reach each of `levels` (a performance profile), with equal weight per task: [level]."""
-    return np.asarray(np.mean([[float((a >= level).mean()) for level in levels] for a in arm], axis=0))
+def interquartile_mean(first: ArrayLike, second: ArrayLike | None = None) -> Tested:
+    """Interquartile mean over seeds, or the difference of two arms' (`bootstrap`)."""
+    return bootstrap(interquartile, first, second)
 
 
-def _gather(arm: Sequence[Values], index: Sequence[Index]) -> Values:
-    return np.concatenate([a[i] for a, i in zip(arm, index, strict=True)], axis=-1)
+def worst(first: ArrayLike, second: ArrayLike | None = None) -> Tested:
+    """The lowest value over seeds, or the difference of two arms' lowest values (`bootstrap`)."""
+    return bootstrap(np.min, first, second)
 
 
-def _require_pairs(arm: Sequence[Values], other: Sequence[Values]) -> None:
-    sizes, others = [len(a) for a in arm], [len(b) for b in other]
-    require(sizes == others, "seeds of the arms", (sizes, others), "the same seeds for both arms, task by task")
+def wins(first: ArrayLike, second: ArrayLike) -> float:
+    """Fraction of seeds at which `first` is larger than `second`; ties count a half."""
+    a, b = np.asarray(first, float), np.asarray(second, float)
+    return float(((a > b) + 0.5 * (a == b)).mean())
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values, in the order given: all below 0.05 are rejected with a family-wise error of at most 5%.
+
+    adjusted_(k) = max_{j <= k} min(1, (m - j + 1) p_(j)). NaN stays NaN and does not count as a test. Source: Holm 1979.
+    """
+    order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
+    found, largest = [math.nan] * len(p_values), 0.0
+    for place, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - place) * p_values[i]))
+        found[i] = largest
+    return found
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A learning curve: held-out rewards at increasing budgets, the first before training."""
+
+    budgets: Sequence[float]
+    rewards: Sequence[float]
+
+
+def collapsed(rewards: Sequence[float]) -> bool:
+    """Whether a run ends more than `COLLAPSE` below its best reward, or more than `BELOW_START` below its first."""
+    return rewards[-1] < max(rewards) - COLLAPSE or rewards[-1] < rewards[0] - BELOW_START
+
+
+def mean_until(curve: Curve, budget: float) -> float:
+    """The mean of the piecewise linear curve over budgets from its first to `budget`, which it must have spent."""
+    xs, ys = np.asarray(curve.budgets, float), np.asarray(curve.rewards, float)
+    if budget <= xs[0]:
+        return float(ys[0])
+    inside = xs < budget
+    x, y = np.append(xs[inside], budget), np.append(ys[inside], np.interp(budget, xs, ys))
+    return float(np.trapezoid(y, x) / (budget - xs[0]))
+
+
+def monotone(rewards: Sequence[float]) -> Values:
+    """The rewards up to a collapse, made non-decreasing by isotonic regression (least squares); it may be shorter than `rewards`.
+
+    A collapse begins at the first evaluation after the best mean of three that is more than `COLLAPSE` below that mean.
+    """
+    from scipy.optimize import isotonic_regression  # a second of import time
+
+    y = np.asarray(rewards, float)
+    if len(y) < 3:
+        return np.asarray(isotonic_regression(y).x)
+    smooth = np.convolve(np.pad(y, 1, mode="edge"), np.full(3, 1 / 3), "valid")
+    smooth[0] = y[0]
+    best = int(smooth.argmax())
+    low = np.flatnonzero(y[best:] < smooth[best] - COLLAPSE)
+    return np.asarray(isotonic_regression(y[: best + low[0]] if len(low) and best + low[0] > 0 else y).x)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Of one seed: log of the first arm's budget over the second's, averaged over levels, and which arms missed a level."""
+
+    log_ratio: float
+    first_never: bool
+    second_never: bool
+
+
+def first_passage(first: Curve, second: Curve) -> Passage:
+    """The budgets at which two runs of a seed first reach common levels; exchanging the arms changes the sign.
+
+    Levels: start + q max(RISE, M - start), q in `REACHED`, M the smaller of both monotone curves' best rewards. A level that
+    a run never reaches counts as its whole budget, one that it reaches before its first evaluation as that evaluation's budget,
+    because evaluations do not resolve more.
+    """
+    rises = monotone(first.rewards), monotone(second.rewards)
+    start = (float(rises[0][0]) + float(rises[1][0])) / 2
+    levels = start + np.array(REACHED) * max(RISE, min(float(rise[-1]) for rise in rises) - start)
+    logs, never = [], []
+    for curve, rise in zip((first, second), rises, strict=True):
+        xs = curve.budgets
+        at = first_reached(xs[: len(rise)], rise.tolist(), levels)
+        never.append(bool(np.isinf(at).any()))
+        logs.append(np.log(np.clip(at, xs[min(1, len(xs) - 1)], xs[-1])).mean())
+    return Passage(float(logs[0] - logs[1]), *never)
+
+
+@dataclass(frozen=True)
+class Survival:
+    """Budgets at which runs first reached a level, in increasing order; the other runs never did."""
+
+    level: float
+    budgets: tuple[float, ...]
+    runs: int
+
+    def fraction(self, budget: float) -> float:
+        """Fraction of all runs that had reached the level by `budget`."""
+        return sum(at <= budget for at in self.budgets) / self.runs
+
+
+def survival(curves: Sequence[Curve], levels: Sequence[float]) -> list[Survival]:
+    """First passage of every level by monotone curves (`monotone`), for figures that show runs which never arrive."""
+    found = []
+    for level in levels:
+        rises = [(curve.budgets, monotone(curve.rewards)) for curve in curves]
+        times = [float(first_reached(xs[: len(rise)], rise.tolist(), level)) for xs, rise in rises]
+        found.append(Survival(level, tuple(sorted(at for at in times if math.isfinite(at))), len(curves)))
+    return found
+
+
+def shift_at_equal_reward(first: Curve, second: Curve, of_first: Sequence[float], of_second: Sequence[float]) -> float:
+    """By how much a quantity (`of_first`, `of_second`, at the evaluations) is higher in the first run at the same reward.
+
+    The coefficient s of quantity = cubic(reward) + s [first run], fitted by least squares to the evaluations of both runs with
+    monotone rewards up to the smaller of both best rewards. 0 if the quantity is the same cubic of reward in both runs.
+    """
+    rises = monotone(first.rewards), monotone(second.rewards)
+    top = min(float(rise[-1]) for rise in rises) + 1e-9
+    parts = [
+        (rise[rise <= top], np.asarray(q, float)[: len(rise)][rise <= top])
+        for rise, q in zip(rises, (of_first, of_second), strict=True)
+    ]
+    rewards = np.concatenate([part[0] for part in parts])
+    scaled = (rewards - rewards.mean()) / max(float(np.ptp(rewards)), 1e-9)
+    mine = np.repeat([1.0, 0.0], [len(part[0]) for part in parts])
+    design = np.column_stack([mine, np.vander(scaled, 4)])
+    return float(np.linalg.lstsq(design, np.concatenate([part[1] for part in parts]), rcond=None)[0][0])
+
+
+def profile(values: ArrayLike, levels: Sequence[float]) -> Values:
+    """Fraction of runs that reach each of `levels` (a performance profile): [level]."""
+    found = np.asarray(values, float).ravel()
+    return np.array([float((found >= level).mean()) for level in levels])

@@ -2,22 +2,23 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from flowrl.diagnostics.curves import first_reached
+from flowrl.diagnostics.curves import Values, first_reached
 from flowrl.training.config import RunConfig
 from flowrl_bench.claims import GAINS, METHODS, POINTS, SEEDS, TASKS, UNIFORM, Arm, Claim, gains, make_run
 from flowrl_bench.digest import config_id
-from flowrl_bench.evidence import MEASURES, Evidence, Line, column, spent
+from flowrl_bench.evidence import MEASURES, Evidence, Line, column, passage, spent
 from flowrl_bench.measurements import PHASES
 from flowrl_bench.page import Table
 from flowrl_bench.results_file import Lines
-from flowrl_bench.statistics import interquartile_mean, level
+from flowrl_bench.statistics import mean, monotone
 from flowrl_bench.suite import evidence
-from flowrl_bench.verdicts import ALIKE, BETTER, FAILS, HOLDS, UNDECIDED, WORSE, Comparison, Verdict
+from flowrl_bench.verdicts import ALIKE, BETTER, FAILS, HOLDS, UNDECIDED, WORSE, Comparison, Verdict, by_seed, judge_family
 
 TONES = {HOLDS: "good", BETTER: "good", FAILS: "bad", WORSE: "bad", ALIKE: "open", UNDECIDED: "open"}
 ANSWERS = {HOLDS: "yes", FAILS: "no", UNDECIDED: UNDECIDED, BETTER: BETTER, WORSE: WORSE, ALIKE: ALIKE}
@@ -37,12 +38,13 @@ COST_ARMS: dict[str, Arm] = {
 
 
 class Judged:
-    """A claim in a world: its evidence and verdict (None if no seed is complete)."""
+    """A claim in a world: its evidence and verdict (None if no seed is complete). Alone, the claim is a family of its own."""
 
     def __init__(self, claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...] = ()) -> None:
         self.claim, self.world = claim, world
         self.evidence: Evidence | None = evidence(claim, world, lines, seeds or SEEDS[world])
-        self.verdict: Verdict | None = claim.rule.judge(self.evidence) if self.evidence else None
+        self.found: tuple[Comparison, ...] = claim.rule.compare(self.evidence) if self.evidence else ()
+        self.verdict: Verdict | None = judge_family([self.found])[0] if self.evidence else None
 
     @property
     def label(self) -> str:
@@ -61,8 +63,18 @@ class Judged:
 
 
 def judge_all(claims: Mapping[str, Claim], lines: Lines) -> list[Judged]:
-    """Every claim in every world in which it is tried."""
-    return [Judged(claim, world, lines) for claim in claims.values() for world in claim.worlds]
+    """Every claim in every world in which it is tried; the families are claims, questions and the self-test."""
+    found = [Judged(claim, world, lines) for claim in claims.values() for world in claim.worlds]
+    judge_together([one for one in found if one.claim.asks])
+    judge_together([one for one in found if not one.claim.asks and one.claim.source != SELF_TEST])
+    return found
+
+
+def judge_together(found: Sequence[Judged]) -> None:
+    """Judge again, as one family."""
+    judged = [one for one in found if one.verdict is not None]
+    for one, verdict in zip(judged, judge_family([one.found for one in judged]), strict=True):
+        one.verdict = verdict
 
 
 def summary(judged: Sequence[Judged], last: str) -> Table:
@@ -84,6 +96,8 @@ def count(judged: Sequence[Judged]) -> str:
     chosen = [j for j in judged if j.claim.source != SELF_TEST]
     labels = [j.label for j in chosen]
     totals = [f"{labels.count(name)} {name}" for name in (HOLDS, FAILS, UNDECIDED, MISSING) if name in labels]
+    mixed = sum(label.endswith("parts hold") for label in labels)
+    totals += [f"{mixed} with parts that differ"] if mixed else []
     claims = len({j.claim.id for j in chosen})
     return (
         f"{claims} claims, some in two worlds ({len(chosen)} lines): {'; '.join(totals)}. The last line tests the suite itself."
@@ -109,28 +123,33 @@ def _alone(comparison: Comparison, asks: bool) -> str:
         return {UNDECIDED: "undecided", ALIKE: "no difference"}.get(comparison.verdict, ANSWERS[comparison.verdict])
     if comparison.verdict != FAILS:
         return {HOLDS: "holds", UNDECIDED: "undecided"}[comparison.verdict]
-    straddles = comparison.estimate.low <= 0 <= comparison.estimate.high and comparison.difference
-    return "does not hold: too small to count" if straddles else "does not hold"
+    return "does not hold: too small to matter" if comparison.size == ALIKE else "does not hold"
 
 
 def shown(comparison: Comparison) -> str:
     """The number with its interval, which a single seed does not have."""
     signed, found = comparison.difference, comparison.estimate
     if math.isfinite(found.high):
-        return found.text(3, signed)
+        return found.text(3, signed) + (f", p {_p_value(comparison.adjusted)}" if not math.isnan(comparison.adjusted) else "")
     return f"{found.value:{'+' if signed else ''}.3f} (one seed: no interval)"
 
 
 def comparison_table(found: Sequence[Comparison], asks: bool) -> Table:
     """The comparisons behind a verdict; one without a verdict is no part of the rule."""
-    rows = [(c.text, shown(c), _chance(c), (ANSWERS[c.verdict] if asks else c.verdict) if c.verdict else "-") for c in found]
-    return Table(("measured", "here", "P(first beats second)", "alone"), rows, ("measured", "alone"), LABELS)
+    rows = [(c.text, shown(c), _won(c), "-" if math.isnan(c.adjusted) else _judged(c, asks)) for c in found]
+    return Table(("measured", "here", "seeds won", "alone"), rows, ("measured", "alone"), LABELS)
 
 
-def _chance(comparison: Comparison) -> str:
-    if comparison.probability is None or not math.isfinite(comparison.estimate.high):
-        return "-"
-    return comparison.probability.text(2)
+def _judged(comparison: Comparison, asks: bool) -> str:
+    return ANSWERS[comparison.verdict] if asks else comparison.verdict
+
+
+def _won(comparison: Comparison) -> str:
+    return "-" if comparison.won is None else f"{100 * comparison.won:.0f}%"
+
+
+def _p_value(adjusted: float) -> str:
+    return "< .001" if adjusted < 1e-3 else f"{adjusted:.3f}"
 
 
 def by_task(judged: Judged) -> list[Comparison]:
@@ -141,9 +160,7 @@ def by_task(judged: Judged) -> list[Comparison]:
     found = []
     for task in tasks if len(tasks) > 1 else ():
         alone = Evidence({arm: {task: lines[task]} for arm, lines in judged.evidence.runs.items()}, judged.evidence.seeds)
-        for c in judged.claim.rule.judge(alone).comparisons:
-            note = f"{c.note}, {task} alone"
-            found.append(Comparison(c.arms, c.measure, c.estimate, "", c.probability, c.difference, note))
+        found += [replace(c, note=f"{c.note}, {task} alone") for c in judged.claim.rule.compare(alone)]
     return found
 
 
@@ -152,24 +169,20 @@ def levels(judged: Judged) -> str:
     if judged.evidence is None:
         return ""
     sentences = []
-    for name, than in dict.fromkeys(_measures(judged.claim.rule)):
+    for name in dict.fromkeys(comparison.measure for comparison in judged.found):
         start = MEASURES[name].start
         if name == "turning points over null":
             sentences.append(_density(judged.evidence))
-        elif name != "early gains":
+        elif name != "early gains" and MEASURES[name].of is not None:
             chosen = [arm for arm in judged.evidence.runs if not name.startswith("sampler") or arm in judged.claim.samples]
-            arms = [f"{arm} {_middle(judged.evidence.values(arm, name, than)):.3f}" for arm in chosen]
+            arms = [f"{arm} {judged.evidence.values(arm, name).mean():.3f}" for arm in chosen]
             before = f"; before training {_start(judged.evidence, start):.3f}" if start else ""
             sentences.append(f"{_capital(MEASURES[name].label)}: {', '.join(arms)}{before}.")
     return " ".join(sentences)
 
 
-def _middle(values: Sequence[Any]) -> float:
-    return float(interquartile_mean(np.concatenate(list(values))))
-
-
 def _start(found: Evidence, name: str) -> float:
-    return _middle([np.array([column(line, name)[0] for line in lines]) for lines in next(iter(found.runs.values())).values()])
+    return float(np.mean([[column(line, name)[0] for line in lines] for lines in next(iter(found.runs.values())).values()]))
 
 
 def _density(found: Evidence) -> str:
@@ -177,19 +190,11 @@ def _density(found: Evidence) -> str:
     parts = []
     for when in ("before", "after"):
         rows = [[line["samples"][when] for line in lines] for lines in next(iter(found.runs.values())).values()]
-        points, null = ([np.array([row[key] for row in task]) for task in rows] for key in ("points", "null"))
-        beyond = level([p - n for p, n in zip(points, null, strict=True)])
-        numbers = f"{_middle(points):.2f}, with random signs {_middle(null):.2f} ({beyond.text(3, True)})"
+        points, null = (np.array([[row[key] for row in task] for task in rows]).T for key in ("points", "null"))
+        beyond = mean(by_seed(points - null))
+        numbers = f"{points.mean():.2f}, with random signs {null.mean():.2f} ({beyond.text(3, True)})"
         parts.append(f"{when} training {numbers}")
     return f"Turning points per trajectory: {'; '.join(parts)}."
-
-
-def _measures(rule: Any) -> Iterator[tuple[str, str]]:
-    """(measure, the baseline arm, if there is one) of a rule and its parts."""
-    for part in getattr(rule, "rules", ()):
-        yield from _measures(part)
-    if hasattr(rule, "measure"):
-        yield rule.measure, getattr(rule, "than", "") if MEASURES[rule.measure].against else ""
 
 
 def cost_table(lines: Lines, arms: Mapping[str, Arm] = COST_ARMS, memory: Sequence[Mapping[str, Any]] = ()) -> Table:
@@ -229,8 +234,8 @@ def _cost(runs: Sequence[Line]) -> tuple[str, ...]:
 def level_table(lines: Lines) -> Table | None:
     """Updates, evaluations and seconds until a level of held-out reward, and ratios to uniform credit with the same clip range.
 
-    The level: the largest that all of these runs reach at some time, rounded down to a multiple of 0.05. Ratios pair the runs
-    of one seed.
+    The level: the largest that the monotone curves of all these runs reach, rounded down to a multiple of 0.05. Ratios are those
+    of `flowrl_bench.statistics.first_passage`, at the levels of every pair of runs.
     """
     axes = {"updates": ("updates", 1.0), "nfe": ("million NFE", 1e6), "seconds": ("seconds", 1.0)}
     ratios = [f"{name} / uniform's" for name in ("updates", "NFE", "seconds")]
@@ -240,21 +245,30 @@ def level_table(lines: Lines) -> Table | None:
         runs, seeds = _runs_by_clip(lines, world, tasks[0])
         if not seeds:
             continue
-        highest = min(max(column(run, "soft")) for arms in runs.values() for arm in arms.values() for run in arm)
+        highest = min(float(monotone(column(run, "soft"))[-1]) for arms in runs.values() for arm in arms.values() for run in arm)
         target = np.floor(highest * 20) / 20
         for clip, arms in runs.items():
             price = {
-                (arm, axis): np.array([float(first_reached(spent(run, axis), column(run, "soft"), target)) for run in of]) / unit
+                (arm, axis): np.mean([_reached(run, axis, target) for run in of]) / unit
                 for arm, of in arms.items()
                 for axis, (_, unit) in axes.items()
             }
             for arm in arms:
-                cells = [_digits(level([price[arm, axis]]).value) for axis in axes]
-                found = [level([price[arm, axis] / price["uniform", axis]]) for axis in axes]
+                cells = [_digits(float(price[arm, axis])) for axis in axes]
+                found = [mean(_log_ratios(arms[arm], arms["uniform"], axis)).exponential() for axis in axes]
                 shown = [ratio.text(2) if len(seeds) > 1 else f"{ratio.value:.2f}" for ratio in found]
                 shown = ["1"] * len(axes) if arm == "uniform" else shown
                 rows.append((WORLD_NAMES[world], f"{target:.2f}", clip, arm, str(len(seeds)), *cells, *shown))
     return Table(head, rows) if rows else None
+
+
+def _reached(run: Line, axis: str, target: float) -> float:
+    rise = monotone(column(run, "soft")).tolist()
+    return float(first_reached(spent(run, axis)[: len(rise)], rise, target))
+
+
+def _log_ratios(runs: Sequence[Line], others: Sequence[Line], axis: str) -> Values:
+    return np.array([passage(run, other, axis).log_ratio for run, other in zip(runs, others, strict=True)])
 
 
 def _runs_by_clip(lines: Lines, world: str, task: str) -> tuple[dict[str, dict[str, list[Line]]], list[int]]:

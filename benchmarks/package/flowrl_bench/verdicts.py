@@ -1,65 +1,103 @@
 """Rules that turn runs into verdicts. They are fixed before the runs; every line has the digest of the rules it was made under.
 
-HOLDS and FAILS need the whole 95% interval on one side; everything else is undecided.
+docs/verdicts.md has them in words, with the reasons. A rule compares; `judge_family` corrects the p-values of all comparisons of
+a family, which decide.
 """
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from flowrl_bench.evidence import MEASURES, Evidence
-from flowrl_bench.statistics import Estimate, difference, improvement, level
+import numpy as np
+
+from flowrl.diagnostics.curves import Values
+from flowrl_bench.evidence import BUDGET, MEASURES, RATE, SMALLEST_OF, Evidence
+from flowrl_bench.statistics import LEVEL, Tested, holm, mean, rate_difference, wins
 
 HOLDS = "holds here"
 FAILS = "does not hold here"
 UNDECIDED = "undecided at this power"
 BETTER, WORSE, ALIKE = "better", "worse", "no difference that matters"
+NO_WORSE = "no worse"
+ALPHA = 1 - LEVEL
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One comparison behind a verdict: the measure of some arms, with its interval.
+    """One comparison behind a verdict.
 
-    `arms` names one arm or a difference ("a minus b", if `difference`); `note` follows the measure's label. `probability` is
-    P(a run of the first arm beats one of the second), for differences of two arms.
+    `arms` names one arm or a difference ("a minus b", if `difference`). `estimate`: with the p-value of `null`; ratios of budgets
+    are ratios, with `null` 1 by default. `expects`: what a claim expects (`BETTER`, `NO_WORSE` or `ALIKE`), "" for a question.
+    `smallest`: the ends of the effects that do not matter. `adjusted`: the p-value after the family's correction. `won`: fraction
+    of seeds at which the first arm is better. `note` follows the measure's label.
     """
 
     arms: str
     measure: str
-    estimate: Estimate
-    verdict: str
-    probability: Estimate | None = None
+    estimate: Tested
+    null: float = 0.0
+    expects: str = ""
+    smallest: tuple[float, float] = (0.0, 0.0)
+    adjusted: float = math.nan
+    won: float | None = None
     difference: bool = True
     note: str = ""
 
     @property
     def label(self) -> str:
         """The measure in words."""
-        return MEASURES[self.measure].label + self.note
+        less = self.difference and not MEASURES[self.measure].higher and MEASURES[self.measure].unit != BUDGET
+        return MEASURES[self.measure].label + (" (less is better)" if less else "") + self.note
 
     @property
     def text(self) -> str:
         """Arms and measure in words."""
         return f"{self.arms}: {self.label}"
 
+    @property
+    def size(self) -> str:
+        """`BETTER`, `WORSE`, `ALIKE` or `UNDECIDED`, relative to `null` (for `ALIKE` claims, relative to 0)."""
+        found, (low, high) = self.estimate, self.smallest
+        significant = self.adjusted < ALPHA
+        inside = low < found.low and found.high < high
+        if self.expects == ALIKE:
+            inside = significant and low < found.value < high
+        elif self.expects == NO_WORSE:
+            inside = False
+        if inside:
+            return ALIKE
+        return (BETTER if (found.value > self.null) == MEASURES[self.measure].higher else WORSE) if significant else UNDECIDED
+
+    @property
+    def verdict(self) -> str:
+        """The answer to a question, or whether the claim's part holds."""
+        if not self.expects or self.size == UNDECIDED:
+            return self.size
+        return HOLDS if self.size == (ALIKE if self.expects == ALIKE else BETTER) else FAILS
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict and all comparisons behind it."""
+    """All comparisons of a rule, judged."""
 
-    verdict: str
     comparisons: tuple[Comparison, ...]
 
     @property
-    def main(self) -> Comparison:
-        """The comparison that decided: the first that has the verdict, else the first."""
-        return next((c for c in self.comparisons if c.verdict == self.verdict), self.comparisons[0])
+    def verdict(self) -> str:
+        """The verdict that all comparisons share; else how many parts of a claim hold, or that the answer depends on the arm."""
+        found = [comparison.verdict for comparison in self.comparisons]
+        if len(set(found)) == 1:
+            return found[0]
+        asks = not self.comparisons[0].expects
+        return "depends on the arm" if asks else f"{found.count(HOLDS)} of {len(found)} parts hold"
 
 
 class Rule(Protocol):
-    """From runs to a verdict."""
+    """From runs to comparisons."""
 
-    def judge(self, evidence: Evidence) -> Verdict:
-        """The verdict and the comparisons behind it."""
+    def compare(self, evidence: Evidence) -> tuple[Comparison, ...]:
+        """The comparisons, not yet judged."""
         ...
 
     def words(self) -> str:
@@ -67,210 +105,135 @@ class Rule(Protocol):
         ...
 
 
-def _compare(evidence: Evidence, arm: str, than: str, measure: str) -> tuple[Estimate, Estimate]:
-    """(paired difference so that more is better, probability of improvement)."""
-    mine, theirs = evidence.values(arm, measure, than), evidence.values(than, measure, than)
-    if not MEASURES[measure].higher:
-        mine, theirs = [-m for m in mine], [-t for t in theirs]
-    return difference(mine, theirs), improvement(mine, theirs)
+def judge_family(found: Iterable[Sequence[Comparison]]) -> list[Verdict]:
+    """Verdicts of the rules of a family, with Holm's correction over all of their comparisons."""
+    rules = [tuple(comparisons) for comparisons in found]
+    adjusted = iter(holm([comparison.estimate.p for comparisons in rules for comparison in comparisons]))
+    return [Verdict(tuple(replace(c, adjusted=next(adjusted)) for c in comparisons)) for comparisons in rules]
 
 
-def _all(verdicts: list[str]) -> str:
-    return FAILS if FAILS in verdicts else HOLDS if all(v == HOLDS for v in verdicts) else UNDECIDED
+def judge(rule: Rule, evidence: Evidence) -> Verdict:
+    """The verdict of a rule that is a family of its own."""
+    return judge_family([rule.compare(evidence)])[0]
+
+
+def by_seed(values: Values) -> Values:
+    """[seed] of [seed, task]: the mean over tasks, because runs of one seed share random numbers."""
+    return values.mean(axis=1)
+
+
+def _null(measure: str, value: float, expects: str) -> float:
+    """The null of a difference: 0, the nearer end of the smallest effect (`ALIKE`), or its losing end (`NO_WORSE`)."""
+    smallest = SMALLEST_OF[MEASURES[measure].unit]
+    if expects == NO_WORSE:
+        return -smallest if MEASURES[measure].higher else smallest
+    return math.copysign(smallest, value) if expects == ALIKE else 0.0
 
 
 @dataclass(frozen=True)
-class Beats:
-    """`arm` is better than `than` by `measure`. Holds: the interval of the difference is above 0; fails: below `least`."""
+class Compare:
+    """`arm` against `than` by `measure`. `expects`: see `Comparison`. `at_most`: of ratios of budgets, the null instead of 1."""
 
     arm: str
     than: str
     measure: str = "area"
-    least: float = 0.01
-
-    def judge(self, evidence: Evidence) -> Verdict:
-        """See the class."""
-        found, chance = _compare(evidence, self.arm, self.than, self.measure)
-        verdict = HOLDS if found.low > 0 else FAILS if found.high < self.least else UNDECIDED
-        note = "" if MEASURES[self.measure].higher else " (sign reversed: less is better)"
-        return Verdict(verdict, (Comparison(f"{self.arm} minus {self.than}", self.measure, found, verdict, chance, note=note),))
-
-    def words(self) -> str:
-        """The rule in words."""
-        label = MEASURES[self.measure].label
-        return f"holds if {self.arm} beats {self.than} by more than 0 ({label}), fails if by less than {self.least:g}"
-
-
-@dataclass(frozen=True)
-class NoWorse:
-    """`arm` loses at most `margin` against `than`. Holds: the interval is above -margin; fails: below it."""
-
-    arm: str
-    than: str
-    measure: str = "area"
-    margin: float = 0.02
-
-    def judge(self, evidence: Evidence) -> Verdict:
-        """See the class."""
-        found, chance = _compare(evidence, self.arm, self.than, self.measure)
-        verdict = HOLDS if found.low > -self.margin else FAILS if found.high < -self.margin else UNDECIDED
-        return Verdict(verdict, (Comparison(f"{self.arm} minus {self.than}", self.measure, found, verdict, chance),))
-
-    def words(self) -> str:
-        """The rule in words."""
-        return f"holds if {self.arm} loses at most {self.margin:g} against {self.than} ({MEASURES[self.measure].label})"
-
-
-@dataclass(frozen=True)
-class Alike:
-    """All `arms` are within `margin` of the first by `measure`."""
-
-    arms: tuple[str, ...]
-    measure: str = "area"
-    margin: float = 0.02
-
-    def judge(self, evidence: Evidence) -> Verdict:
-        """Holds: every interval lies within +-margin; fails: one lies outside."""
-        shown = []
-        for arm in self.arms[1:]:
-            found, chance = _compare(evidence, arm, self.arms[0], self.measure)
-            inside = found.low > -self.margin and found.high < self.margin
-            outside = found.high < -self.margin or found.low > self.margin
-            verdict = HOLDS if inside else FAILS if outside else UNDECIDED
-            shown.append(Comparison(f"{arm} minus {self.arms[0]}", self.measure, found, verdict, chance))
-        return Verdict(_all([c.verdict for c in shown]), tuple(shown))
-
-    def words(self) -> str:
-        """The rule in words."""
-        return f"holds if all of {', '.join(self.arms)} lie within {self.margin:g} of the first ({MEASURES[self.measure].label})"
-
-
-@dataclass(frozen=True)
-class Needs:
-    """`arm` needs at most the fraction `at_most` of the budget of `of` (`axis`: updates, nfe or seconds) for its final reward."""
-
-    arm: str
-    of: str
-    axis: str = "updates"
+    expects: str = ""
     at_most: float = 1.0
 
-    def judge(self, evidence: Evidence) -> Verdict:
-        """Holds: the interval of the budget ratio is below `at_most`; fails: above it."""
-        found = evidence.budget_ratio(self.arm, self.axis, self.of)
-        verdict = HOLDS if found.high < self.at_most else FAILS if found.low > self.at_most else UNDECIDED
-        return Verdict(verdict, (Comparison(self.arm, self.axis, found, verdict, difference=False, note=f" ({self.of})"),))
+    def compare(self, evidence: Evidence) -> tuple[Comparison, ...]:
+        """One comparison of paired seeds (collapse rates: of paired runs)."""
+        measure = MEASURES[self.measure]
+        runs = evidence.differences(self.arm, self.than, self.measure)
+        gains = by_seed(runs) if measure.higher else -by_seed(runs)
+        null = math.log(self.at_most) if self.at_most != 1 else _null(self.measure, float(runs.mean()), self.expects)
+        smallest, note, arms = SMALLEST_OF[measure.unit], "", f"{self.arm} minus {self.than}"
+        ends = (-smallest, smallest)
+        if measure.unit == RATE:
+            found = rate_difference(evidence.values(self.arm, self.measure), evidence.values(self.than, self.measure), null)
+        else:
+            found = mean(by_seed(runs), null)
+        if measure.unit == BUDGET:
+            found, null, ends, arms = found.exponential(), math.exp(null), (1 / math.exp(smallest), math.exp(smallest)), self.arm
+            note = f" to {self.than}'s{_never(evidence.never(self.arm, self.than, self.measure), (self.arm, self.than))}"
+            arms = f"{self.arm} over {self.than}"
+        won = wins(gains, np.zeros_like(gains))
+        return (Comparison(arms, self.measure, found, null, self.expects, ends, math.nan, won, measure.unit != BUDGET, note),)
 
     def words(self) -> str:
         """The rule in words."""
-        return f"holds if {self.arm} needs less than {self.at_most:g} of the {self.axis} of {self.of} for the same final reward"
+        measure = MEASURES[self.measure]
+        limit = f" than {self.at_most:g} of it" if self.at_most != 1 else ""
+        expected = f"expects {self.expects}{limit}" if self.expects else "asks"
+        return f"{expected}: {self.arm} against {self.than} ({measure.label})"
+
+
+def _never(count: tuple[int, int], arms: tuple[str, str]) -> str:
+    """Censored pairs of runs in words."""
+    parts = [f"{arm} missed a reward in {number}" for arm, number in zip(arms, count, strict=True) if number]
+    return f" (a bound: {', '.join(parts)})" if parts else ""
 
 
 @dataclass(frozen=True)
-class Best:
-    """`arm` is better than every one of `others`."""
-
-    arm: str
-    others: tuple[str, ...]
-    measure: str = "area"
-
-    def judge(self, evidence: Evidence) -> Verdict:
-        """Holds: better than each; fails: worse than one."""
-        shown = []
-        for other in self.others:
-            found, chance = _compare(evidence, self.arm, other, self.measure)
-            verdict = HOLDS if found.low > 0 else FAILS if found.high < 0 else UNDECIDED
-            shown.append(Comparison(f"{self.arm} minus {other}", self.measure, found, verdict, chance))
-        return Verdict(_all([c.verdict for c in shown]), tuple(shown))
-
-    def words(self) -> str:
-        """The rule in words."""
-        label = MEASURES[self.measure].label
-        return f"holds if {self.arm} beats each of {', '.join(self.others)}, fails if one beats it ({label})"
-
-
-@dataclass(frozen=True)
-class Above:
-    """`measure` of `arm` is above `threshold`."""
-
-    arm: str
-    measure: str
-    threshold: float = 0.0
-
-    def judge(self, evidence: Evidence) -> Verdict:
-        """Holds: the interval is above; fails: below."""
-        found = level(evidence.values(self.arm, self.measure))
-        verdict = HOLDS if found.low > self.threshold else FAILS if found.high < self.threshold else UNDECIDED
-        return Verdict(verdict, (Comparison(self.arm, self.measure, found, verdict, difference=False),))
-
-    def words(self) -> str:
-        """The rule in words."""
-        return f"holds if for {self.arm} {MEASURES[self.measure].label} is above {self.threshold:g}"
-
-
-@dataclass(frozen=True)
-class WidensBy:
-    """The lead of `arm` over `than` is larger than that of `other` over `other_than`, by `measure`."""
+class Interaction:
+    """`arm` minus `than` is larger than `other` minus `other_than`, by `measure`."""
 
     arm: str
     than: str
     other: str
     other_than: str
     measure: str = "area"
-    least: float = 0.01
+    expects: str = BETTER
 
-    def judge(self, evidence: Evidence) -> Verdict:
-        """As `Beats`, for the difference of the two paired differences."""
-        values = [evidence.values(name, self.measure) for name in (self.arm, self.than, self.other, self.other_than)]
-        first = [a - b for a, b in zip(values[0], values[1], strict=True)]
-        second = [a - b for a, b in zip(values[2], values[3], strict=True)]
-        found = difference(first, second)
-        verdict = HOLDS if found.low > 0 else FAILS if found.high < self.least else UNDECIDED
+    def compare(self, evidence: Evidence) -> tuple[Comparison, ...]:
+        """One comparison of the two paired differences."""
+        first = evidence.differences(self.arm, self.than, self.measure)
+        second = evidence.differences(self.other, self.other_than, self.measure)
+        smallest = SMALLEST_OF[MEASURES[self.measure].unit]
+        found = mean(by_seed(first - second), _null(self.measure, float((first - second).mean()), self.expects))
         arms = f"({self.arm} minus {self.than}) minus ({self.other} minus {self.other_than})"
-        return Verdict(verdict, (Comparison(arms, self.measure, found, verdict),))
+        won = wins(by_seed(first), by_seed(second))
+        return (Comparison(arms, self.measure, found, 0.0, self.expects, (-smallest, smallest), won=won),)
 
     def words(self) -> str:
         """The rule in words."""
-        return f"holds if {self.arm} gains more over {self.than} than {self.other} over {self.other_than}"
+        expected = f"expects {self.expects}" if self.expects else "asks"
+        return f"{expected}: the lead of {self.arm} over {self.than} against that of {self.other} over {self.other_than}"
 
 
 @dataclass(frozen=True)
-class All:
-    """Every one of `rules`: holds if all hold, fails if one fails."""
+class Level:
+    """`measure` of `arm` is above `threshold`."""
+
+    arm: str
+    measure: str
+    threshold: float = 0.0
+    expects: str = BETTER
+
+    def compare(self, evidence: Evidence) -> tuple[Comparison, ...]:
+        """One comparison with the threshold."""
+        found = mean(by_seed(evidence.values(self.arm, self.measure)), self.threshold)
+        return (Comparison(self.arm, self.measure, found, self.threshold, self.expects, difference=False),)
+
+    def words(self) -> str:
+        """The rule in words."""
+        return f"expects more than {self.threshold:g}: {self.arm} ({MEASURES[self.measure].label})"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Several rules, counted one by one."""
 
     rules: tuple[Rule, ...] = field(default_factory=tuple)
 
-    def judge(self, evidence: Evidence) -> Verdict:
-        """See the class."""
-        found = [rule.judge(evidence) for rule in self.rules]
-        return Verdict(_all([f.verdict for f in found]), tuple(c for f in found for c in f.comparisons))
+    def compare(self, evidence: Evidence) -> tuple[Comparison, ...]:
+        """The comparisons of all rules."""
+        return tuple(comparison for rule in self.rules for comparison in rule.compare(evidence))
 
     def words(self) -> str:
         """The rules in words."""
-        return "; and ".join(rule.words() for rule in self.rules)
+        return "; ".join(rule.words() for rule in self.rules)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """An open question: each of `arms` against `than`. Better, worse, alike (within `margin`) or undecided.
-
-    The verdict is that of the first arm; all are shown.
-    """
-
-    arms: tuple[str, ...]
-    than: str
-    measure: str = "area"
-    margin: float = 0.02
-
-    def judge(self, evidence: Evidence) -> Verdict:
-        """Alike: the interval lies within +-margin; else better (worse): it lies above (below) 0."""
-        shown = []
-        for arm in self.arms:
-            found, chance = _compare(evidence, arm, self.than, self.measure)
-            alike = found.low > -self.margin and found.high < self.margin
-            verdict = ALIKE if alike else BETTER if found.low > 0 else WORSE if found.high < 0 else UNDECIDED
-            shown.append(Comparison(f"{arm} minus {self.than}", self.measure, found, verdict, chance))
-        return Verdict(shown[0].verdict, tuple(shown))
-
-    def words(self) -> str:
-        """The rule in words."""
-        return f"{', '.join(self.arms)} against {self.than} ({MEASURES[self.measure].label}); alike means within {self.margin:g}"
+def each(arms: Iterable[str], than: str, measure: str = "area", expects: str = "") -> Parts:
+    """Each of `arms` against `than`."""
+    return Parts(tuple(Compare(arm, than, measure, expects) for arm in arms))
