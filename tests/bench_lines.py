@@ -8,7 +8,7 @@ from flowrl_bench.claims import make_run
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.measurements import CURVE
 from flowrl_bench.results_file import make_line
-from flowrl_bench.verdicts import All
+from flowrl_bench.verdicts import Parts
 
 from flowrl.training.config import RunConfig
 
@@ -66,14 +66,12 @@ def small_line(seed: int = 0, **changes) -> dict:
 
 def arms_of(rule) -> set[str]:
     """The arms that a rule speaks of."""
-    if isinstance(rule, All):
+    if isinstance(rule, Parts):
         return set().union(*(arms_of(part) for part in rule.rules))
     found: set[str] = set()
     for name, value in dataclasses.asdict(rule).items():
-        if name in ("arm", "than", "of", "other", "other_than"):
+        if name in ("arm", "than", "other", "other_than"):
             found.add(value)
-        elif name in ("arms", "others"):
-            found |= set(value)
     return found
 
 

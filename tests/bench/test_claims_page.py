@@ -1,5 +1,6 @@
 """The page of the claims: verdicts and costs as tables, and figures."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from flowrl_bench.digest import config_id
 from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.results_file import make_line
 from flowrl_bench.tables import DEPENDS, Judged, by_task, count, judge_all, level_table, levels, summary
-from flowrl_bench.verdicts import ALIKE, FAILS, HOLDS, UNDECIDED, Answer, Beats
+from flowrl_bench.verdicts import ALIKE, BETTER, FAILS, HOLDS, UNDECIDED, Compare, each
 from matplotlib.figure import Figure
 
 from flowrl.errors import ConfigError
@@ -37,7 +38,7 @@ def test_the_page_is_made_from_lines(tmp_path: Path) -> None:
         assert claim.rule.words() in text
     assert "2 holds here; 1 does not hold here" in text
     assert html.count("<img") == text.count("](claims/") == 4
-    assert "GenEval .87 against .72" in text and "P(first beats second)" in text
+    assert "GenEval .87 against .72" in text and "seeds won" in text
 
 
 def test_documents_say_the_same_twice(tmp_path: Path) -> None:
@@ -71,28 +72,30 @@ class TestTables:
             "-",
             "-",
             {"a": {}, "b": {"learning_rate": 1e-3}, "c": {"learning_rate": 2e-3}},
-            Answer(("b", "c"), "a"),
+            each(("b", "c"), "a"),
             asks=True,
         )
         lines = made(claim, "mixture", {"a": SLOW, "b": FAST, "c": SLOW}, (0, 1, 2))
         one = Judged(claim, "mixture", lines, (0, 1, 2))
         assert one.label == DEPENDS
         row = summary([one], "answer").rows[0]
-        assert row[0] == "`q` Which?" and "(better); c minus a +0.000 [+0.000, +0.000] (no difference)" in row[2]
+        assert row[0] == "`q` Which?" and "(better); c minus a +0.000 [+0.000, +0.000], p 1.000 (no difference)" in row[2]
         same = Judged(claim, "mixture", made(claim, "mixture", {"a": SLOW, "b": SLOW, "c": SLOW}, (0, 1, 2)), (0, 1, 2))
         assert same.label == ALIKE
 
     def test_a_failure_says_whether_the_effect_is_too_small(self) -> None:
-        claim = Claim("c", "A beats b.", "-", "-", {"a": {}, "b": {"learning_rate": 1e-3}}, Beats("a", "b"))
+        claim = Claim("c", "A beats b.", "-", "-", {"a": {}, "b": {"learning_rate": 1e-3}}, Compare("a", "b", expects=BETTER))
         small = Judged(claim, "mixture", made(claim, "mixture", {"a": SLOW, "b": SLOW}, (0, 1, 2)), (0, 1, 2))
         turned = Judged(claim, "mixture", made(claim, "mixture", {"a": SLOW, "b": FAST}, (0, 1, 2)), (0, 1, 2))
         assert small.label == turned.label == FAILS
-        assert summary([small], "verdict").rows[0][2].endswith("(does not hold: too small to count)")
+        assert summary([small], "verdict").rows[0][2].endswith("(does not hold: too small to matter)")
         assert summary([turned], "verdict").rows[0][2].endswith("(does not hold)")
 
     def test_the_self_test_is_no_claim(self) -> None:
-        claim = Claim("c", "A beats b.", "-", "-", {"a": {}, "b": {"learning_rate": 1e-3}}, Beats("a", "b"))
-        check = Claim("d", "As known.", "self-test", "-", {"a": {}, "b": {"learning_rate": 1e-3}}, Beats("a", "b"))
+        claim = Claim("c", "A beats b.", "-", "-", {"a": {}, "b": {"learning_rate": 1e-3}}, Compare("a", "b", expects=BETTER))
+        check = Claim(
+            "d", "As known.", "self-test", "-", {"a": {}, "b": {"learning_rate": 1e-3}}, Compare("a", "b", expects=BETTER)
+        )
         lines = made(claim, "mixture", {"a": FAST, "b": SLOW}, (0, 1, 2))
         assert count([Judged(c, "mixture", lines, (0, 1, 2)) for c in (claim, check)]).startswith(
             "1 claims, some in two worlds (1 lines): 1 holds"
@@ -100,14 +103,20 @@ class TestTables:
 
     def test_tasks_alone_and_levels(self) -> None:
         claim = Claim(
-            "c", "A beats b.", "-", "-", {"a": {}, "b": {"learning_rate": 1e-3}}, Beats("a", "b"), tasks=("compositional", "text")
+            "c",
+            "A beats b.",
+            "-",
+            "-",
+            {"a": {}, "b": {"learning_rate": 1e-3}},
+            Compare("a", "b", expects=BETTER),
+            tasks=("compositional", "text"),
         )
         lines = made(claim, "shapes", {"a": FAST, "b": SLOW}, (0, 1, 2))
         one = Judged(claim, "shapes", lines, (0, 1, 2))
         alone = by_task(one)
         assert [c.text.rpartition(", ")[2] for c in alone] == ["compositional alone", "text alone"]
-        assert all(c.verdict == "" and c.estimate.value == pytest.approx(0.2) for c in alone)
-        assert levels(one) == "Mean reward over training: a 0.610, b 0.410; before training 0.000."
+        assert all(math.isnan(c.adjusted) and c.estimate.value == pytest.approx(1.1 / 6) for c in alone)
+        assert levels(one) == "Mean reward over training: a 0.492, b 0.308; before training 0.000."
         assert by_task(Judged(claim, "mixture", made(claim, "mixture", {"a": FAST, "b": SLOW}, (0,)), (0,))) == []
 
     def test_turning_points_are_told_before_and_after(self) -> None:
@@ -121,16 +130,16 @@ def test_what_a_level_costs() -> None:
     fast = {arm: [0.0, 0.6, 0.6] for arm in METHODS}
     slow = fast | {"uniform": [0.0, 0.3, 0.6]}
     arms = dict(METHODS)
-    lines = made(Claim("d", "-", "-", "-", arms, Beats("uniform", "uniform")), "mixture", slow, (0,))
+    lines = made(Claim("d", "-", "-", "-", arms, Compare("uniform", "uniform", expects=BETTER)), "mixture", slow, (0,))
     assert level_table(lines) is None  # the other clip range is missing
     wide = {arm: {**of, "clip_range": 2e-2} for arm, of in arms.items()}
-    lines |= made(Claim("w", "-", "-", "-", wide, Beats("uniform", "uniform")), "mixture", fast, (0,))
+    lines |= made(Claim("w", "-", "-", "-", wide, Compare("uniform", "uniform", expects=BETTER)), "mixture", fast, (0,))
     table = level_table(lines)
     assert table is not None
     rows = {(row[2], row[3]): row for row in table.rows}
     assert {row[1] for row in table.rows} == {"0.60"}
     assert rows["0.002", "uniform"][5] == "2.0" and rows["0.002", "turning points"][5] == "1.0"
-    assert rows["0.002", "turning points"][8:] == ("0.50", "0.50", "0.50")
+    assert rows["0.002", "turning points"][8:] == ("0.73", "0.73", "0.73")  # (1 / (1 * 1.4 * 1.8))^(1/3), one evaluation at least
     assert rows["0.02", "turning points"][8:] == ("1.00", "1.00", "1.00") and rows["0.02", "uniform"][8:] == ("1", "1", "1")
 
 

@@ -14,7 +14,6 @@ from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.measurements import CURVE, measure, observe_run
 from flowrl_bench.results_file import ResultsFile, SamplesFile, make_line
-from flowrl_bench.statistics import level
 from flowrl_bench.suite import (
     USUAL,
     RemainingTime,
@@ -27,7 +26,7 @@ from flowrl_bench.suite import (
     needed_samples,
     redo,
 )
-from flowrl_bench.verdicts import FAILS, HOLDS, Beats
+from flowrl_bench.verdicts import BETTER, FAILS, HOLDS, Compare, judge
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
@@ -46,7 +45,7 @@ class Mine(Uniform):
 """
 TINY = Claim(
     "tiny", "Uniform beats random.", "Nobody, arXiv 0", "1", {"uniform": SMALL, "random": {**SMALL, "credit": "random"}},
-    Beats("uniform", "random"),
+    Compare("uniform", "random", expects=BETTER),
 )  # fmt: skip
 
 
@@ -258,9 +257,9 @@ def test_the_suite_detects_known_differences() -> None:
         for name, arm in arms.items()
     }
     found = Evidence(runs, seeds)  # type: ignore[arg-type]
-    levels = {name: level(found.values(name, "area")).value for name in arms}
+    levels = {name: float(found.values(name, "area").mean()) for name in arms}
     order = sorted(levels, key=lambda name: -levels[name])
     assert order[0] == "true" and order[-1] == "random"
-    assert Beats("true", "uniform").judge(found).verdict == HOLDS
-    assert Beats("uniform", "random").judge(found).verdict == HOLDS
-    assert Beats("random", "true").judge(found).verdict == FAILS
+    assert judge(Compare("true", "uniform", expects=BETTER), found).verdict == HOLDS
+    assert judge(Compare("uniform", "random", expects=BETTER), found).verdict == HOLDS
+    assert judge(Compare("random", "true", expects=BETTER), found).verdict == FAILS

@@ -46,36 +46,36 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Tested(Estimate):
+class Inference(Estimate):
     """With the two-sided p-value of a null hypothesis (that the value is 0, if no other is given); NaN for fewer than 2 seeds."""
 
     p: float = math.nan
 
-    def exponential(self) -> "Tested":
+    def exponential(self) -> "Inference":
         """The estimate of a ratio from that of its logarithm."""
         with np.errstate(over="ignore"):
             value, low, high = (float(np.exp(number)) for number in (self.value, self.low, self.high))
-        return Tested(value, low, high, self.p)
+        return Inference(value, low, high, self.p)
 
 
-def mean(values: ArrayLike, null: float = 0.0) -> Tested:
+def mean(values: ArrayLike, null: float = 0.0) -> Inference:
     """The mean of independent values [seed] with its t interval; `p` of the null that the mean is `null`."""
     found = np.asarray(values, float)
     require(found.ndim == 1 and found.size > 0, "values", found.shape, "[seed], one or more")
     value = float(found.mean())
     if found.size < 2:
-        return Tested(value, -math.inf, math.inf)
+        return Inference(value, -math.inf, math.inf)
     return _normal(value, value, float(found.std(ddof=1)) / math.sqrt(found.size), found.size - 1, null)
 
 
-def _normal(value: float, centre: float, error: float, freedom: float, null: float) -> Tested:
+def _normal(value: float, centre: float, error: float, freedom: float, null: float) -> Inference:
     """The estimate with a t interval of `error` about `centre`."""
     from scipy import stats  # a second of import time
 
     reach = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
     distance = abs(centre - null)
     p = float(2 * stats.t.sf(distance / error, freedom)) if error > 1e-15 else float(distance <= 1e-12)
-    return Tested(value, centre - reach, centre + reach, p)
+    return Inference(value, centre - reach, centre + reach, p)
 
 
 def rate(events: ArrayLike) -> Estimate:
@@ -90,7 +90,7 @@ def rate(events: ArrayLike) -> Estimate:
     return Estimate(value, max(0.0, centre - reach), min(1.0, centre + reach))
 
 
-def rate_difference(first: ArrayLike, second: ArrayLike, null: float = 0.0) -> Tested:
+def rate_difference(first: ArrayLike, second: ArrayLike, null: float = 0.0) -> Inference:
     """Difference of the event rates of paired runs (Boolean [run]), by Bonett and Price 2012: the Wald interval with a run added
     to both kinds of discordant pairs.
 
@@ -130,7 +130,7 @@ Statistic = Callable[..., Values]
 """statistic(values [..., seed], axis=-1) -> [...]."""
 
 
-def bootstrap(statistic: Statistic, first: ArrayLike, second: ArrayLike | None = None, seed: int = 0) -> Tested:
+def bootstrap(statistic: Statistic, first: ArrayLike, second: ArrayLike | None = None, seed: int = 0) -> Inference:
     """statistic(first), or statistic(first) - statistic(second) of paired seeds, with a widened percentile interval.
 
     Seeds are resampled together. `p` of two arms: the fraction of exchanges of the two runs of every seed that change the
@@ -148,7 +148,7 @@ def bootstrap(statistic: Statistic, first: ArrayLike, second: ArrayLike | None =
 
     value = float(chosen(a, b))
     if a.size < 2:
-        return Tested(value, -math.inf, math.inf)
+        return Inference(value, -math.inf, math.inf)
     generator = np.random.default_rng(seed)
     index = generator.integers(0, a.size, (DRAWS, a.size))
     low, high = np.quantile(chosen(a[index], None if b is None else b[index]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -158,7 +158,7 @@ def bootstrap(statistic: Statistic, first: ArrayLike, second: ArrayLike | None =
         swap = _exchanges(a.size, generator)
         differences = chosen(np.where(swap, b, a), np.where(swap, a, b))
         p = float((np.abs(differences) >= abs(value) - 1e-12).mean())
-    return Tested(value, value - (value - float(low)) * stretch, value + (float(high) - value) * stretch, p)
+    return Inference(value, value - (value - float(low)) * stretch, value + (float(high) - value) * stretch, p)
 
 
 def _exchanges(size: int, generator: np.random.Generator) -> NDArray[np.bool_]:
@@ -170,17 +170,17 @@ def _exchanges(size: int, generator: np.random.Generator) -> NDArray[np.bool_]:
     return drawn
 
 
-def median(first: ArrayLike, second: ArrayLike | None = None) -> Tested:
+def median(first: ArrayLike, second: ArrayLike | None = None) -> Inference:
     """Median over seeds, or the difference of two arms' medians (`bootstrap`)."""
     return bootstrap(np.median, first, second)
 
 
-def interquartile_mean(first: ArrayLike, second: ArrayLike | None = None) -> Tested:
+def interquartile_mean(first: ArrayLike, second: ArrayLike | None = None) -> Inference:
     """Interquartile mean over seeds, or the difference of two arms' (`bootstrap`)."""
     return bootstrap(interquartile, first, second)
 
 
-def worst(first: ArrayLike, second: ArrayLike | None = None) -> Tested:
+def worst(first: ArrayLike, second: ArrayLike | None = None) -> Inference:
     """The lowest value over seeds, or the difference of two arms' lowest values (`bootstrap`)."""
     return bootstrap(np.min, first, second)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from flowrl.diagnostics.curves import Values
 from flowrl_bench.evidence import BUDGET, MEASURES, RATE, SMALLEST_OF, Evidence
-from flowrl_bench.statistics import LEVEL, Tested, holm, mean, rate_difference, wins
+from flowrl_bench.statistics import LEVEL, Inference, holm, mean, rate_difference, wins
 
 HOLDS = "holds here"
 FAILS = "does not hold here"
@@ -35,7 +35,7 @@ class Comparison:
 
     arms: str
     measure: str
-    estimate: Tested
+    estimate: Inference
     null: float = 0.0
     expects: str = ""
     smallest: tuple[float, float] = (0.0, 0.0)
