@@ -10,7 +10,7 @@ of two members, all steps but the last trained, KL to the base model. The first 
 after the second, before its checkpoint, and resumed: the second iteration must come out the same, number by number. Plain
 diffusers loads every LoRA and draws the image of the run's last evaluation.
 
-Bytes are those of PyTorch's tensors, counted as they come and go (`StorageCounter`), by phase, beside what `flowrl train --plan`
+Bytes are those of PyTorch's tensors, counted as they come and go (`StorageCounter`), by phase, next to what `flowrl train --plan`
 computes for the same settings. Seconds are wall-clock and processor seconds; the load says what else ran. The exit code is 1 if a
 check fails. It needs 11 GB of memory and 7 GB of disk. With --work, runs that are finished are not made again.
 """

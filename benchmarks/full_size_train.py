@@ -35,7 +35,7 @@ class PhaseMeter:
     phases: list[dict[str, Any]] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
 
-    def told(self, state: dict[str, Any]) -> None:
+    def record(self, state: dict[str, Any]) -> None:
         """A report of the run: a phase begins, or an iteration has ended."""
         if "phase" in state:
             self.begin(state["phase"])
@@ -81,7 +81,7 @@ def main(file: str, threads: str, kill_after: str, *words: str) -> int:
 
         def tell(state: dict[str, Any]) -> None:
             show(state)
-            meter.told(state)
+            meter.record(state)
 
         return tell
 

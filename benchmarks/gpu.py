@@ -6,7 +6,7 @@
 
 The transformers and image decoders have the published sizes and random weights: nothing is downloaded. Text encoders are left
 out; prompts are noise of the shape of their embeddings, which are cached in training anyway. Everything else is what `flowrl
-train` does: the trainer, the method, a LoRA of rank 32 on all attention, AdamW, pictures decoded and scored (by their
+train` does: the trainer, the method, a LoRA of rank 32 on all attention, AdamW, images decoded and scored (by their
 brightness, so the reward costs nothing).
 
 Columns. rollout, score (decoding) and update: seconds of an iteration, the fastest of --repeats. images/s: trajectories over all
@@ -252,10 +252,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = []
     for number, case in enumerate(todo, 1):
         key = json.dumps(asdict(case), sort_keys=True)
-        line, told = kept.get(key), f"[{number}/{len(todo)}] {case.model} {case.method} {case.variant}"
+        line, label = kept.get(key), f"[{number}/{len(todo)}] {case.model} {case.method} {case.variant}"
         if line is None or line.get("retry"):
             if time.monotonic() > end:
-                print(f"{told}: not measured, the time is up; the same command goes on here", file=sys.stderr)
+                print(f"{label}: not measured, the time is up; the same command goes on here", file=sys.stderr)
                 continue
             start = time.monotonic()
             found = attempt(case, device, args.repeats, limits[case.setting.dtype], lambda: end - time.monotonic())
@@ -264,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 stream.write(json.dumps(line) + "\n")
             outcome = line.get("detail", "") if "error" in line else f"{line['seconds']:.2f} s an iteration"
             print(
-                f"{told}: {line.get('error', '')} {outcome} (took {time.monotonic() - start:.0f} s)", file=sys.stderr, flush=True
+                f"{label}: {line.get('error', '')} {outcome} (took {time.monotonic() - start:.0f} s)", file=sys.stderr, flush=True
             )
         lines.append(line)
     command = shlex.join(["python", "benchmarks/gpu.py", *(sys.argv[1:] if arguments is None else arguments)])

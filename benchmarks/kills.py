@@ -1,4 +1,4 @@
-"""Kill `flowrl train` and `flowrl compare` again and again, resume them, and compare with runs that nobody disturbed.
+"""Kill `flowrl train` and `flowrl compare` again and again, resume them, and compare with uninterrupted runs.
 
     python benchmarks/kills.py [--kills 100] [--seed 0] [--minutes 30] [--out FILE]
 
@@ -7,7 +7,7 @@ from a terminal, at a moment aimed at a phase: an evaluation, the writing of a c
 of the report, or any moment between the start and the end. After each kill the exit code must be a documented one, every
 process gone, every lock free, nothing written by a process without the lock, and every checkpoint and run complete. Then
 the work is resumed, killed again, and in the end its weights and metrics must be those of the undisturbed run, bit for bit.
-Needs Linux. Writes a table and a JSON file beside it; exit code 1 if anything failed.
+Needs Linux. Writes a table and a JSON file next to it; exit code 1 if anything failed.
 """
 
 import argparse

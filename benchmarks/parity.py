@@ -76,7 +76,7 @@ class Row:
 
 
 def flow_grpo(recording: Recording) -> dict[str, Any]:
-    """The settings that are Flow-GRPO's published code, beside those that are read from the recording."""
+    """The settings that are Flow-GRPO's published code, in addition to those that are read from the recording."""
     whole = recording.meta["case"]["config"]["sample"]["global_std"]
     return {
         "method": "flow-grpo", "sampler": "flow-sde", "window": "all", "trained_steps": "all-but-last",

@@ -27,8 +27,8 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Recording:
-    """One method on one model: the case `case` of `folder`/`method`/meta.json, with the tensors beside it. `meta`: sizes and
-    settings; those of this case under "case"."""
+    """One method on one model: the case `case` of `folder`/`method`/meta.json, with the tensors in the same folder. `meta`:
+    sizes and settings; those of this case under "case"."""
 
     folder: Path
     method: str
@@ -50,7 +50,7 @@ class Recording:
 
     @property
     def model_folder(self) -> Path:
-        """The folder of models and embeddings: "common", or that of the recorded iterations beside this folder."""
+        """The folder of models and embeddings: "common", or that of the recorded iterations next to this folder."""
         names = ("iteration", "golden_iteration") if "states" in self.meta else ()
         beside = [self.folder.parent / name / "common" for name in names]
         return next((place for place in beside if place.is_dir()), self.folder / "common")

@@ -37,8 +37,8 @@ class Echo:
         time.sleep(self.seconds)
         found = images.flatten(1).amax(1) * 2**24
         wanted = [prompt.metadata.get("sample") for prompt in prompts]
-        told = torch.tensor([float(w) if isinstance(w, (int, float)) and abs(w) < 2**24 else -1.0 for w in wanted])
-        return torch.where(found.round() == told, told, -1.0)
+        wanted_values = torch.tensor([float(w) if isinstance(w, (int, float)) and abs(w) < 2**24 else -1.0 for w in wanted])
+        return torch.where(found.round() == wanted_values, wanted_values, -1.0)
 '''
 
 

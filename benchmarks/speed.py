@@ -145,7 +145,7 @@ def report(record: Mapping[str, Any]) -> str:
         f"Written by `python benchmarks/speed.py` ({record['hardware']}; {versions}).",
         "",
         "CPU seconds of the whole process tree: medians; new/base is the median over pairs, with the smallest and the largest. "
-        f"The last column is the CPU time beside that of `python -c '{REFERENCE}'`.",
+        f"The last column is the CPU time relative to that of `python -c '{REFERENCE}'`.",
         "",
         f"| row | base | new | new/base | wall, base | wall, new | pairs | commits | new/{REFERENCE} |",
         "|---|---|---|---|---|---|---|---|---|",

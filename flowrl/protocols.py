@@ -1,6 +1,6 @@
 """The interfaces between rooms, as protocols. Their docstrings are the contract, which `flowrl.testing` checks.
 
-Those of forward-process losses are beside the batches that they exchange, in `flowrl.forward`; they can be imported from here.
+Those of forward-process losses are in `flowrl.forward`, with the batches that they exchange; they can be imported from here.
 """
 
 from collections.abc import Callable, Mapping, Sequence

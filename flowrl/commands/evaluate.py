@@ -66,7 +66,7 @@ class Evaluate:
     shown: Whole = 8
     """Prompts in grid.png."""
     out: Path | None = None
-    """Folder for the results; default evaluation/ in the run's folder, or beside the weights."""
+    """Folder for the results; default evaluation/ in the run's folder, or next to the weights."""
     html: bool = False
     """Write report.html as well."""
     trust: bool = False

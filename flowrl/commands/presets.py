@@ -15,7 +15,7 @@ from flowrl.training.presets import PRESETS, Combined, combinations, combine, pu
 
 @dataclass(frozen=True)
 class Presets:
-    """List the presets, or print the settings of one beside the published values and their sources.
+    """List the presets, or print the settings of one next to the published values and their sources.
 
     Examples: flowrl presets
 
@@ -53,7 +53,7 @@ def listing() -> str:
     lines += [f"  {name}" for name in combinations()]
     lines += [
         "",
-        "flowrl presets NAME prints the settings of one beside the published values, with --yaml as a file for --preset.",
+        "flowrl presets NAME prints the settings of one next to the published values, with --yaml as a file for --preset.",
     ]
     return "\n".join(lines)
 

@@ -39,8 +39,8 @@ class Prompts:
             write_prompts(self.file, makers[self.kind](self.count, self.seed))
         found = load_prompts(self.file)
         kinds = sorted({str(prompt.metadata.get("tag", "")) for prompt in found.prompts} - {""})
-        told = f" ({', '.join(kinds)})" if kinds else ""
-        print(f"{self.file}: {len(found.prompts)} prompts{told}")
+        kinds_text = f" ({', '.join(kinds)})" if kinds else ""
+        print(f"{self.file}: {len(found.prompts)} prompts{kinds_text}")
         for remark in found.remarks():
             print(remark)
         return 0

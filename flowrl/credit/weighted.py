@@ -26,7 +26,7 @@ class Weighted:
     sampler's, also for a probe that branches at some of them only. Components of a reward are credited by
     `GDPO(rule=Weighted(rule=...))`. Source: TempFlow-GRPO (arXiv 2508.04324, ICLR 2026), noise-aware weighting. Raises
     `ConfigError` for a bad field, for a rule with memory, for one that reads components or selects steps, and for `std`, `clamp`
-    or `probe` beside a rule, which has its own; `CreditError` if the number of weights is not the number of steps, or the
+    or `probe` given with a rule, which has its own; `CreditError` if the number of weights is not the number of steps, or the
     schedule or its stds are missing.
     """
 
@@ -48,7 +48,7 @@ class Weighted:
             require(plain, "Weighted.rule", self.rule, "a credit rule that has no memory, reads no components, selects no steps")
             own = (self.std, self.clamp, self.probe)
             require(own in (("group", 5.0, NoProbe()), ("group", 5.0, self.rule.probe)), "Weighted.std, clamp, probe", own,
-                    "left out beside a rule: set them there")  # fmt: skip
+                    "left out if a rule is given: set them there")  # fmt: skip
             object.__setattr__(self, "probe", self.rule.probe)
 
     @property

@@ -77,7 +77,7 @@ def _complete(model: str, part: str, entry: Sequence[str], dtype: Any) -> Any:
 def _require_data_only(model: str, index: Mapping[str, Any], package: str) -> None:
     """Raise `ConfigError` for a component that is no model, scheduler or tokenizer of diffusers, transformers or `package`.
 
-    diffusers imports whatever library model_index.json names, and any Python file beside a component.
+    diffusers imports whatever library model_index.json names, and any Python file next to a component.
     """
     diffusers, transformers = import_module("diffusers"), import_module("transformers")
     kinds: Any = (

@@ -171,7 +171,7 @@ class StorageCounter(TorchDispatchMode):
         return found
 
     def add_all(self) -> None:
-        """Count all tensors that Python knows."""
+        """Count all tensors that Python's garbage collector tracks."""
         for thing in gc.get_objects():
             if issubclass(type(thing), Tensor):
                 self.add(thing)

@@ -51,7 +51,7 @@ class Collector:
     A chunk draws the noise of the whole iteration from the same generator state and takes its own rows, so neither the chunk
     nor the number of processes changes which noise a group gets; network values may differ in their last bits, as the network
     sees other batches. `overlap`: rewards are computed in a second thread while the next chunk is rolled out; the policy's
-    `decode` and the reward are then called beside `velocity`, and give what they give one after the other. `offload`:
+    `decode` and the reward then run in parallel with `velocity`, with the same results as in sequence. `offload`:
     trajectories wait in main memory for the update.
     """
 

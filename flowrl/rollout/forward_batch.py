@@ -38,7 +38,7 @@ def step_of(times: Tensor, schedule: Schedule) -> Tensor:
 def training_noise(
     loss: ForwardLoss, groups: Groups, shape: Sequence[int], draws: int, seed: int, device: torch.device
 ) -> Tensor:
-    """The noise of every row of `groups` [sample, draw, *latent], shared as the loss wants it.
+    """The noise of every row of `groups` [sample, draw, *latent], shared as the loss declares.
 
     Every sample or group has a generator of its own, seeded by its number among all and the iteration's `seed`, so that its noise
     does not depend on chunks or processes.

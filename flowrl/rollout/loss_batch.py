@@ -140,7 +140,7 @@ def _units(sample: Tensor, node: Tensor, tree: Tree) -> Tensor:
 
 
 def _decisions(sample: Tensor, step: Tensor, tree: Tree) -> Tensor:
-    """Which of the pairs count: the decisions, each edge once if the tree wants that."""
+    """Which of the pairs count: the decisions, each edge once if the tree declares that."""
     kept = tree.decisions[sample % tree.members, step]
     if tree.weight == "edge":
         kept &= _first(_units(sample, step + 1, tree)) == torch.arange(len(sample))

@@ -34,7 +34,7 @@ def _is_address(host: str) -> bool:
 class AccessCheck:
     """With a token: compares bearer tokens in constant time, by SHA-256 of both, so that not even the length of the token leaks.
 
-    Without a token a web page must not use the server through the browser of somebody who can connect. A page elsewhere is
+    Without a token a web page must not use the server through the browser of a user who can connect. A page elsewhere is
     excluded by the headers `Origin` and `Sec-Fetch-Site` that browsers send, a page whose name was rebound to this machine by the
     `Host`: it must be an address or name of the loopback. If `ServerSettings.any_host`, it may be any address, a name without a
     dot, this machine's name, or one of `names`.

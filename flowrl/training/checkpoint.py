@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file each, written beside its place, flushed to the disk, and renamed."""
+"""Checkpoints: one safetensors file each, written under a temporary name in the same folder, flushed to the disk, and renamed."""
 
 import hashlib
 import json

@@ -107,7 +107,7 @@ class RolloutConfig:
 
     @model_validator(mode="after")
     def _consistent(self) -> "RolloutConfig":
-        need = "with `chunk` 1 or more only: a chunk's rewards are computed beside the next one's rollout"
+        need = "with `chunk` 1 or more only: a chunk's rewards are computed during the next one's rollout"
         require(self.chunk >= 1 or not self.overlap_rewards, "overlap_rewards", self.overlap_rewards, need)
         return self
 

@@ -82,15 +82,15 @@ class Journal:
             write_bytes(self.folder / "samples" / "prompts.txt", texts.encode())  # from left to right
 
     def _show(self, images: Tensor, step: int) -> None:
-        picture = strip(images)
+        sheet = strip(images)
         if self.config.policy.model:
             place = self.folder / "samples"
-            write_picture(place / f"iteration-{step:06d}.png", picture)
+            write_image(place / f"iteration-{step:06d}.png", sheet)
             everything = over_time(place)
             if everything is not None:
-                write_picture(place / "over-time.png", everything)
+                write_image(place / "over-time.png", everything)
         if self._tracker is not None:
-            self._send(np.asarray(picture), step)
+            self._send(np.asarray(sheet), step)
 
     def _send(self, pixels: np.ndarray, step: int) -> None:
         """The strip, in the form that each tracker takes."""
@@ -182,7 +182,7 @@ MOST_ROWS = 16
 
 
 def strip(images: Tensor, side: int = SIDE) -> Image.Image:
-    """`images` [sample, 3, height, width] in [0, 1] beside each other, at most `side` pixels wide and high.
+    """`images` [sample, 3, height, width] in [0, 1] side by side, at most `side` pixels wide and high.
 
     Small ones are enlarged by a whole factor, large ones shrunk by antialiased bicubic interpolation.
     """
@@ -198,10 +198,10 @@ def strip(images: Tensor, side: int = SIDE) -> Image.Image:
     return Image.fromarray((sheet * 255).round().to(torch.uint8).numpy())
 
 
-def write_picture(path: Path, picture: Image.Image) -> None:
+def write_image(path: Path, image: Image.Image) -> None:
     """Write a PNG; a reader sees the old file or the new one."""
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
+    image.save(buffer, "PNG")
     write_bytes(path, buffer.getvalue())
 
 

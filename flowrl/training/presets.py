@@ -150,7 +150,7 @@ def _piece(name: str, schema: type) -> Piece:
 
 @dataclass(frozen=True)
 class Published:
-    """A setting beside its published value (None: not published), where that is published, and why ours differs, if it does."""
+    """A setting and its published value (None: not published), where that is published, and why ours differs, if it does."""
 
     setting: str
     ours: Any
@@ -165,7 +165,7 @@ class Published:
 
 
 def published(found: Combined) -> list[Published]:
-    """All settings of `found` beside what is published for its pieces (``presets/published.yaml``).
+    """All settings of `found` next to what is published for its pieces (``presets/published.yaml``).
 
     Entries of the file hold for all combinations that contain the pieces they name; later ones overrule earlier ones. Settings of
     the user's own files differ because of that file.

@@ -49,7 +49,7 @@ def loss_guidance(config: RunConfig) -> Guidance:
 
 
 class Trainer:
-    """Fine-tunes `policy` by `method` on `prompts` scored by `reward`; knows no paper by name.
+    """Fine-tunes `policy` by `method` on `prompts` scored by `reward`; contains no method's name.
 
     Call `iteration()` once per iteration; it returns the metrics of that iteration as plain values. `averaged()` is the
     context in which the policy has its EMA weights. `state()` and `restore()` make a run resumable bit for bit on the CPU.
@@ -167,7 +167,7 @@ class Trainer:
         return check_advantages(advantages, rewards.total, type(rule).__name__)
 
     def trained_pairs(self, advantages: Tensor, schedule: Schedule) -> Tensor | None:
-        """Which pairs [sample, step] the rule wants to be trained on; None: all."""
+        """Which pairs [sample, step] are trained on by the rule's choice; None: all."""
         rule = self.method.credit
         if not isinstance(rule, SelectiveCredit):
             return None

@@ -207,9 +207,9 @@ for size in sizes:
     silent.append(float((pieces == pieces[:, :1]).all(dim=1).float().mean()))
     small = uniform_advantages(soft.view(-1, size), 1).flatten()
     faithful.append(float(torch.corrcoef(torch.stack([small, reference.flatten()]))[0, 1]))
-for size, quiet, agreeing in zip(sizes, silent, faithful, strict=True):
+for size, share, agreeing in zip(sizes, silent, faithful, strict=True):
     formula = silent_share(strict.mean(dim=1), size)
-    print(f"groups of {size:2d}: {quiet:5.1%} silent (formula {formula:5.1%}), correlation with the group of 48: {agreeing:.2f}")
+    print(f"groups of {size:2d}: {share:5.1%} silent (formula {formula:5.1%}), correlation with the group of 48: {agreeing:.2f}")
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=3.9, height=2.9)

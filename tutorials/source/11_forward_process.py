@@ -688,7 +688,7 @@ for name, (setting, options) in published.items():
 # Do less noisy gradients at the beginning make a faster method? The next cell trains the four methods in this world for about 23,000 evaluations each. All have equal tuning effort (lesson 7): two learning rates times two values of one setting of the method's own, chosen with seeds 0 and 1 for a short and a long budget, reported on seeds 2 to 5. All sample by Flow-SDE with a window of five early steps: forward-process losses take any sampler, and so the samplers do not differ between the methods. (By default each forward-process method has its published solver.)
 
 # %%
-OWN = {  # the setting that is tuned beside the learning rate, and the iterations
+OWN = {  # the setting that is tuned in addition to the learning rate, and the iterations
     "flow-grpo": ([dict(clip_range=0.02), dict(clip_range=0.2)], 16),
     "diffusion-nft": ([dict(loss=f"diffusion-nft(beta={beta})") for beta in (1, 0.1)], 9),
     "awm": ([dict(loss=f"awm(average_weight={weight})") for weight in (1, 0.1)], 9),

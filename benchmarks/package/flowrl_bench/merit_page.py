@@ -167,9 +167,9 @@ def credit_table(rows: Sequence[Judged], left_out: Mapping[str, str], kinds: Seq
             one = by_name[row.name]
             overall, costs = one.report.overall, one.costs
             slopes = " ".join("-" if slope is None else f"{slope:.1f}" for slope in one.slopes)
-            beside = _interval(one.difference, 2, True)
+            gap = _interval(one.difference, 2, True)
             lines.append(
-                f"| {row.name} | {_interval(overall.correlation)} | {beside} | {overall.sign.value:.2f} | {slopes} "
+                f"| {row.name} | {_interval(overall.correlation)} | {gap} | {overall.sign.value:.2f} | {slopes} "
                 f"| {_number(costs.sampling)} | {_number(costs.probe)} | {_number(costs.update, 2)} "
                 f"| {_number(costs.decisions, 2)} | {1000 * one.merit:.1f} | {1000 * one.merit_of_decisions:.1f} "
                 f"| {1000 * costs.seconds:.2g} |"
@@ -220,11 +220,11 @@ def train_table(lines: Mapping[Key, Mapping[str, Any]]) -> list[str]:
 
 
 def _train_line(one: Learned, difference: Estimate | None) -> str:
-    beside = "" if one.row == REFERENCE else _interval(difference, 3, True)
+    gap = "" if one.row == REFERENCE else _interval(difference, 3, True)
     answer = "yes" if one.learns else "one seed only" if one.seeds < 2 else "**no**"
     return (
         f"| {NAMES[one.world]} | {one.row} | {one.seeds} | {one.base:.3f} | {_interval(one.gain, 3, True)} | {one.worst:+.3f} "
-        f"| {beside} | {one.sampling:.1f} | {one.probe:.1f} | {one.update:.2f} | {one.seconds:.0f} | {answer} |"
+        f"| {gap} | {one.sampling:.1f} | {one.probe:.1f} | {one.update:.2f} | {one.seconds:.0f} | {answer} |"
     )
 
 

@@ -18,7 +18,7 @@ class Pretrain:
     """Make the built-in weights of the shapes world again (about 50 minutes; one core is enough)."""
 
     out: Path = Path("shapes.safetensors")
-    """Where to write the weights; a card with their hash is written beside them."""
+    """Where to write the weights; a card with their hash is written next to them."""
     updates: Count | None = None
     """Optimiser steps of the base model [default: those of the weights that ship]."""
     seed: Seed = 0
