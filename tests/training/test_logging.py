@@ -12,7 +12,7 @@ from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.testing.tiny import tiny_sd3
 from flowrl.training.config import RunConfig, load_config, preset
-from flowrl.training.logging import over_time, scalars, strip, tracker_name, write_picture
+from flowrl.training.logging import over_time, scalars, strip, tracker_name, write_image
 from flowrl.training.results import load_run
 from flowrl.training.run import Run
 
@@ -191,7 +191,7 @@ def test_strips_keep_the_shape_of_pictures_and_their_number_small(tmp_path):
     assert strip(torch.rand(1, 3, 100, 200)).size == (200, 100)
     assert over_time(tmp_path) is None
     for i in range(40):
-        write_picture(tmp_path / f"iteration-{i:06d}.png", strip(torch.full((1, 3, 4, 4), i / 39), side=8))
+        write_image(tmp_path / f"iteration-{i:06d}.png", strip(torch.full((1, 3, 4, 4), i / 39), side=8))
     picture = over_time(tmp_path)
     assert picture is not None and picture.size == (94, 16 * 4 + 15 * 4)
     assert picture.getpixel((92, 1)) == (0, 0, 0) and picture.getpixel((92, picture.height - 2)) == (255, 255, 255)
