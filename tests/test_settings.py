@@ -49,8 +49,8 @@ DEFAULTS: dict[type, dict[str, Any]] = {
     ValueTracker: {"decay": 0.9, "std": "prompt", "clamp": 5.0},
     TurningPoint: {
         "consistent": True, "balance": "aggregate", "balance_scope": "batch", "first_step": True, "normalise": "step",
-        "where": "turning", "min_size": 0.0, "confidence": 0.0, "combine": "replace", "seed": 0, "clamp": 5.0,
-        "probe": Completion(),
+        "where": "turning", "min_size": 0.0, "confidence": 0.0, "reward_noise": 0.0, "combine": "replace", "seed": 0,
+        "clamp": 5.0, "probe": Completion(),
     },
     GDPO: {"rule": Uniform(), "weights": None, "batch": True},
     FlowSDE: {"noise_level": 0.7},
@@ -136,6 +136,7 @@ LIMITS: list[tuple[type, str, list[Any], list[Any]]] = [
     (ValueTracker, "clamp", [None, 1e-6], [0.0, math.inf]),
     (TurningPoint, "min_size", [0.0, 10.0], [-1e-6, math.inf, math.nan]),
     (TurningPoint, "confidence", [0.0, 10.0], [-1e-6, math.inf, math.nan]),
+    (TurningPoint, "reward_noise", [0.0, 10.0], [-1e-6, math.inf, math.nan]),
     (TurningPoint, "clamp", [None, 1e-6], [0.0, math.inf]),
     (TurningPoint, "balance", ["aggregate", "trend", None], ["size"]),
     (TurningPoint, "balance_scope", ["prompt", "batch"], ["member"]),

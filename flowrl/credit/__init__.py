@@ -2,6 +2,7 @@
 
 from flowrl.credit.backed_up import BackedUp
 from flowrl.credit.depth_relative import DepthRelative
+from flowrl.credit.detection import ExpectedCalls, expected_calls
 from flowrl.credit.gdpo import GDPO
 from flowrl.credit.moving_average import MovingAverageGain
 from flowrl.credit.pruned import Pruned
@@ -14,8 +15,10 @@ from flowrl.credit.turning_point import (
     balanced,
     clear_swings,
     large_aggregates,
+    likely_turns,
     process_rewards,
     random_steps,
+    turn_probability,
     turning_points,
 )
 from flowrl.credit.uniform import Uniform
@@ -24,9 +27,9 @@ from flowrl.credit.value_tracker import ValueTracker
 from flowrl.credit.weighted import Weighted
 
 __all__ = [
-    "GDPO", "BackedUp", "DenseGain", "DepthRelative", "Example", "MovingAverageGain", "Pruned", "RandomCredit", "SiblingRelative",
-    "StepwiseGain", "TurningPoint", "Uniform", "ValueTracker", "Weighted", "balanced", "branched_tree", "check_advantages",
-    "check_trained", "clear_swings", "example", "gains", "generalised_gains", "group_deviations", "group_zscore",
-    "large_aggregates", "probed", "process_rewards", "random_steps", "reward_to_go", "siblings", "turning_points",
-    "unit_values", "zscore",
+    "GDPO", "BackedUp", "DenseGain", "DepthRelative", "Example", "ExpectedCalls", "MovingAverageGain", "Pruned", "RandomCredit",
+    "SiblingRelative", "StepwiseGain", "TurningPoint", "Uniform", "ValueTracker", "Weighted", "balanced", "branched_tree",
+    "check_advantages", "check_trained", "clear_swings", "example", "expected_calls", "gains", "generalised_gains",
+    "group_deviations", "group_zscore", "large_aggregates", "likely_turns", "probed", "process_rewards", "random_steps",
+    "reward_to_go", "siblings", "turn_probability", "turning_points", "unit_values", "zscore",
 ]  # fmt: skip

@@ -1,18 +1,21 @@
 """TP-GRPO's credit: steps that turn a trajectory towards its final trend get their long-term reward.
 
 Besides the paper's selection of steps (`turning_points`, `balanced`) there are stricter criteria (`large_aggregates`,
-`clear_swings`) and a control that keeps the number of selected steps but not their places (`random_steps`).
+`clear_swings`, `likely_turns`) and a control that keeps the number of selected steps but not their places (`random_steps`).
 """
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowrl.credit.orders import order_moments
 from flowrl.credit.table import gains, require_clamp, require_nodes, reward_to_go, zscore
 from flowrl.errors import MAX_SEED, require
 from flowrl.options import checked_options
@@ -47,6 +50,35 @@ def turning_points(rewards: NodeTable, consistent: bool = True, first_step: bool
     if not first_step:
         turns[..., 0] = False
     return turns
+
+
+def deciding_nodes(table: Tensor) -> Mapping[str, Tensor]:
+    """The entries [..., step] of a table [..., node] that decide whether step i is a turning point, by letter.
+
+    v: node 0; w: i - 1 (0 for the first step); x: i; y: i + 1; z: T.
+    """
+    x = table[..., :-1]
+    return {
+        "v": table[..., :1].expand_as(x), "w": torch.cat([table[..., :1], x[..., :-1]], dim=-1), "x": x,
+        "y": table[..., 1:], "z": table[..., -1:].expand_as(x),
+    }  # fmt: skip
+
+
+def turn_orders(first: bool, consistent: bool, at_start: bool, at_end: bool) -> tuple[str, ...]:
+    """The orders of the rewards at `deciding_nodes` that make a step an upward turning point, as in `turning_points`.
+
+    They are mutually exclusive alternatives for `order_moments`; without one the step never qualifies. `first`: it is step 0.
+    `at_start`: w and v are one reward; `at_end`: y and z are one, written y. A downward turning point has all relations reversed.
+    """
+    if consistent and at_end:
+        return ()
+    if first:
+        return ("x<y y<z",) if consistent else ("x<y",) if at_end else ("x<y x<z",)
+    if consistent:
+        return ("x<w w<y y<z", "x<y y<w w<z") if at_start else ("x<w x<y y<z v<z",)
+    if at_end:
+        return ("x<w w<y",) if at_start else ("x<w x<y v<y",)
+    return ("x<y x<w w<z",) if at_start else ("x<w x<y v<z",)
 
 
 def process_rewards(rewards: NodeTable, selected: Steps, add: bool = False) -> StepTable:
@@ -112,6 +144,38 @@ def clear_swings(rewards: NodeTable, confidence: float) -> Steps:
     return increments.abs() >= confidence * spread
 
 
+def turn_probability(rewards: NodeTable, turns: Steps, noise: float, consistent: bool = True) -> StepTable:
+    """The probability that a step of `turns` is a turning point of the same direction in the rewards without noise.
+
+    The rewards are R_j = r_j + `noise` e_j with independent standard normal e_j; with a flat prior the r_j are independent and
+    normal around R_j, with the same standard deviation. Equal rewards of a trajectory count as one score: a completion that
+    gives the same image has the same noise. `turns` are those of `turning_points`; elsewhere the probability is 0. The error is
+    below 1e-9. If the noise is not small against the differences between true rewards, a flat prior is too optimistic.
+    """
+    nodes = {letter: values[turns] for letter, values in deciding_nodes(rewards).items()}
+    direction = (nodes["y"] - nodes["x"]).sign() / noise
+    zero = torch.arange(turns.shape[-1], device=turns.device).expand_as(turns)[turns] == 0
+    found = torch.zeros(len(zero), dtype=torch.float64, device=turns.device)
+    for first, at_start, at_end in product((True, False), repeat=3):
+        case = (zero == first) & ((nodes["w"] == nodes["v"]) == at_start) & ((nodes["y"] == nodes["z"]) == at_end)
+        orders = turn_orders(first, consistent, at_start, at_end)
+        if orders and bool(case.any()):
+            found[case] = order_moments({letter: (direction * node)[case] for letter, node in nodes.items()}, orders)[0]
+    table = torch.zeros(turns.shape, dtype=torch.float64, device=turns.device)
+    table[turns] = found
+    return table
+
+
+def likely_turns(rewards: NodeTable, turns: Steps, noise: float, confidence: float, consistent: bool = True) -> Steps:
+    """Those of `turns` that are real with a probability of Phi(`confidence`) or more, given the reward's `noise`.
+
+    `turn_probability` has the probability; 0 asks for 1/2, 1 for .84, 1.64 for .95. If only the sign of d_i = R_{i+1} - R_i is in
+    doubt, the criterion is |d_i| >= `confidence` sqrt(2) `noise`, where sqrt(2) `noise` is the standard deviation of d_i.
+    """
+    least = 0.5 * (1 + math.erf(confidence / math.sqrt(2)))
+    return turns & (turn_probability(rewards, turns, noise, consistent) >= least)
+
+
 def random_steps(rewards: NodeTable, selected: Steps, seed: int = 0) -> Steps:
     """As many steps per trajectory as `selected` has, at places that do not depend on the rewards' sizes or signs.
 
@@ -144,7 +208,9 @@ class TurningPoint:
 
     Ablations and controls of ours: `where` = "random" aggregates at as many steps of each trajectory, chosen at random
     (`random_steps`, drawn by `seed`), "none" nowhere: increments alone. `min_size` and `confidence`: stricter criteria,
-    see `large_aggregates` and `clear_swings`. `combine` = "add": d_i + (R_T - R_i) instead of R_T - R_i.
+    see `large_aggregates` and `clear_swings`. `reward_noise`: the standard deviation of the reward's noise, if it is
+    known; above 0, `confidence` counts in units of this noise and not of the group's spread, see `likely_turns`.
+    `combine` = "add": d_i + (R_T - R_i) instead of R_T - R_i.
 
     Two warnings. With 0/1 rewards the consistent rule finds no turning point at all. With `normalise` = "step",
     members with R_T - R_i and members with d_i are compared with each other at one step.
@@ -161,6 +227,7 @@ class TurningPoint:
     where: Where = "turning"
     min_size: float = 0.0
     confidence: float = 0.0
+    reward_noise: float = 0.0
     combine: Literal["replace", "add"] = "replace"
     seed: int = 0
     clamp: float | None = 5.0
@@ -175,7 +242,7 @@ class TurningPoint:
         places = ("turning", "random", "none")
         require(self.where in places, "TurningPoint.where", self.where, "'turning', 'random' or 'none'")
         require(self.combine in ("replace", "add"), "TurningPoint.combine", self.combine, "'replace' or 'add'")
-        for name in ("min_size", "confidence"):
+        for name in ("min_size", "confidence", "reward_noise"):
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0, f"TurningPoint.{name}", value, "finite and 0 or more")
         require(0 <= self.seed <= MAX_SEED, "TurningPoint.seed", self.seed, f"in [0, {MAX_SEED}]")
@@ -186,7 +253,11 @@ class TurningPoint:
         turns = turning_points(rewards, self.consistent, self.first_step)
         if self.where == "none":
             return torch.zeros_like(turns)
-        turns = turns & large_aggregates(rewards, self.min_size) & clear_swings(rewards, self.confidence)
+        if self.reward_noise > 0:
+            turns = likely_turns(rewards, turns, self.reward_noise, self.confidence, self.consistent)
+        else:
+            turns = turns & clear_swings(rewards, self.confidence)
+        turns = turns & large_aggregates(rewards, self.min_size)
         if self.balance is not None:
             turns = balanced(rewards, turns, self.balance, self.balance_scope)
         return random_steps(rewards, turns, self.seed) if self.where == "random" else turns

@@ -53,6 +53,7 @@ RULES = [
     TurningPoint(consistent=False, balance="trend", balance_scope="prompt", first_step=False),
     TurningPoint(balance=None, normalise="joint", combine="add"),
     TurningPoint(balance_scope="prompt", min_size=0.1, confidence=0.5),
+    TurningPoint(balance_scope="prompt", confidence=1.0, reward_noise=0.1),
     TurningPoint(where="random", clamp=None),
     TurningPoint(where="none"),
     GDPO(),
