@@ -1,0 +1,182 @@
+"""Tables and figure of `detection.py`, from its record."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from flowrl.io import write_bytes
+from flowrl.plots.style import COLOURS, INK, clean, save
+
+WORLDS = {"mixture": "2-D world", "shapes": "shapes world"}
+ENOUGH = 60
+"""Calls below which a bin is not drawn."""
+
+
+def report(record: dict[str, Any], page: Path, figure: Path) -> None:
+    """Write the tables, without a title, and the figure."""
+    write_bytes(page, tables(record).encode())
+    save(draw(record), figure, dpi=130)
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Markdown."""
+    z = z_scores(record)
+    made = (
+        f"Made by `{record['command']}`; commit {record['commit']}; {record['hardware']}; seeds {record['seeds']}; "
+        f"{len(record['seeds']) * record['prompts'] * record['members']} trajectories per world, window and stage; "
+        f"{record['draws']} draws of the noise; after = {record['iterations']} iterations. "
+        f"Measured / predicted. All {len(z)} pairs of numbers: mean square of z {np.mean(z**2):.2f}, "
+        f"largest |z| {np.max(abs(z)):.1f}."
+    )
+    titles = {
+        (True, "image"): "Consistent rule, equal images have equal scores",
+        (True, "call"): "Consistent rule, every node has noise of its own",
+        (False, "image"): "Plain rule, equal images have equal scores",
+        (False, "call"): "Plain rule, every node has noise of its own",
+    }
+    parts = [made]
+    for (consistent, scores), title in titles.items():
+        rows = [row for row in record["rows"] if row["consistent"] == consistent and row["scores"] == scores]
+        parts += [f"### {title}", compared(rows)]
+    parts += ["### Criterion", criterion(record["criteria"]), "### Calls by their smallest difference", bins(record)]
+    return "\n\n".join(parts) + "\n"
+
+
+def z_scores(record: dict[str, Any]) -> Any:
+    """(measured - predicted) / standard error of every number that varies between draws."""
+    rows = record["rows"]
+    pairs = [(row["measured"][k] - row["predicted"][k], row["error"][k]) for row in rows for k in row["error"]]
+    return np.array([difference / error for difference, error in pairs if error > 0])
+
+
+def compared(rows: list[dict[str, Any]]) -> str:
+    """One line per world, window, stage and noise."""
+    lines = [
+        "| world | window | stage | noise | true turning points | called | of these false | missed | deterministic steps called "
+        "| bias at turning points | variance / increments' |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [f"{row['measured']['called']:.3f} / {row['predicted']['called']:.3f}"]
+        kinds = [row["measured"], row["predicted"]]
+        cells.append(" / ".join(f"{100 * kind['false'] / kind['called']:.1f}%" for kind in kinds))
+        cells.append(" / ".join(f"{100 * kind['missed'] / row['turns']:.1f}%" for kind in kinds))
+        cells.append(" / ".join(f"{kind['deterministic']:.2f}" for kind in kinds))
+        cells.append(" / ".join(f"{100 * kind['bias at turns'] / row['reward at turns']:.1f}%" for kind in kinds))
+        cells.append(" / ".join(f"{kind['variance'] / row[VARIANCE]:.3f}" for kind in kinds))
+        place = (WORLDS[row["world"]], row["window"], row["stage"], f"{row['noise']:g}", f"{row['turns']:.3f}")
+        lines.append(f"| {' | '.join((*place, *cells))} |")
+    return "\n".join(lines)
+
+
+VARIANCE = "increments' variance"
+
+
+def criterion(rows: list[dict[str, Any]]) -> str:
+    """One line per world, window, stage, noise and confidence."""
+    lines = [
+        "| world | window | stage | noise | rule | called | of these false | missed per trajectory | rms error / noise "
+        "| correlation |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    names = {"None": "no criterion", "increments": "increments alone"}
+    for row in rows:
+        place = (WORLDS[row["world"]], row["window"], row["stage"], f"{row['noise']:g}")
+        rule = names.get(row["confidence"], f"confidence {row['confidence']}")
+        false = f"{100 * row['false'] / row['called']:.0f}%" if row["called"] > 0.002 else "-"
+        correlation = f"{row['correlation']:.3f}"
+        numbers = (f"{row['called']:.3f}", false, f"{row['missed']:.3f}", f"{row['rms error / noise']:.2f}", correlation)
+        lines.append(f"| {' | '.join((*place, rule, *numbers))} |")
+    return "\n".join(lines)
+
+
+def bins(record: dict[str, Any]) -> str:
+    """Fractions of real calls by smallest difference, and the flat prior's."""
+    edges = record["edges"]
+    heads = [f"{edges[k]:g} to {edges[k + 2]:g}" if k + 2 < len(edges) else f"{edges[k]:g} and more" for k in STARTS]
+    lines = [
+        f"| smallest difference / noise | {' | '.join(heads)} |",
+        "|---" * (len(heads) + 1) + "|",
+    ]
+    for row in record["calibration"]:
+        name = f"{WORLDS[row['world']]}, {row['stage']}, noise {row['noise']:g}"
+        for kind, label in (("real", "real"), ("flat prior", "flat prior")):
+            cells = []
+            for start in STARTS:
+                calls = np.array(row["calls"][start : start + 2])
+                values = np.nan_to_num(np.array(row[kind][start : start + 2], float))
+                cells.append(f"{(calls * values).sum() / calls.sum():.2f}" if calls.sum() >= ENOUGH else "-")
+            lines.append(f"| {name}: {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+STARTS = range(0, 17, 2)
+"""First bins of the table's wider bins."""
+
+
+def draw(record: dict[str, Any]) -> Any:
+    """Densities over the noise, of both worlds before training; the fraction of real calls by smallest difference."""
+    figure, axes = plt.subplots(1, 3, figsize=(12.6, 3.7), layout="constrained")
+    for place, world in zip(axes, WORLDS, strict=False):
+        densities(place, record, world)
+    axes[0].set_ylabel("turning points per trajectory")
+    calibration(axes[2], record)
+    return figure
+
+
+def densities(axes: Any, record: dict[str, Any], world: str) -> None:
+    """Called and real turning points over the noise: predicted (lines) and measured (points)."""
+    (row,) = (row for row in record["curves"] if row["world"] == world and row["stage"] == "before")
+    noise, called = np.array(row["noise"]), np.array(row["called"])
+    real = called - np.array(row["false"])
+    axes.fill_between(noise, 0, real, color=COLOURS["tp-grpo"], alpha=0.35, linewidth=0)
+    axes.fill_between(noise, real, called, color=COLOURS["stepwise-flow-grpo"], alpha=0.22, linewidth=0)
+    axes.plot(noise, called, color=INK, linewidth=2)
+    axes.axhline(row["turns"], color=INK, linewidth=1, linestyle="--")
+    for one in record["rows"]:
+        wanted = (world, "0:9", "before", "image", True)
+        if (one["world"], one["window"], one["stage"], one["scores"], one["consistent"]) == wanted:
+            found = one["measured"]
+            axes.plot([one["noise"]] * 2, [found["called"], found["called"] - found["false"]], "o", color=INK, markersize=5)
+    axes.set_xscale("log")
+    axes.set_xlim(noise[0], noise[-1])
+    axes.set_ylim(0, 1.9)
+    axes.set_xlabel("standard deviation of the reward's noise")
+    axes.set_title(f"{WORLDS[world]}: mean |d| = {row['mean |d|']:.2f}")
+    axes.text(0.0035, 0.45, "real calls")
+    axes.text(0.95, 0.95, "false calls", ha="right")
+    axes.text(0.0035, row["turns"] - 0.04, "without noise", va="top", fontsize=9)
+    axes.text(0.95, 1.72, "pure noise: 1.6", ha="right", fontsize=9)
+    axes.axhline(1.6, color=INK, linewidth=1, linestyle=":")
+    clean(axes)
+
+
+def calibration(axes: Any, record: dict[str, Any]) -> None:
+    """The fraction of real calls by the smallest difference that decides them, and the flat prior's expectation."""
+    edges = np.array(record["edges"])
+    middle = edges + 0.125
+    colours = {"mixture": COLOURS["flow-grpo"], "shapes": COLOURS["stepwise-flow-grpo"]}
+    flat: list[Any] = []
+    for row in record["calibration"]:
+        calls = np.array(row["calls"])
+        shown = (calls >= ENOUGH) & (np.arange(len(calls)) < len(calls) - 1)
+        flat.append(np.where(shown, np.array(row["flat prior"], float), np.nan))
+        style = "-" if row["noise"] == 0.1 else "--"
+        fill = colours[row["world"]] if row["stage"] == "before" else "white"
+        name = f"{WORLDS[row['world']]}, {row['stage']}, {row['noise']:g}"
+        axes.plot(
+            middle[shown], np.array(row["real"], float)[shown], style, color=colours[row["world"]], marker="o", markersize=4,
+            markerfacecolor=fill, linewidth=1.2, label=name,
+        )  # fmt: skip
+    axes.plot(middle[:-1], np.nanmean(flat, axis=0)[:-1], color=INK, linewidth=2, label="flat prior")
+    axes.axvline(2, color="#8a8f98", linewidth=1, linestyle=":")
+    axes.axhline(0.5, color="#8a8f98", linewidth=1, linestyle=":")
+    axes.set_ylim(0, 1)
+    axes.set_xlim(0, 4)
+    axes.set_xlabel("smallest deciding |difference| / noise")
+    axes.set_ylabel("fraction of calls that are real")
+    axes.set_title("What a call is worth")
+    axes.legend(fontsize=7, frameon=False, loc="lower right")
+    clean(axes)

@@ -1,0 +1,289 @@
+"""Turning points under reward noise: closed forms, the Gaussian orthant, Monte Carlo, limits, and the criterion that uses them.
+
+Monte Carlo comparisons have fixed seeds; had they not, each test would fail by chance with a probability of at most 1e-3
+(`FALSE_ALARM`, divided among the test's comparisons by Bonferroni's inequality).
+"""
+
+import math
+from itertools import pairwise, permutations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy.stats import multivariate_normal, norm
+
+from flowrl.credit import TurningPoint, expected_calls, likely_turns, process_rewards, turn_probability, turning_points
+from flowrl.credit.orders import order_moments
+from flowrl.credit.turning_point import turn_orders
+from flowrl.errors import ConfigError
+
+FALSE_ALARM = 1e-3
+ORDERS = sorted({order for key in np.ndindex(2, 2, 2, 2) for order in turn_orders(*map(bool, key))})
+DEFINITIONS = [(consistent, first_step) for consistent in (True, False) for first_step in (True, False)]
+MIXED = [False, True, True, False, True, True, True, False]
+"""A window of stochastic steps with deterministic ones before, inside and after it."""
+seeds = st.integers(0, 10**6)
+
+
+def table(seed: int, steps: int = 6, prompts: int = 2, members: int = 3, changes: list[bool] | None = None) -> torch.Tensor:
+    """Random rewards; deterministic steps repeat the reward."""
+    images = torch.tensor([0, *(changes or [True] * steps)]).cumsum(0)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(prompts, members, int(images[-1]) + 1, generator=generator, dtype=torch.float64)[..., images]
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), atol=atol, rtol=0)
+
+
+# Probabilities of orders
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_equal_means_give_the_fraction_of_permutations_in_that_order(order: str) -> None:
+    relations = [relation.split("<") for relation in order.split()]
+    letters = sorted({letter for relation in relations for letter in relation})
+    ranks = [dict(zip(letters, ranking, strict=True)) for ranking in permutations(range(len(letters)))]
+    fraction = sum(all(rank[a] < rank[b] for a, b in relations) for rank in ranks) / len(ranks)
+    probability = order_moments({letter: torch.full((3,), 0.7) for letter in letters}, [order])
+    close(probability, torch.full((1, 3), fraction, dtype=torch.float64), 1e-10)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_have_the_probability_of_the_orthant_of_their_differences(order: str) -> None:
+    """scipy integrates the correlated differences with an absolute error of 1e-5."""
+    rng = np.random.default_rng(len(order))
+    relations = [relation.split("<") for relation in order.split()]
+    letters = sorted({letter for relation in relations for letter in relation})
+    difference = np.array([[(letter == high) - (letter == low) for letter in letters] for low, high in relations], float)
+    means = rng.normal(0, 1.5, (8, len(letters)))
+    found = order_moments({letter: torch.from_numpy(means[:, k]) for k, letter in enumerate(letters)}, [order])[0]
+    covariance = difference @ difference.T
+    expected = [multivariate_normal(-difference @ mean, covariance).cdf(np.zeros(len(relations))) for mean in means]
+    close(found, torch.tensor(expected, dtype=torch.float64), 5e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_moments_are_derivatives_of_the_probability(order: str) -> None:
+    """Stein: E[C e_k] = dP/dm_k, E[C (e_k^2 - 1)] = d^2P/dm_k^2, E[C e_k e_l] = d^2P/dm_k dm_l for means m."""
+    letters = sorted(set(order) - set("< "))
+    point = {letter: 0.3 * k**2 - 0.2 * k for k, letter in enumerate(letters)}
+    h, x, y = 1e-2, letters[0], letters[1]
+    fine = (-2, -1, 0, 1, 2)
+
+    def at(**moved: float) -> float:
+        means = {letter: torch.tensor([value + moved.get(letter, 0.0)]).double() for letter, value in point.items()}
+        return float(order_moments(means, [order])[0, 0])
+
+    first = sum(w * at(**{x: j * h}) for j, w in zip(fine, (1, -8, 0, 8, -1), strict=True)) / (12 * h)
+    second = sum(w * at(**{x: j * h}) for j, w in zip(fine, (-1, 16, -30, 16, -1), strict=True)) / (12 * h * h)
+    mixed = sum(a * b * at(**{x: a * h, y: b * h}) for a in (1, -1) for b in (1, -1)) / (4 * h * h)
+    means = {letter: torch.tensor([value]).double() for letter, value in point.items()}
+    p, one, two, both = order_moments(means, [order], ({}, {x: 1}, {x: 2}, {x: 1, y: 1}))[:, 0].tolist()
+    assert abs(one - first) < 1e-8
+    assert abs(two - p - second) < 1e-6
+    assert abs(both - mixed) < 1e-4
+
+
+def test_orders_of_far_means_are_certain() -> None:
+    means = {letter: torch.tensor([1e6 * k, -1e6 * k]).double() for k, letter in enumerate("xyz")}
+    close(order_moments(means, ["x<y y<z"]), torch.tensor([[1.0, 0.0]]), 1e-12)
+
+
+def test_no_entries_have_no_probabilities() -> None:
+    assert order_moments({"x": torch.zeros(0), "y": torch.zeros(0)}, ["x<y"], ({}, {"x": 1})).shape == (2, 0)
+
+
+# Expected calls
+
+
+@pytest.mark.parametrize(("consistent", "first_step"), DEFINITIONS)
+@pytest.mark.parametrize("steps", [1, 2, 3, 6, MIXED], ids=str)
+def test_calls_bias_and_variance_agree_with_monte_carlo(steps, consistent: bool, first_step: bool) -> None:
+    changes = [True] * steps if isinstance(steps, int) else steps
+    true, noise, draws = table(3, len(changes), 1, 1, changes), 0.3, 100_000
+    expected = expected_calls(true, noise, consistent, first_step, changes)
+    images = torch.tensor([0, *changes]).cumsum(0)
+    generator = torch.Generator().manual_seed(4)
+    noisy = true + noise * torch.randn(draws, 1, int(images[-1]) + 1, generator=generator, dtype=torch.float64)[..., images]
+    called = turning_points(noisy, consistent, first_step)
+    rewards = process_rewards(noisy, called)
+    deviations = rewards - expected.mean[0, 0]
+    limit = norm.isf(FALSE_ALARM / (3 * len(changes)) / 2)
+    for sample, prediction in ((called.double(), expected.called), (rewards, expected.mean), (deviations**2, expected.variance)):
+        error = sample.std(0)[0] / math.sqrt(draws)
+        assert bool(((sample.mean(0)[0] - prediction[0, 0]).abs() <= limit * error + 1e-9).all())
+
+
+@pytest.mark.parametrize("steps", range(3, 12))
+def test_pure_noise_has_known_densities(steps: int) -> None:
+    """Orders of exchangeable scores: (T + 1) / 3 turning points per trajectory under the plain rule, 1/2 + 11 (T - 3) / 60 under
+    the consistent one; the noise has the same standard deviation at every step, and no bias."""
+    flat = torch.full((1, 1, steps + 1), 0.4)
+    plain, consistent = (expected_calls(flat, 0.1, rule) for rule in (False, True))
+    close(plain.called[0, 0], torch.tensor([2 / 3, 1 / 4, *[1 / 3] * (steps - 3), 5 / 12], dtype=torch.float64), 1e-10)
+    close(consistent.called[0, 0], torch.tensor([1 / 3, 1 / 6, *[11 / 60] * (steps - 3), 0.0], dtype=torch.float64), 1e-10)
+    assert abs(float(plain.called.sum()) - (steps + 1) / 3) < 1e-9
+    assert abs(float(consistent.called.sum()) - (1 / 2 + 11 * (steps - 3) / 60)) < 1e-9
+    for found in (plain, consistent):
+        close(found.mean, torch.zeros_like(found.mean), 1e-10)
+        assert torch.equal(found.false_calls, found.called)
+        assert not found.turns.any()
+
+
+@given(seeds)
+@settings(max_examples=10, deadline=None)
+def test_large_noise_forgets_the_rewards_and_small_noise_changes_nothing(seed: int) -> None:
+    true = table(seed)
+    assume(float((true[..., None] - true[..., None, :]).abs().add(torch.eye(7)).min()) > 1e-4)
+    for consistent, first_step in DEFINITIONS:
+        noise = expected_calls(torch.zeros_like(true), 1.0, consistent, first_step)
+        close(expected_calls(true, 1e6, consistent, first_step).called, noise.called, 1e-5)
+        found = expected_calls(true, 1e-5, consistent, first_step)
+        assert torch.equal(found.turns, turning_points(true, consistent, first_step))
+        close(found.called, found.turns, 1e-9)
+        close(found.bias, torch.zeros_like(found.mean), 1e-9)
+        close(found.variance, torch.full_like(found.mean, 2e-10), 1e-12)
+        close(found.false_calls + found.misses, torch.zeros_like(found.mean), 1e-9)
+
+
+@given(seeds, st.booleans())
+@settings(max_examples=10, deadline=None)
+def test_signs_and_units_of_the_reward(seed: int, consistent: bool) -> None:
+    true = table(seed)
+    found, negated, scaled = (expected_calls(*pair, consistent) for pair in ((true, 0.2), (-true, 0.2), (3 * true + 1, 0.6)))
+    for other, sign in ((negated, -1), (scaled, 3)):
+        close(other.called, found.called, 1e-10)
+        close(other.mean, sign * found.mean, 1e-9)
+        close(other.variance, sign**2 * found.variance, 1e-8)
+
+
+@pytest.mark.parametrize("consistent", [True, False])
+def test_steps_that_change_nothing_are_as_if_they_were_not_there(consistent: bool) -> None:
+    """Only the rule that needs the step before is affected: a step after a deterministic one is never called."""
+    tail = [True] * 5 + [False] * 3
+    true = table(8, len(tail), changes=tail)
+    found, short = expected_calls(true, 0.2, consistent, changes=tail), expected_calls(true[..., :6], 0.2, consistent)
+    for name in ("called", "mean", "variance"):
+        close(getattr(found, name)[..., :5], getattr(short, name), 1e-12)
+        assert not getattr(found, name)[..., 5:].any()
+    mixed = expected_calls(table(8, len(MIXED), changes=MIXED), 0.2, consistent, changes=MIXED)
+    possible = [i > 0 and MIXED[i] and MIXED[i - 1] for i in range(len(MIXED))]
+    if consistent:
+        possible[6] = False  # the last step that changes the image
+    assert (mixed.called > 0).all((0, 1)).tolist() == possible
+
+
+def test_repeated_images_with_noise_of_their_own_are_called() -> None:
+    """A deterministic step has no difference, but its noisy scores have."""
+    tail = [True] * 5 + [False]
+    true = table(8, 6, changes=tail)
+    assert bool((expected_calls(true, 0.2).called[..., 4] > 0).all())
+    assert not expected_calls(true, 0.2, changes=tail).called[..., 4].any()
+
+
+def test_the_last_step_gets_its_increment_called_or_not() -> None:
+    true = table(9)
+    for consistent in (True, False):
+        found = expected_calls(true, 0.3, consistent)
+        close(found.mean[..., -1], true.diff(dim=-1)[..., -1], 1e-12)
+        close(found.variance[..., -1], torch.full((2, 3), 0.18, dtype=torch.float64), 1e-9)
+    assert not expected_calls(true, 0.3).called[..., -1].any()
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ConfigError, match="noise"):
+        expected_calls(table(0), 0.0)
+    with pytest.raises(ConfigError, match="changes"):
+        expected_calls(table(0), 0.1, changes=[True])
+
+
+# The criterion
+
+
+def test_one_uncertain_difference_is_judged_by_its_standard_deviations() -> None:
+    """All other differences are certain: the probability is Phi(d / (sqrt(2) noise))."""
+    noise = 0.01
+    for z in (0.2, 1.0, 2.5):
+        d = z * math.sqrt(2) * noise
+        rows = torch.tensor([[[5.0, 9.0, 7.0, 7.0 + d, 12.0]], [[-5.0, -9.0, -7.0, -7.0 - d, -12.0]]], dtype=torch.float64)
+        for consistent in (True, False):
+            turns = turning_points(rows, consistent)
+            assert turns[:, 0, 2].all()
+            probability = turn_probability(rows, turns, noise, consistent)
+            close(probability[:, 0, 2], torch.full((2,), norm.cdf(z), dtype=torch.float64), 1e-9)
+            assert likely_turns(rows, turns, noise, z - 1e-6, consistent)[:, 0, 2].all()
+            assert not likely_turns(rows, turns, noise, z + 1e-6, consistent)[:, 0, 2].any()
+
+
+@given(seeds, st.booleans())
+@settings(max_examples=15, deadline=None)
+def test_the_criterion_is_monotone_and_none_without_noise(seed: int, consistent: bool) -> None:
+    rewards = table(seed)
+    turns = turning_points(rewards, consistent)
+    assert torch.equal(likely_turns(rewards, turns, 1e-9, 3.0, consistent), turns)
+    probabilities = [turn_probability(rewards, turns, noise, consistent) for noise in (0.01, 0.05, 0.2, 1.0)]
+    for quiet, loud in pairwise(probabilities):
+        assert bool((loud <= quiet + 1e-9).all())
+    assert not probabilities[0][~turns].any()
+    kept = [likely_turns(rewards, turns, 0.05, confidence, consistent) for confidence in (0.0, 1.0, 2.0)]
+    for loose, strict in pairwise(kept):
+        assert not (strict & ~loose).any()
+
+
+def test_the_probability_of_a_turn_is_the_chance_of_a_call_at_the_observed_values() -> None:
+    """A flat prior swaps the roles of true and observed rewards; the other direction is a small part of the chance of a call."""
+    rewards = table(11, members=40)
+    for consistent in (True, False):
+        turns = turning_points(rewards, consistent)
+        up, chance = turn_probability(rewards, turns, 0.1, consistent), expected_calls(rewards, 0.1, consistent).called
+        assert bool((up <= chance + 1e-9).all())
+        opposite = (chance - up)[turns]
+        assert float(opposite.mean()) < 0.05 < float(up[turns].mean())
+
+
+def test_equal_rewards_count_as_one_score() -> None:
+    head, tail = [False] * 2 + [True] * 5, [True] * 5 + [False] * 3
+    for changes in (head, tail, [*head, False]):
+        rewards = table(12, len(changes), members=60, changes=changes)
+        short = rewards[..., [0, *(i + 1 for i, on in enumerate(changes) if on)]]
+        for consistent in (True, False):
+            turns, stochastic = turning_points(rewards, consistent, False), torch.tensor(changes)
+            found = turn_probability(rewards, turns, 0.1, consistent)[..., stochastic]
+            expected = turn_probability(short, turning_points(short, consistent, False), 0.1, consistent)
+            close(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("consistent", [True, False])
+def test_with_a_wide_prior_the_probability_is_the_frequency_of_real_turns(consistent: bool) -> None:
+    """True rewards of a standard deviation of 6 times the noise; calls of one trajectory are dependent, so trajectories are
+    summed before their spread is taken. The width is finite, which biases the probability by less than 0.01."""
+    generator = torch.Generator().manual_seed(13)
+    true = 6 * torch.randn(20_000, 1, 8, generator=generator, dtype=torch.float64)
+    noisy = true + torch.randn(true.shape, generator=generator, dtype=torch.float64)
+    called = turning_points(noisy, consistent)
+    real = called & turning_points(true, consistent) & (noisy.diff(dim=-1) * true.diff(dim=-1) > 0)
+    probability = turn_probability(noisy, called, 1.0, consistent)
+    edges = (0.0, 0.5, 0.7, 0.85, 0.95, 1.0)
+    limit = norm.isf(FALSE_ALARM / (len(edges) - 1) / 2)
+    for low, high in pairwise(edges):
+        inside = called & (probability >= low) & (probability < high if high < 1 else probability <= 1)
+        surplus = ((real.double() - probability) * inside).sum((1, 2))
+        count = float(inside.sum())
+        error = float(surplus.std()) * math.sqrt(len(surplus)) / count
+        assert count > 500
+        assert abs(float(surplus.sum()) / count) < limit * error + 0.01
+
+
+def test_the_rule_uses_the_noise() -> None:
+    rewards = table(14, members=30)
+    default, judged = TurningPoint(balance=None), TurningPoint(balance=None, confidence=1.0, reward_noise=0.1)
+    turns = turning_points(rewards)
+    assert torch.equal(judged.selected(rewards), likely_turns(rewards, turns, 0.1, 1.0))
+    assert 0 < int(judged.selected(rewards).sum()) < int(default.selected(rewards).sum())
+    assert torch.equal(TurningPoint(reward_noise=1e-9).assign(rewards), TurningPoint().assign(rewards))
+    plain = TurningPoint(consistent=False, balance=None, reward_noise=0.1)
+    assert torch.equal(plain.selected(rewards), likely_turns(rewards, turning_points(rewards, False), 0.1, 0.0, False))
+    assert judged.assign(rewards.float()).dtype == torch.float32
