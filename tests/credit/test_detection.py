@@ -218,6 +218,14 @@ def test_one_uncertain_difference_is_judged_by_its_standard_deviations() -> None
             assert not likely_turns(rows, turns, noise, z + 1e-6, consistent)[:, 0, 2].any()
 
 
+def test_the_last_step_compares_one_score_with_two() -> None:
+    """R_T must exceed R_{T-1} and R_0; if all three are equal but for a hair, it is the largest with a probability of 1/3."""
+    rows = torch.tensor([[[0.0, 9.0, 0.0, 1e-9]], [[0.0, -9.0, 0.0, -1e-9]]], dtype=torch.float64)
+    turns = turning_points(rows, False)
+    assert turns[:, 0, 2].all()
+    close(turn_probability(rows, turns, 0.1, False)[:, 0, 2], torch.full((2,), 1 / 3, dtype=torch.float64), 1e-7)
+
+
 @given(seeds, st.booleans())
 @settings(max_examples=15, deadline=None)
 def test_the_criterion_is_monotone_and_none_without_noise(seed: int, consistent: bool) -> None:
