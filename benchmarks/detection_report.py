@@ -23,10 +23,11 @@ def report(record: dict[str, Any], page: Path, figure: Path) -> None:
 def tables(record: dict[str, Any]) -> str:
     """Markdown."""
     z = z_scores(record)
+    iterations = ", ".join(f"{count} iterations ({WORLDS[world]})" for world, count in record["iterations"].items())
     made = (
-        f"Made by `{record['command']}`; commit {record['commit']}; {record['hardware']}; seeds {record['seeds']}; "
+        f"Made by `{record['command']}`; commit {record['commit']}; {record['hardware']}; seeds {', '.join(map(str, record['seeds']))}; "
         f"{len(record['seeds']) * record['prompts'] * record['members']} trajectories per world, window and stage; "
-        f"{record['draws']} draws of the noise; after = {record['iterations']} iterations. "
+        f"{record['draws']} draws of the noise; after {iterations}. "
         f"Measured / predicted. All {len(z)} pairs of numbers: mean square of z {np.mean(z**2):.2f}, "
         f"largest |z| {np.max(abs(z)):.1f}."
     )
@@ -40,7 +41,13 @@ def tables(record: dict[str, Any]) -> str:
     for (consistent, scores), title in titles.items():
         rows = [row for row in record["rows"] if row["consistent"] == consistent and row["scores"] == scores]
         parts += [f"### {title}", compared(rows)]
-    parts += ["### Criterion", criterion(record["criteria"]), "### Calls by their smallest difference", bins(record)]
+    kept = [row for row in record["criteria"] if row["window"] == "0:9"]
+    parts += [
+        "### Criterion, equal images have equal scores",
+        criterion(kept),
+        "### Calls by their smallest difference",
+        bins(record),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -118,7 +125,7 @@ STARTS = range(0, 17, 2)
 
 def draw(record: dict[str, Any]) -> Any:
     """Densities over the noise, of both worlds before training; the fraction of real calls by smallest difference."""
-    figure, axes = plt.subplots(1, 3, figsize=(12.6, 3.7), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(13.4, 3.7), layout="constrained")
     for place, world in zip(axes, WORLDS, strict=False):
         densities(place, record, world)
     axes[0].set_ylabel("turning points per trajectory")
@@ -158,11 +165,9 @@ def calibration(axes: Any, record: dict[str, Any]) -> None:
     edges = np.array(record["edges"])
     middle = edges + 0.125
     colours = {"mixture": COLOURS["flow-grpo"], "shapes": COLOURS["stepwise-flow-grpo"]}
-    flat: list[Any] = []
     for row in record["calibration"]:
         calls = np.array(row["calls"])
         shown = (calls >= ENOUGH) & (np.arange(len(calls)) < len(calls) - 1)
-        flat.append(np.where(shown, np.array(row["flat prior"], float), np.nan))
         style = "-" if row["noise"] == 0.1 else "--"
         fill = colours[row["world"]] if row["stage"] == "before" else "white"
         name = f"{WORLDS[row['world']]}, {row['stage']}, {row['noise']:g}"
@@ -170,7 +175,8 @@ def calibration(axes: Any, record: dict[str, Any]) -> None:
             middle[shown], np.array(row["real"], float)[shown], style, color=colours[row["world"]], marker="o", markersize=4,
             markerfacecolor=fill, linewidth=1.2, label=name,
         )  # fmt: skip
-    axes.plot(middle[:-1], np.nanmean(flat, axis=0)[:-1], color=INK, linewidth=2, label="flat prior")
+        if row["world"] == "shapes" and row["stage"] == "before" and row["noise"] == 0.1:
+            axes.plot(middle[shown], np.array(row["flat prior"], float)[shown], color=INK, linewidth=2, label="flat prior")
     axes.axvline(2, color="#8a8f98", linewidth=1, linestyle=":")
     axes.axhline(0.5, color="#8a8f98", linewidth=1, linestyle=":")
     axes.set_ylim(0, 1)
@@ -178,5 +184,5 @@ def calibration(axes: Any, record: dict[str, Any]) -> None:
     axes.set_xlabel("smallest deciding |difference| / noise")
     axes.set_ylabel("fraction of calls that are real")
     axes.set_title("What a call is worth")
-    axes.legend(fontsize=7, frameon=False, loc="lower right")
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     clean(axes)
