@@ -24,8 +24,9 @@ def tables(record: dict[str, Any]) -> str:
     """Markdown."""
     z = z_scores(record)
     iterations = ", ".join(f"{count} iterations ({WORLDS[world]})" for world, count in record["iterations"].items())
+    seeds = ", ".join(map(str, record["seeds"]))
     made = (
-        f"Made by `{record['command']}`; commit {record['commit']}; {record['hardware']}; seeds {', '.join(map(str, record['seeds']))}; "
+        f"Made by `{record['command']}`; commit {record['commit']}; {record['hardware']}; seeds {seeds}; "
         f"{len(record['seeds']) * record['prompts'] * record['members']} trajectories per world, window and stage; "
         f"{record['draws']} draws of the noise; after {iterations}. "
         f"Measured / predicted. All {len(z)} pairs of numbers: mean square of z {np.mean(z**2):.2f}, "
