@@ -1,6 +1,6 @@
 """Turning points under reward noise: false calls, misses, and the error of the credit, measured and as derived.
 
-    python benchmarks/detection.py              # about ten minutes on one core; continues where it was stopped
+    python benchmarks/detection.py              # about ten minutes on one core; keeps the trajectories
     python benchmarks/detection.py --report     # table and figure again, from results/detection.json
 
 TP-GRPO on both worlds with the soft reward, before and after a short training (mixture 10, shapes 12 iterations); 18 prompts x 16
@@ -165,7 +165,7 @@ def smallest_difference(rewards: Tensor) -> Tensor:
     return torch.stack([before, *(pair.abs() for pair in pairs)]).amin(0)
 
 
-def calibration(table: Tensor, changes: list[bool], noise: float, seed: int) -> dict[str, list[float]]:
+def calibration(table: Tensor, changes: list[bool], noise: float, seed: int) -> dict[str, list[Any]]:
     """Consistent calls by their smallest difference (`EDGES`): their number, the fraction of real ones (true turning points of
     the same direction), and the mean probability of that with a flat prior."""
     true, generator = table.double(), torch.Generator().manual_seed(seed)
@@ -178,8 +178,9 @@ def calibration(table: Tensor, changes: list[bool], noise: float, seed: int) -> 
         place = torch.bucketize((smallest_difference(noisy)[called] / noise).float(), edges, right=True)
         values = torch.stack([torch.ones_like(real), real, turn_probability(noisy, called, noise)[called]])
         sums.index_add_(1, place, values)
-    count, real, flat = sums
-    return {"calls": count.tolist(), "real": (real / count).tolist(), "flat prior": (flat / count).tolist()}
+    counts, *others = sums.tolist()
+    fractions = [[value / count if count else None for value, count in zip(row, counts, strict=True)] for row in others]
+    return {"calls": counts, "real": fractions[0], "flat prior": fractions[1]}
 
 
 def criteria(table: Tensor, changes: list[bool], noise: float, seed: int) -> list[dict[str, Any]]:
