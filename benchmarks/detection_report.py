@@ -126,11 +126,13 @@ STARTS = range(0, 17, 2)
 
 def draw(record: dict[str, Any]) -> Any:
     """Densities over the noise, of both worlds before training; the fraction of real calls by smallest difference."""
-    figure, axes = plt.subplots(1, 3, figsize=(13.4, 3.7), layout="constrained")
-    for place, world in zip(axes, WORLDS, strict=False):
+    figure = plt.figure(figsize=(9, 7.2), layout="constrained")
+    grid = figure.add_gridspec(2, 2)
+    axes = [figure.add_subplot(grid[0, column]) for column in range(2)]
+    for place, world in zip(axes, WORLDS, strict=True):
         densities(place, record, world)
     axes[0].set_ylabel("turning points per trajectory")
-    calibration(axes[2], record)
+    calibration(figure.add_subplot(grid[1, :]), record)
     return figure
 
 
@@ -185,5 +187,5 @@ def calibration(axes: Any, record: dict[str, Any]) -> None:
     axes.set_xlabel("smallest deciding |difference| / noise")
     axes.set_ylabel("fraction of calls that are real")
     axes.set_title("What a call is worth")
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     clean(axes)
