@@ -1,6 +1,7 @@
 """The process of a command: the console script `flowrl` and `python -m flowrl`."""
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ def entry() -> None:
     try:
         from flowrl.signals import ignore_stops, leave
 
+        gc.freeze()  # as `import_modules` does: 0.8 s of the processor time of a comparison and its report
         atexit.register(ignore_stops)  # the first to be registered is the last to run
         from flowrl.cli import run
 

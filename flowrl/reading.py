@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,12 @@ def read_json(path: Path, kind: Any = Any, error: type[FlowrlError] = ConfigErro
 
 def as_kind(value: Any, kind: Any) -> Any:
     """A value from JSON as a `kind`; types are not converted, further entries are left out. Raises `ValueError`."""
-    return value if kind is Any else TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+    return value if kind is Any else _adapter(kind).validate_json(json.dumps(value), strict=True)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def is_kind(value: Any, kind: Any) -> bool:

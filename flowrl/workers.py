@@ -1,5 +1,6 @@
 """Jobs in worker processes: one torch thread each, with results and messages passed on as they arrive."""
 
+import gc
 import math
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import FlowrlError, require
+from flowrl.imports import import_modules
 from flowrl.signals import STOPPING, on_stop
 
 MOST_WORKERS = 16
@@ -117,8 +119,9 @@ def run_jobs(
     job by `describe(key)`; so is a worker process that was killed.
 
     `preload` names modules that all jobs need. On Linux one process then imports them, once, and the workers are its forks: a
-    fraction of the processor time and memory. It keeps the environment variables with which the first such call of this program
-    started it. No module among them may start threads or use a GPU when it is imported.
+    fraction of the processor time and memory. This process is that one if it has a single thread. Otherwise another one is
+    started, which keeps the environment variables of the first such call of this program. No module among them may start
+    threads or use a GPU when it is imported.
     """
     count, deadline = worker_count(workers, len(jobs)), time.monotonic() + seconds
     context = _context(preload)
@@ -173,12 +176,24 @@ def run_jobs(
 
 
 def _context(preload: Sequence[str]) -> BaseContext:
-    """How worker processes start: anew, or as forks of a server that has imported `preload`."""
+    """How worker processes start: anew, as forks of this process with `preload`, or as forks of a server that has imported it.
+
+    A fork has no thread but the one that forked, and what other threads had locked stays locked in it: a pool of OpenMP then
+    hangs. Threads are therefore counted by the system, before the imports and after them.
+    """
     if not preload or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
+    if _has_one_thread():  # no second import in a server: 2.9 s of processor time for a comparison in the shapes world
+        import_modules(*preload)
+        if _has_one_thread():
+            return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     return context
+
+
+def _has_one_thread() -> bool:
+    return len(os.listdir("/proc/self/task")) == 1
 
 
 def _is_broken(pool: ProcessPoolExecutor) -> bool:
@@ -195,9 +210,14 @@ _parts: list[Any] = []
 
 
 def _start(*parts: Any) -> None:
-    """Prepare a worker process: it takes no signals, since pausing is up to its parent, and does not outlive it."""
+    """Prepare a worker process: it takes no signals, since pausing is up to its parent, and does not outlive it.
+
+    A fork of the parent prints past a progress display, and collects no garbage among what it has inherited.
+    """
     global _parts
     _parts = list(parts)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    gc.freeze()
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -10,6 +10,7 @@ import pytest
 import worker_jobs
 
 from flowrl.errors import ConfigError
+from flowrl.io import folder_lock
 from flowrl.workers import MOST_WORKERS, run_jobs, usable_cores, worker_count
 
 
@@ -51,11 +52,40 @@ def test_the_first_error_stops_all_jobs(kind: str, error: type, message: str) ->
     assert time.monotonic() - started < 50
 
 
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers start anew")
-def test_workers_with_preloaded_modules_are_forks_of_a_process_that_has_imported_them() -> None:
-    """Which modules they have, in a program that has none of them; pausing and errors are as with workers that start anew."""
-    done = subprocess.run([sys.executable, worker_jobs.__file__, "preload"], capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["True", "[True,", "True]", "1", "False"], done.stderr[-2000:]
+@pytest.mark.parametrize(("threads", "own"), [("preload", "True"), ("preload-with-threads", "False")])
+def test_workers_with_preloaded_modules_are_forks_of_a_process_that_has_imported_them(threads: str, own: str) -> None:
+    """Which modules they have, in a program that has none of them; that process is their parent if it has one thread."""
+    words = [sys.executable, worker_jobs.__file__, threads]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=ONE_THREAD)
+    assert done.stdout.split() == ["True", "[True,", "True]", "1", own], done.stderr[-2000:]
+
+
+def runs(process: str) -> bool:
+    """Whether there is such a process that has not ended."""
+    stat = Path("/proc", process, "stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers start anew")
+def test_forked_workers_end_with_a_killed_parent_and_leave_its_locks_free(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, worker_jobs.__file__, "lock", str(tmp_path)], env=ONE_THREAD)
+    try:
+        deadline = time.monotonic() + 120
+        while len(workers := list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    ends = time.monotonic() + 30
+    while any(runs(file.stem) for file in workers) and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert len(workers) == 2 and not any(runs(file.stem) for file in workers)
+    with folder_lock(tmp_path):
+        pass
 
 
 def test_an_interrupt_in_a_callback_pauses_and_keeps_results() -> None:

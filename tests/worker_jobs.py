@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from flowrl.errors import ConfigError
+from flowrl.io import folder_lock
 from flowrl.workers import Worker, run_jobs
 
 
@@ -44,6 +45,12 @@ def preloaded(worker: Worker) -> tuple[bool, int]:
     return "xml.dom.minidom" in sys.modules, os.getppid()
 
 
+def until_killed(worker: Worker, held: str) -> None:
+    """Ends with its process only; `held` is a folder that the parent has locked."""
+    Path(held, f"{os.getpid()}.pid").touch()
+    time.sleep(60)
+
+
 def interrupt_everything(delay: float) -> None:
     """Ctrl-C for the whole process group, as a terminal sends it, once a worker exists."""
     import multiprocessing
@@ -55,12 +62,18 @@ def interrupt_everything(delay: float) -> None:
 
 
 if __name__ == "__main__":  # a script with its own process group: sys.argv says when the interrupt comes
-    if sys.argv[1] == "preload":
+    if sys.argv[1] in ("preload", "preload-with-threads"):
+        if sys.argv[1] != "preload":
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
         seen: dict[str, tuple[bool, int]] = {}
         done = run_jobs(preloaded, {"a": (), "b": ()}, 2, finished=seen.__setitem__, preload=("xml.dom.minidom",))
         servers = {server for _, server in seen.values()}
         print(done, [there for there, _ in seen.values()], len(servers), os.getpid() in servers)
         sys.exit()
+    if sys.argv[1] == "lock":
+        with folder_lock(Path(sys.argv[2])):
+            jobs = {"a": (sys.argv[2],), "b": (sys.argv[2],)}
+            run_jobs(until_killed, jobs, 2, finished=lambda *_: None, preload=("xml.dom.minidom",))
     threading.Thread(target=interrupt_everything, args=(float(sys.argv[1]),), daemon=True).start()
     results: dict[str, str] = {}
     completed = run_jobs(until_stopped, {"a": (), "b": ()}, 1, finished=results.__setitem__)

@@ -25,7 +25,7 @@ class Display:
         self.iterations = {name: job.iterations for name, job in config.jobs().items()}
         self.console = Console()
         columns = (TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-        self.bars = Progress(*columns, console=self.console, speed_estimate_period=3600.0)
+        self.bars = Progress(*columns, console=self.console, speed_estimate_period=3600.0, auto_refresh=False)
         self.all = self.bars.add_task("all runs", total=sum(self.iterations.values()), note="")
         self.runs = {name: self.bars.add_task(escape(name), total=total, note="") for name, total in self.iterations.items()}
         self.printed: dict[str, int] = {}
@@ -68,6 +68,7 @@ class Display:
             if not self.console.is_terminal and last >= 0 and (ended or step >= last + 5):
                 self.printed[name] = -1 if ended else step
                 self.say(f"{name:28s} {state['phase']:10s} iteration {step:3d}/{self.iterations[name]}  {numbers}  {note}")
+        self.bars.refresh()
 
     def finish(self, out: Path) -> str:
         """Write the report and print the results table; returns the last line to print."""

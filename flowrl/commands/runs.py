@@ -1,6 +1,7 @@
 """`flowrl compare` and `flowrl train`."""
 
 import dataclasses
+import os
 import shlex
 import threading
 import time
@@ -15,6 +16,7 @@ import tyro
 
 from flowrl.commands.options import base_of, changes, options_class, options_with, typed_command
 from flowrl.errors import require
+from flowrl.imports import import_modules
 from flowrl.options import Count, Seed, Workers
 from flowrl.signals import ignore_stops, on_stop
 from flowrl.training.config import RunConfig, load_config, preset
@@ -132,6 +134,8 @@ class Compare:
 
     def main(self) -> int:
         """Run, show, report."""
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # runs have one thread, and `run_jobs` forks a process without others
+        import_modules("flowrl.training.compare")
         from flowrl.policies import device_of
         from flowrl.training.compare import compare, load_compare
 

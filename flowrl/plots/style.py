@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import FigureCanvasBase
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from flowrl.errors import require
@@ -70,7 +71,8 @@ def spread_labels(values: Sequence[float], low: float, high: float, gap: float) 
 def png(figure: Figure, dpi: int = 130) -> bytes:
     """The figure as a PNG file on white."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi, facecolor="white", metadata=MADE)
+    figure.set(dpi=dpi, facecolor="white")
+    FigureCanvasAgg(figure).print_png(buffer, metadata=MADE)  # savefig draws twice: the same file for 1.3 times the time
     return buffer.getvalue()
 
 
