@@ -31,6 +31,7 @@ class Job:
         words, former = [self.command], FORMER_DEFAULTS if names and "model" in self.settings else {}
         for name, value in {self.folder: folder, **self.settings, **former}.items():
             values = value if isinstance(value, tuple) else () if value is True else (value,)
+            values = ("true",) if names and name == "overlap_rewards" else values  # a flag in the reference
             words += [f"--{names.get(name, name).replace('_', '-')}", *map(str, values)]
         return [*words, "--trust"] if names and self.folder == "resume" else words
 

@@ -10,7 +10,7 @@ from flowrl.errors import RewardContractError
 from flowrl.protocols import AnyReward
 from flowrl.types import Prompt, tensor_problem
 
-__all__ = ["ComponentScores", "check_group_scores", "check_score_shape", "check_scores", "marks_invalid"]
+__all__ = ["ComponentScores", "check_group_scores", "check_score_shape", "check_scores", "is_remote", "marks_invalid"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,14 @@ class ComponentScores:
     def invalid(self) -> Tensor:
         """Which samples [sample] are marked, in the total or in any component."""
         return torch.stack([values.isnan() for values in (self.total, *self.parts.values())]).any(0)
+
+
+def is_remote(reward: object) -> bool:
+    """Whether a server computes this reward, or one that it is made of (`flowrl.serving.client`)."""
+    models = getattr(reward, "models", None)
+    inside = [*(models.values() if isinstance(models, Mapping) else ()), *(getattr(reward, n, None) for n in ("reward", "model"))]
+    rewards = [part for part in inside if hasattr(part, "score") or hasattr(part, "score_groups")]
+    return getattr(reward, "remote", False) is True or any(map(is_remote, rewards))
 
 
 def marks_invalid(reward: AnyReward) -> bool:

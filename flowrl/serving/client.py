@@ -71,6 +71,7 @@ class RemoteReward:
     certificate: str = ""
     _connections: Connections = field(init=False, repr=False, compare=False)
     marks_invalid: ClassVar[bool] = True
+    remote: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_endpoint("remote", self.url)

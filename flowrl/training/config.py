@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from flowrl.errors import require
 from flowrl.options import Count, Seed, Whole
@@ -21,6 +21,7 @@ from flowrl.trust import trusted
 Precision = Literal["float32", "bfloat16", "float16"]
 Decay = Annotated[float, Ge(0), Lt(1)]
 Batch = Count | Literal["auto"]
+Switch = Annotated[Literal["auto", "true", "false"], BeforeValidator(lambda v: str(v).lower() if isinstance(v, bool) else v)]
 
 
 @dataclass(frozen=True)
@@ -100,15 +101,15 @@ class RolloutConfig:
     """Latents per network call without gradients; auto: found at the start by trying (`flowrl.training.batches`)."""
     chunk: Whole = 0
     """Groups rolled out at a time by each process, to save memory; 0 = all."""
-    overlap_rewards: bool = False
-    """Score finished chunks while the next one is rolled out, for slow (remote) rewards; needs a `chunk`."""
+    overlap_rewards: Switch = "auto"
+    """Score finished chunks while the next one is rolled out: true (needs a `chunk`), false, or auto: with remote rewards."""
     offload: bool = False
     """Keep the trajectories in main memory between rollout and update."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "RolloutConfig":
         need = "with `chunk` 1 or more only: a chunk's rewards are computed during the next one's rollout"
-        require(self.chunk >= 1 or not self.overlap_rewards, "overlap_rewards", self.overlap_rewards, need)
+        require(self.chunk >= 1 or self.overlap_rewards != "true", "overlap_rewards", self.overlap_rewards, need)
         return self
 
 

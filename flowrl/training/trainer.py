@@ -28,6 +28,7 @@ from flowrl.protocols import (
     SelectiveCredit,
     Stateful,
 )
+from flowrl.rewards.contract import is_remote
 from flowrl.rollout import Groups, RewardTables, Usage
 from flowrl.rollout.collector import Collected, Collector
 from flowrl.rollout.forward_batch import ForwardBatches, forward_pairs, step_of
@@ -46,6 +47,12 @@ from flowrl.types import Prompt, Schedule, inputs_unchanged
 def loss_guidance(config: RunConfig) -> Guidance:
     """The guidance of a forward-process loss. Raises `ConfigError` for a scale that is not allowed."""
     return Guidance(config.policy.train_guidance_scale, config.policy.reference_guidance_scale)
+
+
+def overlaps_rewards(config: RunConfig, reward: AnyReward) -> bool:
+    """Whether a chunk is scored while the next one is rolled out; auto: if there are chunks and a server computes the reward."""
+    chosen = config.rollout.overlap_rewards
+    return chosen == "true" or (chosen == "auto" and config.rollout.chunk >= 1 and is_remote(reward))
 
 
 class Trainer:
@@ -76,7 +83,7 @@ class Trainer:
         self.copies = Copies(method.loss, policy, named)
         self.collector = Collector(
             policy, reward, self.schedule, self.groups, method.credit.probe, distributed, config.batches.max_batch, rollout.chunk,
-            rollout.overlap_rewards, rollout.offload,
+            overlaps_rewards(config, reward), rollout.offload,
         )  # fmt: skip
         self.done, self.updated = 0, False
         self.on_phase: Callable[[str], None] = lambda phase: None

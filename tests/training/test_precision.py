@@ -16,11 +16,12 @@ from torch import nn
 
 from flowrl.errors import ConfigError, RewardError, TrainingError
 from flowrl.policies import MixturePolicy
-from flowrl.rewards import FunctionReward
+from flowrl.rewards import Clipped, FunctionReward, NoisyReward, WeightedSum
+from flowrl.serving.client import RemoteReward
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.optim import LossScaler, make_optimizer
-from flowrl.training.trainer import Trainer
+from flowrl.training.trainer import Trainer, overlaps_rewards
 
 TINY = preset("tiny").apply(world="mixture", task="direction", groups=4, iterations=3, method="tp-grpo")
 
@@ -66,6 +67,18 @@ def test_overlapped_rewards_are_the_same_numbers_and_really_overlap():
     timing = {"seconds", "phases"}
     for a, b in zip(rows, late, strict=True):
         assert {k: v for k, v in a.items() if k not in timing} == {k: v for k, v in b.items() if k not in timing}
+
+
+@pytest.mark.parametrize(("chosen", "chunk", "local", "remote"), [
+    ("auto", 1, False, True), ("auto", 0, False, False), ("true", 1, True, True), ("false", 1, False, False),
+    (True, 1, True, True), (False, 1, False, False),
+])  # fmt: skip
+def test_rewards_overlap_by_default_if_a_server_computes_them(chosen, chunk, local, remote):
+    served, own = RemoteReward("http://localhost:1"), make_reward(TINY)
+    config = TINY.replace(overlap_rewards=chosen, chunk=chunk)
+    assert overlaps_rewards(config, own) is local
+    for reward in (served, NoisyReward(served), Clipped(served, high=1.0), WeightedSum({"own": own, "served": served})):
+        assert overlaps_rewards(config, reward) is remote, reward
 
 
 def test_chunks_get_the_noise_of_the_whole():
@@ -219,8 +232,10 @@ def test_eight_bit_adam_is_wired_or_asked_for(monkeypatch):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ConfigError, match="overlap_rewards = True is not allowed"):
+    with pytest.raises(ConfigError, match="overlap_rewards = 'true' is not allowed: with `chunk` 1 or more"):
         RunConfig.of(overlap_rewards=True)
+    with pytest.raises(ConfigError, match="overlap_rewards = 'maybe' is not allowed: one of auto, true, false"):
+        RunConfig.of(overlap_rewards="maybe")
     with pytest.raises(ConfigError, match="chunk"):
         RunConfig.of(chunk=-1)
     with pytest.raises(ConfigError, match="optimizer"):
