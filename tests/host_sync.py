@@ -3,6 +3,7 @@
 On a GPU PyTorch's own check is used. On the CPU nothing has to wait, so a dispatch mode looks for the operations that would.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -22,16 +23,34 @@ class HostSyncError(AssertionError):
 
 class _NoHostSync(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, kwargs = func.__name__.partition(".")[0], kwargs or {}
-        if name in READS_A_VALUE or name in SIZE_DEPENDS_ON_VALUES:
-            raise HostSyncError(f"{func}: the host reads a value or a size that depends on values")
-        if name in ("index", "index_put", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1]):
-            raise HostSyncError(f"{func}: a boolean mask becomes indices, whose number the host needs")
-        if name == "repeat_interleave" and kwargs.get("output_size") is None:
-            raise HostSyncError(f"{func}: the host needs the sum of the repeats")
-        if name == "lift_fresh":
-            raise HostSyncError(f"{func}: a number or a list is copied to the device and waited for")
-        return func(*args, **kwargs)
+        reason = _waits(func, args, kwargs or {})
+        if reason:
+            raise HostSyncError(f"{func}: {reason}")
+        return func(*args, **(kwargs or {}))
+
+
+class HostSyncs(TorchDispatchMode):
+    """Counts the operations within it for which the host would wait, by name; `Tensor.cpu` and `numpy` are no operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.__name__.partition(".")[0]] += bool(_waits(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _waits(func, args, kwargs):
+    """Why the host would wait for this operation; empty if it would not."""
+    name = func.__name__.partition(".")[0]
+    if name in READS_A_VALUE or name in SIZE_DEPENDS_ON_VALUES:
+        return "the host reads a value or a size that depends on values"
+    if name in ("index", "index_put", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1]):
+        return "a boolean mask becomes indices, whose number the host needs"
+    if name == "repeat_interleave" and kwargs.get("output_size") is None:
+        return "the host needs the sum of the repeats"
+    return "a number or a list is copied to the device and waited for" if name == "lift_fresh" else ""
 
 
 @contextmanager

@@ -1,0 +1,124 @@
+"""What costs time, counted instead of timed: network calls, rows, synchronisations, compilations, and imports at the start."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._dynamo.utils
+from host_sync import HostSyncs
+
+from flowrl.rewards import FunctionReward
+from flowrl.testing.tiny import TINY, tiny_sd3_policy
+from flowrl.training.build import make_method
+from flowrl.training.config import preset
+from flowrl.training.trainer import Trainer
+from flowrl.types import Prompt
+
+GROUPS, MEMBERS, STEPS, MICRO = 2, 3, 4, 5
+SAMPLES = GROUPS * MEMBERS
+PROMPTS = [Prompt(text) for text in ("three red circles", "a dog")]
+REDNESS = FunctionReward(lambda images, prompts: (2 * images[:, 0] - images.sum(1)).mean((1, 2)))
+
+
+def trainer(method, compiled="", reward=REDNESS, **changes):
+    """Of a tiny pipeline of SD3's classes; two mini-batches per iteration."""
+    settings = dict(
+        groups=GROUPS, group_size=MEMBERS, num_steps=STEPS, minibatches=2, micro_batch=MICRO, learning_rate=1e-3, kl_weight=0.1,
+        window="all-but-last",
+    )  # fmt: skip
+    config = preset("tiny").apply(method=method, **{**settings, **changes})
+    return Trainer(tiny_sd3_policy(replace(TINY, compile=compiled)), make_method(config), reward, PROMPTS, config)
+
+
+def evaluations(trained):
+    """Rows of every network call of an iteration: (while sampling and probing, with gradients, of the reference)."""
+    rows, velocity = {"sampling": [], "update": [], "reference": []}, trained.policy.velocity
+    state = {"updating": False}
+
+    def counted(latents, *given):
+        phase = "update" if torch.is_grad_enabled() else "reference" if state["updating"] else "sampling"
+        rows[phase].append(len(latents))
+        return velocity(latents, *given)
+
+    trained.policy.velocity = counted
+    trained.on_phase = lambda phase: state.update(updating=phase == "update")
+    row = trained.iteration()
+    assert row["calls"] == len(rows["sampling"]) and row["nfe"] == sum(rows["sampling"])
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("method", "sampling"),
+    [
+        ("flow-grpo", [SAMPLES] * STEPS),
+        # one noise per group, then an estimate of each of 3 nodes per sample and one per group, of 4, 3, 2 and 1 steps
+        ("stepwise-flow-grpo", [GROUPS, *[SAMPLES] * (STEPS - 1), *[3 * SAMPLES + GROUPS] * STEPS]),
+        ("tp-grpo", [SAMPLES, 2 * SAMPLES, 3 * SAMPLES, 4 * SAMPLES]),  # completions run along with the later steps
+    ],
+)
+@pytest.mark.parametrize("kl_weight", [0.0, 0.1])
+def test_network_calls_and_rows_of_an_iteration(method, sampling, kl_weight):
+    """Every (trajectory, step) pair is evaluated once for the policy and, if there is a KL, once for the reference."""
+    found, pairs = evaluations(trainer(method, kl_weight=kl_weight)), [5, 4, 5, 4]  # 2 mini-batches of 3 samples x 3 steps
+    assert found == {"sampling": sampling, "update": pairs, "reference": pairs if kl_weight else []}
+
+
+def test_pairs_without_an_advantage_are_no_rows():
+    """Advantages are 0 in a group of equal rewards, and for the middle one of the rewards 1, 2 and 3."""
+    one_group = FunctionReward(lambda images, prompts: torch.tensor([float(p.text == "a dog") for p in prompts]).cumsum(0))
+    rows = evaluations(trainer("flow-grpo", reward=one_group, kl_weight=0.0))["update"]
+    assert sum(rows) == 2 * (STEPS - 1)
+
+
+SYNCHRONISATIONS = {"flow-grpo": 103, "stepwise-flow-grpo": 104, "tp-grpo": 106}
+"""Of an iteration of two mini-batches, as counted when this was written; fewer are welcome."""
+
+
+@pytest.mark.parametrize("method", SYNCHRONISATIONS)
+def test_synchronisations_grow_with_neither_steps_nor_micro_batches(method):
+    def count(**changes):
+        trained = trainer(method, **changes)
+        trained.iteration()
+        with HostSyncs() as found:
+            trained.iteration()
+        return found.counts.total()
+
+    usual = count()
+    assert usual <= SYNCHRONISATIONS[method] and count(micro_batch=2) == usual
+    assert count(num_steps=2 * STEPS) <= usual + 2  # lists of indices, once per probe
+    assert count(minibatches=4) <= usual + 2 * 17  # metrics and the gradient's norm of a mini-batch
+
+
+@pytest.mark.parametrize("method", SYNCHRONISATIONS)
+def test_nothing_is_compiled_after_the_first_iteration(method):
+    """Rollout, probing and update of blocks that are compiled, with batches of other sizes in every phase."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    trained, graphs = trainer(method, compiled="eager"), []
+    for _ in range(3):
+        trained.iteration()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs == [6, 6, 6]  # two kinds of blocks: one size, any size, and any size with gradients
+
+
+START = """
+import contextlib, io, json, sys
+before = set(sys.modules)
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    from flowrl.cli import main
+    main(sys.argv[1:])
+new = set(sys.modules) - before
+packages = {name.partition(".")[0] for name in new} - set(sys.stdlib_module_names) - {"flowrl"}
+print(json.dumps([sum(name.startswith("flowrl") for name in new), sorted(packages)]))
+"""
+
+
+@pytest.mark.parametrize(("line", "own", "packages"), [("--help", 8, 12), ("parts", 13, 14), ("compare --help", 21, 18)])
+def test_modules_that_are_imported_at_the_start(line, own, packages):
+    """Modules of flowrl and packages of others, counted when this was written, with two packages for other versions of these."""
+    found = subprocess.run([sys.executable, "-c", START, *line.split()], capture_output=True, text=True, check=True)
+    modules, others = json.loads(found.stdout)
+    assert modules <= own and len(others) <= packages, others
