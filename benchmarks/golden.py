@@ -55,6 +55,7 @@ MEANT: dict[str, str] = {
     "*/checkpoints/*.safetensors:loss_scale": "the loss scale is a plain value of the checkpoint",
     "*/metrics.jsonl:*/step_shares/*": "a new metric: each step's share of the policy term",
     "*/metrics.jsonl:*/ratio_distance": "a new metric: mean abs(ratio - 1)",
+    "*/metrics.jsonl:*/zero_pairs": "a new metric: pairs of advantage 0, which are not evaluated",
     "*/metrics.jsonl:*/warnings/*": "a collapse warning needs a fall of 3 standard errors of an evaluation",
     "*/metrics.jsonl:*/ratio_noise_mean": "a new metric: mean abs(ratio - 1) before any update",
 }
