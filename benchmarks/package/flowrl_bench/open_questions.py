@@ -102,6 +102,24 @@ _ESTIMATES = (
         {**METHODS, **{f"{rule}, defaults": {**arm, **DEFAULTS} for rule, arm in METHODS.items()}},
         Parts(tuple(Compare(f"{rule}, defaults", rule) for rule in METHODS)),
     ),
+    question(
+        "narrower-clip",
+        "Does uniform credit do better with the clip that came second in its search (0.06 instead of 0.18)?",
+        {
+            "uniform": UNIFORM,
+            "clip 0.06": {**UNIFORM, "clip_range": 0.06, "noise_level": 0.7},
+            "stepwise": GAINS,
+            "turning points": POINTS,
+        },
+        Parts(
+            (
+                *each(("clip 0.06",), "uniform").rules,
+                Compare("clip 0.06", "uniform", "collapse"),
+                *each(("stepwise", "turning points"), "clip 0.06").rules,
+                *each(("stepwise", "turning points"), "clip 0.06", "reward at equal nfe").rules,
+            )
+        ),
+    ),
 )
 
 _REWARDS = tuple(
