@@ -17,7 +17,7 @@ from flowrl.training.build import first_trained_steps, make_method, make_world
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.evaluation import write_trajectory
 from flowrl.training.plan import plan, plan_text
-from flowrl.training.presets import combinations, combine, published, published_values, shipped
+from flowrl.training.presets import WORLD_DEFAULTS, combinations, combine, published, published_values, shipped
 from flowrl.training.results import load_run
 
 FLOW, STEPWISE, TURNING, DANCE = "flow-grpo", "stepwise-flow-grpo", "tp-grpo", "dance-grpo"
@@ -452,7 +452,9 @@ def test_later_files_and_options_overrule_earlier_ones(tmp_path):
     config = preset(f"{tmp_path / 'mine.yaml'},ocr,{FLOW},{SD3}").apply(num_steps=14)
     assert (config.optim.learning_rate, config.rollout.num_steps, config.rollout.group_size) == (1e-5, 14, 24)
     assert named_method(config.algorithm.method).name == FLOW
-    assert preset("tiny").apply(method=FLOW) == RunConfig.of(**{**preset("tiny").changes, "method": FLOW})
+    assert preset("tiny").apply(method=FLOW) == RunConfig.of(
+        **{**WORLD_DEFAULTS["shapes"], **preset("tiny").changes, "method": FLOW}
+    )
     assert preset(f"{SD3},{TURNING},ocr").apply(groups=48).rollout.groups == 48
 
 
