@@ -1,6 +1,7 @@
 """The results table, and self-contained HTML reports of comparisons and of evaluated weights."""
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,9 +24,10 @@ ROWS: tuple[Row, ...] = (
     ("seeds", lambda s: str(s.seeds)),
     ("reward before", lambda s: f"{s.base.mean:.3f}"),
     ("final reward", lambda s: s.final.text()),
-    ("best reward", lambda s: s.best.text()),
+    ("minus the baseline", lambda s: s.lead.text(sign=True) if s.lead.mean or s.lead.half > 0 else ""),
+    ("lowest of a seed", lambda s: f"{s.worst:.3f}"),
+    ("collapsed seeds", lambda s: f"{s.collapsed} of {s.seeds}"),
     ("final strict success", lambda s: s.final_strict.text()),
-    ("smallest gain of a seed", lambda s: f"{min(s.gain_each_seed):+.3f}"),
     ("iterations to baseline", lambda s: _reached(s.to_baseline_iterations, ".1f")),
     ("NFE to baseline", lambda s: _reached(s.to_baseline_nfe, ",.0f")),
     ("seconds to baseline", lambda s: _reached(s.to_baseline_seconds, ".0f")),
@@ -36,7 +38,7 @@ ROWS: tuple[Row, ...] = (
     ("s/iteration: reward", lambda s: f"{s.seconds_reward:.2f}"),
     ("s/iteration: update", lambda s: f"{s.seconds_update:.2f}"),
 )
-"""Rows of the results table: the label, and the cell of a method. Held-out metrics follow the sixth row."""
+"""Rows of the results table: the label, and the cell of a method. Held-out metrics follow the row of strict success."""
 
 
 def _reached(value: float | None, digits: str) -> str:
@@ -47,11 +49,11 @@ def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, list[str]]
     """Rows of the results table: the label, and a cell per method."""
     names = dict.fromkeys(name for summary in summaries for name in summary.heldout)
     heldout: list[Row] = [(name, lambda s, name=name: s.heldout[name].text() if name in s.heldout else "-") for name in names]
-    return [(name, [cell(summary) for summary in summaries]) for name, cell in (*ROWS[:6], *heldout, *ROWS[6:])]
+    return [(name, [cell(summary) for summary in summaries]) for name, cell in (*ROWS[:7], *heldout, *ROWS[7:])]
 
 
 def print_table(summaries: Sequence[MethodSummary], console: Console) -> None:
-    """Print the results table, one column per method; spreads are sample standard deviations over seeds."""
+    """Print the results table, one column per method; ± is half the width of a 95% interval."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("", no_wrap=True)
     for summary in summaries:
@@ -68,19 +70,35 @@ def table_text(summaries: Sequence[MethodSummary]) -> str:
     return console.export_text()
 
 
+MACHINE_SPREAD = {"mixture": 0.01, "shapes": 0.009}
+"""By how much the mean final reward of three seeds differs between processors whose rounding differs, by world (`flowrl bench
+claims --redo`)."""
+
+
 def headline(comparison: Comparison, summaries: Sequence[MethodSummary]) -> str:
-    """The result in one or two sentences."""
+    """The result in a few sentences: how every method's final reward differs from the baseline's, and what that is worth."""
     if not summaries:
         return "No run has been evaluated yet."
     base = next((s for s in summaries if s.method == comparison.baseline), summaries[0])
-    text = f"The held-out reward of {base.method} changes from {base.base.mean:.3f} to {base.final.text()}"
     several = min(summary.seeds for summary in summaries) > 1
+    texts = [f"The held-out reward of {base.method} changes from {base.base.mean:.3f} to {base.final.text()}"]
     for other in summaries:
         if other is not base:
-            gap, noise = other.final.mean - base.final.mean, max(base.final.std, other.final.std)
-            judged = f" ({'more' if abs(gap) > noise else 'no more'} than the spread over seeds)" if several else ""
-            text += f"; {other.method} ends {abs(gap):.3f} {'above' if gap >= 0 else 'below'} it{judged}"
-    return f"{text}. {base.seeds} seeds." if several else f"{text}. With one seed, the spread over seeds is unknown."
+            gap = other.lead.mean
+            end = f"{other.method} ends {abs(gap):.3f} {'above' if gap >= 0 else 'below'} it"
+            if several and not math.isnan(other.lead.half):
+                end += f" (95% interval {gap - other.lead.half:+.3f} to {gap + other.lead.half:+.3f})"
+            texts.append(end)
+    seeds = f"{base.seeds} seeds." if several else "With one seed, the interval is unknown."
+    return f"{'; '.join(texts)}. {seeds}{_machine(comparison, [s.lead.mean for s in summaries if s is not base])}"
+
+
+def _machine(comparison: Comparison, leads: Sequence[float]) -> str:
+    """A sentence where another processor may change a lead as much as it is."""
+    spread = MACHINE_SPREAD.get(comparison.config["run"]["environment"]["world"], 0.0)
+    if all(abs(lead) >= spread for lead in leads):
+        return ""
+    return f" A difference below {spread:g} may also come from the rounding of another processor."
 
 
 def write_report(folder: Path) -> Path:

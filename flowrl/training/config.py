@@ -15,7 +15,7 @@ from flowrl.options import Count, Seed, Whole
 from flowrl.reading import load_document, reading
 from flowrl.settings import flat, groups_of, nested, read_settings, read_values, replaced, settings_group
 from flowrl.training.format import check_format
-from flowrl.training.presets import MIXTURE_DEFAULTS, MODEL_DEFAULTS, MODEL_ONLY, accelerator_defaults, combine
+from flowrl.training.presets import MODEL_DEFAULTS, MODEL_ONLY, WORLD_DEFAULTS, accelerator_defaults, combine
 from flowrl.trust import trusted
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -331,7 +331,7 @@ class Preset:
         """The run with this preset's settings, then `changes`; the mixture world and models have defaults of their own. A preset
         that names no device trains its model on CUDA, or without CUDA in float32."""
         chosen = {**self.changes, **changes}
-        base: dict[str, Any] = MIXTURE_DEFAULTS if chosen.get("world") == "mixture" else {}
+        base: dict[str, Any] = WORLD_DEFAULTS.get(chosen.get("world", DEFAULTS["world"]), {})
         if chosen.get("model"):
             accelerator = accelerator_defaults(chosen.get("device", "cuda"))
             if not accelerator and "device" not in chosen and "dtype" not in changes:

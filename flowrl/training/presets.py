@@ -23,7 +23,7 @@ KINDS = ("models", "methods", "tasks", "definitions")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    "long": {"iterations": 75, "learning_rate": 3e-3, "final_learning_rate": 0.2, "eval_every": 15, "eval_samples": 384},
+    "long": {"iterations": 75, "learning_rate": 3e-3, "final_learning_rate": 0.2},
     "tiny": {
         "iterations": 2, "groups": 2, "group_size": 3, "num_steps": 4, "eval_every": 1, "eval_samples": 4,
         "eval_steps": 4, "window": "1:2",
@@ -31,9 +31,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Changes to the defaults, by name, for the built-in worlds."""
 
-MIXTURE_DEFAULTS: dict[str, Any] = {
-    "task": "direction", "learning_rate": 2e-2, "iterations": 40, "eval_every": 5, "window": "0:5",
+WORLD_DEFAULTS: dict[str, dict[str, Any]] = {
+    "shapes": {"eval_every": 2, "eval_samples": 384, "eval_steps": 10, "eval_solver": "dpm++"},
+    "mixture": {
+        "task": "direction", "learning_rate": 2e-2, "iterations": 40, "window": "0:5", "eval_every": 2, "eval_samples": 384,
+    },
 }  # fmt: skip
+"""Changes to the defaults by world. Ten steps of DPM-Solver++ score images like twenty Euler steps (soft reward .744 and .751
+before training, 384 samples) in half of the time."""
 
 MODEL_DEFAULTS: dict[str, Any] = {
     "world": "model", "task": "prompts", "reward_form": "reward", "num_steps": 10, "window": "all-but-last", "minibatches": 2,

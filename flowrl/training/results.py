@@ -180,32 +180,47 @@ def load_comparison(folder: Path) -> Comparison:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Mean and sample standard deviation over seeds (NaN for a single one)."""
+class Mean:
+    """Mean over seeds, and half the width of its 95% interval (Student's t; NaN for a single seed)."""
 
     mean: float
-    std: float
+    half: float
 
-    def text(self, digits: int = 3) -> str:
+    def text(self, digits: int = 3, sign: bool = False) -> str:
         """'0.712 ± 0.013'."""
         if math.isnan(self.mean):
             return "-"
-        return f"{self.mean:.{digits}f}" + ("" if math.isnan(self.std) else f" ± {self.std:.{digits}f}")
+        value = f"{self.mean:{'+' if sign else ''}.{digits}f}"
+        return value + ("" if math.isnan(self.half) else f" ± {self.half:.{digits}f}")
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation."""
+def mean_of(values: Sequence[float]) -> Mean:
+    """Mean m of n values with half its 95% interval, t_{n-1} s / sqrt(n), s the sample standard deviation."""
     if not values:
-        return Spread(math.nan, math.nan)
-    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan)
+        return Mean(math.nan, math.nan)
+    if len(values) == 1:
+        return Mean(values[0], math.nan)
+    from scipy import stats  # half a second of import time
+
+    width = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return Mean(statistics.fmean(values), width)
+
+
+COLLAPSE, FELL = 0.1, 0.02
+"""A run has collapsed if it ends more than `COLLAPSE` below its best evaluation, or more than `FELL` below its start."""
+
+
+def collapsed(rewards: Sequence[float]) -> bool:
+    """Whether a learning curve ends in a collapse."""
+    return rewards[-1] < max(max(rewards) - COLLAPSE, rewards[0] - FELL) - 1e-9
 
 
 @dataclass(frozen=True)
 class Change:
     """A metric at the first and at the last evaluation that contains it, over seeds."""
 
-    before: Spread
-    after: Spread
+    before: Mean
+    after: Mean
 
     def text(self) -> str:
         """'0.712 to 0.934 ± 0.013'."""
@@ -216,18 +231,20 @@ class Change:
 class MethodSummary:
     """One column of the results table.
 
-    Rewards are evaluation rewards (held-out prompts, ODE sampler, averaged weights). `to_baseline_*` is the point at which the
+    Rewards are evaluation rewards (held-out prompts, ODE sampler, averaged weights). `lead` is the final reward minus the
+    baseline's, paired by seed; `worst` the lowest final reward of a seed. `to_baseline_*` is the point at which the
     mean curve over seeds first reaches the baseline's final mean reward (None: not reached). NFE counts the network evaluations
     of the rollout. `heldout` contains the proxy, the held-out rewards and the diversity by their labels.
     """
 
     method: str
     seeds: int
-    base: Spread
-    final: Spread
-    best: Spread
-    final_strict: Spread
-    gain_each_seed: tuple[float, ...]
+    base: Mean
+    final: Mean
+    lead: Mean
+    worst: float
+    collapsed: int
+    final_strict: Mean
     to_baseline_iterations: float | None
     to_baseline_nfe: float | None
     to_baseline_seconds: float | None
@@ -251,7 +268,7 @@ def _heldout(runs: Sequence[RunRecord]) -> dict[str, Change]:
     }
     found = {label: [run.curve("iteration", *path)[1] for run in runs] for label, path in paths.items()}
     return {
-        label: Change(spread([c[0] for c in curves if c]), spread([c[-1] for c in curves if c]))
+        label: Change(mean_of([c[0] for c in curves if c]), mean_of([c[-1] for c in curves if c]))
         for label, curves in found.items()
         if any(curves) or label.startswith("held out")
     }
@@ -275,6 +292,7 @@ def mean_curve(runs: Sequence[RunRecord], x: str, *path: str) -> tuple[list[floa
 def summarise(comparison: Comparison) -> list[MethodSummary]:
     """One summary per evaluated method."""
     baseline = mean_curve(comparison.of(comparison.baseline), "iteration")[1]
+    finals = {run.seed: run.curve("iteration")[1][-1] for run in comparison.of(comparison.baseline)}
     target = baseline[-1] if baseline and baseline[-1] > baseline[0] else math.inf  # no target without a gain
     result = []
     for method in comparison.methods:
@@ -290,11 +308,12 @@ def summarise(comparison: Comparison) -> list[MethodSummary]:
             MethodSummary(
                 method=method,
                 seeds=len(runs),
-                base=spread([r[0] for r in rewards]),
-                final=spread([r[-1] for r in rewards]),
-                best=spread([max(r) for r in rewards]),
-                final_strict=spread([last for run in runs for last in run.curve("iteration", "strict")[1][-1:]]),
-                gain_each_seed=tuple(r[-1] - r[0] for r in rewards),
+                base=mean_of([r[0] for r in rewards]),
+                final=mean_of([r[-1] for r in rewards]),
+                lead=mean_of([r[-1] - finals[run.seed] for run, r in zip(runs, rewards, strict=True) if run.seed in finals]),
+                worst=min(r[-1] for r in rewards),
+                collapsed=sum(map(collapsed, rewards)),
+                final_strict=mean_of([last for run in runs for last in run.curve("iteration", "strict")[1][-1:]]),
                 to_baseline_iterations=reached["iteration"],
                 to_baseline_nfe=reached["nfe_total"],
                 to_baseline_seconds=reached["seconds_total"],

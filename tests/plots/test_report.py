@@ -20,7 +20,7 @@ from flowrl.plots.report import headline, table_rows, table_text, write_evaluati
 from flowrl.plots.style import save, spread_labels
 from flowrl.training.compare import CompareConfig
 from flowrl.training.config import preset
-from flowrl.training.results import Comparison, RunRecord, mean_curve, run_folder, spread, summarise
+from flowrl.training.results import Comparison, Mean, RunRecord, collapsed, mean_curve, mean_of, run_folder, summarise
 
 EVIL = '<script>alert("1")</script>'
 REMOTE = re.compile(r"""(src|href|url)\s*[=(]\s*["']?(http|//|file)""")
@@ -45,16 +45,23 @@ def test_summary_numbers_worked_out_by_hand():
         record("fast", 0, [0.4, 0.8, 0.8]),
         record("fast", 1, [0.4, 0.8, 0.7]),
     )
-    config = {"methods": ["base", "fast"], "seeds": [0, 1], "run": {}}
+    config = {"methods": ["base", "fast"], "seeds": [0, 1], "run": {"environment": {"world": "shapes"}}}
     base, fast = summarise(Comparison(Path("."), config, runs))
-    assert base.final.mean == pytest.approx(0.7) and base.final.std == pytest.approx(0.2 / 2**0.5)
+    assert base.final.mean == pytest.approx(0.7) and base.final.half == pytest.approx(12.7062 * 0.1, rel=1e-4)  # t of 1 degree
+    assert base.lead == Mean(0.0, 0.0) and base.worst == 0.6
+    assert fast.lead.mean == pytest.approx(0.05) and fast.lead.half == pytest.approx(12.7062 * 0.15, rel=1e-4)  # +0.2, -0.1
+    assert (base.collapsed, fast.collapsed) == (0, 0) and fast.worst == 0.7
     assert base.to_baseline_iterations == pytest.approx(2.0)
     assert fast.to_baseline_iterations == pytest.approx(0.75)
     assert fast.to_baseline_nfe == pytest.approx(75) and fast.to_baseline_seconds == pytest.approx(1.5)
-    assert fast.best.mean == pytest.approx(0.8) and fast.gain_each_seed == pytest.approx((0.4, 0.3))
     assert fast.nfe_per_trajectory == 10 and fast.rewards_per_trajectory == 2 and fast.seconds_reward == 0.5
-    assert spread([]).text() == "-" and spread([0.5]).text() == "0.500"
+    assert mean_of([]).text() == "-" and mean_of([0.5]).text() == "0.500"
     assert mean_curve([], "iteration") == ([], [])
+
+
+def test_a_collapse_ends_far_below_the_best_or_below_the_start():
+    assert collapsed([0.4, 0.9, 0.79]) and not collapsed([0.4, 0.9, 0.81])
+    assert collapsed([0.4, 0.41, 0.37]) and not collapsed([0.4, 0.41, 0.39])
 
 
 def test_means_over_seeds_use_the_iterations_of_all_runs():
@@ -67,21 +74,25 @@ def test_means_over_seeds_use_the_iterations_of_all_runs():
     assert mean_curve([first, second], "seconds_total", "heldout", "ocr") == ([0.0, 6.0], [1.5, 4.0])
     assert mean_curve([first, second], "nfe_total", "missing") == ([], [])
     (summary,) = summarise(Comparison(Path("."), {"methods": ["a"], "seeds": [0, 1], "run": {}}, (first, second)))
-    assert summary.heldout["held out: ocr"].text() == "1.500 to 4.000 ± 1.414"
-    assert ("held out: ocr", ["1.500 to 4.000 ± 1.414"]) in table_rows([summary]) and "held out: ocr" in table_text([summary])
+    assert summary.heldout["held out: ocr"].text() == "1.500 to 4.000 ± 12.706"
+    assert ("held out: ocr", ["1.500 to 4.000 ± 12.706"]) in table_rows([summary]) and "held out: ocr" in table_text([summary])
 
 
-def test_the_headline_judges_by_the_spread_over_seeds():
-    config = {"methods": ["base", "fast"], "seeds": [0, 1], "run": {}}
-    finals = {("base", 0): 0.5, ("base", 1): 0.6, ("fast", 0): 0.9, ("fast", 1): 0.8}
+def test_the_headline_has_intervals_and_the_machine_spread():
+    config = {"methods": ["base", "fast"], "seeds": [0, 1], "run": {"environment": {"world": "shapes"}}}
+    finals = {("base", 0): 0.5, ("base", 1): 0.6, ("fast", 0): 0.9, ("fast", 1): 0.98}
     runs = [record(name, seed, [0.1, final]) for (name, seed), final in finals.items()]
     comparison = Comparison(Path("."), config, tuple(runs))
     text = headline(comparison, summarise(comparison))
-    assert "base changes from 0.100 to 0.550 ± 0.071; fast ends 0.300 above it" in text
-    assert text.endswith("(more than the spread over seeds). 2 seeds.")
+    assert "base changes from 0.100 to 0.550 ± 0.635; fast ends 0.390 above it" in text
+    assert text.endswith("(95% interval +0.263 to +0.517). 2 seeds.")
     single = Comparison(Path("."), config, (runs[0], runs[2]))
     text = headline(single, summarise(single))
-    assert text.endswith("fast ends 0.400 above it. With one seed, the spread over seeds is unknown.")
+    assert text.endswith("fast ends 0.400 above it. With one seed, the interval is unknown.")
+    near = Comparison(Path("."), config, (*runs[:2], record("fast", 0, [0.1, 0.508]), record("fast", 1, [0.1, 0.606])))
+    assert headline(near, summarise(near)).endswith(
+        "A difference below 0.009 may also come from the rounding of another processor."
+    )
 
 
 def test_a_report_can_be_written_before_any_run_has_finished(tmp_path):

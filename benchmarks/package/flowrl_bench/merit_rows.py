@@ -8,6 +8,7 @@ from flowrl.training.config import RunConfig, preset
 
 Kind = Literal["method", "probe", "tree rule", "ceiling", "run"]
 WORLDS = ("mixture", "shapes")
+HELD_OUT = {"eval_samples": 192, "eval_steps": 20, "eval_solver": "euler"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Row:
 
     def run(self, world: str, **changes: Any) -> RunConfig:
         """The default run of a world with this rule, as `flowrl compare` sets it up."""
-        return preset("default").apply(world=world, **{**self.settings, **changes})
+        return preset("default").apply(world=world, **{**HELD_OUT, **self.settings, **changes})
 
 
 def _methods() -> Iterator[Row]:
