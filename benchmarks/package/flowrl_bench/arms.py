@@ -1,7 +1,10 @@
 """The arms of the tuned comparison: each method's settings, and the numbers that are searched for it."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError, require
@@ -10,9 +13,10 @@ from flowrl.training.build import check
 from flowrl.training.compare import rule_name
 from flowrl.training.config import RunConfig, preset
 
+_HELD_OUT = {"eval_samples": 768, "eval_steps": 20, "eval_solver": "euler"}
 WORLDS: dict[str, dict[str, Any]] = {
-    "mixture": {"world": "mixture", "task": "direction", "iterations": 40, "eval_every": 2, "eval_samples": 768},
-    "shapes": {"world": "shapes", "task": "compositional", "iterations": 24, "eval_every": 4, "eval_samples": 768},
+    "mixture": {"world": "mixture", "task": "direction", "iterations": 40, "eval_every": 2, **_HELD_OUT},
+    "shapes": {"world": "shapes", "task": "compositional", "iterations": 24, "eval_every": 4, **_HELD_OUT},
 }
 """Settings that all compared runs of a world share, besides the defaults; image runs are made for two further tasks."""
 TASKS: dict[str, tuple[str, ...]] = {"mixture": ("direction",), "shapes": ("compositional", "text", "preference")}
@@ -127,6 +131,20 @@ _ARMS = (
 )
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _ARMS}
 """The compared arms. "uniform, larger groups" has as many network evaluations per iteration as stepwise gains."""
+
+
+TUNED = Path(__file__).parent / "tuned.json"
+"""What `flowrl bench tune --save` has written: the values that were found, by world and arm."""
+
+
+def tuned(world: str, arm: str) -> dict[str, float]:
+    """The values that were found for an arm in a world; the start of the grid where none were."""
+    return _tuned().get(world, {}).get(arm) or ARMS[arm].values(world, {})
+
+
+@cache
+def _tuned() -> dict[str, dict[str, dict[str, float]]]:
+    return json.loads(TUNED.read_text()) if TUNED.exists() else {}
 
 
 def named_arm(name: str) -> Arm:

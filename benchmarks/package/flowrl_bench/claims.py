@@ -6,32 +6,33 @@ from functools import cache
 from typing import Any
 
 from flowrl.errors import require
-from flowrl.training.config import RunConfig, preset
+from flowrl.training.config import RunConfig
+from flowrl_bench.arms import ARMS, TASKS, tuned
 from flowrl_bench.verdicts import Rule
 
-WORLDS: dict[str, dict[str, Any]] = {
-    "mixture": {"world": "mixture", "eval_every": 2},
-    "shapes": {"world": "shapes", "iterations": 36, "eval_every": 4},
-}
-"""Settings that all runs in a world share, besides the defaults."""
-TASKS: dict[str, tuple[str, ...]] = {"mixture": ("direction",), "shapes": ("compositional", "text", "preference")}
-SEEDS: dict[str, tuple[int, ...]] = {"mixture": tuple(range(10)), "shapes": (0, 1, 2)}
-QUICK_SEEDS = (0, 1, 2)
+SEEDS: dict[str, tuple[int, ...]] = {"mixture": tuple(range(100, 115)), "shapes": tuple(range(100, 110))}
+"""Seeds that no earlier result and no search has used."""
+QUICK_SEEDS = (100, 101, 102)
 """Seeds of the quick suite, which has runs in the 2-D world only."""
 
 Arm = Mapping[str, Any]
-"""The changes to a run's settings that make up one arm."""
-UNIFORM: Arm = {"method": "flow-grpo"}
-GAINS: Arm = {"method": "stepwise-flow-grpo"}
-POINTS: Arm = {"method": "tp-grpo"}
+"""The settings that make up one arm: those that were found for the entry "arm" of `flowrl_bench.arms`, and changes to them."""
+UNIFORM: Arm = {"arm": "uniform"}
+GAINS: Arm = {"arm": "stepwise gains"}
+POINTS: Arm = {"arm": "turning points"}
 METHODS: dict[str, Arm] = {"uniform": UNIFORM, "stepwise": GAINS, "turning points": POINTS}
 LONG_WINDOW: Arm = {"window": "all-but-last"}
 NO_PAPER = "no paper reports it"
 
 
 def gains(options: str) -> Arm:
-    """The arm of stepwise gains with other options."""
-    return {"credit": f"stepwise-gain({options})"}
+    """The arm of stepwise gains with other options and the same learning rate, clip and noise level."""
+    return {**GAINS, "credit": f"stepwise-gain({options})"}
+
+
+def points(options: str) -> Arm:
+    """The arm of turning points with other options and the same learning rate, clip and noise level."""
+    return {**POINTS, "credit": f"turning-point({options})"}
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,17 @@ def question(key: str, says: str, arms: Mapping[str, Arm], rule: Rule, **options
 
 
 def make_run(world: str, task: str, seed: int, changes: Arm) -> RunConfig:
-    """The run of an arm: the world's defaults, then the changes. A `credit` is also the name of its method."""
-    settings = {**WORLDS[world], "task": task, "seed": seed, **changes}
+    """The run of an arm: the world's settings, those found for the arm it starts from, then the changes.
+
+    A `credit` is also the name of its method.
+    """
+    settings = {"task": task, "seed": seed, **{name: value for name, value in changes.items() if name != "arm"}}
     if "credit" in settings:
         settings.setdefault("method", settings["credit"])
-    return _made(tuple(sorted(settings.items())))
+    return _made(changes["arm"], world, tuple(sorted(settings.items())))
 
 
 @cache
-def _made(settings: tuple[tuple[str, Any], ...]) -> RunConfig:
+def _made(arm: str, world: str, settings: tuple[tuple[str, Any], ...]) -> RunConfig:
     """Cached, because checking a run's settings takes milliseconds and the page needs the same thousand runs several times."""
-    return preset("default").apply(**dict(settings))
+    return ARMS[arm].run(world, tuned(world, arm), **dict(settings))

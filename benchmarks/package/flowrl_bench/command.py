@@ -115,11 +115,13 @@ class Tune:
     """Methods that are tuned at a time; 0 = one per core."""
     show: bool = False
     """Make no runs: print what the log has chosen."""
+    save: Path | None = None
+    """A JSON file for the chosen values, by world and arm; entries of other arms stay."""
 
     def main(self) -> int:
-        """Search, print the choices."""
+        """Search, print and save the choices."""
         from flowrl_bench.arms import ARMS, WORLDS, named_arm
-        from flowrl_bench.tune import Search, choices, tune
+        from flowrl_bench.tune import Search, choices, save, tune
 
         require(self.world in ("all", *WORLDS), "world", self.world, "mixture, shapes or all")
         arms = [named_arm(name) for name in self.methods or ARMS]
@@ -136,6 +138,8 @@ class Tune:
         command = shlex.join(["flowrl", *sys.argv[1:]])
         finished = self.show or tune(searches, self.out, command, self.workers, progress)
         print(choices(searches, self.out))
+        if self.save is not None:
+            save(searches, self.out, self.save)
         if not finished:
             print(f"Paused; finished runs are kept. Continue with: {command}")
         return 0 if finished else 130

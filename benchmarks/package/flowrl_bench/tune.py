@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from flowrl.errors import require
-from flowrl.io import file_lock
+from flowrl.io import file_lock, write_json
+from flowrl.reading import read_json
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench.arms import SHORT, Arm
 from flowrl_bench.evidence import column
@@ -198,3 +199,14 @@ def choices(searches: Sequence[Search], path: Path) -> str:
         range_ = f"{np.mean(mine):.3f} ({min(mine):.3f} to {max(mine):.3f}, {len(mine)} seeds)"
         texts.append(f"{search.world}, {search.arm.name}: {found}; mean reward over training {range_}")
     return "\n".join(texts)
+
+
+def save(searches: Sequence[Search], log: Path, path: Path) -> None:
+    """Write the values of every finished search, by world and arm, to the JSON file at `path`; other entries stay."""
+    lines = ResultsFile(log).unchecked()
+    values: dict[str, dict[str, Any]] = read_json(path, dict[str, dict[str, Any]]) if path.exists() else {}
+    for search in searches:
+        found = chosen(search, lines)
+        if found is not None:
+            values.setdefault(search.world, {})[search.arm.name] = found
+    write_json(path, values)
