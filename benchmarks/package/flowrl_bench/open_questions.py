@@ -1,7 +1,8 @@
 """Open questions, which no paper answers. Written before their runs."""
 
-from flowrl_bench.claims import GAINS, LONG_WINDOW, METHODS, POINTS, UNIFORM, Claim, gains, question
-from flowrl_bench.verdicts import Interaction, Level, Parts, each
+from flowrl_bench.arms import TASKS
+from flowrl_bench.claims import BINDING_KL, DEFAULTS, GAINS, LONG_WINDOW, METHODS, POINTS, UNIFORM, Claim, gains, points, question
+from flowrl_bench.verdicts import Compare, Interaction, Level, Parts, each
 
 _ONE_STEP = gains("probe=tweedie")
 
@@ -9,31 +10,33 @@ _CREDIT = (
     question(
         "increments-alone",
         "Do incremental rewards alone achieve what turning points do?",
-        {"turning points": POINTS, "increments alone": {"credit": "turning-point(where='none')"}},
+        {"turning points": POINTS, "increments alone": {"arm": "increments alone"}},
         each(("increments alone",), "turning points"),
+        tasks=TASKS["shapes"],
     ),
     question(
         "random-points",
         "Does the position of a turning point matter, or only that some steps get the reward that follows?",
-        {"turning points": POINTS, "random steps": {"credit": "turning-point(where=random)"}},
+        {"turning points": POINTS, "random steps": {"arm": "turning points at random steps"}},
         each(("random steps",), "turning points"),
+        tasks=TASKS["shapes"],
     ),
     question(
         "balancing",
         "What does balancing the signs of the turning points do?",
-        {"balanced": POINTS, "not balanced": {"credit": "turning-point(balance=none)"}},
+        {"balanced": POINTS, "not balanced": points("balance=none")},
         each(("not balanced",), "balanced"),
     ),
     question(
         "fresh-noise-fault",
         "What does the public release's fresh noise for the pure-ODE reward cost?",
-        {"right": POINTS, "fresh noise": {"credit": "flowrl_bench.negative_controls:FreshNoiseFault"}},
+        {"right": POINTS, "fresh noise": {**POINTS, "credit": "flowrl_bench.negative_controls:FreshNoiseFault"}},
         each(("fresh noise",), "right"),
     ),
     question(
         "tp-normalisation",
         "Does joint normalisation help turning points too?",
-        {"per step": POINTS, "joint": {"credit": "turning-point(normalise=joint)"}},
+        {"per step": POINTS, "joint": points("normalise=joint")},
         each(("joint",), "per step"),
     ),
     question(
@@ -41,7 +44,6 @@ _CREDIT = (
         "Which lambda between gains (0) and reward-to-go (1) is best?",
         {"lambda 0": GAINS, **{f"lambda {lam:g}": gains(f"lam={lam}") for lam in (0.25, 0.5, 0.75, 1.0)}},
         each(("lambda 1", "lambda 0.25", "lambda 0.5", "lambda 0.75"), "lambda 0"),
-        tasks=("compositional",),
     ),
     question(
         "shared-noise-gains",
@@ -54,8 +56,8 @@ _CREDIT = (
         "Do stricter turning points (large ones, clear ones) do better?",
         {
             "turning points": POINTS,
-            "at least 0.1": {"credit": "turning-point(min_size=0.1)"},
-            "clear swings": {"credit": "turning-point(confidence=1.0)"},
+            "at least 0.1": points("min_size=0.1"),
+            "clear swings": points("confidence=1.0"),
         },
         each(("at least 0.1", "clear swings"), "turning points"),
     ),
@@ -68,20 +70,25 @@ _CREDIT = (
     ),
 )
 
-_BUDGETS = tuple(
+_ESTIMATES = (
     question(
-        f"equal-{budget}",
-        f"At equal {words}, which estimate of unfinished images is best: none, one step, 5 substeps, or the whole ODE?",
-        {
-            "uniform": UNIFORM,
-            "one step": _ONE_STEP,
-            "5 substeps": GAINS,
-            "completion": gains("probe=completion"),
-            "turning points": POINTS,
-        },
-        each(("one step", "5 substeps", "completion", "turning points"), "uniform", f"reward at equal {budget}"),
-    )
-    for budget, words in (("nfe", "network evaluations"), ("seconds", "wall-clock time"))
+        "estimates",
+        "At equal network evaluations, which estimate of unfinished images is best: one step, 5 substeps or the whole ODE?",
+        {"5 substeps": GAINS, "one step": _ONE_STEP, "whole ODE": gains("probe=completion")},
+        each(("one step", "whole ODE"), "5 substeps", "reward at equal nfe"),
+    ),
+    question(
+        "true-limit",
+        "How far are the rules from credit by true advantages?",
+        {"true advantages": {"arm": "true advantages"}, **METHODS},
+        each(("uniform", "stepwise", "turning points"), "true advantages"),
+    ),
+    question(
+        "tuning",
+        "What does a rule lose at the world's default learning rate, clip and noise level?",
+        {**METHODS, **{f"{rule}, defaults": {**arm, **DEFAULTS} for rule, arm in METHODS.items()}},
+        Parts(tuple(Compare(f"{rule}, defaults", rule) for rule in METHODS)),
+    ),
 )
 
 _REWARDS = tuple(
@@ -118,8 +125,9 @@ def _scale(name: str, words: str, setting: str, label: str, value: int) -> Claim
 
 
 _SCALES = (
-    _scale("steps", "with 10 denoising steps than with 20", "num_steps", "T =", 20),
+    _scale("steps", "with 10 denoising steps than with 40", "num_steps", "T =", 40),
     _scale("groups", "in groups of 12 than in groups of 24", "group_size", "G =", 24),
+    _scale("small-groups", "in groups of 12 than in groups of 6", "group_size", "G =", 6),
 )
 
 _LOSS = (
@@ -128,7 +136,7 @@ _LOSS = (
         "Does it matter that public code omits the step's length from the KL?",
         {"exact KL": UNIFORM, "without the length": {**UNIFORM, "loss": "clipped(kl=without_delta)"}},
         each(("without the length",), "exact KL"),
-        base={"kl_weight": 0.04},
+        base={"kl_weight": BINDING_KL},
     ),
     question(
         "cps-scaling",
@@ -138,29 +146,11 @@ _LOSS = (
         base={"sampler": "cps", **LONG_WINDOW},
     ),
     question(
-        "clip-uniform",
-        "What does a clip range 10 or 100 times as wide (0.02, 0.2) do to uniform credit?",
-        {"clip 0.002": UNIFORM, **{f"clip {clip:g}": {**UNIFORM, "clip_range": clip} for clip in (2e-2, 2e-1)}},
-        each(("clip 0.02", "clip 0.2"), "clip 0.002"),
-    ),
-    *(
-        question(
-            f"clip-lead-{factor}",
-            f"Do gains and turning points still lead if all rules have a clip range {factor} times as wide ({clip:g})?",
-            METHODS,
-            each(("stepwise", "turning points"), "uniform"),
-            base={"clip_range": clip},
-            tasks=tasks,
-        )
-        for factor, clip, tasks in ((10, 2e-2, ("compositional",)), (100, 2e-1, ()))
-    ),
-    question(
-        "clip-own",
-        "Do gains and turning points at the narrow clip range lead over uniform credit at one 10 times as wide?",
-        {"stepwise": GAINS, "turning points": POINTS, "uniform, clip 0.02": {**UNIFORM, "clip_range": 2e-2}},
-        each(("stepwise", "turning points"), "uniform, clip 0.02"),
-        tasks=("compositional",),
+        "binding-kl",
+        "What does the KL of `tp-explores` and `kl-quality` cost in reward?",
+        {"uniform": UNIFORM, "uniform, KL": {**UNIFORM, "kl_weight": BINDING_KL}},
+        each(("uniform, KL",), "uniform"),
     ),
 )
 
-QUESTIONS: tuple[Claim, ...] = (*_CREDIT, *_BUDGETS, *_REWARDS, *_SCALES, *_LOSS)
+QUESTIONS: tuple[Claim, ...] = (*_CREDIT, *_ESTIMATES, *_REWARDS, *_SCALES, *_LOSS)
