@@ -45,7 +45,7 @@ class Claims:
     than its line says is refused."""
     redo: str = ""
     """Repeat the run with this id from its line in `out` (also that of a rule of your own), compare every number except seconds,
-    and stop."""
+    say whether another processor's rounding explains what differs, and stop."""
     trust: bool = False
     """Run code that the lines in `out` name, and use their addresses and keys."""
     list: bool = False
@@ -265,7 +265,11 @@ def _redo(key: str, file: Any) -> int:
         print(f"{key}: the same to the last digit")
         return 0
     print(f"{key}: differs in {len(found.differing)} numbers (first: {found.differing[0]}), by at most {found.largest:.3g}")
-    return 1
+    judged = "as much as the rounding of another processor explains" if found.close else "more than another processor's rounding"
+    print(
+        f"The reward differs by {found.early:.2g} in the first quarter of the evaluations and by {found.final:.2g} in the last: {judged}"
+    )
+    return 0 if found.close else 1
 
 
 def _execute(suite: Any, workers: int, minutes: float) -> bool:
