@@ -266,9 +266,7 @@ def _redo(key: str, file: Any) -> int:
         return 0
     print(f"{key}: differs in {len(found.differing)} numbers (first: {found.differing[0]}), by at most {found.largest:.3g}")
     judged = "as much as the rounding of another processor explains" if found.close else "more than another processor's rounding"
-    print(
-        f"The reward differs by {found.early:.2g} in the first quarter of the evaluations and by {found.final:.2g} in the last: {judged}"
-    )
+    print(f"Reward: {found.early:.2g} apart in the first quarter of the evaluations, {found.final:.2g} in the last; {judged}")
     return 0 if found.close else 1
 
 

@@ -1,7 +1,20 @@
 """Open questions, which no paper answers. Written before their runs."""
 
 from flowrl_bench.arms import TASKS
-from flowrl_bench.claims import BINDING_KL, DEFAULTS, GAINS, LONG_WINDOW, METHODS, POINTS, UNIFORM, Claim, gains, points, question
+from flowrl_bench.claims import (
+    BINDING_KL,
+    DEFAULTS,
+    GAINS,
+    KL_WEIGHTS,
+    LONG_WINDOW,
+    METHODS,
+    POINTS,
+    UNIFORM,
+    Claim,
+    gains,
+    points,
+    question,
+)
 from flowrl_bench.verdicts import Compare, Interaction, Level, Parts, each
 
 _ONE_STEP = gains("probe=tweedie")
@@ -150,6 +163,19 @@ _LOSS = (
         "What does the KL of `tp-explores` and `kl-quality` cost in reward?",
         {"uniform": UNIFORM, "uniform, KL": {**UNIFORM, "kl_weight": BINDING_KL}},
         each(("uniform, KL",), "uniform"),
+    ),
+    *(
+        question(
+            f"kl-frontier-{name}",
+            f"How close to the data does the KL keep samples under {words}?",
+            {"no KL": arm, **{f"KL {weight:g}": {**arm, "kl_weight": weight} for weight in KL_WEIGHTS}},
+            each(tuple(f"KL {weight:g}" for weight in KL_WEIGHTS), "no KL", "quality"),
+        )
+        for name, words, arm in (
+            ("uniform", "uniform credit", UNIFORM),
+            ("stepwise", "stepwise gains", GAINS),
+            ("points", "turning points", POINTS),
+        )
     ),
 )
 
