@@ -26,7 +26,7 @@ from flowrl_bench.measurements import CURVE, measure
 PACKAGES = {"flowrl": Path(flowrl.__file__).parent, "flowrl_bench": Path(__file__).parent}
 RUN = ("flowrl_bench.measurements", "flowrl_bench.negative_controls")
 """Modules from which the imports of a run are followed."""
-RULES = ("claims", "catalogue", "open_questions", "verdicts", "evidence", "statistics")
+RULES = ("arms", "claims", "catalogue", "leads", "open_questions", "verdicts", "evidence", "statistics")
 """Modules of this package that decide on verdicts, with `flowrl.diagnostics.curves`."""
 GOLDEN: dict[str, Any] = {
     "world": "mixture", "iterations": 2, "groups": 2, "group_size": 12, "num_steps": 8, "eval_every": 2, "eval_samples": 18,
