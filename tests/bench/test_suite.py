@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from bench_lines import SMALL, small_line, small_run
 from flowrl_bench import suite as module
-from flowrl_bench.catalogue import CLAIMS
 from flowrl_bench.arms import WORLDS
+from flowrl_bench.catalogue import CLAIMS
 from flowrl_bench.claims import Claim, make_run
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence
@@ -241,7 +241,8 @@ class TestRemainingTime:
 def test_the_suite_detects_known_differences() -> None:
     """Credit by true advantages leads, random credit trails, and the verdicts say so, in runs of a few seconds."""
     short = {
-        "arm": "uniform", "clip_range": 2e-3, "iterations": 10, "eval_every": 1, "groups": 12, "group_size": 12, "eval_samples": 48, "eval_steps": 10, "num_steps": 5,
+        "arm": "uniform", "clip_range": 2e-3, "iterations": 10, "eval_every": 1, "groups": 12, "group_size": 12,
+        "eval_samples": 48, "eval_steps": 10, "num_steps": 5,
         "window": "0:3", "learning_rate": 4e-2,
     }  # fmt: skip
     arms = {

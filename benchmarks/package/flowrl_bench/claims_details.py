@@ -20,18 +20,18 @@ INTRODUCTION = (
     "[The verdict rules](../verdicts.md) define the terms."
 )
 SPREAD = (
-    "Mean reward over training, and collapses. The median and the interquartile mean have widened bootstrap intervals; no verdict "
-    "depends on them. Collapse rates have Wilson intervals."
+    "Mean reward over training, and collapses. The median and the interquartile mean have widened bootstrap intervals; no "
+    "verdict depends on them. Collapse rates have Wilson intervals."
 )
 COSTS = (
-    "Measured per rule: evaluations and reward calls of a trajectory, sequential network calls and seconds of an iteration, and the "
-    "reward gained per million evaluations over the whole run. Peak memory is that of a process that makes two iterations."
+    "Measured per rule: evaluations and reward calls of a trajectory, sequential network calls and seconds of an iteration, and "
+    "the reward gained per million evaluations over the whole run. Peak memory is that of a process that makes two iterations."
 )
 FRONTIERS = {"uniform": "kl-frontier-uniform", "stepwise gains": "kl-frontier-stepwise", "turning points": "kl-frontier-points"}
 """The questions of the frontier, by the arm whose KL they vary."""
 FRONTIER_TEXT = (
-    "Each line joins the runs of one method without KL (smallest marker) and with increasing weights of the KL to the base model. "
-    "Higher and further right is better. Diversity that falls below the base model's is lost."
+    "Each line joins the runs of one method without KL (smallest marker) and with increasing weights of the KL to the base "
+    "model. Higher and further right is better. Diversity that falls below the base model's is lost."
 )
 
 

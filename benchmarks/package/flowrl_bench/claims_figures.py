@@ -150,9 +150,13 @@ def survivals(arms: Mapping[str, Arm]) -> Figure:
         runs = [curve(line) for line in _runs(arm, name)]
         end = runs[0].budgets[-1]
         for style, found in zip(LINES, survival(runs, levels), strict=True):
-            times = [0.0, *found.budgets, end]
+            times = [runs[0].budgets[0] + 1e-3, *found.budgets, end]
             shares = [found.fraction(at) for at in times]
             axes.step(times, shares, style, where="post", color=colour(name), linewidth=0.8 if behind else 2)
+        axes.set_xscale("log")
+        axes.set_xticks([2, 5, 10, 20, 40], ["2", "5", "10", "20", "40"], minor=False)
+        axes.minorticks_off()
+        axes.set_xlim(0.9 * runs[0].budgets[1], end)
         axes.set_ylim(-0.03, 1.03)
 
     words = ", ".join(f"{level:.2f} {mark}" for level, mark in zip(levels, ("solid", "dashed", "dotted"), strict=True))

@@ -40,29 +40,30 @@ LEGEND = (
 )
 MAIN_TEXT = (
     "Every arm has the learning rate, clip and noise level that a search of equal size found for it. *Larger groups*: uniform "
-    "credit with as many network evaluations per update as stepwise gains. The worst seed is by mean reward over training. A click "
-    "on a column's head sorts."
+    "credit with as many network evaluations per update as stepwise gains. The worst seed is by mean reward over training. A "
+    "click on a column's head sorts."
 )
 SURVIVAL_TEXT = (
-    "The papers' headlines at the worlds' default settings and at tuned settings. The runs at default settings are older and have "
-    "[a page of their own](claims/at-default-settings.md)."
+    "The papers' headlines at the worlds' default settings and at tuned settings. The runs at default settings are older and "
+    "have [a page of their own](claims/at-default-settings.md)."
 )
 CLAIMS_TEXT = "The papers' statements in our words. A link leads to the rule, the arms, every comparison and the reported number."
 QUESTIONS_TEXT = "No paper reports these. The answer refers to the arms that it names, or to the arm that the details name first."
 METHOD = (
-    "The unit is the seed; runs of one seed share prompts and noise, and tasks are averaged within the seed. p-values have Holm's "
-    "correction over a family: the main comparison, the papers' claims, the other questions, the self-test. Held-out prompts and "
-    "their noise are the same for all runs, so intervals do not cover the choice of prompts. *Per evaluation* counts network "
-    "evaluations for sampling, scoring and the update. *Per second* is processor time of one core with tiny networks; large models "
-    "can differ. Verdicts are about these worlds."
+    "The unit is the seed; runs of one seed share prompts and noise, and tasks are averaged within the seed. p-values have "
+    "Holm's correction over a family: the main comparison, the papers' claims, the other questions, the self-test. Held-out "
+    "prompts and their noise are the same for all runs, so intervals do not cover the choice of prompts. *Per evaluation* counts "
+    "network evaluations for sampling, scoring and the update. *Per second* is processor time of one core with tiny networks; "
+    "large models can differ. Verdicts are about these worlds."
 )
 CHOICE = (
     "The rule to take has the largest lead per evaluation among methods that are better than uniform credit there, not worse than "
-    "larger groups, and neither worse per second nor in collapses. All numbers are on [the page of details](claims/details.md)."
+    "larger groups, and neither worse per second nor in collapses. All numbers are on "
+    "[the page of details](claims/details.md)."
 )
 AGAIN = (
-    "`flowrl bench claims --out FILE` makes the missing runs and this page, `flowrl bench claims --out FILE --redo ID` repeats one "
-    "run and compares every number. The file contains all runs; none is left out."
+    "`flowrl bench claims --out FILE` makes the missing runs and this page, `flowrl bench claims --out FILE --redo ID` repeats "
+    "one run and compares every number. The file contains all runs; none is left out."
 )
 
 
