@@ -57,8 +57,8 @@ METHOD = (
     "large models can differ. Verdicts are about these worlds."
 )
 CHOICE = (
-    "The rule to take has the largest lead per evaluation among methods that are better than uniform credit there, not worse than "
-    "larger groups, and neither worse per second nor in collapses. All numbers are on "
+    "The rule to take has the largest lead per evaluation among methods that are better than uniform credit there, not worse "
+    "than larger groups, and neither worse per second nor in collapses. All numbers are on "
     "[the page of details](claims/details.md)."
 )
 AGAIN = (

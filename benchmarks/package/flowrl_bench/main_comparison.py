@@ -17,6 +17,7 @@ BUDGETS = {"per update": "area", "per evaluation": "reward at equal nfe", "per s
 STEPWISE = ("stepwise gains", "turning points")
 """The per-step credit of the papers, which the answers name first."""
 _ANSWERS = {BETTER: "yes", WORSE: "no, it trails", ALIKE: "no", UNDECIDED: "undecided"}
+_SPACE = "\N{NO-BREAK SPACE}"
 POSITION = "random-points"
 """The question about the place of a turning point."""
 
@@ -75,26 +76,27 @@ def _size(one: Comparison | None) -> float:
 
 
 def number(one: Comparison | None) -> str:
-    """'+0.012 [+0.003, +0.021] ▲', or a dash."""
+    """'▲ +0.012 [0.003, 0.021]', or a dash. Line breaks are possible before the interval only."""
     if one is None:
         return "-"
     found = one.estimate
-    interval = found.text(3, True) if abs(found.high) < 1e9 else f"{found.value:+.3f} (one seed)"
-    return f"{interval} {SYMBOLS[one.verdict]}"
+    interval = f"[{found.low:.3f},{_SPACE}{found.high:.3f}]" if abs(found.high) < 1e9 else f"(one{_SPACE}seed)"
+    return f"{SYMBOLS[one.verdict]}{_SPACE}{found.value:+.3f} {interval}"
 
 
 def lead_table(arms: Mapping[str, Arm]) -> Table:
     """A row per arm: levels, then leads over uniform credit at equal budgets, then its bad seeds."""
     leads = (f"minus uniform, {words}" for words in BUDGETS)
     larger = "minus larger groups, per evaluation"
-    head = ("arm", "seeds", "mean reward over training", *leads, larger, "worst seed", "collapsed")
+    head = ("arm", "seeds", "mean reward over training", *leads, "collapsed", "worst seed", larger)
     rows = []
     for name, arm in arms.items():
         label, seeds = f"{name}{' (control)' if arm.control else ''}", str(len(arm.evidence.seeds))
         found = [number(arm.lead(measure)) for measure in BUDGETS.values()]
         lost, runs = arm.collapses
-        ends = (number(arm.lead(BUDGETS["per evaluation"], LARGER)), f"{arm.values('area').min():.3f}", f"{lost} of {runs}")
-        rows.append((label, seeds, arm.level.text(), *found, *ends))
+        bad = (f"{lost}{_SPACE}of{_SPACE}{runs}", f"{arm.values('area').min():.3f}")
+        ends = (*bad, number(arm.lead(BUDGETS["per evaluation"], LARGER)))
+        rows.append((label, seeds, arm.level.text().replace(", ", f",{_SPACE}"), *found, *ends))
     return Table(head, rows, ("arm",))
 
 

@@ -1,4 +1,4 @@
-// A click on a column's head sorts the rows of its table by the first number in their cells, else by text; a second click reverses.
+// A click on a column's head sorts the rows of its table by the number at the start of their cells, else by text; a second click reverses.
 for (const table of document.querySelectorAll("table")) {
   const heads = [...table.querySelectorAll("thead th")];
   heads.forEach((head, column) => {
@@ -9,8 +9,8 @@ for (const table of document.querySelectorAll("table")) {
       const body = table.tBodies[0];
       const key = (row) => {
         const text = row.cells[column] ? row.cells[column].textContent.trim() : "";
-        const number = text.replace("\u2212", "-").match(/^[+-]?[0-9]*\.?[0-9]+/);
-        return number ? [0, parseFloat(number[0])] : [1, text];
+        const number = text.replace("\u2212", "-").match(/^[▲▼=?✓✗]?\s*([+-]?[0-9]*\.?[0-9]+)/);
+        return number ? [0, parseFloat(number[1])] : [1, text];
       };
       direction = -direction;
       const rows = [...body.rows].sort((a, b) => {
