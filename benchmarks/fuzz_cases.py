@@ -87,11 +87,11 @@ def make_seeds(folder: Path) -> None:
     write_bytes(folder / "head.safetensors", save(head))
     torch.save({"state_dict": head}, folder / "head.pth")
     results = ROOT / "benchmarks" / "results"
-    lines = (results / "claims.jsonl").read_bytes().splitlines(keepends=True)
+    lines = (results / "claims-default-settings.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "results.jsonl").write_bytes(b"".join(lines[:3]))
-    rows = json.loads((results / "claims-samples.json").read_text())
+    rows = json.loads((results / "claims-default-settings-samples.json").read_text())
     write_json(folder / "samples.json", {**rows, "rows": dict(list(rows["rows"].items())[:3])})
-    shutil.copy(results / "claims-memory.json", folder / "memory.json")
+    shutil.copy(results / "claims-default-settings-memory.json", folder / "memory.json")
     (folder / f"{change.CANARY}.py").write_text(RULE)
     tiny_sd3().save_pretrained(folder / "model")
 

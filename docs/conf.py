@@ -36,7 +36,8 @@ autodoc_preserve_defaults = True
 
 html_theme = "furo"
 html_title = "flowrl"
-html_static_path = ["_static"]
+html_static_path = ["_static", "../benchmarks/package/flowrl_bench/templates/sort.js"]
+html_js_files = [("sort.js", {"defer": "defer"})]
 html_css_files = ["flowrl.css"]
 html_theme_options = {"navigation_with_keys": True, "light_css_variables": {"color-brand-primary": "#0072B2"}}
 

@@ -44,6 +44,7 @@ def fake_evidence(seeds: int = 8, spread: float = 0.0, **arms: list[float]) -> E
 SLOW, FAST, FLAT = [0.0, 0.2, 0.4, 0.6], [0.0, 0.5, 0.6, 0.7], [0.0, 0.01, 0.0, 0.01]
 
 SMALL = {
+    "arm": "uniform",
     "iterations": 1, "groups": 2, "group_size": 3, "eval_every": 1, "eval_samples": 6, "eval_steps": 4, "num_steps": 5,
     "window": "0:3",
 }  # fmt: skip

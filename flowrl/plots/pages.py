@@ -14,7 +14,7 @@ def render(template: str, package: str = "flowrl.plots", **values: Any) -> str:
     """Render `template` from the folder ``templates`` of `package`.
 
     Templates of other packages can extend ``base.html.j2`` and import ``macros.html.j2`` (figures, tables, lists of settings).
-    Filters: ``inline`` formats `code` and *emphasis*, ``data_uri`` embeds a PNG, ``code`` writes Markdown code. Values are
+    Filters: ``inline`` formats `code`, *emphasis* and links to pages, ``data_uri`` embeds a PNG, ``code`` writes Markdown code. Values are
     escaped in HTML; in Markdown (``.md.j2``) they are not, so write them with ``code``. Raises `jinja2.UndefinedError` if a
     value is missing.
     """
@@ -39,11 +39,12 @@ def _environment(package: str) -> "Environment":
 
 
 def inline(text: str) -> "Markup":
-    """HTML of a line of text with `code` and *emphasis* as in Markdown."""
+    """HTML of a line of text with `code`, *emphasis* and [links](to/other-pages.md#part) as in Markdown; pages are HTML files."""
     from markupsafe import Markup, escape
 
     emphasised = re.sub(r"(?<![\w*])\*(\w[^*`]*\w)\*(?![\w*])", r"<em>\1</em>", str(escape(text)))
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", emphasised))
+    linked = re.sub(r"\[([^\[\]]+)\]\(([\w./-]+)\.md(#[\w-]+)?\)", r'<a href="\2.html\3">\1</a>', emphasised)
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", linked))
 
 
 def data_uri(png: bytes) -> str:

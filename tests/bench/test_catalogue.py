@@ -1,15 +1,13 @@
-"""The catalogue: rules use arms that exist, arms are different runs, and published runs keep their ids."""
-
-import json
-from pathlib import Path
+"""The catalogue: rules use arms that exist, arms are different runs, and runs are shared between claims."""
 
 import pytest
 from bench_lines import arms_of
+from flowrl_bench.arms import ARMS, TASKS
 from flowrl_bench.catalogue import CLAIMS
 from flowrl_bench.claims import SEEDS, Claim
 from flowrl_bench.digest import config_id
-from flowrl_bench.post_hoc import CAVEATS, POST_HOC
-from flowrl_bench.suite import needed
+from flowrl_bench.leads import LEADS, UNIFORM
+from flowrl_bench.suite import QUICK_QUESTIONS, needed, quick
 
 from flowrl.training.build import make_method
 
@@ -33,19 +31,13 @@ class TestCatalogue:
         assert len(needed(two, "mixture", {"mixture": (0, 1), "shapes": ()})) == 4
         assert len(needed(two, "all", {"mixture": (0,), "shapes": (0,)})) == 2 + 2 * 3
 
-    def test_the_published_file_has_exactly_the_runs_that_the_claims_need(self) -> None:
-        with open(Path(__file__).parents[2] / "benchmarks" / "results" / "claims.jsonl") as file:
-            found = [json.loads(text)["id"] for text in file]
-        assert len(found) == len(set(found)) and set(found) == set(needed(CLAIMS, "all", SEEDS))
+    def test_the_main_comparison_has_every_arm_in_each_of_its_worlds(self) -> None:
+        assert len(LEADS) == len(ARMS) - 1
+        for claim, arm in zip(LEADS, (arm for name, arm in ARMS.items() if name != UNIFORM), strict=True):
+            assert {UNIFORM, arm.name} <= set(claim.arms) and set(claim.worlds) == set(arm.worlds)
 
+    def test_seeds_are_those_that_no_search_has_used(self) -> None:
+        assert set(SEEDS) == set(TASKS) and min(min(seeds) for seeds in SEEDS.values()) >= 100
 
-class TestPostHoc:
-    def test_they_need_no_runs_of_their_own(self) -> None:
-        seeds = {"mixture": (0, 1), "shapes": (0,)}
-        for world in seeds:
-            assert set(needed(POST_HOC, world, seeds)) <= set(needed(CLAIMS, world, seeds))
-
-    def test_names(self) -> None:
-        assert not set(POST_HOC) & set(CLAIMS)
-        assert set(CAVEATS) <= set(CLAIMS)
-        assert all(claim.asks for claim in POST_HOC.values())
+    def test_the_quick_suite_has_questions_that_exist(self) -> None:
+        assert set(QUICK_QUESTIONS) <= set(quick(CLAIMS))

@@ -134,7 +134,7 @@ def test_every_file_that_a_run_executes_is_in_the_digest() -> None:
     executed = {Path(name) for name in json.loads(found.stdout.splitlines()[-1])}
     assert {"trainer.py", "mixture.py", "measurements.py", "negative_controls.py"} <= {path.name for path in executed}
     assert len(executed) > 40
-    assert executed - {PACKAGES["flowrl_bench"] / "claims.py"} <= imported()
+    assert executed - {PACKAGES["flowrl_bench"] / name for name in ("arms.py", "claims.py")} <= imported()
 
 
 def test_the_digest_leaves_out_what_no_run_imports() -> None:
@@ -197,7 +197,7 @@ class TestIds:
 
     def test_published_runs_keep_their_ids(self) -> None:
         """Built-in parts add nothing to an id, nor does a part of the project that is in the code's digest."""
-        path = Path(__file__).parents[2] / "benchmarks" / "results" / "claims.jsonl"
+        path = Path(__file__).parents[2] / "benchmarks" / "results" / "claims-default-settings.jsonl"
         with open(path) as file:
             lines = [json.loads(text) for text in file if "FreshNoiseFault" in text or '"seed": 0' in text[:800]]
         assert len(lines) > 50

@@ -175,5 +175,5 @@ class TestSamples:
 
     def test_the_published_samples_were_observed_by_this_code(self) -> None:
         """After a change of `observe` they must be measured again."""
-        path = Path(__file__).parents[2] / "benchmarks" / "results" / "claims-samples.json"
+        path = Path(__file__).parents[2] / "benchmarks" / "results" / "claims-default-settings-samples.json"
         assert len(SamplesFile(path).read()) > 10

@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 from bench_lines import SMALL, small_line, small_run
 from flowrl_bench import suite as module
+from flowrl_bench.arms import WORLDS
 from flowrl_bench.catalogue import CLAIMS
-from flowrl_bench.claims import WORLDS, Claim, make_run
+from flowrl_bench.claims import Claim, make_run
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.measurements import CURVE, measure, observe_run
+from flowrl_bench.remaining import USUAL, RemainingTime, duration
 from flowrl_bench.results_file import ResultsFile, SamplesFile, make_line
 from flowrl_bench.suite import (
-    USUAL,
-    RemainingTime,
     Suite,
     arm_memory,
     complete_samples,
-    duration,
     evidence,
     needed,
     needed_samples,
@@ -209,7 +208,7 @@ class TestRemainingTime:
     @pytest.fixture(scope="class")
     def lines(self) -> list[dict]:
         """Every fifth line of the published file and all of the image world's, in the order in which the runs were finished."""
-        with open(Path(__file__).parents[2] / "benchmarks" / "results" / "claims.jsonl") as file:
+        with open(Path(__file__).parents[2] / "benchmarks" / "results" / "claims-default-settings.jsonl") as file:
             found = [json.loads(text) for text in file]
         some = [line for n, line in enumerate(found) if n % 5 == 0 or line["config"]["environment"]["world"] == "shapes"]
         return [{**line, "config": RunConfig.from_dict(line["config"])} for line in some]
@@ -242,7 +241,8 @@ class TestRemainingTime:
 def test_the_suite_detects_known_differences() -> None:
     """Credit by true advantages leads, random credit trails, and the verdicts say so, in runs of a few seconds."""
     short = {
-        "iterations": 10, "eval_every": 1, "groups": 12, "group_size": 12, "eval_samples": 48, "eval_steps": 10, "num_steps": 5,
+        "arm": "uniform", "clip_range": 2e-3, "iterations": 10, "eval_every": 1, "groups": 12, "group_size": 12,
+        "eval_samples": 48, "eval_steps": 10, "num_steps": 5,
         "window": "0:3", "learning_rate": 4e-2,
     }  # fmt: skip
     arms = {

@@ -1,8 +1,8 @@
 """False-alarm rates and power of the verdict rules, by simulation: `python -m flowrl_bench.calibration`.
 
 Two arms are drawn from the same law of learning curves (or one is shifted), the rules of `flowrl_bench.verdicts` judge them, and
-the verdicts are counted. The laws resemble runs of benchmarks/results/claims.jsonl: their rise, their spread over seeds, the
-correlation of paired runs (0.3), the noise of an evaluation, and their share of collapses.
+the verdicts are counted. The laws resemble runs of benchmarks/results/claims-default-settings.jsonl: their rise, their spread
+over seeds, the correlation of paired runs (0.3), the noise of an evaluation, and their share of collapses.
 """
 
 import json

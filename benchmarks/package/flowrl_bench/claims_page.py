@@ -1,239 +1,240 @@
-"""The page of the claims, made from the results file alone."""
+"""The page of the claims, made from results files alone: answers, one figure, tables; details are on a page of their own."""
 
-import math
-import shlex
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from flowrl_bench.claims import METHODS, Arm, Claim
+from flowrl_bench.arms import WORLDS
+from flowrl_bench.claims import SEEDS, Claim
+from flowrl_bench.claims_figures import band as band  # `rule_ranking` uses it
+from flowrl_bench.claims_figures import leads, of_interest
+from flowrl_bench.default_settings import FILE, survival_table
 from flowrl_bench.digest import rules_digest
-from flowrl_bench.evidence import BUDGET, DENSITY, MEASURES, RATE, REWARD, Line, column
-from flowrl_bench.page import Band, Document, Effect, Image, bands, effects, profiles
-from flowrl_bench.post_hoc import CAVEATS, EARLIER_RULES, POST_HOC
+from flowrl_bench.evidence import BUDGET, MEASURES
+from flowrl_bench.main_comparison import Arm, answers, arms_of, lead_table
+from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.results_file import Lines
-from flowrl_bench.statistics import mean, profile
 from flowrl_bench.tables import (
+    BRIEF,
+    CLAIM,
+    DEPENDS,
+    MISSING,
+    QUESTION,
     SELF_TEST,
-    TONES,
+    SYMBOLS,
     WORLD_NAMES,
     Judged,
-    by_task,
-    comparison_table,
-    cost_table,
-    count,
-    judge_all,
-    level_table,
-    levels,
-    summary,
+    family,
 )
-from flowrl_bench.verdicts import Comparison
+from flowrl_bench.verdicts import ALIKE, BETTER, FAILS, HOLDS, UNDECIDED, WORSE
 
 TITLE = "Tests of the papers' claims"
-INTRODUCTION = (
-    "The claims of three papers, in our words, tested in the built-in worlds with the same code, the same budgets and "
-    "several seeds. Rules written before the runs compute the verdicts; the third paragraph lists later changes. Verdicts "
-    "are about these worlds, not about large models. Numbers are means over seeds (tasks are averaged first) with 95% t "
-    "intervals; p-values have Holm's correction over all claims, or over all questions. Runs of one seed share prompts and "
-    "noise, so differences are paired. Held-out prompts and their noise are the same for all runs: the intervals cover the "
-    "choice of training seeds, not of prompts. The verdict rules and the reasons for them are in `docs/verdicts.md`."
+DETAILS = "claims/details.md"
+LEGEND = (
+    f"{SYMBOLS[BETTER]} better, {SYMBOLS[WORSE]} worse, {SYMBOLS[ALIKE]} no difference that matters, {SYMBOLS[UNDECIDED]} "
+    f"undecided; {SYMBOLS[HOLDS]} the claim holds, {SYMBOLS[FAILS]} it does not. Numbers are differences of mean reward (0 to 1) "
+    "over training, at equal budgets, with 95% intervals over paired seeds. [The verdict rules](verdicts.md) were written before "
+    "the runs."
 )
-TERMS = (
-    "Terms: *mean reward over training* is the held-out soft reward (0 to 1) of ODE samples with averaged weights, averaged "
-    "over the piecewise linear learning curve. *Updates* are iterations of sampling and learning. *NFE* counts the network "
-    "evaluations for sampling, scoring and the update. *Seconds* are processor time of one core with tiny networks; their "
-    "ratios can differ for large models. The *ratio* of budgets compares the budgets at which two runs of a seed first reach "
-    "common rewards. *Log-density* is that of samples under the data."
+MAIN_TEXT = (
+    "Every arm has the learning rate, clip and noise level that a search of equal size found for it. *Larger groups*: uniform "
+    "credit with as many network evaluations per update as stepwise gains. The worst seed is by mean reward over training. A "
+    "click on a column's head sorts."
 )
-COSTS = (
-    "Measured per rule: evaluations and reward calls of a trajectory, sequential network calls and seconds of an iteration, "
-    "and the reward gained per million evaluations (sampling, scoring and training) over the whole run. A rule that "
-    "converges early spends most of these without further gain. Peak memory is that of a process that makes two iterations "
-    "of a run."
+SURVIVAL_TEXT = (
+    "The papers' headlines at the worlds' default settings and at tuned settings. The runs at default settings are older and "
+    "have [a page of their own](claims/at-default-settings.md)."
 )
-LEVEL = (
-    "The cost of a reward level that all of these runs reach, at the default clip range and at one ten times as wide "
-    "(means; ratios at common rewards of paired runs). This table was added post hoc."
+CLAIMS_TEXT = "The papers' statements in our words. A link leads to the rule, the arms, every comparison and the reported number."
+QUESTIONS_TEXT = "No paper reports these. The answer refers to the arms that it names, or to the arm that the details name first."
+METHOD = (
+    "The unit is the seed; runs of one seed share prompts and noise, and tasks are averaged within the seed. p-values have "
+    "Holm's correction over a family: the main comparison, the papers' claims, the other questions, the self-test. Held-out "
+    "prompts and their noise are the same for all runs, so intervals do not cover the choice of prompts. *Per evaluation* counts "
+    "network evaluations for sampling, scoring and the update. *Per second* is processor time of one core with tiny networks; "
+    "large models can differ. Verdicts are about these worlds."
 )
-AFTERWARDS = "Post hoc questions on existing runs: hints, not tests. No verdict above depends on them."
-ARMS = "Arms are options of `flowrl train` (with `--world mixture --eval-every 2` in the 2-D world). Levels have no intervals."
+CHOICE = (
+    "The rule to take has the largest lead per evaluation among methods that are better than uniform credit there, not worse "
+    "than larger groups, and neither worse per second nor in collapses. All numbers are on "
+    "[the page of details](claims/details.md)."
+)
 AGAIN = (
-    "FILE is the results file. `flowrl bench claims --out FILE` makes the missing runs and this page; `flowrl bench claims --out "
-    "FILE --redo ID` repeats one run from its line and compares every number; `--only ID` runs a single claim. The file contains "
-    "all runs; none is left out."
+    "`flowrl bench claims --out FILE` makes the missing runs and this page, `flowrl bench claims --out FILE --redo ID` repeats "
+    "one run and compares every number. The file contains all runs; none is left out."
 )
-COLOURS = "Green: holds, or better. Orange: does not hold, or worse. Grey: undecided, or no difference that matters."
-MARK = "A black mark is the largest fraction that the claim allows."
-GROUPS = {
-    "difference in reward": REWARD,
-    "difference in log-density": DENSITY,
-    "difference in collapse rate": RATE,
-    "ratio of budgets": BUDGET,
-}
 
 
-def claims_page(judged: Sequence[Judged], lines: Lines, path: Path, memory: Sequence[Mapping[str, Any]] = ()) -> Document:
-    """The whole page: summary, tables, figures, every rule and comparison, costs, and the commands to repeat it."""
-    page = Document(TITLE)
-    claims, questions = [j for j in judged if not j.claim.asks], [j for j in judged if j.claim.asks]
-    later = [j for j in judge_all(POST_HOC, lines) if j.verdict is not None]  # a family of their own
-    page.text(INTRODUCTION)
-    page.text(TERMS)
-    page.text(_provenance(lines, path))
-    page.heading("Claims")
-    page.text(count(claims))
-    page.blocks.append(summary(claims, "verdict"))
-    _caveats(page, claims)
-    page.heading("Open questions")
-    page.text("No paper reports these. *Better*, *worse* and *no difference* refer to the arm that is named first.")
-    page.blocks.append(summary(questions, "answer"))
-    _caveats(page, questions)
-    if later:
-        page.heading("Post hoc questions")
-        page.text(AFTERWARDS)
-        page.blocks.append(summary(later, "answer"))
-    _add_figures(page, judged)
-    page.heading("Costs")
-    page.text(COSTS)
-    page.blocks.append(cost_table(lines, memory=memory))
-    prices = level_table(lines)
-    if prices is not None:
-        page.heading("Cost of a reward level")
-        page.text(LEVEL)
-        page.blocks.append(prices)
-    page.heading("All rules and comparisons")
-    page.text(ARMS)
-    for one in (*judged, *later):
-        _details(page, one)
-    page.heading("Reproduction")
+@dataclass(frozen=True)
+class Inputs:
+    """What the page is made from: the verdicts, the lines and their file, the lines at default settings, and the false-alarm
+    rates (benchmarks/results/calibration.json)."""
+
+    judged: Sequence[Judged]
+    lines: Lines
+    path: Path
+    defaults: Lines = field(default_factory=dict)
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_calibration(results: Path) -> dict[str, Any]:
+    """The calibration next to a results file; empty if there is none."""
+    path = results.with_name("calibration.json")
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def claims_page(inputs: Inputs) -> Document:
+    """Answers, a figure, the tables, then method and provenance."""
+    page, judged = Document(TITLE), inputs.judged
+    worlds = {world: arms_of(judged, world) for world in WORLDS}
+    page.items(answers(judged))
+    for world, arms in worlds.items():
+        if arms:
+            name = WORLD_NAMES[world]
+            page.blocks.append(
+                Image(f"leads-{world}", leads(arms, name), f"Leads over uniform credit, {name}: {of_interest(arms)}")
+            )
+    page.text(LEGEND)
+    page.text(_false_alarms(inputs.calibration, worlds))
+    page.heading("Main comparison: every arm against uniform credit")
+    page.text(MAIN_TEXT)
+    for world, arms in worlds.items():
+        page.heading(_capital(WORLD_NAMES[world]), 3)
+        if arms:
+            page.blocks.append(lead_table(arms))
+        else:
+            page.text(_missing(world))
+    page.heading("What survives: default settings and tuned settings")
+    page.text(SURVIVAL_TEXT)
+    page.blocks.append(survival_table(judged, inputs.defaults))
+    for title, kind, words in (
+        ("Claims of the papers", (CLAIM, SELF_TEST), CLAIMS_TEXT),
+        ("Open questions", (QUESTION,), QUESTIONS_TEXT),
+    ):
+        page.heading(title)
+        page.text(words)
+        page.blocks.append(by_world([one for one in judged if family(one) in kind]))
+    page.heading("Method and provenance")
+    page.text(METHOD)
+    page.text(CHOICE)
+    for words in provenance(inputs.lines, inputs.path):
+        page.text(words)
     page.text(AGAIN)
     return page
 
 
-def _caveats(page: Document, judged: Sequence[Judged]) -> None:
-    """The caveats of these claims; claims with the same one share a paragraph."""
-    ids = [name for name in dict.fromkeys(j.claim.id for j in judged) if name in CAVEATS]
-    if ids:
-        page.text("Caveats:")
-    for words in dict.fromkeys(CAVEATS[name] for name in ids):
-        page.text(f"{', '.join(f'`{name}`' for name in ids if CAVEATS[name] == words)}: {words}")
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
-def _details(page: Document, one: Judged) -> None:
-    """A claim's rule, its arms, their values, and every comparison."""
-    page.text(f"`{one.claim.id}` in the {WORLD_NAMES[one.world]}: {one.claim.rule.words()}. {_arms(one.claim)}")
-    if one.verdict is not None:
-        values = levels(one)
-        if values:
-            page.text(values)
-        page.blocks.append(comparison_table((*one.verdict.comparisons, *by_task(one)), one.claim.asks))
+def _missing(world: str) -> str:
+    return f"{_capital(WORLD_NAMES[world])}: {MISSING}."
 
 
-def _provenance(lines: Lines, path: Path) -> str:
+def _false_alarms(calibration: Mapping[str, Any], worlds: Mapping[str, Mapping[str, Arm]]) -> str:
+    """The simulated rates for the number of seeds of each world's main comparison."""
+    if not calibration:
+        return "False-alarm rates: see [the verdict rules](verdicts.md)."
+    parts = []
+    for world, arms in worlds.items():
+        number = max((len(arm.evidence.seeds) for arm in arms.values()), default=len(SEEDS[world]))
+        laws = calibration["false alarms"].values()
+        known = [int(seeds) for seeds in next(iter(laws))]
+        seeds = str(max([n for n in known if n <= number] or [min(known)]))
+        single = [law[seeds]["better or worse, mean reward over training"] for law in laws]
+        every = [law[seeds] for law in calibration["families"].values()]
+        parts.append(
+            f"{WORLD_NAMES[world]} ({seeds} seeds): {_percent(single)} of single comparisons, {_percent(every)} of families of 20"
+        )
+    return f"False alarms among arms that are alike, in simulated learning curves (mean, largest over laws): {'; '.join(parts)}."
+
+
+def _percent(rates: Sequence[float]) -> str:
+    return f"{100 * sum(rates) / len(rates):.1f}% ({100 * max(rates):.1f}%)"
+
+
+def by_world(judged: Sequence[Judged]) -> Table:
+    """A row per claim, with the answer in each world."""
+    claims: dict[str, Claim] = {one.claim.id: one.claim for one in judged}
+    cells = {(one.claim.id, one.world): cell(one) for one in judged}
+    rows = [
+        (f"[{key}]({DETAILS}#{key})", claim.says, *(cells.get((key, world), "-") for world in WORLDS))
+        for key, claim in claims.items()
+    ]
+    asks = bool(judged) and judged[-1].claim.asks
+    head = ("question" if asks else "claim", "in words", *(WORLD_NAMES[world] for world in WORLDS))
+    return Table(head, rows, (head[0], "in words", *head[2:]))
+
+
+def cell(one: Judged) -> str:
+    """The symbol and the verdict; the number of a single comparison, and the symbols of several by arm."""
+    if one.verdict is None:
+        return MISSING
+    found = one.verdict.comparisons
+    if len(found) == 1:
+        estimate = found[0].estimate
+        number = estimate.text(2, found[0].difference) if abs(estimate.high) < 1e9 else f"{estimate.value:.2f} (one seed)"
+        ratio = "ratio " if MEASURES[found[0].measure].unit == BUDGET else ""
+        return f"{_brief(one.label)}, {ratio}{number}"
+    if one.label != DEPENDS and not one.label.endswith("parts hold"):
+        return _brief(one.label)
+    names = [part.arms.partition(" minus ")[0].partition(" over ")[0] for part in found]
+    named = len(set(names)) == len(names) and not any(name.startswith("(") for name in names)
+    symbols = [SYMBOLS[part.verdict] for part in found]
+    parts = [f"{name} {symbol}" for name, symbol in zip(names, symbols, strict=True)] if named else symbols
+    return (", " if named else " ").join(parts) if one.label == DEPENDS else f"{one.label}: {' '.join(symbols)}"
+
+
+def _brief(label: str) -> str:
+    return f"{SYMBOLS[label]} {BRIEF.get(label, label)}"
+
+
+def processor(line: Mapping[str, Any]) -> str:
+    """The processor that a line names: 'AMD EPYC' of 'one core of 2 (AMD EPYC)'."""
+    return line["hardware"].partition(" (")[2].removesuffix(")") or line["hardware"]
+
+
+def mixed_seeds(lines: Lines) -> dict[tuple[str, int], list[str]]:
+    """World and seed of runs that were made on more than one kind of processor, with the processors."""
+    found: dict[tuple[str, int], set[str]] = {}
+    for line in lines.values():
+        found.setdefault((line["config"]["environment"]["world"], line["seed"]), set()).add(processor(line))
+    return {key: sorted(kinds) for key, kinds in sorted(found.items()) if len(kinds) > 1}
+
+
+def provenance(lines: Lines, path: Path) -> list[str]:
+    """Runs, commits, versions, processors, code and rules; whether all arms of a seed ran on one kind of processor."""
     if not lines:
-        return "No run has finished yet."
+        return ["No run has finished yet."]
     values = list(lines.values())
-    commits = sorted({line["commit"] for line in values})
-    machines = sorted({line["hardware"] for line in values})
-    versions = ", ".join(f"{name} {number}" for name, number in values[0]["versions"].items())
+
+    def counted(name: str) -> str:
+        found = [line[name] for line in values]
+        return ", ".join(f"`{one}` ({found.count(one)} runs)" for one in sorted(set(found)))
+
     hours = sum(line["totals"]["seconds"] for line in values) / 3600
-    rules = [line["rules"] for line in values]
-    kept = "; ".join(_rules_of(digest, rules.count(digest)) for digest in sorted(set(rules)))
-    return (
-        f"{len(values)} runs ({hours:.1f} hours of one core in training) in `{path.name}`; commit {', '.join(commits)}; "
-        f"{versions}; {'; '.join(machines)}; code `{values[0]['code']}`, rules `{rules_digest()}`: {kept}."
+    kinds = [processor(line) for line in values]
+    processors = ", ".join(f"{kind} ({kinds.count(kind)} runs)" for kind in sorted(set(kinds)))
+    versions = ", ".join(f"{name} {number}" for name, number in values[0]["versions"].items())
+    words = (
+        f"{len(values)} runs ({hours:.1f} hours of one core in training) in `{path.name}`; processors: {processors}; "
+        f"commits {counted('commit')}; code {counted('code')}; rules when they were made {counted('rules')}, now "
+        f"`{rules_digest()}`; {versions}."
     )
+    mixed = mixed_seeds(lines)
+    if not mixed:
+        return [words, "All arms of one seed ran on one kind of processor."]
+    seeds = "; ".join(
+        f"{WORLD_NAMES.get(world, world)}, seed {seed} ({', '.join(kinds)})" for (world, seed), kinds in mixed.items()
+    )
+    return [
+        words,
+        f"Warning: the arms of these seeds ran on different kinds of processors, so their differences contain rounding: {seeds}.",
+    ]
 
 
-def _rules_of(digest: str, runs: int) -> str:
-    if digest == rules_digest():
-        return f"{runs} runs were made under them"
-    return f"{runs} runs under earlier ones, `{digest}` ({EARLIER_RULES.get(digest, 'the difference is not recorded')})"
-
-
-def _arms(claim: Claim) -> str:
-    def options(changes: Arm) -> str:
-        return " ".join(f"--{name.replace('_', '-')} {_quoted(str(value))}" for name, value in changes.items()) or "defaults"
-
-    base = f" All: {options(claim.base)}." if claim.base else ""
-    return "Arms: " + "; ".join(f"{arm}: `{options(changes)}`" for arm, changes in claim.arms.items()) + "." + base
-
-
-def _quoted(value: str) -> str:
-    """For a shell; a value with single quotes gets double ones, which are easier to read than escapes."""
-    return f'"{value}"' if "'" in value and not set(value) & set('"$`\\!') else shlex.quote(value)
-
-
-def _add_figures(page: Document, judged: Sequence[Judged]) -> None:
-    """Effects of all claims and questions, learning curves of the three methods, and performance profiles."""
-    for title, name, asks in (("Claims at a glance", "claims", False), ("Open questions at a glance", "questions", True)):
-        groups = _effects([j for j in judged if j.claim.asks == asks and j.claim.source != SELF_TEST])
-        if any(groups.values()):
-            page.heading(title)
-            page.text(f"{COLOURS} Lines are 95% intervals; a dot alone is one seed. {'' if asks else MARK}".rstrip())
-            drawn = effects(groups, {title: 1.0 for title, unit in GROUPS.items() if unit == BUDGET})
-            page.blocks.append(Image(name, drawn, "Effects with intervals"))
-    by_method = {world: _runs_of_methods(judged, world) for world in WORLD_NAMES}
-    if not any(by_method.values()):
-        return
-    page.heading("Learning curves of the three methods")
-    page.text("Mean over seeds of the held-out reward, with its 95% interval at every evaluation.")
-    panels: dict[str, dict[str, Band]] = {}
-    for world, arms in by_method.items():
-        for arm, tasks in arms.items():
-            for task, runs in tasks.items():
-                panels.setdefault(f"{WORLD_NAMES[world]}: {task}", {})[arm] = band(runs)
-    curves = bands(panels, "updates (iterations)", "held-out reward")
-    page.blocks.append(Image("curves", curves, "Learning curves with intervals"))
-    marks = np.linspace(0, 1, 201).tolist()
-    area = MEASURES["area"].of
-    assert area is not None
-    shares = {
-        WORLD_NAMES[world]: {
-            arm: profile([[area(run) for run in runs] for runs in tasks.values()], marks).tolist() for arm, tasks in arms.items()
-        }
-        for world, arms in by_method.items()
-    }
-    page.text("Fraction of runs that reach a mean reward over training (performance profiles); tasks have equal weight.")
-    page.blocks.append(Image("profiles", profiles(marks, shares, "mean reward over training"), "Performance profiles"))
-
-
-def _effects(judged: Sequence[Judged]) -> dict[str, list[Effect]]:
-    """Effects by unit; measures of other units are left out."""
-    found: dict[str, list[Effect]] = {title: [] for title in GROUPS}
-    for one in judged:
-        for comparison in one.verdict.comparisons if one.verdict else ():
-            for title, unit in GROUPS.items():
-                if MEASURES[comparison.measure].unit == unit and (comparison.difference or unit == BUDGET):
-                    found[title].append(_effect(one, comparison))
-    return found
-
-
-def _effect(judged: Judged, comparison: Comparison) -> Effect:
-    found = comparison.estimate
-    ends = (found.low, found.high) if math.isfinite(found.high) else (found.value, found.value)
-    what = comparison.arms + ("" if comparison.difference else f", {comparison.label.split()[0]}")
-    where = "" if judged.world == "mixture" else " (images)"
-    mark = comparison.null if MEASURES[comparison.measure].unit == BUDGET and comparison.null != 1 else None
-    return Effect(f"{judged.claim.id}: {what}{where}", found.value, *ends, TONES[comparison.verdict], mark)
-
-
-def _runs_of_methods(judged: Sequence[Judged], world: str) -> dict[str, Mapping[str, Sequence[Line]]]:
-    """Runs of the three methods by task, from the claims that have them."""
-    found: dict[str, Mapping[str, Sequence[Line]]] = {}
-    for one in judged:
-        if one.claim.id in ("stepwise-updates", "tp-updates") and one.world == world and one.evidence:
-            found |= one.evidence.runs
-    return {arm: found[arm] for arm in METHODS if arm in found}
-
-
-def band(runs: Sequence[Line]) -> Band:
-    """The learning curve of several seeds with its interval."""
-    table = np.array([column(run, "soft") for run in runs])
-    found = [mean(values) for values in table.T]
-    middle = [estimate.value for estimate in found]
-    low = [e.low if math.isfinite(e.low) else m for e, m in zip(found, middle, strict=True)]
-    high = [e.high if math.isfinite(e.high) else m for e, m in zip(found, middle, strict=True)]
-    return Band(column(runs[0], "iteration"), middle, np.clip(low, 0, 1).tolist(), np.clip(high, 0, 1).tolist())
+def default_lines(results: Path) -> Path:
+    """The results file at default settings, next to a results file."""
+    return results.with_name(FILE)

@@ -33,7 +33,7 @@ class Claims:
     out: Path = Path("runs/claims/claims.jsonl")
     """The results file: one line per run. Runs that it has are not made again."""
     page: Path | None = None
-    """Folder of the page claims.md, claims.html and their figures; default: that of the results."""
+    """Folder of the page claims.md, claims.html, their figures and claims/details.md; default: that of the results."""
     workers: Workers = 0
     """Number of parallel runs; 0 = one per core. Every run uses one thread, so the numbers do not depend on it."""
     minutes: Annotated[float, Gt(0)] = math.inf
@@ -53,9 +53,10 @@ class Claims:
 
     def main(self) -> int:
         """Run, judge, write."""
+        from flowrl_bench import claims_details
         from flowrl_bench.catalogue import CLAIMS
         from flowrl_bench.claims import QUICK_SEEDS, SEEDS
-        from flowrl_bench.claims_page import TITLE, claims_page
+        from flowrl_bench.claims_page import TITLE, Inputs, claims_page, default_lines, read_calibration
         from flowrl_bench.page import require_page
         from flowrl_bench.results_file import ResultsFile, SamplesFile, joined
         from flowrl_bench.suite import Suite, complete_samples, kept_memory, needed, needed_samples, quick
@@ -72,7 +73,9 @@ class Claims:
         file = ResultsFile(self.out, self.trust)
         if self.redo:
             return _redo(self.redo, file)
-        require_page(self.page or self.out.parent, "claims", TITLE)
+        folder = self.page or self.out.parent
+        require_page(folder, "claims", TITLE)
+        require_page(folder / "claims", "details", claims_details.TITLE)
         seeds = {"mixture": QUICK_SEEDS, "shapes": ()} if self.quick else SEEDS
         suite = Suite(needed(chosen, "mixture" if self.quick else self.world, seeds), file, needed(CLAIMS, "all", SEEDS))
         finished = self.judge or _execute(suite, self.workers, self.minutes)
@@ -88,7 +91,10 @@ class Claims:
             finished = complete_samples(samples, observed, self.workers, _counter("samples"))
         lines = joined(lines, samples.read())
         judged = judge_all(CLAIMS, lines)
-        written = claims_page(judged, lines, self.out, memory).write(self.page or self.out.parent, "claims", "claims")
+        defaults = ResultsFile(default_lines(self.out)).read(any_code=True)
+        inputs = Inputs(judged, lines, self.out, defaults, read_calibration(self.out))
+        written = claims_page(inputs).write(folder, "claims", "claims")
+        written += claims_details.details_page(inputs, memory).write(folder / "claims", "details")
         for one in judged:
             if one.claim.id in chosen:
                 print(f"{one.claim.id} ({one.world}, {one.seeds} seeds): {one.label}")
@@ -273,7 +279,7 @@ def _redo(key: str, file: Any) -> int:
 def _execute(suite: Any, workers: int, minutes: float) -> bool:
     """Run a suite with one line of progress per run, and print how to continue if it was paused."""
     from flowrl.workers import worker_count
-    from flowrl_bench.suite import RemainingTime, duration
+    from flowrl_bench.remaining import RemainingTime, duration
 
     lines = suite.file.read(suite.allowed)
     done = suite.runs.keys() & lines.keys()

@@ -1,5 +1,6 @@
 """A page as a list of blocks, written as Markdown and as one self-contained HTML file, and its general figures."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,22 +12,39 @@ from matplotlib.figure import Figure
 
 from flowrl.io import require_new_file, write_bytes
 from flowrl.plots.pages import render
-from flowrl.plots.style import INK, OTHERS, clean, is_own, png, spread_labels
+from flowrl.plots.style import OTHERS, clean, is_own, png, spread_labels
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#7A5195", "#8C6D1F", *OTHERS)
-TONES = {"good": "#009E73", "bad": "#D55E00", "open": "#8a8f98"}
 
 
 @dataclass(frozen=True)
 class Heading:
-    """A section's heading."""
+    """A heading; one of level 2 begins a section."""
 
     text: str
+    level: int = 2
     kind: ClassVar[str] = "heading"
 
     def markdown(self, images: str) -> str:
         """The block as Markdown."""
-        return f"## {self.text}"
+        return f"{'#' * self.level} {self.text}"
+
+    @property
+    def anchor(self) -> str:
+        """The name by which links find it."""
+        return re.sub(r"[^\w-]", "", self.text.lower().replace(" ", "-"))
+
+
+@dataclass(frozen=True)
+class Items:
+    """A numbered list."""
+
+    rows: Sequence[str]
+    kind: ClassVar[str] = "items"
+
+    def markdown(self, images: str) -> str:
+        """The block as Markdown."""
+        return "\n".join(f"{number}. {row}" for number, row in enumerate(self.rows, 1))
 
 
 @dataclass(frozen=True)
@@ -43,12 +61,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts. Columns in `wrapped` may break lines; a cell whose text is in `tones` is shown as a coloured label."""
+    """A table of texts. Columns in `wrapped` may break lines. A click on a column's head sorts the rows (sort.js)."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     wrapped: tuple[str, ...] = ()
-    tones: dict[str, str] = field(default_factory=dict)
     kind: ClassVar[str] = "table"
 
     def markdown(self, images: str) -> str:
@@ -83,12 +100,16 @@ class Document:
     """A title and blocks in order. `kind`: the end of the title that all pages of this kind share; default: the whole title."""
 
     title: str
-    blocks: list[Heading | Text | Table | Image] = field(default_factory=list)
+    blocks: list[Heading | Text | Items | Table | Image] = field(default_factory=list)
     kind: str = ""
 
-    def heading(self, words: str) -> None:
-        """Begin a section."""
-        self.blocks.append(Heading(words))
+    def heading(self, words: str, level: int = 2) -> None:
+        """Begin a section, or a part of it (level 3)."""
+        self.blocks.append(Heading(words, level))
+
+    def items(self, rows: Sequence[str]) -> None:
+        """Add a numbered list."""
+        self.blocks.append(Items(rows))
 
     def text(self, words: str) -> None:
         """Add a paragraph."""
@@ -134,18 +155,6 @@ class Band:
     high: Sequence[float]
 
 
-@dataclass(frozen=True)
-class Effect:
-    """A number with its interval, and how it is coloured (see `TONES`). `mark`: the largest value that a claim allows."""
-
-    text: str
-    value: float
-    low: float
-    high: float
-    tone: str
-    mark: float | None = None
-
-
 def dot_plot_axes(axes: Axes, labels: Sequence[str], title: str, size: float | None = None) -> None:
     """Style of a plot with one horizontal row per label."""
     axes.set_yticks(range(len(labels)), labels, fontsize=size)
@@ -181,45 +190,5 @@ def bands(panels: Mapping[str, Mapping[str, Band]], x: str, y: str) -> Figure:
         axes.set_xlabel(x, loc="left")
         axes.set_ylabel(y)
         axes.set_title(title, loc="left", fontsize=10)
-        clean(axes)
-    return figure
-
-
-def effects(groups: Mapping[str, Sequence[Effect]], reference: Mapping[str, float]) -> Figure:
-    """Numbers with intervals, a panel per group, with a dotted line at the group's `reference` (0 by default)."""
-    groups = {title: rows for title, rows in groups.items() if rows}
-    sizes = [len(rows) for rows in groups.values()]
-    figure = Figure(figsize=(11, 1.0 + 0.9 * len(groups) + 0.27 * sum(sizes)), layout="constrained")
-    parts = figure.subplots(len(groups), 1, height_ratios=[size + 1.2 for size in sizes], squeeze=False)[:, 0]
-    for axes, (title, rows) in zip(parts, groups.items(), strict=True):
-        for place, row in enumerate(rows):
-            shade = TONES[row.tone]
-            axes.plot([row.low, row.high], [place, place], color=shade, linewidth=2.4, alpha=0.6, solid_capstyle="round")
-            axes.plot([row.value], [place], "o", color=shade, markersize=6)
-            if row.mark is not None:
-                axes.plot([row.mark, row.mark], [place - 0.35, place + 0.35], color=INK, linewidth=1.6)
-        axes.axvline(reference.get(title, 0), color=INK, linewidth=0.8, linestyle=":")
-        if reference.get(title, 0) > 0:
-            axes.set_xlim(left=0)
-        dot_plot_axes(axes, [row.text for row in rows], title, 8.5)
-    return figure
-
-
-def profiles(levels: Sequence[float], panels: Mapping[str, Mapping[str, Sequence[float]]], x: str) -> Figure:
-    """Performance profiles, a panel per world: the fraction of runs that reach a level, where it is not 0 or 1."""
-    panels = {title: arms for title, arms in panels.items() if arms}
-    figure = Figure(figsize=(5.8 * len(panels) + 0.4, 3.8), layout="constrained")
-    for axes, (title, arms) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        shown = [level for i, level in enumerate(levels) if any(0 < fractions[i] < 1 for fractions in arms.values())]
-        for place, (name, fractions) in enumerate(arms.items()):
-            axes.step(levels, fractions, where="post", color=COLOURS[place % len(COLOURS)], linewidth=2, label=name)
-        if shown:
-            space = 0.05 * (shown[-1] - shown[0]) + 0.01
-            axes.set_xlim(shown[0] - space, shown[-1] + space)
-        axes.legend(frameon=False, fontsize=9)
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xlabel(x, loc="left")
-        axes.set_ylabel("fraction of runs at or above")
-        axes.set_ylim(-0.03, 1.03)
         clean(axes)
     return figure

@@ -4,20 +4,18 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.io import file_lock, write_json
-from flowrl.methods import named_method
-from flowrl.probes import Completion, Continuation, Substeps
 from flowrl.reading import read_json
 from flowrl.training.config import RunConfig
 from flowrl.trust import trust_option
 from flowrl.workers import Worker, run_jobs
-from flowrl_bench.claims import TASKS, Arm, Claim, make_run
+from flowrl_bench.arms import TASKS
+from flowrl_bench.claims import Arm, Claim, make_run
 from flowrl_bench.digest import code_digest, config_id
 from flowrl_bench.evidence import Evidence, column
 from flowrl_bench.measurements import CURVE, measure, observe_run, peak_memory
@@ -25,7 +23,7 @@ from flowrl_bench.results_file import Lines, ResultsFile, SamplesFile, make_line
 
 Progress = Callable[[int, int, Mapping[str, Any]], None]
 """Called with (runs in the file, runs in all, the line of the run that has just finished)."""
-QUICK_QUESTIONS = ("random-points", "clip-own", "point-density")
+QUICK_QUESTIONS = ("random-points", "increments-alone", "point-density")
 """Open questions of the quick suite, which has all claims."""
 
 
@@ -240,78 +238,3 @@ def _differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, flo
             yield where, math.inf if math.isnan(size) else size
     elif old != new:
         yield where, math.inf
-
-
-@dataclass(frozen=True)
-class Usual:
-    """Processor seconds of a world's runs with the claims' settings and no probe, on one 2.5 GHz core; factors by probe."""
-
-    seconds: float
-    iterations: int
-    probes: Mapping[type, float]
-
-
-USUAL = {
-    "mixture": Usual(3.0, 40, {Substeps: 1.4, Completion: 1.4, Continuation: 4.5}),
-    "shapes": Usual(95.0, 36, {Substeps: 2.0, Completion: 2.1, Continuation: 10.0}),
-}
-OVERHEAD = 1.45
-"""Wall-clock seconds per second of training: evaluation is not counted as training."""
-
-
-def usual_seconds(config: RunConfig) -> float:
-    """Estimated processor seconds of a run, from its world, its probe and its length."""
-    usual = USUAL.get(config.environment.world, USUAL["shapes"])
-    factor = usual.probes.get(_probe(config.algorithm.method, config.algorithm.credit), 1.0)
-    return usual.seconds * factor * config.iterations / usual.iterations * config.rollout.num_steps / 10
-
-
-@cache
-def _probe(method: str, credit: str) -> type:
-    return type(named_method(method, credit=credit).credit.probe)
-
-
-@dataclass
-class RemainingTime:
-    """Estimates the time that the unfinished runs need.
-
-    A run is expected to take the mean of finished runs with the same settings (except the seed). Without any, it takes
-    `usual_seconds` times the ratio of measured to usual seconds of the world's finished runs, or of all worlds'.
-    """
-
-    runs: Mapping[str, RunConfig]
-    workers: int = 1
-    _left: dict[str, tuple[str, str, float]] = field(init=False, repr=False)
-    _seen: dict[str, list[tuple[float, float]]] = field(init=False, repr=False, default_factory=dict)
-    _work: float = field(init=False, repr=False, default=0.0)
-
-    def __post_init__(self) -> None:
-        self._left = {key: (str(c.replace(seed=0).flat()), c.environment.world, usual_seconds(c)) for key, c in self.runs.items()}
-
-    def finished(self, line: Mapping[str, Any], now: bool = True) -> None:
-        """Record a finished run; `now`: it was made since the start of this estimate's clock."""
-        kind, world, usual = self._left.pop(line["id"])
-        seconds = line["totals"]["seconds"]
-        self._work += seconds if now else 0.0
-        for group in (kind, world, ""):
-            self._seen.setdefault(group, []).append((seconds, usual))
-
-    def seconds(self, elapsed: float) -> float:
-        """Wall-clock seconds that the unfinished runs need, `elapsed` seconds after the start."""
-        expected = [self._expected(*run) for run in self._left.values()]
-        if not expected:
-            return 0.0
-        prior = self.workers * sum(expected) / len(expected)  # as much as the runs that are being made
-        rate = (elapsed + prior * OVERHEAD / self.workers) / (self._work + prior)
-        return rate * sum(expected)
-
-    def _expected(self, kind: str, world: str, usual: float) -> float:
-        seen = self._seen.get(kind) or self._seen.get(world) or self._seen.get("") or [(1.0, 1.0)]
-        return sum(seconds for seconds, _ in seen) / sum(usual for _, usual in seen) * usual
-
-
-def duration(seconds: float) -> str:
-    """ "40 seconds", "12 minutes" or "3.5 hours"."""
-    if seconds < 90:
-        return f"{seconds:.0f} seconds"
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

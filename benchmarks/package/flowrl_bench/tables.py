@@ -8,24 +8,29 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.diagnostics.curves import Values, first_reached
 from flowrl.training.config import RunConfig
-from flowrl_bench.claims import GAINS, METHODS, POINTS, SEEDS, TASKS, UNIFORM, Arm, Claim, gains, make_run
+from flowrl_bench.arms import TASKS
+from flowrl_bench.claims import GAINS, POINTS, SEEDS, UNIFORM, Arm, Claim, gains, make_run
 from flowrl_bench.digest import config_id
-from flowrl_bench.evidence import MEASURES, Evidence, Line, column, passage, spent
+from flowrl_bench.evidence import MEASURES, Evidence, Line, column, spent
+from flowrl_bench.leads import LEADS
 from flowrl_bench.measurements import PHASES
 from flowrl_bench.page import Table
 from flowrl_bench.results_file import Lines
-from flowrl_bench.statistics import mean, monotone
+from flowrl_bench.statistics import mean
 from flowrl_bench.suite import evidence
 from flowrl_bench.verdicts import ALIKE, BETTER, FAILS, HOLDS, UNDECIDED, WORSE, Comparison, Verdict, by_seed, judge_family
 
-TONES = {HOLDS: "good", BETTER: "good", FAILS: "bad", WORSE: "bad", ALIKE: "open", UNDECIDED: "open"}
 ANSWERS = {HOLDS: "yes", FAILS: "no", UNDECIDED: UNDECIDED, BETTER: BETTER, WORSE: WORSE, ALIKE: ALIKE}
 DEPENDS = "depends on the arm"
-LABELS = {DEPENDS: "open"} | {label: tone for verdict, tone in TONES.items() for label in (verdict, ANSWERS[verdict])}
+SYMBOLS = {BETTER: "▲", WORSE: "▼", ALIKE: "=", UNDECIDED: "?", HOLDS: "✓", FAILS: "✗", "yes": "✓", "no": "✗"}
+"""By verdict or answer; colours belong to methods."""
+BRIEF = {UNDECIDED: "undecided", ALIKE: "no difference"}
+"""Shorter words for tables that have a legend."""
 MISSING = "no runs yet"
-SELF_TEST = "self-test"
+SELF_TEST, MAIN, QUESTION, CLAIM = "self-test", "main comparison", "question", "claim"
+"""The families of Holm's correction."""
+_MAIN = frozenset(claim.id for claim in LEADS)
 WORLD_NAMES = {"mixture": "2-D world", "shapes": "image world"}
 COST_ARMS: dict[str, Arm] = {
     "uniform (no probe)": UNIFORM,
@@ -63,11 +68,21 @@ class Judged:
 
 
 def judge_all(claims: Mapping[str, Claim], lines: Lines) -> list[Judged]:
-    """Every claim in every world in which it is tried; the families are claims, questions and the self-test."""
+    """Every claim in every world in which it is tried. The families: the main comparison (`flowrl_bench.leads`), the papers'
+    claims, the other questions, and the self-test."""
     found = [Judged(claim, world, lines) for claim in claims.values() for world in claim.worlds]
-    judge_together([one for one in found if one.claim.asks])
-    judge_together([one for one in found if not one.claim.asks and one.claim.source != SELF_TEST])
+    for kind in dict.fromkeys(map(family, found)):
+        judge_together([one for one in found if family(one) == kind])
     return found
+
+
+def family(one: Judged) -> str:
+    """The name of a claim's family."""
+    if one.claim.id in _MAIN:
+        return MAIN
+    if one.claim.source == SELF_TEST:
+        return SELF_TEST
+    return QUESTION if one.claim.asks else CLAIM
 
 
 def judge_together(found: Sequence[Judged]) -> None:
@@ -85,23 +100,15 @@ def summary(judged: Sequence[Judged], last: str) -> Table:
         here = _measured(one.verdict.comparisons, one.claim.asks) if one.verdict else "-"
         source = () if asks else (f"{one.claim.source}: {one.claim.number}",)
         says = f"`{one.claim.id}` {one.claim.says}"
-        rows.append((says, one.label, here, *source, WORLD_NAMES[one.world], str(one.seeds)))
+        rows.append((says, marked(one.label), here, *source, WORLD_NAMES[one.world], str(one.seeds)))
     source = () if asks else ("source and its number",)
     head = ("question" if asks else "claim", last, "measured here", *source, "world", "seeds")
-    return Table(head, rows, ("claim", "question", "source and its number", "measured here", last), LABELS)
+    return Table(head, rows, ("claim", "question", "source and its number", "measured here", last))
 
 
-def count(judged: Sequence[Judged]) -> str:
-    """The number of lines with each verdict, without the self-test."""
-    chosen = [j for j in judged if j.claim.source != SELF_TEST]
-    labels = [j.label for j in chosen]
-    totals = [f"{labels.count(name)} {name}" for name in (HOLDS, FAILS, UNDECIDED, MISSING) if name in labels]
-    mixed = sum(label.endswith("parts hold") for label in labels)
-    totals += [f"{mixed} with parts that differ"] if mixed else []
-    claims = len({j.claim.id for j in chosen})
-    return (
-        f"{claims} claims, some in two worlds ({len(chosen)} lines): {'; '.join(totals)}. The last line tests the suite itself."
-    )
+def marked(label: str) -> str:
+    """A verdict or an answer with its symbol."""
+    return f"{label} {SYMBOLS[label]}" if label in SYMBOLS else label
 
 
 def _measured(found: Sequence[Comparison], asks: bool) -> str:
@@ -120,7 +127,7 @@ def _capital(words: str) -> str:
 def _alone(comparison: Comparison, asks: bool) -> str:
     """A comparison's own verdict in a word or two, and the reason if a claim fails."""
     if asks:
-        return {UNDECIDED: "undecided", ALIKE: "no difference"}.get(comparison.verdict, ANSWERS[comparison.verdict])
+        return BRIEF.get(comparison.verdict, ANSWERS[comparison.verdict])
     if comparison.verdict != FAILS:
         return {HOLDS: "holds", UNDECIDED: "undecided"}[comparison.verdict]
     return "does not hold: too small to matter" if comparison.size == ALIKE else "does not hold"
@@ -137,11 +144,11 @@ def shown(comparison: Comparison) -> str:
 def comparison_table(found: Sequence[Comparison], asks: bool) -> Table:
     """The comparisons behind a verdict; one without a verdict is no part of the rule."""
     rows = [(c.text, shown(c), _won(c), "-" if math.isnan(c.adjusted) else _judged(c, asks)) for c in found]
-    return Table(("measured", "here", "seeds won", "alone"), rows, ("measured", "alone"), LABELS)
+    return Table(("measured", "here", "seeds won", "alone"), rows, ("measured", "alone"))
 
 
 def _judged(comparison: Comparison, asks: bool) -> str:
-    return ANSWERS[comparison.verdict] if asks else comparison.verdict
+    return marked(ANSWERS[comparison.verdict] if asks else comparison.verdict)
 
 
 def _won(comparison: Comparison) -> str:
@@ -229,63 +236,3 @@ def _cost(runs: Sequence[Line]) -> tuple[str, ...]:
         *(f"{statistics.fmean(run['phases'][phase] for run in runs):.3f}" for phase in PHASES),
         f"{statistics.fmean(gained):.2f}",
     )
-
-
-def level_table(lines: Lines) -> Table | None:
-    """Updates, evaluations and seconds until a level of held-out reward, and ratios to uniform credit with the same clip range.
-
-    The level: the largest that the monotone curves of all these runs reach, rounded down to a multiple of 0.05. Ratios are those
-    of `flowrl_bench.statistics.first_passage`, at the levels of every pair of runs.
-    """
-    axes = {"updates": ("updates", 1.0), "nfe": ("million NFE", 1e6), "seconds": ("seconds", 1.0)}
-    ratios = [f"{name} / uniform's" for name in ("updates", "NFE", "seconds")]
-    head = ("world", "reward", "clip range", "rule", "seeds", *(name for name, _ in axes.values()), *ratios)
-    rows = []
-    for world, tasks in TASKS.items():
-        runs, seeds = _runs_by_clip(lines, world, tasks[0])
-        if not seeds:
-            continue
-        highest = min(float(monotone(column(run, "soft"))[-1]) for arms in runs.values() for arm in arms.values() for run in arm)
-        target = np.floor(highest * 20) / 20
-        for clip, arms in runs.items():
-            price = {
-                (arm, axis): np.mean([_reached(run, axis, target) for run in of]) / unit
-                for arm, of in arms.items()
-                for axis, (_, unit) in axes.items()
-            }
-            for arm in arms:
-                cells = [_digits(float(price[arm, axis])) for axis in axes]
-                found = [mean(_log_ratios(arms[arm], arms["uniform"], axis)).exponential() for axis in axes]
-                shown = [ratio.text(2) if len(seeds) > 1 else f"{ratio.value:.2f}" for ratio in found]
-                shown = ["1"] * len(axes) if arm == "uniform" else shown
-                rows.append((WORLD_NAMES[world], f"{target:.2f}", clip, arm, str(len(seeds)), *cells, *shown))
-    return Table(head, rows) if rows else None
-
-
-def _reached(run: Line, axis: str, target: float) -> float:
-    rise = monotone(column(run, "soft")).tolist()
-    return float(first_reached(spent(run, axis)[: len(rise)], rise, target))
-
-
-def _log_ratios(runs: Sequence[Line], others: Sequence[Line], axis: str) -> Values:
-    return np.array([passage(run, other, axis).log_ratio for run, other in zip(runs, others, strict=True)])
-
-
-def _runs_by_clip(lines: Lines, world: str, task: str) -> tuple[dict[str, dict[str, list[Line]]], list[int]]:
-    """Runs of the three methods by clip range and rule, of the seeds that all of them have."""
-
-    def key(seed: int, changes: Arm) -> str:
-        return config_id(make_run(world, task, seed, changes))
-
-    cells = {
-        str(changes.get("clip_range", RunConfig().algorithm.clip_range)): {arm: {**of, **changes} for arm, of in METHODS.items()}
-        for changes in ({}, {"clip_range": 2e-2})
-    }
-    every = [changes for arms in cells.values() for changes in arms.values()]
-    seeds = [seed for seed in SEEDS[world] if all(key(seed, changes) in lines for changes in every)]
-    runs = {clip: {arm: [lines[key(seed, c)] for seed in seeds] for arm, c in arms.items()} for clip, arms in cells.items()}
-    return runs, seeds
-
-
-def _digits(value: float) -> str:
-    return f"{value:.3f}" if value < 1 else f"{value:.1f}"

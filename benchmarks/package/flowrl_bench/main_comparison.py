@@ -1,0 +1,179 @@
+"""The main comparison (`flowrl_bench.leads`): every arm's level and lead over uniform credit, and the answers in words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flowrl.diagnostics.curves import Values
+from flowrl_bench.arms import ARMS, WORLDS
+from flowrl_bench.evidence import Evidence
+from flowrl_bench.leads import LARGER, LEADS, UNIFORM
+from flowrl_bench.page import Table
+from flowrl_bench.statistics import Estimate, mean
+from flowrl_bench.tables import MISSING, SYMBOLS, WORLD_NAMES, Judged
+from flowrl_bench.verdicts import ALIKE, BETTER, UNDECIDED, WORSE, Comparison, by_seed
+
+BUDGETS = {"per update": "area", "per evaluation": "reward at equal nfe", "per second": "reward at equal seconds"}
+"""The measure of the lead at equal budgets."""
+STEPWISE = ("stepwise gains", "turning points")
+"""The per-step credit of the papers, which the answers name first."""
+_ANSWERS = {BETTER: "yes", WORSE: "no, it trails", ALIKE: "no", UNDECIDED: "undecided"}
+_SPACE = "\N{NO-BREAK SPACE}"
+POSITION = "random-points"
+"""The question about the place of a turning point."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm in a world: its runs (of the seeds that uniform credit has too) and its comparisons."""
+
+    name: str
+    evidence: Evidence
+    comparisons: Sequence[Comparison] = ()
+
+    @property
+    def control(self) -> bool:
+        """Whether it is no method of its own."""
+        return ARMS[self.name].control
+
+    def lead(self, measure: str, than: str = UNIFORM) -> Comparison | None:
+        """Its comparison with another arm; None if there is none."""
+        text = f"{self.name} minus {than}"
+        return next((one for one in self.comparisons if one.arms == text and one.measure == measure), None)
+
+    def values(self, measure: str) -> Values:
+        """A measure per seed."""
+        return by_seed(self.evidence.values(self.name, measure))
+
+    @property
+    def level(self) -> Estimate:
+        """Mean reward over training."""
+        return mean(self.values("area"))
+
+    @property
+    def collapses(self) -> tuple[int, int]:
+        """Collapsed runs, and all runs."""
+        found = self.evidence.values(self.name, "collapse")
+        return int(found.sum()), found.size
+
+
+def arms_of(judged: Sequence[Judged], world: str) -> dict[str, Arm]:
+    """The arms with runs in a world: uniform credit (of the claim with most seeds), then the others by lead per update."""
+    names = dict(zip((claim.id for claim in LEADS), (name for name in ARMS if name != UNIFORM), strict=True))
+    found: list[Arm] = []
+    base: Evidence | None = None
+    for one in judged:
+        if one.claim.id in names and one.world == world and one.evidence is not None and one.verdict is not None:
+            found.append(Arm(names[one.claim.id], one.evidence, one.verdict.comparisons))
+            base = one.evidence if base is None or one.seeds > len(base.seeds) else base
+    if base is None:
+        return {}
+    found.sort(key=lambda arm: -_size(arm.lead("area")))
+    return {arm.name: arm for arm in (Arm(UNIFORM, base), *found)}
+
+
+def _size(one: Comparison | None) -> float:
+    return one.estimate.value if one else 0.0
+
+
+def number(one: Comparison | None) -> str:
+    """'▲ +0.012 [0.003, 0.021]', or a dash. Line breaks are possible before the interval only."""
+    if one is None:
+        return "-"
+    found = one.estimate
+    interval = f"[{found.low:.3f},{_SPACE}{found.high:.3f}]" if abs(found.high) < 1e9 else f"(one{_SPACE}seed)"
+    return f"{SYMBOLS[one.verdict]}{_SPACE}{found.value:+.3f} {interval}"
+
+
+def lead_table(arms: Mapping[str, Arm]) -> Table:
+    """A row per arm: levels, then leads over uniform credit at equal budgets, then its bad seeds."""
+    leads = (f"minus uniform, {words}" for words in BUDGETS)
+    larger = "minus larger groups, per evaluation"
+    head = ("arm", "seeds", "mean reward over training", *leads, "collapsed", "worst seed", larger)
+    rows = []
+    for name, arm in arms.items():
+        label, seeds = f"{name}{' (control)' if arm.control else ''}", str(len(arm.evidence.seeds))
+        found = [number(arm.lead(measure)) for measure in BUDGETS.values()]
+        lost, runs = arm.collapses
+        bad = (f"{lost}{_SPACE}of{_SPACE}{runs}", f"{arm.values('area').min():.3f}")
+        ends = (*bad, number(arm.lead(BUDGETS["per evaluation"], LARGER)))
+        rows.append((label, seeds, arm.level.text().replace(", ", f",{_SPACE}"), *found, *ends))
+    return Table(head, rows, ("arm",))
+
+
+def answers(judged: Sequence[Judged]) -> list[str]:
+    """Five lines: the lead per update, per evaluation and per second, the place of a turning point, and the rule to take."""
+    worlds = {world: arms_of(judged, world) for world in WORLDS}
+    lines = []
+    for words, measure in BUDGETS.items():
+        parts = " ".join(f"{_capital(WORLD_NAMES[world])}: {_leads(arms, measure)}." for world, arms in worlds.items())
+        lines.append(f"*Does per-step credit lead {words}*? {parts}")
+    places = [f"{_capital(WORLD_NAMES[world])}: {_place(judged, world)}." for world in WORLDS]
+    lines.append(f"*Does the place of a turning point matter*? {' '.join(places)}")
+    choices = [f"{_capital(WORLD_NAMES[world])}: {_choice(arms)}." for world, arms in worlds.items()]
+    lines.append(f"*Which rule would you take*? {' '.join(choices)}")
+    return lines
+
+
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _leads(arms: Mapping[str, Arm], measure: str) -> str:
+    """The leads of the papers' rules, and the count of all methods."""
+    methods = {name: arm.lead(measure) for name, arm in arms.items() if name != UNIFORM and not arm.control}
+    found = {name: one for name, one in methods.items() if one is not None}
+    if not found:
+        return MISSING
+    papers = {one.verdict for name, one in found.items() if name in STEPWISE}
+    answer = _ANSWERS.get(papers.pop(), "undecided") if len(papers) == 1 else "it depends on the rule"
+    parts = [f"{name} {number(found[name])}" if name in found else f"{name}: {MISSING}" for name in STEPWISE]
+    verdicts = [one.verdict for one in found.values()]
+    counts = ", ".join(f"{verdicts.count(v)} {SYMBOLS[v]}" for v in (BETTER, WORSE, ALIKE, UNDECIDED) if v in verdicts)
+    largest = max(found, key=lambda name: found[name].estimate.value)
+    best = f"; the largest lead: {largest}, {number(found[largest])}" if largest not in STEPWISE else ""
+    return f"{answer}; {', '.join(parts)}; {len(found)} methods: {counts}{best}"
+
+
+def _place(judged: Sequence[Judged], world: str) -> str:
+    one = next((j for j in judged if j.claim.id == POSITION and j.world == world), None)
+    if one is None or one.verdict is None:
+        return MISSING
+    comparison = one.verdict.comparisons[0]
+    found = {
+        ALIKE: "no; turning points at random steps do as well",
+        WORSE: "yes; turning points at random steps do worse",
+        BETTER: "turning points at random steps do better",
+        UNDECIDED: "undecided for turning points at random steps",
+    }[comparison.verdict]
+    return f"{found}, {number(comparison)}"
+
+
+def choice(arms: Mapping[str, Arm]) -> Arm | None:
+    """The method with the largest lead per evaluation, of those that are better per evaluation, not worse per second, and do not
+    collapse more often than uniform credit; None if there is none."""
+    measure = BUDGETS["per evaluation"]
+
+    def allowed(arm: Arm) -> bool:
+        lead, second, collapse = arm.lead(measure), arm.lead(BUDGETS["per second"]), arm.lead("collapse")
+        worse = [one for one in (second, collapse) if one is not None and one.verdict == WORSE]
+        larger = arm.lead(measure, LARGER)
+        beaten = larger is not None and larger.verdict == WORSE
+        return not arm.control and not worse and not beaten and lead is not None and lead.verdict == BETTER
+
+    return max(filter(allowed, arms.values()), key=lambda arm: _size(arm.lead(measure)), default=None)
+
+
+def _choice(arms: Mapping[str, Arm]) -> str:
+    if not arms:
+        return MISSING
+    best = choice(arms)
+    uniform = arms[UNIFORM].collapses
+    if best is None:
+        found = [lead for arm in arms.values() if not arm.control and (lead := arm.lead(BUDGETS["per evaluation"])) is not None]
+        undecided = sum(one.verdict == UNDECIDED for one in found)
+        return f"uniform credit, because no method qualifies ({undecided} of {len(found)} are undecided per evaluation)"
+    lost = best.collapses
+    return (
+        f"{best.name}, {number(best.lead(BUDGETS['per evaluation']))} over uniform credit per evaluation; "
+        f"{lost[0]} of {lost[1]} runs collapsed (uniform: {uniform[0]} of {uniform[1]})"
+    )
