@@ -81,8 +81,8 @@ class TestPlan:
             assert {arms[name][0].flat()[knob] for knob in tuned(part.world, name)} == set(tuned(part.world, name).values())
 
     def test_options(self) -> None:
-        assert [(p.world, p.budget, p.seeds) for p in make_parts()] == [("mixture", 12, 10), ("shapes", 6, 6)]
-        assert [(p.world, p.budget, p.seeds) for p in make_parts(True)] == [("mixture", 6, 5), ("shapes", 0, 3)]
+        assert [(p.world, p.budget, p.seeds) for p in make_parts()] == [("mixture", 12, 20), ("shapes", 6, 8)]
+        assert [(p.world, p.budget, p.seeds) for p in make_parts(True)] == [("mixture", 6, 8), ("shapes", 0, 4)]
         assert make_parts(True, "shapes", 4, 3) == [Part("shapes", 3, 4, ("uniform",))]
         for options, name in (({"world": "x"}, "world"), ({"seeds": 1}, "seeds"), ({"budget": -2}, "budget")):
             with pytest.raises(ConfigError, match=f"{name} = .* is not allowed"):
@@ -203,7 +203,7 @@ class TestFindings:
         (found,) = judged("mine", [World(part, Evidence(runs, part.numbers), {})])
         sizes = {f.budget: f.comparison.size for f in found.findings}
         assert sizes == {"updates": ALIKE, "evaluations": WORSE, "seconds": ALIKE}
-        assert "against uniform worse at equal evaluations, no difference that matters at equal updates and seconds" in sentence(
+        assert "against uniform: worse at equal evaluations, no difference that matters at equal updates and seconds" in sentence(
             "mine", found
         )
 
@@ -214,15 +214,15 @@ class TestFindings:
     def test_the_sentence_for_each_outcome(self, level: float, spread: float, words: str) -> None:
         (found,) = judged("mine", [world_of(spread, seed=1, uniform=0.4, mine=level)])
         text = sentence("mine", found)
-        against = f"against uniform {words} at equal updates, evaluations and seconds."
-        assert text.startswith(f"mine in the 2-D world, 8 seeds: {against}")
+        against = f"mine against uniform: {words} at equal updates, evaluations and seconds."
+        assert text.startswith(f"2-D world, 8 seeds. {against}")
         assert re.search(r"Differences in mean reward of 0\.\d{3}.* would have been found with a probability of 80%\.$", text)
 
     def test_baselines_with_the_same_outcome_share_words(self) -> None:
         (found,) = judged("mine", [world_of(0.01, uniform=0.4, stepwise_gains=0.4, turning_points=0.9, mine=0.6)])
         text = sentence("mine", found)
-        better = "against uniform and stepwise gains better at equal updates, evaluations and seconds"
-        assert f"{better}; against turning points worse at" in text
+        better = "against uniform and stepwise gains: better at equal updates, evaluations and seconds"
+        assert f"{better}; against turning points: worse at" in text
 
     def test_what_could_have_been_seen(self) -> None:
         """It shrinks with the spread and grows with the number of comparisons."""
@@ -244,9 +244,9 @@ class TestFindings:
         worlds[1] = replace(worlds[1], part=replace(worlds[1].part, budget=0))
         page = rule_page("mine", "my.py:Mine", worlds, list(QUICK.values()), True, "flowrl bench rule my.py:Mine --quick")
         text = page.write(tmp_path, "rule")[0].read_text()
-        assert text.index("mine in the 2-D world, 8 seeds: against uniform better") < text.index("## ")
+        assert text.index("2-D world, 8 seeds. mine against uniform: better") < text.index("## ")
         assert "Not tuned in the image world: " in text and "The rule has the settings of uniform credit." in text
-        assert "in the 2-D world 6 of 12 runs of the search and 5 of 10 seeds" in text
+        assert "in the 2-D world 6 of 12 runs of the search and 12 of 20 seeds" in text
         assert "the baseline stepwise gains" in text and "rule-mixture.png" in text and "0 of 8" in text
 
 
@@ -263,6 +263,7 @@ class TestFolder:
         monkeypatch.setitem(SHORT, "mixture", TINY)
         monkeypatch.setitem(PROBES, "mixture", {"iterations": 1, "eval_samples": 18})
         monkeypatch.setattr(tune, "run_jobs", here)
+        monkeypatch.setattr("flowrl_bench.results_file.golden_run", lambda: (1.0,))  # else seconds
         monkeypatch.setattr(module, "costs", lambda arms, workers: dict.fromkeys(arms, Cost(1.0, 0.0)))
         self.made: list[str] = []
         self.most = 1000
@@ -293,7 +294,7 @@ class TestFolder:
         said: list[str] = []
         assert self.bench("my.py:Copy", say=said.append) == 2 * 4
         text = "\n".join(said)
-        row = next(line for line in text.splitlines() if line.startswith("uniform  "))
+        row = next(line for line in text.splitlines() if line.startswith("uniform "))
         assert row.count("+0.000 no difference") >= 2
         assert "8 runs to make in runs/rule-Copy: about 28 seconds; Ctrl-C pauses" in text
         assert self.bench("my.py:Copy") == 0 and self.bench("my.py:Copy", 3) == 4

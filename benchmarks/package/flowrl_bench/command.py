@@ -159,7 +159,7 @@ class Rule:
     world: str = "all"
     """mixture (two dimensions), shapes (images) or all."""
     seeds: Annotated[int, Ge(0), Le(1000)] = 0
-    """Seeds per arm and world; 0 = 10 in two dimensions and 6 for images (--quick: 5 and 3)."""
+    """Seeds per arm and world; 0 = 20 in two dimensions and 8 for images (--quick: 8 and 4)."""
     budget: Annotated[int, Ge(-1), Le(200)] = -1
     """Runs of the search for the rule's settings per world (0: none); -1 = 12 in 2-D and 6 for images (--quick: 6, 0)."""
     out: Path | None = None

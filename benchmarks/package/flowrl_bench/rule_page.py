@@ -80,10 +80,11 @@ def sentence(rule: str, world: World) -> str:
             if budgets:
                 parts.append(f"{verdict} at equal {_listed(budgets)}")
         patterns.setdefault(", ".join(parts), []).append(baseline)
-    found = "; ".join(f"against {_listed(baselines)} {pattern}" for pattern, baselines in patterns.items())
+    found = "; ".join(f"against {_listed(baselines)}: {pattern}" for pattern, baselines in patterns.items())
     visible, alone = ([getattr(finding, name) for finding in world.findings] for name in ("visible", "alone"))
-    power = f"differences in mean reward of {_range(visible)} ({_range(alone)} without the correction)"
-    return f"{rule} in the {world.name}: {found}. {power[0].upper()}{power[1:]} would have been found with a probability of 80%."
+    power = f"Differences in mean reward of {_range(visible)} ({_range(alone)} without the correction)"
+    where = world.name[0].upper() + world.name[1:]
+    return f"{where}. {rule} {found}. {power} would have been found with a probability of 80%."
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -100,11 +101,11 @@ def terminal(rule: str, worlds: Sequence[World]) -> str:
     lines: list[str] = []
     for world in worlds:
         lines += [f"{world.name[0].upper()}{world.name[1:]}; rule minus baseline, mean reward over training at equal"]
-        lines += [" " * 18 + "".join(f"{budget:<20}" for budget in BUDGETS).rstrip()]
+        lines += [" " * 17 + "".join(f"{budget:<21}" for budget in BUDGETS).rstrip()]
         for baseline in world.part.baselines:
             cells = [f.comparison for f in world.findings if f.baseline == baseline]
             shown = [f"{c.estimate.value:+.3f} {SHORT_WORDS.get(c.size, c.size)}" for c in cells]
-            lines += [f"{baseline:<18}" + "".join(f"{cell:<20}" for cell in shown).rstrip()]
+            lines += [f"{baseline:<17}" + "".join(f"{cell:<21}" for cell in shown).rstrip()]
         lines += [f"{'arm':<27}{'mean reward [95%]':<27}{'worst seed':<12}collapsed"]
         for arm in world.evidence.runs:
             area, lost = world.evidence.values(arm, "area"), world.evidence.values(arm, "collapse")
@@ -144,7 +145,7 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], parts: Sequence[Par
 def _untuned_note(rule: str, untuned: Sequence[str]) -> str:
     """How arms ran that were not tuned."""
     notes = ["The rule has the settings of uniform credit."] if rule in untuned else []
-    return " ".join([*notes, *(["These baselines have the start of the search's grid."] if set(untuned) - {rule} else [])])
+    return " ".join([*notes, *(["The untuned baselines have the start of the search's grid."] if set(untuned) - {rule} else [])])
 
 
 def _left_out(parts: Sequence[Part]) -> str:
@@ -225,8 +226,9 @@ def curves_figure(arms: Mapping[str, Mapping[str, Sequence[Line]]], task: str) -
             found = [mean(column) for column in table.T]
             shade, middle = COLOURS[place % len(COLOURS)], [one.value for one in found]
             axes.plot(x / unit, middle, color=shade, linewidth=2, label=arm)
+            low, high = (np.clip([getattr(one, end) for one in found], 0, 1) for end in ("low", "high"))
             if len(table) > 1:
-                axes.fill_between(x / unit, [e.low for e in found], [e.high for e in found], color=shade, alpha=0.15, linewidth=0)
+                axes.fill_between(x / unit, low, high, color=shade, alpha=0.15, linewidth=0)
         axes.set_xlabel({"evaluations": "network evaluations (thousands)", "seconds": "processor seconds"}.get(budget, budget))
         axes.set_title(f"equal {budget}", loc="left", fontsize=10)
         clean(axes)
