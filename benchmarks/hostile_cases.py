@@ -23,7 +23,7 @@ from flowrl.training.config import RunConfig
 
 for _name in ("training.compare", "plots.report", "plots.figures", "worlds.mixture", "serving.command", "diagnostics"):
     import_module(f"flowrl.{_name}")  # before the processes fork, so that a case takes a fraction of a second
-for _name in ("command", "explain_command", "pretrain", "claims_page", "rule_ranking"):
+for _name in ("command", "explain_command", "pretrain", "claims_page", "rule_bench"):
     import_module(f"flowrl_bench.{_name}")
 
 Values = list[tuple[str, Any]]

@@ -95,3 +95,21 @@ def rule_file(path: Path, name: str = "Mine", steps: str = "steps") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(RULE.format(name=name, steps=steps))
     return path
+
+
+def here(function, jobs, workers, *, finished, received, describe) -> bool:  # type: ignore[no-untyped-def]
+    """`run_jobs` in this process."""
+
+    class Worker:
+        def __init__(self, key) -> None:  # type: ignore[no-untyped-def]
+            self.key = key
+
+        def send(self, message) -> None:  # type: ignore[no-untyped-def]
+            received(self.key, message)
+
+        def stopped(self) -> bool:
+            return False
+
+    for key, arguments in jobs.items():
+        finished(key, function(Worker(key), *arguments))
+    return True

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bench_lines import here
 from flowrl_bench import tune
 from flowrl_bench.arms import ARMS, WORLDS, Arm, named_arm
 from flowrl_bench.tune import SEEDS, Point, Search, Trial, best, choices, chosen, proposals
@@ -108,21 +109,3 @@ class TestLog:
             (line["point"], line["seed"], line["score"]) for line in lines
         ]
         assert chosen(search, again) is not None
-
-
-def here(function, jobs, workers, *, finished, received, describe) -> bool:  # type: ignore[no-untyped-def]
-    """`run_jobs` in this process."""
-
-    class Worker:
-        def __init__(self, key) -> None:  # type: ignore[no-untyped-def]
-            self.key = key
-
-        def send(self, message) -> None:  # type: ignore[no-untyped-def]
-            received(self.key, message)
-
-        def stopped(self) -> bool:
-            return False
-
-    for key, arguments in jobs.items():
-        finished(key, function(Worker(key), *arguments))
-    return True

@@ -142,6 +142,11 @@ def tuned(world: str, arm: str) -> dict[str, float]:
     return _tuned().get(world, {}).get(arm) or ARMS[arm].values(world, {})
 
 
+def is_tuned(world: str, arm: str) -> bool:
+    """Whether values were found for an arm in a world."""
+    return arm in _tuned().get(world, {})
+
+
 @cache
 def _tuned() -> dict[str, dict[str, dict[str, float]]]:
     return json.loads(TUNED.read_text()) if TUNED.exists() else {}

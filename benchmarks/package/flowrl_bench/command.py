@@ -153,35 +153,34 @@ class Tune:
 
 @dataclass(frozen=True)
 class Rule:
-    """Test a credit rule of your own: claims, microscope and costs, and a page that ranks it.
+    """Tune a credit rule of your own and compare it with tuned baselines, in about 30 minutes on 2 cores (--quick: 8).
 
     Example: flowrl bench rule my_rules.py:MyRule
     """
 
     rule: tyro.conf.Positional[str]
     """path/to/file.py:Class, NAME or NAME(option=value)."""
-    seeds: Annotated[int, Ge(2), Le(1000)] = 5
-    """Number of seeds."""
+    quick: bool = False
+    """Fewer runs of the search and fewer seeds; in the image world no search, and uniform credit as the only baseline."""
+    world: str = "all"
+    """mixture (two dimensions), shapes (images) or all."""
+    seeds: Annotated[int, Ge(0), Le(1000)] = 0
+    """Seeds per arm and world; 0 = 20 in two dimensions and 8 for images (--quick: 8 and 4)."""
+    budget: Annotated[int, Ge(-1), Le(200)] = -1
+    """Runs of the search for the rule's settings per world (0: none); -1 = 12 in 2-D and 6 for images (--quick: 6, 0)."""
     out: Path | None = None
-    """Folder of the results and the page; default: runs/rule-NAME."""
+    """Folder of the results and the page; default: runs/rule-NAME. Runs that it has are not made again."""
     workers: Workers = 0
     """Number of parallel runs; 0 = one per core."""
-    minutes: Annotated[float, Gt(0)] = math.inf
-    """Start no more runs after this time; the next call continues."""
 
     def main(self) -> int:
-        """Run, judge, rank, write."""
-        from flowrl_bench.rule_ranking import bench_rule
+        """Tune, run, judge, write."""
+        from flowrl_bench.rule_bench import bench_rule
+        from flowrl_bench.rule_plan import make_parts
 
-        finished = bench_rule(
-            self.rule,
-            self.seeds,
-            self.out,
-            lambda suite: _execute(suite, self.workers, self.minutes),
-            _counter("microscope"),
-            self.workers,
-        )
-        return 0 if finished else 130
+        parts = make_parts(self.quick, self.world, self.seeds, self.budget)
+        command = shlex.join(["flowrl", *sys.argv[1:]])
+        return 0 if bench_rule(self.rule, parts, self.out, self.workers, self.quick, command) else 130
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ class Microscope:
         from flowrl_bench.microscope_page import TITLE, microscope_page
         from flowrl_bench.page import require_page
         from flowrl_bench.results_file import provenance
-        from flowrl_bench.rule_ranking import named_rules
+        from flowrl_bench.rule_names import named_rules
 
         stages = tuple(sorted(set(self.iterations)))
         require(len(stages) >= 1, "iterations", self.iterations, "one or more stages")
@@ -254,7 +253,7 @@ class Microscope:
 
 @dataclass(frozen=True)
 class Bench:
-    """Benchmarks: tests of the papers' claims, a ranking of your own rule, and a microscope for credit."""
+    """Benchmarks: tests of the papers' claims, your own rule against tuned baselines, and a microscope for credit."""
 
     which: tyro.conf.OmitSubcommandPrefixes[Claims | Tune | Rule | Microscope]
 

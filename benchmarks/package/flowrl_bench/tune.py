@@ -19,9 +19,10 @@ from flowrl.io import file_lock, write_json
 from flowrl.reading import read_json
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench.arms import SHORT, Arm
+from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import column
 from flowrl_bench.measurements import measure
-from flowrl_bench.results_file import ResultsFile, make_line, stamp
+from flowrl_bench.results_file import ResultsFile, make_line, require_unchanged, stamp
 
 SEEDS = tuple(range(9000, 9100))
 """Seeds of tuning runs, first to last; no result has one of them."""
@@ -132,12 +133,14 @@ def _tune(worker: Worker, search: Search, lines: list[dict[str, Any]], command: 
     scores = search.scores(lines)
     while (trial := next(proposals(scores, len(search.arm.knobs), search.budget), None)) is not None:
         config = search.config(trial)
+        key = config_id(config)
         found = measure(config, worker.stopped)
         if found is None:
             return False
+        require_unchanged(config, key, made["code"])
         scores[trial] = score_of(found)
         head = {"arm": search.arm.name, "world": search.world, "point": trial[0], "values": search.values(trial[0])}
-        line = {**head, "score": scores[trial], **make_line(config, found, command, made=made)}
+        line = {**head, "score": scores[trial], **make_line(config, found, command, key, made)}
         worker.send(line)
     return True
 

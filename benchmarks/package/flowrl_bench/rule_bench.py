@@ -1,0 +1,165 @@
+"""`flowrl bench rule`: a credit rule of your own is tuned and compared with tuned baselines in both worlds."""
+
+import shlex
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrl.training.build import make_method
+from flowrl.training.compare import rule_name
+from flowrl.training.config import RunConfig
+from flowrl.workers import worker_count
+from flowrl_bench.arms import BOTH, SHORT, Arm, tuned
+from flowrl_bench.digest import config_id
+from flowrl_bench.evidence import Evidence
+from flowrl_bench.page import require_page
+from flowrl_bench.results_file import ResultsFile
+from flowrl_bench.rule_names import RESULTS, TUNING, known_spelling, named_rules, results_folder
+from flowrl_bench.rule_page import TITLE, WORLD_NAMES, World, judged, rule_page, sentence, terminal
+from flowrl_bench.rule_plan import BASELINES, START, Clock, Cost, Key, Part, costs
+from flowrl_bench.suite import Suite, duration
+from flowrl_bench.tune import chosen, tune
+
+Say = Callable[[str], None]
+
+
+class Bench:
+    """A comparison in a folder: what it holds, what is missing, and how long that takes.
+
+    Raises `CreditError` if the rule breaks its contract (it is tried on random tables), and `ConfigError` if its name is a
+    baseline's, or the folder has runs of another rule, of the rule before its file was changed, or of code with other numbers.
+    """
+
+    def __init__(self, spec: str, parts: Sequence[Part], out: Path | None = None, workers: int = 0) -> None:
+        worker_count(workers, 1)
+        named_rules([spec], BASELINES)
+        self.folder = out or results_folder(spec)
+        self.spec = known_spelling(spec, self.folder)
+        (self.name,) = named_rules([self.spec], BASELINES)
+        require_page(self.folder, "rule", TITLE)
+        self.arm = Arm(self.name, {"credit": self.spec, "method": rule_name(self.spec)}, worlds=BOTH)
+        self.parts, self.workers = list(parts), workers
+        self.tuning, self.results = (ResultsFile(self.folder / name, rule=self.spec) for name in (TUNING, RESULTS))
+        for part in self.parts:
+            make_method(self.arm.run(part.world, self.arm.values(part.world, {})))
+        self.searches = [search for part in self.parts if (search := part.search(self.arm))]
+        self.command = shlex.join(["flowrl", "bench", "rule", self.spec, "--out", str(self.folder)])
+        self.tuning.read()
+        self.results.read()
+
+    def values(self, part: Part) -> dict[str, float] | None:
+        """The values at which the rule runs: found by its search (None: unfinished), else uniform credit's."""
+        search = part.search(self.arm)
+        return chosen(search, self.tuning.unchecked()) if search else tuned(part.world, "uniform")
+
+    def runs(self) -> Iterator[tuple[Key, RunConfig | None]]:
+        """World, arm and seed of every run of the results, and its settings, if they are known."""
+        for part in self.parts:
+            values = self.values(part)
+            for name, runs in part.arms(self.arm, values or self.arm.values(part.world, {})).items():
+                for run in runs:
+                    yield (part.world, name, run.seed), run if values or name != self.name else None
+
+    def missing(self) -> tuple[dict[str, int], list[Key]]:
+        """The number of runs that each search has to make, and the runs of the results that are missing."""
+        lines, done = self.tuning.unchecked(), self.results.read()
+        searches = {search.world: search.budget - len(search.scores(lines)) for search in self.searches}
+        results = [key for key, run in self.runs() if run is None or config_id(run) not in done]
+        return {world: count for world, count in searches.items() if count}, results
+
+    def examples(self) -> dict[tuple[str, str], RunConfig]:
+        """A run of the results by world and arm, as long as all others."""
+        arms = {part.world: part.arms(self.arm, self.arm.values(part.world, {})) for part in self.parts}
+        return {(world, name): runs[0] for world, by_name in arms.items() for name, runs in by_name.items()}
+
+    def clock(self, cost: Mapping[tuple[str, str], Cost]) -> Clock:
+        """What is missing, with its expected time."""
+        (searches, results), examples = self.missing(), self.examples()
+        seconds = {key: cost[key].of(examples[key]) for key in cost}
+        short = {world: cost[world, self.name].of(examples[world, self.name].replace(**SHORT[world])) for world in searches}
+        return Clock(
+            {world: [short[world]] * count for world, count in searches.items()},
+            {key: seconds[key[:2]] for key in sorted(results, key=lambda key: key[2])},
+            self.workers,
+        )
+
+    def execute(self, say: Say = print) -> bool:
+        """Make what is missing: the searches, then the results; False if Ctrl-C paused it."""
+        searches, results = self.missing()
+        if not searches and not results:
+            return True
+        arms = dict.fromkeys([*((world, self.name) for world in searches), *(key[:2] for key in results)])
+        say(f"Timing {len(arms)} arms ...")
+        examples = self.examples()
+        cost = costs({key: examples[key] for key in arms}, self.workers)
+        if cost is None:
+            return False
+        clock, started = self.clock(cost), time.monotonic()
+        total = sum(searches.values()) + len(results)
+        say(f"{total} runs to make in {self.folder}: about {duration(START + clock.seconds())}; Ctrl-C pauses")
+
+        def left() -> str:
+            return f"about {duration(clock.seconds(time.monotonic() - started - START))} left"
+
+        def searched(line: Mapping[str, Any], done: int) -> None:
+            clock.searched(line["world"])
+            values = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in line["values"].items())
+            say(f"search, {WORLD_NAMES[line['world']]}, {values}, seed {line['seed']}: {line['score']:.3f}; {left()}")
+
+        if searches and not tune(self.searches, self.tuning.path, self.command, self.workers, searched):
+            return False
+        keys = {config_id(run): (key, run) for key, run in self.runs() if run is not None}
+
+        def finished(place: int, count: int, line: Mapping[str, Any]) -> None:
+            (world, arm, seed), _ = keys[line["id"]]
+            clock.finished((world, arm, seed))
+            say(f"{place}/{count} {WORLD_NAMES[world]}, {arm}, seed {seed}; {left()}")
+
+        runs = {key: run for key, (_, run) in keys.items()}
+        allowed = {**{line.get("id", ""): None for line in self.results.unchecked()}, **runs}
+        return Suite(runs, self.results, allowed, self.command).execute(self.workers, finished)
+
+    def worlds(self) -> list[World]:
+        """The worlds with two or more seeds that all arms have, judged."""
+        lines, found = self.results.read(), []
+        for part in self.parts:
+            values = self.values(part)
+            if values is None:
+                continue
+            arms = {name: [lines.get(config_id(run)) for run in runs] for name, runs in part.arms(self.arm, values).items()}
+            whole = [place for place in range(part.seeds) if all(of[place] is not None for of in arms.values())]
+            if len(whole) < 2:
+                continue
+            runs = {name: {part.task: [line for place in whole if (line := of[place])]} for name, of in arms.items()}
+            at = {**{name: tuned(part.world, name) for name in part.baselines}, self.name: values}
+            found.append(World(part, Evidence(runs, tuple(part.numbers[place] for place in whole)), at))
+        return judged(self.name, found) if found else []
+
+
+def bench_rule(
+    spec: str,
+    parts: Sequence[Part],
+    out: Path | None = None,
+    workers: int = 0,
+    quick: bool = False,
+    command: str = "",
+    say: Say = print,
+) -> bool:
+    """Tune and compare the rule, print what was found, and write rule.md and rule.html; False if the runs were paused.
+
+    Runs that the folder has are used, whatever path the rule was named by then. Raises what `Bench` raises.
+    """
+    bench = Bench(spec, parts, out, workers)
+    command = command or bench.command
+    finished = bench.execute(say)
+    worlds = bench.worlds()
+    if worlds:
+        written = rule_page(bench.name, bench.spec, worlds, bench.parts, quick, command).write(bench.folder, "rule")
+        say("\n" + "\n".join(textwrap.fill(sentence(bench.name, world), 80) for world in worlds))
+        say("\n" + terminal(bench.name, worlds))
+        say(f"\nWrote {', '.join(map(str, written))}")
+    if not finished:
+        say(f"Paused; finished runs are kept. Continue with: {command}")
+    return finished

@@ -1,0 +1,244 @@
+"""What a comparison of a rule with tuned baselines has found: a sentence per world, tables for a terminal, and a page."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from flowrl.plots.style import clean
+from flowrl_bench.arms import is_tuned
+from flowrl_bench.evidence import Evidence, Line, curve, spent
+from flowrl_bench.page import COLOURS, Document, Image, Table
+from flowrl_bench.rule_plan import FULL, Part
+from flowrl_bench.statistics import Curve, detectable, mean
+from flowrl_bench.verdicts import ALIKE, ALPHA, BETTER, UNDECIDED, WORSE, Compare, Comparison, by_seed, judge_family
+
+TITLE = " against tuned baselines"
+"""The end of the page's title."""
+WORLD_NAMES = {"mixture": "2-D world", "shapes": "image world"}
+BUDGETS = {"updates": "area", "evaluations": "reward at equal nfe", "seconds": "reward at equal seconds"}
+"""The measure at equal budgets; evaluations of the network include those of the update, seconds are the processor's."""
+AXES = {"updates": ("updates", 1.0), "evaluations": ("nfe", 1e3), "seconds": ("seconds", 1.0)}
+TONES = {BETTER: "good", WORSE: "bad", ALIKE: "open", UNDECIDED: "open"}
+SHORT_WORDS = {ALIKE: "no difference", UNDECIDED: "undecided"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The rule minus a baseline at an equal budget. `visible`: the smallest difference that would have been found with a
+    probability of 80% at this spread and number of seeds, at the strictest level of Holm's correction; `alone`: without it."""
+
+    baseline: str
+    budget: str
+    comparison: Comparison
+    visible: float
+    alone: float
+
+
+@dataclass(frozen=True)
+class World:
+    """What is known in a world: the runs, the values at which every arm ran, and the findings."""
+
+    part: Part
+    evidence: Evidence
+    values: Mapping[str, Mapping[str, float]]
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The world and the number of seeds in words."""
+        return f"{WORLD_NAMES[self.part.world]}, {len(self.evidence.seeds)} seeds"
+
+    def untuned(self, rule: str) -> list[str]:
+        """The arms whose settings were not searched in this world."""
+        return [arm for arm in self.evidence.runs if not (self.part.budget if arm == rule else is_tuned(self.part.world, arm))]
+
+
+def judged(rule: str, worlds: Sequence[World]) -> list[World]:
+    """The worlds with findings: the rule against every baseline at every budget, one family over all worlds."""
+    asked = [(world, baseline, budget) for world in worlds for baseline in world.part.baselines for budget in BUDGETS]
+    found = [Compare(rule, baseline, BUDGETS[budget]).compare(world.evidence) for world, baseline, budget in asked]
+    findings: dict[str, list[Finding]] = {world.part.world: [] for world in worlds}
+    for (world, baseline, budget), verdict in zip(asked, judge_family(found), strict=True):
+        differences = by_seed(world.evidence.differences(rule, baseline, BUDGETS[budget]))
+        spread = float(differences.std(ddof=1)) if len(differences) > 1 else math.inf
+        visible, alone = (detectable(spread, len(differences), ALPHA / share) for share in (len(asked), 1))
+        findings[world.part.world].append(Finding(baseline, budget, verdict.comparisons[0], visible, alone))
+    return [World(w.part, w.evidence, w.values, tuple(findings[w.part.world])) for w in worlds]
+
+
+def sentence(rule: str, world: World) -> str:
+    """What was found in a world, and how small a difference would have been found."""
+    patterns: dict[str, list[str]] = {}
+    for baseline in dict.fromkeys(finding.baseline for finding in world.findings):
+        mine = [finding for finding in world.findings if finding.baseline == baseline]
+        parts = []
+        for verdict in (BETTER, WORSE, ALIKE, UNDECIDED):
+            budgets = [finding.budget for finding in mine if finding.comparison.size == verdict]
+            if budgets:
+                parts.append(f"{verdict} at equal {_listed(budgets)}")
+        patterns.setdefault(", ".join(parts), []).append(baseline)
+    found = "; ".join(f"against {_listed(baselines)}: {pattern}" for pattern, baselines in patterns.items())
+    visible, alone = ([getattr(finding, name) for finding in world.findings] for name in ("visible", "alone"))
+    power = f"Differences in mean reward of {_range(visible)} ({_range(alone)} without the correction)"
+    where = world.name[0].upper() + world.name[1:]
+    return f"{where}. {rule} {found}. {power} would have been found with a probability of 80%."
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.3f}", f"{max(values):.3f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def terminal(rule: str, worlds: Sequence[World]) -> str:
+    """The findings and the arms of every world, in 80 columns."""
+    lines: list[str] = []
+    for world in worlds:
+        lines += [f"{world.name[0].upper()}{world.name[1:]}; rule minus baseline, mean reward over training at equal"]
+        lines += [" " * 17 + "".join(f"{budget:<21}" for budget in BUDGETS).rstrip()]
+        for baseline in world.part.baselines:
+            cells = [f.comparison for f in world.findings if f.baseline == baseline]
+            shown = [f"{c.estimate.value:+.3f} {SHORT_WORDS.get(c.size, c.size)}" for c in cells]
+            lines += [f"{baseline:<17}" + "".join(f"{cell:<21}" for cell in shown).rstrip()]
+        lines += [f"{'arm':<27}{'mean reward [95%]':<27}{'worst seed':<12}collapsed"]
+        for arm in world.evidence.runs:
+            area, lost = world.evidence.values(arm, "area"), world.evidence.values(arm, "collapse")
+            name = arm if len(arm) < 27 else f"{arm[:23]}..."
+            lines += [f"{name:<27}{mean(by_seed(area)).text():<27}{area.min():<12.3f}{lost.sum():.0f} of {lost.size}"]
+        lines += [""]
+    return "\n".join(lines[:-1])
+
+
+def rule_page(rule: str, spec: str, worlds: Sequence[World], parts: Sequence[Part], quick: bool, made: str) -> Document:
+    """The page: the sentences, and per world the arms, the verdicts, learning curves, costs and the search."""
+    page = Document(f"{rule}{TITLE}", kind=TITLE)
+    for world in worlds:
+        page.text(sentence(rule, world))
+        if untuned := world.untuned(rule):
+            page.text(f"Not tuned in the {WORLD_NAMES[world.part.world]}: {_listed(untuned)}. {_untuned_note(rule, untuned)}")
+    if quick:
+        page.text(_left_out(parts))
+    for world in worlds:
+        _section(page, rule, world)
+    page.heading("Method")
+    page.text(
+        "Every comparison pairs runs of one seed. Mean reward over training is the mean of the held-out learning curve up to the "
+        "budget that both arms have spent: updates, network evaluations (sampling, scoring and update) or processor seconds of "
+        "training. All comparisons of the rule on this page are one family with Holm's correction; the smallest difference "
+        "that matters is 0.02 (`docs/verdicts.md`). A run collapsed if it ends more than 0.1 below its best reward, or more than "
+        "0.02 below its first."
+    )
+    page.text(
+        f"The rule is `{spec}`. Its learning rate, clip range and noise level were searched as those of the baselines were "
+        "(`flowrl bench tune`), with seeds that no result has. A third of the runs of a search repeats the two best settings."
+    )
+    page.text(f"Made by `{made}`. `flowrl bench microscope --rules '{spec}'` compares the rule's credit with the true advantage.")
+    return page
+
+
+def _untuned_note(rule: str, untuned: Sequence[str]) -> str:
+    """How arms ran that were not tuned."""
+    notes = ["The rule has the settings of uniform credit."] if rule in untuned else []
+    return " ".join([*notes, *(["The untuned baselines have the start of the search's grid."] if set(untuned) - {rule} else [])])
+
+
+def _left_out(parts: Sequence[Part]) -> str:
+    """What the quick comparison leaves out of the full one."""
+    found = []
+    for part in parts:
+        full, words = FULL[part.world], []
+        if part.budget < full.budget:
+            words.append(f"{full.budget - part.budget} of {full.budget} runs of the search")
+        if part.seeds < full.seeds:
+            words.append(f"{full.seeds - part.seeds} of {full.seeds} seeds")
+        words += [f"the baseline {name}" for name in full.baselines if name not in part.baselines]
+        if words:
+            found.append(f"in the {WORLD_NAMES[part.world]} {_listed(words)}")
+    return f"`--quick` leaves out, {'; '.join(found)}." if found else ""
+
+
+def _section(page: Document, rule: str, world: World) -> None:
+    """A world's tables and figure."""
+    page.heading(world.name[0].upper() + world.name[1:])
+    arms = world.evidence.runs
+    first = world.part.baselines[0]
+    head = ("arm", "settings", "mean reward over training", *(f"minus {first}, equal {name}" for name in BUDGETS), "worst seed",
+            "collapsed")  # fmt: skip
+    page.blocks.append(Table(head, [_arm_row(world, arm, first, rule) for arm in arms], ("settings",)))
+    head = (
+        "the rule minus",
+        "at equal",
+        "difference",
+        "verdict",
+        "p",
+        "seeds won",
+        "visible with 80% power",
+        "without correction",
+    )
+    page.blocks.append(Table(head, [_finding_row(finding) for finding in world.findings], (), TONES))
+    page.blocks.append(Image(f"rule-{world.part.world}", curves_figure(arms, world.part.task), f"Learning curves, {world.name}"))
+    head = ("arm", "evaluations per update", "seconds per update", "evaluations over uniform's", "seconds over uniform's")
+    base = _cost(arms[first][world.part.task])
+    rows = []
+    for arm, tasks in arms.items():
+        nfe, seconds = _cost(tasks[world.part.task])
+        rows.append((arm, f"{nfe:.0f}", f"{seconds:.3f}", f"{nfe / base[0]:.2f}", f"{seconds / base[1]:.2f}"))
+    page.blocks.append(Table(head, rows))
+
+
+def _arm_row(world: World, arm: str, first: str, rule: str) -> tuple[str, ...]:
+    area, lost = world.evidence.values(arm, "area"), world.evidence.values(arm, "collapse")
+    settings = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in world.values[arm].items())
+    note = " (not tuned)" if arm in world.untuned(rule) else ""
+    less = [
+        "-" if arm == first else mean(by_seed(world.evidence.differences(arm, first, measure))).text(3, True)
+        for measure in BUDGETS.values()
+    ]
+    return arm, settings + note, mean(by_seed(area)).text(), *less, f"{area.min():.3f}", f"{lost.sum():.0f} of {lost.size}"
+
+
+def _finding_row(finding: Finding) -> tuple[str, ...]:
+    c = finding.comparison
+    won = "-" if c.won is None else f"{100 * c.won:.0f}%"
+    p = "-" if math.isnan(c.adjusted) else "< .001" if c.adjusted < 1e-3 else f"{c.adjusted:.3f}"
+    visible = (f"{finding.visible:.3f}", f"{finding.alone:.3f}")
+    return finding.baseline, finding.budget, c.estimate.text(3, True), c.size, p, won, *visible
+
+
+def _cost(lines: Sequence[Line]) -> tuple[float, float]:
+    """Network evaluations and processor seconds per update."""
+    updates = sum(spent(line, "updates")[-1] for line in lines)
+    return tuple(sum(spent(line, axis)[-1] for line in lines) / updates for axis in ("nfe", "seconds"))  # type: ignore[return-value]
+
+
+def curves_figure(arms: Mapping[str, Mapping[str, Sequence[Line]]], task: str) -> Figure:
+    """Mean learning curves with their 95% intervals, a panel per budget."""
+    figure = Figure(figsize=(12.5, 3.9), layout="constrained")
+    for axes, (budget, (axis, unit)) in zip(figure.subplots(1, 3, sharey=True), AXES.items(), strict=True):
+        for place, (arm, tasks) in enumerate(arms.items()):
+            x, table = _common([curve(line, axis) for line in tasks[task]])
+            found = [mean(column) for column in table.T]
+            shade, middle = COLOURS[place % len(COLOURS)], [one.value for one in found]
+            axes.plot(x / unit, middle, color=shade, linewidth=2, label=arm)
+            low, high = (np.clip([getattr(one, end) for one in found], 0, 1) for end in ("low", "high"))
+            if len(table) > 1:
+                axes.fill_between(x / unit, low, high, color=shade, alpha=0.15, linewidth=0)
+        axes.set_xlabel({"evaluations": "network evaluations (thousands)", "seconds": "processor seconds"}.get(budget, budget))
+        axes.set_title(f"equal {budget}", loc="left", fontsize=10)
+        clean(axes)
+        if axis == "updates":
+            axes.set_ylabel("held-out reward")
+            axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _common(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
+    """Budgets up to the smallest that a run has spent, and the rewards of all runs there, [run, budget]."""
+    x = np.linspace(0.0, min(one.budgets[-1] for one in curves), 41)
+    return x, np.array([np.interp(x, one.budgets, one.rewards) for one in curves])
