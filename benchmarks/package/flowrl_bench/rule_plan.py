@@ -62,7 +62,7 @@ class Part:
 
 FULL = {"mixture": Part("mixture", 12, 20), "shapes": Part("shapes", 6, 8)}
 QUICK = {"mixture": Part("mixture", 6, 8), "shapes": Part("shapes", 0, 4, ("uniform",))}
-"""The parts of the usual comparison and of the quick one: 21 to 25 and 4 to 6 minutes on two idle 2.5 GHz cores."""
+"""The parts of the usual and the quick comparison: by the costs of single runs 21 to 25 and 4 to 6 minutes on two idle cores."""
 
 
 def make_parts(quick: bool = False, world: str = "all", seeds: int = 0, budget: int = -1) -> list[Part]:
