@@ -145,7 +145,7 @@ def test_learning_needs_every_seed_and_the_interval() -> None:
 def test_training_runs_are_compares_defaults_evaluated_at_both_ends() -> None:
     run = train_config(("shapes", REFERENCE, 3))
     assert (run.seed, run.iterations, run.evaluation.eval_every) == (3, 12, 12)
-    assert run.replace(seed=0, eval_every=6) == ROWS[REFERENCE].run("shapes")
+    assert run.replace(seed=0, eval_every=2) == ROWS[REFERENCE].run("shapes")
     jobs = train_jobs(2, (REFERENCE, POOR), ("mixture",))
     assert jobs == [("mixture", REFERENCE, 0), ("mixture", POOR, 0), ("mixture", REFERENCE, 1), ("mixture", POOR, 1)]
 
