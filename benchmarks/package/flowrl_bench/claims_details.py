@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowrl_bench.arms import ARMS, WORLDS, tuned
+from flowrl_bench.claims import KL_WEIGHTS, Claim
 from flowrl_bench.claims import Arm as Changes
-from flowrl_bench.claims import Claim
 from flowrl_bench.claims_figures import curves, frontier, survival_levels, survivals
 from flowrl_bench.claims_page import Inputs
 from flowrl_bench.main_comparison import Arm, arms_of
@@ -30,8 +30,8 @@ COSTS = (
 FRONTIERS = {"uniform": "kl-frontier-uniform", "stepwise gains": "kl-frontier-stepwise", "turning points": "kl-frontier-points"}
 """The questions of the frontier, by the arm whose KL they vary."""
 FRONTIER_TEXT = (
-    "Each line joins the runs of one method without KL (smallest marker) and with increasing weights of the KL to the base "
-    "model. Higher and further right is better. Diversity that falls below the base model's is lost."
+    "Each line joins the runs of one method without KL (smallest marker) and with the weights "
+    f"{', '.join(f'{weight:g}' for weight in KL_WEIGHTS)} of the KL to the base model. Higher and further right is better."
 )
 
 

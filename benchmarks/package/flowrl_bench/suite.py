@@ -182,6 +182,9 @@ to `TOLERANCE`: rounding grows in training. Between an AMD EPYC and an Intel Xeo
 differed by 0.016 (root mean square; Flow-GRPO 0.0003, Stepwise-Flow-GRPO 0.027, TP-GRPO 0.0055), of one by more than 0.05."""
 
 
+COUNTS = ("nfe", "train_nfe", "reward_calls", "calls", "trajectories")
+
+
 @dataclass(frozen=True)
 class Repeat:
     """A repeated run: the numbers that differ (seconds do not count), the largest difference, infinite for a non-number, the
@@ -191,6 +194,8 @@ class Repeat:
     largest: float
     early: float
     final: float
+    counts: bool = True
+    """Whether the numbers of evaluations and calls agree, which no rounding changes."""
 
     @property
     def same(self) -> bool:
@@ -200,7 +205,7 @@ class Repeat:
     @property
     def close(self) -> bool:
         """Whether another processor's rounding explains the differences."""
-        return self.early <= ROUNDING and self.final <= TOLERANCE
+        return self.counts and self.early <= ROUNDING and self.final <= TOLERANCE
 
 
 def redo(key: str, file: ResultsFile) -> Repeat:
@@ -215,7 +220,8 @@ def redo(key: str, file: ResultsFile) -> Repeat:
     pairs = zip(column(lines[key], "soft"), column(found, "soft"), strict=False)
     gaps = [abs(old - new) for old, new in pairs] or [math.inf]
     early = max(gaps[: max(1, round(EARLY * len(gaps)))])
-    return Repeat(tuple(differences), max(differences.values(), default=0.0), early, gaps[-1])
+    counts = not any(name.rpartition(".")[2] in COUNTS for name in differences)
+    return Repeat(tuple(differences), max(differences.values(), default=0.0), early, gaps[-1], counts)
 
 
 def _named(found: dict[str, Any]) -> dict[str, Any]:
