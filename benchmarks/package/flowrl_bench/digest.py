@@ -32,6 +32,8 @@ GOLDEN: dict[str, Any] = {
     "world": "mixture", "iterations": 2, "groups": 2, "group_size": 12, "num_steps": 8, "eval_every": 2, "eval_samples": 18,
 }  # fmt: skip
 GOLDEN_COLUMNS = ("nfe", "train_nfe", "soft")
+WITHOUT_EFFECT = ("overlap_rewards",)
+"""Settings that change how long a run takes, and none of its numbers."""
 TOLERANCE = 1e-4
 """Two golden runs are the same if their numbers differ by at most this, relative to 1 or to the number: processors differ."""
 
@@ -161,7 +163,8 @@ def same_golden(one: Sequence[float], other: Sequence[float]) -> bool:
 def config_id(config: RunConfig) -> str:
     """Of every setting of a run, the seed included, and of the files of the user's own parts, as they are now.
 
-    Settings at their default are left out and groups do not count, so that a new setting or group does not rename old runs.
+    Settings at their default are left out and groups do not count, so that a new setting or group does not rename old runs; nor
+    do settings that change no number (`WITHOUT_EFFECT`).
     """
     files = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in own_files(config))
     return hashlib.sha256(f"{_changed(config)}{files}".encode()).hexdigest()[:16]
@@ -170,7 +173,8 @@ def config_id(config: RunConfig) -> str:
 @cache
 def _changed(config: RunConfig) -> str:
     default = RunConfig().flat()
-    return json.dumps({name: value for name, value in config.flat().items() if value != default[name]}, sort_keys=True)
+    counted = {name: value for name, value in config.flat().items() if value != default[name] and name not in WITHOUT_EFFECT}
+    return json.dumps(counted, sort_keys=True)
 
 
 def own_files(config: RunConfig) -> list[Path]:
