@@ -14,9 +14,9 @@ def render(template: str, package: str = "flowrl.plots", **values: Any) -> str:
     """Render `template` from the folder ``templates`` of `package`.
 
     Templates of other packages can extend ``base.html.j2`` and import ``macros.html.j2`` (figures, tables, lists of settings).
-    Filters: ``inline`` formats `code`, *emphasis* and links to pages, ``data_uri`` embeds a PNG, ``code`` writes Markdown code. Values are
-    escaped in HTML; in Markdown (``.md.j2``) they are not, so write them with ``code``. Raises `jinja2.UndefinedError` if a
-    value is missing.
+    Filters: ``inline`` formats `code`, *emphasis* and links to pages, ``data_uri`` embeds a PNG, ``code`` writes Markdown code.
+    Values are escaped in HTML; in Markdown (``.md.j2``) they are not, so write them with ``code``. Raises
+    `jinja2.UndefinedError` if a value is missing.
     """
     return _environment(package).get_template(template).render(values)
 

@@ -15,11 +15,12 @@ from flowrl_bench.arms import BOTH, SHORT, Arm, tuned
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.page import require_page
+from flowrl_bench.remaining import duration
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.rule_names import RESULTS, TUNING, known_spelling, named_rules, results_folder
 from flowrl_bench.rule_page import TITLE, WORLD_NAMES, World, judged, rule_page, sentence, terminal
 from flowrl_bench.rule_plan import BASELINES, START, Clock, Cost, Key, Part, costs
-from flowrl_bench.suite import Suite, duration
+from flowrl_bench.suite import Suite
 from flowrl_bench.tune import chosen, tune
 
 Say = Callable[[str], None]

@@ -21,7 +21,6 @@ WORLD_NAMES = {"mixture": "2-D world", "shapes": "image world"}
 BUDGETS = {"updates": "area", "evaluations": "reward at equal nfe", "seconds": "reward at equal seconds"}
 """The measure at equal budgets; evaluations of the network include those of the update, seconds are the processor's."""
 AXES = {"updates": ("updates", 1.0), "evaluations": ("nfe", 1e3), "seconds": ("seconds", 1.0)}
-TONES = {BETTER: "good", WORSE: "bad", ALIKE: "open", UNDECIDED: "open"}
 SHORT_WORDS = {ALIKE: "no difference", UNDECIDED: "undecided"}
 
 
@@ -181,7 +180,7 @@ def _section(page: Document, rule: str, world: World) -> None:
         "visible with 80% power",
         "without correction",
     )
-    page.blocks.append(Table(head, [_finding_row(finding) for finding in world.findings], (), TONES))
+    page.blocks.append(Table(head, [_finding_row(finding) for finding in world.findings]))
     page.blocks.append(Image(f"rule-{world.part.world}", curves_figure(arms, world.part.task), f"Learning curves, {world.name}"))
     head = ("arm", "evaluations per update", "seconds per update", "evaluations over uniform's", "seconds over uniform's")
     base = _cost(arms[first][world.part.task])
