@@ -48,7 +48,7 @@ ROOMS = {
     "Contract tests": ("testing",),
     "Figures and reports": ("plots",),
     "Reward server": ("serving",),
-    "Helpers": ("distributed", "workers", "signals", "io", "text", "transfer"),
+    "Helpers": ("distributed", "workers", "signals", "imports", "io", "text", "transfer"),
 }
 """Title of a page: the modules and packages of flowrl that it describes."""
 NOT_PYTHON = {"cli", "commands", "launch", "data"}

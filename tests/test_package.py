@@ -38,6 +38,21 @@ def test_the_version_is_written_once():
     assert yaml.safe_load((root / "CITATION.cff").read_text())["version"] == flowrl.__version__
 
 
+def test_the_repository_has_one_address():
+    root = Path(__file__).parents[1]
+    address = tomllib.loads((root / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    assert yaml.safe_load((root / "CITATION.cff").read_text())["repository-code"] == address
+    assert f"({address})" in (root / "README.md").read_text()
+
+
+def test_the_readme_is_short():
+    """Outside of code and tables no line is longer than 120 characters."""
+    lines = (Path(__file__).parents[1] / "README.md").read_text().splitlines()
+    assert len(lines) <= 130
+    fenced = [line for number, line in enumerate(lines) if sum(other.startswith("```") for other in lines[:number]) % 2 == 0]
+    assert not [line for line in fenced if len(line) > 120 and not line.startswith("|")]
+
+
 def test_importing_costs_little_beyond_torch():
     """Processor seconds, so that a busy machine does not matter."""
     code = "import torch, time, sys; t = time.process_time(); import flowrl; first = time.process_time() - t; "

@@ -85,7 +85,7 @@ def _world(page: Document, world: str, arms: Mapping[str, Arm]) -> None:
     page.heading(f"Survival curves, {name}")
     page.text("Fraction of runs that have reached a reward by an update; a run that never reaches it keeps the curve below 1.")
     words = ", ".join(f"{level:.2f}" for level in survival_levels(arms))
-    alt = f"Fraction of runs that reached rewards of {words} by each update, {name}, a panel per arm beside uniform credit"
+    alt = f"Fraction of runs that reached rewards of {words} by each update, {name}, a panel per arm with uniform credit"
     page.blocks.append(Image(f"survival-{world}", survivals(arms), alt))
 
 
@@ -103,7 +103,7 @@ def _spread(arms: Mapping[str, Arm]) -> Table:
 
 def _final_words(world: str, arms: Mapping[str, Arm]) -> str:
     parts = [f"{name} {arm.values('final').mean():.2f}" for name, arm in arms.items()]
-    return f"Learning curves, {world}, a panel per arm beside uniform credit. Mean final rewards: {'; '.join(parts)}"
+    return f"Learning curves, {world}, a panel per arm with uniform credit. Mean final rewards: {'; '.join(parts)}"
 
 
 def _frontier_words(judged: Mapping[str, Judged]) -> str:
