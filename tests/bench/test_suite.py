@@ -243,7 +243,7 @@ def test_the_suite_detects_known_differences() -> None:
     short = {
         "arm": "uniform", "clip_range": 2e-3, "iterations": 10, "eval_every": 1, "groups": 12, "group_size": 12,
         "eval_samples": 48, "eval_steps": 10, "num_steps": 5,
-        "window": "0:3", "learning_rate": 4e-2,
+        "window": "0:3", "learning_rate": 4e-2, "noise_level": 0.7,
     }  # fmt: skip
     arms = {
         "true": {"credit": "stepwise-gain(probe='continuation:6')"},

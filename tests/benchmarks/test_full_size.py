@@ -55,13 +55,13 @@ def test_the_meter_counts_phases_and_kills_after_an_iteration(tmp_path, monkeypa
     monkeypatch.setattr("os.kill", lambda *given: killed.append(given))
     meter = PhaseMeter(tmp_path / "report.json", kill_after=2)
     with meter.counter:
-        meter.told({"phase": "rollout"})
+        meter.record({"phase": "rollout"})
         kept = torch.ones(2**20)
-        meter.told({"phase": "update"})
+        meter.record({"phase": "update"})
         torch.ones(2**21).sum()
-        meter.told({"iteration": 1})
+        meter.record({"iteration": 1})
         assert not killed
-        meter.told({"iteration": 2})
+        meter.record({"iteration": 2})
     assert len(killed) == 1 and len(kept) == 2**20
     found = json.loads((tmp_path / "report.json").read_text())
     rollout, update, *_ = found["phases"]

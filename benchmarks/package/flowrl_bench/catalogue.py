@@ -1,7 +1,7 @@
 """All claims: those of the three papers, and the self-test. Written before the runs."""
 
 from flowrl_bench.arms import TASKS
-from flowrl_bench.claims import BINDING_KL, GAINS, LONG_WINDOW, POINTS, UNIFORM, Claim, gains, points
+from flowrl_bench.claims import BINDING_KL, DEFAULTS, GAINS, LONG_WINDOW, POINTS, UNIFORM, Claim, gains, points
 from flowrl_bench.leads import LEADS
 from flowrl_bench.open_questions import QUESTIONS
 from flowrl_bench.verdicts import ALIKE, BETTER, NO_WORSE, Compare, Interaction, Level, Parts, each
@@ -195,6 +195,7 @@ _SELF_TEST = Claim(
     "-",
     {"true advantages": {"arm": "true advantages"}, "uniform": UNIFORM, "random": {"arm": "random credit"}},
     Parts((Compare("true advantages", "uniform", expects=BETTER), Compare("uniform", "random", expects=BETTER))),
+    base=DEFAULTS,  # at tuned settings uniform credit is too near to the ceiling
 )
 
 CLAIMS: dict[str, Claim] = {
