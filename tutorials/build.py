@@ -2,19 +2,22 @@
 
     python tutorials/build.py              # all lessons: execute, write both versions
     python tutorials/build.py --only 01    # some lessons
+    python tutorials/build.py --text       # only prose changed: keep the stored outputs, write all versions
     python tutorials/build.py --check      # write nothing; fail if a notebook or an output is stale
 
 tutorials/source/NN_name.py (jupytext, percent format) is the source. tutorials/NN_name.ipynb has the solutions and stored
-outputs; tutorials/student/NN_name.ipynb has starting cells, and each solution folded.
-docs/writing-lessons.md describes the format.
+outputs; tutorials/student/NN_name.ipynb has starting cells, and each hint and solution folded; tutorials/colab/NN_name.ipynb is
+the student's version with a first cell that installs flowrl. docs/writing-lessons.md describes the format.
 """
 
 import argparse
 import os
 import re
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from itertools import zip_longest
 from pathlib import Path
 
 import jupytext
@@ -26,23 +29,14 @@ HERE = Path(__file__).parent
 LIMIT_SECONDS = 180
 LIMIT_BYTES = 1_000_000
 TOLERANCE = 0.02
-ROLES = ("exercise", "solution", "explanation", "expected")
+ROLES = ("exercise", "hint", "solution", "explanation", "expected")
 NUMBER = r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?"
 RANGE = rf"{NUMBER}\.\.{NUMBER}"
-SETUP = """\
-# Installs flowrl if it is missing: from the clone that contains this notebook, or else from the package index.
-import importlib.util
-import pathlib
-
-if importlib.util.find_spec("flowrl") is None:
-    clone = [p for p in pathlib.Path.cwd().parents if (p / "flowrl").is_dir() and (p / "pyproject.toml").is_file()]
-    target = f"-e {clone[0]}[tutorials]" if clone else "flowrl-lab[tutorials]"
-    %pip install -q {target}"""
-
 NOTE = (
-    "> **How to work.** Replace the dots, then run the check below. Later cells may use your answer; to continue without one, "
-    "copy the folded solution into the starting cell."
+    "> **How to work.** Replace the dots, then run the check below. If it fails, read its message, then the folded hint, then "
+    "the folded solution. Later cells may use your answer; to continue without one, copy the solution into the starting cell."
 )
+SETUP = '# Installs flowrl in this Colab session.\n%pip install -q "flowrl-lab @ git+{address}"'
 
 Notebook = nbformat.NotebookNode
 
@@ -61,7 +55,7 @@ def role(cell: Notebook) -> str | None:
 
 
 def read(source: Path) -> Notebook:
-    """The source as a notebook, with the installing cell after the opening text.
+    """The source as a notebook.
 
     The text of an `expected` cell becomes the metadata entry "expected" of the code cell before it.
     """
@@ -73,8 +67,7 @@ def read(source: Path) -> Notebook:
             cells[-1].metadata["expected"] = cell.source
         else:
             raise SystemExit(f"{source.name}: an expected output must follow its code cell:\n{cell.source[:200]}")
-    setup = nbformat.v4.new_code_cell(SETUP, metadata={"tags": ["hide-input"]})
-    notebook.cells = [*cells[:1], setup, *cells[1:]]
+    notebook.cells = cells
     return notebook
 
 
@@ -116,25 +109,48 @@ def expected_outputs(source: Path) -> list[str | None]:
     return [cell.metadata.get("expected") for cell in read(source).cells if role(cell) != "exercise"]
 
 
+def folded(title: str, text: str) -> Notebook:
+    """A Markdown cell with a title that opens the text."""
+    return nbformat.v4.new_markdown_cell(f"<details><summary><b>{title}</b></summary>\n\n{text}\n\n</details>")
+
+
 def student(source: Path) -> Notebook:
-    """The version with starting cells; each solution is folded together with its explanation."""
-    notebook, cells, held = read(source), [], []
+    """The version with starting cells; after each check the hint is folded, then the solution with its explanation."""
+    notebook, cells, hints, held = read(source), [], [], []
     for cell in notebook.cells:
         if role(cell) == "solution":
             held.append(cell.source)
+        elif role(cell) == "hint":
+            hints.append(re.sub(r"^\*\*Hint\.\*\*\s*", "", cell.source))
         elif role(cell) == "explanation":
             code = "\n\n".join(held)
             text = re.sub(r"^\*\*Why\.\*\*\s*", "", cell.source)
-            folded = f"<details><summary><b>Solution</b></summary>\n\n```python\n{code}\n```\n\n{text}\n\n</details>"
-            cells.append(nbformat.v4.new_markdown_cell(folded))
-            held = []
+            cells += [folded("Hint", hint) for hint in hints]
+            cells.append(folded("Solution", f"```python\n{code}\n```\n\n{text}"))
+            hints, held = [], []
         else:
             cells.append(cell)
-    if held:
-        raise SystemExit(f"{source.name}: a solution has no explanation cell after it:\n{held[0][:200]}")
+    if held or hints:
+        raise SystemExit(f"{source.name}: a hint or solution has no explanation cell after it:\n{(hints + held)[0][:200]}")
     cells[0].source += f"\n\n{NOTE}"
     notebook.cells = cells
     return finish(notebook, source.stem)
+
+
+def address() -> str:
+    """The repository's address, from pyproject.toml."""
+    return tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+
+
+def colab(source: Path) -> Notebook:
+    """The student's version with a first code cell that installs flowrl."""
+    notebook = student(source)
+    notebook.cells.insert(1, nbformat.v4.new_code_cell(SETUP.format(address=address())))
+    return finish(notebook, source.stem)
+
+
+BEGINNINGS = {"student": student, "colab": colab}
+"""The versions without outputs, by folder."""
 
 
 def execute(notebook: Notebook, name: str) -> float:
@@ -234,13 +250,42 @@ def stale(stored: Path, fresh: Notebook, expected: list[str | None]) -> list[str
     return found
 
 
+def write_beginnings(source: Path) -> None:
+    """Write the versions without outputs."""
+    for folder, version in BEGINNINGS.items():
+        (HERE / folder).mkdir(exist_ok=True)
+        (HERE / folder / f"{source.stem}.ipynb").write_text(nbformat.writes(version(source)))
+
+
+def stale_beginnings(source: Path) -> list[str]:
+    """Which of the versions without outputs do not match the source."""
+    stored = {folder: HERE / folder / f"{source.stem}.ipynb" for folder in BEGINNINGS}
+    return [
+        f"{folder}/{path.name} was not built from the present source"
+        for folder, path in stored.items()
+        if not path.is_file() or path.read_text() != nbformat.writes(BEGINNINGS[folder](source))
+    ]
+
+
+def retext(source: Path) -> None:
+    """Write all versions with the stored outputs; exits if a code cell differs from the stored one."""
+    notebook, target = solved(source), HERE / f"{source.stem}.ipynb"
+    stored = [cell for cell in nbformat.read(target, as_version=4).cells if cell.cell_type == "code"]
+    for new, old in zip_longest([cell for cell in notebook.cells if cell.cell_type == "code"], stored):
+        if new is None or old is None or new.source != old.source:
+            raise SystemExit(f"{source.name}: a code cell changed, so execute the lesson:\n{(new or old).source[:200]}")
+        new.outputs = old.outputs
+    target.write_text(nbformat.writes(finish(notebook, source.stem)))
+    write_beginnings(source)
+
+
 def build(source: Path, check: bool) -> tuple[str, list[str]]:
     """Build or check one lesson; returns its line for the table and its problems."""
     notebook, expected = solved(source), expected_outputs(source)
     exercises = sum(role(cell) == "exercise" for cell in read(source).cells)
     seconds = execute(notebook, source.stem)
     problems = unexpected(source.name, notebook, expected)
-    target, starting = HERE / f"{source.stem}.ipynb", HERE / "student" / f"{source.stem}.ipynb"
+    target = HERE / f"{source.stem}.ipynb"
     size = len(nbformat.writes(notebook).encode())
     if seconds > LIMIT_SECONDS:
         problems.append(f"{source.stem} computes for {seconds:.0f} s; at most {LIMIT_SECONDS} are allowed")
@@ -248,15 +293,11 @@ def build(source: Path, check: bool) -> tuple[str, list[str]]:
         problems.append(f"{target.name} has {size:,} bytes; at most {LIMIT_BYTES:,} are allowed")
     if exercises < 3:
         problems.append(f"{source.stem} has {exercises} exercises; at least 3 are needed")
-    beginning = nbformat.writes(student(source))
     if check:
-        problems += stale(target, notebook, expected)
-        if not starting.is_file() or starting.read_text() != beginning:
-            problems.append(f"student/{starting.name} was not built from the present source")
+        problems += stale(target, notebook, expected) + stale_beginnings(source)
     else:
-        starting.parent.mkdir(exist_ok=True)
         target.write_text(nbformat.writes(notebook))
-        starting.write_text(beginning)
+        write_beginnings(source)
     return f"{source.stem:<28} {seconds:6.0f} s {exercises:4d} exercises {size / 1000:7.0f} kB", problems
 
 
@@ -265,12 +306,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build the notebooks of the course, or check that they are up to date.")
     parser.add_argument("--only", nargs="*", default=[], help="lessons by the beginning of their names, such as 01 04")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a notebook or an output is stale")
-    parser.add_argument("--students", action="store_true", help="write the students' versions only; execute nothing")
+    parser.add_argument("--students", action="store_true", help="write the versions without outputs only; execute nothing")
+    parser.add_argument("--text", action="store_true", help="write all versions with the stored outputs; fails if code changed")
     parser.add_argument("--jobs", type=int, default=2, help="lessons executed at a time (one thread each)")
     options = parser.parse_args()
-    if options.students:
+    if options.students or options.text:
         for source in sources(options.only):
-            (HERE / "student" / f"{source.stem}.ipynb").write_text(nbformat.writes(student(source)))
+            (retext if options.text else write_beginnings)(source)
         return
     problems: list[str] = []
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -1,127 +1,112 @@
 """Solutions and likely mistakes of lesson 10."""
 
-import torch
+import math
+
 from flowrl_course import lesson_10 as lesson
 
 from tests.course.cases import Case
 
 
-def zscores(values, group, unbiased=False, loo=False, centre=None, divide=True):
-    found = torch.zeros_like(values)
-    for name in group.unique():
-        chosen = values[:, group == name]
-        deviations = chosen - chosen.mean(1, keepdim=True)
-        if loo and chosen.shape[1] > 1:
-            deviations = deviations * chosen.shape[1] / (chosen.shape[1] - 1)
-        if centre is not None:
-            deviations = chosen - centre[:, group == name]
-        squares = (chosen - chosen.mean(1, keepdim=True)).square().sum(1, keepdim=True)
-        spread = (squares / (chosen.shape[1] - unbiased)).sqrt() + 1e-4
-        found[:, group == name] = deviations / spread if divide else deviations
-    return found
+def shifted(u, shift):
+    return shift * u / (1 + (shift - 1) * u)
 
 
-def families(parent):
-    return torch.where(parent < 0, len(parent) + torch.arange(len(parent)), parent)
+def count(shapes, rank):
+    return sum(rank * (out + wide) for out, wide in shapes)
 
 
-def siblings(values, parent, **options):
-    return zscores(values, families(parent), **options)
+def folded(a, b, alpha):
+    return a, b * (alpha / a.shape[0])
 
 
-def depth(values, parent):
-    node = torch.zeros_like(parent)
-    for unit, above in enumerate(parent.tolist()):
-        node[unit] = node[above] + 1 if above >= 0 else 0
-    return zscores(values, node)
+def guided(towards, away, scale):
+    return away + scale * (towards - away)
 
 
-def from_parent(values, parent):
-    centre = torch.where(parent < 0, values, values[:, parent.clamp(min=0)])
-    return siblings(values, parent, centre=centre)
+def arithmetic(groups, group_size, steps, minibatches, micro_batch, processes):
+    pairs = math.ceil(groups * group_size / minibatches) * steps
+    return math.ceil(groups / processes) * group_size, pairs, math.ceil(pairs / processes / micro_batch)
 
 
-def shrinkage(k, leave_one_out=False, use=True, kind="slope"):
-    generator = torch.Generator().manual_seed(0)
-    worth, noise = torch.randn(2, 100_000, k, generator=generator)
-    estimate = worth + noise
-    difference = estimate - estimate.mean(1, keepdim=True)
-    if leave_one_out and use:
-        difference = difference * k / (k - 1)
-    inner = (difference * worth).mean()
-    if kind == "correlation":
-        return inner / (difference.square().mean() * worth.square().mean()).sqrt()
-    return inner / worth.square().mean()
+def in_place(a, b, alpha):
+    b *= alpha / a.shape[0]
+    return a, b
 
 
-def counts(roots, children, steps):
-    found = [roots]
-    for step in range(steps):
-        found.append(found[-1] * children.get(step, 1))
-    return found
-
-
-def edges(n):
-    return torch.tensor(n[1:], dtype=torch.float)
+def memory(samples, steps, elements):
+    return samples * (2 * steps + 1) * elements * 4 / 1e9
 
 
 CASES = [
     Case(
-        lesson.check_values,
-        lambda r, p: (r @ p) / p.sum(0),
+        lesson.check_shifted,
+        shifted,
         [
-            (lambda r, p: r @ p, "these are sums"),
-            (lambda r, p: (r @ p) / len(p), "the number of all leaves"),
-            (lambda r, p: r.mean(1, keepdim=True).expand(-1, p.shape[1]), "the mean of all leaves"),
-            (lambda r, p: r[:, p.argmax(0)], "its first leaf"),
-            (lambda r, p: r, "shape"),
+            (lambda u, s: u / (s - (s - 1) * u), "towards data"),
+            (lambda u, s: s * u, "denominator is missing"),
+            (lambda u, s: s * u / (1 + s * u), "s instead of s - 1"),
+            (lambda u, s: 3 * u / (1 + 2 * u), "must change nothing"),
+            (lambda u, s: ..., "replace the dots"),
         ],
     ),
     Case(
-        lesson.check_siblings,
-        siblings,
+        lesson.check_lora_parameters,
+        count,
         [
-            (lambda v, parent: zscores(v, parent), "roots are compared"),
-            (lambda v, parent: siblings(v, parent, unbiased=True), "NaN"),
-            (lambda v, parent: siblings(v, parent, unbiased=True).nan_to_num(), "is the sample's"),
-            (lambda v, parent: zscores(v, torch.zeros_like(parent)), "all states are compared with each other"),
-            (depth, "a depth rule"),
-            (lambda v, parent: siblings(v, parent, divide=False), "division by the standard deviation is missing"),
-            (from_parent, "V(parent) is subtracted"),
-            (lambda v, parent: siblings(v, parent, loo=True), "of the other siblings"),
+            (lambda shapes, rank: sum(out * wide for out, wide in shapes), "own weights"),
+            (lambda shapes, rank: sum(rank * wide for _, wide in shapes), "A is rank x in, B"),
+            (lambda shapes, rank: sum(rank * out for out, _ in shapes), "counted, B"),
+            (lambda shapes, rank: sum(rank * out * wide for out, wide in shapes), "multiplied out"),
+            (lambda shapes, rank: count(shapes[-1:], rank), "only the last layer"),
         ],
     ),
     Case(
-        lesson.check_shrinkage,
-        shrinkage,
+        lesson.check_folded,
+        folded,
         [
-            (lambda k, loo: 1 / k, "the share that is lost"),
-            (lambda k, loo: shrinkage(k, True), "does not contain the draw itself"),
-            (lambda k, loo: shrinkage(k, loo, kind="correlation"), "this is the correlation"),
-            (lambda k, loo: k / (k - 1), "the other way around"),
-            (lambda k, loo: shrinkage(k, loo, use=False), "`leave_one_out` changes nothing"),
+            (lambda a, b, alpha: (a, b), "nothing is folded"),
+            (lambda a, b, alpha: (a * alpha / 4, b * alpha / 4), "has its square"),
+            (lambda a, b, alpha: (a, b * alpha), "not alpha"),
+            (lambda a, b, alpha: (a, b * alpha / a.shape[1]), "number of columns"),
+            (in_place, "in place"),
         ],
     ),
     Case(
-        lesson.check_shares,
-        lambda n: edges(n) / sum(n[1:]),
+        lesson.check_guided,
+        guided,
         [
-            (edges, "divide by their sum"),
-            (lambda n: edges(n) / sum(n), "contains n_0"),
-            (lambda n: torch.tensor(n[:-1]) / sum(n[:-1]), "the states it starts from"),
-            (lambda n: torch.full((len(n) - 1,), 1 / (len(n) - 1)), "with leaf weights"),
-            (lambda n: (1 / edges(n)) / (1 / edges(n)).sum(), "would make all steps equal"),
+            (lambda p, n, s: guided(n, p, s), "swapped"),
+            (lambda p, n, s: p + s * (p - n), "starts at the prompt's"),
+            (lambda p, n, s: s * (p - n), "difference alone"),
+            (lambda p, n, s: guided(p, n, 4.5), "written into the function"),
         ],
     ),
     Case(
-        lesson.check_evaluations,
-        lambda roots, children, steps: sum(counts(roots, children, steps)[:-1]),
+        lesson.check_arithmetic,
+        arithmetic,
         [
-            (lambda roots, children, steps: sum(counts(roots, children, steps)), "is the number of states"),
-            (lambda roots, children, steps: sum(counts(roots, children, steps)[1:]), "is the number of edges"),
-            (lambda roots, children, steps: steps * counts(roots, children, steps)[-1], "as many independent trajectories"),
-            (lambda roots, children, steps: sum(counts(1, children, steps)[:-1]), "for one root"),
-            (lambda roots, children, steps: 0, "you get 0"),
+            (lambda p, m, t, u, b, n: (p * m, p * m * t // u, p * m * t // u // b), "over all processes"),
+            (lambda p, m, t, u, b, n: (p // n * m, 0, 0), "two groups remain"),
+            (lambda p, m, t, u, b, n: (18, p * m * t, 9), "all mini-batches together"),
+            (lambda p, m, t, u, b, n: (18, 27, 2), "of all processes, not of one"),
+            (lambda p, m, t, u, b, n: (18, 78, 2), "so round up first"),
+            (lambda p, m, t, u, b, n: (18, 9, 1), "the steps are missing"),
+            (lambda p, m, t, u, b, n: (18, 81, 1), "last, smaller micro-batch"),
+            (
+                lambda p, m, t, u, b, n: (18, 81, 6),
+                "backward passes: 81 pairs on 4 processes in micro-batches of 16: this is the",
+            ),
+            (lambda p, m, t, u, b, n: (18, 81, 2), "wrong for"),
+        ],
+    ),
+    Case(
+        lesson.check_memory,
+        memory,
+        [
+            (lambda n, t, e: n * (t + 1) * e * 4 / 1e9, "velocities of the T steps"),
+            (lambda n, t, e: memory(n, t, e) / 2, "would be bfloat16"),
+            (lambda n, t, e: memory(n, t, e) * 1e9, "these are bytes"),
+            (lambda n, t, e: n * 2 * t * e * 4 / 1e9, "have T + 1 nodes, and"),
         ],
     ),
 ]

@@ -6,122 +6,122 @@ from flowrl_course import lesson_11 as lesson
 from tests.course.cases import Case
 
 
-def transition(x, x_next, t, s, a, drift=None, factor=True, sign=1):
-    delta = t - s
-    drift = a**2 * delta / (2 * (1 - t)) if drift is None else drift
-    return sign * ((1 - drift) * x - x_next) / (delta * (1 + factor * a**2 / 2))
+def zscores(values, group, unbiased=False, loo=False, centre=None, divide=True):
+    found = torch.zeros_like(values)
+    for name in group.unique():
+        chosen = values[:, group == name]
+        deviations = chosen - chosen.mean(1, keepdim=True)
+        if loo and chosen.shape[1] > 1:
+            deviations = deviations * chosen.shape[1] / (chosen.shape[1] - 1)
+        if centre is not None:
+            deviations = chosen - centre[:, group == name]
+        squares = (chosen - chosen.mean(1, keepdim=True)).square().sum(1, keepdim=True)
+        spread = (squares / (chosen.shape[1] - unbiased)).sqrt() + 1e-4
+        found[:, group == name] = deviations / spread if divide else deviations
+    return found
 
 
-def branches(velocity, old, target, beta):
-    step = beta * (velocity - old)
-    return (old + step - target).square(), (old - step - target).square()
+def families(parent):
+    return torch.where(parent < 0, len(parent) + torch.arange(len(parent)), parent)
 
 
-def nft(velocity, old, target, r, beta, swap=False, sign=1.0):
-    positive, negative = (part.mean(1) for part in branches(velocity, old, target, beta))
-    if swap:
-        positive, negative = negative, positive
-    return r * positive + sign * (1 - r) * negative
+def siblings(values, parent, **options):
+    return zscores(values, families(parent), **options)
 
 
-def gradient(advantage, old, target, time, scale=1.0):
-    error = old - target
-    return scale * 2 * advantage[:, None] * time[:, None] * error / error.abs().mean(1, keepdim=True) / error.shape[1]
+def depth(values, parent):
+    node = torch.zeros_like(parent)
+    for unit, above in enumerate(parent.tolist()):
+        node[unit] = node[above] + 1 if above >= 0 else 0
+    return zscores(values, node)
 
 
-def optimum(advantages, targets, old, penalty, top=1.0, bottom=1.0, sign=True, none=True):
-    if none and advantages.mean() + penalty <= 0:
-        return None
-    weighted = (advantages[:, None] * targets).mean(0)
-    return (weighted + top * penalty * old) / (advantages.mean() + bottom * penalty)
+def from_parent(values, parent):
+    centre = torch.where(parent < 0, values, values[:, parent.clamp(min=0)])
+    return siblings(values, parent, centre=centre)
 
 
-def summed(advantages, targets, old, penalty):
-    return ((advantages[:, None] * targets).sum(0) + penalty * old) / (advantages.sum() + penalty)
+def shrinkage(k, leave_one_out=False, use=True, kind="slope"):
+    generator = torch.Generator().manual_seed(0)
+    worth, noise = torch.randn(2, 100_000, k, generator=generator)
+    estimate = worth + noise
+    difference = estimate - estimate.mean(1, keepdim=True)
+    if leave_one_out and use:
+        difference = difference * k / (k - 1)
+    inner = (difference * worth).mean()
+    if kind == "correlation":
+        return inner / (difference.square().mean() * worth.square().mean()).sqrt()
+    return inner / worth.square().mean()
 
 
-def weights(advantages, errors, reference, beta, sign=1.0):
-    return torch.sigmoid(sign * beta * (advantages * (errors - reference)).mean(1, keepdim=True)) * advantages
+def counts(roots, children, steps):
+    found = [roots]
+    for step in range(steps):
+        found.append(found[-1] * children.get(step, 1))
+    return found
+
+
+def edges(n):
+    return torch.tensor(n[1:], dtype=torch.float)
 
 
 CASES = [
     Case(
-        lesson.check_target,
-        transition,
+        lesson.check_values,
+        lambda r, p: (r @ p) / p.sum(0),
         [
-            (lambda *given: transition(*given, sign=-1), "the sign is wrong"),
-            (lambda x, x_next, t, s, a: (x - x_next) / (t - s), "the slope of the step"),
-            (lambda *given: transition(*given, drift=0.0), "x has the factor 1"),
-            (lambda *given: transition(*given, factor=False), "k lacks the factor"),
-            (lambda x, x_next, t, s, a: transition(x, x_next, t, s, a, drift=a**2 * (t - s) / (2 * t)), "t in place of 1 - t"),
-            (lambda x, x_next, t, s, a: transition(x, x_next, s, t, a, drift=-(a**2) * (t - s) / (2 * (1 - t))), "is negative"),
+            (lambda r, p: r @ p, "these are sums"),
+            (lambda r, p: (r @ p) / len(p), "the number of all leaves"),
+            (lambda r, p: r.mean(1, keepdim=True).expand(-1, p.shape[1]), "the mean of all leaves"),
+            (lambda r, p: r[:, p.argmax(0)], "its first leaf"),
+            (lambda r, p: r, "shape"),
         ],
     ),
     Case(
-        lesson.check_branches,
-        nft,
+        lesson.check_siblings,
+        siblings,
         [
-            (lambda *given: 3 * nft(*given), "the elements are summed"),
-            (lambda *given: nft(*given).mean(), "the result is one number"),
-            (lambda *given: nft(*given, swap=True), "are swapped"),
-            (lambda v, old, target, r, beta: nft(v, old, target, r, 1.0), "beta is missing"),
-            (lambda *given: nft(*given, sign=-1.0), "is subtracted"),
-            (lambda v, old, target, r, beta: branches(v, old, target, beta)[0].mean(1), "on the same side"),
-            (lambda v, old, target, r, beta: r, "this is not r"),
+            (lambda v, parent: zscores(v, parent), "roots are compared"),
+            (lambda v, parent: siblings(v, parent, unbiased=True), "NaN"),
+            (lambda v, parent: siblings(v, parent, unbiased=True).nan_to_num(), "is the sample's"),
+            (lambda v, parent: zscores(v, torch.zeros_like(parent)), "all states are compared with each other"),
+            (depth, "a depth rule"),
+            (lambda v, parent: siblings(v, parent, divide=False), "division by the standard deviation is missing"),
+            (from_parent, "V(parent) is subtracted"),
+            (lambda v, parent: siblings(v, parent, loo=True), "of the other siblings"),
         ],
     ),
     Case(
-        lesson.check_gradient,
-        gradient,
+        lesson.check_shrinkage,
+        shrinkage,
         [
-            (lambda *given: -gradient(*given), "the sign is wrong"),
-            (lambda *given: 3 * gradient(*given), "1/dim"),
-            (lambda *given: gradient(*given) / 2, "the factor 2"),
-            (lambda a, old, target, time: 2 * a[:, None] * time[:, None] ** 2 * (old - target) / 3, "division by w"),
-            (lambda a, old, target, time: gradient(a, old, target, time) * time[:, None], "w has no factor t"),
-            (lambda a, old, target, time: gradient(a, old, target, time) / time[:, None] ** 2, "t^2 is missing"),
-            (lambda *given: gradient(*given) / 5, "it cancels"),
-            (lambda a, old, target, time: gradient(a.abs(), old, target, time), "not its absolute value"),
-            (lambda a, old, target, time: gradient(torch.ones_like(a), old, target, time), "the advantages are not there"),
+            (lambda k, loo: 1 / k, "the share that is lost"),
+            (lambda k, loo: shrinkage(k, True), "does not contain the draw itself"),
+            (lambda k, loo: shrinkage(k, loo, kind="correlation"), "this is the correlation"),
+            (lambda k, loo: k / (k - 1), "the other way around"),
+            (lambda k, loo: shrinkage(k, loo, use=False), "`leave_one_out` changes nothing"),
         ],
     ),
     Case(
-        lesson.check_optimum,
-        optimum,
+        lesson.check_shares,
+        lambda n: edges(n) / sum(n[1:]),
         [
-            (lambda *given: optimum(*given, bottom=0.0), "in the numerator only"),
-            (lambda *given: optimum(*given, top=0.0), "in the denominator only"),
-            (lambda *given: optimum(*given, top=0.0, bottom=0.0), "has no effect"),
-            (summed, "sum and mean are mixed"),
-            (lambda *given: optimum(*given, none=False), "is no minimum"),
-            (lambda a, v, old, penalty: None if (a < 0).any() else old, "there is a minimum"),
-            (lambda a, v, old, penalty: old + (a[:, None] * (v - old)).mean(0), "plus the gradient step"),
+            (edges, "divide by their sum"),
+            (lambda n: edges(n) / sum(n), "contains n_0"),
+            (lambda n: torch.tensor(n[:-1]) / sum(n[:-1]), "the states it starts from"),
+            (lambda n: torch.full((len(n) - 1,), 1 / (len(n) - 1)), "with leaf weights"),
+            (lambda n: (1 / edges(n)) / (1 / edges(n)).sum(), "would make all steps equal"),
         ],
     ),
     Case(
-        lesson.check_weights,
-        weights,
+        lesson.check_evaluations,
+        lambda roots, children, steps: sum(counts(roots, children, steps)[:-1]),
         [
-            (lambda *given: weights(*given, sign=-1.0), "the sign of S"),
-            (lambda a, e, ref, beta: torch.sigmoid(beta * a * (e - ref)) * a, "a sigmoid of its own"),
-            (lambda a, e, ref, beta: weights(a, e, ref, 4 * beta), "S is the sum"),
-            (lambda a, e, ref, beta: torch.sigmoid(beta * (a * (e - ref)).mean()) * a, "over all groups"),
-            (lambda a, e, ref, beta: weights(a, e, 0 * ref, beta), "the reference is missing"),
-            (lambda a, e, ref, beta: weights(a, e, ref, 1.0), "beta is missing in S"),
-            (lambda a, e, ref, beta: beta * weights(a, e, ref, beta), "also a factor of the weights"),
-            (lambda a, e, ref, beta: weights(a, e, ref, beta) / a.where(a != 0, torch.inf), "the weight of member i"),
-        ],
-    ),
-    Case(
-        lesson.check_cost,
-        lambda steps, draws, networks, gs, gt: steps * (1 + gs) + draws * networks * (1 + gt),
-        [
-            (lambda steps, draws, networks, gs, gt: steps * (1 + gs) + draws * (1 + gt), "the current network only"),
-            (lambda steps, draws, networks, gs, gt: steps + draws * networks, "guidance is missing"),
-            (lambda steps, draws, networks, gs, gt: steps * (1 + gs), "only the sampling"),
-            (lambda steps, draws, networks, gs, gt: draws * networks * (1 + gt), "only the training"),
-            (lambda steps, draws, networks, gs, gt: steps * (1 + gs + networks * (1 + gt)), "at the drawn times"),
-            (lambda steps, draws, networks, gs, gt: 0, "you get 0"),
+            (lambda roots, children, steps: sum(counts(roots, children, steps)), "is the number of states"),
+            (lambda roots, children, steps: sum(counts(roots, children, steps)[1:]), "is the number of edges"),
+            (lambda roots, children, steps: steps * counts(roots, children, steps)[-1], "as many independent trajectories"),
+            (lambda roots, children, steps: sum(counts(1, children, steps)[:-1]), "for one root"),
+            (lambda roots, children, steps: 0, "you get 0"),
         ],
     ),
 ]

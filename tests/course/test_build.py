@@ -34,9 +34,9 @@ def lesson(folder: Path, text: str, name: str = "01_trial.py") -> Path:
 
 
 def executed(source: Path, *texts: str):
-    """The version with solutions, as if its code cells after the first (which installs) had printed `texts`."""
+    """The version with solutions, as if its code cells had printed `texts`."""
     notebook = build.solved(source)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"][1:]
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for cell, text in zip(cells, texts, strict=True):
         cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)]
     return notebook
@@ -96,7 +96,7 @@ def test_text_must_be_equal(output: str) -> None:
 
 def test_an_expected_output_is_in_neither_version(tmp_path: Path) -> None:
     source = lesson(tmp_path, TRAINED)
-    assert build.expected_outputs(source) == [None, None, "reward 0.75..0.90, ratio 1.00"]
+    assert build.expected_outputs(source) == [None, "reward 0.75..0.90, ratio 1.00"]
     for notebook in (build.solved(source), build.student(source)):
         assert "0.75..0.90" not in nbformat.writes(notebook)
 
@@ -126,7 +126,7 @@ def test_check_compares_other_cells_with_their_stored_output(tmp_path: Path) -> 
     assert build.stale(path, executed(source, "mean 0.51", "3 seconds"), expected) == []
     assert build.stale(path, executed(source, "mean 0.52", "9 seconds"), expected)
     changed = lesson(tmp_path, '# %%\nprint("mean")\n\n# %%\nprint("seconds")\n\n', "02_changed.py")
-    assert "not built from the present source" in build.stale(path, executed(changed, "mean", "seconds"), [None] * 4)[0]
+    assert "not built from the present source" in build.stale(path, executed(changed, "mean", "seconds"), [None] * 3)[0]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
@@ -134,4 +134,73 @@ def test_committed_notebooks_match_their_source(source: Path) -> None:
     notebook = nbformat.read(ROOT / "tutorials" / f"{source.stem}.ipynb", as_version=4)
     assert [cell.source for cell in notebook.cells] == [cell.source for cell in build.solved(source).cells]
     assert build.unexpected(source.name, notebook, build.expected_outputs(source)) == []
-    assert (ROOT / "tutorials" / "student" / f"{source.stem}.ipynb").read_text() == nbformat.writes(build.student(source))
+    assert build.stale_beginnings(source) == []
+
+
+EXERCISE = """\
+# %% [markdown]
+# ### Exercise 1 · double
+#
+# *Difficulty: easy · importance: useful · time: 3 minutes*
+
+# %% tags=["exercise"]
+answer = ...
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Twice one.
+
+# %% tags=["solution"]
+answer = 2
+
+# %%
+check(answer)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 2 = 1 + 1.
+"""
+
+
+def test_hint_and_solution_are_folded_after_the_check(tmp_path: Path) -> None:
+    """The student meets the check's message first, then the hint, then the solution."""
+    cells = [cell.source for cell in build.student(lesson(tmp_path, EXERCISE)).cells]
+    assert cells[2:4] == ["answer = ...", "check(answer)"]
+    assert cells[4] == "<details><summary><b>Hint</b></summary>\n\nTwice one.\n\n</details>"
+    assert cells[5] == "<details><summary><b>Solution</b></summary>\n\n```python\nanswer = 2\n```\n\n2 = 1 + 1.\n\n</details>"
+    assert len(cells) == 6
+
+
+def test_the_version_with_solutions_has_the_hint_and_no_starting_cell(tmp_path: Path) -> None:
+    cells = [cell.source for cell in build.solved(lesson(tmp_path, EXERCISE)).cells]
+    assert cells[2:] == ["**Hint.** Twice one.", "answer = 2", "check(answer)", "**Why.** 2 = 1 + 1."]
+
+
+@pytest.mark.parametrize("part", ["hint", "explanation"])
+def test_a_solution_without_its_explanation_is_an_error(tmp_path: Path, part: str) -> None:
+    cut = EXERCISE[
+        : EXERCISE.index('# %% [markdown] tags=["explanation"]' if part == "explanation" else '# %% tags=["solution"]')
+    ]
+    with pytest.raises(SystemExit, match="no explanation cell after it"):
+        build.student(lesson(tmp_path, cut))
+
+
+def test_only_the_colab_version_installs(tmp_path: Path) -> None:
+    """It installs from the address in pyproject.toml, and is the student's version otherwise."""
+    source = lesson(tmp_path, EXERCISE)
+    student, colab = build.student(source), build.colab(source)
+    installing = colab.cells.pop(1)
+    assert f"git+{build.address()}" in installing.source
+    assert [cell.source for cell in colab.cells] == [cell.source for cell in student.cells]
+    for notebook in (student, build.solved(source)):
+        assert "pip install" not in nbformat.writes(notebook)
+
+
+def test_text_keeps_the_outputs_unless_code_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setattr(build, "BEGINNINGS", {"student": build.student})
+    stored(tmp_path, executed(lesson(tmp_path, '# %%\nprint("mean 0.50")\n\n# %% [markdown]\n# Old.\n'), "mean 0.50"))
+    build.retext(lesson(tmp_path, '# %%\nprint("mean 0.50")\n\n# %% [markdown]\n# New.\n'))
+    kept = nbformat.read(tmp_path / "01_trial.ipynb", as_version=4)
+    assert [build.text_of(cell) for cell in kept.cells] == ["", "mean 0.50", ""]
+    assert kept.cells[2].source == "New."
+    with pytest.raises(SystemExit, match="a code cell changed"):
+        build.retext(lesson(tmp_path, '# %%\nprint("mean 0.60")\n'))

@@ -12,6 +12,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 LESSONS = sorted(p.stem for p in (ROOT / "tests" / "course").glob("lesson_[0-9][0-9].py"))
 CASES = [case for name in LESSONS for case in importlib.import_module(f"tests.course.{name}").CASES]
+RATINGS = r"\*Difficulty: (?:easy|medium|harder|project) · importance: (?:essential|useful|optional) · time: \d+ minutes\*"
+RATED = rf"[^*\n]+\n#\n# {RATINGS}"
+OLD = r".+ \*\((?:easy|medium|harder|project), \d+ minutes\)\*"
 SOURCES = sorted((ROOT / "tutorials" / "source").glob("[0-9][0-9]_*.py"))
 
 
@@ -62,12 +65,14 @@ def test_lessons_have_their_parts(source: Path) -> None:
     text = source.read_text()
     assert "**After this lesson you can**" in text
     assert "**Time**" in text
-    exercises = re.findall(r"^# ### Exercise \d+ · .+ \*\((?:easy|medium|harder|project), \d+ minutes\)\*$", text, re.MULTILINE)
+    exercises = re.findall(f"^# ### Exercise \\d+ · (?:{RATED}|{OLD})$", text, re.MULTILINE)
     starts, solutions = text.count('tags=["exercise"]'), text.count('tags=["solution"]')
     explanations = text.count('tags=["explanation"]')
     assert len(exercises) == starts == explanations <= solutions
     assert len(exercises) >= 3
     used = set(re.findall(r"lesson\.(check_\w+)\(", text))
+    if re.search(RATED, text):
+        assert text.count('tags=["hint"]') == len(exercises)
     if exercises:
         module = importlib.import_module(f"flowrl_course.lesson_{source.stem[:2]}")
         assert used == own_checks(module)

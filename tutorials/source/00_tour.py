@@ -15,7 +15,7 @@
 #
 # **After this lesson you can** say what GRPO does to an image generator, what the credit question is, and how three papers answer it; and you have run all of it once.
 #
-# **Time** 15 minutes, of which the computer needs about one. **You need** no prior knowledge; the details come in lessons 1 to 9.
+# **Time** 15 minutes, of which the computer needs about one. **You need** no prior knowledge; the details come in lessons 1 to 10.
 #
 # `flowrl` ships a small text-to-image model that draws on a 4 x 4 lattice. It knows every word of its small language, but it often draws the wrong number of objects, or puts them in the wrong place. Below are its images before any training,
 # with the scores of a verifier that compares each image with its prompt.

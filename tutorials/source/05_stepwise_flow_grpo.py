@@ -412,7 +412,7 @@ for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
     print(f"{name:<22} cosine between batches {cosines[name]:.2f} (std over pairs {pairs.std():.2f})")
 
 # %% [markdown]
-# Credit for single steps gives a much clearer gradient than uniform credit, and joint normalisation a clearer one than step by step, in agreement with the paper. (The agreement of two gradients does not prove that their direction is right; lesson 8 and `benchmarks/bias.py` compare it with the true gradient. In two dimensions the direction of the jointly normalised gains is right.)
+# Credit for single steps gives a much clearer gradient than uniform credit, and joint normalisation a clearer one than step by step, in agreement with the paper. (The agreement of two gradients does not prove that their direction is right; lesson 9 and `benchmarks/bias.py` compare it with the true gradient. In two dimensions the direction of the jointly normalised gains is right.)
 #
 # ### Exercise 5 · how many batches? *(harder, 8 minutes)*
 #

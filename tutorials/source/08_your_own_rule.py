@@ -766,4 +766,4 @@ for name in finalists:
 #
 # The rules of this lesson also run in the image world: put one into a file and name it, `flowrl compare --credit my_rules.py:CalibratedGain`. Their performance on images has not been measured.
 #
-# **Next:** [9 · Scale up](09_scale_up.ipynb) uses the same objects with SD3.5 and FLUX.
+# **Next:** [10 · Scale up](10_scale_up.ipynb) uses the same objects with SD3.5 and FLUX.

@@ -11,11 +11,11 @@
 # ---
 
 # %% [markdown]
-# # 10 · Branching
+# # 11 · Branching
 #
 # **After this lesson you can** measure the credit of a step by splitting the trajectory there, explain what siblings isolate and what a comparison by depth adds, choose leaf or edge weights, and count the cost of a tree.
 #
-# **Time** 60 minutes, of which the computer needs less than one. **You need** lesson 5; lesson 8 helps with the last two sections.
+# **Time** 60 minutes, of which the computer needs less than one. **You need** lesson 5; lesson 9 helps with the last two sections.
 #
 # Lessons 5 and 6 scored unfinished states by extra evaluations, on which nothing is trained. A *branching rollout* scores them by the trajectories themselves: at some steps a trajectory goes on as several, each with noise of its own. All of them are trained, and they share the evaluations of their common past.
 # The figure shows one such tree in the 2-D world. Its trajectory splits at step 0 and at step 2; the cross is the target. Which of its two splits changed the expected result more?
@@ -29,7 +29,7 @@ from flowrl.probes import Branch, Comb
 from flowrl.rollout import Groups, Usage, reward_table
 from flowrl_bench.gradients import RawCredit, Setting, alignment, assigned, credit_schedule, pathwise_gradients, policy_gradients
 from flowrl_bench.true_advantage import compare_credit, true_advantages
-from flowrl_course import lesson_10 as lesson
+from flowrl_course import lesson_11 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, OTHERS, clean, panels, plane, target
 from flowrl_course.runs import learn, start
 
@@ -144,7 +144,7 @@ print(f"network evaluations of a group: {usage.nfe // 18}; 12 independent trajec
 #
 # $$\hat V(u) - \hat V(u') = A^*(u) - A^*(u') + \text{what the leaves draw afterwards}.$$
 #
-# What comes afterwards remains, averaged over the leaves behind each sibling. In this world the truth can be measured: the next cell estimates $V$ by 128 continuations from every state that a step of the tree visits (`true_advantages`, lesson 8), and does the same for independent trajectories.
+# What comes afterwards remains, averaged over the leaves behind each sibling. In this world the truth can be measured: the next cell estimates $V$ by 128 continuations from every state that a step of the tree visits (`true_advantages`, lesson 9), and does the same for independent trajectories.
 
 # %%
 plain = sampled(RawCredit().probe)
@@ -487,7 +487,7 @@ for name, rule in candidates.items():
     )
 
 # %% [markdown]
-# No direction is measurably wrong (intervals may exceed 1, see lesson 8). The scale of the sibling difference is near $2/5 \times 1/2$, and leave-one-out doubles it. The signal-to-noise ratio of the sibling rules and gains is about half of the others': with two splits in five decisions and one sibling each, the comparison loses more signal than variance. The depth rule on trees has the ratio of independent trajectories for fewer
+# No direction is measurably wrong (intervals may exceed 1, see lesson 9). The scale of the sibling difference is near $2/5 \times 1/2$, and leave-one-out doubles it. The signal-to-noise ratio of the sibling rules and gains is about half of the others': with two splits in five decisions and one sibling each, the comparison loses more signal than variance. The depth rule on trees has the ratio of independent trajectories for fewer
 # evaluations. A split at every decision would give the sibling rule all steps, and needs $2^5$ leaves per tree.
 #
 # ## Training
@@ -555,4 +555,4 @@ plt.show()
 #
 # On the command line: `flowrl compare --methods flow-grpo branch-grpo tempflow-grpo --world mixture`. A rule of your own takes one file, as in lesson 8.
 #
-# **Next:** [11 · The forward process](11_forward_process.ipynb) needs no decisions at all.
+# **Next:** [12 · The forward process](12_forward_process.ipynb) needs no decisions at all.

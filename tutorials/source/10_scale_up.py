@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # 9 · Scale up
+# # 10 · Scale up
 #
 # **After this lesson you can** use SD3.5 or FLUX instead of the small models of the other lessons, describe the effects of LoRA, guidance and precision on the algorithm as well as on the images, and compute batch sizes and
 # memory before a run.
@@ -38,7 +38,7 @@ from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, integrate, rollout
 from flowrl.samplers import AllButLast, FlowSDE
 from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
-from flowrl_course import lesson_09 as lesson
+from flowrl_course import lesson_10 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, OTHERS, ImageRow, clean, panels, show_images
 
 warnings.filterwarnings("ignore")
@@ -564,4 +564,4 @@ plt.show()
 #
 # Support for another model family takes one file, as described in `docs/model-families.md`.
 #
-# **Next:** [10 · Branching](10_branching.ipynb) measures the worth of a step by splitting the trajectory there.
+# **Next:** [11 · Branching](11_branching.ipynb) measures the worth of a step by splitting the trajectory there.

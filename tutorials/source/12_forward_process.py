@@ -11,11 +11,11 @@
 # ---
 
 # %% [markdown]
-# # 11 · The forward process
+# # 12 · The forward process
 #
 # **After this lesson you can** explain why DiffusionNFT, AWM and DGPO need no SDE, say what their rewards weight, derive NFT's gradient, tell what stops each of their steps, and count their network evaluations.
 #
-# **Time** 75 minutes, of which the computer needs about one. **You need** lesson 3; the measurements use the gradients of lesson 8.
+# **Time** 75 minutes, of which the computer needs about one. **You need** lesson 3; the measurements use the gradients of lesson 9.
 #
 # All lessons since the second have turned the ODE into an SDE, because a policy gradient needs the log-probability of every step. Forward-process methods need none. They take finished samples and their rewards, noise the samples again as in pretraining, and regress the velocity with weights that depend on the rewards.
 # The figure shows what each kind of update sees of the same eight samples.
@@ -36,7 +36,7 @@ from flowrl.rollout.forward_batch import step_of
 from flowrl.samplers import ODE, AllButLast, FlowSDE, Multistep, Window
 from flowrl.worlds.mixture import WIDTH, ring
 from flowrl_bench.gradients import Setting, alignment, forward_gradients, pathwise_gradients, policy_gradients
-from flowrl_course import lesson_11 as lesson
+from flowrl_course import lesson_12 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, clean, panels, plane, target
 from flowrl_course.runs import learn, start
 
@@ -535,7 +535,7 @@ print("half a group:                     " + " ".join(f"{w:+.2f}" for w in half)
 # ## How noisy, and how close to the true gradient?
 #
 # AWM's paper argues that matching towards the clean $x_0$ has less variance than the policy gradient, whose target is a noisy transition. The next cell measures both, at *equal evaluations*: all rows have 18 prompts, 12 trajectories of 10 steps and 9 trained pairs each, 19 evaluations per trajectory (with the window of five steps, 15). The second row has the *same states and advantages* as the first, and only another target: $v^*$ of the trajectory's own end (`noise="path"`).
-# The truth is $\nabla\,\mathbb E[R]$ of ODE samples (pathwise, lesson 8). `one batch` is the mean cosine of a single batch's gradient with the truth, which combines bias and noise.
+# The truth is $\nabla\,\mathbb E[R]$ of ODE samples (pathwise, lesson 9). `one batch` is the mean cosine of a single batch's gradient with the truth, which combines bias and noise.
 
 # %%
 NINE = PermutedTimes()  # 9 of the 10 times
@@ -582,7 +582,7 @@ print(f"cosine of AWM's mean gradients with Euler and with DPM++: {same.cosine:.
 # - A large part of Flow-GRPO's disadvantage comes from the late steps, decisions with next to no influence on the reward. The window of five early steps (last row) has half of the forward process's ratio, for 15 evaluations.
 # - SDE, Euler and DPM++ give the same gradient within the error, as promised, and AWM, NFT and DGPO differ little: before training all three are covariances of the advantage with $v^*$.
 #
-# The surrogate's direction is close to $\nabla\,\mathbb E[R]$, but not the same: the intervals of AWM and NFT exclude 1. (An interval may exceed 1, see lesson 8.)
+# The surrogate's direction is close to $\nabla\,\mathbb E[R]$, but not the same: the intervals of AWM and NFT exclude 1. (An interval may exceed 1, see lesson 9.)
 #
 # Does this hold during training? The derivation above used that $v_{\text{old}}(x_t)$ is the mean of $v^*$ given $x_t$. Before training that is exact: the policy is the velocity of its own samples. Afterwards, nothing guarantees it. **Predict** how the cosines change. The next cell repeats the measurement for a policy that Flow-GRPO has trained for 12 iterations, and one that AWM has trained for 8. It also measures *plain matching*, the gradient with advantage 1 for every sample: if $v_{\text{old}}$ is the mean of $v^*$, it is 0 up to noise.
 
