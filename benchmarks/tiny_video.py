@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy import stats
 
+from flowrl.diagnostics import mean
 from flowrl.io import write_json
 from flowrl.methods import flow_grpo, stepwise_flow_grpo, tp_grpo
 from flowrl.protocols import RewardModel
@@ -80,15 +80,11 @@ def table(results: dict[str, Any]) -> str:
             runs = [run for name, run in results.items() if name.startswith(f"{reward} {method} ")]
             if len(runs) < 2:
                 continue
-            d = torch.tensor([run["difference"] for run in runs], dtype=torch.float64)
-            half = float(stats.t.ppf(0.975, len(d) - 1) * d.std() / len(d) ** 0.5)
-            mean, base, after, std = (
-                sum(run[key] for run in runs) / len(runs) for key in ("difference", "before", "after", "std")
-            )
+            d = [run["difference"] for run in runs]
+            base, after, std = (sum(run[key] for run in runs) / len(runs) for key in ("before", "after", "std"))
             lines.append(
                 f"| {reward} | {method} | {len(d)} | {base:.4f} | {after:.4f} "
-                f"| {mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}] "
-                f"| {float(d.min()):+.4f} | {mean / std:.1f} |"
+                f"| {mean(d).text(4, sign=True)} | {min(d):+.4f} | {mean(d).value / std:.1f} |"
             )
     return "\n".join(lines)
 

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.diagnostics.statistics import mean
 from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.protocols import FlowPolicy, RewardModel
 from flowrl.rewards import stills
 from flowrl.rollout import EVALUATION_SEED, sample_images, score
 from flowrl.types import Prompt
-
-LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,6 @@ def compare_scores(base: Tensor, trained: Tensor) -> ScoreDifference:
     The interval is Student's t for the mean of the prompts' differences. It covers other prompts of this kind, not other training
     seeds. Pairs with an invalid (NaN) score are left out. Raises `ConfigError` if no pair is left.
     """
-    from scipy import stats  # a second of import time
-
     valid = base.isfinite() & trained.isfinite()
     kept = valid.any(1)
     if not bool(kept.any()):
@@ -112,12 +109,10 @@ def compare_scores(base: Tensor, trained: Tensor) -> ScoreDifference:
     weight = valid[kept].double()
     before, after = ((torch.where(valid, t, 0.0)[kept].double() * weight).sum(1) / weight.sum(1) for t in (base, trained))
     difference = after - before
-    n, mean = len(difference), float(difference.mean())
-    half = float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * float(difference.std()) / math.sqrt(n) if n > 1 else math.nan
-    return ScoreDifference(
-        float(before.mean()), float(after.mean()), mean, mean - half, mean + half, float((difference > 0).double().mean()), n,
-        int((~valid).sum()),
-    )  # fmt: skip
+    found, n = mean(difference.tolist()), len(difference)
+    low, high = (found.low, found.high) if n > 1 else (math.nan, math.nan)
+    better = float((difference > 0).double().mean())
+    return ScoreDifference(float(before.mean()), float(after.mean()), found.value, low, high, better, n, int((~valid).sum()))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from annotated_types import Len
 
 from flowrl.diagnostics.curves import first_reached
+from flowrl.diagnostics.statistics import collapsed, mean
 from flowrl.errors import ConfigError
 from flowrl.reading import as_kind, parse_json, read_json, reading
 from flowrl.training.format import check_format
@@ -195,24 +196,11 @@ class Mean:
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Mean m of n values with half its 95% interval, t_{n-1} s / sqrt(n), s the sample standard deviation."""
+    """The mean of `values` with half of its t interval (`flowrl.diagnostics.mean`); NaN for no value."""
     if not values:
         return Mean(math.nan, math.nan)
-    if len(values) == 1:
-        return Mean(values[0], math.nan)
-    from scipy import stats  # half a second of import time
-
-    width = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
-    return Mean(statistics.fmean(values), width)
-
-
-COLLAPSE, FELL = 0.1, 0.02
-"""A run has collapsed if it ends more than `COLLAPSE` below its best evaluation, or more than `FELL` below its start."""
-
-
-def collapsed(rewards: Sequence[float]) -> bool:
-    """Whether a learning curve ends in a collapse."""
-    return rewards[-1] < max(max(rewards) - COLLAPSE, rewards[0] - FELL) - 1e-9
+    found = mean(values)
+    return Mean(found.value, found.high - found.value if math.isfinite(found.high) else math.nan)
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,13 @@ import numpy as np
 import pytest
 from flowrl_bench.calibration import LAWS, experiment
 from flowrl_bench.statistics import (
-    COLLAPSE,
     Curve,
-    Inference,
     bootstrap,
-    collapsed,
     detectable,
     first_passage,
     holm,
     interquartile,
     interquartile_mean,
-    mean,
     mean_until,
     median,
     monotone,
@@ -33,6 +29,7 @@ from flowrl_bench.statistics import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl.diagnostics.statistics import COLLAPSE, Inference, collapsed, mean
 from flowrl.errors import ConfigError
 
 rewards = st.lists(st.floats(0, 1), min_size=2, max_size=12)

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flowrl.diagnostics.statistics import mean
 from flowrl.plots.style import COLOURS, INK, OTHERS, clean
 from flowrl_bench.arms import ARMS
 from flowrl_bench.claims import KL_WEIGHTS
@@ -17,7 +18,7 @@ from flowrl_bench.evidence import Line, column, curve
 from flowrl_bench.leads import UNIFORM
 from flowrl_bench.main_comparison import BUDGETS, Arm
 from flowrl_bench.page import Band, dot_plot_axes
-from flowrl_bench.statistics import REACHED, mean, survival
+from flowrl_bench.statistics import REACHED, survival
 from flowrl_bench.tables import BRIEF, SYMBOLS, Judged
 from flowrl_bench.verdicts import by_seed
 

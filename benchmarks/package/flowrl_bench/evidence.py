@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.diagnostics.curves import Values
+from flowrl.diagnostics.statistics import collapsed
 from flowrl.errors import ConfigError
 from flowrl_bench.measurements import CURVE
 from flowrl_bench.statistics import (
@@ -17,7 +18,6 @@ from flowrl_bench.statistics import (
     SMALLEST_RATIO,
     Curve,
     Passage,
-    collapsed,
     first_passage,
     mean_until,
     shift_at_equal_reward,

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flowrl.diagnostics.curves import Values
+from flowrl.diagnostics.statistics import Estimate, mean
 from flowrl_bench.arms import ARMS, WORLDS
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.leads import LARGER, LEADS, UNIFORM
 from flowrl_bench.page import Table
-from flowrl_bench.statistics import Estimate, mean
 from flowrl_bench.tables import MISSING, SYMBOLS, WORLD_NAMES, Judged
 from flowrl_bench.verdicts import ALIKE, BETTER, UNDECIDED, WORSE, Comparison, by_seed
 

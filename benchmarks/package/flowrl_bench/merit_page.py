@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from flowrl.diagnostics.statistics import Estimate
 from flowrl_bench.merit import STAGES, Costs, mean_costs, merit
 from flowrl_bench.merit_rows import REFERENCE, ROWS, WORLDS
 from flowrl_bench.merit_train import Key, Learned, learned
-from flowrl_bench.statistics import Estimate, interquartile_mean
+from flowrl_bench.statistics import interquartile_mean
 from flowrl_bench.true_advantage import CreditReport, correlation_difference, credit_report
 
 MARGIN = 0.02

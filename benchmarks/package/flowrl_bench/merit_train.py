@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flowrl.diagnostics.statistics import Estimate
 from flowrl.errors import ConfigError
 from flowrl.probes import Branching
 from flowrl.rollout import Groups, group_tree
@@ -19,7 +20,7 @@ from flowrl_bench.digest import code_digest
 from flowrl_bench.measurements import CURVE, measure
 from flowrl_bench.merit_rows import ROWS, WORLDS
 from flowrl_bench.results_file import ResultsFile, provenance
-from flowrl_bench.statistics import Estimate, interquartile_mean
+from flowrl_bench.statistics import interquartile_mean
 
 SEEDS = 4
 QUICK = {"iterations": 1, "groups": 2, "group_size": 12, "num_steps": 10, "eval_samples": 8, "eval_steps": 2}

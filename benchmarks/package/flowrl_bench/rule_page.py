@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
+from flowrl.diagnostics.statistics import mean
 from flowrl.plots.style import clean
 from flowrl_bench.arms import is_tuned
 from flowrl_bench.evidence import Evidence, Line, curve, spent
 from flowrl_bench.page import COLOURS, Document, Image, Table
 from flowrl_bench.rule_plan import FULL, Part
-from flowrl_bench.statistics import Curve, detectable, mean
+from flowrl_bench.statistics import Curve, detectable
 from flowrl_bench.verdicts import ALIKE, ALPHA, BETTER, UNDECIDED, WORSE, Compare, Comparison, by_seed, judge_family
 
 TITLE = " against tuned baselines"

@@ -13,12 +13,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from flowrl.diagnostics.curves import Values, first_reached
+from flowrl.diagnostics.statistics import COLLAPSE, LEVEL, Estimate, Inference, t_interval
 from flowrl.errors import require
 
 DRAWS = 2000
-LEVEL = 0.95
-COLLAPSE, BELOW_START = 0.1, 0.02
-"""A run collapsed if its final reward is more than this below its best, or below its start."""
 SMALLEST = 0.02
 """The smallest difference of interest in reward, in both directions (docs/verdicts.md)."""
 SMALLEST_RATIO = 1.1
@@ -29,53 +27,6 @@ SMALLEST_DENSITY = 0.05
 """The smallest difference of interest in log-density."""
 REACHED, RISE = (0.5, 0.7, 0.9), 0.05
 """Levels of budget ratios, as fractions of the rise that both arms of a seed achieve, which counts as at least `RISE`."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with its 95% interval; `low` and `high` are infinite if the data do not bound it (fewer than 2 seeds)."""
-
-    value: float
-    low: float
-    high: float
-
-    def text(self, digits: int = 3, sign: bool = False) -> str:
-        """'0.123 [0.100, 0.140]'."""
-        form = f"{'+' if sign else ''}.{digits}f"
-        return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
-
-
-@dataclass(frozen=True)
-class Inference(Estimate):
-    """With the two-sided p-value of a null hypothesis (that the value is 0, if no other is given); NaN for fewer than 2 seeds."""
-
-    p: float = math.nan
-
-    def exponential(self) -> "Inference":
-        """The estimate of a ratio from that of its logarithm."""
-        with np.errstate(over="ignore"):
-            value, low, high = (float(np.exp(number)) for number in (self.value, self.low, self.high))
-        return Inference(value, low, high, self.p)
-
-
-def mean(values: ArrayLike, null: float = 0.0) -> Inference:
-    """The mean of independent values [seed] with its t interval; `p` of the null that the mean is `null`."""
-    found = np.asarray(values, float)
-    require(found.ndim == 1 and found.size > 0, "values", found.shape, "[seed], one or more")
-    value = float(found.mean())
-    if found.size < 2:
-        return Inference(value, -math.inf, math.inf)
-    return _normal(value, value, float(found.std(ddof=1)) / math.sqrt(found.size), found.size - 1, null)
-
-
-def _normal(value: float, centre: float, error: float, freedom: float, null: float) -> Inference:
-    """The estimate with a t interval of `error` about `centre`."""
-    from scipy import stats  # a second of import time
-
-    reach = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
-    distance = abs(centre - null)
-    p = float(2 * stats.t.sf(distance / error, freedom)) if error > 1e-15 else float(distance <= 1e-12)
-    return Inference(value, centre - reach, centre + reach, p)
 
 
 def detectable(spread: float, count: int, alpha: float = 1 - LEVEL, power: float = 0.8) -> float:
@@ -119,7 +70,7 @@ def rate_difference(first: ArrayLike, second: ArrayLike, null: float = 0.0) -> I
     only_first, only_second = (float((a & ~b).sum()) + 1) / count, (float((b & ~a).sum()) + 1) / count
     centre = only_first - only_second
     error = math.sqrt((only_first + only_second - centre**2) / count)
-    return _normal(float(a.mean() - b.mean()), centre, error, 1e9, null)
+    return t_interval(float(a.mean() - b.mean()), centre, error, 1e9, null)
 
 
 def interquartile(values: Values, axis: int = -1) -> Values:
@@ -227,11 +178,6 @@ class Curve:
 
     budgets: Sequence[float]
     rewards: Sequence[float]
-
-
-def collapsed(rewards: Sequence[float]) -> bool:
-    """Whether a run ends more than `COLLAPSE` below its best reward, or more than `BELOW_START` below its first."""
-    return rewards[-1] < max(rewards) - COLLAPSE or rewards[-1] < rewards[0] - BELOW_START
 
 
 def mean_until(curve: Curve, budget: float) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.diagnostics.statistics import mean
 from flowrl.training.config import RunConfig
 from flowrl_bench.arms import TASKS
 from flowrl_bench.claims import GAINS, POINTS, SEEDS, UNIFORM, Arm, Claim, gains, make_run
@@ -17,7 +18,6 @@ from flowrl_bench.leads import LEADS
 from flowrl_bench.measurements import PHASES
 from flowrl_bench.page import Table
 from flowrl_bench.results_file import Lines
-from flowrl_bench.statistics import mean
 from flowrl_bench.suite import evidence
 from flowrl_bench.verdicts import ALIKE, BETTER, FAILS, HOLDS, UNDECIDED, WORSE, Comparison, Verdict, by_seed, judge_family
 

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowrl.diagnostics.statistics import Estimate
 from flowrl.errors import require
 from flowrl.flow import sample as draw
 from flowrl.probes import NoProbe, Probe
@@ -24,7 +25,6 @@ from flowrl.protocols import CreditAssigner, RewardModel
 from flowrl.rollout import Groups, Rollout, Usage, Walkers, attach_stds, continued, reward_table, score
 from flowrl.types import Schedule
 from flowrl_bench.gradients import Setting, assigned, credit_schedule
-from flowrl_bench.statistics import Estimate
 
 RESOLVED = 2.0
 """A true advantage counts as resolved if it is more than this many standard errors away from 0."""

@@ -12,8 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from flowrl.diagnostics.curves import Values
+from flowrl.diagnostics.statistics import LEVEL, Inference, mean
 from flowrl_bench.evidence import BUDGET, MEASURES, RATE, SMALLEST_OF, Evidence
-from flowrl_bench.statistics import LEVEL, Inference, holm, mean, rate_difference, wins
+from flowrl_bench.statistics import holm, rate_difference, wins
 
 HOLDS = "holds here"
 FAILS = "does not hold here"

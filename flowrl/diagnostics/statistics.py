@@ -1,0 +1,66 @@
+"""Means over seeds or prompts with Student's interval, and what counts as a collapse of a run."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from flowrl.errors import require
+
+LEVEL = 0.95
+COLLAPSE, BELOW_START = 0.1, 0.02
+"""A run collapsed if its final reward is more than this below its best, or below its start."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95% interval; `low` and `high` are infinite if the data do not bound it (fewer than 2 seeds)."""
+
+    value: float
+    low: float
+    high: float
+
+    def text(self, digits: int = 3, sign: bool = False) -> str:
+        """'0.123 [0.100, 0.140]'."""
+        form = f"{'+' if sign else ''}.{digits}f"
+        return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
+
+@dataclass(frozen=True)
+class Inference(Estimate):
+    """With the two-sided p-value of a null hypothesis (that the value is 0, if no other is given); NaN for fewer than 2 seeds."""
+
+    p: float = math.nan
+
+    def exponential(self) -> "Inference":
+        """The estimate of a ratio from that of its logarithm."""
+        with np.errstate(over="ignore"):
+            value, low, high = (float(np.exp(number)) for number in (self.value, self.low, self.high))
+        return Inference(value, low, high, self.p)
+
+
+def mean(values: ArrayLike, null: float = 0.0) -> Inference:
+    """The mean of independent values [seed] with its t interval; `p` of the null that the mean is `null`."""
+    found = np.asarray(values, float)
+    require(found.ndim == 1 and found.size > 0, "values", found.shape, "[seed], one or more")
+    value = float(found.mean())
+    if found.size < 2:
+        return Inference(value, -math.inf, math.inf)
+    return t_interval(value, value, float(found.std(ddof=1)) / math.sqrt(found.size), found.size - 1, null)
+
+
+def t_interval(value: float, centre: float, error: float, freedom: float, null: float) -> Inference:
+    """The estimate with a t interval of `error` about `centre`."""
+    from scipy import stats  # a second of import time
+
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
+    distance = abs(centre - null)
+    p = float(2 * stats.t.sf(distance / error, freedom)) if error > 1e-15 else float(distance <= 1e-12)
+    return Inference(value, centre - reach, centre + reach, p)
+
+
+def collapsed(rewards: Sequence[float]) -> bool:
+    """Whether a run ends more than `COLLAPSE` below its best reward, or more than `BELOW_START` below its first."""
+    return rewards[-1] < max(max(rewards) - COLLAPSE, rewards[0] - BELOW_START) - 1e-9  # not by rounding
