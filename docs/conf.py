@@ -1,5 +1,6 @@
 """The documentation site: `sphinx-build -W --keep-going -b html docs docs/_build/html`."""
 
+import html
 import re
 import shutil
 import sys
@@ -9,7 +10,6 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from docutils import nodes  # noqa: E402
-from latex2mathml.converter import convert  # noqa: E402
 from reference_pages import write_reference  # noqa: E402
 
 from flowrl import __version__  # noqa: E402
@@ -20,7 +20,7 @@ copyright = "2026, the flowrl developers"
 release = __version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
-html_math_renderer = "mathml"
+html_math_renderer = "katex"
 myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_inline"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebooks hold their outputs; tutorials/build.py executes them
@@ -73,12 +73,19 @@ def skip(app: object, what: str, name: str, thing: object, skipped: bool, option
     return True if name == "promise" else None
 
 
-def mathml(writer: object, node: object) -> None:
-    """Formulas as MathML, which browsers draw themselves: the pages work without a network."""
-    block = node.tagname == "math_block"
-    found = convert(node.astext(), display="block" if block else "inline")
-    writer.body.append(f'<div class="math">{found}</div>' if block else found)
+def formula(writer: object, node: object) -> None:
+    """A formula as LaTeX, which _static/formulas.js draws in the browser with a copy of KaTeX: the pages work without a network."""
+    tag = "div" if node.tagname == "math_block" else "span"
+    writer.body.append(f'<{tag} class="math notranslate">{html.escape(node.astext())}</{tag}>')
     raise nodes.SkipNode
+
+
+def add_katex(app: object, page: str, template: str, context: object, tree: object) -> None:
+    """KaTeX on the pages that have a formula."""
+    if tree is not None and any(True for _ in tree.findall(lambda node: isinstance(node, nodes.math | nodes.math_block))):
+        app.add_css_file("katex/katex.min.css")
+        for name in ("katex/katex.min.js", "formulas.js"):
+            app.add_js_file(name, loading_method="defer")
 
 
 def setup(app: object) -> None:
@@ -86,5 +93,6 @@ def setup(app: object) -> None:
     copy_course()
     write_reference(HERE)
     app.connect("autodoc-process-docstring", plain)  # type: ignore[attr-defined]
-    app.add_html_math_renderer("mathml", (mathml, None), (mathml, None))  # type: ignore[attr-defined]
+    app.add_html_math_renderer("katex", (formula, None), (formula, None))  # type: ignore[attr-defined]
+    app.connect("html-page-context", add_katex)  # type: ignore[attr-defined]
     app.connect("autodoc-skip-member", skip)  # type: ignore[attr-defined]

@@ -1,0 +1,87 @@
+"""Formulas of the site and of the lessons: KaTeX, whose copy in docs/_static draws them, knows every command that they use."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KATEX = ROOT / "docs" / "_static" / "katex"
+MADE = {"_build", "course", "api"}
+PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if not MADE & set(path.relative_to(ROOT / "docs").parts)]
+LESSONS = sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.ipynb"))
+DRAW = """
+const katex = require(process.argv[1]);
+const wrong = [];
+for (const text of JSON.parse(require("fs").readFileSync(0, "utf8"))) {
+  try { katex.renderToString(text, { strict: "error" }); } catch (error) { wrong.push(`${text}: ${error.message}`); }
+}
+console.log(JSON.stringify(wrong));
+"""
+
+
+def formulas(text: str) -> list[str]:
+    """The LaTeX of a page in Markdown, without its code."""
+    text = re.sub(r"^(```+|:::+\{code).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text, flags=re.DOTALL)
+    blocks = re.findall(r"\$\$(.+?)\$\$", text, re.DOTALL)
+    inline = re.findall(
+        r"(?<![\\$])\$(?!\s)([^$\n]+(?:\n[^$\n]+)*?)(?<![\s\\])\$(?!\d)", re.sub(r"\$\$.+?\$\$", "", text, flags=re.DOTALL)
+    )
+    return [*blocks, *inline]
+
+
+def all_formulas() -> dict[str, list[str]]:
+    """By file; lessons' texts are Markdown cells."""
+    found = {path.relative_to(ROOT).as_posix(): formulas(path.read_text()) for path in PAGES}
+    for path in LESSONS:
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown"]
+        found[path.name] = [formula for cell in cells for formula in formulas("".join(cell["source"]))]
+    return {name: texts for name, texts in found.items() if texts}
+
+
+FORMULAS = all_formulas()
+
+
+def unknown_commands(text: str, known: str) -> set[str]:
+    return {name for name in re.findall(r"\\([A-Za-z]+)", text) if f'"{name}"' not in known and f'"\\\\{name}"' not in known}
+
+
+@pytest.fixture(scope="module")
+def katex() -> str:
+    return (KATEX / "katex.min.js").read_text()
+
+
+def test_formulas_are_found() -> None:
+    assert formulas("a $x_t$ and\n$$\\sqrt{t}$$ `$no$`\n```\n$no$\n```\n") == ["\\sqrt{t}", "x_t"]
+    assert sum(map(len, FORMULAS.values())) > 300
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_commands_are_known_to_katex(name: str, katex: str) -> None:
+    for text in FORMULAS[name]:
+        assert not unknown_commands(text, katex), text
+        assert text.replace("\\{", "").count("{") == text.replace("\\}", "").count("}"), text
+        begun, ended = (re.findall(rf"\\{word}{{(\w+)}}", text) for word in ("begin", "end"))
+        assert sorted(begun) == sorted(ended), text
+
+
+def test_a_misspelt_command_is_found(katex: str) -> None:
+    assert unknown_commands(r"\sqrt{\epsilom}", katex) == {"epsilom"}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_katex_draws_all() -> None:
+    texts = [text for texts in FORMULAS.values() for text in texts]
+    command = ["node", "-e", DRAW, str(KATEX / "katex.min.js")]
+    made = subprocess.run(command, input=json.dumps([*texts, "\\frac{"]), capture_output=True, text=True, check=True)
+    wrong = json.loads(made.stdout)
+    assert len(wrong) == 1 and wrong[0].startswith("\\frac{:"), wrong
+
+
+def test_fonts_are_in_the_repository() -> None:
+    named = re.findall(r"url\(([^)]+)\)", (KATEX / "katex.min.css").read_text())
+    assert named and all((KATEX / name).exists() for name in named)
