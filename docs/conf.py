@@ -46,10 +46,12 @@ def copy_course() -> None:
     """The notebooks with solutions become pages under course/."""
     target = HERE / "course"
     target.mkdir(exist_ok=True)
+    notebooks = {path.name: path for path in (HERE.parent / "tutorials").glob("[0-9][0-9]_*.ipynb")}
     for old in target.glob("*.ipynb"):
-        old.unlink()
-    for notebook in sorted((HERE.parent / "tutorials").glob("[0-9][0-9]_*.ipynb")):
-        shutil.copy(notebook, target / notebook.name)
+        if old.name not in notebooks:
+            old.unlink()
+    for name, path in notebooks.items():
+        shutil.copy2(path, target / name)  # with its time: a page is made again only if its notebook has changed
 
 
 def plain(app: object, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
@@ -74,7 +76,7 @@ def skip(app: object, what: str, name: str, thing: object, skipped: bool, option
 
 
 def formula(writer: object, node: object) -> None:
-    """A formula as LaTeX, which _static/formulas.js draws in the browser with a copy of KaTeX: the pages work without a network."""
+    """A formula as LaTeX. _static/formulas.js draws it in the browser with a copy of KaTeX, without a network."""
     tag = "div" if node.tagname == "math_block" else "span"
     writer.body.append(f'<{tag} class="math notranslate">{html.escape(node.astext())}</{tag}>')
     raise nodes.SkipNode
