@@ -1,6 +1,7 @@
 """Solutions and likely mistakes of lesson 2."""
 
 import math
+from itertools import pairwise
 
 import torch
 from flowrl_course import lesson_02 as lesson
@@ -16,6 +17,17 @@ def score(x, v, time):
 def flow_sde(x, v, t, s, a):
     delta, variance = t - s, a**2 * t / (1 - t)
     return x - delta * v - variance * delta / (2 * t) * (x + (1 - t) * v), (variance * delta) ** 0.5
+
+
+def ends(velocity, x, times, a, correct, generator, keep=0.0, noise=lambda std: std):
+    """The solution; `keep` is the part of the correction that stays when it should be left out."""
+    for t, s in pairwise(times):
+        v = velocity(x, torch.full((len(x),), t))
+        mean, std = flow_sde(x, v, t, s, a)
+        part = 1.0 if correct else keep
+        mean = part * mean + (1 - part) * (x - (t - s) * v)
+        x = mean + noise(std) * torch.randn(x.shape, generator=generator)
+    return x
 
 
 def excess(t, s, sigma):
@@ -57,6 +69,22 @@ CASES = [
                 "noise is not drawn",
             ),
             (lambda x, v, t, s, a: (..., ...), "replace the dots"),
+        ],
+    ),
+    Case(
+        lesson.check_sde_ends,
+        ends,
+        [
+            (lambda v, x, t, a, c, g: x, "returned unchanged"),
+            (lambda v, x, t, a, c, g: ends(v, x, t, a, True, g), "`correct` has no effect"),
+            (lambda v, x, t, a, c, g: ends(v, x, t, a, not c, g), "swapped"),
+            (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, noise=lambda std: 0.0), "the noise is missing"),
+            (lambda v, x, t, a, c, g: ends(v, x, t, a if c else 0.0, c, g), "the noise is missing too"),
+            (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, keep=-1.0), "opposite sign"),
+            (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, keep=2.0), "twice as large"),
+            (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, noise=lambda std: std**2), "by std twice"),
+            (lambda v, x, t, a, c, g: ends(v, x, t, a, c, torch.default_generator), "two calls with equal generators"),
+            (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, noise=lambda std: 1.3 * std), "standard deviation of"),
         ],
     ),
     Case(

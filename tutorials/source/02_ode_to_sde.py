@@ -13,16 +13,17 @@
 # %% [markdown]
 # # 2 · From ODE to SDE
 #
-# **After this lesson you can** turn the sampler's ODE into an SDE with the same marginal distributions, compute its error with few steps, choose between the kernels that papers
-# use, and identify the steps of a sampler that are decisions, which reinforcement learning can credit.
+# **After this lesson you can** turn the sampler's ODE into an SDE, prove that both have the same marginal distributions, compute the error of the SDE with few steps, choose between
+# the kernels of the papers, and identify the steps of a sampler that are decisions, which reinforcement learning can credit.
 #
-# **Time** 50 minutes, of which the computer needs less than one. **You need** lesson 1.
+# **Time** 60 minutes, of which the computer needs less than one. **You need** lesson 1.
 #
 # An ODE maps each noise to one image: it has no probabilities that training could raise. Reinforcement learning needs a *policy*. The animation shows trajectories from one initial noise:
 # one of the ODE, and sixty of an SDE with the same velocity.
 
 # %% tags=["hide-input"]
 import math
+from itertools import pairwise
 
 import matplotlib.pyplot as plt
 import torch
@@ -75,18 +76,35 @@ opening()
 # %% [markdown]
 # ## Noise that preserves the marginals
 #
-# A noise term $\sigma\,\mathrm dw$ spreads the distribution; a drift along the *score*
-# $\nabla \log p_t$, towards higher density, cancels the spread exactly (this follows from the Fokker-Planck equation; Song et al. 2020, arXiv 2011.13456). With decreasing time,
+# A noise term $\sigma\,\mathrm dw$ spreads the distribution. A drift along the *score* $\nabla \log p_t$, towards higher density, cancels the spread exactly. With decreasing time,
 #
 # $$\mathrm dx = \Big[v - \tfrac{\sigma_t^2}{2}\nabla \log p_t(x)\Big]\mathrm dt + \sigma_t\,\mathrm dw .$$
 #
-# In one small step of length $\Delta$, $x$ changes by $-\Delta$ times the bracket plus Gaussian noise of variance $\sigma_t^2\Delta$, which is the meaning of $\sigma_t\,\mathrm dw$.
+# In a small step of length $\Delta$, $x$ changes by $-\Delta$ times the bracket plus Gaussian noise of variance $\sigma_t^2\Delta$, which is the meaning of $\sigma_t\,\mathrm dw$.
+# For any $\sigma_t$ the marginals $p_t$ (the distributions of $x_t$ at each $t$) are those of the ODE.
 #
-# For any $\sigma_t$ the marginals $p_t$ (the distributions of $x_t$ at each $t$) are those of the ODE. The score of a flow needs no new network: given the data point $x_0$, $x_t$ is Gaussian with mean $(1-t)x_0$ and standard deviation $t$, and the
+# <details><summary><b>Derivation: the ODE and the SDE have the same marginals (six lines)</b></summary>
+#
+# Let $\tau = 1 - t$ be the time of generation, which increases, and $p$ the density of $x$ at time $\tau$.
+#
+# 1. The ODE moves points with velocity $-v$ in $\tau$. Probability is conserved, so $p$ satisfies the continuity equation $\partial_\tau p = \nabla\cdot(v\,p)$.
+# 2. Take an SDE with an unknown drift, $\mathrm dx = b\,\mathrm d\tau + \sigma\,\mathrm dw$, and a test function $f$. A second-order Taylor expansion of $f$ gives $\frac{\mathrm d}{\mathrm d\tau}\mathbb E[f] = \mathbb E\big[b\cdot\nabla f + \tfrac{\sigma^2}{2}\nabla^2 f\big]$: the second-order term stays, because $\mathrm dw$ has variance $\mathrm d\tau$.
+# 3. Write both expectations as integrals over $p$ and integrate by parts. The result is the Fokker-Planck equation, $\partial_\tau p = -\nabla\cdot(b\,p) + \tfrac{\sigma^2}{2}\nabla^2 p$.
+# 4. The noise term is a drift in disguise: $\nabla^2 p = \nabla\cdot(\nabla p) = \nabla\cdot(p\,\nabla\log p)$.
+# 5. Hence $\partial_\tau p = -\nabla\cdot\big[(b - \tfrac{\sigma^2}{2}\nabla\log p)\,p\big]$. This is line 1 if $b = -v + \tfrac{\sigma^2}{2}\nabla\log p$.
+# 6. With this $b$ both densities satisfy the same equation from the same initial density $\mathcal N(0, I)$, so they are equal at every time. With $\mathrm d\tau = -\mathrm dt$, $b\,\mathrm d\tau$ is the bracket above times $\mathrm dt$.
+#
+# Only the densities at single times are equal. The paths differ: the SDE forgets its initial noise, the ODE does not. Source: Song et al. 2020 (arXiv 2011.13456, appendix D.1).
+#
+# </details>
+#
+# The score of a flow needs no new network. Given the data point $x_0$, $x_t$ is Gaussian with mean $(1-t)x_0$ and standard deviation $t$, and the
 # gradient of its log-density is $-(x_t - (1-t)x_0)/t^2 = -\varepsilon/t$. The mean over all $x_0$ given $x$ is
-# $\nabla \log p_t(x) = -\mathbb E[\varepsilon \mid x_t = x]/t$, and lesson 1 computed the noise estimate from the velocity: $\hat\varepsilon = x + (1-t)v$.
+# $\nabla \log p_t(x) = -\mathbb E[\varepsilon \mid x_t = x]/t$. Lesson 1 computed the noise estimate from the velocity: $\hat\varepsilon = x + (1-t)v$.
 #
-# ### Exercise 1 · the score from the velocity *(easy, 4 minutes)*
+# ### Exercise 1 · the score from the velocity
+#
+# *Difficulty: easy · importance: essential · time: 4 minutes*
 #
 # Combine the two formulas; `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`.
 
@@ -95,6 +113,10 @@ opening()
 def score(x, velocity, time):
     """The gradient of log p_t at x [sample, dim], from its velocity; time is [sample]."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Insert the formula for $\hat\varepsilon$ into $-\hat\varepsilon/t$. `time` is `[sample]`; write `time[:, None]` to use it with `[sample, dim]`.
 
 
 # %% tags=["solution"]
@@ -114,13 +136,16 @@ lesson.check_score(score)
 # %% [markdown]
 # ## One step of Flow-SDE
 #
-# One such step from $t$ to $s = t - \Delta$ is a step of the Euler-Maruyama method. The next node is Gaussian, and this Gaussian *is* the policy:
+# A step of length $\Delta$ from $t$ to $s = t - \Delta$ is a step of the Euler-Maruyama method. The next node is Gaussian, and this Gaussian *is* the policy:
 #
 # $$x_s \sim \mathcal N\big(\mu,\ \sigma^2\Delta\, I\big),\qquad \mu = x - \Delta v - \frac{\sigma^2\Delta}{2t}\big(x + (1-t)v\big).$$
 #
+# The last term is $\Delta\sigma^2/2$ times the score. This lesson calls it the *score correction*.
 # Flow-GRPO (Liu et al. 2025, arXiv 2505.05470) uses $\sigma = a\sqrt{t/(1-t)}$, which is large early and small late. $a$ is the *noise level*, 0.7 in the paper.
 #
-# ### Exercise 2 · the transition *(medium, 6 minutes)*
+# ### Exercise 2 · the transition
+#
+# *Difficulty: medium · importance: essential · time: 6 minutes*
 #
 # Return mean `[sample, dim]` and standard deviation (a number) of $x_s$, in this order. Here $t < 1$ is one number for the whole batch.
 
@@ -129,6 +154,10 @@ lesson.check_score(score)
 def flow_sde_step(x, velocity, t, s, noise_level):
     """Mean and std of the next node."""
     return ..., ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Compute $\sigma^2 = a^2\,t/(1-t)$ first: the mean contains $\sigma^2\Delta$, the standard deviation its root. The bracket in the mean is the noise estimate of exercise 1.
 
 
 # %% tags=["solution"]
@@ -175,14 +204,101 @@ for cell, path, node, title in (
 plt.show()
 
 # %% [markdown]
+# The quantiles agree within the sampling error of 2500 points (about 0.02 to 0.03), although each SDE path received new noise 249 times. The next exercise removes the part of the step that makes this possible.
+#
+# ### Exercise 3 · without the score correction
+#
+# *Difficulty: medium · importance: useful · time: 8 minutes*
+#
+# Write the sampler as a loop over the grid, with an option that leaves out the score correction: with `correct=False` the mean of every step is that of the ODE, $x - \Delta v$, and the noise is unchanged.
+# `velocity(x, t)` maps `[sample, dim]` and `[sample]` to `[sample, dim]`, and `times` is a list of numbers below 1. Use `flow_sde_step`, and draw the noise with `generator`. Return the final points.
+
+
+# %% tags=["exercise"]
+def sde_ends(velocity, x, times, noise_level, correct, generator):
+    """The points [sample, dim] after all steps of the grid; x holds the points at times[0]."""
+    for t, s in pairwise(times):
+        v, delta = velocity(x, torch.full((len(x),), t)), t - s
+        ...
+    return x
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** `flow_sde_step` returns the right mean and standard deviation. If `correct` is false, replace only the mean. The next point is the mean plus `std` times a standard normal draw of the shape of `x`.
+
+
+# %% tags=["solution"]
+def sde_ends(velocity, x, times, noise_level, correct, generator):
+    """The points [sample, dim] after all steps of the grid; x holds the points at times[0]."""
+    for t, s in pairwise(times):
+        v, delta = velocity(x, torch.full((len(x),), t)), t - s
+        mean, std = flow_sde_step(x, v, t, s, noise_level)
+        if not correct:
+            mean = x - delta * v
+        x = mean + std * torch.randn(x.shape, generator=generator)
+    return x
+
+
+# %%
+lesson.check_sde_ends(sde_ends)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Both versions add the same noise. The velocity was trained on points $x_t$ that contain noise of standard deviation $t$, and removes exactly that amount. Its inputs are the point and the time, not the amount of noise in the point.
+# Without the correction the added noise accumulates, and the points leave the region for which the velocity was trained.
+
+# %% [markdown]
+# The next cell measures the spread of the result: the root mean square distance to the nearest blob's centre, for noise levels from 0 to 1. The starting points are exact samples of $p_t$ at $t = 0.98$, because $\sigma$ is infinite at $t = 1$.
+
+# %%
+times = torch.linspace(0.98, 0, 120).tolist()
+generator = torch.Generator().manual_seed(2)
+clean_points, noise_points = ring.sample(2000, generator), torch.randn(2000, 2, generator=generator)
+first = (1 - times[0]) * clean_points + times[0] * noise_points
+noise_levels = [0.0, 0.2, 0.4, 0.7, 1.0]
+ends = {
+    correct: [sde_ends(ring.velocity, first, times, level, correct, torch.Generator().manual_seed(3)) for level in noise_levels]
+    for correct in (True, False)
+}
+
+
+def blob_spread(points):
+    """Root mean square distance to the nearest blob's centre."""
+    return float(torch.cdist(points, ring.means).min(dim=1).values.square().mean().sqrt())
+
+
+spread_of = {correct: [blob_spread(points) for points in ends[correct]] for correct in ends}
+print("noise level a             " + "  ".join(f"{level:4.1f}" for level in noise_levels))
+print("with the correction       " + "  ".join(f"{value:4.2f}" for value in spread_of[True]))
+print("without the correction    " + "  ".join(f"{value:4.2f}" for value in spread_of[False]))
+print(f"data                      {blob_spread(ring.sample(20000, generator)):4.2f}")
+
+# %% tags=["hide-input"]
+figure, axes = panels(3, width=3.2, height=3.0)
+for cell, correct in zip(axes[:2], (True, False), strict=True):
+    plane(cell, f"a = 0.7, {'with' if correct else 'without'} the correction")
+    cell.scatter(*ends[correct][3].T, s=2, alpha=0.5, color=DATA if correct else ACCENT)
+for correct, shade, label, height in ((True, DATA, "with", 0.27), (False, ACCENT, "without", 0.6)):
+    axes[2].plot(noise_levels, spread_of[correct], "o-", color=shade, markersize=4)
+    axes[2].text(0.35, height, label, color=shade)
+axes[2].set(xlabel="noise level a", ylabel="distance to the nearest centre (rms)", title="The correction preserves the spread")
+axes[2].set_ylim(0, None)
+clean(axes[2])
+plt.show()
+
+# %% [markdown]
+# With the correction the spread is that of the data at every noise level. Without it the spread grows with the noise level: by about a fifth at $a = 0.4$, to more than twice that of the data at $a = 1$. An implementation without the correction still produces samples and still trains.
+# Its samples are only too noisy, so compare the spread of a new sampler with the ODE's.
+#
 # ## Few steps: grain
 #
 # 250 steps per image are too expensive for training. With ten steps, Euler-Maruyama is no longer exact, and its error is visible: images look grainy, because too much noise remains in them.
 #
-# The amount can be computed. Let all data be one point $x_0$ and the velocity exact. Then $x_t = (1-t)x_0 + t\varepsilon$, and the step's mean is $(1-s)x_0 + \big(s - \frac{\sigma^2\Delta}{2t}\big)\varepsilon$; the new
+# The amount can be computed. Let all data be one point $x_0$ and the velocity exact. Then $x_t = (1-t)x_0 + t\varepsilon$, and the step's mean is $(1-s)x_0 + \big(s - \frac{\sigma^2\Delta}{2t}\big)\varepsilon$. The new
 # noise adds variance $\sigma^2\Delta$. The exact variance would be $s^2$.
 #
-# ### Exercise 3 · excess variance *(medium, 8 minutes)*
+# ### Exercise 4 · excess variance
+#
+# *Difficulty: medium · importance: useful · time: 8 minutes*
 #
 # Return the excess of the variance of $x_s$ over $s^2$ after one step, simplified or not.
 
@@ -191,6 +307,10 @@ plt.show()
 def excess_variance(t, s, sigma):
     """Variance of x_s after one Flow-SDE step from time t, minus s squared; numbers."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** After the step, the only random parts of $x_s$ are $\varepsilon$, with the coefficient given above, and the new noise. They are independent, so square the coefficient, add the new variance, and subtract $s^2$.
 
 
 # %% tags=["solution"]
@@ -214,7 +334,9 @@ lesson.check_excess_variance(excess_variance)
 #
 # *Coefficients-Preserving Sampling* (CPS; Wang & Yu 2025, arXiv 2509.05952) sets $\sigma = s\,\sin(\eta\pi/2)$; Stepwise-Flow-GRPO (arXiv 2603.28718) uses a *DDIM-inspired* one with $\sigma = a\,s\sqrt{1-t}$.
 #
-# ### Exercise 4 · CPS *(medium, 6 minutes)*
+# ### Exercise 5 · CPS
+#
+# *Difficulty: medium · importance: useful · time: 6 minutes*
 #
 # Return mean and standard deviation of the next node with CPS's $\sigma$; `t`, `s` and `eta` are numbers, so `math.sin` will do.
 
@@ -223,6 +345,10 @@ lesson.check_excess_variance(excess_variance)
 def cps_step(x, velocity, t, s, eta):
     """Mean [sample, dim] and std (a number) of the next node; 0 <= eta <= 1."""
     return ..., ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Compute $\hat x_0$ and $\hat\varepsilon$ from lesson 1, then $\sigma$, then the formula. Rounding can make $s^2 - \sigma^2$ slightly negative; `max(0, ...)` prevents an error.
 
 
 # %% tags=["solution"]
@@ -309,13 +435,19 @@ print("another blob, per step:           ", " ".join(f"{value:.2f}" for value in
 # On the right, one step at a time is stochastic and all others follow the ODE, from the same initial noise. Early noise decides *which* blob the sample ends in; late noise only moves the sample within its blob. Stepwise credit is based
 # on this observation: steps differ in their effect, and a rule with equal credit for all steps ignores the difference.
 #
-# ### Exercise 5 · count the decisions *(easy, 4 minutes)*
+# ### Exercise 6 · count the decisions
+#
+# *Difficulty: easy · importance: useful · time: 4 minutes*
 #
 # For each kernel with ten steps on the even grid, how many steps are decisions (standard deviation above 0)? Consider both ends: $t = 1$ and $s = 0$. The kernels are as published, without a wrapper: Flow-SDE with the
 # released code's $\sigma$ at $t = 1$ (see above).
 
 # %% tags=["exercise"]
 decisions = {"FlowSDE": ..., "CPS": ..., "DDIMSDE": ...}
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Insert the first step ($t = 1$, $s = 0.9$) and the last one ($t = 0.1$, $s = 0$) into each formula for the standard deviation, and look for a factor 0.
 
 # %% tags=["solution"]
 decisions = {"FlowSDE": 10, "CPS": 9, "DDIMSDE": 8}
@@ -351,9 +483,18 @@ print("ours agrees:", torch.allclose(mean, library.mean, atol=1e-6), abs(std - f
 # |---|---|---|
 # | $\nabla\log p_t = -\hat\varepsilon/t$ | score | `flow.noise_estimate` |
 # | $\sigma = a\sqrt{t/(1-t)}$, std $\sigma\sqrt\Delta$ | Flow-SDE | `samplers.FlowSDE(noise_level)` |
+# | $-\frac{\sigma^2\Delta}{2t}\hat\varepsilon$ | score correction: keeps the marginals | part of the mean |
 # | $\sigma = s\sin(\eta\pi/2)$, std $\sigma$ | CPS | `samplers.CPS(noise_level)` |
 # | $\sigma = a s\sqrt{1-t}$, std $\sigma$ | DDIM-inspired SDE | `samplers.DDIMSDE(noise_level)` |
 # | std = 0 | not a decision: masked | `Schedule.stochastic` |
 # | some steps only | window | `samplers.Window`, `RandomWindow`, `SlidingWindow`, `AllButLast` |
+#
+# ## Further reading
+#
+# - Song et al. 2020, *Score-based generative modeling through stochastic differential equations* (arXiv 2011.13456): appendix D.1 derives the ODE from the SDE, the direction opposite to this lesson.
+# - Albergo, Boffi and Vanden-Eijnden 2023, *Stochastic interpolants* (arXiv 2303.08797): ODE and SDE of the same path, with a free choice of $\sigma_t$.
+# - Ma et al. 2024, *SiT* (arXiv 2401.08740): compares choices of $\sigma_t$ for image models, after training.
+# - Karras et al. 2022, *EDM* (arXiv 2206.00364): when added noise corrects errors of the solver, and when it adds errors.
+# - Song et al. 2020, *DDIM* (arXiv 2010.02502): equation 12 is the family of kernels that includes CPS and the DDIM-inspired SDE.
 #
 # **Next:** [3 · GRPO on a flow](03_grpo_on_a_flow.ipynb) makes the better paths more likely.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,7 +86,71 @@ def check_flow_sde(answer: Answer) -> None:
     close(tensor(got_mean, (7, 2), "the mean"), mean, "the mean is not x - Delta v - sigma^2 Delta / (2t) eps_hat", mistakes)
 
 
+_WIDTH = 0.5
+"""Standard deviation of the Gaussian data of exercise 3, whose velocity is linear and whose marginals are known."""
+
+
+def _linear_velocity(x: Tensor, time: Tensor) -> Tensor:
+    """The velocity of data from N(0, _WIDTH^2 I): x_t has variance (1-t)^2 _WIDTH^2 + t^2."""
+    t = time[:, None]
+    return (t - (1 - t) * _WIDTH**2) / ((1 - t) ** 2 * _WIDTH**2 + t**2) * x
+
+
+def _std_after(start: float, times: list[float], a: float, pull: float, noise: Callable[[float], float] = math.sqrt) -> float:
+    """Standard deviation after all steps from `start`, with `pull` times the score correction and noise(variance) per step."""
+    std = start
+    for t, s in pairwise(times):
+        one = torch.ones(1, 1)
+        v = float(_linear_velocity(one, torch.tensor([t])))
+        delta, variance = t - s, a**2 * t / (1 - t) * (t - s)
+        gain = 1 - delta * v - pull * variance / (2 * t) * (1 + (1 - t) * v)
+        std = math.hypot(gain * std, noise(variance))
+    return std
+
+
 @check("Exercise 3")
+def check_sde_ends(answer: Answer) -> None:
+    """`answer(velocity, x, times, noise_level, correct, generator)` follows Flow-SDE with or without the score correction."""
+    times, a, count = torch.linspace(0.9, 0.0, 13).tolist(), 0.8, 40_000
+    first = torch.randn(count, 2, generator=torch.Generator().manual_seed(6))
+    start = float(first.std())
+    found = {}
+    for correct in (True, False):
+        ends = answered(answer(_linear_velocity, first.clone(), times, a, correct, torch.Generator().manual_seed(7)), "sde_ends")
+        ends = tensor(ends, (count, 2), "the final points")
+        expect(not same(ends, first), "the points are returned unchanged: replace the dots, and assign the new points to x")
+        found[correct] = float(ends.std())
+    again = answer(_linear_velocity, first.clone(), times, a, True, torch.Generator().manual_seed(7))
+    expect(
+        math.isclose(float(again.std()), found[True], rel_tol=1e-6),
+        "two calls with equal generators differ: draw the noise with torch.randn(x.shape, generator=generator)",
+    )
+    right = {correct: _std_after(start, times, a, float(correct)) for correct in (True, False)}
+    expect(
+        not math.isclose(found[True], found[False], rel_tol=1e-3),
+        "`correct` has no effect: if it is False, the mean is that of the ODE, x - Delta v",
+    )
+    mistakes = {
+        (right[False], right[True]): "the two cases are swapped: the correction is left out if `correct` is False",
+        (right[True], _std_after(start, times, 0.0, 0.0)): "with correct=False the noise is missing too: replace the mean only",
+        (right[True], _std_after(start, times, a, -1.0)): "with correct=False the correction has the opposite sign; leave it out",
+        (right[True], _std_after(start, times, a, 2.0)): "with correct=False the correction is twice as large; leave it out",
+    }
+    for (one, other), message in mistakes.items():
+        near = math.isclose(found[True], one, rel_tol=0.015) and math.isclose(found[False], other, rel_tol=0.015)
+        expect(not near, message)
+    none = _std_after(start, times, a, 1.0, lambda _: 0.0)
+    expect(not math.isclose(found[True], none, rel_tol=0.01), "the noise is missing: add std times torch.randn(...)")
+    squared = _std_after(start, times, a, 1.0, lambda variance: variance)
+    expect(not math.isclose(found[True], squared, rel_tol=0.01), "the noise is multiplied by std twice")
+    for correct, value in found.items():
+        expect(
+            math.isclose(value, right[correct], rel_tol=0.01),
+            f"with correct={correct} the final points have a standard deviation of {value:.3f} instead of {right[correct]:.3f}",
+        )
+
+
+@check("Exercise 4")
 def check_excess_variance(answer: Answer) -> None:
     """`answer(t, s, sigma)` is Delta^2 sigma^2 (1/t + sigma^2 / (4 t^2))."""
     t, s, sigma = 0.7, 0.4, 0.9
@@ -107,7 +172,7 @@ def check_excess_variance(answer: Answer) -> None:
     close(got, truth, "this is not the variance of x_s minus s squared", mistakes, 1e-6)
 
 
-@check("Exercise 4")
+@check("Exercise 5")
 def check_cps(answer: Answer) -> None:
     """`answer(x, velocity, t, s, eta)` is mean and std of a CPS step."""
     t, s, eta = 0.6, 0.45, 0.7
@@ -147,7 +212,7 @@ def check_cps(answer: Answer) -> None:
     )
 
 
-@check("Exercise 5")
+@check("Exercise 6")
 def check_decisions(answer: dict[str, Any]) -> None:
     """`answer` counts stochastic steps of ten for FlowSDE, CPS and DDIMSDE."""
     expect(isinstance(answer, dict), "give a dict with the keys FlowSDE, CPS and DDIMSDE")
