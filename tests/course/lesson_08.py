@@ -6,39 +6,10 @@ from typing import ClassVar
 import torch
 from flowrl_course import lesson_08 as lesson
 
-from flowrl.credit import gains, reward_to_go, zscore
+from flowrl.credit import gains, reward_to_go
 from flowrl.probes import NoProbe, Tweedie
 from tests.course.cases import Case
-
-
-def rule(assign_rewards, probe=None, shared=True):
-    """A rule made of one function of the table."""
-
-    class Rule:
-        shared_noise = shared
-
-        def assign(self, rewards, schedule):
-            return assign_rewards(rewards)
-
-    Rule.probe = Tweedie() if probe is None else probe
-    return Rule
-
-
-def scored(values, over=("member",), std_over=None):
-    return zscore(values, over=over, std_over=std_over)
-
-
-def joint(values):
-    return scored(values, ("member", "step"))
-
-
-def one_std(values):
-    return scored(values, ("member",), ("member", "step"))
-
-
-def std_after(values):
-    centred = values - values.mean(1, keepdim=True)
-    return centred / (centred.std((1, 2), unbiased=False, keepdim=True) + 1e-4)
+from tests.course.rules import centred, joint, one_std, rule, scored, std_after
 
 
 def in_place(rewards):
@@ -49,30 +20,6 @@ def in_place(rewards):
 def no_epsilon(rewards):
     values = gains(rewards)
     return (values - values.mean((1, 2), keepdim=True)) / values.std((1, 2), unbiased=False, keepdim=True)
-
-
-def state_value(latents, node, steps, go, score, count, first=0, last=0, mixed=False, mean_first=False):
-    copies = latents.repeat(count, 1, 1) if mixed else latents.repeat_interleave(count, dim=0)
-    for step in range(node + first, steps + last):
-        copies = go(copies, step)
-    if mean_first:
-        return score(copies.view(len(latents), count, -1).mean(1))
-    return score(copies).view(len(latents), count).mean(1)
-
-
-def from_start(latents, node, steps, go, score, count):
-    return state_value(latents, 0, steps, go, score, count)
-
-
-def too_early(latents, node, steps, go, score, count):
-    copies = latents.repeat_interleave(count, dim=0)
-    for step in range(steps - node):
-        copies = go(copies, step)
-    return score(copies).view(len(latents), count).mean(1)
-
-
-def single(latents, node, steps, go, score, count):
-    return state_value(latents, node, steps, go, score, 1)
 
 
 def ranks(final):
@@ -98,19 +45,6 @@ def one_argsort(rewards):
     final = rewards[..., -1]
     silent = (final == final[:, :1]).all(1, keepdim=True)
     return scored(every_step(torch.where(silent, 0.0, final.argsort(1).to(final)), rewards))
-
-
-def centred(rewards):
-    shifted = rewards - rewards[:, :1]
-    return shifted - shifted.mean(1, keepdim=True)
-
-
-def calibrated(rewards, centre=True, upside_down=False, over=(0, 1), late=False):
-    values = centred(rewards)
-    used = values if centre else rewards
-    below = used[..., -1:].square().expand_as(used) if upside_down else used.square()
-    slopes = (used * used[..., -1:]).mean(over, keepdim=True) / (below.mean(over, keepdim=True) + 1e-8)
-    return one_std(slopes[..., 1:] * gains(values) if late else gains(slopes * values))
 
 
 @dataclass
@@ -198,19 +132,6 @@ CASES = [
         ],
     ),
     Case(
-        lesson.check_state_value,
-        state_value,
-        [
-            (lambda *a: state_value(*a, first=1), "the first step is missing"),
-            (lambda *a: state_value(*a, last=-1), "the last step, T - 1, is missing"),
-            (lambda *a: state_value(*a, mixed=True), "repeat_interleave"),
-            (lambda *a: state_value(*a, mean_first=True), "average the rewards"),
-            (from_start, "all steps from 0"),
-            (too_early, "the steps 1, 2, 3 follow; you made 0, 1, 2"),
-            (single, "only one continuation"),
-        ],
-    ),
-    Case(
         lesson.check_to_go,
         rule(lambda r: one_std(reward_to_go(r))),
         [
@@ -230,16 +151,6 @@ CASES = [
             (rank_rule(lambda r: scored(every_step(-ranks(r[..., -1]), r))), "lowest rank"),
             (rank_rule(lambda r: scored(every_step(r[..., -1], r))), "take ranks first"),
             (rule(lambda r: scored(every_step(ranks(r[..., -1]), r))), "costs network evaluations"),
-        ],
-    ),
-    Case(
-        lesson.check_calibrated,
-        rule(calibrated),
-        [
-            (rule(lambda r: calibrated(r, centre=False)), "easy and hard prompts"),
-            (rule(lambda r: calibrated(r, upside_down=True)), "inverted"),
-            (rule(lambda r: calibrated(r, over=(1,))), "every group has its own slope"),
-            (rule(lambda r: calibrated(r, late=True)), "calibrate both values first"),
         ],
     ),
     Case(

@@ -1,26 +1,17 @@
-"""Checks of lesson 8, a credit rule of one's own: a rule mended, values by continuation, reward to go, three projects."""
+"""Checks of lesson 8, a credit rule of one's own: a repaired rule, reward to go, ranks, a rule with memory."""
 
 import copy
 import inspect
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.credit import gains, reward_to_go, zscore
+from flowrl.credit import gains, reward_to_go
 from flowrl.probes import NoProbe
 from flowrl_course import rule_checks as rules
-from flowrl_course.checking import Unsolved, answered, check, close, expect, same, tensor
-
-Answer = Callable[..., Any]
-
-_joint = partial(zscore, over=("member", "step"))
-_by_step = partial(zscore, over=("member",))
-_centred_by_step = partial(zscore, over=("member",), std_over=("member", "step"))
-
-_SILENT = "a group of equal rewards must get exactly 0: its std is 0, so add 1e-4 to it (or use zscore)"
+from flowrl_course.checking import Unsolved, check, close, expect, same
+from flowrl_course.rule_checks import SILENT, by_step, centred, centred_by_step, centred_to_go, joint
 
 
 @check("Exercise 1")
@@ -31,7 +22,7 @@ def check_mended(rule: Any) -> None:
         "declares_a_probe": "`probe` is a function, not a probe: write Tweedie(), with brackets",
         "reads_only_what_its_probe_fills": "NoProbe() scores the last node only, and the rule reads all nodes: use Tweedie()",
         "leaves_its_input_alone": "the reward table is changed: -= works in place. Other code reads the same table",
-        "gives_a_silent_group_zero": _SILENT,
+        "gives_a_silent_group_zero": SILENT,
         "survives_extremes": "advantages are not finite for a group of one or for equal rewards: divide by std + 1e-4",
     }
     rules.check_contract(made, hints)
@@ -42,98 +33,52 @@ def check_mended(rule: Any) -> None:
         return (values - values.mean(over, keepdim=True)) / (std + 1e-4)
 
     mistakes = {
-        "every step is normalised by itself; the mean and the std run over members and steps together": _by_step,
+        "every step is normalised by itself; the mean and the std run over members and steps together": by_step,
         "the mean and the std run over the prompts too; a group is compared with itself only": (
             lambda g: scaled(g, g.std(unbiased=False))
         ),
-        "the sign is wrong: the credit of a step is R_{i+1} - R_i": lambda g: _joint(-g),
+        "the sign is wrong: the credit of a step is R_{i+1} - R_i": lambda g: joint(-g),
         "the std divides by n - 1; use the population's, unbiased=False": (
             lambda g: scaled(g, g.std((1, 2), keepdim=True), (1, 2))
         ),
     }
     rules.check_advantages(
         made,
-        lambda table: _joint(gains(table)),
+        lambda table: joint(gains(table)),
         "the advantages are not Z over members and steps of the gains R_{i+1} - R_i",
         {message: lambda table, wrong=wrong: wrong(gains(table)) for message, wrong in mistakes.items()},
     )
 
 
-_NOISE = (0.8, 0.9, 0.4, 0.7)
+def _std_of_centred(values: Tensor) -> Tensor:
+    deviations = values - values.mean(1, keepdim=True)
+    return deviations / (deviations.std((1, 2), keepdim=True, unbiased=False) + 1e-4)
 
 
 @check("Exercise 2")
-def check_state_value(answer: Answer) -> None:
-    """`answer(latents, node, steps, go, score, count)` is the mean reward of stochastic continuations."""
-    generator = torch.Generator().manual_seed(1)
-    rows: list[int] = []
-    visited: list[int] = []
-
-    def go(latents: Tensor, step: int) -> Tensor:
-        expect(0 <= int(step) < 4, f"go was called with step {int(step)}; with 4 steps they are 0 to 3")
-        rows.append(len(latents))
-        visited.append(int(step))
-        return latents + _NOISE[int(step)] * torch.randn(latents.shape, generator=generator)
-
-    def score(latents: Tensor) -> Tensor:
-        return latents.flatten(1).square().sum(1)
-
-    latents, node, count = torch.tensor([2.0, 0.0, -1.0])[:, None, None], 1, 20_000
-    got = answered(answer(latents, node, 4, go, score, count), "state_value")
-    expect(bool(rows), "go was never called: from node j the steps j, j + 1, ..., T - 1 follow")
-    expect(sum(rows) >= 2 * len(latents) * count, "there is only one continuation (or few) of each state; make `count` of them")
-    got = tensor(got, (3,), "the values")
-    base = latents[:, 0, 0].square()
-    full = sum(_NOISE[i] ** 2 for i in range(node, 4))
-    mistakes = {
-        "the first step is missing: step j leads from node j to node j + 1, so start with it": base + full - _NOISE[node] ** 2,
-        "the last step, T - 1, is missing: range(node, steps)": base + full - _NOISE[3] ** 2,
-        "all steps from 0 are made; the state is already at `node`": base + full + _NOISE[0] ** 2,
-        "the states are averaged before they are scored; average the rewards": base,
-        "the continuations of different states are mixed: repeat_interleave keeps those of one state together": (
-            base.mean() + torch.full((3,), full)
-        ),
-    }
-    close(got, base + full, "the values are not the mean rewards of the continuations", mistakes, 0.05)
-    made = sorted(set(visited))
-    expect(made == [1, 2, 3], f"from node 1 of 4 steps the steps 1, 2, 3 follow; you made {', '.join(map(str, made))}")
-
-
-def _std_of_centred(values: Tensor) -> Tensor:
-    centred = values - values.mean(1, keepdim=True)
-    return centred / (centred.std((1, 2), keepdim=True, unbiased=False) + 1e-4)
-
-
-def _centred_to_go(table: Tensor) -> Tensor:
-    return _centred_by_step(reward_to_go(table))
-
-
-@check("Exercise 3")
 def check_to_go(rule: Any) -> None:
     """`rule` gives R_T - R_i, centred step by step, scaled by one std for the group."""
     made = rules.make_rule(rule)
-    rules.check_contract(made, {"gives_a_silent_group_zero": _SILENT})
+    rules.check_contract(made, {"gives_a_silent_group_zero": SILENT})
     rules.check_one_step_probe(made)
     mistakes = {
         "this is R_T - R_{i+1}, what comes after the step; its own gain belongs to it: R_T - R_i": (
-            lambda table: _centred_by_step(table[..., -1:] - table[..., 1:])
+            lambda table: centred_by_step(table[..., -1:] - table[..., 1:])
         ),
-        "these are the gains again; the credit of a step runs to the end: R_T - R_i": lambda table: _centred_by_step(
-            gains(table)
-        ),
+        "these are the gains again; the credit of a step runs to the end: R_T - R_i": lambda table: centred_by_step(gains(table)),
         "the std is each step's own, which inflates late steps: std_over=('member', 'step')": (
-            lambda table: _by_step(reward_to_go(table))
+            lambda table: by_step(reward_to_go(table))
         ),
         "the mean runs over the steps too, so that early steps get credit for being early: over=('member',)": (
-            lambda table: _joint(reward_to_go(table))
+            lambda table: joint(reward_to_go(table))
         ),
         "the std is taken after the mean was subtracted; use that of the values themselves, as zscore does": (
             lambda table: _std_of_centred(reward_to_go(table))
         ),
-        "the sign is wrong: R_T - R_i": lambda table: -_centred_to_go(table),
+        "the sign is wrong: R_T - R_i": lambda table: -centred_to_go(table),
     }
     otherwise = "the advantages are not Z(R_T - R_i) with the mean over members and the std over members and steps"
-    rules.check_advantages(made, _centred_to_go, otherwise, mistakes)
+    rules.check_advantages(made, centred_to_go, otherwise, mistakes)
 
 
 def _ranks(final: Tensor) -> Tensor:
@@ -149,10 +94,10 @@ def _every_step(values: Tensor, table: Tensor) -> Tensor:
 
 
 def _rank_credit(table: Tensor) -> Tensor:
-    return _by_step(_every_step(_ranks(table[..., -1]), table))
+    return by_step(_every_step(_ranks(table[..., -1]), table))
 
 
-@check("Exercise 4")
+@check("Exercise 3")
 def check_rank(rule: Any) -> None:
     """`rule` is Z over the members of the ranks of R_T, ties sharing their mean rank, the same at every step."""
     made = rules.make_rule(rule)
@@ -163,63 +108,17 @@ def check_rank(rule: Any) -> None:
     rules.check_contract(made, hints)
     expect(isinstance(made.probe, NoProbe), "the probe costs network evaluations that a rank of R_T does not need: NoProbe()")
     mistakes = {
-        sorting: lambda table: _by_step(_every_step(table[..., -1].argsort(1).to(table), table)),
+        sorting: lambda table: by_step(_every_step(table[..., -1].argsort(1).to(table), table)),
         "the best member has the lowest rank here; higher rewards are better": lambda table: -_rank_credit(table),
         "the ranks are not normalised: Z over the members": lambda table: _every_step(_ranks(table[..., -1]) - 2.0, table),
         "these are the rewards' own z-scores (Uniform); take ranks first": (
-            lambda table: _by_step(_every_step(table[..., -1], table))
+            lambda table: by_step(_every_step(table[..., -1], table))
         ),
     }
     rules.check_advantages(made, _rank_credit, "these are not the z-scores of the ranks", mistakes)
     tied = rules.reward_tables(1)[0]
     tied[:, 1] = tied[:, 0]
     close(rules.advantages_of(made, tied), _rank_credit(tied), ties, None, 2e-3)
-
-
-def _centred(table: Tensor) -> Tensor:
-    shifted = table - table[:, :1]
-    return shifted - shifted.mean(1, keepdim=True)
-
-
-def _slopes(table: Tensor, over: tuple[int, ...] = (0, 1), inverse: bool = False) -> Tensor:
-    values = _centred(table)
-    final = values[..., -1:]
-    below = final.square().expand_as(values) if inverse else values.square()
-    return (values * final).mean(over, keepdim=True) / (below.mean(over, keepdim=True) + 1e-8)
-
-
-def _calibrated(table: Tensor, slopes: Tensor) -> Tensor:
-    return _centred_by_step((slopes * _centred(table)).diff(dim=-1))
-
-
-@check("Exercise 5")
-def check_calibrated(rule: Any) -> None:
-    """`rule` gives the gains of slope_j (R_j - group mean), slope_j regressed on R_T over the whole table."""
-    made = rules.make_rule(rule)
-    shared = "a node that all members share (noise) has no spread: add 1e-8 to the denominator of the slope"
-    level = "the slope measures easy and hard prompts: subtract the group's mean from the rewards first"
-    hints = {"gives_a_silent_group_zero": shared, "survives_extremes": shared, "ignores_a_constant": level}
-    rules.check_contract(made, hints, rounding=True)
-    rules.check_one_step_probe(made)
-
-    def late(table: Tensor, shift: int = 0) -> Tensor:
-        slopes = _slopes(table)
-        return _centred_by_step(slopes[..., shift : slopes.shape[-1] - 1 + shift] * _centred(table).diff(dim=-1))
-
-    after = "the slope multiplies the gain R_{j+1} - R_j; calibrate both values first, then take their difference"
-    mistakes = {
-        "the slope is inverted: it predicts R_j from R_T. Divide by the spread of R_j": (
-            lambda table: _calibrated(table, _slopes(table, inverse=True))
-        ),
-        "every group has its own slope, which is noisy with few members; pool over prompts and members": (
-            lambda table: _calibrated(table, _slopes(table, over=(1,)))
-        ),
-        after: late,
-        f"{after} ": lambda table: late(table, 1),
-        "the slopes are missing: these are plain gains": lambda table: _calibrated(table, torch.ones(table.shape[-1])),
-    }
-    otherwise = "the advantages are not those of the calibrated values slope_j (R_j - mean)"
-    rules.check_advantages(made, lambda table: _calibrated(table, _slopes(table)), otherwise, mistakes)
 
 
 def _one_ruler(
@@ -234,7 +133,7 @@ def _one_ruler(
     memory = start
     values, scale = torch.zeros(()), torch.ones(())
     for table in tables:
-        values = _centred(reward_to_go(table))
+        values = centred(reward_to_go(table))
         squares = values.square().mean((1, 2), keepdim=True) if by_group else values.square().mean()
         new = squares.sqrt() if roots else squares
         before, memory = memory, new if memory is None else decay * memory + (1 - decay) * new
@@ -243,7 +142,7 @@ def _one_ruler(
     return (values / (scale + 1e-4)).clamp(-5, 5)
 
 
-@check("Exercise 6")
+@check("Exercise 4")
 def check_remembers(rule: Any) -> None:
     """`rule` scales R_T - R_i by a running root mean square, and its memory survives a checkpoint."""
     first = rules.make_rule(rule)
@@ -269,7 +168,7 @@ def check_remembers(rule: Any) -> None:
         "the memory starts from 0; at the first table it is that table's mean square": (
             _one_ruler(tables, 0.9, start=torch.zeros(()))
         ),
-        "this is one std for each group (exercise 3), without memory": _centred_to_go(tables[-1]),
+        "this is one std for each group (exercise 2), without memory": centred_to_go(tables[-1]),
     }
     otherwise = "the third table's advantages are not (R_T - R_i - mean) / (running root mean square + 1e-4)"
     close(got, _one_ruler(tables, 0.9), otherwise, mistakes, 2e-3)

@@ -3,18 +3,41 @@
 import copy
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl import Schedule
+from flowrl.credit import reward_to_go, zscore
 from flowrl.probes import Probe, Substeps
 from flowrl.testing import check_credit
 from flowrl_course.checking import answered, close, expect, tensor
 
 SCHEDULE = Schedule(torch.linspace(1, 0, 7), stds=torch.tensor([0.3, 0.26, 0.22, 0.18, 0.14, 0.0]))
 """The grid of `reward_tables`: 6 steps, the last one deterministic."""
+
+SILENT = "a group of equal rewards must get exactly 0: its std is 0, so add 1e-4 to it (or use zscore)"
+"""The message for a rule that gives a group of equal rewards something else."""
+
+joint = partial(zscore, over=("member", "step"))
+"""Z over members and steps of values [prompt, member, step]."""
+by_step = partial(zscore, over=("member",))
+"""Z over the members, step by step."""
+centred_by_step = partial(zscore, over=("member",), std_over=("member", "step"))
+"""The mean over the members, step by step; one standard deviation for the group."""
+
+
+def centred(table: Tensor) -> Tensor:
+    """The values minus their mean over members; exactly 0 for equal values."""
+    shifted = table - table[:, :1]
+    return shifted - shifted.mean(1, keepdim=True)
+
+
+def centred_to_go(table: Tensor) -> Tensor:
+    """R_T - R_i, scaled as by `centred_by_step`."""
+    return centred_by_step(reward_to_go(table))
 
 
 def reward_tables(count: int = 3) -> list[Tensor]:
