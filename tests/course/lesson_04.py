@@ -12,6 +12,16 @@ def uniform(final, steps, dim=1, std_dim=None, unbiased=False, epsilon=1e-4):
     return scores[:, :, None].repeat(1, 1, steps)
 
 
+def velocity_kl(v, w, t, s, a, power=2, delta=1, sigma=lambda a, t: a * (t / (1 - t)) ** 0.5):
+    noise = sigma(a, t)
+    factor = (t - s) ** delta / 2 * (noise * (1 - t) / (2 * t) + 1 / noise) ** power
+    return factor * (v - w).square().mean(dim=1)
+
+
+def estimates(ell):
+    return ell, ell**2 / 2, torch.expm1(-ell) + ell
+
+
 def pushing(ratio, advantage, clip):
     return ~(((advantage > 0) & (ratio > 1 + clip)) | ((advantage < 0) & (ratio < 1 - clip)))
 
@@ -59,6 +69,46 @@ CASES = [
             (lambda n, t, d: 3 * n * (t + d), "no backward pass"),
             (lambda n, t, d: n * (t - d) + 3 * n * d, "sampled too"),
             (lambda n, t, d: n * (t + 4 * d), "together"),
+        ],
+    ),
+    Case(
+        lesson.check_kl_from_velocities,
+        velocity_kl,
+        [
+            (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a) * v.shape[1], "sum over elements"),
+            (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a, power=1), "not squared"),
+            (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a, delta=0), "step length is missing"),
+            (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a, delta=2), "released code"),
+            (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a, sigma=lambda a, t: a), "noise level only"),
+            (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a, sigma=lambda a, t: a * t / (1 - t)), "root in sigma"),
+            (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a, sigma=lambda a, t: a * ((1 - t) / t) ** 0.5), "swapped"),
+            (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a).mean(), "not the mean over the batch"),
+            (lambda v, w, t, s, a: ..., "replace the dots"),
+        ],
+    ),
+    Case(
+        lesson.check_kl_estimates,
+        estimates,
+        [
+            (lambda ell: (-ell, ell**2 / 2, torch.expm1(-ell) + ell), "the sign is wrong: k1"),
+            (lambda ell: (ell, ell**2, torch.expm1(-ell) + ell), "factor 1/2"),
+            (lambda ell: (ell, ell**2 / 2, torch.expm1(ell) - ell), "r is inverted"),
+            (lambda ell: (ell, ell**2 / 2, torch.expm1(-ell) - ell), "sign of log_ratio"),
+            (lambda ell: (ell, ell**2 / 2, (-ell).exp() + ell), "the -1 is missing"),
+            (lambda ell: ell, "three tensors"),
+            (lambda ell: (..., ..., ...), "replace the dots"),
+        ],
+    ),
+    Case(
+        lesson.check_path_kl,
+        lambda k, d: d * k.sum(1).mean(),
+        [
+            (lambda k, d: float(d * k.mean()), "mean over steps"),
+            (lambda k, d: float(k.sum(1).mean()), "per element: multiply"),
+            (lambda k, d: float(d * k.sum()), "sum over samples"),
+            (lambda k, d: float(k.mean()), "mean over everything"),
+            (lambda k, d: float(k.sum(1).mean() / d), "divided by the elements"),
+            (lambda k, d: d * k.sum(1), "return one number"),
         ],
     ),
     Case(

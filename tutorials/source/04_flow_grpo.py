@@ -14,9 +14,9 @@
 # # 4 · Flow-GRPO on images
 #
 # **After this lesson you can** fine-tune a text-to-image model with Flow-GRPO (arXiv 2505.05470), choose the group size and the steps that are decisions,
-# compute the saving of training with 10 steps instead of 40, and detect a collapse early.
+# compute the saving of training with 10 steps instead of 40, measure the distance from the base model, and detect a collapse early.
 #
-# **Time** 60 minutes, of which the computer needs about one. **You need** lesson 3 (GRPO on a flow: ratio, clip, KL).
+# **Time** 80 minutes, of which the computer needs about one. **You need** lesson 3 (GRPO on a flow: ratio, clip, KL).
 #
 # The first lessons used two-dimensional data. In this lesson a small text-to-image model, a diffusion transformer, is trained with the method of
 # lesson 3: *make the better members of a group more likely*. A rule-based judge scores the images.
@@ -26,6 +26,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl import evaluate, preset, world
+from flowrl.flow import kl, log_prob
 from flowrl.samplers import FlowSDE, Window
 from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_04 as lesson
@@ -76,9 +77,11 @@ print("base model on 96 held-out samples:", {form: round(value, 2) for form, val
 #
 # $$A^{(k)} = \frac{R^{(k)}_T - \operatorname{mean}_j R^{(j)}_T}{\operatorname{std}_j R^{(j)}_T + 10^{-4}},$$
 #
-# and every denoising step of the trajectory gets the same number. Lessons 5 and 6 ask which step made the image good.
+# and every denoising step of the trajectory gets the same number. Lessons 5 and 6 estimate which step made the image good.
 #
-# ### Exercise 1 · uniform credit *(easy, 4 minutes)*
+# ### Exercise 1 · uniform credit
+#
+# *Difficulty: easy · importance: essential · time: 4 minutes*
 #
 # `final` is $R_T$, `[prompt, member]`. Return the advantages `[prompt, member, step]`, the same at each of the `steps` steps. Use the population standard deviation
 # (`unbiased=False`) of the group.
@@ -88,6 +91,10 @@ print("base model on 96 held-out samples:", {form: round(value, 2) for form, val
 def uniform_advantages(final, steps):
     """Flow-GRPO's credit, [prompt, member, step]."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Compute mean and standard deviation over `dim=1` with `keepdim=True`. The result is `[prompt, member]`; add an axis with `[:, :, None]` and repeat it `steps` times.
 
 
 # %% tags=["solution"]
@@ -167,7 +174,9 @@ plt.show()
 # A fixed number of images per iteration can be divided into many small groups or few large ones. Small groups have two disadvantages. First, a group whose
 # members all get the *same* reward is silent: all its advantages are 0, and its images add nothing to the gradient. With 0/1 rewards this is common.
 #
-# ### Exercise 2 · silent groups *(medium, 6 minutes)*
+# ### Exercise 2 · silent groups
+#
+# *Difficulty: medium · importance: useful · time: 6 minutes*
 #
 # `success` `[prompt]` is the probability that an image of each prompt gets reward 1 (otherwise 0). What fraction of groups of `size` members is silent, on average over the prompts?
 
@@ -176,6 +185,10 @@ plt.show()
 def silent_share(success, size):
     """The expected fraction of groups in which all rewards are equal."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** All members get the same reward in two cases. Compute the probability of each case for every prompt, add them, and take the mean last.
 
 
 # %% tags=["solution"]
@@ -238,7 +251,9 @@ plt.show()
 # Evaluation uses 28 to 40 ODE steps. Training can use fewer: Flow-GRPO found that images of 10 steps are sufficient to *rank* the members of a group. This *denoising reduction* is
 # the largest saving in online RL of image models.
 #
-# ### Exercise 3 · the saving of ten steps *(medium, 6 minutes)*
+# ### Exercise 3 · the saving of ten steps
+#
+# *Difficulty: medium · importance: useful · time: 6 minutes*
 #
 # Count the network evaluations (NFE) of one iteration. Sampling costs one evaluation per step. The update then trains once on every stochastic step of every trajectory, and a training evaluation (forward and backward) costs about
 # three. `trajectories` are sampled with `steps` steps, `decisions` of them stochastic.
@@ -248,6 +263,10 @@ plt.show()
 def iteration_cost(trajectories, steps, decisions):
     """Network evaluations of one iteration, a forward-backward pass counted as 3."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Count for one trajectory: `steps` evaluations for sampling, and 3 for each decision.
 
 
 # %% tags=["solution"]
@@ -317,6 +336,201 @@ plt.show()
 # %% [markdown]
 # The gain holds for every number of steps, although all training samples had 10. With 96 samples the standard error of a success rate is about 0.05, so differences of that size are not significant.
 #
+# ## Distance from the base model
+#
+# How far has the policy moved from the base model? Lesson 3 measured the distance by a KL divergence per step and element. Three questions remain: why the paper's formula looks different,
+# whether the KL can be estimated from log-probabilities alone, and what the numbers of single steps say about a whole trajectory.
+#
+# ### The paper's formula
+#
+# The Flow-GRPO paper writes the KL of one step with velocities,
+#
+# $$D_\text{KL} = \frac{\|\mu - \mu_\text{ref}\|^2}{2\sigma^2\Delta} = \frac{\Delta}{2}\Big(\frac{\sigma(1-t)}{2t} + \frac1\sigma\Big)^2\,\|v - v_\text{ref}\|^2, \qquad \sigma = a\sqrt{\frac{t}{1-t}}.$$
+#
+# Both forms are equal. In lesson 2's mean of a Flow-SDE step, $\mu = x\,(\ldots) - \Delta\big(1 + \frac{\sigma^2(1-t)}{2t}\big)v$, the first term is the same for both policies. It cancels in $\mu - \mu_\text{ref}$, and
+# the factor of $v$, squared and divided by $2\sigma^2\Delta$, is the factor above. `flowrl` uses the form with means, because that form holds for every kernel of lesson 2.
+#
+# ### Exercise 4 · KL from velocities
+#
+# *Difficulty: medium · importance: useful · time: 6 minutes*
+#
+# `velocity` and `reference_velocity` are `[sample, dim]`; `t`, `s` and `noise_level` are numbers with $s < t < 1$. Return the KL of the step per element, `[sample]`: the *mean* over elements in place of the squared norm.
+
+
+# %% tags=["exercise"]
+def kl_from_velocities(velocity, reference_velocity, t, s, noise_level):
+    """KL per element of a Flow-SDE step from t to s, from both velocities: [sample]."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Compute $\sigma$ at time $t$ first. The factor in front of $\|v - v_\text{ref}\|^2$ is one number; multiply it by the mean over elements of the squared difference.
+
+
+# %% tags=["solution"]
+def kl_from_velocities(velocity, reference_velocity, t, s, noise_level):
+    """KL per element of a Flow-SDE step from t to s, from both velocities: [sample]."""
+    sigma = noise_level * (t / (1 - t)) ** 0.5
+    factor = (t - s) / 2 * (sigma * (1 - t) / (2 * t) + 1 / sigma) ** 2
+    return factor * (velocity - reference_velocity).square().mean(dim=1)
+
+
+# %%
+lesson.check_kl_from_velocities(kl_from_velocities)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The check compares your result with `flow.kl` of the two transitions. Two versions of this formula exist in public code. The paper's norm is a sum over elements; the code takes the mean, as for the log-probability. The released code of Flow-GRPO
+# also omits the division by $\Delta$ in the form with means, so its KL is this one times $\Delta$ (`ClippedLoss(kl="without_delta")`), and its published weights belong to that version.
+
+# %% [markdown]
+# ### Estimators
+#
+# Language models have no closed form for the KL of a whole text, so their code estimates it from log-probabilities. For a sample of $\pi$, write $\ell = \log\pi - \log\pi_\text{ref}$ and $r = \pi_\text{ref}/\pi = e^{-\ell}$. The common estimators are
+#
+# $$k_1 = \ell, \qquad k_2 = \tfrac12\ell^2, \qquad k_3 = (r - 1) + \ell$$
+#
+# (Schulman 2020; GRPO's paper uses $k_3$). $\mathbb E[k_1]$ is the KL by definition. $\mathbb E[r] = \int \pi_\text{ref} = 1$, so $k_3$ has the same expectation.
+#
+# ### Exercise 5 · three estimators
+#
+# *Difficulty: easy · importance: useful · time: 5 minutes*
+#
+# `log_ratio` is $\ell$, `[sample]`. Return $k_1$, $k_2$ and $k_3$ of every sample, each `[sample]`, in this order.
+
+
+# %% tags=["exercise"]
+def kl_estimates(log_ratio):
+    """The estimators k1, k2, k3 of KL(pi || pi_ref) from log pi - log pi_ref of samples of pi."""
+    return ..., ..., ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** $r = e^{-\ell}$, with the minus sign, because $\ell$ has the current policy in the numerator and $r$ the reference.
+
+
+# %% tags=["solution"]
+def kl_estimates(log_ratio):
+    """The estimators k1, k2, k3 of KL(pi || pi_ref) from log pi - log pi_ref of samples of pi."""
+    return log_ratio, log_ratio.square() / 2, (-log_ratio).exp() - 1 + log_ratio
+
+
+# %%
+lesson.check_kl_estimates(kl_estimates)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** $k_1$ of a single sample may be negative, although a KL is not. $k_3$ is never negative, because $e^{-\ell} \ge 1 - \ell$. $k_2$ is biased: it is the second-order expansion of $k_3$ for small $\ell$.
+
+# %% [markdown]
+# The next cell compares the estimators with the closed form. For two Gaussians whose means differ by $\delta$ standard deviations in each of $d$ elements, $\ell$ of the whole latent is itself Gaussian, with mean $K = d\delta^2/2$ and variance $2K$.
+# With the mean over elements instead of the sum, $\ell$ is divided by $d$.
+
+# %%
+d = 128  # elements of a latent of this model
+draws = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+exact = [0.01, 0.1, 1.0, 3.0]
+bias, scatter = {}, {}
+for form, elements in (("sum", 1), ("mean", d)):
+    for K in exact:
+        estimates = kl_estimates((K + (2 * K) ** 0.5 * draws) / elements)
+        bias[form, K] = [float(k.mean()) / (K / elements) for k in estimates]
+        scatter[form, K] = [float(k.std()) / (K / elements) for k in estimates]
+print("estimate / closed form: mean ± std over samples         k1             k2             k3")
+for (form, K), ratios in bias.items():
+    cells = "  ".join(f"{m:5.3f} ± {s:5.2f}" for m, s in zip(ratios, scatter[form, K], strict=True))
+    print(f"{form + ' over elements,':<20} KL of the latent {K:4.2f}            {cells}")
+
+# %% tags=["hide-input"]
+figure, axes = panels(2, width=4.0, height=2.9)
+for k, (name, shade) in enumerate((("k1", DATA), ("k2", NOISE), ("k3", ACCENT))):
+    axes[0].loglog(exact, [scatter["sum", K][k] for K in exact], "o-", color=shade, markersize=4)
+    axes[0].text(3.5, scatter["sum", 3.0][k], name, color=shade, va="center")
+    axes[1].loglog(exact, [bias["mean", K][k] for K in exact], "o-", color=shade, markersize=4, label=name)
+axes[0].set(xlabel="KL of the latent", ylabel="std / KL", title="With the sum: noise of one sample", xlim=(0.007, 7))
+axes[1].set(xlabel="KL of the latent", ylabel="mean / KL", title="With the mean: k2 and k3 are far too small")
+axes[1].legend(frameon=False, fontsize=8)
+for cell in axes:
+    clean(cell)
+plt.show()
+
+# %% [markdown]
+# With the sum over elements and a KL of 0.01, $k_3$ has a tenth of the noise of $k_1$. At 1 this advantage is gone. At 3 the tail of $r$ makes $k_3$ five times as noisy as $k_1$, and $k_2$ is too large by a factor of 2.5.
+#
+# With the *mean* over elements $k_1$ is still right, but $k_2$ and $k_3$ are too small by a factor of 50 to 130. Both are quadratic in $\ell$ if $\ell$ is small, so they measure its variance. The mean of $\ell$ is divided by $d$, its variance by $d^2$.
+# An implementation that applies $k_3$ to mean log-probabilities has nearly no penalty.
+#
+# Flow policies need none of the three. Every step is a Gaussian, and its closed-form KL has no noise at a given state. There the closed form also has the right gradient.
+# The gradient of $k_1$ as a loss is zero on average, for the reason given in lesson 3: $\mathbb E[\nabla\log\pi] = 0$.
+#
+# ### From steps to trajectories
+#
+# The probability of a trajectory is a product over its steps, $\pi(x_1 \ldots x_T \mid x_0) = \prod_i \pi(x_{i+1} \mid x_i)$. (In this formula $x_0$ is node 0, the noise.) Hence the log-ratio of a trajectory is the sum of those of its steps, and
+# the expectation of each summand, given $x_i$, is the KL of the step:
+#
+# $$\mathrm{KL}(\text{path}) = \mathbb E_{\pi}\Big[\sum_i \mathrm{KL}\big(\pi(\cdot \mid x_i)\,\|\,\pi_\text{ref}(\cdot \mid x_i)\big)\Big].$$
+#
+# The states $x_i$ are those that the *current* policy visits. The loss differentiates each summand at fixed states and leaves out that the states depend on the policy. Steps without noise contribute nothing. The KL between the distributions of finished images is at most the path KL, because an image is a function of its trajectory.
+#
+# ### Exercise 6 · path KL
+#
+# *Difficulty: medium · importance: useful · time: 5 minutes*
+#
+# `step_kl` `[sample, step]` is the KL per element of every stochastic step of trajectories of the current policy, as exercise 4 computes it. A latent has `elements` elements. Return the KL of the path, one number, in nats.
+
+
+# %% tags=["exercise"]
+def path_kl(step_kl, elements):
+    """KL between the trajectories of two policies, from the KL per element of their steps."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The KL of a step per element, times `elements`, is the KL of the step. Which axis does the formula add up, and over which axis is it an expectation?
+
+
+# %% tags=["solution"]
+def path_kl(step_kl, elements):
+    """KL between the trajectories of two policies, from the KL per element of their steps."""
+    return float(elements * step_kl.sum(dim=1).mean())
+
+
+# %%
+lesson.check_path_kl(path_kl)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Sum over steps and elements, because log-probabilities of independent draws add up; mean over samples, because the formula is an expectation. The metric `kl` of `flowrl` is the mean over all three, so the path KL is the metric times steps times elements.
+#
+# In the loss this scale cancels. The policy term and the KL term both have means over steps and elements in place of sums, so their ratio is that of the sums: a KL weight $\beta$ is the price of one nat of path KL, in units of the advantage (at $\rho = 1$).
+
+# %%
+paths = sample_groups(healthy.policy, judge, prompts[:8], members=12, sampler=sampler, seed=5)
+nodes, schedule = paths.rollout.trajectories.nodes, paths.rollout.trajectories.schedule
+everyone, decisions = paths.condition.repeat(12), range(2, 7)
+step_kl, log_ratios, difference = [], [], 0.0
+for i in decisions:
+    x, index, t, s = nodes[:, i], torch.full((96,), i), float(schedule.times[i]), float(schedule.times[i + 1])
+    with torch.no_grad():
+        v, v_base = paths.rollout.trajectories.velocities[:, i], base.velocity(x, torch.full((96,), 1000 * t), everyone)
+    new, old = (sampler.transition(x, field, schedule, index) for field in (v, v_base))
+    step_kl.append(kl_from_velocities(v.flatten(1), v_base.flatten(1), t, s, 0.7))
+    difference = max(difference, float((step_kl[-1] - kl(new, old)).abs().max()))
+    log_ratios.append(d * (log_prob(new, nodes[:, i + 1]) - log_prob(old, nodes[:, i + 1])))
+step_kl, log_ratios = torch.stack(step_kl, dim=1), torch.stack(log_ratios, dim=1)
+print(f"largest difference from flow.kl: {difference:.0e}")
+print("nats per step:", " ".join(f"step {i}: {value:.2f}" for i, value in zip(decisions, d * step_kl.mean(0), strict=True)))
+print(f"path KL, closed form: {path_kl(step_kl, d):.1f} nats (standard error {float(d * step_kl.sum(1).std()) / 96**0.5:.1f})")
+print(
+    f"path KL, k1:          {log_ratios.sum(1).mean():.1f} nats (standard error {float(log_ratios.sum(1).std()) / 96**0.5:.1f})"
+)
+
+# %% [markdown] tags=["expected"]
+# largest difference from flow.kl: 0..1e-5
+# nats per step: step 2: 0.10..2.00 step 3: 0.40..5.00 step 4: 0.40..5.00 step 5: 0.20..3.00 step 6: 0.20..3.00
+# path KL, closed form: 3.0..11.0 nats (standard error 0.2..1.2)
+# path KL, k1:          3.0..11.0 nats (standard error 0.2..1.4)
+
+# %% [markdown]
+# After eight iterations a trajectory of the trained policy differs from the base model's by a few nats. Both estimates agree within their errors. Here $k_1$ is about as precise as the closed form, since most of the scatter comes from the differences between trajectories.
+#
 # ## A deliberate collapse
 #
 # Three settings kept this run stable: a small learning rate, few mini-batches per iteration, and the clip, which removes a pair from the gradient when its probability ratio has moved too far. The next run has none of them: learning rate 0.01
@@ -327,7 +541,9 @@ plt.show()
 #
 # First, the exact effect of the clip. The loss of a pair is $\max(-A\,\rho,\; -A\,\mathrm{clip}(\rho, 1-c, 1+c))$ with the ratio $\rho$.
 #
-# ### Exercise 4 · pairs with a gradient *(medium, 6 minutes)*
+# ### Exercise 7 · pairs with a gradient
+#
+# *Difficulty: medium · importance: useful · time: 6 minutes*
 #
 # Given ratios, advantages (no zeros) and $c$, return which pairs have a non-zero gradient, as booleans. Before you run the check, decide whether these are all pairs within $1 \pm c$, and only those.
 
@@ -336,6 +552,10 @@ plt.show()
 def pushing(ratio, advantage, clip_range):
     """Which pairs still change the policy, [pair], bool."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Draw both terms of the maximum as functions of $\rho$ for $A > 0$. The gradient is zero where the clipped term, which is then constant, is the larger one. Repeat for $A < 0$.
 
 
 # %% tags=["solution"]
@@ -430,8 +650,19 @@ plt.show()
 # | $G$ | group size | `Groups(prompts, members)`, `--group-size` |
 # | stochastic steps | the decisions | `samplers.Window`, `--window 2:5` |
 # | 10 / 40 | steps in training / evaluation | `--num-steps`, `--eval-steps` |
+# | $\|\mu - \mu_\text{ref}\|^2/(2\sigma^2\Delta)$, mean over elements | KL of one step | `flow.kl`, the metric `kl` |
+# | $\mathbb E[\sum_i \mathrm{KL}_i]$ | path KL | metric `kl` times steps times elements |
 # | $c$, $\beta$ | clip range, KL weight | `ClippedLoss(clip_range, kl_weight)`, `--clip-range`, `--kl-weight` |
 #
 # On the command line: `flowrl train --task preference --out runs/mine`.
 #
-# **Next:** [5 · Stepwise-Flow-GRPO](05_stepwise_flow_grpo.ipynb) asks which step earned the reward.
+# ## Further reading
+#
+# - Liu et al. 2025, *Flow-GRPO* (arXiv 2505.05470): the method of this lesson on SD3.5, with the denoising reduction and the effect of the KL weight.
+# - Xue et al. 2025, *DanceGRPO* (arXiv 2505.07818): the same idea, found independently, for image and video models.
+# - Li et al. 2025, *MixGRPO* (arXiv 2507.21802): a window of stochastic steps that slides over the trajectory.
+# - Schulman 2020, *Approximating KL divergence* (joschu.net/blog/kl-approx.html): the estimators $k_1$, $k_2$, $k_3$.
+# - Tang and Munos 2025, *On a few pitfalls in KL divergence gradient estimation for RL* (arXiv 2506.09477): why a good estimator of the KL may be a bad loss.
+# - Fan et al. 2023, *DPOK* (arXiv 2305.16381): a KL penalty along the denoising path, as a bound for that of the images.
+#
+# **Next:** [5 · Stepwise-Flow-GRPO](05_stepwise_flow_grpo.ipynb) computes the credit of each step.

@@ -6,8 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl import Schedule
 from flowrl.credit import Uniform
-from flowrl_course.checking import answered, check, close, expect, number, tensor
+from flowrl.flow import kl
+from flowrl.samplers import FlowSDE
+from flowrl_course.checking import answered, check, close, expect, number, same, tensor
 
 Answer = Callable[..., Any]
 
@@ -113,6 +116,99 @@ def _bools(value: Any, count: int) -> Tensor:
 
 
 @check("Exercise 4")
+def check_kl_from_velocities(answer: Answer) -> None:
+    """`answer(velocity, reference_velocity, t, s, noise_level)` is the KL per element of a Flow-SDE step."""
+    t, s, a = 0.7, 0.55, 0.8
+    schedule, index = Schedule(torch.tensor([0.9, t, s, 0.0])), torch.ones(6, dtype=torch.long)
+    x, velocity, reference = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(8))
+    new, old = (FlowSDE(a).transition(x, v, schedule, index) for v in (velocity, reference))
+    wanted, delta, sigma = kl(new, old), t - s, a * (t / (1 - t)) ** 0.5
+    squares = (velocity - reference).square().mean(1)
+    factor = sigma * (1 - t) / (2 * t) + 1 / sigma
+    swapped = a * ((1 - t) / t) ** 0.5
+    mistakes = {
+        "this is the sum over elements; return the mean, which does not grow with the resolution": wanted * 5,
+        "the bracket is not squared": delta / 2 * factor * squares,
+        "the step length is missing: the factor begins with Delta / 2": wanted / delta,
+        "divided by Delta twice, or not multiplied by it: the factor begins with Delta / 2, not 1 / (2 Delta)": wanted / delta**2,
+        "this is the KL times Delta, as the released code computes it; the exact KL has Delta to the power of one": wanted
+        * delta,
+        "the 2 in Delta / 2 is missing": wanted * 2,
+        "the squares of the two terms are added; square the sum: (p + q)^2": delta
+        / 2
+        * ((sigma * (1 - t) / (2 * t)) ** 2 + 1 / sigma**2)
+        * squares,
+        "only the term 1 / sigma is there; the score correction contributes sigma (1 - t) / (2 t)": delta
+        / 2
+        / sigma**2
+        * squares,
+        "sigma has t and 1 - t swapped: sigma = a sqrt(t / (1 - t))": delta
+        / 2
+        * (swapped * (1 - t) / (2 * t) + 1 / swapped) ** 2
+        * squares,
+        "the root in sigma is missing: sigma = a sqrt(t / (1 - t))": delta / 2 * (a / 2 + (1 - t) / (a * t)) ** 2 * squares,
+        "sigma is the noise level only; multiply it by sqrt(t / (1 - t))": delta
+        / 2
+        * (a * (1 - t) / (2 * t) + 1 / a) ** 2
+        * squares,
+        "the velocities are not squared": delta / 2 * factor**2 * (velocity - reference).abs().mean(1),
+        "the difference is averaged before it is squared, so that signs cancel": delta
+        / 2
+        * factor**2
+        * (velocity - reference).mean(1).square(),
+    }
+    got = answered(answer(velocity, reference, t, s, a), "kl_from_velocities")
+    expect(not same(got, wanted.mean()), "return one number per sample, not the mean over the batch")
+    expect(not isinstance(got, Tensor) or got.shape != (6, 5), "return one number per sample: take the mean over elements")
+    close(tensor(got, (6,), "the KL"), wanted, "this is not the KL of the two Flow-SDE transitions (flow.kl)", mistakes)
+
+
+@check("Exercise 5")
+def check_kl_estimates(answer: Answer) -> None:
+    """`answer(log_ratio)` is k1, k2, k3 of KL(pi || pi_ref)."""
+    ell = torch.tensor([-0.8, -0.1, 0.0, 0.3, 1.4])
+    got = answer(ell)
+    expect(isinstance(got, tuple | list) and len(got) == 3, "return three tensors: k1, k2, k3")
+    k1, k2, k3 = (tensor(value, (5,), name) for value, name in zip(got, ("k1", "k2", "k3"), strict=True))
+    signs = {"the sign is wrong: k1 = log pi - log pi_ref, which is log_ratio": -ell}
+    close(k1, ell, "k1 is the log-ratio itself", signs | {"this is the ratio; k1 is its logarithm": ell.exp()})
+    halves = {
+        "the factor 1/2 of k2 is missing": ell.square(),
+        "k2 is half of the square, not the square of the half": (ell / 2).square(),
+        "k2 squares the log-ratio, not the ratio": (-ell).exp().square() / 2,
+    }
+    close(k2, ell.square() / 2, "k2 is log_ratio squared, divided by 2", halves)
+    others = {
+        "r is inverted: r = pi_ref / pi = exp(-log_ratio)": ell.exp() - 1 - ell,
+        "r is inverted: r = pi_ref / pi = exp(-log_ratio); now the mean is not the KL": ell.exp() - 1 + ell,
+        "the sign of log_ratio is wrong: (r - 1) - log r, and log r = -log_ratio": (-ell).exp() - 1 - ell,
+        "the -1 is missing: k3 must be 0 where both policies agree": (-ell).exp() + ell,
+        "this is r - 1 alone, whose mean is 0: add log_ratio": (-ell).exp() - 1,
+    }
+    close(k3, (-ell).exp() - 1 + ell, "k3 is exp(-log_ratio) - 1 + log_ratio", others)
+
+
+@check("Exercise 6")
+def check_path_kl(answer: Answer) -> None:
+    """`answer(step_kl, elements)` is the KL of the path in nats."""
+    step_kl, elements = torch.rand(5, 3, generator=torch.Generator().manual_seed(9)) / 50, 40
+    wanted = elements * step_kl.sum(1).mean()
+    mistakes = {
+        "this is the mean over steps; the KLs of the steps of a trajectory add up": wanted / 3,
+        "this is the KL of the path per element: multiply by the number of elements": wanted / elements,
+        "this is the sum over samples; the formula is an expectation, so take their mean": wanted * 5,
+        "this is the mean over everything; sum over steps, and multiply by the elements": step_kl.mean(),
+        "steps and elements add up; the mean over samples is missing, and so is the factor for elements": step_kl.sum(),
+        "divided by the elements; the step's KL is already per element, so multiply": wanted / elements**2,
+        "the KLs of the steps are multiplied; those of probabilities multiply, but their logarithms add up": elements
+        * step_kl.prod(1).mean(),
+    }
+    got = answered(answer(step_kl, elements), "path_kl")
+    expect(not isinstance(got, Tensor) or got.numel() == 1, "return one number: the mean over samples of the sum over steps")
+    close(number(got, "path_kl"), wanted, "this is not elements x mean over samples of the sum over steps", mistakes, 1e-6)
+
+
+@check("Exercise 7")
 def check_pushing(answer: Answer) -> None:
     """`answer(ratio, advantage, clip)` says which pairs have a gradient."""
     ratio = torch.tensor([0.7, 0.7, 0.95, 0.95, 1.0, 1.0, 1.05, 1.05, 1.4, 1.4])
