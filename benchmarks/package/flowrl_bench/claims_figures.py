@@ -29,7 +29,6 @@ _FAMILIES = {
     "#7A5195": ("branch-grpo", "tempflow-grpo", "granular-grpo", "tree-grpo"),
     COLOURS["noise-weighted"]: ("noise-weighted",),
     OTHERS[0]: ("diffusion-nft", "awm", "dgpo"),
-    OTHERS[1]: ("dense-grpo",),
 }
 METHOD_COLOURS = {name: colour for colour, names in _FAMILIES.items() for name in names}
 """By arm: those of one method, or one kind of methods, share a colour; controls that are no method's variant are grey."""
@@ -90,7 +89,7 @@ def leads(arms: Mapping[str, Arm], world: str) -> Figure:
 
 
 def _label(arm: Arm) -> str:
-    return f"{arm.name} (control)" if arm.control else arm.name
+    return ARMS[arm.name].label if arm.name in ARMS else arm.name
 
 
 def _grid(names: Sequence[str], height: float = 2.0) -> tuple[Figure, list[Axes]]:

@@ -91,7 +91,7 @@ def lead_table(arms: Mapping[str, Arm]) -> Table:
     head = ("arm", "seeds", "mean reward over training", *leads, "collapsed", "worst seed", larger)
     rows = []
     for name, arm in arms.items():
-        label, seeds = f"{name}{' (control)' if arm.control else ''}", str(len(arm.evidence.seeds))
+        label, seeds = ARMS[name].label, str(len(arm.evidence.seeds))
         found = [number(arm.lead(measure)) for measure in BUDGETS.values()]
         lost, runs = arm.collapses
         bad = (f"{lost}{_SPACE}of{_SPACE}{runs}", f"{arm.values('area').min():.3f}")
