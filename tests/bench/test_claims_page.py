@@ -93,9 +93,10 @@ class TestMainComparison:
         best = choice(arms)
         assert best is not None and best.name == "branch-grpo"
         said = [line.replace("\N{NO-BREAK SPACE}", " ") for line in answers(judged)]
-        assert len(said) == 5 and "the largest lead: branch-grpo, ▲ +0.1" in said[0] and "13 methods: 1 ▲, 12 =" in said[0]
-        assert said[0].count("2-D world: no; stepwise gains = +0.000") == 1
-        assert "2-D world: branch-grpo, ▲ +0.1" in said[4] and "0 of 8 runs collapsed" in said[4]
+        assert len(said) == 5 and "branch-grpo has the largest lead (▲ +0.1" in said[0]
+        assert "Of all 13 methods, 1 leads, 12 do not differ" in said[0]
+        assert said[0].count("2-D world: stepwise gains do not differ (= +0.000") == 1
+        assert "2-D world: branch-grpo (▲ +0.1" in said[4] and "collapsed runs: 0 of 8" in said[4]
         assert all("Image world: no runs yet." in line for line in said)
 
     def test_papers_rules_that_lead_and_a_rule_that_costs_more(self) -> None:
@@ -103,9 +104,9 @@ class TestMainComparison:
         papers = ("stepwise gains", "turning points")
         judged = judged_of(compared(lambda arm: FAST if arm in papers else SLOW, cost=dict.fromkeys(papers, 1000.0)))
         said = [line.replace("\N{NO-BREAK SPACE}", " ") for line in answers(judged)]
-        assert "2-D world: yes; stepwise gains ▲ +0.1" in said[0] and "13 methods: 2 ▲" in said[0]
-        assert "2-D world: no, it trails; stepwise gains ▼ -0.2" in said[1]
-        assert "2-D world: uniform credit, because no method qualifies (0 of 13 are undecided per evaluation)" in said[4]
+        assert "2-D world: stepwise gains lead (▲ +0.1" in said[0] and "Of all 13 methods, 2 lead, 11" in said[0]
+        assert "2-D world: stepwise gains trail (▼ -0.2" in said[1]
+        assert "2-D world: uniform credit, because no method leads it per evaluation" in said[4]
 
     def test_a_collapse_is_visible_and_not_taken(self) -> None:
         lines = compared(lambda arm: [0.0, 0.9, 0.95, 0.7] if arm == "dgpo" else SLOW)

@@ -19,7 +19,7 @@ from flowrl_bench.leads import UNIFORM
 from flowrl_bench.main_comparison import BUDGETS, Arm
 from flowrl_bench.page import Band, dot_plot_axes
 from flowrl_bench.statistics import REACHED, survival
-from flowrl_bench.tables import BRIEF, SYMBOLS, Judged
+from flowrl_bench.tables import SYMBOLS, Judged
 from flowrl_bench.verdicts import by_seed
 
 _FAMILIES = {
@@ -187,13 +187,3 @@ def frontier(judged: Mapping[str, Judged]) -> Figure | None:
         clean(axes)
     figure.axes[0].legend(frameon=False, fontsize=9)
     return figure
-
-
-def of_interest(arms: Mapping[str, Arm]) -> str:
-    """The leads per update in words, for the figure's text alternative."""
-    parts = []
-    for name, arm in arms.items():
-        one = arm.lead(BUDGETS["per update"])
-        if name in ARMS and one is not None:
-            parts.append(f"{name} {one.estimate.value:+.2f} ({BRIEF.get(one.verdict, one.verdict)})")
-    return "; ".join(parts)

@@ -9,7 +9,7 @@ from typing import Any
 from flowrl_bench.arms import WORLDS
 from flowrl_bench.claims import SEEDS, Claim
 from flowrl_bench.claims_figures import band as band  # `rule_ranking` uses it
-from flowrl_bench.claims_figures import leads, of_interest
+from flowrl_bench.claims_figures import leads
 from flowrl_bench.default_settings import FILE, survival_table
 from flowrl_bench.digest import rules_digest
 from flowrl_bench.evidence import BUDGET, MEASURES
@@ -58,8 +58,8 @@ METHOD = (
 )
 CHOICE = (
     "The rule to take has the largest lead per evaluation among methods that are better than uniform credit there, not worse "
-    "than larger groups, and neither worse per second nor in collapses. All numbers are on "
-    "[the page of details](claims/details.md)."
+    "than larger groups, and neither worse per second nor in collapses. This selection was defined after the first 2-D runs "
+    "had been seen. All numbers are on [the page of details](claims/details.md)."
 )
 AGAIN = (
     "`flowrl bench claims --out FILE` makes the missing runs and this page, `flowrl bench claims --out FILE --redo ID` repeats "
@@ -94,7 +94,7 @@ def claims_page(inputs: Inputs) -> Document:
         if arms:
             name = WORLD_NAMES[world]
             page.blocks.append(
-                Image(f"leads-{world}", leads(arms, name), f"Leads over uniform credit, {name}: {of_interest(arms)}")
+                Image(f"leads-{world}", leads(arms, name), f"Dot plot of each method's lead over uniform credit in the {name}")
             )
     page.text(LEGEND)
     page.text(_false_alarms(inputs.calibration, worlds))

@@ -16,7 +16,9 @@ BUDGETS = {"per update": "area", "per evaluation": "reward at equal nfe", "per s
 """The measure of the lead at equal budgets."""
 STEPWISE = ("stepwise gains", "turning points")
 """The per-step credit of the papers, which the answers name first."""
-_ANSWERS = {BETTER: "yes", WORSE: "no, it trails", ALIKE: "no", UNDECIDED: "undecided"}
+_VERBS = {BETTER: "lead", WORSE: "trail", ALIKE: "do not differ", UNDECIDED: "are undecided"}
+_COUNTED = {BETTER: ("leads", "lead"), WORSE: ("trails", "trail"), ALIKE: ("does not differ", "do not differ"),
+            UNDECIDED: ("is undecided", "are undecided")}  # fmt: skip
 _SPACE = "\N{NO-BREAK SPACE}"
 POSITION = "random-points"
 """The question about the place of a turning point."""
@@ -103,14 +105,16 @@ def lead_table(arms: Mapping[str, Arm]) -> Table:
 def answers(judged: Sequence[Judged]) -> list[str]:
     """Five lines: the lead per update, per evaluation and per second, the place of a turning point, and the rule to take."""
     worlds = {world: arms_of(judged, world) for world in WORLDS}
-    lines = []
-    for words, measure in BUDGETS.items():
-        parts = " ".join(f"{_capital(WORLD_NAMES[world])}: {_leads(arms, measure)}." for world, arms in worlds.items())
-        lines.append(f"*Does per-step credit lead {words}*? {parts}")
-    places = [f"{_capital(WORLD_NAMES[world])}: {_place(judged, world)}." for world in WORLDS]
-    lines.append(f"*Does the place of a turning point matter*? {' '.join(places)}")
-    choices = [f"{_capital(WORLD_NAMES[world])}: {_choice(arms)}." for world, arms in worlds.items()]
-    lines.append(f"*Which rule would you take*? {' '.join(choices)}")
+
+    def line(question: str, found: Mapping[str, str]) -> str:
+        return f"**{question}** " + " ".join(f"{_capital(WORLD_NAMES[world])}: {words}." for world, words in found.items())
+
+    lines = [
+        line(f"Does per-step credit lead uniform credit {words}?", {w: _leads(arms, measure) for w, arms in worlds.items()})
+        for words, measure in BUDGETS.items()
+    ]
+    lines.append(line("Does the position of a turning point matter?", {world: _place(judged, world) for world in WORLDS}))
+    lines.append(line("Which rule would you take?", {world: _choice(arms) for world, arms in worlds.items()}))
     return lines
 
 
@@ -124,14 +128,12 @@ def _leads(arms: Mapping[str, Arm], measure: str) -> str:
     found = {name: one for name, one in methods.items() if one is not None}
     if not found:
         return MISSING
-    papers = {one.verdict for name, one in found.items() if name in STEPWISE}
-    answer = _ANSWERS.get(papers.pop(), "undecided") if len(papers) == 1 else "it depends on the rule"
-    parts = [f"{name} {number(found[name])}" if name in found else f"{name}: {MISSING}" for name in STEPWISE]
+    papers = [f"{name} {_VERBS[found[name].verdict]} ({number(found[name])})" for name in STEPWISE if name in found]
     verdicts = [one.verdict for one in found.values()]
-    counts = ", ".join(f"{verdicts.count(v)} {SYMBOLS[v]}" for v in (BETTER, WORSE, ALIKE, UNDECIDED) if v in verdicts)
+    counts = [f"{count} {_COUNTED[v][count > 1]}" for v in (BETTER, WORSE, ALIKE, UNDECIDED) if (count := verdicts.count(v))]
     largest = max(found, key=lambda name: found[name].estimate.value)
-    best = f"; the largest lead: {largest}, {number(found[largest])}" if largest not in STEPWISE else ""
-    return f"{answer}; {', '.join(parts)}; {len(found)} methods: {counts}{best}"
+    best = f"; {largest} has the largest lead ({number(found[largest])})" if largest not in STEPWISE else ""
+    return f"{', '.join(papers)}. Of all {len(found)} methods, {', '.join(counts)}{best}"
 
 
 def _place(judged: Sequence[Judged], world: str) -> str:
@@ -140,12 +142,12 @@ def _place(judged: Sequence[Judged], world: str) -> str:
         return MISSING
     comparison = one.verdict.comparisons[0]
     found = {
-        ALIKE: "no; turning points at random steps do as well",
-        WORSE: "yes; turning points at random steps do worse",
-        BETTER: "turning points at random steps do better",
-        UNDECIDED: "undecided for turning points at random steps",
+        ALIKE: "no, turning points at random steps do as well",
+        WORSE: "yes, turning points at random steps do worse",
+        BETTER: "yes, turning points at random steps do better",
+        UNDECIDED: "undecided",
     }[comparison.verdict]
-    return f"{found}, {number(comparison)}"
+    return f"{found} ({number(comparison)})"
 
 
 def choice(arms: Mapping[str, Arm]) -> Arm | None:
@@ -169,11 +171,9 @@ def _choice(arms: Mapping[str, Arm]) -> str:
     best = choice(arms)
     uniform = arms[UNIFORM].collapses
     if best is None:
-        found = [lead for arm in arms.values() if not arm.control and (lead := arm.lead(BUDGETS["per evaluation"])) is not None]
-        undecided = sum(one.verdict == UNDECIDED for one in found)
-        return f"uniform credit, because no method qualifies ({undecided} of {len(found)} are undecided per evaluation)"
+        return "uniform credit, because no method leads it per evaluation without a loss elsewhere"
     lost = best.collapses
     return (
-        f"{best.name}, {number(best.lead(BUDGETS['per evaluation']))} over uniform credit per evaluation; "
-        f"{lost[0]} of {lost[1]} runs collapsed (uniform: {uniform[0]} of {uniform[1]})"
+        f"{best.name} ({number(best.lead(BUDGETS['per evaluation']))} per evaluation; collapsed runs: {lost[0]} of {lost[1]}, "
+        f"with uniform credit {uniform[0]} of {uniform[1]})"
     )
