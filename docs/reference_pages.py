@@ -5,52 +5,72 @@ import importlib
 import io
 import os
 import pkgutil
-import shutil
 import sys
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import flowrl
 from flowrl.cli import COMMANDS, load_command, overview, plugins, run_command
 from flowrl.settings import allowed, groups_of
 from flowrl.training.config import RunConfig
 
-ROOMS = {
-    "Core": (
-        "types",
-        "prompt",
-        "forward",
-        "protocols",
-        "errors",
-        "options",
-        "reading",
-        "settings",
-        "specs",
-        "registry",
-        "sources",
-        "plugins",
-        "trust",
-        "methods",
-    ),
-    "Flow": ("flow",),
-    "Samplers": ("samplers",),
-    "Credit": ("credit",),
-    "Losses": ("losses",),
-    "Probes": ("probes",),
-    "Rollout": ("rollout", "tree"),
-    "Rewards": ("rewards",),
-    "Prompts": ("prompts",),
-    "Policies": ("policies",),
-    "Worlds": ("worlds",),
-    "Training": ("training",),
-    "Diagnostics": ("diagnostics",),
-    "Contract tests": ("testing",),
-    "Figures and reports": ("plots",),
-    "Reward server": ("serving",),
-    "Helpers": ("distributed", "workers", "signals", "imports", "io", "text", "transfer"),
-}
-"""Title of a page: the modules and packages of flowrl that it describes."""
+
+class Page(NamedTuple):
+    """A page of the reference: its file's name, its title, and the modules and packages of flowrl that it describes.
+
+    If several pages describe a package, `parts` names the submodules (or single public names) of each; the first page has no
+    `parts` and describes what the others leave."""
+
+    file: str
+    title: str
+    modules: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+
+
+CORE = ("errors", "options", "reading", "settings", "specs", "registry", "sources", "plugins", "trust")
+TREES = ("units", "depth_relative", "sibling_relative", "backed_up", "pruned")
+COMBINED = ("combine", "groups", "diversity", "contract")
+CHECKS = ("evaluation", "heldout", "monitors", "nonfinite", "memory")
+HELPERS = ("distributed", "workers", "signals", "imports", "io", "text", "transfer")
+PAGES = (
+    Page("types", "Values that travel: prompts, trajectories, batches", ("types", "prompt")),
+    Page("protocols", "Protocols of samplers, credit rules, losses, rewards and policies", ("protocols",)),
+    Page("forward", "Forward-process batches and losses", ("forward",)),
+    Page("methods", "Methods: Flow-GRPO, TP-GRPO and others by name", ("methods",)),
+    Page("core", "Errors, settings, and parts by name", CORE),
+    Page("flow", "Flow: time grids, interpolant, Gaussians", ("flow",)),
+    Page("samplers", "Samplers: Flow-SDE, CPS, windows", ("samplers",)),
+    Page("credit", "Credit rules: uniform, stepwise gains, combinations", ("credit",)),
+    Page("credit-turning-points", "Credit rules: turning points", ("credit",), ("turning_point", "detection", "random_credit")),
+    Page("credit-trees", "Credit rules on trees", ("credit",), TREES),
+    Page("losses", "Policy losses: clipped, GRPO-Guard, Flow-DPPO", ("losses",)),
+    Page("losses-forward", "Forward-process losses: DiffusionNFT, AWM, DGPO", ("losses",), ("nft", "awm", "dgpo")),
+    Page("probes", "Probes: substeps, ODE completion, branches", ("probes",)),
+    Page("probes-base", "Probes: the base class and its values", ("probes",), ("base", "types")),
+    Page("rollout", "Rollout: trajectories, reward tables, solvers", ("rollout",)),
+    Page("tree", "Trees of trajectories", ("tree",)),
+    Page("rewards", "Reward models: GenEval, OCR, PickScore, HPS, CLIP", ("rewards",)),
+    Page("rewards-combine", "Rewards: sums, groups, diversity, contract", ("rewards",), COMBINED),
+    Page("prompts", "Prompts", ("prompts",)),
+    Page("policies", "Policies: SD3, FLUX, Qwen-Image, Wan", ("policies",)),
+    Page("policies-family", "Model families and LoRA", ("policies",), ("family", "lora", "LORA_TARGETS")),
+    Page("policies-memory", "Memory and sizes of models", ("policies",), ("architectures", "memory", "ARCHITECTURES", "DECODER")),
+    Page("worlds", "Worlds: built-in tasks, tasks from a model", ("worlds",)),
+    Page("training", "Training: trainer, batches, optimizer", ("training",)),
+    Page("training-config", "Settings as data classes: RunConfig", ("training",), ("config",)),
+    Page("training-policy", "Settings of the model: PolicyConfig", ("training",), ("PolicyConfig",)),
+    Page("training-runs", "Runs, presets, plans and comparisons", ("training",), ("build", "run", "presets", "plan", "compare")),
+    Page("training-files", "Checkpoints, results, logs", ("training",), ("checkpoint", "results", "format", "logging", "card")),
+    Page("training-checks", "Evaluation, warnings, non-finite values", ("training",), CHECKS),
+    Page("diagnostics", "Diagnostics: comparison of weights, statistics", ("diagnostics",)),
+    Page("testing", "Contract tests", ("testing",)),
+    Page("plots", "Figures and reports", ("plots",)),
+    Page("serving", "Reward server", ("serving",)),
+    Page("serving-client", "Reward client and wire format", ("serving",), ("client", "wire_format", "connections")),
+    Page("distributed", "Several processes, files, texts", HELPERS),
+)  # fmt: skip
 NOT_PYTHON = {"cli", "commands", "launch", "data"}
 """Parts of flowrl whose interface is the command line, or files."""
 
@@ -61,7 +81,7 @@ TOP = {name for _, name, _ in pkgutil.iter_modules(flowrl.__path__) if not name.
 
 def unlisted() -> set[str]:
     """Top-level modules of flowrl that no page describes."""
-    return TOP - {name for names in ROOMS.values() for name in names} - NOT_PYTHON
+    return TOP - {name for page in PAGES for name in page.modules} - NOT_PYTHON
 
 
 def public_names(module: ModuleType) -> list[str]:
@@ -82,27 +102,59 @@ def modules_of(name: str) -> list[ModuleType]:
     return [room, *(module for module in inside if hasattr(module, "__all__") or not hasattr(room, "__all__"))]
 
 
-def room_page(title: str, names: tuple[str, ...]) -> str:
+def modules_of_page(page: Page) -> tuple[str, ...]:
+    """The modules of a page that exist: a distribution may leave out a satellite."""
+    return tuple(name for name in page.modules if name in TOP)
+
+
+def on_page(page: Page, room: str, module: ModuleType, name: str) -> bool:
+    """Whether `page` describes the public name `name` of `module`, which belongs to the package `room`."""
+    home = getattr(getattr(module, name), "__module__", "") or ""
+    labels = {name, module.__name__.rsplit(".", 1)[-1], home.rsplit(".", 1)[-1] if home.startswith(f"flowrl.{room}.") else name}
+    if page.parts:
+        wanted = set(page.parts)
+        named_alone = {part for other in PAGES if room in other.modules for part in other.parts} - wanted
+        return bool(labels & wanted) and name not in named_alone
+    return not any(labels & set(other.parts) for other in PAGES if other is not page and room in other.modules)
+
+
+def room_page(page: Page) -> str:
     """The documentation of public names, module by module. What a room exports is described there, and not again in the
     submodule that defines it."""
-    text = [f"# {title}", ""]
-    for name in names:
+    text = [f"# {page.title}", ""]
+    for room in modules_of_page(page):
         described: set[int] = set()
-        for module in modules_of(name):
-            chosen = [public for public in public_names(module) if id(getattr(module, public)) not in described]
-            described |= {id(getattr(module, public)) for public in chosen}
-            if chosen or module.__name__ == f"flowrl.{name}":
-                text += [*module_section(module, chosen), ""]
+        for module in modules_of(room):
+            new = [public for public in public_names(module) if id(getattr(module, public)) not in described]
+            described |= {id(getattr(module, public)) for public in new}
+            chosen = [public for public in new if on_page(page, room, module, public)]
+            if chosen or (module.__name__ == f"flowrl.{room}" and not page.parts):
+                text += [*module_section(module, chosen, first=page_of(module, new) is page), ""]
     return "\n".join(text)
 
 
-def module_section(module: ModuleType, names: list[str]) -> list[str]:
-    """A heading, the module's docstring, and the documentation of `names`; constants last, without their values."""
+def page_of(module: ModuleType, names: list[str]) -> Page:
+    """The page that has the docstring of a module: the first that describes one of its names."""
+    room = module.__name__.split(".")[1]
+    pages = [page for page in PAGES if room in page.modules]
+    return next((page for page in pages if any(on_page(page, room, module, name) for name in names)), pages[0])
+
+
+def module_section(module: ModuleType, names: list[str], first: bool) -> list[str]:
+    """A heading, the module's docstring (on the `first` page about it), and the documentation of `names`; constants last, without
+    their values."""
     vars(module).update({name: getattr(module, name) for name in names})  # some are imported at their first use
     constants = [name for name in names if not callable(getattr(module, name))]
     rest = [name for name in names if name not in constants]
-    lines = [f"({module.__name__})=", f"## {module.__name__}", "", "```{eval-rst}", f".. automodule:: {module.__name__}"]
-    lines += [f"   :members: {', '.join(rest)}"] if rest else []
+    label = [f"({module.__name__})="] if first else []
+    lines = [*label, f"## {module.__name__}", "", "```{eval-rst}"]
+    if first:
+        lines += [f".. automodule:: {module.__name__}", *([f"   :members: {', '.join(rest)}"] if rest else [])]
+    else:
+        lines += [f".. currentmodule:: {module.__name__}", ""]
+        for name in rest:
+            kind = "class" if isinstance(getattr(module, name), type) else "function"
+            lines += [f".. auto{kind}:: {name}", *(["   :members:"] if kind == "class" else []), ""]
     for name in constants:
         lines += ["", f".. py:data:: {module.__name__}.{name}", "", *(f"   {line}" for line in constant_doc(module, name))]
     return [*lines, "```"]
@@ -143,18 +195,38 @@ The defaults are those of the built-in image world; the mixture world and models
 hyphens, without its group: `--learning-rate 1e-3`."""
 
 
-def commands_page() -> str:
-    """What `flowrl` and `flowrl COMMAND --help` print."""
-    text = ["# Commands", "", "```text", overview(), "```", ""]
+COMMAND_PAGES = {
+    "commands-train": ("flowrl train", ("train",)),
+    "commands-compare": ("flowrl compare", ("compare",)),
+    "commands-bench": ("flowrl bench, explain and pretrain", ("bench", "explain", "pretrain")),
+}
+"""File of a page: its title and its commands; the page `commands` has the overview and the others."""
+
+
+def commands_page(file: str = "commands") -> str:
+    """What `flowrl COMMAND --help` prints, for the commands of a page of `COMMAND_PAGES`, or for those of no other page."""
     os.environ["COLUMNS"] = "88"
     ours = [name for name, point in plugins().items() if point.value.startswith("flowrl")]
-    for name in [*COMMANDS, *ours]:
+    elsewhere = {name for _, names in COMMAND_PAGES.values() for name in names}
+    if file in COMMAND_PAGES:
+        title, names = COMMAND_PAGES[file]
+        text = [f"# {title}: options", ""]
+    else:
+        names = tuple(name for name in [*COMMANDS, *ours] if name not in elsewhere)
+        text = ["# Commands", "", "```text", overview(), "```", ""]
+        text += [f"- [{title}]({page}.md)" for page, (title, _) in COMMAND_PAGES.items()] + [""]
+    for name in names:
         calls = [[name]]
         if name == "bench":
             calls += [[name, part.__name__.lower()] for part in subcommands(name)]
         for call in calls:
             text += [f"## flowrl {' '.join(call)}", "", "```text", help_of(call), "```", ""]
     return "\n".join(text)
+
+
+def all_commands() -> str:
+    """The text of all pages about commands."""
+    return "\n".join(commands_page(file) for file in ("commands", *COMMAND_PAGES))
 
 
 def subcommands(name: str) -> list[type]:
@@ -172,15 +244,46 @@ def help_of(call: list[str]) -> str:
     return "\n".join(line.rstrip() for line in printed.getvalue().strip().splitlines())
 
 
+def index_page() -> str:
+    """The list of the other pages, with the top modules of each."""
+    rows = [f"| [{page.title}]({page.file}.md) | {', '.join(f'`flowrl.{name}`' for name in page.modules)} |" for page in PAGES]
+    return "\n".join(
+        ["# Python API", "", API, "", "| page | import from |", "|---|---|", *rows, "", TOCTREE, *files(), "```", ""]
+    )
+
+
+API = """\
+The public interface, made from the code. Import a name from the module under which it is listed, as in
+`from flowrl.policies import load_policy`. [Versions](../../versioning.md) defines what is public, and what a change of a public
+name requires. The top-level package exports the names that most programs need: `from flowrl import RunConfig, compare,
+make_trainer, preset`."""
+TOCTREE = "```{toctree}\n:hidden:\n:maxdepth: 1\n"
+
+
+def files() -> list[str]:
+    """The files of the pages about modules, without ending."""
+    return [page.file for page in PAGES]
+
+
+def pages() -> dict[str, str]:
+    """The text of every page below reference/api, by file name."""
+    made = {"index.md": index_page(), "settings.md": settings_page()}
+    made |= {f"{file}.md": commands_page(file) for file in ("commands", *COMMAND_PAGES)}
+    return made | {f"{page.file}.md": room_page(page) for page in PAGES}
+
+
 def write_reference(docs: Path) -> None:
-    """Write the pages below reference/api. Raises `RuntimeError` if a module belongs to no page."""
+    """Write the pages below reference/api; one whose text is as before keeps its time. Raises `RuntimeError` if a module belongs
+    to no page."""
     if unlisted():
-        raise RuntimeError(f"docs/reference_pages.py: ROOMS lacks {sorted(unlisted())}")
+        raise RuntimeError(f"docs/reference_pages.py: PAGES lacks {sorted(unlisted())}")
     target = docs / "reference" / "api"
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    (target / "settings.md").write_text(settings_page(), encoding="utf-8")
-    (target / "commands.md").write_text(commands_page(), encoding="utf-8")
-    for title, names in ROOMS.items():
-        chosen = tuple(name for name in names if name in TOP)
-        (target / f"{names[0]}.md").write_text(room_page(title, chosen), encoding="utf-8")
+    target.mkdir(parents=True, exist_ok=True)
+    made = pages()
+    for old in target.glob("*.md"):
+        if old.name not in made:
+            old.unlink()
+    for name, text in made.items():
+        path = target / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How a rollout scores unfinished states for a credit rule: probes, one of your own included (docs/extend.md)."""
+"""How a rollout scores unfinished states for a credit rule: probes, one of your own included (docs/guides/extend.md)."""
 
 from flowrl.probes.base import (
     Call,

@@ -1,4 +1,4 @@
-"""Rewards behind a server: the client of `flowrl serve-reward` (docs/reward-server.md).
+"""Rewards behind a server: the client of `flowrl serve-reward` (docs/guides/reward-server.md).
 
 Needs the extra `remote`, as `flowrl.serving.connections` says.
 """
@@ -40,7 +40,7 @@ MAX_BACKOFF = 20.0
 
 @dataclass(frozen=True)
 class RemoteReward:
-    """Scores from the reward server at `url` (docs/reward-server.md), in the order of the images.
+    """Scores from the reward server at `url` (docs/guides/reward-server.md), in the order of the images.
 
     The images travel in requests of `batch` images, `concurrency` requests at a time, over connections that are kept open. An
     attempt fails if the server cannot be reached, answers with an error that may pass (500, 503, ...), sends nothing for

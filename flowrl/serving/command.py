@@ -16,7 +16,7 @@ from flowrl.serving.server_settings import TOKEN_VARIABLE, tls_context
 
 @dataclass(frozen=True)
 class ServeReward:
-    """Serve a reward over HTTP, for runs on other machines or in other environments (docs/reward-server.md).
+    """Serve a reward over HTTP, for runs on other machines or in other environments (docs/guides/reward-server.md).
 
     If other machines can connect, a token is required: from --token-file, from FLOWRL_REWARD_TOKEN, or generated and printed.
     Example: flowrl serve-reward "pickscore(device='cuda')" --host 0.0.0.0 --port 8000

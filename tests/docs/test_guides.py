@@ -32,7 +32,7 @@ def test_a_guides_part_keeps_its_promises(guide: str, name: str, check, tmp_path
 
 
 def test_the_tree_rule_of_the_page_about_extensions_keeps_its_promises(tmp_path: Path) -> None:
-    page = (GUIDES.parent / "extend.md").read_text()
+    page = (GUIDES / "extend.md").read_text()
     (text,) = re.findall(r"```python\n(# my_tree_rules\.py\n.*?)```", page, re.DOTALL)
     (tmp_path / "my_tree_rules.py").write_text(text)
     found = check_credit(runpy.run_path(str(tmp_path / "my_tree_rules.py"))["DiscountedSiblings"]())

@@ -28,7 +28,7 @@ test_comb = probe_contract(Comb(2, count=2))
 
 @dataclass(frozen=True)
 class Own(Probe):
-    """A probe as docs/extend.md writes one: the mean of the one-step estimates of a node and of a point near it."""
+    """A probe as docs/guides/extend.md writes one: the mean of the one-step estimates of a node and of a point near it."""
 
     size: float = 0.1
 
@@ -51,7 +51,7 @@ test_a_probe_of_ones_own = probe_contract(Own())
 
 
 def test_the_probe_in_the_documentation_keeps_the_contract(tmp_path):
-    text = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "extend.md").read_text()
     code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if block.startswith("# my_probes.py"))
     (tmp_path / "my_probes.py").write_text(code)
     found = check_probe(build("probe", f"{tmp_path / 'my_probes.py'}:TwoSteps(share=0.3)"))
