@@ -41,6 +41,21 @@ CASES = [
         ],
     ),
     Case(
+        lesson.check_gradient_samples,
+        lambda x, m, s, r, b: (r - b) / s**2 * (x - m),
+        [
+            (lambda x, m, s, r, b: (r - b) * (m - x) / s**2, "the sign is wrong"),
+            (lambda x, m, s, r, b: (r - b) * (x - m) / s, "std squared"),
+            (lambda x, m, s, r, b: (r - b) * (x - m), "variance is missing"),
+            (lambda x, m, s, r, b: (r - b) * (x - m) / (2 * s**2), "the 2 cancels"),
+            (lambda x, m, s, r, b: r * (x - m) / s**2, "baseline is missing"),
+            (lambda x, m, s, r, b: r * (x - m) / s**2 - b, "from the product"),
+            (lambda x, m, s, r, b: (r - b) * torch.distributions.Normal(m, s).log_prob(x), "needs its derivative"),
+            (lambda x, m, s, r, b: ((r - b) * (x - m) / s**2).mean(), "not their mean"),
+            (lambda x, m, s, r, b: ..., "replace the dots"),
+        ],
+    ),
+    Case(
         lesson.check_group_advantage,
         advantage,
         [
@@ -80,6 +95,19 @@ CASES = [
             (lambda m, r, s: (m - r).square().mean(dim=1) / (2 * s), "not by its square"),
             (lambda m, r, s: kl(m, r, s).mean(), "not the mean over the batch"),
             (lambda m, r, s: (m - r).square().mean(dim=1) / 2 * s**2, "in brackets"),
+        ],
+    ),
+    Case(
+        lesson.check_translated_clip,
+        lambda c, d, own: c * math.sqrt(d / own),
+        [
+            (lambda c, d, own: c * math.sqrt(own / d), "inverse factor"),
+            (lambda c, d, own: c * d / own, "take the root"),
+            (lambda c, d, own: c, "unchanged"),
+            (lambda c, d, own: c * math.sqrt(d), "change delta per element"),
+            (lambda c, d, own: math.sqrt(c * d / own), "applied to the clip range"),
+            (lambda c, d, own: math.sqrt(d / own), "multiply it by the clip range"),
+            (lambda c, d, own: ..., "replace the dots"),
         ],
     ),
     Case(

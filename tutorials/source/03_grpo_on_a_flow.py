@@ -13,12 +13,12 @@
 # %% [markdown]
 # # 3 · GRPO on a flow
 #
-# **After this lesson you can** treat denoising as a decision process, write the log-probability, the group's advantage, the clipped loss and the KL penalty, and train a flow with them: first with plain
+# **After this lesson you can** treat denoising as a decision process, derive the policy gradient and its baseline, write the log-probability, the group's advantage, the clipped loss and the KL penalty, and train a flow with them: first with plain
 # PyTorch in under 80 lines, then with the library in ten.
 #
-# **Time** 60 minutes, of which the computer needs less than one. **You need** lesson 2.
+# **Time** 75 minutes, of which the computer needs less than one. **You need** lesson 2.
 #
-# The data are the ring again, now with *prompts*: "towards 45 degrees" asks for points at that angle, and the reward is $\exp(-d^2/2)$ for a point at distance $d$ from the target. The base model samples from the ring and ignores the prompt.
+# The data are the ring again, now with *prompts*: "towards 45 degrees" describes points at that angle, and the reward is $\exp(-d^2/2)$ for a point at distance $d$ from the target. The base model samples from the ring and ignores the prompt.
 
 # %% tags=["hide-input"]
 import math
@@ -70,7 +70,9 @@ opening()
 #
 # A latent has many elements. The log-density of the whole latent is the sum over them; public code uses the **mean**, so that ratios of probabilities do not grow with the resolution (an image latent of SD3.5 has 65,536 elements). Clip ranges in this field are therefore as small as $10^{-4}$.
 #
-# ### Exercise 1 · log-probability *(easy, 4 minutes)*
+# ### Exercise 1 · log-probability
+#
+# *Difficulty: easy · importance: essential · time: 4 minutes*
 #
 # `x` and `mean` are `[sample, dim]`, `std` is `[sample]`. Return `[sample]`, the mean over elements.
 
@@ -79,6 +81,10 @@ opening()
 def log_prob(x, mean, std):
     """Log-density per element of the next node."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Compute the mean over elements of $(x-\mu)^2$ first, `[sample]`. The other two terms are equal for all elements of a sample, so their mean is the term itself.
 
 
 # %% tags=["solution"]
@@ -96,13 +102,100 @@ lesson.check_log_prob(log_prob)
 # $1/(2\sigma^2)$ silently weighs the steps by $2\sigma^2$.
 
 # %% [markdown]
+# ## The policy gradient
+#
+# The goal is a large expected reward, $J(\theta) = \mathbb E[R]$. The reward is computed by a program or by another model, and has no usable gradient. The policy has one. Write $p(\text{path})$ for the probability density of a trajectory,
+# $p(x_0) \prod_i \pi(x_{i+1} \mid x_i)$, in which $x_0$ is node 0, the noise. Then
+#
+# $$\nabla J = \nabla\!\int\! R\, p = \int\! R\, \nabla p = \int\! R\, p\, \nabla\log p = \mathbb E\Big[R \sum_i \nabla\log\pi(x_{i+1} \mid x_i)\Big].$$
+#
+# The third equality is the chain rule, $\nabla\log p = \nabla p / p$. In the fourth, $p(x_0)$ drops out, because it does not depend on the weights. The result needs samples, their rewards, and the gradients of log-probabilities (Williams 1992, REINFORCE).
+#
+# Any number $b$ that does not depend on the action may be subtracted from $R$, because
+#
+# $$\mathbb E\big[b\,\nabla\log\pi\big] = b \int \pi\,\nabla\log\pi = b\,\nabla\!\int\!\pi = b\,\nabla 1 = 0.$$
+#
+# Such a *baseline* is free: the expected gradient is unchanged for every $b$. The noise of the estimate is not. If all rewards are near 5, each sample pushes its own action up by about 5, and the differences that matter are hidden in the scatter.
+# With $b$ near the mean reward, good actions are pushed up and bad ones down.
+#
+# ### Exercise 2 · the policy gradient
+#
+# *Difficulty: medium · importance: essential · time: 6 minutes*
+#
+# Take one step and one dimension: actions `x` `[sample]` from $\mathcal N(\mu, \sigma^2)$ (`mean` and `std` are numbers) with `rewards` `[sample]`. Return every sample's estimate of $\mathrm dJ/\mathrm d\mu$ with the baseline `baseline` (a number or `[sample]`), `[sample]`.
+
+
+# %% tags=["exercise"]
+def gradient_samples(x, mean, std, rewards, baseline):
+    """(R - b) times the derivative of log pi(x) by the mean, for every sample."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Differentiate $-(x-\mu)^2/(2\sigma^2)$ by $\mu$, and multiply by the reward minus the baseline.
+
+
+# %% tags=["solution"]
+def gradient_samples(x, mean, std, rewards, baseline):
+    """(R - b) times the derivative of log pi(x) by the mean, for every sample."""
+    return (rewards - baseline) * (x - mean) / std**2
+
+
+# %%
+lesson.check_gradient_samples(gradient_samples)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The derivative of $-(x-\mu)^2/(2\sigma^2)$ by $\mu$ is $(x-\mu)/\sigma^2$; the other terms of $\log\pi$ do not contain $\mu$. The baseline is subtracted from the reward. It must not be subtracted after the product.
+
+# %% [markdown]
+# For the reward $e^{-x^2/2}$ the exact gradient is known in closed form. The next cell compares estimates with different baselines, first for this reward, then for the same reward plus 5.
+
+# %%
+mu, width, count = 1.0, 0.5, 400_000
+x = mu + width * torch.randn(count, generator=torch.Generator().manual_seed(2))
+reward = torch.exp(-(x**2) / 2)
+truth = -mu / (1 + width**2) ** 1.5 * math.exp(-(mu**2) / (2 * (1 + width**2)))
+print(f"exact gradient {truth:.3f}, mean reward {reward.mean():.2f}")
+for name, values, b in (
+    ("reward, b = 0", reward, 0.0),
+    ("reward, b = mean reward", reward, float(reward.mean())),
+    ("reward + 5, b = 0", reward + 5, 0.0),
+    ("reward + 5, b = mean reward", reward + 5, float(reward.mean()) + 5),
+):
+    estimate = gradient_samples(x, mu, width, values, b)
+    print(f"{name:<28} mean {estimate.mean():6.3f}, std of one sample {estimate.std():6.2f}")
+for size in (2, 4, 12):
+    grouped = reward[: count // size * size].view(-1, size)
+    own = grouped.mean(dim=1, keepdim=True).expand_as(grouped).flatten()
+    estimate = gradient_samples(x[: len(own)], mu, width, grouped.flatten(), own)
+    print(
+        f"b = mean of a group of {size:2d}       mean {estimate.mean():6.3f}, which is {float(estimate.mean()) / truth:.2f} of the exact gradient"
+    )
+
+# %% tags=["hide-input"]
+figure, axes = panels(width=4.8, height=3.0)
+shifts = torch.linspace(-1, 2, 31)
+axes.plot(shifts, [gradient_samples(x, mu, width, reward, float(b)).std() for b in shifts], color=DATA)
+axes.axvline(float(reward.mean()), color=ACCENT, linestyle=":")
+axes.text(float(reward.mean()) + 0.05, 2.9, "mean reward", color=ACCENT)
+axes.set(xlabel="baseline b", ylabel="std of one sample's estimate", title="Every baseline has the right mean; the noise differs")
+axes.set_ylim(0, None)
+clean(axes)
+plt.show()
+
+# %% [markdown]
+# All constant baselines give the exact gradient on average. An offset of 5 in the reward multiplies the noise by about 9 if $b = 0$. With the mean reward as the baseline the offset has no effect. With the mean of the *own group* the average is too small by the factor $1 - 1/G$: the mean contains the sample's own reward, which
+# depends on the action. This factor changes the length of the gradient, not its direction.
+#
 # ## The group as the baseline
 #
-# GRPO (Shao et al. 2024, arXiv 2402.03300) needs no learned value function: it draws a *group* of $G$ samples for one prompt and compares each sample with the group,
+# GRPO (Shao et al. 2024, arXiv 2402.03300) needs no learned value function. It draws a *group* of $G$ samples for one prompt, uses the mean of the group as the baseline, and divides by the group's standard deviation,
 #
 # $$A_{p,m} = \frac{R_{p,m} - \operatorname{mean}_m R_p}{\operatorname{std}_m R_p + 10^{-4}} .$$
 #
-# ### Exercise 2 · group advantage *(easy, 4 minutes)*
+# ### Exercise 3 · group advantage
+#
+# *Difficulty: easy · importance: essential · time: 4 minutes*
 #
 # `rewards` is `[prompt, member]`. Use the population standard deviation (divide by $G$).
 
@@ -111,6 +204,10 @@ lesson.check_log_prob(log_prob)
 def group_advantage(rewards):
     """How much better than the group, in its standard deviations: [prompt, member]."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Reduce over `dim=1` with `keepdim=True`. `torch.std` divides by $G - 1$ unless you pass `correction=0`.
 
 
 # %% tags=["solution"]
@@ -136,7 +233,9 @@ lesson.check_group_advantage(group_advantage)
 #
 # $$L = \operatorname{mean}\ \max\big(-A\rho,\ -A\,\operatorname{clip}(\rho, 1-c, 1+c)\big).$$
 #
-# ### Exercise 3 · the clipped loss *(medium, 6 minutes)*
+# ### Exercise 4 · the clipped loss
+#
+# *Difficulty: medium · importance: essential · time: 6 minutes*
 #
 # All three inputs are `[pair]`: one entry for each (sample, step).
 
@@ -145,6 +244,10 @@ lesson.check_group_advantage(group_advantage)
 def clipped_loss(new_log_prob, old_log_prob, advantage, clip_range):
     """PPO's clipped objective as a loss, one number."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Compute the ratio from the difference of the log-probabilities. `torch.maximum` compares two tensors element by element; take the mean last.
 
 
 # %% tags=["solution"]
@@ -158,7 +261,7 @@ def clipped_loss(new_log_prob, old_log_prob, advantage, clip_range):
 lesson.check_clipped_loss(clipped_loss)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** For a *loss* the pessimistic choice is the maximum. For a positive advantage, a ratio above $1 + c$ has no gradient, but a ratio below $1 - c$ still has one, which points back towards 1. The minimum does the
+# **Why.** For a *loss* the pessimistic choice is the maximum. For a positive advantage, a ratio above $1 + c$ has no gradient, but a ratio below $1 - c$ still has a gradient, which points back towards 1. The minimum does the
 # reverse: it stops corrections and does not limit the change of the policy.
 
 # %% [markdown]
@@ -191,7 +294,9 @@ plt.show()
 #
 # again as a mean over elements, so with the mean of $(\mu - \mu_\text{ref})^2$ instead of its sum.
 #
-# ### Exercise 4 · KL *(easy, 3 minutes)*
+# ### Exercise 5 · KL
+#
+# *Difficulty: easy · importance: useful · time: 3 minutes*
 #
 # `mean` and `reference_mean` are `[sample, dim]`, `std` is `[sample]`. Return `[sample]`.
 
@@ -200,6 +305,10 @@ plt.show()
 def kl(mean, reference_mean, std):
     """KL per element between two Gaussians [sample, dim] of the same std [sample]: [sample]."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Compute the mean over elements of the squared difference of the means, `[sample]`, and divide by twice the variance.
 
 
 # %% tags=["solution"]
@@ -256,7 +365,7 @@ def rollout(direction, generator, steps=STEPS - 1):
 
 
 def reward_of(points, direction):
-    """exp(-d^2 / 2), d the distance from the point asked for."""
+    """exp(-d^2 / 2), d the distance from the target."""
     return torch.exp(-(points - 2 * direction).square().sum(dim=1) / 2)
 
 
@@ -313,7 +422,7 @@ for cell, degrees in zip(axes[1:], (45, 170, 290), strict=True):
     print(
         f"towards {degrees} degrees: reward {reward_of(points, direction).mean():.3f}, standard deviation {points.std(0).mean():.3f}"
     )
-axes[1].text(0, -3.0, "300 samples (blue), asked for (star)", ha="center", fontsize=8, color=NOISE)
+axes[1].text(0, -3.0, "300 samples (blue), target (star)", ha="center", fontsize=8, color=NOISE)
 print(f"one blob of the ring: standard deviation {ring.std:.3f}")
 plt.show()
 
@@ -327,7 +436,7 @@ plt.show()
 
 # %% [markdown]
 # The reward rises, at the cost of diversity: for each prompt all 300 samples, from 300 different noises, end at nearly the same point. The reward is largest at one point, so a policy that only maximises it loses all diversity, here that of the whole
-# ring and even that within a blob. The KL penalty of exercise 4, which this loop omits, limits this loss.
+# ring and even that within a blob. The KL penalty of exercise 5, which this loop omits, limits this loss.
 #
 # ## The same with the library
 #
@@ -360,6 +469,8 @@ for row in history[::10] + history[-1:]:
 # %% [markdown]
 # ## Mean or sum?
 #
+# A mean of log-probabilities is the logarithm of a geometric mean: with $d$ elements, $\rho_\text{mean} = \rho_\text{sum}^{1/d}$. The first is the ratio in public code, the second is the ratio of the densities of the whole latents.
+#
 # Suppose an update changes the mean of every element by a thousandth of the standard deviation. How far does the ratio move from 1? With the mean over elements, less as latents grow; with the sum, more.
 
 # %%
@@ -373,6 +484,10 @@ for size in sizes:
     spread["sum"].append(float(terms.sum(1).exp().std()))
     spread["mean"].append(float(terms.mean(1).exp().std()))
     print(f"{size:6d} elements: std of the ratio {spread['sum'][-1]:.1e} with the sum, {spread['mean'][-1]:.1e} with the mean")
+low, high = (65536 * math.log1p(sign * 1e-4) for sign in (-1, 1))
+print(
+    f"a mean ratio of 1 ± 1e-4 with 65536 elements is a ratio of the whole latents from 1/{math.exp(-low):.0f} to {math.exp(high):.0f}"
+)
 
 # %% tags=["hide-input"]
 figure, axes = panels(width=4.8, height=3.0)
@@ -388,7 +503,56 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# ### Exercise 5 · read a run *(medium, 8 minutes)*
+# The printed spread with the mean is $\delta/\sqrt d$, in which $\delta$ is the change in standard deviations, here $10^{-3}$. Three consequences:
+#
+# - A clip range belongs to a number of elements. A value from a paper on SD3.5 does not suit a model with smaller latents.
+# - A clip of $10^{-4}$ is not stricter than PPO's usual 0.2. For whole latents it allows ratios up to 700.
+# - With the mean, $\rho$ is no importance weight any more. Only at $\rho = 1$ is the gradient of the loss the policy gradient, times $1/d$. Adam is not sensitive to this constant factor.
+#
+# ### Exercise 6 · translate a clip range
+#
+# *Difficulty: medium · importance: useful · time: 5 minutes*
+#
+# A paper uses `clip_range` with latents of `elements` elements. Your latents have `own_elements`. Return the clip range that the typical ratio reaches after the same change $\delta$ of every element.
+
+
+# %% tags=["exercise"]
+def translated_clip(clip_range, elements, own_elements):
+    """The clip range that corresponds to the same change per element."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** At which $\delta$ does the spread $\delta/\sqrt d$ equal the paper's clip range? Insert this $\delta$ for your own number of elements.
+
+
+# %% tags=["solution"]
+def translated_clip(clip_range, elements, own_elements):
+    """The clip range that corresponds to the same change per element."""
+    return clip_range * (elements / own_elements) ** 0.5
+
+
+# %%
+lesson.check_translated_clip(translated_clip)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The ratio typically differs from 1 by $\delta/\sqrt d$, so it reaches $c$ at $\delta = c\sqrt d$. The same $\delta$ needs the same $c\sqrt d$. For this lesson's loop with 2 elements, Flow-GRPO's $10^{-4}$ becomes 0.018; the loop uses 0.02.
+#
+# This rule concerns the *spread* of the log-ratio. Its mean is $-\delta^2/2$ for every $d$, and reaches $-c$ at $\delta = \sqrt{2c}$. From $d = 2/c$ elements on (20,000 for $c = 10^{-4}$) the mean reaches the clip range before the spread does. Most ratios are then below 1, and the clip no longer
+# acts equally on both signs of the advantage. GRPO-Guard (arXiv 2510.22319) subtracts this mean from the log-ratio.
+
+# %%
+for own in (2, 128, 16384):
+    print(
+        f"Flow-GRPO's clip range of 1e-4 at 65536 elements corresponds to {translated_clip(1e-4, 65536, own):.1e} at {own} elements"
+    )
+
+# %% [markdown]
+# ## Failed runs
+#
+# ### Exercise 7 · read a run
+#
+# *Difficulty: medium · importance: useful · time: 8 minutes*
 #
 # Three runs failed. Which settings explain which log? Answer with the letters.
 #
@@ -407,6 +571,10 @@ plt.show()
 # %% tags=["exercise"]
 diagnosis = {1: ..., 2: ..., 3: ...}
 
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Start with the log in which all advantages are 0, and ask which settings give every member of a group the same reward. Then compare the clip ranges with the fractions of clipped pairs.
+
 # %% tags=["solution"]
 diagnosis = {1: "B", 2: "C", 3: "A"}
 
@@ -423,9 +591,19 @@ lesson.check_diagnosis(diagnosis)
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
 # | $\log\pi(x_{i+1}\mid x_i)$, mean over elements | log-probability | `flow.log_prob` |
+# | $\mathbb E[(R - b)\sum_i\nabla\log\pi]$ | policy gradient, $b$ any baseline | `losses.PolicyGradientLoss` |
 # | $A = (R - \bar R)/(\mathrm{std} + 10^{-4})$ | group advantage | `credit.Uniform`, `credit.zscore` |
 # | $\max(-A\rho, -A\operatorname{clip}\rho)$ | clipped loss | `losses.ClippedLoss(clip_range)` |
 # | $\|\mu-\mu_\text{ref}\|^2/2\sigma^2$ | KL | `flow.kl`, `ClippedLoss(kl_weight=...)` |
 # | one iteration | rollout, score, credit, update | `Trainer.iteration` |
+#
+# ## Further reading
+#
+# - Williams 1992, *Simple statistical gradient-following algorithms* (Machine Learning 8): the policy gradient and its baseline.
+# - Black et al. 2023, *DDPO* (arXiv 2305.13301): denoising as a decision process, with PPO's loss.
+# - Schulman et al. 2017, *PPO* (arXiv 1707.06347): equation 7 is the clipped loss.
+# - Shao et al. 2024, *DeepSeekMath* (arXiv 2402.03300): GRPO for language models.
+# - Liu et al. 2025, *Understanding R1-Zero-like training* (arXiv 2503.20783): the bias from dividing by the group's standard deviation.
+# - Zheng et al. 2025, *GSPO* (arXiv 2507.18071): the ratio of a whole text as a geometric mean over tokens, the counterpart of the mean over elements.
 #
 # **Next:** [4 · Flow-GRPO](04_flow_grpo.ipynb) fine-tunes an image model.

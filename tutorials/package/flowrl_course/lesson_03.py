@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flowrl_course.checking import answered, check, close, expect, same, tensor
+from flowrl_course.checking import answered, check, close, expect, number, same, tensor
 
 Answer = Callable[..., Any]
 
@@ -45,6 +45,32 @@ def check_log_prob(answer: Answer) -> None:
 
 
 @check("Exercise 2")
+def check_gradient_samples(answer: Answer) -> None:
+    """`answer(x, mean, std, rewards, baseline)` is the score-function estimate of every sample."""
+    generator = torch.Generator().manual_seed(3)
+    x, rewards = 0.4 + 0.7 * torch.randn(6, generator=generator), torch.rand(6, generator=generator) + 1
+    mean, std, baseline = 0.4, 0.7, 1.3
+    score = (x - mean) / std**2
+    log_prob = torch.distributions.Normal(mean, std).log_prob(x)
+    mistakes = {
+        "the sign is wrong: actions above the mean with a good reward push the mean up": -(rewards - baseline) * score,
+        "the derivative of log pi by the mean has std squared below the fraction bar": (rewards - baseline) * (x - mean) / std,
+        "the variance is missing: the derivative is (x - mu) / std^2": (rewards - baseline) * (x - mean),
+        "the 2 cancels: the derivative of (x - mu)^2 / (2 std^2) has none": (rewards - baseline) * score / 2,
+        "the baseline is missing: R - b": rewards * score,
+        "the baseline is subtracted from the product; subtract it from the reward": rewards * score - baseline,
+        "the baseline is added: R - b": (rewards + baseline) * score,
+        "this is the log-probability; the estimate needs its derivative by the mean": (rewards - baseline) * log_prob,
+        "the baseline is divided by; subtract it": rewards / baseline * score,
+    }
+    got = answered(answer(x, mean, std, rewards, baseline), "gradient_samples")
+    expect(not same(got, ((rewards - baseline) * score).mean()), "return the estimate of every sample, not their mean")
+    close(tensor(got, (6,), "the estimates"), (rewards - baseline) * score, "this is not (R - b) (x - mu) / std^2", mistakes)
+    each = answer(x, mean, std, rewards, rewards)
+    expect(same(each, torch.zeros(6)), "the baseline may be one number per sample, too")
+
+
+@check("Exercise 3")
 def check_group_advantage(answer: Answer) -> None:
     """`answer(rewards)` is the z-score within each prompt."""
     rewards = torch.rand(4, 6, generator=torch.Generator().manual_seed(1)) + torch.arange(4.0)[:, None]
@@ -71,7 +97,7 @@ def check_group_advantage(answer: Answer) -> None:
     close(got, score(mean, std), "this is not (R - mean) / (std + 1e-4) within each prompt", mistakes, 1e-6)
 
 
-@check("Exercise 3")
+@check("Exercise 4")
 def check_clipped_loss(answer: Answer) -> None:
     """`answer(new, old, advantage, clip)` is PPO's clipped loss."""
     new = torch.tensor([0.3, -0.4, 0.02, -0.01, 0.5, -0.6], requires_grad=True)
@@ -106,7 +132,7 @@ def check_clipped_loss(answer: Answer) -> None:
     expect(same(grown, wanted, 1e-5), "the value is right, but not its gradient: is a part detached?")
 
 
-@check("Exercise 4")
+@check("Exercise 5")
 def check_kl(answer: Answer) -> None:
     """`answer(mean, reference_mean, std)` is the KL per element."""
     generator = torch.Generator().manual_seed(2)
@@ -127,7 +153,28 @@ def check_kl(answer: Answer) -> None:
     close(tensor(got, (5,), "the KL"), truth, "this is not ||mu - mu_ref||^2 / (2 std^2), averaged over elements", mistakes)
 
 
-@check("Exercise 5")
+@check("Exercise 6")
+def check_translated_clip(answer: Answer) -> None:
+    """`answer(clip_range, elements, own_elements)` is the clip range for the same change per element."""
+    for clip, elements, own in ((1e-4, 65536, 1024), (0.02, 4, 400)):
+        right, factor = clip * (elements / own) ** 0.5, elements / own
+        mistakes = {
+            "this is the inverse factor: with fewer elements the ratio moves further from 1, so the range grows": clip
+            / factor**0.5,
+            "the spread is delta / sqrt(d), not delta / d: take the root": clip * factor,
+            "the range is unchanged; the spread delta / sqrt(d) depends on the number of elements": clip,
+            "this is the change delta per element; divide it by the root of your own number of elements": clip * elements**0.5,
+            "the root is applied to the clip range too": (clip * factor) ** 0.5,
+            "this is the factor between the two; multiply it by the clip range": factor**0.5,
+        }
+        got = number(answer(clip, elements, own), "the clip range")
+        message = next((text for text, value in mistakes.items() if math.isclose(got, value, rel_tol=1e-4)), None)
+        expect(
+            math.isclose(got, right, rel_tol=1e-4), message or "this does not keep delta = clip_range x sqrt(elements) constant"
+        )
+
+
+@check("Exercise 7")
 def check_diagnosis(answer: dict[int, str]) -> None:
     """`answer` maps the logs 1, 2, 3 to the settings A, B, C."""
     expect(isinstance(answer, dict) and set(answer) == {1, 2, 3}, "give a dict with the keys 1, 2 and 3")
