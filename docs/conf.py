@@ -2,13 +2,13 @@
 
 import html
 import re
-import shutil
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from course_pages import write_course  # noqa: E402
 from docutils import nodes  # noqa: E402
 from reference_pages import write_reference  # noqa: E402
 
@@ -40,18 +40,6 @@ html_static_path = ["_static", "../benchmarks/package/flowrl_bench/templates/sor
 html_js_files = [("sort.js", {"defer": "defer"})]
 html_css_files = ["flowrl.css"]
 html_theme_options = {"navigation_with_keys": True, "light_css_variables": {"color-brand-primary": "#0072B2"}}
-
-
-def copy_course() -> None:
-    """The notebooks with solutions become pages under course/."""
-    target = HERE / "course"
-    target.mkdir(exist_ok=True)
-    notebooks = {path.name: path for path in (HERE.parent / "tutorials").glob("[0-9][0-9]_*.ipynb")}
-    for old in target.glob("*.ipynb"):
-        if old.name not in notebooks:
-            old.unlink()
-    for name, path in notebooks.items():
-        shutil.copy2(path, target / name)  # with its time: a page is made again only if its notebook has changed
 
 
 def plain(app: object, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
@@ -92,7 +80,7 @@ def add_katex(app: object, page: str, template: str, context: object, tree: obje
 
 def setup(app: object) -> None:
     """Called by Sphinx."""
-    copy_course()
+    write_course(HERE)
     write_reference(HERE)
     app.connect("autodoc-process-docstring", plain)  # type: ignore[attr-defined]
     app.add_html_math_renderer("katex", (formula, None), (formula, None))  # type: ignore[attr-defined]

@@ -222,7 +222,7 @@ lesson.check_to_go(EstimateToGo)
 # **Why.** $R_T - R_i$ is the sum of the gains from step $i$ to the end: a step is credited with the steps that follow it. This adds noise. In return, an error of the estimate $R_i$ enters the credit of step $i$ only, whereas an error of $R_{i+1}$ also enters the gain of step $i$ with the opposite sign.
 # The mean is taken step by step because $R_T - R_i$ decreases along a trajectory: a mean over the steps would give early steps positive credit for being early.
 
-# %%
+# %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=2.9, sharey=True)
 for cell, (name, rule) in zip(axes, {"gains": EstimateGain(), "credit to the end": EstimateToGo()}.items(), strict=True):
     credit = rule.assign(tables["one-step estimate"], untrained.schedule)[0, :, :-1]
