@@ -11,6 +11,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from course_pages import write_course  # noqa: E402
 from docutils import nodes  # noqa: E402
 from reference_pages import write_reference  # noqa: E402
+from sphinx.ext import napoleon  # noqa: E402
 
 from flowrl import __version__  # noqa: E402
 
@@ -56,6 +57,8 @@ def plain(app: object, what: str, name: str, thing: object, options: object, lin
             in_block = True
         if line == "":
             in_table = False
+    if what in ("function", "method", "class"):  # sections such as Args; napoleon's own hook would read "type: text" in others
+        lines[:] = napoleon.GoogleDocstring(lines, napoleon.Config(napoleon_use_rtype=False), what=what).lines()
 
 
 def skip(app: object, what: str, name: str, thing: object, skipped: bool, options: object) -> bool | None:

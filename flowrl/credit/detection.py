@@ -50,10 +50,7 @@ class ExpectedCalls:
 def expected_calls(
     rewards: NodeTable, noise: float, consistent: bool = True, first_step: bool = True, changes: Sequence[bool] | None = None
 ) -> ExpectedCalls:
-    """`ExpectedCalls` if independent N(0, `noise`^2) is added to the true `rewards` R_j of every node.
-
-    `changes` [step]: whether the step may change the completed image (schedule.stds > 0). A step that cannot leaves the image,
-    its score and its noise as they are. None: every node has noise of its own, even if an image is repeated.
+    """Calls and missed turning points if independent N(0, `noise`^2) is added to the true reward R_j of every node.
 
     Write d_i = R_{i+1} - R_i, D = R_T - R_0 and F = R_T - R_{i+1}. In units of the noise, the noisy (d_{i-1}, d_i, F, D) are
     normal around the true ones with covariance ::
@@ -61,15 +58,28 @@ def expected_calls(
         [[2, -1, 0, a], [-1, 2, -1, b], [0, -1, 2, 1], [a, b, 1, 2]],  a = 1 if i = 1 else 0,  b = 1 if i = T - 1 else 0,
 
     where F is 0 if i = T - 1. A step is called if their signs are (-, +, +, +) or the opposite (`consistent`); the plain rule
-    leaves out F. Step 0 is called if d_0 and F, or under the plain rule d_0 and D, have the same sign. `order_moments` has the
-    probability P(R) of the first case, and moments of the noise in it; the second case is the first one of -R. Let C be 1 if the
-    step is called and 0 if not. With noisy differences in the brackets ::
+    leaves out F. Step 0 is called if d_0 and F, or under the plain rule d_0 and D, have the same sign. `order_moments` computes
+    the probability P(R) of the first case and the moments of the noise in this case. The second case is the first case of -R.
+    Let C be 1 if the step is called and 0 if not. With noisy differences in the brackets ::
 
         called = P(R) + P(-R),   mean = d_i + E[C (F)],   E[r_i^2] = d_i^2 + 2 noise^2 + E[C (d_i + F)^2 - C (d_i)^2]
 
     The error of `called` is below 1e-9; those of `mean` and `variance` are below 1e-8 in units of max(`noise`, |R_T - R_i|) and
-    its square. Definitions: TP-GRPO (arXiv 2602.06422). Raises `ConfigError` unless `noise` is above 0 and `changes` has one
-    value per step.
+    its square. Definitions: TP-GRPO (arXiv 2602.06422).
+
+    Args:
+        rewards: table of true rewards R [prompt, member, node].
+        noise: standard deviation of the noise, above 0, in units of the reward.
+        consistent: the definition of a turning point (see `turning_points`).
+        first_step: let step 0 be a turning point.
+        changes: per step, whether it can change the completed image (schedule.stds > 0). If not, image, score and noise of the
+            next node are equal to those of this node. None: independent noise at every node.
+
+    Returns:
+        Tables [prompt, member, step] of probabilities, means and variances.
+
+    Raises:
+        ConfigError: `noise` is not above 0, or `changes` does not have one value per step.
     """
     steps = rewards.shape[-1] - 1
     changes = [True] * steps if changes is None else list(changes)

@@ -16,9 +16,17 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 def generalised_gains(rewards: NodeTable, lam: float = 0.0, gamma: float = 1.0) -> StepTable:
     """sum_{k >= 0} (gamma lam)^k g_{i+k} with g_i = R_{i+1} - R_i, not normalised.
 
-    `lam` = 0 gives the gains (Stepwise-Flow-GRPO, arXiv 2603.28718); `lam` = `gamma` = 1 the reward-to-go R_T - R_i
-    (TP-GRPO's aggregated reward, arXiv 2602.06422). The sum is that of generalised advantage estimation (arXiv
-    1506.02438, equation 16) with R as the value.
+    `lam` = 0 gives the gains (Stepwise-Flow-GRPO, arXiv 2603.28718). `lam` = `gamma` = 1 gives the reward-to-go R_T - R_i
+    (TP-GRPO's aggregated reward, arXiv 2602.06422). The sum is that of generalised advantage estimation (arXiv 1506.02438,
+    equation 16) with R as the value.
+
+    Args:
+        rewards: reward table R [prompt, member, node].
+        lam: weight of later gains, in [0, 1].
+        gamma: discount per step, in [0, 1].
+
+    Returns:
+        Generalised gains [prompt, member, step], in units of the reward.
     """
     increments = gains(rewards)
     decay = gamma * lam

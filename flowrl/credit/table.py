@@ -29,7 +29,15 @@ def reward_to_go(rewards: NodeTable) -> StepTable:
 
 
 def probed(rewards: NodeTable, probe: Probe) -> NodeTable:
-    """A copy of a full table as a rollout with `probe` fills it: NaN at the nodes that it leaves out, but for the last."""
+    """A copy of a full table as a rollout with `probe` fills it: NaN at the nodes that it leaves out, but for the last.
+
+    Args:
+        rewards: a full reward table [prompt, member, node].
+        probe: the probe whose nodes are kept.
+
+    Returns:
+        The table [prompt, member, node] with NaN at the other nodes.
+    """
     steps = rewards.shape[-1] - 1
     filled = {*probe.fills(steps), steps}
     left_out = torch.tensor([node not in filled for node in range(steps + 1)], device=rewards.device)
@@ -42,12 +50,23 @@ def zscore(
     std_over: Sequence[str] | None = None,
     clamp: float | None = 5.0,
 ) -> Float[Tensor, "prompt member step"]:
-    """(y - mean) / (std + 1e-4), then clamped to [-`clamp`, `clamp`] (None: not clamped).
+    """(y - mean) / (std + 1e-4), then clamped to [-`clamp`, `clamp`].
 
-    The mean runs over the axes named in `over`, the population standard deviation over `std_over` (default: the same
-    axes). Equal values along `over` give exactly 0 whatever their size: one of them is subtracted before the mean, so a
-    large common offset costs no precision. A group of one member has no comparison and gets exactly 0. Source:
-    the advantage normalisation of Flow-GRPO (arXiv 2505.05470), public code. Raises `ConfigError` for an unknown axis.
+    Equal values along `over` give exactly 0 whatever their size: one of them is subtracted before the mean, so a large common
+    offset costs no precision. A group of one member has no comparison and gets exactly 0. Source: the advantage normalisation of
+    Flow-GRPO (arXiv 2505.05470), public code.
+
+    Args:
+        values: values y [prompt, member, step], in units of the reward.
+        over: the axes of the mean: "prompt", "member", "step".
+        std_over: the axes of the population standard deviation; None for those of `over`.
+        clamp: largest absolute score; None for no clamp.
+
+    Returns:
+        Scores [prompt, member, step], dimensionless.
+
+    Raises:
+        ConfigError: an axis is unknown, or there is none.
     """
     if values.shape[AXES.index("member")] == 1:
         return torch.zeros_like(values)
@@ -95,9 +114,20 @@ def require_nodes(rewards: NodeTable, nodes: list[int], rule: str, probe: Probe)
 
 
 def check_advantages(advantages: object, rewards: NodeTable, rule_name: str) -> Tensor:
-    """`advantages`, or a `CreditError` that states how the rule `rule_name` broke its contract.
+    """Return `advantages` if they satisfy the contract of a credit rule.
 
     A rule must return a floating-point tensor [prompt, member, step], step = node - 1, all of it finite.
+
+    Args:
+        advantages: what the rule returned.
+        rewards: the reward table that the rule received, [prompt, member, node].
+        rule_name: name of the rule for the message.
+
+    Returns:
+        The advantages [prompt, member, step], detached.
+
+    Raises:
+        CreditError: `advantages` are no tensor, have a wrong shape or dtype, or contain a value that is not finite.
     """
     if not isinstance(advantages, Tensor):
         raise CreditError(f"{rule_name}.assign returned a {type(advantages).__name__}, not a torch.Tensor")
@@ -122,7 +152,19 @@ def check_advantages(advantages: object, rewards: NodeTable, rule_name: str) -> 
 
 
 def check_trained(trained: object, advantages: StepTable, rule_name: str) -> Tensor:
-    """`trained`, or a `CreditError` unless it is a Boolean tensor of the advantages' shape with a pair that is trained on."""
+    """Return `trained` if it is a Boolean tensor of the advantages' shape with at least one true entry.
+
+    Args:
+        trained: what the rule's `trained` returned.
+        advantages: the rule's advantages [prompt, member, step].
+        rule_name: name of the rule for the message.
+
+    Returns:
+        The mask of trained pairs [prompt, member, step].
+
+    Raises:
+        CreditError: the type, dtype or shape is wrong, or every entry is false.
+    """
     if not isinstance(trained, Tensor) or trained.dtype != torch.bool or trained.shape != advantages.shape:
         found = f"{trained.dtype} {tuple(trained.shape)}" if isinstance(trained, Tensor) else f"a {type(trained).__name__}"
         raise CreditError(f"{rule_name}.trained returned {found}, not a Boolean tensor {tuple(advantages.shape)}")

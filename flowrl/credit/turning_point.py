@@ -29,13 +29,19 @@ Steps = Bool[Tensor, "prompt member node-1"]
 
 
 def turning_points(rewards: NodeTable, consistent: bool = True, first_step: bool = True) -> Steps:
-    """Which steps are turning points, before balancing.
+    """Mask of the turning points, before balancing.
 
-    With d_i = R_{i+1} - R_i and D = R_T - R_0, step i >= 1 is one where sign(d_{i-1}) sign(D) < 0 < sign(d_i) sign(D).
-    `consistent` requires in addition that d_i (R_T - R_{i+1}) > 0: what follows has the sign of the step itself. With
-    `first_step`, step 0 is one where d_0 (R_T - R_1) > 0 (consistent) or d_0 D > 0 (not); otherwise it never is. A zero
-    difference never qualifies. Under the consistent rule the last step never qualifies, and with 0/1 rewards no step
-    does (three values are needed). Source: TP-GRPO (arXiv 2602.06422, definitions of turning points, remark 5.2).
+    With d_i = R_{i+1} - R_i and D = R_T - R_0, step i >= 1 is a turning point if sign(d_{i-1}) sign(D) < 0 < sign(d_i) sign(D).
+    A zero difference never qualifies. Under the consistent rule the last step never qualifies, and with 0/1 rewards no step does
+    (three values are needed). Source: TP-GRPO (arXiv 2602.06422, definitions of turning points, remark 5.2).
+
+    Args:
+        rewards: reward table R [prompt, member, node].
+        consistent: require d_i (R_T - R_{i+1}) > 0 as well, so that the rest of the trajectory has the sign of the step.
+        first_step: let step 0 qualify, if d_0 (R_T - R_1) > 0 (`consistent`) or d_0 D > 0 (otherwise).
+
+    Returns:
+        A Boolean mask [prompt, member, step].
     """
     step_sign = gains(rewards).sign()
     trend_sign = (rewards[..., -1:] - rewards[..., :1]).sign()
@@ -82,9 +88,17 @@ def turn_orders(first: bool, consistent: bool, at_start: bool, at_end: bool) -> 
 
 
 def process_rewards(rewards: NodeTable, selected: Steps, add: bool = False) -> StepTable:
-    """R_T - R_i at the `selected` steps, d_i = R_{i+1} - R_i elsewhere; with `add`, d_i + (R_T - R_i) at the selected.
+    """R_T - R_i at the `selected` steps, d_i = R_{i+1} - R_i elsewhere.
 
-    Source: TP-GRPO (arXiv 2602.06422), where the aggregated reward replaces the increment; `add` is an ablation of ours.
+    Source: TP-GRPO (arXiv 2602.06422), where the aggregated reward replaces the increment; `add` is an ablation of this package.
+
+    Args:
+        rewards: reward table R [prompt, member, node].
+        selected: mask of the aggregated steps [prompt, member, step].
+        add: use d_i + (R_T - R_i) at the selected steps.
+
+    Returns:
+        Process rewards [prompt, member, step], in units of the reward.
     """
     increments = gains(rewards)
     long_term = reward_to_go(rewards) + increments if add else reward_to_go(rewards)
@@ -92,15 +106,24 @@ def process_rewards(rewards: NodeTable, selected: Steps, add: bool = False) -> S
 
 
 def balanced(rewards: NodeTable, turns: Steps, by: Balance = "aggregate", scope: BalanceScope = "batch") -> Steps:
-    """The turning points that remain when both signs are made equally many.
+    """The turning points that remain after both signs are reduced to the same number.
 
-    Within each `scope` (one prompt, or "batch": all prompts of the table): if there are n+ > 0 and n- > 0 turning
-    points of either sign, the min(n+, n-) largest of each sign remain; if there is one sign only, all do. `by` =
-    "aggregate" takes sign and size of R_T - R_i (the paper's words); "trend" those of D = R_T - R_0 (the public code).
-    Of entries of exactly the same size (all of one trajectory under "trend") the later step goes first; the public code
-    leaves that to its sorting routine. At the same step the later sample goes first, so only with rewards of few values
-    can the order of the members matter.
-    Source: TP-GRPO (arXiv 2602.06422). Raises `ConfigError` for an unknown `by` or `scope`.
+    Let n+ and n- be the numbers of positive and negative turning points within a `scope`. If both are above 0, the min(n+, n-)
+    largest of each sign remain; otherwise all remain. Among entries of equal size (under "trend", all of a trajectory) the later
+    step is removed first, then the later sample. The public code leaves the order of ties to its sorting routine. The order of
+    the members can matter only if rewards take few values. Source: TP-GRPO (arXiv 2602.06422).
+
+    Args:
+        rewards: reward table R [prompt, member, node].
+        turns: mask of turning points [prompt, member, step].
+        by: sign and size of R_T - R_i ("aggregate", the paper's text) or of D = R_T - R_0 ("trend", the public code).
+        scope: balance within each prompt ("prompt") or over all prompts of the table ("batch").
+
+    Returns:
+        A Boolean mask [prompt, member, step], a subset of `turns`.
+
+    Raises:
+        ConfigError: `by` or `scope` is unknown.
     """
     require(by in ("aggregate", "trend"), "by", by, "'aggregate' or 'trend'")
     require(scope in ("prompt", "batch"), "scope", scope, "'prompt' or 'batch'")
@@ -129,15 +152,29 @@ def _largest(candidates: Bool[Tensor, "*entry"], size: Float[Tensor, "*entry"], 
 
 
 def large_aggregates(rewards: NodeTable, least: float) -> Steps:
-    """Where |R_T - R_i| >= `least` (in units of the reward): a magnitude threshold. `least` = 0 keeps every step."""
+    """Mask of |R_T - R_i| >= `least`: a magnitude threshold.
+
+    Args:
+        rewards: reward table R [prompt, member, node].
+        least: threshold in units of the reward; 0 keeps every step.
+
+    Returns:
+        A Boolean mask [prompt, member, step].
+    """
     return reward_to_go(rewards).abs() >= least
 
 
 def clear_swings(rewards: NodeTable, confidence: float) -> Steps:
-    """Where |d_i| >= `confidence` times the std of d_i over the group's members at that step (population std).
+    """Mask of |d_i| >= `confidence` times the population std of d_i over the group's members at that step.
 
-    A turn that is small against the spread of its own step may be an accident of the estimate; `confidence` = 0 keeps every
-    step. d_i = R_{i+1} - R_i.
+    d_i = R_{i+1} - R_i. A turn that is small against the spread of its step may be due to noise of the estimate.
+
+    Args:
+        rewards: reward table R [prompt, member, node].
+        confidence: threshold in standard deviations; 0 keeps every step.
+
+    Returns:
+        A Boolean mask [prompt, member, step].
     """
     increments = gains(rewards)
     spread = increments.std(dim=1, keepdim=True, unbiased=False)
@@ -148,9 +185,18 @@ def turn_probability(rewards: NodeTable, turns: Steps, noise: float, consistent:
     """The probability that a step of `turns` is a turning point of the same direction in the rewards without noise.
 
     The rewards are R_j = r_j + `noise` e_j with independent standard normal e_j; with a flat prior the r_j are independent and
-    normal around R_j, with the same standard deviation. Equal rewards of a trajectory count as one score: a completion that
-    gives the same image has the same noise. `turns` are those of `turning_points`; elsewhere the probability is 0. The error is
-    below 1e-9. If the noise is not small against the differences between true rewards, a flat prior is too optimistic.
+    normal around R_j, with the same standard deviation. Equal rewards of a trajectory count as one score, because a completion
+    that gives the same image has the same noise. The error is below 1e-9. If the noise is not small against the differences
+    between true rewards, a flat prior is too optimistic.
+
+    Args:
+        rewards: reward table R [prompt, member, node].
+        turns: mask of turning points [prompt, member, step], from `turning_points`.
+        noise: standard deviation of the reward's noise, in units of the reward.
+        consistent: the definition by which `turns` were found.
+
+    Returns:
+        Probabilities [prompt, member, step]; 0 outside `turns`.
     """
     nodes = {letter: values[turns] for letter, values in deciding_nodes(rewards).items()}
     direction = (nodes["y"] - nodes["x"]).sign() / noise
@@ -167,21 +213,39 @@ def turn_probability(rewards: NodeTable, turns: Steps, noise: float, consistent:
 
 
 def likely_turns(rewards: NodeTable, turns: Steps, noise: float, confidence: float, consistent: bool = True) -> Steps:
-    """Those of `turns` that are real with a probability of Phi(`confidence`) or more, given the reward's `noise`.
+    """The entries of `turns` that are real with probability Phi(`confidence`) or more, given the reward's `noise`.
 
-    `turn_probability` has the probability; 0 asks for 1/2, 1 for .84, 1.64 for .95. If only the sign of d_i = R_{i+1} - R_i is in
-    doubt, the criterion is |d_i| >= `confidence` sqrt(2) `noise`, where sqrt(2) `noise` is the standard deviation of d_i.
+    `turn_probability` computes the probability. If only the sign of d_i = R_{i+1} - R_i is in doubt, the criterion is |d_i| >=
+    `confidence` sqrt(2) `noise`, where sqrt(2) `noise` is the standard deviation of d_i.
+
+    Args:
+        rewards: reward table R [prompt, member, node].
+        turns: mask of turning points [prompt, member, step].
+        noise: standard deviation of the reward's noise, in units of the reward.
+        confidence: quantile of the standard normal; 0 is a probability of 0.5, 1 of 0.84, 1.64 of 0.95.
+        consistent: the definition by which `turns` were found (see `turning_points`).
+
+    Returns:
+        A Boolean mask [prompt, member, step], a subset of `turns`.
     """
     least = 0.5 * (1 + math.erf(confidence / math.sqrt(2)))
     return turns & (turn_probability(rewards, turns, noise, consistent) >= least)
 
 
 def random_steps(rewards: NodeTable, selected: Steps, seed: int = 0) -> Steps:
-    """As many steps per trajectory as `selected` has, at places that do not depend on the rewards' sizes or signs.
+    """As many steps per trajectory as in `selected`, at positions independent of the sizes and signs of the rewards.
 
-    The control for whether the *place* of a turning point matters, or only that some steps get R_T - R_i. The places are a
-    pseudo-random permutation of the steps, drawn from `seed` and the order of the trajectory's rewards: a pure function of the
-    table that does not change when members are permuted or a constant is added. Trajectories of the same order share it.
+    A control for whether the *position* of a turning point matters, or only that some steps get R_T - R_i. The positions come
+    from a pseudo-random permutation of the steps, drawn from `seed` and the rank order of the trajectory's rewards. They do not
+    change if members are permuted or a constant is added. Trajectories of the same rank order share the permutation.
+
+    Args:
+        rewards: reward table R [prompt, member, node].
+        selected: mask of steps [prompt, member, step]; only the number per trajectory is used.
+        seed: seed of the permutation.
+
+    Returns:
+        A Boolean mask [prompt, member, step].
     """
     steps = selected.shape[-1]
     orders = rewards.argsort(dim=-1, stable=True).flatten(0, 1).tolist()

@@ -21,7 +21,19 @@ SILENT_STD = 1e-6
 
 
 def branched_tree(rewards: NodeTable, schedule: Schedule | None, rule: str) -> Tree:
-    """The tree of `schedule`, or a `CreditError` that says why `rule` cannot use it."""
+    """The tree of `schedule`, checked against the reward table.
+
+    Args:
+        rewards: reward table [prompt, member, node].
+        schedule: the schedule of the rollout; None is an error.
+        rule: name of the credit rule for the message.
+
+    Returns:
+        The branched tree of the rollout.
+
+    Raises:
+        CreditError: the schedule has no branched tree, or the tree and the table differ in members or steps.
+    """
     tree = None if schedule is None else schedule.tree
     if tree is None or not tree.branched:
         found = "no schedule" if schedule is None else "a schedule without a tree" if tree is None else "a tree without branches"
@@ -35,7 +47,20 @@ def branched_tree(rewards: NodeTable, schedule: Schedule | None, rule: str) -> T
 
 
 def unit_values(rewards: NodeTable, tree: Tree, rule: str, probe: Probe) -> Units:
-    """The value of every unit, from the table. Raises `CreditError` if one is not finite."""
+    """The value of every unit (distinct state) of a tree, from the reward table.
+
+    Args:
+        rewards: reward table [prompt, member, node].
+        tree: the tree of the rollout.
+        rule: name of the credit rule for the message.
+        probe: the rule's probe for the message.
+
+    Returns:
+        Values [prompt, unit], in units of the reward.
+
+    Raises:
+        CreditError: a reward is not finite.
+    """
     if not bool(rewards.isfinite().all()):
         raise CreditError(f"{rule} needs finite rewards at every node: roll out with the probe {probe} (the rule's `probe`)")
     return tree.unit_table(rewards)
@@ -47,7 +72,15 @@ def siblings(tree: Tree) -> Int[Tensor, " unit"]:
 
 
 def group_deviations(values: Units, group: Int[Tensor, " unit"]) -> Units:
-    """y - mean over the units of equal `group`; exactly 0 where they are all equal."""
+    """y - mean over the units of equal `group`; exactly 0 if all of them are equal.
+
+    Args:
+        values: values y [prompt, unit].
+        group: a number per unit [unit]; units with the same number are compared.
+
+    Returns:
+        Deviations [prompt, unit], in units of `values`.
+    """
     _, place, count = group.unique(return_inverse=True, return_counts=True)
     first = torch.full_like(count, len(group)).scatter_reduce(0, place, torch.arange(len(group)), "amin")
     shifted = values - values[:, first[place]]
@@ -57,10 +90,17 @@ def group_deviations(values: Units, group: Int[Tensor, " unit"]) -> Units:
 def group_zscore(
     values: Units, group: Int[Tensor, " unit"], std: Std = "population", clamp: float | None = 5.0, leave_one_out: bool = False
 ) -> Units:
-    """(y - mean) / (std + 1e-4) over the units of equal `group`, clamped to +-`clamp` (None: not); 0 for a unit alone.
+    """(y - mean) / (std + 1e-4) over the units of equal `group`, clamped to +-`clamp`; 0 for a group of one unit.
 
-    `std` = "sample": divided by n - 1, + 1e-8, and 0 where the std is below 1e-6 (BranchGRPO's code). `leave_one_out`: the
-    mean is that of the other units, which multiplies the numerator by n / (n - 1).
+    Args:
+        values: values y [prompt, unit].
+        group: a number per unit [unit]; units with the same number are compared.
+        std: "population", or "sample": divided by n - 1, + 1e-8, and 0 if the std is below 1e-6 (BranchGRPO's code).
+        clamp: largest absolute score; None for no clamp.
+        leave_one_out: use the mean of the other units, which multiplies the numerator by n / (n - 1).
+
+    Returns:
+        Scores [prompt, unit], dimensionless.
     """
     deviations = group_deviations(values, group)
     _, place, counts = group.unique(return_inverse=True, return_counts=True)
@@ -114,10 +154,22 @@ class Example:
 
 
 def example(rewards: NodeTable, schedule: Schedule, probe: Probe, seed: int = 0) -> Example:
-    """A full table as a rollout with `probe` fills it, for trying a rule without a rollout.
+    """The reward table that a rollout with `probe` would give, for testing a rule without a rollout.
 
-    For a branching probe the finished images' rewards are kept; the others become the values of the units of a tree drawn from
-    `seed`, which the schedule then carries, with random log-probabilities. Raises `ConfigError` if the members do not fit.
+    For a branching probe, a tree with random log-probabilities is drawn from `seed` and attached to the schedule. The rewards of
+    finished images are kept; the other entries become the values of the tree's units.
+
+    Args:
+        rewards: a full reward table [prompt, member, node].
+        schedule: the schedule of the rollout.
+        probe: the probe whose nodes are kept.
+        seed: seed of the tree.
+
+    Returns:
+        The table and the schedule.
+
+    Raises:
+        ConfigError: the number of members does not fit the branching probe.
     """
     if not isinstance(probe, Branching):
         return Example(probed(rewards, probe), schedule)

@@ -19,8 +19,17 @@ _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 def sample(gaussian: Gaussian, generator: torch.Generator, first: int = 0, of: int | None = None) -> Latents:
     """Draw mean + std * eps with eps from `generator`: float32 and detached; exactly the mean where std is 0.
 
-    With `of`, the samples are those from number `first` of `of` ones: noise is drawn for all and theirs is taken, so that a part
-    of a batch gets what it would get in the whole, and leaves the generator as the whole would.
+    If `of` is given, noise is drawn for `of` samples, and the rows from `first` on are used. A part of a batch then gets the
+    same noise as in the whole batch, and the generator ends in the same state.
+
+    Args:
+        gaussian: the distribution of the next node, with mean [sample, *latent] and std [sample].
+        generator: the source of the noise; its device determines where the noise is drawn.
+        first: index of the first sample within the whole batch; used only with `of`.
+        of: number of samples of the whole batch; None if `gaussian` is the whole batch.
+
+    Returns:
+        Latents [sample, *latent] on the device of the mean.
     """
     mean = gaussian.mean.detach().float()
     shape = mean.shape if of is None else (of, *mean.shape[1:])
@@ -35,6 +44,13 @@ def log_prob(gaussian: Gaussian, x: Latents) -> PerSample:
 
     `x` is a constant (detached): the gradient reaches the mean only. 0 where std is 0. Source: Flow-GRPO (arXiv
     2505.05470), public code.
+
+    Args:
+        gaussian: the distribution of the next node, with mean [sample, *latent] and std [sample].
+        x: latents [sample, *latent].
+
+    Returns:
+        Mean log-density per latent element [sample], in nats.
     """
     std = _safe_std(gaussian)
     squared = _mean_squared_distance(gaussian, x.detach())
@@ -47,6 +63,13 @@ def log_prob_without_constants(gaussian: Gaussian, x: Latents) -> PerSample:
 
     Not a log-density: relative to `log_prob` its gradient is scaled by 2 std^2, which differs per step. Kept for parity
     with the released code of Coefficients-Preserving Sampling (arXiv 2509.05952).
+
+    Args:
+        gaussian: the distribution of the next node, with mean [sample, *latent] and std [sample].
+        x: latents [sample, *latent]; a constant (detached).
+
+    Returns:
+        The negative mean squared distance [sample].
     """
     return -_mean_squared_distance(gaussian, x.detach())
 
@@ -55,6 +78,13 @@ def kl(p: Gaussian, q: Gaussian) -> PerSample:
     """KL(p || q) per element for equal stds: mean over elements of (mu_p - mu_q)^2 / (2 std_p^2), shape [sample].
 
     The gradient reaches both means. 0 where std is 0. Source: Flow-GRPO (arXiv 2505.05470).
+
+    Args:
+        p: the first distribution, with mean [sample, *latent] and std [sample]; its std enters the formula.
+        q: the second distribution; only its mean is used.
+
+    Returns:
+        Mean divergence per latent element [sample], in nats.
     """
     return _mean_squared_distance(p, q.mean) / (2.0 * _safe_std(p).square())
 
@@ -64,6 +94,14 @@ def kl_without_delta(p: Gaussian, q: Gaussian, delta: PerSample) -> PerSample:
 
     This is `kl` times the step length, a weighting that the released Flow-GRPO code (arXiv 2505.05470) applies to
     Flow-SDE; kept for parity. 0 where std is 0.
+
+    Args:
+        p: the first distribution, with mean [sample, *latent] and std [sample].
+        q: the second distribution; only its mean is used.
+        delta: length of the time step, Delta [sample], in units of t.
+
+    Returns:
+        The divergence times Delta [sample].
     """
     return kl(p, q) * delta
 

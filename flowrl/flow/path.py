@@ -14,16 +14,25 @@ from flowrl.types import Latents, PerSample, Schedule
 
 
 def uniform_schedule(steps: int) -> Schedule:
-    """The even grid t_j = 1 - j/T with T = `steps` transitions. Raises `ConfigError` for fewer than one step."""
+    """The uniform grid t_j = 1 - j/T with T = `steps` transitions. Raises `ConfigError` for fewer than one step."""
     return shifted_schedule(steps, shift=1.0)
 
 
 def shifted_schedule(steps: int, shift: float = 3.0) -> Schedule:
-    """The even grid pushed towards noise: t <- shift t / (1 + (shift - 1) t), T = `steps` transitions.
+    """The uniform grid shifted towards noise: t <- shift t / (1 + (shift - 1) t), T = `steps` transitions.
 
-    `shift` > 0 (no unit); 1 leaves the grid even, 3 is DanceGRPO's and SD3's value. This is the closed form (Esser et
-    al. 2024, arXiv 2403.03206, section 5.3.2); diffusers' schedulers shift a slightly different base grid, so models
-    loaded from diffusers must take their grid from their scheduler. Raises `ConfigError` for a bad `steps` or `shift`.
+    This is the closed form (Esser et al. 2024, arXiv 2403.03206, section 5.3.2); diffusers' schedulers shift a slightly
+    different base grid, so models loaded from diffusers must take their grid from their scheduler.
+
+    Args:
+        steps: number of transitions T, 1 or more.
+        shift: the shift, above 0 and dimensionless; 1 keeps the grid uniform, 3 is the value of DanceGRPO and SD3.
+
+    Returns:
+        A schedule with times [step + 1] from 1 to 0, float32.
+
+    Raises:
+        ConfigError: `steps` is below 1, or `shift` is not finite and positive.
     """
     require(steps >= 1, "steps", steps, "1 or more")
     require(math.isfinite(shift) and shift > 0, "shift", shift, "finite and above 0")
@@ -32,26 +41,69 @@ def shifted_schedule(steps: int, shift: float = 3.0) -> Schedule:
 
 
 def expand(values: PerSample, like: Latents) -> Tensor:
-    """`values` [sample] viewed as [sample, 1, ..., 1], so that it broadcasts over the latent axes of `like`."""
+    """`values` [sample] viewed as [sample, 1, ..., 1], so that it broadcasts over the latent axes of `like`.
+
+    Args:
+        values: one value per sample [sample].
+        like: latents [sample, *latent]; only the number of their axes is used.
+
+    Returns:
+        The view, with as many axes as `like`.
+    """
     return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
 def interpolate(clean: Latents, noise: Latents, time: PerSample) -> Latents:
-    """x_t = (1-t) x_0 + t eps."""
+    """x_t = (1-t) x_0 + t eps.
+
+    Args:
+        clean: data x_0 [sample, *latent].
+        noise: noise eps [sample, *latent].
+        time: t in [0, 1] [sample]; 0 is data, 1 is noise.
+
+    Returns:
+        Noisy latents x_t [sample, *latent].
+    """
     t = expand(time, clean)
     return (1.0 - t) * clean + t * noise
 
 
 def velocity_target(clean: Latents, noise: Latents) -> Latents:
-    """v = eps - x_0, the regression target of flow matching."""
+    """v = eps - x_0, the regression target of flow matching.
+
+    Args:
+        clean: data x_0 [sample, *latent].
+        noise: noise eps [sample, *latent].
+
+    Returns:
+        The target velocity [sample, *latent].
+    """
     return noise - clean
 
 
 def tweedie(latent: Latents, velocity: Latents, time: PerSample) -> Latents:
-    """The clean estimate x_t - t v, which is E[x_0 | x_t] for the exact velocity."""
+    """The clean estimate x_t - t v, which is E[x_0 | x_t] for the exact velocity.
+
+    Args:
+        latent: noisy latents x_t [sample, *latent].
+        velocity: velocity v at `latent` [sample, *latent].
+        time: t in [0, 1] [sample].
+
+    Returns:
+        The estimate of x_0 [sample, *latent].
+    """
     return latent - expand(time, latent) * velocity
 
 
 def noise_estimate(latent: Latents, velocity: Latents, time: PerSample) -> Latents:
-    """The noise estimate x_t + (1-t) v, which is E[eps | x_t] for the exact velocity."""
+    """The noise estimate x_t + (1-t) v, which is E[eps | x_t] for the exact velocity.
+
+    Args:
+        latent: noisy latents x_t [sample, *latent].
+        velocity: velocity v at `latent` [sample, *latent].
+        time: t in [0, 1] [sample].
+
+    Returns:
+        The estimate of eps [sample, *latent].
+    """
     return latent + (1.0 - expand(time, latent)) * velocity

@@ -67,8 +67,14 @@ def require_noise_level(kernel: str, noise_level: float, most: float = math.inf)
 def transition_stds(sampler: Sampler, schedule: Schedule) -> Float[Tensor, " step"]:
     """The transition's std at every step of `schedule`, shape [step], on the schedule's device; 0 = not a decision.
 
-    Evaluates the sampler's own `transition` on zeros, so there is no second formula to keep in step. A kernel's std
-    must not depend on the latent.
+    Evaluates the sampler's `transition` on zeros, so that the formula exists only once.
+
+    Args:
+        sampler: the sampler; its std must not depend on the latent.
+        schedule: the time grid.
+
+    Returns:
+        Standard deviations [step], float32.
     """
     device, call = schedule.times.device, f"{type(sampler).__name__}.transition"
     zeros = torch.zeros(schedule.steps, 1, device=device)

@@ -180,12 +180,22 @@ TRAINED_STEPS = "all, all-but-last, START:SIZE (fixed) or random:FRACTION (drawn
 
 
 def trained_steps(spec: str, schedule: Schedule, generator: torch.Generator) -> Int[Tensor, " step"]:
-    """Indices of the stochastic steps of `schedule` that enter the loss, in order, as `spec` says (see `TRAINED_STEPS`).
+    """Indices of the stochastic steps of `schedule` that enter the loss, in order, selected by `spec`.
 
     random:FRACTION draws floor(FRACTION n) of the n stochastic steps, at least one, uniformly. One draw serves all samples of an
-    iteration; DanceGRPO (arXiv 2505.07818, public code: `timestep_fraction` 0.6) draws for each sample by itself. Flow-GRPO's
-    code samples with noise at all steps and trains all but the last. Raises `ConfigError` for a spec that is not allowed or that
-    leaves no step.
+    iteration; DanceGRPO (arXiv 2505.07818, public code: `timestep_fraction` 0.6) draws separately for each sample. Flow-GRPO's
+    code samples with noise at all steps and trains all but the last.
+
+    Args:
+        spec: all, all-but-last, START:SIZE or random:FRACTION (see `TRAINED_STEPS`).
+        schedule: the schedule, with the sampler's standard deviations.
+        generator: the source of the draw of random:FRACTION; the other kinds leave it unchanged.
+
+    Returns:
+        Sorted step indices [step].
+
+    Raises:
+        ConfigError: `spec` is not allowed, or no stochastic step remains.
     """
     noisy = schedule.stochastic.nonzero().flatten()
     if len(noisy) == 0:
