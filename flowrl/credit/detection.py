@@ -50,7 +50,7 @@ class ExpectedCalls:
 def expected_calls(
     rewards: NodeTable, noise: float, consistent: bool = True, first_step: bool = True, changes: Sequence[bool] | None = None
 ) -> ExpectedCalls:
-    """Calls and missed turning points if independent N(0, `noise`^2) is added to the true reward R_j of every node.
+    """Calls and missed turning points if independent N(0, noise^2) is added to the true reward R_j of every node.
 
     Write d_i = R_{i+1} - R_i, D = R_T - R_0 and F = R_T - R_{i+1}. In units of the noise, the noisy (d_{i-1}, d_i, F, D) are
     normal around the true ones with covariance ::

@@ -11,9 +11,15 @@ Values = NDArray[np.float64]
 
 
 def first_reached(xs: Sequence[float], ys: Sequence[float], target: ArrayLike) -> Values:
-    """The x at which the curve through (xs, ys) first reaches `target`, linearly between points; infinite if it never does.
+    """The x at which the curve through (xs, ys), linear between points, first reaches `target`.
 
-    `target` may be an array; the result has its shape. A curve without points never reaches anything.
+    Args:
+        xs: positions [point], ascending.
+        ys: values [point].
+        target: one target, or an array of targets.
+
+    Returns:
+        Positions of the shape of `target`; infinite if the curve, which may have no points, does not reach the target.
     """
     x, y, goal = np.asarray(xs, float), np.asarray(ys, float), np.asarray(target, float)
     if not len(y):

@@ -23,7 +23,15 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_during(work: Callable[[], None], device: torch.device) -> int:
-    """`peak_memory` of `work`."""
+    """Reset the peak, run `work`, and return `peak_memory`.
+
+    Args:
+        work: the function to run.
+        device: the device to measure; the peak of the CPU cannot be reset.
+
+    Returns:
+        Peak memory in bytes.
+    """
     reset_peak_memory(device)
     work()
     return peak_memory(device)

@@ -42,7 +42,18 @@ class Inference(Estimate):
 
 
 def mean(values: ArrayLike, null: float = 0.0) -> Inference:
-    """The mean of independent values [seed] with its t interval; `p` of the null that the mean is `null`."""
+    """The mean of independent values with its t interval, and the two-sided p value of a null hypothesis.
+
+    Args:
+        values: independent values [seed].
+        null: mean under the null hypothesis, in units of the values.
+
+    Returns:
+        Mean, interval and p value; the interval is infinite for a single value.
+
+    Raises:
+        ConfigError: `values` have another shape or are empty.
+    """
     found = np.asarray(values, float)
     require(found.ndim == 1 and found.size > 0, "values", found.shape, "[seed], one or more")
     value = float(found.mean())

@@ -153,7 +153,20 @@ def compare_weights(
     facts: dict[str, Any],
     progress: Callable[[str, int, int], None] = lambda weights, done, total: None,
 ) -> WeightComparison:
-    """Sample and score with `policy` as it is (the base weights), and again after `load_trained` has replaced the weights."""
+    """Sample and score with the base weights of `policy`, and again after `load_trained` has replaced them.
+
+    Args:
+        policy: the policy with the base weights.
+        load_trained: replaces the weights of `policy` by the trained ones.
+        prompts: the prompts.
+        rewards: reward models by name.
+        how: settings of sampling, the same for both weights.
+        facts: facts about the weights, stored in the result.
+        progress: called with (stage, done, total).
+
+    Returns:
+        Scores and images of both weights.
+    """
     base = sample_and_score(policy, prompts, rewards, how, lambda done, total: progress("base", done, total))
     load_trained()
     trained = sample_and_score(policy, prompts, rewards, how, lambda done, total: progress("trained", done, total))
@@ -164,8 +177,14 @@ def compare_weights(
 def load_weights(policy: Any, folder: Path) -> None:
     """Load trained weights in diffusers' formats into a `PipelinePolicy` without adapters.
 
-    They are a LoRA (a file or a folder), or a folder with a transformer in ``transformer/``. Raises `CheckpointError` if they are
-    neither or belong to another model.
+    Raises `CheckpointError` if they are neither or belong to another model.
+
+    Args:
+        policy: the policy, without adapters.
+        folder: a LoRA (a file or a folder), or a folder with a transformer in ``transformer/``.
+
+    Raises:
+        CheckpointError: the weights have another format or belong to another model.
     """
     from safetensors import SafetensorError
 

@@ -89,14 +89,31 @@ def pixels_per_latent(pipe: Any) -> int:
 
 
 def linear_guidance(away: Tensor, towards: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance, v_neg + s (v_prompt - v_neg) (arXiv 2207.12598)."""
+    """Classifier-free guidance, v_neg + s (v_prompt - v_neg) (arXiv 2207.12598).
+
+    Args:
+        away: velocity v_neg for the negative prompt [sample, *latent].
+        towards: velocity v_prompt for the prompt [sample, *latent].
+        scale: guidance scale s; 1 gives v_prompt.
+
+    Returns:
+        The guided velocity [sample, *latent].
+    """
     return away + scale * (towards - away)
 
 
 def resolution_shift(scheduler: Any, tokens: int, largest: float) -> float:
     """mu, linear in the number of image tokens between the sizes in the scheduler's config (arXiv 2403.03206, 5.3.2).
 
-    The grid is then sigma = e^mu / (e^mu + 1 / sigma' - 1). `largest` replaces a missing `max_shift`, as in the pipelines.
+    The grid is then sigma = e^mu / (e^mu + 1 / sigma' - 1).
+
+    Args:
+        scheduler: diffusers' scheduler, whose config has sizes and shifts.
+        tokens: number of image tokens.
+        largest: default for a missing `max_shift` in the config, as in the pipelines.
+
+    Returns:
+        mu, dimensionless.
     """
     config = scheduler.config
     low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
@@ -105,7 +122,19 @@ def resolution_shift(scheduler: Any, tokens: int, largest: float) -> float:
 
 
 def packed_shape(pipe: Any, height: int, width: int) -> tuple[int, int]:
-    """(tokens, channels) of a latent whose tokens are its 2 x 2 patches. Raises `ConfigError` unless they divide the image."""
+    """Shape of a latent whose tokens are its 2 x 2 patches.
+
+    Args:
+        pipe: the diffusers pipeline.
+        height: height of the image in pixels.
+        width: width of the image in pixels.
+
+    Returns:
+        (tokens, channels).
+
+    Raises:
+        ConfigError: the image is not divisible into patches.
+    """
     unit = 2 * pipe.vae_scale_factor
     for name, value in (("height", height), ("width", width)):
         require(value % unit == 0, name, value, f"a multiple of {unit}")
@@ -113,12 +142,28 @@ def packed_shape(pipe: Any, height: int, width: int) -> tuple[int, int]:
 
 
 def unpacked(latent: Tensor, size: tuple[int, int]) -> Tensor:
-    """Tokens [sample, token, 4 x channel] as latent images [sample, channel, height, width]."""
+    """Tokens of 2 x 2 patches, rearranged as latent images.
+
+    Args:
+        latent: tokens [sample, token, 4 x channel].
+        size: (height, width) of the latent image.
+
+    Returns:
+        Latents [sample, channel, height, width].
+    """
     return rearrange(latent, "s (h w) (k p q) -> s k (h p) (w q)", h=size[0] // 2, p=2, q=2)
 
 
 def decode_scaled(vae: Any, latent: Tensor) -> Tensor:
-    """Pixels in about [-1, 1] from latents [sample, channel, height, width] of an `AutoencoderKL`: z / scale + shift, decoded."""
+    """Pixels from latents of an `AutoencoderKL`: z / scale + shift, decoded.
+
+    Args:
+        vae: the autoencoder; its config has scale and shift.
+        latent: latents z [sample, channel, height, width].
+
+    Returns:
+        Pixels in about [-1, 1], [sample, channel, height, width].
+    """
     return vae.decode(latent / vae.config.scaling_factor + (vae.config.shift_factor or 0.0), return_dict=False)[0]
 
 

@@ -37,10 +37,20 @@ def family_of(pipeline: str) -> Family:
 
 
 def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Family | None = None) -> PipelinePolicy:
-    """The pipeline in the folder `model` (or of that name on the Hub, from the local cache or downloaded) as a policy.
+    """A policy from a diffusers pipeline.
 
-    Weights are read from safetensors only; the frozen ones in `options.dtype`, the image decoder in float32. Raises `ConfigError`
-    if there is no such model, or no family for it.
+    Weights are read from safetensors only. Frozen weights get `options.dtype`, and those of the image decoder float32.
+
+    Args:
+        model: folder of the pipeline, or its name on the Hub (from the local cache, or downloaded).
+        options: sizes, device, dtype, guidance, adapter and memory settings.
+        family: the model family; None for the one of the pipeline's class.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ConfigError: the model does not exist, or no family supports it.
     """
     diffusers: Any = import_module("diffusers")
     try:

@@ -73,11 +73,31 @@ def count_memory(
     decode_dtype: str = "float32",
     targets: Sequence[str] = (),
 ) -> Memory:
-    """The memory of an architecture or of the published one of this name. `resolution`: a size, or the side of a square image.
-    Rows are latents per network call (doubled by
-    guidance); `full`: all weights are trained and stored in float32, instead of a LoRA of `rank`; `reference`: a frozen copy of
-    them is kept; `images` are scored together, decoded in batches. During a call the trained weights are there in `dtype` too
-    (autocast's cache). Raises `ConfigError` for an unknown name."""
+    """The GPU memory that training a model needs, by part.
+
+    During a network call autocast stores the trained weights in `dtype` too.
+
+    Args:
+        model: an architecture, or the name of a published model.
+        resolution: size of the images in pixels, or side of a square image.
+        update_rows: latents per network call of the update; guidance doubles them.
+        rollout_rows: latents per network call of the rollout; guidance doubles them.
+        rank: rank of the LoRA.
+        dtype: type of the network's computations.
+        checkpointing: whether gradient checkpointing is on.
+        full: train all weights, stored in float32, instead of a LoRA.
+        decode_batch: images per call of the image decoder.
+        reference: keep a frozen copy of the trained weights.
+        images: number of images that are scored together.
+        decode_dtype: type of the decoder's computations.
+        targets: layers with a LoRA; empty for the model's default.
+
+    Returns:
+        The memory of each part in bytes.
+
+    Raises:
+        ConfigError: the model or a dtype is unknown.
+    """
     for name, value in (("dtype", dtype), ("decode_dtype", decode_dtype)):
         require(value in DTYPE_BYTES, name, value, f"one of {', '.join(DTYPE_BYTES)}")
     known = architecture(model) if isinstance(model, str) else model

@@ -322,10 +322,16 @@ def _own_scheduler(pipe: Any) -> Any:
 
 
 def compile_blocks(network: Any, backend: str) -> None:
-    """Compile in place every entry of the module lists at the top of `network`: a transformer's blocks. None: nothing to do.
+    """Compile in place every entry of the module lists at the top of `network`: a transformer's blocks.
 
-    Embeddings, the outer norms, the transition's maths and the shape checks are not compiled. Raises `ConfigError` for an unknown
-    backend.
+    Only the blocks are compiled.
+
+    Args:
+        network: the transformer; None: nothing is compiled.
+        backend: name of a backend of torch.compile.
+
+    Raises:
+        ConfigError: the backend is unknown.
     """
     allowed = torch.compiler.list_backends(exclude_tags=())
     require(backend in allowed, "compile", backend, f"a backend of torch.compile ({', '.join(allowed)}), or empty for off")

@@ -86,8 +86,15 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
-    """Write prompts with their metadata as JSON lines that `load_prompts` reads. Raises `ConfigError` if that fails, or if the
-    file exists with another content."""
+    """Write prompts with their metadata as JSON lines that `load_prompts` reads.
+
+    Args:
+        path: the file, which must be new or have the same content.
+        prompts: the prompts.
+
+    Raises:
+        ConfigError: the file cannot be written, or exists with different content.
+    """
     text = "".join(json.dumps({**prompt.metadata, "prompt": prompt.text}, ensure_ascii=False) + "\n" for prompt in prompts)
     require_new_file(path, lambda data: data == text.encode(), "file")
     try:

@@ -49,11 +49,21 @@ STYLES = (
 
 
 def compositional_prompts(count: int, seed: int = 0, tags: Sequence[str] = TAGS) -> list[Prompt]:
-    """`count` distinct prompts of GenEval's kinds in turn, with the metadata that `rewards.GenEval` scores.
+    """Distinct prompts of GenEval's kinds in turn, with the metadata that `rewards.GenEval` scores.
 
     The kinds are those of GenEval's generator (arXiv 2310.11513): one object, two, 2 to 4 of one, a colour, a position, two
-    colours; "person" gets no colour. Plurals are English (GenEval's generator adds an s). Raises `ConfigError` for an unknown
-    kind, or for more prompts than the templates have.
+    colours; "person" gets no colour. Plurals are English (GenEval's generator adds an s).
+
+    Args:
+        count: number of prompts.
+        seed: seed of the draw.
+        tags: the kinds, in the order in which they alternate.
+
+    Returns:
+        The prompts.
+
+    Raises:
+        ConfigError: a kind is unknown, or the templates have fewer prompts.
     """
     for tag in tags:
         require(tag in TAGS, "tags", tag, f"some of {', '.join(TAGS)}")
@@ -69,10 +79,21 @@ def compositional_prompts(count: int, seed: int = 0, tags: Sequence[str] = TAGS)
 
 
 def text_prompts(count: int, seed: int = 0, words: Sequence[str] = WORDS, scenes: Sequence[str] = SCENES) -> list[Prompt]:
-    """`count` distinct prompts for a text in quotation marks on an object, which `rewards.OCR` scores.
+    """Distinct prompts for a text in quotation marks on an object, which `rewards.OCR` scores.
 
-    A text is one or two of `words`, or one with a number; the metadata contain it as "text". Raises `ConfigError` for more
-    prompts than the templates have.
+    A text is one or two of `words`, or a word with a number. The metadata contain the text as "text".
+
+    Args:
+        count: number of prompts.
+        seed: seed of the draw.
+        words: words of the texts.
+        scenes: objects that bear a text.
+
+    Returns:
+        The prompts.
+
+    Raises:
+        ConfigError: the templates have fewer prompts.
     """
     require(len(words) > 0 and len(scenes) > 0, "words, scenes", (len(words), len(scenes)), "one or more of each")
     draw = random.Random(seed)
@@ -87,9 +108,19 @@ def text_prompts(count: int, seed: int = 0, words: Sequence[str] = WORDS, scenes
 
 
 def image_prompts(count: int, seed: int = 0) -> list[Prompt]:
-    """`count` distinct prompts such as "a red fox in the fog on a stone bridge, watercolour", in an order drawn by `seed`.
+    """Distinct prompts such as "a red fox in the fog on a stone bridge, watercolour", in an order drawn by `seed`.
 
-    The first n prompts are the same for every larger `count`. Raises `ConfigError` beyond about 126,000.
+    The first n prompts are the same for every larger `count`.
+
+    Args:
+        count: number of prompts, at most about 126,000.
+        seed: seed of the order.
+
+    Returns:
+        The prompts.
+
+    Raises:
+        ConfigError: `count` is too large.
     """
     draw = random.Random(seed)
 

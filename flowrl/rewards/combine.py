@@ -17,7 +17,15 @@ from flowrl.types import Prompt
 
 
 def weighted_total(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """sum_k w_k R^(k) over named scores of one shape; missing weights are 1."""
+    """sum_k w_k R^(k) over named scores of one shape.
+
+    Args:
+        parts: scores R^(k) by name, all of the same shape.
+        weights: weights w_k by name; a missing weight is 1.
+
+    Returns:
+        The weighted sum, of the shape of the scores.
+    """
     return torch.stack([float(weights.get(name, 1.0)) * values for name, values in parts.items()]).sum(dim=0)
 
 

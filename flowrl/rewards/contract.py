@@ -48,6 +48,9 @@ def check_scores(scores: object, prompts: Sequence[Prompt], origin: str, allow_i
         origin: what returned the scores, the subject of the message.
         allow_invalid: whether NaN is allowed, as the mark of an invalid sample.
 
+    Returns:
+        The scores [sample].
+
     Raises:
         RewardContractError: the type or the shape is wrong, or a value is not finite.
     """
@@ -66,7 +69,21 @@ def check_scores(scores: object, prompts: Sequence[Prompt], origin: str, allow_i
 def check_group_scores(
     scores: object, prompts: Sequence[Prompt], members: int, origin: str, allow_invalid: bool = False
 ) -> Tensor:
-    """As `check_scores` for what a group reward returned: a tensor [prompt, member] for groups of `members` of these prompts."""
+    """`scores` unchanged, if they are a tensor [prompt, member] of numbers that are finite in float32.
+
+    Args:
+        scores: what a group reward returned.
+        prompts: the prompts, one per group.
+        members: number of members per group.
+        origin: what returned the scores, the subject of the message.
+        allow_invalid: whether NaN is allowed, as the mark of an invalid sample.
+
+    Returns:
+        The scores [prompt, member].
+
+    Raises:
+        RewardContractError: the type or the shape is wrong, or a value is not finite.
+    """
     if isinstance(scores, Tensor) and not tensor_problem(scores) and scores.shape != (len(prompts), members):
         found = f"{tuple(scores.shape)} for {len(prompts)} groups of {members} images"
         raise RewardContractError(f"{origin} returned shape {found}; allowed: [prompt, member] = ({len(prompts)}, {members})")
@@ -76,7 +93,19 @@ def check_group_scores(
 
 
 def check_score_shape(scores: object, count: int, origin: str) -> Tensor:
-    """`scores` unchanged, if they are a tensor of shape [`count`]. Raises `RewardContractError` otherwise."""
+    """`scores` unchanged, if they are a tensor with one entry per image.
+
+    Args:
+        scores: what a reward returned.
+        count: number of images.
+        origin: what returned the scores, the subject of the message.
+
+    Returns:
+        The scores [sample].
+
+    Raises:
+        RewardContractError: the type or the shape is wrong.
+    """
     if not isinstance(scores, Tensor):
         raise RewardContractError(f"{origin} returned a {type(scores).__name__}; a torch.Tensor of shape [sample] is required")
     if tensor_problem(scores):

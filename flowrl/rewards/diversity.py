@@ -76,10 +76,21 @@ class ClipFeatures:
 
 
 def group_features(features: Features, images: Tensor, latents: Tensor, groups: Sequence[int]) -> Tensor:
-    """Features [prompt, member, feature] of samples in prompt-major order; `groups` is (prompts, members).
+    """Features of the samples, arranged by group.
 
-    `features` gets the images, or the latents if its attribute `reads_latents` is true. Raises `RewardError` unless it returns
-    one finite vector per sample.
+    Raises `RewardError` unless it returns one finite vector per sample.
+
+    Args:
+        features: the feature model; it receives the latents if its attribute `reads_latents` is true, else the images.
+        images: images [sample, channel, height, width] in [0, 1], in prompt-major order.
+        latents: the latents of the images [sample, *latent].
+        groups: (prompts, members).
+
+    Returns:
+        Features [prompt, member, feature].
+
+    Raises:
+        RewardError: `features` does not return one finite vector per sample.
     """
     found = features(latents if getattr(features, "reads_latents", False) else images)
     name = type(features).__name__

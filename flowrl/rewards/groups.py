@@ -118,7 +118,19 @@ def evaluation_reward(reward: AnyReward) -> RewardModel:
 
 
 def require_single(reward: AnyReward, name: str, spec: str) -> RewardModel:
-    """`reward`. Raises `ConfigError` for one that compares the members of a group; `name` is the setting that `spec` is from."""
+    """Return `reward`, unless it compares the members of a group.
+
+    Args:
+        reward: the reward that `spec` describes.
+        name: name of the setting, for the message.
+        spec: value of the setting, for the message.
+
+    Returns:
+        The reward, which scores single images.
+
+    Raises:
+        ConfigError: `reward` is a `GroupReward`.
+    """
     if not isinstance(reward, GroupReward):
         return reward
     allowed = f"a reward of single samples, such as the {type(reward.evaluation).__name__} by which this one is evaluated"

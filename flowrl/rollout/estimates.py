@@ -24,10 +24,19 @@ class Walkers:
 
 
 def continued(walkers: Walkers, nodes: Tensor, start: int, condition: Condition, count: int) -> Tensor:
-    """Final latents of `count` independent continuations from each of `nodes` [sample, *latent] at node `start`.
+    """Final latents of `count` independent continuations from each of `nodes`.
 
-    Returns [sample x count, *latent], those of one sample in a row; `condition` has one row per sample. `count` (T - `start`)
-    network evaluations per sample. Gradients as the caller has them switched; float32.
+    Takes `count` (T - `start`) network evaluations per sample. Gradients are computed if they are enabled in the caller.
+
+    Args:
+        walkers: policy, sampler, schedule, draws and counters.
+        nodes: latents [sample, *latent] at node `start`.
+        start: index of the node.
+        condition: the prompts' embeddings, one row per sample.
+        count: continuations per sample.
+
+    Returns:
+        Latents [sample x count, *latent], float32; continuations of one sample are adjacent.
     """
     x, rows = nodes.repeat_interleave(count, dim=0), condition.repeat(count)
     schedule = walkers.schedule

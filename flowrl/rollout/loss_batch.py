@@ -96,12 +96,21 @@ def all_pairs(samples: Tensor, steps: Tensor) -> Pairs:
 
 
 def minibatch_pairs(parts: Sequence[Tensor], steps: Tensor, tree: Tree, trained: Tensor | None = None) -> list[Pairs]:
-    """The pairs of each mini-batch: those of its samples, `parts[k]`, with the trained `steps`.
+    """The pairs (sample, step) of each mini-batch.
 
-    In a branched tree: those that are decisions, once per trajectory or, with the tree's `weight` "edge", once per distinct edge.
-    All pairs of a parent are in one mini-batch. Parents come in the order of the trajectories that pass them first by number, so
-    that every mini-batch has all depths, and are divided into mini-batches of about equally many pairs. `trained` [sample, step]
-    leaves out further pairs.
+    Without branches these are the samples `parts[k]` with the trained `steps`. In a branched tree they are the decisions, once
+    per trajectory or, if the tree's `weight` is "edge", once per distinct edge. All pairs of a parent are in the same
+    mini-batch. Parents are ordered by the first trajectory that contains them, so that every mini-batch has all depths, and
+    mini-batches have about the same number of pairs.
+
+    Args:
+        parts: sample indices [sample] of each mini-batch.
+        steps: indices of the trained steps [step].
+        tree: the tree of the rollout.
+        trained: mask of the pairs that remain [sample, step]; None for all.
+
+    Returns:
+        One set of pairs per mini-batch.
     """
     found = [all_pairs(samples, steps) for samples in parts]
     if tree.branched:

@@ -20,10 +20,20 @@ from flowrl.types import Prompt, inputs_unchanged
 def score(
     reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None = None, invalid: bool = False
 ) -> Tensor:
-    """Scores [sample] in float32 and without gradients, checked: one finite number per image, or a `RewardError` that says what
-    came instead.
+    """Scores in float32 and without gradients, checked to be one finite number per image.
 
-    `invalid`: the caller can deal with samples that a reward with `marks_invalid` marks by NaN; without it they are errors too.
+    Args:
+        reward: the reward model.
+        images: images [sample, channel, height, width] in [0, 1], or videos [sample, frame, ...].
+        prompts: one prompt per image.
+        usage: counters of scored images, which are updated; None for no count.
+        invalid: accept NaN from a reward with `marks_invalid`, as the mark of an invalid sample.
+
+    Returns:
+        Scores [sample], float32, detached.
+
+    Raises:
+        RewardContractError: type or shape is wrong, a score is not finite, or the reward changed `images` in place.
     """
     allowed = invalid and marks_invalid(reward)
     name = f"{type(reward).__name__}.score"
@@ -58,13 +68,30 @@ def reward_tables(
     usage: Usage | None = None,
     max_batch: int = 512,
 ) -> RewardTables:
-    """R_j is what the rollout's probe makes of the scores of its estimates (the mean over their copies): by default that of the
-    estimate at node j, NaN where none was made. On a branched tree, R_j is the value of the state at node j. R_T is the score of
-    the finished trajectory. `prompts`: one per group.
+    """The reward table of a rollout, in total and for each component of a composite reward.
 
-    A `GroupReward` compares the members of a group: their finished images, and at a probed node their estimates of that node (of
-    several copies, those of the same number). A state that a group shares counts as one image per member. Batches are whole
-    groups, also if one is larger than `max_batch`. Raises `ConfigError` with such a reward if the probe leaves out members.
+    R_j is the score of the estimate at node j, averaged over its copies, or the value that the probe computes from these scores.
+    R_j is NaN at nodes without an estimate. On a branched tree, R_j is the value of the state at node j. R_T is the score of the
+    finished trajectory.
+
+    A `GroupReward` compares the members of a group: their finished images, and at a probed node their estimates of that node
+    (copy k is compared with copy k). A state that a group shares counts as one image per member. A batch has whole groups, even
+    if a group is larger than `max_batch`.
+
+    Args:
+        policy: the policy, which decodes latents.
+        reward: the reward model.
+        result: the rollout.
+        prompts: one prompt per group.
+        usage: counters of scored images, which are updated; None for new ones.
+        max_batch: largest number of images per call of the reward.
+
+    Returns:
+        The tables [prompt, member, node].
+
+    Raises:
+        ConfigError: a group reward is combined with a probe that leaves out members.
+        RewardError: the reward breaks its contract.
     """
     compared, name = isinstance(reward, GroupReward), type(reward).__name__
     allowed = f"a probe that scores all members of a group: {name} compares them with each other"
@@ -139,7 +166,23 @@ def reward_table(
     usage: Usage | None = None,
     max_batch: int = 512,
 ) -> Tensor:
-    """`reward_tables` without the components: R [prompt, member, node]."""
+    """The reward table of a rollout: `reward_tables` without the components.
+
+    Args:
+        policy: the policy, which decodes latents.
+        reward: the reward model.
+        result: the rollout.
+        prompts: one prompt per group.
+        usage: counters of scored images, which are updated; None for new ones.
+        max_batch: largest number of images per call of the reward.
+
+    Returns:
+        Rewards R [prompt, member, node]; NaN at nodes without an estimate.
+
+    Raises:
+        ConfigError: a group reward is combined with a probe that leaves out members.
+        RewardError: the reward breaks its contract.
+    """
     return reward_tables(policy, reward, result, prompts, usage, max_batch).total
 
 
@@ -150,8 +193,20 @@ _TOTAL = ""
 def score_components(
     reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None = None
 ) -> ComponentScores:
-    """The total and every component [sample] in float32, each checked as by `score`; NaN only from a reward with
-    `marks_invalid`. A composite reward is evaluated once; other rewards have no components.
+    """The total score and every component, each checked as by `score`. NaN is allowed only from a reward with `marks_invalid`. A
+    composite reward is evaluated once; other rewards have no components.
+
+    Args:
+        reward: the reward model.
+        images: images [sample, channel, height, width] in [0, 1], or videos [sample, frame, ...].
+        prompts: one prompt per image.
+        usage: counters of scored images, which are updated; None for no count.
+
+    Returns:
+        Total and components [sample], float32.
+
+    Raises:
+        RewardContractError: a score breaks the contract of `score`.
     """
     if not isinstance(reward, CompositeReward):
         return ComponentScores(score(reward, images, prompts, usage, invalid=True))

@@ -55,7 +55,15 @@ class Rollout:
 
 
 def attach_stds(schedule: Schedule, sampler: Sampler) -> Schedule:
-    """The schedule with the sampler's standard deviations per step."""
+    """The schedule with the sampler's standard deviations per step.
+
+    Args:
+        schedule: the time grid.
+        sampler: the sampler of the rollout.
+
+    Returns:
+        A copy of the schedule with `stds` [step].
+    """
     return replace(schedule, stds=transition_stds(sampler, schedule))
 
 
@@ -71,17 +79,33 @@ def rollout(
     usage: Usage | None = None,
     max_batch: int = 1024,
 ) -> Rollout:
-    """Sample one trajectory per row of `noise` [sample, *latent] and estimate final images as `probe` says.
+    """Sample one trajectory per row of `noise`, and estimate final images at the nodes that `probe` fills.
 
-    `condition` has one row per prompt. Network evaluations per trajectory with T steps and independent noise: T without a
-    probe, T T' with `Substeps(T')` in T + T' - 1 calls, T (T + 1) / 2 with `Completion` in T calls. Nodes that a group shares
-    (same x_T and only ODE steps so far) are evaluated once per group, and a completion is started only where a stochastic step
-    follows: from other nodes the ODE leads to the next one's image. Probes draw from a generator of their own, so the
-    trajectories, and everything that is drawn after them, are the same for every probe. A `Branching` probe makes the
-    trajectories of a group branches of trees: as many evaluations as the trees have states before the last node, in T calls; a
-    tree starts from the noise of its first member. Float32, detached.
-    `max_batch` bounds how many latents the network sees at once; the results do not depend on it beyond float rounding.
-    Raises `ConfigError` for a probe that the policy cannot serve, `ProbeError` for one that breaks its contract.
+    Network evaluations per trajectory with T steps and independent noise: T without a probe, T T' with `Substeps(T')` in T + T'
+    - 1 calls, T (T + 1) / 2 with `Completion` in T calls. Nodes that a group shares (same x_T and only ODE steps so far) are
+    evaluated once per group, and a completion is started only where a stochastic step follows: from other nodes the ODE leads to
+    the image of the next node. Probes draw from a separate generator, so the trajectories, and all later draws, are the same for
+    every probe. A `Branching` probe makes the trajectories of a group branches of trees: the number of evaluations is that of
+    the trees' states before the last node, in T calls. A tree starts from the noise of its first member.
+
+    Args:
+        policy: the policy that computes velocities.
+        sampler: the sampler of the trajectories.
+        schedule: the schedule, with the sampler's standard deviations.
+        condition: the prompts' embeddings, one row per prompt.
+        noise: initial latents [sample, *latent], in prompt-major order.
+        generator: the source of the sampler's noise.
+        groups: number of prompts and of members, and whether members share their initial noise.
+        probe: which nodes get an estimate of the final image.
+        usage: counters of network evaluations, which are updated; None for new ones.
+        max_batch: largest number of latents per network call; results depend on it only by float rounding.
+
+    Returns:
+        Trajectories and estimates, float32 and detached.
+
+    Raises:
+        ConfigError: the policy lacks what the probe needs.
+        ProbeError: the probe breaks its contract.
     """
     allowed = "an object of a class derived from flowrl.probes.Probe, such as Completion()"
     require(isinstance(probe, Probe), "probe", probe, allowed)
@@ -101,7 +125,22 @@ def rollout(
 
 
 def group_tree(schedule: Schedule, groups: Groups, probe: Probe, generator: torch.Generator) -> Tree:
-    """Which states the trajectories of a group share. Only a tree that is drawn anew every iteration uses the generator."""
+    """The tree of states that the trajectories of a group share.
+
+    The generator is used only by a probe whose tree is drawn anew every iteration.
+
+    Args:
+        schedule: the schedule, with the sampler's standard deviations.
+        groups: sizes of the groups, and whether members share their initial noise.
+        probe: the probe; a `Branching` one determines the tree.
+        generator: the source of random trees.
+
+    Returns:
+        The tree of one group; the same for all groups.
+
+    Raises:
+        ConfigError: the probe's tree does not fit the members or the steps.
+    """
     if isinstance(probe, Branching):
         tree = probe.tree(schedule.steps, schedule.decisions, groups.members, groups.shared_noise, generator)
         found = f"{tree.members} leaves, {tree.steps} steps"

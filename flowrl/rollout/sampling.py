@@ -37,7 +37,16 @@ class ImageBatch:
 
 
 def initial_noise(policy: FlowPolicy, count: int, seed: int = EVALUATION_SEED) -> Tensor:
-    """Standard normal x_T [sample, *latent] of `count` samples, drawn on the CPU so that it does not depend on the device."""
+    """Standard normal x_T, drawn on the CPU so that it does not depend on the device.
+
+    Args:
+        policy: the policy; its `latent_shape` is used.
+        count: number of samples.
+        seed: seed of the draw.
+
+    Returns:
+        Noise [sample, *latent], float32, on the CPU.
+    """
     return torch.randn((count, *policy.latent_shape), generator=torch.Generator().manual_seed(seed))
 
 
@@ -49,11 +58,23 @@ def sample_images(
     solver: str = "euler",
     max_batch: int = 256,
 ) -> Iterator[ImageBatch]:
-    """Solve the probability-flow ODE from `noise` for every prompt and decode; yields batches of at most `max_batch` samples.
+    """Solve the probability-flow ODE from `noise` for every prompt and decode the result.
 
-    `noise`: one latent per prompt, as a tensor [sample, *latent] or as a generator that draws latents when they are needed.
-    `solver`: see `solve`. A policy with text encoders embeds all prompts before the first batch. Images are on the policy's
-    device. Raises `ConfigError` for an unknown solver or too few latents.
+    A policy with text encoders embeds all prompts before the first batch. Images are on the policy's device.
+
+    Args:
+        policy: the policy that computes velocities and decodes.
+        prompts: one prompt per sample.
+        noise: one latent per prompt: a tensor [sample, *latent], or an iterator that draws latents when they are needed.
+        num_steps: number of steps of the policy's schedule.
+        solver: name of the solver (see `solve`).
+        max_batch: largest number of samples per batch.
+
+    Yields:
+        Batches of images with their latents and prompts, in the order of `prompts`.
+
+    Raises:
+        ConfigError: the solver is unknown, `max_batch` is below 1, or there are too few latents.
     """
     require(max_batch >= 1, "max_batch", max_batch, "1 or more")
     if isinstance(policy, PromptEmbedding):

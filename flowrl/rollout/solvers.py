@@ -46,12 +46,26 @@ class Usage:
 def solve(
     solver: str, policy: FlowPolicy, schedule: Schedule, condition: Condition, noise: Tensor, usage: Usage, max_batch: int = 1024
 ) -> Tensor:
-    """The last node of the probability-flow ODE from `noise` [sample, *latent]; `condition` has one row per sample.
+    """The last node of the probability-flow ODE from `noise`.
 
     "euler": `integrate`, T evaluations, order 1. "heun" (FlowMatchHeunDiscreteScheduler): 2 T - 1, order 2. "dpm++"
-    (DPMSolverMultistepScheduler, arXiv 2211.01095) and "unipc" (UniPCMultistepScheduler, arXiv 2302.04867): T, order 2, exact
-    where the clean estimate does not change along the way. "sa" (`SASolver` with tau 0, on the grid of `sa_schedule`): the same.
-    Raises `ConfigError` for an unknown solver.
+    (DPMSolverMultistepScheduler, arXiv 2211.01095) and "unipc" (UniPCMultistepScheduler, arXiv 2302.04867): T, order 2, exact if
+    the clean estimate is constant along the trajectory. "sa" (`SASolver` with tau 0, on the grid of `sa_schedule`): the same.
+
+    Args:
+        solver: "euler", "heun", "dpm++", "unipc" or "sa".
+        policy: the policy that computes velocities.
+        schedule: the policy's schedule with T steps.
+        condition: the prompts' embeddings, one row per sample.
+        noise: initial latents [sample, *latent].
+        usage: counters of network evaluations, which are updated.
+        max_batch: largest number of latents per network call.
+
+    Returns:
+        Final latents [sample, *latent], float32, without gradients.
+
+    Raises:
+        ConfigError: the solver is unknown.
     """
     require(solver in SOLVERS, "solver", solver, f"one of {', '.join(SOLVERS)}")
     if solver == "euler":
@@ -70,7 +84,19 @@ def solve(
 def integrate(
     policy: FlowPolicy, schedule: Schedule, condition: Condition, noise: Tensor, usage: Usage, max_batch: int = 1024
 ) -> Tensor:
-    """The last node of Euler's method on the policy's schedule; `condition` has one row per row of `noise`."""
+    """The last node of Euler's method on the policy's schedule. T network evaluations per sample.
+
+    Args:
+        policy: the policy that computes velocities.
+        schedule: the policy's schedule with T steps.
+        condition: the prompts' embeddings, one row per sample.
+        noise: initial latents [sample, *latent].
+        usage: counters of network evaluations, which are updated.
+        max_batch: largest number of latents per network call.
+
+    Returns:
+        Final latents [sample, *latent], float32, without gradients.
+    """
     x = noise.float()
     with policy.frozen(), torch.no_grad():
         for i in range(schedule.steps):

@@ -129,10 +129,23 @@ def world(name: str) -> World:
 
 
 def model_world(model: str, prompts: str, heldout_prompts: str, reward: str, options: ModelOptions) -> World:
-    """The world of a run that trains `model`, the folder of a diffusers pipeline or its name on the Hub (see `load_policy`).
+    """The world of a run that trains a diffusers pipeline.
 
-    Its only task is "prompts", its only form of the reward "reward". Held-out prompts default to the training prompts. The files
-    of prompts are read at once; the reward and the policy are loaded when they are first made.
+    Its only task is "prompts", its only form of the reward "reward". The prompt files are read immediately. Reward and policy
+    are loaded at first use.
+
+    Args:
+        model: folder of the pipeline, or its name on the Hub (see `load_policy`).
+        prompts: file of the training prompts.
+        heldout_prompts: file of the held-out prompts; empty for the training prompts.
+        reward: spec of the reward.
+        options: options of the policy.
+
+    Returns:
+        The world.
+
+    Raises:
+        ConfigError: `prompts` or `reward` is empty, or a file of prompts cannot be read.
     """
     allowed = "a text file with a prompt per line, or a dataset (--prompts FILE or hf:NAME)"
     require(bool(prompts), "prompts", prompts, allowed)

@@ -13,7 +13,9 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 from reference_pages import modules_of, public_names  # noqa: E402
 
-PACKAGES = ("flow", "samplers", "credit")
+PACKAGES = (
+    "flow", "samplers", "credit", "losses", "probes", "rollout", "rewards", "policies", "prompts", "diagnostics", "worlds",
+)  # fmt: skip
 HEADINGS = ("Args", "Returns", "Yields", "Raises", "Attributes")
 
 
@@ -58,7 +60,7 @@ def faults(function: Callable) -> list[str]:
     parts = sections(inspect.getdoc(function) or "")
     named = [found.group(1) for line in parts.get("Args", []) if (found := re.match(r"(\*{0,2}\w+): \S", line))]
     wrong = [] if named == expected else [f"Args names {named}, not {expected}"]
-    silent = inspect.signature(function).return_annotation in (None, "None")
+    silent = inspect.signature(function).return_annotation in (None, "None", Iterator[None])
     if not silent and not ("Returns" in parts or "Yields" in parts):
         wrong.append("no Returns")
     for line in parts.get("Raises", []):

@@ -74,7 +74,15 @@ def _coverage(kind: Tensor, jitter: Jitter) -> Tensor:
 
 
 def render_cells(classes: Tensor, jitter: Jitter) -> Tensor:
-    """Pixels of single cells: classes [cell] -> [cell, 3, CELL, CELL] in [0, 1]."""
+    """Pixels of single cells.
+
+    Args:
+        classes: cell classes [cell].
+        jitter: offsets in pixels and size factors, each [cell].
+
+    Returns:
+        Pixels in [0, 1], [cell, 3, CELL, CELL].
+    """
     colours = torch.tensor([PALETTE[colour] for colour, _ in OBJECTS] + [INK] * len(GLYPHS))
     kinds = torch.tensor([i % 3 for i in range(len(OBJECTS))] + [3 + i for i in range(len(GLYPHS))])
     index = (classes - 1).clamp(min=0)

@@ -32,7 +32,15 @@ VOCABULARY = ("", *COLOURS, *SHAPES, *NUMBERS, *RELATIONS, *MOODS, "and", "patte
 
 
 def object_class(colour: str, shape: str) -> int:
-    """Cell class of an object: 1 + index in colours x shapes."""
+    """Cell class of an object: 1 + index in colours x shapes.
+
+    Args:
+        colour: one of the world's colours.
+        shape: one of the world's shapes.
+
+    Returns:
+        The class, 1 or more; 0 is an empty cell.
+    """
     return 1 + OBJECTS.index((colour, shape))
 
 
