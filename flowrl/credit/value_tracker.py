@@ -39,7 +39,7 @@ class ValueTracker:
     """A = (R_T - v_p) / (s_p + 1e-4) at every step, clamped to +-`clamp`; v_p and s_p are tracked over the visits of prompt p.
 
     v_p = sum_k w_k sum_m R_{k,m} / sum_k w_k M_k after the visits k = 1..n with M_k samples each, the present one included, with
-    w_k = `decay`^(n-k); s_p^2 is the population variance with the same weights. With `decay` = 1, v_p is the running mean of
+    w_k = decay^(n-k); s_p^2 is the population variance with the same weights. With `decay` = 1, v_p is the running mean of
     the prompt; below 1, an exponential moving average without the bias towards its start; with 0 it is the mean of the group,
     and the rule is `Uniform`, as it always is at a prompt's first visit. With `std` = "batch", s_p is the root mean square of
     all deviations R_T - v_p of the table instead.
