@@ -46,6 +46,21 @@ CASES = [
         ],
     ),
     Case(
+        lesson.check_figure_1,
+        dict(lesson.FIGURE_1),
+        [
+            ({**lesson.FIGURE_1, "g at 0.86": 8}, "g at 0.86: find the node"),
+            ({**lesson.FIGURE_1, "g at 0.71": 2}, "g at 0.71: find the node"),
+            (dict(zip(lesson.FIGURE_1, (2, 4, 1), strict=True)), "not of the step that leads to it"),
+            (dict(zip(lesson.FIGURE_1, (4, 6, 3), strict=True)), "one too large"),
+            (dict(zip(lesson.FIGURE_1, (7, 5, 8), strict=True)), "count from the image"),
+            (dict(zip(lesson.FIGURE_1, (3, 5, 3), strict=True)), "leads out of the dip"),
+            (dict(zip(lesson.FIGURE_1, (3, 5, 4), strict=True)), "the step into node j"),
+            ({"g at 0.86": 3}, "with the keys"),
+            (dict.fromkeys(lesson.FIGURE_1, ...), "replace the dots"),
+        ],
+    ),
+    Case(
         lesson.check_substeps,
         substeps,
         [

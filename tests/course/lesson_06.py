@@ -102,6 +102,23 @@ CASES = [
         ],
     ),
     Case(
+        lesson.check_paper_labels,
+        {5: 0.35, 2: 0.45},
+        [
+            ({0: 0.35, 3: 0.45}, "our step numbers"),
+            ({4: 0.35, 1: 0.45}, "one too small"),
+            ({5: 0.10, 2: 0.15}, "these are the increments"),
+            ({5: 0.25, 2: 0.30}, "changes after the step"),
+            ({5: 0.35, 2: 0.35}, "trend D for both"),
+            ({5: -0.35, 2: -0.45}, "signs are wrong"),
+            ({2: 0.45}, "first step is missing"),
+            ({5: 0.35}, "after a step down is missing"),
+            ({5: 0.35, 2: 0.45, 1: 0.30}, "nothing turns there"),
+            ({5: 0.35, 3: 0.40}, "against the trend"),
+            ({...: ...}, "replace the dots"),
+        ],
+    ),
+    Case(
         lesson.check_balance,
         balance,
         [

@@ -17,7 +17,7 @@
 #
 # **Time** 15 minutes, of which the computer needs about one. **You need** no prior knowledge; the details come in lessons 1 to 10.
 #
-# `flowrl` ships a small text-to-image model that draws on a 4 x 4 lattice. It knows every word of its small language, but it often draws the wrong number of objects, or puts them in the wrong place. Below are its images before any training,
+# `flowrl` ships a small text-to-image model that draws on a 4 x 4 lattice. It was trained on every word of its small language, but often draws the wrong number of objects, or puts them in the wrong place. Below are its images before any training,
 # with the scores of a verifier that compares each image with its prompt.
 
 # %% tags=["hide-input"]
@@ -54,15 +54,21 @@ before = ode_images(policy, verifier, each_eight_times)
 show(before, "before training; the number is the score, 1 is the maximum")
 
 # %% [markdown]
-# ## What it cannot do
+# ## Weaknesses of the base model
 #
-# ### Exercise 1 · find its weakness *(easy, 4 minutes)*
+# ### Exercise 1 · find a weakness
+#
+# *Difficulty: easy · importance: useful · time: 4 minutes*
 #
 # Write a prompt that the base model often gets wrong. The language has numbers (`two red circles`, up to `five`), pairs (`red circle and blue square`), relations (`red circle left of blue square`, `right of`, `above`, `below`) and texts (`text "K7"`). Colours are red, green, blue and yellow; shapes are circle, square and triangle. The
 # check samples 16 images and passes if their mean score is below 0.75.
 
 # %% tags=["exercise"]
 my_prompt = "..."
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Look at the captions of the images above: which kind of prompt has low scores?
 
 # %% tags=["solution"]
 my_prompt = "blue square left of green triangle"
@@ -76,7 +82,7 @@ lesson.check_weakness(my_prompt)
 # %% [markdown]
 # ## What GRPO does
 #
-# Sample a *group* of images for one prompt, its *members*, with different random numbers. Score them. Make the better ones more likely and the worse ones less likely by a small update. Repeat with other prompts. The score may be any function of
+# Sample a *group* of images for one prompt, its *members*, with different random numbers. Score them. A small update makes the better images more likely and the worse images less likely. Repeat with other prompts. The score may be any function of
 # an image; no example of a good image is needed.
 #
 # One group, sorted by score:
@@ -99,7 +105,7 @@ plt.show()
 # %% [markdown]
 # ## The question of credit
 #
-# An image is made in ten steps and gets one score. Which step earned it? At every node the ODE from there to the end gives an estimate of the finished image. Below are these estimates for the best member of the group (upper row) and the worst (lower row), and under them the scores of the estimates.
+# An image is made in ten steps and gets one score. Which step caused it? At every node the ODE from there to the end gives an estimate of the finished image. Below are these estimates for the best member of the group (upper row) and the worst (lower row), and under them the scores of the estimates.
 
 # %% tags=["hide-input"]
 figure, axes = plt.subplots(4, 11, figsize=(12.5, 6.2), layout="constrained", height_ratios=[1, 1, 0.1, 2.2])
@@ -126,7 +132,9 @@ plt.show()
 # %% [markdown]
 # Consider the worst member. Its first estimates have the square on the *right*, step 2 corrects this, step 3 moves the triangle without a loss, and step 4 turns the triangle red. One score for the finished image contains none of this.
 #
-# ### Exercise 2 · the step that mattered *(easy, 4 minutes)*
+# ### Exercise 2 · the step that mattered
+#
+# *Difficulty: easy · importance: essential · time: 4 minutes*
 #
 # `table[0, member]` holds the scores of the estimates at nodes 0 to 10. Step $i$ leads from node $i$ to node $i+1$. Write a function that returns the number of the step at which the score rose most.
 
@@ -135,6 +143,10 @@ plt.show()
 def best_step(rewards):
     """The step with the largest gain; rewards is [node]."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** `rewards.diff()` has the differences between neighbouring nodes, one per step. Which index has the largest of them?
 
 
 # %% tags=["solution"]
@@ -178,13 +190,19 @@ plt.show()
 # Flow-GRPO makes every step of the worst member less likely, the good one included. The other two rules give step 2 a positive and step 4 a negative advantage. TP-GRPO's advantage of step 3 is negative too: step 3 is a turning point (circles mark turning points) after which the score
 # only falls, so its credit is the whole fall. Only steps 2 to 6 are random here. The other steps have no gain and no part in the update.
 #
-# ### Exercise 3 · which rules blame the step? *(easy, 3 minutes)*
+# ### Exercise 3 · rules with a negative credit
+#
+# *Difficulty: easy · importance: essential · time: 3 minutes*
 #
 # A trajectory ends well above its group's mean, but its third step lowered the score of its estimate while the third steps of the other members raised theirs. Which rules make that step *less* likely? Answer with a set of names
 # from `"flow-grpo"`, `"stepwise-flow-grpo"` and `"tp-grpo"`.
 
 # %% tags=["exercise"]
 blaming = {...}
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** For each rule decide which numbers it uses: the final reward only, or the change during the step. Is a falling step of a trajectory that ends well a turn towards its trend?
 
 # %% tags=["solution"]
 blaming = {"stepwise-flow-grpo", "tp-grpo"}
@@ -262,5 +280,11 @@ show(after, "after 10 iterations, same noise")
 # | credit rule | reward table to advantages [prompt, member, step] | `credit.Uniform`, `StepwiseGain`, `TurningPoint` |
 # | settings | everything that a run depends on | `RunConfig`, `preset` |
 # | trainer | rollout, rewards, credit, update | `Trainer`, `training.build.make_trainer` |
+#
+# ## Further reading
+#
+# - Liu et al. 2025, *Flow-GRPO* (arXiv 2505.05470): the method that this course builds on.
+# - Black et al. 2023, *DDPO* (arXiv 2305.13301), and Fan et al. 2023, *DPOK* (arXiv 2305.16381): the first policy gradients for diffusion models.
+# - Wallace et al. 2023, *Diffusion-DPO* (arXiv 2311.12908): learning from pairs of images instead of a score.
 #
 # **Next:** [1 · Flow matching from scratch](01_flow_matching.ipynb).

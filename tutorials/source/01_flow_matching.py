@@ -14,7 +14,7 @@
 # # 1 · Flow matching from scratch
 #
 # **After this lesson you can** write the straight path between noise and data, train a network on its velocity, turn noise into
-# samples with an ODE, and read off at any moment what the sample will roughly become.
+# samples with an ODE, and estimate the finished sample from any state on the way.
 #
 # **Time** 45 minutes, of which the computer needs less than one. **You need** PyTorch and the notion of an expectation.
 #
@@ -67,7 +67,9 @@ opening()
 #
 # The data are eight small Gaussian blobs on a circle (`GaussianMixture.ring()`).
 #
-# ### Exercise 1 · interpolate *(easy, 3 minutes)*
+# ### Exercise 1 · interpolate
+#
+# *Difficulty: easy · importance: essential · time: 3 minutes*
 #
 # Write the path for a whole batch: `clean` and `noise` are `[sample, dim]`, and every sample has its own `time` `[sample]`.
 
@@ -76,6 +78,10 @@ opening()
 def interpolate(clean, noise, time):
     """x_t of every sample."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** `time` is `[sample]` and the points are `[sample, dim]`: give the time a second axis with `time[:, None]`.
 
 
 # %% tags=["solution"]
@@ -110,13 +116,15 @@ plt.show()
 # point $x_t$ is known, neither $x_0$ nor $\varepsilon$, and many lines pass near every point. The field that moves the whole
 # *distribution* correctly is their average,
 #
-# $$v(x, t) = \mathbb{E}\left[\varepsilon - x_0 \mid x_t = x\right],$$
+# $$v(x, t) = \mathbb{E}\left[\varepsilon - x_0 \mid x_t = x\right].$$
 #
-# The average is sufficient because the density at a point changes only by the net flow in and out, and this flow is the density times
+# The average is sufficient: the density at a point changes only by the net flow in and out. This flow is the density times
 # the *mean* velocity there. Least squares estimates this mean: a network trained to predict $\varepsilon - x_0$ from $(x_t, t)$ with a squared error
 # converges to $v$ (Lipman et al. 2022, arXiv 2210.02747, theorem 2; Liu et al. 2022, arXiv 2209.03003).
 #
-# ### Exercise 2 · the training loss *(medium, 6 minutes)*
+# ### Exercise 2 · the training loss
+#
+# *Difficulty: medium · importance: essential · time: 6 minutes*
 #
 # `network(x, t)` maps `[sample, dim]` and `[sample]` to `[sample, dim]`. Return the mean squared error over the batch and the dimensions.
 
@@ -125,6 +133,10 @@ plt.show()
 def flow_matching_loss(network, clean, noise, time):
     """Mean squared error of the predicted velocity at x_t."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Compute $x_t$ with your function of exercise 1. The target is the derivative of $x_t$ by $t$, which does not depend on $t$.
 
 
 # %% tags=["solution"]
@@ -174,7 +186,7 @@ print(f"loss: first 100 updates {sum(losses[:100]) / 100:.2f}, last 100 updates 
 
 # %% [markdown]
 # For a Gaussian mixture the velocity can be written down: at time $t$ mode $k$ has become $\mathcal N((1-t)\,m_k,\; c_t I)$ with
-# $c_t = (1-t)^2 s^2 + t^2$ ($m_k$ is the blob's centre, $s$ its standard deviation), the posterior probability of each mode follows from Bayes' rule, and within a mode everything is linear.
+# $c_t = (1-t)^2 s^2 + t^2$ ($m_k$ is the blob's centre, $s$ its standard deviation). The posterior probability of each mode follows from Bayes' rule, and within a mode all estimates are linear.
 # `GaussianMixture.velocity` computes this field, so the error of the network can be measured at every point.
 
 # %% tags=["hide-input"]
@@ -213,7 +225,9 @@ plt.show()
 #
 # In `flowrl`, states are *nodes* ($T + 1$ of them, node 0 is noise) and moves are *steps* ($T$ of them, step $i$ leads from node $i$ to node $i + 1$).
 #
-# ### Exercise 3 · Euler's method *(medium, 6 minutes)*
+# ### Exercise 3 · Euler's method
+#
+# *Difficulty: medium · importance: essential · time: 6 minutes*
 #
 # `velocity(x, t)` maps `[sample, dim]` and `[sample]` to `[sample, dim]`, like `network` above; `times` `[node]` are the $T + 1$ grid points. Return all nodes, `[node, sample, dim]`.
 
@@ -224,6 +238,10 @@ def euler(velocity, noise, times):
     nodes = [noise]
     ...
     return torch.stack(nodes)
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Loop over neighbouring grid points with `pairwise(times)`. A step needs the last node, the velocity there, and the length $t - s$; `t.expand(len(x))` makes a time for every sample.
 
 
 # %% tags=["solution"]
@@ -268,7 +286,9 @@ plt.show()
 # and if $v$ is the conditional mean, both are conditional means, since they are linear in $v$: $\hat x_0 = \mathbb E[x_0 \mid x_t]$. This is the **Tweedie estimate**. It is the cheapest way to score an
 # unfinished image, and stepwise credit is based on it (lesson 5).
 #
-# ### Exercise 4 · the Tweedie estimate *(easy, 3 minutes)*
+# ### Exercise 4 · the Tweedie estimate
+#
+# *Difficulty: easy · importance: essential · time: 3 minutes*
 #
 # Write $\hat x_0$ for a batch: `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`.
 
@@ -277,6 +297,10 @@ plt.show()
 def tweedie(x, velocity, time):
     """The estimate of x_0 from the state, its velocity [sample, dim], and its time [sample]."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Solve the two equations above the exercise for $x_0$, or step along the line for the remaining time $t$.
 
 
 # %% tags=["solution"]
@@ -348,7 +372,9 @@ print("tweedie agrees:", torch.allclose(library_tweedie(x, ring.velocity(x, t), 
 # tweedie agrees: True
 
 # %% [markdown]
-# ### Exercise 5 · how many steps? *(harder, 10 minutes)*
+# ### Exercise 5 · how many steps?
+#
+# *Difficulty: harder · importance: useful · time: 10 minutes*
 #
 # The error of Euler's method decreases like $1/T$. Check this: return the root mean square distance, over samples, between the final points of `euler` with `steps` steps and those with
 # 640 steps, both with the exact field `ring.velocity` from the same `noise`. Use even grids.
@@ -358,6 +384,10 @@ print("tweedie agrees:", torch.allclose(library_tweedie(x, ring.velocity(x, t), 
 def euler_error(noise, steps):
     """Root mean square distance of the T-step result from the 640-step result."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Call `euler` twice with `torch.linspace(1, 0, steps + 1)` and the same noise, and take the last node of each. The squared distance is a sum over dimensions; the mean over samples and the root come after it.
 
 
 # %% tags=["solution"]
@@ -396,5 +426,12 @@ plt.show()
 # | $t_0 = 1 > \dots > t_T = 0$ | grid | `Schedule.times` |
 # | $\hat x_0 = x_t - tv$ | Tweedie estimate | `flow.tweedie` |
 # | $x_{i+1} = x_i - \Delta_i v$ | Euler step | `samplers.ODE`, `rollout.integrate` |
+#
+# ## Further reading
+#
+# - Lipman et al. 2022, *Flow matching for generative modeling* (arXiv 2210.02747): the training loss, and why it estimates the mean velocity (theorem 2).
+# - Liu et al. 2022, *Rectified flow* (arXiv 2209.03003): the same straight paths, found independently.
+# - Lipman et al. 2024, *Flow matching guide and code* (arXiv 2412.06264): a textbook treatment with exercises in PyTorch.
+# - Esser et al. 2024, *SD3* (arXiv 2403.03206): flow matching at scale; section 5.3.2 explains the shift of the time grid.
 #
 # **Next:** [2 · From ODE to SDE](02_ode_to_sde.ipynb) makes the path random without changing where it ends.

@@ -338,7 +338,7 @@ lesson.check_excess_variance(excess_variance)
 #
 # *Difficulty: medium · importance: useful · time: 6 minutes*
 #
-# Return mean and standard deviation of the next node with CPS's $\sigma$; `t`, `s` and `eta` are numbers, so `math.sin` will do.
+# Return mean and standard deviation of the next node with CPS's $\sigma$; `t`, `s` and `eta` are numbers, so use `math.sin`.
 
 
 # %% tags=["exercise"]
@@ -395,7 +395,7 @@ plt.show()
 # %% [markdown]
 # If all steps are random, the noise of Flow-SDE's last step remains in the sample as grain. An ODE step as the last step removes this noise; the remaining excess is small here.
 #
-# All other samples are *sharper* than the data, those of the ODE included: ten steps end with a jump to a conditional mean, which has lost part of the spread. A sharp sample is not an exact one. CPS adds new noise to conditional means at every step, and with a
+# All other samples are *sharper* than the data, those of the ODE included: ten steps end with a jump to a conditional mean, which has lost part of the spread. A sharp sample is not an exact sample. CPS adds new noise to conditional means at every step, and with a
 # fixed $\eta$ more steps increase its loss of spread.
 #
 # ## Which steps are decisions?

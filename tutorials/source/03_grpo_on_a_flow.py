@@ -104,7 +104,7 @@ lesson.check_log_prob(log_prob)
 # %% [markdown]
 # ## The policy gradient
 #
-# The goal is a large expected reward, $J(\theta) = \mathbb E[R]$. The reward is computed by a program or by another model, and has no usable gradient. The policy has one. Write $p(\text{path})$ for the probability density of a trajectory,
+# The goal is a large expected reward, $J(\theta) = \mathbb E[R]$. The reward is computed by a program or by another model, and has no usable gradient. The policy has a gradient. Write $p(\text{path})$ for the probability density of a trajectory,
 # $p(x_0) \prod_i \pi(x_{i+1} \mid x_i)$, in which $x_0$ is node 0, the noise. Then
 #
 # $$\nabla J = \nabla\!\int\! R\, p = \int\! R\, \nabla p = \int\! R\, p\, \nabla\log p = \mathbb E\Big[R \sum_i \nabla\log\pi(x_{i+1} \mid x_i)\Big].$$
@@ -115,8 +115,8 @@ lesson.check_log_prob(log_prob)
 #
 # $$\mathbb E\big[b\,\nabla\log\pi\big] = b \int \pi\,\nabla\log\pi = b\,\nabla\!\int\!\pi = b\,\nabla 1 = 0.$$
 #
-# Such a *baseline* is free: the expected gradient is unchanged for every $b$. The noise of the estimate is not. If all rewards are near 5, each sample pushes its own action up by about 5, and the differences that matter are hidden in the scatter.
-# With $b$ near the mean reward, good actions are pushed up and bad ones down.
+# Such a *baseline* is free: the expected gradient is unchanged for every $b$. The noise of the estimate is not. If all rewards are near 5, every sampled action is made more likely, with a weight of about 5. The small differences between rewards then contribute little to the sum.
+# With $b$ near the mean reward, good actions become more likely and bad actions less likely.
 #
 # ### Exercise 2 · the policy gradient
 #

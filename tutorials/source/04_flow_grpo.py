@@ -55,7 +55,7 @@ plt.show()
 #
 # An image has 64 × 64 pixels on a lattice of 4 × 4 cells; a cell contains an object, a letter, or nothing. The policy is the transformer class of Stable Diffusion 3
 # (`SD3Transformer2DModel` of diffusers) at a small size. The trained weights are a LoRA adapter on its attention projections (a low-rank matrix added to each frozen weight matrix), as in Flow-GRPO for SD3.5.
-# The base model was trained with captions that were often inaccurate, so it knows every word but does not always follow the prompt.
+# The base model was trained with captions that were often inaccurate, so it can draw every word but does not always follow the prompt.
 #
 # The task is `preference`, for example "calm red and blue pattern": the judge scores the requested colours, mirror symmetry, and the right amount of paint. The score has
 # three forms: `strict` (0 or 1, all three conditions), `graded` (the fraction of conditions that hold), `soft` (continuous). Training uses `soft`; the tables also have `strict`.
@@ -205,8 +205,8 @@ lesson.check_silent(silent_share)
 # are silent far more often than groups of average difficulty, so the formula with the mean $p$ gives too small a number. As training succeeds, $p \to 1$, and more groups become silent.
 
 # %% [markdown]
-# Second, mean and standard deviation of a few members are noisy. The next cell samples 48 members for each of 12 prompts, divides them into smaller groups, and compares the fraction of silent groups with your
-# formula, and the advantages of small groups with those of all 48 (correlation).
+# Second, mean and standard deviation of a few members are noisy. The next cell samples 48 members for each of 12 prompts and divides them into smaller groups. It compares the fraction of silent groups with your
+# formula, and correlates the advantages of small groups with those of all 48.
 
 # %%
 crowd = sample_groups(base, judge, prompts[:12], members=48, sampler=sampler, seed=3)
@@ -364,7 +364,7 @@ def kl_from_velocities(velocity, reference_velocity, t, s, noise_level):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute $\sigma$ at time $t$ first. The factor in front of $\|v - v_\text{ref}\|^2$ is one number; multiply it by the mean over elements of the squared difference.
+# **Hint.** Compute $\sigma$ at time $t$ first (`** 0.5` takes the root of a number). The factor in front of $\|v - v_\text{ref}\|^2$ is one number; multiply it by the mean over elements of the squared difference.
 
 
 # %% tags=["solution"]

@@ -13,17 +13,18 @@
 # %% [markdown]
 # # 5 · Stepwise-Flow-GRPO
 #
-# **After this lesson you can** score an unfinished image, compute the credit of each denoising step from its gain, explain why the gains are normalised jointly, and measure the value of better credit
+# **After this lesson you can** score an unfinished image, translate the paper's figure and labels into steps, compute the credit of each denoising step from its gain, explain why the gains are normalised jointly, and measure the value of better credit
 # in network evaluations.
 #
-# **Time** 60 minutes, of which the computer needs about one. **You need** lesson 4, and the Tweedie estimate of lesson 1.
+# **Time** 70 minutes, of which the computer needs about one. **You need** lesson 4, and the Tweedie estimate of lesson 1.
 #
 # Flow-GRPO gives every step of a trajectory the same credit. The animation shows two trajectories of one group, from the same noise: at every node an estimate of the finished image (computed as in
-# exercise 2), and the judge's score of the estimate. Which of the two has the better *first half*?
+# exercise 3), and the judge's score of the estimate. Which of the two has the better *first half*?
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from flowrl import preset, world
 from flowrl.credit import StepwiseGain, Uniform
@@ -101,7 +102,7 @@ opening()
 
 # %% [markdown]
 # A leads early and ends lower. Flow-GRPO gives *every* step of A a lower advantage than every step of B, the good early steps included. This credit is right on average over many trajectories,
-# but noisy: the credit of each step contains the effects of nine others. Stepwise-Flow-GRPO (arXiv 2603.28718, whose first figure has two crossing curves) gives a step its own gain.
+# but noisy: the credit of each step contains the effects of nine others. Stepwise-Flow-GRPO (Savani et al. 2026, arXiv 2603.28718) gives a step its own gain. Its Figure 1 has two such crossing curves.
 #
 # ## Gains
 #
@@ -109,9 +110,11 @@ opening()
 #
 # $$g_i = R_{i+1} - R_i.$$
 #
-# (The paper counts time in the other direction; its $t$ is $T - i$ here.)
+# The caption of the paper's Figure 1 defines the gain as $g_t = r_{t-1} - r_t$: the paper counts the remaining steps, so its $t$ is $T - i$ here, and its $r_{t-1}$ is the reward of our node $i + 1$.
 #
-# ### Exercise 1 · gains *(easy, 3 minutes)*
+# ### Exercise 1 · gains
+#
+# *Difficulty: easy · importance: essential · time: 3 minutes*
 #
 # From a reward table `[prompt, member, node]` compute the gains `[prompt, member, step]`.
 
@@ -120,6 +123,10 @@ opening()
 def step_gains(rewards):
     """The change of the expected reward in each step."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Both slices `[..., 1:]` and `[..., :-1]` have one entry per step. Which of them is the reward after the step?
 
 
 # %% tags=["solution"]
@@ -132,7 +139,7 @@ def step_gains(rewards):
 lesson.check_gains(step_gains)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** There is one step less than nodes. The sum over steps *telescopes* to $\sum_i g_i = R_T - R_0$: gains distribute the total change over the steps. In `flowrl`: `credit.gains`.
+# **Why.** There is one step fewer than nodes. The sum over steps *telescopes* to $\sum_i g_i = R_T - R_0$: gains distribute the total change over the steps. In `flowrl`: `credit.gains`.
 
 # %%
 gained = step_gains(batch.rewards)
@@ -166,12 +173,72 @@ plt.show()
 # %% [markdown]
 # All curves begin at the same point: in Stepwise-Flow-GRPO the members of a group start from the *same* noise $x_T$, so that differences come from the steps alone.
 #
+# ## Figure 1 of the paper
+#
+# The animation at the top is this world's version of the paper's Figure 1. Read such a figure in this order:
+#
+# 1. **Axis.** The paper labels states by their time $t$, which runs from 1 (noise) to 0. It writes $r_t$ for the reward at $t$ and $g_t = r_{t-1} - r_t$ for the gain, in which $t-1$ is the *next*, less noisy state of the grid. So $g_t$ belongs to the step that *leaves* the state at $t$.
+# 2. **Quantity.** Each curve shows the PickScore of the Tweedie estimate $\hat x_0(t)$ of a single trajectory. An estimate at an early state is not an image that the sampler would produce.
+# 3. **Claim.** Trajectory 0 dips at $t = 0.86$ and recovers, trajectory 1 drops at $t = 0.71$, and both end near 0.90. Uniform credit is nearly equal for both. Gains differ at the marked steps.
+# 4. **Evidence.** Two trajectories illustrate the idea. The claim of faster learning rests on the right panel. For a curve of rewards check what is on its horizontal axis (iterations, hours, or network evaluations), whether the extra cost of scoring is included, and how many seeds were run.
+#
+# ### Exercise 2 · from the paper's labels to steps
+#
+# *Difficulty: easy · importance: useful · time: 5 minutes*
+#
+# The next cell prints the grid of SD3 with ten steps, whose nodes match the times in the caption. Give the numbers of our steps: the step whose gain the paper calls $g_{0.86}$, the step whose gain it calls $g_{0.71}$, and the step that leads *into* the dip at $t = 0.86$.
+
+# %%
+scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+scheduler.set_timesteps(10)
+print("node: " + "  ".join(f"{node:4d}" for node in range(10)))
+print("t:    " + "  ".join(f"{float(t):.2f}" for t in scheduler.sigmas[:10]))
+
+# %% tags=["exercise"]
+figure_1 = {"g at 0.86": ..., "g at 0.71": ..., "into the dip at 0.86": ...}
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Find the two times in the row `t`, and read the node number above. Step $i$ leaves node $i$ and enters node $i + 1$.
+
+# %% tags=["solution"]
+figure_1 = {"g at 0.86": 3, "g at 0.71": 5, "into the dip at 0.86": 2}
+
+# %%
+lesson.check_figure_1(figure_1)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** $t = 0.86$ is node 3 and $t = 0.71$ node 5, and step $i$ leaves node $i$. The low point of a dip at node 3 is the *result* of step 2, whose gain is negative; step 3 leads out of the dip, so $g_{0.86}$ is positive for trajectory 0. For every label in such a figure, decide whether it names a state or the step after the state.
+
+# %%
+figure, axes = panels(width=7.0, height=3.0)
+grid = batch.rollout.trajectories.schedule.times
+for member, shade, name in ((leader, ACCENT, "A"), (winner, DATA, "B")):
+    axes.plot(range(11), batch.rewards[group, member], "o-", color=shade, markersize=4, label=f"trajectory {name}")
+low = int(gained[group, leader].argmin())
+start, end = (float(batch.rewards[group, leader, node]) for node in (low, low + 1))
+axes.annotate("", (low + 1, end), (low, start), arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.6})
+label = f"$g_{{{float(grid[low]):.2f}}}$ = {end - start:+.2f}: step {low}"
+axes.annotate(label, (low + 0.5, (start + end) / 2), xytext=(8, 4), textcoords="offset points", fontsize=9)
+axes.set(xticks=range(11), xlabel="t of the state (noise → image)", ylabel="expected reward", ylim=(0, 1.05))
+axes.set_xticklabels([f"{float(t):.2f}" for t in grid])
+axes.set_title("The two trajectories with the paper's labels", fontsize=10)
+axes.legend(frameon=False, fontsize=8, loc="lower right")
+clean(axes)
+plt.show()
+print(f"largest loss of trajectory A: step {low}, {start:.2f} to {end:.2f}")
+
+# %% [markdown]
+# Trajectory A is the paper's argument in the extreme: a good early step is followed by a step that loses most of the reward, and uniform credit gives both the same negative number.
+#
 # ## Rewards of unfinished images
 #
-# The judge scores a clean image, so $R_j$ needs an estimate of one. The Tweedie estimate $\hat x_0 = x_j - t_j v_j$ is free, but at early nodes it is the *mean* of all images that are still possible, and a judge
-# trained or written for images does not score blurred means well. The paper uses $T' = 5$ Euler steps on an even grid over $[t_j, 0]$ instead.
+# The judge scores a clean image, so $R_j$ needs an estimate of the clean image. The Tweedie estimate $\hat x_0 = x_j - t_j v_j$ is free. At early nodes it is the *mean* of all images that are still possible, and a judge
+# for sharp images does not score blurred means well. The paper uses $T' = 5$ Euler steps on an even grid over $[t_j, 0]$ instead.
 #
-# ### Exercise 2 · a substep estimate *(medium, 8 minutes)*
+# ### Exercise 3 · a substep estimate
+#
+# *Difficulty: medium · importance: essential · time: 8 minutes*
 #
 # `x` `[sample, dim]` is the state at time `t` (a number), `v` its velocity, which the rollout has already computed. `velocity(x, t)` evaluates the network at a time that is also a number. Return the estimate after `count` Euler steps of equal length from $t$ to 0,
 # with as few network evaluations as possible.
@@ -181,6 +248,10 @@ plt.show()
 def substep_estimate(velocity, x, t, v, count):
     """The estimated image: `count` Euler steps from time t to 0."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Every substep has length $t/T'$. Substep 0 uses `v`; substep $k$ evaluates `velocity` at the current state and at time $t - k\,t/T'$.
 
 
 # %% tags=["solution"]
@@ -296,7 +367,9 @@ plt.show()
 #
 # $$A_i^{(k)} = \frac{g_i^{(k)} - \operatorname{mean}_{j,l}\, g_l^{(j)}}{\operatorname{std}_{j,l}\, g_l^{(j)} + 10^{-4}}.$$
 #
-# ### Exercise 3 · joint normalisation *(easy, 4 minutes)*
+# ### Exercise 4 · joint normalisation
+#
+# *Difficulty: easy · importance: essential · time: 4 minutes*
 #
 # `gained` is `[prompt, member, step]`; population standard deviation again.
 
@@ -305,6 +378,10 @@ plt.show()
 def joint_advantages(gained):
     """Stepwise-Flow-GRPO's credit from gains."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Mean and standard deviation run over two axes at once: `dim=(1, 2)` with `keepdim=True`.
 
 
 # %% tags=["solution"]
@@ -355,19 +432,27 @@ print(f"largest |std_g x sum of A - (R_T - mean R_T)|: {float((total * spread - 
 # %% [markdown]
 # ## From gains to reward-to-go
 #
-# A gain ignores later effects: a step may lower the expected reward now and raise it later. The other extreme is the *reward-to-go* $R_T - R_i$, the total gain from step $i$ on. Generalised advantage estimation (arXiv 1506.02438) interpolates between them:
+# A gain ignores later effects: a step may lower the expected reward now and raise it later. The other extreme is the *reward-to-go* $R_T - R_i$, the total gain from step $i$ on. Generalised advantage estimation (arXiv 1506.02438, equation 16, with $R_j$ as the value) interpolates between them:
 #
 # $$A_i = \sum_{k \ge 0} \lambda^k\, g_{i+k}, \qquad \lambda = 0:\ g_i, \qquad \lambda = 1:\ R_T - R_i.$$
 #
 # TP-GRPO uses the reward-to-go at its turning points (lesson 6).
 #
-# ### Exercise 4 · from gains to reward-to-go *(harder, 8 minutes)*
+# ### Exercise 5 · from gains to reward-to-go
+#
+# *Difficulty: harder · importance: useful · time: 8 minutes*
+#
+# `gained` is `[prompt, member, step]`. Return the sums above for `lam` $= \lambda$ between 0 and 1, `[prompt, member, step]`.
 
 
 # %% tags=["exercise"]
 def generalised(gained, lam):
     """sum over k >= 0 of lam^k g_{i+k}, [prompt, member, step]."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The sum has a recursion: $A_i = g_i + \lambda A_{i+1}$. Start with the last step, whose sum is its own gain, and go backwards.
 
 
 # %% tags=["solution"]
@@ -414,7 +499,9 @@ for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
 # %% [markdown]
 # Credit for single steps gives a much clearer gradient than uniform credit, and joint normalisation a clearer one than step by step, in agreement with the paper. (The agreement of two gradients does not prove that their direction is right; lesson 9 and `benchmarks/bias.py` compare it with the true gradient. In two dimensions the direction of the jointly normalised gains is right.)
 #
-# ### Exercise 5 · how many batches? *(harder, 8 minutes)*
+# ### Exercise 6 · how many batches?
+#
+# *Difficulty: harder · importance: optional · time: 8 minutes*
 #
 # Write a batch's gradient as signal plus noise, $s + n$, with $\rho = |s|^2 / \mathbb E|n|^2$. In many dimensions the noises of two batches are nearly orthogonal to each other and to $s$: the inner product of two batches is about $|s|^2$, the squared length of each about $|s|^2 + \mathbb E|n|^2$, so their cosine is about $c = |s|^2/(|s|^2 + \mathbb E|n|^2)$. The mean of $m$ batches divides $\mathbb E|n|^2$ by $m$. How many batches of rule 1
 # (cosine `weak`) have the same $\rho$ as one batch of rule 2 (cosine `strong`)? The number need not be whole.
@@ -424,6 +511,10 @@ for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
 def batches_worth(weak, strong):
     """How many batches of the weaker rule one batch of the stronger is worth."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Solve $c = \rho/(\rho + 1)$ for $\rho$. With $m$ batches $\rho$ is $m$ times as large; set it equal to the $\rho$ of the other rule.
 
 
 # %% tags=["solution"]
@@ -497,5 +588,13 @@ plt.show()
 # | same $x_T$ | members of a group share their noise | `Groups(..., shared_noise=True)` |
 #
 # On the command line: `flowrl train --method stepwise-flow-grpo --task preference --out runs/stepwise`.
+#
+# ## Further reading
+#
+# - Savani et al. 2026, *Stepwise credit assignment for GRPO on flow-matching models* (arXiv 2603.28718): the paper of this lesson. No code is public.
+# - Schulman et al. 2015, *Generalised advantage estimation* (arXiv 1506.02438): equation 16 is the sum of exercise 5.
+# - He et al. 2025, *TempFlow-GRPO* (arXiv 2508.04324): credit of a step from branches, and weights by the noise of a step.
+# - *DenseGRPO* (arXiv 2601.20218): gains of ODE completions, normalised step by step.
+# - Ng, Harada and Russell 1999, *Policy invariance under reward transformations* (ICML): why differences of a potential, such as gains, do not change the optimal policy.
 #
 # **Next:** [6 · TP-GRPO](06_tp_grpo.ipynb) gives some steps credit for everything that follows them.

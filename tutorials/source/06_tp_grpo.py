@@ -13,12 +13,12 @@
 # %% [markdown]
 # # 6 · TP-GRPO
 #
-# **After this lesson you can** score any state by completing it with the ODE, find turning points by hand and in code, balance them, and test a criterion against a null model: how often would pure noise
+# **After this lesson you can** score any state by completing it with the ODE, find turning points by hand, in code and with the paper's labels, balance them, and test a criterion against a null model: how often would pure noise
 # satisfy it?
 #
-# **Time** 75 minutes, of which the computer needs about one. **You need** lesson 5 (gains, notation).
+# **Time** 80 minutes, of which the computer needs about one. **You need** lesson 5 (gains, notation).
 #
-# TP-GRPO (arXiv 2602.06422) addresses the same problem as Stepwise-Flow-GRPO, one reward for all steps, and adds an observation. Some steps *turn* a trajectory: before them the reward moved away from its final value, from
+# TP-GRPO (Tong et al. 2026, arXiv 2602.06422) addresses the same problem as Stepwise-Flow-GRPO, one reward for all steps, and adds an observation. Some steps *turn* a trajectory: before them the reward moved away from its final value, from
 # them on it moves towards it. TP-GRPO gives such a step more credit than its own gain.
 
 # %% tags=["hide-input"]
@@ -91,7 +91,9 @@ opening()
 #
 # TP-GRPO's $R_j$ is the reward of the image that the *ODE* reaches from node $j$ with the remaining steps of the sampler's own grid: the reward if no more noise were added.
 #
-# ### Exercise 1 · complete *(easy, 5 minutes)*
+# ### Exercise 1 · complete
+#
+# *Difficulty: easy · importance: essential · time: 5 minutes*
 #
 # `x` is the state at node `node` of the grid `times` (tensor, $T+1$ entries), `velocity(x, t)` the network at a time $t$ (a number). Return the state at $t = 0$.
 
@@ -100,6 +102,10 @@ opening()
 def complete(velocity, x, node, times):
     """The ODE's end point from a state at node `node`."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Loop over the steps `node` to $T - 1$. Each is an Euler step of length `times[i] - times[i + 1]` with the velocity at `times[i]`.
 
 
 # %% tags=["solution"]
@@ -177,7 +183,7 @@ moving()
 #
 # $$\operatorname{sign}(d_{i-1})\operatorname{sign}(D) < 0, \qquad \operatorname{sign}(d_i)\operatorname{sign}(D) > 0.$$
 #
-# A turning point is **consistent** if the change after the step also has the sign of the step: $d_i\,(R_T - R_{i+1}) > 0$. The first step has no step before it; it counts if $d_0 D > 0$ (plain), or if $d_0\,(R_T - R_1) > 0$ (consistent). A difference of zero never qualifies.
+# A turning point is **consistent** if the change after the step also has the sign of the step: $d_i\,(R_T - R_{i+1}) > 0$. The first step has no step before it. By the paper's Remark 5.2 it counts if $d_0 D > 0$ (plain), or if $d_0\,(R_T - R_1) > 0$ (consistent). A difference of zero never qualifies.
 #
 # The figure has three trajectories of a group with five nodes:
 
@@ -197,13 +203,19 @@ axes[0].set_ylabel("reward of the completion")
 plt.show()
 
 # %% [markdown]
-# ### Exercise 2 · by hand *(medium, 8 minutes)*
+# ### Exercise 2 · by hand
 #
-# List the turning points of each trajectory: the numbers of the steps, once under the plain rule, once under the consistent one. An empty list means none.
+# *Difficulty: medium · importance: essential · time: 8 minutes*
+#
+# List the turning points of each trajectory: the numbers of the steps, under the plain rule and under the consistent rule. An empty list means none.
 
 # %% tags=["exercise"]
 plain = {"a": ..., "b": ..., "c": ...}
 consistent = {"a": ..., "b": ..., "c": ...}
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Write the four increments of a trajectory and the sign of its trend in one line. A turning point is a pair: against the trend, then with it. For the consistent rule compare the last reward with the reward *after* the step.
 
 # %% tags=["solution"]
 plain = {"a": [2], "b": [2], "c": [0, 2]}
@@ -219,7 +231,9 @@ lesson.check_by_hand(plain, consistent)
 # %% [markdown]
 # ## Turning points by code
 #
-# ### Exercise 3 · the plain rule *(medium, 8 minutes)*
+# ### Exercise 3 · the plain rule
+#
+# *Difficulty: medium · importance: essential · time: 8 minutes*
 #
 # For rewards `[prompt, member, node]` return booleans `[prompt, member, step]`: the plain rule for steps $i \ge 1$, and `False` at step 0 (the next exercise adds it).
 
@@ -228,6 +242,10 @@ lesson.check_by_hand(plain, consistent)
 def plain_turns(rewards):
     """Where a step goes with the trend after one that went against it; step 0 is False."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Multiply the sign of each increment by the sign of the trend: +1 is with the trend, -1 against it. Compare neighbouring entries, and write the result at the later one.
 
 
 # %% tags=["solution"]
@@ -247,7 +265,9 @@ lesson.check_plain(plain_turns)
 # **Why.** The product with the sign of the trend is positive for steps with the trend and negative for steps against it. The mark belongs to the *later* of the two steps. With strict inequalities a zero difference is neither with nor against the trend.
 
 # %% [markdown]
-# ### Exercise 4 · the consistent rule, and the first step *(medium, 8 minutes)*
+# ### Exercise 4 · the consistent rule, and the first step
+#
+# *Difficulty: medium · importance: essential · time: 8 minutes*
 #
 # Keep the plain turning points that are consistent, and add the first step if it qualifies.
 
@@ -257,6 +277,10 @@ def consistent_turns(rewards):
     """The consistent turning points of all steps, the first included."""
     turns = plain_turns(rewards)
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The condition $d_i (R_T - R_{i+1}) > 0$ can be computed for all steps at once. Combine it with `turns` by `&`; for step 0 it is the whole criterion.
 
 
 # %% tags=["solution"]
@@ -282,13 +306,71 @@ print(f"consistent turning points per trajectory: {float(found.float().sum(-1).m
 print("fraction of trajectories by step:", " ".join(f"{value:.2f}" for value in found.float().mean((0, 1))))
 
 # %% [markdown]
+# ## The paper's notation and figures
+#
+# The paper and its repository explain the method by a figure of cases (normal points and turning points) and a figure of the method. To read them, translate three things:
+#
+# | in the paper | here | remark |
+# |---|---|---|
+# | time $t = T, \dots, 1$ | step $i = T - t$ | the paper counts the steps that remain; its $t = T$ is our step 0 |
+# | incremental reward $r_t$ | $d_i = R_{i+1} - R_i$ | the change between two ODE completions |
+# | aggregated reward $r_t^\text{agg}$ | $R_T - R_i$ | only at turning points; a normal point has $r_t$ |
+# | first step (Remark 5.2) | $i = 0$ | no step before it; the criterion has one condition |
+#
+# For every marked point of such a figure ask: which sign has the step *before* it, which sign has the step itself, and which sign has the whole trajectory? Three signs decide the plain rule. The consistent rule adds a fourth, that of the change after the step.
+#
+# The next cell draws such a case: a trajectory with five steps, with the paper's labels on the horizontal axis.
+
+# %%
+case = torch.tensor([0.40, 0.50, 0.35, 0.30, 0.45, 0.75])
+figure, axes = panels(width=6.4, height=3.0)
+axes.plot(range(6), case, "o-", color=COLOURS["tp-grpo"])
+for j, value in enumerate(case.tolist()):
+    axes.annotate(f"{value:.2f}", (j, value), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9)
+for i in range(5):
+    axes.text(i + 0.5, 0.215, f"t = {5 - i}", ha="center", fontsize=9, color=NOISE)
+axes.axhline(float(case[0]), color=NOISE, linestyle=":", linewidth=1)
+axes.annotate("", (5.25, float(case[-1])), (5.25, float(case[0])), arrowprops={"arrowstyle": "->", "color": INK})
+axes.text(5.32, 0.56, "D", color=INK)
+axes.set(xlabel="node (the paper's t labels the step between two nodes)", ylabel="reward of the completion", xlim=(-0.3, 5.5))
+axes.set(ylim=(0.2, 0.85), xticks=range(6), title="A case with the paper's labels")
+clean(axes)
+plt.show()
+
+# %% [markdown]
+# ### Exercise 5 · with the paper's labels
+#
+# *Difficulty: medium · importance: useful · time: 6 minutes*
+#
+# Find all consistent turning points of this trajectory, the first step included. Give a dict from the paper's $t$ to the aggregated reward $r_t^\text{agg}$.
+
+# %% tags=["exercise"]
+aggregated_rewards = {...: ...}
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Write the increments and the sign of $D$. Find the turning points with our step numbers first, then translate: $t = T - i$ with $T = 5$.
+
+# %% tags=["solution"]
+aggregated_rewards = {5: 0.35, 2: 0.45}
+
+# %%
+lesson.check_paper_labels(aggregated_rewards)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The increments are +0.10, −0.15, −0.05, +0.15, +0.30, and $D = +0.35$. Step 3 goes up after a step down, and the rise continues, so it is a consistent turning point: $t = 5 - 3 = 2$, and $r_2^\text{agg} = R_T - R_3 = 0.75 - 0.30$. Step 0 goes up, and so does the rest, so Remark 5.2 applies: $t = 5$ and
+# $r_5^\text{agg} = R_T - R_0$. Step 4 also goes up, but after a step up. In the figure the aggregated reward of $t = 2$ spans two steps: it is three times the increment $r_2 = 0.15$.
+
+# %% [markdown]
 # ## Credit of a turning point
 #
 # At a turning point the increment $d_i$ is *replaced* by the long-term reward $R_T - R_i$, the total change from this step to the end. Under the consistent rule this change has the sign of $d_i$ and is larger. All other steps keep their increment. Then each step is normalised over the members, step by step.
 #
 # The last part is **balancing**. In a batch with $n_+$ turning points of positive and $n_-$ of negative long-term reward, only the $k = \min(n_+, n_-)$ largest of each sign keep their long-term reward; the others get $d_i$. If there is one sign only, all turning points keep it.
 #
-# ### Exercise 5 · balance *(harder, 10 minutes)*
+# ### Exercise 6 · balance
+#
+# *Difficulty: harder · importance: useful · time: 10 minutes*
 #
 # `turns` are booleans, `size` $= R_T - R_i$, both `[prompt, member, step]`; the whole table is one batch. Return which turning points remain. There are no ties.
 
@@ -297,6 +379,10 @@ print("fraction of trajectories by step:", " ".join(f"{value:.2f}" for value in 
 def balance(turns, size):
     """The turning points that keep their long-term reward."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Take the positive and the negative sizes at turning points separately, sort them, and find the $k$-th largest of each sign. A turning point remains if its size is at least as large as that threshold. Treat $k = 0$ first.
 
 
 # %% tags=["solution"]
@@ -346,7 +432,9 @@ print(explain(rule, name="TP-GRPO"))
 #
 # The rule looks for patterns of signs, and random numbers have such patterns too. The interpretation of a count therefore needs the count of a *null model*: rewards without any structure.
 #
-# ### Exercise 6 · the null model *(medium, 8 minutes)*
+# ### Exercise 7 · the null model
+#
+# *Difficulty: medium · importance: useful · time: 8 minutes*
 #
 # `turning` is a function such as `consistent_turns`. Return the mean number of turning points *per trajectory* when the rewards at the `nodes` nodes are independent standard normal numbers. (Our trajectories have eleven nodes, but their last step is an ODE step, whose increment is exactly 0, so it never qualifies.) Use enough trajectories for an error of about 0.02.
 
@@ -356,6 +444,10 @@ def noise_count(turning, nodes=10):
     """Turning points per trajectory in pure noise."""
     generator = torch.Generator().manual_seed(0)
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Draw a tensor `[prompt, member, node]` of normal numbers with many trajectories, call `turning`, sum over steps, and take the mean. With 40,000 trajectories the error is below 0.01.
 
 
 # %% tags=["solution"]
@@ -430,8 +522,8 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# The measured count is below that of independent noise and of a random walk, and within its error of the shuffle: **the number of turning points in this world is explained by chance.** By step there is a difference. Step 0 is consistent much less often than after shuffling (an early gain tends to be
-# followed by a loss, plausibly because a reward close to its bound of 1 can mostly fall), and steps 2 to 6 turn somewhat more often. On the right, from step 5 on, the remaining change at a turning point is tiny, but step-by-step normalisation scales it up to full size.
+# The measured count is below that of independent noise and of a random walk, and within its error of the shuffle: **the number of turning points in this world is explained by chance.** By step there is a difference. Step 0 is consistent much less often than after shuffling, and steps 2 to 6 turn somewhat more often. An early gain tends to be
+# followed by a loss, plausibly because a reward close to its bound of 1 can mostly fall. On the right, from step 5 on, the remaining change at a turning point is tiny, but step-by-step normalisation scales it up to full size.
 #
 # This does not show that the credit $R_T - R_i$ is wrong. It shows that a large number of turning points is no evidence for the method, and that `TurningPoint(min_size=0.01)` may be useful.
 #
@@ -457,7 +549,7 @@ print(f"correlation of the first step's advantages with the right ones: {float(t
 # correlation of the first step's advantages with the right ones: 0.30..0.38
 
 # %% [markdown]
-# A third of the trajectories get a trend of the wrong sign, nearly a third of the turning points are lost, about as many false ones appear, and the correlation of the first step's credit with the right one is low. In `flowrl` node 0 of every completion *is* the trajectory's $x_T$, and a test verifies this.
+# A third of the trajectories get a trend of the wrong sign. Nearly a third of the turning points are lost, and about as many false turning points appear. The correlation of the first step's credit with the right credit is low. In `flowrl` node 0 of every completion *is* the trajectory's $x_T$, and a test verifies this.
 #
 # ## Does the position matter?
 #
@@ -528,8 +620,8 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# The curves of the two versions of TP-GRPO, with turning points and with random steps, are almost equal. The differences between all three runs are within chance (the standard error of `strict` is about 0.05), and the two versions cost 3.5 times the sampling. Five iterations with one seed prove nothing about the method. A conclusive comparison needs several seeds, the cost, and the
-# control that differs only in the idea itself. Lesson 7 makes one.
+# The curves of the two versions of TP-GRPO, with turning points and with random steps, are almost equal. The differences between all three runs are within chance (the standard error of `strict` is about 0.05), and the two versions cost 3.5 times the sampling. Five iterations with one seed prove nothing about the method. A conclusive comparison needs several seeds, the cost, and a
+# control that differs only in the idea itself. Lesson 7 makes such a comparison.
 #
 # ## To keep
 #
@@ -544,5 +636,13 @@ plt.show()
 # | all of it | TP-GRPO's credit | `credit.TurningPoint`, `--method tp-grpo` |
 #
 # On the command line: `flowrl explain turning-point --rewards table.csv` shows the credit of the rule for a table of your own.
+#
+# ## Further reading
+#
+# - Tong et al. 2026, *Alleviating sparse rewards by modeling step-wise and long-term sampling effects in flow-based GRPO* (arXiv 2602.06422), with code at github.com/YunzeTong/TurningPoint-GRPO. The differences between paper and code are listed in `docs/differences.md`.
+# - *DenseGRPO* (arXiv 2601.20218): increments of ODE completions without turning points, the natural control for this method.
+# - Wang and Yu 2025, *CPS* (arXiv 2509.05952): the kernel of TP-GRPO's released code.
+# - Arjona-Medina et al. 2018, *RUDDER* (arXiv 1806.07857): redistribution of a delayed reward over the steps that caused it.
+# - Harutyunyan et al. 2019, *Hindsight credit assignment* (arXiv 1912.02503): another definition of the credit of an action, from what happened later.
 #
 # **Next:** [7 · Side by side](07_side_by_side.ipynb) compares the three methods with several seeds and controls.

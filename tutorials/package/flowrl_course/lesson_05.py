@@ -38,6 +38,27 @@ def check_gains(answer: Answer) -> None:
     close(tensor(got, (2, 3, 4), "the result"), gains(rewards), "this is not R_{i+1} - R_i", mistakes)
 
 
+FIGURE_1 = {"g at 0.86": 3, "g at 0.71": 5, "into the dip at 0.86": 2}
+
+
+@check("Exercise 2")
+def check_figure_1(answer: dict[str, Any]) -> None:
+    """`answer` maps the paper's labels to steps: g_t leaves the state at t; the step before leads into it."""
+    expect(isinstance(answer, dict) and set(answer) == set(FIGURE_1), f"give a dict with the keys {', '.join(FIGURE_1)}")
+    given = {label: number(value, label) for label, value in answer.items()}
+    backwards = all(given[label] == 10 - FIGURE_1[label] for label in ("g at 0.86", "g at 0.71"))
+    expect(not backwards, "these count from the image; our steps count from the noise: step 0 leaves t = 1")
+    entered = given["g at 0.86"] == 2 or given["g at 0.71"] == 4
+    expect(not entered, "g at t is the gain of the step that leaves the state at t, not of the step that leads to it")
+    late = given["g at 0.86"] == 4 or given["g at 0.71"] == 6
+    expect(not late, "one too large: node 0 is t = 1, and step i leaves node i")
+    expect(given["g at 0.86"] == 3, "g at 0.86: find the node with t = 0.86; the step that leaves it has the same number")
+    expect(given["g at 0.71"] == 5, "g at 0.71: find the node with t = 0.71; the step that leaves it has the same number")
+    dip = given["into the dip at 0.86"]
+    expect(dip != 3, "step 3 leads out of the dip; the step that leads into node 3 leaves node 2")
+    expect(dip == 2, "the step into node j is step j - 1")
+
+
 def _field(x: Tensor, t: Any) -> Tensor:
     """A velocity that depends on both, so that every slip shows."""
     return torch.sin(x) * (1.0 + 2.0 * float(t) ** 2)
@@ -53,7 +74,7 @@ def _euler(x: Tensor, t: float, count: int, length: float | None = None, still: 
     return x
 
 
-@check("Exercise 2")
+@check("Exercise 3")
 def check_substeps(answer: Answer) -> None:
     """`answer(velocity, x, t, v, count)` is the estimate after `count` Euler steps."""
     x, t, count = torch.randn(4, 3, generator=torch.Generator().manual_seed(6)), 0.6, 4
@@ -110,7 +131,7 @@ def _short(x: Tensor, t: float, count: int) -> Tensor:
     return x
 
 
-@check("Exercise 3")
+@check("Exercise 4")
 def check_joint(answer: Answer) -> None:
     """`answer(gained)` are jointly normalised advantages."""
     rewards = _rewards()
@@ -143,7 +164,7 @@ def _from_gains(gained: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(gained[..., :1]), gained.cumsum(-1)], dim=-1)
 
 
-@check("Exercise 4")
+@check("Exercise 5")
 def check_generalised(answer: Answer) -> None:
     """`answer(gained, lam)` is the discounted sum of the gains from each step on."""
     rewards = _rewards()
@@ -173,7 +194,7 @@ def check_generalised(answer: Answer) -> None:
     close(answer(gained.clone(), 1.0), reward_to_go(rewards), "with lam = 1 the result must be R_T - R_i")
 
 
-@check("Exercise 5")
+@check("Exercise 6")
 def check_worth(answer: Answer) -> None:
     """`answer(weak, strong)` is how many batches of the weak rule are as clear as one of the strong."""
     weak, strong = 0.2, 0.65

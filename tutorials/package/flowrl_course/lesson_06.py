@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.credit import balanced, gains, reward_to_go, turning_points
-from flowrl_course.checking import answered, check, close, expect, number, tensor
+from flowrl_course.checking import answered, check, close, expect, number, same, tensor
 
 Answer = Callable[..., Any]
 
@@ -203,7 +203,38 @@ def _ranked(turns: Tensor, size: Tensor, plus: int, minus: int, largest: bool = 
     return kept & turns
 
 
+PAPER_LABELS = {5: 0.35, 2: 0.45}
+
+
 @check("Exercise 5")
+def check_paper_labels(answer: dict[int, float]) -> None:
+    """`answer` maps the paper's t of the consistent turning points to their aggregated rewards."""
+    expect(isinstance(answer, dict), "give a dict such as {4: 0.10}")
+    expect(... not in answer and ... not in answer.values(), "not answered yet: replace the dots")
+    given = {int(number(t, "t")): number(value, f"the reward at t = {t}") for t, value in answer.items()}
+    expect(set(given) != {0, 3}, "these are our step numbers; the paper's t is T - i, with T = 5")
+    expect(set(given) != {4, 1}, "one too small: the first step has t = T = 5, so t = T - i")
+    expect(1 not in given, "the last step goes up after a step up, so nothing turns there; and no step follows it")
+    expect(3 not in given, "t = 3 goes down, against the trend; a turning point goes with the trend")
+    expect(4 not in given, "t = 4 goes down, against the trend; a turning point goes with the trend")
+    expect(5 in given, "the first step is missing: by Remark 5.2 it counts if d_0 (R_T - R_1) > 0")
+    expect(2 in given, "a step that goes up after a step down is missing")
+    expect(
+        set(given) == set(PAPER_LABELS), f"t runs from 5 to 1; there is no t among {sorted(given)} beyond 5 and 2 that qualifies"
+    )
+    for values, mistake in (
+        ((0.10, 0.15), "these are the increments r_t; a turning point has R_T - R_i, the change from before the step to the end"),
+        ((0.25, 0.30), "these are the changes after the step, R_T - R_{i+1}; the aggregated reward includes the step itself"),
+        ((0.35, 0.35), "this is the trend D for both; the aggregated reward begins at the state before the step"),
+        ((-0.35, -0.45), "the signs are wrong: R_T - R_i is positive if the reward rises"),
+        ((0.40, 0.30), "these are the rewards before the steps; subtract them from the last one"),
+    ):
+        expect(not (same(given[5], values[0], 1e-3) and same(given[2], values[1], 1e-3)), mistake)
+    for t, value in PAPER_LABELS.items():
+        expect(same(given[t], value, 1e-3), f"the aggregated reward at t = {t} is R_T - R_i with i = {5 - t}")
+
+
+@check("Exercise 6")
 def check_balance(answer: Answer) -> None:
     """`answer(turns, size)` says which turning points remain."""
     generator = torch.Generator().manual_seed(13)
@@ -239,7 +270,7 @@ def size_to_rewards(size: Tensor) -> Tensor:
     return torch.cat([-size, torch.zeros_like(size[..., :1])], dim=-1)
 
 
-@check("Exercise 6")
+@check("Exercise 7")
 def check_null(answer: Answer) -> None:
     """`answer(turning, nodes)` is the mean count of turning points of pure noise."""
     seen: list[tuple[int, ...]] = []
