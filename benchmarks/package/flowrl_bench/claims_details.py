@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl_bench.arms import ARMS, WORLDS, tuned
+from flowrl_bench.arms import ARMS, WORLDS, is_tuned, tuned
 from flowrl_bench.claims import KL_WEIGHTS, Claim
 from flowrl_bench.claims import Arm as Changes
 from flowrl_bench.claims_figures import curves, frontier, survival_levels, survivals
@@ -56,7 +56,10 @@ def details_page(inputs: Inputs, memory: Sequence[Mapping[str, Any]] = ()) -> Do
     else:
         page.text(f"{_capital(MISSING)}.")
     page.heading("Settings of the arms")
-    page.text("Arms of the claims name these. A search with the same number of short runs found the numbers in each world.")
+    page.text(
+        "Arms of the claims name these. A search with the same number of short runs found the numbers in each world; those that "
+        "are not searched are the starts of the search."
+    )
     page.blocks.append(_settings())
     page.heading("Claims and questions")
     for key in dict.fromkeys(one.claim.id for one in judged):
@@ -119,14 +122,16 @@ def _settings() -> Table:
     """Every arm's fixed settings, and the numbers found per world."""
     rows = []
     for name, arm in ARMS.items():
-        found = [
-            ", ".join(f"{knob} {value:g}" for knob, value in tuned(world, name).items()) if world in arm.worlds else "-"
-            for world in WORLDS
-        ]
+        found = [_values(world, name) if world in arm.worlds else "-" for world in WORLDS]
         fixed = "; ".join(f"`{key}` = `{_setting(value)}`" for key, value in arm.settings.items())
         rows.append((name, fixed, *found))
     head = ("arm", "settings", *(WORLD_NAMES[world] for world in WORLDS))
     return Table(head, rows, head)
+
+
+def _values(world: str, name: str) -> str:
+    values = ", ".join(f"{knob} {value:g}" for knob, value in tuned(world, name).items())
+    return values if is_tuned(world, name) else f"{values} (not searched)"
 
 
 def _setting(value: Any) -> str:

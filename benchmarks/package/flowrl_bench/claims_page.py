@@ -44,8 +44,9 @@ MAIN_TEXT = (
     "click on a column's head sorts."
 )
 SURVIVAL_TEXT = (
-    "The papers' headlines at the worlds' default settings and at tuned settings. The runs at default settings are older and "
-    "have [a page of their own](claims/at-default-settings.md)."
+    "The papers' headlines at the worlds' default settings and at tuned settings. The runs at default settings are those of the "
+    "question [tuning](claims/details.md#tuning), if it has runs in that world; else they are older and have "
+    "[a page of their own](claims/at-default-settings.md)."
 )
 CLAIMS_TEXT = "The papers' statements in our words. A link leads to the rule, the arms, every comparison and the reported number."
 QUESTIONS_TEXT = "No paper reports these. The answer refers to the arms that it names, or to the arm that the details name first."

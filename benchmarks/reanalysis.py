@@ -1,0 +1,168 @@
+"""An analysis of the credit-rule comparison that shares no code with `flowrl_bench`.
+
+It finds the runs of every arm in the published lines by the settings that the details print, computes every comparison by the
+definitions of ``docs/verdicts.md`` (``reanalysis_statistics.py``), and compares the results with the published pages to the
+printed precision. The exit status is 1 if a number differs. A second; no network evaluations.
+
+    python benchmarks/reanalysis.py --all
+"""
+
+import argparse
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from reanalysis_page import WORLDS, Part, Row, page_arms, page_parts, table
+from reanalysis_statistics import AXES, Comparison, Results, by_seed, compare, holm, read_runs, t_test, wilson
+
+ROOT = Path(__file__).resolve().parents[1]
+MISSING = "no runs yet"
+RULES = {"uniform": "flow-grpo", "stepwise": "stepwise-flow-grpo", "turning points": "tp-grpo"}
+ARMS = {"stepwise": "asks: stepwise gains against uniform", "turning points": "asks: turning points against uniform"}
+
+
+def family(claim: str, page: str) -> str:
+    if claim == "self-test" or claim.startswith("lead-"):
+        return claim.split("-")[0]
+    return "papers" if f"[{claim}]" in page.split("## Open questions")[0] else "questions"
+
+
+def interval(ends: Sequence[float]) -> str:
+    mean, low, high = list(ends)[:3]
+    return f"{mean:+.6f} [{low:.6f}, {high:.6f}]"
+
+
+Leads = dict[tuple[str, str], str]
+"""The cell of the first page, by world and rule in words."""
+
+
+def claim_rows(details: str, page: str, results: Results) -> tuple[list[Row], Leads]:
+    """Every row of the claims' tables, with Holm's correction over the family's rows; and leads as the first page prints them."""
+    families: dict[str, list[tuple[Part, Comparison | None]]] = defaultdict(list)
+    for part in page_parts(details):
+        runs = {name: results.find(part.world, settings) for name, settings in part.arms.items()}
+        families[family(part.claim, page)].append((part, compare(part.rule, runs)))
+    rows, leads = list[Row](), Leads()
+    for members in families.values():
+        whole = all(found for _, found in members)
+        corrected = iter(holm([found.test.p for _, found in members if found]))
+        for part, found in members:
+            what, numbers, wins, alone = part.page.split(" | ")
+            if found is None:  # its p-value is missing from the family's correction
+                continue
+            p = next(corrected)
+            symbol = found.verdict(p, part.rule)
+            own = interval(np.exp(found.test[:3]).tolist() if found.log else found.test)
+            if whole:
+                own += f"{', p < .001' if p < 0.001 else f', p {p:.6f}'} {symbol}"
+                rows.append(Row(part.claim, what, f"{numbers} {alone[-1]}", own))
+            else:
+                rows.append(Row(part.claim, f"{what} (the p-value is not compared)", numbers.split(", p")[0], own))
+            counts = f"{part.seeds} seeds, {wins}", f"{found.seeds} seeds, {100 * found.won:.0f}%"
+            rows.append(Row(part.claim, f"{what}: seeds won", *counts))
+            if part.claim == "train-short" or part.claim.startswith("lead-"):
+                leads[part.world, part.rule] = f"{symbol} {interval(found.test)}"
+    return rows, leads
+
+
+def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterator[Row]:
+    """The main comparison, and the counts of verdicts in the answers."""
+    settings, budgets = page_arms(details), list(AXES)[:3]
+    for label, world in WORLDS.items():
+        verdicts: dict[str, Counter[str]] = defaultdict(Counter)
+        title = f"{label[0].upper()}{label[1:]}"
+        for cells in table(page.split(f"### {title}\n")[1].split("\n##")[0]):
+            name = cells[0].removesuffix(" (control)").split(" = ")[0]
+            claim = {"uniform", "uniform, larger groups", name}
+            keys = set.intersection(*(set(results.find(world, settings[world][arm])) for arm in claim))
+            runs = {key: run for key, run in results.find(world, settings[world][name]).items() if key in keys}
+            areas = by_seed({key: run.area() for key, run in runs.items()})
+            asks = [f"asks: {name} against uniform (mean reward over {budget})" for budget in budgets]
+            own = [leads.get((world, rule), "-") for rule in asks]
+            larger = leads.get((world, f"asks: {name} against uniform, larger groups (mean reward over equal NFE)"), "-")
+            lost = f"{sum(run.collapsed for run in runs.values())} of {len(runs)}"
+            mine = (cells[0], str(len(areas)), interval(t_test(areas)), *own, lost, f"{areas.min():.6f}", larger)
+            yield from cell_rows(f"main comparison, {label}", cells, mine)
+            if "(control)" not in cells[0] and own[0] != "-":
+                for words, found in zip(("per update", "per evaluation", "per second"), own, strict=True):
+                    verdicts[words][found[0]] += 1
+        for words, counts in verdicts.items():
+            answer = re.search(rf"credit {words}\?\*\* .*?{title}: .*?Of all (\d+) methods, ([^;.]+)", page)
+            printed = ", ".join([answer[1], *re.findall(r"\d+", answer[2])]) if answer else "none"
+            counted = [counts.total(), *(counts[symbol] for symbol in "▲▼=?" if counts[symbol])]
+            yield Row("answers", f"{label}, {words}: methods, by verdict", printed, ", ".join(map(str, counted)))
+
+
+def spread_rows(details: str, results: Results) -> Iterator[Row]:
+    """The spread over seeds, without the bootstrap intervals."""
+    settings = page_arms(details)
+    for label, world in WORLDS.items():
+        for cells in table(details.split(f"## Spread over seeds, {label}")[1].split("\n## ")[0]):
+            runs = results.find(world, settings[world][cells[0]])
+            areas = by_seed({key: run.area() for key, run in runs.items()})
+            finals = by_seed({key: float(run.rewards[-1]) for key, run in runs.items()})
+            rates = interval(wilson(np.array([run.collapsed for run in runs.values()])))
+            ends = (f"{areas.min():.6f}", f"{finals.mean():.6f}", f"{finals.min():.6f}", rates)
+            mine = (cells[0], str(len(areas)), interval(t_test(areas)), *ends)
+            yield from cell_rows(f"spread, {label}", [*cells[:3], *cells[5:]], mine)
+
+
+def cell_rows(place: str, cells: Sequence[str], mine: Sequence[str]) -> Iterator[Row]:
+    """A row per cell of a table."""
+    for number, (page, own) in enumerate(zip(cells, mine, strict=True)):
+        yield Row(place, f"{cells[0]}, cell {number}", page, own)
+
+
+def default_rows(page: str, details: str, results: Results, older: Results, leads: Leads) -> Iterator[Row]:
+    """Headlines at default settings: the seeds of the question `tuning` if it has runs, else those of the older file."""
+    tuning = {part.world: part.arms for part in page_parts(details) if part.claim == "tuning"}
+    found: list[tuple[Row, Comparison]] = []
+    for says, label, _, *cells in table(page.split("## What survives")[1].split("\n## ")[0]):
+        world, rule = WORLDS[label], next((name for name in ARMS if name in says), "")
+        arms = (f"{rule}, defaults", "uniform, defaults") if rule and world in tuning else ("arm", "than")
+        if not rule:
+            short = {"window": "all-but-last", "eval_steps": 40, "rule": "flow-grpo"}
+            runs = {arm: older.find(world, {**short, "num_steps": steps}) for arm, steps in zip(arms, (10, 40), strict=True)}
+        elif world in tuning:
+            runs = {name: results.find(world, arm) for name, arm in tuning[world].items()}
+        else:
+            runs = {arm: older.find(world, {"rule": RULES[name]}) for arm, name in zip(arms, (rule, "uniform"), strict=True)}
+        tuned = ARMS.get(rule, "expects better: 10 steps against 40 steps")
+        for column, budget in enumerate(list(AXES)[:2]):
+            own = compare(f"asks: {arms[0]} against {arms[1]} (mean reward over {budget})", runs)
+            if own and cells[column] not in ("-", MISSING):
+                found.append((Row("default settings", f"{says}, {label}, {budget}", cells[column], ""), own))
+            mine = leads.get((world, f"{tuned} (mean reward over {budget})"), cells[column + 2])
+            yield Row("default settings", f"{says}, {label}, {budget}, tuned", cells[column + 2], mine)
+    for (row, own), p in zip(found, holm([own.test.p for _, own in found]), strict=True):
+        yield row._replace(own=f"{own.verdict(p, 'asks')} {interval(own.test)}")
+
+
+def all_rows(results: Path, docs: Path) -> list[Row]:
+    """Every number that is compared."""
+    page, details = ((docs / name).read_text("utf-8").replace("\xa0", " ") for name in ("claims.md", "claims/details.md"))
+    runs, older = (Results(read_runs(file)) for file in (results, results.with_name("claims-default-settings.jsonl")))
+    rows, leads = claim_rows(details, page, runs)
+    rows += [*main_rows(page, details, runs, leads), *spread_rows(details, runs)]
+    return [*rows, *default_rows(page, details, runs, older, leads)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/claims.jsonl", help="the published lines")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder with claims.md and claims/details.md")
+    parser.add_argument("--all", action="store_true", help="print every number, not only those that differ")
+    given = parser.parse_args()
+    rows = all_rows(given.results, given.docs)
+    differing = [row for row in rows if not row.agrees]
+    for row in rows if given.all else differing:
+        print(f"{' ' if row.agrees else '!'} {row.place:<34} {row.what}\n      page {row.page}\n      own  {row.own}")
+    print(f"{len(rows)} entries of the pages compared, {len(differing)} differ")
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
