@@ -10,6 +10,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from course_pages import write_course  # noqa: E402
 from docutils import nodes  # noqa: E402
+from formulas import with_formula  # noqa: E402
 from reference_pages import write_reference  # noqa: E402
 from sphinx.ext import napoleon  # noqa: E402
 
@@ -59,6 +60,7 @@ def plain(app: object, what: str, name: str, thing: object, options: object, lin
             in_table = False
     if what in ("function", "method", "class"):  # sections such as Args; napoleon's own hook would read "type: text" in others
         lines[:] = napoleon.GoogleDocstring(lines, napoleon.Config(napoleon_use_rtype=False), what=what).lines()
+    with_formula(name, lines)
 
 
 def skip(app: object, what: str, name: str, thing: object, skipped: bool, options: object) -> bool | None:
@@ -81,11 +83,24 @@ def add_katex(app: object, page: str, template: str, context: object, tree: obje
             app.add_js_file(name, loading_method="defer")
 
 
+def name_figures(app: object, tree: object, page: str) -> None:
+    """Figures in the outputs of a lesson get the heading above them as alternative text, instead of the file's name."""
+    if page.startswith("course/"):
+        for image in tree.findall(nodes.image):
+            section = image.parent
+            while section is not None and not isinstance(section, nodes.section):
+                section = section.parent
+            heading = section.next_node(nodes.title).astext() if section is not None else page
+            if len(image.get("alt", "").split()) < 5:
+                image["alt"] = f"Figure made by the code of the section: {heading}"
+
+
 def setup(app: object) -> None:
     """Called by Sphinx."""
     write_course(HERE)
     write_reference(HERE)
     app.connect("autodoc-process-docstring", plain)  # type: ignore[attr-defined]
     app.add_html_math_renderer("katex", (formula, None), (formula, None))  # type: ignore[attr-defined]
+    app.connect("doctree-resolved", name_figures)  # type: ignore[attr-defined]
     app.connect("html-page-context", add_katex)  # type: ignore[attr-defined]
     app.connect("autodoc-skip-member", skip)  # type: ignore[attr-defined]

@@ -1,7 +1,9 @@
 """Formulas of the site and of the lessons: KaTeX, whose copy in docs/_static draws them, knows every command that they use."""
 
+import importlib
 import json
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -40,9 +42,11 @@ def all_formulas() -> dict[str, list[str]]:
     for path in LESSONS:
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown"]
         found[path.name] = [formula for cell in cells for formula in formulas("".join(cell["source"]))]
+    found["docs/formulas.py"] = list(REFERENCE.values())
     return {name: texts for name, texts in found.items() if texts}
 
 
+REFERENCE: dict[str, str] = runpy.run_path(str(ROOT / "docs" / "formulas.py"))["FORMULAS"]
 FORMULAS = all_formulas()
 
 
@@ -53,6 +57,13 @@ def unknown_commands(text: str, known: str) -> set[str]:
 @pytest.fixture(scope="module")
 def katex() -> str:
     return (KATEX / "katex.min.js").read_text()
+
+
+def test_formulas_of_the_reference_belong_to_public_parts() -> None:
+    for name in REFERENCE:
+        module, _, part = name.rpartition(".")
+        assert part in importlib.import_module(module).__all__, name
+        assert getattr(importlib.import_module(module), part).__doc__, name
 
 
 def test_formulas_are_found() -> None:
