@@ -44,16 +44,28 @@ html_css_files = ["flowrl.css"]
 html_theme_options = {"navigation_with_keys": True, "light_css_variables": {"color-brand-primary": "#0072B2"}}
 
 
+SYMBOL = r"(?<![\w.])[A-Za-z]_(?:\{[^{}]+\}|[A-Za-z0-9])(?!\w)"
+SYMBOLS = rf"{SYMBOL}(?: [-+=] {SYMBOL})*"
+"""Letters with a subscript, such as R_T or g_i = R_{i+1} - R_i."""
+
+
+def typeset(text: str) -> str:
+    """`text`, which is no code, in reStructuredText: symbols as formulas, signs that mean something there escaped."""
+    if re.fullmatch(SYMBOLS, text):
+        return rf"\ :math:`{text}`\ "
+    return re.sub(r"([*|\\]|_(?=\W|$))", r"\\\1", text)
+
+
 def plain(app: object, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Our docstrings are plain text with `code`: outside of code, signs that mean something in reStructuredText are escaped."""
+    """Our docstrings are plain text with `code`; see `typeset`."""
     in_table = in_block = False
     for number, line in enumerate(lines):
         if set(line) == {"=", " "} or (line and set(line) == {"="}):
             in_table = True
         in_block = in_block and (line == "" or line.startswith(" "))
         if not in_table and not in_block:
-            parts = re.split(r"(``.*?``|`[^`]*`)", line)
-            lines[number] = "".join(p if p.startswith("`") else re.sub(r"([*|\\]|_(?=\W|$))", r"\\\1", p) for p in parts)
+            parts = re.split(rf"(``.*?``|`[^`]*`|{SYMBOLS})", line)
+            lines[number] = "".join(part if part.startswith("`") else typeset(part) for part in parts)
         if line.rstrip().endswith("::"):
             in_block = True
         if line == "":
