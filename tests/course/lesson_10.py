@@ -37,6 +37,10 @@ def memory(samples, steps, elements):
     return samples * (2 * steps + 1) * elements * 4 / 1e9
 
 
+def passes_of(nfe, train_nfe, gradient_nfe, passes, branches, backward):
+    return nfe * passes, train_nfe * passes + gradient_nfe * branches * (backward + 1)
+
+
 CASES = [
     Case(
         lesson.check_shifted,
@@ -107,6 +111,17 @@ CASES = [
             (lambda n, t, e: memory(n, t, e) / 2, "would be bfloat16"),
             (lambda n, t, e: memory(n, t, e) * 1e9, "these are bytes"),
             (lambda n, t, e: n * 2 * t * e * 4 / 1e9, "have T + 1 nodes, and"),
+        ],
+    ),
+    Case(
+        lesson.check_iteration,
+        passes_of,
+        [
+            (lambda n, t, g, p, b, k: (n, t * p + g * b * (k + 1)), "each evaluation is `passes` forward passes"),
+            (lambda n, t, g, p, b, k: (n * p, t * p + g * b * k), "checkpointing is missing"),
+            (lambda n, t, g, p, b, k: (n * p, g * p + g * b * (k + 1)), "the base model's"),
+            (lambda n, t, g, p, b, k: (n * p, t * p + g * p * (k + 1)), "both branches are differentiated"),
+            (lambda n, t, g, p, b, k: (n * p, t * p + t * b * (k + 1)), "all evaluations are differentiated"),
         ],
     ),
 ]

@@ -453,4 +453,10 @@ for name, rule in (("one scale", OneScale()), ("a std per group", EstimateToGo()
 #
 # The rules of this lesson also run in the image world. Their performance on images has not been measured.
 #
+# ## Further reading
+#
+# - Savani et al. 2026, *Stepwise-Flow-GRPO* (arXiv 2603.28718), and Tong et al. 2026, *TP-GRPO* (arXiv 2602.06422): the rules that this lesson starts from.
+# - Schulman et al. 2015, *Generalized advantage estimation* (arXiv 1506.02438): a family between gains and credit to the end.
+# - Arjona-Medina et al. 2018, *RUDDER* (arXiv 1806.07857): credit by differences of a predicted return.
+#
 # **Next:** [9 · Test your own rule](09_test_your_rule.ipynb) compares the credit of these rules with the ground truth, and trains with them under equal conditions.

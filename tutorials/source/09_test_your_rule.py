@@ -716,4 +716,12 @@ for (name, price), inference in found.items():
 # | is it better than tuned baselines? | mean reward over training, paired seeds, Holm's correction, four verdicts | `flowrl bench rule`, `docs/verdicts.md` |
 # | how small a difference could have been found? | simulation, or the noncentral t distribution | `flowrl_bench.statistics.detectable` |
 #
+# ## Further reading
+#
+# - Ilyas et al. 2018, *A closer look at deep policy gradients* (arXiv 1811.02553): gradients of policy-gradient methods compared with the true one.
+# - Tucker et al. 2018, *The mirage of action-dependent baselines* (arXiv 1802.10031): a claimed reduction of variance that did not exist.
+# - Colas et al. 2018, *How many random seeds?* (arXiv 1806.08295): power of tests between two algorithms.
+# - Holm 1979, *A simple sequentially rejective multiple test procedure* (Scandinavian Journal of Statistics 6): the correction.
+# - Lakens 2017, *Equivalence tests* (Social Psychological and Personality Science 8): the smallest effect of interest.
+#
 # **Next:** [10 · Scale up](10_scale_up.ipynb) uses the same objects with SD3.5 and FLUX.

@@ -128,13 +128,19 @@ plt.show()
 #
 # with $s = 3$ for SD3.5, and for FLUX with an $s$ that grows with the number of image tokens. `policy.schedule(T)` is the model's own grid.
 #
-# ### Exercise 1 · the shift *(easy, 3 minutes)*
+# ### Exercise 1 · the shift
+#
+# *Difficulty: easy · importance: useful · time: 3 minutes*
 
 
 # %% tags=["exercise"]
 def shifted(u, shift):
     """The shifted times of an even grid u [node]."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The formula is above. Check both ends: $t(1) = 1$ and $t(0) = 0$ for every shift.
 
 
 # %% tags=["solution"]
@@ -180,7 +186,9 @@ for name, (times, _, _) in curves.items():
 #
 # The initial policy is exactly the base model. With the adapter disabled the same network is the reference of the KL penalty, so no second copy is needed.
 #
-# ### Exercise 2 · the number of trained weights *(easy, 4 minutes)*
+# ### Exercise 2 · the number of trained weights
+#
+# *Difficulty: easy · importance: useful · time: 4 minutes*
 #
 # `shapes` lists (out, in) of the layers that get a LoRA.
 
@@ -189,6 +197,10 @@ for name, (times, _, _) in curves.items():
 def lora_parameters(shapes, rank):
     """The number of trained weights."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** A has `rank` rows of length *in*, B has *out* rows of length `rank`. Add up both, over all layers.
 
 
 # %% tags=["solution"]
@@ -216,7 +228,9 @@ print("and we:", lora_parameters(attention_layers(tiny_sd3().transformer), TINY.
 # %% [markdown]
 # Each trained number is stored in float32, with a gradient, two moments of Adam and a running average: 20 bytes. The bars of the first figure contain these bytes.
 #
-# ### Exercise 3 · a file for other programs *(medium, 5 minutes)*
+# ### Exercise 3 · a file for other programs
+#
+# *Difficulty: medium · importance: useful · time: 5 minutes*
 #
 # A LoRA file contains A and B. Some programs ignore $\alpha$ and add $BA$. Return two matrices with which such a program adds the right matrix. ($r$ is A's number of rows.)
 
@@ -225,6 +239,10 @@ print("and we:", lora_parameters(attention_layers(tiny_sd3().transformer), TINY.
 def folded(A, B, alpha):
     """(A', B') with B' A' = (alpha / r) B A."""
     return ..., ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Which of the two numbers in `A.shape` is the rank? The factor must enter the product $B'A'$ once.
 
 
 # %% tags=["solution"]
@@ -245,7 +263,9 @@ lesson.check_folded(folded)
 #
 # Classifier-free guidance (Ho & Salimans 2022, arXiv 2207.12598) evaluates the network twice, with the prompt and with a negative (usually empty) one, and extrapolates from the second to the first.
 #
-# ### Exercise 4 · guidance *(easy, 3 minutes)*
+# ### Exercise 4 · guidance
+#
+# *Difficulty: easy · importance: essential · time: 3 minutes*
 #
 # Return $v_\text{neg} + s\,(v_\text{prompt} - v_\text{neg})$. Before you read on, decide what scales 1 and 0 give.
 
@@ -254,6 +274,10 @@ lesson.check_folded(folded)
 def guided(prompt, negative, scale):
     """The guided velocity."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Test your formula with scales 1 and 0: they must give the prompt's velocity and the negative one.
 
 
 # %% tags=["solution"]
@@ -379,7 +403,9 @@ plt.show()
 # An iteration samples `groups` groups of `group_size` trajectories. Every process samples whole groups, because an advantage needs its group. The update trains on *pairs* (trajectory, stochastic step). The trajectories of all processes together are shuffled and split into `minibatches` parts, one optimizer step each; the steps of a trajectory stay together. In a mini-batch each process
 # evaluates the pairs of its own trajectories, `micro_batch` at a time, and the gradients are added up over micro-batches and processes.
 #
-# ### Exercise 5 · from settings to batches *(medium, 8 minutes)*
+# ### Exercise 5 · from settings to batches
+#
+# *Difficulty: medium · importance: essential · time: 8 minutes*
 #
 # Return three whole numbers: the trajectories of the busiest process; the pairs of the largest mini-batch, over all processes; and the backward passes of the busiest process in this mini-batch if the pairs are spread evenly over the processes. The settings need not be multiples of each other.
 
@@ -388,6 +414,10 @@ plt.show()
 def arithmetic(groups, group_size, steps, minibatches, micro_batch, processes):
     """Trajectories of a process, pairs of a mini-batch, its backward passes on a process; `steps` counts stochastic steps."""
     return ..., ..., ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Three divisions, each rounded up with `math.ceil`: groups by processes; trajectories by mini-batches; pairs of a process by the micro-batch. Which of them counts whole groups, and which whole trajectories?
 
 
 # %% tags=["solution"]
@@ -414,7 +444,9 @@ for processes in (1, 8, 24):
 # %% [markdown]
 # The pairs of a mini-batch depend neither on the number of processes nor on `micro_batch`, which only trades memory for time. If the groups do not divide evenly, some GPUs wait: a rollout of 48 groups takes as long on 32 GPUs as on 24.
 #
-# ### Exercise 6 · memory of the trajectories *(easy, 4 minutes)*
+# ### Exercise 6 · memory of the trajectories
+#
+# *Difficulty: easy · importance: optional · time: 4 minutes*
 #
 # A rollout stores all nodes of its $T$ steps and the velocity at each step, in float32. How many gigabytes ($10^9$ bytes) are these? `elements` is the size of one latent.
 
@@ -423,6 +455,10 @@ for processes in (1, 8, 24):
 def trajectory_gigabytes(samples, steps, elements):
     """Gigabytes of stored nodes and velocities."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Count the nodes and the velocities of one trajectory separately. A float32 number has 4 bytes.
 
 
 # %% tags=["solution"]
@@ -449,6 +485,121 @@ for size in (512, 1024):
 # %% [markdown]
 # With a few groups per GPU the trajectories are small compared with the network. The largest part is missing from these sums: activations, which grow with `micro_batch` and decrease with gradient checkpointing (to about those of one layer). Measure them: start with a micro-batch of 1, read
 # `torch.cuda.max_memory_allocated()`, and increase the size.
+
+# %% [markdown]
+# ## The timeline of an iteration
+#
+# `flowrl train --plan` counts an iteration before anything is loaded. The next cell makes the plans of three methods with the presets for SD3.5-Medium at 512 px (4 groups of 24 on one GPU). It also counts the floating-point operations of one forward pass, one backward pass and one decoded image on the real architectures, without weights.
+
+# %%
+from flowrl import preset
+from flowrl.training.plan import plan
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def operations(call):
+    """Floating-point operations of a call, in units of 10^12."""
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops() / 1e12
+
+
+network, decoder = networks["sd3.5-medium"].requires_grad_(False), real.build_decoder()
+latent = torch.empty(1, 16, 64, 64, device="meta")
+words = torch.empty(1, real.text_tokens, real.text_width, device="meta")
+inputs = dict(
+    encoder_hidden_states=words, pooled_projections=torch.empty(1, 2048, device="meta"), timestep=torch.empty(1, device="meta")
+)
+forward = operations(lambda: network(hidden_states=latent, **inputs))
+both = operations(lambda: network(hidden_states=latent.clone().requires_grad_(), **inputs).sample.sum().backward())
+decode = operations(lambda: decoder.decode(latent))
+print(
+    f"one latent, in 10^12 operations: forward {forward:.2f}, backward with frozen weights {both - forward:.2f}, decoded image {decode:.2f}"
+)
+plans = {name: plan(preset(f"sd3.5-medium,{name},ocr").apply()) for name in ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")}
+for name, counts in plans.items():
+    print(
+        f"{name:18} sampling {counts.nfe:5,} evaluations, update {counts.train_nfe:,} ({counts.gradient_nfe} with gradient), {counts.reward_calls} images scored"
+    )
+
+# %% [markdown]
+# The backward pass of a LoRA needs the gradients of the activations, but not those of the frozen weights. It therefore takes about as many operations as a forward pass, instead of twice as many. A decoded image takes about as many as one evaluation.
+#
+# ### Exercise 7 · forward passes of an iteration
+#
+# *Difficulty: medium · importance: useful · time: 8 minutes*
+#
+# Return two numbers in units of one forward pass of one latent: sampling, and update. `nfe` and `train_nfe` count evaluations; with guidance each is `passes` forward passes. `gradient_nfe` of the evaluations in the update take a gradient, each through `branches` of its forward passes (1: the prompt's branch only). A backward pass costs `backward` forward passes, and gradient checkpointing repeats each differentiated forward pass once.
+
+
+# %% tags=["exercise"]
+def iteration_passes(nfe, train_nfe, gradient_nfe, passes, branches, backward):
+    """Forward passes of sampling and of the update, with gradient checkpointing."""
+    return ..., ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** All evaluations of the update have their forward passes, also those of the base model. A differentiated pass costs `backward + 1` *more*: the backward pass and the repeated forward pass.
+
+
+# %% tags=["solution"]
+def iteration_passes(nfe, train_nfe, gradient_nfe, passes, branches, backward):
+    """Forward passes of sampling and of the update, with gradient checkpointing."""
+    return nfe * passes, train_nfe * passes + gradient_nfe * branches * (backward + 1)
+
+
+# %%
+lesson.check_iteration(iteration_passes)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The evaluations of the base model (for the KL) have no gradient: forward passes only. With `guidance_gradient="prompt"` the negative branch has none either. Checkpointing stores few activations, and computes the others again in the backward pass.
+
+# %% [markdown]
+# A timeline needs rates, and rates are properties of a machine. The next cell *assumes* three; replace them by your own measurements. The counts are those of the plan.
+
+# %%
+RATE, DECODE_RATE = 300.0, 60.0  # assumed: 10^12 operations per second of the network in bfloat16, of the decoder in float32
+REWARD = 0.02  # assumed: seconds to score one image
+timelines = {}
+for name, counts in plans.items():
+    branches = 2 if name == "tp-grpo" else 1  # the presets follow the released codes
+    sampling, update = iteration_passes(
+        counts.nfe, counts.train_nfe, counts.gradient_nfe, counts.passes_per_evaluation, branches, both / forward - 1
+    )
+    images = counts.reward_calls
+    timelines[name] = {
+        "sampling": sampling * forward / RATE,
+        "decoding": images * decode / DECODE_RATE,
+        "reward": images * REWARD,
+        "update": update * forward / RATE,
+    }
+    parts = timelines[name]
+    total = sum(parts.values())
+    shares = ", ".join(f"{part} {seconds / total:.0%}" for part, seconds in parts.items())
+    print(
+        f"{name:18} {sampling:6,.0f} forward passes in sampling, {update:5,.0f} in the update; time at the assumed rates: {shares}"
+    )
+
+# %% tags=["hide-input"]
+figure, axes = panels(1, width=8.2, height=2.4)
+shades = {"sampling": DATA, "decoding": OTHERS[0], "reward": NOISE, "update": ACCENT}
+for row, parts in enumerate(timelines.values()):
+    begin = 0.0
+    for part, seconds in parts.items():
+        axes.barh(row, seconds, left=begin, color=shades[part], height=0.6, label=part if row == 0 else None)
+        begin += seconds
+axes.set_yticks(range(len(timelines)), list(timelines))
+axes.invert_yaxis()
+axes.set(
+    xlabel="seconds of one GPU at the assumed rates (not measured)", title="One iteration: SD3.5-Medium, 512 px, 96 trajectories"
+)
+axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower right")
+clean(axes)
+plt.show()
+
+# %% [markdown]
+# The counts say what to optimise, whatever the rates are. Flow-GRPO spends almost three times as many passes on the update as on sampling, so a cheaper update (no KL, fewer trained steps) helps most. With the estimates of the other two, sampling needs more passes than the update, and ten times as many images are decoded and scored. Their iterations become long if the reward model is slow.
+# `chunk` samples and scores in parts, and `overlap_rewards` scores one part during the sampling of the next if a server computes the reward.
 #
 # ## Train, save and load
 #
@@ -563,5 +714,13 @@ plt.show()
 # | pairs | trajectories × stochastic steps | settings `minibatches`, `micro_batch` |
 #
 # Support for another model family takes one file, as described in `docs/model-families.md`.
+#
+# ## Further reading
+#
+# - Esser et al. 2024, *Scaling rectified flow transformers* (arXiv 2403.03206): SD3, and the reason for the shifted grid.
+# - Hu et al. 2021, *LoRA* (arXiv 2106.09685); Ho and Salimans 2022, *Classifier-free guidance* (arXiv 2207.12598).
+# - Meng et al. 2022, *On distillation of guided diffusion models* (arXiv 2210.03142): guidance as an input of the network, as in FLUX.1-dev.
+# - Chen et al. 2016, *Training deep nets with sublinear memory cost* (arXiv 1604.06174): gradient checkpointing.
+# - Rajbhandari et al. 2019, *ZeRO* (arXiv 1910.02054): weights, gradients and optimizer states divided over GPUs.
 #
 # **Next:** [11 · Branching](11_branching.ipynb) measures the worth of a step by splitting the trajectory there.

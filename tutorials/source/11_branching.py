@@ -99,15 +99,21 @@ opening()
 #
 # $$\hat V(u) = \frac{1}{|L(u)|}\sum_{\ell \in L(u)} R_\ell.$$
 #
-# ### Exercise 1 · leaf means *(easy, 4 minutes)*
+# ### Exercise 1 · leaf means
 #
-# `rewards` is `[prompt, leaf]`; `passes` `[leaf, unit]` is 1 if a leaf's trajectory passes a state, else 0. Return $\hat V$, `[prompt, unit]`. The numbers of leaves may differ. *Hint:* one matrix product gives all sums.
+# *Difficulty: easy · importance: essential · time: 4 minutes*
+#
+# `rewards` is `[prompt, leaf]`; `passes` `[leaf, unit]` is 1 if a leaf's trajectory passes a state, else 0. Return $\hat V$, `[prompt, unit]`. The numbers of leaves may differ.
 
 
 # %% tags=["exercise"]
 def leaf_values(rewards, passes):
     """The mean reward of the leaves behind every state."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** One matrix product gives all sums of rewards. The column sums of `passes` are the numbers of leaves.
 
 
 # %% tags=["solution"]
@@ -172,15 +178,21 @@ print("share of each step in the variance of R: " + " ".join(f"{value:.0%}" for 
 #
 # The simplest comparison is Z over siblings, as GRPO has it over a group.
 #
-# ### Exercise 2 · Z over siblings *(medium, 8 minutes)*
+# ### Exercise 2 · Z over siblings
 #
-# `values` is `[prompt, unit]`, `parent` `[unit]` (-1 for a root). Return for every state $(\hat V - \text{mean}) / (\text{std} + 10^{-4})$ over the states with the same parent, population standard deviation. Roots and states without siblings get 0. *Hint:* a loop over `parent.unique()` is fine.
+# *Difficulty: medium · importance: essential · time: 8 minutes*
+#
+# `values` is `[prompt, unit]`, `parent` `[unit]` (-1 for a root). Return for every state $(\hat V - \text{mean}) / (\text{std} + 10^{-4})$ over the states with the same parent, population standard deviation. Roots and states without siblings get 0.
 
 
 # %% tags=["exercise"]
 def sibling_scores(values, parent):
     """Z over siblings, [prompt, unit]."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Loop over `parent[parent >= 0].unique()`. The mask `parent == above` selects a family; assign its scores in place.
 
 
 # %% tags=["solution"]
@@ -216,7 +228,9 @@ print("their Z:                        " + "  ".join(f"{a:+.2f}|{b:+.2f}" for a,
 #
 # A second property concerns the size. The mean over $k$ siblings contains the draw itself.
 #
-# ### Exercise 3 · shrinkage *(medium, 8 minutes)*
+# ### Exercise 3 · shrinkage
+#
+# *Difficulty: medium · importance: useful · time: 8 minutes*
 #
 # Draw `worth` `[family, k]`, the true advantages $Q - V$ of $k$ siblings in 100,000 families, and noise of what comes afterwards, both standard normal; the estimate is their sum. Return the slope of the regression (through 0) of the difference *estimate minus mean over the siblings* on `worth`: the mean of their product over the mean square of `worth`. With `leave_one_out` the mean is that of the other
 # $k - 1$. **Predict the slope for $k = 2$ before you run the check.**
@@ -227,6 +241,10 @@ def shrinkage(k, leave_one_out=False):
     """The factor by which the sibling difference shrinks the true advantage."""
     generator = torch.Generator().manual_seed(0)
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The mean over the $k$ siblings is `estimate.mean(1, keepdim=True)`. The mean of the others follows from the sum: subtract the own value and divide by $k - 1$.
 
 
 # %% tags=["solution"]
@@ -316,7 +334,9 @@ plt.show()
 #
 # A decision early in the tree is shared by many leaves. The policy gradient is a sum over steps, $\sum_i \mathbb E[A_i \nabla \log \pi_i]$, and for an unbiased estimate each step must weigh the same. With **leaf weights** an edge counts once for every leaf behind it, as in a mean over trajectories: $1/T$ for every step. With **edge weights** each distinct edge counts once, which is what BranchGRPO's released code does.
 #
-# ### Exercise 4 · edge weights *(easy, 4 minutes)*
+# ### Exercise 4 · edge weights
+#
+# *Difficulty: easy · importance: useful · time: 4 minutes*
 #
 # `counts` are $n_0, \dots, n_T$, the numbers of states at the nodes. Return each step's share of the loss with edge weights, `[step]`.
 
@@ -325,6 +345,10 @@ plt.show()
 def edge_shares(counts):
     """The share of every step in a mean over distinct edges."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Every state except a root has one edge into it. Which step leads to node $i + 1$?
 
 
 # %% tags=["solution"]
@@ -356,7 +380,9 @@ print(f"step 19: {by_edge[-1]:.2%} of the loss with edge weights, {by_leaf[-1]:.
 #
 # A rollout evaluates every state once, except the finished images: $\sum_{i<T} n_i$ evaluations in $T$ calls of the network, since all states of a node share a call.
 #
-# ### Exercise 5 · the evaluations of a tree *(medium, 6 minutes)*
+# ### Exercise 5 · the evaluations of a tree
+#
+# *Difficulty: medium · importance: essential · time: 6 minutes*
 #
 # A group has `roots` trees. `children[step]` is the number of children at that step (1 if absent), and the sampler has `steps` steps. Return the number of network evaluations of the group's rollout.
 
@@ -365,6 +391,10 @@ print(f"step 19: {by_edge[-1]:.2%} of the loss with edge weights, {by_leaf[-1]:.
 def evaluations(roots, children, steps):
     """Network evaluations of one group's rollout."""
     return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Follow the number of states from step to step: add it to the total, then multiply it by the number of children at this step.
 
 
 # %% tags=["solution"]
@@ -409,7 +439,7 @@ for name, shape in shapes.items():
     print(f"{name:<26}{sampling:>9,}{shape.members:>8}{sampling / shape.members:>10.2f}{shape.steps:>7}{updates:>8}")
 
 # %% [markdown]
-# "Sampling" and "update" are network evaluations. A tree of 24 leaves takes half of what 24 independent trajectories take, in both; TreeGRPO trains only the 13 states of its window. (BranchGRPO states 13.68 per image, which counts all 219 states of the tree, the finished ones included.) The price is in the statistics: leaves of one tree are dependent, so 24 leaves of 3 trees carry less information about the prompt than 24 trajectories.
+# "Sampling" and "update" are network evaluations. A tree of 24 leaves takes half of what 24 independent trajectories take, in both; TreeGRPO trains only the 13 states of its window. (BranchGRPO states 13.68 per image, which counts all 219 states of the tree, the finished ones included.) The saving has a statistical cost: leaves of one tree are dependent, so 24 leaves of 3 trees carry less information about the prompt than 24 trajectories.
 #
 # ## Four methods, one formulation
 #
@@ -538,7 +568,7 @@ plt.show()
 # %% [markdown]
 # With the wide clip, the depth rule and uniform credit end above the sibling rule, as the signal-to-noise ratios suggest, and the trees take fewer evaluations of both kinds. The sibling rule takes the fewest in updates: a step without a sibling has advantage 0, and such steps need no evaluation. With the narrow clip none of the three gets far within these iterations: the clip limits the runs, not the credit. Lesson 7 found the same of uniform credit. A comparison at that clip, tuned for none of the methods, would have seen no difference.
 #
-# So this is no verdict on the methods. It has three seeds, one tree shape, one world, and no tuning; it shows what a verdict would have to control. What does hold is structural: siblings isolate a step, two of them measure half its advantage, depth rules add the ancestors' luck as variance, and a tree's evaluations are counted by its states.
+# These runs do not decide between the methods: they have three seeds, one tree shape, one world and no tuning. In the project's comparison (15 seeds, tuned, `docs/claims.md`) BranchGRPO's lead over uniform credit is undecided per update, +0.005 [-0.022, 0.032], and per evaluation, +0.046 [0.021, 0.072] before Holm's correction. The structural results hold in general: siblings isolate a step, two of them measure half its advantage, depth rules add the ancestors' luck as variance, and a tree's evaluations are counted by its states.
 #
 # ## To keep
 #
@@ -554,5 +584,11 @@ plt.show()
 # | $\sum_{i<T} n_i$; parents | evaluations of sampling; of the update | `usage.nfe`; the metric `train_nfe` |
 #
 # On the command line: `flowrl compare --methods flow-grpo branch-grpo tempflow-grpo --world mixture`. A rule of your own takes one file, as in lesson 8.
+#
+# ## Further reading
+#
+# - The four papers of the table above: arXiv 2509.06040, 2508.04324, 2510.01982 and 2512.08153.
+# - Kazemnejad et al. 2024, *VinePPO* (arXiv 2410.01679): state values by continuation, for language models.
+# - Kool, van Hoof and Welling 2019, *Buy 4 REINFORCE samples, get a baseline for free!* (ICLR workshop): the leave-one-out mean.
 #
 # **Next:** [12 · The forward process](12_forward_process.ipynb) needs no decisions at all.

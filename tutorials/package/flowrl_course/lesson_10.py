@@ -153,3 +153,24 @@ def check_memory(answer: Answer) -> None:
         "these are gibibytes (2**30); take 1e9": wanted * 1e9 / 2**30,
     }
     close(got, wanted, f"{got:.4g} instead of {wanted:.4g} GB", mistakes, 1e-4)
+
+
+@check("Exercise 7")
+def check_iteration(answer: Answer) -> None:
+    """`answer(nfe, train_nfe, gradient_nfe, passes, branches, backward)`: forward passes of sampling and of the update."""
+    found = answered(answer(100, 70, 30, 2, 1, 1.5), "iteration_passes")
+    expect(isinstance(found, tuple | list) and len(found) == 2, "return two numbers: sampling and update")
+    sampling, update = number(found[0], "sampling"), number(found[1], "update")
+    mistakes = {"guidance is missing: each evaluation is `passes` forward passes": 100.0}
+    close(sampling, 200.0, f"sampling: {sampling:g} instead of 200 for 100 evaluations with 2 passes each", mistakes, 1e-9)
+    mistakes = {
+        "the repeated forward pass of checkpointing is missing": 140 + 30 * 1.5,
+        "the backward passes are missing": 140.0,
+        "the evaluations without a gradient (the base model's) are missing": 60 + 30 * 2.5,
+        "guidance is missing in the update": 70 + 30 * 2.5,
+        "both branches are differentiated; with branches = 1 only the prompt's is": 140 + 60 * 2.5,
+        "all evaluations are differentiated; only gradient_nfe of them are": 140 + 70 * 2.5,
+    }
+    close(update, 215.0, f"update: {update:g} instead of 215", mistakes, 1e-9)
+    other = tuple(answer(10, 8, 4, 1, 1, 2.0))
+    expect(same(torch.tensor(other), torch.tensor([10.0, 20.0])), f"{other} instead of (10, 20) without guidance")
