@@ -14,7 +14,6 @@ LESSONS = sorted(p.stem for p in (ROOT / "tests" / "course").glob("lesson_[0-9][
 CASES = [case for name in LESSONS for case in importlib.import_module(f"tests.course.{name}").CASES]
 RATINGS = r"\*Difficulty: (?:easy|medium|harder|project) · importance: (?:essential|useful|optional) · time: \d+ minutes\*"
 RATED = rf"[^*\n]+\n#\n# {RATINGS}"
-OLD = r".+ \*\((?:easy|medium|harder|project), \d+ minutes\)\*"
 SOURCES = sorted((ROOT / "tutorials" / "source").glob("[0-9][0-9]_*.py"))
 
 
@@ -65,18 +64,25 @@ def test_lessons_have_their_parts(source: Path) -> None:
     text = source.read_text()
     assert "**After this lesson you can**" in text
     assert "**Time**" in text
-    exercises = re.findall(f"^# ### Exercise \\d+ · (?:{RATED}|{OLD})$", text, re.MULTILINE)
+    exercises = re.findall(f"^# ### Exercise \\d+ · {RATED}$", text, re.MULTILINE)
     starts, solutions = text.count('tags=["exercise"]'), text.count('tags=["solution"]')
     explanations = text.count('tags=["explanation"]')
     assert len(exercises) == starts == explanations <= solutions
     assert len(exercises) >= 3
     used = set(re.findall(r"lesson\.(check_\w+)\(", text))
-    if re.search(RATED, text):
-        assert text.count('tags=["hint"]') == len(exercises)
+    assert text.count('tags=["hint"]') == len(exercises)
+    assert "# ## Further reading" in text
     if exercises:
         module = importlib.import_module(f"flowrl_course.lesson_{source.stem[:2]}")
         assert used == own_checks(module)
         assert len(used) >= len(exercises)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
+def test_the_table_of_the_course_links_every_lesson_with_its_number_of_exercises(source: Path) -> None:
+    table, text = (ROOT / "docs" / "course.md").read_text(), source.read_text()
+    rows = re.findall(rf"^\| \[[^|]+\]\(course/{source.stem}\.ipynb\) \| [^|]+ \| (\d+) \|", table, re.MULTILINE)
+    assert rows == [str(len(re.findall(r"^# ### Exercise \d+ · ", text, re.MULTILINE)))]
 
 
 def test_a_failed_check_raises_where_lessons_are_built(monkeypatch) -> None:
