@@ -474,7 +474,7 @@ plt.show()
 #
 # *Difficulty: medium · importance: useful · time: 5 minutes*
 #
-# `step_kl` `[sample, step]` is the KL per element of every stochastic step of trajectories of the current policy, as exercise 4 computes it. A latent has `elements` elements. Return the KL of the path, one number, in nats.
+# `step_kl` `[sample, step]` is the KL per element of every stochastic step of trajectories of the current policy, as exercise 4 computes it. A latent has `elements` elements. Return the KL of the path, one number, in nats (the unit that belongs to natural logarithms).
 
 
 # %% tags=["exercise"]

@@ -175,7 +175,7 @@ plt.show()
 #
 # ## Figure 1 of the paper
 #
-# The animation at the top is this world's version of the paper's Figure 1. Read such a figure in this order:
+# The animation at the top is this world's version of the paper's Figure 1, with other estimates (five substeps instead of Tweedie). Read such a figure in this order:
 #
 # 1. **Axis.** The paper labels states by their time $t$, which runs from 1 (noise) to 0. It writes $r_t$ for the reward at $t$ and $g_t = r_{t-1} - r_t$ for the gain, in which $t-1$ is the *next*, less noisy state of the grid. So $g_t$ belongs to the step that *leaves* the state at $t$.
 # 2. **Quantity.** Each curve shows the PickScore of the Tweedie estimate $\hat x_0(t)$ of a single trajectory. An estimate at an early state is not an image that the sampler would produce.
@@ -219,17 +219,17 @@ low = int(gained[group, leader].argmin())
 start, end = (float(batch.rewards[group, leader, node]) for node in (low, low + 1))
 axes.annotate("", (low + 1, end), (low, start), arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.6})
 label = f"$g_{{{float(grid[low]):.2f}}}$ = {end - start:+.2f}: step {low}"
-axes.annotate(label, (low + 0.5, (start + end) / 2), xytext=(8, 4), textcoords="offset points", fontsize=9)
+axes.text(low + 1.6, (start + end) / 2 - 0.07, label, fontsize=9)
 axes.set(xticks=range(11), xlabel="t of the state (noise → image)", ylabel="expected reward", ylim=(0, 1.05))
 axes.set_xticklabels([f"{float(t):.2f}" for t in grid])
 axes.set_title("The two trajectories with the paper's labels", fontsize=10)
-axes.legend(frameon=False, fontsize=8, loc="lower right")
+axes.legend(frameon=False, fontsize=8, loc="center right")
 clean(axes)
 plt.show()
 print(f"largest loss of trajectory A: step {low}, {start:.2f} to {end:.2f}")
 
 # %% [markdown]
-# Trajectory A is the paper's argument in the extreme: a good early step is followed by a step that loses most of the reward, and uniform credit gives both the same negative number.
+# Trajectory A is an extreme case of the paper's argument: a good early step is followed by a step that loses most of the reward, and uniform credit gives both the same negative number.
 #
 # ## Rewards of unfinished images
 #
