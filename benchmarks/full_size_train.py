@@ -22,6 +22,7 @@ import torch
 from flowrl import cli
 from flowrl.commands import progress
 from flowrl.policies import StorageCounter
+from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import write_trajectory
 
 
@@ -75,8 +76,8 @@ def main(file: str, threads: str, kill_after: str, *words: str) -> int:
     meter = PhaseMeter(Path(file), int(kill_after))
     line = progress.train_line
 
-    def watched(out: Path) -> Callable[[dict[str, Any]], None]:
-        show = line(out)
+    def watched(out: Path, config: RunConfig) -> Callable[[dict[str, Any]], None]:
+        show = line(out, config)
         torch.set_num_threads(int(threads))
 
         def tell(state: dict[str, Any]) -> None:

@@ -151,7 +151,7 @@ class Compare:
             words = "".join({trust_option(job.flat()) for job in config.jobs().values()})
             return f"flowrl compare --resume {shlex.quote(str(out))}{words}"
 
-        display = Display(config)
+        display = Display(config, out, self.workers)
         work = partial(compare, config, out, self.resume is not None, self.workers, display.watch, self.changed_code)
         with _interrupted_once(), disk_errors(out, lambda: "Finished runs and checkpoints are kept", again):
             try:
@@ -278,7 +278,9 @@ class Train:
                 several = f", {distributed.world_size} processes" if distributed.world_size > 1 else ""
                 subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"
                 say(f"{config.algorithm.method} on {subject}, seed {config.seed}{several} -> {out}")
-                run = Run(config, out, train_line(out), asked.is_set, distributed=distributed, changed_code=self.changed_code)
+                run = Run(
+                    config, out, train_line(out, config), asked.is_set, distributed=distributed, changed_code=self.changed_code
+                )
                 with _told_how_to_go_on(out, distributed.is_main):
                     execute = record(run.execute) if distributed.world_size > 1 else run.execute
                     finished = bool(execute(self.resume is not None, self.start))

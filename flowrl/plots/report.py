@@ -2,6 +2,7 @@
 
 import io
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -53,14 +54,34 @@ def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, list[str]]
 
 
 def print_table(summaries: Sequence[MethodSummary], console: Console) -> None:
-    """Print the results table, one column per method; ± is half the width of a 95% interval."""
-    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for summary in summaries:
-        table.add_column(escape(summary.method), justify="right", min_width=13)
-    for name, cells in table_rows(summaries):
-        table.add_row(escape(name), *cells)
-    console.print(table)
+    """Print the results with a row per method, as several tables if one is too wide; ± is half the width of a 95% interval."""
+    methods, columns = [summary.method for summary in summaries], table_rows(summaries)
+    left = max([len("method"), *map(len, methods)])
+    for block in _blocks([_column_width(name, cells) for name, cells in columns], console.width - left - 2):
+        table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+        table.add_column("method", no_wrap=True, vertical="bottom")
+        for name, cells in (columns[i] for i in block):
+            heading = textwrap.fill(name, _column_width(name, cells), break_long_words=False, break_on_hyphens=False)
+            table.add_column(escape(heading), justify="right", no_wrap=True, vertical="bottom")
+        for row, method in enumerate(methods):
+            table.add_row(escape(method), *(escape(columns[i][1][row]) for i in block))
+        console.print(table)
+
+
+def _column_width(name: str, cells: Sequence[str]) -> int:
+    """Columns of the terminal for cells on one line, below a heading that is broken between words."""
+    return max(map(len, [*name.split(), *cells]))
+
+
+def _blocks(widths: Sequence[int], space: int) -> list[list[int]]:
+    """Columns in order, as few blocks as fit in `space`, with two columns of space before each."""
+    blocks, used = list[list[int]](), space
+    for index, width in enumerate(widths):
+        if used + width + 2 > space or not blocks:
+            blocks, used = [*blocks, []], 0
+        blocks[-1].append(index)
+        used += width + 2
+    return blocks
 
 
 def table_text(summaries: Sequence[MethodSummary]) -> str:

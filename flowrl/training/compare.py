@@ -167,11 +167,10 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
         if isinstance(done, str):
             received(name, {"warning": f"the run failed: {done}"})
 
-    longest_first = sorted(jobs, key=lambda name: isinstance(make_method(jobs[name]).credit.probe, NoProbe))
     on_cpu = config.run.policy.device == "cpu"  # forks of a process that has seen a GPU cannot use it
     completed = run_jobs(
         _run_job,
-        {name: (jobs[name], out / "runs" / name, resume, changed_code) for name in longest_first},
+        {name: (jobs[name], out / "runs" / name, resume, changed_code) for name in start_order(jobs)},
         workers,
         finished=finished,
         received=received,
@@ -187,6 +186,11 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
             f"the missing runs with: flowrl compare --resume {shlex.quote(str(out))}"
         )
     return completed and not failed and all(ended.values())
+
+
+def start_order(jobs: dict[str, RunConfig]) -> list[str]:
+    """The runs in the order in which they start: those with a probe, which take longest, first."""
+    return sorted(jobs, key=lambda name: isinstance(make_method(jobs[name]).credit.probe, NoProbe))
 
 
 def load_compare(path: Path, trust: bool = False) -> CompareConfig:

@@ -38,7 +38,12 @@ from flowrl.worlds.base import World
 
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
 Report = Callable[[dict[str, Any]], None]
-"""Called with {"phase", "iteration", "reward", "nfe_total"} whenever one of them changes, and with {"warning"}."""
+"""Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} whenever one of them changes, and with {"warning"}."""
+
+
+def _heldout(row: dict[str, Any]) -> dict[str, Any]:
+    """The held-out reward of a row with an evaluation, for `Report`."""
+    return {"heldout": row["evaluation"]["reward"]} if row["evaluation"] else {}
 
 
 @dataclass
@@ -141,7 +146,7 @@ class Run:
             self._append(row)
             journal.row(row, latest)
             self._warn(new)
-            self._tell({"iteration": trainer.done, "reward": row["reward_mean"], "nfe_total": row["nfe_total"]})
+            self._tell({"iteration": trainer.done, "reward": row["reward_mean"], "nfe_total": row["nfe_total"], **_heldout(row)})
             paused = self.distributed.any(trainer.done < self.config.iterations and self.stop())
             if paused or trainer.done % self.config.logging.checkpoint_every == 0 or trainer.done == self.config.iterations:
                 state = trainer.state()
@@ -191,6 +196,7 @@ class Run:
             write_bytes(self.folder / "before.safetensors", images)
             write_bytes(self.folder / "metrics.jsonl", b"")
         self._append(row)
+        self._tell(_heldout(row))
         return row
 
     def _tell(self, state: dict[str, Any]) -> None:

@@ -1,0 +1,150 @@
+"""Progress of runs: the time left on simulated clocks, the live table and the results table in terminals of any width."""
+
+import heapq
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from flowrl.commands.progress import Display
+from flowrl.commands.remaining import Remaining, Work, duration, makespan, work_of
+from flowrl.plots.report import print_table
+from flowrl.training.compare import CompareConfig
+from flowrl.training.config import preset
+from flowrl.training.results import Change, Mean, MethodSummary
+
+
+class Simulation:
+    """Runs that take known times: `start` seconds, then `rate` seconds per unit of work, `workers` at a time."""
+
+    def __init__(self, works, kinds, rates, start, workers):
+        self.now, self.works, self.rates = 0.0, works, rates
+        self.remaining = Remaining(works, kinds, workers, clock=lambda: self.now)
+        self.events = []
+        free = [0.0] * workers
+        heapq.heapify(free)
+        for name, work in works.items():
+            at = heapq.heappop(free)
+            self.events.append((at, name, 0))
+            at += start
+            for iteration in range(1, work.iterations + 1):
+                at += rates[kinds[name]] * work.between(iteration - 1, iteration)
+                self.events.append((at, name, iteration))
+            heapq.heappush(free, at)
+        self.end = max(at for at, _, _ in self.events)
+
+    def estimates(self):
+        """(time, estimated seconds) after every event."""
+        for at, name, iteration in sorted(self.events, key=lambda event: (event[0], -event[2])):
+            self.now = at
+            if iteration == 0:
+                self.remaining.began(name)
+            else:
+                self.remaining.reached(name, iteration)
+            if iteration == self.works[name].iterations:
+                self.remaining.ended(name)
+            yield at, self.remaining.seconds()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("slow", [1.0, 3.0])
+def test_the_time_left_is_that_of_a_simulation(workers, slow):
+    """Two methods, one with six times the work per iteration, evaluations that cost as much as 4 iterations, slow starts.
+
+    Exact as soon as every method has been timed over a period of evaluations; before that, from the planned costs alone, off by
+    no more than the factor between the methods' speeds."""
+    works = {f"{kind}-{seed}": Work(12, cost, 4 * cost, 4) for kind, cost in (("slow", 60.0), ("fast", 10.0)) for seed in range(3)}
+    kinds = {name: name.partition("-")[0] for name in works}
+    simulation = Simulation(works, kinds, {"slow": 0.01 * slow, "fast": 0.01}, 2.0, workers)
+    known = 0
+    for at, seconds in simulation.estimates():
+        actual = simulation.end - at
+        if seconds is None:
+            assert at < 0.2 * simulation.end or workers == 5
+            continue
+        known += 1
+        assert actual / slow - 8 <= seconds <= actual * slow + 8
+        if slow == 1.0 and at > 0.4 * simulation.end:
+            assert seconds == pytest.approx(actual, abs=0.02 * simulation.end)
+    assert known > 40 and simulation.remaining.seconds() == 0.0
+
+
+def test_a_continued_run_counts_what_is_left():
+    remaining = Remaining({"a": Work(100, 1.0, 0.0, 10), "b": Work(100, 1.0, 0.0, 10)}, {"a": "x", "b": "x"}, 1, {"a": 90, "b": 95},
+                          clock=lambda: now)  # fmt: skip
+    now = 0.0
+    remaining.began("a")
+    for iteration in (91, 92, 93):
+        now += 2.0
+        remaining.reached("a", iteration)
+    assert remaining.seconds() == pytest.approx(2 * (7 + 5))
+
+
+def test_evaluations_are_counted_when_they_are_due():
+    work = Work(10, 1.0, 5.0, 4)
+    assert [work.between(0, last) for last in (3, 4, 8, 9, 10)] == [3, 9, 18, 19, 25]  # after 4, 8 and the last
+    assert work.between(9, 10) == 6 and work.between(10, 10) == 0 and Work(8, 1.0, 5.0, 4).between(0, 8) == 18
+
+
+@given(st.lists(st.floats(0, 100), max_size=4), st.lists(st.floats(0, 100), max_size=9), st.integers(4, 6))
+def test_workers_share_the_waiting_runs(going, waiting, workers):
+    total, longest = sum(going) + sum(waiting), max([0.0, *going, *waiting])
+    end = makespan(going, waiting, workers)
+    assert max(longest, total / workers) <= end + 1e-6 and end <= total / workers + longest + 1e-6
+
+
+def test_durations_do_not_pretend_to_seconds():
+    assert [duration(s) for s in (None, 3, 38, 50, 58, 290, 5300, 9000)] == [
+        "unknown yet", "under 10 s", "about 40 s", "about 50 s", "about 1 min", "about 5 min", "about 88 min", "about 2.5 h",
+    ]  # fmt: skip
+
+
+def test_the_work_of_a_run_is_that_of_its_plan():
+    config = preset("default").apply(world="mixture", method="tp-grpo", kl_weight=0.1)
+    work = work_of(config)
+    assert work.iterations == config.iterations and work.evaluation == 384 * 20
+    assert work.iteration == 16 * 12 * 45 + 2 * 960 + 2 * 960  # rollout, update with a KL, the gradient's backward passes
+
+
+def display(tmp_path, width, seeds=3):
+    methods = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo", "dance-grpo", "dense-grpo", "noise-weighted")
+    run = preset("tiny").apply(world="mixture", task="direction")
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=True, color_system=None)
+    return Display(CompareConfig(run, methods, tuple(range(seeds))), tmp_path, 2, console), file
+
+
+@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("seeds", [3, 12])
+def test_the_live_table_fits_the_terminal(tmp_path, width, seeds):
+    shown, file = display(tmp_path, width, seeds)
+    states = {name: {"phase": "waiting", "iteration": 0} for name in shown.jobs}
+    states["tp-grpo-seed0"] = {"phase": "done", "iteration": 2, "reward": 0.5, "heldout": 0.61, "nfe_total": 123456789}
+    states["tp-grpo-seed1"] = {"phase": "rollout", "iteration": 1, "reward": 0.7, "heldout": 0.59, "nfe_total": 1}
+    shown.console.print(shown.table(states))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    (line,) = (line for line in lines if line.split()[:1] == ["tp-grpo"])
+    for cell in ("✓ ▶ ·" if seeds == 3 else "✓1 ·10 ▶1", f"3/{2 * seeds}", "0.600", "123,456,790"):
+        assert cell in line
+    assert f"3/{12 * seeds} iterations, left: " in file.getvalue() and "✓ done" in file.getvalue()
+
+
+def summary(method, count):
+    mean = Mean(0.512, 0.123)
+    heldout = {f"held out: reward {i}": Change(mean, mean) for i in range(count)}
+    return MethodSummary(method, 3, mean, mean, mean, 0.4, 0, mean, 4.0, 1e7, None, 45.4, 14, 10, 5, 0.1, 0.2, 0.3, heldout)
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+@pytest.mark.parametrize("methods", [1, 4, 8])
+@pytest.mark.parametrize("heldout", [0, 3])
+def test_the_results_fit_the_terminal(width, methods, heldout):
+    file = io.StringIO()
+    print_table([summary(f"stepwise-method-{i}", heldout) for i in range(methods)], Console(file=file, width=width))
+    text = file.getvalue()
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    for cell in ("+0.512 ± 0.123", "10,000,000", "not reached", "0.30"):
+        assert text.count(cell) == methods, cell
