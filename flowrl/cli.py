@@ -12,29 +12,44 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from flowrl import __version__
+from flowrl.commands.layout import columns, listed, wrapped
 from flowrl.errors import FULL, ConfigError, FlowrlError, part_errors
 from flowrl.options import check_ranges
 from flowrl.plugins import package_of, plugin
 from flowrl.settings import unknown
 from flowrl.signals import same_handlers
+from flowrl.sources import summary
 
 COMMANDS = {
     "compare": ("flowrl.commands.runs:Compare", "Compare credit rules: train every method with every seed, write a report."),
     "train": ("flowrl.commands.runs:Train", "Train one method with one seed, on a built-in world or a diffusers model."),
     "evaluate": ("flowrl.commands.evaluate:Evaluate", "Score base and trained weights on the same prompts and noise."),
-    "sample": ("flowrl.commands.models:Sample", "Draw images for prompts from the base model or a finished run."),
-    "parts": ("flowrl.commands.parts:Parts", "List credit rules, samplers, losses and rewards with their options."),
-    "presets": ("flowrl.commands.presets:Presets", "List the presets, or print one as YAML."),
+    "sample": ("flowrl.commands.models:Sample", "Sample images for prompts from the base model or a finished run."),
+    "parts": (
+        "flowrl.commands.parts:Parts",
+        "List credit rules, samplers, losses and rewards, or describe one (`flowrl parts NAME`).",
+    ),
+    "presets": (
+        "flowrl.commands.presets:Presets",
+        "List the presets, print one beside the published values or as YAML, or find Accelerate's configurations.",
+    ),
     "prompts": ("flowrl.commands.prompts:Prompts", "Make or check a file of prompts."),
-    "env": ("flowrl.commands.env:Env", "Print versions and cores, with --devices the GPUs: what a bug report needs."),
+    "env": ("flowrl.commands.env:Env", "Print versions, cores and, with --devices, GPUs, as needed in a bug report."),
 }
 """Built-in commands: where their class is, and a line for the list."""
+
+GROUPS = {
+    "train": ("compare", "train"),
+    "results": ("evaluate", "sample"),
+    "look up": ("parts", "presets", "prompts", "env"),
+}
+"""Built-in commands by purpose."""
 
 DESCRIPTION = """\
 usage: flowrl COMMAND [OPTIONS]
 
-Reinforcement learning for flow-matching image models: credit rules of Flow-GRPO, Stepwise-Flow-GRPO and TP-GRPO, or your
-own, side by side. `flowrl compare` is a good start."""
+Reinforcement learning for flow-matching image models: compare the credit rules of Flow-GRPO, Stepwise-Flow-GRPO, TP-GRPO and
+others with your own. Start with `flowrl compare`."""
 
 
 def plugins() -> dict[str, EntryPoint]:
@@ -44,11 +59,14 @@ def plugins() -> dict[str, EntryPoint]:
 
 def overview() -> str:
     """What bare `flowrl` prints."""
-    lines = [f"  {name:14s} {line}" for name, (_, line) in COMMANDS.items()]
-    lines += [f"  {name:14s} from {package_of(point)}" for name, point in plugins().items()]
-    return "\n".join(
-        [DESCRIPTION, "", "commands:", *lines, "", "flowrl COMMAND --help lists the options of one; flowrl --version."]
-    )
+    width, groups = columns(), {title: [(name, COMMANDS[name][1]) for name in names] for title, names in GROUPS.items()}
+    for name, point in plugins().items():
+        groups.setdefault(f"from {package_of(point)}", []).append((name, summary(point.value)))
+    longest = max(len(name) for rows in groups.values() for name, _ in rows)
+    lines = wrapped(DESCRIPTION, width)
+    for title, rows in groups.items():
+        lines += ["", f"{title}:", *listed([(f"{name:{longest}s}", text) for name, text in rows], width)]
+    return "\n".join([*lines, "", "flowrl COMMAND --help lists the options of a command; flowrl --version."])
 
 
 def load_command(name: str) -> Any:

@@ -230,6 +230,11 @@ def summary_of(kind: str, name: str) -> str:
     return documented or (inspect.getdoc(_by_name(kind, name)) or "").partition("\n")[0]
 
 
+def documentation_of(kind: str, name: str) -> str:
+    """A part's whole documentation."""
+    return inspect.getdoc(_by_name(kind, name)) or ""
+
+
 def _convert(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
     """The value of an option; specs of other parts are built, and rewards within a reward get its defaults."""
     if name == "times" and isinstance(value, str):

@@ -36,15 +36,15 @@ class Evaluate:
     prompts: str = ""
     """File of prompts, or a generator's slice as text[0:64]; default the run's held-out prompts (required with --model)."""
     reward: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME, NAME(option=value) or path/to/file.py:Class; may be given several times. Default: the run's own."""
+    """NAME, NAME(option=value) or path/to/file.py:Class; repeat the option for several rewards. Default: the run's."""
     limit: Whole = 0
-    """Use the first so many prompts; 0 = all (of a built-in world: as many as the run evaluated)."""
+    """Number of prompts, the first of the file; 0 = all (of a built-in world: as many as the run evaluated)."""
     count: Count = 1
     """Images per prompt."""
     num_steps: Count | None = None
     """ODE steps [default: the run's, else 40]."""
     guidance_scale: Annotated[float, Ge(1)] | None = None
-    """Classifier-free guidance for both [default: the run's, else 1]."""
+    """Classifier-free guidance of both models [default: the run's, else 1]."""
     negative_prompt: str | None = None
     """Negative prompt of the guidance [default: the run's, else empty]."""
     resolution: Count | None = None
@@ -54,11 +54,11 @@ class Evaluate:
     num_frames: Count | None = None
     """Frames of a video [default: the run's, else 1]."""
     seed: Seed = 20240
-    """Draws the noise, which is the same for both."""
+    """Seed of the noise, which is the same for both models."""
     batch: Count = 16
     """Latents per network call and images decoded at a time."""
     device: str = ""
-    """cpu or cuda [default: cuda for a model where there is one]."""
+    """cpu or cuda [default: cuda for a model if there is a GPU]."""
     dtype: str = ""
     """float32, bfloat16 or float16 [default: the run's, else bfloat16 on cuda and float32 on the CPU]."""
     max_sequence_length: Whole = 0

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -32,7 +33,8 @@ def _options(kind: type, without: Sequence[str]) -> list[tuple[str, Any, Any]]:
     for item in dataclasses.fields(kind):
         if item.name not in without and item.name not in groups_of(kind):
             info = known[item.name]
-            columns.append((item.name, Annotated[info.annotation, tyro.conf.arg(help=info.description)], item.default))
+            text = " ".join(info.description.split())
+            columns.append((item.name, Annotated[info.annotation, tyro.conf.arg(help=text)], item.default))
     return columns
 
 
@@ -57,7 +59,8 @@ def changes(options: Any, base: RunConfig) -> dict[str, Any]:
 
 
 def base_of(arguments: Sequence[str]) -> RunConfig:
-    """The run that the options start from: that of `--preset`, `--world` and `--model`, found before the others are read."""
+    """The run that the options start from: that of `--preset`, `--world` and `--model`, found before the others are read. With
+    `--plan`, it is that of a machine with a GPU."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("preset", "world", "model"):
         parser.add_argument(f"--{name}")
@@ -66,7 +69,38 @@ def base_of(arguments: Sequence[str]) -> RunConfig:
     except argparse.ArgumentError:  # an option without its value: the command's own parser says so
         return RunConfig()
     chosen = {name: getattr(found, name) for name in ("world", "model") if getattr(found, name)}
-    return preset(found.preset or "default", trust=True).apply(**chosen)  # options only: nothing is built
+    planned = "--plan" in arguments
+    return preset(found.preset or "default", trust=True).apply(planned=planned, **chosen)  # options only: nothing is built
+
+
+LONGEST_NAME = 120
+"""Characters of a run's name; settings that do not fit are counted."""
+NAMED = ("method", "task", "model", "seed")
+"""Settings that every name has in its own way."""
+UNNAMED = ("credit", "world", "device", "tracker", "checkpoint_every", "keep_checkpoints", "prompt_cache", "decode_batch")
+"""Settings that no name has: where and how a run computes rather than what."""
+
+
+def run_name(config: RunConfig, base: RunConfig | None = None) -> str:
+    """The method, the task or the model, the settings in which `config` differs from `base`, and the seed, as in
+    ``tp-grpo,text,learning_rate=0.001,seed=1``; valid in a file system."""
+    subject = config.policy.model.rstrip("/").rpartition("/")[2] or config.environment.task
+    values, usual = flat(config), flat(config if base is None else base)
+    changed = [f"{name}={_short(value)}" for name, value in values.items()
+               if value != usual[name] and name not in (*NAMED, *UNNAMED)]  # fmt: skip
+    parts = [_short(config.algorithm.method), _short(subject)]
+    seed = f"seed={config.seed}"
+    while changed and len(",".join([*parts, changed[0], seed])) <= LONGEST_NAME:
+        parts.append(changed.pop(0))
+    return ",".join([*parts, *([f"{len(changed)}-more"] if changed else []), seed])
+
+
+def _short(value: Any) -> str:
+    """A value in a file's name: numbers in short, of paths the last part."""
+    if isinstance(value, tuple):
+        return "+".join(map(_short, value))
+    text = f"{value:g}" if isinstance(value, float) else str(value).rpartition("/")[2]
+    return re.sub(r"[^\w.=-]+", "_", text).strip("_")
 
 
 def typed_command() -> str:

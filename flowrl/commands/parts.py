@@ -1,11 +1,16 @@
 """`flowrl parts`."""
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.errors import FlowrlError, require
-from flowrl.registry import KINDS, available, options_of, summary_of
+import tyro
+
+from flowrl.commands.layout import clipped, columns, listed, wrapped
+from flowrl.errors import ConfigError, FlowrlError, require
+from flowrl.registry import KINDS, available, documentation_of, options_of, summary_of
+from flowrl.settings import unknown
 
 OPTIONS = {"features": "diversity", "probe": "credit"}
 """Kinds of parts whose option of `flowrl train` has another name; a probe is an option of a credit rule."""
@@ -13,32 +18,66 @@ OPTIONS = {"features": "diversity", "probe": "credit"}
 
 @dataclass(frozen=True)
 class Parts:
-    """List the credit rules, probes, samplers, losses, rewards and features that can be named; plug-ins too."""
+    """List the credit rules, probes, samplers, losses, rewards and features, plug-ins too, or describe one with its options.
 
+    Examples: flowrl parts
+
+    flowrl parts turning-point
+    """
+
+    name: tyro.conf.Positional[str] = ""
+    """A part to describe: its documentation, and its options with their defaults. Left out: list all, a line each."""
     kind: str = ""
-    """credit, probe, sampler, loss, reward, features or all: these parts with their options. Left out: all, a line per part."""
+    """credit, probe, sampler, loss, reward, features or all: list only these, with their options."""
 
     def main(self) -> int:
-        """Print one line per part, and below it its options if a kind is chosen."""
+        """Print the list, or one part."""
         require(self.kind in ("", "all", *KINDS), "kind", self.kind, f"one of {', '.join(KINDS)}, all")
-        for kind in (self.kind,) if self.kind in KINDS else KINDS:
-            print(f"{kind} (--{OPTIONS.get(kind, kind)})")
+        kinds = (self.kind,) if self.kind in KINDS else tuple(KINDS)
+        print("\n".join(described(self.name, kinds) if self.name else self._list(kinds)))
+        return 0
+
+    def _list(self, kinds: tuple[str, ...]) -> Iterator[str]:
+        """A line per part, and below it its options if a kind is chosen."""
+        width = columns()
+        for kind in kinds:
+            yield f"{kind} (--{OPTIONS.get(kind, kind)})"
             for name, origin in sorted(available(kind).items()):
-                title = f"  {name}{'' if origin == 'flowrl' else f'  [{origin}]'}"
+                title = f"  {_title(name, origin)}"
                 try:
                     summary, choices = summary_of(kind, name), options_of(kind, name) if self.kind else {}
                 except FlowrlError as error:
-                    print(f"{title}: unusable, {error}")
+                    yield f"{title}: unusable, {error}"
                     continue
-                print(f"{title}: {summary}")
+                yield clipped(f"{title}: {summary}", width)
                 if choices:
-                    print(f"      {', '.join(f'{n}={_shown(v)}' for n, v in choices.items())}")
+                    yield from wrapped(", ".join(f"{n}={_shown(v)}" for n, v in choices.items()), width, 6)
             if not available(kind):
-                print("  none by name: a task brings its own, and a plug-in or path/to/file.py:Class replaces it")
+                yield "  none by name: a task brings its own, and a plug-in or path/to/file.py:Class replaces it"
         if not self.kind:
-            print("\nWith options: flowrl parts --kind KIND, or --kind all")
-        return 0
+            yield "\nA part with its options: flowrl parts NAME"
+
+
+def described(name: str, kinds: tuple[str, ...]) -> list[str]:
+    """The documentation and the options of every part of `kinds` that is called `name`. Raises `ConfigError` if there is none."""
+    found = [kind for kind in kinds if name in available(kind)]
+    if not found:
+        raise ConfigError(unknown(name, sorted({part for kind in kinds for part in available(kind)}), "part"))
+    width, lines = columns(), list[str]()
+    for kind in found:
+        option = OPTIONS.get(kind, kind)
+        how = f"--credit 'RULE(probe={name})'" if kind == "probe" else f"--{option} {name}"
+        lines += ["", f"{_title(name, available(kind)[name])}: {KINDS[kind].noun}, {how}", ""]
+        lines += wrapped(documentation_of(kind, name), width, 2)
+        choices = options_of(kind, name)
+        lines += ["", "  options and their defaults:" if choices else "  no options"]
+        lines += listed(((choice, _shown(value)) for choice, value in choices.items()), width, 4)
+    return lines[1:]
+
+
+def _title(name: str, origin: str) -> str:
+    return name if origin == "flowrl" else f"{name}  [{origin}]"
 
 
 def _shown(value: Any) -> str:
-    return "..." if value is inspect.Parameter.empty else repr(value)
+    return "(required)" if value is inspect.Parameter.empty else repr(value)

@@ -3,11 +3,14 @@
 import shutil
 import textwrap
 from dataclasses import dataclass
+from importlib import resources
 from itertools import zip_longest
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import tyro
 
+from flowrl.commands.layout import columns, wrapped
 from flowrl.settings import grouped, settings_text
 from flowrl.training.config import RunConfig
 from flowrl.training.presets import PRESETS, Combined, combinations, combine, published, published_values, shipped
@@ -22,40 +25,49 @@ class Presets:
     flowrl presets sd3.5-medium,tp-grpo,ocr
 
     flowrl presets sd3.5-medium,tp-grpo,ocr,exact --yaml > mine.yaml
+
+    accelerate launch --config_file "$(flowrl presets --accelerate ddp)" --num_processes 8 -m flowrl train ...
     """
 
     name: tyro.conf.Positional[str] = ""
     """A preset: one name, or a model, a method and a task separated by commas, and `exact`. Left out: list all."""
     yaml: bool = False
     """Print YAML that `flowrl train --config` and `--preset` take."""
+    accelerate: Literal["ddp", "fsdp2", "zero2"] | None = None
+    """Print the path of a file for `accelerate launch --config_file`: ddp (every process has all weights), fsdp2 or zero2
+    (weights are sharded)."""
 
     def main(self) -> int:
         """Print."""
+        if self.accelerate:
+            print(Path(str(resources.files("flowrl") / "launch" / f"{self.accelerate}.yaml")))
+            return 0
         if not self.name:
-            print(listing())
+            print(listing(columns()))
             return 0
         found = combine(self.name, RunConfig)
         print(preset_text(found) if self.yaml else published_text(found, self.name, shutil.get_terminal_size().columns))
         return 0
 
 
-def listing() -> str:
+def listing(width: int | None) -> str:
     """All presets with what is known of their cost."""
-    lines = ["For the built-in worlds: " + ", ".join(PRESETS), ""]
+    lines = ["For the built-in worlds: " + ", ".join(PRESETS)]
     for kind, files in shipped().items():
-        lines.append(f"{kind}:")
+        lines += ["", f"{kind}:"]
         for name in files:
             about = combine(name, RunConfig).pieces[0].about
-            lines.append(f"  {name}: {about['summary']}")
-            lines += [f"      {key.replace('_', ' ')}: {text}" for key, text in about.items() if key not in ("summary", "notes")]
-            lines += [f"      note: {text}" for text in about.get("notes", ())]
-    lines += ["", "A model, a method and a task combine (flowrl train --preset NAME); each also as NAME,exact:"]
-    lines += [f"  {name}" for name in combinations()]
-    lines += [
-        "",
-        "flowrl presets NAME prints the settings of one next to the published values, with --yaml as a file for --preset.",
-    ]
-    return "\n".join(lines)
+            lines += wrapped(f"{name}: {about['summary']}", width, 2)
+            facts = {key.replace("_", " "): text for key, text in about.items() if key not in ("summary", "notes")}
+            for key, text in [*facts.items(), *(("note", text) for text in about.get("notes", ()))]:
+                lines += wrapped(f"{key}: {text}", width, 6)
+    end = (
+        f"A model, a method and a task combine, separated by commas, to {len(combinations())} presets for "
+        f"`flowrl train --preset`, as in {combinations()[0]} or {combinations()[-1]}. "
+        "Each also exists with `,exact`, in flowrl's own definitions.",
+        "`flowrl presets NAME` prints the settings of one next to the published values, with --yaml as a file for --preset.",
+    )
+    return "\n".join([*lines, *(line for text in end for line in ["", *wrapped(text, width)])])
 
 
 SIDE_BY_SIDE = 130

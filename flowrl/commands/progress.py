@@ -32,7 +32,7 @@ BAR_FROM = 100
 
 
 class Display:
-    """Progress of a comparison: a live table on a terminal, otherwise one line per five iterations of a run."""
+    """Progress of a comparison: a live table on a terminal, otherwise lines at iterations 1, 5, 10, ... of a run."""
 
     def __init__(self, config: "CompareConfig", out: Path, workers: int = 0, console: Console | None = None) -> None:
         from flowrl.training.checkpoint import Checkpoints
@@ -106,7 +106,7 @@ class Display:
         for name, state in states.items():
             step, ended = state.get("iteration", 0), state["phase"] in ("done", "paused", "failed")
             last = self.printed.get(name, 0)
-            if last >= 0 and (ended or step >= last + 5):
+            if last >= 0 and (ended or (step > 0 and last == 0) or step // 5 > last // 5):
                 self.printed[name] = -1 if ended else step
                 numbers = f"reward {state.get('reward', float('nan')):.3f}  NFE {state.get('nfe_total', 0):>9,d}"
                 count = f"iteration {self._done(name, state):3d}/{self.jobs[name].iterations}"

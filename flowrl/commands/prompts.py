@@ -22,8 +22,8 @@ class Prompts:
     """
 
     kind: tyro.conf.Positional[Literal["compositional", "text", "images", "check"]]
-    """compositional (GenEval's requests), text (texts in quotation marks, for OCR), images (general ones), or
-    check (summarise a file)."""
+    """compositional (GenEval's requests), text (texts in quotation marks, for OCR), images (general prompts) or check
+    (summarise a file)."""
     file: Path = Path("prompts.jsonl")
     """The file to write, or to check: .jsonl, text with a prompt a line, or a dataset (hf:NAME[:SPLIT[:COLUMN]])."""
     count: Annotated[int, Ge(1), Le(10**6)] = 500

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from flowrl.commands.options import base_of, changes, options_class, options_with, typed_command
+from flowrl.commands.layout import columns, hanging
+from flowrl.commands.options import base_of, changes, options_class, options_with, run_name, typed_command
 from flowrl.errors import require
 from flowrl.imports import import_modules
 from flowrl.options import Count, Seed, Workers
@@ -27,15 +28,18 @@ if TYPE_CHECKING:
     from flowrl.training.compare import CompareConfig
 
 
+PLAN_INDENT = 21
+"""Columns of the labels of a plan."""
 MODEL_SETTINGS = ("model", "tracker", *MODEL_ONLY)
 TrainOptions = options_class("TrainOptions")
 CompareOptions = options_class("CompareOptions", ("method", "credit", "seed", *MODEL_SETTINGS))
 
 
-def start_of(name: str, options: Any) -> RunConfig:
+def start_of(name: str, options: Any, planned: bool = False) -> RunConfig:
     """The run of preset `name` for the world, or the model, that the options name; nothing is built from it."""
     model = getattr(options.policy, "model", "")
-    return preset(name, trust=True).apply(**({"model": model} if model else {"world": options.environment.world}))
+    chosen = {"model": model} if model else {"world": options.environment.world}
+    return preset(name, trust=True).apply(planned=planned, **chosen)
 
 
 def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool) -> RunConfig:
@@ -193,14 +197,15 @@ class Train:
 
     flowrl train --model path/to/sd3.5-medium --prompts prompts.txt --reward my_rewards.py:Score --guidance-scale 4.5
 
-    On several GPUs: accelerate launch --config_file flowrl/launch/ddp.yaml -m flowrl train ... (see flowrl/launch/).
+    On several GPUs: accelerate launch --config_file "$(flowrl presets --accelerate ddp)" -m flowrl train ...
     """
 
     preset: str = "default"
-    """default, long or tiny; or a model, a method and a task, as in sd3.5-medium,tp-grpo,ocr (`flowrl presets` lists them); or a
-    .yaml file; several are separated by commas."""
+    """default, long or tiny; a model, a method and a task, as in sd3.5-medium,tp-grpo,ocr (see `flowrl presets`); or a file that
+    ends in .yaml. Several are separated by commas."""
     out: Path | None = None
-    """Folder for the run; default runs/train-DATE."""
+    """Folder for the run; default runs/NAME-DATE, NAME being the method, the task and the settings that differ from the preset's,
+    as in tp-grpo,text,learning_rate=0.001,seed=1."""
     resume: Path | None = None
     """Go on with the run in this folder."""
     start: Annotated[str, tyro.conf.arg(name="from")] = ""
@@ -208,7 +213,8 @@ class Train:
     config: Path | None = None
     """Repeat a run from its saved config.json or config.yaml; to change some of its settings give the .yaml as `preset`."""
     plan: bool = False
-    """Print what an iteration consists of (trajectories, pairs, batches, network evaluations, memory) and train nothing."""
+    """Print what an iteration consists of (trajectories, pairs, batches, network evaluations, memory) and train nothing. A model
+    counts in the precision that it would have on a GPU."""
     processes: Count | None = None
     """Processes that `plan` counts for [default: 1]; `accelerate launch` says how many train."""
     trust: bool = False
@@ -226,7 +232,7 @@ class Train:
         """The settings of the run to go on with or to repeat, or else the preset's with the given ones on top."""
         from flowrl.training.compare import rule_name
 
-        base = start_of(self.preset, self.run)
+        base = start_of(self.preset, self.run, self.plan)
         chosen = changes(self.run, base)
         for name, source in (("resume", self.resume), ("config", self.config)):
             given = ", ".join(f"--{setting.replace('_', '-')}" for setting in chosen)
@@ -255,8 +261,9 @@ class Train:
         from flowrl.training.run import Run
 
         require(not self.start or self.resume is not None, "from", self.start, "given with --resume DIR only")
-        out = self.resume or self.out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
         config = self.configuration()
+        name = run_name(config, None if self.config else start_of(self.preset, self.run))
+        out = self.resume or self.out or Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
         check(config)
         require(
             self.plan or self.processes is None,
@@ -266,7 +273,8 @@ class Train:
         )
         if self.plan:
             counted = plan(config, 1 if self.processes is None else self.processes)
-            print("\n".join(filter(None, (plan_text(counted, config), memory_text(counted, config)))))
+            text = "\n".join(filter(None, (plan_text(counted, config), memory_text(counted, config))))
+            print(hanging(text, columns(), PLAN_INDENT))
             return 0
         device_of(config.policy.device)
         if config.policy.device == "cpu":

@@ -6,71 +6,104 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from flowrl.plots.style import clean, colour, spread_labels
+from flowrl.plots.style import MOST_TOGETHER, PALE, SOFT, clean, colour, marker, multiples
 from flowrl.training.results import Comparison, RunRecord, mean_curve, short, summarise
 
 X_LABELS = {"iteration": "iteration", "nfe_total": "network evaluations while sampling", "seconds_total": "training seconds"}
-PHASES = {"rollout": "#35618f", "reward": "#e0a33a", "update": "#8fb3d1"}
+PHASES = {"rollout": "#3f444d", "reward": "#8a8f98", "update": "#d5d8de"}
+"""Greys: colours belong to methods."""
 Runs = Mapping[str, Sequence[RunRecord]]
 
 
 def curves(comparison: Comparison, metric: str = "reward") -> Figure | None:
-    """An evaluation metric against iterations, NFE and seconds, one colour per method. None if no run contains the metric."""
+    """An evaluation metric against iterations, network evaluations and seconds; None if no run contains it.
+
+    Up to `MOST_TOGETHER` methods share three axes. More have an axis each, with the other methods in grey, against iterations and
+    network evaluations.
+    """
     runs = {method: comparison.of(method) for method in comparison.methods}
-    values = [y for some in runs.values() for run in some for y in run.curve("iteration", metric)[1]]
-    if not values:
+    if not any(run.curve("iteration", metric)[1] for some in runs.values() for run in some):
         return None
-    figure = Figure(figsize=(12.5, 3.9), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
-    pad = max(0.06 * (max(values) - min(values)), 0.01)
-    panels[0].set_ylim(min(values) - pad, max(values) + pad)
-    baseline = mean_curve(comparison.of(comparison.baseline), "iteration", metric)[1]
-    for axes, (x, label) in zip(panels, X_LABELS.items(), strict=True):
-        _over_seeds(axes, runs, x, (metric,), comparison.config["methods"])
-        if baseline:
-            axes.axhline(baseline[-1], color="#8a8f98", linestyle="--", linewidth=1)
-        axes.set_xlabel(label)
-    _label_ends(panels[0], runs, metric, comparison.config["methods"])
-    panels[0].xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    panels[1].xaxis.set_major_formatter(EngFormatter(sep=""))
     form = comparison.config["run"]["environment"]["reward_form"]
-    panels[0].set_ylabel(f"held-out reward ({form})" if metric == "reward" else f"held-out {metric} success")
-    panels[1].set_title("dashed: final value of the baseline", fontsize=9, color="#555b66")
+    label = f"held-out reward ({form})" if metric == "reward" else f"held-out {metric} success"
+    baseline = mean_curve(comparison.of(comparison.baseline), "iteration", metric)[1]
+    level = baseline[-1] if baseline else None
+    if len(runs) > MOST_TOGETHER:
+        return _curve_panels(runs, metric, label, level)
+    figure = Figure(figsize=(12.5, 4.3), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    for axes, x in zip(panels, X_LABELS, strict=True):
+        for method in runs:
+            _draw(axes, runs, method, x, (metric,))
+        _finish(axes, x, level)
+        clean(axes)
+    panels[0].set_ylabel(label)
+    _key(figure, list(runs), comparison.baseline if level is not None else "")
     return figure
 
 
-def _over_seeds(axes: Axes, runs: Runs, x: str, path: Sequence[str], methods: Sequence[str]) -> None:
-    """Thin lines for the seeds if there are several, a thick line for their mean."""
-    for method, some in runs.items():
-        shade = colour(method, methods)
-        for run in some if len(some) > 1 else ():
-            axes.plot(*run.curve(x, *path), color=shade, alpha=0.3, linewidth=1)
-        axes.plot(*mean_curve(some, x, *path), color=shade, linewidth=2.4, marker="o", markersize=3.5)
-    clean(axes)
+def _curve_panels(runs: Runs, metric: str, label: str, level: float | None) -> Figure:
+    """A block of panels per horizontal axis, one panel per method."""
+    rows, blocks = -(-len(runs) // 4), list(X_LABELS)[:2]
+    figure = Figure(figsize=(12.5, 2.1 * rows * len(blocks) + 0.5 * len(blocks)), layout="constrained")
+    parts = figure.subfigures(len(blocks), 1, squeeze=False).flatten()
+    for part, x in zip(parts, blocks, strict=True):
+        panels = multiples(part, list(runs), lambda axes, name, own, x=x: _draw(axes, runs, name, x, (metric,), own))
+        for axes in panels:
+            _finish(axes, x, level, label=False)
+        part.supxlabel(X_LABELS[x], fontsize=10)
+        part.supylabel(label, fontsize=10)
+    return figure
 
 
-def _label_ends(axes: Axes, runs: Runs, metric: str, methods: Sequence[str]) -> None:
-    """The methods' names at the right ends of their curves, without overlap."""
-    ends = {method: mean_curve(some, "iteration", metric) for method, some in runs.items()}
-    ends = {method: curve for method, curve in ends.items() if curve[0]}
-    right = max([1.0, *(xs[-1] for xs, _ in ends.values())])
-    low, high = axes.get_ylim()
-    heights = spread_labels([ys[-1] for _, ys in ends.values()], low + 0.02 * (high - low), high, (high - low) * 0.075)
-    for method, height in zip(ends, heights, strict=True):
-        axes.annotate(method, (right * 1.03, height), color=colour(method, methods), va="center", fontsize=9, fontweight="bold")
-    axes.set_xlim(-0.02 * right, right * 1.62)
+def _draw(axes: Axes, runs: Runs, method: str, x: str, path: Sequence[str], own: bool = True) -> None:
+    """Thin lines for the seeds if there are several, a thick line for their mean; in grey the mean alone."""
+    some, shade = runs[method], colour(method, list(runs))
+    for run in some if own and len(some) > 1 else ():
+        axes.plot(*run.curve(x, *path), color=shade, alpha=0.3, linewidth=1)
+    if own:
+        style = {"color": shade, "linewidth": 2.2, "marker": marker(method, list(runs)), "markersize": 4, "zorder": 3}
+        xs, ys = mean_curve(some, x, *path)
+        axes.plot(xs, ys, markevery=max(1, len(xs) // 10), **style)
+    else:
+        axes.plot(*mean_curve(some, x, *path), color=PALE, linewidth=1)
+
+
+def _finish(axes: Axes, x: str, level: float | None, label: bool = True) -> None:
+    """The final value of the baseline, and an axis that ends where the data end."""
+    right = axes.dataLim.x1 if axes.dataLim.x1 > 0 else 1.0
+    axes.set_xlim(-0.02 * right, 1.02 * right)
+    if level is not None:
+        axes.axhline(level, color="#8a8f98", linestyle="--", linewidth=1, zorder=1)
+    if x == "iteration":
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    elif x == "nfe_total":
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if label:
+        axes.set_xlabel(X_LABELS[x])
+
+
+def _key(figure: Figure, methods: Sequence[str], baseline: str) -> None:
+    """Lines and markers of the methods above the panels."""
+    handles = [figure.axes[0].plot([], [], color=colour(m, methods), linewidth=2.2, marker=marker(m, methods), label=m)[0]
+               for m in methods]  # fmt: skip
+    if baseline:
+        text = f"final value of {baseline}"
+        handles += figure.axes[0].plot([], [], color="#8a8f98", linestyle="--", linewidth=1, label=text)
+    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(handles), 5), frameon=False)
 
 
 def phases(comparison: Comparison) -> Figure:
     """Mean seconds of an iteration by phase, one bar per method."""
     summaries = summarise(comparison)
-    figure = Figure(figsize=(9, 0.7 + 0.55 * len(summaries)), layout="constrained")
+    figure = Figure(figsize=(9, 0.9 + 0.45 * len(summaries)), layout="constrained")
     axes = figure.subplots()
     for row, summary in enumerate(summaries):
         left = 0.0
         for phase, shade in PHASES.items():
             width = getattr(summary, f"seconds_{phase}")
-            axes.barh(row, width, left=left, color=shade, label=phase if row == 0 else None)
+            axes.barh(row, width, left=left, height=0.7, color=shade, label=phase if row == 0 else None)
             left += width
         axes.annotate(f"{left:.3g} s", (left, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(summaries)), [s.method for s in summaries])
@@ -83,10 +116,11 @@ def phases(comparison: Comparison) -> Figure:
 
 
 def proxy_and_heldout(runs: Runs) -> Figure | None:
-    """The proxy, every held-out reward and the diversity over iterations, and below each of them against the proxy.
+    """The proxy, every held-out reward and the diversity over iterations, and each of them against the proxy.
 
-    `runs` by method. In the lower row the untrained model is a hollow point and the last evaluation a filled one. None if no
-    run contains a held-out reward or a diversity.
+    `runs` by method. In the plots against the proxy, the untrained model is a hollow point and the last evaluation a filled one.
+    More than `MOST_TOGETHER` methods have a panel each, with the others in grey. None if no run contains a held-out reward or a
+    diversity.
     """
     every = [run for some in runs.values() for run in some]
     names = list(dict.fromkeys(name for run in every for name in run.heldout_rewards))
@@ -95,37 +129,60 @@ def proxy_and_heldout(runs: Runs) -> Figure | None:
     if not columns:
         return None
     proxy = ("proxy",) if names else ("reward",)
+    if len(runs) > MOST_TOGETHER:
+        return _proxy_panels(runs, proxy, columns)
     figure = Figure(figsize=(3.3 * (1 + len(columns)), 6.4), layout="constrained")
     grid = figure.subplots(2, 1 + len(columns), squeeze=False)
     grid[0, 0].set_title("proxy (trained on)", fontweight="bold")
     for axes, path in zip(grid[0], (proxy, *columns.values()), strict=True):
-        _over_seeds(axes, runs, "iteration", path, list(runs))
-        axes.set_xlabel("iteration")
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        for method in runs:
+            _draw(axes, runs, method, "iteration", path)
+        _finish(axes, "iteration", None)
+        clean(axes)
     for place, (label, path) in enumerate(columns.items(), 1):
         grid[0, place].set_title(label if path == ("diversity",) else f"held out: {label}")
-        _against(grid[1, place], runs, proxy, path)
+        for method in runs:
+            _against(grid[1, place], runs, method, proxy, path)
         grid[1, place].set(xlabel="proxy", ylabel=label)
+        clean(grid[1, place])
     key = grid[1, 0]
     key.set_axis_off()
     for method in runs:
-        key.plot([], [], color=colour(method, list(runs)), linewidth=2.4, label=method)
-    for name, face in (("untrained", "white"), ("last evaluation", "#555b66")):
-        key.plot([], [], marker="o", markersize=8, markerfacecolor=face, markeredgecolor="#555b66", linestyle="none", label=name)
+        shade, shape = colour(method, list(runs)), marker(method, list(runs))
+        key.plot([], [], color=shade, linewidth=2.2, marker=shape, markersize=4, label=method)
+    for name, face in (("untrained", "white"), ("last evaluation", SOFT)):
+        key.plot([], [], marker="o", markersize=8, markerfacecolor=face, markeredgecolor=SOFT, linestyle="none", label=name)
     key.legend(loc="center", frameon=False, fontsize=9)
     return figure
 
 
-def _against(axes: Axes, runs: Runs, proxy: Sequence[str], path: Sequence[str]) -> None:
+def _proxy_panels(runs: Runs, proxy: Sequence[str], columns: Mapping[str, tuple[str, ...]]) -> Figure:
+    """Per metric a block of panels over iterations, and one against the proxy; one panel per method."""
+    rows = -(-len(runs) // 4)
+    blocks = [(None, "proxy (trained on)", proxy), *((None, label, path) for label, path in columns.items())]
+    blocks += [(proxy, label, path) for label, path in columns.items()]
+    figure = Figure(figsize=(12.5, (2.0 * rows + 0.5) * len(blocks)), layout="constrained")
+    for part, (against, label, path) in zip(figure.subfigures(len(blocks), 1).flatten(), blocks, strict=True):
+        if against is None:
+            panels = multiples(part, list(runs), lambda axes, m, own, path=path: _draw(axes, runs, m, "iteration", path, own))
+            for axes in panels:
+                _finish(axes, "iteration", None, label=False)
+        else:
+            multiples(part, list(runs), lambda axes, m, own, path=path: _against(axes, runs, m, proxy, path, own))
+        part.supxlabel("iteration" if against is None else "proxy", fontsize=10)
+        part.supylabel(label, fontsize=10)
+    return figure
+
+
+def _against(axes: Axes, runs: Runs, method: str, proxy: Sequence[str], path: Sequence[str], own: bool = True) -> None:
     """Means over seeds of the metric at `path` against those of the proxy, at the iterations that contain both."""
-    for method, some in runs.items():
-        shade = colour(method, list(runs))
-        x_at, y_at = (dict(zip(*mean_curve(some, "iteration", *metric), strict=True)) for metric in (proxy, path))
-        shared = [at for at in x_at if at in y_at]
-        xs, ys = [x_at[at] for at in shared], [y_at[at] for at in shared]
-        axes.plot(xs, ys, color=shade, linewidth=1.6, marker=".", markersize=5)
+    shade = colour(method, list(runs)) if own else PALE
+    x_at, y_at = (dict(zip(*mean_curve(runs[method], "iteration", *metric), strict=True)) for metric in (proxy, path))
+    shared = [at for at in x_at if at in y_at]
+    xs, ys = [x_at[at] for at in shared], [y_at[at] for at in shared]
+    axes.plot(xs, ys, color=shade, linewidth=1.6 if own else 1, marker="." if own else "", markersize=5)
+    if own:
         axes.plot(xs[:1], ys[:1], marker="o", markersize=9, markerfacecolor="white", markeredgecolor=shade, linestyle="none")
         axes.plot(xs[-1:], ys[-1:], marker="o", markersize=9, color=shade, linestyle="none")
     axes.margins(0.12)
     axes.xaxis.set_major_locator(MaxNLocator(4))
-    clean(axes)

@@ -1,5 +1,6 @@
 """Figures of samples: before and after training, along one trajectory, base against trained weights, and plain grids."""
 
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +16,20 @@ from torch import Tensor
 from flowrl.credit import gains, turning_points
 from flowrl.diagnostics.weight_comparison import WeightComparison
 from flowrl.errors import CheckpointError, ConfigError, require
-from flowrl.plots.style import INK, clean, colour
+from flowrl.plots.style import INK, PALE, SOFT, clean, colour
 from flowrl.reading import read_json, read_tensors
 from flowrl.training.results import Comparison, RunRecord
+from flowrl.types import Prompt
+from flowrl.worlds.mixture import RADIUS, angle_of, target
 
-GOOD, BAD, NEUTRAL = "#00734f", "#b3261e", "#555b66"
 COLUMNS = 2
 """Prompts per row of `base_and_trained`."""
+PANELS = 5
+"""Panels of points per row."""
+NOTICEABLE = 0.02
+"""Change of a sample's reward from which it has a symbol: ▲ for a higher one, ▼ for a lower one."""
+RIM, REACH = 2.75, 3.3
+"""Radius at which the directions of prompts are written in the 2-D world, and half the width of its panels."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +79,41 @@ def _show(axes: Axes, image: Tensor) -> None:
     axes.set(xticks=[], yticks=[])
 
 
-def _points(axes: Axes, points: Tensor, title: str, shade: str = INK) -> None:
-    """Samples of the 2-D world."""
-    axes.scatter(points[:, 0, 0, 0], points[:, 1, 0, 0], color=shade, s=14)
-    axes.set(xlim=(-3.2, 3.2), ylim=(-3.2, 3.2), aspect="equal")
-    axes.set_title(title, color=shade)
+def _points(axes: Axes, points: Tensor, title: str, shade: str = INK, prompts: Sequence[str] = ()) -> None:
+    """Samples of the 2-D world; with their `prompts`, a line from each to its target, the directions written outside."""
+    aims = {text: target(Prompt(text)) for text in dict.fromkeys(prompts) if _is_direction(text)}
+    for point, text in zip(points[:, :, 0, 0].tolist(), prompts, strict=True) if prompts else ():
+        if text in aims:
+            axes.plot((point[0], aims[text][0]), (point[1], aims[text][1]), color=PALE, linewidth=1, zorder=1)
+    for text, aim in aims.items():
+        axes.scatter(*aim, marker="+", color=SOFT, s=30, linewidths=1, zorder=2)
+        place = tuple(RIM / RADIUS * value for value in aim)
+        axes.annotate(f"{angle_of(text):g}°", place, color=SOFT, fontsize=8, ha="center", va="center")
+    axes.scatter(points[:, 0, 0, 0], points[:, 1, 0, 0], color=shade, s=16, zorder=3)
+    axes.set(xlim=(-REACH, REACH), ylim=(-REACH, REACH), aspect="equal", xticks=(-2, 0, 2), yticks=(-2, 0, 2))
+    axes.set_title(title, color=INK, fontsize=10, fontweight="bold")
     clean(axes)
+
+
+def _is_direction(text: str) -> bool:
+    """Whether a prompt is one of the 2-D world's."""
+    try:
+        return math.isfinite(angle_of(text))
+    except ConfigError:
+        return False
+
+
+def _point_panels(panels: Sequence[tuple[str, Tensor, str]], prompts: Sequence[str]) -> Figure:
+    """Points in a panel per (title, points, colour)."""
+    columns = min(PANELS, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(2.6 * columns, 2.8 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
+    for axes, (name, points, shade) in zip(grid, panels, strict=False):
+        _points(axes, points, name, shade, prompts)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    return figure
 
 
 def _finished(comparison: Comparison, methods: Sequence[str]) -> list[RunRecord]:
@@ -100,19 +137,14 @@ def samples(comparison: Comparison) -> Figure | None:
         rows = rows or [("base model", images["before"], record.reward_before, INK)]
         rows.append((run.method, images["after"], record.reward_after, colour(run.method, comparison.config["methods"])))
     if rows[0][1].shape[-1] == 1:
-        figure = Figure(figsize=(3 * len(rows), 3.2), layout="constrained")
-        for axes, (name, points, _, shade) in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
-            _points(axes, points, name, shade)
-            for point, text in zip(points, prompts, strict=True):
-                axes.annotate(text.partition(" ")[2], (float(point[0]), float(point[1])), fontsize=7)
-        return figure
+        return _point_panels([(name, points, shade) for name, points, _, shade in rows], prompts)
     figure = Figure(figsize=(1.5 * _aspect(rows[0][1]) * len(prompts), 1.75 * len(rows) + 0.3), layout="constrained")
     grid = figure.subplots(len(rows), len(prompts), squeeze=False)
     for axes_row, (name, images, scores, shade) in zip(grid, rows, strict=True):
         for axes, image, value, before in zip(axes_row, images, scores, rows[0][2], strict=True):
             _show(axes, image)
-            change = GOOD if value > before + 0.02 else BAD if value < before - 0.02 else NEUTRAL
-            axes.set_xlabel(f"{value:.2f}", fontsize=9, color=change, fontweight="bold")
+            symbol = " ▲" if value > before + NOTICEABLE else " ▼" if value < before - NOTICEABLE else ""
+            axes.set_xlabel(f"{value:.2f}{symbol}", fontsize=9, color=INK, fontweight="bold" if symbol else "normal")
         axes_row[0].set_ylabel(name, color=shade, fontweight="bold", fontsize=9)
     for axes, text in zip(grid[0], prompts, strict=True):
         words = text.split()
@@ -130,7 +162,7 @@ def trajectory(comparison: Comparison) -> Figure | None:
     completions = _images(runs[0].folder / "trajectory.safetensors", "images", len(record.rewards))
     table, rewards = torch.tensor(record.members)[None], record.rewards
     has_images, nodes = completions.shape[-1] > 1, len(rewards)
-    figure = Figure(figsize=(11, 6.2 if has_images else 4.6), layout="constrained")
+    figure = Figure(figsize=(11, 6.4 if has_images else 4.9), layout="constrained")
     ratios = [1.0, 2.2, 1.3] if has_images else [2.2, 1.3]
     layout = figure.add_gridspec(len(ratios), nodes, height_ratios=ratios)
     for node in range(nodes) if has_images else ():
@@ -138,27 +170,27 @@ def trajectory(comparison: Comparison) -> Figure | None:
         _show(axes, completions[node])
         axes.set_title(f"{rewards[node]:.2f}", fontsize=9)
     curve = figure.add_subplot(layout[-2, :])
-    curve.plot(range(nodes), table[0].T, color="#c9ccd3", linewidth=0.8)
-    for name, values, shade, ink, style, at, shift in (
-        ("one-step estimate", record.tweedie, "#D55E00", "#a84600", {"linestyle": ":", "linewidth": 2}, 1, (12, -9)),
-        ("ODE completion", rewards, "#009E73", GOOD, {"marker": "o", "linewidth": 2.5}, 0, (3, 8)),
-    ):
-        curve.plot(range(nodes), values, color=shade, **style)
-        curve.annotate(name, (at, values[at]), color=ink, fontsize=9, xytext=shift, textcoords="offset points")
-    for consistent, shade in ((False, "#8a8f98"), (True, BAD)):
+    for place, values in enumerate(table[0]):
+        curve.plot(range(nodes), values, color=PALE, linewidth=0.8, label="rest of the group" if place == 0 else None)
+    curve.plot(range(nodes), rewards, color=INK, marker="o", linewidth=2.5, label="ODE completion")
+    curve.plot(range(nodes), record.tweedie, color=SOFT, linestyle=":", linewidth=2, label="one-step estimate")
+    rings = {"turning point": (False, SOFT, 130, 1.2), "consistent turning point": (True, INK, 260, 2.6)}
+    for name, (consistent, shade, size, width) in rings.items():
         turns = turning_points(table, consistent=consistent, first_step=True)[0, record.chosen].nonzero().flatten().tolist()
         heights = [rewards[step] for step in turns]
-        curve.scatter(turns, heights, s=190, facecolors="none", edgecolors=shade, linewidths=2, zorder=5 + consistent)
+        curve.scatter(turns, heights, s=size, facecolors="none", edgecolors=shade, linewidths=width, zorder=5, label=name)
     curve.set_ylabel("estimated final reward")
-    title = f'"{record.prompt}": red rings are consistent turning points, grey rings plain ones; thin lines: rest of the group'
-    curve.set_title(title, fontsize=10)
+    figure.suptitle(f'"{record.prompt}"', fontsize=10, x=0.01, ha="left")
+    figure.legend(loc="outside upper right", ncols=5, frameon=False, fontsize=9, markerscale=0.6)
     bars, steps = figure.add_subplot(layout[-1, :], sharex=curve), gains(table)[0, record.chosen].tolist()
-    bars.bar([i + 0.5 for i in range(nodes - 1)], steps, width=0.8, color=["#009E73" if g >= 0 else BAD for g in steps])
+    faces = [SOFT if gain >= 0 else "white" for gain in steps]
+    bars.bar([i + 0.5 for i in range(nodes - 1)], steps, width=0.8, color=faces, edgecolor=SOFT, linewidth=1)
     bars.axhline(0, color=INK, linewidth=0.8)
-    bars.set(xlabel="node (0 = noise, last = image)", ylabel="gain of the step", xticks=range(nodes))
+    end = "image" if has_images else "sample"
+    bars.set(xlabel=f"node (0: noise, {nodes - 1}: {end})", ylabel="gain of the step", xticks=range(nodes))
     for axes in (curve, bars):
         clean(axes)
-        axes.set_xlim(-0.5, nodes - 0.5)
+        axes.set_xlim(-0.3, nodes - 0.7)
     return figure
 
 
@@ -169,7 +201,7 @@ def base_and_trained(found: WeightComparison) -> Figure:
     if found.base.shown.shape[-1] == 1:
         figure = Figure(figsize=(6.6, 3.4), layout="constrained")
         for axes, (name, side) in zip(figure.subplots(1, 2), sides.items(), strict=True):
-            _points(axes, side.shown, name)
+            _points(axes, side.shown, name, prompts=found.prompts[:shown])
         return figure
     rows = -(-shown // COLUMNS)
     figure = Figure(figsize=(3.7 * COLUMNS, 2.5 * rows), layout="constrained")
@@ -185,9 +217,9 @@ def image_grid(images: Tensor, scores: Tensor, prompts: Sequence[str]) -> Figure
     """`images` [prompt, count, channel, height, width] with their `scores`, one row (2-D world: one scatter plot) per prompt."""
     rows, columns = images.shape[:2]
     if images.shape[-1] == 1:
-        figure = Figure(figsize=(3 * rows, 3.2), layout="constrained")
+        figure = Figure(figsize=(2.8 * rows, 3.0), layout="constrained")
         for axes, points, text in zip(figure.subplots(1, rows, squeeze=False)[0], images, prompts, strict=True):
-            _points(axes, points, text)
+            _points(axes, points, text, prompts=[text] * len(points))
         return figure
     figure = Figure(figsize=(1.25 * _aspect(images) * columns, 1.62 * rows), layout="constrained")
     for row, (cells, text) in enumerate(zip(figure.subplots(rows, columns, squeeze=False), prompts, strict=True)):

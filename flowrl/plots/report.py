@@ -17,15 +17,15 @@ from flowrl.io import write_bytes, write_json
 from flowrl.plots.figures import curves, phases, proxy_and_heldout
 from flowrl.plots.image_grids import base_and_trained, samples, trajectory
 from flowrl.plots.pages import render
-from flowrl.plots.style import colour, png
-from flowrl.training.results import Comparison, MethodSummary, load_comparison, summarise, summary_values
+from flowrl.plots.style import MOST_TOGETHER, colour, png
+from flowrl.training.results import Comparison, Mean, MethodSummary, load_comparison, summarise, summary_values
 
 Row = tuple[str, Callable[[MethodSummary], str]]
 ROWS: tuple[Row, ...] = (
     ("seeds", lambda s: str(s.seeds)),
     ("reward before", lambda s: f"{s.base.mean:.3f}"),
     ("final reward", lambda s: s.final.text()),
-    ("minus the baseline", lambda s: s.lead.text(sign=True) if s.lead.mean or s.lead.half > 0 else ""),
+    ("minus the baseline", lambda s: _lead(s)),
     ("lowest of a seed", lambda s: f"{s.worst:.3f}"),
     ("collapsed seeds", lambda s: f"{s.collapsed} of {s.seeds}"),
     ("final strict success", lambda s: s.final_strict.text()),
@@ -44,6 +44,28 @@ ROWS: tuple[Row, ...] = (
 
 def _reached(value: float | None, digits: str) -> str:
     return "not reached" if value is None else f"{value:{digits}}"
+
+
+UNDECIDED = "○"
+VERDICTS = {"▲": "above the baseline", "▼": "below it", UNDECIDED: "undecided: the 95% interval contains 0"}
+"""Symbols of a lead: of its interval, not of its mean."""
+
+
+def verdict(lead: Mean) -> str:
+    """The symbol of `VERDICTS` for a difference from the baseline, "" without an interval or for the baseline itself."""
+    if math.isnan(lead.half) or (lead.mean == 0 and lead.half == 0):
+        return ""
+    return "▲" if lead.mean > lead.half else "▼" if lead.mean < -lead.half else UNDECIDED
+
+
+def _lead(summary: MethodSummary) -> str:
+    """The mean lead with its interval and the symbol of the verdict; empty for the baseline."""
+    lead = summary.lead
+    return f"{lead.text(sign=True)} {verdict(lead)}".rstrip() if lead.mean or lead.half > 0 else ""
+
+
+COST = "iterations to baseline"
+"""The first row of the results table on cost rather than on rewards."""
 
 
 def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, list[str]]]:
@@ -103,13 +125,19 @@ def headline(comparison: Comparison, summaries: Sequence[MethodSummary]) -> str:
     base = next((s for s in summaries if s.method == comparison.baseline), summaries[0])
     several = min(summary.seeds for summary in summaries) > 1
     texts = [f"The held-out reward of {base.method} changes from {base.base.mean:.3f} to {base.final.text()}"]
-    for other in summaries:
-        if other is not base:
-            gap = other.lead.mean
-            end = f"{other.method} ends {abs(gap):.3f} {'above' if gap >= 0 else 'below'} it"
-            if several and not math.isnan(other.lead.half):
-                end += f" (95% interval {gap - other.lead.half:+.3f} to {gap + other.lead.half:+.3f})"
-            texts.append(end)
+    others = [summary for summary in summaries if summary is not base]
+    for other in others if len(others) < MOST_TOGETHER else ():
+        gap = other.lead.mean
+        end = f"{other.method} ends {abs(gap):.3f} {'above' if gap >= 0 else 'below'} it"
+        if several and not math.isnan(other.lead.half):
+            end += f" (95% interval {gap - other.lead.half:+.3f} to {gap + other.lead.half:+.3f})"
+        texts.append(end)
+    if len(others) >= MOST_TOGETHER and several:
+        counts = {symbol: [verdict(other.lead) for other in others].count(symbol) for symbol in VERDICTS}
+        texts.append(
+            f"of the {len(others)} other methods, {counts['▲']} end above it, {counts['▼']} below it, and {counts[UNDECIDED]} "
+            "cannot be distinguished from it (95% intervals)"
+        )
     seeds = f"{base.seeds} seeds." if several else "With one seed, the interval is unknown."
     return f"{'; '.join(texts)}. {seeds}{_machine(comparison, [s.lead.mean for s in summaries if s is not base])}"
 
@@ -137,11 +165,22 @@ def write_report(folder: Path) -> Path:
         headline=headline(comparison, summaries),
         unfinished=len(config["methods"]) * len(config["seeds"]) - sum(run.finished for run in comparison.runs),
         colours={summary.method: colour(summary.method, config["methods"]) for summary in summaries},
-        rows=table_rows(summaries),
+        blocks=_tables(summaries),
+        verdicts=VERDICTS,
+        points=config["run"]["environment"]["world"] == "mixture",
+        every=config["run"]["evaluation"]["eval_every"],
+        many=len(summaries) > MOST_TOGETHER,
         images=images,
     )
     write_bytes(folder / "report.html", page.encode())
     return folder / "report.html"
+
+
+def _tables(summaries: Sequence[MethodSummary]) -> dict[str, list[tuple[str, list[str]]]]:
+    """The columns of the page's two tables: the label, and a cell per method."""
+    rows = table_rows(summaries)
+    start = next(place for place, (name, _) in enumerate(rows) if name == COST)
+    return {"Rewards": rows[:start], "Cost": rows[start:]}
 
 
 def _figures(comparison: Comparison) -> dict[str, Figure | None]:

@@ -1,9 +1,10 @@
 """Style of all figures (colour-blind safe colours, axes, label positions), and saving them as PNG."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -18,11 +19,17 @@ COLOURS = {
     "flow-grpo": "#0072B2",
     "stepwise-flow-grpo": "#D55E00",
     "tp-grpo": "#009E73",
-    "dance-grpo": "#7A5195",
-    "noise-weighted": "#8C6D1F",
+    "dance-grpo": "#5B2A86",
+    "noise-weighted": "#5E3A00",
 }
 OTHERS = ("#CC79A7", "#56B4E9", "#5B5B5B", "#E69F00")
 INK = "#22252b"
+SOFT = "#555b66"
+PALE = "#c9ccd3"
+MARKERS = "osD^vP*X"
+"""Markers of the methods in their order, so that curves differ in more than their colour."""
+MOST_TOGETHER = 4
+"""Methods that share one axis at most; more of them get a panel each (`multiples`)."""
 
 matplotlib.rcParams.update(
     {
@@ -44,6 +51,32 @@ def colour(method: str, methods: Sequence[str] = ()) -> str:
         return COLOURS[method]
     unknown = [m for m in methods if m not in COLOURS]
     return OTHERS[unknown.index(method) % len(OTHERS)] if method in unknown else OTHERS[0]
+
+
+def marker(method: str, methods: Sequence[str]) -> str:
+    """The method's marker, by its place among `methods`."""
+    return MARKERS[list(methods).index(method) % len(MARKERS)]
+
+
+def multiples(figure: Any, methods: Sequence[str], draw: Callable[[Axes, str, bool], None], columns: int = 4) -> list[Axes]:
+    """One panel per method in `figure` (or a subfigure), all with the same axes: the method on top of the others in grey.
+
+    `draw(axes, method, own)` draws one method, in its colour if it is the panel's own. Returns the panels.
+    """
+    columns = min(columns, len(methods))
+    rows = -(-len(methods) // columns)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    panels = list(grid.flatten())
+    for axes, method in zip(panels, methods, strict=False):
+        for other in (*(name for name in methods if name != method), method):
+            draw(axes, other, other == method)
+        axes.set_title(method, color=INK, fontweight="bold", fontsize=9.5)
+        clean(axes)
+    for place, axes in enumerate(panels):
+        axes.tick_params(labelbottom=place + columns >= len(methods))
+    for axes in panels[len(methods) :]:
+        axes.set_visible(False)
+    return panels[: len(methods)]
 
 
 def clean(axes: Axes) -> None:

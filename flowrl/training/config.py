@@ -328,13 +328,13 @@ class Preset:
     name: str
     changes: dict[str, Any] = field(default_factory=dict)
 
-    def apply(self, **changes: Any) -> RunConfig:
+    def apply(self, *, planned: bool = False, **changes: Any) -> RunConfig:
         """The run with this preset's settings, then `changes`; the mixture world and models have defaults of their own. A preset
-        that names no device trains its model on CUDA, or without CUDA in float32."""
+        that names no device trains its model on CUDA, or without CUDA in float32; a `planned` run counts as one on CUDA."""
         chosen = {**self.changes, **changes}
         base: dict[str, Any] = WORLD_DEFAULTS.get(chosen.get("world", DEFAULTS["world"]), {})
         if chosen.get("model"):
-            accelerator = accelerator_defaults(chosen.get("device", "cuda"))
+            accelerator = accelerator_defaults(chosen.get("device", "cuda"), planned)
             if not accelerator and "device" not in chosen and "dtype" not in changes:
                 chosen.pop("dtype", None)
             base = {**MODEL_DEFAULTS, **accelerator}

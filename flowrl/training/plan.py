@@ -176,7 +176,7 @@ def plan_text(found: Plan, config: RunConfig) -> str:
     idle = f", {p.idle} of {p.processes} processes have none and wait" if p.idle else ""
     lines = [
         f"{config.algorithm.method}: one iteration of {config.iterations}, "
-        f"{p.processes} process{'es' if p.processes > 1 else ''}",
+        f"{p.processes} process{'es' if p.processes > 1 else ''}, {config.policy.dtype} on {config.policy.device}",
         f"  trajectories       {rollout.groups} groups x {rollout.group_size} members = {p.trajectories:,}; a process rolls out "
         f"{p.groups_per_process} whole group{'s' if p.groups_per_process > 1 else ''}{idle}",
         f"  pairs              {counted} = {p.pairs:,}{shared}",
@@ -191,10 +191,10 @@ def plan_text(found: Plan, config: RunConfig) -> str:
         f"{p.gradient_nfe:,} of them with gradients",
         f"  network in all     ({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
         f"  reward             {p.reward_calls:,} images scored ({p.reward_calls / p.trajectories:.1f} a trajectory)",
-        f"  every {evaluation.eval_every} iterations: evaluation of {evaluation.eval_samples} samples, {p.evaluation_nfe:,} "
+        f"  evaluation         {evaluation.eval_samples} samples every {evaluation.eval_every} iterations: {p.evaluation_nfe:,} "
         f"network evaluations{guidance}",
         f"  in all             {config.iterations * p.updates:,} optimizer steps, "
-        f"{config.iterations * p.trajectories:,} trajectories, {config.iterations * p.passes:,} forward passes, no evaluations",
+        f"{config.iterations * p.trajectories:,} trajectories, {config.iterations * p.passes:,} forward passes in training",
     ]
     return "\n".join(lines)
 
@@ -248,8 +248,8 @@ def memory_text(found: Plan, config: RunConfig) -> str:
         f"{_gb(counted.encoders)} text encoders",
         f"  at most            {_gb(counted.peak)}, besides the reward's network, CUDA's work space and the allocator's reserve",
     ]
-    if policy.device == "cpu" and policy.dtype == "float32":
-        lines.append("  no GPU is used here, hence float32; --dtype bfloat16 counts what a GPU would take by default")
+    if policy.device != "cpu" and not torch.cuda.is_available():
+        lines.append("  counted for a machine with a GPU; this machine has none")
     return "\n".join(lines)
 
 

@@ -58,11 +58,12 @@ MODEL_ONLY = (
 """Settings that mean nothing on a built-in world."""
 
 
-def accelerator_defaults(device: str = "cuda") -> dict[str, Any]:
-    """Where and in which batches a model trains by default if its `device` is a GPU; empty without CUDA."""
+def accelerator_defaults(device: str = "cuda", planned: bool = False) -> dict[str, Any]:
+    """Where and in which batches a model trains by default if its `device` is a GPU; empty without CUDA, unless the run is only
+    `planned`: for a machine with a GPU."""
     import torch
 
-    if not torch.cuda.is_available():
+    if not (planned or torch.cuda.is_available()):
         return {}
     sizes = {"micro_batch": "auto", "max_batch": "auto"} if device.startswith("cuda") else {}
     return {"device": "cuda", "dtype": "bfloat16", **sizes}

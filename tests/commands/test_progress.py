@@ -55,7 +55,9 @@ def test_the_time_left_is_that_of_a_simulation(workers, slow):
 
     Exact as soon as every method has been timed over a period of evaluations; before that, from the planned costs alone, off by
     no more than the factor between the methods' speeds."""
-    works = {f"{kind}-{seed}": Work(12, cost, 4 * cost, 4) for kind, cost in (("slow", 60.0), ("fast", 10.0)) for seed in range(3)}
+    works = {
+        f"{kind}-{seed}": Work(12, cost, 4 * cost, 4) for kind, cost in (("slow", 60.0), ("fast", 10.0)) for seed in range(3)
+    }
     kinds = {name: name.partition("-")[0] for name in works}
     simulation = Simulation(works, kinds, {"slow": 0.01 * slow, "fast": 0.01}, 2.0, workers)
     known = 0
@@ -72,8 +74,8 @@ def test_the_time_left_is_that_of_a_simulation(workers, slow):
 
 
 def test_a_continued_run_counts_what_is_left():
-    remaining = Remaining({"a": Work(100, 1.0, 0.0, 10), "b": Work(100, 1.0, 0.0, 10)}, {"a": "x", "b": "x"}, 1, {"a": 90, "b": 95},
-                          clock=lambda: now)  # fmt: skip
+    work = Work(100, 1.0, 0.0, 10)
+    remaining = Remaining({"a": work, "b": work}, {"a": "x", "b": "x"}, 1, {"a": 90, "b": 95}, clock=lambda: now)
     now = 0.0
     remaining.began("a")
     for iteration in (91, 92, 93):
