@@ -107,7 +107,7 @@ def _point_panels(panels: Sequence[tuple[str, Tensor, str]], prompts: Sequence[s
     """Points in a panel per (title, points, colour)."""
     columns = min(PANELS, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(2.6 * columns, 2.8 * rows), layout="constrained")
+    figure = Figure(figsize=(2.6 * columns, 3.0 * rows), layout="compressed")
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
     for axes, (name, points, shade) in zip(grid, panels, strict=False):
         _points(axes, points, name, shade, prompts)

@@ -66,13 +66,18 @@ def _lead(summary: MethodSummary) -> str:
 
 COST = "iterations to baseline"
 """The first row of the results table on cost rather than on rewards."""
+HELDOUT_AFTER = 7
+"""Rows of the results table before the held-out metrics."""
 
 
 def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, list[str]]]:
     """Rows of the results table: the label, and a cell per method."""
     names = dict.fromkeys(name for summary in summaries for name in summary.heldout)
     heldout: list[Row] = [(name, lambda s, name=name: s.heldout[name].text() if name in s.heldout else "-") for name in names]
-    return [(name, [cell(summary) for summary in summaries]) for name, cell in (*ROWS[:7], *heldout, *ROWS[7:])]
+    return [
+        (name, [cell(summary) for summary in summaries])
+        for name, cell in (*ROWS[:HELDOUT_AFTER], *heldout, *ROWS[HELDOUT_AFTER:])
+    ]
 
 
 def print_table(summaries: Sequence[MethodSummary], console: Console) -> None:
@@ -177,10 +182,11 @@ def write_report(folder: Path) -> Path:
 
 
 def _tables(summaries: Sequence[MethodSummary]) -> dict[str, list[tuple[str, list[str]]]]:
-    """The columns of the page's two tables: the label, and a cell per method."""
+    """The columns of the page's tables by their titles: the label, and a cell per method."""
     rows = table_rows(summaries)
-    start = next(place for place, (name, _) in enumerate(rows) if name == COST)
-    return {"Rewards": rows[:start], "Cost": rows[start:]}
+    rewards, cost = HELDOUT_AFTER, next(place for place, (name, _) in enumerate(rows) if name == COST)
+    blocks = {"Rewards": rows[:rewards], "Proxy and held-out metrics": rows[rewards:cost], "Cost": rows[cost:]}
+    return {title: columns for title, columns in blocks.items() if columns}
 
 
 def _figures(comparison: Comparison) -> dict[str, Figure | None]:

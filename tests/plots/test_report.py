@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -140,7 +141,8 @@ def test_the_report_contains_every_run_and_loads_nothing(tmp_path):
         row = page.split(f"<td>{run_folder(name, seed)}</td>")[1].split("</tr>")[0]
         assert f"<td>{0.5 + number / 100:.3f}</td>" in row and "<td>finished</td>" in row
     for name, cells in table_rows(summarise(Comparison(tmp_path, json.loads((tmp_path / "config.json").read_text()), ()))):
-        assert f"<td>{name}</td>" in page and not cells
+        label = escape(name).replace("/", "/<wbr>")
+        assert f"<th>{label}</th>" in page and not cells
     figures = ("curves", "strict", "samples", "trajectory", "phases", "proxy")
     assert page.count('src="data:image/png;base64,') == len(figures)
     assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in figures)
@@ -185,7 +187,8 @@ def test_the_page_of_an_evaluation(channels, tmp_path):
     for value in (f"<td>{score.base:.4f}</td>", f"<td>{score.difference:+.4f}</td>", f"{score.low:+.4f} to {score.high:+.4f}"):
         assert value in page
     assert "<span>guidance</span><span>1.5</span>" in page and "<span>resolution</span>" not in page
-    assert "3 prompts, 2 images per prompt" in " ".join(page.split()) and page.count("data:image/png;base64,") == 1
+    kind = "images" if channels == 3 else "samples"
+    assert f"3 prompts, 2 {kind} per prompt" in " ".join(page.split()) and page.count("data:image/png;base64,") == 1
 
 
 @pytest.mark.parametrize("rewards", [[0.0, 0.0], [0.5, 0.5, 0.5], [0.1, 0.9], [0.3]])
