@@ -240,7 +240,7 @@ class Train:
             require(source is None or not chosen, name, str(source), f"without {given}: {how}")
         if self.resume or self.config:
             folder = self.resume or Path()
-            return load_config(self.config or folder / "config.json", self.trust)
+            return load_config(self.config or folder / "config.json", self.trust, planned=self.plan)
         if "credit" in chosen:
             chosen.setdefault("method", rule_name(chosen["credit"]))
         return with_options(self.preset, base, chosen, self.trust)

@@ -309,16 +309,16 @@ class RunConfig:
 DEFAULTS = {item.name: item.default for group in groups_of(RunConfig).values() for item in fields(cast(Any, group))}
 
 
-def load_config(path: Path, trust: bool = False, unused: tuple[str, ...] = ()) -> RunConfig:
-    """The run that config.json or config.yaml describes; what it leaves out has its default. Raises `ConfigError`, without
-    `trust` also for what a file may not name (`flowrl.trust`), except in settings that the caller builds nothing from
-    (`unused`)."""
+def load_config(path: Path, trust: bool = False, unused: tuple[str, ...] = (), planned: bool = False) -> RunConfig:
+    """The run that config.json or config.yaml describes; what it leaves out has its default (`planned`: see `Preset.apply`).
+    Raises `ConfigError`, without `trust` also for what a file may not name (`flowrl.trust`), except in settings that the caller
+    builds nothing from (`unused`)."""
     values, _ = load_document(path)
     check_format(path, values)
     with reading(path):
         settings = read_settings(path, RunConfig).settings
         trusted({name: value for name, value in settings.items() if name not in unused}, path, trust)
-        return Preset(str(path), settings).apply()
+        return Preset(str(path), settings).apply(planned=planned)
 
 
 @dataclass(frozen=True)
