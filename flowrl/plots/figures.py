@@ -162,7 +162,7 @@ def _proxy_panels(runs: Runs, proxy: Sequence[str], columns: Mapping[str, tuple[
     blocks = [(None, "proxy (trained on)", proxy), *((None, label, path) for label, path in columns.items())]
     blocks += [(proxy, label, path) for label, path in columns.items()]
     figure = Figure(figsize=(12.5, (2.0 * rows + 0.5) * len(blocks)), layout="constrained")
-    for part, (against, label, path) in zip(figure.subfigures(len(blocks), 1).flatten(), blocks, strict=True):
+    for part, (against, label, path) in zip(figure.subfigures(len(blocks), 1, squeeze=False).flatten(), blocks, strict=True):
         if against is None:
             panels = multiples(part, list(runs), lambda axes, m, own, path=path: _draw(axes, runs, m, "iteration", path, own))
             for axes in panels:

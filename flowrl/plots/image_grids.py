@@ -87,7 +87,7 @@ def _points(axes: Axes, points: Tensor, title: str, shade: str = INK, prompts: S
             axes.plot((point[0], aims[text][0]), (point[1], aims[text][1]), color=PALE, linewidth=1, zorder=1)
     for text, aim in aims.items():
         axes.scatter(*aim, marker="+", color=SOFT, s=30, linewidths=1, zorder=2)
-        place = tuple(RIM / RADIUS * value for value in aim)
+        place = (RIM / RADIUS * aim[0], RIM / RADIUS * aim[1])
         axes.annotate(f"{angle_of(text):g}°", place, color=SOFT, fontsize=8, ha="center", va="center")
     axes.scatter(points[:, 0, 0, 0], points[:, 1, 0, 0], color=shade, s=16, zorder=3)
     axes.set(xlim=(-REACH, REACH), ylim=(-REACH, REACH), aspect="equal", xticks=(-2, 0, 2), yticks=(-2, 0, 2))
