@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from reanalysis_page import WORLDS, Part, Row, page_arms, page_parts, table
+from reanalysis_robustness import lines as robustness
 from reanalysis_statistics import AXES, Comparison, Results, by_seed, compare, holm, read_runs, t_test, wilson
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +28,8 @@ ARMS = {"stepwise": "asks: stepwise gains against uniform", "turning points": "a
 def family(claim: str, page: str) -> str:
     if claim == "self-test" or claim.startswith("lead-"):
         return claim.split("-")[0]
-    return "papers" if f"[{claim}]" in page.split("## Open questions")[0] else "questions"
+    papers = page.split("## Claims of the papers")[1].split("## Open questions")[0]
+    return "papers" if f"[{claim}]" in papers else "questions"
 
 
 def interval(ends: Sequence[float]) -> str:
@@ -155,7 +157,12 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/claims.jsonl", help="the published lines")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder with claims.md and claims/details.md")
     parser.add_argument("--all", action="store_true", help="print every number, not only those that differ")
+    parser.add_argument("--robustness", action="store_true", help="print other tests of the 2-D main comparison instead")
     given = parser.parse_args()
+    if given.robustness:
+        arms = page_arms((given.docs / "claims/details.md").read_text("utf-8"))["mixture"]
+        print("\n".join(robustness(arms, Results(read_runs(given.results)))))
+        return 0
     rows = all_rows(given.results, given.docs)
     differing = [row for row in rows if not row.agrees]
     for row in rows if given.all else differing:

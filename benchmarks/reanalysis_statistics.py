@@ -41,6 +41,11 @@ class Run(NamedTuple):
         return self.curve[:, REWARD]
 
     @property
+    def trajectories(self) -> int:
+        """Trajectories sampled for training."""
+        return int(self.settings["iterations"]) * int(self.settings["groups"]) * int(self.settings["group_size"])
+
+    @property
     def collapsed(self) -> bool:
         """Whether the run ends below its best, or below its start."""
         return bool(self.rewards[-1] < self.rewards.max() - 0.1 or self.rewards[-1] < self.rewards[0] - 0.02)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import reanalysis
 from reanalysis_page import Row
+from reanalysis_robustness import cheaper, sign_flip
 from reanalysis_statistics import Run, bonett_price, holm, log_ratio, t_test
 from scipy import stats
 
@@ -99,6 +100,15 @@ def test_an_arm_that_needs_twice_the_budget_has_the_ratio_two() -> None:
         return Run("mixture", (0, "direction"), {}, curve)
 
     assert log_ratio(run(2.0), run(1.0), "updates") == pytest.approx(math.log(2))
+
+
+def test_robustness() -> None:
+    assert sign_flip(np.array([1.0, 2.0, 3.0])) == pytest.approx(2 / 8)  # all signs equal
+    assert sign_flip(np.array([1.0, -1.0])) == pytest.approx(1.0)
+    curve = np.zeros((2, 10))
+    curve[1, :3] = 1, 45.0 * 24, 5.0 * 24
+    run = Run("mixture", (0, "direction"), {"iterations": 1, "groups": 2, "group_size": 12}, curve)
+    assert cheaper(run).budgets("NFE")[-1] == pytest.approx((45 - 16 + 5) * 24)
 
 
 def lines_of(name: str) -> list[dict[str, Any]]:
