@@ -332,7 +332,7 @@ lesson.check_excess_variance(excess_variance)
 #
 # $$x_s \sim \mathcal N\Big((1-s)\,\hat x_0 + \sqrt{s^2 - \sigma^2}\;\hat\varepsilon,\ \ \sigma^2 I\Big).$$
 #
-# *Coefficients-Preserving Sampling* (CPS; Wang & Yu 2025, arXiv 2509.05952) sets $\sigma = s\,\sin(\eta\pi/2)$; Stepwise-Flow-GRPO (arXiv 2603.28718) uses a *DDIM-inspired* one with $\sigma = a\,s\sqrt{1-t}$.
+# *Coefficients-Preserving Sampling* (CPS; Wang & Yu 2025, arXiv 2509.05952) sets $\sigma = s\,\sin(\eta\pi/2)$; Stepwise-Flow-GRPO (arXiv 2603.28718, equation 8) uses a *DDIM-inspired* kernel with $\sigma = a\,s\sqrt{1-t}$.
 #
 # ### Exercise 5 · CPS
 #

@@ -180,7 +180,7 @@ plt.show()
 # 1. **Axis.** The paper labels states by their time $t$, which runs from 1 (noise) to 0. It writes $r_t$ for the reward at $t$ and $g_t = r_{t-1} - r_t$ for the gain, in which $t-1$ is the *next*, less noisy state of the grid. So $g_t$ belongs to the step that *leaves* the state at $t$.
 # 2. **Quantity.** Each curve shows the PickScore of the Tweedie estimate $\hat x_0(t)$ of a single trajectory. An estimate at an early state is not an image that the sampler would produce.
 # 3. **Claim.** Trajectory 0 dips at $t = 0.86$ and recovers, trajectory 1 drops at $t = 0.71$, and both end near 0.90. Uniform credit is nearly equal for both. Gains differ at the marked steps.
-# 4. **Evidence.** Two trajectories illustrate the idea. The claim of faster learning rests on the right panel. For a curve of rewards check what is on its horizontal axis (iterations, hours, or network evaluations), whether the extra cost of scoring is included, and how many seeds were run.
+# 4. **Evidence.** Two trajectories illustrate the idea. The claim of faster learning rests on the right panel and on Figures 4 and 5. Figure 4 has training steps on the horizontal axis, so the extra cost of scoring is not in it; Figure 5 has hours. Table 2 gives the factor between the two: an iteration takes 1.8 to 2.4 times as long. For every such curve, ask also how many seeds were run.
 #
 # ### Exercise 2 · from the paper's labels to steps
 #
@@ -234,7 +234,7 @@ print(f"largest loss of trajectory A: step {low}, {start:.2f} to {end:.2f}")
 # ## Rewards of unfinished images
 #
 # The judge scores a clean image, so $R_j$ needs an estimate of the clean image. The Tweedie estimate $\hat x_0 = x_j - t_j v_j$ is free. At early nodes it is the *mean* of all images that are still possible, and a judge
-# for sharp images does not score blurred means well. The paper uses $T' = 5$ Euler steps on an even grid over $[t_j, 0]$ instead.
+# for sharp images does not score blurred means well. The paper uses $T' = 5$ Euler steps on an even grid over $[t_j, 0]$ instead (its Figure 10 has similar results with 2, 5 and 8).
 #
 # ### Exercise 3 · a substep estimate
 #
@@ -337,7 +337,7 @@ plt.show()
 #
 # ## When is reward gained?
 #
-# The next cell prints the mean $|g_i|$ per step over all trajectories, and the values of the paper (read off its plot; SD3.5 and another reward, so only the shape can be compared).
+# The next cell prints the mean $|g_i|$ per step over all trajectories, and the values of the paper (read off its Figure 2; SD3.5 and another reward, so only the shape can be compared).
 
 # %%
 paper = torch.tensor([0.031, 0.022, 0.018, 0.011, 0.009, 0.0065, 0.006, 0.007, 0.011, 0.0006])
@@ -363,7 +363,7 @@ plt.show()
 #
 # ## Normalise jointly or step by step?
 #
-# GRPO divides by a standard deviation. For gains this can be the standard deviation over the members, *step by step*, or over members and steps of the group *jointly*. The paper uses the second:
+# GRPO divides by a standard deviation. For gains this can be the standard deviation over the members, *step by step*, or over members and steps of the group *jointly*. The paper uses the second, and compares both in its Figure 9:
 #
 # $$A_i^{(k)} = \frac{g_i^{(k)} - \operatorname{mean}_{j,l}\, g_l^{(j)}}{\operatorname{std}_{j,l}\, g_l^{(j)} + 10^{-4}}.$$
 #
@@ -436,7 +436,7 @@ print(f"largest |std_g x sum of A - (R_T - mean R_T)|: {float((total * spread - 
 #
 # $$A_i = \sum_{k \ge 0} \lambda^k\, g_{i+k}, \qquad \lambda = 0:\ g_i, \qquad \lambda = 1:\ R_T - R_i.$$
 #
-# TP-GRPO uses the reward-to-go at its turning points (lesson 6).
+# TP-GRPO uses the reward-to-go at its turning points (lesson 6). The paper compares gains with generalised advantages in its Figure 7, and finds plain gains as good as the alternatives.
 #
 # ### Exercise 5 · from gains to reward-to-go
 #
@@ -574,7 +574,7 @@ plt.show()
 
 # %% [markdown]
 # After six iterations with one seed and 8 groups each, the difference of the two is within chance (96 held-out samples, standard error about 0.05 in `strict`), and Flow-GRPO used little more than a quarter of the evaluations for sampling. In this short run the clearer gradient does *not* give a better model. The paper
-# reports better models on SD3.5, per step and per hour, in three of four settings. Lesson 7 shows how many seeds such a comparison needs.
+# reports better models on SD3.5, per step (Figure 4) and per hour (Figure 5), in three of four settings. Lesson 7 shows how many seeds such a comparison needs.
 #
 # ## To keep
 #

@@ -89,7 +89,7 @@ opening()
 # %% [markdown]
 # ## Completing a state
 #
-# TP-GRPO's $R_j$ is the reward of the image that the *ODE* reaches from node $j$ with the remaining steps of the sampler's own grid: the reward if no more noise were added.
+# TP-GRPO's $R_j$ is the reward of the image that the *ODE* reaches from node $j$ with the remaining steps of the sampler's own grid: the reward if no more noise were added. The paper writes $R(x_t^{\mathrm{ODE}(t)})$ for it.
 #
 # ### Exercise 1 · complete
 #
@@ -179,11 +179,11 @@ moving()
 # %% [markdown]
 # ## Turning points by hand
 #
-# Write $d_i = R_{i+1} - R_i$ for the increments (lesson 5's gains) and $D = R_T - R_0$ for the *trend*. Step $i \ge 1$ is a **turning point** if the step before went against the trend and this one goes with it:
+# Write $d_i = R_{i+1} - R_i$ for the increments (lesson 5's gains; the paper's equation 7) and $D = R_T - R_0$ for the *trend*. Step $i \ge 1$ is a **turning point** (Definition 4.1) if the step before went against the trend and this step goes with it:
 #
 # $$\operatorname{sign}(d_{i-1})\operatorname{sign}(D) < 0, \qquad \operatorname{sign}(d_i)\operatorname{sign}(D) > 0.$$
 #
-# A turning point is **consistent** if the change after the step also has the sign of the step: $d_i\,(R_T - R_{i+1}) > 0$. The first step has no step before it. By the paper's Remark 5.2 it counts if $d_0 D > 0$ (plain), or if $d_0\,(R_T - R_1) > 0$ (consistent). A difference of zero never qualifies.
+# A turning point is **consistent** (Definition 5.1) if the change after the step also has the sign of the step: $d_i\,(R_T - R_{i+1}) > 0$. The first step has no step before it. By the paper's Remark 5.2 it counts if $d_0 D > 0$ (plain), or if $d_0\,(R_T - R_1) > 0$ (consistent). A difference of zero never qualifies.
 #
 # The figure has three trajectories of a group with five nodes:
 
@@ -308,18 +308,26 @@ print("fraction of trajectories by step:", " ".join(f"{value:.2f}" for value in 
 # %% [markdown]
 # ## The paper's notation and figures
 #
-# The paper and its repository explain the method by a figure of cases (normal points and turning points) and a figure of the method. To read them, translate three things:
+# The paper and its repository explain the method by a figure of cases (normal points and turning points) and a figure of the method. To read them, translate the notation:
 #
-# | in the paper | here | remark |
+# | in the paper (arXiv version) | here | remark |
 # |---|---|---|
 # | time $t = T, \dots, 1$ | step $i = T - t$ | the paper counts the steps that remain; its $t = T$ is our step 0 |
-# | incremental reward $r_t$ | $d_i = R_{i+1} - R_i$ | the change between two ODE completions |
-# | aggregated reward $r_t^\text{agg}$ | $R_T - R_i$ | only at turning points; a normal point has $r_t$ |
-# | first step (Remark 5.2) | $i = 0$ | no step before it; the criterion has one condition |
+# | incremental reward $r_t$, equation 7 | $d_i = R_{i+1} - R_i$ | the change between two ODE completions |
+# | aggregated reward $r_t^\text{agg}$, equation 8 | $R_T - R_i$ | only at turning points; a normal point has $r_t$ |
+# | turning point, Definition 4.1; consistent, Definition 5.1 | plain rule, consistent rule | "without" and "with constraint" in Table 1 |
+# | first step, Remark 5.2 | $i = 0$ | no step before it; the criterion has one condition |
+# | balancing, Appendix D | exercise 6 | |
 #
 # For every marked point of such a figure ask: which sign has the step *before* it, which sign has the step itself, and which sign has the whole trajectory? Three signs decide the plain rule. The consistent rule adds a fourth, that of the change after the step.
 #
-# The next cell draws such a case: a trajectory with five steps, with the paper's labels on the horizontal axis.
+# The main result is Figure 4, rewards over training. Its panel on PickScore supports the statement that step 700 reaches what Flow-GRPO reaches at step 2300. Ask the same questions as in lesson 5:
+#
+# - The axis counts optimiser steps. An iteration of TP-GRPO scores ten images per trajectory instead of one. With the fewest possible evaluations it costs about 2.2 times as much, the update included, so the factor of 3.3 in steps is a factor of about 1.5 in computing.
+# - The curves are without the KL penalty, the numbers of Table 1 with it.
+# - No curve uses increments *without* turning points, so the figure cannot tell which of the two ideas helps. The last sections of this lesson make this comparison.
+#
+# The next cell draws a case: a trajectory with five steps, with the paper's labels on the horizontal axis.
 
 # %%
 case = torch.tensor([0.40, 0.50, 0.35, 0.30, 0.45, 0.75])
@@ -364,9 +372,9 @@ lesson.check_paper_labels(aggregated_rewards)
 # %% [markdown]
 # ## Credit of a turning point
 #
-# At a turning point the increment $d_i$ is *replaced* by the long-term reward $R_T - R_i$, the total change from this step to the end. Under the consistent rule this change has the sign of $d_i$ and is larger. All other steps keep their increment. Then each step is normalised over the members, step by step.
+# At a turning point the increment $d_i$ is *replaced* by the long-term reward $R_T - R_i$ (equation 8), the total change from this step to the end. Under the consistent rule this change has the sign of $d_i$ and is larger. All other steps keep their increment. Then each step is normalised over the members, step by step.
 #
-# The last part is **balancing**. In a batch with $n_+$ turning points of positive and $n_-$ of negative long-term reward, only the $k = \min(n_+, n_-)$ largest of each sign keep their long-term reward; the others get $d_i$. If there is one sign only, all turning points keep it.
+# The last part is **balancing** (Appendix D of the paper). In a batch with $n_+$ turning points of positive and $n_-$ of negative long-term reward, only the $k = \min(n_+, n_-)$ largest of each sign keep their long-term reward; the others get $d_i$. If there is one sign only, all turning points keep it.
 #
 # ### Exercise 6 · balance
 #
