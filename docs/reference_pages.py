@@ -29,17 +29,19 @@ class Page(NamedTuple):
     parts: tuple[str, ...] = ()
 
 
-CORE = ("errors", "options", "reading", "settings", "specs", "registry", "sources", "plugins", "trust")
+CORE = ("errors", "options", "reading", "settings")
+PARTS = ("registry", "specs", "sources", "plugins", "trust")
 TREES = ("units", "depth_relative", "sibling_relative", "backed_up", "pruned")
 COMBINED = ("combine", "groups", "diversity", "contract")
 CHECKS = ("evaluation", "heldout", "monitors", "nonfinite", "memory")
-HELPERS = ("distributed", "workers", "signals", "imports", "io", "text", "transfer")
+HELPERS = ("io", "workers", "signals", "imports", "text", "transfer")
 PAGES = (
     Page("types", "Values that travel: prompts, trajectories, batches", ("types", "prompt")),
     Page("protocols", "Protocols of samplers, credit rules, losses, rewards and policies", ("protocols",)),
     Page("forward", "Forward-process batches and losses", ("forward",)),
     Page("methods", "Methods: Flow-GRPO, TP-GRPO and others by name", ("methods",)),
-    Page("core", "Errors, settings, and parts by name", CORE),
+    Page("core", "Errors and settings", CORE),
+    Page("parts", "Parts by name, from files and from packages", PARTS),
     Page("flow", "Flow: time grids, interpolant, Gaussians", ("flow",)),
     Page("samplers", "Samplers: Flow-SDE, CPS, windows", ("samplers",)),
     Page("credit", "Credit rules: uniform, stepwise gains, combinations", ("credit",)),
@@ -55,6 +57,7 @@ PAGES = (
     Page("rewards-combine", "Rewards: sums, groups, diversity, contract", ("rewards",), COMBINED),
     Page("prompts", "Prompts", ("prompts",)),
     Page("policies", "Policies: SD3, FLUX, Qwen-Image, Wan", ("policies",)),
+    Page("policies-small", "Small networks: a tiny SD3, a Gaussian mixture", ("policies",), ("small_sd3", "mixture")),
     Page("policies-family", "Model families and LoRA", ("policies",), ("family", "lora", "LORA_TARGETS")),
     Page("policies-memory", "Memory and sizes of models", ("policies",), ("architectures", "memory", "ARCHITECTURES", "DECODER")),
     Page("worlds", "Worlds: built-in tasks, tasks from a model", ("worlds",)),
@@ -69,7 +72,8 @@ PAGES = (
     Page("plots", "Figures and reports", ("plots",)),
     Page("serving", "Reward server", ("serving",)),
     Page("serving-client", "Reward client and wire format", ("serving",), ("client", "wire_format", "connections")),
-    Page("distributed", "Several processes, files, texts", HELPERS),
+    Page("distributed", "Several processes: collectives, FSDP2", ("distributed",)),
+    Page("helpers", "Files, worker processes, signals, texts", HELPERS),
 )  # fmt: skip
 NOT_PYTHON = {"cli", "commands", "launch", "data"}
 """Parts of flowrl whose interface is the command line, or files."""
