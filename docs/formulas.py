@@ -85,10 +85,16 @@ FORMULAS = {
     "flowrl.probes.Continuation": r"R_j \approx V(x_j) = \mathbb E\big[R(x_T) \mid x_j\big]",
 }
 """LaTeX by documented name."""
+WIDE = 120
+"""Formulas with more characters have a line for each part, so that they fit into the column."""
+BREAK, LINE = r", \qquad", r", \\[0.5em]"
 
 
 def with_formula(name: str, lines: list[str]) -> None:
     """Insert the formula of `name`, if there is one, below the first paragraph of its docstring."""
     if name in FORMULAS:
         end = next((number for number, line in enumerate(lines) if not line.strip()), len(lines))
-        lines[end:end] = ["", ".. math::", "", f"   {FORMULAS[name]}", ""]
+        text = FORMULAS[name]
+        if len(text) > WIDE:
+            text = rf"\begin{{gathered}} {text.replace(BREAK, LINE)} \end{{gathered}}"
+        lines[end:end] = ["", ".. math::", "", f"   {text}", ""]

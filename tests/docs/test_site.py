@@ -79,7 +79,7 @@ def test_pages_of_papers_have_command_result_and_differences(name: str) -> None:
 
 
 def test_every_page_is_in_the_contents() -> None:
-    listed = set(re.findall(r"^([\w/-]+)$", TEXTS["index.md"], re.MULTILINE)) | {"index"}
+    listed = set(re.findall(r"^([\w/-]+)$", TEXTS["index.md"] + TEXTS["course.md"], re.MULTILINE)) | {"index"}
     assert {name.removesuffix(".md") for name in IDS} <= listed
 
 
