@@ -34,7 +34,8 @@ NUMBER = r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?"
 RANGE = rf"{NUMBER}\.\.{NUMBER}"
 NOTE = (
     "> **How to work.** Replace the dots, then run the check below. If it fails, read its message, then the folded hint, then "
-    "the folded solution. Later cells may use your answer; to continue without one, copy the solution into the starting cell."
+    "the folded solution. Later cells may use your answer: an error about `ellipsis` means that an exercise above is not "
+    "answered. To continue without an answer, copy the solution into the starting cell."
 )
 SETUP = '# Installs flowrl in this Colab session.\n%pip install -q "flowrl-lab @ git+{address}"'
 

@@ -409,7 +409,7 @@ lesson.check_mean_reward(mean_reward)
 # %% [markdown]
 # The measure gives one number per run. Subtract the numbers of two rules *seed by seed*, which gives one paired difference $d_k$ per seed. Their mean has a t interval and a p-value for the null hypothesis of no difference (`flowrl_bench.statistics.mean`).
 #
-# A p-value answers whether a difference is due to chance. It does not answer whether the difference matters, and a large p-value is no evidence of equality. The verdict rules of `docs/verdicts.md` separate the questions:
+# A p-value is the probability of a difference at least as large if there were none. It does not say whether the difference matters, and a large p-value is no evidence of equality. The verdict rules of `docs/verdicts.md` separate the questions:
 #
 # 1. **no difference that matters**: the *whole* 95% interval lies between -0.02 and 0.02, even if it excludes 0;
 # 2. **better** or **worse**: otherwise, if the p-value is below 0.05 after a correction for the number of comparisons;

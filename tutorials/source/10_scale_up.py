@@ -593,7 +593,7 @@ axes.invert_yaxis()
 axes.set(
     xlabel="seconds of one GPU at the assumed rates (not measured)", title="One iteration: SD3.5-Medium, 512 px, 96 trajectories"
 )
-axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower right")
+axes.legend(frameon=False, fontsize=8, loc="upper right")
 clean(axes)
 plt.show()
 
