@@ -59,7 +59,16 @@ class Assignment:
 
 
 def assignment(rank: int, world_size: int, total: int) -> Assignment:
-    """The groups of process `rank`: ceil(total / world_size) of `total`; the last processes may own fewer."""
+    """The groups of one process: ceil(total / world_size); the last processes may own fewer.
+
+    Args:
+        rank: index of the process.
+        world_size: number of processes.
+        total: number of groups.
+
+    Returns:
+        The groups to roll out.
+    """
     count = -(-total // world_size)
     start, stop = min(rank * count, total), min((rank + 1) * count, total)
     return Assignment(min(start, total - count), count, range(start, stop))
@@ -240,7 +249,13 @@ def shard(network: nn.Module, distributed: Distributed, device: torch.device, dt
 
     A block (a module whose class the network names in `_no_split_modules`, as diffusers' transformers do) is gathered while it
     computes. Gathered weights have `dtype`, in which the network computes under autocast; shards keep their own dtype, and
-    gradients are averaged over the processes in float32. From now on all processes must call the network equally often.
+    gradients are averaged over the processes in float32. Afterwards all processes must call the network equally often.
+
+    Args:
+        network: the module.
+        distributed: the processes.
+        device: the device of this process.
+        dtype: type of the gathered weights.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -297,7 +312,13 @@ def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_full_tensors(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor], distributed: Distributed) -> None:
-    """The inverse of `full_tensors`, in place; `values` of the main process are sent to all, one tensor after the other."""
+    """The inverse of `full_tensors`, in place, one tensor after the other.
+
+    Args:
+        tensors: the tensors to fill, by name.
+        values: full tensors by name; used only in the main process, which sends them to all others.
+        distributed: the processes.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     numbered: dict[str, Any] = {str(i): values[name] for i, name in enumerate(tensors)} if distributed.is_main else {}

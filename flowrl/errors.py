@@ -65,7 +65,17 @@ MAX_SEED = 2**62
 
 
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
-    """Raise `ConfigError` naming `field`, `value` and what is `allowed` unless `condition` holds."""
+    """Check a value.
+
+    Args:
+        condition: whether the value is allowed.
+        field: name of the field or argument.
+        value: the value.
+        allowed: description of the allowed values.
+
+    Raises:
+        ConfigError: `condition` is false; the message contains `field`, `value` and `allowed`.
+    """
     if not condition:
         raise ConfigError(f"{field} = {value!r:.500} is not allowed: {allowed}")
 

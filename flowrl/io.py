@@ -23,12 +23,28 @@ LOCK = ".lock"
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never half of one."""
+    """Write JSON atomically: a reader sees the old file or the complete new file.
+
+    Args:
+        path: the file.
+        values: values that JSON can represent.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     write_bytes(path, (json.dumps(values, indent=1) + "\n").encode())
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write, fsync, rename, fsync the folder. A write that fails leaves the old file and nothing else."""
+    """Write a file atomically: write, fsync, rename, fsync the folder. A failed write leaves only the old file.
+
+    Args:
+        path: the file.
+        data: its content.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -42,7 +58,15 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write all bytes and fsync."""
+    """Write all bytes and fsync.
+
+    Args:
+        path: the file.
+        data: its content.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
     try:
         left = memoryview(data)
@@ -66,8 +90,16 @@ def flush_folder(folder: Path) -> None:
 
 @contextmanager
 def disk_errors(folder: Path, kept: Callable[[], str], again: Callable[[], str]) -> Iterator[None]:
-    """Turns "the disk is full" (or read-only), while `folder` is written, into a `DiskError` that says what is `kept` and how
-    to go on: by `again`, or by the same command if there is no config.json yet."""
+    """A context that turns the error of a full or read-only disk into a `DiskError` with a remedy.
+
+    Args:
+        folder: the folder that is written.
+        kept: a sentence about what is stored already.
+        again: the command to resume with; without a config.json in `folder`, the command of this process is shown.
+
+    Raises:
+        DiskError: the disk is full or read-only.
+    """
     try:
         yield
     except Exception as error:
@@ -84,17 +116,31 @@ def disk_errors(folder: Path, kept: Callable[[], str], again: Callable[[], str])
 
 
 def refused(error: Exception, message: str) -> FlowrlError:
-    """The error for a place that cannot be written: a `DiskError` if the disk is full, else a `ConfigError`."""
+    """The error for a path that cannot be written.
+
+    Args:
+        error: the original error.
+        message: text of the new error.
+
+    Returns:
+        A `DiskError` if the disk is full, else a `ConfigError`.
+    """
     return (DiskError if getattr(error, "errno", None) in FULL else ConfigError)(message)
 
 
 @contextmanager
 def file_lock(path: Path, work: str) -> Iterator[None]:
-    """Keep other processes from writing the file `path` while the block runs; reading needs no lock.
+    """A context in which other processes cannot write a file; reading needs no lock.
 
-    The lock is PATH.lock, which the operating system releases when the process ends, however it ends; PATH.lock.json names
-    the holder and its `work`. Raises `ConfigError` that names the holder if another process has the lock, or the folder cannot
-    be written.
+    The lock is PATH.lock, which the operating system releases in any case when the process ends; PATH.lock.json names the holder
+    and its `work`.
+
+    Args:
+        path: the file.
+        work: description of the work, for the message of other processes.
+
+    Raises:
+        ConfigError: another process (named in the message) has the lock, or the folder cannot be written.
     """
     with _lock(path, f"{path}.lock", work):
         yield
@@ -102,17 +148,34 @@ def file_lock(path: Path, work: str) -> Iterator[None]:
 
 @contextmanager
 def folder_lock(folder: Path, work: str = "") -> Iterator[None]:
-    """As `file_lock`, for all files in `folder`, which is made if it is new. `work` defaults to the command line."""
+    """As `file_lock`, for all files in a folder.
+
+    Args:
+        folder: the folder, which is made if necessary.
+        work: description of the work; empty for the command line.
+
+    Raises:
+        ConfigError: another process has the lock, or the folder cannot be written.
+    """
     with _lock(folder, str(folder / LOCK), work or command_line()):
         yield
 
 
 @contextmanager
 def new_folder(folder: Path, kind: str, made: Callable[[Path], bool], kept: Callable[[], bool]) -> Iterator[None]:
-    """Lock `folder` for a new `kind` ("run", ...). If the block raises, what it has added is removed, unless there are results
-    to be `kept`, or the disk failed and a run was `made` that can go on.
+    """Lock a folder for a new run or report, and clean up after an error.
 
-    Raises `ConfigError` before anything is written if the folder has content that is not `made` by flowrl as this kind.
+    If the block raises, the files that it has added are removed, unless results are to be kept, or the disk failed and the run
+    can be resumed.
+
+    Args:
+        folder: the folder.
+        kind: "run", "report", ..., for the message.
+        made: whether the content of a folder is of this kind, written by flowrl.
+        kept: whether the folder has results to keep after an error.
+
+    Raises:
+        ConfigError: the folder has other content, which is left unchanged, or cannot be used.
     """
     try:
         require(not folder.is_file(), "out", str(folder), "a folder that may be new; this is a file")
@@ -143,9 +206,15 @@ def new_folder(folder: Path, kind: str, made: Callable[[Path], bool], kept: Call
 
 
 def require_new_file(path: Path, made: Callable[[bytes], bool] = lambda data: False, option: str = "out") -> None:
-    """Raise `ConfigError` unless the file `path` can be written, and is new or has content that this command has `made`.
+    """Check at the start of a command that its result can be written; nothing is left on the disk.
 
-    For the beginning of a command: it leaves nothing behind, and no work is done whose result could not be written.
+    Args:
+        path: the file.
+        made: whether the content of an existing file is from this command and may be replaced.
+        option: name of the option, for the message.
+
+    Raises:
+        ConfigError: `path` cannot be written, or exists with other content.
     """
     try:
         require(not path.is_dir(), option, str(path), "a file; this is a folder")

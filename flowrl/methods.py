@@ -1,9 +1,10 @@
 """The papers as compositions of a sampler, a credit rule and a loss, and compositions by name."""
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +29,19 @@ from flowrl.samplers import AllButLast, DanceSDE, FlowSDE, Multistep, RandomWind
 from flowrl.types import Schedule
 
 Loss = PolicyLoss | ForwardLoss
+T = TypeVar("T", bound=Callable[..., Any])
+SECTIONS = """
+
+Args:
+    sampler: replaces the method's sampler.
+    loss: replaces the method's loss.
+
+Returns:
+    The method.
+
+Raises:
+    ConfigError: `loss` is a policy loss, and the method requires a forward-process loss.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,40 +59,53 @@ class Method:
     source: str = ""
 
 
+def _composition(function: T) -> T:
+    """`function` with the sections that the docstrings of all methods share."""
+    function.__doc__ = inspect.cleandoc(function.__doc__ or "") + SECTIONS
+    return function
+
+
+@_composition
 def flow_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """Flow-GRPO (arXiv 2505.05470): uniform credit, independent noise, Flow-SDE a = 0.7 on all steps but the last."""
     return Method("flow-grpo", sampler or AllButLast(FlowSDE(0.7)), Uniform(), loss or ClippedLoss(), source="arXiv 2505.05470")
 
 
+@_composition
 def stepwise_flow_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """Stepwise-Flow-GRPO (arXiv 2603.28718): gains of 5-substep estimates, normalised jointly; shared noise in a group."""
     base = flow_grpo(sampler, loss)
     return replace(base, name="stepwise-flow-grpo", credit=StepwiseGain(), shared_noise=True, source="arXiv 2603.28718")
 
 
+@_composition
 def tp_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """TP-GRPO (arXiv 2602.06422): increments of ODE completions, aggregated at consistent turning points."""
     base = flow_grpo(sampler, loss or ClippedLoss(clip_range=1e-5))
     return replace(base, name="tp-grpo", credit=TurningPoint(), source="arXiv 2602.06422")
 
 
+@_composition
 def dance_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """DanceGRPO (arXiv 2505.07818): uniform credit, constant noise, shared initial noise."""
     base = flow_grpo(sampler or AllButLast(DanceSDE(0.3)), loss)
     return replace(base, name="dance-grpo", shared_noise=True, source="arXiv 2505.07818")
 
 
+@_composition
 def dense_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """DenseGRPO (arXiv 2601.20218): gains of ODE completions, normalised over the members step by step."""
     return replace(flow_grpo(sampler, loss), name="dense-grpo", credit=DenseGain(), source="arXiv 2601.20218")
 
 
+@_composition
 def tempflow_weights(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """Uniform credit weighted by each step's noise (TempFlow-GRPO's noise-aware weighting)."""
     base = flow_grpo(sampler, loss)
     return replace(base, name="noise-weighted", credit=Weighted("noise"), source="TempFlow-GRPO, ICLR 2026")
 
 
+@_composition
 def branch_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """BranchGRPO (arXiv 2509.06040): trees from one x_T per prompt, values compared within tree and node; Dance-SDE on all steps.
 
@@ -91,6 +118,7 @@ def branch_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | Non
     return replace(base, name="branch-grpo", credit=credit, shared_noise=True, source="arXiv 2509.06040")
 
 
+@_composition
 def tempflow_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """TempFlow-GRPO (arXiv 2508.04324): 6 draws at a step of an ODE trunk, finished by the ODE, compared per seed; noise weights.
 
@@ -101,6 +129,7 @@ def tempflow_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | N
     return replace(flow_grpo(sampler, loss), name="tempflow-grpo", credit=credit, source="arXiv 2508.04324")
 
 
+@_composition
 def granular_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """Granular-GRPO (arXiv 2510.01982): draws at a step of a trunk, finished with strides 1, 2 and 3; the Z of each are summed.
 
@@ -113,6 +142,7 @@ def granular_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | N
     return replace(base, name="granular-grpo", credit=credit, shared_noise=True, source="arXiv 2510.01982")
 
 
+@_composition
 def tree_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """TreeGRPO (arXiv 2512.08153): leaf advantages backed up a tree from one x_T that branches at the first stochastic steps.
 
@@ -136,9 +166,21 @@ OWN_SAMPLERS = {"diffusion-nft": "multistep", "awm": "multistep(solver=sa, tau=0
 
 
 def method_loss(method: str, spec: str, **defaults: Any) -> Loss:
-    """The loss that `spec` describes; for a method of `OWN_LOSSES` the plain "clipped" means its own. `defaults`: see `build`.
+    """The loss of a method.
 
-    Raises `ConfigError` for a policy loss with a forward-process method."""
+    For a method of `OWN_LOSSES` the plain spec "clipped" stands for the method's published loss.
+
+    Args:
+        method: name of the method.
+        spec: spec of the loss.
+        **defaults: options of the loss, unless `spec` sets them (see `build`).
+
+    Returns:
+        The loss.
+
+    Raises:
+        ConfigError: `spec` is not allowed, or is a policy loss for a forward-process method.
+    """
     own = OWN_LOSSES.get(method)
     loss: Loss = build("loss", own if own and spec == "clipped" else spec, **defaults)
     allowed = f"a forward-process loss with {method}, as in {own}; clipped, the default, is {method}'s own"
@@ -153,6 +195,7 @@ def _forward_process(name: str, sampler: Sampler | RandomSampler | None, loss: L
     return Method(name, sampler or own, Uniform(std="batch", clamp=None), loss, source=source)
 
 
+@_composition
 def diffusion_nft(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """DiffusionNFT (arXiv 2509.16117): the forward process, two mixtures of old and new velocity; DPM-Solver++.
 
@@ -161,6 +204,7 @@ def diffusion_nft(sampler: Sampler | RandomSampler | None = None, loss: Loss | N
     return _forward_process("diffusion-nft", sampler, loss, "arXiv 2509.16117")
 
 
+@_composition
 def awm(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """AWM (arXiv 2509.25050): the forward process, matching weighted by advantages; SA-Solver with noise 0.4.
 
@@ -169,6 +213,7 @@ def awm(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None
     return _forward_process("awm", sampler, loss, "arXiv 2509.25050")
 
 
+@_composition
 def dgpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """DGPO (arXiv 2510.08425): the forward process, the good half of a group preferred to the bad half; DPM-Solver++.
 
@@ -180,20 +225,10 @@ def dgpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = Non
 
 
 METHODS: dict[str, Callable[..., Method]] = {
-    "flow-grpo": flow_grpo,
-    "stepwise-flow-grpo": stepwise_flow_grpo,
-    "tp-grpo": tp_grpo,
-    "dance-grpo": dance_grpo,
-    "noise-weighted": tempflow_weights,
-    "dense-grpo": dense_grpo,
-    "branch-grpo": branch_grpo,
-    "tempflow-grpo": tempflow_grpo,
-    "granular-grpo": granular_grpo,
-    "tree-grpo": tree_grpo,
-    "diffusion-nft": diffusion_nft,
-    "awm": awm,
-    "dgpo": dgpo,
-}
+    "flow-grpo": flow_grpo, "stepwise-flow-grpo": stepwise_flow_grpo, "tp-grpo": tp_grpo, "dance-grpo": dance_grpo,
+    "noise-weighted": tempflow_weights, "dense-grpo": dense_grpo, "branch-grpo": branch_grpo, "tempflow-grpo": tempflow_grpo,
+    "granular-grpo": granular_grpo, "tree-grpo": tree_grpo, "diffusion-nft": diffusion_nft, "awm": awm, "dgpo": dgpo,
+}  # fmt: skip
 WINDOWS = (
     "all, all-but-last, START:SIZE (fixed), random:SIZE[:END][:RATIO] (drawn every iteration, among the first END steps, starts "
     "with chances proportional to RATIO^start, which has a decimal point and is in (0, 1)) or sliding:SIZE[:STRIDE[:EVERY]]"
@@ -201,8 +236,22 @@ WINDOWS = (
 
 
 def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last", method: str = "") -> Sampler | RandomSampler:
-    """The sampler that the spec `kernel` describes, stochastic on the steps of `window` (see `WINDOWS`). The plain "flow-sde"
-    means the own one of a `method` of `OWN_SAMPLERS`."""
+    """The sampler of a method, stochastic on the steps of `window`.
+
+    For a method of `OWN_SAMPLERS` the plain spec "flow-sde" stands for the method's published sampler.
+
+    Args:
+        kernel: spec of the kernel.
+        noise_level: noise level of the kernel, unless `kernel` sets it.
+        window: the stochastic steps (see `WINDOWS`).
+        method: name of the method.
+
+    Returns:
+        The sampler.
+
+    Raises:
+        ConfigError: `kernel` or `window` is not allowed.
+    """
     kernel = OWN_SAMPLERS.get(method, kernel) if kernel == "flow-sde" else kernel
     base = build("sampler", kernel, noise_level=noise_level)
     if isinstance(base, RandomSampler | Multistep):
@@ -230,7 +279,16 @@ def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last", 
 
 
 def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:
-    """Apply a rule to one random table before a run starts. Raises `CreditError` that states how it broke its contract."""
+    """Apply a rule to a random table, to find errors before a run starts.
+
+    Args:
+        rule: the credit rule; a copy is used, so that its memory does not change.
+        schedule: the schedule of the run, with standard deviations.
+        members: members per group.
+
+    Raises:
+        CreditError: the rule fails or breaks its contract.
+    """
     generator = torch.Generator().manual_seed(0)
     tried = example(torch.rand(2, members, schedule.steps + 1, generator=generator), schedule, rule.probe)
     name, table = type(rule).__name__, tried.rewards
@@ -261,8 +319,20 @@ def named_method(
 ) -> Method:
     """A method by name, with another sampler or loss if they are given.
 
-    `credit` replaces the rule (a spec, see `flowrl.specs`), and `name` is then only its name in tables; groups share their
-    noise if the rule has the attribute `shared_noise = True`. The argument `shared_noise` overrides rule and method.
+    With `credit`, groups share their noise if the rule has the attribute `shared_noise = True`.
+
+    Args:
+        name: name of the method; with `credit`, only the label in tables.
+        sampler: replaces the method's sampler.
+        loss: replaces the method's loss.
+        credit: spec of a credit rule for Flow-GRPO in place of a named method (see `flowrl.specs`).
+        shared_noise: whether groups share their initial noise; None for the choice of the rule or the method.
+
+    Returns:
+        The method.
+
+    Raises:
+        ConfigError: the name is unknown, or `credit` is not allowed.
     """
     if credit:
         rule = build("credit", credit)

@@ -3,32 +3,40 @@
 Those of forward-process losses are in `flowrl.forward`, with the batches that they exchange; they can be imported from here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from flowrl._policy_protocols import BlockCache as BlockCache
+from flowrl._policy_protocols import Exportable as Exportable
+from flowrl._policy_protocols import FlowPolicy as FlowPolicy
+from flowrl._policy_protocols import Guided as Guided
+from flowrl._policy_protocols import OneNetwork as OneNetwork
+from flowrl._policy_protocols import PromptEmbedding as PromptEmbedding
 from flowrl.forward import ForwardLoss as ForwardLoss
 from flowrl.forward import PooledForwardLoss as PooledForwardLoss
 from flowrl.forward import TimeDraw as TimeDraw
 from flowrl.probes import Probe
 from flowrl.types import (
-    Condition,
     Gaussian,
     ImagesOrVideos,
     Latents,
     LossBatch,
     LossResult,
     NodeTable,
-    PerSample,
     Prompt,
     Schedule,
     StepIndex,
     StepTable,
 )
+
+__all__ = [
+    "BlockCache", "CompositeGroupReward", "CompositeReward", "CreditAssigner", "Exportable", "Features", "FlowPolicy",
+    "GroupReward", "Guided", "OneNetwork", "PartsCreditAssigner", "PolicyLoss", "PromptCreditAssigner", "PromptEmbedding",
+    "RandomSampler", "RewardModel", "Sampler", "SelectiveCredit", "Stateful",
+]  # fmt: skip
 
 
 @runtime_checkable
@@ -40,7 +48,17 @@ class Sampler(Protocol):
     """
 
     def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
-        """The Gaussian over node ``step + 1`` given the latent at node ``step`` and the velocity there."""
+        """The Gaussian over node ``step + 1`` given the latent at node ``step`` and the velocity there.
+
+        Args:
+            latent: node `step` [sample, *latent].
+            velocity: velocity at this node [sample, *latent].
+            schedule: the time grid.
+            step: index of the step [sample].
+
+        Returns:
+            Mean [sample, *latent] and std [sample], float32.
+        """
         ...
 
 
@@ -49,7 +67,16 @@ class RandomSampler(Protocol):
     """A sampler that is another one every iteration (for example a random or a sliding window), the same for all groups."""
 
     def draw(self, schedule: Schedule, generator: torch.Generator, iteration: int = 0) -> Sampler:
-        """The sampler of `iteration` (counted from 0)."""
+        """The sampler of `iteration` (counted from 0).
+
+        Args:
+            schedule: the time grid.
+            generator: the source of the draw.
+            iteration: number of the iteration, from 0.
+
+        Returns:
+            The sampler, shared by all groups.
+        """
         ...
 
 
@@ -69,7 +96,18 @@ class RewardModel(Protocol):
     """
 
     def score(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Tensor:
-        """One score per sample, shape [sample]."""
+        """Score samples.
+
+        Args:
+            images: images [sample, channel, height, width] or videos [sample, frame, channel, height, width] in [0, 1].
+            prompts: one prompt per sample.
+
+        Returns:
+            One score per sample [sample].
+
+        Raises:
+            RewardError: the samples cannot be scored.
+        """
         ...
 
 
@@ -81,7 +119,15 @@ class CompositeReward(RewardModel, Protocol):
     """
 
     def parts(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Mapping[str, Tensor]:
-        """Every component's scores [sample], before weighting."""
+        """Every component's scores , before weighting.
+
+        Args:
+            images: images [sample, channel, height, width] in [0, 1], or videos [sample, frame, ...].
+            prompts: one prompt per sample.
+
+        Returns:
+            Scores [sample] by name of the component.
+        """
         ...
 
     def total(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -111,7 +157,15 @@ class GroupReward(Protocol):
         ...
 
     def score_groups(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """One score per sample, shape [prompt, member]."""
+        """Score the samples of groups.
+
+        Args:
+            images: images [prompt, member, channel, height, width] in [0, 1], or videos [prompt, member, frame, ...].
+            prompts: one prompt per group.
+
+        Returns:
+            One score per sample [prompt, member].
+        """
         ...
 
 
@@ -123,7 +177,15 @@ class CompositeGroupReward(GroupReward, Protocol):
     """
 
     def group_parts(self, images: Tensor, prompts: Sequence[Prompt]) -> Mapping[str, Tensor]:
-        """Every component's scores [prompt, member], before weighting."""
+        """Every component's scores , before weighting.
+
+        Args:
+            images: images [prompt, member, channel, height, width] in [0, 1], or videos [prompt, member, frame, ...].
+            prompts: one prompt per group.
+
+        Returns:
+            Scores [prompt, member] by name of the component.
+        """
         ...
 
     def total(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -163,7 +225,18 @@ class CreditAssigner(Protocol):
         ...
 
     def assign(self, rewards: NodeTable, schedule: Schedule | None) -> Tensor:
-        """Advantages [prompt, member, step] from rewards [prompt, member, node]."""
+        """Credit every step of every trajectory.
+
+        Args:
+            rewards: reward table [prompt, member, node]; NaN at nodes that the probe does not fill.
+            schedule: the schedule of the rollout, or None.
+
+        Returns:
+            Advantages [prompt, member, step].
+
+        Raises:
+            CreditError: the table or the schedule does not fit the rule.
+        """
         ...
 
 
@@ -172,7 +245,15 @@ class PartsCreditAssigner(CreditAssigner, Protocol):
     """A credit rule that reads the components of a `CompositeReward` one by one."""
 
     def assign_parts(self, parts: Mapping[str, Tensor], schedule: Schedule | None) -> Tensor:
-        """Advantages [prompt, member, step] from one table [prompt, member, node] per component."""
+        """As `assign`, from the components of a reward.
+
+        Args:
+            parts: one reward table [prompt, member, node] per name.
+            schedule: the schedule of the rollout, or None.
+
+        Returns:
+            Advantages [prompt, member, step].
+        """
         ...
 
 
@@ -187,7 +268,16 @@ class PromptCreditAssigner(CreditAssigner, Protocol):
     """
 
     def assign_prompts(self, rewards: NodeTable, prompts: Sequence[Prompt], schedule: Schedule | None) -> Tensor:
-        """Advantages [prompt, member, step] from rewards [prompt, member, node] of these prompts; equal ones may occur."""
+        """As `assign`, for known prompts; this updates the memory.
+
+        Args:
+            rewards: reward table [prompt, member, node].
+            prompts: one prompt per row; equal prompts may occur.
+            schedule: the schedule of the rollout, or None.
+
+        Returns:
+            Advantages [prompt, member, step].
+        """
         ...
 
 
@@ -198,7 +288,15 @@ class SelectiveCredit(CreditAssigner, Protocol):
     Such pairs are not evaluated in the update, and the loss is the mean over the others."""
 
     def trained(self, advantages: StepTable, schedule: Schedule) -> Tensor:
-        """Which pairs [prompt, member, step] are trained on, for what `assign` returned; called once per iteration."""
+        """Select the trained pairs; called once per iteration.
+
+        Args:
+            advantages: result of `assign` [prompt, member, step].
+            schedule: the schedule of the rollout.
+
+        Returns:
+            A Boolean mask [prompt, member, step].
+        """
         ...
 
 
@@ -231,105 +329,4 @@ class PolicyLoss(Protocol):
 
     def loss(self, batch: LossBatch) -> LossResult:
         """The loss over one batch of (trajectory, step) pairs."""
-        ...
-
-
-@runtime_checkable
-class FlowPolicy(Protocol):
-    """The owner of a network: a conditional velocity field with trainable parameters, a schedule, and a decoder."""
-
-    @property
-    def latent_shape(self) -> tuple[int, ...]:
-        """Shape of one latent, without the sample axis."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the network."""
-        ...
-
-    def schedule(self, steps: int) -> Schedule:
-        """The time grid with `steps` transitions (for diffusers models: the scheduler's own)."""
-        ...
-
-    def encode(self, prompts: Sequence[Prompt]) -> Condition:
-        """The network's condition on the prompts, one row per prompt."""
-        ...
-
-    def velocity(self, latent: Latents, timestep: PerSample, condition: Condition) -> Latents:
-        """v = eps - x_0 as the network sees it, in float32; carries gradients to the trainable parameters."""
-        ...
-
-    def decode(self, latent: Latents) -> ImagesOrVideos:
-        """Images in [0, 1]; a video model's samples have a frame axis before the channels, with a single frame too."""
-        ...
-
-    def trainable(self) -> Mapping[str, torch.nn.Parameter]:
-        """Named trainable parameters, in a fixed order."""
-        ...
-
-    def reference(self) -> AbstractContextManager[None]:
-        """Within this context `velocity` is the frozen base model's (adapters disabled)."""
-        ...
-
-    def frozen(self) -> AbstractContextManager[None]:
-        """Within this context weights do not change: a policy may merge its adapters for speed. No gradients."""
-        ...
-
-
-@runtime_checkable
-class OneNetwork(Protocol):
-    """A policy all of whose trainable parameters are in one module, which `velocity` calls: the module can be compiled, and its
-    weights can be sharded over processes, in place."""
-
-    @property
-    def velocity_network(self) -> torch.nn.Module:
-        """The module; after it was sharded, `trainable` returns its new parameters."""
-        ...
-
-
-@runtime_checkable
-class Guided(Protocol):
-    """A policy with classifier-free guidance, for probes without it."""
-
-    @property
-    def guidance_scale(self) -> float:
-        """The scale of `velocity`; 1: off, one forward pass per evaluation instead of two."""
-        ...
-
-    def guided(self, guidance: float) -> AbstractContextManager[None]:
-        """Within this context the scale is `guidance`."""
-        ...
-
-
-@runtime_checkable
-class BlockCache(Protocol):
-    """A policy whose network is a stack of blocks that can be skipped, for probes with a block cache."""
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks an evaluation computes."""
-        ...
-
-    def block_cache(self) -> AbstractContextManager[Callable[[bool], None]]:
-        """Within this context, calls of `velocity` after `switch(False)` compute the first block only and add to its output what
-        the other blocks added in the last call after `switch(True)`, which had the same rows; it yields `switch`, at True."""
-        ...
-
-
-@runtime_checkable
-class PromptEmbedding(Protocol):
-    """A policy that embeds prompts with networks of their own and keeps the embeddings."""
-
-    def warm(self, prompts: Sequence[Prompt]) -> None:
-        """Embed `prompts` now, as many as are kept, so that these networks visit the device once, not at every iteration."""
-        ...
-
-
-@runtime_checkable
-class Exportable(Protocol):
-    """A policy whose trained weights other programs can read."""
-
-    def save(self, folder: Path) -> None:
-        """Write them to `folder`, replacing an older one when the new one is complete."""
         ...

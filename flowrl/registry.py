@@ -11,155 +11,38 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
+from flowrl._kinds import KINDS as KINDS
+from flowrl._kinds import TIMES as TIMES
+from flowrl._kinds import Kind as Kind
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.plugins import package_of, plugin
 from flowrl.sources import summary
 from flowrl.specs import NESTED, Spec, parse_spec
 
+__all__ = ["Kind", "available", "build", "files_of", "find_maker", "options_of", "summary_of"]
+
 Maker = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of part: its noun, entry-point group, built-in makers, and the protocols one of which a part must satisfy.
-
-    Makers and protocols are written ``module:name`` and imported when one is used.
-    """
-
-    noun: str
-    group: str
-    built_in: Mapping[str, str]
-    protocols: tuple[str, ...]
-    needs: str
-
-    def protocol_types(self) -> tuple[type, ...]:
-        """The protocols themselves."""
-        return tuple(map(resolve_name, self.protocols))
-
-
-KINDS: dict[str, Kind] = {
-    "credit": Kind(
-        "credit rule",
-        "flowrl.credit",
-        {
-            "uniform": "flowrl.credit.uniform:Uniform",
-            "value-tracker": "flowrl.credit.value_tracker:ValueTracker",
-            "weighted": "flowrl.credit.weighted:Weighted",
-            "stepwise-gain": "flowrl.credit.stepwise:StepwiseGain",
-            "dense-gain": "flowrl.credit.stepwise:DenseGain",
-            "moving-average-gain": "flowrl.credit.moving_average:MovingAverageGain",
-            "turning-point": "flowrl.credit.turning_point:TurningPoint",
-            "sibling-relative": "flowrl.credit.sibling_relative:SiblingRelative",
-            "depth-relative": "flowrl.credit.depth_relative:DepthRelative",
-            "backed-up": "flowrl.credit.backed_up:BackedUp",
-            "pruned": "flowrl.credit.pruned:Pruned",
-            "gdpo": "flowrl.credit.gdpo:GDPO",
-            "random": "flowrl.credit.random_credit:RandomCredit",
-        },
-        ("flowrl.protocols:CreditAssigner",),
-        "an attribute `probe` and a method `assign(rewards, schedule)`",
-    ),
-    "probe": Kind(
-        "probe",
-        "flowrl.probes",
-        {
-            "none": "flowrl.probes.base:NoProbe",
-            "tweedie": "flowrl.probes.solved:Tweedie",
-            "substeps": "flowrl.probes.solved:Substeps",
-            "completion": "flowrl.probes.solved:Completion",
-            "continuation": "flowrl.probes.solved:Continuation",
-            "branch": "flowrl.probes.branching:Branch",
-            "comb": "flowrl.probes.branching:Comb",
-        },
-        ("flowrl.probes:Probe",),
-        "a class derived from flowrl.probes.Probe, with a method `estimate(run)`",
-    ),
-    "sampler": Kind(
-        "sampler",
-        "flowrl.samplers",
-        {
-            "flow-sde": "flowrl.samplers.flow_sde:FlowSDE",
-            "dance-sde": "flowrl.samplers.dance_sde:DanceSDE",
-            "cps": "flowrl.samplers.cps:CPS",
-            "ddim-sde": "flowrl.samplers.ddim_sde:DDIMSDE",
-            "ode": "flowrl.samplers.ode:ODE",
-            "multistep": "flowrl.samplers.multistep:Multistep",
-        },
-        ("flowrl.protocols:Sampler", "flowrl.protocols:RandomSampler"),
-        "a method `transition(latent, velocity, schedule, step)` or `draw(schedule, generator, iteration)`",
-    ),
-    "loss": Kind(
-        "loss",
-        "flowrl.losses",
-        {
-            "awm": "flowrl.losses.awm:AWM",
-            "clipped": "flowrl.losses.clipped:ClippedLoss",
-            "dgpo": "flowrl.losses.dgpo:DGPO",
-            "diffusion-nft": "flowrl.losses.nft:DiffusionNFT",
-            "grpo-guard": "flowrl.losses.guard:GRPOGuard",
-            "flow-dppo": "flowrl.losses.dppo:FlowDPPO",
-            "policy-gradient": "flowrl.losses.policy_gradient:PolicyGradientLoss",
-        },
-        ("flowrl.protocols:PolicyLoss", "flowrl.protocols:ForwardLoss"),
-        "an attribute `needs_reference` and a method `loss(batch)`",
-    ),
-    "reward": Kind(
-        "reward",
-        "flowrl.rewards",
-        {
-            "aesthetic": "flowrl.rewards.clip:Aesthetic",
-            "clipped": "flowrl.rewards.combine:Clipped",
-            "clipscore": "flowrl.rewards.clip:CLIPScore",
-            "frame-mean": "flowrl.rewards.video:FrameMean",
-            "geneval": "flowrl.rewards.geneval:GenEval",
-            "group-sum": "flowrl.rewards.groups:GroupSum",
-            "hpsv2.1": "flowrl.rewards.clip:HPSv21",
-            "jpeg-compressibility": "flowrl.rewards.images:JPEGCompressibility",
-            "jpeg-incompressibility": "flowrl.rewards.images:JPEGIncompressibility",
-            "motion": "flowrl.rewards.video:Motion",
-            "ocr": "flowrl.rewards.ocr:OCR",
-            "pickscore": "flowrl.rewards.clip:PickScore",
-            "weighted-sum": "flowrl.rewards.combine:WeightedSum",
-            "win-rate": "flowrl.rewards.groups:WinRate",
-        },
-        ("flowrl.protocols:RewardModel", "flowrl.protocols:GroupReward"),
-        "a method `score(images, prompts)`, or `score_groups(images, prompts)` and an attribute `evaluation`",
-    ),
-    "features": Kind(
-        "feature space",
-        "flowrl.features",
-        {
-            "pixels": "flowrl.rewards.diversity:PixelFeatures",
-            "latents": "flowrl.rewards.diversity:LatentFeatures",
-            "clip": "flowrl.rewards.diversity:ClipFeatures",
-        },
-        ("flowrl.protocols:Features",),
-        "a method `__call__(images)` that returns [sample, feature]",
-    ),
-}
-
-TIMES: dict[str, str] = {
-    "permuted": "flowrl.flow.times:PermutedTimes",
-    "stratified": "flowrl.flow.times:StratifiedTimes",
-    "uniform": "flowrl.flow.times:UniformTimes",
-    "logit-normal": "flowrl.flow.times:LogitNormalTimes",
-    "steps": "flowrl.flow.times:DrawnSteps",
-}
-"""The training times that a forward-process loss's option `times` may name, as in ``awm(times='uniform(low=0.1)')``."""
-
-
 def build(kind: str, spec: str, **defaults: Any) -> Any:
-    """The part of `kind` (credit, probe, sampler, loss, reward or features) that `spec` describes.
+    """The part that a spec describes.
 
-    `defaults` are options for parts that have them, unless the spec sets them. Raises `ConfigError` that names what is wrong and
-    what is allowed: an unknown name, a missing file, an option that does not exist, an object of another kind.
+    Args:
+        kind: credit, probe, sampler, loss, reward or features.
+        spec: name, file or module of the part, with options (see `flowrl.specs`).
+        **defaults: options for parts that have them, unless `spec` sets them.
+
+    Returns:
+        The part.
+
+    Raises:
+        ConfigError: the name or an option is unknown, a file is missing, the part raises, or it is of another kind.
     """
     entry = KINDS[kind]
     parsed = parse_spec(spec, kind)
@@ -218,13 +101,35 @@ def available(kind: str) -> dict[str, str]:
 
 
 def options_of(kind: str, name: str) -> dict[str, Any]:
-    """The options of a part and their defaults (`inspect.Parameter.empty` if there is none)."""
+    """The options of a part and their defaults (`inspect.Parameter.empty` if there is none).
+
+    Args:
+        kind: credit, probe, sampler, loss, reward or features.
+        name: a name of `available`.
+
+    Returns:
+        Defaults by name of the option.
+
+    Raises:
+        ConfigError: the name is unknown, or its plug-in cannot be loaded.
+    """
     parameters = _parameters(_by_name(kind, name))
     return {} if parameters is None else {n: p.default for n, p in parameters.items()}
 
 
 def summary_of(kind: str, name: str) -> str:
-    """The first line of a part's documentation; the part is imported only if its source does not have it."""
+    """The first line of a part's documentation; the part is imported only if its source does not have it.
+
+    Args:
+        kind: credit, probe, sampler, loss, reward or features.
+        name: a name of `available`.
+
+    Returns:
+        The line; empty without documentation.
+
+    Raises:
+        ConfigError: the name is unknown, or its plug-in cannot be loaded.
+    """
     point = None if name in KINDS[kind].built_in else plugin(KINDS[kind].group, name, kind)
     documented = summary(KINDS[kind].built_in[name] if point is None else point.value)
     return documented or (inspect.getdoc(_by_name(kind, name)) or "").partition("\n")[0]
@@ -264,7 +169,18 @@ def _build_times(words: str) -> Any:
 
 
 def find_maker(kind: str, spec: Spec) -> Maker:
-    """The class or function that builds the part; `build` calls it. Raises `ConfigError` if it cannot be found or imported."""
+    """The class or function that builds the part; `build` calls it.
+
+    Args:
+        kind: credit, probe, sampler, loss, reward or features.
+        spec: the parsed spec.
+
+    Returns:
+        The class or function, which is not called.
+
+    Raises:
+        ConfigError: the class or function cannot be found or imported.
+    """
     if spec.file is not None:
         return _from_file(kind, spec.file, spec.name.rpartition(":")[2])
     if ":" not in spec.name:
@@ -283,7 +199,12 @@ def find_maker(kind: str, spec: Spec) -> Maker:
 def files_of(kind: str, spec: Spec) -> list[Path]:
     """The files that define a part: its own, or that of a module's or a plug-in's class and the module's.
 
-    None for a built-in part, one without Python source, or one that cannot be found (`build` says why).
+    Args:
+        kind: credit, probe, sampler, loss, reward or features.
+        spec: the parsed spec.
+
+    Returns:
+        The files; empty for a built-in part, or if no Python source is found.
     """
     if spec.file is not None:
         return [spec.file]

@@ -67,7 +67,16 @@ def tensor_problem(tensor: Tensor) -> str:
 
 @contextmanager
 def inputs_unchanged(call: str, error: type[FlowrlError], *inputs: Tensor) -> Iterator[None]:
-    """Raise `error` if what the part's `call` was given is changed in place while the block runs."""
+    """A context that raises `error` if the call of a part changes its inputs in place.
+
+    Args:
+        call: name of the call, for the message.
+        error: class of the exception.
+        *inputs: tensors that the call receives.
+
+    Raises:
+        FlowrlError: an input was changed; the class is `error`.
+    """
     counted = [tensor for tensor in inputs if not tensor.is_inference()]
     before = [tensor._version for tensor in counted]
     yield

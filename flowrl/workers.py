@@ -48,19 +48,34 @@ class Worker:
 
 
 def worker_count(workers: int, jobs: int) -> int:
-    """`workers`, or one per usable core (at most `MOST_WORKERS`) if it is 0, and never more than there are jobs.
+    """The number of worker processes, at most one per job.
 
-    Raises `ConfigError` for a negative number.
+    Args:
+        workers: the requested number; 0: one per usable core, at most `MOST_WORKERS`.
+        jobs: number of jobs.
+
+    Returns:
+        The number of processes.
+
+    Raises:
+        ConfigError: `workers` is negative.
     """
     require(workers >= 0, "workers", workers, "1 or more, or 0 for one per core")
     return max(1, min(jobs, workers or min(usable_cores(), MOST_WORKERS)))
 
 
 def usable_cores(cgroup: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may keep busy: those of its affinity, or fewer if a container's quota allows fewer; 1 or more.
+    """The number of cores that this process may use: those of its affinity, or fewer under a container's quota.
 
     A quota is that of the process's control group or of one above it: cpu.max (version 2), or cpu.cfs_quota_us over
-    cpu.cfs_period_us (version 1). Part of a core counts as a core.
+    cpu.cfs_period_us (version 1). A fraction of a core counts as a core.
+
+    Args:
+        cgroup: the file with the process's control groups.
+        mounted: the folder with the mounted control groups.
+
+    Returns:
+        The number of cores, 1 or more.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for folder in _cpu_groups(cgroup, mounted) for quota in _quota(folder)]
@@ -108,20 +123,32 @@ def run_jobs(
     describe: Callable[[Any], str] = str,
     preload: Sequence[str] = (),
 ) -> bool:
-    """Call `function(worker, *arguments)` for every job, in the order of `jobs`; True if all of them were completed.
+    """Call `function(worker, *arguments)` for every job, in the order of `jobs`, in worker processes.
 
-    `function` must be importable (a module's own). In this process, `finished(key, result)` is called as jobs complete,
-    `received(key, message)` for every message, and `watch()` after these, at least every `REFRESH` seconds.
+    Ctrl-C, SIGTERM and SIGHUP pause: running jobs are stopped through `Worker.stopped`, and their results are passed on. If this
+    process is killed, its workers end within a second or two. The first error stops all jobs.
 
-    Ctrl-C, SIGTERM and SIGHUP pause: jobs that run are asked to stop (`Worker.stopped`), their results are passed on, and False
-    is returned. If this process is killed, its workers end within a second or two. No job is started later than `seconds` after
-    the call. The first error stops all jobs: a `FlowrlError` is raised as it is, any other as a `RuntimeError` that names the
-    job by `describe(key)`; so is a worker process that was killed.
+    On Linux one process imports the modules of `preload` once, and the workers are its forks, which saves processor time and
+    memory. It is this process if it has a single thread. Otherwise a server process is started, which keeps the environment
+    variables of the first such call.
 
-    `preload` names modules that all jobs need. On Linux one process then imports them, once, and the workers are its forks: a
-    fraction of the processor time and memory. This process is that one if it has a single thread. Otherwise another one is
-    started, which keeps the environment variables of the first such call of this program. No module among them may start
-    threads or use a GPU when it is imported.
+    Args:
+        function: an importable function of a module.
+        jobs: arguments of each job, by key.
+        workers: number of processes; 0: one per usable core.
+        finished: called in this process as `finished(key, result)` when a job has finished.
+        received: called in this process as `received(key, message)` for every message of a job.
+        watch: called in this process after these, at least every `REFRESH` seconds.
+        seconds: time after the call until which jobs may start.
+        describe: name of a job, from its key, for messages.
+        preload: modules that all jobs need; importing them must not start threads or use a GPU.
+
+    Returns:
+        Whether all jobs were completed; False after a pause, or if the time did not suffice.
+
+    Raises:
+        FlowrlError: a job raised it.
+        RuntimeError: a job raised another error, or a worker process was killed; the message names the job.
     """
     count, deadline = worker_count(workers, len(jobs)), time.monotonic() + seconds
     context = _context(preload)

@@ -97,7 +97,15 @@ async def _disconnected(request: Request) -> None:
 
 
 def create_app(reward: RewardModel, settings: ServerSettings | None = None) -> FastAPI:
-    """An ASGI application that serves `reward`. Its thread stops with the application's lifespan."""
+    """An ASGI application that serves `reward`. Its thread stops with the application's lifespan.
+
+    Args:
+        reward: the reward model.
+        settings: settings of the server; None for the defaults.
+
+    Returns:
+        The application.
+    """
     settings = settings or ServerSettings()
     server = RewardServer(reward, settings)
 

@@ -27,7 +27,15 @@ PACKAGES = ("httpx", "tenacity")
 
 
 def check_endpoint(name: str, url: str) -> None:
-    """Raise `ConfigError` unless `url` can be the endpoint of the reward `name` and the packages of the extra are installed."""
+    """Check the address of a reward server before a run starts.
+
+    Args:
+        name: name of the reward, for the message.
+        url: the address.
+
+    Raises:
+        ConfigError: `url` cannot be an endpoint, or the packages of the extra are not installed.
+    """
     good = isinstance(url, str) and url.startswith(("http://", "https://")) and "@" not in url
     require(good, f"{name}.url", url, "http://HOST:PORT or https://HOST:PORT")
     missing = [package for package in PACKAGES if find_spec(package) is None]

@@ -159,10 +159,21 @@ class Judge:
 
 
 def parse_score(answer: str, low: float, high: float) -> float:
-    """The number after "Final Score:" in `answer`, in [`low`, `high`]: "Final Score: 4", "**Final Score:** 4.5/5", "4 out of 5".
+    """The number after "Final Score:" in an answer, such as "Final Score: 4", "**Final Score:** 4.5/5" or "4 out of 5".
 
-    Raises `RewardError` if there is none, if there are different ones, or if it is out of range or relative to another maximum
-    than `high`, as 8/10 is. A range ("1-5"), a decimal comma and a percentage do not count as numbers.
+    A range ("1-5"), a decimal comma and a percentage do not count as numbers.
+
+    Args:
+        answer: the judge's answer.
+        low: smallest score.
+        high: largest score, and the only maximum that an answer may state.
+
+    Returns:
+        The score in [`low`, `high`].
+
+    Raises:
+        RewardError: there is no number, there are different numbers, or the number is out of range or relative to another
+            maximum.
     """
     found = {(float(number), float(of) if of else high) for number, of in SCORE.findall(answer)}
     shown = answer if len(answer) <= 120 else f"...{answer[-120:]}"

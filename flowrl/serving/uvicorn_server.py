@@ -55,7 +55,17 @@ class Listener:
 def make_server(
     reward: RewardModel, settings: ServerSettings, certificate: Path | None = None, key: Path | None = None
 ) -> uvicorn.Server:
-    """A uvicorn server, ready to run on the socket of a `Listener` in any thread."""
+    """A uvicorn server for the socket of a `Listener`, which can run in any thread.
+
+    Args:
+        reward: the reward model.
+        settings: settings of the server.
+        certificate: file of the TLS certificate; None for HTTP.
+        key: file of the certificate's private key.
+
+    Returns:
+        The server, not yet running.
+    """
     limits = settings.limits
     bounds = {"header_seconds": limits.header_seconds, "most_connections": limits.connections}
     bounds["tls"] = tls_context(certificate, key) if certificate and key else None
@@ -80,7 +90,15 @@ def make_server(
 def serve(
     reward: RewardModel, settings: ServerSettings, listener: Listener, certificate: Path | None = None, key: Path | None = None
 ) -> None:
-    """Serve until the process receives SIGINT or SIGTERM; current requests then have half a minute to end."""
+    """Serve until the process receives SIGINT or SIGTERM; running requests then have half a minute to finish.
+
+    Args:
+        reward: the reward model.
+        settings: settings of the server.
+        listener: the open socket.
+        certificate: file of the TLS certificate; None for HTTP.
+        key: file of the certificate's private key.
+    """
     if not settings.token and not listener.loopback:
         require(settings.any_host, "token", "", "a token, or any_host=True to serve everyone who can reach this machine")
     make_server(reward, settings, certificate, key).run(sockets=[listener.socket])

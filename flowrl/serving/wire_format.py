@@ -122,9 +122,18 @@ _PROMPTS: TypeAdapter[list[PromptMessage]] = TypeAdapter(list[PromptMessage])
 
 
 def encode_request(images: Tensor, prompts: Sequence[Prompt], image_format: Literal["safetensors", "png"]) -> list[FormPart]:
-    """The parts of the form: `images` [sample, channel, height, width] in float32 or as 8-bit PNG, and as many `prompts`.
+    """The parts of the form that a request sends.
 
-    Raises `RewardError` for images that are not finite or have no PNG, and for metadata that JSON cannot represent.
+    Args:
+        images: images [sample, channel, height, width] in [0, 1].
+        prompts: one prompt per image.
+        image_format: "safetensors" (float32) or "png" (8 bits).
+
+    Returns:
+        (field, (file name, content, media type)) of each part.
+
+    Raises:
+        RewardError: images are not finite or have no PNG, or JSON cannot represent the metadata.
     """
     listed = [{"text": prompt.text, "metadata": _to_json(prompt.metadata, prompt, "metadata")} for prompt in prompts]
     parts = [("prompts", ("prompts.json", json.dumps(listed).encode(), "application/json"))]
@@ -250,7 +259,16 @@ def _unreadable_png(number: int, error: Exception) -> WireFormatError:
 
 
 def encode_scores(request_id: str, scores: ComponentScores, weights: Mapping[str, float] | None = None) -> bytes:
-    """A `ScoreResponse`: null for invalid samples, and the components if their `weights` are given."""
+    """A `ScoreResponse` as JSON, with null for invalid samples.
+
+    Args:
+        request_id: identifier of the request.
+        scores: total and components [sample].
+        weights: weights of the components; None leaves out the components.
+
+    Returns:
+        Body of the response.
+    """
     marks = scores.invalid.tolist()
     total = [None if mark else value for value, mark in zip(scores.total.tolist(), marks, strict=True)]
     found: dict[str, Any] = {"request": request_id, "scores": total, "invalid": marks}
@@ -263,10 +281,21 @@ def encode_scores(request_id: str, scores: ComponentScores, weights: Mapping[str
 def decode_scores(
     content: bytes, request_id: str, prompts: Sequence[Prompt], origin: str, with_parts: bool = False
 ) -> tuple[ComponentScores, dict[str, float]]:
-    """The scores of as many images as `prompts`, NaN for invalid samples; `with_parts`, also the components and their weights.
+    """The scores in a response of the reward server: finite, or null for a sample that is marked invalid.
 
-    Raises `TransientError` if the content is no response to `request_id`, and `RewardContractError`, with `origin` as the
-    subject, if it breaks the contract: a score is finite, or null for a sample that is marked invalid.
+    Args:
+        content: body of the response.
+        request_id: identifier of the request.
+        prompts: prompts of the request, one per image.
+        origin: subject of an error message.
+        with_parts: return components and weights too.
+
+    Returns:
+        The scores [sample], NaN for invalid samples, and the weights of the components (empty without `with_parts`).
+
+    Raises:
+        TransientError: `content` is no response to this request.
+        RewardContractError: the scores break the contract.
     """
     response = _read_response(content, origin)
     if response.request != request_id:

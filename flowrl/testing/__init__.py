@@ -16,9 +16,9 @@ broken (shape, randomness), those that would fail for the same reason are not tr
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowrl.errors import require
 from flowrl.protocols import FlowPolicy
 from flowrl.testing import credit, forward_loss, group_reward, loss, policy, probe, reward, sampler
+from flowrl.testing._cases import credit_case, group_reward_case, policy_case, probe_case, reward_case, sampler_case
 from flowrl.testing.credit import schedule_for
 from flowrl.testing.findings import ContractAdvice, ContractBroken, Finding, Findings, maker
 from flowrl.testing.reward import Examples
@@ -49,144 +49,285 @@ PROMPTS = ("a red fox", "two blue cars", "a house", "the sea at night")
 
 
 def credit_contract(rule: Any, steps: int | None = None, without: Sequence[str] = ()) -> TestFunction:
-    """A pytest function that checks a credit rule against `CreditAssigner`'s contract. `steps`: if it needs that many steps."""
-    return credit.CONTRACT.as_test(_credit_case(rule, steps), without)
+    """A pytest function that checks a credit rule against the contract of `CreditAssigner`.
+
+    Args:
+        rule: the credit rule: an object (copied for every promise), a class, or a function that makes it.
+        steps: number of steps, if the rule requires one; None for several.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        The function, with one pytest case per promise.
+
+    Raises:
+        ConfigError: pytest is not installed, or an option is not allowed.
+    """
+    return credit.CONTRACT.as_test(credit_case(rule, steps), without)
 
 
 def sampler_contract(part: Any, steps: int = 10, without: Sequence[str] = ()) -> TestFunction:
-    """A pytest function that checks a sampler against `Sampler`'s (or `RandomSampler`'s) contract, on grids of `steps` steps."""
-    return sampler.CONTRACT.as_test(_sampler_case(part, steps), without)
+    """A pytest function that checks a sampler against the contract of `Sampler` (or `RandomSampler`).
+
+    Args:
+        part: the sampler: an object (copied for every promise), a class, or a function that makes it.
+        steps: number of steps of the grids.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        The function, with one pytest case per promise.
+
+    Raises:
+        ConfigError: pytest is not installed, or an option is not allowed.
+    """
+    return sampler.CONTRACT.as_test(sampler_case(part, steps), without)
 
 
 def loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
-    """A pytest function that checks a policy loss against `PolicyLoss`'s contract."""
+    """A pytest function that checks a policy loss against the contract of `PolicyLoss`.
+
+    Args:
+        part: the policy loss: an object (copied for every promise), a class, or a function that makes it.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        The function, with one pytest case per promise.
+
+    Raises:
+        ConfigError: pytest is not installed, or an option is not allowed.
+    """
     return loss.CONTRACT.as_test(maker(part), without)
 
 
 def forward_loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
-    """A pytest function that checks a forward-process loss against `ForwardLoss`'s (and `PooledForwardLoss`'s) contract."""
+    """A pytest function that checks a forward-process loss against the contract of `ForwardLoss` (and `PooledForwardLoss`).
+
+    Args:
+        part: the forward-process loss: an object (copied for every promise), a class, or a function that makes it.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        The function, with one pytest case per promise.
+
+    Raises:
+        ConfigError: pytest is not installed, or an option is not allowed.
+    """
     return forward_loss.CONTRACT.as_test(maker(part), without)
 
 
 def reward_contract(
     part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()
 ) -> TestFunction:
-    """A pytest function that checks a reward model against `RewardModel`'s (and `CompositeReward`'s) contract.
+    """A pytest function that checks a reward model against the contract of `RewardModel` (and `CompositeReward`).
 
-    `examples`: images [sample, channel, height, width], or videos [sample, frame, ...], in [0, 1] that the model can score and as
-    many prompts, two or more, or a function that makes them; default: smooth random images of 32x32 with plain prompts. Unlike
-    other parts a reward model is not copied.
+    Args:
+        part: the reward model: an object (not copied), a class, or a function that makes it.
+        examples: images [sample, channel, height, width] or videos [sample, frame, ...] in [0, 1] and as many prompts, two or
+            more; or a function that makes them; None: smooth random images of 32x32 with plain prompts.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        The function, with one pytest case per promise.
+
+    Raises:
+        ConfigError: pytest is not installed, or an option is not allowed.
     """
-    return reward.CONTRACT.as_test(_reward_case(part, examples), without)
+    return reward.CONTRACT.as_test(reward_case(part, examples), without)
 
 
 def group_reward_contract(
     part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()
 ) -> TestFunction:
-    """A pytest function that checks a reward against `GroupReward`'s (and `CompositeGroupReward`'s) contract.
+    """A pytest function that checks a group reward against the contract of `GroupReward` (and `CompositeGroupReward`).
 
-    `examples`: images [prompt, member, channel, height, width], or videos, of two or more prompts with three or more members
-    each, and the prompts, or a function that makes them; default: smooth random images of 32x32. The model is not copied.
+    Args:
+        part: the group reward: an object (not copied), a class, or a function that makes it.
+        examples: images [prompt, member, channel, height, width], or videos, with two or more prompts of three or more members,
+            and the prompts; or a function that makes them; None: smooth random images of 32x32.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        The function, with one pytest case per promise.
+
+    Raises:
+        ConfigError: pytest is not installed, or an option is not allowed.
     """
-    return group_reward.CONTRACT.as_test(_group_reward_case(part, examples), without)
+    return group_reward.CONTRACT.as_test(group_reward_case(part, examples), without)
 
 
 def policy_contract(
     part: Any, prompts: Sequence[Prompt | str] = PROMPTS, tolerance: float = 1e-4, without: Sequence[str] = ()
 ) -> TestFunction:
-    """A pytest function that checks a policy against `FlowPolicy`'s contract.
+    """A pytest function that checks a policy against the contract of `FlowPolicy`.
 
-    `prompts`: two or more that the policy accepts. `tolerance`: largest rounding difference of velocities that must be equal,
-    relative to the largest velocity (about 1e-2 for a network in bfloat16). A policy is not copied; the checks restore what they
-    change.
+    Args:
+        part: the policy: an object (not copied; the checks restore what they change), a class, or a function that makes it.
+        prompts: two or more prompts that the policy accepts.
+        tolerance: largest rounding difference of velocities that must be equal, relative to the largest velocity (about 1e-2 for
+            a network in bfloat16).
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        The function, with one pytest case per promise.
+
+    Raises:
+        ConfigError: pytest is not installed, or an option is not allowed.
     """
-    return policy.CONTRACT.as_test(_policy_case(part, prompts, tolerance), without)
+    return policy.CONTRACT.as_test(policy_case(part, prompts, tolerance), without)
 
 
 def probe_contract(part: Any, policy: FlowPolicy | None = None, members: int = 4, without: Sequence[str] = ()) -> TestFunction:
-    """A pytest function that checks a probe against `flowrl.probes.Probe`'s contract.
+    """A pytest function that checks a probe against the contract of `flowrl.probes.Probe`.
 
-    `policy`: to try it with (default: a small one that has what the probe needs). `members` of a group: a `Branching` probe may
-    need another number.
+    Args:
+        part: the probe: an object (copied for every promise), a class, or a function that makes it.
+        policy: the policy for the test; None for a small one that satisfies the probe.
+        members: members per group; a `Branching` probe may require another number.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        The function, with one pytest case per promise.
+
+    Raises:
+        ConfigError: pytest is not installed, or an option is not allowed.
     """
-    return probe.CONTRACT.as_test(_probe_case(part, policy, members), without)
+    return probe.CONTRACT.as_test(probe_case(part, policy, members), without)
 
 
 def check_credit(rule: Any, steps: int | None = None, without: Sequence[str] = ()) -> Findings:
-    """Which promises a credit rule keeps; options as in `credit_contract`."""
-    return credit.CONTRACT.findings(_credit_case(rule, steps), without)
+    """Check a credit rule against the contract of `CreditAssigner`; for notebooks and scripts.
+
+    Args:
+        rule: as in `credit_contract`.
+        steps: as in `credit_contract`.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        One finding per promise.
+
+    Raises:
+        ConfigError: an option is not allowed.
+    """
+    return credit.CONTRACT.findings(credit_case(rule, steps), without)
 
 
 def check_sampler(part: Any, steps: int = 10, without: Sequence[str] = ()) -> Findings:
-    """Which promises a sampler keeps; options as in `sampler_contract`."""
-    return sampler.CONTRACT.findings(_sampler_case(part, steps), without)
+    """Check a sampler against the contract of `Sampler` (or `RandomSampler`); for notebooks and scripts.
+
+    Args:
+        part: as in `sampler_contract`.
+        steps: as in `sampler_contract`.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        One finding per promise.
+
+    Raises:
+        ConfigError: an option is not allowed.
+    """
+    return sampler.CONTRACT.findings(sampler_case(part, steps), without)
 
 
 def check_loss(part: Any, without: Sequence[str] = ()) -> Findings:
-    """Which promises a policy loss keeps; options as in `loss_contract`."""
+    """Check a policy loss against the contract of `PolicyLoss`; for notebooks and scripts.
+
+    Args:
+        part: as in `loss_contract`.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        One finding per promise.
+
+    Raises:
+        ConfigError: an option is not allowed.
+    """
     return loss.CONTRACT.findings(maker(part), without)
 
 
 def check_probe(part: Any, policy: FlowPolicy | None = None, members: int = 4, without: Sequence[str] = ()) -> Findings:
-    """Which promises a probe keeps; options as in `probe_contract`."""
-    return probe.CONTRACT.findings(_probe_case(part, policy, members), without)
+    """Check a probe against the contract of `flowrl.probes.Probe`; for notebooks and scripts.
+
+    Args:
+        part: as in `probe_contract`.
+        policy: as in `probe_contract`.
+        members: as in `probe_contract`.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        One finding per promise.
+
+    Raises:
+        ConfigError: an option is not allowed.
+    """
+    return probe.CONTRACT.findings(probe_case(part, policy, members), without)
 
 
 def check_forward_loss(part: Any, without: Sequence[str] = ()) -> Findings:
-    """Which promises a forward-process loss keeps; options as in `forward_loss_contract`."""
+    """Check a forward-process loss against the contract of `ForwardLoss` (and `PooledForwardLoss`); for notebooks and scripts.
+
+    Args:
+        part: as in `forward_loss_contract`.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        One finding per promise.
+
+    Raises:
+        ConfigError: an option is not allowed.
+    """
     return forward_loss.CONTRACT.findings(maker(part), without)
 
 
 def check_reward(part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()) -> Findings:
-    """Which promises a reward model keeps; options as in `reward_contract`."""
-    return reward.CONTRACT.findings(_reward_case(part, examples), without)
+    """Check a reward model against the contract of `RewardModel` (and `CompositeReward`); for notebooks and scripts.
+
+    Args:
+        part: as in `reward_contract`.
+        examples: as in `reward_contract`.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        One finding per promise.
+
+    Raises:
+        ConfigError: an option is not allowed.
+    """
+    return reward.CONTRACT.findings(reward_case(part, examples), without)
 
 
 def check_group_reward(
     part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()
 ) -> Findings:
-    """Which promises a reward that compares samples keeps; options as in `group_reward_contract`."""
-    return group_reward.CONTRACT.findings(_group_reward_case(part, examples), without)
+    """Check a group reward against the contract of `GroupReward` (and `CompositeGroupReward`); for notebooks and scripts.
+
+    Args:
+        part: as in `group_reward_contract`.
+        examples: as in `group_reward_contract`.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        One finding per promise.
+
+    Raises:
+        ConfigError: an option is not allowed.
+    """
+    return group_reward.CONTRACT.findings(group_reward_case(part, examples), without)
 
 
 def check_policy(
     part: Any, prompts: Sequence[Prompt | str] = PROMPTS, tolerance: float = 1e-4, without: Sequence[str] = ()
 ) -> Findings:
-    """Which promises a policy keeps; options as in `policy_contract`."""
-    return policy.CONTRACT.findings(_policy_case(part, prompts, tolerance), without)
+    """Check a policy against the contract of `FlowPolicy`; for notebooks and scripts.
 
+    Args:
+        part: as in `policy_contract`.
+        prompts: as in `policy_contract`.
+        tolerance: as in `policy_contract`.
+        without: names of promises that the part breaks on purpose.
 
-def _credit_case(rule: Any, steps: int | None) -> Callable[[], credit.Case]:
-    require(steps is None or steps >= 1, "steps", steps, "1 or more, or None")
-    make = maker(rule)
-    return lambda: credit.Case(make(), steps)
+    Returns:
+        One finding per promise.
 
-
-def _sampler_case(part: Any, steps: int) -> Callable[[], sampler.Case]:
-    require(steps >= 1, "steps", steps, "1 or more")
-    make = maker(part)
-    return lambda: sampler.Case(make(), steps)
-
-
-def _probe_case(part: Any, policy: FlowPolicy | None, members: int) -> Callable[[], probe.Case]:
-    require(members >= 1, "members", members, "1 or more")
-    make = maker(part)
-    return lambda: probe.Case(make(), policy, members)
-
-
-def _reward_case(part: Any, examples: Examples | Callable[[], Examples] | None) -> Callable[[], reward.Case]:
-    images, prompts = reward.examples_of(examples)
-    make = maker(part, share=True)
-    return lambda: reward.Case(make(), images, prompts)
-
-
-def _group_reward_case(part: Any, examples: Examples | Callable[[], Examples] | None) -> Callable[[], group_reward.Case]:
-    images, prompts = group_reward.examples_of(examples)
-    make = maker(part, share=True)
-    return lambda: group_reward.Case(make(), images, prompts)
-
-
-def _policy_case(part: Any, prompts: Sequence[Prompt | str], tolerance: float) -> Callable[[], policy.Case]:
-    require(tolerance > 0, "tolerance", tolerance, "above 0")
-    chosen, make = policy.prompts_of(prompts), maker(part, share=True)
-    return lambda: policy.Case(make(), chosen, tolerance)
+    Raises:
+        ConfigError: an option is not allowed.
+    """
+    return policy.CONTRACT.findings(policy_case(part, prompts, tolerance), without)

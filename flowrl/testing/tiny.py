@@ -34,8 +34,14 @@ TEMPLATE_WORDS = (
 def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
     """A `StableDiffusion3Pipeline` with a two-layer transformer, 2 x 2 patches and shift 3.
 
-    As in SD3.5-Medium, queries and keys are normalised, and the first layer has a second self-attention of the image; `large`: no
-    layer has, as in SD3.5-Large.
+    As in SD3.5-Medium, queries and keys are normalised, and the first layer has a second self-attention of the image.
+
+    Args:
+        seed: seed of the random weights.
+        large: leave out the second self-attention, as in SD3.5-Large.
+
+    Returns:
+        The pipeline.
     """
     with _seeded(seed):
         transformer = _diffusers().SD3Transformer2DModel(
@@ -60,7 +66,13 @@ def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
 def tiny_flux(seed: int = 0, distilled: bool = True) -> Any:
     """A `FluxPipeline` with one double and one single block, dynamic shifting as FLUX.1-dev.
 
-    `distilled`: it has an input for a guidance scale, as FLUX.1-dev has and FLUX.1-schnell has not."""
+    Args:
+        seed: seed of the random weights.
+        distilled: give the transformer an input for a guidance scale, as in FLUX.1-dev (FLUX.1-schnell has none).
+
+    Returns:
+        The pipeline.
+    """
     with _seeded(seed):
         transformer = _diffusers().FluxTransformer2DModel(
             patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
@@ -111,22 +123,54 @@ def tiny_wan(seed: int = 0) -> Any:
 
 
 def tiny_sd3_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
-    """A policy over `tiny_sd3`."""
+    """A policy over `tiny_sd3`.
+
+    Args:
+        options: options of the policy.
+        seed: seed of the random weights.
+
+    Returns:
+        The policy.
+    """
     return PipelinePolicy(tiny_sd3(seed), SD3(), options)
 
 
 def tiny_flux_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
-    """A policy over `tiny_flux`."""
+    """A policy over `tiny_flux`.
+
+    Args:
+        options: options of the policy.
+        seed: seed of the random weights.
+
+    Returns:
+        The policy.
+    """
     return PipelinePolicy(tiny_flux(seed), Flux(), options)
 
 
 def tiny_qwen_image_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
-    """A policy over `tiny_qwen_image`."""
+    """A policy over `tiny_qwen_image`.
+
+    Args:
+        options: options of the policy.
+        seed: seed of the random weights.
+
+    Returns:
+        The policy.
+    """
     return PipelinePolicy(tiny_qwen_image(seed), QwenImage(), options)
 
 
 def tiny_wan_policy(options: ModelOptions = TINY_VIDEO, seed: int = 0) -> PipelinePolicy:
-    """A policy over `tiny_wan`."""
+    """A policy over `tiny_wan`.
+
+    Args:
+        options: options of the policy.
+        seed: seed of the random weights.
+
+    Returns:
+        The policy.
+    """
     return PipelinePolicy(tiny_wan(seed), Wan(), options)
 
 

@@ -1,5 +1,6 @@
 """Exported functions with more than one parameter document each of them, and what they return."""
 
+import importlib
 import inspect
 import re
 import sys
@@ -15,6 +16,7 @@ from reference_pages import modules_of, public_names  # noqa: E402
 
 PACKAGES = (
     "flow", "samplers", "credit", "losses", "probes", "rollout", "rewards", "policies", "prompts", "diagnostics", "worlds",
+    "testing", "serving", "types", "protocols", "errors", "registry", "methods", "io", "distributed", "workers",
 )  # fmt: skip
 HEADINGS = ("Args", "Returns", "Yields", "Raises", "Attributes")
 
@@ -73,6 +75,15 @@ def faults(function: Callable) -> list[str]:
 def test_sections(package: str) -> None:
     wrong = {name: found for name, function in exported(package) if (found := faults(function))}
     assert not wrong, wrong
+
+
+def test_protocols_document_their_methods() -> None:
+    """The implementations refer to these sections, and do not repeat them."""
+    protocols = importlib.import_module("flowrl.protocols")
+    classes = {name: vars(getattr(protocols, name)) for name in protocols.__all__}
+    methods = {f"{owner}.{name}": value for owner, body in classes.items() for name, value in body.items() if name[0] != "_"}
+    wrong = {name: found for name, value in methods.items() if inspect.isfunction(value) and (found := faults(value))}
+    assert len(methods) > 20 and not wrong, wrong
 
 
 def test_the_check_finds_faults() -> None:

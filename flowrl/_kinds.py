@@ -1,0 +1,134 @@
+"""The kinds of parts, their built-in classes and the protocols that they satisfy; `flowrl.registry` builds them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pkgutil import resolve_name
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of part: its noun, entry-point group, built-in makers, and the protocols one of which a part must satisfy.
+
+    Makers and protocols are written ``module:name`` and imported when one is used.
+    """
+
+    noun: str
+    group: str
+    built_in: Mapping[str, str]
+    protocols: tuple[str, ...]
+    needs: str
+
+    def protocol_types(self) -> tuple[type, ...]:
+        """The protocols themselves."""
+        return tuple(map(resolve_name, self.protocols))
+
+
+KINDS: dict[str, Kind] = {
+    "credit": Kind(
+        "credit rule",
+        "flowrl.credit",
+        {
+            "uniform": "flowrl.credit.uniform:Uniform",
+            "value-tracker": "flowrl.credit.value_tracker:ValueTracker",
+            "weighted": "flowrl.credit.weighted:Weighted",
+            "stepwise-gain": "flowrl.credit.stepwise:StepwiseGain",
+            "dense-gain": "flowrl.credit.stepwise:DenseGain",
+            "moving-average-gain": "flowrl.credit.moving_average:MovingAverageGain",
+            "turning-point": "flowrl.credit.turning_point:TurningPoint",
+            "sibling-relative": "flowrl.credit.sibling_relative:SiblingRelative",
+            "depth-relative": "flowrl.credit.depth_relative:DepthRelative",
+            "backed-up": "flowrl.credit.backed_up:BackedUp",
+            "pruned": "flowrl.credit.pruned:Pruned",
+            "gdpo": "flowrl.credit.gdpo:GDPO",
+            "random": "flowrl.credit.random_credit:RandomCredit",
+        },
+        ("flowrl.protocols:CreditAssigner",),
+        "an attribute `probe` and a method `assign(rewards, schedule)`",
+    ),
+    "probe": Kind(
+        "probe",
+        "flowrl.probes",
+        {
+            "none": "flowrl.probes.base:NoProbe",
+            "tweedie": "flowrl.probes.solved:Tweedie",
+            "substeps": "flowrl.probes.solved:Substeps",
+            "completion": "flowrl.probes.solved:Completion",
+            "continuation": "flowrl.probes.solved:Continuation",
+            "branch": "flowrl.probes.branching:Branch",
+            "comb": "flowrl.probes.branching:Comb",
+        },
+        ("flowrl.probes:Probe",),
+        "a class derived from flowrl.probes.Probe, with a method `estimate(run)`",
+    ),
+    "sampler": Kind(
+        "sampler",
+        "flowrl.samplers",
+        {
+            "flow-sde": "flowrl.samplers.flow_sde:FlowSDE",
+            "dance-sde": "flowrl.samplers.dance_sde:DanceSDE",
+            "cps": "flowrl.samplers.cps:CPS",
+            "ddim-sde": "flowrl.samplers.ddim_sde:DDIMSDE",
+            "ode": "flowrl.samplers.ode:ODE",
+            "multistep": "flowrl.samplers.multistep:Multistep",
+        },
+        ("flowrl.protocols:Sampler", "flowrl.protocols:RandomSampler"),
+        "a method `transition(latent, velocity, schedule, step)` or `draw(schedule, generator, iteration)`",
+    ),
+    "loss": Kind(
+        "loss",
+        "flowrl.losses",
+        {
+            "awm": "flowrl.losses.awm:AWM",
+            "clipped": "flowrl.losses.clipped:ClippedLoss",
+            "dgpo": "flowrl.losses.dgpo:DGPO",
+            "diffusion-nft": "flowrl.losses.nft:DiffusionNFT",
+            "grpo-guard": "flowrl.losses.guard:GRPOGuard",
+            "flow-dppo": "flowrl.losses.dppo:FlowDPPO",
+            "policy-gradient": "flowrl.losses.policy_gradient:PolicyGradientLoss",
+        },
+        ("flowrl.protocols:PolicyLoss", "flowrl.protocols:ForwardLoss"),
+        "an attribute `needs_reference` and a method `loss(batch)`",
+    ),
+    "reward": Kind(
+        "reward",
+        "flowrl.rewards",
+        {
+            "aesthetic": "flowrl.rewards.clip:Aesthetic",
+            "clipped": "flowrl.rewards.combine:Clipped",
+            "clipscore": "flowrl.rewards.clip:CLIPScore",
+            "frame-mean": "flowrl.rewards.video:FrameMean",
+            "geneval": "flowrl.rewards.geneval:GenEval",
+            "group-sum": "flowrl.rewards.groups:GroupSum",
+            "hpsv2.1": "flowrl.rewards.clip:HPSv21",
+            "jpeg-compressibility": "flowrl.rewards.images:JPEGCompressibility",
+            "jpeg-incompressibility": "flowrl.rewards.images:JPEGIncompressibility",
+            "motion": "flowrl.rewards.video:Motion",
+            "ocr": "flowrl.rewards.ocr:OCR",
+            "pickscore": "flowrl.rewards.clip:PickScore",
+            "weighted-sum": "flowrl.rewards.combine:WeightedSum",
+            "win-rate": "flowrl.rewards.groups:WinRate",
+        },
+        ("flowrl.protocols:RewardModel", "flowrl.protocols:GroupReward"),
+        "a method `score(images, prompts)`, or `score_groups(images, prompts)` and an attribute `evaluation`",
+    ),
+    "features": Kind(
+        "feature space",
+        "flowrl.features",
+        {
+            "pixels": "flowrl.rewards.diversity:PixelFeatures",
+            "latents": "flowrl.rewards.diversity:LatentFeatures",
+            "clip": "flowrl.rewards.diversity:ClipFeatures",
+        },
+        ("flowrl.protocols:Features",),
+        "a method `__call__(images)` that returns [sample, feature]",
+    ),
+}
+
+TIMES: dict[str, str] = {
+    "permuted": "flowrl.flow.times:PermutedTimes",
+    "stratified": "flowrl.flow.times:StratifiedTimes",
+    "uniform": "flowrl.flow.times:UniformTimes",
+    "logit-normal": "flowrl.flow.times:LogitNormalTimes",
+    "steps": "flowrl.flow.times:DrawnSteps",
+}
+"""The training times that a forward-process loss's option `times` may name, as in ``awm(times='uniform(low=0.1)')``."""
