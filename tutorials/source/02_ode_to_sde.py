@@ -90,11 +90,11 @@ opening()
 # 1. The ODE moves points with velocity $-v$ in $\tau$. Probability is conserved, so $p$ satisfies the continuity equation $\partial_\tau p = \nabla\cdot(v\,p)$.
 # 2. Take an SDE with an unknown drift, $\mathrm dx = b\,\mathrm d\tau + \sigma\,\mathrm dw$, and a test function $f$. A second-order Taylor expansion of $f$ gives $\frac{\mathrm d}{\mathrm d\tau}\mathbb E[f] = \mathbb E\big[b\cdot\nabla f + \tfrac{\sigma^2}{2}\nabla^2 f\big]$: the second-order term stays, because $\mathrm dw$ has variance $\mathrm d\tau$.
 # 3. Write both expectations as integrals over $p$ and integrate by parts. The result is the Fokker-Planck equation, $\partial_\tau p = -\nabla\cdot(b\,p) + \tfrac{\sigma^2}{2}\nabla^2 p$.
-# 4. The noise term is a drift in disguise: $\nabla^2 p = \nabla\cdot(\nabla p) = \nabla\cdot(p\,\nabla\log p)$.
+# 4. The noise term has the form of a drift: $\nabla^2 p = \nabla\cdot(\nabla p) = \nabla\cdot(p\,\nabla\log p)$.
 # 5. Hence $\partial_\tau p = -\nabla\cdot\big[(b - \tfrac{\sigma^2}{2}\nabla\log p)\,p\big]$. This is line 1 if $b = -v + \tfrac{\sigma^2}{2}\nabla\log p$.
-# 6. With this $b$ both densities satisfy the same equation from the same initial density $\mathcal N(0, I)$, so they are equal at every time. With $\mathrm d\tau = -\mathrm dt$, $b\,\mathrm d\tau$ is the bracket above times $\mathrm dt$.
+# 6. With this $b$ both densities satisfy the same equation from the same initial density $\mathcal N(0, I)$ at $t = 1$, so they are equal at every time. With $\mathrm d\tau = -\mathrm dt$, $b\,\mathrm d\tau$ is the bracket above times $\mathrm dt$.
 #
-# Only the densities at single times are equal. The paths differ: the SDE forgets its initial noise, the ODE does not. Source: Song et al. 2020 (arXiv 2011.13456, appendix D.1).
+# Only the densities at single times are equal. The paths differ: the end point of the ODE is a function of its initial noise, that of the SDE also depends on all later noise. Source: Song et al. 2020 (arXiv 2011.13456, appendix D.1).
 #
 # </details>
 #

@@ -573,7 +573,7 @@ diagnosis = {1: ..., 2: ..., 3: ...}
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Start with the log in which all advantages are 0, and ask which settings give every member of a group the same reward. Then compare the clip ranges with the fractions of clipped pairs.
+# **Hint.** Start with the log in which all advantages are 0: which settings give every member of a group the same reward? Then compare the clip ranges with the fractions of clipped pairs.
 
 # %% tags=["solution"]
 diagnosis = {1: "B", 2: "C", 3: "A"}
