@@ -396,7 +396,7 @@ for rule in RULES[1:]:
     )
 
 # %% [markdown]
-# One experiment has four different speed-ups. Stepwise needs about a quarter of the iterations but *more* sampling evaluations; with the update counted it is cheaper again, and the factor in seconds is different, because the time of a tiny network depends on calls and not on
+# One experiment has four different speed-ups. Stepwise needs about a quarter of the iterations but *more* sampling evaluations. With the update counted it is cheaper again. The factor in seconds is different, because the time of a tiny network depends on calls and not on
 # evaluations (Stepwise needs 14 sequential calls per iteration, the others 10). The factor also depends on the target reward. A statement such as "x times faster" needs the unit of cost and the target.
 #
 # Choose the cost that limits you: reward calls if the reward model is slow, forward passes if the GPUs are busy, or seconds *on your hardware with your model*.

@@ -230,7 +230,7 @@ clean(axes[4])
 plt.show()
 
 # %% [markdown]
-# Uniform credit has a low correlation: most of the credit of a step is due to other steps. The points of the step-wise rules are close to a line, and those of the free estimate are the closest. A *cheaper* estimate can be better than a completion because $V$ is a mean over all continuations. The completion follows the ODE to *one* possible end, and its reward varies with this end; the one-step
+# Uniform credit has a low correlation: most of the credit of a step is due to other steps. The points of the step-wise rules are close to a line, and those of the one-step estimate are the closest. A *cheaper* estimate can be better than a completion because $V$ is a mean over all continuations. The completion follows the ODE to *one* possible end, and its reward varies with this end; the one-step
 # estimate is the mean of the ends, and its reward is a smoother function of the state, like $V$. The blur that harms an image reduces the variance of a value.
 #
 # ## The gradient compared with the true gradient

@@ -340,7 +340,7 @@ for name, evaluate in (
     print(f"{name:22} largest |ratio - 1| = {size}")
 
 # %% [markdown]
-# As sampled, and with the base model (the LoRA is still zero), the ratio is 1. Without guidance it differs from 1 before any update. Most ratios are then below 1 (samples of one policy are less likely under another), and with a clip range of $10^{-4}$ a pair with a ratio below 1 and a negative advantage is clipped: only pairs with positive advantages would be trained. Guidance doubles the cost of training. `guidance_gradient="prompt"` computes the negative branch without a
+# As sampled, and with the base model (the LoRA is still zero), the ratio is 1. Without guidance it differs from 1 before any update. Most ratios are then below 1, since samples of one policy are less likely under another. With a clip range of $10^{-4}$, a pair with a ratio below 1 and a negative advantage is clipped. Only pairs with positive advantages would be trained. Guidance doubles the cost of training. `guidance_gradient="prompt"` computes the negative branch without a
 # gradient, which saves its activations; Stepwise-Flow-GRPO also reports training with scale 1 throughout.
 #
 # ## Precision

@@ -285,7 +285,7 @@ plt.show()
 # %% [markdown]
 # ## What a comparison by depth credits
 #
-# BranchGRPO compares a state with *all* states of the same node in its tree, Multi-GRPO with those of the prompt. Such a *depth rule* also credits steps at which nothing branches (1, 3 and 4 here). **Predict:** step 4 comes after all splits. Which part of its credit under a depth rule is due to step 4 itself?
+# BranchGRPO compares a state with *all* states of the same node in its tree, Multi-GRPO with those of the prompt. Such a *depth rule* also credits steps at which nothing branches (1, 3 and 4 here). **Predict:** step 4 comes after all splits. How large is the part of its credit under a depth rule that is due to step 4 itself?
 #
 # A deviation from a mean is linear, so the credit of a state splits exactly into three parts: $V(\text{parent})$ (before), $A^*$ (own) and $\hat V - V$ (what came afterwards). The next cell takes the deviations of each part, from the siblings' mean and from the mean of the prompt's states at that node.
 

@@ -511,7 +511,7 @@ plt.show()
 #
 # $$S = \frac{\beta}{G} \sum_i A_i\,\big(\ell_i(v) - \ell_i(v_{\text{ref}})\big), \qquad L = -\log \operatorname{sigmoid}(-S)/\beta .$$
 #
-# An advantage-weighted sum of log-likelihood ratios contains $\sum_i A_i \log Z$ with the unknown normalisation $Z$ of the prompt. It cancels because $\sum_i A_i = 0$. Therefore a group must be *whole*, at one time and (in the released code) with one noise for all members; advantages must not be clamped afterwards, and members that cannot be judged must be left out *before* advantages are formed.
+# An advantage-weighted sum of log-likelihood ratios contains $\sum_i A_i \log Z$ with the unknown normalisation $Z$ of the prompt. It cancels because $\sum_i A_i = 0$. Therefore a group must be *whole*, at one time and (in the released code) with one noise for all members. Advantages must not be clamped afterwards, and members that cannot be judged must be left out *before* advantages are formed.
 #
 # ### Exercise 5 · the weights of a group
 #
