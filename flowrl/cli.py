@@ -96,8 +96,10 @@ def run_command(arguments: Sequence[str]) -> int:
             raise ConfigError(f"{text!r:.200} contains a NUL character, which no option, file or prompt may have")
     import tyro
 
+    from flowrl.commands.help_texts import with_help
+
     name, rest = arguments[0], list(arguments[1:])
-    command = load_command(name)
+    command = with_help(load_command(name))
     start = {"default": command.defaults(rest)} if hasattr(command, "defaults") else {}
     parsed = tyro.cli(command, prog=f"flowrl {name}", args=rest, config=(tyro.conf.OmitArgPrefixes,), **start)
     check_ranges(parsed)

@@ -150,3 +150,64 @@ def test_the_results_fit_the_terminal(width, methods, heldout):
     assert max(map(len, text.splitlines())) <= width and "…" not in text
     for cell in ("+0.512 ± 0.123", "10,000,000", "not reached", "0.30"):
         assert text.count(cell) == methods, cell
+
+
+def test_help_is_broken_at_the_margin_only(capsys, monkeypatch):
+    """Not where the source breaks its lines."""
+    from flowrl.cli import main
+
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["prompts", "--help"])
+    text = capsys.readouterr().out
+    assert (
+        "marks, for OCR), images (general prompts) or check (summarise a │" in text and max(map(len, text.splitlines()[4:])) <= 80
+    )
+
+
+def test_a_list_fits_the_terminal_and_a_part_is_described(capsys, monkeypatch):
+    from flowrl.cli import main
+
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in (["parts"], ["presets"], []):
+        assert main(words) == 0
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80, words
+    assert main(["parts", "clipped"]) == 0
+    text = capsys.readouterr().out
+    assert "clipped: loss, --loss clipped" in text and "clipped: reward, --reward clipped" in text
+    assert "    clip_range  0.0001" in text and "    reward  (required)" in text
+    assert main(["parts", "cliped"]) == 2 and "did you mean 'clipped'?" in capsys.readouterr().err
+
+
+def test_runs_are_named_by_what_differs():
+    from flowrl.commands.options import LONGEST_NAME, run_name
+    from flowrl.training.config import RunConfig
+
+    base = RunConfig()
+    assert run_name(base, base) == "flow-grpo,compositional,seed=0"
+    changed = base.replace(method="tp-grpo", task="text", learning_rate=1e-4, seed=3, checkpoint_every=2)
+    assert run_name(changed, base) == "tp-grpo,text,learning_rate=0.0001,seed=3"
+    many = base.replace(reward="/a b/my.py:R(x=1)", groups=3, group_size=5, num_steps=20, window="all", minibatches=2,
+                        betas=(0.9, 0.999), lora_rank=4, eval_every=3)  # fmt: skip
+    name = run_name(many, base)
+    assert len(name) <= LONGEST_NAME + 10 and name.endswith("-more,seed=0") and "reward=my.py_R_x=1" in name
+    assert not set(name) & set("/:() ")
+
+
+def test_accelerate_configurations_are_in_the_package(capsys):
+    from pathlib import Path
+
+    from flowrl.cli import main
+
+    for name in ("ddp", "fsdp2", "zero2"):
+        assert main(["presets", "--accelerate", name]) == 0
+        assert "distributed_type" in Path(capsys.readouterr().out.strip()).read_text()
+
+
+def test_a_plan_counts_in_the_precision_of_a_gpu(capsys):
+    from flowrl.cli import main
+
+    for words, precision in (([], "float16 on cuda"), (["--dtype", "float32"], "float32 on cuda")):
+        assert main(["train", "--preset", "sd3.5-medium,tp-grpo,ocr", "--plan", *words]) == 0
+        text = capsys.readouterr().out
+        assert text.splitlines()[0].endswith(precision) and f"in {precision.split()[0]}, not measured" in text

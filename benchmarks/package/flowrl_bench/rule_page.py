@@ -8,10 +8,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from flowrl.diagnostics.statistics import mean
-from flowrl.plots.style import clean
+from flowrl.plots.style import clean, colour, marker
 from flowrl_bench.arms import is_tuned
 from flowrl_bench.evidence import Evidence, Line, curve, spent
-from flowrl_bench.page import COLOURS, Document, Image, Table
+from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.rule_plan import FULL, Part
 from flowrl_bench.statistics import Curve, detectable
 from flowrl_bench.verdicts import ALIKE, ALPHA, BETTER, UNDECIDED, WORSE, Compare, Comparison, by_seed, judge_family
@@ -219,22 +219,23 @@ def _cost(lines: Sequence[Line]) -> tuple[float, float]:
 
 def curves_figure(arms: Mapping[str, Mapping[str, Sequence[Line]]], task: str) -> Figure:
     """Mean learning curves with their 95% intervals, a panel per budget."""
-    figure = Figure(figsize=(12.5, 3.9), layout="constrained")
+    figure, names = Figure(figsize=(12.5, 4.2), layout="constrained"), list(arms)
     for axes, (budget, (axis, unit)) in zip(figure.subplots(1, 3, sharey=True), AXES.items(), strict=True):
-        for place, (arm, tasks) in enumerate(arms.items()):
+        for arm, tasks in arms.items():
             x, table = _common([curve(line, axis) for line in tasks[task]])
             found = [mean(column) for column in table.T]
-            shade, middle = COLOURS[place % len(COLOURS)], [one.value for one in found]
-            axes.plot(x / unit, middle, color=shade, linewidth=2, label=arm)
+            shade, middle = colour(arm, names), [one.value for one in found]
+            axes.plot(x / unit, middle, color=shade, linewidth=2, marker=marker(arm, names), markevery=8, markersize=5, label=arm)
             low, high = (np.clip([getattr(one, end) for one in found], 0, 1) for end in ("low", "high"))
             if len(table) > 1:
                 axes.fill_between(x / unit, low, high, color=shade, alpha=0.15, linewidth=0)
         axes.set_xlabel({"evaluations": "network evaluations (thousands)", "seconds": "processor seconds"}.get(budget, budget))
         axes.set_title(f"equal {budget}", loc="left", fontsize=10)
+        axes.set_xlim(0, axes.dataLim.x1)
         clean(axes)
         if axis == "updates":
             axes.set_ylabel("held-out reward")
-            axes.legend(frameon=False, fontsize=9)
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=5, frameon=False, fontsize=9)
     return figure
 
 
