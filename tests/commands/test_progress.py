@@ -161,7 +161,7 @@ def test_help_is_broken_at_the_margin_only(capsys, monkeypatch):
         main(["prompts", "--help"])
     text = capsys.readouterr().out
     assert (
-        "marks, for OCR), images (general prompts) or check (summarise a │" in text and max(map(len, text.splitlines()[4:])) <= 80
+        "marks, for OCR), images (general prompts) or check (summarise a" in text and max(map(len, text.splitlines()[4:])) <= 80
     )
 
 
