@@ -31,7 +31,7 @@ COMMANDS = {
     ),
     "presets": (
         "flowrl.commands.presets:Presets",
-        "List the presets, print one beside the published values or as YAML, or find Accelerate's configurations.",
+        "List the presets, print one next to the published values or as YAML, or find Accelerate's configurations.",
     ),
     "prompts": ("flowrl.commands.prompts:Prompts", "Make or check a file of prompts."),
     "env": ("flowrl.commands.env:Env", "Print versions, cores and, with --devices, GPUs, as needed in a bug report."),
