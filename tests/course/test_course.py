@@ -1,5 +1,6 @@
 """The checks of the course accept the solutions and name the likely mistakes; lessons have the promised parts."""
 
+import ast
 import importlib
 import re
 import sys
@@ -83,6 +84,17 @@ def test_the_table_of_the_course_links_every_lesson_with_its_number_of_exercises
     table, text = (ROOT / "docs" / "course.md").read_text(), source.read_text()
     rows = re.findall(rf"^\| \[[^|]+\]\(course/{source.stem}\.ipynb\) \| [^|]+ \| (\d+) \|", table, re.MULTILINE)
     assert rows == [str(len(re.findall(r"^# ### Exercise \d+ · ", text, re.MULTILINE)))]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
+def test_names_that_a_lesson_imports_exist(source: Path) -> None:
+    """A lesson is executed rarely; a renamed function must not wait for it."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flowrl"):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    importlib.import_module(f"{node.module}.{alias.name}")
 
 
 def test_a_failed_check_raises_where_lessons_are_built(monkeypatch) -> None:
