@@ -61,7 +61,7 @@ TAKEN = {
     "explain": ["mine.png", "file/x.png", "run", "x" * 300 + ".png"],
     "prompts": ["mine.jsonl", "prompts.jsonl", "file/x.jsonl", "run"],
     "pretrain": ["mine.safetensors", "run/weights.safetensors", "file/x.safetensors", "run"],
-    "microscope": ["run/config.json", "mine.json", "file", "notes/pages", "notes/html"],
+    "microscope": ["run/config.json", "mine.jsonl", "file", "file/x.jsonl", "run", "notes/pages/m.jsonl", "notes/html/m.jsonl"],
     "claims": ["file", "notes/pages", "notes/html"],
     "rule": ["notes/pages", "notes/html"],
 }

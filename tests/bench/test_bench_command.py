@@ -18,8 +18,8 @@ def test_errors_are_one_line(capsys, tmp_path: Path) -> None:
     assert "only = 'nothing' is not allowed" in capsys.readouterr().err
     assert main(["bench", "rule", "nothing", "--out", str(tmp_path)]) == 2
     assert "unknown credit rule 'nothing'" in capsys.readouterr().err
-    assert main(["bench", "microscope", "--noise", "0.1", "--iterations", "-1"]) == 2
-    assert "iterations" in capsys.readouterr().err
+    assert main(["bench", "microscope", "--world", "nowhere"]) == 2
+    assert "world = 'nowhere' is not allowed" in capsys.readouterr().err
 
 
 def test_judge_without_runs_writes_an_empty_page(tmp_path: Path, capsys) -> None:

@@ -1,7 +1,6 @@
 """`flowrl bench claims`, `flowrl bench tune`, `flowrl bench rule` and `flowrl bench microscope`."""
 
 import math
-import os
 import shlex
 import sys
 import time
@@ -14,7 +13,7 @@ import tyro
 from annotated_types import Ge, Gt, Le
 
 from flowrl.errors import require
-from flowrl.options import Count, Seed, Whole, Workers
+from flowrl.options import Count, Workers
 
 
 @dataclass(frozen=True)
@@ -185,28 +184,21 @@ class Rule:
 
 @dataclass(frozen=True)
 class Microscope:
-    """Compare each rule's credit with the true advantage of the step (2-D world, under two minutes on 2 cores).
+    """Compare each rule's credit with the true advantage of the step, in both worlds (about 20 minutes on one core; --quick: 1).
 
-    Example: flowrl bench microscope --rules my_rules.py:MyRule
+    Example: flowrl bench microscope --rules my_rules.py:MyRule --world mixture
     """
 
     rules: tuple[str, ...] = ()
     """Rules besides the built-in ones: path/to/file.py:Class, NAME or NAME(option=value)."""
-    iterations: tuple[Whole, ...] = (0, 10, 40)
-    """Stages of training by Flow-GRPO at which the policy is examined."""
-    noise: tuple[Annotated[float, Ge(0)], ...] = (0.1, 0.3)
-    """Standard deviations of the noise on the rewards that the rules see, tried at the middle stage (0 is always tried)."""
-    reward_form: str = "soft"
-    """strict (0/1), graded or soft (continuous); only soft has a gradient to compare with."""
-    continuations: Count = 96
-    """Stochastic continuations per node for the true value."""
-    groups_per_prompt: Count = 1
-    """Groups per prompt for the comparison of credit."""
-    batches: Annotated[int, Ge(3), Le(10**6)] = 20
-    """Policy gradients per rule, 3 or more."""
-    seed: Seed = 0
-    out: Path = Path("runs/microscope")
-    """The results file, NAME.json; or a folder, for microscope.json."""
+    world: str = "all"
+    """mixture (two dimensions), shapes (images) or all."""
+    looks: Annotated[int, Ge(0), Le(1000)] = 0
+    """Seeds of training and of trajectories; 0 = 6 in two dimensions and 3 for images (--quick: 3 and 2)."""
+    quick: bool = False
+    """Fewer trajectories, shorter training; for a first impression."""
+    out: Path | None = None
+    """The results file, one line per cell; default: runs/microscope/microscope.jsonl (quick.jsonl). Existing cells are kept."""
     page: Path | None = None
     """Folder of the page microscope.md, microscope.html and their figures; default: that of the results."""
     workers: Workers = 0
@@ -214,41 +206,33 @@ class Microscope:
 
     def main(self) -> int:
         """Measure, draw, write."""
-        from flowrl.io import require_new_file, write_json
-        from flowrl_bench.digest import code_digest
-        from flowrl_bench.microscope import RULES, MicroscopeConfig, run_microscope
-        from flowrl_bench.microscope_page import TITLE, microscope_page
+        from flowrl_bench.microscope import RULES, WORLDS, check_rules, sizes, with_looks
+        from flowrl_bench.microscope_numbers import Lines
+        from flowrl_bench.microscope_page import TITLE, microscope_page, summary
+        from flowrl_bench.microscope_study import Study, check_out
         from flowrl_bench.page import require_page
-        from flowrl_bench.results_file import provenance
         from flowrl_bench.rule_names import named_rules
 
-        stages = tuple(sorted(set(self.iterations)))
-        require(len(stages) >= 1, "iterations", self.iterations, "one or more stages")
-        config = MicroscopeConfig(
-            run=MicroscopeConfig().run.replace(reward_form=self.reward_form),
-            rules={**RULES, **named_rules(self.rules, RULES)},
-            iterations=stages,
-            noises=tuple(dict.fromkeys((0.0, *self.noise))),
-            noise_stage=stages[len(stages) // 2],
-            continuations=self.continuations,
-            groups_per_prompt=self.groups_per_prompt,
-            batches=self.batches,
-            seed=self.seed,
-        )
-        started, before = time.monotonic(), sum(os.times()[:4])
-        results = self.out if self.out.suffix == ".json" else self.out / "microscope.json"
-        require_new_file(results, lambda data: b'"noise_stage"' in data)
-        require_page(self.page or results.parent, "microscope", TITLE)
-        rows = run_microscope(config, self.workers, _counter("microscope"))
-        seconds, computing = time.monotonic() - started, sum(os.times()[:4]) - before
+        require(self.world in ("all", *WORLDS), "world", self.world, "mixture, shapes or all")
+        every = {world: with_looks(size, self.looks) for world, size in sizes(self.quick).items()}
+        chosen = {world: size for world, size in every.items() if self.world in ("all", world)}
+        rules = {**RULES, **named_rules(self.rules, RULES)}
+        check_rules(rules, every["mixture"])
+        out = self.out or Path("runs/microscope") / ("quick.jsonl" if self.quick else "microscope.jsonl")
+        check_out(out)
+        require_page(self.page or out.parent, "microscope", TITLE)
         command = shlex.join(["flowrl", *sys.argv[1:]])
-        made = {"command": command, "code": code_digest(), **provenance(), "seed": self.seed, "seeds": config.seeds()}
-        made |= {"seconds": seconds, "cpu_seconds": computing}
-        write_json(results, {**made, "config": config.as_dict(), "rows": rows})
-        page = microscope_page(rows, config.noise_stage, made)
-        written = [results, *page.write(self.page or results.parent, "microscope", "microscope")]
-        print(f"{seconds:.0f} s; wrote {', '.join(map(str, written))}")
-        return 0
+        study = Study(chosen, rules, out, command)
+        finished = _examine(study, self.workers)
+        found = study.read()
+        lines = Lines(found)
+        if lines.worlds():
+            page = microscope_page(found, every, str(out), command)
+            written = page.write(self.page or out.parent, "microscope", "microscope")
+            print(f"{summary(lines)}\nWrote {', '.join(map(str, written))}")
+        if not finished:
+            print(f"Paused; finished cells are kept. Continue with: {command}")
+        return 0 if finished else 130
 
 
 @dataclass(frozen=True)
@@ -273,6 +257,33 @@ def _redo(key: str, file: Any) -> int:
     judged = "as much as the rounding of another processor explains" if found.close else "more than another processor's rounding"
     print(f"Reward: {found.early:.2g} apart in the first quarter of the evaluations, {found.final:.2g} in the last; {judged}")
     return 0 if found.close else 1
+
+
+def _examine(study: Any, workers: int) -> bool:
+    """Measure the missing cells of a microscope's study, with one line of progress per cell."""
+    from flowrl.workers import worker_count
+    from flowrl_bench.microscope_study import seconds_left
+    from flowrl_bench.remaining import duration
+
+    lines, started = study.read(), time.monotonic()
+    total = sum(map(len, study.sessions().values()))
+    count = worker_count(workers, max(1, len(study.sessions())))
+    first = seconds_left(study, lines)
+    missing = sum(cell.key not in lines for wanted in study.sessions().values() for cell in wanted)
+    if not missing:
+        return True
+    print(f"{missing} of {total} cells to measure in {study.path}; about {duration(first / count)}; Ctrl-C pauses", flush=True)
+
+    def progress(done: int, total: int, line: Mapping[str, Any]) -> None:
+        from flowrl_bench.microscope import Cell
+
+        cell = Cell(**line["cell"])
+        lines[cell.key] = line
+        left, elapsed = seconds_left(study, lines), time.monotonic() - started
+        pace = elapsed / (first - left) if first - left > 0.05 * first else 1 / count
+        print(f"{done}/{total} {cell.key}; about {duration(max(left, 0.0) * pace)} left", flush=True)
+
+    return study.execute(workers, progress)
 
 
 def _execute(suite: Any, workers: int, minutes: float) -> bool:

@@ -1,272 +1,279 @@
-"""The microscope: each rule's credit and gradient against the truth, by stage of training and reward noise.
+"""The microscope: agreement of each rule's credit with the true advantage, in both worlds, and its policy gradient in 2-D.
 
-All rules are applied to the same policies: the untrained one, and those after some iterations with Flow-GRPO's credit.
+A *cell* is a world, a policy (untrained, or during or after training with a method), a kind of initial noise and a *look*: one
+seed of the training and of the trajectories. In a cell all rules are applied to the same trajectories, under every form of the
+reward, and V is estimated from the same continuations for all forms.
 """
 
-import copy
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from functools import lru_cache
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.errors import ConfigError, CreditError, require
+from flowrl.credit import probed
+from flowrl.errors import CreditError, require
 from flowrl.methods import try_credit
-from flowrl.probes import Continuation
-from flowrl.protocols import RandomSampler
+from flowrl.probes import Branching, Continuation
+from flowrl.prompts.stream import PromptStream
+from flowrl.protocols import FlowPolicy, RewardModel, Sampler
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
-from flowrl.rollout import Usage
+from flowrl.rollout import Rollout, Usage, reward_table
 from flowrl.training.build import make_trainer, make_world, trial_schedule
 from flowrl.training.config import RunConfig, preset
-from flowrl.workers import Worker, run_jobs, worker_count
-from flowrl_bench.gradients import Setting, alignment, pathwise_gradients, policy_gradients, update_evaluations
+from flowrl_bench.true_advantage import correlation, credit_sums
+from flowrl_bench.ceilings import ceiling_sums
+from flowrl_bench.gradients import (
+    Setting,
+    alignment,
+    assigned,
+    credit_schedule,
+    pathwise_gradients,
+    policy_gradients,
+    update_evaluations,
+)
 from flowrl_bench.measurements import reproducible
-from flowrl_bench.true_advantage import Look, TrueAdvantages, compare_credit, pooled, true_advantages
+from flowrl_bench.continuations import Look, TrueAdvantages, continuation_rewards, from_continuations
 
 RULES: dict[str, str] = {
-    "true advantage (16 continuations)": "stepwise-gain(probe='continuation:16')",
-    "stepwise gains": "stepwise-gain",
-    "stepwise gains, one-step estimate": "stepwise-gain(probe=tweedie)",
-    "reward to go": "stepwise-gain(lam=1, probe=completion)",
-    "gains, per-step normalised": "stepwise-gain(normalise=step)",
-    "increments alone": "turning-point(where='none')",
-    "turning points": "turning-point",
-    "turning points, no constraint": "turning-point(consistent=False)",
-    "turning points at random steps": "turning-point(where=random)",
     "uniform": "uniform",
     "uniform, noise-weighted": "weighted",
+    "reward to go": "stepwise-gain(lam=1, probe=completion)",
+    "stepwise gains": "stepwise-gain",
+    "gains, z-scored by step": "stepwise-gain(normalise=step)",
+    "one-step gains": "stepwise-gain(probe=tweedie)",
+    "increments alone": "turning-point(where='none')",
+    "turning points": "turning-point",
+    "turning points at random steps": "turning-point(where=random)",
     "random": "random",
 }
-"""Rules by their names in figures. The first and the last are controls: the best possible credit, and random credit."""
-
+"""Rules by their names in figures. The last one is a control."""
+WORLDS, FORMS, METHODS = ("mixture", "shapes"), ("soft", "strict"), ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
+NOISES = (0.1, 0.3)
+"""Standard deviations of the noise on the soft rewards that rules see, tried before training."""
+CHECKED = 6
+"""How many times as many continuations `check` takes."""
 DETECTED = 2.0
 """A mean gradient shorter than this many of its standard errors has no reliable direction."""
 EQUAL_NFE = 10_000
 """Network evaluations per rule for "signal-to-noise at equal NFE": sampling, probes and the update."""
-Job = tuple[str, int, float, str]
-"""(kind, iterations, noise, rule)."""
-
-
-def _mixture_run() -> RunConfig:
-    return preset("default").apply(world="mixture", window="all-but-last")
 
 
 @dataclass(frozen=True)
-class MicroscopeConfig:
-    """The settings of a session. `iterations`: stages of training; `noises`: stds of the noise on the rewards that rules see,
-    of which those other than 0 are tried at the stage `noise_stage` only.
+class Size:
+    """The size of a world's cells: `prompts` x `members` trajectories, `continuations` per state for V (`first` before training,
+    where the ceilings are computed too); iterations of training at the stages; batches of gradients and of the true one."""
 
-    Credit is compared on `groups_per_prompt` x all training prompts x `group_size` trajectories, with `continuations` per node
-    for V. Gradients take `batches` of all prompts x `gradient_group_size` and are left out for rules with continuations (a batch
-    costs as much as a hundred of the others) and for a `reward_form` other than soft (a reward in steps has no gradient).
-
-    Every rule is tried on a random table here; `ConfigError` or `CreditError` says what is wrong with the settings or a rule.
-    """
-
-    run: RunConfig = field(default_factory=_mixture_run)
-    rules: Mapping[str, str] = field(default_factory=lambda: dict(RULES))
-    iterations: tuple[int, ...] = (0, 10, 40)
-    noises: tuple[float, ...] = (0.0, 0.1, 0.3)
-    noise_stage: int = 10
-    groups_per_prompt: int = 1
-    group_size: int = 12
-    continuations: int = 96
-    batches: int = 20
-    gradient_group_size: int = 8
-    truth_batches: int = 16
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        least = {"groups_per_prompt": 1, "batches": 3}
-        for name in ("groups_per_prompt", "group_size", "batches", "truth_batches", "gradient_group_size", "continuations"):
-            least_value = least.get(name, 2)
-            require(getattr(self, name) >= least_value, name, getattr(self, name), f"{least_value} or more")
-        once = len(set(self.iterations)) == len(self.iterations) >= 1
-        require(once and min(self.iterations) >= 0, "iterations", self.iterations, "one or more, 0 or more, each once")
-        good = all(math.isfinite(noise) and noise >= 0 for noise in self.noises) and len(set(self.noises)) == len(self.noises)
-        require(good, "noises", self.noises, "standard deviations: finite, 0 or more, each once")
-        require(len(self.noises) >= 1 and self.noises[0] == 0, "noises", self.noises, "0 first: the rule without noise")
-        stages = f"one of iterations = {self.iterations}"
-        require(self.noise_stage in self.iterations, "noise_stage", self.noise_stage, stages)
-        require(len(self.rules) >= 1, "rules", dict(self.rules), "one or more rules")
-        world = self.run.environment.world
-        require(world == "mixture", "microscope: world", world, "mixture, whose reward has a gradient")
-        schedule = trial_schedule(self.run)
-        for name, spec in self.rules.items():
-            for members in {self.group_size, self.gradient_group_size}:
-                try:
-                    try_credit(build("credit", spec), schedule, members)
-                except CreditError as error:
-                    raise CreditError(f"rule {name!r}: {error}") from error
-
-    def noises_at(self, stage: int) -> tuple[float, ...]:
-        """The noise levels that are tried at a stage."""
-        return self.noises if stage == self.noise_stage else self.noises[:1]
-
-    def seeds(self) -> dict[str, Any]:
-        """The seeds of "training", of the "groups" and the "continuations" (one each per group of a prompt), and of the
-        gradients: "truth" and "gradients"."""
-        groups = [self.seed + 1000 * number for number in range(self.groups_per_prompt)]
-        return {
-            "training": self.seed, "groups": groups, "continuations": [seed + 7 for seed in groups],
-            "truth": self.seed + 1, "gradients": self.seed + 1000,
-        }  # fmt: skip
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {**values, "run": self.run.as_dict(), "rules": dict(self.rules)}
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> "MicroscopeConfig":
-        """The inverse of `as_dict`, also after JSON."""
-        plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        return MicroscopeConfig(**{**plain, "run": RunConfig.from_dict(values["run"], trust=True)})
+    prompts: int
+    members: int
+    first: int
+    continuations: int
+    stages: Mapping[str, int]
+    batches: int = 0
+    truth_batches: int = 0
+    looks: int = 3
+    max_batch: int = 4096
+    run: Mapping[str, Any] | None = None
 
 
-def settings_by_stage(config: MicroscopeConfig) -> dict[int, Setting]:
-    """By stage: the policy after so many iterations of uniform credit (current weights, not averaged), and its setting."""
-    run = config.run.replace(method="flow-grpo", credit="", iterations=max(1, *config.iterations), seed=config.seed)
-    trainer, world = make_trainer(run), make_world(run)
-    sampler = trainer.method.sampler
-    if isinstance(sampler, RandomSampler):
-        raise ConfigError(f"microscope: window = {run.algorithm.window!r} is not allowed: one that is the same every iteration")
-    reward, prompts = world.reward(run.environment.reward_form), world.prompts(run.environment.task, "train")
-    found = {}
-    for stage in sorted(set(config.iterations)):
-        while trainer.done < stage:
-            trainer.iteration()
-        kept = copy.deepcopy(trainer.policy)
-        found[stage] = Setting(kept, sampler, kept.schedule(run.rollout.num_steps), reward, prompts)
-    return found
+SIZES: dict[str, Size] = {
+    "mixture": Size(18, 12, 96, 48, {"during": 10, "after": 40}, batches=16, truth_batches=8, looks=5),
+    "shapes": Size(4, 12, 24, 6, {"during": 4, "after": 8}, looks=3, max_batch=2048, run={"groups": 8}),
+}
+"""Of the full study. Image runs have half of the default's groups, which halves the time of training."""
+QUICK: dict[str, Size] = {
+    "mixture": Size(6, 12, 32, 16, {"during": 5, "after": 10}, batches=4, truth_batches=4, looks=3),
+    "shapes": Size(2, 12, 8, 2, {"during": 1, "after": 2}, looks=2, max_batch=2048, run={"groups": 2}),
+}
 
 
-def microscope_jobs(config: MicroscopeConfig) -> Iterator[Job]:
-    """All jobs in the order in which they should start: the long ones first."""
-    for stage in config.iterations:
-        yield "credit", stage, 0.0, ""
-    for stage in config.iterations if config.run.environment.reward_form == "soft" else ():
-        for noise in config.noises_at(stage):
-            for name, spec in config.rules.items():
-                if not isinstance(build("credit", spec).probe, Continuation):
-                    yield "gradient", stage, noise, name
+@dataclass(frozen=True)
+class Cell:
+    """`method` trained the policy ("" before training). `noise`: "independent" or "shared" initial noise of a group's members;
+    "gradient": a comparison of policy gradients, where every rule has its own kind of noise; "check": `check`."""
+
+    world: str
+    method: str
+    stage: str
+    noise: str
+    look: int
+
+    @property
+    def key(self) -> str:
+        """The cell in words."""
+        policy = f"{self.stage} {self.method}" if self.method else self.stage
+        return f"{self.world}, {policy}, {self.noise}, look {self.look}"
 
 
-def run_microscope(
-    config: MicroscopeConfig, workers: int = 0, progress: Callable[[int, int], None] = lambda done, total: None
-) -> list[dict[str, Any]]:
-    """Rows of numbers: kind "credit" (agreement with A*) and kind "gradient", one per rule, stage of training and noise.
-
-    `workers` processes (0: one per core; 1: this process); the numbers do not depend on their number, since every job has one
-    thread and its own state of the global generators. `progress(done, total)` counts jobs. Raises `ConfigError` for negative
-    `workers`, and `CreditError` for a rule that fails.
-    """
-    jobs, rows = list(microscope_jobs(config)), dict[Job, list[dict[str, Any]]]()
-
-    def finished(job: Job, found: list[dict[str, Any]]) -> None:
-        rows[job] = found
-        progress(len(rows), len(jobs))
-
-    if worker_count(workers, len(jobs)) == 1:
-        for job in jobs:
-            finished(job, _do(None, config, job))
-    elif not run_jobs(
-        _do, {job: (config, job) for job in jobs}, workers, finished=finished, describe=lambda job: f"the microscope's job {job}"
-    ):
-        raise KeyboardInterrupt
-    return [row for job in jobs for row in rows[job]]
+def cells(world: str, look: int) -> Iterator[Cell]:
+    """All cells of a look. Shared noise is left out during training."""
+    more = (("gradient", "check") if look == 0 else ("gradient",)) if world == "mixture" else ()
+    yield from (Cell(world, "", "before", noise, look) for noise in ("independent", "shared", *more))
+    for method in METHODS:
+        yield Cell(world, method, "during", "independent", look)
+        yield from (Cell(world, method, "after", noise, look) for noise in ("independent", "shared"))
 
 
-class _Session:
-    """What the jobs of one process share: the trained policies, and the true gradient at each stage."""
-
-    def __init__(self, config: MicroscopeConfig) -> None:
-        self.config, self.settings = config, settings_by_stage(config)
-        self.truths: dict[int, Tensor] = {}
-
-    def truth(self, stage: int) -> Tensor:
-        """Pathwise gradients [batch, parameter], made once."""
-        if stage not in self.truths:
-            count, seed = self.config.truth_batches, self.config.seeds()["truth"]
-            self.truths[stage] = pathwise_gradients(self.settings[stage], count, 100, seed, decisions_only=True)
-        return self.truths[stage]
+def run_of(world: str, method: str, look: int, size: Size) -> RunConfig:
+    """The training run: the world's default with noise at all steps but the last, as in the papers."""
+    changes = {"method": method or "flow-grpo", "window": "all-but-last", "seed": look, **(size.run or {})}
+    return preset("default").apply(world=world, iterations=max(size.stages.values()), **changes)
 
 
-@lru_cache(maxsize=1)
-def _session(config: str) -> _Session:
-    values = json.loads(config)
-    with reproducible("training", values["seed"]):
-        return _Session(MicroscopeConfig.from_dict(values))
+def check_rules(rules: Mapping[str, str], size: Size) -> None:
+    """Try every rule on a random table. Raises `ConfigError` or `CreditError` for a rule that fails, or whose probe branches."""
+    require(len(rules) >= 1, "rules", dict(rules), "one or more rules")
+    schedule = trial_schedule(run_of("mixture", "", 0, size))
+    for name, spec in rules.items():
+        try:
+            rule = build("credit", spec)
+            allowed = "a probe without branches: trajectories that branch are compared in docs/branching.md"
+            require(not isinstance(rule.probe, Branching), "rules", spec, allowed)
+            try_credit(rule, schedule, size.members)
+        except CreditError as error:
+            raise CreditError(f"rule {name!r}: {error}") from error
 
 
-def _do(worker: Worker | None, config: MicroscopeConfig, job: Job) -> list[dict[str, Any]]:
-    """One job."""
-    kind, stage, noise, name = job
-    session = _session(json.dumps(config.as_dict()))
-    with reproducible(config.seed, *job):
-        if kind == "credit":
-            return _credit_rows(config, session.settings[stage], stage)
-        return [_gradient_row(session, stage, noise, name)]
-
-
-def _shared_noise(spec: str) -> bool:
+def shared_noise(spec: str) -> bool:
+    """Whether a rule's own trajectories have shared initial noise."""
     return bool(getattr(build("credit", spec), "shared_noise", False))
 
 
-def _seen_reward(setting: Setting, noise: float) -> NoisyReward | None:
-    """The reward that rules see, if it is not the setting's own."""
-    return NoisyReward(setting.reward, noise) if noise > 0 else None
+def session(method: str, wanted: list[Cell], size: Size, rules: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Lines of the `wanted` cells, which have one world, one look and the training `method`; stages in order.
 
-
-def _credit_rows(config: MicroscopeConfig, setting: Setting, stage: int) -> list[dict[str, Any]]:
-    """Agreement of every rule with A*, at every noise level of the stage."""
-    seeds = config.seeds()
-    looks = [Look(setting, config.group_size, seed) for seed in seeds["groups"]]
-    truths: dict[bool, TrueAdvantages] = {}
-    for shared in sorted({_shared_noise(spec) for spec in config.rules.values()}):
-        with_seeds = zip(looks, seeds["continuations"], strict=True)
-        found = [true_advantages(setting, look.trajectories(shared), config.continuations, seed) for look, seed in with_seeds]
-        truths[shared] = pooled(found)
-    rows = []
-    for noise in config.noises_at(stage):
-        for name, spec in config.rules.items():
-            shared = _shared_noise(spec)
-            with reproducible("credit", config.seed, stage, noise, name):
-                rule = build("credit", spec)
-                credits = [look.credit(rule, shared, _seen_reward(setting, noise)) for look in looks]
-            report = compare_credit(torch.cat([credit.advantages for credit in credits]), truths[shared], seed=config.seed)
-            rows.append(
-                {
-                    "kind": "credit", "iteration": stage, "noise": noise, "rule": name, "spec": spec, "shared_noise": shared,
-                    "nfe_per_trajectory": credits[0].nfe_per_trajectory, **asdict(report.overall),
-                    "steps": list(report.steps), "per_step": [asdict(step) for step in report.per_step],
-                }
-            )  # fmt: skip
-    return rows
-
-
-def _gradient_row(session: _Session, stage: int, noise: float, name: str) -> dict[str, Any]:
-    """Cosine, bias and signal-to-noise of one rule's policy gradient.
-
-    Signal-to-noise at equal NFE is that of as many batches as `EQUAL_NFE` evaluations allow: those of sampling and probes
-    ("nfe_per_batch") and those of the update ("train_nfe_per_batch"), as the trainer counts them.
+    A line is {"cell", "seconds" (processor time, training included), and what `measure` returns}.
     """
-    config, setting, usage = session.config, session.settings[stage], Usage()
-    spec, members, seed = config.rules[name], config.gradient_group_size, config.seeds()["gradients"]
-    truths, shared, reward = session.truth(stage), _shared_noise(spec), _seen_reward(setting, noise)
-    with reproducible("gradient", config.seed, stage, noise, name):
-        rule = build("credit", spec)
-        found = policy_gradients(setting, rule, config.batches, members, shared, seed, usage=usage, reward=reward)
-    result = alignment(found, truths)
-    nfe, train_nfe = usage.nfe / config.batches, update_evaluations(setting, members)
-    detected = result.signal_to_noise * math.sqrt(config.batches) > DETECTED
+    world, look = wanted[0].world, wanted[0].look
+    started = time.process_time()
+    with reproducible("training", world, method, look):
+        trainer = make_trainer(run_of(world, method, look, size))
+        for stage in dict.fromkeys(cell.stage for cell in wanted):
+            while trainer.done < size.stages.get(stage, 0):
+                trainer.iteration()
+            sampler = trainer.method.sampler
+            assert isinstance(sampler, Sampler)
+            for cell in (cell for cell in wanted if cell.stage == stage):
+                setting = setting_of(cell, trainer.policy, sampler, size)
+                with reproducible("measure", cell.key):
+                    found = {"gradient": gradients, "check": check}.get(cell.noise, measure)(cell, setting, size, rules)
+                now = time.process_time()
+                yield {"cell": asdict(cell), "seconds": round(now - started, 2), **found}
+                started = now
+
+
+def setting_of(cell: Cell, policy: FlowPolicy, sampler: Sampler, size: Size) -> Setting:
+    """The look's prompts and the soft reward."""
+    run = run_of(cell.world, cell.method, cell.look, size)
+    place = make_world(run)
+    prompts = PromptStream(place.prompts(run.environment.task, "train"), cell.look).take(size.prompts)
+    return Setting(policy, sampler, policy.schedule(run.rollout.num_steps), place.reward("soft"), prompts)
+
+
+def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) -> dict[str, Any]:
+    """The correlation of every rule with the truth, by form of the reward.
+
+    rows: one per form, noise of the reward and rule: "correlation" (corrected), "sums" (`credit_sums`, added up),
+    "groups" (jackknife pseudo-values of the correlation by group), "steps" (correlations by step) and before training "ceiling"
+    (`ceiling_sums`). truth: by form, mean reward of the trajectories and reliability of A*.
+    """
+    first, shared = cell.stage == "before", cell.noise == "shared"
+    place = make_world(run_of(cell.world, cell.method, cell.look, size))
+    forms = {form: place.reward(form) for form in FORMS}
+    look = Look(setting, size.members, 10_000 + cell.look, size.max_batch)
+    plain, count = look.trajectories(shared), size.first if first else size.continuations
+    scores = continuation_rewards(setting, plain, count, list(forms.values()), 20_000 + cell.look, None, size.max_batch)
+    truths = {form: from_continuations(found, plain) for form, found in zip(forms, scores, strict=True)}
+    rolled, usages = dict[str, Rollout](), dict[str, Usage]()
+    rows = list[dict[str, Any]]()
+    for form, noise in [(form, 0.0) for form in FORMS] + [("soft", noise) for noise in (NOISES if first else ())]:
+        seen: RewardModel = NoisyReward(forms[form], noise) if noise else forms[form]
+        tables = dict[str, Tensor]()
+        for name, spec in rules.items():
+            rule = build("credit", spec)
+            key = repr(rule.probe)
+            if key not in rolled:
+                usages[key] = Usage()
+                rolled[key] = look.trajectories(shared, rule.probe, usages[key])
+            if key not in tables:
+                tables[key] = reward_table(setting.policy, seen, rolled[key], setting.prompts)
+            credit = assigned(rule, tables[key], credit_schedule(rolled[key]))
+            row = {"form": form, "noise": noise, "rule": name, "nfe": usages[key].nfe / plain.groups.samples}
+            rows.append(row | agreement_row(credit, truths[form]))
+            if first and not noise:
+                levels = ceiling_sums(lambda spec=spec: build("credit", spec), scores[FORMS.index(form)], plain, cell.look)
+                rows[-1]["ceiling"] = rounded(levels)
+    rewards = {form: float(truth.state_values[..., -1].mean()) for form, truth in truths.items()}
+    truth = {form: {"reward": rewards[form], "reliability": truths[form].reliability} for form in FORMS}
+    return {"trajectories": plain.groups.samples, "continuations": count, "truth": truth, "rows": rows}
+
+
+def check(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) -> dict[str, Any]:
+    """Correlations and ceilings a second time, from other seeds and with so many continuations that nothing is corrected: plain
+    Pearson correlations, and rules on plain tables of V."""
+    place, count = make_world(run_of(cell.world, cell.method, cell.look, size)), CHECKED * size.first
+    look, rows = Look(setting, size.members, 50_000 + cell.look, size.max_batch), list[dict[str, Any]]()
+    plain = look.trajectories(False)
+    scores = continuation_rewards(setting, plain, count, [place.reward(form) for form in FORMS], 60_000, None, size.max_batch)
+    for form, found in zip(FORMS, scores, strict=True):
+        truth = from_continuations(found, plain)
+        values, steps, schedule = truth.values[..., list(truth.steps)], list(truth.steps), credit_schedule(plain)
+        for name, spec in rules.items():
+            credit = look.credit(build("credit", spec), False, place.reward(form)).advantages
+            rule = build("credit", spec)
+            best = assigned(rule, probed(truth.state_values, rule.probe), schedule)
+            pair = [torch.corrcoef(torch.stack([part[..., steps].flatten(), values.flatten()]))[0, 1] for part in (credit, best)]
+            rows.append({"form": form, "noise": 0.0, "rule": name, "correlation": float(pair[0]), "ceiling": float(pair[1])})
+    return {"trajectories": plain.groups.samples, "continuations": count, "rows": rows}
+
+
+def agreement_row(credit: Tensor, truth: TrueAdvantages) -> dict[str, Any]:
+    """What is kept of a rule's agreement with the truth in a cell."""
+    sums = credit_sums(credit, truth)
+    total, count = sums.sum(0), len(sums)
+    whole = correlation(total)
+    left_out = [correlation(total - group) for group in sums] if count > 1 else [whole]
     return {
-        "kind": "gradient", "iteration": stage, "noise": noise, "rule": name, "spec": spec, "nfe_per_batch": nfe,
-        "train_nfe_per_batch": train_nfe, "detected": detected, **asdict(result),
-        "signal_to_noise_at_equal_nfe": result.signal_to_noise * math.sqrt(EQUAL_NFE / (nfe + train_nfe)),
+        "correlation": round(whole, 5), "sums": rounded(total.sum(0)),
+        "groups": rounded(torch.tensor([count * whole - (count - 1) * value for value in left_out]), 4),
+        "steps": [round(correlation(total[step]), 3) for step in range(total.shape[0])],
     }  # fmt: skip
+
+
+def rounded(values: Tensor, digits: int = 9) -> Any:
+    """Nested lists of numbers with this many significant digits."""
+    return [float(f"{v:.{digits}g}") if isinstance(v, float) else rounded(torch.tensor(v), digits) for v in values.tolist()]
+
+
+def gradients(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) -> dict[str, Any]:
+    """Direction and signal-to-noise ratio of every rule's policy gradient of the soft reward; rules that continue states
+    stochastically are left out, since one of their batches costs as much as a hundred of the others."""
+    members, rows = 8, list[dict[str, Any]]()
+    truths = pathwise_gradients(setting, size.truth_batches, 100, 30_000 + cell.look, decisions_only=True)
+    train_nfe = update_evaluations(setting, members)
+    for name, spec in rules.items():
+        rule, usage = build("credit", spec), Usage()
+        if isinstance(rule.probe, Continuation):
+            continue
+        found = policy_gradients(setting, rule, size.batches, members, shared_noise(spec), 40_000 + cell.look, usage=usage)
+        result, nfe = alignment(found, truths), usage.nfe / size.batches
+        rows.append({
+            "rule": name, "nfe_per_batch": nfe, "train_nfe_per_batch": train_nfe,
+            "detected": result.signal_to_noise * math.sqrt(size.batches) > DETECTED, **asdict(result),
+            "signal_to_noise_at_equal_nfe": result.signal_to_noise * math.sqrt(EQUAL_NFE / (nfe + train_nfe)),
+        })  # fmt: skip
+    return {"rows": rows}
+
+
+def sizes(quick: bool) -> dict[str, Size]:
+    """By world."""
+    return QUICK if quick else SIZES
+
+
+def with_looks(size: Size, looks: int) -> Size:
+    """The size with another number of looks; 0: its own."""
+    return replace(size, looks=looks) if looks else size

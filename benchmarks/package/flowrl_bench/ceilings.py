@@ -1,0 +1,83 @@
+"""The ceiling of a credit rule: its correlation with the true advantage if every state's value is known.
+
+The rule is applied to the table of true values, R[., node] = V(x_node). For gains this is the true advantage itself, put through
+the rule's normalisation: z-scored by step, over the group, or not at all. Rules that read only the final reward are at their
+ceiling by this definition.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowrl.credit import probed
+from flowrl.errors import require
+from flowrl.protocols import CreditAssigner
+from flowrl.rollout import Rollout
+from flowrl_bench.true_advantage import correlation, credit_sums
+from flowrl_bench.gradients import assigned, credit_schedule
+from flowrl_bench.continuations import TrueAdvantages, from_continuations
+
+LEVELS = (1.0, 1.5, 2.0, 2.5)
+"""Variance of the noise in the table of values, in units of its own, from which the ceiling is extrapolated to 0."""
+FOLDS, DRAWS = 4, 3
+"""Parts of the continuations, each of which is the truth once; draws of the added noise."""
+
+
+def group_ceiling(groups: Sequence[Tensor]) -> float:
+    """The ceiling of z-scores over sets of entries, in closed form: the mean std within a set over the root mean square of A*.
+
+    `groups`: exact advantages, one tensor per set over which the rule z-scores (a group's members at one step, or all its
+    entries). The mean of a set is taken as 0, which it is up to the luck of a finite group. A set without spread has credit 0.
+    """
+    spreads = torch.cat([values.std(unbiased=False).expand(values.numel()) for values in groups]).double()
+    every = torch.cat([values.flatten() for values in groups]).double()
+    used = float((spreads > 0).double().mean())
+    return float(spreads.mean()) / max(math.sqrt(used) * float(every.square().mean().sqrt()), 1e-30)
+
+
+def ceiling_sums(
+    make: Callable[[], CreditAssigner],
+    rewards: Float[Tensor, "sample node continuation"],
+    trajectories: Rollout,
+    seed: int = 0,
+) -> Float[Tensor, "level 9"]:
+    """The sums of `credit_sums` of a rule on tables of values with more and more noise (`LEVELS`), from which `ceiling`
+    extrapolates; those of several trajectories can be added up. `make` builds the rule, which may have a state.
+
+    `rewards` are the scores of continuations (`continuation_rewards`), a multiple of `FOLDS` of them: each part in turn is the
+    truth, and the others give the table, so their errors are independent. Further noise is normal, with the standard errors of
+    the table.
+    """
+    count = rewards.shape[2]
+    fits = f"a multiple of {FOLDS}, {2 * FOLDS} or more"
+    require(count % FOLDS == 0 and count >= 2 * FOLDS, "continuations for ceilings", count, fits)
+    generator, schedule = torch.Generator().manual_seed(seed), credit_schedule(trajectories)
+    whole, part = from_continuations(rewards, trajectories), count // FOLDS
+    error = whole.state_errors * math.sqrt(count / (count - part))
+    found = torch.zeros(len(LEVELS), 9, dtype=torch.float64)
+    for fold in range(FOLDS):
+        out = torch.zeros(count, dtype=torch.bool)
+        out[fold * part : (fold + 1) * part] = True
+        table, other = (from_continuations(rewards[..., mask], trajectories) for mask in (~out, out))
+        truth = TrueAdvantages(other.values, whole.errors * math.sqrt(FOLDS), other.state_values, error, whole.steps)
+        for row, level in enumerate(LEVELS):
+            draws = 1 if level == 1 else DRAWS
+            for _ in range(draws):
+                noise = torch.randn(error.shape, generator=generator) * error * math.sqrt(level - 1)
+                rule = make()
+                credit = assigned(rule, probed(table.state_values + noise, rule.probe), schedule)
+                found[row] += credit_sums(credit, truth).sum((0, 1)) / draws
+    return found
+
+
+def ceiling(sums: Float[Tensor, "level 9"]) -> float:
+    """The correlation without noise in the table, by a parabola in the variance of the noise; within [-1, 1].
+
+    Source: simulation and extrapolation (SIMEX), Cook and Stefanski 1994.
+    """
+    correlations = [correlation(row) for row in sums]
+    return max(-1.0, min(1.0, float(np.polyval(np.polyfit(LEVELS, correlations, 2), 0.0))))

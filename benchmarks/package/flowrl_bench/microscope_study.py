@@ -1,0 +1,170 @@
+"""The microscope's study: sessions in parallel, one line of the results file per cell; existing cells are not made again."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.io import file_lock
+from flowrl.reading import is_kind
+from flowrl.registry import files_of
+from flowrl.specs import parse_spec
+from flowrl.workers import Worker, run_jobs
+from flowrl_bench import ceilings, continuations, microscope, true_advantage
+from flowrl_bench.digest import code_digest, functions_digest, golden_run, same_golden
+from flowrl_bench.microscope import FORMS, NOISES, Cell, Size, cells, session
+from flowrl_bench.results_file import ResultsFile, provenance
+
+FORMAT = 1
+Line = dict[str, Any]
+Session = tuple[str, int, str]
+"""(world, look, method): cells that share a training run."""
+SECONDS = {
+    ("mixture", ""): 20.0, ("mixture", "flow-grpo"): 15.0, ("mixture", "stepwise-flow-grpo"): 8.0, ("mixture", "tp-grpo"): 8.0,
+    ("shapes", ""): 65.0, ("shapes", "flow-grpo"): 50.0, ("shapes", "stepwise-flow-grpo"): 70.0, ("shapes", "tp-grpo"): 70.0,
+}  # fmt: skip
+"""Processor seconds of a session of the full study on one 2.5 GHz core."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """All cells of `sizes` (by world) for `rules`, and the results file they go to."""
+
+    sizes: Mapping[str, Size]
+    rules: Mapping[str, str]
+    path: Path
+    command: str = "flowrl bench microscope"
+
+    def settings(self, world: str) -> str:
+        """A digest of what decides a world's numbers besides the look: size, rules with the files of the user's own, and the
+        code that measures."""
+        size = {name: value for name, value in asdict(self.sizes[world]).items() if name != "looks"}
+        files = [path.read_bytes() for spec in self.rules.values() for path in files_of("credit", parse_spec(spec, "credit"))]
+        own = [hashlib.sha256(data).hexdigest() for data in files]
+        text = json.dumps([size, dict(self.rules), own, FORMS, NOISES, ceilings.LEVELS, ceilings.FOLDS, ceilings.DRAWS])
+        measured = (microscope.measure, microscope.session, microscope.setting_of, microscope.run_of, microscope.gradients,
+                    microscope.agreement_row, microscope.check, ceilings.ceiling_sums, true_advantage.credit_sums,
+                    continuations.continuation_rewards, continuations.from_continuations)  # fmt: skip
+        return functions_digest(measured, text)
+
+    def sessions(self) -> dict[Session, list[Cell]]:
+        """All cells by session, world by world, one look before the next."""
+        found: dict[Session, list[Cell]] = {}
+        for world, size in self.sizes.items():
+            for look in range(size.looks):
+                for cell in cells(world, look):
+                    found.setdefault((world, look, cell.method), []).append(cell)
+        return found
+
+    def read(self) -> dict[str, Line]:
+        """Lines by the key of their cell, also of looks beyond those of this study.
+
+        Raises `ConfigError` for a line that is none of the microscope's, of other settings, or of code with other numbers (by the
+        golden run); a torn last line is ignored.
+        """
+        found: dict[str, Line] = {}
+        settings: dict[str, str] = {}
+        for number, line in enumerate(read_lines(self.path), 1):
+            world, where = line["cell"]["world"], f"out: line {number} of {self.path}"
+            if world not in self.sizes:
+                continue
+            settings.setdefault(world, self.settings(world))
+            if line["settings"] != settings[world]:
+                raise ConfigError(f"{where} was measured with other rules, sizes or code: choose another --out")
+            if not same_golden(line["golden"], golden_run()):
+                raise ConfigError(f"{where} was made by code or libraries that give other numbers: choose another --out")
+            found[Cell(**line["cell"]).key] = line
+        return found
+
+    def execute(self, workers: int = 0, progress: Callable[[int, int, Line], None] = lambda done, total, line: None) -> bool:
+        """Make the missing cells; False if Ctrl-C paused it. `progress(done, total, line)` counts cells."""
+        with file_lock(self.path, self.command):
+            done, total = self.read(), sum(map(len, self.sessions().values()))
+            missing = {key: [cell for cell in wanted if cell.key not in done] for key, wanted in self.sessions().items()}
+            jobs = {key: (key[2], wanted, self.sizes[key[0]], dict(self.rules)) for key, wanted in missing.items() if wanted}
+            if not jobs:
+                return True
+            made = {"code": code_digest(), "golden": list(golden_run()), **provenance(), "command": self.command}
+            stamps = {world: {"format": FORMAT, "settings": self.settings(world), **made} for world in self.sizes}
+            count = total - sum(map(len, missing.values()))
+
+            def received(key: Session, line: Line) -> None:
+                nonlocal count
+                ResultsFile(self.path).append({**stamps[key[0]], **line})
+                count += 1
+                progress(count, total, line)
+
+            return run_jobs(
+                _session, jobs, workers, finished=_nothing, received=received, describe=lambda key: f"the cells {key}"
+            )
+
+
+def _nothing(key: Any, result: Any) -> None:
+    """Lines arrive as messages."""
+
+
+def _session(worker: Worker, method: str, wanted: list[Cell], size: Size, rules: Mapping[str, str]) -> None:
+    for line in session(method, wanted, size, rules):
+        worker.send(line)
+        if worker.stopped():
+            return
+
+
+ENTRIES: dict[str, Any] = {
+    "cell": dict[str, Any], "settings": str, "golden": list[float], "code": str, "commit": str, "command": str, "hardware": str,
+    "versions": dict[str, str], "seconds": float, "rows": list[dict[str, Any]],
+}  # fmt: skip
+"""What every line holds."""
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of a results file, in order; none if it does not exist. Raises `ConfigError` for a file of another kind."""
+    if not path.exists():
+        return []
+    if path.is_dir():
+        raise ConfigError(f"out = {str(path)!r} is not allowed: a file; this is a folder")
+    found, texts = list[Line](), path.read_bytes().split(b"\n")
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            if number == len(texts) and (not text or text.startswith(b'{"format": ')):
+                break  # nothing, or torn
+            raise ConfigError(f"out: line {number} of {path} is not JSON: {error}") from error
+        whole = isinstance(line, dict) and line.get("format") == FORMAT
+        if not whole or not all(name in line and is_kind(line[name], kind) for name, kind in ENTRIES.items()):
+            raise ConfigError(f"out: line {number} of {path} is no cell of `flowrl bench microscope`; choose another --out")
+        found.append(line)
+    return found
+
+
+def seconds_left(study: Study, lines: Mapping[str, Line]) -> float:
+    """Processor seconds that the missing cells need, by `SECONDS`, scaled to the sizes and by what finished cells of the world
+    took."""
+    left = 0.0
+    for world, size in study.sizes.items():
+        full = microscope.SIZES[world]
+        scale = size.prompts * (size.first + 2 * size.continuations) / (full.prompts * (full.first + 2 * full.continuations))
+        usual = {key: SECONDS[world, key[2]] * scale for key in study.sessions() if key[0] == world}
+        spent = planned = missing = 0.0
+        for key, wanted in study.sessions().items():
+            if key[0] == world:
+                done = [lines[cell.key] for cell in wanted if cell.key in lines]
+                part = usual[key] * len(done) / len(wanted)
+                spent, planned, missing = (
+                    spent + sum(line["seconds"] for line in done),
+                    planned + part,
+                    missing + usual[key] - part,
+                )
+        left += missing * (spent / planned if planned else 1.0)
+    return left
+
+
+def check_out(path: Path) -> None:
+    """Raise `ConfigError` unless `path` is new or a results file of the microscope."""
+    if path.suffix != ".jsonl":
+        raise ConfigError(f"out = {str(path)!r} is not allowed: a file NAME.jsonl")
+    read_lines(path)
