@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from flowrl_bench.true_advantage import compare_credit, correlation, credit_sums
 from flowrl_bench.ceilings import LEVELS, ceiling, ceiling_sums, group_ceiling
-from flowrl_bench.gradients import Setting, credit_schedule
 from flowrl_bench.continuations import Look, TrueAdvantages, continuation_rewards, from_continuations
+from flowrl_bench.gradients import Setting, credit_schedule
+from flowrl_bench.true_advantage import compare_credit, correlation, credit_sums
 
 from flowrl.credit import probed
 from flowrl.errors import ConfigError

@@ -17,9 +17,9 @@ from flowrl.credit import probed
 from flowrl.errors import require
 from flowrl.protocols import CreditAssigner
 from flowrl.rollout import Rollout
-from flowrl_bench.true_advantage import correlation, credit_sums
-from flowrl_bench.gradients import assigned, credit_schedule
 from flowrl_bench.continuations import TrueAdvantages, from_continuations
+from flowrl_bench.gradients import assigned, credit_schedule
+from flowrl_bench.true_advantage import correlation, credit_sums
 
 LEVELS = (1.0, 1.5, 2.0, 2.5)
 """Variance of the noise in the table of values, in units of its own, from which the ceiling is extrapolated to 0."""

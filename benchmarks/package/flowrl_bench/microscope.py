@@ -25,8 +25,8 @@ from flowrl.rewards import NoisyReward
 from flowrl.rollout import Rollout, Usage, reward_table
 from flowrl.training.build import make_trainer, make_world, trial_schedule
 from flowrl.training.config import RunConfig, preset
-from flowrl_bench.true_advantage import correlation, credit_sums
 from flowrl_bench.ceilings import ceiling_sums
+from flowrl_bench.continuations import Look, TrueAdvantages, continuation_rewards, from_continuations
 from flowrl_bench.gradients import (
     Setting,
     alignment,
@@ -37,7 +37,7 @@ from flowrl_bench.gradients import (
     update_evaluations,
 )
 from flowrl_bench.measurements import reproducible
-from flowrl_bench.continuations import Look, TrueAdvantages, continuation_rewards, from_continuations
+from flowrl_bench.true_advantage import correlation, credit_sums
 
 RULES: dict[str, str] = {
     "uniform": "uniform",

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowrl_bench.true_advantage import LEAST_RELIABILITY, correlation
+from flowrl.diagnostics.statistics import Inference, mean
 from flowrl_bench.ceilings import ceiling
-from flowrl_bench.statistics import Inference, detectable, mean
+from flowrl_bench.statistics import detectable
+from flowrl_bench.true_advantage import LEAST_RELIABILITY, correlation
 
 Line = Mapping[str, Any]
 SEPARATED, POWER = 0.05, 0.8
@@ -69,7 +70,11 @@ def pooled_correlation(rows: Sequence[Line]) -> float:
 
 
 def measurable(lines: Sequence[Line], form: str) -> bool:
-    """Whether the true advantages of a cell vary by more than their noise: not if (almost) every image gets the same reward."""
+    """Whether the true advantages of a cell vary by more than their noise: not if (almost) every image gets the same reward, for
+    a 0/1 reward at least 98% of them."""
+    rewards = [line["truth"][form]["reward"] for line in lines if form == "strict"]
+    if rewards and not 0.02 < sum(rewards) / len(rewards) < 0.98:
+        return False
     sums = torch.tensor([_any(line, form)["sums"] for line in lines], dtype=torch.float64).sum(0)
     count, total, squares, noise = (float(sums[i]) for i in (0, 2, 4, 6))
     variance = squares / count - (total / count) ** 2

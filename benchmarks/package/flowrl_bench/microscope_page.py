@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl_bench.microscope import EQUAL_NFE, FORMS, METHODS, NOISES, Size
+from flowrl_bench.microscope import EQUAL_NFE, FORMS, METHODS, NOISES, Size, cells
 from flowrl_bench.microscope_figures import PLACES, SCORES, correlations, panels, stages
 from flowrl_bench.microscope_numbers import (
     Lines,
@@ -68,7 +68,8 @@ def microscope_page(found: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, 
     for words in method_text(lines, sizes):
         page.text(words)
     page.heading("Provenance")
-    page.text(provenance_text(lines, results, command))
+    planned = sum(1 for world in lines.worlds() for look in range(sizes[world].looks) for _ in cells(world, look))
+    page.text(provenance_text(lines, results, command, planned))
     return page
 
 
@@ -117,8 +118,8 @@ def _training_change(lines: Lines, rules: Sequence[str]) -> str:
     """The largest fall in training, by world and reward."""
     parts = []
     for world, form, title in panels(lines):
-        cells = [(method, lines.of(world, "after", method=method)) for method in METHODS]
-        known = [(method, after) for method, after in cells if after and measurable(after, form)]
+        trained = [(method, lines.of(world, "after", method=method)) for method in METHODS]
+        known = [(method, after) for method, after in trained if after and measurable(after, form)]
         found = [(change(lines.of(world), after, form, rule), rule, method) for method, after in known for rule in rules]
         if found:
             largest, rule, method = min(found, key=lambda item: item[0].value)
@@ -130,12 +131,12 @@ def correlation_table(lines: Lines) -> Table:
     """A row per rule."""
     shown, rows = panels(lines), []
     for rule in lines.rules():
-        cells = []
+        found = []
         for world, form, _ in shown:
             these = lines.of(world)
-            cells.append(f"{_number(over_looks(these, form, rule))} / {ceiling_of(these, form, rule):.2f}")
+            found.append(f"{_number(over_looks(these, form, rule))} / {ceiling_of(these, form, rule):.2f}")
         nfe = row_of(lines.of(lines.worlds()[0])[0], FORMS[0], rule)["nfe"]
-        rows.append((rule, *cells, f"{nfe:.0f}"))
+        rows.append((rule, *found, f"{nfe:.0f}"))
     return Table(("rule", *(title for _, _, title in shown), "NFE"), rows)
 
 
@@ -248,15 +249,16 @@ def check_text(lines: Lines) -> str:
     )
 
 
-def provenance_text(lines: Lines, results: str, command: str) -> str:
+def provenance_text(lines: Lines, results: str, command: str, planned: int) -> str:
     """Where and with what the lines were made."""
     every = list(lines.lines.values())
     versions = ", ".join(f"{name} {number}" for name, number in every[0]["versions"].items())
     commits, machines = (", ".join(sorted({str(line[name]) for line in every})) for name in ("commit", "hardware"))
     minutes = sum(line["seconds"] for line in every) / 60
+    left = f" of {planned} planned ones (the command makes the rest)" if len(every) < planned else ""
     return (
-        f"Made by `{command}` in {minutes:.0f} minutes of processor time: {len(every)} cells in `{results}`, which holds all raw "
-        f"numbers, also by step. Commit {commits}; {versions}; {machines}; code `{every[0]['code']}`."
+        f"Made by `{command}` in {minutes:.0f} minutes of processor time: {len(every)} cells{left} in `{results}`, which holds all "
+        f"raw numbers, also by step. Commit {commits}; {versions}; {machines}; code `{every[0]['code']}`."
     )
 
 

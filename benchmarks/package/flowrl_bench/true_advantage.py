@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.errors import require
 from flowrl.diagnostics.statistics import Estimate
+from flowrl.errors import require
 from flowrl_bench.continuations import Credit, Look, TrueAdvantages, pooled, true_advantages
 
 __all__ = [
