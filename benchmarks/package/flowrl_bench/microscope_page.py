@@ -257,8 +257,8 @@ def provenance_text(lines: Lines, results: str, command: str, planned: int) -> s
     minutes = sum(line["seconds"] for line in every) / 60
     left = f" of {planned} planned ones (the command makes the rest)" if len(every) < planned else ""
     return (
-        f"Made by `{command}` in {minutes:.0f} minutes of processor time: {len(every)} cells{left} in `{results}`, which holds all "
-        f"raw numbers, also by step. Commit {commits}; {versions}; {machines}; code `{every[0]['code']}`."
+        f"Made by `{command}` in {minutes:.0f} minutes of processor time: {len(every)} cells{left} in `{results}`, which "
+        f"holds all raw numbers, also by step. Commit {commits}; {versions}; {machines}; code `{every[0]['code']}`."
     )
 
 
