@@ -101,9 +101,9 @@ def zero_spread(rows: Sequence[Row], limits: Limits) -> Notice | None:
         return None
     return Notice(
         "zero-spread",
-        f"{statistics.fmean(values):.0%} of the groups have members with equal rewards, so they teach nothing. Is the task "
-        "solved, or hopeless, for these prompts? Use a finer reward (reward_form soft instead of strict), other prompts, more "
-        "a larger group_size, or a larger noise_level",
+        f"{statistics.fmean(values):.0%} of the groups have equal rewards, so their advantages are 0. The prompts may be "
+        "solved already, or too hard. Use a finer reward (reward_form soft instead of strict), other prompts, a larger "
+        "group_size, or a larger noise_level",
     )
 
 
@@ -171,7 +171,7 @@ def kl_runaway(rows: Sequence[Row], limits: Limits) -> Notice | None:
         if mean > level and mean > growth * usual:
             return Notice(
                 "kl",
-                f"the KL {what} runs away: {mean:.2g} per latent element, {usual:.2g} before. Look at the samples; lower "
+                f"the KL {what} has grown to {mean:.2g} per latent element from {usual:.2g}. Look at the samples; lower "
                 "learning_rate or minibatches, raise kl_weight, or go on from an earlier checkpoint",
             )
     return None

@@ -228,7 +228,7 @@ def test_warnings_reach_the_console_and_the_metrics(tmp_path, capsys):
     options = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "5"]
     assert main(["train", *options, "--reward", f"{tmp_path}/constant.py:Constant", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("Warning: 100% of the groups have members with equal rewards") == 1
+    assert printed.count("Warning: 100% of the groups have equal rewards") == 1
     made = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [len(row.get("warnings", ())) for row in made] == [0, 0, 0, 1, 0, 0]
     assert made[3]["warnings"][0]["kind"] == "zero-spread"
