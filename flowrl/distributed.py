@@ -24,9 +24,9 @@ T = TypeVar("T")
 TIMEOUT = "FLOWRL_TIMEOUT_MINUTES"
 """The environment variable with the minutes that a process waits for the others in a collective; 10 if it is not set."""
 GRACE = 20.0
-"""Seconds that a process waits for the others after it was asked to stop."""
+"""Seconds that a process waits for the others after it has received a signal to stop."""
 POLL = 0.002
-"""Seconds between two looks at a collective that has not finished."""
+"""Seconds between two checks whether a collective has finished."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Distributed:
     reshard_after_forward: bool = True
     """Whether a block frees its gathered weights between its forward and its backward pass."""
     stopping: Callable[[], bool] = lambda: False
-    """Whether this process was asked to stop; from then on it waits for the others for at most `GRACE` seconds."""
+    """Whether this process has received a signal to stop; it then waits for the others for at most `GRACE` seconds."""
 
     @staticmethod
     def join(device: str, stopping: Callable[[], bool] = lambda: False) -> "Distributed":
@@ -115,7 +115,7 @@ class Distributed:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and talks to the user."""
+        """Whether this process writes files and prints messages."""
         return self.rank == 0
 
     def assign(self, total: int, rank: int | None = None) -> Assignment:
@@ -208,7 +208,7 @@ class Distributed:
             raise
         except RuntimeError as error:
             raise OtherProcessError(
-                f"{self._name} lost another process, which says why in its own message or in the launcher's report. If it was "
+                f"{self._name} lost another process; the reason is in its own message or in the launcher's report. If it was "
                 f"only slow, {TIMEOUT} (now {_timeout_minutes():g}) allows more time ({str(error).splitlines()[0]})"
             ) from error
 
@@ -285,7 +285,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def is_sharded_network(network: nn.Module) -> bool:
-    """Whether `shard` was applied to `network`. Its parameters do not tell: between two calls some may be gathered."""
+    """Whether `shard` was applied to `network`. Between two calls its parameters may be gathered."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     from torch.distributed.fsdp import FSDPModule

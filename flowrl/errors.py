@@ -1,4 +1,4 @@
-"""Errors a user can act on: each message says what was wrong, where, and what is allowed."""
+"""Errors that a user can fix: each message names the wrong value, its location and the allowed values."""
 
 import errno
 import sysconfig
@@ -53,7 +53,7 @@ class TrainingError(FlowrlError):
 
 
 class PartError(FlowrlError):
-    """A part that is not flowrl's own (a rule, reward, loss, sampler or world) raised an exception, or asked to exit."""
+    """A part that is not flowrl's own (a rule, reward, loss, sampler or world) raised an exception, or `SystemExit`."""
 
     exit_code = 1
 

@@ -20,7 +20,7 @@ from flowrl.types import Latents, LossResult, PerSample, Schedule, checked
 Noise = Literal["each", "group", "group-all-times", "path"]
 """Which rows share their noise; "path": the states that the sample's own trajectory has passed."""
 Together = Literal["row", "sample", "group"]
-"""Which rows a loss must see together: none, all times of a sample, or all members of a group at one time."""
+"""Which rows a loss must receive together: none, all times of a sample, or all members of a group at one time."""
 
 
 @checked
@@ -30,8 +30,8 @@ class ForwardBatch:
 
     `time` = t in (0, 1] and `target` = eps - x_0 belong to the row's state x_t. `new` is the current network's velocity there
     and carries the gradient. `reference` is the frozen base model's, `old` and `average` those of the copies of the weights
-    that the loss declares; each is None unless the loss asks for it. No latents are needed: the error of the clean estimate is
-    x_0_hat - x_0 = -t (v - target).
+    that the loss declares; each is None for a loss that does not declare it. No latents are needed: the error of the clean
+    estimate is x_0_hat - x_0 = -t (v - target).
 
     `mask` is False where the row does not count. `group` is the number of the row's prompt and `row_sample` that of its sample,
     both counted in the whole iteration: rows of equal (group, time) are a group, rows of equal row_sample a sample.

@@ -5,7 +5,7 @@ from importlib import import_module
 
 
 def import_modules(*names: str) -> None:
-    """Import modules without garbage collection, which finds next to nothing while the objects of modules are made.
+    """Import modules without garbage collection, which frees almost no memory while modules are imported.
 
     In the process of a command, which has called `gc.freeze`, later collections leave these objects out as well.
     """

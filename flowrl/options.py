@@ -71,7 +71,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def within(value: Any, bounds: Sequence[Any]) -> bool:
-    """Whether a number lies within all of the bounds."""
+    """Whether a number is within all bounds."""
     compared = {Ge: lambda b: value >= b.ge, Gt: lambda b: value > b.gt, Le: lambda b: value <= b.le, Lt: lambda b: value < b.lt}
     return all(compared[type(bound)](bound) for bound in bounds if type(bound) in compared)
 

@@ -87,7 +87,7 @@ class RewardModel(Protocol):
     Contract: images are [sample, channel, height, width] in [0, 1]; higher is better; the result is finite, one number per
     sample, in order, and does not depend on the other samples of the batch. A policy over a video model gives videos instead,
     [sample, frame, channel, height, width], all frames in order: a reward for images scores them inside `rewards.FrameMean`, and
-    a reward for videos (of motion, say) gets every frame. A reward that cannot score what it gets raises `RewardError`.
+    a reward for videos (of motion, for example) gets every frame. A reward that cannot score what it gets raises `RewardError`.
 
     A model with a true attribute `marks_invalid` may return NaN for a sample that cannot be judged, for example after an unusable
     answer of a judge. Such a sample is left out: the credit rule gets its group without it, its steps are not trained on, and it
@@ -263,8 +263,8 @@ class PromptCreditAssigner(CreditAssigner, Protocol):
 
     Such a memory is keyed by the prompt's text, so that it does not depend on the order of prompts: permuting the prompts
     permutes the advantages. The contract of a `CreditAssigner` holds for prompts at their first visit; later ones are relative
-    to the memory, so that a group of equal rewards may get credit. ``assign`` treats every row as a prompt of its own that is
-    new, and remembers none.
+    to the memory, so that a group of equal rewards may get credit. ``assign`` treats every row as a new prompt of its own, and
+    leaves the memory unchanged.
     """
 
     def assign_prompts(self, rewards: NodeTable, prompts: Sequence[Prompt], schedule: Schedule | None) -> Tensor:

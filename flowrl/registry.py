@@ -93,7 +93,7 @@ def _require_maker(kind: str, head: str, maker: Any) -> None:
 
 
 def available(kind: str) -> dict[str, str]:
-    """Names of `kind` that `build` understands, each with its source: "flowrl", or the package whose plug-in it is."""
+    """The names of a kind that `build` accepts, each with its source: "flowrl", or the package whose plug-in it is."""
     found = dict.fromkeys(KINDS[kind].built_in, "flowrl")
     for point in entry_points(group=KINDS[kind].group):
         found.setdefault(point.name, package_of(point))

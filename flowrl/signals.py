@@ -1,4 +1,4 @@
-"""Signals that ask a command to stop, from the first import of a command to the end of its process."""
+"""Signals that stop a command, from the first import of a command to the end of its process."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def on_stop(handle: Callable[[int], None]) -> Iterator[None]:
 
 
 def ignore_stops() -> None:
-    """From here on signals of `STOPPING` have no effect: the work is complete or paused, and the exit code is to say so.
+    """From here on signals of `STOPPING` have no effect: the work is complete or paused, and the exit code must report it.
 
     For the end of a command, before its last line. `flowrl.cli.main` sets the handlers of its caller again, `leave` ends the
     process.

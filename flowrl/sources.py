@@ -1,4 +1,4 @@
-"""What a definition says about itself, read from its module's source: no import, so that a list of parts needs no torch."""
+"""The docstring of a definition, read from its module's source: no import, so that a list of parts needs no torch."""
 
 import ast
 import inspect

@@ -20,7 +20,7 @@ def copies_done(device: torch.device) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`. From main memory to CUDA it goes through pinned memory, which PyTorch keeps until it is copied."""
+    """`tensor` on `device`. A transfer from main memory to CUDA uses pinned memory, which PyTorch keeps until it is copied."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

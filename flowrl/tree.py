@@ -25,7 +25,7 @@ class Tree:
     distribution, which makes the edge into it a decision; other edges are steps of the ODE. `paths` [member, node] are the
     units that a member's trajectory passes, one member per leaf; where an ODE step skips nodes, the unit before them.
 
-    `branched` tells trees that a probe asked for from plain groups, whose members at most share their initial noise. In
+    `branched` distinguishes the trees of a branching probe from plain groups, whose members at most share their initial noise. In
     branched trees the value of a unit is a mean over the members behind it (`mean`), a parent is evaluated once for all its
     children in the update too, and a decision counts there once per member behind it (`weight` "leaf", which makes the loss
     the mean over trajectories as in a plain group) or once ("edge").
@@ -101,7 +101,7 @@ class Tree:
 
     @cached_property
     def roots(self) -> Int[Tensor, " unit"]:
-        """The initial noise that each unit goes back to: units of one root are one tree."""
+        """The root (initial noise) of each unit: units of one root are one tree."""
         found = torch.arange(self.units)
         for unit, parent in enumerate(self.parent.tolist()):
             if parent >= 0:
@@ -205,7 +205,7 @@ def tree_of(
     weight: Weight = "leaf",
     branched: bool = True,
 ) -> Tree:
-    """The tree whose members pass `visits`; `drawn` says which of the states (node, key) were drawn from the sampler.
+    """The tree whose members pass `visits`; `drawn` marks the states (node, key) that were drawn from the sampler.
 
     Every member starts at node 0 and ends at the same last node. Source of the formulation: one unit per distinct state.
     """

@@ -71,7 +71,7 @@ def trust_option(settings: Mapping[str, Any]) -> str:
 
 
 NAME = "code.json"
-"""In a run's folder: the hashes of what its own parts were made of, compared when the run goes on."""
+"""In a run's folder: the hashes of the files of its own parts, compared when the run is resumed."""
 
 
 def code_of(settings: Mapping[str, Any]) -> dict[str, str]:

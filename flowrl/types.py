@@ -91,7 +91,7 @@ class Schedule:
 
     `times` are t_0 = 1 > t_1 > ... > t_T = 0. `timesteps` are the network's time input at each step (diffusers: 1000 t),
     by default ``1000 * times[:-1]``. `stds` are the transition's standard deviations per step under the current
-    sampler (0 = not a decision) and `tree` tells which states a group's trajectories share; the rollout fills them in for the
+    sampler (0 = not a decision) and `tree` has the states that a group's trajectories share; the rollout fills them in for the
     rules and losses that need them.
     """
 

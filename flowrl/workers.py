@@ -29,7 +29,7 @@ REFRESH = 0.5
 
 @dataclass(frozen=True)
 class Worker:
-    """The first argument of every job: its way to talk to the parent process."""
+    """The first argument of every job: the connection to the parent process."""
 
     key: Hashable
     stop: Any

@@ -16,7 +16,7 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 class DepthRelative:
     """A(u) = Z(V(u)) over the distinct states drawn at the node of u, Z(y) = (y - mean) / (std + eps).
 
-    `scope` = "prompt": over all of the prompt; "tree": over those that go back to the same initial noise. `std` =
+    `scope` = "prompt": over all of the prompt; "tree": over those with the same initial noise. `std` =
     "population": eps = 1e-4; "sample": divided by n - 1, eps = 1e-8, and 0 for a single state or a std below 1e-6. `backup` =
     "mean": V of the reward table; "softmax": V(u) is the mean of the children's weighted by the softmax of their
     log-probabilities per element, from the leaves up. Children are drawn from these probabilities already, so that the second

@@ -20,7 +20,7 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 class GDPO:
     """A = S / (std(S) + 1e-4), S = sum_k w_k A^(k), A^(k) the advantages that `rule` assigns to reward k alone.
 
-    A reward of large spread no longer drowns the others, as it does when rewards are summed before they are normalised.
+    A reward of large spread does not dominate the others, as in a sum of rewards that is normalised afterwards.
     `weights` by the reward's name (left out: 1 each). With `batch`, the sum is divided by its std over all prompts, members and
     steps of the table, as in the paper (its mean is 0 in every group already); the scale then does not grow with the number
     of rewards. Without it A = S. A single reward table (a reward without components) is one reward named "reward".
@@ -36,7 +36,7 @@ class GDPO:
     def __post_init__(self) -> None:
         require(isinstance(self.rule, CreditAssigner), "GDPO.rule", self.rule, "a credit rule: attribute probe, method assign")
         plain = not isinstance(self.rule, SelectiveCredit | PromptCreditAssigner)
-        require(plain, "GDPO.rule", self.rule, "a rule that selects no steps and asks for no prompts")
+        require(plain, "GDPO.rule", self.rule, "a rule that selects no steps and uses no prompts")
 
     @property
     def probe(self) -> Probe:

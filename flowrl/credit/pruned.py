@@ -34,7 +34,7 @@ class Pruned:
     `trained`; checkpoints contain the count.
 
     `released`: width as in BranchGRPO's code, which ranks single decisions, not branches. All those of a branch have the same
-    advantage under a depth rule, so "best", taken within each branch, keeps its earliest steps whatever its worth, and
+    advantage under a depth rule, so "best", taken within each branch, keeps its earliest steps whatever its value, and
     "extremes", taken over all prompts together, may cut a branch in two.
 
     Source: BranchGRPO (arXiv 2509.06040), code at 19fbb9f: its depths are nodes, `steps` one less; published: depths 15 to 18
@@ -55,7 +55,7 @@ class Pruned:
     def __post_init__(self) -> None:
         special = PartsCreditAssigner | PromptCreditAssigner | SelectiveCredit
         plain = isinstance(self.rule, CreditAssigner) and not isinstance(self.rule, special)
-        allowed = "a credit rule that reads no components, asks for no prompts and selects no steps by itself"
+        allowed = "a credit rule that reads no components, uses no prompts and selects no steps"
         require(plain, "Pruned.rule", self.rule, allowed)
         require(isinstance(self.rule.probe, Branching), "Pruned.rule.probe", self.rule.probe, "a branching probe: Branch or Comb")
         require(all(step >= 0 for step in self.steps), "Pruned.steps", self.steps, "0 or more each")

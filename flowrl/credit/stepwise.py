@@ -43,8 +43,8 @@ def generalised_gains(rewards: NodeTable, lam: float = 0.0, gamma: float = 1.0) 
 class StepwiseGain:
     """A = Z(sum_k (gamma lam)^k g_{i+k}), g_i = R_{i+1} - R_i, Z(y) = (y - mean) / (std + 1e-4), clamped to +-`clamp`.
 
-    `normalise` = "joint": Z over members and steps together, as in the paper (early gains are larger, and late ones
-    would be blown up alone); "step": over members, step by step. `pool` = "prompt": Z's std is the group's own;
+    `normalise` = "joint": Z over members and steps together, as in the paper (late gains are smaller, and Z step by
+    step would amplify them); "step": over members, step by step. `pool` = "prompt": Z's std is the group's own;
     "batch": it is pooled over all prompts of the table. The mean is the group's in both, so that a group of equal
     rewards gets 0 (the paper does not settle the pool). `lam`, `gamma` in [0, 1]. The paper's members all start from
     the same noise.

@@ -44,9 +44,8 @@ class ValueTracker:
     and the rule is `Uniform`, as it always is at a prompt's first visit. With `std` = "batch", s_p is the root mean square of
     all deviations R_T - v_p of the table instead.
 
-    A group whose rewards are all equal still teaches at later visits: it is credited by how much better or worse it is than the
-    prompt was before. So is a group of one. The price is a baseline that lags behind a policy that improves; the advantages of
-    a group then have a mean above 0.
+    A group of equal rewards, or of one member, gets credit from the second visit on, relative to earlier rewards of the prompt.
+    The baseline lags behind a policy that improves, and the advantages of a group then have a mean above 0.
 
     A rule with memory, in checkpoints: it is keyed by the prompt's text (a hash of 64 bits), so that the order of prompts does
     not matter; groups of equal prompts in one table count as one visit. It grows by 32 bytes in a checkpoint, and by about 300

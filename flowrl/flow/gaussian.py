@@ -107,7 +107,7 @@ def kl_without_delta(p: Gaussian, q: Gaussian, delta: PerSample) -> PerSample:
 
 
 def _safe_std(gaussian: Gaussian) -> Tensor:
-    """The std with 1 in place of 0, so that no division or logarithm meets a zero."""
+    """The std with 1 in place of 0, to avoid a division by 0 and the logarithm of 0."""
     return torch.where(gaussian.std > 0, gaussian.std, torch.ones_like(gaussian.std)).float()
 
 

@@ -194,7 +194,7 @@ class LogitNormalTimes:
 class DrawnSteps:
     """`count` times of the grid's first `steps` steps, without replacement, by default the same for all samples.
 
-    Late times are left out because few-step samples have artefacts there, which the network would learn. Source: DGPO (arXiv
+    Late times are left out because few-step samples have artefacts there, which training would reproduce. Source: DGPO (arXiv
     2510.08425) and its code: 4 of the first 7 of 10 steps, for GenEval of the first 5. `draw` raises `ConfigError` if the grid
     has fewer than `steps` steps.
     """

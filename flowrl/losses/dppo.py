@@ -16,7 +16,7 @@ from flowrl.types import LossBatch, LossResult, checked
 @checked_options
 @dataclass(frozen=True)
 class FlowDPPO:
-    """mean of -A ratio, without the pairs that are too far and would go further, + beta KL(new || reference).
+    """mean of -A ratio, without the pairs that are too far and would move further, + beta KL(new || reference).
 
     A pair is dropped (no loss, no gradient; it still counts in the mean) when KL(behaviour || new) of its transition, a mean
     over latent elements, exceeds `bound` and the update would push away from the behaviour policy: A > 0 and ratio > 1, or

@@ -17,7 +17,8 @@ class PolicyGradientLoss:
     """mean of -A log pi(x_next) + beta KL(new || reference): no ratio, no clip.
 
     Unbiased on policy only, that is for one mini-batch per iteration (`minibatches` = 1). Further updates on the same
-    trajectories are biased, and nothing keeps them near the behaviour policy. On policy its gradient equals `ClippedLoss`'s.
+    trajectories are biased, and no term limits the distance from the behaviour policy. On policy its gradient equals
+    that of `ClippedLoss`.
 
     `kl_weight` = beta >= 0, `kl` as in `ClippedLoss`. Metrics as in `ClippedLoss`, clip_fraction 0. Source: REINFORCE
     (Williams 1992) on the denoising process, as DDPO-SF (arXiv 2305.13301). Raises `ConfigError` for a bad field or a

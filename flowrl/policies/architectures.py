@@ -196,7 +196,7 @@ _ENDINGS = {
     "3.5-medium": "sd3.5-medium", "3.5-large": "sd3.5-large", "flux.1-dev": "flux.1-dev", "flux.1-schnell": "flux.1-schnell",
     "qwen-image": "qwen-image", "wan2.1-t2v-1.3b-diffusers": "wan2.1-t2v-1.3b",
 }  # fmt: skip
-"""Architectures by what the end of a model's name says."""
+"""Architectures by the end of a model's name."""
 
 
 def architecture(name: str) -> Architecture:
@@ -207,7 +207,7 @@ def architecture(name: str) -> Architecture:
 
 
 def architecture_of(model: str) -> Architecture | None:
-    """The architecture of the pipeline in the folder `model`, or of a model whose name tells it."""
+    """The architecture of the pipeline in the folder `model`, or of a model whose name determines it."""
     if (Path(model) / "model_index.json").is_file():
         with suppress(OSError, KeyError, ValueError):
             return Architecture.of_folder(Path(model))

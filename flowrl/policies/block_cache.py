@@ -81,7 +81,7 @@ class _Layout:
         for kind in type(block).__mro__:  # sharding replaces the class by one derived from it
             with suppress(ValueError):
                 found.append(TransformerBlockRegistry.get(kind))
-        allowed = f"1 (off): not applicable, diffusers does not say how {type(block).__name__} is called"
+        allowed = f"1 (off): not applicable, diffusers does not declare how {type(block).__name__} is called"
         require(bool(found), "cache of the probe", "on", allowed)
         self.known = found[0]
 

@@ -40,7 +40,7 @@ class Family(Protocol):
         ...
 
     def latent_shape(self, pipe: Any, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one latent as the transformer sees it. Raises `ConfigError` for a size that the pipeline does not support."""
+        """Shape of one latent. Raises `ConfigError` for a size that the pipeline does not support."""
         ...
 
     def set_timesteps(self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any) -> None:

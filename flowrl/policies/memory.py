@@ -1,7 +1,7 @@
 """The GPU memory that a model needs, counted without a GPU.
 
 The network is built on PyTorch's "meta" device (shapes only). A micro-batch of training, a call of sampling and a batch of
-decoding run there while the storage of every tensor is counted as it comes and goes. The counts leave out what only a device
+decoding run there while the storage of every tensor is counted at allocation and release. The counts leave out what only a device
 shows: the libraries' work space, and the allocator's unused reserve. `benchmarks/full_size.py` compares them with real runs.
 """
 
@@ -146,7 +146,7 @@ def _decoder(known: Architecture, size: Size, rows: int, precision: torch.dtype)
 
 
 def _step(network: Any, inputs: Mapping[str, Any]) -> None:
-    """Forward and backward pass of a loss; the inputs live as long as it takes."""
+    """Forward and backward pass of a loss; the inputs are kept until the end."""
     network(**inputs)[0].float().square().mean().backward()
 
 

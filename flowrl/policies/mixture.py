@@ -49,7 +49,7 @@ class MixturePolicy:
 
     @property
     def device(self) -> torch.device:
-        """Where the network lives."""
+        """The device of the network."""
         return self._device
 
     @property

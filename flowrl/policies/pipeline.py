@@ -108,7 +108,7 @@ class PipelinePolicy:
 
     @property
     def device(self) -> torch.device:
-        """Where the network lives."""
+        """The device of the network."""
         return self._device
 
     @property
@@ -161,7 +161,7 @@ class PipelinePolicy:
                 encoder.to("cpu")
 
     def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
-        """v = eps - x_0 as the network sees it, float32; with classifier-free guidance (two evaluations) if it is on."""
+        """The network's estimate of v = eps - x_0, float32; with classifier-free guidance (two evaluations) if it is on."""
         prompt, keys = condition.tensors["prompt"], condition.keys
         if self._guidance == 1:
             return self._call(latent, timestep, prompt, keys)

@@ -38,7 +38,7 @@ class QwenImage:
 
     def set_timesteps(self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any) -> None:
         """The even grid 1, ..., 1/T, shifted by the number of image tokens and stretched to end at `shift_terminal`, as far as
-        the scheduler's config says so. A single step is not stretched: diffusers would divide by 0."""
+        the scheduler's config requires it. A single step is not stretched: diffusers would divide by 0."""
         terminal = scheduler.config.shift_terminal
         scheduler.register_to_config(shift_terminal=terminal if steps > 1 else None)
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=resolution_shift(scheduler, latent_shape[0], 1.15))

@@ -34,7 +34,7 @@ class SD3:
         return (pipe.transformer.config.in_channels, height // factor, width // factor)
 
     def set_timesteps(self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any) -> None:
-        """The scheduler's grid with its fixed shift (3 for SD3.5), or shifted by resolution if its config says so."""
+        """The scheduler's grid with its fixed shift (3 for SD3.5), or shifted by resolution if its config requires it."""
         _, height, width = latent_shape
         patch = pipe.transformer.config.patch_size
         dynamic = scheduler.config.use_dynamic_shifting

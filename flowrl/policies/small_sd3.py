@@ -165,7 +165,7 @@ class SmallSD3Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where the network lives."""
+        """The device of the network."""
         return self.network.autoencoder.shift.device
 
     @property

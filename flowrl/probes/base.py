@@ -176,8 +176,9 @@ class Probing(Protocol):
         ...
 
     def velocity(self, latents: Tensor, timestep: Tensor, reuse: bool = False) -> Tensor:
-        """The network's output at `latents` [row, *latent], `timestep` = 1000 t [row], called as the probe's `network` says and
-        counted; float32. With `reuse` only the first block is computed: the last call without had the same rows."""
+        """The network's output at `latents` [row, *latent], `timestep` = 1000 t [row]; float32. The call has the settings of the
+        probe's `network` and is counted. With `reuse` only the first block is computed; the last call without `reuse` had the
+        same rows."""
         ...
 
     def solve(

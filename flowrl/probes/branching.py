@@ -18,7 +18,7 @@ class Branching(Probe, ABC):
     """A probe whose rewards of unfinished states come from branches of the trajectories themselves.
 
     Such a rollout has as many leaves as the group has members, and R_j of a member is the value of the state that it passes at
-    node j: the mean reward of the leaves behind it (`flowrl.tree.Tree.values`). The sub-class says how the tree branches.
+    node j: the mean reward of the leaves behind it (`flowrl.tree.Tree.values`). The subclass defines how the tree branches.
     """
 
     @abstractmethod
@@ -35,7 +35,7 @@ class Branching(Probe, ABC):
 @checked_options
 @dataclass(frozen=True)
 class Branch(Branching):
-    """The trajectory goes on as `children[step]` trajectories at each of these steps, which must be stochastic; as one at all
+    """The trajectory continues as `children[step]` trajectories at each of these steps, which must be stochastic; as one at all
     others.
 
     `children` as a number means that many at every stochastic step, a tuple the numbers at the first stochastic steps in order,

@@ -20,7 +20,7 @@ CONTROL = "control"
 class ODEProbe(Probe, ABC):
     """What `Substeps` and `Completion` share: R_j scores the end of the ODE from node j, on a grid that the class defines.
 
-    The options make this cheaper; at their defaults none of them changes anything.
+    The options make this cheaper; the defaults have no effect.
 
     `every` = k: only every k-th stochastic step's node is scored. The gain from one to the next is split evenly over the
     stochastic steps between. Deterministic steps have gain 0, as their nodes lead to the same image. Gains sum to R_T - R_0.

@@ -68,7 +68,7 @@ class GroupSum:
 
     As `WeightedSum`: components are logged and may be credited separately, and missing `weights` are 1. Evaluations measure the
     same sum of the rewards that the components are evaluated by, whose scales may be others than those of win rates: hold out
-    the components to see each. Raises `ConfigError` for no models, a weight without a model, or a weight that is no finite
+    the components to log each. Raises `ConfigError` for no models, a weight without a model, or a weight that is no finite
     number.
     """
 

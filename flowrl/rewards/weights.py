@@ -22,7 +22,7 @@ UNREADABLE = (OSError, ValueError, RuntimeError, pickle.UnpicklingError, Safeten
 """What transformers, safetensors and PyTorch raise for files that are missing, damaged, or of another model."""
 
 DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
-"""For every `from_pretrained`: code in a model's folder (``auto_map``) is neither run nor asked about."""
+"""For every `from_pretrained`: code in a model's folder (``auto_map``) is never run, and no question is printed."""
 
 CLIP_NAMES = {
     "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
@@ -52,7 +52,7 @@ CLIP_CONSTANTS = ("attn_mask", "input_resolution", "context_length", "vocab_size
 
 @contextmanager
 def loading(model: str, tokenizer: str = "", dtype: str = "float32", batch: int = 1) -> Iterator[None]:
-    """Errors of transformers within this context become `ConfigError`s that say what to do.
+    """Errors of transformers within this context become `ConfigError`s with a remedy.
 
     Raises `ConfigError` at once for an unknown precision, or a batch that is not a whole number above 0.
     """

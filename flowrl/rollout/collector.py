@@ -117,7 +117,7 @@ class Collector:
         return reward_tables(self.policy, self.reward, result, prompts, usage)
 
     def _kept(self, result: Rollout) -> Rollout:
-        """Without the estimates, and in main memory where that is wanted."""
+        """Without the estimates, and in main memory if this is enabled."""
         path = result.trajectories
         if self.offload:
             path = Trajectories(to_main_memory(path.states), to_main_memory(path.outputs), path.schedule)

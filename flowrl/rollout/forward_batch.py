@@ -1,4 +1,4 @@
-"""From finished images to what a forward-process loss sees: micro-batches of (sample, drawn time) rows."""
+"""From finished images to the input of a forward-process loss: micro-batches of (sample, drawn time) rows."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -144,7 +144,7 @@ class ForwardBatches:
         timestep, rows = 1000.0 * time, self.condition.take(group)
         others: dict[str, Tensor] = {}
         trained, reference = self.guidance.scales(self.sampled)
-        with torch.no_grad(), self._guided(trained):  # before the current network: its graph must not see other weights
+        with torch.no_grad(), self._guided(trained):  # before the current network: its graph must not contain other weights
             for name, copy in self.copies.items():
                 if copy.copy.evaluated and not copy.is_current:
                     with copy.weights():
@@ -177,7 +177,7 @@ def forward_pairs(
 ) -> list[Pairs]:
     """The rows of each mini-batch: all drawn times of its samples, `parts[k]`; `steps` [sample, draw] are the times' steps.
 
-    Rows that the loss must see together follow each other, and are in the mini-batch in which the first of them comes.
+    Rows that the loss must receive together follow each other, and are in the mini-batch in which the first of them comes.
     `trained` [sample, step] leaves out rows at the times of further steps.
     """
     draws = torch.arange(steps.shape[1], device=steps.device)

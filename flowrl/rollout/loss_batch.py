@@ -1,4 +1,4 @@
-"""From trajectories to what a policy loss sees: micro-batches of (trajectory, step) pairs."""
+"""From trajectories to the input of a policy loss: micro-batches of (trajectory, step) pairs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -16,10 +16,10 @@ def valid_credit(
 ) -> tuple[Tensor, Tensor]:
     """Advantages [prompt, member, step] by `assign`, and which samples [prompt, member] count.
 
-    Every group is shown to the rule without its invalid samples, so that the others get what they would get in a group that
-    never had them; groups with as many valid samples (in branched trees: with the same leaves left) share a table (statistics
+    The rule receives every group without its invalid samples, so that the others get the same credit as in a group without
+    them; groups with as many valid samples (in branched trees: with the same leaves left) share a table (statistics
     over a batch, and a rule's memory, are then taken table by table). Samples that do not count have advantage 0: invalid
-    ones, and those left alone in their group. Raises `RewardError` where none is left.
+    ones, and groups with a single valid sample. Raises `RewardError` if none remains.
     """
     tree = schedule.tree
     if tree is not None and tables.log_probs is not None:

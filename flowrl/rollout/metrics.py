@@ -61,7 +61,7 @@ def step_gradients(result: LossResult, batch: LossBatch | ForwardBatch, step: Te
 
     The gradient of the policy term alone, without the penalty and without a loss scale, is that of the backward pass through the
     loss as far as the network's output: exact for any loss and sampler, a few element-wise operations on latents, and no
-    synchronisation. A loss that does not tell its policy term has the gradient of the whole loss. Call it before `backward`.
+    synchronisation. For a loss without a separate policy term, this is the gradient of the whole loss. Call it before `backward`.
     """
     term = result.loss if result.policy_term is None else result.policy_term
     found = torch.zeros(steps, dtype=torch.float64, device=step.device)

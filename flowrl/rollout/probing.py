@@ -22,7 +22,7 @@ from flowrl.types import Condition, Gaussian, Trajectories, inputs_unchanged
 
 
 def check_network(use: NetworkUse, policy: FlowPolicy) -> None:
-    """Raise `ConfigError` if the policy does not have what a probe asks of it."""
+    """Raise `ConfigError` if the policy lacks what a probe requires."""
     name = type(policy).__name__
     if use.guidance == "off":
         guided = isinstance(policy, Guided) and policy.guidance_scale != 1
@@ -41,7 +41,7 @@ def own_generator(generator: torch.Generator) -> torch.Generator:
 
 @dataclass(frozen=True)
 class ProbeRun:
-    """`flowrl.probes.Probing`, whose docstrings say what each member is. `renew(all)`: whether the next network calls compute all
+    """`flowrl.probes.Probing`, whose docstrings define each member. `renew(all)`: whether the next network calls compute all
     blocks; None without a block cache."""
 
     policy: FlowPolicy

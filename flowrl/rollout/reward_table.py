@@ -49,8 +49,8 @@ class RewardTables:
     """R [prompt, member, node], and the same for every component of a composite reward (`parts`, empty otherwise).
 
     `valid` [prompt, member] is False where the reward marked the sample invalid at any node; its rewards are then NaN.
-    `log_probs` [prompt, unit] are those of a branched tree's edges (`flowrl.tree.Tree`). `prompts`, one per row, are there for
-    rules that ask for them (`protocols.PromptCreditAssigner`); the collector fills them in.
+    `log_probs` [prompt, unit] are those of a branched tree's edges (`flowrl.tree.Tree`). `prompts`, one per row, are for
+    rules that use them (`protocols.PromptCreditAssigner`); the collector fills them in.
     """
 
     total: Tensor

@@ -21,12 +21,12 @@ from flowrl.types import Condition, Gaussian, Schedule, Trajectories
 
 @dataclass(frozen=True)
 class Rollout:
-    """Trajectories, and what `probe` made of them: per probed node the latent of the estimated final image.
+    """Trajectories and estimates: per probed node, the latent of the estimated final image.
 
     `estimates[node]` is [sample, *latent], or [prompt, *latent] at nodes that a whole group shares (same x_T, no stochastic
     step before them). Nodes that were not probed are absent; the last node is always there. Nodes with the same final image
-    (they are linked by ODE steps) hold the same tensor. `copies[node]` says how many rows of `estimates[node]` belong to one
-    sample, in a row, to be averaged (left out: 1); `members[node]` [prompt, chosen] whose the rows are (left out: all members').
+    (they are linked by ODE steps) hold the same tensor. `copies[node]` is the number of rows of `estimates[node]` per
+    sample, adjacent and to be averaged (default 1). `members[node]` [prompt, chosen] has the members of the rows (default: all).
     Some probes have estimates of other keys than nodes. `log_probs` [prompt, unit]: of the edges of a branched tree.
     """
 

@@ -19,7 +19,7 @@ class FlowSDE:
     At t = 1, where sigma is infinite, the denominator uses t_1, the grid's next time, in place of t (as the public code
     does). The last step has a finite std too; Flow-GRPO replaces it by an ODE step (see `AllButLast`). At finite Delta
     the step adds variance over the true marginal, visible as grain; `CPS` does not. The step from pure noise adds a^4/4 + a^2
-    Delta (on a marginal of about 1), so a finer grid does not cure it there; later steps do, and from t < 1 the kernel has
+    Delta (on a marginal of about 1), so a finer grid does not remove it there; later steps do, and from t < 1 the kernel has
     weak order 1. Source: Flow-GRPO (arXiv 2505.05470) and its public code. Raises `ConfigError` for a negative or infinite
     noise level.
     """

@@ -16,8 +16,8 @@ class Multistep:
     """Trajectories by DPM-Solver++ of order 2 ("dpm++"), UniPC ("unipc") or SA-Solver ("sa"): no step is a decision.
 
     For losses that need no transition probabilities. A step uses the velocities of the steps before, so a trajectory is
-    sampled by the rollout, through diffusers' scheduler or `rollout.sa_solver`; `transition` is the Euler step, which tells that
-    every std is 0. Members need noise of their own.
+    sampled by the rollout, through diffusers' scheduler or `rollout.sa_solver`; `transition` is the Euler step, with
+    std 0 everywhere. Members need noise of their own.
 
     `tau` >= 0 is the noise of SA-Solver on steps that end at times in [0.3, 0.9] (AWM's noise_level); 0: the ODE. It comes from
     the rollout's generator. SA-Solver has a grid of its own, `sa_schedule`. Source: arXiv 2211.01095, 2302.04867 and 2309.05019;

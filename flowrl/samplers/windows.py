@@ -141,7 +141,7 @@ class SlidingWindow:
     The last position ends with the schedule, even if the stride does not divide the distance. After it the window starts over
     at step 0 (`at_end` = "wrap") or remains there ("stay"). Early steps, which decide the layout, are trained first. One
     window per iteration, shared by all groups. Source: MixGRPO (arXiv 2507.21802), progressive sliding window; published
-    with size 4, stride 1 and every 25 on 25 steps. Its public code stays by default, and its window
+    with size 4, stride 1 and every 25 on 25 steps. By default its public code stops at the end, and its window
     shrinks at the end of the schedule; this one keeps its size. Raises `ConfigError` for a bad field, and in `draw` if the
     window does not fit the schedule.
     """

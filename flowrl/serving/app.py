@@ -129,7 +129,7 @@ def _add_score(app: FastAPI, server: RewardServer) -> None:
     async def score(request: Request) -> Response:
         """Send one prompt per image and the images; get one number per image, in the same order.
 
-        If the reward cannot judge an image, its score is `null`, and `invalid` says true. `?parts=true` adds the components of a
+        If the reward cannot judge an image, its score is `null`, and `invalid` is true. `?parts=true` adds the components of a
         weighted sum.
 
         `curl -F 'prompts=[{"text": "a red circle"}]' -F png=@image.png -H "Authorization: Bearer TOKEN" URL/v1/score`

@@ -1,6 +1,6 @@
 """Rewards behind a server: the client of `flowrl serve-reward` (docs/guides/reward-server.md).
 
-Needs the extra `remote`, as `flowrl.serving.connections` says.
+Requires the extra `remote`; see `flowrl.serving.connections`.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """A vision-language model as a judge, behind any endpoint with OpenAI's chat protocol (vLLM, SGLang, ...).
 
-Needs the extra `remote`, as `flowrl.serving.connections` says.
+Requires the extra `remote`; see `flowrl.serving.connections`.
 """
 
 import base64

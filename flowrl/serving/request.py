@@ -24,7 +24,7 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the response ha
 class RequestError(Exception):
     """A request that is answered with an error: HTTP `status`, an error `code` for programs, a message for people.
 
-    `retry` tells the client whether the same request may succeed later.
+    `retry`: whether the same request may succeed later.
     """
 
     def __init__(self, status: int, code: str, message: str, retry: bool = False) -> None:
@@ -78,7 +78,7 @@ class MultipartForm:
     """Collects the parts of one multipart/form-data body (RFC 7578) in memory; call `write` for every chunk, then `finish`.
 
     `max_parts` maps the allowed names to the largest number of parts of that name, `max_bytes` some of them to the largest size
-    of a part. Raises `RequestError` (400, 413 or 415) that says what is wrong with the body.
+    of a part. Raises `RequestError` (400, 413 or 415) that describes the fault of the body.
     """
 
     def __init__(self, content_type: str, max_parts: Mapping[str, int], max_bytes: Mapping[str, int]) -> None:

@@ -32,7 +32,7 @@ class ServerLimits:
     queue: int = 8192
     """Images that wait for their scores at one time."""
     connections: int = 512
-    """Open connections, and requests underway, at one time. To make room for another connection, the one that has been silent
+    """Open connections, and requests underway, at one time. To make room for another connection, the one that has been idle
     longest without a request is closed; another request is refused with 503."""
     header_seconds: float = 10.0
     """From the connection (or the first byte of a later request) to the end of the request's headers."""
@@ -52,7 +52,7 @@ class ServerSettings:
     """How a reward is served. With an empty `token` only requests to the names of the loopback are served, unless `any_host`."""
 
     name: str = "reward"
-    """The name of the reward that clients see."""
+    """The public name of the reward."""
     token: str = field(default="", repr=False)
     any_host: bool = False
     names: tuple[str, ...] = ()

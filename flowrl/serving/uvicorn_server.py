@@ -111,8 +111,8 @@ CLOSE_SECONDS = 1.0
 class LimitedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with a time limit for the headers of a request, and a limit on connections.
 
-    uvicorn's own `limit_concurrency` refuses requests because of connections that are silent; here these are closed instead. It
-    also sees a TLS connection after its handshake only; here the handshake (with `tls`) is within both limits.
+    uvicorn's own `limit_concurrency` refuses requests because of idle connections; here these are closed instead. It
+    also counts a TLS connection only after its handshake; here the handshake (with `tls`) is within both limits.
     """
 
     header_seconds = 10.0
@@ -188,7 +188,7 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
 
     def _make_room(self) -> None:
-        """If there are too many connections, close the one without a request that has been silent longest."""
+        """If there are too many connections, close the one without a request that has been idle longest."""
         self._active = self.loop.time()
         if len(self.connections) <= self.most_connections:
             return

@@ -209,7 +209,7 @@ def survives_extremes(case: Case) -> None:
             shown, what = case.filled(rewards), f"rewards {name} in a table {tuple(rewards.shape)}"
             finite(case.assign(shown), what, "Add a small constant to every std that you divide by.")
             alone = left(shown, torch.arange(members) == 0)
-            finite(case.assign(alone), f"{what} with one member left", "A single member has nothing to be compared with.")
+            finite(case.assign(alone), f"{what} with one member left", "A single member has no other member for a comparison.")
 
 
 @promise("float64 tables give the same advantages, up to rounding")
@@ -285,7 +285,7 @@ def follows_prompts(case: Case) -> None:
     same(swapped[order], visit(rule, first, texts), "with the prompts in another order", hint)
 
 
-@promise("a rule with `trained` says which decisions enter the loss, bool [prompt, member, step], for permuted members too")
+@promise("a rule with `trained` selects the decisions that enter the loss, bool [prompt, member, step], for permuted members too")
 def selects_decisions(case: Case) -> None:
     if not hasattr(case.rule, "trained"):
         return

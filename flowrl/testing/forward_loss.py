@@ -291,7 +291,7 @@ def adds_up_over_parts(loss: Any) -> None:
         for part in parts.unique():
             rows = (parts == part).nonzero().flatten()
             found[rows] = differentiated(loss, chosen(given, rows)) * len(rows) / ROWS
-        hint = "Which rows does a term depend on? `together` must say so, and `pooled` must replace the others."
+        hint = "Which rows does a term depend on? `together` must declare it, and `pooled` must replace the others."
         equal(found, whole, f"the gradient in parts of {name}", hint)
 
 

@@ -149,7 +149,7 @@ def ignores_deterministic_pairs(loss: Any) -> None:
 def survives_an_empty_mask(loss: Any) -> None:
     batch = replace(pairs(MOVE), mask=torch.zeros(PAIRS, dtype=torch.bool))
     result = loss.loss(batch)
-    hint = "A mean over nothing is nan; return a 0 that is connected to new.mean, such as the sum over no pair."
+    hint = "The mean over no pair is nan; return a 0 that is connected to new.mean, such as the sum over no pair."
     expect(result.loss.item() == 0.0, f"the loss is {result.loss.item()}. {hint}")
     expect(result.loss.requires_grad, f"the loss cannot be differentiated. {hint}")
     expect(bool((gradient(loss, batch) == 0).all()), f"there is a gradient. {hint}")

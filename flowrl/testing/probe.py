@@ -172,7 +172,7 @@ def does_not_depend_on_chunks(case: Case) -> None:
         same(alone.nan_to_num(), together.nan_to_num(), "group by group, R", hint, 1e-3)
 
 
-@promise("R does not depend on how many latents the network sees at once")
+@promise("R does not depend on how many latents a network call has")
 def does_not_depend_on_max_batch(case: Case) -> None:
     for layout in case.layouts:
         together, split = case.run(layout).table, case.run(layout, max_batch=5).table
@@ -190,4 +190,4 @@ def costs_what_it_declares(case: Case) -> None:
             ("calls", added.calls, calls),
             ("scored images", added.reward_calls, cost.images),
         ):
-            expect(abs(found - declared) < 1e-3, f"a rollout has {found:g} {name} of the probe's, `cost` says {declared:g}")
+            expect(abs(found - declared) < 1e-3, f"a rollout has {found:g} {name} of the probe's, `cost` declares {declared:g}")

@@ -218,5 +218,5 @@ def passes_gradient_through_the_mean(case: Case) -> None:
 @promise("some step is stochastic")
 def makes_decisions(case: Case) -> None:
     std = case.move(case.inputs(repeats=1)).std
-    hint = "Nothing can be learned from its trajectories; for evaluation alone that is right."
+    hint = "Its trajectories cannot be trained on; use it only for evaluation."
     expect(bool((std > 0).any()), f"no step of {case.steps} has a std above 0. {hint}")

@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2]
 UNWANTED = (
     "told", "beside", "goes? round", "whose it was", "in vain", "pays a step", "quiet(?:ly)?", "loud(?:ly)?", "lies to",
     "company", "a person", "nobody", "somebody", "anybody", "whoever", "hears?", "wants", "gives? back", "pictures?",
+    "drowns?", "blown up", "cures?", "talks? to", "network lives", "next to nothing",
+    "asked about", "asks for no", "made of them", "comes and goes",
 )  # fmt: skip
 PATTERN = re.compile(rf"\b(?:{'|'.join(UNWANTED)})\b", re.IGNORECASE)
 KEPT = ("`pictures", "prompts pictures", "(beside=...)")

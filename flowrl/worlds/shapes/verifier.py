@@ -121,7 +121,7 @@ def text_similarity(read_text: str, wanted: str) -> float:
 
 
 def _text_soft(probabilities: Presence, read_text: str, wanted: str) -> float:
-    """Three quarters similarity, one quarter the mean over the wanted glyphs of their largest probability."""
+    """Three quarters similarity, one quarter the mean over the glyphs of the prompt of their largest probability."""
     clear = sum(float(probabilities[:, glyph_class(g)].max()) if g in GLYPHS else 0.0 for g in wanted)
     return 0.75 * text_similarity(read_text, wanted) + 0.25 * clear / len(wanted)
 
