@@ -174,7 +174,7 @@ def treats_prompts_alike(case: Case) -> None:
 
 
 @promise("a group whose rewards are all equal gets exactly 0, among other groups and alone")
-def gives_a_silent_group_zero(case: Case) -> None:
+def gives_a_silent_group_zero(case: Case) -> str | None:
     for shown in case.tables():
         rewards, everyone = shown.rewards, torch.arange(len(shown.rewards))
         for value in EQUAL_REWARDS:
@@ -187,6 +187,13 @@ def gives_a_silent_group_zero(case: Case) -> None:
                 hint = "Subtract the group's own mean before dividing; subtract one of its rewards before that mean is taken, so "
                 hint += "that equal rewards leave exact zeros."
                 same(got, wanted, f"with rewards of {value:g} in the whole group ({name})", hint, 0.0)
+    for seed, (prompts, members, steps) in enumerate(case.sizes):
+        rewards = torch.rand(prompts, members, steps + 1, generator=torch.Generator().manual_seed(seed))
+        rewards[..., -1] = 0.5
+        largest = float(case.assign(case.filled(rewards)).abs().max())
+        if largest > 100:
+            return f"equal final rewards after unequal estimates give an advantage of {largest:.3g}; clamp it, as zscore does"
+    return None
 
 
 @promise("advantages stay finite for rewards of 0 and 1, of 1e-6 and of 1e6, for outliers and for a group of one")
@@ -328,8 +335,8 @@ def refuses_a_table_without_steps(case: Case) -> str | None:
     except CreditError:
         return None
     except Exception as error:
-        return f"a table of one node raised {type(error).__name__}; raise a CreditError that names the problem"
-    return f"a table of one node was not refused but gave advantages {tuple(got.shape)}; raise a CreditError"
+        return f"a table of one node raised {type(error).__name__}, not a CreditError; the trainer makes no such table"
+    return f"a table of one node gave advantages {tuple(got.shape)}, not a CreditError; the trainer makes no such table"
 
 
 @promise("(advice) the member whose reward rises most gets more credit than the one whose reward does not rise")

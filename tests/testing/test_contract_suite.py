@@ -522,6 +522,17 @@ def test_odd_rules_get_advice(name: str) -> None:
     assert f"advice   {name}" in str(found)
 
 
+def test_a_rule_that_divides_by_the_spread_of_the_final_reward_alone_gets_advice() -> None:
+    def scaled(rewards: torch.Tensor) -> torch.Tensor:
+        change = gains(rewards)
+        spread = rewards[..., -1].std(dim=1, correction=0)[:, None, None]
+        return (change - change.mean(dim=1, keepdim=True)) / (spread + 1e-4)
+
+    found = check_credit(faulty_rule(scaled))
+    advice = next(f for f in found if f.promise == "gives_a_silent_group_zero")
+    assert (advice.mark, "clamp it" in advice.message) == ("advice", True)
+
+
 @pytest.mark.parametrize("name", [p.name for p in sampler.CONTRACT.promises])
 def test_faulty_samplers_are_named(name: str) -> None:
     found = check_sampler(SAMPLERS[name][0])

@@ -18,7 +18,7 @@ class Explain:
     rewards: Path | None = None
     """CSV: one line per trajectory, one column per node; optional columns prompt and member. Default: a small example."""
     sampler: str = "flow-sde"
-    """Kernel whose stds a rule sees that depends on the noise."""
+    """Sampler whose standard deviations are used by rules that depend on the noise, such as `weighted`."""
     noise_level: float = 0.7
     out: Path = Path("explain.png")
     """The figure to write; with several rules or prompts, numbers are added to its name."""
