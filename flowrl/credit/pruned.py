@@ -23,8 +23,9 @@ Trained = Bool[Tensor, "prompt member step"]
 @checked_options
 @dataclass
 class Pruned:
-    """The advantages of `rule`, trained on at some of the decisions only: a mask after normalisation, which would be biased
-    on the rest.
+    """The advantages of `rule`, of which only some decisions enter the loss.
+
+    The mask is applied after normalisation: normalising over the rest would be biased.
 
     Depth: the decisions of `steps` are left out; with `every`, all of them move one step earlier every so many iterations,
     until the first is `stop`. Width, after the last step at which the tree branches: `width` = "best" keeps the share `ratio`
