@@ -20,7 +20,7 @@ from reanalysis_robustness import lines as robustness
 from reanalysis_statistics import AXES, Comparison, Results, by_seed, compare, holm, read_runs, t_test, wilson
 
 ROOT = Path(__file__).resolve().parents[1]
-MISSING = "no runs yet"
+MISSING = "too few runs yet"
 RULES = {"uniform": "flow-grpo", "stepwise": "stepwise-flow-grpo", "turning points": "tp-grpo"}
 ARMS = {"stepwise": "asks: stepwise gains against uniform", "turning points": "asks: turning points against uniform"}
 

@@ -97,7 +97,7 @@ class TestMainComparison:
         assert "Of all 13 methods, 1 leads, 12 do not differ" in said[0]
         assert said[0].count("2-D world: stepwise gains do not differ (= +0.000") == 1
         assert "2-D world: branch-grpo (▲ +0.1" in said[4] and "collapsed runs: 0 of 8" in said[4]
-        assert all("Image world: no runs yet." in line for line in said)
+        assert all("Image world: too few runs yet." in line for line in said)
 
     def test_papers_rules_that_lead_and_a_rule_that_costs_more(self) -> None:
         """Ahead per update, behind per evaluation: better in the first answer, worse in the second, and not taken."""

@@ -103,9 +103,11 @@ class TestRuns:
         assert "workers = -1 is not allowed" in capsys.readouterr().err
 
     def test_incomplete_seeds_are_left_out(self) -> None:
-        lines = {line["id"]: line for line in (small_line(0), small_line(0, credit="random"), small_line(1))}
+        both = [small_line(seed, **more) for seed in (0, 1) for more in ({}, {"credit": "random"})]
+        lines = {line["id"]: line for line in (*both, small_line(2))}
         found = evidence(TINY, "mixture", lines, (0, 1, 2))
-        assert found is not None and found.seeds == (0,)
+        assert found is not None and found.seeds == (0, 1)
+        assert evidence(TINY, "mixture", lines, (1, 2)) is None  # a single seed has no interval
         assert evidence(TINY, "mixture", {}, (0, 1)) is None
 
     def test_peak_memory_is_that_of_a_process(self) -> None:
@@ -118,9 +120,11 @@ class TestSamples:
         claim = CLAIMS["point-density"]
         run = make_run("mixture", "direction", 0, {**claim.base, **claim.arms["turning points"]})
         assert list(needed_samples({"point-density": claim}, {"mixture": (0,)})) == [config_id(run)]
-        line = small_line()
-        assert evidence(claim, "mixture", {config_id(run): line}, (0,)) is None
-        assert evidence(claim, "mixture", {config_id(run): {**line, "samples": {}}}, (0,)) is not None
+        other = make_run("mixture", "direction", 1, {**claim.base, **claim.arms["turning points"]})
+        lines = {config_id(run): small_line(), config_id(other): small_line(1)}
+        assert evidence(claim, "mixture", lines, (0, 1)) is None
+        sampled = {key: {**line, "samples": {}} for key, line in lines.items()}
+        assert evidence(claim, "mixture", sampled, (0, 1)) is not None
 
     def test_missing_rows_are_measured_and_others_are_kept(self, tmp_path: Path) -> None:
         file, counts, small = SamplesFile(tmp_path / "samples.json"), [], small_run(window="all-but-last")

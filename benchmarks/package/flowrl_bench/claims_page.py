@@ -177,7 +177,7 @@ def cell(one: Judged) -> str:
     found = one.verdict.comparisons
     if len(found) == 1:
         estimate = found[0].estimate
-        number = estimate.text(2, found[0].difference) if abs(estimate.high) < 1e9 else f"{estimate.value:.2f} (one seed)"
+        number = estimate.text(2, found[0].difference)
         ratio = "ratio " if MEASURES[found[0].measure].unit == BUDGET else ""
         return f"{_brief(one.label)}, {ratio}{number}"
     if one.label != DEPENDS and not one.label.endswith("parts hold"):

@@ -162,7 +162,10 @@ def kept_memory(path: Path, arms: Mapping[str, Arm] | None, code: str = "") -> l
 
 
 def evidence(claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...]) -> Evidence | None:
-    """The claim's runs in a world: every seed that all its arms and tasks have (with samples, if it needs them), or None."""
+    """The claim's runs in a world: every seed that all its arms and tasks have (with samples, if it needs them).
+
+    None for fewer than two seeds, which have no interval.
+    """
     found: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {arm: {} for arm in claim.arms}
     for arm, task, seed, config in claim.configs(world, seeds):
         line = lines.get(config_id(config))
@@ -170,7 +173,7 @@ def evidence(claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...]) -> 
         if line is not None and ("samples" in line or arm not in claim.samples):
             cell[seed] = line
     complete = [s for s in seeds if all(s in cell for tasks in found.values() for cell in tasks.values())]
-    if not complete:
+    if len(complete) < 2:
         return None
     runs = {arm: {task: [cell[s] for s in complete] for task, cell in tasks.items()} for arm, tasks in found.items()}
     return Evidence(runs, tuple(complete))

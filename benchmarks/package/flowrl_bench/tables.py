@@ -27,7 +27,7 @@ SYMBOLS = {BETTER: "▲", WORSE: "▼", ALIKE: "=", UNDECIDED: "?", HOLDS: "✓"
 """By verdict or answer; colours belong to methods."""
 BRIEF = {UNDECIDED: "undecided", ALIKE: "no difference"}
 """Shorter words for tables that have a legend."""
-MISSING = "no runs yet"
+MISSING = "too few runs yet"
 SELF_TEST, MAIN, QUESTION, CLAIM = "self-test", "main comparison", "question", "claim"
 """The families of Holm's correction."""
 _MAIN = frozenset(claim.id for claim in LEADS)
