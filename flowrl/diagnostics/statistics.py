@@ -10,8 +10,11 @@ from numpy.typing import ArrayLike
 from flowrl.errors import require
 
 LEVEL = 0.95
-COLLAPSE, BELOW_START = 0.1, 0.02
-"""A run collapsed if its final reward is more than this below its best, or below its start."""
+"""Coverage of all intervals."""
+COLLAPSE = 0.1
+"""A run collapsed if its final reward is more than this below its best."""
+BELOW_START = 0.02
+"""A run also collapsed if its final reward is more than this below its start."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,18 @@ def mean(values: ArrayLike, null: float = 0.0) -> Inference:
 
 
 def t_interval(value: float, centre: float, error: float, freedom: float, null: float) -> Inference:
-    """The estimate with a t interval of `error` about `centre`."""
+    """An estimate with Student's interval, centre ± t error.
+
+    Args:
+        value: The estimate that is reported.
+        centre: The middle of the interval, in general `value`.
+        error: The standard error.
+        freedom: Degrees of freedom of t.
+        null: The value whose two-sided p-value is computed.
+
+    Returns:
+        The estimate, its 95% interval and its p-value.
+    """
     from scipy import stats  # a second of import time
 
     reach = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error

@@ -26,7 +26,7 @@ _FAMILIES = {
     COLOURS["flow-grpo"]: ("uniform",),
     COLOURS["stepwise-flow-grpo"]: ("stepwise gains", "gains over a moving average", "gains, one-step estimate", "stepwise"),
     COLOURS["tp-grpo"]: ("turning points", "turning points at random steps", "increments alone"),
-    "#7A5195": ("branch-grpo", "tempflow-grpo", "granular-grpo", "tree-grpo"),
+    OTHERS[1]: ("branch-grpo", "tempflow-grpo", "granular-grpo", "tree-grpo"),
     COLOURS["noise-weighted"]: ("noise-weighted",),
     OTHERS[0]: ("diffusion-nft", "awm", "dgpo"),
 }

@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 
 from flowrl.io import require_new_file, write_bytes
 from flowrl.plots.pages import render
+from flowrl.plots.style import COLOURS as METHOD_COLOURS
 from flowrl.plots.style import OTHERS, clean, is_own, png, spread_labels
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#7A5195", "#8C6D1F", *OTHERS)
+COLOURS = (*METHOD_COLOURS.values(), *OTHERS)
 
 
 @dataclass(frozen=True)
