@@ -55,7 +55,7 @@ def suite_of(path: Path, *configs: RunConfig, command: str = "a test", trust: bo
 
 class TestRuns:
     def test_runs_resumes_and_pauses(self, tmp_path: Path) -> None:
-        runs, seen = needed({"tiny": TINY}, "mixture", {"mixture": (0, 1)}), []
+        runs, seen = needed({"tiny": TINY}, "mixture", {"mixture": (0, 1, 2)}), []
         suite = Suite(runs, ResultsFile(tmp_path / "results.jsonl"), runs)
         assert not suite.execute(1, minutes=0) and suite.file.read() == {}
 
@@ -65,15 +65,15 @@ class TestRuns:
 
         assert not suite.execute(1, interrupt)
         kept = suite.file.path.read_text()
-        assert seen == [(1, 4)] and 1 <= kept.count("\n") < 4
+        assert seen == [(1, 6)] and 1 <= kept.count("\n") < 6
         order = []
         assert suite.execute(1, lambda done, total, line: order.append(line["seed"]))
         assert suite.file.path.read_text().startswith(kept) and order == sorted(order)
         lines = suite.file.read(suite.allowed)
         assert set(lines) == set(suite.runs)
         assert suite.execute(1, interrupt)  # nothing is left to do
-        found = evidence(TINY, "mixture", lines, (0, 1))
-        assert found is not None and found.seeds == (0, 1)
+        found = evidence(TINY, "mixture", lines, (0, 1, 2))
+        assert found is not None and found.seeds == (0, 1, 2)
         for key, line in lines.items():
             words = ["flowrl", "bench", "claims", "--out", str(tmp_path / "results.jsonl"), "--redo", key]
             assert shlex.split(line["command"]) == words
@@ -103,11 +103,11 @@ class TestRuns:
         assert "workers = -1 is not allowed" in capsys.readouterr().err
 
     def test_incomplete_seeds_are_left_out(self) -> None:
-        both = [small_line(seed, **more) for seed in (0, 1) for more in ({}, {"credit": "random"})]
-        lines = {line["id"]: line for line in (*both, small_line(2))}
-        found = evidence(TINY, "mixture", lines, (0, 1, 2))
-        assert found is not None and found.seeds == (0, 1)
-        assert evidence(TINY, "mixture", lines, (1, 2)) is None  # a single seed has no interval
+        both = [small_line(seed, **more) for seed in (0, 1, 2) for more in ({}, {"credit": "random"})]
+        lines = {line["id"]: line for line in (*both, small_line(3))}
+        found = evidence(TINY, "mixture", lines, (0, 1, 2, 3))
+        assert found is not None and found.seeds == (0, 1, 2)
+        assert evidence(TINY, "mixture", lines, (1, 2, 3)) is None  # two complete seeds are too few
         assert evidence(TINY, "mixture", {}, (0, 1)) is None
 
     def test_peak_memory_is_that_of_a_process(self) -> None:
@@ -120,11 +120,11 @@ class TestSamples:
         claim = CLAIMS["point-density"]
         run = make_run("mixture", "direction", 0, {**claim.base, **claim.arms["turning points"]})
         assert list(needed_samples({"point-density": claim}, {"mixture": (0,)})) == [config_id(run)]
-        other = make_run("mixture", "direction", 1, {**claim.base, **claim.arms["turning points"]})
-        lines = {config_id(run): small_line(), config_id(other): small_line(1)}
-        assert evidence(claim, "mixture", lines, (0, 1)) is None
+        changes = {**claim.base, **claim.arms["turning points"]}
+        lines = {config_id(make_run("mixture", "direction", seed, changes)): small_line(seed) for seed in (0, 1, 2)}
+        assert evidence(claim, "mixture", lines, (0, 1, 2)) is None
         sampled = {key: {**line, "samples": {}} for key, line in lines.items()}
-        assert evidence(claim, "mixture", sampled, (0, 1)) is not None
+        assert evidence(claim, "mixture", sampled, (0, 1, 2)) is not None
 
     def test_missing_rows_are_measured_and_others_are_kept(self, tmp_path: Path) -> None:
         file, counts, small = SamplesFile(tmp_path / "samples.json"), [], small_run(window="all-but-last")

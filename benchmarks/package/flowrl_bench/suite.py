@@ -23,6 +23,8 @@ from flowrl_bench.results_file import Lines, ResultsFile, SamplesFile, make_line
 
 Progress = Callable[[int, int, Mapping[str, Any]], None]
 """Called with (runs in the file, runs in all, the line of the run that has just finished)."""
+FEWEST = 3
+"""Complete seeds that a verdict needs; the false-alarm rates are known from this number on."""
 QUICK_QUESTIONS = ("random-points", "increments-alone", "point-density")
 """Open questions of the quick suite, which has all claims."""
 
@@ -164,7 +166,7 @@ def kept_memory(path: Path, arms: Mapping[str, Arm] | None, code: str = "") -> l
 def evidence(claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...]) -> Evidence | None:
     """The claim's runs in a world: every seed that all its arms and tasks have (with samples, if it needs them).
 
-    None for fewer than two seeds, which have no interval.
+    None for fewer than `FEWEST` seeds.
     """
     found: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {arm: {} for arm in claim.arms}
     for arm, task, seed, config in claim.configs(world, seeds):
@@ -173,7 +175,7 @@ def evidence(claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...]) -> 
         if line is not None and ("samples" in line or arm not in claim.samples):
             cell[seed] = line
     complete = [s for s in seeds if all(s in cell for tasks in found.values() for cell in tasks.values())]
-    if len(complete) < 2:
+    if len(complete) < FEWEST:
         return None
     runs = {arm: {task: [cell[s] for s in complete] for task, cell in tasks.items()} for arm, tasks in found.items()}
     return Evidence(runs, tuple(complete))
