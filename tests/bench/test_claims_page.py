@@ -124,7 +124,7 @@ class TestMainComparison:
 
     def test_arms_without_runs_are_left_out(self) -> None:
         whole = next(claim for claim in LEADS if "branch-grpo" in claim.arms)
-        arms = arms_of(judged_of(made(whole, "mixture", dict.fromkeys(whole.arms, SLOW), (100, 101))), "mixture")
+        arms = arms_of(judged_of(made(whole, "mixture", dict.fromkeys(whole.arms, SLOW), (100, 101, 102))), "mixture")
         assert set(arms) == {UNIFORM, "branch-grpo", "uniform, larger groups"}
 
     def test_families(self) -> None:
@@ -250,7 +250,7 @@ class TestFigures:
 
     def test_the_frontier_has_a_line_per_method_and_a_point_per_weight(self) -> None:
         claim = CLAIMS[FRONTIERS["turning points"]]
-        one = Judged(claim, "mixture", made(claim, "mixture", dict.fromkeys(claim.arms, SLOW), (100, 101)))
+        one = Judged(claim, "mixture", made(claim, "mixture", dict.fromkeys(claim.arms, SLOW), (100, 101, 102)))
         empty = Judged(CLAIMS[FRONTIERS["uniform"]], "mixture", {})
         assert frontier({"uniform": empty}) is None
         drawn = frontier({"turning points": one, "uniform": empty})
