@@ -116,7 +116,7 @@ print(json.dumps([sum(name.startswith("flowrl") for name in new), sorted(package
 """
 
 
-@pytest.mark.parametrize(("line", "own", "packages"), [("--help", 8, 12), ("parts", 13, 14), ("compare --help", 21, 18)])
+@pytest.mark.parametrize(("line", "own", "packages"), [("--help", 11, 12), ("parts", 16, 14), ("compare --help", 24, 18)])
 def test_modules_that_are_imported_at_the_start(line, own, packages):
     """Modules of flowrl and packages of others, counted when this was written, with two packages for other versions of these."""
     found = subprocess.run([sys.executable, "-c", START, *line.split()], capture_output=True, text=True, check=True)
