@@ -1,17 +1,12 @@
 """The build of the lessons: how outputs are compared, and that the committed notebooks match their sources."""
 
-import importlib.util
 from pathlib import Path
 
 import nbformat
 import pytest
+from loading import ROOT, load
 
-ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("build_lessons", ROOT / "tutorials" / "build.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-build = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(build)
+build = load("tutorials/build.py")
 SOURCES = build.sources([])
 
 HEADER = """\

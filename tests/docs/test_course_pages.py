@@ -1,17 +1,12 @@
 """The pages of the course: what is folded, and the links to the other versions of a lesson."""
 
-import importlib.util
 from pathlib import Path
 
 import nbformat
 import pytest
+from loading import ROOT, load
 
-ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("course_pages", ROOT / "docs" / "course_pages.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-course_pages = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(course_pages)
+course_pages = load("docs/course_pages.py")
 
 STORED = sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.ipynb"))
 

@@ -181,7 +181,8 @@ def check_rate(answer: Answer) -> None:
     close(value, 0.25, f"{value:.3g} instead of 0.25, the fraction of experiments judged better", wrong, 1e-6)
 
 
-def _slopes(table: Tensor, over: tuple[int, ...] = (0, 1), inverse: bool = False) -> Tensor:
+def calibration_slopes(table: Tensor, over: tuple[int, ...] = (0, 1), inverse: bool = False) -> Tensor:
+    """The slope of the final reward on the reward of each node, both centred within their group: [1, 1, node]."""
     values = centred(table)
     final = values[..., -1:]
     below = final.square().expand_as(values) if inverse else values.square()
@@ -203,20 +204,20 @@ def check_calibrated(rule: Any) -> None:
     rules.check_one_step_probe(made)
 
     def late(table: Tensor, shift: int = 0) -> Tensor:
-        slopes = _slopes(table)
+        slopes = calibration_slopes(table)
         return centred_by_step(slopes[..., shift : slopes.shape[-1] - 1 + shift] * centred(table).diff(dim=-1))
 
     after = "the slope multiplies the gain R_{j+1} - R_j; calibrate both values first, then take their difference"
     mistakes = {
         "the slope is inverted: it predicts R_j from R_T. Divide by the spread of R_j": (
-            lambda table: _calibrated(table, _slopes(table, inverse=True))
+            lambda table: _calibrated(table, calibration_slopes(table, inverse=True))
         ),
         "every group has its own slope, which is noisy with few members; pool over prompts and members": (
-            lambda table: _calibrated(table, _slopes(table, over=(1,)))
+            lambda table: _calibrated(table, calibration_slopes(table, over=(1,)))
         ),
         after: late,
         f"{after} ": lambda table: late(table, 1),
         "the slopes are missing: these are plain gains": lambda table: _calibrated(table, torch.ones(table.shape[-1])),
     }
     otherwise = "the advantages are not those of the calibrated values slope_j (R_j - mean)"
-    rules.check_advantages(made, lambda table: _calibrated(table, _slopes(table)), otherwise, mistakes)
+    rules.check_advantages(made, lambda table: _calibrated(table, calibration_slopes(table)), otherwise, mistakes)
