@@ -1,4 +1,4 @@
-"""The place at which a learning curve first reaches a level."""
+"""The position at which a learning curve first reaches a level."""
 
 import math
 from collections.abc import Sequence

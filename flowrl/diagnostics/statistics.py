@@ -1,4 +1,4 @@
-"""Means over seeds or prompts with Student's interval, and what counts as a collapse of a run."""
+"""Means over seeds or prompts with Student's interval, and the criterion of a collapsed run."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,13 @@ BELOW_START = 0.02
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95% interval; `low` and `high` are infinite if the data do not bound it (fewer than 2 seeds)."""
+    """A value with its 95% interval.
+
+    Args:
+        value: the estimate.
+        low: lower end of the interval; -inf if the data do not bound it (fewer than 2 seeds).
+        high: upper end of the interval; inf if the data do not bound it.
+    """
 
     value: float
     low: float
@@ -33,7 +39,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Inference(Estimate):
-    """With the two-sided p-value of a null hypothesis (that the value is 0, if no other is given); NaN for fewer than 2 seeds."""
+    """An estimate with the p-value of a null hypothesis.
+
+    Args:
+        value: the estimate.
+        low: lower end of the interval, as in `Estimate`.
+        high: upper end of the interval.
+        p: two-sided p-value of the null hypothesis, by default that the value is 0; NaN for fewer than 2 seeds.
+    """
 
     p: float = math.nan
 

@@ -19,11 +19,17 @@ from flowrl.types import Prompt
 
 @dataclass(frozen=True)
 class ScoreDifference:
-    """Means over prompts of a score before and after training, and of the difference with its 95% interval [`low`, `high`].
+    """Means over prompts of a score before and after training, and of the difference with its 95% interval.
 
-    `better` is the fraction of prompts that score higher with the trained weights, `prompts` the number of compared prompts and
-    `invalid` the number of pairs that are left out because the reward marked an image invalid. The bounds are NaN for fewer than
-    two prompts.
+    Args:
+        base: mean score with the base weights.
+        trained: mean score with the trained weights.
+        difference: `trained` - `base`.
+        low: lower end of the interval; NaN for fewer than two prompts.
+        high: upper end of the interval; NaN for fewer than two prompts.
+        better: fraction of prompts that score higher with the trained weights.
+        prompts: number of compared prompts.
+        invalid: number of pairs left out because the reward marked an image invalid.
     """
 
     base: float
@@ -38,9 +44,20 @@ class ScoreDifference:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """`count` images per prompt by `steps` ODE steps, `batch` latents at a time; the first `shown` prompts' images are kept.
+    """Settings of sampling for a comparison of weights.
 
     The noise of an image depends only on `seed`, the prompt's position in the list, `count` and the image's number.
+
+    Args:
+        steps: number of ODE steps.
+        count: images per prompt.
+        seed: seed of the noise.
+        batch: latents per network call.
+        shown: number of prompts of which images are kept.
+        solver: name of the solver (see `rollout.solve`).
+
+    Raises:
+        ConfigError: a number is below 1.
     """
 
     steps: int = 40
@@ -55,7 +72,9 @@ class SamplingSettings:
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
 
     def noise(self, policy: FlowPolicy, prompts: int) -> Iterator[Tensor]:
-        """One latent per image, prompt by prompt, each from a generator of its own on the CPU: the same for every batch size."""
+        """One latent per image, in order of the prompts, each from a separate CPU generator, so that the batch size has no
+        effect.
+        """
         for number in range(prompts * self.count):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
             yield torch.randn(policy.latent_shape, generator=generator)
@@ -63,8 +82,12 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class ScoredImages:
-    """Scores by reward [prompt, count] of one set of weights, and the first prompts' first images [shown, 3, height, width];
-    of videos, `stills`."""
+    """Scores and example images of one set of weights.
+
+    Args:
+        scores: scores [prompt, count] by reward.
+        shown: the first prompts' first images [shown, 3, height, width]; for videos, `stills`.
+    """
 
     scores: dict[str, Tensor]
     shown: Tensor
@@ -117,7 +140,16 @@ def compare_scores(base: Tensor, trained: Tensor) -> ScoreDifference:
 
 @dataclass(frozen=True)
 class WeightComparison:
-    """A finished comparison: differences by reward, the scored images of both weights, prompts, settings and other `facts`."""
+    """A finished comparison of base and trained weights.
+
+    Args:
+        scores: differences by reward.
+        base: images and scores of the base weights.
+        trained: images and scores of the trained weights.
+        prompts: texts of the prompts.
+        how: settings of sampling.
+        facts: further facts about the weights.
+    """
 
     scores: dict[str, ScoreDifference]
     base: ScoredImages
@@ -176,8 +208,6 @@ def compare_weights(
 
 def load_weights(policy: Any, folder: Path) -> None:
     """Load trained weights in diffusers' formats into a `PipelinePolicy` without adapters.
-
-    Raises `CheckpointError` if they are neither or belong to another model.
 
     Args:
         policy: the policy, without adapters.

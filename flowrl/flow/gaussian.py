@@ -1,8 +1,8 @@
 """Diagonal Gaussians over the next node: sampling, log-density and divergence.
 
 Every reduction is a *mean* over the latent elements (not a sum), as in the public Flow-GRPO code (arXiv 2505.05470), so
-a policy ratio does not depend on the resolution. Where std is 0 the step is not a decision: log-densities and
-divergences are exactly 0 there, with zero and finite gradients.
+a policy ratio does not depend on the resolution. A step with std 0 is not a decision: its log-density and divergence are
+exactly 0, with zero and finite gradients.
 """
 
 import math

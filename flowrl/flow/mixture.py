@@ -9,9 +9,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GaussianMixture:
-    """Data x_0 ~ sum_k w_k N(m_k, s^2 I): `means` [mode, dim], `std` = s > 0, `weights` [mode] summing to 1.
+    """Data x_0 ~ sum_k w_k N(m_k, s^2 I).
 
-    Under x_t = (1-t) x_0 + t eps mode k becomes N((1-t) m_k, c_t I), c_t = (1-t)^2 s^2 + t^2.
+    Under x_t = (1-t) x_0 + t eps, mode k becomes N((1-t) m_k, c_t I) with c_t = (1-t)^2 s^2 + t^2.
+
+    Args:
+        means: the modes' means m_k [mode, dim].
+        std: standard deviation s of every mode, above 0.
+        weights: the modes' probabilities w_k [mode], which sum to 1.
     """
 
     means: Float[Tensor, "mode dim"]

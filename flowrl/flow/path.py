@@ -1,4 +1,4 @@
-"""The straight path between data and noise: time grids along it, its interpolant, and what a velocity implies about its ends.
+"""The straight path between data and noise: time grids, the interpolant, and the estimates of its ends from a velocity.
 
 x_t = (1-t) x_0 + t eps and v = dx/dt = eps - x_0, from t = 1 (noise) to t = 0 (data). Source: Lipman et al. 2023 (arXiv
 2210.02747), Liu et al. 2023 (arXiv 2209.03003). Times are [sample], latents and velocities [sample, *latent].

@@ -39,7 +39,7 @@ def _draw(kind: _Kind, schedule: Schedule, samples: int, generator: torch.Genera
 
 
 def _grid_times(schedule: Schedule) -> Tensor:
-    """The time of each step as the network gets it, [step]."""
+    """The network's time at each step, [step]."""
     return schedule.network_timesteps / 1000.0
 
 
@@ -60,9 +60,17 @@ def _require_shift(kind: str, shift: float) -> None:
 @checked_options
 @dataclass(frozen=True)
 class PermutedTimes:
-    """The grid's T times in random order, of which the first floor(`fraction` T) are used; all but one for 0.99 and T = 10.
+    """The first floor(`fraction` T) of the grid's T times in random order.
 
-    `fraction` in (0, 1]. Source: DiffusionNFT's code (arXiv 2509.16117), a permutation for each sample.
+    With the default fraction and T = 10 these are all but one. Source: DiffusionNFT's code (arXiv 2509.16117), a permutation for
+    each sample.
+
+    Args:
+        fraction: fraction of the grid's times to use, in (0, 1].
+        shared: draw one permutation for all samples.
+
+    Raises:
+        ConfigError: `fraction` is out of range.
     """
 
     fraction: float = 0.99
@@ -89,10 +97,17 @@ class PermutedTimes:
 class StratifiedTimes:
     """`count` times of the grid, one from each of `count` equal parts of the steps before step floor(`fraction` T).
 
-    The parts begin at step 0 (`first` = "drawn") or 1 ("without"); "with" takes step 0 always and the other count - 1 from step
-    1 on. Source: AWM's code (arXiv 2509.25050), its time types discrete, discrete_wo_init (published) and discrete_with_init.
-    There, the times are drawn once per micro-batch; `shared` draws them once for all samples. `draw` raises `ConfigError` if a
-    part has no step.
+    Source: AWM's code (arXiv 2509.25050), time types discrete, discrete_wo_init (published) and discrete_with_init; there the
+    times are drawn once per micro-batch. `draw` raises `ConfigError` if a part contains no step.
+
+    Args:
+        count: times per sample.
+        first: first step of the parts: 0 ("drawn") or 1 ("without"); "with" always takes step 0 and draws the other count - 1.
+        fraction: fraction of the steps to draw from, in (0, 1].
+        shared: draw the times once for all samples.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     count: Count = 6
@@ -129,7 +144,17 @@ class StratifiedTimes:
 class UniformTimes:
     """`count` stratified times, uniform in [`low`, `high`], then shifted: shift t / (1 + (shift - 1) t).
 
-    A `shift` above 1 moves times towards noise. Source: AWM's code (arXiv 2509.25050), time type uniform.
+    Source: AWM's code (arXiv 2509.25050), time type uniform.
+
+    Args:
+        count: times per sample.
+        low: smallest time before the shift, in (0, 1).
+        high: largest time before the shift, in (`low`, 1].
+        shift: above 0; a shift above 1 moves times towards noise.
+        shared: draw the times once for all samples.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     count: Count = 6
@@ -159,9 +184,19 @@ class UniformTimes:
 @checked_options
 @dataclass(frozen=True)
 class LogitNormalTimes:
-    """`count` stratified times whose logit is normal (`mean`, `std`), then shifted as in `UniformTimes`.
+    """`count` stratified times with a normally distributed logit, then shifted as in `UniformTimes`.
 
-    Source: AWM's code (arXiv 2509.25050), time type logit_normal, there drawn once per micro-batch.
+    Source: AWM's code (arXiv 2509.25050), time type logit_normal; there the times are drawn once per micro-batch.
+
+    Args:
+        count: times per sample.
+        mean: mean of the logit.
+        std: standard deviation of the logit, above 0.
+        shift: above 0; a shift above 1 moves times towards noise.
+        shared: draw the times once for all samples.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     count: Count = 6
@@ -192,11 +227,19 @@ class LogitNormalTimes:
 @checked_options
 @dataclass(frozen=True)
 class DrawnSteps:
-    """`count` times of the grid's first `steps` steps, without replacement, by default the same for all samples.
+    """`count` times of the grid's first `steps` steps, drawn without replacement.
 
     Late times are left out because few-step samples have artefacts there, which training would reproduce. Source: DGPO (arXiv
-    2510.08425) and its code: 4 of the first 7 of 10 steps, for GenEval of the first 5. `draw` raises `ConfigError` if the grid
+    2510.08425) and its code: 4 of the first 7 of 10 steps; for GenEval, 4 of the first 5. `draw` raises `ConfigError` if the grid
     has fewer than `steps` steps.
+
+    Args:
+        count: times per sample, at most `steps`.
+        steps: number of steps to draw from, counted from step 0.
+        shared: draw the times once for all samples.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     count: Count = 4

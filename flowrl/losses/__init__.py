@@ -1,5 +1,6 @@
-"""Losses, one file each: policy losses are pure functions of Gaussians, forward-process losses of velocities, with advantages and
-a mask."""
+"""Losses, one file each: pure functions of Gaussians (policy losses) or velocities (forward-process losses), advantages and a
+mask.
+"""
 
 from flowrl.losses.awm import AWM
 from flowrl.losses.clipped import ClippedLoss

@@ -1,4 +1,4 @@
-"""What the forward-process losses share: the rows that count, squared errors, the ratio's clip, penalties, metrics."""
+"""Shared code of the forward-process losses: counted rows, squared errors, the ratio's clip, penalties, metrics."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -16,8 +16,10 @@ VELOCITIES = ("new", "target", "old", "average", "reference")
 
 
 def counted_rows(batch: ForwardBatch) -> ForwardBatch:
-    """`batch` in which masked rows have advantage 0, time 1 and velocities 0, so that all their terms and gradients are exactly 0
-    or constant, whatever they contained. Selecting the others would make the host wait for the device."""
+    """`batch` with advantage 0, time 1 and velocities 0 in masked rows, so that their terms and gradients are 0 or constant.
+
+    Selecting the other rows would make the host wait for the device.
+    """
     counts = batch.mask
     zeroed = {
         field.name: torch.where(expand(counts, value), value if field.name == "new" else value.detach(), 0.0)
@@ -34,13 +36,16 @@ def matching(velocity: Latents, target: Latents) -> PerSample:
 
 
 def elbo_weight(time: PerSample) -> PerSample:
-    """1 / (2 sigma^2) with Flow-SDE's sigma^2 = 0.49 t / (1 - min(t, 0.99)): a velocity's squared distance as the divergence of
-    transitions, per unit of time. Source: AWM's code (arXiv 2509.25050), kl_weight ELBO."""
+    """1 / (2 sigma^2) with Flow-SDE's sigma^2 = 0.49 t / (1 - min(t, 0.99)).
+
+    Turns the squared distance of two velocities into the divergence of the transitions per unit of time. Source: AWM's code
+    (arXiv 2509.25050), kl_weight ELBO.
+    """
     return (1.0 - time.clamp(max=0.99)) / (2.0 * 0.49 * time)
 
 
 def ratio_metrics(ratio: PerSample, clipped: Bool[Tensor, " sample"], counts: Bool[Tensor, " sample"]) -> dict[str, Tensor]:
-    """The usual metrics of a ratio: its mean, the largest and mean |ratio - 1|, and the share of clipped rows."""
+    """The usual metrics of a ratio: its mean, the largest and the mean |ratio - 1|, and the fraction of clipped rows."""
     ratio = torch.where(counts, ratio.detach(), 1.0)
     deviation = (ratio - 1.0).abs()
     return {

@@ -1,4 +1,4 @@
-"""What the policy losses share: the pairs that count, the clipped surrogate, the reference penalty, the metrics."""
+"""Shared code of the policy losses: counted pairs, the clipped surrogate, the reference penalty, metrics."""
 
 import math
 from collections.abc import Callable
@@ -27,8 +27,8 @@ KL_FORMS: dict[str, Divergence] = {"exact": exact_kl, "without_delta": kl_withou
 def counted_pairs(batch: LossBatch) -> LossBatch:
     """`batch` with `mask` True for the pairs that count: unmasked, and stochastic (behaviour std > 0).
 
-    The others get std 0 and advantage 0, so that their densities, divergences and policy terms are exactly 0, with zero
-    gradients. Selecting the rows would make the host wait for the device in every micro-batch.
+    The others get std 0 and advantage 0, so their densities, divergences and policy terms are exactly 0, with zero gradients.
+    Selecting the rows would make the host wait for the device in every micro-batch.
     """
     counts = batch.mask & (batch.behaviour.std > 0)
     behaviour, reference = _only(batch.behaviour, counts), batch.reference and _only(batch.reference, counts)
@@ -109,7 +109,7 @@ def require_positive(loss: str, option: str, value: float) -> None:
 
 
 def mean_over(values: Tensor, counts: Tensor) -> Tensor:
-    """The sum of `values`, which are 0 where a pair does not count, over the number of pairs that do; 0 without any pair."""
+    """The sum of `values` over the number of counted pairs; 0 without any. `values` must be 0 for pairs that do not count."""
     return values.sum() / counts.sum().clamp(min=1)
 
 

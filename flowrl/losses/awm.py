@@ -23,29 +23,40 @@ class AWM:
     """Forward-process loss: max(-A rho, -A clip(rho, 1-c, 1+c)), rho = exp(log p - log p_old), plus distances of velocities.
 
     Means over rows. The distances are kl_weight |v - v_ref|^2 from the base model and average_weight |v - v_avg|^2 from an
-    average of the weights, means over latent elements. log p is minus a weighted matching error, l = mean over latent elements
-    of (v - v*)^2. `weight` = "uniform": -l; "t": -t l; "t2": -t^2 l; "huber": -t (sqrt(l + 1e-10) - 1e-5); "ghuber": -(t/p) ((l
-    + 1e-10)^p - 1e-10^p) with p = `power`. Advantages are clipped to +-`advantage_clip`, divided by it and multiplied by
-    `advantage_scale`. `clip` = c; with 1 only ratios above 2 are clipped.
+    average of the weights, means over latent elements. log p is minus a weighted matching error, with l = mean over latent
+    elements of (v - v*)^2. With one update per iteration, as published, rho = 1 exactly unless `off_policy`, and the policy
+    gradient is that of -A log p. While the average network's decay is 0 it equals the current weights, and its penalty has no
+    gradient.
 
-    `ratio` = "exp_first": one ratio per row; "sum_first": one per sample, of the mean log p over its times (needs all times of
-    a sample, see `forward.PooledForwardLoss`). `off_policy`: the ratio refers to the average network, with which samples are
-    then drawn, instead of the weights at the beginning of the iteration. With one update per iteration, as published, rho = 1
-    exactly unless `off_policy`, and the policy gradient is that of -A log p.
-
-    The average network follows the weights once per iteration, `decay` = (start, rate, cap) as in `forward.Decay`. While its
-    decay is 0 it equals the current weights, and its penalty has no gradient. `kl` = "elbo" multiplies both squared distances
-    by (1 - min(t, 0.99)) / (0.98 t).
-
-    Published: ghuber with p 0.25, c 1, average_weight 1, kl_weight 0.001 (GenEval), 0.003 (OCR), 1e-4 (PickScore), 6 of 14
-    times per sample (`flow.StratifiedTimes`; there, one draw per micro-batch), sampling without guidance by SA-Solver in 14
-    steps, advantages over the standard deviation of the batch (``uniform(std=batch)``), AdamW at 3e-4, one update per
-    iteration, LoRA rank 32; the first two iterations are not trained on. Another implementation sets a clip of 1e-5 and
-    average_weight 0.1 against collapse.
+    Published: ghuber with p 0.25, c 1, average_weight 1, kl_weight 0.001 (GenEval), 0.003 (OCR), 1e-4 (PickScore), 6 of 14 times
+    per sample (`flow.StratifiedTimes`; there, one draw per micro-batch), sampling without guidance by SA-Solver in 14 steps,
+    advantages divided by the standard deviation of the batch (``uniform(std=batch)``), AdamW at 3e-4, one update per iteration,
+    LoRA rank 32; the first two iterations do not train. Another implementation uses a clip of 1e-5 and average_weight 0.1 against
+    collapse.
 
     Metrics: policy_loss, ratio_mean, ratio_deviation, ratio_distance, clip_fraction, matching (l), kl and average_kl if their
-    weights are above 0. Source: AWM (arXiv 2509.25050) and its public code (commit be51372). Raises `ConfigError` for a bad
-    field or a missing velocity.
+    weights are above 0. `loss` raises `ConfigError` if a velocity is missing. Source: AWM (arXiv 2509.25050) and its public code
+    (commit be51372).
+
+    Args:
+        weight: log p: "uniform": -l; "t": -t l; "t2": -t^2 l; "huber": -t (sqrt(l + 1e-10) - 1e-5); "ghuber": -(t/p) ((l +
+            1e-10)^p - 1e-10^p).
+        power: p of "ghuber", above 0.
+        clip: c; with 1 only ratios above 2 are clipped.
+        ratio: "exp_first": one ratio per row; "sum_first": one per sample, of the mean log p over its times, which needs all
+            times of a sample (see `forward.PooledForwardLoss`).
+        advantage_clip: advantages are clipped to +- this value and divided by it.
+        advantage_scale: factor of the clipped advantages.
+        kl_weight: weight of the distance from the base model, 0 or more.
+        average_weight: weight of the distance from the average network, 0 or more.
+        kl: "elbo" multiplies both squared distances by (1 - min(t, 0.99)) / (0.98 t); "uniform" by 1.
+        off_policy: form the ratio against the average network, which then samples, instead of the iteration's initial weights.
+        decay: (start, rate, cap) of the average network, as in `forward.Decay`; updated once per iteration.
+        times: the training times.
+        noise: which rows share their noise (see `forward.ForwardLoss`).
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     weight: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
@@ -106,7 +117,7 @@ class AWM:
 
     @torch.no_grad()
     def row_terms(self, batch: ForwardBatch) -> PerSample:
-        """log p - log p_old of each row, whose mean over a sample's times is the log-ratio of "sum_first"."""
+        """log p - log p_old of each row; "sum_first" averages it over a sample's times."""
         return self._log_ratio(counted_rows(batch))
 
     @checked

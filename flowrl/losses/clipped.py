@@ -15,17 +15,23 @@ from flowrl.types import LossBatch, LossResult, checked
 class ClippedLoss:
     """mean of max(-A ratio, -A clip(ratio, 1-c, 1+c)) + beta KL(new || reference), ratio = exp(logp - logp_old).
 
-    Means run over the unmasked stochastic pairs. `clip_range` = c is tiny (1e-4, Flow-GRPO; 1e-5, TP-GRPO) because logp is a
-    *mean* over latent elements. `kl_weight` = beta >= 0; above 0 the batch must carry the reference.
+    Means run over the unmasked stochastic pairs; without any the loss is exactly 0 with zero gradients. `loss` raises
+    `ConfigError` if `kl_weight` > 0 and the batch has no reference.
 
-    `kl` = "exact": the transition's KL per element; "without_delta": that times Delta, as the public Flow-GRPO code
-    computes it for Flow-SDE. `log_prob` = "exact": the Gaussian log-density; "released_cps": without its 1/(2 std^2)
-    and constants, as the public CPS code has it, which scales each step's log-ratio by 2 std^2.
+    Metrics: policy_loss, ratio_mean, ratio_deviation and ratio_distance (max and mean |ratio - 1|), clip_fraction (|ratio - 1| >
+    c), approx_kl (KL of new from behaviour), and kl if the batch has a reference. Source: Flow-GRPO (arXiv 2505.05470) and its
+    public code.
 
-    Metrics: policy_loss, ratio_mean, ratio_deviation and ratio_distance (max and mean |ratio - 1|), clip_fraction
-    (|ratio - 1| > c), approx_kl (KL of new from behaviour), and kl if the batch carries a reference. Without any counted pair the
-    loss is an exact 0 with zero gradients. Source: Flow-GRPO (arXiv 2505.05470) and its public code. Raises `ConfigError` for a
-    bad field or a missing reference.
+    Args:
+        clip_range: c in (0, 1); tiny (1e-4 in Flow-GRPO, 1e-5 in TP-GRPO) because logp is a *mean* over latent elements.
+        kl_weight: beta, 0 or more.
+        kl: "exact": the transition's KL per element; "without_delta": this KL times Delta, as the public Flow-GRPO code computes
+            it.
+        log_prob: "exact": the Gaussian log-density; "released_cps": without 1/(2 std^2) and constants, as in the public CPS code,
+            which scales each step's log-ratio by 2 std^2.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     clip_range: float = 1e-4

@@ -22,28 +22,39 @@ from flowrl.types import LossResult, PerSample, checked
 class DGPO:
     """Forward-process loss: sigmoid(S) A l(v) + kl_weight |v - v_ref|^2, S = beta_dpo E_group[A (l(v) - l(v_anchor))], detached.
 
-    The mean over rows; l = mean over latent elements of (v - v*)^2; a group is the rows of one prompt at one time, which share
+    The mean over rows; l = mean over latent elements of (v - v*)^2. A group is the rows of one prompt at one time, which share
     their noise. The gradient is that of -log sigmoid(-S) / beta_dpo, the paper's Equation 17 with lambda_t and T absorbed:
-    `beta_dpo` changes the sharpness of the sigmoid, not the scale of the gradient. If advantages sum to 0 over a group, so do
-    the weights of its errors. Therefore, samples that cannot be judged must be left out before advantages are formed, and
-    advantages must not be clamped: ``uniform(std=batch, clamp=none)``.
+    `beta_dpo` changes the sharpness of the sigmoid, not the scale of the gradient. If advantages sum to 0 over a group, so do the
+    weights of its errors. Invalid samples must therefore be left out before advantages are computed, and advantages must not be
+    clamped: ``uniform(std=batch, clamp=none)``.
 
-    `anchor`: the network of S, the base model ("reference") or the copy `old` (released use_ema_ref, with beta_dpo 2000 to 5000
-    and clip 1e-5 to 1e-4). `clip` = c: with rho = exp(l_old - l), rows with A > 0 and rho > 1+c, or A <= 0 and rho < 1-c, have
-    no policy gradient; None switches this off. `clip_kl`: they have none from the penalty either. Guidance of the velocities is a
-    setting of the run: `train_guidance_scale` 1 as published; `reference_guidance_scale` for a guided reference (kl_cfg).
+    S needs whole groups: in one batch, or by two passes (`forward.PooledForwardLoss`). Guidance of the velocities is a setting of
+    the run: `train_guidance_scale` 1 as published; `reference_guidance_scale` for a guided reference (kl_cfg). The start of
+    `decay` is 1 because the released code does not count the current step.
 
-    S needs whole groups: in one batch, or by two passes (`forward.PooledForwardLoss`).
+    Published otherwise: beta_dpo 100 (PickScore 10), clip 0.01 (PickScore 0.05), kl_weight 0.02 (PickScore 0.001), 4 of the first
+    7 of 10 times (GenEval 5), sampling by DPM-Solver++ with guidance 4.5 although training has none, AdamW at 3e-4, one update
+    per iteration, LoRA rank 64.
 
-    The copy `old` follows the weights at every update, `decay` = (start, rate, cap) as in `forward.Decay`; start 1 because the
-    released code counts the steps before the present one. It samples after `sample_from` steps: 200, GenEval 500. Published
-    besides: beta_dpo 100 (PickScore 10), clip 0.01 (PickScore 0.05), kl_weight 0.02 (PickScore 0.001), 4 of the first 7 of 10
-    times (GenEval 5), sampling by DPM-Solver++ with guidance 4.5 though training has none, AdamW at 3e-4, one update per
-    iteration, LoRA rank 64.
+    Metrics: policy_loss, ratio_mean, ratio_deviation, ratio_distance and clip_fraction (of rho, if clipping is on), group_weight
+    (sigmoid(S)), matching (l), kl if kl_weight > 0. `loss` raises `ConfigError` if a velocity is missing. Source: DGPO (arXiv
+    2510.08425, Equation 17) and its public code (commit 01ceb4b).
 
-    Metrics: policy_loss, ratio_mean, ratio_deviation, ratio_distance and clip_fraction (of rho, if clipping is on),
-    group_weight (sigmoid(S)), matching (l), kl if kl_weight > 0. Source: DGPO (arXiv 2510.08425, Equation 17) and its public
-    code (commit 01ceb4b). Raises `ConfigError` for a bad field or a missing velocity.
+    Args:
+        beta_dpo: sharpness of the preference, above 0.
+        clip: c: with rho = exp(l_old - l), rows with A > 0 and rho > 1+c, or A <= 0 and rho < 1-c, have no policy gradient; None:
+            off.
+        clip_kl: clipped rows have no gradient from the penalty either.
+        kl_weight: weight of the distance from the base model, 0 or more.
+        anchor: v_anchor: the base model ("reference") or the copy `old` (released use_ema_ref, with beta_dpo 2000 to 5000 and
+            clip 1e-5 to 1e-4).
+        decay: (start, rate, cap) of the copy `old`, as in `forward.Decay`; updated at every optimizer step.
+        sample_from: the copy `old` samples after this many optimizer steps (published: 200, GenEval 500); None: never.
+        times: the training times, the same for all samples of a group.
+        noise: which rows share their noise (see `forward.ForwardLoss`).
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     beta_dpo: float = 100.0
@@ -66,7 +77,7 @@ class DGPO:
 
     @property
     def copies(self) -> Mapping[str, WeightCopy]:
-        """The network of the ratio, sampled from later on."""
+        """The copy `old`, for the ratio and, from `sample_from` steps on, for sampling."""
         evaluated = self.clip is not None or self.anchor == "old"
         return {"old": WeightCopy(Decay(*self.decay), "update", self.sample_from, evaluated)}
 
@@ -82,7 +93,7 @@ class DGPO:
 
     @torch.no_grad()
     def row_terms(self, batch: ForwardBatch) -> PerSample:
-        """beta_dpo A (l - l_anchor) of each row, whose mean over a group is S."""
+        """beta_dpo A (l - l_anchor) of each row; its mean over a group is S."""
         rows = counted_rows(batch)
         gap = matching(rows.new, rows.target) - matching(rows.velocity_of(self.anchor, self), rows.target)
         return self.beta_dpo * rows.advantages * gap

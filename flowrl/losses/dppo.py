@@ -16,21 +16,28 @@ from flowrl.types import LossBatch, LossResult, checked
 @checked_options
 @dataclass(frozen=True)
 class FlowDPPO:
-    """mean of -A ratio, without the pairs that are too far and would move further, + beta KL(new || reference).
+    """mean of -A ratio + beta KL(new || reference), without pairs that are too far and would move further away.
 
-    A pair is dropped (no loss, no gradient; it still counts in the mean) when KL(behaviour || new) of its transition, a mean
-    over latent elements, exceeds `bound` and the update would push away from the behaviour policy: A > 0 and ratio > 1, or
-    A < 0 and ratio < 1. The KL of two Gaussians of equal std is exact and has no sampling noise, which the ratio of a
-    single sample has.
+    A pair is dropped (no loss, no gradient; it still counts in the mean) if KL(behaviour || new) of its transition, a mean over
+    latent elements, exceeds `bound` and the update would move away from the behaviour policy: A > 0 and ratio > 1, or A < 0 and
+    ratio < 1. The KL of two Gaussians of equal std is exact; the ratio of a single sample has sampling noise.
 
     The default bound is that of the authors' code (kl_mask_threshold, also a mean over elements, for SD3.5-Medium at 512 pixels).
-    To compare with a clip: at a KL of K the log-ratio of one sample of d elements has a spread of sqrt(2 K / d), so a clip c
-    corresponds to K = c^2 d / 2. That is 3e-4 both for c = 1e-4 at SD3.5's latents (d = 65,536) and for c = 2e-3 at the
-    built-in image world's (d = 128): the published bound is the tighter one for both; small worlds may need `bound` = 3e-4.
+    At a KL of K, the log-ratio of one sample of d elements has a standard deviation of sqrt(2 K / d), so a clip c corresponds to
+    K = c^2 d / 2. That is 3e-4 both for c = 1e-4 at SD3.5's latents (d = 65,536) and for c = 2e-3 in the built-in image world (d
+    = 128). The published bound is tighter than both; small worlds may need `bound` = 3e-4.
 
-    `kl_weight` = beta >= 0, `kl` as in `ClippedLoss`. Metrics as in `ClippedLoss`; clip_fraction and mask_fraction are
-    both the fraction of dropped pairs. Source: Flow-DPPO (arXiv 2606.11025, equations 14 and 18) and its public code. Raises
-    `ConfigError` for a bad field or a missing reference.
+    Metrics as in `ClippedLoss`; clip_fraction and mask_fraction are both the fraction of dropped pairs. `loss` raises
+    `ConfigError` if `kl_weight` > 0 and the batch has no reference. Source: Flow-DPPO (arXiv 2606.11025, equations 14 and 18) and
+    its public code.
+
+    Args:
+        bound: largest KL per latent element, above 0.
+        kl_weight: beta, 0 or more.
+        kl: form of the divergence from the reference (see `ClippedLoss`).
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     bound: float = 1e-5

@@ -14,14 +14,21 @@ from flowrl.types import LossBatch, LossResult, checked
 class GRPOGuard:
     """Clipped loss with a normalised ratio and equally weighted steps.
 
-    log ratio = std (logp - logp_old + |mu - mu_old|^2 / (2 std^2)), means over latent elements, std the transition's;
-    the added term cancels the negative mean of the plain log-ratio, and the factor std gives it the same spread at
-    every step. Each pair's clipped term max(-A ratio, -A clip(ratio, 1-c, 1+c)) is divided by its step length Delta.
-    On policy the gradient is therefore the policy gradient with step weights std / Delta. `clip_range` = c in (0, 1);
-    `kl_weight` >= 0 adds the KL to the reference, not divided by Delta, in the form `kl` (see `ClippedLoss`).
+    log ratio = std (logp - logp_old + |mu - mu_old|^2 / (2 std^2)), means over latent elements, with the transition's std. The
+    added term cancels the negative mean of the plain log-ratio, and the factor std equalises its spread over the steps. Each
+    pair's clipped term max(-A ratio, -A clip(ratio, 1-c, 1+c)) is divided by its step length Delta. On policy the gradient is
+    therefore the policy gradient with step weights std / Delta. The KL to the reference is not divided by Delta.
 
-    Metrics as in `ClippedLoss`, of the normalised ratio; policy_loss includes the division by Delta. Source: GRPO-Guard
-    (arXiv 2510.22319). Raises `ConfigError` for a bad field or a missing reference.
+    Metrics as in `ClippedLoss`, of the normalised ratio; policy_loss includes the division by Delta. `loss` raises `ConfigError`
+    if `kl_weight` > 0 and the batch has no reference. Source: GRPO-Guard (arXiv 2510.22319).
+
+    Args:
+        clip_range: c in (0, 1).
+        kl_weight: weight of the KL to the reference, 0 or more.
+        kl: form of the divergence from the reference (see `ClippedLoss`).
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     clip_range: float = 1e-4

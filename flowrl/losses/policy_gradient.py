@@ -17,12 +17,18 @@ class PolicyGradientLoss:
     """mean of -A log pi(x_next) + beta KL(new || reference): no ratio, no clip.
 
     Unbiased on policy only, that is for one mini-batch per iteration (`minibatches` = 1). Further updates on the same
-    trajectories are biased, and no term limits the distance from the behaviour policy. On policy its gradient equals
-    that of `ClippedLoss`.
+    trajectories are biased, and no term limits the distance from the behaviour policy. On policy its gradient equals that of
+    `ClippedLoss`.
 
-    `kl_weight` = beta >= 0, `kl` as in `ClippedLoss`. Metrics as in `ClippedLoss`, clip_fraction 0. Source: REINFORCE
-    (Williams 1992) on the denoising process, as DDPO-SF (arXiv 2305.13301). Raises `ConfigError` for a bad field or a
-    missing reference.
+    Metrics as in `ClippedLoss`, with clip_fraction 0. `loss` raises `ConfigError` if `kl_weight` > 0 and the batch has no
+    reference. Source: REINFORCE (Williams 1992) on the denoising process, as DDPO-SF (arXiv 2305.13301).
+
+    Args:
+        kl_weight: beta, 0 or more.
+        kl: form of the divergence from the reference (see `ClippedLoss`).
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     kl_weight: float = 0.0

@@ -1,4 +1,4 @@
-"""What the kernels share: the two forms of a stochastic transition mean (kernels differ in their sigma), and step times."""
+"""Shared code of the kernels: the two forms of a stochastic transition mean (kernels differ in sigma), and step times."""
 
 import math
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def sde_mean(latent: Latents, velocity: Latents, times: StepTimes, sigma: PerSam
 def coefficient_preserving_mean(latent: Latents, velocity: Latents, times: StepTimes, sigma: PerSample) -> Latents:
     """(1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat, for 0 <= sigma <= s.
 
-    With fresh noise of size sigma added, the noise coefficient is s again: the sample has the interpolant's own
+    After adding noise of standard deviation sigma, the noise coefficient is s again, so the sample has the interpolant's
     marginal. Source: CPS (arXiv 2509.05952), after DDIM (arXiv 2010.02502, equation 12).
     """
     clean, noise = tweedie(latent, velocity, times.t), noise_estimate(latent, velocity, times.t)

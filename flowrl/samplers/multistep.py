@@ -13,16 +13,22 @@ from flowrl.types import Gaussian, Latents, Schedule, StepIndex
 @checked_options
 @dataclass(frozen=True)
 class Multistep:
-    """Trajectories by DPM-Solver++ of order 2 ("dpm++"), UniPC ("unipc") or SA-Solver ("sa"): no step is a decision.
+    """Trajectories by DPM-Solver++ of order 2, UniPC or SA-Solver, for losses that need no transition probabilities.
 
-    For losses that need no transition probabilities. A step uses the velocities of the steps before, so a trajectory is
-    sampled by the rollout, through diffusers' scheduler or `rollout.sa_solver`; `transition` is the Euler step, with
-    std 0 everywhere. Members need noise of their own.
+    No step is a decision. A step uses the velocities of earlier steps, so the rollout samples the trajectory through diffusers'
+    scheduler or `rollout.sa_solver`; `transition` is the Euler step with std 0. Members must not share their initial noise.
+    SA-Solver uses the grid `sa_schedule` and takes its noise from the rollout's generator.
 
-    `tau` >= 0 is the noise of SA-Solver on steps that end at times in [0.3, 0.9] (AWM's noise_level); 0: the ODE. It comes from
-    the rollout's generator. SA-Solver has a grid of its own, `sa_schedule`. Source: arXiv 2211.01095, 2302.04867 and 2309.05019;
-    DiffusionNFT (arXiv 2509.16117) and DGPO (arXiv 2510.08425) sample by DPM-Solver++, AWM (arXiv 2509.25050) by SA-Solver.
-    Raises `ConfigError` for a `tau` below 0 or of another solver.
+    Sources: arXiv 2211.01095, 2302.04867 and 2309.05019. DiffusionNFT (arXiv 2509.16117) and DGPO (arXiv 2510.08425) sample by
+    DPM-Solver++, AWM (arXiv 2509.25050) by SA-Solver.
+
+    Args:
+        solver: "dpm++" (DPM-Solver++), "unipc" (UniPC) or "sa" (SA-Solver).
+        tau: noise of SA-Solver on steps that end at times in [0.3, 0.9] (AWM's noise_level); 0: the ODE, as for the other
+            solvers.
+
+    Raises:
+        ConfigError: `tau` is negative or infinite, or above 0 with another solver.
     """
 
     solver: Literal["dpm++", "unipc", "sa"] = "dpm++"

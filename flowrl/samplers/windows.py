@@ -23,10 +23,18 @@ from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked, inputs
 @checked_options
 @dataclass(frozen=True)
 class Window:
-    """`sampler` on the `size` >= 1 steps from `start` >= 0, the ODE elsewhere.
+    """`sampler` on the `size` steps from `start`, the ODE elsewhere.
 
-    Source: Flow-GRPO-Fast (public code of arXiv 2505.05470), MixGRPO (arXiv 2507.21802). Raises `ConfigError` for a bad
-    field, and at the first transition if the schedule is too short for the window.
+    Source: Flow-GRPO-Fast (public code of arXiv 2505.05470), MixGRPO (arXiv 2507.21802). The first transition raises
+    `ConfigError` if the schedule is too short for the window.
+
+    Args:
+        sampler: the kernel inside the window.
+        start: first stochastic step, 0 or more.
+        size: number of stochastic steps, 1 or more.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     sampler: Sampler
@@ -70,13 +78,21 @@ class AllButLast:
 @checked_options
 @dataclass(frozen=True)
 class RandomWindow:
-    """A `Window` of `size` steps whose start is drawn anew every iteration within steps [`low`, `high`).
+    """A `Window` of `size` steps within steps [`low`, `high`), whose start is drawn anew every iteration.
 
-    Starts are equally likely, or with `geometric` = r in (0, 1) the start `low` + i has a probability proportional to r^i (a
-    truncated geometric distribution, in favour of early steps). `high` = None means the schedule's number of steps. `draw` gives
-    the iteration's `Window`, shared by all groups; the undrawn sampler has no transition of its own. Sources: Flow-GRPO-Fast
-    (public code of arXiv 2505.05470), uniform; TreeGRPO (arXiv 2512.08153), r = 0.5. Raises `ConfigError` for a bad field, and
-    in `draw` if the window does not fit the schedule.
+    `draw` returns the iteration's `Window`, which all groups share; an undrawn `RandomWindow` has no transition. `draw` raises
+    `ConfigError` if the window does not fit the schedule. Sources: Flow-GRPO-Fast (public code of arXiv 2505.05470), uniform;
+    TreeGRPO (arXiv 2512.08153), geometric with r = 0.5.
+
+    Args:
+        sampler: the kernel inside the window.
+        size: number of stochastic steps, 1 or more.
+        low: first possible start, 0 or more.
+        high: end of the range of steps; None for the schedule's number of steps.
+        geometric: r in (0, 1): the start `low` + i has a probability proportional to r^i; None: all starts are equally likely.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     sampler: Sampler
@@ -115,7 +131,7 @@ class RandomWindow:
 
 
 def require_kernel(where: str, sampler: object) -> None:
-    """Raise `ConfigError` unless `sampler` has a transition of its own (and need not be drawn first)."""
+    """Raise `ConfigError` unless `sampler` has a transition, which an undrawn window lacks."""
     fits = isinstance(sampler, Sampler) and not isinstance(sampler, RandomSampler)
     require(fits, f"{where}.sampler", sampler, "a kernel such as FlowSDE() or CPS(), not a random window")
 
@@ -138,12 +154,22 @@ def _inside_only(
 class SlidingWindow:
     """A `Window` of `size` steps that starts at step 0 and moves by `stride` every `every` iterations.
 
-    The last position ends with the schedule, even if the stride does not divide the distance. After it the window starts over
-    at step 0 (`at_end` = "wrap") or remains there ("stay"). Early steps, which decide the layout, are trained first. One
-    window per iteration, shared by all groups. Source: MixGRPO (arXiv 2507.21802), progressive sliding window; published
-    with size 4, stride 1 and every 25 on 25 steps. By default its public code stops at the end, and its window
-    shrinks at the end of the schedule; this one keeps its size. Raises `ConfigError` for a bad field, and in `draw` if the
-    window does not fit the schedule.
+    The last position ends with the schedule, even if the stride does not divide the distance. Early steps, which determine the
+    layout, are trained first. All groups share the iteration's window. `draw` raises `ConfigError` if the window does not fit the
+    schedule.
+
+    Source: MixGRPO (arXiv 2507.21802), progressive sliding window, published with size 4, stride 1 and every 25 on 25 steps. By
+    default its public code stops at the end, and its window shrinks there; this window keeps its size.
+
+    Args:
+        sampler: the kernel inside the window.
+        size: number of stochastic steps, 1 or more.
+        stride: steps by which the window moves, 1 or more.
+        every: iterations between two moves, 1 or more.
+        at_end: after the last position, restart at step 0 ("wrap") or remain ("stay").
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     sampler: Sampler
@@ -159,7 +185,7 @@ class SlidingWindow:
         require(self.at_end in ("wrap", "stay"), "SlidingWindow.at_end", self.at_end, "'wrap' or 'stay'")
 
     def starts(self, steps: int) -> list[int]:
-        """The positions that the window takes in turn on a schedule of `steps` steps."""
+        """The positions of the window, in order, on a schedule of `steps` steps."""
         require(self.size <= steps, "SlidingWindow.size", self.size, f"at most the schedule's {steps} steps")
         last = steps - self.size
         return [*range(0, last, self.stride), last]
