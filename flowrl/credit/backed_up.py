@@ -16,12 +16,19 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 class BackedUp:
     """A(leaf) = Z(R) over the leaves of the prompt, clamped to +-`clamp`; A(u) = sum over the children c of w_c A(c).
 
-    Z(y) = (y - mean) / (std + 1e-4). `backup` = "softmax": w is the softmax of log p(c | u) over the children, log p the mean
-    over the latent's elements; "mean": equal weights. A single child passes its advantage on. Children are drawn from p
-    already, so that weighting by p again estimates another value than that of u; the mean does not.
+    Z(y) = (y - mean) / (std + 1e-4). A single child has the advantage of its parent. Children are drawn from p already, so
+    weighting by p again estimates another value than that of u; equal weights do not.
 
-    Source: TreeGRPO (arXiv 2512.08153), "softmax". Raises `ConfigError` for a bad field or a probe without branches,
-    `CreditError` if the schedule has no branched tree or, for "softmax", its tree no log-probabilities.
+    `assign` raises `CreditError` if the schedule has no branched tree or, for "softmax", its tree no log-probabilities. Source:
+    TreeGRPO (arXiv 2512.08153), "softmax".
+
+    Args:
+        backup: "softmax": w is the softmax over the children of log p(c | u), a mean over latent elements; "mean": equal weights.
+        clamp: largest absolute advantage of a leaf; None for no clamp.
+        probe: the probe that branches the trajectories.
+
+    Raises:
+        ConfigError: a field is out of range, or the probe has no branches.
     """
 
     backup: Backup = "softmax"

@@ -16,18 +16,22 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 class DepthRelative:
     """A(u) = Z(V(u)) over the distinct states drawn at the node of u, Z(y) = (y - mean) / (std + eps).
 
-    `scope` = "prompt": over all of the prompt; "tree": over those with the same initial noise. `std` =
-    "population": eps = 1e-4; "sample": divided by n - 1, eps = 1e-8, and 0 for a single state or a std below 1e-6. `backup` =
-    "mean": V of the reward table; "softmax": V(u) is the mean of the children's weighted by the softmax of their
-    log-probabilities per element, from the leaves up. Children are drawn from these probabilities already, so that the second
-    weighting is biased; the mean is not. Then clamped to +-`clamp`.
+    A state without siblings differs from the others only by earlier steps, and is credited for them.
 
-    A state without siblings differs from the others by what happened before it only, and is credited for it.
+    `assign` raises `CreditError` if the schedule has no branched tree or, for "softmax", its tree no log-probabilities. Sources:
+    BranchGRPO (arXiv 2509.06040) is scope "tree", std "sample" by its code (commit 19fbb9f), `backup` its `tree_prob_weighted`;
+    Multi-GRPO (arXiv 2512.00743, temporal groups) and TempFlow-GRPO (arXiv 2508.04324) without seed grouping are scope "prompt".
 
-    Sources: BranchGRPO (arXiv 2509.06040) is scope "tree", std "sample" by its code (commit 19fbb9f), `backup` its
-    `tree_prob_weighted`; Multi-GRPO (arXiv 2512.00743, temporal groups) and TempFlow-GRPO (arXiv 2508.04324) without seed
-    grouping are scope "prompt". Raises `ConfigError` for a bad field or a probe without branches, `CreditError` if the
-    schedule has no branched tree or, for "softmax", its tree no log-probabilities.
+    Args:
+        scope: compare with all states of the prompt ("prompt"), or with those from the same initial noise ("tree").
+        std: "population": eps = 1e-4; "sample": divided by n - 1, eps = 1e-8, and 0 for a single state or a std below 1e-6.
+        backup: V: "mean": the reward table; "softmax": from the leaves up, the children's mean weighted by the softmax of their
+            log-probabilities per element. Children are drawn from these probabilities already, so the second weighting is biased.
+        clamp: largest absolute advantage; None for no clamp.
+        probe: the probe that branches the trajectories.
+
+    Raises:
+        ConfigError: a field is out of range, or the probe has no branches.
     """
 
     scope: Literal["prompt", "tree"] = "prompt"

@@ -1,4 +1,4 @@
-"""Turning points under reward noise: how often a step is called one that is none, or missed, and what that does to its reward."""
+"""Turning points under reward noise: probabilities of false and missed turning points, and their effect on the step's reward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,14 @@ POWERS = ({}, {"x": 1}, {"y": 1}, {"z": 1}, {"y": 2}, {"z": 2}, {"x": 1, "y": 1}
 
 @dataclass(frozen=True)
 class ExpectedCalls:
-    """What noise does to the turning points of known rewards; tables [prompt, member, step].
+    """The effect of noise on the turning points of known rewards; tables [prompt, member, step].
 
-    `turns`: the turning points without noise. `called`: the probability that the noisy rewards show one. `mean` and `variance`:
-    those of the reward that the step gets from the noisy table, R_T - R_i if called and R_{i+1} - R_i if not. `rewards`: the same
-    without noise.
+    Args:
+        turns: the turning points without noise.
+        called: the probability that the noisy rewards show a turning point.
+        rewards: the step's reward without noise.
+        mean: mean of the step's reward from noisy rewards: R_T - R_i if the step is called, R_{i+1} - R_i if not.
+        variance: variance of this reward.
     """
 
     turns: Bool[Tensor, "prompt member node-1"]

@@ -1,4 +1,4 @@
-"""Several rewards, credited one by one and then summed."""
+"""Several rewards, each credited separately; then the advantages are summed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,15 +18,22 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 @checked_options
 @dataclass(frozen=True)
 class GDPO:
-    """A = S / (std(S) + 1e-4), S = sum_k w_k A^(k), A^(k) the advantages that `rule` assigns to reward k alone.
+    """A = S / (std(S) + 1e-4), S = sum_k w_k A^(k), with A^(k) the advantages that `rule` assigns to reward k alone.
 
-    A reward of large spread does not dominate the others, as in a sum of rewards that is normalised afterwards.
-    `weights` by the reward's name (left out: 1 each). With `batch`, the sum is divided by its std over all prompts, members and
-    steps of the table, as in the paper (its mean is 0 in every group already); the scale then does not grow with the number
-    of rewards. Without it A = S. A single reward table (a reward without components) is one reward named "reward".
+    No reward dominates by its spread, as in a sum of rewards that is normalised afterwards. A reward without components is one
+    reward named "reward".
 
-    Source: GDPO, group reward-decoupled normalisation (arXiv 2601.05242), there with uniform credit; any `rule` here.
-    Raises `ConfigError` for a rule without probe and assign, `CreditError` for a weight whose reward does not exist.
+    `assign_parts` raises `CreditError` if `weights` names an unknown reward. Source: GDPO, group reward-decoupled normalisation
+    (arXiv 2601.05242), there with uniform credit.
+
+    Args:
+        rule: the credit rule for each reward; it may neither select steps nor use prompts.
+        weights: w_k by name of the reward; 1 for those left out.
+        batch: divide the sum by its std over all prompts, members and steps of the table, as in the paper, so that the scale does
+            not grow with the number of rewards. The mean is 0 in every group already. False: A = S.
+
+    Raises:
+        ConfigError: `rule` is not allowed.
     """
 
     rule: CreditAssigner = field(default_factory=Uniform)

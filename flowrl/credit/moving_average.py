@@ -19,14 +19,22 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 class MovingAverageGain:
     """A = Z(g_i - b_i) over members and steps, g_i = R_{i+1} - R_i, b_i an exponential moving average of g_i.
 
-    After every table b_i <- `decay` b_i + (1 - `decay`) mean(g_i), the mean over all prompts and members; the first table
-    sets b_i. Z(y) = (y - mean) / (std + 1e-4) per prompt, clamped to +-`clamp`. Subtracting the usual gain of
-    a step removes the larger credit that early steps get only because they are early. A group whose rewards are all equal gets
-    exactly 0 (such rewards contain no information about any step, but the baseline would add some).
+    After every table b_i <- `decay` b_i + (1 - `decay`) mean(g_i), the mean over all prompts and members; the first table sets
+    b_i. Z(y) = (y - mean) / (std + 1e-4) per prompt. Subtracting the mean gain of a step removes the larger credit that early
+    steps get only because they are early. A group of equal rewards gets exactly 0: such rewards contain no information about any
+    step, but the baseline would add some.
 
-    A rule with memory: `assign` moves the baseline. `state_dict` and `load_state_dict` keep it in checkpoints, so a
-    resumed run continues with the same numbers. Source: the moving-average ablation of Stepwise-Flow-GRPO (arXiv 2603.28718).
-    Raises `ConfigError` for a bad field, `CreditError` if a node's reward is not finite or the number of steps changes.
+    `assign` updates the baseline; checkpoints contain it (`state_dict`), so a resumed run continues with the same values. It
+    raises `CreditError` if a node's reward is not finite or the number of steps changes. Source: the moving-average ablation of
+    Stepwise-Flow-GRPO (arXiv 2603.28718).
+
+    Args:
+        decay: weight of the previous baseline, in [0, 1).
+        clamp: largest absolute advantage; None for no clamp.
+        probe: the probe that scores unfinished states.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     shared_noise: ClassVar[bool] = True
@@ -42,7 +50,7 @@ class MovingAverageGain:
 
     @checked
     def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
-        """Advantages [prompt, member, step] against the baseline of the tables before; then moves it."""
+        """Advantages [prompt, member, step] relative to the baseline of earlier tables; then updates the baseline."""
         require_nodes(rewards, list(range(rewards.shape[-1])), "MovingAverageGain", self.probe)
         increments = gains(rewards)
         mean = increments.mean(dim=(0, 1))

@@ -1,7 +1,7 @@
-"""Probabilities and moments of independent Gaussian scores that must satisfy an order, as turning points do.
+"""Probabilities and moments of independent Gaussian scores under the condition of an order.
 
-A turning point is a statement about the order of at most five scores of one trajectory. With independent noise its probability is
-a nested integral over the relations, instead of an orthant integral over their correlated differences.
+A turning point is an order relation of at most five scores of one trajectory. With independent noise its probability is a nested
+integral over the relations, instead of an orthant integral over their correlated differences.
 """
 
 from collections.abc import Mapping, Sequence

@@ -25,22 +25,30 @@ Trained = Bool[Tensor, "prompt member step"]
 class Pruned:
     """The advantages of `rule`, of which only some decisions enter the loss.
 
-    The mask is applied after normalisation: normalising over the rest would be biased.
+    The mask is applied after normalisation; normalising over the remaining decisions would be biased. Depth pruning leaves out
+    the decisions at `steps`. Width pruning leaves out branches after the last step at which the tree branches. Of equal branches
+    the earlier member's remains. An iteration is a call of `trained`; checkpoints contain the count.
 
-    Depth: the decisions of `steps` are left out; with `every`, all of them move one step earlier every so many iterations,
-    until the first is `stop`. Width, after the last step at which the tree branches: `width` = "best" keeps the share `ratio`
-    of the branches of every state that branched there (at least one), "extremes" that share of the prompt's branches, the
-    best half and the worst half, by the advantage of the step at which they parted. Of equal branches the earlier member's
-    stays. Nothing is left out after iteration `until`, counted from 0 (None: never ends). An iteration is a call of
-    `trained`; checkpoints contain the count.
+    `trained` raises `CreditError` without a branched tree. Source: BranchGRPO (arXiv 2509.06040), code at 19fbb9f. Its depths are
+    nodes, `steps` one less. Published: depths 15 to 18 of 20, moved every 30 iterations until depth 9, or width modes 1 ("best")
+    and 2 ("extremes"), ratio 0.5.
 
-    `released`: width as in BranchGRPO's code, which ranks single decisions, not branches. All those of a branch have the same
-    advantage under a depth rule, so "best", taken within each branch, keeps its earliest steps whatever its value, and
-    "extremes", taken over all prompts together, may cut a branch in two.
+    Args:
+        rule: the rule for a branching probe; it may neither read components, use prompts nor select steps.
+        steps: the steps whose decisions are left out.
+        every: move `steps` one step earlier every so many iterations; None: never.
+        stop: the smallest first step that this reaches.
+        width: "best" keeps the fraction `ratio` of the branches of every state that branched there, at least one; "extremes"
+            keeps this fraction of the prompt's branches, half best and half worst by the advantage of the step at which they
+            parted; None: all.
+        ratio: fraction of branches that remain, in (0, 1].
+        until: the last iteration with pruning, counted from 0; None: no end.
+        released: rank single decisions as BranchGRPO's code does. Under a depth rule all decisions of a branch have the same
+            advantage, so "best", taken within each branch, keeps its earliest steps whatever its value, and "extremes", taken
+            over all prompts, may cut a branch in two.
 
-    Source: BranchGRPO (arXiv 2509.06040), code at 19fbb9f: its depths are nodes, `steps` one less; published: depths 15 to 18
-    of 20, moved every 30 iterations until depth 9, or width modes 1 ("best") and 2 ("extremes"), ratio 0.5. Raises
-    `ConfigError` for a bad field or a rule that reads components or selects by itself, `CreditError` without a branched tree.
+    Raises:
+        ConfigError: a field is out of range, or `rule` is not allowed.
     """
 
     rule: CreditAssigner = field(default_factory=DepthRelative)
@@ -76,7 +84,7 @@ class Pruned:
         return bool(getattr(self.rule, "shared_noise", False))
 
     def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
-        """The advantages of `rule`, all of them."""
+        """All advantages of `rule`."""
         return self.rule.assign(rewards, schedule)
 
     @checked
@@ -106,7 +114,7 @@ class Pruned:
         return found
 
     def _branches(self, advantages: Tensor, tree: Tree, last: int) -> Tensor:
-        """Which members' branches stay, [prompt, member, 1]."""
+        """Mask of the members whose branches remain, [prompt, member, 1]."""
         worth = advantages[..., last]
         kept = torch.zeros_like(worth, dtype=torch.bool)
         if self.width == "extremes":
@@ -119,7 +127,7 @@ class Pruned:
         return kept[..., None]
 
     def _edges(self, advantages: Tensor, trained: Tensor, last: int) -> Tensor:
-        """Which single decisions after step `last` stay, as the released code ranks them, [prompt, member, step after]."""
+        """Mask of the single decisions after step `last` that remain under the released ranking, [prompt, member, step after]."""
         worth, candidates = advantages[..., last + 1 :], trained[..., last + 1 :]
         kept = torch.zeros_like(candidates)
         if self.width == "extremes":
@@ -144,14 +152,14 @@ class Pruned:
 
 
 def _last_split(tree: Tree) -> int | None:
-    """The last step at which more than one state is drawn from one."""
+    """The last step at which several states are drawn from one."""
     drawn = tree.parent[tree.drawn]
     split = (torch.bincount(drawn, minlength=tree.units) > 1).nonzero().flatten()
     return int(tree.node[split].max()) if len(split) else None
 
 
 def _extremes(worth: Tensor, ratio: float) -> Tensor:
-    """The int(ratio n) of every row's n entries that are largest or smallest, half each."""
+    """The int(ratio n) largest and smallest of every row's n entries, half each."""
     kept = int(ratio * worth.shape[1])
     order = worth.argsort(dim=1, descending=True, stable=True)
     best, worst = order[:, : (kept + 1) // 2], order[:, worth.shape[1] - kept // 2 :]

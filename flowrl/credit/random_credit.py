@@ -18,8 +18,16 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 class RandomCredit:
     """A ~ N(0, 1) for every member and step, drawn anew for every table; 0 for a group whose final rewards are all equal.
 
-    A negative control: every measurement of credit rules should find it useless. The draws belong to the members' ranks, so
-    that the order of members does not matter. They depend on `seed` and on the number of earlier tables (kept in checkpoints).
+    A negative control: every measurement of credit rules should find it useless. The draws are assigned by the rank of the
+    members' rewards, so the order of members has no effect. They depend on `seed` and on the number of earlier tables, which
+    checkpoints contain.
+
+    Args:
+        seed: seed of the draws, in [0, 10^12).
+        probe: the probe of the rollout, whose rewards are not used.
+
+    Raises:
+        ConfigError: `seed` is out of range.
     """
 
     seed: int = 0

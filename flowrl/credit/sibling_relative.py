@@ -19,15 +19,22 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 class SiblingRelative:
     """A(u) = (V(u) - mean) / (std + 1e-4) over the siblings of u, the draws from the same state; 0 for a draw without siblings.
 
-    Only what happened at the step itself separates siblings, so the ancestors' luck is not credited. With k siblings the mean
-    contains the draw's own value, which shrinks the difference by 1 - 1/k; `leave_one_out` undoes this (times k / (k - 1)).
-    Of two siblings Z keeps only the sign: without `normalise`, A is the difference in units of the reward. Then clamped to
-    +-`clamp`. Trees whose members are finished by ODE steps of several strides (`Comb(strides=...)`): sum over the strides s of Z
-    of V_s, the mean over the members of stride s behind u.
+    Siblings differ only by what happened at the step itself, so earlier luck is not credited. If members are finished by ODE
+    steps of several strides (`Comb(strides=...)`), A(u) is the sum over the strides s of Z(V_s), with V_s the mean over the
+    members of stride s behind u.
 
-    Sources: Granular-GRPO (arXiv 2510.01982), whose siblings share their trunk, summed over strides; TempFlow-GRPO (arXiv
-    2508.04324), comparison per seed. Leave-one-out is ours. Raises `ConfigError` for a bad field or a probe without branches,
-    `CreditError` if the schedule has no branched tree.
+    `assign` raises `CreditError` if the schedule has no branched tree. Sources: Granular-GRPO (arXiv 2510.01982), whose siblings
+    share their trunk, summed over strides; TempFlow-GRPO (arXiv 2508.04324), comparison per seed. Leave-one-out is our extension.
+
+    Args:
+        normalise: divide by the standard deviation; of two siblings only the sign then remains. False: A is in units of the
+            reward.
+        leave_one_out: multiply by k / (k - 1) for k siblings, because the mean contains the draw's own value.
+        clamp: largest absolute advantage; None for no clamp.
+        probe: the probe that branches the trajectories.
+
+    Raises:
+        ConfigError: a field is out of range, or the probe has no branches.
     """
 
     normalise: bool = True

@@ -43,14 +43,21 @@ def generalised_gains(rewards: NodeTable, lam: float = 0.0, gamma: float = 1.0) 
 class StepwiseGain:
     """A = Z(sum_k (gamma lam)^k g_{i+k}), g_i = R_{i+1} - R_i, Z(y) = (y - mean) / (std + 1e-4), clamped to +-`clamp`.
 
-    `normalise` = "joint": Z over members and steps together, as in the paper (late gains are smaller, and Z step by
-    step would amplify them); "step": over members, step by step. `pool` = "prompt": Z's std is the group's own;
-    "batch": it is pooled over all prompts of the table. The mean is the group's in both, so that a group of equal
-    rewards gets 0 (the paper does not settle the pool). `lam`, `gamma` in [0, 1]. The paper's members all start from
-    the same noise.
+    The mean is always the group's, so a group of equal rewards gets 0. In the paper all members start from the same noise.
+    `assign` raises `CreditError` if a node's reward is not finite. Source: Stepwise-Flow-GRPO (arXiv 2603.28718, gain-based
+    advantages; lam = 0, T' = 5).
 
-    Source: Stepwise-Flow-GRPO (arXiv 2603.28718, gain-based advantages; lam = 0, T' = 5). Raises `ConfigError` for a
-    bad field, `CreditError` if a node's reward is not finite.
+    Args:
+        normalise: "joint": Z over members and steps together, as in the paper (late gains are smaller, and Z step by step would
+            amplify them); "step": over members, step by step.
+        lam: weight of later gains, in [0, 1].
+        gamma: discount per step, in [0, 1].
+        pool: Z's std is the group's ("prompt") or that of all prompts of the table ("batch"); the paper does not specify this.
+        clamp: largest absolute advantage; None for no clamp.
+        probe: the probe that scores unfinished states.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     shared_noise: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""What credit rules share: increments of a reward table, their normalisation, and checks of a rule's input and output."""
+"""Shared code of the credit rules: increments of a reward table, their normalisation, checks of a rule's input and output."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def reward_to_go(rewards: NodeTable) -> StepTable:
 
 
 def probed(rewards: NodeTable, probe: Probe) -> NodeTable:
-    """A copy of a full table as a rollout with `probe` fills it: NaN at the nodes that it leaves out, but for the last.
+    """A copy of a full table as a rollout with `probe` fills it: NaN at the nodes without estimate, except the last.
 
     Args:
         rewards: a full reward table [prompt, member, node].

@@ -1,7 +1,7 @@
-"""TP-GRPO's credit: steps that turn a trajectory towards its final trend get their long-term reward.
+"""TP-GRPO's credit: a step that turns a trajectory towards its final trend gets its long-term reward.
 
 Besides the paper's selection of steps (`turning_points`, `balanced`) there are stricter criteria (`large_aggregates`,
-`clear_swings`, `likely_turns`) and a control that keeps the number of selected steps but not their places (`random_steps`).
+`clear_swings`, `likely_turns`) and a control that keeps the number of selected steps but not their positions (`random_steps`).
 """
 
 import hashlib
@@ -265,22 +265,28 @@ def random_steps(rewards: NodeTable, selected: Steps, seed: int = 0) -> Steps:
 class TurningPoint:
     """A = Z(r), r_i = R_T - R_i at turning points and d_i = R_{i+1} - R_i elsewhere, clamped to +-`clamp`.
 
-    `consistent` and `first_step`: see `turning_points`. `balance` and `balance_scope`: see `balanced`; None keeps all.
-    The "batch" of `balance_scope` is all prompts of the table given to `assign`, which mixes prompts as the published
-    mini-batches do; with "prompt" a group's advantages depend on that group only. `normalise` = "step": Z over members,
-    step by step, as published; "joint": over members and steps. Z(y) = (y - mean) / (std + 1e-4) per prompt.
+    Z(y) = (y - mean) / (std + 1e-4) per prompt. With 0/1 rewards the consistent rule finds no turning point. With `normalise` =
+    "step", members with R_T - R_i and members with d_i are compared with each other at one step. `assign` raises `CreditError` if
+    a node's reward is not finite. Source: TP-GRPO (arXiv 2602.06422), rewards by ODE completion; `where`, `min_size`,
+    `confidence`, `reward_noise` and `combine` are ablations and controls of this package.
 
-    Ablations and controls of ours: `where` = "random" aggregates at as many steps of each trajectory, chosen at random
-    (`random_steps`, drawn by `seed`), "none" nowhere: increments alone. `min_size` and `confidence`: stricter criteria,
-    see `large_aggregates` and `clear_swings`. `reward_noise`: the standard deviation of the reward's noise, if it is
-    known; above 0, `confidence` counts in units of this noise and not of the group's spread, see `likely_turns`.
-    `combine` = "add": d_i + (R_T - R_i) instead of R_T - R_i.
+    Args:
+        consistent: the definition of a turning point (see `turning_points`).
+        balance: reduce both signs to the same number (see `balanced`); None keeps all.
+        balance_scope: balance within a prompt, so that groups are independent, or over the table, as in published mini-batches.
+        first_step: let step 0 be a turning point.
+        normalise: "step": Z over members, step by step, as published; "joint": over members and steps.
+        where: aggregate at turning points, at as many random steps per trajectory (`random_steps`), or nowhere ("none").
+        min_size: threshold of `large_aggregates`, in units of the reward.
+        confidence: threshold of `clear_swings`, or of `likely_turns` if `reward_noise` > 0.
+        reward_noise: standard deviation of the reward's noise, in units of the reward; 0: unknown.
+        combine: "replace", or "add": d_i + (R_T - R_i) instead of R_T - R_i.
+        seed: seed of `random_steps`.
+        clamp: largest absolute advantage; None for no clamp.
+        probe: the probe that scores unfinished states.
 
-    Two warnings. With 0/1 rewards the consistent rule finds no turning point at all. With `normalise` = "step",
-    members with R_T - R_i and members with d_i are compared with each other at one step.
-
-    Source: TP-GRPO (arXiv 2602.06422), rewards by ODE completion. Raises `ConfigError` for a bad field, `CreditError`
-    if a node's reward is not finite.
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     consistent: bool = True
@@ -313,7 +319,7 @@ class TurningPoint:
         require_clamp("TurningPoint", self.clamp)
 
     def selected(self, rewards: NodeTable) -> Steps:
-        """The steps that get their long-term reward: turning points found, filtered, balanced, then (control) moved."""
+        """The steps that get their long-term reward: turning points after all filters and balancing, or the control's steps."""
         turns = turning_points(rewards, self.consistent, self.first_step)
         if self.where == "none":
             return torch.zeros_like(turns)

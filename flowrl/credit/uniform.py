@@ -15,10 +15,17 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 class Uniform:
     """A_i = (R_T - mean) / (std + 1e-4), the same at every step i; reads the last node only.
 
-    The mean is the group's. `std` = "group": over the members of the prompt, as in the paper; "batch": over all samples
-    of the table, the public code's default. Then clamped to +-`clamp` (None: not). A group of equal rewards gets 0.
-    Source: Flow-GRPO (arXiv 2505.05470) and its public code. Raises `ConfigError` for a bad field, `CreditError`
-    if R_T is not finite.
+    The mean is the group's, so a group of equal rewards gets 0. `assign` raises `CreditError` if R_T is not finite. Source:
+    Flow-GRPO (arXiv 2505.05470) and its public code.
+
+    Args:
+        std: "group": over the members of the prompt, as in the paper; "batch": over all samples of the table, the public code's
+            default.
+        clamp: largest absolute advantage; None for no clamp.
+        probe: the probe of the rollout, of which only R_T is used.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     std: Literal["group", "batch"] = "group"

@@ -1,4 +1,6 @@
-"""What credit rules on trees share: values and advantages of units, the distinct states of a branched rollout (`flowrl.tree`)."""
+"""Shared code of credit rules on trees: values and advantages of units, the distinct states of a branched rollout
+(`flowrl.tree`).
+"""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -67,7 +69,7 @@ def unit_values(rewards: NodeTable, tree: Tree, rule: str, probe: Probe) -> Unit
 
 
 def siblings(tree: Tree) -> Int[Tensor, " unit"]:
-    """A number for every unit that those drawn from the same parent share; a unit that is no decision has one of its own."""
+    """A number for every unit, shared by the units drawn from the same parent; unique for a unit that is no decision."""
     return torch.where(tree.drawn, tree.parent, tree.units + torch.arange(tree.units))
 
 
@@ -147,7 +149,12 @@ def backed_up(leaves: Float[Tensor, "prompt member"], tree: Tree, backup: Backup
 
 @dataclass(frozen=True)
 class Example:
-    """A reward table as a rollout with some probe could fill it, and the schedule that belongs to it."""
+    """A reward table as a rollout with some probe could fill it, and its schedule.
+
+    Args:
+        rewards: reward table [prompt, member, node].
+        schedule: the schedule of the rollout, with its tree.
+    """
 
     rewards: NodeTable
     schedule: Schedule

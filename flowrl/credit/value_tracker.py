@@ -1,4 +1,4 @@
-"""Uniform credit relative to a value per prompt that is kept across iterations."""
+"""Uniform credit relative to a value per prompt, tracked across iterations."""
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
@@ -23,7 +23,7 @@ class Tracked(NamedTuple):
     variance: float
 
     def merged(self, new: "Tracked", decay: float) -> "Tracked":
-        """With the rewards of a further visit, after the weights so far were multiplied by `decay`."""
+        """The statistics including the rewards `new` of a further visit; the earlier weights are multiplied by `decay` first."""
         old = decay * self.weight
         if old == 0.0:
             return new
@@ -38,22 +38,28 @@ class Tracked(NamedTuple):
 class ValueTracker:
     """A = (R_T - v_p) / (s_p + 1e-4) at every step, clamped to +-`clamp`; v_p and s_p are tracked over the visits of prompt p.
 
-    v_p = sum_k w_k sum_m R_{k,m} / sum_k w_k M_k after the visits k = 1..n with M_k samples each, the present one included, with
-    w_k = decay^(n-k); s_p^2 is the population variance with the same weights. With `decay` = 1, v_p is the running mean of
-    the prompt; below 1, an exponential moving average without the bias towards its start; with 0 it is the mean of the group,
-    and the rule is `Uniform`, as it always is at a prompt's first visit. With `std` = "batch", s_p is the root mean square of
-    all deviations R_T - v_p of the table instead.
+    After the visits k = 1..n with M_k samples each, including the current one, v_p = sum_k w_k sum_m R_{k,m} / sum_k w_k M_k with
+    w_k = decay^(n-k); s_p^2 is the population variance with the same weights. At a prompt's first visit the rule equals
+    `Uniform`.
 
-    A group of equal rewards, or of one member, gets credit from the second visit on, relative to earlier rewards of the prompt.
-    The baseline lags behind a policy that improves, and the advantages of a group then have a mean above 0.
+    From the second visit on, a group of equal rewards, or of one member, gets credit relative to earlier rewards of the prompt.
+    The baseline lags behind a policy that improves, so the advantages of a group then have a mean above 0.
 
-    A rule with memory, in checkpoints: it is keyed by the prompt's text (a hash of 64 bits), so that the order of prompts does
-    not matter; groups of equal prompts in one table count as one visit. It grows by 32 bytes in a checkpoint, and by about 300
-    in main memory, for every distinct prompt.
+    The memory is keyed by a 64-bit hash of the prompt's text, so the order of prompts has no effect; groups of equal prompts in
+    one table count as one visit. Every distinct prompt adds 32 bytes to a checkpoint and about 300 bytes in main memory.
 
-    Sources: SuperFlow (arXiv 2512.17951), which uses a value tracked per prompt as baseline; DDPO (arXiv 2305.13301), whose code
-    has mean and std over each prompt's last rewards, the present ones included. Raises `ConfigError` for a bad field,
-    `CreditError` if a reward R_T is not finite.
+    `assign` raises `CreditError` if a reward R_T is not finite. Sources: SuperFlow (arXiv 2512.17951), with a value tracked per
+    prompt as baseline; DDPO (arXiv 2305.13301), whose code has mean and std over each prompt's last rewards, including the
+    current ones.
+
+    Args:
+        decay: in [0, 1]. 1: v_p is the prompt's running mean; below 1: an exponential moving average without initial bias; 0: the
+            group's mean, as in `Uniform`.
+        std: "prompt", or "batch": s_p is the root mean square of all deviations R_T - v_p of the table.
+        clamp: largest absolute advantage; None for no clamp.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     decay: float = 0.9
@@ -72,18 +78,18 @@ class ValueTracker:
 
     @checked
     def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
-        """Advantages [prompt, member, step] as at the first visit of as many different prompts, which are not remembered."""
+        """Advantages [prompt, member, step], every row being the first visit of a different prompt; the memory is unchanged."""
         return self._advantages(rewards, range(len(rewards)), {})
 
     @checked
     def assign_prompts(self, rewards: NodeTable, prompts: Sequence[Prompt], schedule: Schedule | None = None) -> StepTable:
-        """Advantages [prompt, member, step] of these prompts, after their rewards have moved the memory."""
+        """Advantages [prompt, member, step] of these prompts, relative to the memory updated by their rewards."""
         if len(prompts) != len(rewards):
             raise CreditError(f"ValueTracker got {len(prompts)} prompts for a table of {len(rewards)}")
         return self._advantages(rewards, [text_key(prompt.text) for prompt in prompts], self.memory)
 
     def _advantages(self, rewards: NodeTable, keys: Sequence[Hashable], memory: dict[Hashable, Tracked]) -> StepTable:
-        """Move the `memory` of the prompts `keys`, then compare with it."""
+        """Update the `memory` of the prompts `keys`, then compare with it."""
         require_nodes(rewards, [rewards.shape[-1] - 1], "ValueTracker", self.probe)
         final, rows = rewards[..., -1].double(), {}
         for row, key in enumerate(keys):
@@ -114,13 +120,13 @@ class ValueTracker:
 
 
 def tracked(values: Tensor) -> Tracked:
-    """The statistics of one visit's rewards [sample], each of weight 1; exact for equal values of any size."""
+    """The statistics of one visit's rewards [sample], each of weight 1; without rounding for equal values."""
     first = values[0]
     mean = first + (values - first).mean()
     return Tracked(float(len(values)), float(mean), float((values - mean).square().mean()))
 
 
 def text_key(text: str) -> int:
-    """A hash of a prompt's text, a number of 64 bits with sign."""
+    """A signed 64-bit hash of a prompt's text."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big", signed=True)

@@ -1,4 +1,4 @@
-"""Advantages times a weight per step."""
+"""Advantages multiplied by a weight per step."""
 
 import math
 from dataclasses import dataclass
@@ -21,13 +21,20 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 class Weighted:
     """A_i = w_i A_i', with A' the advantages of `rule`; None: A' = A of `Uniform(std, clamp, probe)`.
 
-    `weights` is one finite number per step, or "noise": w_i proportional to the transition's std (sigma sqrt(Delta)),
-    scaled to mean 1 over the stochastic steps and 0 at the others; this one needs a schedule with stds. The steps are the
-    sampler's, also for a probe that branches at some of them only. Components of a reward are credited by
-    `GDPO(rule=Weighted(rule=...))`. Source: TempFlow-GRPO (arXiv 2508.04324, ICLR 2026), noise-aware weighting. Raises
-    `ConfigError` for a bad field, for a rule with memory, for one that reads components or selects steps, and for `std`, `clamp`
-    or `probe` given with a rule, which has its own; `CreditError` if the number of weights is not the number of steps, or the
-    schedule or its stds are missing.
+    The steps are the sampler's, also for a probe that branches at some of them only. For a reward with components use
+    `GDPO(rule=Weighted(rule=...))`. `assign` raises `CreditError` if the number of weights is not the number of steps, or the
+    schedule or its stds are missing. Source: TempFlow-GRPO (arXiv 2508.04324, ICLR 2026), noise-aware weighting.
+
+    Args:
+        weights: one finite number per step, or "noise": w_i proportional to the transition's std (sigma sqrt(Delta)), with mean 1
+            over the stochastic steps and 0 at the others; needs a schedule with stds.
+        std: as in `Uniform`, without `rule` only.
+        clamp: as in `Uniform`, without `rule` only; applied before the weights.
+        probe: as in `Uniform`, without `rule` only.
+        rule: the rule for A'; it may neither have memory, read components nor select steps.
+
+    Raises:
+        ConfigError: a field is out of range, `rule` is not allowed, or `std`, `clamp` or `probe` is given together with `rule`.
     """
 
     weights: tuple[float, ...] | Literal["noise"] = "noise"

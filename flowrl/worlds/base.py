@@ -30,7 +30,16 @@ from flowrl.worlds.shapes.verifier import QUALITIES, ShapesQuality
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """How a world's policy is built, with LoRA (arXiv 2106.09685); `base_weights` replaces the shipped file."""
+    """Options of a world's policy, with LoRA (arXiv 2106.09685).
+
+    Args:
+        lora_rank: rank of the LoRA.
+        lora_alpha: alpha of the LoRA, which scales it by alpha / rank.
+        seed: seed of the adapters.
+        device: name of the device.
+        dtype: type of the base weights.
+        base_weights: file that replaces the shipped weights; empty for the shipped ones.
+    """
 
     lora_rank: int = 8
     lora_alpha: float = 16.0
@@ -42,10 +51,17 @@ class PolicyOptions:
 
 @dataclass(frozen=True)
 class World:
-    """A world: its tasks, the forms of its scores, and makers of prompts (task, "train" or "heldout"), rewards and policies.
+    """Prompts, rewards and a policy that fit together.
 
-    `reward` scores single samples: evaluations use it. `parse` makes a prompt from a text; `qualities` are rewards by name that
-    are only measured, never trained on.
+    Args:
+        name: name of the world.
+        tasks: names of its tasks.
+        forms: names of the forms of its scores.
+        prompts: makes the prompts of (task, "train" or "heldout").
+        parse: makes a prompt from a text.
+        reward: makes the reward of a form for single samples, which evaluations use.
+        policy: makes the policy.
+        qualities: makers of rewards by name, which are only measured and never trained on.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The 2-D world: eight modes on a circle, prompts that name a direction, rewards in closed form. Seconds per experiment.
+"""The 2-D world: eight modes on a circle, prompts that name a direction, rewards in closed form. An experiment takes seconds.
 
 Its images are points: [sample, 2, 1, 1], not restricted to [0, 1].
 """
@@ -24,7 +24,7 @@ ANGLES = tuple(range(0, 360, 15))
 
 
 def split(task: str) -> dict[str, list[Prompt]]:
-    """18 directions to train on and 6 held out, the same in every run."""
+    """18 training directions and 6 held-out ones, the same in every run."""
     require(task in TASKS, "task", task, f"one of {', '.join(TASKS)}")
     angles = list(ANGLES)
     random.Random("flowrl mixture").shuffle(angles)
@@ -33,7 +33,7 @@ def split(task: str) -> dict[str, list[Prompt]]:
 
 
 def ring() -> GaussianMixture:
-    """The data, which is also the distribution of the untrained policy."""
+    """The data, and the distribution of the untrained policy."""
     return GaussianMixture.ring(radius=RADIUS)
 
 
@@ -77,10 +77,10 @@ class DirectionReward:
 
 @dataclass(frozen=True)
 class DensityReward:
-    """log p(point) under the world's data, in nats: how typical a point is of the data. Does not read the prompt.
+    """log p(point) under the world's data, in nats: how typical a point is of the data, independent of the prompt.
 
-    -1.1 at a mode's centre, -5.3 on the circle halfway between two of them. Maximising closeness to a prompt's direction lowers
-    it if no mode has that direction.
+    -1.1 at a mode's centre, -5.3 on the circle halfway between two modes. Maximising closeness to a prompt's direction lowers the
+    density if no mode has that direction.
     """
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Drawing: cell classes to pixels, with sub-pixel jitter and soft edges. Pure functions of tensors."""
+"""Rendering of cell classes to pixels, with sub-pixel jitter and soft edges. Pure functions of tensors."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,13 @@ _BITMAPS = {
 
 @dataclass(frozen=True)
 class Jitter:
-    """Sub-pixel placement of each drawn cell, all of shape [cell]: offsets in pixels, and a size factor."""
+    """Sub-pixel placement of each drawn cell.
+
+    Args:
+        x: horizontal offsets in pixels [cell].
+        y: vertical offsets in pixels [cell].
+        size: size factors [cell].
+    """
 
     x: Tensor
     y: Tensor

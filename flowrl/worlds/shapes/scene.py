@@ -71,7 +71,17 @@ def tokenise(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Request:
-    """The content of a prompt. `kind` is count, binding, position, text or preference; the other fields depend on it."""
+    """The content of a prompt.
+
+    Args:
+        kind: count, binding, position, text or preference; the other fields depend on it.
+        objects: cell classes of the requested objects.
+        number: requested number of objects.
+        relation: relation of the first object to the second.
+        text: requested glyphs.
+        mood: requested mood of a pattern.
+        colours: requested colours of a pattern.
+    """
 
     kind: str
     objects: tuple[int, ...] = ()
@@ -83,12 +93,12 @@ class Request:
 
     @property
     def task(self) -> str:
-        """The task this kind of request belongs to."""
+        """The task to which this kind of request belongs."""
         return self.kind if self.kind in ("text", "preference") else "compositional"
 
     @property
     def meaning(self) -> tuple[object, ...]:
-        """Equal for requests that the same images satisfy ("a left of b", "b right of a"); used to split the sets."""
+        """A key that is equal for requests with the same images ("a left of b", "b right of a"); used to split the sets."""
         objects, relation = self.objects, self.relation
         if relation in ("right", "below"):
             objects, relation = objects[::-1], {"right": "left", "below": "above"}[relation]
@@ -116,7 +126,7 @@ class Request:
 
 
 def parse(text: str) -> Request:
-    """The request behind a prompt's words; the inverse of `Request.words`. Raises `ConfigError` when nothing fits."""
+    """The request that a prompt's words express; the inverse of `Request.words`. Raises `ConfigError` for other words."""
     words = [VOCABULARY[i] for i in tokenise(text) if i]
     try:
         if words[0] == "text" and len(words) > 1:
@@ -160,8 +170,8 @@ def all_requests(task: str) -> list[Request]:
 def split(task: str) -> dict[str, list[Request]]:
     """Train and held-out requests of a task: disjoint in words and in meaning, the same in every run.
 
-    A quarter is held out, of every kind of request. Kinds take turns, and kinds of fewer requests repeat theirs, so that every
-    kind counts alike (as GenEval's score is the mean over its kinds) and any prefix is balanced.
+    A quarter of every kind of request is held out. Kinds alternate, and kinds with fewer requests repeat theirs. Every kind then
+    has the same weight (GenEval's score is the mean over its kinds), and any prefix is balanced.
     """
     rng = random.Random(f"flowrl shapes {task}")
     by_kind: dict[str, dict[tuple[object, ...], list[Request]]] = {}

@@ -1,4 +1,4 @@
-"""Rule-based scores of images: classify the cells, compare them with the request, or measure the image analytically.
+"""Rule-based scores of images: classify the cells and compare them with the request, or measure the image analytically.
 
 Every score has three forms:
 
@@ -87,8 +87,9 @@ def _one_hot(classes: Tensor) -> Tensor:
 
 
 def _composition(presence: Presence, request: Request) -> float:
-    """Partial credit: matched objects over the larger of the requested and the found number; for positions, half of it is for the
-    relation."""
+    """Partial credit: matched objects over the larger of the requested and the found number; for positions, the relation is half
+    of it.
+    """
     counts = presence.sum(0)
     wanted = np.zeros(CLASSES + 1)
     for k in request.objects:
@@ -121,7 +122,7 @@ def text_similarity(read_text: str, wanted: str) -> float:
 
 
 def _text_soft(probabilities: Presence, read_text: str, wanted: str) -> float:
-    """Three quarters similarity, one quarter the mean over the glyphs of the prompt of their largest probability."""
+    """Three quarters similarity, one quarter the mean over the prompt's glyphs of their largest probability."""
     clear = sum(float(probabilities[:, glyph_class(g)].max()) if g in GLYPHS else 0.0 for g in wanted)
     return 0.75 * text_similarity(read_text, wanted) + 0.25 * clear / len(wanted)
 
