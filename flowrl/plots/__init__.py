@@ -1,1 +1,1 @@
-"""Figures, tables and pages, made from the files of runs and comparisons alone."""
+"""Figures, tables and pages, made only from the files of runs and comparisons."""

@@ -16,10 +16,17 @@ Runs = Mapping[str, Sequence[RunRecord]]
 
 
 def curves(comparison: Comparison, metric: str = "reward") -> Figure | None:
-    """An evaluation metric against iterations, network evaluations and seconds; None if no run contains it.
+    """An evaluation metric against iterations, network evaluations and seconds.
 
-    Up to `MOST_TOGETHER` methods share three axes. More have an axis each, with the other methods in grey, against iterations and
-    network evaluations.
+    Up to `MOST_TOGETHER` methods share three axes. With more, each method has an axis, with the other methods in grey, against
+    iterations and network evaluations.
+
+    Args:
+        comparison: the comparison.
+        metric: name of the metric.
+
+    Returns:
+        The figure; None if no run contains the metric.
     """
     runs = {method: comparison.of(method) for method in comparison.methods}
     if not any(run.curve("iteration", metric)[1] for some in runs.values() for run in some):
@@ -43,7 +50,7 @@ def curves(comparison: Comparison, metric: str = "reward") -> Figure | None:
 
 
 def _curve_panels(runs: Runs, metric: str, label: str, level: float | None) -> Figure:
-    """A block of panels per horizontal axis, one panel per method."""
+    """A block of panels for each horizontal axis, one panel per method."""
     rows, blocks = -(-len(runs) // 4), list(X_LABELS)[:2]
     figure = Figure(figsize=(12.5, 2.1 * rows * len(blocks) + 0.5 * len(blocks)), layout="constrained")
     parts = figure.subfigures(len(blocks), 1, squeeze=False).flatten()
@@ -57,7 +64,7 @@ def _curve_panels(runs: Runs, metric: str, label: str, level: float | None) -> F
 
 
 def _draw(axes: Axes, runs: Runs, method: str, x: str, path: Sequence[str], own: bool = True) -> None:
-    """Thin lines for the seeds if there are several, a thick line for their mean; in grey the mean alone."""
+    """Thin lines for the seeds if there are several, and a thick line for their mean; only the mean if grey."""
     some, shade = runs[method], colour(method, list(runs))
     for run in some if own and len(some) > 1 else ():
         axes.plot(*run.curve(x, *path), color=shade, alpha=0.3, linewidth=1)
@@ -70,7 +77,7 @@ def _draw(axes: Axes, runs: Runs, method: str, x: str, path: Sequence[str], own:
 
 
 def _finish(axes: Axes, x: str, level: float | None, label: bool = True) -> None:
-    """The final value of the baseline, and an axis that ends where the data end."""
+    """Draw the final value of the baseline, and end the axis at the last data point."""
     right = axes.dataLim.x1 if axes.dataLim.x1 > 0 else 1.0
     axes.set_xlim(-0.02 * right, 1.02 * right)
     if level is not None:
@@ -116,11 +123,11 @@ def phases(comparison: Comparison) -> Figure:
 
 
 def proxy_and_heldout(runs: Runs) -> Figure | None:
-    """The proxy, every held-out reward and the diversity over iterations, and each of them against the proxy.
+    """The proxy, every held-out reward and the diversity over iterations, and each held-out metric against the proxy.
 
-    `runs` by method. In the plots against the proxy, the untrained model is a hollow point and the last evaluation a filled one.
-    More than `MOST_TOGETHER` methods have a panel each, with the others in grey. None if no run contains a held-out reward or a
-    diversity.
+    `runs` by method. In the plots against the proxy, a hollow point marks the untrained model and a filled one the last
+    evaluation. With more than `MOST_TOGETHER` methods, each has a panel with the others in grey. None if no run contains a
+    held-out reward or a diversity.
     """
     every = [run for some in runs.values() for run in some]
     names = list(dict.fromkeys(name for run in every for name in run.heldout_rewards))
@@ -157,7 +164,7 @@ def proxy_and_heldout(runs: Runs) -> Figure | None:
 
 
 def _proxy_panels(runs: Runs, proxy: Sequence[str], columns: Mapping[str, tuple[str, ...]]) -> Figure:
-    """Per metric a block of panels over iterations, and one against the proxy; one panel per method."""
+    """A block of panels per metric over iterations, and one against the proxy; one panel per method."""
     rows = -(-len(runs) // 4)
     blocks = [(None, "proxy (trained on)", proxy), *((None, label, path) for label, path in columns.items())]
     blocks += [(proxy, label, path) for label, path in columns.items()]
@@ -175,7 +182,7 @@ def _proxy_panels(runs: Runs, proxy: Sequence[str], columns: Mapping[str, tuple[
 
 
 def _against(axes: Axes, runs: Runs, method: str, proxy: Sequence[str], path: Sequence[str], own: bool = True) -> None:
-    """Means over seeds of the metric at `path` against those of the proxy, at the iterations that contain both."""
+    """Draw the mean over seeds of the metric at `path` against that of the proxy, at the iterations with both."""
     shade = colour(method, list(runs)) if own else PALE
     x_at, y_at = (dict(zip(*mean_curve(runs[method], "iteration", *metric), strict=True)) for metric in (proxy, path))
     shared = [at for at in x_at if at in y_at]

@@ -27,14 +27,23 @@ COLUMNS = 2
 PANELS = 5
 """Panels of points per row."""
 NOTICEABLE = 0.02
-"""Change of a sample's reward from which it has a symbol: ▲ for a higher one, ▼ for a lower one."""
+"""Smallest change of a sample's reward that is marked by a symbol: ▲ for an increase, ▼ for a decrease."""
 RIM, REACH = 2.75, 3.3
 """Radius at which the directions of prompts are written in the 2-D world, and half the width of its panels."""
 
 
 @dataclass(frozen=True)
 class SamplesRecord:
-    """samples.json: the prompts of samples.safetensors, and the rewards before and after training."""
+    """samples.json: the prompts of samples.safetensors, and the rewards before and after training.
+
+    Args:
+        prompts: one or more prompts.
+        reward_before: rewards before training, one per prompt.
+        reward_after: rewards after training, one per prompt.
+
+    Raises:
+        ConfigError: the lists differ in length or are empty.
+    """
 
     prompts: list[str]
     reward_before: list[float]
@@ -47,7 +56,18 @@ class SamplesRecord:
 
 @dataclass(frozen=True)
 class TrajectoryRecord:
-    """trajectory.json, as `flowrl.training.evaluation.write_trajectory` describes it."""
+    """trajectory.json, as written by `flowrl.training.evaluation.write_trajectory`.
+
+    Args:
+        prompt: text of the prompt.
+        chosen: index of the member that is drawn.
+        rewards: rewards of this member's ODE completions [node].
+        members: these rewards of all members [member, node].
+        tweedie: rewards of the member's one-step estimates [node].
+
+    Raises:
+        ConfigError: the lists differ in length, or `chosen` is out of range.
+    """
 
     prompt: str
     chosen: Annotated[int, Ge(0)]
@@ -214,7 +234,16 @@ def base_and_trained(found: WeightComparison) -> Figure:
 
 
 def image_grid(images: Tensor, scores: Tensor, prompts: Sequence[str]) -> Figure:
-    """`images` [prompt, count, channel, height, width] with their `scores`, one row (2-D world: one scatter plot) per prompt."""
+    """Images with their scores, one row (2-D world: one scatter plot) per prompt.
+
+    Args:
+        images: images [prompt, count, channel, height, width].
+        scores: scores [prompt, count].
+        prompts: texts of the prompts.
+
+    Returns:
+        The figure.
+    """
     rows, columns = images.shape[:2]
     if images.shape[-1] == 1:
         figure = Figure(figsize=(2.8 * rows, 3.0), layout="constrained")

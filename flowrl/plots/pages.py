@@ -15,8 +15,18 @@ def render(template: str, package: str = "flowrl.plots", **values: Any) -> str:
 
     Templates of other packages can extend ``base.html.j2`` and import ``macros.html.j2`` (figures, tables, lists of settings).
     Filters: ``inline`` formats `code`, *emphasis* and links to pages, ``data_uri`` embeds a PNG, ``code`` writes Markdown code.
-    Values are escaped in HTML; in Markdown (``.md.j2``) they are not, so write them with ``code``. Raises
-    `jinja2.UndefinedError` if a value is missing.
+    Values are escaped in HTML; in Markdown (``.md.j2``) they are not, so write them with ``code``.
+
+    Args:
+        template: file name of the template.
+        package: the package with the template.
+        **values: variables of the template.
+
+    Returns:
+        The text of the page.
+
+    Raises:
+        jinja2.UndefinedError: a value is missing.
     """
     return _environment(package).get_template(template).render(values)
 
@@ -48,7 +58,7 @@ def inline(text: str) -> "Markup":
 
 
 def data_uri(png: bytes) -> str:
-    """A PNG as the source of an HTML image."""
+    """A PNG as a data URI for an HTML image."""
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 

@@ -81,7 +81,14 @@ def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, list[str]]
 
 
 def print_table(summaries: Sequence[MethodSummary], console: Console) -> None:
-    """Print the results with a row per method, as several tables if one is too wide; ± is half the width of a 95% interval."""
+    """Print the results with a row per method, split into several tables if one is too wide.
+
+    ± is half the width of a 95% interval.
+
+    Args:
+        summaries: the methods' results.
+        console: where to print.
+    """
     methods, columns = [summary.method for summary in summaries], table_rows(summaries)
     left = max([len("method"), *map(len, methods)])
     for block in _blocks([_column_width(name, cells) for name, cells in columns], console.width - left - 2):
@@ -96,12 +103,12 @@ def print_table(summaries: Sequence[MethodSummary], console: Console) -> None:
 
 
 def _column_width(name: str, cells: Sequence[str]) -> int:
-    """Columns of the terminal for cells on one line, below a heading that is broken between words."""
+    """The column width in characters for one-line cells below a heading that may break between words."""
     return max(map(len, [*name.split(), *cells]))
 
 
 def _blocks(widths: Sequence[int], space: int) -> list[list[int]]:
-    """Columns in order, as few blocks as fit in `space`, with two columns of space before each."""
+    """Columns in order, divided into as few blocks as fit in `space`, with a gap of two characters before each column."""
     blocks, used = list[list[int]](), space
     for index, width in enumerate(widths):
         if used + width + 2 > space or not blocks:
@@ -119,12 +126,20 @@ def table_text(summaries: Sequence[MethodSummary]) -> str:
 
 
 MACHINE_SPREAD = {"mixture": 0.009, "shapes": 0.009}
-"""By how much the mean final reward of three seeds differs between an AMD EPYC and an Intel Xeon, root mean square over the
-three papers' methods, by world: from 30 runs in two dimensions, and from the default comparison of images."""
+"""Difference of the mean final reward of three seeds between an AMD EPYC and an Intel Xeon, by world: the root mean square over
+the three papers' methods, from 30 runs in two dimensions and from the default comparison of images."""
 
 
 def headline(comparison: Comparison, summaries: Sequence[MethodSummary]) -> str:
-    """The result in a few sentences: how every method's final reward differs from the baseline's, and what that is worth."""
+    """The result in a few sentences: every method's difference in final reward from the baseline, and its reliability.
+
+    Args:
+        comparison: the comparison.
+        summaries: the methods' results.
+
+    Returns:
+        The text.
+    """
     if not summaries:
         return "No run has been evaluated yet."
     base = next((s for s in summaries if s.method == comparison.baseline), summaries[0])
@@ -148,7 +163,7 @@ def headline(comparison: Comparison, summaries: Sequence[MethodSummary]) -> str:
 
 
 def _machine(comparison: Comparison, leads: Sequence[float]) -> str:
-    """A sentence where another processor may change a lead as much as it is."""
+    """A caveat if the leads are so small that another processor may change them; else ""."""
     spread = MACHINE_SPREAD.get(comparison.config["run"]["environment"]["world"], 0.0)
     if all(abs(lead) >= spread for lead in leads):
         return ""
@@ -202,7 +217,13 @@ def _figures(comparison: Comparison) -> dict[str, Figure | None]:
 
 
 def write_evaluation(found: WeightComparison, folder: Path, html: bool) -> None:
-    """Write evaluation.json, grid.png and, with `html`, report.html: the scores, the images and the prompts that changed most."""
+    """Write evaluation.json and grid.png, and report.html with the scores, the images and the prompts with the largest changes.
+
+    Args:
+        found: the comparison of weights.
+        folder: the folder for the files.
+        html: write report.html.
+    """
     image = png(base_and_trained(found), dpi=120)
     write_bytes(folder / "grid.png", image)
     write_json(folder / "evaluation.json", found.values())
@@ -212,7 +233,15 @@ def write_evaluation(found: WeightComparison, folder: Path, html: bool) -> None:
 
 
 def largest_changes(found: WeightComparison, count: int = 5) -> list[tuple[str, str]]:
-    """The prompts with the largest gains and losses by the first reward, and their changes."""
+    """The prompts with the largest gains and losses by the first reward.
+
+    Args:
+        found: the comparison of weights.
+        count: number of prompts with gains, and with losses.
+
+    Returns:
+        Pairs (prompt, formatted change).
+    """
     name = next(iter(found.scores))
     change = (found.trained.scores[name].nanmean(1) - found.base.scores[name].nanmean(1)).nan_to_num(0.0)
     order = change.argsort(descending=True).tolist()

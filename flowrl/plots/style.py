@@ -29,7 +29,7 @@ PALE = "#c9ccd3"
 MARKERS = "osD^vP*X"
 """Markers of the methods in their order, so that curves differ in more than their colour."""
 MOST_TOGETHER = 4
-"""Methods that share one axis at most; more of them get a panel each (`multiples`)."""
+"""The largest number of methods that share one axis; with more, each method has a panel (`multiples`)."""
 
 matplotlib.rcParams.update(
     {
@@ -46,7 +46,15 @@ matplotlib.rcParams.update(
 
 
 def colour(method: str, methods: Sequence[str] = ()) -> str:
-    """The method's colour; methods without a fixed colour take those of `OTHERS` in order."""
+    """The method's colour; methods without a fixed colour take those of `OTHERS` in order.
+
+    Args:
+        method: name of the method.
+        methods: all methods of the figure.
+
+    Returns:
+        A colour of matplotlib.
+    """
     if method in COLOURS:
         return COLOURS[method]
     unknown = [m for m in methods if m not in COLOURS]
@@ -54,14 +62,29 @@ def colour(method: str, methods: Sequence[str] = ()) -> str:
 
 
 def marker(method: str, methods: Sequence[str]) -> str:
-    """The method's marker, by its place among `methods`."""
+    """The method's marker, by its position in `methods`.
+
+    Args:
+        method: name of the method.
+        methods: all methods of the figure.
+
+    Returns:
+        A marker of matplotlib.
+    """
     return MARKERS[list(methods).index(method) % len(MARKERS)]
 
 
 def multiples(figure: Any, methods: Sequence[str], draw: Callable[[Axes, str, bool], None], columns: int = 4) -> list[Axes]:
-    """One panel per method in `figure` (or a subfigure), all with the same axes: the method on top of the others in grey.
+    """One panel per method with the same axes, each method on top of the others in grey.
 
-    `draw(axes, method, own)` draws one method, in its colour if it is the panel's own. Returns the panels.
+    Args:
+        figure: a figure or subfigure.
+        methods: names of the methods.
+        draw: called as `draw(axes, method, own)`; `own` selects the method's colour instead of grey.
+        columns: panels per row.
+
+    Returns:
+        The panels.
     """
     columns = min(columns, len(methods))
     rows = -(-len(methods) // columns)
@@ -87,7 +110,17 @@ def clean(axes: Axes) -> None:
 
 
 def spread_labels(values: Sequence[float], low: float, high: float, gap: float) -> list[float]:
-    """Heights near `values`, within [low, high] and at least `gap` apart if they fit, so that labels do not overlap."""
+    """Heights of labels near `values`, at least `gap` apart if they fit, so that labels do not overlap.
+
+    Args:
+        values: preferred heights.
+        low: lowest height.
+        high: largest height.
+        gap: distance of two labels.
+
+    Returns:
+        One height per value, within [low, high].
+    """
     order = sorted(range(len(values)), key=lambda i: values[i])
     heights = [min(max(value, low), high) for value in values]
     for before, after in pairwise(order):
@@ -102,7 +135,15 @@ def spread_labels(values: Sequence[float], low: float, high: float, gap: float) 
 
 
 def png(figure: Figure, dpi: int = 130) -> bytes:
-    """The figure as a PNG file on white."""
+    """The figure as a PNG file on white.
+
+    Args:
+        figure: the figure.
+        dpi: dots per inch.
+
+    Returns:
+        The file's bytes.
+    """
     buffer = io.BytesIO()
     figure.set(dpi=dpi, facecolor="white")
     FigureCanvasAgg(figure).print_png(buffer, metadata=MADE)  # savefig draws twice: the same file for 1.3 times the time
@@ -110,7 +151,7 @@ def png(figure: Figure, dpi: int = 130) -> bytes:
 
 
 MADE = {"Software": "flowrl"}
-"""What the PNG files of this package say about themselves."""
+"""Metadata of the PNG files of this package."""
 
 
 def require_figure(path: Path) -> None:
@@ -126,8 +167,17 @@ def is_own(data: bytes) -> bool:
 
 
 def save(figure: Figure, path: Path, dpi: int = 150) -> None:
-    """Write the figure in the format of the file's extension. Raises `ConfigError` if the file cannot be written, `DiskError`
-    if the disk is full."""
+    """Write the figure in the format of the file's extension.
+
+    Args:
+        figure: the figure.
+        path: the file.
+        dpi: dots per inch.
+
+    Raises:
+        ConfigError: the file cannot be written.
+        DiskError: the disk is full.
+    """
     try:
         buffer, suffix = io.BytesIO(), path.suffix[1:].lower() or "png"
         figure.savefig(buffer, format=suffix, dpi=dpi, metadata=MADE if suffix == "png" else None)

@@ -1,4 +1,4 @@
-"""Policies own a network: the closed-form mixture, the small built-in model, and diffusers' pipelines."""
+"""Policies, which own a network: the closed-form mixture, the small built-in model, and diffusers' pipelines."""
 
 from flowrl.policies.architectures import ARCHITECTURES, DECODER, Architecture, Size, architecture, architecture_of
 from flowrl.policies.family import (

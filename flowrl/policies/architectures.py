@@ -1,4 +1,4 @@
-"""Architectures of models, published ones and those of a folder, built on shapes alone; nothing is downloaded."""
+"""Architectures of published models and of a model's folder, built from shapes alone; nothing is downloaded."""
 
 import json
 import math
@@ -33,16 +33,22 @@ WAN_DECODER: dict[str, Any] = {
 FLUX_ENCODERS = 4_762_310_656 + 123_650_304
 """Parameters of T5 v1.1 XXL's encoder and of CLIP ViT-L/14's text encoder."""
 SD3_ENCODERS = FLUX_ENCODERS + 694_659_840
-"""The same, and OpenCLIP ViT-bigG/14's text encoder."""
+"""Parameters of these and of OpenCLIP ViT-bigG/14's text encoder."""
 QWEN_ENCODER = 8_292_166_656
-"""Parameters of Qwen2.5-VL-7B, its vision tower included, which the pipeline loads too."""
+"""Parameters of Qwen2.5-VL-7B with its vision tower, which the pipeline also loads."""
 WAN_ENCODER = 5_680_910_336
 """Parameters of UMT5 XXL's encoder."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of an image, or of a video of `frames` frames, in pixels."""
+    """Size of an image or a video.
+
+    Args:
+        height: height in pixels.
+        width: width in pixels.
+        frames: number of frames; 1 for an image.
+    """
 
     height: int
     width: int
@@ -51,9 +57,17 @@ class Size:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A transformer: its class in diffusers and its configuration; the lengths of a prompt for CLIP (0 if its tokens are not part
-    of the embedding) and for the encoder whose length `max_sequence_length` sets (T5, Qwen2.5-VL, UMT5), the parameters of all
-    text encoders, and the class and configuration of the image decoder."""
+    """A transformer, the lengths of its prompts, and its image decoder.
+
+    Args:
+        transformer: class of the transformer in diffusers.
+        config: configuration of the transformer.
+        clip_tokens: length of a prompt for CLIP; 0 if its tokens are not part of the embedding.
+        prompt_tokens: length of a prompt for the encoder whose length `max_sequence_length` sets (T5, Qwen2.5-VL, UMT5).
+        encoder_parameters: number of parameters of all text encoders.
+        decoder: configuration of the image decoder.
+        decoder_class: class of the image decoder in diffusers.
+    """
 
     transformer: str
     config: dict[str, Any]
@@ -95,18 +109,18 @@ class Architecture:
         return self.transformer.startswith("Wan")
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
-        """What the decoder takes of one sample: [channel, height, width], with a frame axis before the height if it decodes
-        videos."""
+        """The decoder's input for one sample: [channel, height, width], with a frame axis before the height if it decodes videos."""
         halvings = self.decoder.get("temperal_downsample")
         frames = () if halvings is None else ((size.frames - 1) // 2 ** sum(halvings) + 1,)
         return (self.latent_channels, *frames, size.height // self.latent_factor, size.width // self.latent_factor)
 
     def latent_image(self, rows: int, size: Size, precision: torch.dtype) -> Tensor:
-        """What the decoder takes, on "meta": [row, *`latent_shape`]."""
+        """The decoder's input on "meta": [row, *`latent_shape`]."""
         return torch.empty(rows, *self.latent_shape(size), device="meta", dtype=precision)
 
     def inputs(self, rows: int, size: Size, precision: torch.dtype) -> dict[str, Any]:
-        """The arguments of the transformer for `rows` latents, on "meta"; without the mask of padded prompts, a byte a token."""
+        """The arguments of the transformer for `rows` latents, on "meta", without the mask of padded prompts (one byte per
+        token)."""
 
         def shaped(*shape: int) -> Tensor:
             return torch.empty(shape, device="meta", dtype=precision)
@@ -142,8 +156,11 @@ class Architecture:
 
     @staticmethod
     def of_folder(folder: Path) -> "Architecture":
-        """The architecture of the SD3, FLUX, Qwen-Image or Wan pipeline in `folder`, from its JSON files and the headers of its
-        text encoders. Raises `OSError`, `KeyError` or `ValueError` if they are not there or have another form."""
+        """The architecture of the SD3, FLUX, Qwen-Image or Wan pipeline in `folder`, from its JSON files and its encoders'
+        headers.
+
+        Raises `OSError`, `KeyError` or `ValueError` if files are missing or have another form.
+        """
         read = {part: json.loads((folder / part / "config.json").read_text()) for part in ("transformer", "vae")}
         plain = {part: {n: v for n, v in values.items() if not n.startswith("_")} for part, values in read.items()}
         known = _CLASSES[read["transformer"]["_class_name"]]

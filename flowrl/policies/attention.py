@@ -1,4 +1,4 @@
-"""Which kernel computes the attention of a diffusers transformer."""
+"""Choice of the kernel that computes the attention of a diffusers transformer."""
 
 import warnings
 from typing import Any
@@ -18,14 +18,16 @@ PYTORCH_KERNELS = {
 
 
 class OneKernel:
-    """A diffusers attention `processor` within which PyTorch's attention has this `kernel` only. The choice is inside the block,
-    so that a recomputation under gradient checkpointing has the same kernel."""
+    """A diffusers attention `processor` that restricts PyTorch's attention to `kernel`.
+
+    The restriction applies inside the block, so that recomputation under gradient checkpointing uses the same kernel.
+    """
 
     def __init__(self, processor: Any, kernel: SDPBackend) -> None:
         self.processor, self.kernel = processor, kernel
 
     def __call__(self, attn: Any, hidden_states: Any, encoder_hidden_states: Any = None, attention_mask: Any = None) -> Any:
-        """The processor's own result."""
+        """The result of the processor."""
         with sdpa_kernel(self.kernel):
             return self.processor(attn, hidden_states, encoder_hidden_states, attention_mask)
 
@@ -33,7 +35,7 @@ class OneKernel:
 def set_attention_backend(network: Any, name: str, device: torch.device, dtype: torch.dtype) -> None:
     """Compute the attention of `network` by diffusers' backend `name` (`diffusers.models.attention_dispatch`).
 
-    Transformers whose attention calls PyTorch's function directly (SD3) have its kernels only. Raises `ConfigError` with the
+    Transformers whose attention calls PyTorch's function directly (SD3) support only its kernels. Raises `ConfigError` with the
     names that work, forward and backward, on `device` in `dtype`, if `name` is not one of them.
     """
     from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend

@@ -1,4 +1,4 @@
-"""A transformer of diffusers that computes its first block only and reuses what the others added: the first-block cache."""
+"""The first-block cache: a diffusers transformer computes only its first block and reuses the output of the other blocks."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +11,11 @@ from flowrl.errors import require
 
 
 class FirstBlockCache:
-    """What the blocks after the first have added to the image's hidden states, for one batch.
+    """The change of the image's hidden states by the blocks after the first, for one batch.
 
-    The idea is that of diffusers' `apply_first_block_cache`, which does not serve SD3 (its last block returns no text states) and
-    decides on the whole batch when to compute; here the caller decides. Between blocks, text states go on as the first block
-    returned them, as no later layer reads them. Use `installed`.
+    The method is that of diffusers' `apply_first_block_cache`, which does not support SD3 (its last block returns no text states)
+    and decides by the whole batch when to compute; here the caller decides. The following blocks receive the text states of the
+    first block, which no later layer reads. Use `installed`.
     """
 
     def __init__(self) -> None:
@@ -24,13 +24,15 @@ class FirstBlockCache:
         self._added: Tensor | None = None
 
     def switch(self, computing: bool) -> None:
-        """Whether the following calls compute all blocks."""
+        """Set whether the following calls compute all blocks."""
         self.computing = computing
 
     @contextmanager
     def installed(self, blocks: Sequence[nn.Module]) -> Iterator[Callable[[bool], None]]:
-        """Within this context the calls of the `blocks` of a network, in the order of their execution, follow `switch`, which it
-        yields. Afterwards the blocks are as before. Raises `ConfigError` for compiled blocks, or if there is only one."""
+        """Within this context calls of `blocks`, in the order of their execution, follow the yielded `switch`.
+
+        Afterwards the blocks are as before. Raises `ConfigError` for compiled blocks and for a single block.
+        """
         require(len(blocks) > 1, "cache of the probe", "on", "1 (off): not applicable to a network of one block")
         compiled = any(block._compiled_call_impl is not None for block in blocks)
         require(not compiled, "cache of the probe", "on", "1 (off) with compiled blocks")
@@ -72,7 +74,7 @@ class FirstBlockCache:
 
 
 class _Layout:
-    """Where a block takes and returns the states of the image and of the text, as diffusers registers it."""
+    """Positions of the states of image and text in a block's arguments and output, as registered in diffusers."""
 
     def __init__(self, block: nn.Module) -> None:
         from diffusers.hooks._helpers import TransformerBlockRegistry
@@ -86,7 +88,7 @@ class _Layout:
         self.known = found[0]
 
     def inputs(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """States of the image and, if it has any, of the text."""
+        """States of the image and, if there are any, of the text."""
         take = self.known._get_parameter_from_args_kwargs
         text = take("encoder_hidden_states", given, named) if self.known.return_encoder_hidden_states_index is not None else None
         return take("hidden_states", given, named), text

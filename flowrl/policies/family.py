@@ -1,5 +1,7 @@
-"""Model families as a protocol (`sd3`, `flux`, `qwen_image`, `wan`; docs/model-families.md explains how to add one), and the
-options of a policy over a pipeline."""
+"""Model families as a protocol, and the options of a policy over a pipeline.
+
+The built-in families are `sd3`, `flux`, `qwen_image` and `wan`; docs/model-families.md explains how to add one.
+"""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Family(Protocol):
-    """What differs between model families: the names of a pipeline's components, and how its transformer is called."""
+    """The differences between model families: the names of a pipeline's components, and the call of its transformer."""
 
     @property
     def pipeline(self) -> str:
@@ -44,12 +46,15 @@ class Family(Protocol):
         ...
 
     def set_timesteps(self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any) -> None:
-        """Place the pipeline's own grid of `steps` steps, resolution-dependent shift included, into `scheduler`."""
+        """Set the pipeline's own grid of `steps` steps, with its resolution-dependent shift, in `scheduler`."""
         ...
 
     def encode(self, pipe: Any, text: str, tokens: int, device: torch.device) -> Mapping[str, Tensor]:
-        """The embeddings of one prompt, without a prompt axis. Where prompts differ in shape, they are padded with zeros at the
-        end to a common one; a mask of ones among the tensors marks what is not padding."""
+        """The embeddings of one prompt, without a prompt axis.
+
+        If prompts differ in shape, they are padded with zeros at the end to a common shape. A mask of ones among the tensors
+        marks the entries that are not padding.
+        """
         ...
 
     def velocity(
@@ -76,7 +81,7 @@ class VideoFamily(Family, Protocol):
 
 @runtime_checkable
 class Guides(Protocol):
-    """A family with a guidance of its own; those without `guide` have `linear_guidance`."""
+    """A family that defines its guidance by `guide`; the others use `linear_guidance`."""
 
     def guide(self, away: Tensor, towards: Tensor, scale: float) -> Tensor:
         """The guided velocity from that of the negative prompt (`away`) and that of the prompt, float32 [sample, *latent]."""
@@ -169,7 +174,19 @@ def decode_scaled(vae: Any, latent: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a pipeline becomes a policy. Sizes in pixels; the defaults are Flow-GRPO's for SD3.5-Medium (arXiv 2505.05470)."""
+    """Options of a policy over a pipeline. Sizes in pixels; the defaults are Flow-GRPO's for SD3.5-Medium (arXiv 2505.05470).
+
+    Args:
+        height: height of the image.
+        width: width of the image.
+        device: cpu, cuda or cuda:NUMBER.
+        negative_prompt: the prompt of v_neg.
+        lora_rank: rank of the LoRA.
+        lora_alpha: alpha of the LoRA, which scales it by alpha / rank.
+
+    Raises:
+        ConfigError: an option is out of range, or two options contradict each other.
+    """
 
     height: int = 512
     width: int = 512
@@ -191,7 +208,7 @@ class ModelOptions:
     lora_rank: int = 32
     lora_alpha: float = 64.0
     lora_targets: tuple[str, ...] = ()
-    """Ends of the names of the layers that get a LoRA; empty: the family's own."""
+    """Ends of the names of the layers that get a LoRA; empty: the family's default."""
     adapter: str = ""
     """Start from this LoRA: a file or folder that `load_lora_weights` can read."""
     adapter_name: str = "default"
@@ -199,21 +216,21 @@ class ModelOptions:
     frozen_adapters: tuple[str, ...] = ()
     """Further LoRAs, as NAME=PATH or PATH, which are active in sampling, training and the reference, but not trained."""
     keep_reference: bool = True
-    """Full fine-tuning: keep a frozen copy of the transformer, in `dtype`, for a KL to the base model."""
+    """Full fine-tuning: keep a frozen copy of the transformer in `dtype`, for a KL to the base model."""
     gradient_checkpointing: bool = False
-    """Gradient checkpointing: activations are computed twice instead of stored."""
+    """Gradient checkpointing: recompute activations in the backward pass instead of storing them."""
     max_sequence_length: int = 0
-    """Tokens of the T5 encoder, or of the family's only one; 0: the family's own."""
+    """Tokens of the T5 encoder, or of the family's only encoder; 0: the family's default."""
     attention_backend: str = ""
-    """diffusers' name of the kernels that compute attention, as in _native_cudnn or flash (`set_attention_backend`); empty:
-    diffusers' default, with which PyTorch chooses. All kernels compute the same up to rounding."""
+    """diffusers' name of the attention kernels, as in _native_cudnn or flash (`set_attention_backend`); empty: diffusers'
+    default, with which PyTorch chooses. All kernels give the same result up to rounding."""
     decode_batch: int = 8
     """Latents per call of the image decoder."""
     decode_dtype: str = "float32"
     """Precision of the image decoder; images are float32 in any case. bfloat16 is faster and rounds colours slightly."""
     compile: str = ""
     """Backend (inductor) that compiles the transformer's blocks; empty: off. The first call of every shape is slow. Sampling and
-    training are then different programs, so that the ratio of the first update differs from 1 by rounding."""
+    training are then different programs, so the ratio of the first update differs from 1 by rounding."""
     prompt_cache: int = 2048
     """Number of prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at 256 T5 tokens; FLUX and
     Wan: 4 MB at 512). Those of further prompts are kept in a temporary folder."""

@@ -18,9 +18,18 @@ from flowrl.policies.lora import LORA_TARGETS
 class Flux:
     """`Family` of diffusers' `FluxPipeline`.
 
-    Latents are packed: [sample, token, 4 x channel], a token is a 2 x 2 patch of the latent image. `distilled_guidance` is the
-    input of a guidance-distilled model (FLUX.1-dev); it costs nothing. Classifier-free guidance is separate from it
-    (`ModelOptions.guidance_scale`, the pipeline's `true_cfg_scale`).
+    Latents are packed: [sample, token, 4 x channel]; a token is a 2 x 2 patch of the latent image.
+
+    Args:
+        distilled_guidance: guidance input of a guidance-distilled model (FLUX.1-dev), 0 or more, at no cost; separate from
+            classifier-free guidance (`ModelOptions.guidance_scale`, the pipeline's `true_cfg_scale`).
+        pipeline: see `Family`.
+        encoders: see `Family`.
+        text_tokens: see `Family`.
+        lora_targets: see `Family`.
+
+    Raises:
+        ConfigError: `distilled_guidance` is negative.
     """
 
     distilled_guidance: float = 3.5

@@ -74,7 +74,7 @@ def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Fami
 
 
 def _complete(model: str, part: str, entry: Sequence[str], dtype: Any) -> Any:
-    """A network of the pipeline with every weight from its files: diffusers would fill missing ones with random numbers."""
+    """A network of the pipeline with every weight from its files; diffusers would fill missing weights with random numbers."""
     require(isinstance(entry, list | tuple), f"model: {part} in the model_index.json of {model!r}", entry, "[LIBRARY, CLASS]")
     kind = getattr(import_module(entry[0]), entry[1])
     network, info = kind.from_pretrained(model, subfolder=part, use_safetensors=True, torch_dtype=dtype, output_loading_info=True)

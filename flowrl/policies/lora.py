@@ -24,12 +24,22 @@ HAS_ADAPTERS = "the model has adapters already; make them part of it first: fuse
 
 
 class Adapters:
-    """The LoRA layers of `network` (a diffusers model): W x + (alpha / rank) B A x, A Gaussian, B zero, both float32.
+    """The LoRA layers of a network: W x + (alpha / rank) B A x, with A Gaussian, B = 0 at the start, both float32.
 
-    With B = 0 the network starts as the base model. `targets` are the ends of the names of the linear layers that get an adapter;
-    the one called `name` is trained. `frozen` names adapters that the network already has: they are part of every velocity,
-    the reference's included, but not trained. `add` and `train` add further adapters and select between them. Raises
-    `ConfigError` if one of them matches no layer, or if the network has other adapters already.
+    With B = 0 the network starts as the base model. `add` and `train` add further adapters and select between them.
+
+    Args:
+        network: a diffusers model.
+        rank: rank of the trained adapter.
+        alpha: scale of the trained adapter times its rank.
+        targets: ends of the names of the linear layers that get an adapter.
+        seed: seed of A.
+        name: name of the trained adapter.
+        frozen: adapters that the network already has. They are part of every velocity, including the reference's, but not
+            trained.
+
+    Raises:
+        ConfigError: one of `targets` matches no layer, or the network has other adapters already.
     """
 
     def __init__(
@@ -62,8 +72,10 @@ class Adapters:
         return self.network.peft_config[self.name].r
 
     def add(self, name: str, rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
-        """Add an adapter with B = 0, inactive until `train` selects it. Raises `ConfigError` for a name that is taken, or if
-        one of `targets` matches no layer."""
+        """Add an adapter with B = 0, inactive until `train` selects it.
+
+        Raises `ConfigError` if the name is taken or one of `targets` matches no layer.
+        """
         from peft import LoraConfig
         from peft.tuners.lora import LoraLayer
 
@@ -90,8 +102,11 @@ class Adapters:
             self.train(self.name, self.frozen)
 
     def train(self, name: str, frozen: Sequence[str] = ()) -> None:
-        """Train the adapter `name`, keep `frozen` active but fixed (in the reference too), and deactivate all others. Select
-        before a trainer is built, because it reads the list of parameters then. Raises `ConfigError` for unknown names."""
+        """Train the adapter `name`, keep `frozen` active but fixed (in the reference too), and deactivate all others.
+
+        Select adapters before building a trainer, which reads the list of parameters then. Raises `ConfigError` for unknown
+        names.
+        """
         for chosen in (name, *frozen):
             if chosen not in self.names:
                 raise ConfigError(f"adapter {chosen!r} is not allowed: the model has {', '.join(self.names)}")
@@ -111,8 +126,10 @@ class Adapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Within this context the trained adapter is inactive: the base model, with the frozen adapters if there are any. PEFT's
-        own switch, without its change of `requires_grad`."""
+        """Within this context the trained adapter is inactive: the base model, with the frozen adapters if there are any.
+
+        Uses PEFT's switch, without its change of `requires_grad`.
+        """
         self._activate(False)
         try:
             yield
@@ -127,9 +144,11 @@ class Adapters:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Within this context the weights are W + (alpha / rank) B A, so that a call costs as much as the base model's. Leaving
-        it restores the original tensors, so that nothing drifts. Within `disabled` only frozen adapters are merged. Sharded
-        weights are not changed. Requires `torch.no_grad`."""
+        """Within this context the weights are W + (alpha / rank) B A, so that a call costs as much as the base model's.
+
+        At the end the original tensors are restored without rounding. Within `disabled` only frozen adapters are merged. Sharded
+        weights are not changed. Requires `torch.no_grad`.
+        """
         saved = []
         for layer in self.layers if self.active and not is_sharded_network(self.network) else ():
             weight = layer.get_base_layer().weight
@@ -146,16 +165,20 @@ class Adapters:
                 layer._disable_adapters = False
 
     def cast_by_autocast(self) -> None:
-        """Under autocast, pass activations to A without PEFT's cast to float32, which autocast would revert; the numbers are
-        equal. Without autocast PEFT's cast remains. Every call decides by itself, because gradient checkpointing computes
-        activations again long afterwards, under the autocast of the call."""
+        """Under autocast, pass activations to A without PEFT's cast to float32, which autocast would revert; results are equal.
+
+        Without autocast PEFT's cast remains. The decision is made at every call, because gradient checkpointing recomputes
+        activations later, under the autocast of the original call.
+        """
         self._casts = True
         for layer in self.layers:
             layer._cast_input_dtype = MethodType(_cast_unless_autocast, layer)
 
     def tensors(self) -> dict[str, Tensor]:
-        """A and (alpha / rank) B of the trained adapter, under PEFT's names: programs that ignore alpha (alpha = rank) get the
-        same network."""
+        """A and (alpha / rank) B of the trained adapter, under PEFT's names.
+
+        Programs that ignore alpha (alpha = rank) then get the same network.
+        """
         from peft import get_peft_model_state_dict
 
         found: Mapping[str, Tensor] = get_peft_model_state_dict(self.network, adapter_name=self.name)
@@ -170,7 +193,7 @@ class Adapters:
     def load(self, path: Path, pipeline: type[Any]) -> None:
         """Load A and B of the trained adapter from a LoRA file or folder that `pipeline` (a diffusers pipeline class) reads.
 
-        Raises `CheckpointError` if the file is missing or no LoRA, or if its layers or rank are not this adapter's.
+        Raises `CheckpointError` if the file is missing or is not a LoRA, or if its layers or rank differ from this adapter's.
         """
         from peft import set_peft_model_state_dict
 
@@ -196,15 +219,15 @@ class Adapters:
 
 
 def _cast_unless_autocast(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """PEFT's `_cast_input_dtype`, left to autocast if that is on."""
+    """PEFT's `_cast_input_dtype`; unchanged under autocast, which casts by itself."""
     return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 
 def load_frozen_adapters(pipe: Any, specs: Sequence[str]) -> tuple[str, ...]:
     """Load LoRAs that are active but not trained into `pipe`, as diffusers does; returns their names.
 
-    A spec is NAME=PATH, or PATH, which is then called frozen1, frozen2, ... Raises `ConfigError` if the model has adapters
-    already or a name is not allowed, `CheckpointError` if a file cannot be read.
+    A spec is NAME=PATH, or PATH with the name frozen1, frozen2, ... Raises `ConfigError` if the model has adapters already or a
+    name is not allowed, `CheckpointError` if a file cannot be read.
     """
     if getattr(pipe.transformer, "peft_config", None):
         raise ConfigError(HAS_ADAPTERS)

@@ -1,8 +1,9 @@
 """The GPU memory that a model needs, counted without a GPU.
 
 The network is built on PyTorch's "meta" device (shapes only). A micro-batch of training, a call of sampling and a batch of
-decoding run there while the storage of every tensor is counted at allocation and release. The counts leave out what only a device
-shows: the libraries' work space, and the allocator's unused reserve. `benchmarks/full_size.py` compares them with real runs.
+decoding run there, while the storage of every tensor is counted at allocation and release. The counts do not include what exists
+only on a real device: the libraries' work space, and the allocator's unused reserve. `benchmarks/full_size.py` compares them with
+real runs.
 """
 
 import gc
@@ -29,12 +30,20 @@ OPTIMIZER_BYTES = 4 * (1 + 1 + 2 + 1)
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `weights`: frozen transformer and decoder. `trained`: LoRA (or all weights), gradient, AdamW's moments, average.
-    `trajectories`: stored nodes and velocities.
+    """Memory in bytes, except for the two numbers of parameters.
 
-    `update`, `rollout` and `decode` are the peaks that a micro-batch of training (forward and backward), a call of sampling and
-    decoding of all images that are scored together add; `encoders` are the text encoders' weights, which are on the device only
-    for new prompts. These four do not add up, because they follow each other. `parameters` and `trained_parameters` are counts.
+    `update`, `rollout`, `decode` and `encoders` occur one after the other, so their memory does not add up.
+
+    Args:
+        parameters: number of parameters.
+        trained_parameters: number of trained parameters.
+        weights: frozen transformer and decoder.
+        trained: LoRA (or all weights), gradient, AdamW's moments, average.
+        update: peak added by a micro-batch of training (forward and backward).
+        rollout: peak added by a call of sampling.
+        decode: peak added by decoding all images that are scored together.
+        encoders: weights of the text encoders, which are on the device only for new prompts.
+        trajectories: stored nodes and velocities.
     """
 
     parameters: int
@@ -49,7 +58,7 @@ class Memory:
 
     @property
     def always(self) -> int:
-        """What every phase has."""
+        """Memory that is occupied in every phase."""
         return self.weights + self.trained + self.trajectories
 
     @property
@@ -104,7 +113,7 @@ def count_memory(
     pixels = resolution if isinstance(resolution, Size) else Size(resolution, resolution)
     network, precision, size = known.build(), getattr(torch, dtype), DTYPE_BYTES[dtype]
     parameters = sum(p.numel() for p in network.parameters())
-    nn.Module.to(network, precision)  # diffusers' own `to` warns of layers to keep in float32 even if there are none
+    nn.Module.to(network, precision)  # diffusers' `to` warns of layers to keep in float32 even if there are none
     network.requires_grad_(full)
     if not full:
         Adapters(network, rank, float(rank), targets or known.lora_targets, seed=0)
@@ -152,8 +161,10 @@ def _step(network: Any, inputs: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _flash_attention() -> Iterator[None]:
-    """Attention as GPUs compute it, without the matrix of weights, which the plain formula on "meta" would store. A function mode
-    would not do: it is off while checkpointing computes activations again."""
+    """Attention as GPUs compute it, without the matrix of weights, which the plain formula on "meta" would store.
+
+    A function mode does not work: it is off while checkpointing recomputes activations.
+    """
     plain = F.scaled_dot_product_attention
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Tensor:
@@ -169,10 +180,14 @@ def _flash_attention() -> Iterator[None]:
 
 
 class StorageCounter(TorchDispatchMode):
-    """Bytes of the tensors that are alive (`now`) and their largest sum so far (`largest`).
+    """Bytes of the live tensors (`now`) and the largest sum so far (`largest`).
 
-    Every storage that an operation returns within this context counts once, from then until it is freed; `add_all` counts those
-    that are there already. The storages of `network` do not count. Memory on the device `kind` only.
+    Every storage that an operation returns within this context counts once, until it is freed; `add_all` counts existing
+    storages.
+
+    Args:
+        kind: type of the device whose memory is counted.
+        network: its storages do not count; None: all count.
     """
 
     def __init__(self, kind: str, network: Any = None) -> None:

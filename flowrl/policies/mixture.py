@@ -14,10 +14,16 @@ from flowrl.types import Condition, Prompt, Schedule
 
 
 class MixturePolicy:
-    """`FlowPolicy` with v(x, t, c) = v_exact(x, t) + net(x, t, c); net starts at exactly 0, so the policy starts exact.
+    """`FlowPolicy` with v(x, t, c) = v_exact(x, t) + net(x, t, c); net is 0 at the start, so the policy starts exact.
 
-    `direction` turns a prompt's text into degrees; the condition is its cosine and sine. Latents are [sample, 2, 1, 1]. The
-    reference is v_exact alone.
+    Latents are [sample, 2, 1, 1]. The condition is the cosine and sine of the prompt's direction. The reference is v_exact alone.
+
+    Args:
+        mixture: the data.
+        direction: turns a prompt's text into degrees.
+        hidden: width of the network.
+        seed: seed of the network.
+        device: device of the network.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Diffusers pipelines as policies: what all model families share. A family (`sd3`, `flux`, `qwen_image`, `wan`) defines
-what differs."""
+"""Diffusers pipelines as policies: the code common to all model families (`sd3`, `flux`, `qwen_image`, `wan`)."""
 
 import copy
 import os
@@ -31,17 +30,21 @@ from flowrl.policies.prompt_cache import PromptCache
 from flowrl.types import Condition, Prompt, Schedule
 
 COMPILED_VERSIONS = 64
-"""Compiled versions of a block that are kept: kinds of blocks x sampling and training x with and without adapters x batch
-sizes."""
+"""Compiled versions of a block: kinds of blocks x sampling and training x with and without adapters x batch sizes."""
 
 
 class PipelinePolicy:
     """`FlowPolicy` over the transformer of a diffusers pipeline.
 
-    The policy owns the pipeline: its transformer gets the adapter (or is fully trained) and moves to `options.device`, as does
-    its image decoder; its text encoders stay in main memory and move to the device only to embed new prompts. `pipe` is the
-    pipeline with the present weights. The reference is the network with its adapter disabled, or a frozen copy. `adapters` (None
-    unless a LoRA is trained) adds further adapters and selects which are trained and active."""
+    The transformer and the image decoder move to `options.device`. The text encoders stay in main memory and move to the device
+    only to embed new prompts. The reference is the network with its adapter disabled, or a frozen copy. `adapters` (None unless a
+    LoRA is trained) adds further adapters and selects which are trained and active.
+
+    Args:
+        pipe: the pipeline. The policy trains its transformer or adds an adapter to it, so it has the current weights.
+        family: the model family.
+        options: sizes, device, dtype, guidance, adapter and memory settings.
+    """
 
     def __init__(self, pipe: Any, family: Family, options: ModelOptions = ModelOptions()) -> None:
         found = type(pipe).__name__
@@ -89,7 +92,7 @@ class PipelinePolicy:
                 compile_blocks(network, options.compile)
 
     def checkpoint_gradients(self, on: bool) -> None:
-        """Recompute activations in the backward pass, or not; the gradient is the same."""
+        """Set whether the backward pass recomputes activations; the gradient is the same."""
         if on:
             self.transformer.enable_gradient_checkpointing()
         elif self.transformer.is_gradient_checkpointing:
@@ -97,8 +100,8 @@ class PipelinePolicy:
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """SD3: (channels, height, width); FLUX, Qwen-Image: (tokens, channels of a 2 x 2 patch); Wan: (channels, frames, height,
-        width)."""
+        """[channel, height, width] (SD3), [token, channel] of 2 x 2 patches (FLUX, Qwen-Image) or [channel, frame, height, width]
+        (Wan)."""
         return self._latent_shape
 
     @property
@@ -123,20 +126,18 @@ class PipelinePolicy:
         return Schedule(self._scheduler.sigmas.float().to(self._device), self._scheduler.timesteps.float().to(self._device))
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
-        """One number per prompt; `velocity` looks the embeddings up in the cache, which also has the negative prompt's. Every
-        prompt is embedded by itself, so that its embedding does not depend on the other prompts."""
+        """One number per prompt, which `velocity` looks up in the cache of embeddings."""
         known = self.prompts.numbers([*(prompt.text for prompt in prompts), self.options.negative_prompt])
         numbers = torch.tensor(known, device=self._device)
         return Condition({"prompt": numbers[:-1], "negative": numbers[-1:].expand(len(prompts))}, frozenset(known))
 
     def warm(self, prompts: Sequence[Prompt]) -> None:
-        """Embed all `prompts` and the negative one now: the text encoders then move to the device once, not in every iteration
-        with new prompts."""
+        """Embed all `prompts` and the negative prompt now, so that the text encoders move to the device only once."""
         self.prompts.warm([self.options.negative_prompt, *(prompt.text for prompt in prompts)])
 
     def release_encoders(self) -> None:
-        """Drop the text encoders from memory (T5 alone takes 9.5 GB in bfloat16). Prompts in the cache still work; new ones raise
-        `ConfigError`. Call `warm` with all prompts first."""
+        """Remove the text encoders from memory (T5: 9.5 GB in bfloat16). New prompts then raise `ConfigError`, so call `warm`
+        first."""
         for name in self.family.encoders:
             setattr(self.pipe, name, None)
         self._released = True
@@ -145,7 +146,7 @@ class PipelinePolicy:
         """Embed on the device one by one, then send the encoders back to main memory."""
         if self._released:
             raise ConfigError(
-                f"the prompt {texts[0]!r} is new, but the text encoders were released; warm the cache with it before"
+                f"the prompt {texts[0]!r} is new, but the text encoders were released; call warm with it before release_encoders"
             )
         encoders = [encoder for name in self.family.encoders if (encoder := getattr(self.pipe, name)) is not None]
         tokens = self.options.max_sequence_length or self.family.text_tokens
@@ -187,8 +188,7 @@ class PipelinePolicy:
 
     @contextmanager
     def guided(self, guidance: float) -> Iterator[None]:
-        """Within this context the guidance scale is `guidance`, for example for an evaluation with another scale than
-        training."""
+        """Within this context the guidance scale is `guidance`, for example to evaluate with another scale than in training."""
         require(guidance >= 1, "guidance_scale", guidance, "1 (off) or more")
         kept, self._guidance = self._guidance, guidance
         try:
@@ -198,7 +198,7 @@ class PipelinePolicy:
 
     @property
     def guidance_scale(self) -> float:
-        """The present scale."""
+        """The current scale."""
         return self._guidance
 
     @property
@@ -208,7 +208,7 @@ class PipelinePolicy:
 
     @contextmanager
     def block_cache(self) -> Iterator[Callable[[bool], None]]:
-        """See `BlockCache`; with guidance, the rows of both prompts are in one call."""
+        """See `BlockCache`; with guidance, one call contains the rows of both prompts."""
         with FirstBlockCache().installed(blocks_of(self._active)) as switch:
             kept, self._one_call = self._one_call, True
             try:
@@ -217,8 +217,7 @@ class PipelinePolicy:
                 self._one_call = kept
 
     def decode(self, latent: Tensor) -> Tensor:
-        """Images [sample, 3, height, width], or videos [sample, frame, 3, height, width], in [0, 1], `decode_batch` at a time,
-        float32."""
+        """Images [sample, 3, height, width] or videos [sample, frame, 3, height, width] in [0, 1], `decode_batch` at a time."""
         images, dtype = [], DTYPES[self.options.decode_dtype]
         with torch.no_grad():
             for part in latent.to(dtype).split(self.options.decode_batch):
@@ -234,7 +233,7 @@ class PipelinePolicy:
     def reference(self) -> Iterator[None]:
         """The base model, no gradients. Raises `ConfigError` for full fine-tuning without `keep_reference`."""
         if self.options.tuning == "full" and self._copy is None:
-            raise ConfigError("keep_reference = False is not allowed: this loss compares with the base model, which was not kept")
+            raise ConfigError("keep_reference = False is not allowed: this loss compares with the base model; set it to True")
         kept = self._active
         self._active = self.transformer if self._copy is None else self._copy
         try:
@@ -245,8 +244,8 @@ class PipelinePolicy:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """No gradients. In a float32 network the adapter is merged into the weights. In a narrower one it is not, because
-        rounding W + BA would make the sampling policy different from the trained policy."""
+        """No gradients. The adapter is merged into the weights of a float32 network, but not of a narrower one: rounding W + BA
+        would make the sampling policy different from the trained policy."""
         merge: AbstractContextManager[None] = nullcontext()
         if self.adapters is not None and self.dtype == torch.float32:
             merge = self.adapters.merged()
@@ -275,7 +274,7 @@ class PipelinePolicy:
 
 
 def _full_network(network: Any) -> Any:
-    """`network`, or, if its weights are sharded, a copy in the main process's main memory and None in the other processes."""
+    """`network`; if its weights are sharded, a copy in the main process's main memory, and None in the other processes."""
     if not is_sharded_network(network):
         return network
     tensors = full_tensors(network.state_dict())
@@ -295,9 +294,12 @@ def _latent_shape(pipe: Any, family: Family, options: ModelOptions) -> tuple[int
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Freeze and move. As when diffusers loads a model in `dtype`, layers that its class keeps in float32 (Wan: norms, modulation
-    and the embedding of the time) and buffers that are not in its files (Wan: the rotary frequencies) keep their precision.
-    diffusers' own `to` would cast these buffers."""
+    """Freeze and move a module.
+
+    As when diffusers loads a model in `dtype`, layers that its class keeps in float32 (Wan: norms, modulation, time embedding)
+    and buffers that are not in its files (Wan: rotary frequencies) keep their precision. diffusers' `to` would cast these
+    buffers.
+    """
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     nn.Module.to(model.eval().requires_grad_(False), device)
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -308,8 +310,8 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
 def _own_scheduler(pipe: Any) -> Any:
     """A new Euler scheduler for flow matching with the pipeline's settings.
 
-    Of another scheduler with flow sigmas (Wan's UniPC on the Hub) it takes the shift: transitions need an Euler grid. The two
-    grids differ. Raises `ConfigError` for any other scheduler.
+    From another scheduler with flow sigmas (Wan's UniPC on the Hub) only the shift is used, because transitions need an Euler
+    grid; the two grids differ. Raises `ConfigError` for any other scheduler.
     """
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
@@ -323,8 +325,6 @@ def _own_scheduler(pipe: Any) -> Any:
 
 def compile_blocks(network: Any, backend: str) -> None:
     """Compile in place every entry of the module lists at the top of `network`: a transformer's blocks.
-
-    Only the blocks are compiled.
 
     Args:
         network: the transformer; None: nothing is compiled.

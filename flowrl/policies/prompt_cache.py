@@ -15,12 +15,12 @@ from torch import Tensor
 from flowrl.errors import ConfigError
 
 Encode = Callable[[Sequence[str]], Iterable[Mapping[str, Tensor]]]
-"""From texts to one mapping of named tensors per text, without a prompt axis; better one by one than all at once."""
+"""From texts to one mapping of named tensors per text, without a prompt axis; an iterator that embeds one text at a time."""
 
 
 @dataclass
 class PromptCache:
-    """Embeddings under integer numbers, so that a `Condition` carries a number per sample instead of megabytes.
+    """Embeddings by integer number, so that a `Condition` carries a number per sample instead of megabytes.
 
     `encode` embeds new texts; no text is embedded twice. The first `limit` embeddings are stored in main memory, later ones in a
     temporary folder (`TMPDIR`), which is deleted at the end. Those of the latest call are also on `device`, padded with zeros to
@@ -50,7 +50,7 @@ class PromptCache:
         return chosen
 
     def warm(self, texts: Sequence[str]) -> None:
-        """Embed the new ones of `texts` now, in one call of `encode`."""
+        """Embed those of `texts` that are new, in one call of `encode`."""
         new = [text for text in dict.fromkeys(texts) if text not in self._numbers]
         for text, row in zip(new, self.encode(new) if new else (), strict=True):
             tensors = {name: tensor.detach().cpu() for name, tensor in row.items()}
@@ -60,9 +60,9 @@ class PromptCache:
         self.hits += len(texts) - len(new)
 
     def rows(self, numbers: Tensor, among: frozenset[int] = frozenset()) -> dict[str, Tensor]:
-        """The embeddings under `numbers` [sample], a tensor on the device: every result gets the axis [sample] in front.
+        """The embeddings under `numbers` [sample], a tensor on the device; every result has [sample] as its first axis.
 
-        `among` lists the numbers that may occur; if it is empty they are read from the device, which synchronises with it.
+        `among` lists the numbers that may occur. If it is empty, they are read from the device, which synchronises with it.
         """
         needed = among or frozenset(numbers.tolist())
         self._bring([number for number in sorted(needed) if number not in self._near])

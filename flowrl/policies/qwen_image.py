@@ -17,11 +17,17 @@ from flowrl.policies.lora import LORA_TARGETS
 class QwenImage:
     """`Family` of diffusers' `QwenImagePipeline`.
 
-    Latents are packed as FLUX's: [sample, token, 4 x channel]. A prompt is the last hidden layer of Qwen2.5-VL without the
+    Latents are packed like FLUX's: [sample, token, 4 x channel]. A prompt is the last hidden layer of Qwen2.5-VL without the
     tokens of the pipeline's template; prompts of different length are padded, with a mask. Guidance is classifier-free with the
     norm of the prompt's velocity (`guide`). The last block's text queries and outputs do not reach the image: their LoRA has
     no gradient. The last time before 0 is the scheduler's `shift_terminal` (.02 for Qwen-Image), and the noise of the last step
     is small: leave it out of the trained steps (window `all-but-last`).
+
+    Args:
+        pipeline: see `Family`.
+        encoders: see `Family`.
+        text_tokens: see `Family`.
+        lora_targets: see `Family`.
     """
 
     pipeline: str = "QwenImagePipeline"
@@ -30,8 +36,11 @@ class QwenImage:
     lora_targets: tuple[str, ...] = LORA_TARGETS
 
     def latent_shape(self, pipe: Any, height: int, width: int) -> tuple[int, ...]:
-        """(height / 16 x width / 16, channels). Raises `ConfigError` unless both sizes are multiples of 16, and for a
-        guidance-distilled transformer, which diffusers' class has a setting for but cannot compute."""
+        """(height / 16 x width / 16, channels).
+
+        Raises `ConfigError` unless both sizes are multiples of 16. A guidance-distilled transformer raises it, too: diffusers'
+        class has a setting for it but cannot compute it.
+        """
         distilled = pipe.transformer.config.guidance_embeds
         require(not distilled, "guidance_embeds of the transformer", distilled, "false: Qwen-Image has no distilled guidance")
         return packed_shape(pipe, height, width)

@@ -17,6 +17,12 @@ class SD3:
     """`Family` of diffusers' `StableDiffusion3Pipeline` (SD3-Medium, SD3.5-Medium, SD3.5-Large).
 
     Latents are [sample, channel, height / 8, width / 8]. Prompts go through two CLIP encoders and T5, which may be absent.
+
+    Args:
+        pipeline: see `Family`.
+        encoders: see `Family`.
+        text_tokens: see `Family`.
+        lora_targets: see `Family`.
     """
 
     pipeline: str = "StableDiffusion3Pipeline"
@@ -42,7 +48,7 @@ class SD3:
         scheduler.set_timesteps(steps, **shift)
 
     def encode(self, pipe: Any, text: str, tokens: int, device: torch.device) -> Mapping[str, Tensor]:
-        """CLIP and T5 tokens one after the other [token, dim], and the pooled CLIP embeddings [dim]."""
+        """Concatenated CLIP and T5 tokens [token, dim], and the pooled CLIP embeddings [dim]."""
         found = pipe.encode_prompt(text, None, None, device=device, do_classifier_free_guidance=False, max_sequence_length=tokens)
         return {"words": found[0][0], "pooled": found[2][0]}
 

@@ -1,4 +1,4 @@
-"""The built-in image policy: the real SD3 transformer class of diffusers at a size that a laptop can train."""
+"""The built-in image policy: diffusers' SD3 transformer class at a size that a laptop can train."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +18,21 @@ from flowrl.types import Condition, Prompt, Schedule
 
 @dataclass(frozen=True)
 class SmallSD3Config:
-    """Sizes of the built-in model. `shift` is the time shift of its scheduler (SD3.5 uses 3; small images need less)."""
+    """Sizes of the built-in model.
+
+    Args:
+        vocabulary: number of words.
+        words: length of a prompt in words.
+        grid: cells per side of the image.
+        cell: pixels per side of a cell.
+        channels: channels of the latent.
+        layers: layers of the transformer.
+        heads: attention heads.
+        head_dim: width of a head.
+        text_dim: width of the word embeddings.
+        text_layers: layers of the word encoder.
+        shift: time shift of the scheduler (SD3.5: 3; small images need less).
+    """
 
     vocabulary: int
     words: int
@@ -34,8 +48,10 @@ class SmallSD3Config:
 
 
 class WordEncoder(nn.Module):
-    """The text encoder: word and position vectors, then a small transformer, so that a word's output depends on its role in the
-    sentence (the subject of "left of", for example) as in CLIP and T5. The pooled embedding is the mean."""
+    """The text encoder: word and position embeddings and a small transformer; the pooled embedding is the mean.
+
+    A word's output therefore depends on its role in the sentence (the subject of "left of", for example), as in CLIP and T5.
+    """
 
     def __init__(self, vocabulary: int, words: int, dim: int, layers: int) -> None:
         super().__init__()
@@ -58,7 +74,7 @@ class WordEncoder(nn.Module):
 class CellAutoencoder(nn.Module):
     """Images [sample, 3, grid*cell, grid*cell] in [0, 1] <-> latents [sample, channels, grid, grid] of unit scale.
 
-    A two-layer network encodes each cell by itself. `shift` and `scale` [channels] give the latents of the world's images mean 0
+    A two-layer network encodes each cell separately. `shift` and `scale` [channels] give the latents of the world's images mean 0
     and standard deviation 1, as a flow-matching model expects.
     """
 
@@ -133,8 +149,19 @@ class SmallSD3(nn.Module):
 class SmallSD3Policy:
     """`FlowPolicy` over a `SmallSD3` network with a PEFT LoRA adapter on its attention projections.
 
-    `tokenise` turns a prompt's text into word ids. `rank` 0 trains nothing (the plain base model). The adapter starts at zero,
-    so the policy starts as the base model; its reference is the same network with the adapter disabled.
+    The adapter starts at zero, so the policy starts as the base model. The reference is the network with the adapter disabled.
+
+    Args:
+        network: the networks with base weights.
+        tokenise: turns a prompt's text into word ids.
+        rank: rank of the LoRA; 0 trains nothing.
+        alpha: scale of the LoRA times its rank.
+        seed: seed of the adapter.
+        device: device of the network.
+        dtype: precision of the network.
+
+    Raises:
+        ConfigError: `rank` is negative.
     """
 
     def __init__(

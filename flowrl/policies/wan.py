@@ -17,10 +17,16 @@ _PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 class Wan:
     """`VideoFamily` of diffusers' `WanPipeline` with one transformer (Wan 2.1).
 
-    Latents are [sample, channel, frame, height, width]: the first frame of the video has one of its own, then every four frames
-    share one. A prompt is UMT5's last hidden layer with zeros after its tokens, up to the full length: the transformer has no
-    mask and attends to them, so that the number of tokens matters. The default is the 512 of the pipeline's call; `encode_prompt`
-    alone would take 226. The time is fed as 1000 t. Guidance is v_neg + s (v_prompt - v_neg).
+    Latents are [sample, channel, frame, height, width]: one latent frame for the first frame of the video, then one for every
+    four frames. A prompt is UMT5's last hidden layer with zeros after its tokens, up to the full length. The transformer has no
+    mask and attends to these zeros, so the number of tokens matters. The default is the 512 of the pipeline's call;
+    `encode_prompt` alone has 226. The time input is 1000 t. Guidance is v_neg + s (v_prompt - v_neg).
+
+    Args:
+        pipeline: see `Family`.
+        encoders: see `Family`.
+        text_tokens: see `Family`.
+        lora_targets: see `Family`.
     """
 
     pipeline: str = "WanPipeline"
@@ -33,8 +39,11 @@ class Wan:
         return self.video_shape(pipe, height, width, 1)
 
     def video_shape(self, pipe: Any, height: int, width: int, frames: int) -> tuple[int, ...]:
-        """(channels, (frames - 1) / 4 + 1, height / 8, width / 8). Raises `ConfigError` unless frames - 1 is a multiple of 4
-        and both sizes are multiples of 16; and for Wan 2.2, whose two transformers or times per token have no place here."""
+        """(channels, (frames - 1) / 4 + 1, height / 8, width / 8).
+
+        Raises `ConfigError` unless frames - 1 is a multiple of 4 and both sizes are multiples of 16. Wan 2.2, which has two
+        transformers or a time per token, is not supported and raises it, too.
+        """
         for name, allowed in (("transformer_2", None), ("boundary_ratio", None), ("expand_timesteps", False)):
             found = getattr(pipe, name, None) if name == "transformer_2" else pipe.config[name]
             require(found is allowed, f"{name} of the pipeline", type(found).__name__, f"{allowed}, as in Wan 2.1")
@@ -51,7 +60,7 @@ class Wan:
         scheduler.set_timesteps(steps)
 
     def encode(self, pipe: Any, text: str, tokens: int, device: torch.device) -> Mapping[str, Tensor]:
-        """The prompt's embeddings [tokens, dim], zeros after its own."""
+        """The prompt's embeddings [tokens, dim], padded with zeros."""
         words, _ = pipe.encode_prompt(text, do_classifier_free_guidance=False, max_sequence_length=tokens, device=device)
         return {"words": words[0]}
 

@@ -1,4 +1,4 @@
-"""Prompts from files: a prompt per line, JSON lines with metadata (GenEval's among them), or a Hugging Face dataset.
+"""Prompts from files: a prompt per line, JSON lines with metadata (such as GenEval's), or a Hugging Face dataset.
 
 Datasets (`hf:NAME[:SPLIT[:COLUMN]]`, folders, .parquet, .arrow, .csv and .json files) need the extra `datasets`.
 """
@@ -36,9 +36,15 @@ TEXT_COLUMNS = ("prompt", "text", "caption")
 
 @dataclass(frozen=True)
 class PromptFile:
-    """The content of a file: its prompts with their line numbers, the blank lines, and lines that repeat an earlier one.
+    """The content of a file of prompts. For a dataset, lines are its rows, counted from 1.
 
-    For a dataset, lines are its rows, counted from 1 (`unit`).
+    Args:
+        path: the file.
+        prompts: its prompts.
+        lines: line number of every prompt.
+        blank: numbers of the blank lines.
+        repeated: pairs (line, earlier line with the same prompt).
+        unit: "line" or "row", for messages.
     """
 
     path: Path
@@ -46,11 +52,10 @@ class PromptFile:
     lines: tuple[int, ...]
     blank: tuple[int, ...]
     repeated: tuple[tuple[int, int], ...]
-    """(line, the line that it repeats)."""
     unit: str = "line"
 
     def remarks(self) -> list[str]:
-        """Findings that are allowed but may be mistakes, a sentence each."""
+        """Findings that are allowed but may be mistakes, one sentence each."""
         found = []
         if self.blank:
             numbers = ", ".join(map(str, self.blank[:SHOWN]))
@@ -64,8 +69,8 @@ class PromptFile:
 def prompts_from(source: str) -> list[Prompt]:
     """The prompts in the file `source`, or those of a generator, as in ``text[0:500]``: the first 500 of its list.
 
-    ``text[500:600]`` are the next 100, all different from them: held-out prompts. A list is always the same (seed 0 of the
-    generator). Raises `ConfigError` for an unknown generator or an empty slice, and as `read_prompts` does for a file.
+    ``text[500:600]`` are the next 100, all different from the first 500, for example for evaluation. A generator's list is always
+    the same (seed 0). Raises `ConfigError` for an unknown generator or an empty slice, and as `read_prompts` does for a file.
     """
     match = re.fullmatch(r"([\w-]+)\[(\d+):(\d+)\]", source)
     if match is None or Path(source).exists():
@@ -200,7 +205,7 @@ def _dataset_rows(spec: str) -> tuple[tuple[str, str], ...]:
     kept = [other for other in columns if other != column and _is_plain(table.features[other])]
     try:
         rows = list(table.select_columns([column, *kept]))
-    except Exception as error:  # the library finds damaged files only here
+    except Exception as error:  # the library detects damaged files only here
         raise ConfigError(f"prompts: {spec} cannot be read to its end: {type(error).__name__}: {str(error)[:200]}") from error
     return tuple((row.pop(column) or "", json.dumps(_without_none(row))) for row in rows)
 
@@ -262,7 +267,7 @@ def _is_plain(feature: Any) -> bool:
 
 
 def _without_none(value: Any) -> Any:
-    """Objects without their empty entries: a table has the entries of any row in all rows."""
+    """Objects without their empty entries: in a table every row has the entries of all rows."""
     if isinstance(value, dict):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
     return [_without_none(entry) for entry in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Prompts made from templates: GenEval's compositional requests, texts to be rendered, and general images."""
+"""Prompts made from templates: GenEval's compositional requests, texts to render, and general images."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ STYLES = (
 
 
 def compositional_prompts(count: int, seed: int = 0, tags: Sequence[str] = TAGS) -> list[Prompt]:
-    """Distinct prompts of GenEval's kinds in turn, with the metadata that `rewards.GenEval` scores.
+    """Distinct prompts, alternating between GenEval's kinds, with the metadata that `rewards.GenEval` scores.
 
     The kinds are those of GenEval's generator (arXiv 2310.11513): one object, two, 2 to 4 of one, a colour, a position, two
     colours; "person" gets no colour. Plurals are English (GenEval's generator adds an s).

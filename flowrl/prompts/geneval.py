@@ -31,7 +31,15 @@ TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_
 
 @dataclass(frozen=True)
 class Clause:
-    """`count` objects of a class, all of `colour` ("": any), all at `position` ("": anywhere) of clause number `target`."""
+    """A requested number of objects of a class, all with the same colour and position.
+
+    Args:
+        name: name of the class.
+        count: number of objects, 1 or more.
+        colour: colour of all of them; "": any.
+        position: position relative to the objects of clause `target`; "": anywhere.
+        target: index of an earlier clause.
+    """
 
     name: str
     count: int = 1
@@ -42,7 +50,13 @@ class Clause:
 
 @dataclass(frozen=True)
 class Request:
-    """All of `include` and none of `exclude` (fewer than its number of the class); `tag` is the kind of request."""
+    """All clauses of `include` and none of `exclude`.
+
+    Args:
+        tag: the kind of request.
+        include: the requested objects.
+        exclude: clauses whose number of objects must not be reached.
+    """
 
     tag: str
     include: tuple[Clause, ...]

@@ -7,7 +7,15 @@ from flowrl.prompt import Prompt
 
 
 class PromptStream:
-    """Prompts in shuffled passes, reproducible from its generator and position."""
+    """Prompts in shuffled passes, reproducible from seed and position.
+
+    Args:
+        prompts: the training prompts.
+        seed: seed of the order.
+
+    Raises:
+        ConfigError: there are no prompts.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
         if not prompts:
@@ -28,7 +36,7 @@ class PromptStream:
         return [self.prompts[i] for i in chosen]
 
     def upcoming(self, count: int) -> list[Prompt]:
-        """The distinct ones among the next `count` prompts, in their order; takes none."""
+        """The distinct prompts among the next `count`, in order; the position does not change."""
         ahead = PromptStream(self.prompts, 0)
         ahead.generator.set_state(self.generator.get_state())
         ahead.order = list(self.order)

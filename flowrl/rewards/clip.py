@@ -1,12 +1,13 @@
 """Rewards on CLIP's embeddings: PickScore, CLIPScore, LAION's aesthetic score, HPSv2.1.
 
 Weights are loaded by `load` or at the first score, from a local folder in transformers' format or from the Hugging Face Hub by
-name (the command line works offline unless ``HF_HUB_OFFLINE=0`` is set), and shared between rewards with the same model and
-settings.
+name. The command line works offline unless ``HF_HUB_OFFLINE=0`` is set. Rewards with the same model and settings share the
+weights.
 
 Images are rounded to 8 bits, resized to the network's size (224 x 224) with Pillow's bicubic filter, and normalised with OpenAI's
 mean and standard deviation. Images that are not square are cropped at their centre, or letterboxed for HPSv2.1, as in the
-published code. Prompts are cut after 77 tokens. Features are normalised and compared in float32 for every `dtype` of the network.
+published code. Prompts are truncated to 77 tokens. Features are normalised and compared in float32 for every `dtype` of the
+network.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,8 @@ TOKENS = 77
 def clip_pixels(images: Images, size: int = 224, letterbox: bool = False) -> Float[Tensor, "sample 3 size size"]:
     """The network's input: 8 bits, `size` x `size` (bicubic, antialiased), (x - mean) / std. On the CPU.
 
-    The shorter side becomes `size` and the centre is cropped; with `letterbox` the longer side does, between black bars.
+    The shorter side is resized to `size` and the centre is cropped; with `letterbox` the longer side is, and black bars fill the
+    rest.
     """
     resize = _letterbox if letterbox else _crop_centre
     squares = (resize(image, size) for image in to_pillow(images))
@@ -136,9 +138,9 @@ def load_encoder(
 ) -> Encoder:
     """The CLIP model in the folder `model`, or of that name on the Hub, loaded once per setting.
 
-    `tokenizer`: its folder or name, if it is not the model's. `weights`: a file in open_clip's format that replaces the model's
-    own; only the model's configuration is then read. Raises `ConfigError` for a model that cannot be loaded or lacks weights, a
-    tokenizer of another model, a device that does not exist, or an unknown precision.
+    `tokenizer`: folder or name of the tokenizer; "" for the model's. `weights`: a file in open_clip's format that replaces the
+    model's weights; only the model's configuration is then read. Raises `ConfigError` for a model that cannot be loaded or lacks
+    weights, a tokenizer of another model, a device that does not exist, or an unknown precision.
     """
     with loading(model, tokenizer, dtype, batch):
         from transformers import AutoTokenizer, CLIPConfig, CLIPModel
@@ -178,9 +180,20 @@ def _head(place: str) -> tuple[Tensor, Tensor]:
 class PickScore:
     """exp(logit_scale) cos(image, prompt) of a CLIP ViT-H/14 trained on human preferences; about 17 to 24.
 
-    `form` = "released": divided by 26, as in Flow-GRPO's public code, about 0.65 to 0.9. That changes the advantages of groups
-    whose scores hardly differ, because 1e-4 is added to the std. Source: Pick-a-Pic (arXiv 2305.01569), the model card's code;
-    its probability that one of two images is preferred is the softmax of the two scores. Weights: MIT.
+    Source: Pick-a-Pic (arXiv 2305.01569), the model card's code; its probability that one of two images is preferred is the
+    softmax of the two scores. Weights: MIT.
+
+    Args:
+        model: the model's folder, or its name on the Hub.
+        tokenizer: the tokenizer's folder, or its name on the Hub.
+        device: name of the device.
+        dtype: precision of the network.
+        batch: images or texts per network call.
+        form: "exact", or "released": divided by 26, as in Flow-GRPO's public code, about 0.65 to 0.9. The division changes the
+            advantages of groups whose scores hardly differ, because 1e-4 is added to the std.
+
+    Raises:
+        ConfigError: `form` is unknown. `load` and `score` also raise it if the model cannot be loaded.
     """
 
     model: str = "yuvalkirstain/PickScore_v1"
@@ -210,6 +223,17 @@ class CLIPScore:
     """`weight` max(0, cos(image, `prefix` + prompt)) with OpenAI's CLIP ViT-B/32; in practice about 0.4 to 1.
 
     Source: CLIPScore (arXiv 2104.08718), equation 1: weight 2.5, prefix "A photo depicts" and a space. Weights: MIT.
+
+    Args:
+        model: the model's folder, or its name on the Hub.
+        prefix: text before the prompt.
+        weight: factor of the cosine, above 0.
+        device: name of the device.
+        dtype: precision of the network.
+        batch: images or texts per network call.
+
+    Raises:
+        ConfigError: `weight` is not above 0. `load` and `score` also raise it if the model cannot be loaded.
     """
 
     model: str = "openai/clip-vit-base-patch32"
@@ -236,12 +260,19 @@ class CLIPScore:
 @checked_options
 @dataclass(frozen=True)
 class Aesthetic:
-    """Predicted human rating of the image from 1 to 10: a linear head on CLIP ViT-L/14's features; does not read the prompt.
+    """Predicted human rating of the image from 1 to 10: a linear head on CLIP ViT-L/14's features, independent of the prompt.
 
-    `head` is a file with its layers (``layers.N.weight`` and ``bias``, or ``weight`` and ``bias``; safetensors or PyTorch's,
-    read without running code from it), or ``REPOSITORY:FILE`` on the Hub. The published head is five linear layers without
-    activations between them, which is one affine map. Source: LAION's improved aesthetic predictor (public code, file
-    sac+logos+ava1-l14-linearMSE; the reward of DDPO, arXiv 2305.13301). Weights: Apache-2.0, CLIP's: MIT.
+    The published head is five linear layers without activations between them, which is one affine map. Source: LAION's improved
+    aesthetic predictor (public code, file sac+logos+ava1-l14-linearMSE; the reward of DDPO, arXiv 2305.13301). Weights:
+    Apache-2.0, CLIP's: MIT.
+
+    Args:
+        model: the model's folder, or its name on the Hub.
+        head: file with the head's layers (``layers.N.weight`` and ``bias``, or ``weight`` and ``bias``), or ``REPOSITORY:FILE``
+            on the Hub; safetensors or PyTorch's format, read without running code.
+        device: name of the device.
+        dtype: precision of the network.
+        batch: images per network call.
     """
 
     model: str = "openai/clip-vit-large-patch14"
@@ -269,10 +300,15 @@ class Aesthetic:
 class HPSv21:
     """cos(image, prompt) of a CLIP ViT-H/14 trained on human preferences (HPS v2.1); about 0.2 to 0.35.
 
-    `weights`: the published file (open_clip's format, read without running code from it), as a path or as ``REPOSITORY:FILE`` on
-    the Hub; it replaces the weights of `model`, which has the same architecture. "" if `model` is itself a folder with HPS v2.1
-    in transformers' format. Source: HPS v2 (arXiv 2306.09341) and its public code, which letterboxes images that are not
-    square. Weights: Apache-2.0.
+    Source: HPS v2 (arXiv 2306.09341) and its public code, which letterboxes images that are not square. Weights: Apache-2.0.
+
+    Args:
+        model: folder or name on the Hub of a model with the same architecture.
+        weights: the published file in open_clip's format, or ``REPOSITORY:FILE`` on the Hub, which replaces the weights of
+            `model`; read without running code. "" if `model` is a folder with HPS v2.1 in transformers' format.
+        device: name of the device.
+        dtype: precision of the network.
+        batch: images or texts per network call.
     """
 
     model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"

@@ -1,4 +1,4 @@
-"""Rewards made of others: weighted sums with visible components, limits and noise; and functions as rewards."""
+"""Rewards made from other rewards: weighted sums with logged components, limits and noise; and functions as rewards."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +45,14 @@ class WeightedSum:
     """R = sum_k w_k R^(k) over named reward models.
 
     `parts` returns the unweighted scores of every component: the trainer logs them, and a rule such as `credit.GDPO` normalises
-    them one by one. Missing `weights` are 1. Raises `ConfigError` for no models, a weight without a model, or a weight that is
-    not a finite number.
+    each component separately.
+
+    Args:
+        models: reward models of single samples, by name.
+        weights: finite weights w_k by name; a missing weight is 1.
+
+    Raises:
+        ConfigError: there are no models, a weight is not finite, or a weight has no model.
     """
 
     models: Mapping[str, RewardModel]
@@ -80,10 +86,17 @@ class WeightedSum:
 @checked_options
 @dataclass(frozen=True)
 class Clipped:
-    """min(`high`, max(`low`, R)) of another reward; None: no limit on that side.
+    """min(`high`, max(`low`, R)) of another reward.
 
-    Scores beyond a limit gain nothing, which reduces reward hacking. Raises `ConfigError` without a limit, or unless `low` is
-    below `high`.
+    Scores beyond a limit gain nothing, which reduces reward hacking.
+
+    Args:
+        reward: the reward to limit.
+        low: lower limit; None: no lower limit.
+        high: upper limit; None: no upper limit.
+
+    Raises:
+        ConfigError: both limits are None, or `low` is not below `high`.
     """
 
     reward: RewardModel
@@ -107,16 +120,18 @@ class Clipped:
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """Wraps `function(images, prompts) -> [sample]`; images are [sample, channel, height, width] in [0, 1].
+    """Wraps `function(images, prompts) -> [sample]` as a reward.
 
-    `marks_invalid`: NaN among its scores marks samples that cannot be judged and are left out (`protocols.RewardModel`).
+    Args:
+        function: scores images [sample, channel, height, width] in [0, 1] and as many prompts.
+        marks_invalid: NaN marks samples that cannot be judged and are left out (`protocols.RewardModel`).
     """
 
     function: Callable[[Tensor, Sequence[Prompt]], Tensor]
     marks_invalid: bool = False
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """The function's own scores; the rollout checks their shape and that they are finite."""
+        """The function's scores; the rollout checks their shape and that they are finite."""
         return self.function(images, prompts)
 
 
@@ -125,8 +140,17 @@ class NoisyReward:
     """R + `std` e + `bias` m, e standard normal, m the mean of the image's values (a bias towards bright images).
 
     The noise is a fixed pseudo-random function of the image and `seed`: the same image gets the same score, as from a
-    deterministic but unreliable judge. Scores do not depend on the batch, and a resumed run continues with the same numbers. The
-    noise of different images is practically independent. Raises `ConfigError` for a negative or infinite `std`.
+    deterministic but unreliable judge. Scores do not depend on the batch, and a resumed run gets the same noise. The noise of
+    different images is practically independent.
+
+    Args:
+        model: the reward model R.
+        std: standard deviation of the noise, 0 or more.
+        bias: weight of the image's mean.
+        seed: seed of the noise.
+
+    Raises:
+        ConfigError: `std` is negative or infinite.
     """
 
     model: RewardModel
@@ -150,7 +174,7 @@ class NoisyReward:
 
 
 def pseudo_normal(images: Tensor, seed: int = 0) -> Float[Tensor, " sample"]:
-    """A pseudo-random N(0, 1) number per image, a function of the image's values and `seed` only."""
+    """A pseudo-random N(0, 1) number per image, which depends only on the image's values and `seed`."""
     flat = images.detach().flatten(1).double().cpu()
     generator = torch.Generator().manual_seed(seed)
     directions = torch.rand(flat.shape[1], 2, generator=generator, dtype=torch.float64) + 0.5

@@ -15,7 +15,12 @@ __all__ = ["ComponentScores", "check_group_scores", "check_score_shape", "check_
 
 @dataclass(frozen=True)
 class ComponentScores:
-    """Scores [sample] of a batch of images and, for a composite reward, those of every component; NaN marks invalid samples."""
+    """Scores of a batch of images; NaN marks invalid samples.
+
+    Args:
+        total: scores [sample].
+        parts: scores [sample] of every component of a composite reward; empty for others.
+    """
 
     total: Tensor
     parts: Mapping[str, Tensor] = field(default_factory=dict)
@@ -27,7 +32,7 @@ class ComponentScores:
 
 
 def is_remote(reward: object) -> bool:
-    """Whether a server computes this reward, or one that it is made of (`flowrl.serving.client`)."""
+    """Whether a server computes this reward or one of its components (`flowrl.serving.client`)."""
     models = getattr(reward, "models", None)
     inside = [*(models.values() if isinstance(models, Mapping) else ()), *(getattr(reward, n, None) for n in ("reward", "model"))]
     rewards = [part for part in inside if hasattr(part, "score") or hasattr(part, "score_groups")]

@@ -22,8 +22,8 @@ from flowrl.types import checked
 def pairwise_diversity(features: Float[Tensor, "prompt member feature"]) -> Float[Tensor, " prompt"]:
     """D = 2 / (M (M - 1)) sum_{i<j} |f_i - f_j| over the M members of each prompt: the mean Euclidean distance of its pairs.
 
-    A sample is not compared with itself, so that D is an unbiased estimate of E|f(X) - f(X')| for independent samples X, X' of
-    the prompt (a U-statistic): it does not depend on the number of samples. 0 if all samples are equal. Float64.
+    Pairs of a sample with itself are excluded, so D is an unbiased estimate of E|f(X) - f(X')| for independent samples X, X' of
+    the prompt (a U-statistic): its expectation does not depend on the number of samples. 0 if all samples are equal. Float64.
     """
     members = features.shape[1]
     require(members >= 2, "members", members, "2 or more: one sample has no pair")
@@ -46,7 +46,7 @@ class PixelFeatures:
 
 @dataclass(frozen=True)
 class LatentFeatures:
-    """As `PixelFeatures`, for the latents before they are decoded."""
+    """As `PixelFeatures`, for the latents before decoding."""
 
     reads_latents: ClassVar[bool] = True
 
@@ -58,9 +58,15 @@ class LatentFeatures:
 @checked_options
 @dataclass(frozen=True)
 class ClipFeatures:
-    """CLIP's image features, of length 1: the distance is sqrt(2 - 2 cos), 0 to 2. It reflects content rather than noise.
+    """CLIP's image features, of length 1: the distance is sqrt(2 - 2 cos), 0 to 2, and reflects content rather than noise.
 
-    `model`: a folder in transformers' format or a name on the Hub; preprocessing as in `flowrl.rewards.clip`.
+    Images are preprocessed as in `flowrl.rewards.clip`.
+
+    Args:
+        model: a folder in transformers' format, or a name on the Hub.
+        device: name of the device.
+        dtype: precision of the network.
+        batch: images per network call.
     """
 
     model: str = "openai/clip-vit-base-patch32"
@@ -77,8 +83,6 @@ class ClipFeatures:
 
 def group_features(features: Features, images: Tensor, latents: Tensor, groups: Sequence[int]) -> Tensor:
     """Features of the samples, arranged by group.
-
-    Raises `RewardError` unless it returns one finite vector per sample.
 
     Args:
         features: the feature model; it receives the latents if its attribute `reads_latents` is true, else the images.

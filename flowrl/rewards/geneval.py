@@ -60,20 +60,30 @@ ColoursOf = Callable[[Sequence[Detection], str], list[str]]
 class GenEval:
     """Objects found by a detector, compared with the request in the prompt's metadata (`flowrl.prompts.geneval`).
 
-    `form` = "strict" is GenEval's verdict: 1 if for every clause there are at least `count` objects of its class, the `count` of
-    them with the highest scores have its colour and its position, and no excluded number is reached; else 0. "partial" is a mean
-    over entries: max(0, 1 - |found - count| / count) for every clause, and, for a requested colour or position, the fraction of
-    objects with the colour, or whether all are in position; these are 0 unless the number is exactly right. "released" is that
-    of Flow-GRPO's server: the first term may be negative (-14 for 16 objects instead of one), and a wrong position counts as a 0
-    and a 1.
+    An object counts if its score is above the threshold. Overlapping objects all count (the limit in GenEval's code is 1.0, no
+    limit). Colours: zero-shot classification of the object on grey by CLIP, ten colours with three templates each.
 
-    An object counts if its score is above `threshold`, or above `counting_threshold` if the tag is "counting"; overlapping
-    objects all count (the limit in GenEval's code is 1.0, no limit). `model`: Mask2Former (GenEval's detector) or any object
-    detector of transformers with the same classes; other detectors need other thresholds. Colours: zero-shot classification of
-    the object on grey by the CLIP model `clip`, ten colours with three templates each.
+    `score` raises `RewardError` for a prompt without a request, or with a class that the detector does not have. Source: GenEval
+    (arXiv 2310.11513) and its public code; released: Flow-GRPO's (arXiv 2505.05470) reward server.
 
-    Source: GenEval (arXiv 2310.11513) and its public code; released: Flow-GRPO's (arXiv 2505.05470) reward server. Raises
-    `RewardError` for a prompt without a request, or with a class that the detector does not have.
+    Args:
+        form: "strict", GenEval's verdict: 1 if for every clause at least `count` objects of its class are found, the `count` of
+            them with the highest scores have its colour and its position, and no excluded number is reached; else 0. "partial", a
+            mean over entries: max(0, 1 - |found - count| / count) for every clause; for a requested colour or position, the
+            fraction of objects with the colour, or 1 if all are in position, and 0 unless the number is exact. "released",
+            Flow-GRPO's server: as "partial", but the first term may be negative (-14 for 16 objects instead of one), and a wrong
+            position counts as a 0 and a 1.
+        model: Mask2Former (GenEval's detector) or any object detector of transformers with the same classes; other detectors need
+            other thresholds.
+        clip: the CLIP model for colours.
+        threshold: smallest score of an object, in [0, 1).
+        counting_threshold: this score if the request's tag is "counting", in [0, 1).
+        device: name of the device.
+        dtype: precision of the networks.
+        batch: images per network call.
+
+    Raises:
+        ConfigError: a field is out of range. `load` and `score` also raise it if a model cannot be loaded.
     """
 
     form: str = "strict"
@@ -191,7 +201,8 @@ def _in_position(clause: Clause, objects: Sequence[Detection], targets: Sequence
 def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
     """The position of box a relative to box b: none, one or two of "left of", "right of", "above" and "below".
 
-    d = centre_a - centre_b; what exceeds 0.1 of the sum of both boxes' sizes, divided by |d|, must exceed 0.5 along an axis.
+    Let d = centre_a - centre_b. The part of |d| beyond 0.1 of the sum of both boxes' sizes, with the sign of d and divided by
+    |d|, must exceed 0.5 along an axis.
     """
     offset = [(a[i] + a[i + 2] - b[i] - b[i + 2]) / 2 for i in (0, 1)]
     sizes = [abs(a[i + 2] - a[i]) + abs(b[i + 2] - b[i]) for i in (0, 1)]
@@ -310,7 +321,7 @@ def load_detector(model: str, device: str = "cpu", dtype: str = "float32", batch
 
 
 def _floats(outputs: Any) -> Any:
-    """The outputs in float32, whatever the network's precision."""
+    """The outputs converted to float32."""
     for name, value in list(outputs.items()):
         if isinstance(value, Tensor) and value.is_floating_point():
             outputs[name] = value.float()

@@ -1,4 +1,4 @@
-"""Rewards that compare the members of a group: win rates, and weighted sums with them."""
+"""Rewards that compare the members of a group: win rates, and weighted sums with such rewards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ from flowrl.types import Prompt, checked
 def win_rates(scores: Float[Tensor, "prompt member"]) -> Float[Tensor, "prompt member"]:
     """w_i = 1/(M-1) sum_{j != i} (1 if s_i > s_j, 1/2 if s_i = s_j, else 0) over the M members of each prompt; in [0, 1].
 
-    The mean of a group is 1/2. NaN marks invalid members: they have NaN, and M counts the others. A member that has no other to
-    be compared with has NaN.
+    The mean of a group is 1/2. NaN marks invalid members: their rate is NaN, and M counts the others. The rate of a single valid
+    member is NaN.
     """
     mine, other, judged = scores[:, :, None], scores[:, None, :], ~scores.isnan()
     wins = (mine > other).sum(2) + 0.5 * (mine == other).sum(2) - 0.5  # each is equal to itself
@@ -31,15 +31,15 @@ def win_rates(scores: Float[Tensor, "prompt member"]) -> Float[Tensor, "prompt m
 @checked_options
 @dataclass(frozen=True)
 class WinRate:
-    """R_i = the share of the other members of its group than which sample i has the higher score; a tie counts 1/2.
+    """R_i = the fraction of the other members of the group with a lower score than sample i; a tie counts 1/2.
 
-    `reward` gives the scores, each sample's by itself; only their order within a group matters, not their scale, and an outlier
-    does not widen the group's std. The rates of a group of M have the mean 1/2 and, without ties, the population variance
-    (M+1) / (12 (M-1)): every group counts alike in training, however close its scores. M (M-1) / 2 comparisons of M scores.
-    Evaluations measure `reward` itself.
+    `reward` scores each sample separately. Only the order of the scores within a group matters, not their scale, and an outlier
+    does not widen the group's std. The rates of a group of M have mean 1/2 and, without ties, the population variance (M+1) / (12
+    (M-1)), so every group has the same weight in training. M (M-1) / 2 comparisons of M scores. Evaluations measure `reward`
+    itself.
 
-    Source: Pref-GRPO (arXiv 2508.20751), in which a vision-language model judges pairs of images. Raises `RewardError` for groups
-    of one.
+    Source: Pref-GRPO (arXiv 2508.20751), in which a vision-language model judges pairs of images. `score_groups` raises
+    `RewardError` for groups of one sample.
     """
 
     reward: RewardModel
@@ -64,12 +64,18 @@ class WinRate:
 @checked_options
 @dataclass(frozen=True)
 class GroupSum:
-    """R = sum_k w_k R^(k) over named rewards, of which some compare the members of a group; the others score single samples.
+    """R = sum_k w_k R^(k) over named rewards, some of which compare the members of a group.
 
-    As `WeightedSum`: components are logged and may be credited separately, and missing `weights` are 1. Evaluations measure the
-    same sum of the rewards that the components are evaluated by, whose scales may be others than those of win rates: hold out
-    the components to log each. Raises `ConfigError` for no models, a weight without a model, or a weight that is no finite
-    number.
+    Components are logged and may be credited separately, as in `WeightedSum`. Evaluations measure the weighted sum of the
+    components' `evaluation` rewards, whose scales may differ from those of win rates; add the components as held-out rewards to
+    log each.
+
+    Args:
+        models: rewards of groups or of single samples, by name.
+        weights: finite weights w_k by name; a missing weight is 1.
+
+    Raises:
+        ConfigError: there are no models, a weight is not finite, or a weight has no model.
     """
 
     models: Mapping[str, AnyReward]
@@ -113,7 +119,7 @@ def scores_of_members(reward: AnyReward, images: Tensor, prompts: Sequence[Promp
 
 
 def evaluation_reward(reward: AnyReward) -> RewardModel:
-    """The reward of single samples by which `reward` is evaluated: itself, or the `evaluation` of one that compares."""
+    """The reward of single samples for evaluations: `reward` itself, or the `evaluation` of a group reward."""
     return reward.evaluation if isinstance(reward, GroupReward) else reward
 
 

@@ -1,4 +1,4 @@
-"""Images as other programs read them (8 bits per channel), and rewards of their size as JPEG files.
+"""Images in 8 bits per channel, as other programs read them, and rewards for their size as JPEG files.
 
 The JPEG rewards need no network and show within minutes whether training works.
 """
@@ -73,7 +73,7 @@ class JPEGIncompressibility:
 class JPEGCompressibility:
     """-(size in kilobytes) as a JPEG file of `quality`; plain images score higher. See `JPEGIncompressibility`.
 
-    Source: DDPO (arXiv 2305.13301). Flow-GRPO's public code divides by 500, which a weight does too.
+    Source: DDPO (arXiv 2305.13301). Flow-GRPO's public code divides by 500, which is a constant weight.
     """
 
     quality: int = 95

@@ -1,4 +1,4 @@
-"""How well the text in an image matches the text in its prompt."""
+"""Agreement of the text in an image with the text in its prompt."""
 
 import unicodedata
 from collections.abc import Sequence
@@ -24,21 +24,25 @@ FORMS = ("exact", "released")
 class OCR:
     """max(0, 1 - N_e / N_ref), N_e the edit distance between recognised and target text, N_ref the target's length.
 
-    The target is the text in quotation marks in the prompt, or else the entry "text" of its metadata. Both texts are compared
-    without white space, regardless of case and of Unicode's compatible forms. Passages are joined from top to bottom; those
-    recognised with less than `confidence` are left out.
+    The target is the text in quotation marks in the prompt, or else the entry "text" of its metadata. Recognised passages are
+    joined from top to bottom. The recogniser is RapidOCR (PP-OCR, Latin and Chinese script, Apache-2.0), whose package contains
+    its models, so nothing is downloaded.
 
-    `form` = "exact": as above, so that a superfluous letter costs as much as a missing one. "released": as in Flow-GRPO's public
-    code, an image that contains the target scores 1 regardless of other text, only the first text in quotation marks counts, and
-    only spaces and case are ignored. That code keeps every passage that PaddleOCR 2 returns, which itself drops those below 0.5;
-    `confidence` = 0 keeps all.
+    `score` raises `RewardError` for a prompt without a target, and `ConfigError` if RapidOCR is not installed. Source: Flow-GRPO
+    (arXiv 2505.05470), visual text rendering.
 
-    The recogniser is RapidOCR (PP-OCR, Latin and Chinese script, Apache-2.0), whose package on PyPI contains its models, so that
-    nothing is downloaded. Images whose shorter side has fewer than `side` pixels are enlarged for its detector; smaller values
-    are faster and miss small letters. `threads` = 0: one per core.
+    Args:
+        form: "exact": white space, case and Unicode's compatible forms are ignored, and a superfluous letter costs as much as a
+            missing one. "released": as in Flow-GRPO's public code, an image that contains the target scores 1 regardless of other
+            text, only the first text in quotation marks counts, and only spaces and case are ignored.
+        confidence: passages recognised with a lower confidence are left out, in [0, 1]. The released code keeps all passages from
+            PaddleOCR 2, which drops those below 0.5.
+        side: images whose shorter side has fewer pixels are enlarged for the detector, 32 or more; smaller values are faster and
+            miss small letters.
+        threads: number of threads; 0: one per core.
 
-    Source: Flow-GRPO (arXiv 2505.05470), visual text rendering. Raises `RewardError` for a prompt without a target, `ConfigError`
-    if RapidOCR is not installed.
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     form: str = "exact"

@@ -1,4 +1,4 @@
-"""Videos [sample, frame, channel, height, width]: rewards of their frames and of their motion, and images to show them by."""
+"""Videos [sample, frame, channel, height, width]: rewards of their frames and of their motion, and still images for display."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +25,11 @@ def is_video(images: Tensor) -> bool:
 
 
 def chosen_frames(frames: str | int, count: int) -> list[int]:
-    """The indices of the frames that `frames` names among `count`: first, middle (the earlier one of two), last, all, or a
-    number k of frames at equal distances, rounded, the first and the last among them (k = 1: the middle one; all if fewer)."""
+    """The indices among `count` frames that `frames` selects.
+
+    first, middle (the earlier one of two), last, all, or a number k of frames at equal distances, rounded, including the first
+    and the last (k = 1: the middle one; all if there are fewer).
+    """
     named = {"first": [0], "middle": [(count - 1) // 2], "last": [count - 1], "all": list(range(count)), 1: [(count - 1) // 2]}
     if frames in named:
         return named[frames]
@@ -38,9 +41,15 @@ def chosen_frames(frames: str | int, count: int) -> list[int]:
 class FrameMean:
     """The mean over frames of a reward for images: R = 1/|F| sum_{f in F} r(frame f, prompt).
 
-    `frames` chooses F: first, middle, last, all, or a number k of frames at equal distances, the first and the last among them.
-    The reward gets all chosen frames of a video in one call. An image counts as a video of one frame. A video is invalid if the
-    reward marks one of its chosen frames. For components, put it inside a weighted sum. Raises `ConfigError` for other `frames`.
+    The reward scores all chosen frames of a video in one call. An image counts as a video of one frame. A video is invalid if the
+    reward marks one of its chosen frames. For components, put it inside a weighted sum.
+
+    Args:
+        reward: a reward for images.
+        frames: F: first, middle, last, all, or a number of frames at equal distances, including the first and the last.
+
+    Raises:
+        ConfigError: `frames` is not allowed.
     """
 
     reward: RewardModel
@@ -70,8 +79,8 @@ class Motion:
     """The mean absolute change between successive frames, 1/(F - 1) sum_f mean |x_{f+1} - x_f|, 0 (a still) to 1.
 
     It needs no network and shows within minutes whether training on videos works. As a held-out reward it reveals a policy that
-    has learned to freeze its videos for the sake of a reward of single frames. Raises `RewardError` for images, and for videos
-    of one frame.
+    has learned to freeze its videos under a reward of single frames. `score` raises `RewardError` for images and for videos of
+    one frame.
     """
 
     def score(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Tensor:
@@ -82,7 +91,7 @@ class Motion:
 
 
 def stills(images: ImagesOrVideos) -> Float[Tensor, "sample channel height side"]:
-    """Images to look at: images as they are, and videos as their first, middle and last frames from left to right."""
+    """Images for display: images unchanged, and videos as their first, middle and last frames from left to right."""
     if not is_video(images):
         return images
     chosen = sorted({chosen_frames(position, images.shape[1])[0] for position in SHOWN})

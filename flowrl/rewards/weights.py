@@ -1,4 +1,4 @@
-"""Weights of reward networks: loaded completely from a folder or the Hugging Face Hub, or refused with a reason.
+"""Loading of complete weights of reward networks from a folder or the Hugging Face Hub; incomplete weights raise an error.
 
 Networks come from folders in transformers' format. CLIP weights may also be in OpenAI's and open_clip's naming, and heads in any
 safetensors or PyTorch file; no code in these files is run.
@@ -22,7 +22,7 @@ UNREADABLE = (OSError, ValueError, RuntimeError, pickle.UnpicklingError, Safeten
 """What transformers, safetensors and PyTorch raise for files that are missing, damaged, or of another model."""
 
 DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
-"""For every `from_pretrained`: code in a model's folder (``auto_map``) is never run, and no question is printed."""
+"""For every `from_pretrained`: never run code in a model's folder (``auto_map``), without a prompt to allow it."""
 
 CLIP_NAMES = {
     "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
@@ -78,7 +78,7 @@ def loading(model: str, tokenizer: str = "", dtype: str = "float32", batch: int 
 def load_network(loader: Any, model: str, dtype: str) -> Any:
     """`loader.from_pretrained(model)` in the precision `dtype`, with every weight from the files.
 
-    The files are safetensors. transformers fills missing weights with random ones. Such a network would score noise, so that
+    The files are safetensors. transformers fills missing weights with random ones, and such a network would score noise, so
     missing weights raise `ConfigError` here.
     """
     network, info = loader.from_pretrained(
@@ -94,7 +94,7 @@ def load_network(loader: Any, model: str, dtype: str) -> Any:
 def require_tokenizer(tokenizer: Any, vocabulary: int, place: str) -> None:
     """Raise `ConfigError` unless the tokenizer fits a model with a vocabulary of this size.
 
-    From a folder without a vocabulary transformers makes a tokenizer of two special tokens, for which all texts are equal.
+    From a folder without a vocabulary transformers makes a tokenizer of two special tokens, which encodes all texts alike.
     """
     fits, found = vocabulary / 2 <= len(tokenizer) <= vocabulary, f"this one has {len(tokenizer)}"
     require(fits, "tokenizer", place, f"the folder of a tokenizer for {vocabulary} pieces of text ({found})")
@@ -186,7 +186,7 @@ def _clip_layer(place: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def affine_map(weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The map x W + b that a stack of linear layers without activations is: W [feature], b [], both float64.
+    """The map x W + b of a stack of linear layers without activations: W [feature], b [], both float64.
 
     Layers are the entries ``[PREFIX.N.]weight`` and ``bias`` in the order of N. Raises `ConfigError` unless they fit together
     and end in one number.
