@@ -109,7 +109,7 @@ class Architecture:
         return self.transformer.startswith("Wan")
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
-        """The decoder's input for one sample: [channel, height, width], with a frame axis before the height if it decodes videos."""
+        """The decoder's input for one sample: [channel, height, width], or [channel, frame, height, width] for videos."""
         halvings = self.decoder.get("temperal_downsample")
         frames = () if halvings is None else ((size.frames - 1) // 2 ** sum(halvings) + 1,)
         return (self.latent_channels, *frames, size.height // self.latent_factor, size.width // self.latent_factor)

@@ -1,4 +1,4 @@
-"""How a rollout scores unfinished states for a credit rule: probes, one of your own included (docs/guides/extend.md)."""
+"""Probes: how a rollout scores unfinished states for a credit rule. docs/guides/extend.md explains how to write one."""
 
 from flowrl.probes.base import (
     Call,

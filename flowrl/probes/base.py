@@ -1,4 +1,4 @@
-"""What a probe is: how a rollout scores unfinished states for a credit rule, and what that costs."""
+"""The interface of probes: how a rollout scores unfinished states for a credit rule, and the cost of these scores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,16 +12,20 @@ from flowrl.errors import require
 from flowrl.types import Gaussian, Schedule, Trajectories
 
 Key = int | tuple[str, int]
-"""What an estimate belongs to: a node, or (a name, a node) for a further estimate of that node."""
+"""The key of an estimate: a node, or (a name, a node) for a further estimate of that node."""
 Solver = Literal["euler", "heun", "dpm++", "unipc"]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Final latents [row, *latent] estimated from one node, to be decoded and scored; prompt-major.
+    """Final latents estimated from one node, to be decoded and scored.
 
-    Every group has equally many rows: one (a state that its members share), one per member, or one for each of its `members`
-    [prompt, chosen]. With `copies` each of these is that many rows, in a row, whose rewards are averaged.
+    Every group has equally many rows: one (a state that its members share), one per member, or one for each of its `members`.
+
+    Args:
+        latents: estimated final latents [row, *latent], prompt-major.
+        copies: number of adjacent latents per row, whose rewards are averaged.
+        members: indices [prompt, chosen] of the members with an estimate; None: all.
     """
 
     latents: Tensor
@@ -31,8 +35,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Grid:
-    """The times of an ODE solver from one node: `times` [point] down to 0, `lengths` [interval] of the steps, `timesteps`
-    [interval] the network's time input at the start of each."""
+    """The times of an ODE solver from one node.
+
+    Args:
+        times: times [point], descending to 0.
+        lengths: lengths of the steps [interval].
+        timesteps: the network's time input at the start of each step [interval].
+    """
 
     times: Tensor
     lengths: Tensor
@@ -43,13 +52,19 @@ class Grid:
 class NetworkUse:
     """How a probe calls the network; the trajectories' own evaluations are never affected.
 
-    `dtype` "bfloat16": under autocast; the weights stay as they are, and a network that is narrower already is not changed.
-    `guidance` "off": without classifier-free guidance, half of an evaluation; the policy needs a guidance scale above 1.
-    `cache` c > 1: of every c consecutive evaluations of one solution, the first computes all blocks of the transformer, and the
-    others only the first block, to whose output they add what the remaining blocks added then; 1 / blocks of an evaluation. Each
-    start node then has calls of its own. Source of the last: first-block cache as in diffusers' `apply_first_block_cache`, there
-    with a threshold on the change of the first block's output over the whole batch, here at fixed evaluations, so that cost and
-    result do not depend on the batch.
+    With `cache` = c > 1, the first of every c consecutive evaluations of a solution computes all blocks of the transformer. The
+    others compute only the first block and add to its output what the remaining blocks added then, at the cost of 1 / blocks of
+    an evaluation. Every start node then has separate calls. Source: first-block cache as in diffusers' `apply_first_block_cache`.
+    There a threshold on the change of the first block's output over the whole batch decides; here the evaluations are fixed, so
+    cost and result do not depend on the batch.
+
+    Args:
+        dtype: "own", or "bfloat16": under autocast; weights keep their precision, and a narrower network is not changed.
+        guidance: "own", or "off": without classifier-free guidance, which halves an evaluation; needs a guidance scale above 1.
+        cache: c; 1: off.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     dtype: Literal["own", "bfloat16"] = "own"
@@ -62,7 +77,7 @@ class NetworkUse:
         require(self.cache >= 1, "cache", self.cache, "1 (off) or more evaluations")
 
     def share(self, blocks: int | None, reuse: bool = False) -> float:
-        """What a call counts, in network evaluations of the policy; `reuse`: it computes the first of `blocks` blocks only."""
+        """The cost of a call in network evaluations of the policy; with `reuse` it computes only the first of `blocks` blocks."""
         passes = 1 if self.guidance == "own" else 0.5
         if not reuse:
             return passes
@@ -76,8 +91,13 @@ class NetworkUse:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the cost of a rollout depends on: `groups`, the `schedule` with its stds and tree, and the number of the network's
-    `blocks` (None: unknown)."""
+    """The quantities that determine the cost of a rollout.
+
+    Args:
+        groups: number of groups.
+        schedule: the schedule with its stds and tree.
+        blocks: number of blocks of the network; None: unknown.
+    """
 
     groups: int
     schedule: Schedule
@@ -100,8 +120,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Call:
-    """A network call of a probe: `rows` latents, each `share` of an evaluation. It is part of the rollout's own call at `step`,
-    or (None) one by itself."""
+    """A network call of a probe.
+
+    Args:
+        rows: number of latents.
+        share: cost per latent, in network evaluations.
+        step: the step of the rollout whose call it is part of; None for a separate call.
+    """
 
     rows: int
     share: float = 1.0
@@ -110,27 +135,38 @@ class Call:
 
 @dataclass(frozen=True)
 class Cost:
-    """The network calls of a probe, and how many `images` it has decoded and scored; without the rollout's own."""
+    """The cost of a probe, in addition to the rollout.
+
+    Args:
+        calls: the network calls.
+        images: number of decoded and scored images.
+    """
 
     calls: Sequence[Call] = ()
     images: int = 0
 
     @property
     def nfe(self) -> float:
-        """Network evaluations; a whole number unless calls are cheaper than an evaluation."""
+        """Number of network evaluations; an integer unless calls cost less than an evaluation."""
         return whole(sum(call.rows * call.share for call in self.calls))
 
 
 def whole(evaluations: float) -> float:
-    """A number of network evaluations without the rounding of sums of fractions, as a whole number if it is one."""
+    """A number of network evaluations without rounding errors from sums of fractions; an integer if possible."""
     found = round(float(evaluations), 6)
     return int(found) if found == int(found) else found
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The rewards of a rollout's estimates [prompt, row], by key; of the finished trajectories (`final` [prompt, member]); and of
-    which members the rows are, where it is not all (`members`)."""
+    """The rewards of a rollout's estimates.
+
+    Args:
+        rewards: rewards [prompt, row] by key of the estimate.
+        final: rewards of the finished trajectories [prompt, member].
+        schedule: the schedule of the rollout.
+        members: indices [prompt, chosen] of the rows' members, for keys with estimates of some members only.
+    """
 
     rewards: Mapping[Key, Float[Tensor, "prompt row"]]
     final: Float[Tensor, "prompt member"]
@@ -147,17 +183,20 @@ class Scored:
 
 
 class Probing(Protocol):
-    """What a probe gets: the finished trajectories, which it must not change, and the network, whose use is counted."""
+    """The input of a probe: the finished trajectories, which it must not change, and the network with a count of its
+    evaluations.
+    """
 
     @property
     def trajectories(self) -> Trajectories:
-        """States, the rollout's own velocities, the schedule with stds, and the tree: which states a group shares."""
+        """States, the rollout's velocities, the schedule with stds, and the tree of the states that a group shares."""
         ...
 
     @property
     def final(self) -> Tensor:
-        """x_0 of every trajectory [sample, *latent]. For a node whose state leads there, return this tensor, not a copy: it is
-        then scored once."""
+        """x_0 of every trajectory [sample, *latent]. For a node whose state leads to it, return this tensor, not a copy, so that
+        it is scored only once.
+        """
         ...
 
     @property
@@ -167,18 +206,21 @@ class Probing(Protocol):
 
     @property
     def groups(self) -> int:
-        """Prompts; rows are prompt-major, equally many for each."""
+        """Number of prompts; rows are prompt-major, equally many for each."""
         ...
 
     def start(self, node: int, members: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """States of a node and the rollout's own velocities there [row, *latent]: one row per distinct state, or for each of
-        `members` [prompt, chosen]."""
+        """States of a node and the rollout's velocities there [row, *latent]: one row per distinct state, or for each of
+        `members` [prompt, chosen].
+        """
         ...
 
     def velocity(self, latents: Tensor, timestep: Tensor, reuse: bool = False) -> Tensor:
-        """The network's output at `latents` [row, *latent], `timestep` = 1000 t [row]; float32. The call has the settings of the
-        probe's `network` and is counted. With `reuse` only the first block is computed; the last call without `reuse` had the
-        same rows."""
+        """The network's output at `latents` [row, *latent], `timestep` = 1000 t [row]; float32.
+
+        The call has the settings of the probe's `network` and is counted. With `reuse` only the first block is computed; the last
+        call without `reuse` must have had the same rows.
+        """
         ...
 
     def solve(
@@ -198,26 +240,26 @@ class Probing(Protocol):
         ...
 
     def draw(self, gaussian: Gaussian) -> Tensor:
-        """A draw per row of `gaussian`, in the same way. Neither moves the generator of the trajectories."""
+        """A draw per row of `gaussian`, with the same independence. Neither method changes the generator of the trajectories."""
         ...
 
 
 class Probe:
-    """How a rollout scores unfinished states for a credit rule. A probe of your own is a sub-class with `estimate`.
+    """How a rollout scores unfinished states for a credit rule. To write a probe, derive a class with `estimate`.
 
-    A probe may be approximate: what it returns enters only the rewards R[., node] of nodes before the last. Trajectories, the
-    rewards R[., T] of finished images and the evaluations of the update are computed without it, bit for bit the same with any
-    probe. (Nodes in `ahead` are the exception: they make the rollout's own calls larger, which may move its last bits.)
-    `flowrl.testing.check_probe` checks all that follows. Options are the fields of a data class.
+    A probe may be approximate: its results enter only the rewards R[., node] of nodes before the last. Trajectories, the rewards
+    R[., T] of finished images and the evaluations of the update are computed without it, and are bit for bit the same with any
+    probe. (Nodes in `ahead` are the exception: they make the rollout's calls larger, which may change the last bits.)
+    `flowrl.testing.check_probe` checks this contract. Options are the fields of a data class.
     """
 
     @property
     def network(self) -> NetworkUse:
-        """How the network is called; what the policy does not offer raises `ConfigError` before the rollout's first call."""
+        """How the network is called; the rollout raises `ConfigError` before its first call if the policy does not support it."""
         return NetworkUse()
 
     def ahead(self, schedule: Schedule) -> Sequence[int]:
-        """The stochastic steps from whose nodes the rollout follows the ODE in its own calls, at no further call."""
+        """The stochastic steps from whose nodes the rollout follows the ODE within its own calls."""
         return ()
 
     def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
@@ -225,15 +267,15 @@ class Probe:
         return {}
 
     def rewards(self, scored: Scored) -> Mapping[int, Float[Tensor, "prompt member"]]:
-        """R[., node] by node, from the rewards of the estimates: by default those of the estimates whose key is a node."""
+        """R[., node] by node, from the rewards of the estimates; by default those of the estimates whose key is a node."""
         return {key: scored.at(key) for key in scored.rewards if isinstance(key, int)}
 
     def fills(self, steps: int) -> Sequence[int]:
-        """The nodes of `steps` steps for which `rewards` has values: by default all but the last."""
+        """The nodes, in a schedule of `steps` steps, for which `rewards` has values; by default all but the last."""
         return range(steps)
 
     def cost(self, shape: Shape) -> Cost | None:
-        """The calls of `estimate` and the images that are scored, for `flowrl train --plan`; None if they are not known."""
+        """The calls of `estimate` and the number of scored images, for `flowrl train --plan`; None if unknown."""
         return None
 
 

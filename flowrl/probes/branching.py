@@ -1,4 +1,4 @@
-"""Probes whose rewards of unfinished states come from branches of the trajectories themselves."""
+"""Probes that score unfinished states by branches of the trajectories."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,38 +15,46 @@ from flowrl.tree import Mean, Tree, Visits, Weight, tree_of
 
 
 class Branching(Probe, ABC):
-    """A probe whose rewards of unfinished states come from branches of the trajectories themselves.
+    """A probe that scores unfinished states by branches of the trajectories.
 
-    Such a rollout has as many leaves as the group has members, and R_j of a member is the value of the state that it passes at
-    node j: the mean reward of the leaves behind it (`flowrl.tree.Tree.values`). The subclass defines how the tree branches.
+    Such a rollout has as many leaves as the group has members. R_j of a member is the value of its state at node j: the mean
+    reward of the leaves behind this state (`flowrl.tree.Tree.values`). The subclass defines how the tree branches.
     """
 
     @abstractmethod
     def tree(self, steps: int, decisions: Sequence[int], members: int, shared_noise: bool, generator: torch.Generator) -> Tree:
-        """The tree of an iteration, the same for every group, with one leaf per member. `decisions` are the sampler's
-        stochastic steps of `steps`. A tree that is another one every iteration draws from `generator`. Raises `ConfigError` if
-        the members do not fit."""
+        """The tree of an iteration, the same for every group, with one leaf per member.
+
+        `decisions` are the sampler's stochastic steps among `steps`. A tree that changes between iterations is drawn from
+        `generator`. Raises `ConfigError` if the number of members does not fit.
+        """
 
     def cost(self, shape: Shape) -> Cost:
-        """Nothing: the tree has all the states."""
+        """No further calls: the tree contains all scored states."""
         return Cost()
 
 
 @checked_options
 @dataclass(frozen=True)
 class Branch(Branching):
-    """The trajectory continues as `children[step]` trajectories at each of these steps, which must be stochastic; as one at all
-    others.
+    """At some stochastic steps the trajectory continues as several trajectories; at all other steps, as one.
 
-    `children` as a number means that many at every stochastic step, a tuple the numbers at the first stochastic steps in order,
-    wherever these are (the sampler's window may be drawn). A group has members / product of the children trees, with
-    initial noise of their own; with shared noise it has one, which branches further at its first stochastic step. All
-    stochastic steps are decisions, also those at which nothing branches. `weight`, `mean`: see `flowrl.tree.Tree`. Network
-    evaluations of a group: the number of distinct states before the last node.
+    A group has members / (product of the children) trees, each with its own initial noise. With shared noise it has one tree,
+    which branches further at its first stochastic step. All stochastic steps are decisions, also those without branches. A group
+    takes as many network evaluations as it has distinct states before the last node. `tree` raises `ConfigError` if a step is not
+    stochastic or the group size is not a multiple of the leaves.
 
     Source: BranchGRPO (arXiv 2509.06040), binary splits at steps 0, 3, 6, 9 of 20; TreeGRPO (arXiv 2512.08153), three children
-    at each of three consecutive stochastic steps. Raises `ConfigError` if a step is not stochastic or the group size is no
-    multiple.
+    at each of three consecutive stochastic steps.
+
+    Args:
+        children: number of children by step; or a tuple for the first stochastic steps in order, wherever they are; or one number
+            for every stochastic step.
+        weight: weight of a decision in the loss (see `flowrl.tree.Tree`).
+        mean: mean over leaves or children (see `flowrl.tree.Tree`).
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     children: Mapping[int, int] | tuple[int, ...] | int = 2
@@ -88,18 +96,28 @@ class Branch(Branching):
 @checked_options
 @dataclass(frozen=True)
 class Comb(Branching):
-    """A trunk of ODE steps; at each of some steps `branches` draws from the sampler, each finished by the ODE.
+    """A trunk of ODE steps; at some steps `branches` draws from the sampler, each finished by the ODE.
 
-    The steps are the sampler's stochastic steps within [`low`, `high`); `count` of them are drawn anew every iteration, the
-    same for all groups (None: all are used). `strides`: every branch is finished once per stride s, by ODE steps of s nodes at
-    a time (the last may be shorter); the network's output at the branch's first state is shared. A group has members /
-    (branches x steps x strides) trunks with initial noise of their own (with shared noise: one, with more branches). The only
-    decisions are the draws at the branches. Network evaluations of a trunk with steps M: (last of M) + 1 + branches sum_{k in
-    M} [1 + sum_s (ceil((T - k - 1) / s) - 1)].
+    A group has members / (branches x steps x strides) trunks, each with its own initial noise (with shared noise: one, with more
+    branches). The only decisions are the draws at the branches. Network evaluations of a trunk with steps M: (last of M) + 1 +
+    branches sum_{k in M} [1 + sum_s (ceil((T - k - 1) / s) - 1)]. `tree` raises `ConfigError` if the group size is not a multiple
+    of the leaves or no stochastic step is in range.
 
-    Source: TempFlow-GRPO (arXiv 2508.04324), one stride; which steps an iteration takes is not settled by the paper.
-    Granular-GRPO (arXiv 2510.01982), strides 1, 2, 3. Raises `ConfigError` if the group size is no multiple or no stochastic
-    step is in range.
+    Source: TempFlow-GRPO (arXiv 2508.04324), one stride; the paper does not specify which steps an iteration uses. Granular-GRPO
+    (arXiv 2510.01982), strides 1, 2, 3.
+
+    Args:
+        branches: draws per step.
+        count: number of steps, drawn anew every iteration and the same for all groups; None: all in range.
+        low: first step in range.
+        high: end of the range; None: the number of steps.
+        strides: every branch is finished once per stride s, by ODE steps of s nodes (the last may be shorter); the network's
+            output at the branch's first state is shared.
+        weight: weight of a decision in the loss (see `flowrl.tree.Tree`).
+        mean: mean over leaves or children (see `flowrl.tree.Tree`).
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     branches: int = 4

@@ -1,4 +1,4 @@
-"""Probes that follow the ODE from unfinished states to images, with ways to make that cheap; and stochastic continuations."""
+"""Probes that follow the ODE from unfinished states to images, with cheaper variants; and stochastic continuations."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,27 +18,34 @@ CONTROL = "control"
 
 @dataclass(frozen=True, kw_only=True)
 class ODEProbe(Probe, ABC):
-    """What `Substeps` and `Completion` share: R_j scores the end of the ODE from node j, on a grid that the class defines.
+    """The base of `Substeps` and `Completion`: R_j scores the end of the ODE from node j, on a grid that the subclass defines.
 
-    The options make this cheaper; the defaults have no effect.
+    The options reduce the cost; the defaults have no effect.
 
-    `every` = k: only every k-th stochastic step's node is scored. The gain from one to the next is split evenly over the
-    stochastic steps between. Deterministic steps have gain 0, as their nodes lead to the same image. Gains sum to R_T - R_0.
+    With `fraction` = p < 1, m = round(p G) members of every group of G (at least one), drawn anew every iteration, have
+    estimates. R_j is C_j + (G / m) M (R_j - C_j), with M = 1 for these members and 0 for the others. Its expectation over the
+    draw is exactly R_j, so expected gains are exact, too. R_T is scored for all members. The variance grows by (G / m - 1) E (R_j
+    - C_j)^2. Statistics that are linear in the gains, such as the group's mean, are unbiased. Z divides by a standard deviation
+    that contains the noise of the draw: advantages are smaller by a factor common to the group, with a bias of order 1 / G.
+    Clamps are not linear.
 
-    `fraction` = p < 1: of every group of G, m = round(p G) members (at least one), drawn anew every iteration, have estimates.
-    R_j is C_j + (G / m) M (R_j - C_j) with M = 1 for these members, 0 for the others. Its expectation over the draw is R_j, and
-    so that of a gain is the gain, exactly. R_T is scored for all. `control` is C, which takes no network evaluation: "tweedie",
-    the reward of x_j - t_j v_j (decoded and scored for all members); or "uniform", linear over the stochastic steps from the mean
-    of the group's R_T to the member's R_T. The variance grows by (G / m - 1) E (R_j - C_j)^2. What a rule computes from gains is
-    unbiased as far as it is linear in them, as the group's mean is. Z divides by a standard deviation that contains the noise of
-    the draw: advantages come out smaller, by a factor common to the group, with a bias of order 1 / G. Clamps are not linear.
+    Every start node has a separate solution, because the rollout's previous nodes are not on the same ODE. Multistep solvers
+    therefore start with a step of order 1, from the rollout's v_j; their last step has order 1, too.
 
-    `solver`: euler, heun (arXiv 2206.00364, algorithm 1), dpm++ (DPM-Solver++ 2M, arXiv 2211.01095) or unipc (arXiv 2302.04867),
-    the latter three by diffusers' schedulers, of order 2. Each start node has a solution by itself, because the rollout's
-    previous nodes are not on the same ODE: multistep solvers start with a step of order 1, from the rollout's own v_j. Their last
-    step has order 1, too.
+    Args:
+        every: k: score only every k-th stochastic step's node. The gain from one scored node to the next is split evenly over the
+            stochastic steps between them; deterministic steps have gain 0. Gains sum to R_T - R_0.
+        fraction: p, in (0, 1].
+        control: C, which needs no network evaluation. "tweedie": the reward of x_j - t_j v_j, decoded and scored for all members;
+            "uniform": linear over the stochastic steps from the mean of the group's R_T to the member's R_T.
+        solver: euler, or by diffusers' schedulers and of order 2: heun (arXiv 2206.00364, algorithm 1), dpm++ (DPM-Solver++ 2M,
+            arXiv 2211.01095) or unipc (arXiv 2302.04867).
+        dtype: see `NetworkUse`; the first velocity is always the rollout's.
+        guidance: see `NetworkUse`.
+        cache: see `NetworkUse`.
 
-    `dtype`, `guidance`, `cache`: see `NetworkUse`. The first velocity is the rollout's own in any case.
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     every: int = 1
@@ -73,14 +80,14 @@ class ODEProbe(Probe, ABC):
 
     @abstractmethod
     def evaluations(self, steps: int, node: int) -> int:
-        """Network evaluations of a solution from `node` of `steps`, the rollout's own first one included."""
+        """Network evaluations of a solution from `node`, including the rollout's evaluation at this node."""
 
     def nodes(self, schedule: Schedule) -> Sequence[int]:
         """The nodes with estimates."""
         return schedule.decisions[:: self.every]
 
     def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
-        """The ends of the ODE, and with `fraction` < 1 those of the control."""
+        """The ends of the ODE and, with `fraction` < 1, those of the control."""
         schedule, tree = run.trajectories.schedule, run.trajectories.tree
         nodes = self.nodes(schedule)
         members = self._drawn(run, tree.members)
@@ -152,8 +159,11 @@ class ODEProbe(Probe, ABC):
 
 
 def split_evenly(values: Mapping[int, Tensor], scored: Scored) -> dict[int, Tensor]:
-    """R at every node before the last from R at some of them: over the stochastic steps from one of these nodes to the next, R
-    changes by equal amounts; over deterministic steps, and before the first of the nodes, it does not change."""
+    """R at every node before the last from R at some of them.
+
+    Between two of these nodes R changes by equal amounts over the stochastic steps. It does not change over deterministic steps
+    and before the first of the nodes.
+    """
     schedule, values = scored.schedule, dict(values)
     stochastic = set(schedule.decisions)
     known = {**values, schedule.steps: scored.final}
@@ -174,11 +184,24 @@ def split_evenly(values: Mapping[int, Tensor], scored: Scored) -> dict[int, Tens
 @checked_options
 @dataclass(frozen=True, repr=False)
 class Substeps(ODEProbe):
-    """R_j scores the image after `count` network evaluations on an even grid over [t_j, 0], the first the rollout's own v_j.
+    """R_j scores the image after `count` network evaluations on an even grid over [t_j, 0], the first of them the rollout's v_j.
 
-    `count` = 1 is the Tweedie estimate x_j - t_j v_j. Steps: `count` with one evaluation each; with heun (`count` + 1) / 2, for
-    `count` odd. All nodes before the last have estimates; with `every` > 1 see `ODEProbe`, which also has the other options.
-    Source: Stepwise-Flow-GRPO (arXiv 2603.28718), T' = `count`, Euler's method.
+    `count` = 1 is the Tweedie estimate x_j - t_j v_j. A step takes one evaluation; with heun there are (`count` + 1) / 2 steps.
+    All nodes before the last have estimates unless `every` > 1. Source: Stepwise-Flow-GRPO (arXiv 2603.28718), T' = `count`,
+    Euler's method.
+
+    Args:
+        every: see `ODEProbe`.
+        fraction: see `ODEProbe`.
+        control: see `ODEProbe`.
+        solver: see `ODEProbe`.
+        dtype: see `NetworkUse`.
+        guidance: see `NetworkUse`.
+        cache: see `NetworkUse`.
+        count: T', 1 or more; odd with heun.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     count: int = 5
@@ -190,7 +213,7 @@ class Substeps(ODEProbe):
         super().__post_init__()
 
     def nodes(self, schedule: Schedule) -> Sequence[int]:
-        """All, or every k-th of the stochastic steps'."""
+        """All nodes before the last, or every k-th of those before stochastic steps."""
         return range(schedule.steps) if self.every == 1 else schedule.decisions[:: self.every]
 
     def grid(self, schedule: Schedule, node: int) -> Grid:
@@ -215,12 +238,24 @@ def Tweedie() -> Substeps:
 @checked_options
 @dataclass(frozen=True, repr=False)
 class Completion(ODEProbe):
-    """R_j scores the image reached by the remaining ODE steps on the sampler's own grid. TP-GRPO (arXiv 2602.06422).
+    """R_j scores the image reached by the remaining ODE steps on the sampler's grid. Source: TP-GRPO (arXiv 2602.06422).
 
-    Only nodes before stochastic steps have estimates: from others the ODE leads to the next node's image. With Euler's method on
-    the whole group and the network as it is, solutions advance in the rollout's own calls (T calls in all); `together` = False
-    gives them calls of their own (up to T - 1 more), as all cheaper kinds have. Options: see `ODEProbe`; heun takes 2 (T - j) - 1
-    evaluations from node j, the other solvers T - j.
+    Only nodes before stochastic steps have estimates: from other nodes the ODE leads to the next node's image. heun takes 2 (T -
+    j) - 1 evaluations from node j, the other solvers T - j.
+
+    Args:
+        every: see `ODEProbe`.
+        fraction: see `ODEProbe`.
+        control: see `ODEProbe`.
+        solver: see `ODEProbe`.
+        dtype: see `NetworkUse`.
+        guidance: see `NetworkUse`.
+        cache: see `NetworkUse`.
+        together: advance the solutions within the rollout's calls, T calls in all; applies to euler without cheaper options.
+            False, and all cheaper options: separate calls, up to T - 1 more.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     together: bool = True
@@ -231,7 +266,7 @@ class Completion(ODEProbe):
         return self.nodes(schedule) if plain else ()
 
     def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
-        """The ends of the ODE; without approximations also those of the nodes that the ODE links to others."""
+        """The ends of the ODE; without cheaper options also for the nodes that the ODE links to them."""
         found = dict(super().estimate(run))
         if self.every == 1 and self.fraction == 1:
             found |= linked(found, run)
@@ -247,7 +282,7 @@ class Completion(ODEProbe):
 
 
 def linked(found: Mapping[Key, Estimate], run: Probing) -> dict[Key, Estimate]:
-    """The estimates of the other nodes: a deterministic step leads to the same image, so the next node's."""
+    """Estimates of the other nodes: a deterministic step leads to the same image, so they equal the next node's."""
     steps = run.trajectories.schedule.steps
     chain: dict[Key, Estimate] = {steps: Estimate(run.final)}
     for node in reversed(range(steps)):
@@ -262,7 +297,9 @@ class Continuation(Probe):
     """R_j is the mean reward of `count` stochastic continuations from node j: a Monte Carlo estimate of the value V(x_j).
 
     Gains of such rewards estimate the true advantages V(x_{i+1}) - V(x_i) of the steps taken, the ideal credit if evaluations
-    were free. Takes T (T + 1) / 2 times `count` evaluations, in addition to the rollout's own."""
+    were free. This takes `count` T (T + 1) / 2 evaluations in addition to the rollout. Raises `ConfigError` for a `count` below
+    1.
+    """
 
     count: int = 16
 

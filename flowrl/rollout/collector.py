@@ -1,4 +1,4 @@
-"""One iteration's trajectories and rewards: rolled out in parts, scored, and put together again."""
+"""One iteration's trajectories and rewards: rolled out and scored in chunks, which are then joined."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,10 +20,13 @@ from flowrl.types import Condition, Prompt, Schedule, Trajectories
 
 @dataclass(frozen=True)
 class Collected:
-    """What an iteration has gathered.
+    """The trajectories and rewards of an iteration.
 
-    `rollout` holds the trajectories of the groups that this process has rolled out, number `assignment.first` and following,
-    without estimates; `condition` has their rows. `rewards` are those of all groups of all processes.
+    Args:
+        rollout: trajectories of the groups that this process rolled out, starting at `assignment.first`, without estimates.
+        condition: the condition of these groups.
+        rewards: rewards of all groups of all processes.
+        assignment: the groups of this process.
     """
 
     rollout: Rollout
@@ -33,26 +36,36 @@ class Collected:
 
     @property
     def samples(self) -> slice:
-        """Those in `rollout`, among all samples."""
+        """The samples in `rollout` as a slice of all samples."""
         members = self.rollout.groups.members
         first = self.assignment.first * members
         return slice(first, first + self.assignment.count * members)
 
     def owned(self, sample: Tensor, assignment: Assignment) -> Tensor:
-        """Which of `sample` (numbers among all samples) belong to the process with this `assignment`."""
+        """Mask of those of `sample` (indices among all samples) that belong to the process with this `assignment`."""
         own, members = assignment.own, self.rollout.groups.members
         return (sample >= own.start * members) & (sample < own.stop * members)
 
 
 @dataclass
 class Collector:
-    """Rolls out this process's groups and scores them, `chunk` groups at a time (0: all at once).
+    """Rolls out this process's groups and scores them.
 
-    A chunk draws the noise of the whole iteration from the same generator state and takes its own rows, so neither the chunk
-    nor the number of processes changes which noise a group gets; network values may differ in their last bits, as the network
-    sees other batches. `overlap`: rewards are computed in a second thread while the next chunk is rolled out; the policy's
-    `decode` and the reward then run in parallel with `velocity`, with the same results as in sequence. `offload`:
-    trajectories wait in main memory for the update.
+    A chunk draws the noise of the whole iteration from the same generator state and takes its rows, so neither the chunk size nor
+    the number of processes changes a group's noise. Network outputs may differ in their last bits, because the batches differ.
+
+    Args:
+        policy: the policy.
+        reward: the reward.
+        schedule: the schedule.
+        groups: all groups of the iteration.
+        probe: the probe.
+        distributed: the processes.
+        max_batch: largest number of latents per network call.
+        chunk: groups per chunk; 0: all at once.
+        overlap: compute rewards in a second thread while the next chunk is rolled out. The policy's `decode` and the reward then
+            run in parallel with `velocity`; the results are the same.
+        offload: keep trajectories in main memory until the update.
     """
 
     policy: FlowPolicy
@@ -76,9 +89,11 @@ class Collector:
         usage: Usage,
         enter: Callable[[str], None],
     ) -> Collected:
-        """Roll out and score. `noise` [sample, *latent] and `condition` [prompt] are of all groups; `usage` becomes the costs
-        of all processes; `enter` is called with "rollout" and "reward" as they begin. Raises what the parts raise, in every
-        process."""
+        """Roll out and score all groups.
+
+        `noise` [sample, *latent] and `condition` [prompt] are of all groups. `usage` is set to the costs of all processes.
+        `enter` is called with "rollout" and "reward" when these phases begin. An error of a part is raised in every process.
+        """
         assigned, members = self.distributed.assign(self.groups.prompts), self.groups.members
         start = generator.get_state()
         scored = Usage()
@@ -117,7 +132,7 @@ class Collector:
         return reward_tables(self.policy, self.reward, result, prompts, usage)
 
     def _kept(self, result: Rollout) -> Rollout:
-        """Without the estimates, and in main memory if this is enabled."""
+        """`result` without the estimates, in main memory if `offload` is set."""
         path = result.trajectories
         if self.offload:
             path = Trajectories(to_main_memory(path.states), to_main_memory(path.outputs), path.schedule)
@@ -125,7 +140,7 @@ class Collector:
 
 
 class _Background:
-    """Runs jobs one after the other in a second thread with this thread's device and number of threads; or here, at once."""
+    """Runs jobs in order in a second thread, with this thread's device and number of threads; or immediately in this thread."""
 
     def __init__(self, on: bool) -> None:
         threads = torch.get_num_threads()
@@ -140,7 +155,7 @@ class _Background:
         self.futures: list[Future[RewardTables]] = []
 
     def submit(self, job: Callable[..., RewardTables], *arguments: object) -> Callable[[], RewardTables]:
-        """A function that returns (or raises) what the job did."""
+        """Run a job; returns a function that returns its result or raises its error."""
         if self.pool is None:
             result = job(*arguments)
             return lambda: result
@@ -163,14 +178,14 @@ class _Background:
 
 
 def _joined(paths: Sequence[Trajectories]) -> Trajectories:
-    """One after the other along the prompts."""
+    """The trajectories concatenated along the prompts."""
     if len(paths) == 1:
         return paths[0]
     return Trajectories(torch.cat([p.states for p in paths]), torch.cat([p.outputs for p in paths]), paths[0].schedule)
 
 
 def _stacked(tables: Sequence[RewardTables]) -> RewardTables:
-    """One after the other along the prompts."""
+    """The tables concatenated along the prompts."""
     if len(tables) == 1:
         return tables[0]
     parts = {name: torch.cat([table.parts[name] for table in tables]) for name in tables[0].parts}

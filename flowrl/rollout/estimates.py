@@ -13,7 +13,16 @@ from flowrl.types import Condition, Gaussian, Schedule
 
 @dataclass(frozen=True)
 class Walkers:
-    """Settings of `continued`: policy, sampler, a schedule with stds, how the next node is drawn, counters."""
+    """Settings of `continued`.
+
+    Args:
+        policy: the policy that computes velocities.
+        sampler: the sampler of the continuations.
+        schedule: the schedule with stds.
+        draw: draws the next node.
+        usage: counters of network evaluations, which are updated.
+        max_batch: largest number of latents per network call.
+    """
 
     policy: FlowPolicy
     sampler: Sampler

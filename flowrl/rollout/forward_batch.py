@@ -19,7 +19,7 @@ from flowrl.types import Condition, Schedule
 
 
 class CopiedWeights(Protocol):
-    """A copy of the trained weights, as a forward-process loss has declared it."""
+    """A copy of the trained weights, as declared by a forward-process loss."""
 
     copy: WeightCopy
     is_current: bool
@@ -40,8 +40,8 @@ def training_noise(
 ) -> Tensor:
     """The noise of every row of `groups` [sample, draw, *latent], shared as the loss declares.
 
-    Every sample or group has a generator of its own, seeded by its number among all and the iteration's `seed`, so that its noise
-    does not depend on chunks or processes.
+    Every sample or group has its own generator, seeded by its index among all and the iteration's `seed`, so its noise does not
+    depend on chunks or processes.
     """
     shared = loss.noise != "each"
     first, count = (groups.first, groups.prompts) if shared else (groups.first * groups.members, groups.samples)
@@ -56,13 +56,27 @@ def training_noise(
 
 @dataclass
 class ForwardBatches:
-    """Makes the batches of a forward-process loss from the finished latents of `rollout`.
+    """Makes the batches of a forward-process loss from the finished latents of a rollout. Samples are numbered within this
+    process.
 
-    `condition` has one row per prompt and `advantages` [sample, step] are the credit rule's; a row has that of the step during
-    which a trajectory passes its time, so that rules that credit steps weight times. This is a heuristic: the states that are
-    regressed are noised images, not those that the steps have led to, unless the loss's `noise` is "path". A rule that credits
-    all steps alike gives the papers' losses. `times` [sample, draw] and `seed` are the iteration's, `copies` those that the
-    loss declares. Velocities have the `guidance` that is given for the loss. Samples are numbered within this process.
+    A row has the advantage of the step during which a trajectory passes the row's time, so rules that credit steps weight times.
+    This is a heuristic: unless the loss's `noise` is "path", the regressed states are noised images, not those that the steps
+    reached. A rule with equal credit for all steps gives the papers' losses.
+
+    Args:
+        policy: the policy.
+        loss: the forward-process loss.
+        rollout: the rollout with the finished latents.
+        condition: the condition, one row per prompt.
+        advantages: the credit rule's advantages [sample, step].
+        times: training times [sample, draw].
+        seed: the iteration's seed of the noise.
+        copies: the copies of the weights that the loss declares.
+        guidance: guidance of the velocities.
+        pooled: means over units that are spread over micro-batches; set by `prepare`.
+
+    Raises:
+        ConfigError: the policy does not support the guidance, or the trajectories do not fit the loss's noise.
     """
 
     policy: FlowPolicy
@@ -97,9 +111,12 @@ class ForwardBatches:
 
     @property
     def passes(self) -> float:
-        """Network evaluations of a row with the present weights: the current network, the reference, copies with other weights;
-        twice if rows of a unit are in several micro-batches. With other guidance than the policy samples with, fractions or
-        multiples (`Guidance.evaluations`)."""
+        """Network evaluations of a row with the current weights: the current network, the reference, and copies with other
+        weights.
+
+        Twice as many if rows of a unit are in several micro-batches. With another guidance than in sampling, fractions or
+        multiples (`Guidance.evaluations`).
+        """
         copies = sum(one.copy.evaluated and not one.is_current for one in self.copies.values())
         found = self.guidance.evaluations(1 + copies, self.loss.needs_reference, self.sampled)
         return found * (2 if self.pooled is not None else 1)
@@ -108,7 +125,7 @@ class ForwardBatches:
         return self.policy.guided(scale) if isinstance(self.policy, Guided) else nullcontext()
 
     def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
-        """Before a mini-batch: the means over units that are spread over micro-batches, with the present weights."""
+        """Compute, before a mini-batch, the means over units that are spread over micro-batches, with the current weights."""
         self.pooled = None
         if not isinstance(self.loss, PooledForwardLoss) or self.loss.together == "row" or all(one.whole for one in minibatch):
             return
@@ -122,7 +139,7 @@ class ForwardBatches:
         self.pooled = torch.zeros_like(self.times).index_put_((sample, draw), means[kept].to(self.times))
 
     def evaluated_steps(self, micro: MicroBatch) -> Tensor:
-        """The step whose time every row has, on the policy's device."""
+        """The step that contains the time of each row, on the policy's device."""
         return self._there(self.steps[micro.sample, micro.step])
 
     def of(self, sample: Tensor, draw: Tensor, shared: object = None) -> ForwardBatch:
@@ -177,8 +194,8 @@ def forward_pairs(
 ) -> list[Pairs]:
     """The rows of each mini-batch: all drawn times of its samples, `parts[k]`; `steps` [sample, draw] are the times' steps.
 
-    Rows that the loss must receive together follow each other, and are in the mini-batch in which the first of them comes.
-    `trained` [sample, step] leaves out rows at the times of further steps.
+    Rows that the loss must receive together are adjacent, in the mini-batch of the first of them. Rows at times of steps that are
+    False in `trained` [sample, step] are left out.
     """
     draws = torch.arange(steps.shape[1], device=steps.device)
     found = [all_pairs(samples, draws) for samples in parts]

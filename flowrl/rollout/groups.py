@@ -1,4 +1,4 @@
-"""Which samples a rollout has, and their noise."""
+"""The samples of a rollout, and their noise."""
 
 from dataclasses import dataclass, replace
 
@@ -12,10 +12,20 @@ from flowrl.types import Gaussian
 
 @dataclass(frozen=True)
 class Groups:
-    """`prompts` x `members` samples, prompt-major. With `shared_noise` the members of a group start from the same x_T.
+    """`prompts` x `members` samples, prompt-major.
 
-    `part` makes some of the groups a rollout of their own: those from number `first` of `of` (None: there are no others). All
-    noise is drawn for the whole and sliced, so a group's numbers do not depend on which groups share its process or its chunk.
+    `part` selects some of the groups for a separate rollout. All noise is drawn for the whole and sliced, so a group's noise does
+    not depend on which groups share its process or its chunk.
+
+    Args:
+        prompts: number of groups.
+        members: samples per group.
+        shared_noise: whether the members of a group start from the same x_T.
+        first: index of the first group within all groups.
+        of: number of all groups; None: there are no others.
+
+    Raises:
+        ConfigError: a number is out of range.
     """
 
     prompts: int
@@ -31,7 +41,7 @@ class Groups:
         require(fits, "first", self.first, f"so that {self.prompts} groups lie within the {self.of or self.prompts} there are")
 
     def part(self, first: int, count: int) -> "Groups":
-        """`count` groups from number `first` of these."""
+        """`count` of these groups, from index `first` on."""
         return replace(self, prompts=count, first=self.first + first, of=self.of or self.prompts)
 
     @property

@@ -21,10 +21,15 @@ from flowrl.types import Condition, Gaussian, LossBatch, LossResult, inputs_unch
 
 @dataclass(frozen=True)
 class Pairs:
-    """(trajectory, step) pairs: `sample`, numbered among all samples, and `step` (for forward-process losses: the number of a
-    drawn time). Pairs with the same number in `unit` follow each other and stay in one micro-batch, if they fit; None: each by
-    itself. `shared`: the pairs of a unit need one network evaluation together, as they start from one state. `zeros`: how many
-    more pairs the mean is over, which are left out because their gradient is 0."""
+    """(trajectory, step) pairs.
+
+    Args:
+        sample: indices of the samples [pair], among all samples.
+        step: indices of the steps [pair]; for forward-process losses, of the drawn times.
+        unit: pairs with the same number are adjacent and stay in one micro-batch if they fit; None: every pair is separate.
+        shared: the pairs of a unit need one network evaluation together, as they start from one state.
+        zeros: number of further pairs that the mean includes, which are left out because their gradient is 0.
+    """
 
     sample: Tensor
     step: Tensor
@@ -39,7 +44,7 @@ class Pairs:
         return Pairs(self.sample[rows], self.step[rows], None if self.unit is None else self.unit[rows], self.shared)
 
     def to(self, device: torch.device) -> "Pairs":
-        """The same pairs with their numbers on `device`."""
+        """The same pairs with their indices on `device`."""
         unit = None if self.unit is None else self.unit.to(device)
         return replace(self, sample=self.sample.to(device), step=self.step.to(device), unit=unit)
 
@@ -49,8 +54,10 @@ class Pairs:
         return len(self) + self.zeros
 
     def without_zeros(self, advantages: Tensor) -> "Pairs":
-        """Those whose advantage [sample, step] is not 0, as part of the same mean; the first one if there are none, because the
-        optimizer steps on gradients of 0, too."""
+        """The pairs whose advantage [sample, step] is not 0, as part of the same mean.
+
+        The first pair if there are none, because the optimizer also steps on gradients of 0.
+        """
         kept = advantages.to(self.sample.device)[self.sample, self.step] != 0
         kept[0] |= ~kept.any()
         found = self[kept]
@@ -58,7 +65,7 @@ class Pairs:
 
     @property
     def evaluations(self) -> int:
-        """Network evaluations that they take."""
+        """Network evaluations that the pairs take."""
         return len(self.unit.unique()) if self.shared and self.unit is not None else len(self)
 
     @property
@@ -69,7 +76,7 @@ class Pairs:
         return int(self.unit.unique_consecutive(return_counts=True)[1].max())
 
     def pieces(self, size: int) -> Iterator["Pairs"]:
-        """In order, at most `size` network evaluations at a time, with whole units if `size` allows."""
+        """The pairs in order, at most `size` network evaluations at a time, with whole units if `size` allows."""
         if self.unit is None:
             for sample, step in zip(self.sample.split(size), self.step.split(size), strict=True):
                 yield Pairs(sample, step)
@@ -126,8 +133,10 @@ def in_units(
     shared: bool = False,
     kept: Callable[[Tensor, Tensor], Tensor] = lambda sample, step: torch.ones_like(sample, dtype=torch.bool),
 ) -> list[Pairs]:
-    """The pairs that are `kept(sample, step)`, in whole units, `key(sample, step)`, divided into as many mini-batches of about
-    equally many pairs. Units come in the order of their sample of lowest number."""
+    """The pairs for which `kept(sample, step)` is true, divided into as many mini-batches of about equally many pairs.
+
+    Units, which `key(sample, step)` identifies, stay whole. They are ordered by their smallest sample index.
+    """
     if not parts:
         return []
     device = parts[0].sample.device
@@ -144,12 +153,12 @@ def in_units(
 
 
 def _units(sample: Tensor, node: Tensor, tree: Tree) -> Tensor:
-    """The number, among all groups, of the state that each trajectory passes at `node`."""
+    """The index, among all groups, of the state that each trajectory passes at `node`."""
     return sample // tree.members * tree.units + tree.paths[sample % tree.members, node]
 
 
 def _decisions(sample: Tensor, step: Tensor, tree: Tree) -> Tensor:
-    """Which of the pairs count: the decisions, each edge once if the tree declares that."""
+    """Mask of the pairs that count: the decisions, each edge once if the tree declares it."""
     kept = tree.decisions[sample % tree.members, step]
     if tree.weight == "edge":
         kept &= _first(_units(sample, step + 1, tree)) == torch.arange(len(sample))
@@ -165,13 +174,19 @@ def _first(keys: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Pairs (`sample`, `step`), with samples numbered among those that this process rolled out. The numbers are where the
-    trajectories are, in main memory if they wait there, so that the host can read the rows without waiting for the device.
+    """Pairs of one micro-batch.
 
-    `weight` is the number of its pairs / the number of pairs of its mini-batch (`Pairs.total`), over all processes, so that
-    the weighted sum of mean losses is the mean over the mini-batch. Weight 0 is padding: sharded weights need equally many
-    network calls everywhere. `shared`: the first pair of every distinct parent, and the number of its parent for every pair;
-    None if no pair shares one. `whole`: no unit of the mini-batch is spread over micro-batches.
+    Indices are stored where the trajectories are, in main memory if they are offloaded, so the host can read the rows without
+    waiting for the device.
+
+    Args:
+        sample: indices of the samples [pair], among those that this process rolled out.
+        step: indices of the steps [pair].
+        weight: number of its pairs / number of pairs of its mini-batch (`Pairs.total`) over all processes, so that the weighted
+            sum of mean losses is the mean over the mini-batch. 0 is padding: sharded weights need equally many network calls in
+            all processes.
+        shared: the first pair of every distinct parent, and the index of its parent for every pair; None if no pair shares one.
+        whole: no unit of the mini-batch is spread over micro-batches.
     """
 
     sample: Tensor
@@ -208,11 +223,19 @@ def _micro_batch(pairs: Pairs, first: int, weight: float, whole: bool = True) ->
 
 @dataclass(frozen=True)
 class LossBatches:
-    """Makes loss batches from trajectories. `condition` has one row per prompt, `advantages` is [sample, step].
+    """Makes loss batches from trajectories.
 
     The batch of (`sample[k]`, `step[k]`) has any mixture of steps; the current policy's transitions carry the gradient. One
     network evaluation per pair, or per parent of a micro-batch whose pairs share theirs; two with the reference. Trajectories
     in main memory are copied to the policy's device.
+
+    Args:
+        policy: the policy.
+        sampler: the sampler of the rollout.
+        rollout: the rollout with the trajectories.
+        condition: the condition, one row per prompt.
+        advantages: the credit rule's advantages [sample, step].
+        with_reference: also evaluate the frozen base model.
     """
 
     policy: FlowPolicy
@@ -228,7 +251,7 @@ class LossBatches:
         return 1 + self.with_reference
 
     def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
-        """Nothing: pairs do not depend on each other."""
+        """Does nothing: pairs do not depend on each other."""
 
     def evaluated_steps(self, micro: MicroBatch) -> Tensor:
         """The step of every network evaluation, on the policy's device."""
@@ -283,7 +306,7 @@ class LossBatches:
 
 
 def checked_loss(loss: PolicyLoss | ForwardLoss, batch: LossBatch | ForwardBatch) -> LossResult:
-    """What `loss` makes of the batch. Raises `TrainingError` unless that is a scalar that can be differentiated."""
+    """The result of `loss` for the batch. Raises `TrainingError` unless its loss is a differentiable scalar."""
     call = f"{type(loss).__name__}.loss"
     given = batch.target if isinstance(batch, ForwardBatch) else batch.next_node
     with inputs_unchanged(call, TrainingError, batch.advantages, given, batch.mask):

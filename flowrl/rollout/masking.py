@@ -1,4 +1,4 @@
-"""Which samples count: those that the reward could judge and, on request, whose advantages are not all 0."""
+"""Masks of the samples that count: valid samples and, on request, those whose advantages are not all 0."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,12 +14,12 @@ from flowrl.types import Schedule
 def valid_credit(
     tables: RewardTables, schedule: Schedule, assign: Callable[[RewardTables, Schedule], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Advantages [prompt, member, step] by `assign`, and which samples [prompt, member] count.
+    """Advantages [prompt, member, step] by `assign`, and a mask [prompt, member] of the samples that count.
 
-    The rule receives every group without its invalid samples, so that the others get the same credit as in a group without
-    them; groups with as many valid samples (in branched trees: with the same leaves left) share a table (statistics
-    over a batch, and a rule's memory, are then taken table by table). Samples that do not count have advantage 0: invalid
-    ones, and groups with a single valid sample. Raises `RewardError` if none remains.
+    The rule receives every group without its invalid samples, so the others get the same credit as in a group without them.
+    Groups with as many valid samples (in branched trees: with the same remaining leaves) share a table; statistics over a batch
+    and a rule's memory are then taken table by table. Samples that do not count have advantage 0: invalid samples, and groups
+    with a single valid sample. Raises `RewardError` if none remains.
     """
     tree = schedule.tree
     if tree is not None and tables.log_probs is not None:
@@ -53,7 +53,7 @@ def valid_credit(
 
 
 def _alike(valid: Tensor, branched: bool) -> Iterator[Tensor]:
-    """Groups [prompt] that can share a table, those with two valid samples or more."""
+    """Indices of groups that can share a table, among those with two valid samples or more."""
     counts = valid.sum(1)
     for count in sorted(set(counts[counts >= 2].tolist())):
         groups = counts == count
@@ -64,7 +64,7 @@ def _alike(valid: Tensor, branched: bool) -> Iterator[Tensor]:
 
 
 def _left(schedule: Schedule, groups: Tensor, kept: Tensor) -> Schedule:
-    """The schedule of some groups with the leaves that are left of their tree; without a tree if they have none in common."""
+    """The schedule of some groups with the remaining leaves of their tree; without a tree if they have none in common."""
     tree = schedule.tree
     if tree is None or not tree.branched:
         return replace(schedule, tree=None)

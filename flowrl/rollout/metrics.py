@@ -1,4 +1,4 @@
-"""What an iteration reports: seconds by phase, statistics of its rewards, and means of what the loss measured."""
+"""Metrics of an iteration: seconds by phase, statistics of its rewards, and means of the loss's metrics."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ Row = dict[str, float]
 
 
 class Clock:
-    """Seconds by phase; `on_phase` is called with the name of every phase that begins."""
+    """Seconds by phase; `on_phase` is called with the name of every new phase."""
 
     def __init__(self, on_phase: Callable[[str], None], phase: str) -> None:
         self.phases: dict[str, float] = {}
@@ -59,9 +59,9 @@ def reward_metrics(rewards: Tensor) -> dict[str, Any]:
 def step_gradients(result: LossResult, batch: LossBatch | ForwardBatch, step: Tensor, steps: int) -> Tensor:
     """Per step, the sum over its pairs of the squared norm of d(policy term) / d(velocity), shape [steps].
 
-    The gradient of the policy term alone, without the penalty and without a loss scale, is that of the backward pass through the
-    loss as far as the network's output: exact for any loss and sampler, a few element-wise operations on latents, and no
-    synchronisation. For a loss without a separate policy term, this is the gradient of the whole loss. Call it before `backward`.
+    This is the backward pass of the policy term, without the penalty and without a loss scale, up to the network's output. It is
+    exact for any loss and sampler, takes a few element-wise operations on latents, and does not synchronise. For a loss without a
+    separate policy term, this is the gradient of the whole loss. Call it before `backward`.
     """
     term = result.loss if result.policy_term is None else result.policy_term
     found = torch.zeros(steps, dtype=torch.float64, device=step.device)
@@ -72,14 +72,14 @@ def step_gradients(result: LossResult, batch: LossBatch | ForwardBatch, step: Te
 
 
 class LossMetrics:
-    """Means over all evaluated pairs of an iteration of the loss and its metrics, and the largest "ratio_deviation".
+    """Means of the loss and its metrics over all evaluated pairs of an iteration, and the largest "ratio_deviation".
 
     `add` takes a micro-batch's result without waiting for the device, `take` fetches all of a mini-batch at once, and `merge`
     adds the mini-batch's rows of all processes.
 
     "ratio_noise" and "ratio_noise_mean" are the largest and the mean |ratio - 1| of the first mini-batch: the policy has not
-    changed yet, so only rounding moves a ratio from 1. "step_shares" [step] is each step's share of the policy term: the sum of
-    `step_gradients` over the pairs and updates of the iteration, divided by its sum over steps (0 if there is no gradient).
+    changed yet, so only rounding changes a ratio from 1. "step_shares" [step] is each step's fraction of the policy term: the sum
+    of `step_gradients` over the pairs and updates of the iteration, divided by its sum over steps (0 if there is no gradient).
     """
 
     def __init__(self, steps: int) -> None:
@@ -93,8 +93,11 @@ class LossMetrics:
     def add(
         self, weight: float, result: LossResult, batch: LossBatch | ForwardBatch, step: Tensor, evaluated: float = 1.0
     ) -> None:
-        """A micro-batch's loss and metrics, before its backward pass. `weight` is its share of the iteration's pairs, `step` has
-        their steps; weight 0 is left out. `evaluated`: the share of its mini-batch's pairs that the means are over."""
+        """Add a micro-batch's loss and metrics, before its backward pass.
+
+        `weight` is its fraction of the iteration's pairs, and `step` their steps; a micro-batch of weight 0 is ignored.
+        `evaluated` is the fraction of its mini-batch's pairs over which the means are taken.
+        """
         if weight > 0:
             named = {"loss": result.loss.detach(), **result.metrics}
             self._names = [*named, *map(_square, range(self.steps))]

@@ -1,4 +1,4 @@
-"""What a probe gets after the trajectories are complete: their states, the network, and a generator of its own."""
+"""The input of a probe after the trajectories are complete: their states, the network, and a separate generator."""
 
 import ctypes
 import hashlib
@@ -33,7 +33,7 @@ def check_network(use: NetworkUse, policy: FlowPolicy) -> None:
 
 
 def own_generator(generator: torch.Generator) -> torch.Generator:
-    """A generator for the probe, seeded by the state of the trajectories', which is not moved."""
+    """A generator for the probe, seeded by the state of the trajectories' generator, which does not change."""
     state = generator.get_state()  # bytes in main memory, whatever the generator's device
     digest = hashlib.sha256(ctypes.string_at(state.data_ptr(), state.numel())).digest()
     return torch.Generator(generator.device).manual_seed(int.from_bytes(digest[:7]))
@@ -41,8 +41,10 @@ def own_generator(generator: torch.Generator) -> torch.Generator:
 
 @dataclass(frozen=True)
 class ProbeRun:
-    """`flowrl.probes.Probing`, whose docstrings define each member. `renew(all)`: whether the next network calls compute all
-    blocks; None without a block cache."""
+    """`flowrl.probes.Probing`, whose docstrings define each member.
+
+    `renew(all)` sets whether the next network calls compute all blocks; None without a block cache.
+    """
 
     policy: FlowPolicy
     sampler: Sampler
@@ -64,7 +66,7 @@ class ProbeRun:
 
     @cached_property
     def generator(self) -> torch.Generator:
-        """The probe's own, made when it draws for the first time."""
+        """The probe's generator, created at its first draw."""
         return own_generator(self.trajectories_generator)
 
     def start(self, node: int, members: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -111,7 +113,7 @@ class ProbeRun:
         return Solution(x, velocity, grid, solver, self.condition.repeat(len(x) // self.groups))
 
     def _advance(self, solutions: list["Solution"]) -> None:
-        """To their ends, all of those under way in one call."""
+        """Advance the solutions to their ends, all unfinished ones in one call."""
         for solution in solutions:
             solution.step(0, solution.velocity)
         for number in range(1, max((len(solution.steps.points) for solution in solutions), default=0)):
@@ -126,7 +128,9 @@ class ProbeRun:
                 solution.step(number, part)
 
     def _piece_by_piece(self, whole: "Solution") -> Tensor:
-        """The end of a solution in pieces of at most `max_batch` rows, each to its end: a block cache has one call's rows."""
+        """The end of a solution, in pieces of at most `max_batch` rows, one after the other: a block cache has the rows of one
+        call.
+        """
         calls, ends = self.usage.calls, []
         for index in torch.arange(len(whole.x), device=whole.x.device).split(self.max_batch):
             piece = whole.rows(index)
@@ -152,7 +156,7 @@ class ProbeRun:
 
 @dataclass
 class Solution:
-    """The ODE from the states of one node on its way: `x` [row, *latent] is the present state."""
+    """An ODE solution from the states of one node; `x` [row, *latent] is the current state."""
 
     x: Tensor
     velocity: Tensor
@@ -169,11 +173,11 @@ class Solution:
         return self.grid.timesteps[self.steps.points[number]].expand(len(self.x))
 
     def step(self, number: int, velocity: Tensor) -> None:
-        """Go on with the velocity of evaluation `number`."""
+        """Advance with the velocity of evaluation `number`."""
         self.x = self.steps.step(number, velocity, self.x)
 
     def rows(self, index: Tensor) -> "Solution":
-        """Some rows of a solution that has not begun."""
+        """Some rows of a solution without steps."""
         return Solution(self.x[index], self.velocity[index], self.grid, self.solver, self.condition.take(index))
 
 
@@ -197,7 +201,7 @@ def estimates(
 ) -> dict[Key, Estimate]:  # fmt: skip
     """The probe's estimates, checked, and the finished trajectories at the last node.
 
-    Raises `ProbeError` if the probe changes what it was given or returns something else than latents of nodes before the last.
+    Raises `ProbeError` if the probe changes its input or returns anything but latents of nodes before the last.
     """
     steps, name = trajectories.schedule.steps, f"{type(probe).__name__}.estimate"
     final = trajectories.at(steps)

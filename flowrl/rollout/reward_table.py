@@ -46,11 +46,14 @@ def score(
 
 @dataclass(frozen=True)
 class RewardTables:
-    """R [prompt, member, node], and the same for every component of a composite reward (`parts`, empty otherwise).
+    """The reward table R, and the same for every component of a composite reward.
 
-    `valid` [prompt, member] is False where the reward marked the sample invalid at any node; its rewards are then NaN.
-    `log_probs` [prompt, unit] are those of a branched tree's edges (`flowrl.tree.Tree`). `prompts`, one per row, are for
-    rules that use them (`protocols.PromptCreditAssigner`); the collector fills them in.
+    Args:
+        total: R [prompt, member, node].
+        parts: a table [prompt, member, node] per component; empty for other rewards.
+        valid: False where the reward marked the sample invalid at any node; its rewards are then NaN. [prompt, member].
+        log_probs: log-probabilities of a branched tree's edges [prompt, unit] (`flowrl.tree.Tree`).
+        prompts: the prompts, one per row, for rules that use them (`protocols.PromptCreditAssigner`); set by the collector.
     """
 
     total: Tensor
@@ -139,8 +142,9 @@ def reward_tables(
 
 
 def _by_copy(latents: Tensor, copies: int, groups: Groups) -> Tensor:
-    """Latents [prompt x member x copy] as [prompt x copy x member], so that those to be compared are in a row; a state that a
-    group shares is there once per member."""
+    """Latents [prompt x member x copy] as [prompt x copy x member], so that latents to compare are adjacent; a state that a group
+    shares is repeated for every member.
+    """
     found = latents.unflatten(0, (groups.prompts, -1, copies)).transpose(1, 2)
     return found.expand(-1, -1, groups.members, *found.shape[3:]).flatten(0, 2)
 
@@ -224,8 +228,10 @@ def score_components(
 def score_group_components(
     reward: GroupReward, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None = None
 ) -> ComponentScores:
-    """As `score_components` for a reward that compares the members of groups: `images` [sample, ...] of whole groups, one after
-    the other, with one prompt per group; scores are [sample]."""
+    """As `score_components`, for a reward that compares the members of groups.
+
+    `images` [sample, ...] are of whole groups, one group after the other, with one prompt per group; scores are [sample].
+    """
     name, allowed, members = type(reward).__name__, marks_invalid(reward), len(images) // len(prompts)
     together, parts = images.unflatten(0, (len(prompts), members)), {}
     with torch.no_grad(), inputs_unchanged(f"{name}.score_groups", RewardContractError, images):

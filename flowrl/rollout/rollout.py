@@ -1,4 +1,4 @@
-"""Trajectories and the states their unfinished nodes lead to, in as few network calls as possible."""
+"""Trajectories and the final states of their unfinished nodes, in as few network calls as possible."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,13 +21,18 @@ from flowrl.types import Condition, Gaussian, Schedule, Trajectories
 
 @dataclass(frozen=True)
 class Rollout:
-    """Trajectories and estimates: per probed node, the latent of the estimated final image.
+    """Trajectories and estimates.
 
-    `estimates[node]` is [sample, *latent], or [prompt, *latent] at nodes that a whole group shares (same x_T, no stochastic
-    step before them). Nodes that were not probed are absent; the last node is always there. Nodes with the same final image
-    (they are linked by ODE steps) hold the same tensor. `copies[node]` is the number of rows of `estimates[node]` per
-    sample, adjacent and to be averaged (default 1). `members[node]` [prompt, chosen] has the members of the rows (default: all).
-    Some probes have estimates of other keys than nodes. `log_probs` [prompt, unit]: of the edges of a branched tree.
+    Args:
+        trajectories: the trajectories.
+        estimates: latents of the estimated final image, by node: [sample, *latent], or [prompt, *latent] at nodes that a whole
+            group shares (same x_T, no stochastic step before). Nodes without a probe are absent; the last node is always present.
+            Nodes with the same final image (linked by ODE steps) have the same tensor. Some probes use other keys than nodes.
+        groups: sizes of the groups.
+        copies: number of adjacent rows per sample, to be averaged, by node; 1 if absent.
+        log_probs: log-probabilities of the edges of a branched tree [prompt, unit].
+        members: the members of the rows [prompt, chosen], by node; all if absent.
+        probe: the probe.
     """
 
     trajectories: Trajectories
@@ -39,7 +44,7 @@ class Rollout:
     probe: Probe = NoProbe()
 
     def part(self, first: int, count: int) -> "Rollout":
-        """`count` of its groups from number `first`."""
+        """`count` of its groups, from index `first` on."""
 
         def rows(tensor: Tensor) -> Tensor:
             per_group = len(tensor) // self.groups.prompts
@@ -81,12 +86,12 @@ def rollout(
 ) -> Rollout:
     """Sample one trajectory per row of `noise`, and estimate final images at the nodes that `probe` fills.
 
-    Network evaluations per trajectory with T steps and independent noise: T without a probe, T T' with `Substeps(T')` in T + T'
-    - 1 calls, T (T + 1) / 2 with `Completion` in T calls. Nodes that a group shares (same x_T and only ODE steps so far) are
-    evaluated once per group, and a completion is started only where a stochastic step follows: from other nodes the ODE leads to
-    the image of the next node. Probes draw from a separate generator, so the trajectories, and all later draws, are the same for
-    every probe. A `Branching` probe makes the trajectories of a group branches of trees: the number of evaluations is that of
-    the trees' states before the last node, in T calls. A tree starts from the noise of its first member.
+    Network evaluations per trajectory with T steps and independent noise: T without a probe, T T' with `Substeps(T')` in T + T' -
+    1 calls, T (T + 1) / 2 with `Completion` in T calls. Nodes that a group shares (same x_T and only ODE steps so far) are
+    evaluated once per group, and a completion starts only if a stochastic step follows: from other nodes the ODE leads to the
+    image of the next node. Probes draw from a separate generator, so the trajectories, and all later draws, are the same for
+    every probe. A `Branching` probe makes the trajectories of a group branches of trees: the number of evaluations is that of the
+    trees' states before the last node, in T calls. A tree starts from the noise of its first member.
 
     Args:
         policy: the policy that computes velocities.
@@ -167,8 +172,9 @@ class _Walk:
     solver: SolverSteps | None = None
 
     def run(self, x: Tensor, probe: Probe) -> Rollout:
-        """The wavefront: at every step one batched call serves all states of a node and all completions under way. `x` is the
-        noise of the roots [prompt, root, *latent]."""
+        """One batched call per step for all states of a node and all running completions. `x` is the noise of the roots
+        [prompt, root, *latent].
+        """
         steps, tree, ahead_of = self.schedule.steps, self._tree, set(probe.ahead(self.schedule))
         completing, _ = [step for step in self.schedule.decisions if step in ahead_of], tree.edges  # before the device is busy
         pieces: dict[int, list[Piece]] = {0: [Piece(torch.arange(x.shape[1]), x)]}
@@ -216,8 +222,9 @@ class _Walk:
         return first.view_as(x), dict(zip(running, others, strict=True))
 
     def _children(self, x: Tensor, velocity: Tensor, step: int) -> Iterator[tuple[int, "Piece"]]:
-        """The states that follow from those of a node, with their node: draws from the sampler, its deterministic steps, and
-        steps of the ODE, which may skip nodes."""
+        """The states that follow from those of a node, with their node: draws from the sampler, its deterministic steps, and ODE
+        steps, which may skip nodes.
+        """
         for edges in self._tree.edges[step]:
             if self.solver is not None:
                 following = self.solver.step(step, velocity.flatten(0, 1), x.flatten(0, 1))

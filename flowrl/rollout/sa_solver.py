@@ -19,7 +19,7 @@ def sa_schedule(schedule: Schedule) -> Schedule:
     """`schedule` with two other times: the first is 0.999, and the last before 0 is half of the one before it.
 
     The second change keeps the last steps short in log signal-to-noise ratio: a scheduler with a shift ends at about 0.009, and
-    the extrapolation over the step to that time is unstable. The network gets the new times. Source: AWM's code (arXiv
+    the extrapolation over the step to that time is unstable. The network receives the new times. Source: AWM's code (arXiv
     2509.25050, commit be51372).
     """
     times, timesteps = schedule.times.clone(), schedule.network_timesteps.clone()
@@ -38,12 +38,12 @@ class SASolver:
 
         (t/s) exp(-tau^2 h) x_s + (1-t) [(1 - exp(-k h)) x0_s + (k h^2 / 2) D] + t sqrt(1 - exp(-2 tau^2 h)) eps.
 
-    The predictor has the slope D of the clean estimates at s and at the point before it, or 0 from the first point. Once v_t is
+    The predictor uses the slope D between the clean estimates at s and at the point before; D = 0 at the first point. Once v_t is
     known at the predicted state, the corrector repeats the step with the slope between s and t and the same eps; the state at the
-    second point is not corrected. The clean estimate at the last point before 0 is the result. tau is constant on times in
-    [0.3, 0.9] and 0 elsewhere; eps is drawn for steps with tau > 0 only. With tau = 0 this is a solver of the ODE.
+    second point is not corrected. The clean estimate at the last point before 0 is the result. tau is constant on times in [0.3,
+    0.9] and 0 elsewhere; eps is drawn for steps with tau > 0 only. With tau = 0 this is a solver of the ODE.
 
-    Source: SA-Solver (arXiv 2309.05019), data prediction with the rescaled coefficients of its Appendix D, as AWM's code has it.
+    Source: SA-Solver (arXiv 2309.05019), data prediction with the rescaled coefficients of its Appendix D, as in AWM's code.
     diffusers' SASolverScheduler has the same coefficients, but takes tau at the beginning of a step, corrects the second point
     and draws its own noise.
     """

@@ -18,8 +18,13 @@ EVALUATION_SEED = 20240
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """`images` [sample, channel, height, width] or videos [sample, frame, ...], the `latents` [sample, *latent] they were decoded
-    from, and their prompts."""
+    """Decoded samples.
+
+    Args:
+        images: images [sample, channel, height, width], or videos [sample, frame, ...].
+        latents: the latents [sample, *latent] from which they were decoded.
+        prompts: one prompt per sample.
+    """
 
     images: Tensor
     latents: Tensor
@@ -90,6 +95,8 @@ def sample_images(
 def _sampled(
     policy: FlowPolicy, prompts: Sequence[Prompt], solver: str, schedule: Schedule, noise: Tensor, max_batch: int
 ) -> ImageBatch:
-    """One batch. A generator's own variable would keep it on the device until the next one is sampled."""
+    """One batch, in a function of its own: a variable of the generator would keep the batch on the device until the next one is
+    sampled.
+    """
     final = solve(solver, policy, schedule, policy.encode(prompts), noise.to(policy.device), Usage(), max_batch)
     return ImageBatch(policy.decode(final), final, prompts)

@@ -23,8 +23,13 @@ number of steps removes."""
 
 @dataclass
 class Usage:
-    """Counts of one iteration: network evaluations (`nfe`, one per latent; a fraction for calls that compute less), sequential
-    network `calls` (a call that is split to respect `max_batch` still counts once) and scored images (`reward_calls`)."""
+    """Costs of one iteration.
+
+    Args:
+        nfe: network evaluations, one per latent; a fraction for calls that compute less.
+        calls: sequential network calls; a call that is split to respect `max_batch` counts once.
+        reward_calls: scored images.
+    """
 
     nfe: float = 0
     calls: int = 0
@@ -113,15 +118,18 @@ def ode_step(schedule: Schedule, x: Tensor, velocity: Tensor, step: int) -> Tens
 
 @dataclass(frozen=True)
 class SolverSteps:
-    """A solver on one grid. `points` [evaluation] are the grid's points at which it needs velocities, in order; `step(number,
-    velocity, x)` the state for the next evaluation (or the end), from evaluation `number` at x. Keep one for every solution."""
+    """A solver on one grid; every solution needs its own.
+
+    `points` [evaluation] are the grid's points at which the solver needs velocities, in order. `step(number, velocity, x)`
+    returns the state for the next evaluation (or the end), from evaluation `number` at x.
+    """
 
     points: list[int]
     step: Callable[[int, Tensor, Tensor], Tensor]
 
 
 def solver_schedule(solver: str, schedule: Schedule) -> Schedule:
-    """The grid that a solver takes for a policy's `schedule`: the same, except for "sa"."""
+    """The grid of a solver for a policy's `schedule`: the same, except for "sa"."""
     return sa_schedule(schedule) if solver == "sa" else schedule
 
 
