@@ -1,7 +1,7 @@
 """`flowrl evaluate`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -18,6 +18,42 @@ if TYPE_CHECKING:
     from flowrl.types import Prompt
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How images are sampled; both models sample alike."""
+
+    count: Count = 1
+    """Images per prompt."""
+    num_steps: Count | None = None
+    """ODE steps [default: the run's, else 40]."""
+    guidance_scale: Annotated[float, Ge(1)] | None = None
+    """Classifier-free guidance of both models [default: the run's, else 1]."""
+    negative_prompt: str | None = None
+    """Negative prompt of the guidance [default: the run's, else empty]."""
+    resolution: Count | None = None
+    """Height in pixels, and width without --width [default: the run's, else 512]."""
+    width: Count | None = None
+    """Width in pixels [default: the run's, else the height]."""
+    num_frames: Count | None = None
+    """Frames of a video [default: the run's, else 1]."""
+    seed: Seed = 20240
+    """Seed of the noise, which is the same for both models."""
+    max_sequence_length: Whole = 0
+    """Length of the prompts of the T5 encoder; 0 = as the run or the pipeline has it."""
+
+
+@dataclass(frozen=True)
+class ComputingOptions:
+    """Where the networks compute, and in which precision."""
+
+    batch: Count = 16
+    """Latents per network call and images decoded at a time."""
+    device: str = ""
+    """cpu or cuda [default: cuda for a model if there is a GPU]."""
+    dtype: str = ""
+    """float32, bfloat16 or float16 [default: the run's, else bfloat16 on cuda and float32 on the CPU]."""
 
 
 @dataclass(frozen=True)
@@ -39,30 +75,6 @@ class Evaluate:
     """NAME, NAME(option=value) or path/to/file.py:Class; repeat the option for several rewards. Default: the run's."""
     limit: Whole = 0
     """Number of prompts, the first of the file; 0 = all (of a built-in world: as many as the run evaluated)."""
-    count: Count = 1
-    """Images per prompt."""
-    num_steps: Count | None = None
-    """ODE steps [default: the run's, else 40]."""
-    guidance_scale: Annotated[float, Ge(1)] | None = None
-    """Classifier-free guidance of both models [default: the run's, else 1]."""
-    negative_prompt: str | None = None
-    """Negative prompt of the guidance [default: the run's, else empty]."""
-    resolution: Count | None = None
-    """Height in pixels, and width without --width [default: the run's, else 512]."""
-    width: Count | None = None
-    """Width in pixels [default: the run's, else the height]."""
-    num_frames: Count | None = None
-    """Frames of a video [default: the run's, else 1]."""
-    seed: Seed = 20240
-    """Seed of the noise, which is the same for both models."""
-    batch: Count = 16
-    """Latents per network call and images decoded at a time."""
-    device: str = ""
-    """cpu or cuda [default: cuda for a model if there is a GPU]."""
-    dtype: str = ""
-    """float32, bfloat16 or float16 [default: the run's, else bfloat16 on cuda and float32 on the CPU]."""
-    max_sequence_length: Whole = 0
-    """Length of the prompts of the T5 encoder; 0 = as the run or the pipeline has it."""
     shown: Whole = 8
     """Prompts in grid.png."""
     out: Path | None = None
@@ -72,6 +84,9 @@ class Evaluate:
     trust: bool = False
     """Run code that the settings in `weights` name, and use their addresses and keys."""
 
+    sampling: Annotated[SamplingOptions, tyro.conf.arg(name="sampling")] = field(default_factory=SamplingOptions)
+    computing: Annotated[ComputingOptions, tyro.conf.arg(name="computing")] = field(default_factory=ComputingOptions)
+
     def main(self) -> int:
         """Compare, show, write."""
         from flowrl.commands.card import write_card
@@ -80,7 +95,7 @@ class Evaluate:
         from flowrl.plots.report import write_evaluation
 
         setup = _lora_setup(self) if self.model else _run_setup(self)
-        how = SamplingSettings(setup.steps, self.count, self.seed, self.batch, self.shown)
+        how = SamplingSettings(setup.steps, self.sampling.count, self.sampling.seed, self.computing.batch, self.shown)
         out = self.out or (self.weights if self.weights.is_dir() else self.weights.parent) / "evaluation"
         facts = {"command": typed_command(), "weights": str(self.weights), **setup.facts}
         with new_folder(out, "evaluation", lambda folder: (folder / "evaluation.json").exists(), lambda: False):
@@ -117,8 +132,10 @@ def _run_setup(args: Evaluate) -> _Setup:
         raise ConfigError(f"weights: {args.weights} is not the folder of a run; for a LoRA or a transformer give its --model too")
     config = load_config(args.weights / "config.json", args.trust, unused=("reward",) if args.reward else ())
     given = ("guidance_scale", "negative_prompt", "resolution", "width", "num_frames")
-    changes = {name: getattr(args, name) for name in given if getattr(args, name) is not None}
-    changes |= {name: getattr(args, name) for name in ("dtype", "max_sequence_length") if getattr(args, name)}
+    sampling, computing = args.sampling, args.computing
+    changes = {name: getattr(sampling, name) for name in given if getattr(sampling, name) is not None}
+    changes |= {"dtype": computing.dtype} if computing.dtype else {}
+    changes |= {"max_sequence_length": sampling.max_sequence_length} if sampling.max_sequence_length else {}
     config = config.replace(**changes, reward_noise=0.0, reward_bias=0.0, device=_device(args, bool(config.policy.model)))
     environment, options = config.environment, config.policy
     world = make_world(config)
@@ -147,7 +164,7 @@ def _run_setup(args: Evaluate) -> _Setup:
         "dtype": options.dtype,
         "device": options.device,
     }
-    steps = _value_or(args.num_steps, config.evaluation.eval_steps)
+    steps = _value_or(args.sampling.num_steps, config.evaluation.eval_steps)
     return _Setup(policy, lambda: load_trained(policy, args.weights), prompts, rewards, steps, facts)
 
 
@@ -162,24 +179,25 @@ def _lora_setup(args: Evaluate) -> _Setup:
     require(bool(args.reward), "reward", args.reward, "one or more: --reward NAME")
     if not args.weights.exists():
         raise CheckpointError(f"weights: {args.weights} does not exist")
-    device, size = _device(args, True), _value_or(args.resolution, 512)
+    sampling = args.sampling
+    device, size = _device(args, True), _value_or(sampling.resolution, 512)
     prompts, rewards = prompts_from(args.prompts)[: args.limit or None], _named_rewards(args, device)
     options = ModelOptions(
         height=size,
-        width=_value_or(args.width, size),
-        num_frames=_value_or(args.num_frames, 1),
+        width=_value_or(sampling.width, size),
+        num_frames=_value_or(sampling.num_frames, 1),
         device=device,
-        dtype=args.dtype or ("bfloat16" if device.startswith("cuda") else "float32"),
-        guidance_scale=_value_or(args.guidance_scale, 1.0),
-        negative_prompt=_value_or(args.negative_prompt, ""),
+        dtype=args.computing.dtype or ("bfloat16" if device.startswith("cuda") else "float32"),
+        guidance_scale=_value_or(sampling.guidance_scale, 1.0),
+        negative_prompt=_value_or(sampling.negative_prompt, ""),
         tuning="nothing",
-        max_sequence_length=args.max_sequence_length,
+        max_sequence_length=sampling.max_sequence_length,
         decode_batch=8,
         prompt_cache=_cache_size(prompts),
     )
     policy = load_policy(args.model, options)
     facts = {"base": args.model, "guidance": options.guidance_scale, "resolution": size, "dtype": options.dtype, "device": device}
-    return _Setup(policy, lambda: load_weights(policy, args.weights), prompts, rewards, _value_or(args.num_steps, 40), facts)
+    return _Setup(policy, lambda: load_weights(policy, args.weights), prompts, rewards, _value_or(sampling.num_steps, 40), facts)
 
 
 def _cache_size(prompts: "list[Prompt]") -> int:
@@ -202,7 +220,7 @@ def _value_or(value: T | None, default: T) -> T:
 def _device(args: Evaluate, model: bool) -> str:
     import torch
 
-    return args.device or ("cuda" if model and torch.cuda.is_available() else "cpu")
+    return args.computing.device or ("cuda" if model and torch.cuda.is_available() else "cpu")
 
 
 def table(found: "WeightComparison") -> str:

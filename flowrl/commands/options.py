@@ -10,6 +10,7 @@ from typing import Annotated, Any, cast
 
 import tyro
 
+from flowrl.commands.help_texts import argument
 from flowrl.settings import flat, groups_of
 from flowrl.training.config import RunConfig, preset
 
@@ -33,8 +34,8 @@ def _options(kind: type, without: Sequence[str]) -> list[tuple[str, Any, Any]]:
     for item in dataclasses.fields(kind):
         if item.name not in without and item.name not in groups_of(kind):
             info = known[item.name]
-            text = " ".join(info.description.split())
-            columns.append((item.name, Annotated[info.annotation, tyro.conf.arg(help=text)], item.default))
+            kind_of_value = Annotated[info.annotation, argument(info.description, info.annotation)]
+            columns.append((item.name, kind_of_value, item.default))
     return columns
 
 

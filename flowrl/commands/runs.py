@@ -208,7 +208,7 @@ class Train:
     as in tp-grpo,text,learning_rate=0.001,seed=1."""
     resume: Path | None = None
     """Go on with the run in this folder."""
-    start: Annotated[str, tyro.conf.arg(name="from")] = ""
+    start: Annotated[str, tyro.conf.arg(name="from", help_behavior_hint="")] = ""
     """With --resume: the checkpoint to go on from, such as 000010; the ones after it are deleted. Default: the newest."""
     config: Path | None = None
     """Repeat a run from its saved config.json or config.yaml; to change some of its settings give the .yaml as `preset`."""

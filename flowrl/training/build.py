@@ -14,9 +14,10 @@ from flowrl.flow import uniform_schedule
 from flowrl.methods import Method, make_sampler, method_loss, named_method, try_credit
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.protocols import AnyReward, FlowPolicy, ForwardLoss, GroupReward, PolicyLoss, RandomSampler, Sampler
-from flowrl.registry import build
+from flowrl.registry import build, find_maker
 from flowrl.rewards import NoisyReward
 from flowrl.samplers import trained_steps, transition_stds
+from flowrl.specs import parse_spec
 from flowrl.training.batches import find_batches
 from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config
@@ -86,9 +87,11 @@ def make_reward(config: RunConfig) -> AnyReward:
 
 
 def check(config: RunConfig) -> None:
-    """Raise what is wrong with the world, the method and the held-out rewards of `config`; builds no network."""
+    """Raise what is wrong with the world, the method and the names of the rewards of `config`; builds no network."""
     world = make_world(config)
     make_method(config)
+    if config.environment.reward:
+        find_maker("reward", parse_spec(config.environment.reward, "reward"))
     make_heldout_metrics(config, world)
     if config.policy.base_weights:
         check_hash(Path(config.policy.base_weights))

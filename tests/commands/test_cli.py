@@ -156,7 +156,9 @@ def test_help_is_there_for_everything(capsys):
         with pytest.raises(SystemExit) as stop:
             main([name, "--help"])
         assert stop.value.code == 0
-        assert f"flowrl {name}" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert f"flowrl {name}" in shown
+        assert not [text for text in ("{None}", "(default: None)", "(default: '')", "(default: )") if text in shown]
     for arguments in ([], ["--help"], ["-h"]):
         assert main(arguments) == 0
         shown = capsys.readouterr().out

@@ -96,7 +96,7 @@ class Explanation:
     """A rule applied to one table. All [prompt, member, step] but `rewards`; `str()` and notebooks show it as tables.
 
     `gains` d_i = R_{i+1} - R_i; `to_go` R_T - R_i; `plain` and `consistent`: TP-GRPO's turning points under either rule;
-    `selected`: the steps that get the long-term reward (None for rules without turning points).
+    `selected`: the steps that get the long-term reward (None for rules without turning points, whose tables mark none).
     """
 
     rule: str
@@ -114,9 +114,9 @@ class Explanation:
         console = Console(file=buffer, width=max(80, 14 + 9 * self.rewards.shape[-1]), force_jupyter=False, color_system=None)
         for prompt in range(len(self.rewards)):
             console.print(self._table(prompt))
-        console.print(
-            "[x] gets the long-term reward R_T - R_i   (x) consistent turning point   ~ plain turning point", markup=False
-        )
+        if self.selected is not None:
+            legend = "turning points: [x] gets the long-term reward R_T - R_i   (x) consistent   ~ plain"
+            console.print(legend, markup=False)
         return buffer.getvalue()
 
     def _repr_html_(self) -> str:
@@ -141,8 +141,10 @@ class Explanation:
         return table
 
     def _mark(self, prompt: int, member: int, step: int) -> str:
+        if self.selected is None:
+            return ""
         here = (prompt, member, step)
-        if self.selected is not None and bool(self.selected[here]):
+        if bool(self.selected[here]):
             return "\\[x]"
         return "(x)" if bool(self.consistent[here]) else "~" if bool(self.plain[here]) else ""
 

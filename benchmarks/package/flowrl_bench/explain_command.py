@@ -20,6 +20,7 @@ class Explain:
     sampler: str = "flow-sde"
     """Sampler whose standard deviations are used by rules that depend on the noise, such as `weighted`."""
     noise_level: float = 0.7
+    """Noise level of this sampler."""
     out: Path = Path("explain.png")
     """The figure to write; with several rules or prompts, numbers are added to its name."""
 

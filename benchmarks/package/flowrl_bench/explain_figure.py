@@ -10,7 +10,7 @@ from flowrl_bench.explain import Explanation
 
 
 def explanation(shown: Explanation, prompt: int = 0) -> Figure:
-    """One prompt's rewards with their turning points, and below them gains and advantages [member, step] as coloured tables."""
+    """One prompt's rewards, with the turning points if the rule selects some; below, gains and advantages [member, step]."""
     members, nodes = shown.rewards.shape[1:]
     figure = Figure(figsize=(max(7.0, 1.5 + 0.9 * nodes), 3.4 + 0.5 * members * 2), layout="constrained")
     parts = figure.subplots(3, 1, height_ratios=[3.2, 0.45 * members, 0.45 * members])
@@ -31,13 +31,13 @@ def _rewards(axes: Axes, shown: Explanation, prompt: int) -> None:
         axes.plot(range(nodes), row, color=shade, marker="o", markersize=4, linewidth=2)
         place = (nodes - 0.88, heights[member])
         axes.annotate(name, place, color=shade, va="center", fontweight="bold", annotation_clip=False)
-        for step in range(nodes - 1):
+        for step in range(nodes - 1) if shown.selected is not None else ():
             consistent = bool(shown.consistent[prompt, member, step])
             if consistent or bool(shown.plain[prompt, member, step]):
                 ring = {"facecolors": "none", "edgecolors": shade, "linewidths": 2.4, "linestyle": "-" if consistent else ":"}
                 axes.scatter([step], [float(row[step])], s=200, zorder=5, **ring)
-    title = f"{shown.names.prompts[prompt]}: rings mark consistent turning points, dotted rings those of the plain rule only"
-    axes.set_title(title, fontsize=10, loc="left")
+    rings = ": rings mark consistent turning points, dotted rings those of the plain rule only"
+    axes.set_title(shown.names.prompts[prompt] + (rings if shown.selected is not None else ""), fontsize=10, loc="left")
     axes.set_ylabel("estimated final reward")
     axes.set_xticks(range(nodes))
     axes.set_xlim(-0.4, nodes - 0.6)
