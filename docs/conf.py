@@ -27,6 +27,8 @@ myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_inline"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebooks hold their outputs; tutorials/build.py executes them
 nb_merge_streams = True
+nb_code_prompt_show = "Show the code"
+nb_code_prompt_hide = "Hide the code"
 exclude_patterns = ["_build"]
 suppress_warnings = ["mystnb.unknown_mime_type", "ref.python"]  # names of axes in shapes look like references
 
@@ -53,7 +55,8 @@ def typeset(text: str) -> str:
     """`text`, which is no code, in reStructuredText: symbols as formulas, signs that mean something there escaped."""
     if re.fullmatch(SYMBOLS, text):
         return rf"\ :math:`{text}`\ "
-    return re.sub(r"([*|\\]|_(?=\W|$))", r"\\\1", text)
+    words = re.split(r"((?<![\w*])\*\w+\*(?![\w*]))", text)  # *emphasis* of a word remains
+    return "".join(word if k % 2 else re.sub(r"([*|\\]|_(?=\W|$))", r"\\\1", word) for k, word in enumerate(words))
 
 
 def plain(app: object, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
@@ -95,16 +98,37 @@ def add_katex(app: object, page: str, template: str, context: object, tree: obje
             app.add_js_file(name, loading_method="defer")
 
 
-def name_figures(app: object, tree: object, page: str) -> None:
-    """Figures in the outputs of a lesson get the heading above them as alternative text, instead of the file's name."""
-    if page.startswith("course/"):
-        for image in tree.findall(nodes.image):
-            section = image.parent
-            while section is not None and not isinstance(section, nodes.section):
-                section = section.parent
-            heading = section.next_node(nodes.title).astext() if section is not None else page
-            if len(image.get("alt", "").split()) < 5:
-                image["alt"] = f"Figure made by the code of the section: {heading}"
+LONG = 45
+"""Characters in a cell from which its column gets a least width."""
+WIDE = 1.7
+"""Width over height from which a figure of a lesson has several panels; it then keeps a legible size on a phone and scrolls."""
+
+
+def mark_tables(app: object, tree: object, page: str) -> None:
+    """Classes for flowrl.css: `long` on the cells of columns with long texts, `two` on tables with two columns, `many` on those
+    with three or more."""
+    for table in tree.findall(nodes.table):
+        rows = [[cell for cell in row if isinstance(cell, nodes.entry)] for row in table.findall(nodes.row)]
+        count = max(map(len, rows))
+        table["classes"] += ["two"] * (count == 2) + ["many"] * (count >= 3)
+        for column in range(count):
+            cells = [row[column] for row in rows if column < len(row)]
+            if max(len(cell.astext()) for cell in cells) >= LONG:
+                for cell in cells:
+                    cell["classes"].append("long")
+
+
+def mark_wide_figures(app: object, tree: object, page: str) -> None:
+    """The class `wide` on PNG files with several panels."""
+    for image in tree.findall(nodes.image):
+        for folder in (app.srcdir, app.outdir, Path(app.outdir).parent):
+            file = Path(folder) / image["uri"]
+            if file.suffix == ".png" and file.is_file():
+                start = file.read_bytes()[16:24]  # width and height, from the header of the format
+                width, height = (int.from_bytes(start[k : k + 4], "big") for k in (0, 4))
+                several = width > 1100 if not page.startswith("course/") else width > 700 and width >= WIDE * height
+                image["classes"] += ["tall" if file.name == "report.png" else "wide"] if several else []
+                break
 
 
 def setup(app: object) -> None:
@@ -113,6 +137,7 @@ def setup(app: object) -> None:
     write_reference(HERE)
     app.connect("autodoc-process-docstring", plain)  # type: ignore[attr-defined]
     app.add_html_math_renderer("katex", (formula, None), (formula, None))  # type: ignore[attr-defined]
-    app.connect("doctree-resolved", name_figures)  # type: ignore[attr-defined]
+    for mark in (mark_tables, mark_wide_figures):
+        app.connect("doctree-resolved", mark)  # type: ignore[attr-defined]
     app.connect("html-page-context", add_katex)  # type: ignore[attr-defined]
     app.connect("autodoc-skip-member", skip)  # type: ignore[attr-defined]

@@ -1,5 +1,7 @@
-"""The pages of the course: notebooks with solutions, in which hints, solutions and explanations are folded, with links."""
+"""The pages of the course: notebooks with solutions, in which hints, solutions and explanations are folded, with links and with
+alternative texts of figures."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -32,10 +34,53 @@ def links(name: str, address: str) -> str:
     return " · ".join(found)
 
 
+TITLES = ("suptitle", "title", "set_title")
+LABELS = {"xlabel": "x axis", "set_xlabel": "x axis", "ylabel": "y axis", "set_ylabel": "y axis"}
+
+
+def labels_in(code: str) -> list[str]:
+    """Docstrings of its functions, titles and names of axes that the code of a figure has as plain strings, once each."""
+    found: list[tuple[bool, str]] = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.FunctionDef) and (documentation := ast.get_docstring(node)):
+            found.append((False, documentation.splitlines()[0].rstrip(".")))
+        if isinstance(node, ast.Call):
+            named = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            pairs = [(word.arg or "", word.value) for word in node.keywords] + [(named, value) for value in node.args[:1]]
+            pairs += [("title", value) for value in node.args[1:2] if named == "plane"]
+            for name, value in pairs:
+                if isinstance(value, ast.Constant) and isinstance(value.value, str) and (name in TITLES or name in LABELS):
+                    text = re.sub(r"[$\\{}]", "", value.value)
+                    found.append((name in LABELS, f"{LABELS[name]}: {text}" if name in LABELS else text))
+    return [text for _, text in dict.fromkeys(sorted(found, key=lambda entry: entry[0]))]
+
+
+def alternative(code: str, before: str, heading: str) -> str:
+    """Alternative text of the figures of a code cell: the labels in the code; without any, the last sentence of the text before
+    that announces a figure, or the heading of the section."""
+    heading = re.sub(r"[$\\]", "", heading)
+    if labels := labels_in(code):
+        return f"Figure: {'; '.join(labels)} ({heading})"
+    text = re.sub(r"[*`$\\]", "", " ".join(before.split()))
+    sentences = re.split(r"(?<=[.:?]) ", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    announcing = [sentence for sentence in sentences if re.search(r"\b(figure|animation|images)\b", sentence)]
+    return f"Figure: {announcing[-1]} ({heading})" if announcing else f"Figure made by the code of the section: {heading}"
+
+
+def has_figure(cell: Notebook) -> bool:
+    """Whether the outputs of a code cell contain an image."""
+    return any(kind.startswith("image/") for output in cell.get("outputs", []) for kind in output.get("data", {}))
+
+
 def page(notebook: Notebook, name: str, address: str) -> Notebook:
-    """The notebook with folded hints, solutions and explanations, and the links below the opening text."""
-    cells = []
+    """The notebook with folded hints, solutions and explanations, alternative texts, and the links below the opening text."""
+    cells, heading, before = [], "", ""
     for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            before = cell.source
+            heading = (re.findall(r"^#+ (.*)", before, re.MULTILINE) or [heading])[-1]
+        elif has_figure(cell):
+            cell.metadata["mystnb"] = {"image": {"alt": alternative(cell.source, before, heading)}}
         tags = cell.metadata.get("tags", [])
         title, word = next((FOLDED[tag] for tag in tags if tag in FOLDED), ("", ""))
         if title:
@@ -43,7 +88,7 @@ def page(notebook: Notebook, name: str, address: str) -> Notebook:
             cell.source = f'<details class="course"><summary>{title}</summary>\n\n{text}\n\n</details>'
         elif "solution" in tags:
             cell.metadata["tags"] = [*tags, "hide-input"]
-            cell.metadata["mystnb"] = {"code_prompt_show": "Solution", "code_prompt_hide": "Solution"}
+            cell.metadata.setdefault("mystnb", {}).update(code_prompt_show="Solution", code_prompt_hide="Solution")
         cells.append(cell)
     versions = nbformat.v4.new_markdown_cell(links(name, address), id=f"{name[:2]}-links")
     notebook.cells = [*cells[:1], versions, *cells[1:]]

@@ -32,6 +32,9 @@ class Page(NamedTuple):
 CORE = ("errors", "options", "reading", "settings")
 PARTS = ("registry", "specs", "sources", "plugins", "trust")
 TREES = ("units", "depth_relative", "sibling_relative", "backed_up", "pruned")
+BASELINES = ("moving_average", "value_tracker", "gdpo", "weighted")
+DETECTION = ("detection", "turn_probability", "likely_turns", "clear_swings", "large_aggregates")
+SAMPLING = ("sampling", "solvers", "EVALUATION_SEED", "SOLVERS")
 COMBINED = ("combine", "groups", "diversity", "contract")
 CHECKS = ("evaluation", "heldout", "monitors", "nonfinite", "memory")
 HELPERS = ("io", "workers", "signals", "imports", "text", "transfer")
@@ -44,14 +47,18 @@ PAGES = (
     Page("parts", "Parts by name, from files and from packages", PARTS),
     Page("flow", "Flow: time grids, interpolant, Gaussians", ("flow",)),
     Page("samplers", "Samplers: Flow-SDE, CPS, windows", ("samplers",)),
-    Page("credit", "Credit rules: uniform, stepwise gains, combinations", ("credit",)),
-    Page("credit-turning-points", "Credit rules: turning points", ("credit",), ("turning_point", "detection", "random_credit")),
+    Page("credit", "Credit rules: uniform credit and stepwise gains", ("credit",)),
+    Page("credit-baselines", "Credit rules: baselines over iterations, GDPO, weights", ("credit",), BASELINES),
+    Page("credit-turning-points", "Credit rules: turning points", ("credit",), ("turning_point", "random_credit")),
+    Page("credit-detection", "Turning points under reward noise", ("credit",), DETECTION),
     Page("credit-trees", "Credit rules on trees", ("credit",), TREES),
     Page("losses", "Policy losses: clipped, GRPO-Guard, Flow-DPPO", ("losses",)),
     Page("losses-forward", "Forward-process losses: DiffusionNFT, AWM, DGPO", ("losses",), ("nft", "awm", "dgpo")),
     Page("probes", "Probes: substeps, ODE completion, branches", ("probes",)),
     Page("probes-base", "Probes: the base class and its values", ("probes",), ("base", "types")),
-    Page("rollout", "Rollout: trajectories, reward tables, solvers", ("rollout",)),
+    Page("rollout", "Rollout: trajectories and groups", ("rollout",)),
+    Page("rollout-batches", "Reward tables and batches of a loss", ("rollout",), ("reward_table", "loss_batch", "forward_batch")),
+    Page("rollout-sampling", "Sampling images, ODE solvers", ("rollout",), SAMPLING),
     Page("tree", "Trees of trajectories", ("tree",)),
     Page("rewards", "Reward models: GenEval, OCR, PickScore, HPS, CLIP", ("rewards",)),
     Page("rewards-combine", "Rewards: sums, groups, diversity, contract", ("rewards",), COMBINED),
@@ -127,6 +134,9 @@ def room_page(page: Page) -> str:
     submodule that defines it."""
     text = [f"# {page.title}", ""]
     for room in modules_of_page(page):
+        others = [f"[{other.title}]({other.file}.md)" for other in PAGES if room in other.modules and other is not page]
+        if others:
+            text += [f"More of `flowrl.{room}`: {'; '.join(others)}.", ""]
         described: set[int] = set()
         for module in modules_of(room):
             new = [public for public in public_names(module) if id(getattr(module, public)) not in described]

@@ -44,6 +44,22 @@ def test_other_addresses_have_no_links_to_colab_and_binder(address: str) -> None
     assert "student/01_a.ipynb" in found
 
 
+def test_alternative_texts_come_from_the_labels_of_the_figure() -> None:
+    code = 'axes.set_title("gains $A_i$")\naxes.set(xlabel="step", ylabel=name)\naxes.set(xlabel="step")'
+    made = course_pages.alternative
+    assert made(code, "", "Exercise 1") == "Figure: gains A_i; x axis: step (Exercise 1)"
+    assert made("show()", "First. The *figure* has two groups. Last.", "Two") == "Figure: The figure has two groups. (Two)"
+    assert made("show()", "", r"The $\beta$ of NFT") == "Figure made by the code of the section: The beta of NFT"
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_figures_of_a_lesson_have_alternative_texts(path: Path) -> None:
+    cells = course_pages.page(nbformat.read(path, as_version=4), path.name, "https://example.org/a").cells
+    texts = [cell.metadata["mystnb"]["image"]["alt"] for cell in cells if course_pages.has_figure(cell)]
+    assert texts
+    assert all(len(text.split()) >= 5 for text in texts)
+
+
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
 def test_every_solution_of_a_lesson_is_folded(path: Path) -> None:
     for cell in course_pages.page(nbformat.read(path, as_version=4), path.name, "https://example.org/a").cells:

@@ -79,8 +79,21 @@ def test_pages_of_papers_have_command_result_and_differences(name: str) -> None:
 
 
 def test_every_page_is_in_the_contents() -> None:
-    listed = set(re.findall(r"^([\w/-]+)$", TEXTS["index.md"] + TEXTS["course.md"], re.MULTILINE)) | {"index"}
+    listed = set(re.findall(r"^(?:[^\n<]+<)?([\w/-]+)>?$", TEXTS["index.md"] + TEXTS["course.md"], re.MULTILINE)) | {"index"}
     assert {name.removesuffix(".md") for name in IDS} <= listed
+
+
+def test_numbers_of_the_findings_about_trees_are_those_of_the_tables() -> None:
+    """The tables are written by benchmarks/merit.py."""
+    rows = [line for line in TEXTS["branching.md"].splitlines() if line.startswith("| ")]
+    checked = 0
+    for line in TEXTS["trees-and-probes.md"].splitlines():
+        name, *cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        for cell in cells:
+            if re.search(r"\d (\[|\+)|%,", cell):
+                assert any(f"{name} |" in row and f"| {cell} |" in row for row in rows), (name, cell)
+                checked += 1
+    assert checked > 80
 
 
 def test_every_method_has_a_page() -> None:
