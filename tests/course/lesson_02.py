@@ -19,14 +19,14 @@ def flow_sde(x, v, t, s, a):
     return x - delta * v - variance * delta / (2 * t) * (x + (1 - t) * v), (variance * delta) ** 0.5
 
 
-def ends(velocity, x, times, a, correct, generator, keep=0.0, noise=lambda std: std):
-    """The solution; `keep` is the part of the correction that stays when it should be left out."""
+def ends(velocity, x, times, a, correct, generator, keep=0.0, noise=lambda std: std, draws=None):
+    """The solution; `keep` is the part of the correction that stays when left out; `draws`, the number of draws per step."""
     for t, s in pairwise(times):
         v = velocity(x, torch.full((len(x),), t))
         mean, std = flow_sde(x, v, t, s, a)
         part = 1.0 if correct else keep
         mean = part * mean + (1 - part) * (x - (t - s) * v)
-        x = mean + noise(std) * torch.randn(x.shape, generator=generator)
+        x = mean + noise(std) * torch.randn((draws or len(x), 2), generator=generator)
     return x
 
 
@@ -83,6 +83,8 @@ CASES = [
             (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, keep=-1.0), "opposite sign"),
             (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, keep=2.0), "twice as large"),
             (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, noise=lambda std: std**2), "by std twice"),
+            (lambda v, x, t, a, c, g: ends(v, x, t[:2], a, c, g), "ends after one step"),
+            (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, draws=1), "of the shape of x"),
             (lambda v, x, t, a, c, g: ends(v, x, t, a, c, torch.default_generator), "two calls with equal generators"),
             (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, noise=lambda std: 1.3 * std), "standard deviation of"),
         ],
@@ -92,12 +94,12 @@ CASES = [
         excess,
         [
             (lambda t, s, sigma: excess(t, s, sigma) + s**2, "subtract s squared"),
-            (lambda t, s, sigma: sigma**2 * (t - s), "only the fresh noise"),
+            (lambda t, s, sigma: sigma**2 * (t - s), "only the new noise"),
             (lambda t, s, sigma: s - sigma**2 * (t - s) / (2 * t) + sigma**2 * (t - s) - s**2, "square s - sigma"),
             (lambda t, s, sigma: sigma**2 * (t - s) ** 2 / t, "change of the old noise's coefficient"),
             (lambda t, s, sigma: (excess(t, s, sigma) + s**2) ** 0.5 - s, "difference of standard deviations"),
             (lambda t, s, sigma: excess(t, s, sigma) + (1 - s) ** 2, "no variance"),
-            (lambda t, s, sigma: (s - sigma**2 * (t - s) / (2 * t)) ** 2 - s**2, "fresh noise is missing"),
+            (lambda t, s, sigma: (s - sigma**2 * (t - s) / (2 * t)) ** 2 - s**2, "new noise is missing"),
         ],
     ),
     Case(

@@ -93,6 +93,9 @@ CASES = [
             (lambda g, lam: generalised(g, lam) - g, "own gain is left out"),
             (lambda g, lam: generalised(g, 1.0), "lambda is not applied"),
             (lambda g, lam: lam * generalised(g, lam), "discounted too"),
+            (lambda g, lam: (1 - lam) * generalised(g, lam), "no factor 1 - lambda"),
+            (lambda g, lam: (1 - lam) * g + lam * generalised(g, 1.0), "not mixed linearly"),
+            (lambda g, lam: g.copy_(generalised(g, lam)), "was changed"),
         ],
     ),
     Case(

@@ -32,6 +32,11 @@ def every_step(values, rewards):
     return values[..., None].repeat(1, 1, rewards.shape[-1] - 1)
 
 
+def ranks_of_all(rewards):
+    final = rewards[..., -1]
+    return scored(every_step(ranks(final.reshape(1, -1)).view_as(final), rewards))
+
+
 def rank_rule(assign_rewards):
     return rule(assign_rewards, NoProbe(), False)
 
@@ -111,6 +116,38 @@ class WantsMemory(OneRuler):
         self.squares = state["squares"]
 
 
+class Unclamped(OneRuler):
+    limit = 10.0
+
+    def assign(self, rewards, schedule):
+        values = centred(reward_to_go(rewards))
+        new = self.measure(values)
+        self.squares = new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
+        return (values / (self.squares.sqrt() + 1e-4)).clamp(-self.limit, self.limit)
+
+
+class NoEpsilon(OneRuler):
+    def assign(self, rewards, schedule):
+        values = centred(reward_to_go(rewards))
+        return values / values.square().mean().sqrt()
+
+
+class ByStep(OneRuler):
+    def measure(self, values):
+        return values.square().mean((0, 1), keepdim=True)
+
+
+class NoRoot(OneRuler):
+    def assign(self, rewards, schedule):
+        super().assign(rewards, schedule)
+        return (centred(reward_to_go(rewards)) / (self.squares + 1e-4)).clamp(-5, 5)
+
+
+class KeepsOldMemory(OneRuler):
+    def load_state_dict(self, state):
+        self.squares = state.get("squares", self.squares)
+
+
 class Stubborn(OneRuler):
     def assign(self, rewards, schedule):
         self.decay = 0.9
@@ -147,6 +184,11 @@ CASES = [
         rank_rule(lambda r: scored(every_step(ranks(r[..., -1]), r))),
         [
             (rank_rule(broken_ties), "share their mean rank"),
+            (rank_rule(lambda r: every_step(ranks(r[..., -1]), r)), "not normalised: take the z-score"),
+            (
+                rank_rule(lambda r: scored(every_step(ranks(r[..., -1].reshape(1, -1)).view_as(r[..., -1]), r))),
+                "each prompt's group",
+            ),
             (rank_rule(one_argsort), "argsort of that argsort"),
             (rank_rule(lambda r: scored(every_step(-ranks(r[..., -1]), r))), "lowest rank"),
             (rank_rule(lambda r: scored(every_step(r[..., -1], r))), "take ranks first"),
@@ -163,6 +205,11 @@ CASES = [
             (Late, "add its own squares first"),
             (ByGroup, "each group has a scale of its own"),
             (FromZero, "starts from 0"),
+            (Unclamped, "clamp them to ±5"),
+            (NoEpsilon, "add 1e-4 to the root"),
+            (ByStep, "each step has a scale of its own"),
+            (NoRoot, "root of m is missing"),
+            (KeepsOldMemory, "must empty the memory"),
             (WantsMemory, "load_state_dict must accept it"),
             (Stubborn, "is 0.9 written into the rule"),
         ],

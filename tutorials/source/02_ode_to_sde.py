@@ -99,7 +99,8 @@ opening()
 # </details>
 #
 # The score of a flow needs no new network. Given the data point $x_0$, $x_t$ is Gaussian with mean $(1-t)x_0$ and standard deviation $t$, and the
-# gradient of its log-density is $-(x_t - (1-t)x_0)/t^2 = -\varepsilon/t$. The mean over all $x_0$ given $x$ is
+# gradient of its log-density is $-(x_t - (1-t)x_0)/t^2 = -\varepsilon/t$. The score of the marginal is the mean of these gradients over all $x_0$ given $x$,
+# because $\nabla p_t(x) = \int p(x_0)\,p(x \mid x_0)\,\nabla\log p(x \mid x_0)\,\mathrm dx_0$; divide by $p_t(x)$. Hence
 # $\nabla \log p_t(x) = -\mathbb E[\varepsilon \mid x_t = x]/t$. Lesson 1 computed the noise estimate from the velocity: $\hat\varepsilon = x + (1-t)v$.
 #
 # ### Exercise 1 · the score from the velocity
@@ -328,7 +329,7 @@ lesson.check_excess_variance(excess_variance)
 # with the noise level: more exploration costs image quality.
 
 # %% [markdown]
-# Two kernels avoid the excess by construction. Both start from the two estimates and restore the right amount of noise: new noise of standard deviation $\sigma$, and old noise for the rest,
+# Two kernels avoid the excess by construction. Both start from the estimates $\hat x_0 = x - tv$ and $\hat\varepsilon = x + (1-t)v$, and restore the right amount of noise: new noise of standard deviation $\sigma$ (here the standard deviation of the whole step, without a factor $\sqrt\Delta$), and old noise for the rest,
 #
 # $$x_s \sim \mathcal N\Big((1-s)\,\hat x_0 + \sqrt{s^2 - \sigma^2}\;\hat\varepsilon,\ \ \sigma^2 I\Big).$$
 #
@@ -393,10 +394,10 @@ print(f"{'data':28} median distance to the nearest blob's centre {float(exact.me
 plt.show()
 
 # %% [markdown]
-# If all steps are random, the noise of Flow-SDE's last step remains in the sample as grain. An ODE step as the last step removes this noise; the remaining excess is small here.
+# If all steps are random, the noise of Flow-SDE's last step remains in the sample as grain. An ODE step as the last step removes this noise, and the opposite error remains.
 #
-# All other samples are *sharper* than the data, those of the ODE included: ten steps end with a jump to a conditional mean, which has lost part of the spread. A sharp sample is not an exact sample. CPS adds new noise to conditional means at every step, and with a
-# fixed $\eta$ more steps increase its loss of spread.
+# All other samples are *sharper* than the data, those of the ODE included: ten steps end with a jump to a conditional mean, which has lost part of the spread. A sharp sample is not an exact sample. CPS adds new noise to conditional means at every step, so
+# part of its loss of spread remains however many steps it takes.
 #
 # ## Which steps are decisions?
 #
@@ -432,7 +433,7 @@ print("spread of the end points per step:", " ".join(f"{value:.2f}" for value in
 print("another blob, per step:           ", " ".join(f"{value:.2f}" for value in changed))
 
 # %% [markdown]
-# On the right, one step at a time is stochastic and all others follow the ODE, from the same initial noise. Early noise decides *which* blob the sample ends in; late noise only moves the sample within its blob. Stepwise credit is based
+# On the right, one step at a time is stochastic and all others follow the ODE. Siblings are 20 samples from the same initial noise; a bar is the share of samples that end at another blob than most of their siblings. The printed spread is the root of the end points' variance among siblings, summed over both coordinates. Early noise decides *which* blob the sample ends in; late noise only moves the sample within its blob. Stepwise credit is based
 # on this observation: steps differ in their effect, and a rule with equal credit for all steps ignores the difference.
 #
 # ### Exercise 6 · count the decisions

@@ -16,10 +16,10 @@
 # **After this lesson you can** score an unfinished image, translate the paper's figure and labels into steps, compute the credit of each denoising step from its gain, explain why the gains are normalised jointly, and measure the value of better credit
 # in network evaluations.
 #
-# **Time** 70 minutes, of which the computer needs about one. **You need** lesson 4, and the Tweedie estimate of lesson 1.
+# **Time** 70 minutes, of which the computer needs one to two. **You need** lesson 4, and the Tweedie estimate of lesson 1.
 #
 # Flow-GRPO gives every step of a trajectory the same credit. The animation shows two trajectories of one group, from the same noise: at every node an estimate of the finished image (computed as in
-# exercise 3), and the judge's score of the estimate. Which of the two has the better *first half*?
+# exercise 3), and the judge's score of the estimate. Which of the two has the better *first two steps*?
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
@@ -82,7 +82,7 @@ def opening():
         ylim=(0, 1.05),
         xticks=range(0, 11, 2),
         xlabel="node (0 = noise, 10 = image)",
-        ylabel="expected reward",
+        ylabel="reward of the estimate",
     )
     axes[2].set_title(f'"{prompts[group].text}"')
     clean(axes[2])
@@ -101,16 +101,16 @@ def opening():
 opening()
 
 # %% [markdown]
-# A leads early and ends lower. Flow-GRPO gives *every* step of A a lower advantage than every step of B, the good early steps included. This credit is right on average over many trajectories,
+# A leads after two steps and ends lower. Flow-GRPO gives *every* step of A a lower advantage than every step of B, the good early steps included. This credit is right on average over many trajectories,
 # but noisy: the credit of each step contains the effects of nine others. Stepwise-Flow-GRPO (Savani et al. 2026, arXiv 2603.28718) gives a step its own gain. Its Figure 1 has two such crossing curves.
 #
 # ## Gains
 #
-# Let $R_j$ be the expected reward at node $j$; $R_T$ is the reward of the finished image. Step $i$ leads from node $i$ to node $i+1$ and gains
+# Let $R_j$ be the judge's score of the image that is estimated at node $j$, a stand-in for the expected reward there; $T$ is the number of steps, so $R_T$ is the reward of the finished image. Step $i$ leads from node $i$ to node $i+1$ and gains
 #
 # $$g_i = R_{i+1} - R_i.$$
 #
-# The caption of the paper's Figure 1 defines the gain as $g_t = r_{t-1} - r_t$: the paper counts the remaining steps, so its $t$ is $T - i$ here, and its $r_{t-1}$ is the reward of our node $i + 1$.
+# The caption of the paper's Figure 1 defines the gain as $g_t = r_{t-1} - r_t$: here the paper's $t$ counts the remaining steps, so it is $T - i$ in our notation, and $r_{t-1}$ is the reward of our node $i + 1$. (In the labels of the same figure $t$ is the time of a state; see below.)
 #
 # ### Exercise 1 · gains
 #
@@ -121,7 +121,7 @@ opening()
 
 # %% tags=["exercise"]
 def step_gains(rewards):
-    """The change of the expected reward in each step."""
+    """The change of the reward in each step."""
     return ...
 
 
@@ -131,7 +131,7 @@ def step_gains(rewards):
 
 # %% tags=["solution"]
 def step_gains(rewards):
-    """The change of the expected reward in each step."""
+    """The change of the reward in each step."""
     return rewards[..., 1:] - rewards[..., :-1]
 
 
@@ -162,7 +162,7 @@ for name, member, shade in (("A", leader, ACCENT), ("B", winner, DATA)):
     axes[0].text(10.15, float(batch.rewards[group, member, -1]), name, color=shade, fontweight="bold", va="center")
     offset = -0.2 if name == "A" else 0.2
     axes[1].bar(torch.arange(10) + 0.5 + offset, gained[group, member], width=0.4, color=shade, label=name)
-axes[0].set(xlabel="node", ylabel="expected reward", title="The crossing (grey: the rest of the group)", xlim=(-0.3, 10.8))
+axes[0].set(xlabel="node", ylabel="reward of the estimate", title="The crossing (grey: the rest of the group)", xlim=(-0.3, 10.8))
 axes[1].set(xlabel="step (drawn between its nodes)", ylabel="gain", title="Gains of A and B")
 axes[1].axhline(0, color=INK, linewidth=0.8)
 axes[1].legend(frameon=False)
@@ -220,8 +220,8 @@ start, end = (float(batch.rewards[group, leader, node]) for node in (low, low + 
 axes.annotate("", (low + 1, end), (low, start), arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.6})
 label = f"$g_{{{float(grid[low]):.2f}}}$ = {end - start:+.2f}: step {low}"
 axes.text(low + 1.6, (start + end) / 2 - 0.07, label, fontsize=9)
-axes.set(xticks=range(11), xlabel="t of the state (noise → image)", ylabel="expected reward", ylim=(0, 1.05))
-axes.set_xticklabels([f"{float(t):.2f}" for t in grid])
+axes.set(xticks=range(11), xlabel="t of the state (noise → image)", ylabel="reward of the estimate", ylim=(0, 1.05))
+axes.set_xticklabels([*(f"{float(t):.2f}" for t in grid[:-2]), "0.001", "0"])
 axes.set_title("The two trajectories with the paper's labels", fontsize=10)
 axes.legend(frameon=False, fontsize=8, loc="center right")
 clean(axes)
@@ -314,7 +314,12 @@ for name in ("1 step (Tweedie)", "5 steps", "whole ODE"):
     latents = torch.stack([scored.rollout.estimates[node][index] for node in shown])
     rows.append(ImageRow(base.decode(latents), scored.rewards[group, winner, shown], name))
 heads = [f"node {node}" for node in shown]
-show_images(*rows, heads=heads, title="Estimates of trajectory B by three estimators, and their rewards", size=1.1)
+show_images(
+    *rows,
+    heads=heads,
+    title=f'Estimates of trajectory B ("{prompts[group].text}") by three estimators, and their rewards',
+    size=1.1,
+)
 plt.show()
 figure, axes = panels(2, width=4.0, height=2.9)
 shades = dict(zip(probes, (NOISE, COLOURS["noise-weighted"], COLOURS["stepwise-flow-grpo"], COLOURS["tp-grpo"]), strict=True))
@@ -365,7 +370,9 @@ plt.show()
 #
 # GRPO divides by a standard deviation. For gains this can be the standard deviation over the members, *step by step*, or over members and steps of the group *jointly*. The paper uses the second, and compares both in its Figure 9:
 #
-# $$A_i^{(k)} = \frac{g_i^{(k)} - \operatorname{mean}_{j,l}\, g_l^{(j)}}{\operatorname{std}_{j,l}\, g_l^{(j)} + 10^{-4}}.$$
+# $$A_i^{(m)} = \frac{g_i^{(m)} - \operatorname{mean}_{m',i'}\, g_{i'}^{(m')}}{\operatorname{std}_{m',i'}\, g_{i'}^{(m')} + 10^{-4}},$$
+#
+# where $m$ numbers the members of the group.
 #
 # ### Exercise 4 · joint normalisation
 #
@@ -416,9 +423,9 @@ figure.colorbar(shown, ax=axes, label="advantage")
 plt.show()
 
 # %% [markdown]
-# Normalised step by step, steps 7 and 8 get advantages of the same size as step 1, although their gains are a hundred times smaller: the normalisation mostly amplifies the noise of the estimate. Normalised jointly, the advantages of a step are proportional to its gains.
+# Normalised step by step, steps 7 and 8 get advantages of the same size as step 1, although their gains are a hundred times smaller: the normalisation mostly amplifies the noise of the estimate. Normalised jointly, all steps have one unit: an advantage is the gain minus the group's mean gain, in standard deviations of the group. What is left at the last steps (about 0.08) is this common mean, not a gain.
 #
-# With shared noise the joint rule has a useful property: $\sum_i A_i = (R_T - \operatorname{mean} R_T)/\operatorname{std}_g$. The total credit of a trajectory is that of Flow-GRPO, up to a factor per group; only its distribution over the steps differs.
+# With shared noise the joint rule has a useful property: $\sum_i A_i = (R_T - \operatorname{mean} R_T)/\operatorname{std}_g$, up to the $10^{-4}$, because the gains sum to $R_T - R_0$, all members share $R_0$, and $T$ times the mean gain is $\operatorname{mean} R_T - R_0$. The total credit of a trajectory is that of Flow-GRPO, up to a factor per group; only its distribution over the steps differs.
 
 # %%
 total = joint.sum(-1)
@@ -442,7 +449,7 @@ print(f"largest |std_g x sum of A - (R_T - mean R_T)|: {float((total * spread - 
 #
 # *Difficulty: harder · importance: useful · time: 8 minutes*
 #
-# `gained` is `[prompt, member, step]`. Return the sums above for `lam` $= \lambda$ between 0 and 1, `[prompt, member, step]`.
+# `gained` is `[prompt, member, step]`. Return the sums above for `lam` $= \lambda$ between 0 and 1, `[prompt, member, step]`. There is no factor $1 - \lambda$: at $\lambda = 1$ the sum is $R_T - R_i$.
 
 
 # %% tags=["exercise"]
@@ -476,7 +483,7 @@ lesson.check_generalised(generalised)
 # ## The value of better credit
 #
 # A credit rule determines a gradient. If the gradient is mostly noise, two independent batches give gradients in different directions. The next cell samples four batches (8 groups of 12, task `preference`, the window of lesson 4), computes the policy gradient of each rule on the *same* trajectories, and
-# prints the cosine between the gradients of different batches.
+# prints the cosine between the gradients of different batches (about half a minute).
 
 # %%
 window = Window(FlowSDE(0.7), 2, 5)
@@ -537,12 +544,14 @@ print(f"sampling: {spent:.1f} against {plain} NFE per trajectory, {spent / plain
 print(f"with the update (5 decisions, 3 each): {(spent + 15) / (plain + 15):.1f} times as many")
 
 # %% [markdown]
+# Sampling costs less than the 45.4 evaluations above, because with this window the members of a group share the first three nodes. An update costs about three evaluations per decision: one forward, and two for the backward pass.
+#
 # On this task, at the start of training, stepwise credit is worth more than it costs. On the task `compositional` the same experiment is inconclusive: with 96 trajectories the cosines of all rules are about as small as their spread over pairs (replace `"preference"` above to see this). A clearer gradient does not imply a better
 # model after training.
 #
 # ## Training
 #
-# The next cell trains for six iterations with each rule, with the same settings and seed.
+# The next cell trains for six iterations with each rule, with the same settings and seed (about half a minute).
 
 # %%
 settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=6)
@@ -561,11 +570,14 @@ for name, run in runs.items():
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.0, height=2.8, sharey=True)
 for name, run in runs.items():
+    offset = 4 if name == "stepwise-flow-grpo" else -9
     rewards, spent_nfe = run.curve("reward_mean"), torch.tensor(run.curve("nfe")).cumsum(0)
     axes[0].plot(range(1, 7), rewards, "o-", color=COLOURS[name])
     axes[1].plot(spent_nfe / 1000, rewards, "o-", color=COLOURS[name])
-axes[1].text(6.3, 0.87, "flow-grpo", color=COLOURS["flow-grpo"])
-axes[1].text(12, 0.78, "stepwise-flow-grpo", color=COLOURS["stepwise-flow-grpo"])
+    for cell, end in ((axes[0], 6), (axes[1], float(spent_nfe[-1]) / 1000)):
+        cell.annotate(
+            name, (end, rewards[-1]), (0, offset), textcoords="offset points", color=COLOURS[name], ha="right", fontsize=8
+        )
 axes[0].set(xlabel="iteration", ylabel="mean training reward (soft)", title="Per iteration")
 axes[1].set(xlabel="network evaluations while sampling (thousands)", title="Per evaluation")
 for cell in axes:
@@ -580,7 +592,7 @@ plt.show()
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $R_j$ | expected reward at node $j$ | `reward_table(...)[..., j]` |
+# | $R_j$ | reward of the image estimated at node $j$ | `reward_table(...)[..., j]` |
 # | $T'$ | Euler steps of the estimate | the probe `Substeps(5)`; `Tweedie()` is 1 |
 # | $g_i = R_{i+1} - R_i$ | gain of step $i$ | `credit.gains` |
 # | joint $A_i$ | gains, one mean and std per group | `credit.StepwiseGain()` |
@@ -592,7 +604,7 @@ plt.show()
 # ## Further reading
 #
 # - Savani et al. 2026, *Stepwise credit assignment for GRPO on flow-matching models* (arXiv 2603.28718): the paper of this lesson. No code is public.
-# - Schulman et al. 2015, *Generalised advantage estimation* (arXiv 1506.02438): equation 16 is the sum of exercise 5.
+# - Schulman et al. 2015, *High-dimensional continuous control using generalized advantage estimation* (arXiv 1506.02438): equation 16 is the sum of exercise 5.
 # - He et al. 2025, *TempFlow-GRPO* (arXiv 2508.04324): credit of a step from branches, and weights by the noise of a step.
 # - *DenseGRPO* (arXiv 2601.20218): gains of ODE completions, normalised step by step.
 # - Ng, Harada and Russell 1999, *Policy invariance under reward transformations* (ICML): why differences of a potential, such as gains, do not change the optimal policy.

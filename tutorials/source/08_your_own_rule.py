@@ -17,7 +17,7 @@
 #
 # **Time** 45 minutes and two projects of 20 and 45 minutes; the computer needs less than half a minute. **You need** lessons 3 to 6.
 #
-# A credit rule maps a table of rewards to a table of advantages. The figure shows the table of one group on the left, and the credit that three rules compute from it.
+# A credit rule maps a table of rewards to a table of advantages. The figure shows the table of one group on the left (rewards of ODE completions), and the credit that three rules compute from it (red is positive, blue negative).
 
 # %% tags=["hide-input"]
 import tempfile
@@ -70,13 +70,13 @@ opening()
 # %% [markdown]
 # ## The idea
 #
-# Let $V(x_i)$ be the expected reward if the *stochastic* sampler continues from the state $x_i$. The step from $x_i$ to $x_{i+1}$ changes this expectation by
+# Let $V_j$ be the expected reward if the *stochastic* sampler continues from the state at node $j$. Step $i$ changes this expectation by
 #
-# $$A^*_i = V(x_{i+1}) - V(x_i),$$
+# $$A^*_i = V_{i+1} - V_i,$$
 #
-# the **true advantage** of the step. The sum over the steps is $R_T - V(x_0)$. A credit rule estimates $A^*$ from a table of rewards, and the rules of lessons 4 to 6 differ in their estimate of $V$:
+# the **true advantage** of the step. The sum over the steps is $R_T - V_0$. A credit rule estimates $A^*$ from a table of rewards, and the rules of lessons 4 to 6 differ in their estimate of $V$:
 #
-# | rule | estimate of $V(x_j)$ | network evaluations per trajectory |
+# | rule | estimate of $V_j$ | network evaluations per trajectory |
 # |---|---|---|
 # | Flow-GRPO | none; every step gets $R_T$ minus the group's mean | 10 |
 # | Stepwise-Flow-GRPO | reward of 5 Euler substeps | 50 |
@@ -91,7 +91,7 @@ opening()
 #
 # A rule is any object with two members:
 #
-# - `probe`, the way in which unfinished states are scored: `NoProbe()`, `Tweedie()`, `Substeps(n)`, `Completion()`;
+# - `probe`, the way in which unfinished states are scored: `NoProbe()`, `Tweedie()` (short for `Substeps(1)`), `Substeps(n)`, `Completion()`;
 # - `assign(rewards, schedule)`, which maps rewards `[prompt, member, node]` to advantages `[prompt, member, step]`; step $i$ leads from node $i$ to node $i + 1$.
 #
 # With an attribute `shared_noise = True` the members of a group start from the same noise. A rule needs no base class and no registration. The first draft below computes gains of the one-step estimate, normalised over members and steps as in Stepwise.
@@ -123,7 +123,7 @@ print(*[line for line in str(check_credit(Draft())).splitlines() if "not tried, 
 #
 # *Difficulty: easy · importance: essential · time: 10 minutes*
 #
-# The draft has three faults. Repair one, run `check_credit` again, and repeat. `zscore(values, over=("member", "step"))` from `flowrl.credit` normalises and handles the special cases. You can also write the normalisation yourself.
+# The draft has three faults. Repair one, run `check_credit` again, and repeat; a rule that changes its input breaks other promises too, so repair that first. `zscore(values, over=("member", "step"))` from `flowrl.credit` normalises and handles the special cases. You can also write the normalisation yourself.
 
 
 # %% tags=["exercise"]
@@ -175,11 +175,11 @@ print(findings.ok, f"{sum(finding.ok for finding in findings)} of {len(findings)
 # test_estimate_gain = credit_contract(EstimateGain())
 # ```
 #
-# ## A second rule: credit to the end
+# ## A second rule: reward-to-go
 #
-# The gain $R_{i+1} - R_i$ depends on two estimates. An alternative is the total gain from step $i$ to the *finished* sample, $R_T - R_i$. Its first term is the reward itself, not an estimate.
+# The gain $R_{i+1} - R_i$ depends on two estimates. An alternative is the reward-to-go of lesson 5, the total gain from step $i$ to the *finished* sample, $R_T - R_i$. Its first term is the reward itself, not an estimate.
 #
-# ### Exercise 2 · credit to the end
+# ### Exercise 2 · reward-to-go
 #
 # *Difficulty: medium · importance: essential · time: 10 minutes*
 #
@@ -219,12 +219,12 @@ class EstimateToGo:
 lesson.check_to_go(EstimateToGo)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $R_T - R_i$ is the sum of the gains from step $i$ to the end: a step is credited with the steps that follow it. This adds noise. In return, an error of the estimate $R_i$ enters the credit of step $i$ only, whereas an error of $R_{i+1}$ also enters the gain of step $i$ with the opposite sign.
+# **Why.** $R_T - R_i$ is the sum of the gains from step $i$ to the end: a step is credited with the steps that follow it. This adds noise. In return, an error of the estimate $R_i$ enters one credit only. With gains it enters two: that of step $i$, and with the opposite sign that of step $i - 1$.
 # The mean is taken step by step because $R_T - R_i$ decreases along a trajectory: a mean over the steps would give early steps positive credit for being early.
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=2.9, sharey=True)
-for cell, (name, rule) in zip(axes, {"gains": EstimateGain(), "credit to the end": EstimateToGo()}.items(), strict=True):
+for cell, (name, rule) in zip(axes, {"gains": EstimateGain(), "reward-to-go": EstimateToGo()}.items(), strict=True):
     credit = rule.assign(tables["one-step estimate"], untrained.schedule)[0, :, :-1]
     cell.plot(credit.T, color="#56B4E9", linewidth=1.2, alpha=0.8)
     cell.axhline(0, color="#22252b", linewidth=0.8)
@@ -234,7 +234,7 @@ axes[0].set_ylabel("credit")
 plt.show()
 
 # %% [markdown]
-# The lines of the gains cross often: the credit of a step says little about the next step. Credit to the end changes slowly along a trajectory, since neighbouring steps share most of their terms.
+# The lines of the gains cross often: the credit of a step says little about the next step. Reward-to-go changes slowly along a trajectory, since neighbouring steps share most of their terms.
 #
 # ## The rule in the trainer
 #
@@ -244,17 +244,17 @@ plt.show()
 for name, rule in (("EstimateGain", EstimateGain), ("EstimateToGo", EstimateToGo)):
     curves = [learn(seed=seed, rule=rule(), iterations=8, **WORLD) for seed in range(2)]
     before, after = (torch.stack([curve.reward[at] for curve in curves]).mean() for at in (0, -1))
-    evaluations = float(curves[0].sampled[-1]) / 8
+    evaluations = float(curves[0].sampled[-1]) / 8 / 96  # 8 rollouts of 96 trajectories
     print(
-        f"{name:<13} {evaluations:,.0f} network evaluations per rollout; reward {before:.2f} -> {after:.2f} (mean of two seeds)"
+        f"{name:<13} {evaluations:.1f} network evaluations per trajectory; reward {before:.2f} -> {after:.2f} (mean of two seeds)"
     )
 
 # %% [markdown] tags=["expected"]
-# EstimateGain  876 network evaluations per rollout; reward 0.21 -> 0.80..0.99 (mean of two seeds)
-# EstimateToGo  876 network evaluations per rollout; reward 0.21 -> 0.60..0.99 (mean of two seeds)
+# EstimateGain  9.1 network evaluations per trajectory; reward 0.21 -> 0.80..0.99 (mean of two seeds)
+# EstimateToGo  9.1 network evaluations per trajectory; reward 0.21 -> 0.60..0.99 (mean of two seeds)
 
 # %% [markdown]
-# Both rules run, and the reward rises. That is all that two short runs show. Whether a rule is better than another one, and whether it stays good, is the subject of lesson 9.
+# Both rules run, and the reward rises; they cost less than the 10 evaluations of Flow-GRPO, because a group shares its first node. That is all that two short runs show. Whether a rule is better than another one, and whether it stays good, is the subject of lesson 9.
 #
 # On the command line a rule is a class in a file. `build` reads the same text as `flowrl compare --credit`:
 
@@ -298,7 +298,7 @@ print(f"clamp {loaded.clamp}, probe {loaded.probe};", "contract kept" if check_c
 # *Difficulty: project · importance: useful · time: 20 minutes*
 #
 # A reward model that sometimes fails (a score of 5 instead of 0 to 1) distorts a group: the mean and the standard deviation follow the outlier, and all other members get nearly equal advantages. Ranks are robust against outliers.
-# Write a rule with the same credit at every step: the z-score over the members of the *ranks* of $R_T$. Equal rewards share their mean rank: the ranks of the rewards .2, .5, .5, .9 are 0, 1.5, 1.5, 3.
+# Write a rule with the same credit at every step: the z-score, over the members of a group, of the *ranks* of $R_T$ within the group. Equal rewards share their mean rank: the ranks of the rewards .2, .5, .5, .9 are 0, 1.5, 1.5, 3.
 
 
 # %% tags=["exercise"]
@@ -367,12 +367,12 @@ for fraction in (0.0, 0.05, 0.2):
 # *Difficulty: project · importance: useful · time: 45 minutes*
 #
 # All rules so far scale each group by its own standard deviation. A group of nearly equal rewards then gets advantages of the same size as a group with large differences. Use **one scale** for all groups instead, and keep it across iterations.
-# With the centred values $y = R_T - R_i - \overline{(\cdot)}$ (mean over members, step by step),
+# With the centred values $y = (R_T - R_i) - \operatorname{mean}_{\text{members}}(R_T - R_i)$, at each step,
 #
 # $$m \leftarrow 0.9\, m + 0.1\, \langle y^2 \rangle, \qquad A = \operatorname{clamp}\!\left(\frac{y}{\sqrt m + 10^{-4}},\, \pm 5\right),$$
 #
 # where $\langle\cdot\rangle$ is the mean over the whole table. For the first table $m = \langle y^2\rangle$. Update $m$ with the present table before you use it. The memory of a rule must be part of checkpoints:
-# `state_dict()` returns the memory as named tensors (empty before the first table), `load_state_dict(state)` restores it.
+# `state_dict()` returns the memory as named tensors (empty before the first table), `load_state_dict(state)` restores it, also the empty memory.
 
 
 # %% tags=["exercise"]
@@ -446,7 +446,7 @@ for name, rule in (("one scale", OneScale()), ("a std per group", EstimateToGo()
 #
 # | step | what | where |
 # |---|---|---|
-# | idea | $A^*_i = V(x_{i+1}) - V(x_i)$; what is the estimate of $V$, and what does it cost? | `probes.Tweedie`, `Substeps`, `Completion`, `NoProbe` |
+# | idea | $A^*_i = V_{i+1} - V_i$; what is the estimate of $V$, and what does it cost? | `probes.Tweedie`, `Substeps`, `Completion`, `NoProbe` |
 # | class | `probe`, `assign(rewards, schedule)`; `shared_noise`; `state_dict` for a memory | `protocols.CreditAssigner`, `Stateful` |
 # | contract | does the rule keep the promises that the trainer relies on? | `testing.check_credit`, `testing.credit_contract` |
 # | file | a class in a file, with options in brackets | `flowrl compare --credit "my_rules.py:MyRule(clamp=2.0)"` |
@@ -456,7 +456,7 @@ for name, rule in (("one scale", OneScale()), ("a std per group", EstimateToGo()
 # ## Further reading
 #
 # - Savani et al. 2026, *Stepwise-Flow-GRPO* (arXiv 2603.28718), and Tong et al. 2026, *TP-GRPO* (arXiv 2602.06422): the rules that this lesson starts from.
-# - Schulman et al. 2015, *Generalized advantage estimation* (arXiv 1506.02438): a family between gains and credit to the end.
+# - Schulman et al. 2015, *High-dimensional continuous control using generalized advantage estimation* (arXiv 1506.02438): a family between gains and reward-to-go.
 # - Arjona-Medina et al. 2018, *RUDDER* (arXiv 1806.07857): credit by differences of a predicted return.
 #
 # **Next:** [9 · Test your own rule](09_test_your_rule.ipynb) compares the credit of these rules with the ground truth, and trains with them under equal conditions.

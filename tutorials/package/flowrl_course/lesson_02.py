@@ -73,12 +73,12 @@ def check_flow_sde(answer: Answer) -> None:
     noise = x + (1 - t) * v
     pull = sigma**2 * delta / (2 * t) * noise
     mistakes = {
-        "this is the ODE's mean: the pull along the score is missing, so the samples spread out": x - delta * v,
-        "the pull has the wrong sign: it must undo the spreading": x - delta * v + pull,
-        "the pull is twice too strong: sigma^2 / 2": x - delta * v - 2 * pull,
+        "this is the ODE's mean: the score correction is missing, so the samples spread out": x - delta * v,
+        "the score correction has the wrong sign: it must undo the spreading": x - delta * v + pull,
+        "the score correction is twice too large: sigma^2 / 2": x - delta * v - 2 * pull,
         "the velocity has the wrong sign: time runs down": x + delta * v - pull,
-        "the pull uses sigma instead of sigma squared": x - delta * v - pull / sigma,
-        "the pull is not multiplied by Delta": x - delta * v - pull / delta,
+        "the score correction uses sigma instead of sigma squared": x - delta * v - pull / sigma,
+        "the score correction is not multiplied by Delta": x - delta * v - pull / delta,
         "the noise estimate is x + (1 - t) v, with the time t of the state x": x - delta * v - pull * (x + (1 - s) * v) / noise,
     }
     random = not same(got_mean, _two(answer(x, v, t, s, a))[0])
@@ -106,6 +106,12 @@ def _std_after(start: float, times: list[float], a: float, pull: float, noise: C
         gain = 1 - delta * v - pull * variance / (2 * t) * (1 + (1 - t) * v)
         std = math.hypot(gain * std, noise(variance))
     return std
+
+
+def _one_draw(answer: Answer, times: list[float], a: float) -> bool:
+    """Whether samples that start at one point end at one point."""
+    ends = answer(_linear_velocity, torch.ones(8, 2), times, a, True, torch.Generator().manual_seed(7))
+    return bool((ends - ends[0]).abs().max() < 1e-4)
 
 
 @check("Exercise 3")
@@ -143,6 +149,9 @@ def check_sde_ends(answer: Answer) -> None:
     expect(not math.isclose(found[True], none, rel_tol=0.01), "the noise is missing: add std times torch.randn(...)")
     squared = _std_after(start, times, a, 1.0, lambda variance: variance)
     expect(not math.isclose(found[True], squared, rel_tol=0.01), "the noise is multiplied by std twice")
+    early = _std_after(start, times[:2], a, 1.0)
+    expect(not math.isclose(found[True], early, rel_tol=0.01), "the loop ends after one step: `return x` comes after the loop")
+    expect(not _one_draw(answer, times, a), "all samples get the same noise: draw noise of the shape of x")
     for correct, value in found.items():
         expect(
             math.isclose(value, right[correct], rel_tol=0.01),
@@ -159,10 +168,10 @@ def check_excess_variance(answer: Answer) -> None:
     truth = delta**2 * sigma**2 * (1 / t + sigma**2 / (4 * t**2))
     mistakes = {
         "this is the whole variance of x_s: subtract s squared": truth + s**2,
-        "this is only the fresh noise: the old noise's coefficient shrinks too": fresh,
-        "the fresh noise is missing: add sigma^2 Delta": (s - pull) ** 2 - s**2,
+        "this is only the new noise: the old noise's coefficient shrinks too": fresh,
+        "the new noise is missing: add sigma^2 Delta": (s - pull) ** 2 - s**2,
         "standard deviations do not add: square each coefficient on its own": (s - pull + math.sqrt(fresh)) ** 2 - s**2,
-        "the fresh noise has variance sigma^2 Delta, not sigma^2": (s - pull) ** 2 + sigma**2 - s**2,
+        "the new noise has variance sigma^2 Delta, not sigma^2": (s - pull) ** 2 + sigma**2 - s**2,
         "a coefficient c of the noise gives variance c^2: square s - sigma^2 Delta / (2t)": s - pull + fresh - s**2,
         "the square of the change of the old noise's coefficient is missing": truth - pull**2,
         "this is a difference of standard deviations; take that of the variances": math.sqrt(truth + s**2) - s,
@@ -193,8 +202,7 @@ def check_cps(answer: Answer) -> None:
     clean, noise = x - t * v, x + (1 - t) * v
     rest = math.sqrt(s**2 - std**2)
     mistakes = {
-        "old noise keeps its whole coefficient s: with the fresh noise the variance is then too large": (1 - s) * clean
-        + s * noise,
+        "old noise keeps its whole coefficient s: with the new noise the variance is then too large": (1 - s) * clean + s * noise,
         "standard deviations were subtracted: variances add, so the old noise keeps sqrt(s^2 - sigma^2)": (1 - s) * clean
         + (s - std) * noise,
         "the clean part is weighted with 1 - t; at the next node it is 1 - s": (1 - t) * clean + rest * noise,

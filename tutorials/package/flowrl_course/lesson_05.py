@@ -170,7 +170,8 @@ def check_generalised(answer: Answer) -> None:
     rewards = _rewards()
     gained = gains(rewards)
     lam = 0.6
-    got = tensor(answer(gained.clone(), lam), (2, 3, 4), "the result")
+    given = gained.clone()
+    got = tensor(answer(given, lam), (2, 3, 4), "the result")
     wanted = generalised_gains(rewards, lam)
     past = generalised_gains(_from_gains(gained.flip(-1)), lam).flip(-1)
     after = torch.cat([wanted[..., 1:], torch.zeros_like(wanted[..., :1])], dim=-1)
@@ -181,6 +182,10 @@ def check_generalised(answer: Answer) -> None:
         "the step's own gain is left out: k starts at 0": after,
         "the step's own gain is left out: k starts at 0, with lam^0 = 1": lam * after,
         "the first gain is discounted too: lam^0 = 1": lam * wanted,
+        "there is no factor 1 - lambda: at lambda = 1 the sum must be R_T - R_i": (1 - lam) * wanted,
+        "gains and reward-to-go are not mixed linearly; every later gain has its own power of lambda": (
+            (1 - lam) * gained + lam * reward_to_go(rewards)
+        ),
         "lambda is not applied: this is the reward-to-go for every lambda": reward_to_go(rewards),
         "only the next gain is added; the sum goes on to the end": gained
         + lam * torch.cat([gained[..., 1:], 0 * gained[..., :1]], -1),
@@ -190,6 +195,7 @@ def check_generalised(answer: Answer) -> None:
         .flip(-1),
     }
     close(got, wanted, "this is not the sum over k of lam^k g_{i+k}", mistakes)
+    expect(torch.equal(given, gained), "the result is right, but `gained` itself was changed: write the sums into a new tensor")
     close(answer(gained.clone(), 0.0), gained, "with lam = 0 the result must be the gains themselves")
     close(answer(gained.clone(), 1.0), reward_to_go(rewards), "with lam = 1 the result must be R_T - R_i")
 

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def check_mended(rule: Any) -> None:
     rules.check_advantages(
         made,
         lambda table: joint(gains(table)),
-        "the advantages are not Z over members and steps of the gains R_{i+1} - R_i",
+        "the advantages are not the z-score over members and steps of the gains R_{i+1} - R_i",
         {message: lambda table, wrong=wrong: wrong(gains(table)) for message, wrong in mistakes.items()},
     )
 
@@ -77,7 +78,7 @@ def check_to_go(rule: Any) -> None:
         ),
         "the sign is wrong: R_T - R_i": lambda table: -centred_to_go(table),
     }
-    otherwise = "the advantages are not Z(R_T - R_i) with the mean over members and the std over members and steps"
+    otherwise = "the advantages are not the z-scores of R_T - R_i with the mean over members and the std over members and steps"
     rules.check_advantages(made, centred_to_go, otherwise, mistakes)
 
 
@@ -97,11 +98,23 @@ def _rank_credit(table: Tensor) -> Tensor:
     return by_step(_every_step(_ranks(table[..., -1]), table))
 
 
+def _refuse_raw_ranks(rule: Any) -> None:
+    """Raise `Unsolved` if the rule returns the ranks themselves."""
+    table = rules.reward_tables(1)[0]
+    try:
+        found = rules.advantages_of(copy.deepcopy(rule), table)
+    except Exception:  # `check_contract` gives the reason
+        return
+    raw = any(same(found, _every_step(_ranks(table[..., -1]) + first, table), 2e-3) for first in (0.0, 1.0))
+    expect(not raw, "the ranks are right but not normalised: take the z-score over the members")
+
+
 @check("Exercise 3")
 def check_rank(rule: Any) -> None:
     """`rule` is Z over the members of the ranks of R_T, ties sharing their mean rank, the same at every step."""
     made = rules.make_rule(rule)
-    ties = "a silent group is not 0: equal rewards share their mean rank (sorting gives them different ones), which Z subtracts"
+    ties = "a group of equal rewards is not 0: equal rewards share their mean rank (sorting gives them different ones)"
+    _refuse_raw_ranks(made)
     sorting = "one argsort gives the first, the second, ...; the rank of a member is the argsort of that argsort"
     last = "with NoProbe() all nodes but the last are NaN: rank rewards[..., -1]"
     hints = {"gives_a_silent_group_zero": ties, "reads_only_what_its_probe_fills": last, "treats_members_alike": sorting}
@@ -110,7 +123,12 @@ def check_rank(rule: Any) -> None:
     mistakes = {
         sorting: lambda table: by_step(_every_step(table[..., -1].argsort(1).to(table), table)),
         "the best member has the lowest rank here; higher rewards are better": lambda table: -_rank_credit(table),
-        "the ranks are not normalised: Z over the members": lambda table: _every_step(_ranks(table[..., -1]) - 2.0, table),
+        "the ranks are centred but not normalised: take the z-score over the members": (
+            lambda table: _every_step(_ranks(table[..., -1]) - 2.0, table)
+        ),
+        "the ranks run over all prompts; rank within each prompt's group": (
+            lambda table: by_step(_every_step(_ranks(table[..., -1].reshape(1, -1)).view_as(table[..., -1]), table))
+        ),
         "these are the rewards' own z-scores (Uniform); take ranks first": (
             lambda table: by_step(_every_step(table[..., -1], table))
         ),
@@ -127,19 +145,33 @@ def _one_ruler(
     late: bool = False,
     roots: bool = False,
     start: Tensor | None = None,
-    by_group: bool = False,
+    over: tuple[int, ...] = (0, 1, 2),
+    centre: Callable[[Tensor], Tensor] = centred,
+    limit: float = 5.0,
 ) -> Tensor:
-    """The last table's advantages, scaled by a root mean square kept over all tables."""
+    """The last table's advantages, scaled by a root mean square `over` some axes, kept over all tables.
+
+    `roots` averages roots instead of squares.
+    """
     memory = start
     values, scale = torch.zeros(()), torch.ones(())
     for table in tables:
-        values = centred(reward_to_go(table))
-        squares = values.square().mean((1, 2), keepdim=True) if by_group else values.square().mean()
+        values = centre(reward_to_go(table))
+        squares = values.square().mean(over, keepdim=True)
         new = squares.sqrt() if roots else squares
         before, memory = memory, new if memory is None else decay * memory + (1 - decay) * new
         scale = before if late and before is not None else memory
         scale = scale if roots else scale.sqrt()
-    return (values / (scale + 1e-4)).clamp(-5, 5)
+    return (values / (scale + 1e-4)).clamp(-limit, limit)
+
+
+def _without_root(tables: list[Tensor]) -> Tensor:
+    memory, values = None, torch.zeros(())
+    for table in tables:
+        values = centred(reward_to_go(table))
+        new = values.square().mean()
+        memory = new if memory is None else 0.9 * memory + 0.1 * new
+    return (values / (memory + 1e-4)).clamp(-5, 5) if memory is not None else values
 
 
 @check("Exercise 4")
@@ -150,6 +182,10 @@ def check_remembers(rule: Any) -> None:
     expect(stateful, "a rule with memory has state_dict and load_state_dict")
     expect(len(first.state_dict()) == 0, "before the first table the memory is empty: state_dict() must be {}")
     kept = "after load_state_dict(state_dict()) the rule gives other numbers: is the memory in state_dict, as a tensor?"
+    equal = torch.full((4, 5, rules.SCHEDULE.steps + 1), 0.5)
+    silent = copy.deepcopy(first).assign(equal, rules.SCHEDULE)
+    defined = not (isinstance(silent, Tensor) and bool(silent.isnan().any()))
+    expect(defined, "a table of equal rewards gives 0/0: add 1e-4 to the root")
     rules.check_contract(
         first, {"keeps_its_memory": kept, "gives_a_silent_group_zero": "centre over the members before you divide"}
     )
@@ -163,8 +199,16 @@ def check_remembers(rule: Any) -> None:
         "the table is scaled by the tables before it; add its own squares first": _one_ruler(tables, 0.9, late=True),
         "this averages roots; average the squares, and take the root at the end": _one_ruler(tables, 0.9, roots=True),
         "each group has a scale of its own: take the mean of the squares over the whole table": (
-            _one_ruler(tables, 0.9, by_group=True)
+            _one_ruler(tables, 0.9, over=(1, 2))
         ),
+        "each step has a scale of its own: one number for the whole table": _one_ruler(tables, 0.9, over=(0, 1)),
+        "the values are not centred: subtract the mean over the members, step by step": (
+            _one_ruler(tables, 0.9, centre=lambda values: values)
+        ),
+        "the mean runs over the steps too: centre over the members, step by step": (
+            _one_ruler(tables, 0.9, centre=lambda values: values - values.mean((1, 2), keepdim=True))
+        ),
+        "the root of m is missing": _without_root(tables),
         "the memory starts from 0; at the first table it is that table's mean square": (
             _one_ruler(tables, 0.9, start=torch.zeros(()))
         ),
@@ -172,6 +216,10 @@ def check_remembers(rule: Any) -> None:
     }
     otherwise = "the third table's advantages are not (R_T - R_i - mean) / (running root mean square + 1e-4)"
     close(got, _one_ruler(tables, 0.9), otherwise, mistakes, 2e-3)
+    outlier = tables[0].clone()
+    outlier[0, 0, -1] += 100.0
+    clamped = same(rules.advantages_of(copy.deepcopy(first), outlier), _one_ruler([*tables, outlier], 0.9), 2e-3)
+    expect(clamped, "with one reward far above all others advantages exceed 5: clamp them to ±5")
     if inspect.isclass(rule):
         again = rules.make_rule(rule)
         again.load_state_dict(first.state_dict())
@@ -188,6 +236,10 @@ def _check_memory_options(rule: Any, tables: list[Tensor]) -> None:
     except Exception as error:
         empty = "the state of a rule that has seen no table is empty, and load_state_dict must accept it"
         raise Unsolved(f"{empty}; yours raised {type(error).__name__}") from error
+    used = rules.make_rule(rule)
+    rules.advantages_of(used, tables[0])
+    used.load_state_dict({})
+    expect(len(used.state_dict()) == 0, "loading an empty state must empty the memory")
     forgetful = copy.deepcopy(fresh)
     if hasattr(forgetful, "decay"):
         forgetful.decay = 0.0

@@ -19,7 +19,7 @@ SCHEDULE = Schedule(torch.linspace(1, 0, 7), stds=torch.tensor([0.3, 0.26, 0.22,
 """The grid of `reward_tables`: 6 steps, the last one deterministic."""
 
 SILENT = "a group of equal rewards must get exactly 0: its std is 0, so add 1e-4 to it (or use zscore)"
-"""The message for a rule that gives a group of equal rewards something else."""
+"""The message for a rule that gives a group of equal rewards something else than 0."""
 
 joint = partial(zscore, over=("member", "step"))
 """Z over members and steps of values [prompt, member, step]."""
