@@ -216,7 +216,15 @@ class TestFindings:
         text = sentence("mine", found)
         against = f"mine against uniform: {words} at equal updates, evaluations and seconds."
         assert text.startswith(f"2-D world, 8 seeds. {against}")
-        assert re.search(r"Differences in mean reward of 0\.\d{3}.* would have been found with a probability of 80%\.$", text)
+        power = re.search(r"Differences in mean reward of 0\.\d{3}.* would have been found with a probability of 80%\.$", text)
+        assert bool(power) == (words == UNDECIDED)
+
+    def test_a_collapse_is_in_the_sentence(self) -> None:
+        world = world_of(0.01, uniform=0.4, mine=0.5)
+        low = {"direction": [fake_line([0.1, 0.9, 0.2], 100.0) for _ in world.evidence.seeds]}
+        runs = {arm: tasks if arm == "uniform" else low for arm, tasks in world.evidence.runs.items()}
+        (found,) = judged("mine", [replace(world, evidence=replace(world.evidence, runs=runs))])
+        assert "mine collapsed in 8 of 8 seeds." in sentence("mine", found)
 
     def test_baselines_with_the_same_outcome_share_words(self) -> None:
         (found,) = judged("mine", [world_of(0.01, uniform=0.4, stepwise_gains=0.4, turning_points=0.9, mine=0.6)])
@@ -242,11 +250,15 @@ class TestFindings:
     def test_page(self, tmp_path: Path) -> None:
         worlds = judged("mine", [world_of(0.01, uniform=0.4, mine=0.5), world_of(0.01, 3, world="shapes", uniform=0.4, mine=0.4)])
         worlds[1] = replace(worlds[1], part=replace(worlds[1].part, budget=0))
+        trials = (({"clip_range": 0.02, "noise_level": 0.7}, 0.31), ({"clip_range": 0.06, "noise_level": 0.7}, 0.42))
+        worlds[0] = replace(worlds[0], search=trials)
         page = rule_page("mine", "my.py:Mine", worlds, list(QUICK.values()), True, "flowrl bench rule my.py:Mine --quick")
         text = page.write(tmp_path, "rule")[0].read_text()
         assert text.index("2-D world, 8 seeds. mine against uniform: better") < text.index("## ")
         assert "Not tuned in the image world: " in text and "The rule has the settings of uniform credit." in text
         assert "in the 2-D world 6 of 12 runs of the search and 12 of 20 seeds" in text
+        assert "made 2 runs of 2 settings, all with the same noise level; their mean rewards are 0.310 to 0.420." in text
+        assert "| 0.06 | 0.7 | 0.420 |" in text
         assert "the baseline stepwise gains" in text and "rule-mixture.png" in text and "0 of 8" in text
 
 

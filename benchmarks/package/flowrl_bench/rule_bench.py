@@ -55,6 +55,12 @@ class Bench:
         search = part.search(self.arm)
         return chosen(search, self.tuning.unchecked()) if search else tuned(part.world, "uniform")
 
+    def trials(self, part: Part) -> tuple[tuple[dict[str, float], float], ...]:
+        """The values and the score of every run of the part's search, in the order of the runs."""
+        search = part.search(self.arm)
+        scores = search.scores(self.tuning.unchecked()) if search else {}
+        return tuple((search.values(point), score) for (point, _), score in scores.items()) if search else ()
+
     def runs(self) -> Iterator[tuple[Key, RunConfig | None]]:
         """World, arm and seed of every run of the results, and its settings, if they are known."""
         for part in self.parts:
@@ -107,7 +113,8 @@ class Bench:
         def searched(line: Mapping[str, Any], done: int) -> None:
             clock.searched(line["world"])
             values = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in line["values"].items())
-            say(f"search, {WORLD_NAMES[line['world']]}, {values}, seed {line['seed']}: {line['score']:.3f}; {left()}")
+            place = f"{done}/{sum(search.budget for search in self.searches)}"
+            say(f"search {place}, {WORLD_NAMES[line['world']]}, {values}, seed {line['seed']}: {line['score']:.3f}; {left()}")
 
         if searches and not tune(self.searches, self.tuning.path, self.command, self.workers, searched):
             return False
@@ -135,7 +142,7 @@ class Bench:
                 continue
             runs = {name: {part.task: [line for place in whole if (line := of[place])]} for name, of in arms.items()}
             at = {**{name: tuned(part.world, name) for name in part.baselines}, self.name: values}
-            found.append(World(part, Evidence(runs, tuple(part.numbers[place] for place in whole)), at))
+            found.append(World(part, Evidence(runs, tuple(part.numbers[place] for place in whole)), at, self.trials(part)))
         return judged(self.name, found) if found else []
 
 

@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from flowrl.diagnostics.statistics import mean
-from flowrl.plots.style import clean, colour, marker
+from flowrl.plots.style import OTHERS, clean, marker
 from flowrl_bench.arms import is_tuned
+from flowrl_bench.claims_figures import METHOD_COLOURS
 from flowrl_bench.evidence import Evidence, Line, curve, spent
 from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.rule_plan import FULL, Part
 from flowrl_bench.statistics import Curve, detectable
+from flowrl_bench.tune import BUDGET
 from flowrl_bench.verdicts import ALIKE, ALPHA, BETTER, UNDECIDED, WORSE, Compare, Comparison, by_seed, judge_family
 
 TITLE = " against tuned baselines"
@@ -39,11 +41,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class World:
-    """What is known in a world: the runs, the values at which every arm ran, and the findings."""
+    """What is known in a world: the runs, the values at which every arm ran, the search for the rule's values with the score of
+    each of its runs, and the findings."""
 
     part: Part
     evidence: Evidence
     values: Mapping[str, Mapping[str, float]]
+    search: tuple[tuple[Mapping[str, float], float], ...] = ()
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -66,11 +70,12 @@ def judged(rule: str, worlds: Sequence[World]) -> list[World]:
         spread = float(differences.std(ddof=1)) if len(differences) > 1 else math.inf
         visible, alone = (detectable(spread, len(differences), ALPHA / share) for share in (len(asked), 1))
         findings[world.part.world].append(Finding(baseline, budget, verdict.comparisons[0], visible, alone))
-    return [World(w.part, w.evidence, w.values, tuple(findings[w.part.world])) for w in worlds]
+    return [replace(w, findings=tuple(findings[w.part.world])) for w in worlds]
 
 
 def sentence(rule: str, world: World) -> str:
-    """What was found in a world, and how small a difference would have been found."""
+    """What was found in a world; how many seeds of the rule collapsed, and how small a difference would have been found, if an
+    answer is open."""
     patterns: dict[str, list[str]] = {}
     for baseline in dict.fromkeys(finding.baseline for finding in world.findings):
         mine = [finding for finding in world.findings if finding.baseline == baseline]
@@ -81,10 +86,36 @@ def sentence(rule: str, world: World) -> str:
                 parts.append(f"{verdict} at equal {_listed(budgets)}")
         patterns.setdefault(", ".join(parts), []).append(baseline)
     found = "; ".join(f"against {_listed(baselines)}: {pattern}" for pattern, baselines in patterns.items())
-    visible, alone = ([getattr(finding, name) for finding in world.findings] for name in ("visible", "alone"))
-    power = f"Differences in mean reward of {_range(visible)} ({_range(alone)} without the correction)"
     where = world.name[0].upper() + world.name[1:]
-    return f"{where}. {rule} {found}. {power} would have been found with a probability of 80%."
+    lost = world.evidence.values(rule, "collapse")
+    collapse = f" {rule} collapsed in {lost.sum():.0f} of {lost.size} seeds." if lost.sum() else ""
+    return f"{where}. {rule} {found}.{collapse}{_power(world)}"
+
+
+def _power(world: World) -> str:
+    """How small a difference would have been found; empty if every comparison is decided."""
+    if all(finding.comparison.size != UNDECIDED for finding in world.findings):
+        return ""
+    visible, alone = ([getattr(finding, name) for finding in world.findings] for name in ("visible", "alone"))
+    found = f" Differences in mean reward of {_range(visible)} ({_range(alone)} without the correction)"
+    return f"{found} would have been found with a probability of 80%."
+
+
+def _searched(rule: str, world: World) -> str:
+    """What the search for the rule's settings covered; empty if there was none."""
+    if not world.search:
+        return ""
+    knobs = list(world.search[0][0])
+    held = [knob for knob in knobs if len({values[knob] for values, _ in world.search}) == 1]
+    points = len({tuple(values.items()) for values, _ in world.search})
+    scores = [score for _, score in world.search]
+    where = f"The search for {rule}'s settings in the {WORLD_NAMES[world.part.world]}"
+    kept = f", all with the same {_listed([_words(knob) for knob in held])}" if held else ""
+    return f"{where} made {len(world.search)} runs of {points} settings{kept}; their mean rewards are {_range(scores)}."
+
+
+def _words(knob: str) -> str:
+    return knob.replace("_", " ")
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -120,6 +151,8 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], parts: Sequence[Par
     page = Document(f"{rule}{TITLE}", kind=TITLE)
     for world in worlds:
         page.text(sentence(rule, world))
+        if searched := _searched(rule, world):
+            page.text(searched)
         if untuned := world.untuned(rule):
             page.text(f"Not tuned in the {WORLD_NAMES[world.part.world]}: {_listed(untuned)}. {_untuned_note(rule, untuned)}")
     if quick:
@@ -135,8 +168,10 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], parts: Sequence[Par
         "0.02 below its first."
     )
     page.text(
-        f"The rule is `{spec}`. Its learning rate, clip range and noise level were searched as those of the baselines were "
-        "(`flowrl bench tune`), with seeds that no result has. A third of the runs of a search repeats the two best settings."
+        f"The rule is `{spec}`. Its settings were searched as those of the baselines were (`flowrl bench tune`, "
+        f"{BUDGET} runs per arm and world; the tables of settings show how many the rule had), with seeds that no result has. A "
+        "third of the runs of a search repeats the two best settings. Network evaluations are those of sampling, scoring "
+        "and the update; calls of the reward model are not among them, and a rule that scores every node has one per node."
     )
     page.text(f"Made by `{made}`. `flowrl bench microscope --rules '{spec}'` compares the rule's credit with the true advantage.")
     return page
@@ -168,21 +203,29 @@ def _section(page: Document, rule: str, world: World) -> None:
     page.heading(world.name[0].upper() + world.name[1:])
     arms = world.evidence.runs
     first = world.part.baselines[0]
-    head = ("arm", "settings", "mean reward over training", *(f"minus {first}, equal {name}" for name in BUDGETS), "worst seed",
-            "collapsed")  # fmt: skip
-    page.blocks.append(Table(head, [_arm_row(world, arm, first, rule) for arm in arms], ("settings",)))
+    head = ("arm", "mean reward over training", "collapsed", "worst seed")
+    page.blocks.append(Table(head, [_arm_row(world, arm) for arm in arms]))
     head = (
         "the rule minus",
         "at equal",
-        "difference",
         "verdict",
+        "difference",
         "p",
         "seeds won",
         "visible with 80% power",
         "without correction",
     )
     page.blocks.append(Table(head, [_finding_row(finding) for finding in world.findings]))
-    page.blocks.append(Image(f"rule-{world.part.world}", curves_figure(arms, world.part.task), f"Learning curves, {world.name}"))
+    shown = f"Learning curves at equal updates, network evaluations and processor seconds, {world.name}"
+    page.blocks.append(Image(f"rule-{world.part.world}", curves_figure(arms, world.part.task), shown))
+    page.text(f"{shown}: the mean over seeds, and the band of its 95% interval.")
+    page.blocks.append(_settings(world, rule))
+    if world.search:
+        page.text(
+            f"The search for {rule}'s settings, in the order of its runs (score: mean held-out reward over a short training):"
+        )
+        rows = [(*(f"{value:g}" for value in values.values()), f"{score:.3f}") for values, score in world.search]
+        page.blocks.append(Table((*map(_words, world.search[0][0]), "score"), rows))
     head = ("arm", "evaluations per update", "seconds per update", "evaluations over uniform's", "seconds over uniform's")
     base = _cost(arms[first][world.part.task])
     rows = []
@@ -192,15 +235,20 @@ def _section(page: Document, rule: str, world: World) -> None:
     page.blocks.append(Table(head, rows))
 
 
-def _arm_row(world: World, arm: str, first: str, rule: str) -> tuple[str, ...]:
+def _arm_row(world: World, arm: str) -> tuple[str, ...]:
     area, lost = world.evidence.values(arm, "area"), world.evidence.values(arm, "collapse")
-    settings = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in world.values[arm].items())
-    note = " (not tuned)" if arm in world.untuned(rule) else ""
-    less = [
-        "-" if arm == first else mean(by_seed(world.evidence.differences(arm, first, measure))).text(3, True)
-        for measure in BUDGETS.values()
+    return arm, mean(by_seed(area)).text(), f"{lost.sum():.0f} of {lost.size}", f"{area.min():.3f}"
+
+
+def _settings(world: World, rule: str) -> Table:
+    """The settings of every arm."""
+    knobs = list(dict.fromkeys(knob for values in world.values.values() for knob in values))
+    untuned = world.untuned(rule)
+    rows = [
+        (arm, *(f"{values[knob]:g}" if knob in values else "-" for knob in knobs), "no" if arm in untuned else "yes")
+        for arm, values in world.values.items()
     ]
-    return arm, settings + note, mean(by_seed(area)).text(), *less, f"{area.min():.3f}", f"{lost.sum():.0f} of {lost.size}"
+    return Table(("arm", *map(_words, knobs), "tuned"), rows)
 
 
 def _finding_row(finding: Finding) -> tuple[str, ...]:
@@ -208,7 +256,7 @@ def _finding_row(finding: Finding) -> tuple[str, ...]:
     won = "-" if c.won is None else f"{100 * c.won:.0f}%"
     p = "-" if math.isnan(c.adjusted) else "< .001" if c.adjusted < 1e-3 else f"{c.adjusted:.3f}"
     visible = (f"{finding.visible:.3f}", f"{finding.alone:.3f}")
-    return finding.baseline, finding.budget, c.estimate.text(3, True), c.size, p, won, *visible
+    return finding.baseline, finding.budget, c.size, c.estimate.text(3, True), p, won, *visible
 
 
 def _cost(lines: Sequence[Line]) -> tuple[float, float]:
@@ -224,7 +272,7 @@ def curves_figure(arms: Mapping[str, Mapping[str, Sequence[Line]]], task: str) -
         for arm, tasks in arms.items():
             x, table = _common([curve(line, axis) for line in tasks[task]])
             found = [mean(column) for column in table.T]
-            shade, middle = colour(arm, names), [one.value for one in found]
+            shade, middle = METHOD_COLOURS.get(arm, OTHERS[1]), [one.value for one in found]
             axes.plot(x / unit, middle, color=shade, linewidth=2, marker=marker(arm, names), markevery=8, markersize=5, label=arm)
             low, high = (np.clip([getattr(one, end) for one in found], 0, 1) for end in ("low", "high"))
             if len(table) > 1:
