@@ -102,11 +102,12 @@ LONG = 45
 """Characters in a cell from which its column gets a least width."""
 WIDE = 1.7
 """Width over height from which a figure of a lesson has several panels; it then keeps a legible size on a phone and scrolls."""
+INTERVAL = re.compile(r"(\[[-+.\d]+,) (?=[-+.\d]+\])")
 
 
 def mark_tables(app: object, tree: object, page: str) -> None:
     """Classes for flowrl.css: `long` on the cells of columns with long texts, `two` on tables with two columns, `many` on those
-    with three or more."""
+    with three or more. Intervals such as [0.1, 0.2] stay in one line."""
     for table in tree.findall(nodes.table):
         rows = [[cell for cell in row if isinstance(cell, nodes.entry)] for row in table.findall(nodes.row)]
         count = max(map(len, rows))
@@ -116,6 +117,9 @@ def mark_tables(app: object, tree: object, page: str) -> None:
             if max(len(cell.astext()) for cell in cells) >= LONG:
                 for cell in cells:
                     cell["classes"].append("long")
+        for text in list(table.findall(nodes.Text)):
+            if INTERVAL.search(text):
+                text.parent.replace(text, nodes.Text(INTERVAL.sub("\\1\u00a0", text)))
 
 
 def mark_wide_figures(app: object, tree: object, page: str) -> None:
