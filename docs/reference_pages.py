@@ -1,4 +1,4 @@
-"""Pages of the reference that are made from the code: public names room by room, settings, and commands. Called by conf.py."""
+"""Pages of the reference that are made from the code: public names package by package, settings, and commands."""
 
 import dataclasses
 import importlib
@@ -39,7 +39,7 @@ COMBINED = ("combine", "groups", "diversity", "contract")
 CHECKS = ("evaluation", "heldout", "monitors", "nonfinite", "memory")
 HELPERS = ("io", "workers", "signals", "imports", "text", "transfer")
 PAGES = (
-    Page("types", "Values that travel: prompts, trajectories, batches", ("types", "prompt")),
+    Page("types", "Data types: prompts, trajectories, batches", ("types", "prompt")),
     Page("protocols", "Protocols of samplers, credit rules, losses, rewards and policies", ("protocols",)),
     Page("forward", "Forward-process batches and losses", ("forward",)),
     Page("methods", "Methods: Flow-GRPO, TP-GRPO and others by name", ("methods",)),
@@ -104,7 +104,7 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 def modules_of(name: str) -> list[ModuleType]:
-    """A room and its public submodules. If the room has an `__all__`, only submodules with one of their own are public."""
+    """A package and its public submodules. If the package has an `__all__`, only submodules with one of their own are public."""
     room = importlib.import_module(f"flowrl.{name}")
     if not hasattr(room, "__path__"):
         return [room]
@@ -130,7 +130,7 @@ def on_page(page: Page, room: str, module: ModuleType, name: str) -> bool:
 
 
 def room_page(page: Page) -> str:
-    """The documentation of public names, module by module. What a room exports is described there, and not again in the
+    """The documentation of public names, module by module. What a package exports is described there, and not again in the
     submodule that defines it."""
     text = [f"# {page.title}", ""]
     for room in modules_of_page(page):
