@@ -20,7 +20,7 @@ from flowrl.credit import (
     check_advantages,
     example,
 )
-from flowrl.errors import ConfigError, CreditError, require
+from flowrl.errors import ConfigError, CreditError, FlowrlError, PartError, part_errors, require
 from flowrl.losses import ClippedLoss
 from flowrl.probes import Branch, Comb
 from flowrl.protocols import CreditAssigner, ForwardLoss, PartsCreditAssigner, PolicyLoss, RandomSampler, Sampler
@@ -294,8 +294,11 @@ def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:
     name, table = type(rule).__name__, tried.rewards
     rule = copy.deepcopy(rule)  # a rule with memory must not keep the trial table
     try:
-        advantages = _tried(rule, table, tried.schedule)
-    except CreditError:
+        with part_errors():  # names the file and the line of a rule of the user's own
+            advantages = _tried(rule, table, tried.schedule)
+    except PartError as error:
+        raise CreditError(f"{error}; it was tried on a table of {tuple(table.shape)}") from error
+    except FlowrlError:
         raise
     except Exception as error:
         raise CreditError(f"{name}.assign failed on a table of {tuple(table.shape)}: {type(error).__name__}: {error}") from error

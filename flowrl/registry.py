@@ -20,7 +20,7 @@ from typing import Any, get_type_hints
 from flowrl._kinds import KINDS as KINDS
 from flowrl._kinds import TIMES as TIMES
 from flowrl._kinds import Kind as Kind
-from flowrl.errors import ConfigError, FlowrlError
+from flowrl.errors import ConfigError, FlowrlError, require
 from flowrl.plugins import package_of, plugin
 from flowrl.sources import summary
 from flowrl.specs import NESTED, Spec, parse_spec
@@ -59,6 +59,8 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     missing = [n for n, p in (parameters or {}).items() if p.default is p.empty and p.kind in needed and n not in chosen]
     if missing:
         raise ConfigError(f"{kind}: {head} needs {', '.join(missing)}, as in {head}({missing[0]}=...)")
+    for name in parsed.options:
+        _require_number(f"{kind}: {head}: {name}", chosen[name], (parameters or {}).get(name))
     try:
         part = maker(**chosen)
     except FlowrlError:
@@ -155,6 +157,12 @@ def _convert(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
     return build(kind, value, **inherited) if isinstance(value, str) else value
 
 
+def _require_number(option: str, value: Any, parameter: inspect.Parameter | None) -> None:
+    """Raise `ConfigError` if an option whose default is a number is given words."""
+    number = parameter is not None and type(parameter.default) in (int, float)
+    require(not (number and isinstance(value, str)), option, value, "a number")
+
+
 def _build_times(words: str) -> Any:
     """The training times that a spec describes."""
     spec = parse_spec(words, "times")
@@ -246,6 +254,8 @@ def _by_name(kind: str, name: str) -> Maker:
         return resolve_name(entry.built_in[name])
     point = plugin(entry.group, name, kind)
     if point is None:
+        if name.endswith(".py"):
+            raise ConfigError(f"{kind}: name the class in the file, as in {name}:MyClass")
         known = sorted(available(kind))
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -12,7 +12,7 @@ import tyro
 
 from flowrl.commands.layout import columns, wrapped
 from flowrl.settings import grouped, settings_text
-from flowrl.training.config import RunConfig
+from flowrl.training.config import RunConfig, preset
 from flowrl.training.presets import PRESETS, Combined, combinations, combine, published, published_values, shipped
 
 
@@ -46,7 +46,12 @@ class Presets:
             print(listing(columns()))
             return 0
         found = combine(self.name, RunConfig)
-        print(preset_text(found) if self.yaml else published_text(found, self.name, shutil.get_terminal_size().columns))
+        if self.yaml:
+            print(preset_text(found))
+        elif self.name in PRESETS:  # those of the built-in worlds have no published counterpart
+            print(f"# {self.name}, for the world shapes", settings_text(grouped(RunConfig, preset(self.name).apply().flat())), sep="\n")
+        else:
+            print(published_text(found, self.name, shutil.get_terminal_size().columns))
         return 0
 
 

@@ -141,12 +141,14 @@ class Compare:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # runs have one thread, and `run_jobs` forks a process without others
         import_modules("flowrl.training.compare")
         from flowrl.policies import device_of
-        from flowrl.training.compare import compare, load_compare
+        from flowrl.training.compare import compare, load_compare, require_free
 
         out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
         config = load_compare(out / "config.json", self.trust) if self.resume else self.configuration()
         device_of(config.run.policy.device)
         config.jobs()
+        if self.resume is None:
+            require_free(out)
         from flowrl.commands.progress import Display
         from flowrl.io import disk_errors
 
@@ -285,7 +287,8 @@ class Train:
                 out = distributed.gather(out)[0]  # the clock in its name may differ
                 several = f", {distributed.world_size} processes" if distributed.world_size > 1 else ""
                 subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"
-                say(f"{config.algorithm.method} on {subject}, seed {config.seed}{several} -> {out}")
+                rule = f" with credit {config.algorithm.credit}" if config.algorithm.credit else ""
+                say(f"{config.algorithm.method}{rule} on {subject}, seed {config.seed}{several} -> {out}")
                 run = Run(
                     config, out, train_line(out, config), asked.is_set, distributed=distributed, changed_code=self.changed_code
                 )

@@ -18,7 +18,7 @@ from flowrl.training.build import check, make_method
 from flowrl.training.config import RunConfig
 from flowrl.training.results import has_progress, holds, run_folder
 from flowrl.training.run import Run
-from flowrl.trust import trusted
+from flowrl.trust import trust_option, trusted
 from flowrl.workers import Worker, run_jobs, usable_cores
 
 LONGEST = 200
@@ -44,12 +44,16 @@ class CompareConfig:
         require(len(self.methods) + len(self.credit) >= 1, "methods", self.methods, "one or more methods")
         require(len(self.seeds) >= 1, "seeds", self.seeds, "one or more seeds")
         names = self.names()
-        require(len(set(names)) == len(names), "methods", names, "each method once")
+        require(len(set(self.methods)) == len(self.methods), "methods", self.methods, "each method once")
         require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each seed once")
         known: dict[str, str] = {}
         for spec in self.credit:
             same = known.setdefault(identity(spec), spec)
             require(same is spec, "credit", spec, f"another rule: this is the one of {same!r}; name each rule once")
+        specs: dict[str, str] = {name: f"the method {name}" for name in self.methods}
+        for spec in self.credit:
+            other = specs.setdefault(rule_name(spec), spec)
+            require(other is spec, "credit", spec, f"a rule with a name of its own, which is not that of {other}: rename a class")
         folders: dict[str, str] = {}
         for name in names:
             folder = run_folder(name, max(self.seeds)).casefold()
@@ -129,6 +133,12 @@ def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool, chan
         return str(error) or type(error).__name__
 
 
+def require_free(out: Path) -> None:
+    """Raise `ConfigError` if `out` holds a comparison that has begun."""
+    if any(map(has_progress, out.glob("runs/*"))):
+        raise ConfigError(f"out: {out} already holds a comparison; choose another folder, or go on with --resume {out}")
+
+
 def compare(
     config: CompareConfig,
     out: Path,
@@ -144,8 +154,8 @@ def compare(
     def started() -> bool:
         return any(map(has_progress, out.glob("runs/*")))
 
-    if not resume and started():
-        raise ConfigError(f"out: {out} already holds a comparison; choose another folder, or go on with --resume {out}")
+    if not resume:
+        require_free(out)
     with folder_lock(out) if resume else new_folder(out, "comparison", lambda folder: holds(folder, "methods"), started):
         return _compare(config, out, resume, workers, watch, changed_code)
 
@@ -181,9 +191,11 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
     failed = {name: text for name, text in ended.items() if isinstance(text, str)}
     if failed and completed:
         name, text = next(iter(failed.items()))
+        words = "".join({trust_option(jobs[one].flat()) for one in failed})
+        words += " --changed-code" if any(jobs[one].algorithm.credit for one in failed) else ""
         raise PartError(
-            f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {name}: {text}. When that is mended, make "
-            f"the missing runs with: flowrl compare --resume {shlex.quote(str(out))}"
+            f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {name}: {text}. When that is repaired, make "
+            f"the missing runs with: flowrl compare --resume {shlex.quote(str(out))}{words}"
         )
     return completed and not failed and all(ended.values())
 

@@ -220,7 +220,7 @@ class Mine:
     {
         "found = rewards": "not \\[prompt, member, step\\]",
         "found = found * float('nan')": "not finite",
-        "found[0, 99]": "failed on a table of .*IndexError",
+        "found[0, 99]": "failed.*IndexError",
         "found = None": "NoneType",
     }.items(),
 )

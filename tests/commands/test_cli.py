@@ -137,7 +137,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, words, tmp_path,
         ("return rewards", "returned shape"),
         ("return rewards[..., 1:] * float('nan')", "not finite"),
         ("return 3", "returned a int"),
-        ("return rewards[5]", "assign failed"),
+        ("return rewards[5]", "rules.py, line 5) failed"),
         ("raise RuntimeError('no schedule')", "no schedule"),
     ],
 )
