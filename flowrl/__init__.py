@@ -1,7 +1,7 @@
 """flowrl: reinforcement learning for flow-matching image models.
 
-Rooms: `samplers` (transition kernels), `credit` (who earned the reward), `losses`, `rollout` (trajectories and probes),
-`methods` (papers as compositions), `worlds`, `training`. The names below are loaded when first used.
+Packages: `samplers` (transition kernels), `credit` (credit assignment over denoising steps), `losses`, `rollout` (trajectories
+and reward tables), `methods` (papers as compositions), `worlds`, `training`. The names below are imported at their first use.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The kinds of parts, their built-in classes and the protocols that they satisfy; `flowrl.registry` builds them."""
+"""The kinds of parts, their built-in classes and their protocols; `flowrl.registry` builds them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +7,14 @@ from pkgutil import resolve_name
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of part: its noun, entry-point group, built-in makers, and the protocols one of which a part must satisfy.
+    """A kind of part. Makers and protocols are written ``module:name`` and imported at their first use.
 
-    Makers and protocols are written ``module:name`` and imported when one is used.
+    Args:
+        noun: name of the kind in messages.
+        group: entry-point group of plug-ins.
+        built_in: built-in makers by name.
+        protocols: protocols, one of which a part must satisfy.
+        needs: description of the protocols in messages.
     """
 
     noun: str

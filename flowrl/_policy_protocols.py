@@ -12,7 +12,7 @@ from flowrl.types import Condition, ImagesOrVideos, Latents, PerSample, Prompt, 
 
 @runtime_checkable
 class FlowPolicy(Protocol):
-    """The owner of a network: a conditional velocity field with trainable parameters, a schedule, and a decoder."""
+    """A network with its trainable parameters, as a conditional velocity field with a schedule and a decoder."""
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class FlowPolicy(Protocol):
         ...
 
     def decode(self, latent: Latents) -> ImagesOrVideos:
-        """Images in [0, 1]; a video model's samples have a frame axis before the channels, with a single frame too."""
+        """Images in [0, 1]; samples of a video model always have a frame axis before the channels."""
         ...
 
     def trainable(self) -> Mapping[str, torch.nn.Parameter]:
@@ -58,14 +58,16 @@ class FlowPolicy(Protocol):
         ...
 
     def frozen(self) -> AbstractContextManager[None]:
-        """Within this context weights do not change: a policy may merge its adapters for speed. No gradients."""
+        """Within this context weights do not change, so a policy may merge its adapters for speed. No gradients."""
         ...
 
 
 @runtime_checkable
 class OneNetwork(Protocol):
-    """A policy all of whose trainable parameters are in one module, which `velocity` calls: the module can be compiled, and its
-    weights can be sharded over processes, in place."""
+    """A policy with all trainable parameters in one module, which `velocity` calls.
+
+    The module can be compiled, and its weights can be sharded over processes, in place.
+    """
 
     @property
     def velocity_network(self) -> torch.nn.Module:
@@ -75,7 +77,7 @@ class OneNetwork(Protocol):
 
 @runtime_checkable
 class Guided(Protocol):
-    """A policy with classifier-free guidance, for probes without it."""
+    """A policy with classifier-free guidance, which probes can switch off."""
 
     @property
     def guidance_scale(self) -> float:
@@ -89,32 +91,35 @@ class Guided(Protocol):
 
 @runtime_checkable
 class BlockCache(Protocol):
-    """A policy whose network is a stack of blocks that can be skipped, for probes with a block cache."""
+    """A policy whose network is a stack of blocks, for probes with a block cache."""
 
     @property
     def blocks(self) -> int:
-        """How many blocks an evaluation computes."""
+        """Number of blocks of an evaluation."""
         ...
 
     def block_cache(self) -> AbstractContextManager[Callable[[bool], None]]:
-        """Within this context, calls of `velocity` after `switch(False)` compute the first block only and add to its output what
-        the other blocks added in the last call after `switch(True)`, which had the same rows; it yields `switch`, at True."""
+        """Within this context `switch`, which it yields, selects what calls of `velocity` compute; it starts at True.
+
+        After `switch(False)` they compute the first block only and add to its output what the other blocks added in the last call
+        after `switch(True)`, which had the same rows.
+        """
         ...
 
 
 @runtime_checkable
 class PromptEmbedding(Protocol):
-    """A policy that embeds prompts with networks of their own and keeps the embeddings."""
+    """A policy that embeds prompts by separate networks and caches the embeddings."""
 
     def warm(self, prompts: Sequence[Prompt]) -> None:
-        """Embed `prompts` now, as many as are kept, so that these networks visit the device once, not at every iteration."""
+        """Embed `prompts` now, up to the size of the cache, so that these networks move to the device only once."""
         ...
 
 
 @runtime_checkable
 class Exportable(Protocol):
-    """A policy whose trained weights other programs can read."""
+    """A policy that can export its trained weights for other programs."""
 
     def save(self, folder: Path) -> None:
-        """Write them to `folder`, replacing an older one when the new one is complete."""
+        """Write the trained weights to `folder`, replacing an older one when the new one is complete."""
         ...

@@ -1,8 +1,8 @@
-"""Several processes as one trainer: which process rolls out which groups, the collectives, and what happens when one fails.
+"""Several processes as one trainer: distribution of groups, collectives, and failures.
 
-Every process runs the same program with the same random numbers. It rolls out whole groups of its own, and all processes receive
-all rewards. Every process therefore computes the same advantages, the same mini-batches and, from summed gradients, the same
-weights. A launcher (`accelerate launch` or torchrun) starts the processes, watches them, and ends all of them if one fails.
+Every process runs the same program with the same random numbers. It rolls out some of the groups, and all processes receive all
+rewards. Every process therefore computes the same advantages, the same mini-batches and, from summed gradients, the same
+weights. A launcher (`accelerate launch` or torchrun) starts the processes, monitors them, and ends all of them if one fails.
 """
 
 import logging
@@ -37,10 +37,15 @@ class OtherProcessError(TrainingError):
 
 @dataclass(frozen=True)
 class Assignment:
-    """Groups `first` .. `first + count - 1` are rolled out by a process; those of them in `own` count as its own.
+    """The groups of a process.
 
     All processes roll out equally many groups and so make equally many network calls, which sharded weights require. If the
     groups do not divide evenly, the last processes repeat groups of their neighbours and drop the results.
+
+    Args:
+        first: index of the first group that the process rolls out.
+        count: number of groups that it rolls out.
+        own: indices of those whose results it keeps.
     """
 
     first: int
@@ -76,10 +81,14 @@ def assignment(rank: int, world_size: int, total: int) -> Assignment:
 
 @dataclass(frozen=True)
 class Distributed:
-    """The processes of a run. `Distributed()` is a single process, for which every method returns at once.
+    """The processes of a run. `Distributed()` is a single process, for which every method returns immediately.
 
-    Use it as a context. A process that leaves the context by an error logs "process R of N failed: ..." and disconnects, so that
-    the others end too.
+    Use it as a context. A process that leaves the context by an error logs "process R of N failed: ..." and disconnects, which
+    ends the others.
+
+    Args:
+        rank: index of this process.
+        world_size: number of processes.
     """
 
     rank: int = 0
@@ -89,7 +98,7 @@ class Distributed:
     reshard_after_forward: bool = True
     """Whether a block frees its gathered weights between its forward and its backward pass."""
     stopping: Callable[[], bool] = lambda: False
-    """Whether this process has received a signal to stop; it then waits for the others for at most `GRACE` seconds."""
+    """Whether this process has received a signal to stop; it then waits up to `GRACE` seconds for the others."""
 
     @staticmethod
     def join(device: str, stopping: Callable[[], bool] = lambda: False) -> "Distributed":
@@ -123,7 +132,7 @@ class Distributed:
         return assignment(self.rank if rank is None else rank, self.world_size, total)
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is true in at least one process. All processes wait for each other here."""
+        """Whether `flag` is true in at least one process. All processes synchronise here."""
         if self.world_size == 1:
             return flag
         found = torch.tensor(int(flag))
@@ -151,10 +160,10 @@ class Distributed:
 
     @contextmanager
     def shared_errors(self) -> Iterator[None]:
-        """If the block raises in one process, that process raises its error and all others an `OtherProcessError` that names it.
+        """If the block raises in one process, all others raise an `OtherProcessError` that names it.
 
-        With sharded weights an error does not wait for the other processes: they may be inside a network call, which needs this
-        process too. They end when this one disconnects.
+        With sharded weights the error is raised immediately, because the other processes may be inside a network call that needs
+        this process. They end when it disconnects.
         """
         try:
             yield
@@ -168,9 +177,9 @@ class Distributed:
             raise OtherProcessError("; ".join(filter(None, self.gather(""))))
 
     def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Every gradient becomes its sum over the processes; it stays None if no process has one. Call it once per step.
+        """Replace every gradient by its sum over the processes; it remains None if no process has one. Call it once per step.
 
-        Replicated gradients are summed by one all-reduce. Sharded ones were averaged in the backward pass by FSDP2.
+        Replicated gradients are summed by one all-reduce. FSDP2 has averaged sharded gradients in the backward pass.
         """
         if self.world_size == 1:
             return
@@ -193,7 +202,7 @@ class Distributed:
                 nn.utils.vector_to_parameters(flat, gradients)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """`tensors` take the main process's values in all processes."""
+        """Set `tensors` to the main process's values in all processes."""
         if self.world_size > 1:
             with self._connected():
                 for tensor in tensors:
@@ -201,7 +210,7 @@ class Distributed:
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        """A collective; a broken connection or a time-out becomes an `OtherProcessError`."""
+        """A context for a collective; a broken connection or a time-out becomes an `OtherProcessError`."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -226,7 +235,7 @@ class Distributed:
         if self.world_size == 1:
             return
         if error is None:
-            self.any(False)  # until then the others still need this process
+            self.any(False)  # the others need this process until then
         elif isinstance(error, Exception) and not isinstance(error, OtherProcessError):
             _LOG.error(self._failure(error))
         if error is None or torch.distributed.get_backend() == "gloo":  # NCCL would wait for unfinished operations
@@ -261,7 +270,7 @@ def shard(network: nn.Module, distributed: Distributed, device: torch.device, dt
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device.type, (distributed.world_size,))
-    # Inputs are left to autocast: time steps need more digits than bfloat16 has.
+    # Autocast converts inputs: time steps need more digits than bfloat16 has.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = tuple(getattr(network, "_no_split_modules", None) or ())
     for module in list(network.modules()):
@@ -280,7 +289,7 @@ def free_gathered_weights(network: nn.Module) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether the processes hold a part of `tensor` each."""
+    """Whether each process has a part of `tensor`."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -302,7 +311,7 @@ def full(tensor: Tensor) -> Tensor:
 def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Full tensors in main memory in the main process; an empty dictionary in all others.
 
-    Sharded tensors are gathered one after the other, so that no device holds more than one of them; all processes must call it.
+    Sharded tensors are gathered one after the other, so a device has at most one of them; all processes must call it.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 

@@ -21,17 +21,17 @@ class ConfigError(FlowrlError, ValueError):
 
 
 class CheckpointError(FlowrlError):
-    """A checkpoint or weight file is missing, truncated, foreign, or does not match its recorded hash."""
+    """A checkpoint or weight file is missing, truncated, of another program, or does not match its recorded hash."""
 
 
 class DiskError(FlowrlError):
-    """The disk is full, or has become read-only. What was complete before stays so."""
+    """The disk is full or has become read-only. Files that were complete before remain complete."""
 
     exit_code = 1
 
 
 class RewardError(FlowrlError):
-    """A reward model gives no scores: it refuses a prompt or an image, cannot be reached, or broke its contract."""
+    """A reward model returns no scores: it refuses a prompt or an image, cannot be reached, or broke its contract."""
 
 
 class RewardContractError(RewardError):
@@ -39,7 +39,7 @@ class RewardContractError(RewardError):
 
 
 class CreditError(FlowrlError):
-    """A credit rule broke its contract, or was not given what it needs."""
+    """A credit rule broke its contract or lacks an input."""
 
 
 class ProbeError(FlowrlError):
@@ -47,7 +47,7 @@ class ProbeError(FlowrlError):
 
 
 class TrainingError(FlowrlError):
-    """Training cannot go on: a loss or a gradient is not finite."""
+    """Training cannot continue: a loss or a gradient is not finite."""
 
     exit_code = 1
 
@@ -59,9 +59,9 @@ class PartError(FlowrlError):
 
 
 FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
-"""What a file system answers when a disk, a quota or the largest size of a file is full."""
+"""Error numbers for a full disk, an exceeded quota, or a file of the largest size."""
 MAX_SEED = 2**62
-"""Largest seed of a run, a rule or a command; what is added to it stays below PyTorch's 2^63."""
+"""Largest seed of a run, a rule or a command; derived seeds remain below PyTorch's 2^63."""
 
 
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
@@ -82,14 +82,14 @@ def require(condition: bool, field: str, value: object, allowed: str) -> None:
 
 @contextmanager
 def part_errors() -> Iterator[None]:
-    """Turn an exception out of code that is not flowrl's own into a `PartError` that names the part, the call and the place."""
+    """Convert exceptions of code outside flowrl into a `PartError` that names the part, the call and the line."""
     try:
         yield
     except FlowrlError:
         raise
     except (Exception, SystemExit) as error:
         if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS, *FULL):
-            raise  # the disk's
+            raise  # an error of the disk
         frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_foreign(frame)]
         if not frames:
             raise
@@ -100,7 +100,7 @@ def part_errors() -> Iterator[None]:
 
 
 def _is_foreign(frame: FrameType) -> bool:
-    """Whether a frame is neither flowrl's nor a library's: installed packages count if they offer parts of flowrl."""
+    """Whether a frame belongs neither to flowrl nor to a library; packages with parts of flowrl are not libraries."""
     file, module = Path(frame.f_code.co_filename), str(frame.f_globals.get("__name__", "")).partition(".")[0]
     if module in ("flowrl", "flowrl_bench", "flowrl_course") or not file.exists():
         return False

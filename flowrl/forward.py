@@ -1,4 +1,4 @@
-"""What forward-process losses exchange with the trainer: rows of (sample, drawn time), and copies of the weights.
+"""The interface of forward-process losses: batches of (sample, drawn time) rows, and copies of the weights.
 
 A forward-process loss regresses the velocity at noised finished images: x_t = (1-t) x_0 + t eps with a training time t and
 fresh noise eps, target v* = eps - x_0. It needs neither trajectories nor transition probabilities. The contract is `ForwardLoss`.
@@ -18,25 +18,32 @@ from flowrl.options import checked_options
 from flowrl.types import Latents, LossResult, PerSample, Schedule, checked
 
 Noise = Literal["each", "group", "group-all-times", "path"]
-"""Which rows share their noise; "path": the states that the sample's own trajectory has passed."""
+"""Which rows share their noise; "path": the states of the sample's own trajectory."""
 Together = Literal["row", "sample", "group"]
-"""Which rows a loss must receive together: none, all times of a sample, or all members of a group at one time."""
+"""Rows that a loss must receive together: single rows, all times of a sample, or all members of a group at one time."""
 
 
 @checked
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The input of a forward-process loss. One row is one (sample, drawn time); rows are the axis called `sample` in the shapes.
+    """The input of a forward-process loss. A row is one (sample, drawn time); rows are the axis `sample` in the shapes.
 
-    `time` = t in (0, 1] and `target` = eps - x_0 belong to the row's state x_t. `new` is the current network's velocity there
-    and carries the gradient. `reference` is the frozen base model's, `old` and `average` those of the copies of the weights
-    that the loss declares; each is None for a loss that does not declare it. No latents are needed: the error of the clean
-    estimate is x_0_hat - x_0 = -t (v - target).
+    No latents are needed: the error of the clean estimate is x_0_hat - x_0 = -t (v - target). Rows of equal (group, time) are a
+    group, rows of equal row_sample a sample.
 
-    `mask` is False where the row does not count. `group` is the number of the row's prompt and `row_sample` that of its sample,
-    both counted in the whole iteration: rows of equal (group, time) are a group, rows of equal row_sample a sample.
-    `pooled`: for a loss that needs rows together, the mean of its `row_terms` over the whole unit of each row, if the trainer
-    has computed it before; None if the batch contains whole units.
+    Args:
+        time: t in (0, 1] [sample].
+        target: eps - x_0 of the row's state x_t [sample, *latent].
+        new: the current network's velocity, which carries the gradient.
+        advantages: advantages [sample].
+        mask: False for rows that do not count.
+        group: index of the row's prompt in the whole iteration.
+        row_sample: index of the row's sample in the whole iteration.
+        old: velocity of the copy `old`; None for a loss that does not declare it.
+        average: velocity of the copy `average`; None for a loss that does not declare it.
+        reference: the frozen base model's velocity; None for a loss that does not declare it.
+        pooled: for a loss that needs rows together, the mean of its `row_terms` over the unit of each row, if the trainer has
+            computed it; None if the batch contains whole units.
     """
 
     time: PerSample
@@ -57,28 +64,29 @@ class ForwardBatch:
         return self.new
 
     def rows(self, index: Tensor | slice) -> "ForwardBatch":
-        """The rows `index` of every field; their gradients reach this batch's `new`."""
+        """The rows `index` of every field; gradients reach this batch's `new`."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: value[index] for name, value in values.items() if value is not None})
 
     def units(self, together: Together) -> tuple[Tensor, ...]:
-        """The numbers by which `unit_means` recognises the rows of one unit."""
+        """The numbers that identify the unit of each row in `unit_means`."""
         row = torch.arange(len(self.time), device=self.time.device)
         return {"row": (row,), "sample": (self.row_sample,), "group": (self.group, self.time)}[together]
 
     def velocity_of(self, name: Literal["old", "average", "reference"], loss: object) -> Latents:
-        """The velocity of that network, without gradient. Raises `ConfigError` that names the `loss` if the batch has none."""
+        """The velocity of the network `name`, without gradient. Raises `ConfigError`, which names the `loss`, if the batch has
+        none."""
         velocity = getattr(self, name)
         if velocity is None:
-            raise ConfigError(f"{type(loss).__name__} needs ForwardBatch.{name}, which is None: fill it")
+            raise ConfigError(f"{type(loss).__name__} needs ForwardBatch.{name}, which is None: set it")
         return velocity.detach()
 
 
 def unit_means(values: PerSample, units: Sequence[Tensor], mask: Bool[Tensor, " sample"]) -> PerSample:
-    """For each row, the mean of `values` over the unmasked rows that agree with it in all of `units`; 0 if there is none.
+    """For each row, the mean of `values` over the rows in `mask` that agree with it in all of `units`; 0 if there is none.
 
-    Compares all pairs of rows, so that the host need not wait for the device; meant for up to a few thousand rows. A trainer
-    whose units are spread over micro-batches calls it on their rows together.
+    Compares all pairs of rows, so the host does not wait for the device; meant for up to a few thousand rows. A trainer whose
+    units are spread over micro-batches calls it on all their rows together.
     """
     same = mask[None, :].expand(len(values), -1)
     for number in units:
@@ -89,9 +97,15 @@ def unit_means(values: PerSample, units: Sequence[Tensor], mask: Bool[Tensor, " 
 
 @dataclass(frozen=True)
 class Guidance:
-    """Scales of classifier-free guidance in a forward-process loss: `train` of the current network and the copies of the
-    weights (0: the policy's own, with which it samples), `reference` of the base model (0: that of `train`); 1: none.
-    Raises `ConfigError` for another one below 1."""
+    """Scales of classifier-free guidance in a forward-process loss; 1: off.
+
+    Args:
+        train: scale of the current network and the copies of the weights; 0: that of sampling.
+        reference: scale of the base model; 0: that of `train`.
+
+    Raises:
+        ConfigError: a scale is neither 0 nor 1 or more.
+    """
 
     train: float = 0.0
     reference: float = 0.0
@@ -102,13 +116,16 @@ class Guidance:
             require(scale == 0 or 1 <= scale < math.inf, f"{name}_guidance_scale", scale, "1 (off) or more, or 0 (as sampled)")
 
     def scales(self, own: float) -> tuple[float, float]:
-        """Both scales, for a policy that samples with scale `own`."""
+        """Both scales, for a policy that samples with the scale `own`."""
         train = self.train or own
         return train, self.reference or train
 
     def evaluations(self, networks: int, reference: bool, own: float) -> float:
-        """What a row costs, of `networks` without the base model: an evaluation is a velocity with scale `own`, and a velocity
-        takes two passes with guidance and one without."""
+        """The cost of a row with `networks` networks and the base model if `reference`, in evaluations, which are velocities with
+        scale `own`.
+
+        A velocity takes two passes with guidance and one without.
+        """
         train, base = map(guidance_passes, self.scales(own))
         return (networks * train + reference * base) / guidance_passes(own)
 
@@ -121,11 +138,18 @@ def guidance_passes(scale: float) -> int:
 @checked_options
 @dataclass(frozen=True)
 class Decay:
-    """How fast a copy follows the weights: copy <- d copy + (1-d) weights, d = min((s - start) rate, cap), 0 up to s = start.
+    """The decay of a copy of the weights: copy <- d copy + (1-d) weights, d = min((s - start) rate, cap), 0 up to s = start.
 
-    s is the number of optimizer steps taken so far, with the present one. `start` is in optimizer steps, `rate` per step, `cap`
-    in [0, 1). `Decay()` is a plain copy; `Decay(0, d, d)` is a constant d from the first step on. Raises `ConfigError` for a
-    value out of range.
+    s is the number of optimizer steps, including the current one. `Decay()` is a plain copy; `Decay(0, d, d)` has a constant d
+    from the first step on.
+
+    Args:
+        start: optimizer steps with d = 0, 0 or more.
+        rate: increase of d per step, 0 or more.
+        cap: largest d, in [0, 1).
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     start: float = 0
@@ -147,9 +171,14 @@ class Decay:
 class WeightCopy:
     """A copy of the trained weights that a forward-process loss declares.
 
-    `decay`: how fast it follows the weights, once per optimizer step (`every` = "update") or once per iteration, after its last
-    step. `sample_from`: trajectories are sampled with this copy after that many optimizer steps (0: always, None: never).
-    `evaluated` is False for a copy that is only sampled with: its velocity is not put into the batches.
+    Args:
+        decay: its decay.
+        every: update it after every optimizer step ("update"), or after an iteration's last step ("iteration").
+        sample_from: sample trajectories with this copy after so many optimizer steps; 0: always, None: never.
+        evaluated: whether batches contain its velocity; False for a copy that only samples.
+
+    Raises:
+        ConfigError: `sample_from` is negative.
     """
 
     decay: Decay = Decay()
@@ -166,11 +195,11 @@ class WeightCopy:
 class TimeDraw(Protocol):
     """Draws the training times of a forward-process loss for a whole iteration; `flowrl.flow` has the published kinds.
 
-    Contract: times are in (0, 1], float32, on the generator's device; everything random comes from the generator.
+    Contract: times are in (0, 1], float32, on the generator's device; all randomness comes from the generator.
     """
 
     def draws(self, schedule: Schedule) -> int:
-        """How many times each sample gets on this grid."""
+        """Number of times per sample on this grid."""
         ...
 
     def draw(self, schedule: Schedule, samples: int, generator: torch.Generator) -> Tensor:
@@ -182,14 +211,15 @@ class TimeDraw(Protocol):
 class ForwardLoss(Protocol):
     """A pure function of velocities at noised finished images, advantages and a mask to a scalar: the mean over unmasked rows.
 
-    It needs no transition probabilities: any sampler serves, a deterministic one too. It declares what the trainer prepares:
+    It needs no transition probabilities, so any sampler can be used, also a deterministic one. It declares what the trainer
+    prepares:
 
     - `times` and `noise`: the training times of every sample, and which rows share the noise eps: "each" row has its own, the
       members of a "group" share it at each time, or at all times ("group-all-times"). With "path" there is no fresh noise: a
-      row is the state that the sample's own trajectory passed at the time's step, with eps = (x_t - (1-t) x_0) / t.
-    - `copies`: the copies of the weights to keep, by the field of `ForwardBatch` that their velocity fills, "old" or "average".
-    - `needs_reference`: whether the frozen base model's velocity must be there, too.
-    - `together`: which rows one call needs. If not "row", the loss is a `PooledForwardLoss`.
+      row is the state of the sample's own trajectory at the time's step, with eps = (x_t - (1-t) x_0) / t.
+    - `copies`: the copies of the weights, by the field of `ForwardBatch` for their velocity, "old" or "average".
+    - `needs_reference`: whether the loss needs the frozen base model's velocity.
+    - `together`: the rows that one call needs. If not "row", the loss is a `PooledForwardLoss`.
 
     Contract: masked rows contribute neither to the loss nor to the gradient; only `new` takes a gradient; the order of rows has
     no effect. If new, old, average and reference are equal, the gradient of each row is its advantage times a positive multiple
@@ -199,7 +229,7 @@ class ForwardLoss(Protocol):
 
     @property
     def times(self) -> TimeDraw:
-        """How training times are drawn."""
+        """The draw of the training times."""
         ...
 
     @property
@@ -214,12 +244,12 @@ class ForwardLoss(Protocol):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `ForwardBatch.reference` must be filled (costs one more network evaluation per row)."""
+        """Whether `ForwardBatch.reference` must be set (costs one more network evaluation per row)."""
         ...
 
     @property
     def together(self) -> Together:
-        """Which rows must be in one batch, unless `ForwardBatch.pooled` is filled."""
+        """The rows that must be in one batch, unless `ForwardBatch.pooled` is set."""
         ...
 
     def loss(self, batch: ForwardBatch) -> LossResult:
@@ -229,14 +259,14 @@ class ForwardLoss(Protocol):
 
 @runtime_checkable
 class PooledForwardLoss(ForwardLoss, Protocol):
-    """A forward-process loss that depends on the mean of something over a unit: the times of a sample, or a group at one time.
+    """A forward-process loss that depends on a mean over a unit: the times of a sample, or a group at one time.
 
-    The trainer may put whole units into a batch and leave `pooled` empty. This costs nothing and is recommended where the rows
-    of a unit fit into memory. Or it makes two passes: `row_terms` of all rows without gradient, their `forward.unit_means` over
-    whole units, and then `loss` on parts of units with these means as `pooled`. This costs one more evaluation per row and
-    network. Contract: both give the same gradient.
+    The trainer may put whole units into a batch with `pooled` = None. This has no cost and is recommended if the rows of a unit
+    fit into memory. Or it makes two passes: `row_terms` of all rows without gradient, their `forward.unit_means` over whole
+    units, and then `loss` on parts of units with these means as `pooled`. This costs one more evaluation per row and network.
+    Contract: both give the same gradient.
     """
 
     def row_terms(self, batch: ForwardBatch) -> PerSample:
-        """What is averaged over a unit, row by row, detached; 0 for masked rows."""
+        """The terms to be averaged over a unit, one per row, detached; 0 for masked rows."""
         ...

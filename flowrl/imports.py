@@ -5,9 +5,9 @@ from importlib import import_module
 
 
 def import_modules(*names: str) -> None:
-    """Import modules without garbage collection, which frees almost no memory while modules are imported.
+    """Import modules without garbage collection, which frees almost no memory during imports.
 
-    In the process of a command, which has called `gc.freeze`, later collections leave these objects out as well.
+    In the process of a command, which has called `gc.freeze`, later collections ignore these objects, too.
     """
     collected = gc.isenabled()
     gc.disable()

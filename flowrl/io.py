@@ -78,7 +78,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut (where the system lets one open a folder)."""
+    """Make renames in `folder` survive a power cut, if the system can open a folder."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -103,7 +103,7 @@ def disk_errors(folder: Path, kept: Callable[[], str], again: Callable[[], str])
     try:
         yield
     except Exception as error:
-        # safetensors has an error of its own, with the number in its text
+        # safetensors raises another class, with the error number in its text
         full = error.errno in (*FULL, errno.EROFS) if isinstance(error, OSError) else "os error 28" in str(error)
         if not full or isinstance(error, FlowrlError):
             raise
@@ -165,8 +165,7 @@ def folder_lock(folder: Path, work: str = "") -> Iterator[None]:
 def new_folder(folder: Path, kind: str, made: Callable[[Path], bool], kept: Callable[[], bool]) -> Iterator[None]:
     """Lock a folder for a new run or report, and clean up after an error.
 
-    If the block raises, the files that it has added are removed, unless results are to be kept, or the disk failed and the run
-    can be resumed.
+    If the block raises, its new files are removed, unless results are to be kept, or the disk failed and the run can be resumed.
 
     Args:
         folder: the folder.
@@ -188,7 +187,7 @@ def new_folder(folder: Path, kind: str, made: Callable[[Path], bool], kept: Call
             before = {path.name for path in folder.iterdir()} | {LOCK}
             halves = {name for name in before if re.fullmatch(r".+\.\d+\.tmp", name)}  # of `write_bytes`, by a killed process
             if before - {LOCK, f"{LOCK}.json"} - halves and not made(folder):
-                raise ConfigError(f"out: {folder} has content that is no {kind} of flowrl; choose another folder")
+                raise ConfigError(f"out: {folder} contains other files than a {kind} of flowrl; choose another folder")
             try:
                 yield
             except BaseException as error:
@@ -234,7 +233,7 @@ def require_new_file(path: Path, made: Callable[[bytes], bool] = lambda data: Fa
 
 
 def command_line() -> str:
-    """The command of this process as it was typed."""
+    """The command line of this process."""
     name = Path(sys.argv[0]).name
     return shlex.join(["flowrl" if name == "__main__.py" else name, *sys.argv[1:]])
 
@@ -267,7 +266,7 @@ def _lock(path: Path, name: str, work: str) -> Iterator[None]:
 
 
 def _holder(path: Path) -> str:
-    """The holder that `file_lock` has written down."""
+    """The holder that `file_lock` has recorded."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(path.read_text())
         return f"process {found['process']} on {found['machine']} (`{found['work']}`, since {found['since']})"

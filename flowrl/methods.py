@@ -46,9 +46,9 @@ Raises:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to fine-tune: how trajectories are sampled, how steps are credited, what is minimised.
+    """A method: how trajectories are sampled (`sampler`), how steps are credited (`credit`), and what is minimised (`loss`).
 
-    `shared_noise`: the members of a group start from the same x_T. `source` cites the paper.
+    `name` is its label in tables. With `shared_noise` the members of a group start from the same x_T. `source` cites the paper.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Method:
 
 
 def _composition(function: T) -> T:
-    """`function` with the sections that the docstrings of all methods share."""
+    """`function` with the sections that all methods' docstrings share."""
     function.__doc__ = inspect.cleandoc(function.__doc__ or "") + SECTIONS
     return function
 
@@ -111,7 +111,7 @@ def branch_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | Non
 
     Two children at the third and the fifth stochastic step, and group size / 4 at the first: 12 leaves by splits in 3, 2 and 2.
     Published: splits in two at steps 0, 3, 6 and 9 of 20, 16 leaves, edges weighted equally, children of a split drawn with 4
-    times the noise that their log-probability assumes. Here a decision counts once per leaf and noise is the sampler's.
+    times the noise that their log-probability assumes. Here a decision counts once per leaf, and the noise is the sampler's.
     """
     credit = DepthRelative("tree", "sample", probe=Branch((1, 1, 2, 1, 2)))
     base = flow_grpo(sampler or DanceSDE(0.3), loss)
@@ -122,8 +122,8 @@ def branch_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | Non
 def tempflow_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """TempFlow-GRPO (arXiv 2508.04324): 6 draws at a step of an ODE trunk, finished by the ODE, compared per seed; noise weights.
 
-    The step is drawn every iteration, the same for all groups; which steps an iteration takes is not settled by what is
-    published. Groups of 12 have 2 seeds of 6 draws, those of 24 the published 4 seeds.
+    The step is drawn every iteration, the same for all groups; the paper does not specify which steps an iteration uses. Groups
+    of 12 have 2 seeds of 6 draws, groups of 24 the published 4 seeds.
     """
     credit = Weighted("noise", rule=SiblingRelative(probe=Comb(branches=6, count=1)))
     return replace(flow_grpo(sampler, loss), name="tempflow-grpo", credit=credit, source="arXiv 2508.04324")
@@ -148,7 +148,8 @@ def tree_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None 
 
     Two children at the second and the third stochastic step, and group size / 4 at the first (12: 3); by default these are a
     window of 3 steps whose start is drawn every iteration from a truncated geometric distribution, r = 0.5. Published: three
-    children at each, 27 leaves. With a longer window the steps after the third are decisions as well; published trees have none.
+    children at each, 27 leaves. With a longer window the steps after the third are decisions, too; published trees have none
+    there.
     """
     credit = BackedUp(probe=Branch((1, 2, 2)))
     base = flow_grpo(sampler or RandomWindow(FlowSDE(0.7), 3, geometric=0.5), loss)
@@ -160,9 +161,9 @@ OWN_LOSSES = {
     "awm": "awm",
     "dgpo": "dgpo(beta_dpo=1.0, sample_from=None)",
 }
-"""The forward-process methods and the loss that each has unless another one is given; the KL weight is that of the run."""
+"""Default losses of the forward-process methods; the KL weight is that of the run."""
 OWN_SAMPLERS = {"diffusion-nft": "multistep", "awm": "multistep(solver=sa, tau=0.4)", "dgpo": "multistep"}
-"""Their published samplers, which each has unless another one than the plain "flow-sde" is given: "flow-sde()" is Flow-SDE."""
+"""Their published samplers, which replace the plain "flow-sde"; "flow-sde()" is Flow-SDE."""
 
 
 def method_loss(method: str, spec: str, **defaults: Any) -> Loss:
@@ -199,7 +200,7 @@ def _forward_process(name: str, sampler: Sampler | RandomSampler | None, loss: L
 def diffusion_nft(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """DiffusionNFT (arXiv 2509.16117): the forward process, two mixtures of old and new velocity; DPM-Solver++.
 
-    Of the loss's options the published ones for most rewards (beta 1, an old network that lags by d = 0.001 per step).
+    The loss has the options published for most rewards (beta 1, an old network whose d grows by 0.001 per step).
     """
     return _forward_process("diffusion-nft", sampler, loss, "arXiv 2509.16117")
 
@@ -208,7 +209,7 @@ def diffusion_nft(sampler: Sampler | RandomSampler | None = None, loss: Loss | N
 def awm(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """AWM (arXiv 2509.25050): the forward process, matching weighted by advantages; SA-Solver with noise 0.4.
 
-    Of the loss's options the published ones for GenEval, without its KL weight.
+    The loss has the options published for GenEval, without their KL weight.
     """
     return _forward_process("awm", sampler, loss, "arXiv 2509.25050")
 
@@ -217,9 +218,9 @@ def awm(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None
 def dgpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None = None) -> Method:
     """DGPO (arXiv 2510.08425): the forward process, the good half of a group preferred to the bad half; DPM-Solver++.
 
-    Of the loss's options the published ones but for beta_dpo 1 instead of 100, which fits errors in two dimensions, and samples
-    of the current weights throughout. Measured on the mixture world, 40 iterations, held-out reward of 0.220 before: 0.88 to
-    0.92 with learning rate 2e-2 (seeds 0 to 2; with clip 0.2: 0.41 to 0.80), 0.26 with beta_dpo 100 (1e-2, no clip, seed 0).
+    The loss has the published options, except for beta_dpo 1 instead of 100, which fits errors in two dimensions, and samples of
+    the current weights throughout. Mixture world, 40 iterations, held-out reward from 0.220: 0.88 to 0.92 with learning rate 2e-2
+    (seeds 0 to 2; with clip 0.2: 0.41 to 0.80), 0.26 with beta_dpo 100 (1e-2, no clip, seed 0).
     """
     return _forward_process("dgpo", sampler, loss, "arXiv 2510.08425")
 
@@ -292,7 +293,7 @@ def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:
     generator = torch.Generator().manual_seed(0)
     tried = example(torch.rand(2, members, schedule.steps + 1, generator=generator), schedule, rule.probe)
     name, table = type(rule).__name__, tried.rewards
-    rule = copy.deepcopy(rule)  # a rule with memory must not keep the trial table
+    rule = copy.deepcopy(rule)  # a rule with memory must not remember the trial table
     try:
         with part_errors():  # names the file and the line of a rule of the user's own
             advantages = _tried(rule, table, tried.schedule)
@@ -306,7 +307,7 @@ def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:
 
 
 def _tried(rule: CreditAssigner, table: torch.Tensor, schedule: Schedule) -> torch.Tensor:
-    """The rule's advantages for `table`; for a rule that weights components by name, of components with these names."""
+    """The rule's advantages for `table`; a rule that weights components by name gets components with these names."""
     names = getattr(rule, "weights", None)
     if isinstance(rule, PartsCreditAssigner) and isinstance(names, Mapping) and names:
         return rule.assign_parts(dict.fromkeys(names, table), schedule)

@@ -1,6 +1,6 @@
 """Options of parts and commands: types and ranges as annotated, checked in one place.
 
-Parts are checked when they are built, from Python as from a spec (`checked_options`); commands after parsing (`check_ranges`).
+Parts are checked at construction, from Python and from a spec (`checked_options`), commands after parsing (`check_ranges`).
 Ranges are those of `annotated_types`, as in ``Annotated[int, Ge(1)]``.
 """
 
@@ -29,7 +29,7 @@ TOWER = BeartypeConf(is_pep484_tower=True)
 
 
 def words(kind: Any, bounds: Sequence[Any] = ()) -> str:
-    """What a value of this type and range is called in a message."""
+    """Words for values of type `kind` within `bounds`, for a message."""
     kind, bounds = split(kind) if get_origin(kind) is Annotated else (kind, bounds)
     if get_origin(kind) is Literal:
         return ("one of " if len(get_args(kind)) > 1 else "") + ", ".join(map(str, get_args(kind)))
@@ -62,8 +62,8 @@ def split(kind: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether `value` is of type `kind`: whole numbers are numbers, truth values are neither, and NaN is no number."""
-    if get_origin(kind) is Mapping:  # what it holds is checked by the part
+    """Whether `value` is of type `kind`: integers are numbers, Booleans are neither, and NaN is not a number."""
+    if get_origin(kind) is Mapping:  # the part checks its entries
         return isinstance(value, Mapping)
     if isinstance(value, bool) or (isinstance(value, float) and math.isnan(value)):
         return isinstance(value, bool) and is_bearable(value, kind) and not is_bearable(2, kind, conf=TOWER)
@@ -71,14 +71,14 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def within(value: Any, bounds: Sequence[Any]) -> bool:
-    """Whether a number is within all bounds."""
+    """Whether `value` is within all `bounds`."""
     compared = {Ge: lambda b: value >= b.ge, Gt: lambda b: value > b.gt, Le: lambda b: value <= b.le, Lt: lambda b: value < b.lt}
     return all(compared[type(bound)](bound) for bound in bounds if type(bound) in compared)
 
 
 def checked_options(part: C) -> C:
-    """Class decorator: building `part` with an option of another type than annotated raises `ConfigError` that names the option,
-    its value and what is allowed."""
+    """Class decorator: building `part` with an option of another type than annotated raises `ConfigError` with the option, its
+    value and what is allowed."""
     build, hints = cast(Any, part).__init__, {}
     signature = inspect.signature(build)
 
@@ -96,7 +96,7 @@ def checked_options(part: C) -> C:
 
 
 def check_ranges(command: Any) -> None:
-    """Raise `ConfigError` for a number of a parsed command, or of a command within it, that its annotation does not allow."""
+    """Raise `ConfigError` for a number in a parsed command, or in a command within it, that is outside its annotated range."""
     hints = get_type_hints(type(command), include_extras=True)
     for item in fields(command):
         value, (kind, bounds) = getattr(command, item.name), split(hints[item.name])

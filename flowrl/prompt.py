@@ -1,4 +1,4 @@
-"""A prompt: what a policy is given and a reward judges by."""
+"""Prompts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: its text, and the metadata that a verifier needs (for example the requested objects)."""
+    """A prompt.
+
+    Args:
+        text: the text, which conditions the network.
+        metadata: data that a verifier needs (for example the requested objects).
+    """
 
     text: str
     metadata: Mapping[str, Any] = field(default_factory=dict)

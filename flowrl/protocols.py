@@ -1,6 +1,6 @@
-"""The interfaces between rooms, as protocols. Their docstrings are the contract, which `flowrl.testing` checks.
+"""The interfaces between packages, as protocols. Their docstrings are the contract, which `flowrl.testing` checks.
 
-Those of forward-process losses are in `flowrl.forward`, with the batches that they exchange; they can be imported from here.
+The protocols of forward-process losses are defined in `flowrl.forward`, next to their batches, and exported here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class RandomSampler(Protocol):
-    """A sampler that is another one every iteration (for example a random or a sliding window), the same for all groups."""
+    """A sampler that changes every iteration (for example a random or a sliding window), the same for all groups."""
 
     def draw(self, schedule: Schedule, generator: torch.Generator, iteration: int = 0) -> Sampler:
         """The sampler of `iteration` (counted from 0).
@@ -85,14 +85,13 @@ class RewardModel(Protocol):
     """Maps images and prompts to numbers.
 
     Contract: images are [sample, channel, height, width] in [0, 1]; higher is better; the result is finite, one number per
-    sample, in order, and does not depend on the other samples of the batch. A policy over a video model gives videos instead,
-    [sample, frame, channel, height, width], all frames in order: a reward for images scores them inside `rewards.FrameMean`, and
-    a reward for videos (of motion, for example) gets every frame. A reward that cannot score what it gets raises `RewardError`.
+    sample, in order, and does not depend on the other samples of the batch. For a video model they are videos [sample, frame,
+    channel, height, width], all frames in order; a reward for images scores them inside `rewards.FrameMean`. A reward that cannot
+    score its input raises `RewardError`.
 
     A model with a true attribute `marks_invalid` may return NaN for a sample that cannot be judged, for example after an unusable
-    answer of a judge. Such a sample is left out: the credit rule gets its group without it, its steps are not trained on, and it
-    is counted ("invalid" in the metrics). A group with fewer than two valid samples is left out completely. An infinite score,
-    or NaN from any other model, is an error.
+    answer of a judge. Such a sample is left out of credit and training, and counted ("invalid" in the metrics). A group with
+    fewer than two valid samples is left out completely. An infinite score, or NaN from any other model, is an error.
     """
 
     def score(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Tensor:
@@ -119,7 +118,7 @@ class CompositeReward(RewardModel, Protocol):
     """
 
     def parts(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Mapping[str, Tensor]:
-        """Every component's scores , before weighting.
+        """Every component's scores before weighting.
 
         Args:
             images: images [sample, channel, height, width] in [0, 1], or videos [sample, frame, ...].
@@ -139,9 +138,9 @@ class CompositeReward(RewardModel, Protocol):
 class GroupReward(Protocol):
     """Maps the samples of whole groups to numbers by comparing the members of a group with each other.
 
-    It takes the place of a `RewardModel` in training, where the comparison group is all members of a prompt: the finished images,
-    or the estimates of one unfinished node. Numbers of different nodes are then not on one scale: a gain from one node to the
-    next is a change of rank within the group. Chunks and processes never split a group.
+    It replaces a `RewardModel` in training. It compares all members of a prompt: the finished images, or the estimates of one
+    unfinished node. Numbers of different nodes are not on one scale: a gain is a change of rank within the group. Chunks and
+    processes never split a group.
 
     Contract: images are [prompt, member, channel, height, width] in [0, 1], or videos [prompt, member, frame, ...], with one
     prompt per group and any number of members from 2; higher is better; the result is finite, [prompt, member]. Permuting the
@@ -152,8 +151,8 @@ class GroupReward(Protocol):
 
     @property
     def evaluation(self) -> RewardModel:
-        """A reward of single samples, which evaluations measure instead: the mean of a comparison within groups, a win rate
-        for example, does not rise when all samples become better."""
+        """A reward of single samples for evaluations. The mean of a comparison within groups, such as a win rate, does not rise
+        when all samples improve."""
         ...
 
     def score_groups(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
@@ -177,7 +176,7 @@ class CompositeGroupReward(GroupReward, Protocol):
     """
 
     def group_parts(self, images: Tensor, prompts: Sequence[Prompt]) -> Mapping[str, Tensor]:
-        """Every component's scores , before weighting.
+        """Every component's scores before weighting.
 
         Args:
             images: images [prompt, member, channel, height, width] in [0, 1], or videos [prompt, member, frame, ...].
@@ -189,19 +188,19 @@ class CompositeGroupReward(GroupReward, Protocol):
         ...
 
     def total(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The reward, from its components; sample by sample, whatever the shape."""
+        """The reward from its components, entry by entry, for any shape."""
         ...
 
 
 AnyReward = RewardModel | GroupReward
-"""What a run can be trained on."""
+"""Rewards for training."""
 
 
 @runtime_checkable
 class Features(Protocol):
     """A feature space for diversity: any callable from images to vectors with meaningful distances.
 
-    With a true attribute `reads_latents` it gets the latents instead. Of a video model the images are videos. Contract: finite,
+    With a true attribute `reads_latents` it receives latents instead. The images of a video model are videos. Contract: finite,
     one row per sample, in order.
     """
 
@@ -242,7 +241,7 @@ class CreditAssigner(Protocol):
 
 @runtime_checkable
 class PartsCreditAssigner(CreditAssigner, Protocol):
-    """A credit rule that reads the components of a `CompositeReward` one by one."""
+    """A credit rule that reads the components of a `CompositeReward` separately."""
 
     def assign_parts(self, parts: Mapping[str, Tensor], schedule: Schedule | None) -> Tensor:
         """As `assign`, from the components of a reward.
@@ -261,10 +260,9 @@ class PartsCreditAssigner(CreditAssigner, Protocol):
 class PromptCreditAssigner(CreditAssigner, Protocol):
     """A credit rule that gets the prompt of each row of the table, for example to keep a baseline per prompt.
 
-    Such a memory is keyed by the prompt's text, so that it does not depend on the order of prompts: permuting the prompts
-    permutes the advantages. The contract of a `CreditAssigner` holds for prompts at their first visit; later ones are relative
-    to the memory, so that a group of equal rewards may get credit. ``assign`` treats every row as a new prompt of its own, and
-    leaves the memory unchanged.
+    The memory is keyed by the prompt's text, so permuting the prompts permutes the advantages. The contract of a `CreditAssigner`
+    holds at a prompt's first visit. Later visits are relative to the memory, so a group of equal rewards may get credit.
+    ``assign`` treats every row as a new prompt and does not change the memory.
     """
 
     def assign_prompts(self, rewards: NodeTable, prompts: Sequence[Prompt], schedule: Schedule | None) -> Tensor:
@@ -283,9 +281,10 @@ class PromptCreditAssigner(CreditAssigner, Protocol):
 
 @runtime_checkable
 class SelectiveCredit(CreditAssigner, Protocol):
-    """A credit rule that leaves out some of the pairs in training, after it has credited all of them.
+    """A credit rule that excludes some pairs from training after crediting all of them.
 
-    Such pairs are not evaluated in the update, and the loss is the mean over the others."""
+    These pairs are not evaluated in the update, and the loss is the mean over the others.
+    """
 
     def trained(self, advantages: StepTable, schedule: Schedule) -> Tensor:
         """Select the trained pairs; called once per iteration.

@@ -1,4 +1,4 @@
-"""Files from elsewhere: JSON, YAML, text and safetensors have the expected content, or an error names the file and the place."""
+"""Reading of files: JSON, YAML, text and safetensors with a checked content, and errors that name the file and the place."""
 
 import json
 import math
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEPTH = 50
-"""Levels of lists and objects that a file may have."""
+"""Largest depth of lists and objects in a file."""
 DIGITS = 20
-"""Digits and sign of a whole number: those of 64 bits."""
+"""Largest number of digits of a whole number, with its sign: that of 64 bits."""
 
 
 @contextmanager
 def reading(path: Path | str, kind: type[FlowrlError] = ConfigError) -> Iterator[None]:
-    """What the block raises because of the content of the file `path` becomes a `kind` of error that names the file."""
+    """A context that converts errors in the content of the file `path` into a `kind` of error that names the file."""
     from safetensors import SafetensorError
 
     try:
@@ -52,13 +52,13 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, kind: Any = Any, error: type[FlowrlError] = ConfigError) -> Any:
-    """The content of a JSON file as a `kind`: any type that pydantic checks, such as a data class. Raises `error`."""
+    """The content of the JSON file at `path` as a `kind`: any type that pydantic checks, such as a data class. Raises `error`."""
     with reading(path, error):
         return as_kind(parse_json(path.read_bytes()), kind)
 
 
 def as_kind(value: Any, kind: Any) -> Any:
-    """A value from JSON as a `kind`; types are not converted, further entries are left out. Raises `ValueError`."""
+    """A `value` from JSON as a `kind`; types are not converted, further entries are ignored. Raises `ValueError`."""
     return value if kind is Any else _adapter(kind).validate_json(json.dumps(value), strict=True)
 
 
@@ -68,7 +68,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def is_kind(value: Any, kind: Any) -> bool:
-    """Whether `as_kind` accepts the value."""
+    """Whether `as_kind` accepts `value` as a `kind`."""
     try:
         as_kind(value, kind)
     except ValueError:
@@ -77,11 +77,10 @@ def is_kind(value: Any, kind: Any) -> bool:
 
 
 def parse_json(data: str | bytes, finite: bool = False) -> Any:
-    """One value in JSON (UTF-8, with or without a byte order mark). NaN and Infinity are numbers, as Python writes them,
-    unless all must be `finite`.
+    """The JSON value in `data` (UTF-8, with or without a byte order mark). NaN and Infinity are allowed unless `finite`.
 
-    Raises `ValueError` if it is no JSON, names an entry twice in an object, is nested deeper than `DEPTH`, or contains a
-    whole number of more than 64 bits or half a surrogate pair.
+    Raises `ValueError` if `data` is not JSON, an object has an entry twice, the depth exceeds `DEPTH`, or a whole number has more
+    than 64 bits or a text half a surrogate pair.
     """
     text = data.decode("utf-8-sig") if isinstance(data, bytes) else data.removeprefix("\ufeff")
     try:
@@ -127,9 +126,10 @@ def _whole(digits: str) -> int:
 def read_tensors(
     path: Path, shapes: Mapping[str, tuple[int | None, ...]], kind: type[FlowrlError] = CheckpointError
 ) -> "dict[str, Tensor]":
-    """The tensors of a safetensors file, which must contain floating-point tensors of these names and `shapes` (None: any size).
+    """The tensors of the safetensors file at `path`, which must contain floating-point tensors of the names and `shapes` (None:
+    any size).
 
-    Raises `CheckpointError`.
+    Raises an error of class `kind`.
     """
     from safetensors.torch import load
 
@@ -146,7 +146,7 @@ def read_tensors(
 
 
 def load_document(path: Path) -> tuple[Any, yaml.Node | None]:
-    """The content of a YAML or JSON file, and the tree that has the lines. Raises `ConfigError` with the place of an error."""
+    """The content of a YAML or JSON file, and the tree with its lines. Raises `ConfigError` with the place of an error."""
     if not path.exists():
         raise ConfigError(f"config: the file {path} does not exist")
     text = read_text(path)
@@ -171,14 +171,16 @@ def load_document(path: Path) -> tuple[Any, yaml.Node | None]:
 
 
 LONGEST = 100_000
-"""Characters in a file of settings; longer ones take PyYAML seconds."""
+"""Largest number of characters in a file of settings; PyYAML takes seconds for longer ones."""
 NODES = 10_000
-"""Values, names, lists and groups in it."""
+"""Largest number of values, names, lists and groups in a file of settings."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers: ``1e-4`` is one, which PyYAML takes for a text. At most `DEPTH` levels and `NODES` values;
-    those of an alias count wherever it is used."""
+    """A YAML loader with the numbers of YAML 1.2: ``1e-4`` is a number, which PyYAML reads as a text.
+
+    At most `DEPTH` levels and `NODES` values; the values of an alias count at every use.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

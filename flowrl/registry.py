@@ -1,4 +1,4 @@
-"""Parts by name: built-in ones, those of installed plug-ins, and classes in a user's file; see `flowrl.specs` for their form.
+"""Parts by name: built-in parts, plug-ins, and classes in a user's file; `flowrl.specs` describes the notation.
 
 A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.probes``, ``flowrl.samplers``,
 ``flowrl.rewards``, ``flowrl.losses`` and ``flowrl.features``, each a class (or a function) that builds the part from keyword
@@ -75,7 +75,7 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
 def _require_maker(kind: str, head: str, maker: Any) -> None:
     """Raise `ConfigError` unless `maker` is a class with the methods of `kind`, or a function annotated to return one.
 
-    Nothing is called before this check, so that a name such as ``os:system`` does nothing.
+    This check comes before any call, so a name such as ``os:system`` is not executed.
     """
     made = maker.func if isinstance(maker, partial) else maker
     if inspect.isfunction(made):
@@ -248,7 +248,7 @@ def _from_file(kind: str, path: Path, name: str) -> Maker:
 
 
 def _by_name(kind: str, name: str) -> Maker:
-    """A built-in maker, else the plug-in of that name; a name that two packages offer is an error."""
+    """A built-in maker, else the plug-in of that name; a name that two packages declare is an error."""
     entry = KINDS[kind]
     if name in entry.built_in:
         return resolve_name(entry.built_in[name])

@@ -1,8 +1,8 @@
 """Settings as checked data classes: one schema for Python, YAML, JSON and the command line.
 
-`settings_group` makes a frozen data class whose fields are checked by pydantic when it is built: types are not converted (except
-whole numbers to floats), numbers are finite, and ranges stand in the annotations. A run's settings are a group of groups; the
-names of all fields are unique across groups, so that a setting can be given by its own name (`flat`, `replaced`).
+`settings_group` makes a frozen data class whose fields pydantic checks at construction: types are not converted (except
+integers to floats), numbers are finite, and ranges are annotations. A run's settings are a group of groups; the names of all
+fields are unique across groups, so a setting can be given without its group (`flat`, `replaced`).
 """
 
 import difflib
@@ -28,7 +28,7 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", use_attrib
 
 @dataclass_transform(frozen_default=True)
 def settings_group(group: C) -> C:
-    """Class decorator: a frozen data class that raises `ConfigError` naming a field, its value and what is allowed."""
+    """Class decorator: a frozen data class that raises `ConfigError` with the field, its value and what is allowed."""
     checked: Any = checked_dataclass(group, frozen=True, config=STRICT)  # pyright: ignore[reportCallIssue, reportArgumentType]
     build = checked.__init__
 
@@ -44,7 +44,7 @@ def settings_group(group: C) -> C:
 
 
 def _words(group: type, error: ValidationError) -> str:
-    """The first problem of a group as one sentence."""
+    """The first error of a group as one sentence."""
     problem = error.errors(include_url=False)[0]
     name = str(problem["loc"][0]) if problem["loc"] else ""
     if problem["type"] == "unexpected_keyword_argument":
@@ -55,14 +55,14 @@ def _words(group: type, error: ValidationError) -> str:
 
 
 def unknown(name: str, known: Any, what: str = "setting") -> str:
-    """The message for a name that does not exist, with the nearest one."""
+    """The message for the unknown `name` of a `what`, with the `known` names and the most similar one."""
     close = difflib.get_close_matches(name, list(known), n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     return f"unknown {what} {name!r:.100}{hint}; allowed: {', '.join(sorted(known))}"
 
 
 def allowed(group: type, name: str) -> str:
-    """What a field may be, in words made from its annotation."""
+    """The values that the field `name` of `group` allows, in words made from its annotation."""
     info = cast(Any, group).__pydantic_fields__[name]
     return words(info.annotation, info.metadata)
 
@@ -94,7 +94,7 @@ def nested(settings: Any) -> dict[str, Any]:
 
 
 def grouped(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their own names, put into their groups as plain values. Raises `ConfigError` for an unknown name."""
+    """The settings of `kind` with `values` by name, sorted into their groups. Raises `ConfigError` for an unknown name."""
     home, result = owners(kind), {}
     for name, value in values.items():
         if name not in home:
@@ -105,7 +105,7 @@ def grouped(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replaced(settings: T, values: Mapping[str, Any]) -> T:
-    """`settings` with some changed, named without their groups. Raises `ConfigError`."""
+    """`settings` changed by `values`, named without their groups. Raises `ConfigError`."""
     changed, groups = grouped(type(settings), values), groups_of(settings)
     inside = {name: replace(getattr(settings, name), **changed[name]) for name in changed if name in groups}
     return replace(cast(Any, settings), **{**changed, **inside})
@@ -113,8 +113,13 @@ def replaced(settings: T, values: Mapping[str, Any]) -> T:
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """What a file says: settings by their own names, those that hold `when` another named preset is chosen too (in the file's
-    order), and what it says about itself."""
+    """The content of a file of settings.
+
+    Args:
+        settings: settings by name.
+        when: further settings by the name of another preset that is also chosen, in the file's order.
+        about: facts about the file.
+    """
 
     settings: dict[str, Any]
     when: dict[str, dict[str, Any]]
@@ -122,7 +127,7 @@ class SettingsFile:
 
 
 def read_values(values: Any, kind: type) -> dict[str, Any]:
-    """Settings by their own names from groups of plain values (the inverse of `nested`). Raises `ConfigError`."""
+    """The settings of `kind` by name, from groups of plain `values` (the inverse of `nested`). Raises `ConfigError`."""
     return _Reader(None, kind, None).settings(values)
 
 
@@ -130,11 +135,11 @@ SECTIONS = ("about", "settings", "with")
 
 
 def read_settings(path: Path, kind: type) -> SettingsFile:
-    """Read settings of `kind` from YAML (.yaml, .yml) or JSON: groups of ``name: value``, or a preset file's sections ``about``,
-    ``settings`` and ``with``.
+    """Read settings of `kind` from a YAML (.yaml, .yml) or JSON file at `path`.
 
-    Raises `ConfigError` that names the file, the line, the setting and what is allowed. Names that occur twice in a group are
-    refused; numbers may be written as ``1e-4``.
+    The file has groups of ``name: value``, or a preset file's sections ``about``, ``settings`` and ``with``. Numbers may be
+    written as ``1e-4``. Raises `ConfigError` with the file, the line, the setting and what is allowed, also for names that occur
+    twice.
     """
     root, node = load_document(path)
     reader = _Reader(path, kind, node)
@@ -154,14 +159,14 @@ def read_settings(path: Path, kind: type) -> SettingsFile:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Checks the settings of one file, and finds the line of what is wrong."""
+    """Checks the settings of one file, and finds the line of an error."""
 
     path: Path | None
     kind: type
     node: yaml.Node | None
 
     def mapping(self, root: Mapping[str, Any], section: str) -> dict[str, Any]:
-        """A section that is missing is empty."""
+        """The entries of a section; empty if it is missing."""
         found = root.get(section, {})
         if not isinstance(found, dict):
             raise self.error([section], f"{section} must be lines of 'name: value', not {found!r:.60}")
@@ -187,7 +192,8 @@ class _Reader:
         return found
 
     def _checked(self, group: type, name: str, value: Any, *place: str) -> dict[str, Any]:
-        """One setting alone, so that its own line is named; conditions on several are checked when the run is put together."""
+        """One setting, checked separately, so that the error has its line; conditions on several settings are checked when the
+        run is built."""
         known = cast(Any, group).__pydantic_fields__
         if name not in known:
             home = owners(self.kind).get(name)
@@ -195,7 +201,7 @@ class _Reader:
             raise self.error([*place, name], hint)
         kind, node = known[name].annotation, self._entry([*place, name])[1]
         if kind is str and isinstance(node, yaml.ScalarNode) and not isinstance(value, str):
-            value = node.value if value is not None else ""  # 0:9 and 12 are texts for a setting that is one
+            value = node.value if value is not None else ""  # 0:9 and 12 are texts if the setting is a text
         if get_origin(kind) is tuple:
             value = tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
         checked: Any = Annotated[kind, *known[name].metadata] if known[name].metadata else kind
@@ -207,7 +213,7 @@ class _Reader:
         return {name: value}
 
     def _entry(self, place: Sequence[str]) -> tuple[int | None, yaml.Node | None]:
-        """The line and the node of the entry at `place`, or of the last group on the way to it."""
+        """The line and the node of the entry at `place`, or of the innermost group on the way to it."""
         line, node = None, self.node
         for key in place:
             entry = next((pair for pair in getattr(node, "value", ()) if getattr(pair[0], "value", None) == str(key)), None)
@@ -217,7 +223,7 @@ class _Reader:
         return line, node
 
     def error(self, place: Sequence[str], message: str) -> ConfigError:
-        """`message` with the file and, where it is known, the line of the entry at `place`."""
+        """`message` with the file and, if known, the line of the entry at `place`."""
         if self.path is None:
             return ConfigError(f"config: {message}")
         line = self._entry(place)[0]
@@ -228,6 +234,6 @@ class _Reader:
 
 
 def settings_text(values: Mapping[str, Any], comment: str = "") -> str:
-    """Groups of settings as YAML that `read_settings` reads back exactly; `comment` goes above them."""
+    """Groups of settings (`values`) as YAML that `read_settings` reads exactly, below `comment`."""
     head = "".join(f"# {line}\n" for line in comment.splitlines())
     return head + yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=1000)

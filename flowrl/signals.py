@@ -16,8 +16,8 @@ STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 def on_stop(handle: Callable[[int], None]) -> Iterator[None]:
     """Call `handle(number)` when a signal of `STOPPING` arrives, in the main thread; other threads receive none.
 
-    After SIGHUP what this process prints to its terminal is dropped, since that is gone. Under nohup SIGHUP stays ignored. The
-    handlers from before the block are set again at its end, unless `ignore_stops` was called in it.
+    After SIGHUP the terminal is gone, so the output of this process is dropped. Under nohup SIGHUP remains ignored. The previous
+    handlers are restored at the end of the block, unless `ignore_stops` was called in it.
     """
     terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
@@ -41,9 +41,9 @@ def on_stop(handle: Callable[[int], None]) -> Iterator[None]:
 
 
 def ignore_stops() -> None:
-    """From here on signals of `STOPPING` have no effect: the work is complete or paused, and the exit code must report it.
+    """Ignore signals of `STOPPING` from now on: the work is complete or paused, and the exit code must report it.
 
-    For the end of a command, before its last line. `flowrl.cli.main` sets the handlers of its caller again, `leave` ends the
+    For the end of a command, before its last line. `flowrl.cli.main` restores the handlers of its caller, and `leave` ends the
     process.
     """
     if threading.current_thread() is threading.main_thread():
@@ -53,19 +53,19 @@ def ignore_stops() -> None:
 
 @contextmanager
 def same_handlers() -> Iterator[None]:
-    """Set the handlers of `STOPPING` from before the block again at its end."""
+    """Restore the handlers of `STOPPING` at the end of the block."""
     before = {number: signal.getsignal(number) for number in STOPPING}
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
-                if handler is not None:  # one that was not set from Python
+                if handler is not None:  # None: not set from Python
                     signal.signal(number, handler)
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with exit code `code`, also if a signal of `STOPPING` arrives by then: it ends a wait for threads."""
+    """End the process with exit code `code`, even if a signal of `STOPPING` has arrived: it would end a wait for threads."""
     for number in STOPPING:
         signal.signal(number, lambda *_: os._exit(code))
     sys.exit(code)

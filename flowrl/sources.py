@@ -1,4 +1,4 @@
-"""The docstring of a definition, read from its module's source: no import, so that a list of parts needs no torch."""
+"""The docstring of a definition, read from its module's source without an import, so that a list of parts does not need torch."""
 
 import ast
 import inspect
@@ -21,7 +21,7 @@ def summary(place: str) -> str:
 
 
 def _file_of(module: str) -> Path | None:
-    """The Python file of a module; found from the place of its top-level package, since that of a submodule imports packages."""
+    """The Python file of a module, found from its top-level package, because finding a submodule imports its packages."""
     package, *inside = module.split(".")
     spec = find_spec(package)
     if spec is None or spec.origin is None:
@@ -33,7 +33,7 @@ def _file_of(module: str) -> Path | None:
 
 @cache
 def _documented(file: Path) -> dict[str, str]:
-    """The documentation of everything that a file defines, by name."""
+    """The docstrings of all definitions in a file, by name."""
     found: dict[str, str] = {}
     body = ast.parse(file.read_text(encoding="utf-8")).body
     for node, following in zip(body, [*body[1:], None], strict=True):

@@ -1,8 +1,8 @@
-"""How parts are written in settings and on the command line: names with options.
+"""The notation of parts in settings and on the command line: names with options.
 
 A part is written as ``NAME``, ``path/to/file.py:Class`` or ``package.module:Class``; options as in ``NAME(option=value)``.
 Values are Python literals, or bare words (``balance=trend``, ``solver=dpm++``). ``NAME:N`` is ``NAME(count=N)``, as in
-``substeps:5``. Options that contain another part (``rule``, ``sampler``, ``reward``, ``probe``) take its spec, ``models`` a
+``substeps:5``. Options for another part (``rule``, ``sampler``, ``reward``, ``probe``) take its spec, ``models`` a
 dictionary of rewards, as in ``weighted-sum(models={'pick': 'pickscore', 'text': 'ocr'})``, and ``times`` the spec of training
 times (`registry.TIMES`).
 """
@@ -22,7 +22,12 @@ NESTED = {"rule": "credit", "sampler": "sampler", "reward": "reward", "models": 
 
 @dataclass(frozen=True)
 class Spec:
-    """A part as written: its name (NAME, path/to/file.py:Class or package.module:Class) and its options, unconverted."""
+    """A part as written.
+
+    Args:
+        name: NAME, path/to/file.py:Class or package.module:Class.
+        options: its options, unconverted.
+    """
 
     name: str
     options: Mapping[str, Any]
@@ -44,7 +49,7 @@ class Spec:
 
 
 def parse_spec(spec: str, kind: str = "part") -> Spec:
-    """The name and options that `spec` contains; raises a `ConfigError` that names its `kind` if it cannot be read."""
+    """The name and options in `spec`. Raises `ConfigError`, which names its `kind`, if it cannot be read."""
     match = re.fullmatch(r"([^()]+)(?:\((.*)\))?", spec.strip(), flags=re.DOTALL)
     if match is None:
         raise ConfigError(f"{kind} = {spec!r} is not allowed: write NAME, NAME(option=value, ...) or path/to/file.py:Class")
@@ -68,7 +73,7 @@ def parse_spec(spec: str, kind: str = "part") -> Spec:
 
 
 def identity(spec: str) -> str:
-    """What all spellings of one part share: a file's resolved path and class (or the name), and its options in order."""
+    """A key that all spellings of one part share: a file's resolved path and class (or the name), and its options in order."""
     parsed = parse_spec(spec)
 
     def plain(option: str, value: Any) -> Any:
@@ -82,7 +87,7 @@ def identity(spec: str) -> str:
 
 
 def _quoted(options: str) -> str:
-    """The options with quotes around bare words that end in "++", which Python cannot read."""
+    """The options with quotes around bare words that end in "++", which are not Python."""
     parts = re.split(r"('[^']*'|\"[^\"]*\")", options)
     parts[::2] = [re.sub(r"(=\s*)(\w+\+\+)(?=\s*(?:,|$))", r"\1'\2'", part) for part in parts[::2]]
     return "".join(parts)

@@ -1,4 +1,4 @@
-"""Texts: the distance between two, and what a prompt puts in quotation marks."""
+"""Text functions: edit distance and quoted text."""
 
 import re
 
@@ -6,7 +6,7 @@ QUOTED = re.compile(r'"([^"]+)"|„([^“”]+)[“”]|“([^”]+)”|«([^»]
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Levenshtein distance: insertions, deletions and substitutions cost 1."""
+    """Levenshtein distance of `a` and `b`: insertions, deletions and substitutions cost 1."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         previous, row[0] = row[0], i
@@ -16,7 +16,7 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def quoted_text(prompt: str, first: bool = False) -> str:
-    """What stands between quotation marks ("...", “...”, „...“, «...», 「...」) in `prompt`: the `first`,
-    or all joined by spaces; else ""."""
+    """The text in quotation marks ("...", “...”, „...“, «...», 「...」) in `prompt`: the `first`, or all joined by spaces; else
+    ""."""
     found = [next(group for group in match.groups() if group) for match in QUOTED.finditer(prompt)]
     return " ".join(found[:1] if first else found)

@@ -1,4 +1,4 @@
-"""Which states the trajectories of a group share: independent ones, a common start, or the branches of a tree."""
+"""The states that the trajectories of a group share: independent ones, a common start, or the branches of a tree."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -18,17 +18,22 @@ Weight = Literal["leaf", "edge"]
 
 @dataclass(frozen=True)
 class Tree:
-    """The states of one group and how they follow from each other; every group of an iteration has the same.
+    """The states of one group and their parents; every group of an iteration has the same tree.
 
-    A *unit* is a distinct state; units are numbered by node. `parent` [unit] is the unit that a state was reached from (-1:
-    initial noise), `node` [unit] its place on the time grid, `drawn` [unit] whether it was drawn from the sampler's
-    distribution, which makes the edge into it a decision; other edges are steps of the ODE. `paths` [member, node] are the
-    units that a member's trajectory passes, one member per leaf; where an ODE step skips nodes, the unit before them.
+    A *unit* is a distinct state; units are numbered by node. The value of a unit in a branched tree is a mean over the members
+    behind it. In the update, a parent is evaluated once for all its children.
 
-    `branched` distinguishes the trees of a branching probe from plain groups, whose members at most share their initial noise. In
-    branched trees the value of a unit is a mean over the members behind it (`mean`), a parent is evaluated once for all its
-    children in the update too, and a decision counts there once per member behind it (`weight` "leaf", which makes the loss
-    the mean over trajectories as in a plain group) or once ("edge").
+    Args:
+        parent: the unit from which each unit was reached [unit]; -1 for initial noise.
+        node: node of each unit on the time grid [unit].
+        drawn: whether each unit was drawn from the sampler's distribution [unit], so that the edge into it is a decision; other
+            edges are ODE steps.
+        paths: the units of each member's trajectory [member, node], one member per leaf; at nodes that an ODE step skips, the
+            unit before.
+        branched: whether this is the tree of a branching probe and not a plain group, whose members at most share their initial
+            noise.
+        mean: mean over the members behind a unit ("leaf"), or recursively over its children ("child").
+        weight: a decision counts once per member behind it ("leaf": the loss is the mean over trajectories) or once ("edge").
     """
 
     parent: Int[Tensor, " unit"]
@@ -41,7 +46,7 @@ class Tree:
     log_probs: Float[Tensor, "prompt unit"] | None = None
     """Log-density per element of the edge into each unit under the sampler that drew it; 0 for edges that are no decisions."""
     strides: Int[Tensor, " member"] | None = None
-    """Number of nodes per ODE step by which each member is finished, where there are several (`flowrl.probes.Comb`)."""
+    """Nodes per ODE step by which each member is finished, if there are several strides (`flowrl.probes.Comb`)."""
 
     @property
     def steps(self) -> int:
@@ -50,12 +55,12 @@ class Tree:
 
     @property
     def members(self) -> int:
-        """Trajectories of the group."""
+        """Number of trajectories of the group."""
         return len(self.paths)
 
     @property
     def units(self) -> int:
-        """Distinct states."""
+        """Number of distinct states."""
         return len(self.node)
 
     @cached_property
@@ -90,13 +95,13 @@ class Tree:
 
     @cached_property
     def passes(self) -> Bool[Tensor, "member unit"]:
-        """Which units a member's trajectory passes."""
+        """Mask of the units that a member's trajectory passes."""
         found = torch.zeros(self.members, self.units, dtype=torch.bool)
         return found.scatter_(1, self.paths, torch.tensor(True).expand_as(self.paths))
 
     @cached_property
     def leaves(self) -> Int[Tensor, " unit"]:
-        """How many members pass each unit."""
+        """Number of members that pass each unit."""
         return self.passes.sum(0)
 
     @cached_property
@@ -110,7 +115,7 @@ class Tree:
 
     @cached_property
     def decisions(self) -> Bool[Tensor, "member step"]:
-        """Which steps of a member's trajectory are decisions."""
+        """Mask of the steps of a member's trajectory that are decisions."""
         following = self.paths[:, 1:]
         arrives = self.node[following] == torch.arange(1, self.steps + 1)
         return self.drawn[following] & arrives
@@ -119,10 +124,10 @@ class Tree:
         """V of every unit from the rewards of the finished trajectories; invalid ones (NaN) are left out.
 
         `mean` = "leaf": the mean over the members that pass the unit. "child": recursively the mean over the unit's children.
-        Both are unbiased estimates of the value while the shape of the tree does not depend on what was seen; they are equal
-        if all children of a node have equally many members. NaN for a unit without a valid member.
+        Both are unbiased estimates of the value if the shape of the tree does not depend on the samples; they are equal if all
+        children of a node have equally many members. NaN for a unit without a valid member.
         """
-        valid, exact = rewards.isfinite(), rewards.double()  # float64: prompts are rounded alike, however many there are
+        valid, exact = rewards.isfinite(), rewards.double()  # float64: rounding does not depend on the number of prompts
         reached = self.passes.to(exact)
         first = exact.nan_to_num().gather(1, valid.to(torch.uint8).argmax(1, keepdim=True))  # equal rewards: no rounding
         found = ((exact - first).nan_to_num() @ reached) / (valid.to(exact) @ reached)
@@ -154,13 +159,13 @@ class Tree:
         return torch.where(self.decisions, table, torch.zeros_like(table))
 
     def edge_means(self, advantages: Float[Tensor, "prompt member step"]) -> Float[Tensor, "prompt unit"]:
-        """The inverse: the mean over the members that pass a unit of the advantage of the step into it; 0 for roots."""
+        """The inverse of `step_table`: the mean advantage of the step into a unit over the members that pass it; 0 for roots."""
         step = (self.node - 1).clamp(min=0)
         into = advantages[:, :, step] * self.passes
         return into.sum(1) / self.leaves * (self.parent >= 0)
 
     def keep(self, members: Bool[Tensor, " member"]) -> "Tree":
-        """The tree of some of the members, without the units that none of them passes."""
+        """The tree of some of the members, without units that none of them passes."""
         kept = self.passes[members].any(0)
         number = kept.cumsum(0) - 1
         parent = self.parent[kept]
@@ -175,8 +180,16 @@ class Tree:
 
 @dataclass(frozen=True)
 class Edges:
-    """Edges from one node to `node`: the `units` that they lead to and, among the units of their own node, the distinct
-    `parents` and which of these every edge starts from (`place`); `in_order`: each from its own, in order."""
+    """Edges from one node to another.
+
+    Args:
+        node: the node to which they lead.
+        drawn: whether they are decisions.
+        units: the units to which they lead [edge].
+        parents: the distinct units from which they start [parent], numbered within their node.
+        place: index into `parents` of each edge's start [edge].
+        in_order: every edge starts from its own parent, in order.
+    """
 
     node: int
     drawn: bool
@@ -187,7 +200,7 @@ class Edges:
 
 
 def edges_of(node: int, drawn: bool, units: list[int], parents: list[int]) -> Edges:
-    """Edges to `units`, each from the unit in `parents`."""
+    """Edges to `units` of `node`, each from the unit in `parents`; `drawn` if they are decisions."""
     distinct = sorted(set(parents))
     place = [distinct.index(parent) for parent in parents]
     in_order = place == list(range(len(distinct)))
@@ -195,7 +208,7 @@ def edges_of(node: int, drawn: bool, units: list[int], parents: list[int]) -> Ed
 
 
 Visits = Sequence[tuple[int, Hashable]]
-"""What one member passes: nodes in order, and at each a key that members in the same state share."""
+"""The states of one member: nodes in order, each with a key that members in the same state share."""
 
 
 def tree_of(
@@ -205,9 +218,10 @@ def tree_of(
     weight: Weight = "leaf",
     branched: bool = True,
 ) -> Tree:
-    """The tree whose members pass `visits`; `drawn` marks the states (node, key) that were drawn from the sampler.
+    """The tree of the members with the states `visits`, one unit per distinct state.
 
-    Every member starts at node 0 and ends at the same last node. Source of the formulation: one unit per distinct state.
+    Every member starts at node 0 and ends at the same last node. `drawn` selects the states (node, key) that were drawn from the
+    sampler; `mean`, `weight` and `branched` are those of `Tree`.
     """
     last = visits[0][-1][0]
     fits = all(path[0][0] == 0 and path[-1][0] == last and list(dict(path)) == sorted(dict(path)) for path in visits)
@@ -232,7 +246,7 @@ def tree_of(
 
 @cache
 def plain_tree(members: int, steps: int, decisions: tuple[int, ...], shared_noise: bool = False) -> Tree:
-    """Independent trajectories; with `shared_noise` from the same initial noise, so that they differ after the first
+    """Independent trajectories; with `shared_noise` from the same initial noise, so that they differ only after the first
     decision."""
     shared_until = min(decisions, default=steps) if shared_noise else -1
 

@@ -1,4 +1,4 @@
-"""What settings in a file may name without the user's own word (SECURITY.md has the reasons), and whether code has changed."""
+"""Settings in a file that need the user's consent (SECURITY.md has the reasons), and checks for changed code."""
 
 import hashlib
 import re
@@ -16,15 +16,15 @@ PARTS = {
     "credit": "credit", "sampler": "sampler", "loss": "loss", "reward": "reward", "heldout_rewards": "reward",
     "diversity": "features",
 }  # fmt: skip
-"""The settings that contain specs of parts, and the kind of these parts."""
+"""The settings with specs of parts, and the kind of these parts."""
 OWN_PACKAGES = ("flowrl", "flowrl_bench", "flowrl_course")
 OUTSIDE = ("url", "key", "token_file", "certificate")
-"""Options of parts by which data or a secret leaves the machine."""
+"""Options of parts that send data or a secret to another machine."""
 PICKLED = re.compile(r"\.(bin|ckpt|pickle|pkl|pt|pth)\b")
 
 
 def parts_in(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
-    """Setting, kind and spec of every part that `settings` (by their own names) name, and of the parts in their options."""
+    """Setting, kind and spec of every part in `settings` (without groups), and of the parts in their options."""
     for setting, kind in PARTS.items():
         value = settings.get(setting) or ()
         todo = [(kind, text) for text in ((value,) if isinstance(value, str) else value)]
@@ -36,7 +36,7 @@ def parts_in(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
 
 
 def untrusted(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(setting, what it names, what that can do) for everything that needs the user's own word."""
+    """(setting, its content, the risk) for every setting that needs the user's consent."""
     for setting, _, spec in parts_in(settings):
         package = spec.name.partition(":")[0].partition(".")[0]
         if ":" in spec.name and (spec.file is not None or package not in OWN_PACKAGES):
@@ -50,9 +50,10 @@ def untrusted(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def trusted(settings: dict[str, Any], source: object, trust: bool = False) -> dict[str, Any]:
-    """`settings` (by their own names). Raises `ConfigError` if the file `source`, which they are from, names more than it may.
+    """`settings` (without groups). Raises `ConfigError` if the file `source` contains settings that are not allowed without
+    `trust`.
 
-    A file may name built-in parts, parts of installed plug-ins (by their name) and of flowrl's own packages. Code in a file or
+    A file may contain built-in parts, parts of installed plug-ins (by their name) and of flowrl's own packages. Code in a file or
     a module, addresses, keys and pickled weights need `trust`: `--trust` on the command line.
     """
     with reading(str(source)):
@@ -66,18 +67,18 @@ def trusted(settings: dict[str, Any], source: object, trust: bool = False) -> di
 
 
 def trust_option(settings: Mapping[str, Any]) -> str:
-    """What a command needs that reads these settings from a file: " --trust", or nothing."""
+    """The option that a command needs to read these settings from a file: " --trust", or ""."""
     return " --trust" if any(untrusted(settings)) else ""
 
 
 NAME = "code.json"
-"""In a run's folder: the hashes of the files of its own parts, compared when the run is resumed."""
+"""File in a run's folder with the hashes of the user's parts, compared when the run is resumed."""
 
 
 def code_of(settings: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 by "setting: part" for parts in files, in modules and of plug-ins; flowrl's own have none.
+    """SHA-256 by "setting: part" of parts in files, in modules and of plug-ins; flowrl's own parts have none.
 
-    What these files import or read is not covered.
+    Files that these files import or read are not included.
     """
     own = {Path(__file__).resolve().parent}
     found: dict[str, str] = {}
@@ -92,14 +93,15 @@ def code_of(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def record_code(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Write code.json to the run's folder, if the run has parts of that kind."""
+    """Write code.json to the run's `folder` if its `settings` contain such parts."""
     found = code_of(settings)
     if found or (folder / NAME).exists():
         write_json(folder / NAME, found)
 
 
 def check_code(folder: Path, settings: Mapping[str, Any], changed_code: bool) -> None:
-    """Raise `ConfigError` that names the parts whose code is not as it was; with `changed_code` record the new code instead."""
+    """Raise `ConfigError` if code in `settings` has changed since `folder`/code.json; with `changed_code` record the new code
+    instead."""
     if not (folder / NAME).exists():
         return
     recorded: dict[str, str] = read_json(folder / NAME, dict[str, str])
@@ -107,7 +109,7 @@ def check_code(folder: Path, settings: Mapping[str, Any], changed_code: bool) ->
     changed = [name for name in recorded if found.get(name) != recorded[name]]
     if changed and not changed_code:
         raise ConfigError(
-            f"{folder}: code has changed since the run was started: {'; '.join(changed)}. Bring it back, or go on with the new "
+            f"{folder}: code has changed since the run was started: {'; '.join(changed)}. Restore it, or resume with the new "
             "code: add --changed-code (changed_code=True in Python)"
         )
     record_code(folder, settings)

@@ -1,4 +1,4 @@
-"""The vocabulary of axes and the small frozen values that travel between rooms.
+"""The names of axes, and the frozen values that packages exchange.
 
 Axis names (used in every shape annotation of the package):
 
@@ -40,7 +40,7 @@ PerSample = Float[Tensor, " sample"]
 StepIndex = Int[Tensor, " sample"]
 NodeTable = Float[Tensor, "prompt member node"]
 StepTable = Float[Tensor, "prompt member node-1"]
-"""The annotations of most signatures. Functions that are `checked` compare them with their arguments at every call."""
+"""Annotations of most signatures. Functions that are `checked` compare them with their arguments at every call."""
 
 CHECKS_ON = os.environ.get("FLOWRL_TYPECHECK", "1") != "0" and os.environ.get("JAXTYPING_DISABLE", "0") != "1"
 
@@ -48,8 +48,8 @@ CHECKS_ON = os.environ.get("FLOWRL_TYPECHECK", "1") != "0" and os.environ.get("J
 def checked(thing: T) -> T:
     """Check the jaxtyping annotations of a function (or data class) at every call.
 
-    Used for the interfaces between rooms only. A call costs about 20 microseconds; ``FLOWRL_TYPECHECK=0`` (or jaxtyping's own
-    ``JAXTYPING_DISABLE=1``) in the environment before the import makes it free.
+    Used only for the interfaces between packages. A call costs about 20 microseconds; ``FLOWRL_TYPECHECK=0`` (or jaxtyping's own
+    ``JAXTYPING_DISABLE=1``) in the environment before the import removes the check.
     """
     if not CHECKS_ON:
         return thing
@@ -57,7 +57,7 @@ def checked(thing: T) -> T:
 
 
 def tensor_problem(tensor: Tensor) -> str:
-    """Why a tensor holds no plain real numbers ("is sparse", "has no values: ..."); "" if it does."""
+    """Why a tensor has no plain real numbers ("is sparse", "has no values: ..."); "" if it has."""
     if tensor.layout is not torch.strided:
         return "is sparse"
     if tensor.device.type == "meta":
@@ -87,12 +87,16 @@ def inputs_unchanged(call: str, error: type[FlowrlError], *inputs: Tensor) -> It
 @checked
 @dataclass(frozen=True)
 class Schedule:
-    """A grid of T+1 node times from noise to data.
+    """A grid of T+1 node times from noise to data. The rollout sets `stds` and `tree` for the rules and losses that need them.
 
-    `times` are t_0 = 1 > t_1 > ... > t_T = 0. `timesteps` are the network's time input at each step (diffusers: 1000 t),
-    by default ``1000 * times[:-1]``. `stds` are the transition's standard deviations per step under the current
-    sampler (0 = not a decision) and `tree` has the states that a group's trajectories share; the rollout fills them in for the
-    rules and losses that need them.
+    Args:
+        times: t_0 = 1 > t_1 > ... > t_T = 0 [node].
+        timesteps: the network's time input at each step [step]; None for ``1000 * times[:-1]``, as in diffusers.
+        stds: standard deviations of the sampler's transitions [step]; 0 = not a decision.
+        tree: the states that a group's trajectories share.
+
+    Raises:
+        ConfigError: the times do not decrease strictly within [0, 1], or a length differs.
     """
 
     times: Float[Tensor, " node"]
@@ -133,21 +137,26 @@ class Schedule:
 
     @property
     def stochastic(self) -> Tensor:
-        """Which steps are decisions (std > 0), shape [step], bool."""
+        """Mask of the steps that are decisions (std > 0), shape [step], bool."""
         if self.stds is None:
-            raise ConfigError("this schedule carries no stds; use rollout.attach_stds(schedule, sampler) first")
+            raise ConfigError("this schedule has no stds; use rollout.attach_stds(schedule, sampler) first")
         return self.stds > 0
 
     @cached_property
     def decisions(self) -> list[int]:
-        """The numbers of the stochastic steps. Only the first call reads them from the device."""
+        """The indices of the stochastic steps, read from the device at the first call."""
         return self.stochastic.nonzero().flatten().tolist()
 
 
 @checked
 @dataclass(frozen=True)
 class Gaussian:
-    """A diagonal Gaussian over the next node with one standard deviation per sample; std 0 means "not a decision"."""
+    """A diagonal Gaussian over the next node.
+
+    Args:
+        mean: mean [sample, *latent].
+        std: one standard deviation per sample [sample]; 0 means "not a decision".
+    """
 
     mean: Latents
     std: PerSample
@@ -155,10 +164,13 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Condition:
-    """The network's condition on the prompts: named tensors whose first axis is [prompt] or [sample].
+    """The network's condition on the prompts.
 
-    `keys` may list what the rows refer to (a superset, for a selection of rows). A policy that keeps embeddings elsewhere can
-    then look them up without reading a tensor back from the device."""
+    Args:
+        tensors: named tensors whose first axis is [prompt] or [sample].
+        keys: the prompts to which rows may refer (a superset for a selection of rows). With these, a policy that stores
+            embeddings elsewhere can look them up without reading a tensor from the device.
+    """
 
     tensors: Mapping[str, Tensor]
     keys: frozenset[int] = frozenset()
@@ -168,7 +180,7 @@ class Condition:
         return Condition({name: tensor[index] for name, tensor in self.tensors.items()}, self.keys)
 
     def repeat(self, times: int) -> "Condition":
-        """Every row `times` times in a row: [prompt] -> [prompt x member]."""
+        """Every row repeated `times` times, adjacent: [prompt] -> [prompt x member]."""
         return Condition({name: t.repeat_interleave(times, dim=0) for name, t in self.tensors.items()}, self.keys)
 
     def __len__(self) -> int:
@@ -185,9 +197,15 @@ class Condition:
 @checked
 @dataclass(frozen=True)
 class Trajectories:
-    """A batch of sampled trajectories: every distinct state once, and the network's output there. Float32; detached.
+    """A batch of sampled trajectories: every distinct state once, and the network's output there. Float32, detached.
 
-    `states` are those of the units of `schedule.tree`, `outputs` the velocities at all of them but the leaves, which come last.
+    Args:
+        states: states of the units of `schedule.tree` [prompt, unit, *latent].
+        outputs: velocities at all units except the leaves, which come last [prompt, inner, *latent].
+        schedule: the schedule with the tree.
+
+    Raises:
+        ConfigError: states, velocities and tree do not fit together.
     """
 
     states: Float[Tensor, "prompt unit *latent"]
@@ -210,7 +228,7 @@ class Trajectories:
 
     @property
     def samples(self) -> int:
-        """Trajectories of all groups."""
+        """Number of trajectories of all groups."""
         return len(self.states) * self.tree.members
 
     def at(self, node: int) -> Latents:
@@ -238,10 +256,18 @@ class Trajectories:
 class LossBatch:
     """The input of a policy loss: (trajectory, step) pairs, flattened into `sample`.
 
-    `new` is the current policy's transition (its mean carries the gradient), `behaviour` the one that sampled `next_node`,
-    `reference` the frozen base model's (None unless the loss needs it). `mask` is False where the pair does not count; `delta`
-    is the step's Delta = t_i - t_{i+1}. `velocity` are the network's outputs that `new` was made from, if they are known, one
-    for every distinct state; losses do not need them.
+    Args:
+        new: the current policy's transition, whose mean carries the gradient.
+        behaviour: the transition from which `next_node` was sampled.
+        next_node: the sampled latents [sample, *latent].
+        advantages: advantages [sample].
+        mask: False for pairs that do not count [sample].
+        delta: the step's Delta = t_i - t_{i+1} [sample].
+        reference: the frozen base model's transition; None unless the loss needs it.
+        velocity: the network's outputs behind `new`, one per distinct state, if known; losses do not need them.
+
+    Raises:
+        ConfigError: the means have another shape than `next_node`.
     """
 
     new: Gaussian
@@ -263,9 +289,13 @@ class LossBatch:
 
 @dataclass(frozen=True)
 class LossResult:
-    """A scalar to differentiate, and detached metrics (means over the unmasked pairs).
+    """The result of a loss.
 
-    `policy_term` is `loss` without the penalty, with its graph, for a loss that has both; step shares are measured on it."""
+    Args:
+        loss: a scalar to differentiate.
+        metrics: detached means over the unmasked pairs.
+        policy_term: `loss` without the penalty, with its graph, for a loss with both; step shares are measured on it.
+    """
 
     loss: Tensor
     metrics: Mapping[str, Tensor]

@@ -22,14 +22,21 @@ from flowrl.imports import import_modules
 from flowrl.signals import STOPPING, on_stop
 
 MOST_WORKERS = 16
-"""The number of processes that are started at most unless a number is given."""
+"""Default limit of the number of processes."""
 REFRESH = 0.5
-"""Seconds after which messages are passed on at the latest."""
+"""Largest delay of messages in seconds."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """The first argument of every job: the connection to the parent process."""
+    """The first argument of every job: the connection to the parent process.
+
+    Args:
+        key: key of the job.
+        stop: event that stops the job.
+        messages: pipe to the parent.
+        lock: lock of the pipe.
+    """
 
     key: Hashable
     stop: Any
@@ -37,7 +44,7 @@ class Worker:
     lock: Any
 
     def send(self, message: Any) -> None:
-        """Pass a message (anything that can be pickled) to the parent, which gets it before the job's result."""
+        """Send a message (anything that can be pickled) to the parent, which receives it before the job's result."""
         with self.lock:
             self.messages.send((self.key, message))
 
@@ -67,7 +74,7 @@ def worker_count(workers: int, jobs: int) -> int:
 def usable_cores(cgroup: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
     """The number of cores that this process may use: those of its affinity, or fewer under a container's quota.
 
-    A quota is that of the process's control group or of one above it: cpu.max (version 2), or cpu.cfs_quota_us over
+    The quota is that of the process's control group or of a parent group: cpu.max (version 2), or cpu.cfs_quota_us over
     cpu.cfs_period_us (version 1). A fraction of a core counts as a core.
 
     Args:
@@ -85,7 +92,7 @@ def usable_cores(cgroup: Path = Path("/proc/self/cgroup"), mounted: Path = Path(
 def _cpu_groups(cgroup: Path, mounted: Path) -> Iterator[Path]:
     """Folders of the control groups that limit this process, from the innermost to the root; none without control groups.
 
-    In a container the own group often is the root of what is mounted, whatever path /proc gives.
+    In a container the process's group is often the root of the mounted folder, whatever path /proc contains.
     """
     lines = [line.split(":", 2) for line in _text(cgroup).splitlines() if line.count(":") >= 2]
     for number, controllers, path in lines:
@@ -97,7 +104,7 @@ def _cpu_groups(cgroup: Path, mounted: Path) -> Iterator[Path]:
 
 
 def _quota(folder: Path) -> list[float]:
-    """The cores that a control group may use, if it has a limit that can be read."""
+    """The cores that a control group may use; empty without a readable limit."""
     words = _text(folder / "cpu.max").split() or [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
     if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):  # "max", -1
         return []
@@ -144,7 +151,7 @@ def run_jobs(
         preload: modules that all jobs need; importing them must not start threads or use a GPU.
 
     Returns:
-        Whether all jobs were completed; False after a pause, or if the time did not suffice.
+        Whether all jobs were completed; False after a pause or if the time was too short.
 
     Raises:
         FlowrlError: a job raised it.
@@ -152,7 +159,7 @@ def run_jobs(
     """
     count, deadline = worker_count(workers, len(jobs)), time.monotonic() + seconds
     context = _context(preload)
-    with _signals_blocked():  # multiprocessing starts a process of its own here
+    with _signals_blocked():  # multiprocessing starts a further process here
         stop, (inbox, outbox) = context.Event(), context.Pipe(duplex=False)
     waiting, running = list(jobs.items())[::-1], dict[Future[Any], Any]()
 
@@ -180,7 +187,7 @@ def run_jobs(
                     key, arguments = waiting.pop()
                     with _signals_blocked():
                         running[pool.submit(_call, function, key, arguments)] = key
-                        pool.submit(_nothing)  # concurrent.futures watches a process that it has started from the next call on
+                        pool.submit(_nothing)  # concurrent.futures monitors a process only from the next call on
                 if not running:
                     return False
                 pass_on()
@@ -203,10 +210,11 @@ def run_jobs(
 
 
 def _context(preload: Sequence[str]) -> BaseContext:
-    """How worker processes start: anew, as forks of this process with `preload`, or as forks of a server that has imported it.
+    """The start method of worker processes: spawned, or with `preload` forked from this process or from a server that has
+    imported it.
 
-    A fork has no thread but the one that forked, and what other threads had locked stays locked in it: a pool of OpenMP then
-    hangs. Threads are therefore counted by the system, before the imports and after them.
+    A fork has only the thread that forked, and locks of other threads remain locked: a pool of OpenMP then hangs. Threads are
+    therefore counted by the system, before and after the imports.
     """
     if not preload or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -237,9 +245,9 @@ _parts: list[Any] = []
 
 
 def _start(*parts: Any) -> None:
-    """Prepare a worker process: it takes no signals, since pausing is up to its parent, and does not outlive it.
+    """Prepare a worker process: it ignores signals, because the parent controls pauses, and ends with the parent.
 
-    A fork of the parent prints past a progress display, and collects no garbage among what it has inherited.
+    A fork of the parent prints past a progress display, and its garbage collection ignores inherited objects.
     """
     global _parts
     _parts = list(parts)
@@ -254,7 +262,7 @@ def _start(*parts: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has ended, however that happened: the last checkpoint is complete at every moment."""
+    """End this process when its parent has ended for any reason; the last checkpoint is always complete."""
     parent, started_by = multiprocessing.parent_process(), os.getppid()
     while parent is not None and os.getppid() == started_by and not wait_for([parent.sentinel], 1.0):
         pass
@@ -272,7 +280,7 @@ def _call(function: Callable[..., Any], key: Hashable, arguments: tuple[Any, ...
 
 
 def _outcome(future: Future[Any], name: str, names: str, paused: bool) -> tuple[bool, Any]:
-    """What `_call` returned for the job `name`, one of the `names` that run. While pausing, a killed worker is no error."""
+    """The result of `_call` for the job `name`, one of the running `names`. During a pause, a killed worker is not an error."""
     try:
         return future.result()
     except FlowrlError:
@@ -287,7 +295,8 @@ def _outcome(future: Future[Any], name: str, names: str, paused: bool) -> tuple[
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Processes started inside never receive a signal of `STOPPING`, not even while they import: pausing is up to the parent."""
+    """Processes started in this context never receive a signal of `STOPPING`, not even during imports: the parent controls
+    pauses."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return

@@ -49,7 +49,11 @@ class Presets:
         if self.yaml:
             print(preset_text(found))
         elif self.name in PRESETS:  # those of the built-in worlds have no published counterpart
-            print(f"# {self.name}, for the world shapes", settings_text(grouped(RunConfig, preset(self.name).apply().flat())), sep="\n")
+            print(
+                f"# {self.name}, for the world shapes",
+                settings_text(grouped(RunConfig, preset(self.name).apply().flat())),
+                sep="\n",
+            )
         else:
             print(published_text(found, self.name, shutil.get_terminal_size().columns))
         return 0

@@ -1,9 +1,9 @@
-"""A reward model behind HTTP: images as PNG or safetensors and prompts as JSON in, scores out. Needs the extra `server`.
+"""A reward model behind HTTP: receives images (PNG or safetensors) and prompts (JSON), returns scores. Needs the extra `server`.
 
 `create_app` makes the application for any ASGI server, `serve` runs it with uvicorn, and `flowrl serve-reward` serves a reward
 by name. The client is the reward `remote` (`flowrl.serving.client`).
 
-The names are imported at their first use, so that `flowrl serve-reward --help` works without the extra.
+Names are imported at their first use, so `flowrl serve-reward --help` works without the extra.
 """
 
 from importlib import import_module

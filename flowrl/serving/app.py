@@ -1,4 +1,4 @@
-"""The application: POST /v1/score, GET /v1/info, /health, /metrics, /openapi.json, and /docs, a page that shows the schema."""
+"""The application: POST /v1/score, GET /v1/info, /health, /metrics, /openapi.json, and /docs, a page with the schema."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 class RewardServer:
-    """A reward model, the thread that calls it, and the state that all requests share."""
+    """A reward model, the thread that calls it, and the shared state of all requests.
+
+    Args:
+        reward: the reward model.
+        settings: settings of the server.
+    """
 
     def __init__(self, reward: RewardModel, settings: ServerSettings) -> None:
         reward = require_single(reward, "reward", settings.name)
@@ -43,7 +48,7 @@ class RewardServer:
         self.batcher = Batcher(reward, self.metrics, settings.max_batch, settings.wait, self.limits.queue, settings.merge)
 
     async def score(self, request: Request) -> bytes:
-        """The body of the response. Raises `RequestError`, or `ClientDisconnect` if the client has gone."""
+        """The body of the response. Raises `RequestError`, or `ClientDisconnect` if the client has disconnected."""
         weights = self._requested_weights(request)
         with RequestMemory(self.memory) as memory:
             images, prompts = await read_request(request, self.limits, memory)
@@ -62,7 +67,7 @@ class RewardServer:
         return self.weights
 
     async def _wait(self, request: Request, future: "Future[ComponentScores]") -> ComponentScores:
-        """The scores. Raises `RequestError` (504) when the time is over, `ClientDisconnect` when the client has gone."""
+        """The scores. Raises `RequestError` (504) after the time limit, `ClientDisconnect` if the client has disconnected."""
         scores = asyncio.wrap_future(future)
         gone = asyncio.ensure_future(_disconnected(request))
         try:
@@ -75,7 +80,7 @@ class RewardServer:
             raise RequestError(504, "slow_reward", message, retry=True)
         finally:
             gone.cancel()
-            scores.cancel()  # a job that still waits will not be scored
+            scores.cancel()  # a queued job will not be scored
 
     def health(self) -> str:
         """ok, stuck or stopped."""
@@ -134,7 +139,7 @@ def _add_score(app: FastAPI, server: RewardServer) -> None:
 
         `curl -F 'prompts=[{"text": "a red circle"}]' -F png=@image.png -H "Authorization: Bearer TOKEN" URL/v1/score`
         """
-        began, status = time.monotonic(), 499  # the client has gone
+        began, status = time.monotonic(), 499  # client disconnected
         try:
             body = await server.score(request)
             status = 200
@@ -195,8 +200,10 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _logged(request: Request, error: RequestError) -> RequestError:
-    """What the client gets of `error`: for a failure of the reward or the server its class and an id. The text, which may hold
-    paths and other internals, goes to the log under this id."""
+    """The error that the client receives: for a failure of the reward or the server, its class and an id.
+
+    The text, which may contain paths and other internals, is logged under this id.
+    """
     name, cause = _request_id(request), error.__cause__
     if error.status >= 500:
         logger.error("request %s: %s", name, error.message, exc_info=cause)
@@ -209,7 +216,7 @@ def _logged(request: Request, error: RequestError) -> RequestError:
 
 
 def _request_id(request: Request) -> str:
-    """The client's own id if it is harmless to print, else a new one."""
+    """The client's id if it is safe to print, else a new one."""
     given = request.headers.get("x-request-id", "")
     if not re.fullmatch(r"[\w.-]{1,64}", given, flags=re.ASCII):
         given = request.scope.setdefault("flowrl_request_id", secrets.token_hex(8))

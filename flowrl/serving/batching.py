@@ -1,4 +1,4 @@
-"""One thread that scores: requests that arrive together share a call of the reward model. And the counters of a server."""
+"""The scoring thread, which merges simultaneous requests into one call of the reward model, and a server's metrics."""
 
 import threading
 import time
@@ -34,26 +34,26 @@ class Metrics:
         self._invalid = Counter("flowrl_reward_invalid", "Images that the reward marked invalid", registry=registry)
         self._uptime = Gauge("flowrl_reward_uptime_seconds", "Seconds since the start", registry=registry)
         self._waiting = Gauge("flowrl_reward_waiting_samples", "Images in the queue", registry=registry)
-        self._memory = Gauge("flowrl_reward_memory_bytes", "Bytes that requests hold", registry=registry)
+        self._memory = Gauge("flowrl_reward_memory_bytes", "Bytes of all requests in memory", registry=registry)
         batch, model, request = "Images in a call of the model", "Seconds of a call of the model", "Seconds of a request"
         self._batch_samples = Histogram("flowrl_reward_batch_samples", batch, buckets=BATCH_BUCKETS, registry=registry)
         self._model_seconds = Histogram("flowrl_reward_model_seconds", model, buckets=SECONDS_BUCKETS, registry=registry)
         self._request_seconds = Histogram("flowrl_reward_request_seconds", request, buckets=SECONDS_BUCKETS, registry=registry)
 
     def count_request(self, status: int, seconds: float) -> None:
-        """A request for scores was answered."""
+        """Count an answered request."""
         self._requests.labels(status).inc()
         self._request_seconds.observe(seconds)
 
     def count_batch(self, size: int, seconds: float, invalid: int) -> None:
-        """The model scored `size` images, and marked `invalid` of them."""
+        """Count a call of the model with `size` images, of which it marked `invalid`."""
         self._samples.inc(size)
         self._invalid.inc(invalid)
         self._batch_samples.observe(size)
         self._model_seconds.observe(seconds)
 
     def text(self, waiting_samples: int, memory_bytes: int) -> bytes:
-        """Everything in the text format of Prometheus, with the current length of the queue and the current memory."""
+        """All metrics in Prometheus' text format, with the current length of the queue and the current memory."""
         self._uptime.set(time.monotonic() - self._started)
         self._waiting.set(waiting_samples)
         self._memory.set(memory_bytes)
@@ -62,7 +62,13 @@ class Metrics:
 
 @dataclass
 class ScoringJob:
-    """The images and prompts of a request, and the future that will hold its scores, in the same order, on the CPU."""
+    """The images and prompts of a request, and the future for its scores.
+
+    Args:
+        images: images [sample, channel, height, width].
+        prompts: one prompt per image.
+        future: the scores, in the same order, on the CPU.
+    """
 
     images: Tensor
     prompts: Sequence[Prompt]
@@ -70,12 +76,18 @@ class ScoringJob:
 
 
 class Batcher:
-    """Scores jobs in a thread of its own, first come, first served.
+    """Scores jobs in a separate thread, in order of arrival.
 
-    A call of the model takes up to `max_batch` images of one shape, from one or several jobs; with fewer images it waits up to
-    `wait` seconds for more jobs. Larger jobs are split. Without `merge` every job has calls of its own, so that its scores do not
-    depend on the traffic, not even in the last digit. If a shared call fails, its jobs are scored one by one: an error
-    reaches only the request that causes it.
+    A call of the model has images of one shape, from one or several jobs. Larger jobs are split. If a shared call fails, its jobs
+    are scored separately, so that an error reaches only the request that causes it.
+
+    Args:
+        model: the reward model.
+        metrics: counters to update.
+        max_batch: largest number of images per call.
+        wait: seconds that a call with fewer images waits for more jobs.
+        queue: largest number of queued images.
+        merge: whether jobs share calls; if not, scores do not depend on the traffic, not even in the last digit.
     """
 
     def __init__(
@@ -116,7 +128,7 @@ class Batcher:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread still works."""
+        """Whether the thread is running."""
         return self._thread.is_alive() and not self._closed
 
     @property
@@ -126,7 +138,7 @@ class Batcher:
         return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
-        """Refuse all queued and later jobs; the current call may end."""
+        """Refuse all queued and later jobs; the current call may finish."""
         with self._changed:
             self._closed = True
             left, self._jobs = self._jobs, deque()
@@ -184,7 +196,7 @@ class Batcher:
         try:
             images = jobs[0].images if len(jobs) == 1 else torch.cat([job.images for job in jobs])
             scores = self._call(images, [prompt for job in jobs for prompt in job.prompts])
-        except BaseException as error:  # whatever a model raises, SystemExit included, must not end the thread
+        except BaseException as error:  # no exception of a model, not even SystemExit, may end the thread
             if len(jobs) > 1:
                 for job in jobs:
                     self._score([job])
@@ -205,7 +217,7 @@ class Batcher:
             piece = prompts[start : start + self.max_batch]
             began = time.monotonic()
             found = score_components(self.model, images[start : start + self.max_batch], piece)
-            # copies, since a model may return the same tensor at every call
+            # copies, because a model may return the same tensor at every call
             parts = {name: values.to("cpu", copy=True) for name, values in found.parts.items()}
             pieces.append(ComponentScores(found.total.to("cpu", copy=True), parts))
             self.metrics.count_batch(len(piece), time.monotonic() - began, int(pieces[-1].invalid.sum()))
@@ -214,9 +226,9 @@ class Batcher:
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Whether the same call may succeed later: no memory, no connection, no answer in time, directly or as the stated cause.
+    """Whether the same call may succeed later: out of memory, connection failure or time-out, directly or as the stated cause.
 
-    Every other exception counts as the result of these inputs, which would be the same again.
+    Every other exception counts as the result of these inputs, which a repetition would not change.
     """
     for _ in range(10):  # an error can be its own cause
         if isinstance(error, ValueError | FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError):
@@ -228,7 +240,7 @@ def is_transient(error: BaseException | None) -> bool:
 
 
 def _request_error(error: BaseException) -> RequestError:
-    """The response to an exception in the model: a deliberate refusal of the model is the request's fault (422)."""
+    """The response to an exception in the model; a deliberate refusal by the model is the request's fault (422)."""
     kind, transient = type(error).__name__, is_transient(error)
     if isinstance(error, RewardContractError):
         failure = RequestError(500, "reward_broken", "the scores of the reward break its contract")

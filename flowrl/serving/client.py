@@ -35,28 +35,40 @@ Scored = tuple[ComponentScores, dict[str, float]]
 """The scores of one request, and the weights of their components."""
 
 MAX_BACKOFF = 20.0
-"""Longest pause between two attempts in seconds, unless the server requests a longer one."""
+"""Longest pause between two attempts in seconds, unless the server requests a longer pause."""
 
 
 @dataclass(frozen=True)
 class RemoteReward:
     """Scores from the reward server at `url` (docs/guides/reward-server.md), in the order of the images.
 
-    The images travel in requests of `batch` images, `concurrency` requests at a time, over connections that are kept open. An
-    attempt fails if the server cannot be reached, answers with an error that may pass (500, 503, ...), sends nothing for
-    `timeout` seconds, or its response is cut off. The next attempt follows after `backoff` seconds, doubled each time up to 20,
-    less a random part of up to a half; a longer pause in the server's Retry-After header takes precedence.
+    An attempt fails if the server cannot be reached, answers with a temporary error (500, 503, ...), sends nothing for `timeout`
+    seconds, or its response is cut off. The next attempt follows after `backoff` seconds, doubled each time up to 20, minus a
+    random part of up to a half; a longer pause in the server's Retry-After header takes precedence.
 
-    `score` raises one `RewardError` after `retries` repetitions of a request, or when the next pause would end after `deadline`,
-    in seconds from the start of the call. The trainer then stops with its last checkpoint in place, and the run can be resumed
-    when the server is back. Errors that will not pass raise it at once: a wrong token, a certificate that is not trusted, a
-    request that is too large, a prompt that the reward refuses, or scores that break the contract (a wrong count, NaN).
-    A sample that the served reward marks as invalid is NaN here (`protocols.RewardModel`).
+    `score` raises `RewardError` after `retries` repetitions of a request, or if the next pause would end after `deadline`. The
+    trainer then stops with its last checkpoint, and the run can be resumed when the server is available. Permanent errors raise
+    it immediately: a wrong token, an untrusted certificate, a request that is too large, a prompt that the reward refuses, or
+    scores that break the contract (a wrong count, NaN). A sample that the served reward marks as invalid is NaN here
+    (`protocols.RewardModel`).
 
-    `images`: "safetensors" sends float32, so that scores equal those in process; "png" sends 8 bits per channel, a fraction of
-    the bytes. Metadata must be JSON; data classes in it become objects, tuples lists. The token comes from `token_file`, or from
-    the environment variable FLOWRL_REWARD_TOKEN; there is no option for the token itself, because a run records its options.
-    `certificate`: a file with the certificates (PEM) to trust instead of the system's.
+    Metadata must be JSON; data classes in them become objects, and tuples lists. There is no option for the token itself, because
+    a run records its options.
+
+    Args:
+        url: address of the server.
+        images: "safetensors": float32, with the same scores as in process; "png": 8 bits per channel, much smaller.
+        batch: images per request.
+        concurrency: simultaneous requests, over connections that stay open.
+        timeout: longest wait for data, in seconds.
+        deadline: longest duration of a call, in seconds.
+        retries: repetitions of a request, 0 or more.
+        backoff: first pause, in seconds.
+        token_file: file with the token; "" for the environment variable FLOWRL_REWARD_TOKEN.
+        certificate: file with the trusted certificates (PEM); "" for the system's.
+
+    Raises:
+        ConfigError: an option is out of range, or the extra `remote` is not installed.
     """
 
     url: str
@@ -107,11 +119,23 @@ class RemoteReward:
 
 @dataclass(frozen=True)
 class RemoteSum(RemoteReward):
-    """A `remote` reward for a server of a weighted sum: the components are logged, and may be credited one by one.
+    """A `remote` reward for a server of a weighted sum, with logged components that may be credited separately.
 
-    A `protocols.CompositeReward`: `parts` are the scores of the components, `total` applies the weights of the server. Raises
-    `RewardError` if the server has no `weighted-sum`, or if its components or weights change between two calls (a server that
-    was started again with others); otherwise as `RemoteReward`, with the same options.
+    A `protocols.CompositeReward`: `parts` are the scores of the components, `total` applies the server's weights. `parts` raises
+    `RewardError` if the server has no `weighted-sum`, or if its components or weights change between two calls (after a restart
+    with others); otherwise as `RemoteReward`.
+
+    Args:
+        url: see `RemoteReward`.
+        images: see `RemoteReward`.
+        batch: see `RemoteReward`.
+        concurrency: see `RemoteReward`.
+        timeout: see `RemoteReward`.
+        deadline: see `RemoteReward`.
+        retries: see `RemoteReward`.
+        backoff: see `RemoteReward`.
+        token_file: see `RemoteReward`.
+        certificate: see `RemoteReward`.
     """
 
     _weights: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -128,7 +152,7 @@ class RemoteSum(RemoteReward):
         return {n: torch.cat([torch.empty(0), *(piece[n] for piece in pieces)]).to(images.device) for n in self._weights}
 
     def total(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The weighted sum of `parts` that came from this server."""
+        """The weighted sum of `parts` from this server."""
         unknown = sorted(set(parts) - set(self._weights))
         if unknown:
             known = ", ".join(self._weights) or "none yet"
@@ -138,7 +162,7 @@ class RemoteSum(RemoteReward):
 
 @dataclass
 class _Call:
-    """The requests of one call of a reward. They share a deadline (monotonic seconds), and all stop when one of them fails."""
+    """The requests of one call of a reward, with a common deadline (monotonic seconds). If one fails, all stop."""
 
     reward: RemoteReward
     deadline: float
@@ -156,7 +180,7 @@ class _Call:
 
         def work() -> None:
             while todo and not self.stopped.is_set():
-                with contextlib.suppress(IndexError):  # another thread was faster
+                with contextlib.suppress(IndexError):  # another thread has taken the last one
                     piece, future = todo.popleft()
                     try:
                         future.set_result(self._request(images[piece], prompts[piece]))
@@ -174,7 +198,7 @@ class _Call:
             self.stopped.set()
 
     def _request(self, images: Tensor, prompts: Sequence[Prompt]) -> Scored:
-        """The scores of one request, sent again after failures that may pass. Raises `RewardError`."""
+        """The scores of one request, repeated after temporary failures. Raises `RewardError`."""
         import httpx
         import tenacity
 
@@ -190,7 +214,8 @@ class _Call:
         return retrying(self._attempt, form.read(), form.headers["Content-Type"], prompts)
 
     def _pause(self, state: "RetryCallState") -> float:
-        """Seconds before the next attempt. The jitter leaves Python's global random numbers alone: runs must not depend on it."""
+        """Seconds before the next attempt. The jitter does not use Python's global random numbers, because results must not
+        depend on it."""
         from tenacity import wait_exponential
 
         longest = wait_exponential(multiplier=self.reward.backoff, max=MAX_BACKOFF)(state)
@@ -210,7 +235,7 @@ class _Call:
         ) from error
 
     def _attempt(self, body: bytes, content_type: str, prompts: Sequence[Prompt]) -> Scored:
-        """One HTTP request. Raises `TransientError` for failures that may pass, `RewardError` for others."""
+        """One HTTP request. Raises `TransientError` for temporary failures, `RewardError` for others."""
         reward, request_id = self.reward, uuid.uuid4().hex
         seconds = min(reward.timeout, max(self.deadline - time.monotonic(), 0.001))
         path = "/v1/score?parts=true" if self.with_parts else "/v1/score"
@@ -222,7 +247,7 @@ class _Call:
         return decode_scores(answer.content, request_id, prompts, f"remote: the reward server at {reward.url}", self.with_parts)
 
     def _status_error(self, answer: Answer) -> Exception:
-        """The error that a response without scores stands for."""
+        """The error for a response without scores."""
         status, error = answer.status, decode_error(answer.content)
         reason = f"status {status}" + (f", {error.code[:100]}: {error.message[:1000]}" if error else "")
         if status in (408, 425, 429) or status >= 500 if error is None else error.retry:

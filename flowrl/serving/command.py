@@ -27,29 +27,29 @@ class ServeReward:
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
     port: Annotated[int, Ge(0), Le(65535)] = 8000
-    """0 takes a free port."""
+    """Port; 0 for any free port."""
     token_file: Path | None = None
     """A file with the token that clients must send."""
     no_token: bool = False
-    """Serve all who can connect, also from other machines, without a token."""
+    """Serve requests without a token, also from other machines."""
     tls_certificate: Path | None = None
     """Certificate chain (PEM), for https."""
     tls_key: Path | None = None
-    """Its private key (PEM)."""
+    """Private key of the certificate (PEM)."""
     max_batch: Count = 64
     """Images in one call of the model, from one or several requests."""
     wait: Annotated[float, Ge(0), Le(60)] = 0.005
-    """Seconds that a call waits for more requests while it is not full."""
+    """Seconds that an incomplete call waits for more requests."""
     merge: bool = True
-    """Whether requests share calls. If not, scores are independent of the traffic, down to the last digit."""
+    """Whether requests share calls. If not, scores do not depend on the traffic, not even in the last digit."""
     max_body: Count = 256
-    """Largest request, MiB."""
+    """Largest size of a request in MiB."""
     max_samples: Count = 1024
-    """Most images in one request."""
+    """Largest number of images in one request."""
     max_memory: Count = 4096
-    """Most memory for requests and images that wait, MiB."""
+    """Largest memory of all requests and queued images, in MiB."""
     score_seconds: Annotated[float, Gt(0), Le(10**6)] = 300.0
-    """Longest time to the scores of a request, time in the queue included, in seconds."""
+    """Longest time from a request to its scores, including the queue, in seconds."""
 
     def main(self) -> int:
         """Listen, build the reward with its weights, and serve until SIGINT or SIGTERM."""
@@ -78,7 +78,7 @@ class ServeReward:
                 token = secrets.token_urlsafe(32)
                 print(f"Token for this server's clients: {TOKEN_VARIABLE}={token}")
             settings = ServerSettings(
-                name=self.reward.partition("(")[0].rpartition(":")[2],  # without options and paths, which clients need not know
+                name=self.reward.partition("(")[0].rpartition(":")[2],  # without options and paths, which clients do not need
                 token=token,
                 any_host=self.no_token,
                 names=(self.host,),
@@ -94,7 +94,7 @@ class ServeReward:
         return 0
 
     def _check(self) -> None:
-        """Raise `ConfigError` for options that nothing can be served with, before anything is imported or opened."""
+        """Raise `ConfigError` for options with which a server cannot start, before anything is imported or opened."""
         require(bool(self.host), "host", self.host, "an address or a name of this machine; 0.0.0.0 for all")
         certificate, key = self.tls_certificate, self.tls_key
         together = (certificate is None) == (key is None)
@@ -121,5 +121,5 @@ class ServeReward:
             token = self.token_file.read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
             raise ConfigError(f"token_file: {self.token_file} cannot be read: {error}") from error
-        require(bool(token), "token_file", str(self.token_file), "a file that holds a token")
+        require(bool(token), "token_file", str(self.token_file), "a file that contains a token")
         return token

@@ -1,4 +1,4 @@
-"""HTTP connections of the rewards behind an endpoint, `remote` and `judge`: one bounded request, and no redirects.
+"""HTTP connections of the rewards with an endpoint, `remote` and `judge`: requests bounded in time and size, without redirects.
 
 Needs httpx and tenacity (`pip install -e '.[remote]'`), which are imported when a reward is first used.
 """
@@ -50,7 +50,13 @@ def last_error(state: "RetryCallState") -> BaseException | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """A complete response of any status."""
+    """A complete response of any status.
+
+    Args:
+        status: HTTP status.
+        headers: headers.
+        content: body.
+    """
 
     status: int
     headers: Mapping[str, str]
@@ -58,17 +64,24 @@ class Answer:
 
     @property
     def retry_after(self) -> float:
-        """The pause that the server requests, in seconds; 0 without one. Retry-After may also be a date, which is ignored."""
+        """The pause that the server requests, in seconds; 0 without one. A date in Retry-After is ignored."""
         seconds = self.headers.get("Retry-After", "").strip()
         return float(seconds) if seconds.isdecimal() and len(seconds) < 6 else 0.0
 
 
 class Connections:
-    """The connection pool of the reward `name`; a forked process, or one that unpickles the reward, opens its own.
+    """The connection pool of a reward; a process that forks or unpickles the reward opens a new pool.
 
-    A bearer token, from `token_file` or else from the environment variable `variable`, travels with every request. Redirects are
-    not followed, so it is sent to `url` alone; the environment's proxies are not used. `certificate`: a file with the
-    certificates (PEM) to trust instead of the system's.
+    A bearer token is sent with every request. Redirects are not followed, so it is sent only to `url`; the environment's proxies
+    are not used.
+
+    Args:
+        name: name of the reward, for messages.
+        url: address of the endpoint.
+        limit: largest number of connections.
+        variable: environment variable with the token.
+        token_file: file with the token, instead of the variable.
+        certificate: file with the trusted certificates (PEM); "" for the system's.
     """
 
     def __init__(self, name: str, url: str, limit: int, variable: str = "", token_file: str = "", certificate: str = "") -> None:
@@ -83,8 +96,8 @@ class Connections:
     def post(self, path: str, body: bytes, headers: Mapping[str, str], seconds: float, max_bytes: int) -> Answer:
         """The response to one request within `seconds`, of at most `max_bytes` bytes.
 
-        Raises `TransientError` for failures that may pass, and `RewardError` for a certificate that is not trusted, an invalid
-        URL or a larger response.
+        Raises `TransientError` for temporary failures, and `RewardError` for an untrusted certificate, an invalid URL or a larger
+        response.
         """
         import httpx
 
@@ -128,7 +141,7 @@ def _open_client(name: str, url: str, limit: int, variable: str, token_file: str
     token = _read_token(name, token_file) if token_file else os.environ.get(variable, "").strip()
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    try:  # reading the system's certificates takes a while, and http has no use for them
+    try:  # reading the system's certificates is slow, and http does not need them
         trusted = ssl.create_default_context(cafile=certificate or None) if url.startswith("https://") else False
     except OSError as error:
         raise ConfigError(f"{name}.certificate: {certificate} cannot be read: {error}") from error
@@ -144,7 +157,7 @@ def _read_token(name: str, file: str) -> str:
 
 
 def _is_certificate_error(error: BaseException | None) -> bool:
-    """Whether a certificate that cannot be verified is behind `error`: no further attempt would help."""
+    """Whether a certificate that cannot be verified caused `error`, so that further attempts would fail, too."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return True

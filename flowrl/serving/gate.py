@@ -1,4 +1,4 @@
-"""Which requests are admitted: decided from their headers, before the body is received and for every path."""
+"""Admission of requests by their headers, before the body is received, for every path."""
 
 import hashlib
 import hmac
@@ -20,7 +20,7 @@ HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::\d{1,5})?", flags=re.ASCII
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine's own address: "localhost", 127.0.0.0/8 or ::1."""
+    """Whether `host` is an address of this machine: "localhost", 127.0.0.0/8 or ::1."""
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
@@ -32,12 +32,14 @@ def _is_address(host: str) -> bool:
 
 
 class AccessCheck:
-    """With a token: compares bearer tokens in constant time, by SHA-256 of both, so that not even the length of the token leaks.
+    """Authorisation of requests.
 
-    Without a token a web page must not use the server through the browser of a user who can connect. A page elsewhere is
-    excluded by the headers `Origin` and `Sec-Fetch-Site` that browsers send, a page whose name was rebound to this machine by the
-    `Host`: it must be an address or name of the loopback. If `ServerSettings.any_host`, it may be any address, a name without a
-    dot, this machine's name, or one of `names`.
+    With a token: compares the SHA-256 of bearer tokens in constant time, so that not even the token's length leaks.
+
+    Without a token: a web page must not use the server through the browser of a user who can connect. The headers `Origin` and
+    `Sec-Fetch-Site` exclude pages of other sites. The `Host` excludes a page whose name was rebound to this machine: it must be
+    an address or name of the loopback. With `ServerSettings.any_host`, it may also be any address, a name without a dot, this
+    machine's name, or one of `names`.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -70,9 +72,15 @@ class AccessCheck:
 
 
 class Gate:
-    """ASGI middleware that answers requests that are not admitted: ambiguous length, no access, or too many at one time.
+    """ASGI middleware that refuses requests with an ambiguous length, without access, or beyond the limit of simultaneous
+    requests.
 
-    `/health` is served to all. Refused requests for scores are counted in `metrics`.
+    `/health` is always served. Refused requests for scores are counted in `metrics`.
+
+    Args:
+        app: the application.
+        settings: settings of the server.
+        metrics: counters to update.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
@@ -80,7 +88,7 @@ class Gate:
         self._access, self._most, self._underway = AccessCheck(settings), settings.limits.connections, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request, or the response to a refused one."""
+        """Serve the request, or respond with a refusal."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -99,7 +107,7 @@ class Gate:
 
     def _admit(self, headers: Headers, path: str) -> None:
         """Raise `RequestError` unless the request is admitted."""
-        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy might see another end of the body
+        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy might find another end of the body
             raise RequestError(400, "two_lengths", "the request has both Content-Length and Transfer-Encoding")
         if path == "/health":
             return

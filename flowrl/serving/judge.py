@@ -47,7 +47,7 @@ MAX_BYTES = 1 << 22
 
 
 class _Unusable(RewardError):
-    """An answer without a valid score."""
+    """A response without a valid score."""
 
 
 @checked_options
@@ -55,15 +55,29 @@ class _Unusable(RewardError):
 class Judge:
     """The judge's score divided by `high`: with the defaults 0.2 (bad) to 1 (perfect).
 
-    Every image is one request, with the image as PNG, the `question` (with {prompt}, {low:g} and {high:g} filled in) and
-    temperature 0; `workers` requests run at a time. The answer must contain "Final Score: X" with one X from `low` to `high`.
-    An attempt fails without a connection, without an answer within `timeout` seconds, at an overloaded server, or by an unusable
-    answer. The next one follows after `pause`, 2 `pause`, ... seconds, or a longer pause that the endpoint requests, up to
-    `timeout`. After `attempts` failures `score` raises `RewardError`; with `mark_invalid`, a sample whose last answer was
-    unusable is marked invalid instead. `url` is the endpoint's base, such as http://localhost:8000/v1; its key is read from the
-    environment variable `key`, sent to `url` alone (redirects are not followed), and never shown.
+    Every image is one request at temperature 0, with the image as PNG. The answer must contain "Final Score: X" with one X from
+    `low` to `high`. An attempt fails without a connection, without an answer within `timeout` seconds, at an overloaded server,
+    or by an unusable answer. The next attempt follows after `pause`, 2 `pause`, ... seconds, or a longer pause that the endpoint
+    requests, up to `timeout`. After `attempts` failures `score` raises `RewardError`.
 
     The question follows UnifiedReward (arXiv 2503.05236), as in Flow-GRPO's public code.
+
+    Args:
+        url: the endpoint's base, such as http://localhost:8000/v1.
+        model: name of the model at the endpoint.
+        question: text of the request; {prompt}, {low:g} and {high:g} are filled in.
+        low: smallest score.
+        high: largest score.
+        attempts: attempts per image.
+        timeout: longest wait for an answer, in seconds.
+        pause: first pause between attempts, in seconds.
+        workers: simultaneous requests.
+        tokens: largest length of an answer.
+        key: environment variable with the endpoint's key, which is sent only to `url` and never shown.
+        mark_invalid: mark a sample whose last answer was unusable as invalid instead of raising an error.
+
+    Raises:
+        ConfigError: an option is out of range, or the extra `remote` is not installed.
     """
 
     url: str
@@ -103,7 +117,7 @@ class Judge:
         return torch.tensor(scores) / self.high
 
     def _score_one(self, image: "Image", prompt: Prompt) -> float:
-        """The score of one image, after as many attempts as allowed."""
+        """The score of one image, after up to `attempts` attempts."""
         import tenacity
 
         def give_up(state: "RetryCallState") -> float:
@@ -138,7 +152,7 @@ class Judge:
         return json.dumps({"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.tokens}).encode()
 
     def _request(self, body: bytes) -> str:
-        """The text of the answer. Raises `TransientError` for failures that may pass and `RewardError` for others."""
+        """The text of the answer. Raises `TransientError` for temporary failures and `RewardError` for others."""
         headers = {"Content-Type": "application/json"}
         answer = self._connections.post("/chat/completions", body, headers, self.timeout, MAX_BYTES)
         if answer.status in TRANSIENT_STATUS:

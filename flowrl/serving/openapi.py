@@ -11,7 +11,7 @@ from flowrl.serving.wire_format import ErrorResponse, PromptMessage
 
 
 class InfoResponse(BaseModel):
-    """What is served, and what a request may hold."""
+    """The served reward, and the limits of a request."""
 
     reward: str
     version: str = Field(description="of this API")
@@ -21,7 +21,7 @@ class InfoResponse(BaseModel):
 
 
 class HealthResponse(BaseModel):
-    """Whether requests are being scored."""
+    """Whether the server scores requests."""
 
     status: str = Field(description="ok; or stuck: a call of the model takes longer than the limit; or stopped")
 

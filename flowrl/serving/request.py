@@ -18,13 +18,17 @@ from flowrl.types import Prompt
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the response has its warnings; the log need not
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # its warnings are in the response
 
 
 class RequestError(Exception):
-    """A request that is answered with an error: HTTP `status`, an error `code` for programs, a message for people.
+    """A request that is answered with an error.
 
-    `retry`: whether the same request may succeed later.
+    Args:
+        status: HTTP status.
+        code: error code for programs.
+        message: text for users.
+        retry: whether the same request may succeed later.
     """
 
     def __init__(self, status: int, code: str, message: str, retry: bool = False) -> None:
@@ -33,7 +37,7 @@ class RequestError(Exception):
 
 
 class MemoryBudget:
-    """Bytes held by all requests together, at most `limit`."""
+    """Bytes of all requests together, at most `limit`."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used = limit, 0
@@ -43,11 +47,11 @@ class MemoryBudget:
         """Count `amount` bytes. Raises `RequestError` (503) beyond the limit."""
         with self._lock:
             if self.used + amount > self.limit:
-                raise RequestError(503, "busy", f"requests hold {self.used} bytes; allowed: {self.limit}", retry=True)
+                raise RequestError(503, "busy", f"requests take {self.used} bytes; allowed: {self.limit}", retry=True)
             self.used += amount
 
     def release(self, amount: int) -> None:
-        """Discount bytes that were reserved before."""
+        """Release reserved bytes."""
         with self._lock:
             self.used -= amount
 
@@ -77,8 +81,13 @@ class RequestMemory:
 class MultipartForm:
     """Collects the parts of one multipart/form-data body (RFC 7578) in memory; call `write` for every chunk, then `finish`.
 
-    `max_parts` maps the allowed names to the largest number of parts of that name, `max_bytes` some of them to the largest size
-    of a part. Raises `RequestError` (400, 413 or 415) that describes the fault of the body.
+    Args:
+        content_type: the request's Content-Type.
+        max_parts: allowed names of parts, and the largest number of each.
+        max_bytes: largest size of a part, for some names.
+
+    Raises:
+        RequestError: 415 for another type. `write` and `finish` raise 400 or 413 with the fault of the body.
     """
 
     def __init__(self, content_type: str, max_parts: Mapping[str, int], max_bytes: Mapping[str, int]) -> None:
@@ -184,7 +193,7 @@ def _decode(parts: Mapping[str, Sequence[bytes]], limits: ServerLimits, memory: 
     if not parts["prompts"]:
         raise RequestError(422, "no_prompts", "the part 'prompts' is missing: a JSON list, one object per image")
     if bool(pngs) == bool(tensors):
-        raise RequestError(422, "no_images", "images are needed either in parts 'png' or in one part 'safetensors'")
+        raise RequestError(422, "no_images", "the images are missing: send them in parts 'png' or in one part 'safetensors'")
     prompts = decode_prompts(parts["prompts"][0])
     _check_samples(len(prompts), limits)
     if pngs:

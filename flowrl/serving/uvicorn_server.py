@@ -1,4 +1,4 @@
-"""The application run by uvicorn: an open socket, limits on slow and idle connections, an orderly shutdown."""
+"""The application under uvicorn: an open socket, limits on slow and idle connections, an orderly shutdown."""
 
 import asyncio
 import socket
@@ -21,19 +21,24 @@ from flowrl.serving.server_settings import ServerSettings, tls_context
 
 @dataclass(frozen=True)
 class Listener:
-    """An open socket on which a server listens."""
+    """An open socket on which a server listens.
+
+    Args:
+        socket: the socket.
+        host: the address or name.
+    """
 
     socket: socket.socket
     host: str
 
     @staticmethod
     def open(host: str, port: int) -> "Listener":
-        """Bind and listen; port 0 takes a free port. Raises `ConfigError` if that is not possible."""
+        """Bind and listen; port 0 selects a free port. Raises `ConfigError` on failure."""
         require(0 <= port <= 65535, "port", port, "0 to 65535")
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             return Listener(socket.create_server((host, port), family=family, backlog=512), host)
-        except (OSError, ValueError) as error:  # ValueError: no name at all, such as one of 300 letters
+        except (OSError, ValueError) as error:  # ValueError: not a name, such as 300 letters
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"host, port: cannot listen at {host}:{port}: {reason}") from error
 
@@ -82,7 +87,7 @@ def make_server(
         proxy_headers=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=30,
-        backlog=128,  # also accepted at a time: room is made in between, within the 1024 files that a process may usually open
+        backlog=128,  # also accepted at once; closing idle connections in between stays within the usual limit of 1024 files
     )
     return uvicorn.Server(config)
 
@@ -105,13 +110,13 @@ def serve(
 
 
 CLOSE_SECONDS = 1.0
-"""How long a server that stops waits for the other side of an idle connection to close."""
+"""Seconds that a stopping server waits for the peer of an idle connection to close."""
 
 
 class LimitedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with a time limit for the headers of a request, and a limit on connections.
 
-    uvicorn's own `limit_concurrency` refuses requests because of idle connections; here these are closed instead. It
+    uvicorn's `limit_concurrency` refuses requests because of idle connections; here these are closed instead. uvicorn
     also counts a TLS connection only after its handshake; here the handshake (with `tls`) is within both limits.
     """
 
@@ -122,7 +127,7 @@ class LimitedProtocol(H11Protocol):
     _timer: asyncio.TimerHandle | None = None
     _handshake: asyncio.Task[None] | None = None
     _early: bytes | None = None
-    """During the handshake: what has been received behind it."""
+    """Data received after the handshake's, while it is in progress."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer. Turn off Nagle's algorithm, which would delay the second packet of a response by 40 ms."""
@@ -135,7 +140,8 @@ class LimitedProtocol(H11Protocol):
             self._early, self._handshake = b"", self.loop.create_task(self._start_tls(transport, self.tls))
 
     async def _start_tls(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
-        """Go on over TLS. A connection whose handshake fails or is given up ends without a word, as it has no request yet."""
+        """Continue over TLS. A connection whose handshake fails or is given up is closed without a response, as it has no request
+        yet."""
         secure = None
         with suppress(OSError):
             secure = await self.loop.start_tls(transport, self, tls, server_side=True, ssl_handshake_timeout=self.header_seconds)
@@ -163,7 +169,7 @@ class LimitedProtocol(H11Protocol):
             self._timer = self.loop.call_later(self.header_seconds, self._time_out)
 
     def shutdown(self) -> None:
-        """Close an idle connection for good: over TLS, a clean close would wait for the other side, which is idle too."""
+        """Close an idle connection at once: over TLS, a clean close would wait for the peer, which is idle, too."""
         super().shutdown()
         if self.transport.is_closing():
             self.loop.call_later(CLOSE_SECONDS, self.transport.abort)
@@ -178,7 +184,7 @@ class LimitedProtocol(H11Protocol):
         self.send_400_response("Unsupported upgrade request.")
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no HTTP. If they are in the body of a request, that request has ended without a response."""
+        """Answer bytes that are not HTTP. If they are in the body of a request, that request has ended without a response."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

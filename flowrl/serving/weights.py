@@ -1,4 +1,4 @@
-"""Weights of a reward that is served are loaded before the first request."""
+"""Loading of the weights of a served reward before the first request."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass

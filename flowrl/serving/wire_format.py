@@ -1,4 +1,4 @@
-"""The wire format between `remote` and a reward server, API 1.1: what one side encodes and the other decodes.
+"""The wire format between `remote` and a reward server, API 1.1: encoding and decoding of both directions.
 
 A request is a multipart form: `prompts` (JSON), and the images as one part `safetensors` or as one part `png` per image. A
 response is JSON (`ScoreResponse` or `ErrorResponse`). Neither side unpickles anything.
@@ -139,7 +139,7 @@ def encode_request(images: Tensor, prompts: Sequence[Prompt], image_format: Lite
     parts = [("prompts", ("prompts.json", json.dumps(listed).encode(), "application/json"))]
     pixels = images.detach().cpu().float().contiguous()
     if not bool(torch.isfinite(pixels).all()):
-        raise RewardError("remote: the images hold values that are not finite; they are not sent")
+        raise RewardError("remote: the images have values that are not finite; they are not sent")
     if image_format == "safetensors":
         return [*parts, ("safetensors", ("images.safetensors", save({"images": pixels}), "application/octet-stream"))]
     return [*parts, *(("png", (f"{i}.png", data, "image/png")) for i, data in enumerate(_encode_pngs(pixels)))]

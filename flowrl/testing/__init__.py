@@ -1,4 +1,4 @@
-"""The contracts of flowrl's protocols, as tests for parts of any package.
+"""Contract tests: the contracts of flowrl's protocols as tests for parts of any package.
 
 In a test file, two lines make one pytest case per promise::
 
@@ -6,8 +6,8 @@ In a test file, two lines make one pytest case per promise::
     test_my_rule = credit_contract(MyRule())
 
 In a notebook, ``check_credit(MyRule())`` lists which promises are kept. The argument is an object (copied for every promise), a
-class, or a function that makes a part. Failures name the promise, what was found, and the usual cause. If a basic promise is
-broken (shape, randomness), those that would fail for the same reason are not tried.
+class, or a function that makes a part. A failure names the promise, the observed value, and the usual cause. If a basic promise
+is broken (shape, randomness), promises that would fail for the same reason are not tried.
 
 `without` names promises that a part breaks on purpose. Only the functions that end in ``_contract`` need pytest; they raise
 `ConfigError` if it is not installed. The rest of flowrl does not import this package.

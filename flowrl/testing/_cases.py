@@ -1,4 +1,4 @@
-"""Cases for the contracts: the checked arguments of the functions of `flowrl.testing`, and a maker of the part."""
+"""Cases of the contract tests: the checked arguments of the functions of `flowrl.testing`, and a maker of the part."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -21,13 +21,13 @@ CONTRACT = Contract("credit rule")
 promise = CONTRACT.promise
 
 SIZES = ((3, 5, 10), (1, 2, 4), (4, 3, 1), (2, 6, 6))
-"""Prompts, members and steps of the tables tried: all different within a table, so that swapped axes cannot hide."""
+"""Prompts, members and steps of the tables: all different within a table, so that swapped axes are detected."""
 EQUAL_REWARDS = (0.0, 0.3, -3.3, 1000.1, 12345.678, 1e6 / 3)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A credit rule, and the number of steps that it is made for (None: any)."""
+    """A credit rule, and the number of steps that it requires (None: any)."""
 
     rule: Any
     steps: int | None = None
@@ -44,7 +44,7 @@ class Case:
 
     def tables(self, seeds: int = 1, dtype: torch.dtype = torch.float32) -> Iterator[Example]:
         """Random tables [prompt, member, node] of all sizes, without ties, as the rule's probe would fill them; for a branching
-        probe also with a member left out, as one whose reward is invalid."""
+        probe also tables without one member, as if its reward were invalid."""
         for size, (prompts, members, steps) in enumerate(self.sizes):
             for seed in range(seeds):
                 generator = torch.Generator().manual_seed(100 * size + seed)
@@ -63,7 +63,7 @@ class Case:
 
 
 def same(got: Tensor, expected: Tensor, what: str, hint: str, tolerance: float = 2e-4) -> None:
-    """Equal advantages but for rounding."""
+    """Check that advantages are equal up to rounding."""
     findings.same(got, expected, f"{what}, the advantage", hint, tolerance, lambda index: _at(index, got))
 
 
@@ -72,12 +72,12 @@ def _at(index: tuple[int, ...], advantages: Tensor) -> str:
 
 
 def finite(got: Tensor, what: str, hint: str) -> None:
-    """Finite advantages."""
+    """Check that advantages are finite."""
     findings.finite(got, f"the advantages of {what}", hint, lambda index: _at(index, got))
 
 
 def needs_steps(case: Case, advantages: Any, rewards: Tensor, method: str = "assign") -> None:
-    """Advantages [prompt, member, step], or `ContractBroken` with the message of `check_advantages`."""
+    """Check the shape [prompt, member, step]; raises `ContractBroken` with the message of `check_advantages`."""
     try:
         check_advantages(advantages, rewards, type(case.rule).__name__)
     except CreditError as error:
@@ -116,7 +116,7 @@ def is_deterministic(case: Case) -> None:
 
 
 def _written_once(table: Tensor) -> Tensor:
-    """A part of `table` in which every number has its own place; an expanded tensor repeats numbers and cannot be written to."""
+    """The entries of `table` with separate memory each; an expanded tensor repeats entries and cannot be written to."""
     for axis, stride in enumerate(table.stride()):
         if stride == 0 and table.shape[axis] > 1:
             table = table.narrow(axis, 0, 1)
@@ -260,7 +260,7 @@ def keeps_its_memory(case: Case) -> None:
 
 
 def _applied(rule: Any, table: Example) -> Tensor:
-    """The advantages of `rule` itself, whose memory moves."""
+    """The advantages of `rule` itself, which updates its memory."""
     return rule.assign(table.rewards.clone(), table.schedule)
 
 

@@ -1,4 +1,4 @@
-"""Promises, what became of them, and the comparisons that checks are made of."""
+"""Promises, findings on them, and the comparisons that checks use."""
 
 import copy
 import functools
@@ -19,23 +19,26 @@ T = TypeVar("T")
 Check = Callable[[Any], str | None]
 Maker = Callable[[], Any]
 Place = Callable[[tuple[int, ...]], str]
-"""The words for an index of a tensor, such as " at sample 3"."""
+"""A function from an index of a tensor to words such as " at sample 3"."""
 
 
 class ContractBroken(AssertionError):
-    """A part breaks a promise of its protocol; the message names the promise, what was found, and the usual cause."""
+    """A part breaks a promise of its protocol; the message names the promise, the observed value, and the usual cause."""
 
 
 class ContractAdvice(UserWarning):
-    """A part keeps its promises, but does something that is likely to cause trouble."""
+    """A part keeps its promises, but is likely to cause trouble."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """One promise of a protocol: a short name, its content, and the check.
+    """One promise of a protocol.
 
-    `check` raises `ContractBroken`, or returns advice. If a `basic` promise is broken, later ones are not tried, because they
-    would fail for the same reason.
+    Args:
+        name: a short name.
+        says: the content of the promise.
+        check: raises `ContractBroken`, or returns advice.
+        basic: if this promise is broken, later ones are not tried, because they would fail for the same reason.
     """
 
     name: str
@@ -46,8 +49,14 @@ class Promise:
 
 @dataclass(frozen=True)
 class Finding:
-    """The finding on one promise. `message` is empty for a kept promise without advice; `tried` is False if a basic promise was
-    broken before."""
+    """The finding on one promise.
+
+    Args:
+        promise: name of the promise.
+        ok: whether it was kept.
+        message: reason or advice; empty for a kept promise without advice.
+        tried: False if an earlier basic promise was broken.
+    """
 
     promise: str
     ok: bool
@@ -64,7 +73,12 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class Findings(Sequence[Finding]):
-    """The findings on one part, a sequence; `str()` shows them as a table."""
+    """The findings on one part, a sequence; `str()` shows them as a table.
+
+    Args:
+        part: description of the part.
+        findings: one finding per promise.
+    """
 
     part: str
     findings: tuple[Finding, ...]
@@ -133,7 +147,7 @@ class Contract:
         return [promise for promise in self.promises if promise.name not in without]
 
     def findings(self, make: Maker, without: Sequence[str] = ()) -> Findings:
-        """The findings on every promise, each with a part of its own."""
+        """The findings on every promise, each with a fresh part."""
         trial = _Trial(self.chosen(without), make)
         return Findings(name_of(make()), tuple(trial.finding(promise) for promise in trial.promises))
 
@@ -191,10 +205,10 @@ class _Trial:
 
 
 def maker(part: Any, share: bool = False) -> Maker:
-    """A function that returns a fresh part: `part` itself if it is a class or a function, else copies of it.
+    """A function that returns a fresh part: a call of `part` if it is a class or a function, else a copy of it.
 
-    `share`: the same part every time, for models that are large and not changed by the checks. A part that cannot be copied is
-    shared, too.
+    With `share` it returns the same part every time, for large models that the checks do not change. A part that cannot be copied
+    is shared, too.
     """
     if inspect.isclass(part) or inspect.isroutine(part) or isinstance(part, functools.partial):
         return functools.cache(part) if share else part
@@ -218,7 +232,7 @@ def expect(condition: bool, message: str) -> None:
 
 
 def at_sample(index: tuple[int, ...]) -> str:
-    """The place of an entry whose first axis is the sample."""
+    """Words for the index of an entry whose first axis is the sample."""
     return f" at sample {index[0]}"
 
 
@@ -232,9 +246,9 @@ def same(
     floor: float = 1.0,
     invalid: bool = False,
 ) -> None:
-    """Entries differ by at most `tolerance` times (`floor` + the largest expected one), or `ContractBroken` with the worst.
+    """Raise `ContractBroken` if an entry differs by more than `tolerance` times (`floor` + the largest expected entry).
 
-    `invalid`: NaN equals NaN.
+    The message names the entry with the largest difference. `invalid`: NaN equals NaN.
     """
     got, expected = got.detach(), expected.detach()
     expect(got.shape == expected.shape, f"{what} has shape {tuple(got.shape)} instead of {tuple(expected.shape)}. {hint}")
@@ -249,7 +263,7 @@ def same(
 
 
 def finite(values: Tensor, what: str, hint: str = "", place: Place = at_sample) -> None:
-    """Every entry is finite, or `ContractBroken` with how many are not, and the first."""
+    """Raise `ContractBroken` if an entry is not finite; the message has the number of such entries, and the first."""
     bad = (~values.isfinite()).nonzero()
     if len(bad):
         first = tuple(bad[0].tolist())
@@ -267,7 +281,7 @@ def twice(call: Callable[[], T]) -> tuple[T, T]:
 
 @contextmanager
 def unchanged(tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """Within this context the tensors keep their values, or `ContractBroken` names the one that was modified in place."""
+    """Within this context the tensors must keep their values; `ContractBroken` names a tensor that was modified in place."""
     before = {name: (tensor, tensor.detach().clone()) for name, tensor in tensors.items() if tensor is not None}
     yield
     for name, (tensor, old) in before.items():
@@ -279,7 +293,7 @@ def unchanged(tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
 
 
 def name_of(part: Any) -> str:
-    """The part in one short line; for a data class with the fields that differ from their defaults."""
+    """A part on one short line; for a data class with the fields that differ from their defaults."""
     if is_dataclass(part) and not isinstance(part, type) and hasattr(type(part).__repr__, "__wrapped__"):  # the generated repr
         chosen = [f for f in fields(part) if f.init and f.repr and repr(getattr(part, f.name)) != repr(f.default)]
         text = f"{type(part).__name__}({', '.join(f'{f.name}={name_of(getattr(part, f.name))}' for f in chosen)})"

@@ -19,14 +19,17 @@ promise = CONTRACT.promise
 GROUPS, MEMBERS, DRAWS = 2, 4, 2
 ROWS = GROUPS * MEMBERS * DRAWS
 MOVE = 0.05
-"""How far the velocities are from each other in most checks."""
+"""Distance between the velocities of the networks in most checks."""
 COPIES = ("old", "average")
 NOISE = get_args(Noise)
 
 
 def rows_of_iteration(move: float = 0.0, seed: int = 0, tiles: int = 1) -> ForwardBatch:
-    """Every row of a small iteration, the times equal for all samples: new, a leaf that takes gradients, old, average and
-    reference are `move` apart. Advantages sum to 0 over each group; `tiles` repeats the latent."""
+    """Every row of a small iteration, with the same times for all samples.
+
+    `new`, a leaf with gradients, old, average and reference are `move` apart. Advantages sum to 0 over each group; `tiles`
+    repeats the latent.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -68,7 +71,7 @@ def differentiated(loss: Any, batch: ForwardBatch) -> Tensor:
 
 
 def equal(got: Tensor, expected: Tensor, what: str, hint: str = "", tolerance: float = 1e-4) -> None:
-    """Equal but for rounding (relative to the largest value), or `ContractBroken`."""
+    """Raise `ContractBroken` unless values are equal up to rounding, relative to the largest value."""
     same(got, expected, what, hint, tolerance, lambda index: f" at row {index[0]}" if index else "", floor=1e-6)
 
 
@@ -82,7 +85,8 @@ def error_gradient(batch: ForwardBatch) -> Tensor:
 
 
 def weights_of_errors(loss: Any, batch: ForwardBatch, what: str) -> Tensor:
-    """d loss / d l of every row, [row], beyond that at advantages of 0; `ContractBroken` unless along the error's."""
+    """d loss / d l of every row, [row], minus its value at advantages of 0. Raises `ContractBroken` if the gradient is not
+    parallel to the error's."""
     penalty = differentiated(loss, replace(batch, advantages=torch.zeros(ROWS)))
     found, along = (differentiated(loss, batch) - penalty).flatten(1), error_gradient(batch).flatten(1)
     finite(found, f"the gradient {what}")
@@ -149,7 +153,7 @@ def needs_what_it_declares(loss: Any) -> None:
         except Exception as error:
             raise ContractBroken(f"without {name} it raised {type(error).__name__}: {error}; raise a ConfigError") from error
         else:
-            raise ContractBroken(f"it declares {name}, but without it went on silently; raise a ConfigError, or declare less")
+            raise ContractBroken(f"it declares {name}, but without it raised no error; raise a ConfigError, or declare less")
 
 
 @promise("training times are in (0, 1], one row per sample, and the generator's only")

@@ -21,8 +21,8 @@ Examples = tuple[Tensor, Sequence[Prompt]]
 
 @dataclass(frozen=True)
 class Case:
-    """A group reward, and the images [prompt, member, channel, height, width], or videos with a frame axis, and prompts that it
-    is tried on."""
+    """A group reward with test data: images [prompt, member, channel, height, width], or videos with a frame axis, and
+    prompts."""
 
     reward: Any
     images: Tensor
@@ -33,16 +33,16 @@ class Case:
 
     @property
     def groups(self) -> list[int]:
-        """The numbers of the groups."""
+        """Indices of the groups."""
         return list(range(len(self.prompts)))
 
     @property
     def members(self) -> list[int]:
-        """The numbers of the members of each group."""
+        """Indices of the members of each group."""
         return list(range(self.images.shape[1]))
 
     def score(self, groups: Sequence[int] | None = None, members: Sequence[int] | None = None) -> Tensor:
-        """Scores of all groups, or of those in `groups`, of all members or of some, in this order."""
+        """Scores of the chosen groups and members, in this order; None: all."""
         chosen, some = list(self.groups if groups is None else groups), list(self.members if members is None else members)
         return self.reward.score_groups(self.images[chosen][:, some].clone(), [self.prompts[i] for i in chosen])
 
@@ -55,7 +55,7 @@ def default_examples() -> tuple[Tensor, tuple[Prompt, ...]]:
 
 
 def examples_of(given: Examples | Callable[[], Examples] | None) -> tuple[Tensor, tuple[Prompt, ...]]:
-    """The examples given (or made by the function given), else the default ones.
+    """The given examples (or those made by the given function), else the default ones.
 
     Raises `ConfigError` unless there are two or more prompts and three or more images for each.
     """
@@ -67,13 +67,13 @@ def examples_of(given: Examples | Callable[[], Examples] | None) -> tuple[Tensor
 
 
 def close(got: Tensor, expected: Tensor, what: str, hint: str, tolerance: float = 1e-4) -> None:
-    """Equal scores [prompt, member] but for rounding."""
+    """Raise `ContractBroken` unless scores [prompt, member] are equal up to rounding."""
     what = f"{what}, the score"
     same(got.float(), expected.float(), what, hint, tolerance, lambda at: f" at [prompt, member] = {at}", invalid=True)
 
 
 def checked(case: Case, scores: Any, origin: str, groups: int | None = None, members: int | None = None) -> None:
-    """One finite number per member, or `ContractBroken` with the message of `check_group_scores`."""
+    """Raise `ContractBroken`, with the message of `check_group_scores`, unless there is one finite number per member."""
     prompts = case.prompts[:groups]
     try:
         check_group_scores(scores, prompts, len(case.members) if members is None else members, origin, marks_invalid(case.reward))

@@ -17,11 +17,11 @@ promise = CONTRACT.promise
 
 PAIRS = 8
 MOVE = 0.01
-"""How far the new policy is from the behaviour policy in most checks."""
+"""Distance between the new policy and the behaviour policy in most checks."""
 
 
 def pairs(move: float = 0.0, seed: int = 0, tiles: int = 1) -> LossBatch:
-    """Pairs whose new mean, a leaf that takes gradients, is `move` away from the behaviour's; `tiles` repeats the latent."""
+    """Pairs whose new mean, a leaf with gradients, is `move` away from the behaviour's; `tiles` repeats the latent."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -79,12 +79,12 @@ def gradient(loss: Any, batch: LossBatch) -> Tensor:
 
 
 def equal(got: Tensor, expected: Tensor, what: str, hint: str = "", tolerance: float = 1e-4) -> None:
-    """Equal but for rounding (relative to the largest value), or `ContractBroken`."""
+    """Raise `ContractBroken` unless values are equal up to rounding, relative to the largest value."""
     same(got, expected, what, hint, tolerance, lambda index: f" at pair {index[0]}" if index else "", floor=1e-6)
 
 
 def without_penalty(loss: Any, batch: LossBatch) -> LossBatch:
-    """The batch with the current policy as its own reference, so that a KL penalty has no gradient."""
+    """The batch with the current policy as reference, so that a KL penalty has no gradient."""
     return replace(batch, reference=Gaussian(batch.new.mean.detach().clone(), batch.new.std)) if needs_reference(loss) else batch
 
 
@@ -117,7 +117,8 @@ def reports_detached_metrics(loss: Any) -> None:
 
 
 def counts_only(loss: Any, batch: LossBatch, kept: list[int], state: str, hint: str) -> None:
-    """The loss and its gradient are those of the pairs `kept` alone; the other pairs, which are in some `state`, have none."""
+    """Check that the loss and its gradient are those of the pairs `kept` alone, and that the other pairs, in some `state`, have
+    none."""
     few, others, found = rows(batch, torch.tensor(kept)), [i for i in range(PAIRS) if i not in kept], gradient(loss, batch)
     where = f"with pairs {others} {state},"
     equal(loss.loss(batch).loss, loss.loss(few).loss, f"{where} the loss", hint)
@@ -246,4 +247,4 @@ def says_whether_it_needs_the_reference(loss: Any) -> None:
     except Exception as error:
         raise ContractBroken(f"without a reference it raised {type(error).__name__}: {error}; raise a ConfigError") from error
     else:
-        raise ContractBroken("needs_reference is True, but without a reference it went on silently; raise a ConfigError")
+        raise ContractBroken("needs_reference is True, but without a reference it raised no error; raise a ConfigError")

@@ -21,8 +21,10 @@ TIMES = (1000.0, 750.0, 400.0, 60.0)
 
 @dataclass(frozen=True)
 class Case:
-    """A policy and the prompts that it is tried on, a latent and a time for each. `tolerance` is relative, for velocities that
-    must be equal but for rounding."""
+    """A policy with test data: prompts, and a latent and a time for each.
+
+    `tolerance` is the largest relative rounding difference of equal velocities.
+    """
 
     policy: Any
     prompts: tuple[Prompt, ...]
@@ -39,7 +41,7 @@ class Case:
 
     @property
     def times(self) -> Tensor:
-        """A time for every sample, 1000 t; all differ."""
+        """A different time for every sample, 1000 t."""
         return torch.tensor([TIMES[i % 4] - i // 4 for i in range(len(self.prompts))], device=self.policy.device)
 
     def condition(self) -> Condition:
@@ -47,13 +49,13 @@ class Case:
         return self.policy.encode(list(self.prompts))
 
     def velocity(self, index: Sequence[int] | None = None, condition: Condition | None = None) -> Tensor:
-        """Velocities of the samples at `index` (all of them), detached; `condition` has one row for each of them."""
+        """Detached velocities of the samples at `index` (None: all); `condition` has one row for each of them."""
         chosen = torch.tensor(list(range(len(self.prompts)) if index is None else index), device=self.policy.device)
         condition = self.condition().take(chosen) if condition is None else condition
         return self.policy.velocity(self.latents[chosen], self.times[chosen], condition).detach()
 
     def close(self, got: Tensor, expected: Tensor, what: str, hint: str) -> None:
-        """Equal to the case's tolerance, relative to the largest expected value."""
+        """Check that velocities are equal within the case's tolerance, relative to the largest expected value."""
         same(got, expected, f"{what} the velocity", hint, self.tolerance, floor=0.0)
 
 
@@ -67,7 +69,7 @@ def prompts_of(given: Sequence[Prompt | str]) -> tuple[Prompt, ...]:
 
 @contextmanager
 def moved(policy: Any) -> Iterator[None]:
-    """Within this context what is trained has other values, as after some updates."""
+    """Within this context the trained parameters have other values, as after some updates."""
     parameters = list(policy.trainable().values())
     kept = [p.detach().clone() for p in parameters]
     generator = torch.Generator().manual_seed(1)

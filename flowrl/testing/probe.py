@@ -28,7 +28,7 @@ STEPS = 6
 
 @dataclass(frozen=True)
 class Trial:
-    """One rollout: the result, R [prompt, member, node], the counts, and the states of the generators afterwards."""
+    """One rollout: the result, R [prompt, member, node], the costs, and the final states of the generators."""
 
     result: Rollout
     table: Tensor
@@ -38,7 +38,7 @@ class Trial:
 
     @property
     def added(self) -> Usage:
-        """The counts of the probe alone."""
+        """The costs of the probe alone."""
         path = self.result.trajectories
         own = len(path.states) * sum(path.tree.counts[:-1])
         images = self.usage.reward_calls - path.samples
@@ -55,7 +55,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """A probe, the policy that it is tried with (None: a small one that has what it needs), and the members of a group."""
+    """A probe, the policy for its rollouts (None: a small one that the probe supports), and the members of a group."""
 
     probe: Any
     policy: FlowPolicy | None = None
@@ -71,14 +71,14 @@ class Case:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """What to try: all steps but the last stochastic, and three in the middle from shared noise."""
+        """The tried samplers: all steps but the last stochastic, and three steps in the middle with shared noise."""
         first = Layout(AllButLast(FlowSDE(0.7)), False)
         return (first,) if isinstance(self.probe, Branching) else (first, Layout(Window(FlowSDE(0.7), 1, 3), True))
 
     def run(
         self, layout: Layout, probe: Probe | None = None, first: int = 0, count: int = len(PROMPTS), max_batch: int = 10_000
     ) -> Trial:
-        """A rollout of `count` of the groups, with the probe or another one."""
+        """A rollout of `count` groups, with the probe or another one."""
         policy, generator, usage = self.network, torch.Generator().manual_seed(5), Usage()
         groups = Groups(len(PROMPTS), self.members, layout.shared).part(first, count)
         noise, prompts = groups.noise(policy.latent_shape, generator), PROMPTS[first : first + count]
@@ -102,7 +102,7 @@ def small_policy(use: NetworkUse) -> FlowPolicy:
 
 
 def cost_of(case: Case, trial: Trial) -> Cost:
-    """What the probe declares for a trial."""
+    """The cost that the probe declares for a trial."""
     policy, schedule = case.network, trial.result.trajectories.schedule
     blocks = policy.blocks if isinstance(policy, BlockCache) else None
     cost = case.probe.cost(Shape(len(PROMPTS), schedule, blocks))

@@ -20,8 +20,7 @@ Examples = tuple[Tensor, Sequence[Prompt]]
 
 @dataclass(frozen=True)
 class Case:
-    """A reward model and the images [sample, channel, height, width], or videos with a frame axis, and prompts that it is tried
-    on."""
+    """A reward model with test data: images [sample, channel, height, width], or videos with a frame axis, and prompts."""
 
     reward: Any
     images: Tensor
@@ -45,7 +44,7 @@ def default_examples() -> tuple[Tensor, tuple[Prompt, ...]]:
 
 
 def examples_of(given: Examples | Callable[[], Examples] | None) -> tuple[Tensor, tuple[Prompt, ...]]:
-    """The examples given (or made by the function given), else the default ones.
+    """The given examples (or those made by the given function), else the default ones.
 
     Raises `ConfigError` unless there are two or more images [sample, channel, height, width], or videos with a frame axis, and as
     many prompts.
@@ -59,13 +58,13 @@ def examples_of(given: Examples | Callable[[], Examples] | None) -> tuple[Tensor
 
 
 def close(got: Tensor, expected: Tensor, index: Sequence[int], what: str, hint: str, tolerance: float = 1e-4) -> None:
-    """Equal scores but for rounding; `index` are the samples' numbers."""
+    """Raise `ContractBroken` unless scores are equal up to rounding; `index` are the indices of the samples."""
     got, expected = got.float().reshape(-1), expected.float().reshape(-1)
     same(got, expected, f"{what}, the score", hint, tolerance, lambda entry: f" of sample {index[entry[0]]}", invalid=True)
 
 
 def keeps_the_score_contract(case: Case, scores: Any, origin: str, hint: str) -> None:
-    """One finite number per image, or `ContractBroken` with the message of `check_scores`."""
+    """Raise `ContractBroken`, with the message of `check_scores`, unless there is one finite number per image."""
     try:
         check_scores(scores, case.prompts, origin, marks_invalid(case.reward))
     except RewardContractError as error:

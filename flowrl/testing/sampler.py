@@ -15,7 +15,7 @@ CONTRACT = Contract("sampler")
 promise = CONTRACT.promise
 
 LEAST_STD = 1e-6
-"""A std above 0 but below this is taken for a zero that rounding missed."""
+"""A std above 0 but below this counts as a rounding error of 0."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Case:
-    """A sampler, and the number of steps of the grids that it is tried on."""
+    """A sampler, and the number of steps of the test grids."""
 
     sampler: Any
     steps: int = 10
@@ -43,7 +43,7 @@ class Case:
 
     @property
     def schedule(self) -> Schedule:
-        """The grid that most promises are tried on."""
+        """The grid of most checks."""
         return shifted_schedule(self.steps)
 
     def inputs(self, repeats: int = 2, latent: tuple[int, ...] = (3, 4, 4), seed: int = 0, steps: int | None = None) -> Inputs:
@@ -54,7 +54,7 @@ class Case:
         return Inputs(x, v, step)
 
     def drawn(self, schedule: Schedule, seed: int = 0) -> Sampler:
-        """The sampler itself, or one draw of a sampler that is drawn every iteration."""
+        """The sampler itself, or a draw of a random sampler."""
         if isinstance(self.sampler, RandomSampler):
             return self.sampler.draw(schedule, torch.Generator().manual_seed(seed))
         return self.sampler
@@ -66,12 +66,12 @@ class Case:
 
 
 def close(got: Tensor, expected: Tensor, step: Tensor, what: str, hint: str, tolerance: float = 2e-5) -> None:
-    """Equal but for rounding; `step` is that of every sample."""
+    """Check values for equality up to rounding; `step` is the step of every sample."""
     same(got, expected, what, hint, tolerance, lambda index: f" at sample {index[0]}, step {int(step[index[0]])}")
 
 
 def close_gaussians(got: Gaussian, expected: Gaussian, step: Tensor, what: str, hint: str, tolerance: float = 2e-5) -> None:
-    """Means and stds equal but for float rounding."""
+    """Check means and stds for equality up to rounding."""
     close(got.mean, expected.mean, step, f"the mean {what}", hint, tolerance)
     close(got.std, expected.std, step, f"the std {what}", hint, tolerance)
 

@@ -1,4 +1,4 @@
-"""Reward tables that credit rules are tried on: their sizes and schedules, and parts and permutations of them."""
+"""Reward tables for the contract tests of credit rules: sizes and schedules, parts and permutations."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def tree_sizes(probe: Branching, steps: int | None = None) -> tuple[tuple[int, i
 
 
 def left(shown: Example, members: Tensor) -> Example:
-    """The table of some of the members [member, bool]."""
+    """The table of some of the members; `members` is a mask [member]."""
     tree = shown.schedule.tree
     if tree is None:
         return Example(shown.rewards[:, members], shown.schedule)
@@ -63,7 +63,7 @@ def of_members(shown: Example, order: Tensor) -> Example:
 
 
 def of_prompts(shown: Example, which: Tensor, rewards: Tensor | None = None) -> Example:
-    """The table of the prompts `which` (with other rewards, in their order)."""
+    """The table of the prompts `which`, optionally with other rewards in their order."""
     tree = shown.schedule.tree
     schedule = shown.schedule
     if tree is not None and tree.log_probs is not None:

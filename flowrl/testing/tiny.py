@@ -1,7 +1,7 @@
 """Randomly initialised pipelines of the real diffusers and transformers classes, small enough for tests and lessons.
 
-Their images are noise, but tokenizers, text encoders, transformer, image decoder and scheduler are the real ones: they can be
-saved, loaded and get a LoRA like the published models. Nothing is downloaded.
+Their images are noise, but tokenizers, text encoders, transformer, image decoder and scheduler are of the real classes: they can
+be saved, loaded and get a LoRA like the published models. Nothing is downloaded.
 """
 
 from collections.abc import Iterator
@@ -108,7 +108,7 @@ def tiny_qwen_image(seed: int = 0) -> Any:
 
 
 def tiny_wan(seed: int = 0) -> Any:
-    """A `WanPipeline` with two blocks, shift 3, a video decoder that halves each side twice, and four frames in a latent one."""
+    """A `WanPipeline` with two blocks, shift 3, a video decoder that halves each side twice, and four frames per latent frame."""
     with _seeded(seed):
         transformer = _diffusers().WanTransformer3DModel(
             patch_size=(1, 2, 2), in_channels=4, out_channels=4, num_layers=2, attention_head_dim=12, num_attention_heads=2,
@@ -267,8 +267,10 @@ def _qwen_vl(vocabulary: int) -> Any:
 
 
 def _qwen_tokenizer() -> Any:
-    """A token per byte, and one per word of the pipeline's template, which then has 34 tokens before the prompt as with the
-    published vocabulary: the pipeline drops that many."""
+    """A token per byte, and one per word of the pipeline's template.
+
+    The template then has 34 tokens before the prompt, as with the published vocabulary; the pipeline drops this number of tokens.
+    """
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Tokenizer
 

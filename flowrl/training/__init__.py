@@ -1,1 +1,1 @@
-"""The trainer, and what surrounds it: settings, checkpoints, evaluation, comparison."""
+"""Training: the trainer, settings, checkpoints, evaluation and comparisons."""

@@ -1,9 +1,10 @@
-"""`micro_batch` and `max_batch` found by trying, at the start of a run that leaves them to it (auto).
+"""Automatic `micro_batch` and `max_batch`: sizes measured at the start of a run whose settings are auto.
 
-Sizes grow by doubling from 1, or to the largest that the memory of the last two sizes predicts to fit, while one more step
-raises the network evaluations per second by `GAIN` or more. `HEADROOM` of a GPU's memory stays free for what is not measured:
-image decoding, the reward's network, fragmentation. On the CPU the speed alone decides. The sizes change no number beyond float
-rounding; the run's config.json and config.yaml hold what was found, so that a resumed or repeated run has the same.
+Sizes double from 1, or grow to the largest size that is predicted to fit from the memory of the last two, while a step raises the
+network evaluations per second by a factor of `GAIN` or more. A fraction `HEADROOM` of a GPU's memory stays free for image
+decoding, the reward's network and fragmentation, which are not measured. On the CPU only the speed counts. The sizes change
+results only by float rounding. The run's config.json and config.yaml contain the sizes, so a resumed or repeated run uses the
+same.
 """
 
 import math
@@ -19,11 +20,11 @@ from flowrl.training.memory import Peak, drop_gradients, largest_batch, later_by
 from flowrl.training.trainer import Trainer
 
 HEADROOM = 0.1
-"""Share of the GPU's memory that stays free."""
+"""Fraction of the GPU's memory that stays free."""
 GAIN = 1.05
-"""A larger batch must give this many times the evaluations per second of the smaller one."""
+"""Smallest ratio of the evaluations per second of a larger batch to those of the smaller one."""
 REPEATS = 3
-"""Timed calls of a size, of which the fastest counts."""
+"""Timed calls per size; the fastest one counts."""
 
 
 @runtime_checkable
@@ -31,13 +32,19 @@ class Checkpointed(Protocol):
     """A policy whose gradient checkpointing can be switched."""
 
     def checkpoint_gradients(self, on: bool) -> None:
-        """Recompute activations in the backward pass, or not."""
+        """Set whether the backward pass recomputes activations."""
         ...
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A call on one batch: bytes in use before it, most bytes in use at once, seconds."""
+    """A measured call on one batch.
+
+    Args:
+        held: bytes in use before the call.
+        bytes: peak of the bytes in use.
+        seconds: duration.
+    """
 
     held: int
     bytes: int
@@ -46,8 +53,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Trial:
-    """A batch that fits in all processes: evaluations per second of the slowest, and the largest batch that is predicted to fit
-    in all of them (None: any)."""
+    """A batch that fits in all processes.
+
+    Args:
+        batch: number of latents.
+        rate: evaluations per second of the slowest process.
+        fits: the largest batch that is predicted to fit in all processes; None: any.
+    """
 
     batch: int
     rate: float
@@ -56,7 +68,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Growth:
-    """The size that growing ended with (None: not even 1 fits), and whether a larger one was left out for want of memory."""
+    """The result of growing a batch.
+
+    Args:
+        best: the last size with a gain in speed; None: not even 1 fits.
+        full: whether memory excluded a larger size.
+    """
 
     best: Trial | None
     full: bool
@@ -68,12 +85,12 @@ class Growth:
 
 
 def find_batches(trainer: Trainer) -> None:
-    """Replace the sizes of `trainer.config` that are auto by the ones that are found, and let the trainer use them.
+    """Replace the auto sizes in `trainer.config` by measured ones.
 
-    With `micro_batch` auto, gradient checkpointing that is on is switched off unless memory limits the size without it and the
-    size with it gives more evaluations per second. All processes call this and find the same sizes, for which the slowest and
-    fullest of them counts. Draws from its own generator and leaves no gradient. Raises `TrainingError` if not even a batch of 1
-    fits.
+    If `micro_batch` is auto and gradient checkpointing is on, it is switched off unless memory limits the size without it and the
+    size with it gives more evaluations per second. All processes call this and get the same sizes, determined by the slowest
+    process and the one with the least free memory. Uses a separate generator and leaves no gradient. Raises `TrainingError` if
+    not even a batch of 1 fits.
     """
     config, policy = trainer.config, trainer.policy
     if "auto" not in (config.optim.micro_batch, config.rollout.max_batch):
@@ -104,14 +121,23 @@ def find_batches(trainer: Trainer) -> None:
 def _size(setting: str, found: Growth) -> int:
     if found.best is None:
         raise TrainingError(
-            f"{setting} auto: not even 1 fits into the GPU's memory, of which {HEADROOM:.0%} stay free. Use "
+            f"{setting} auto: not even a batch of 1 fits into {1 - HEADROOM:.0%} of the GPU's memory. Use "
             "gradient_checkpointing, a smaller resolution, lora_rank or dtype, chunk 1 or offload, or a smaller model"
         )
     return found.best.batch
 
 
 def grow(trainer: Trainer, train: bool, limit: int) -> Growth:
-    """The batch up to `limit` beyond which a step brings less than `GAIN`, with a gradient (`train`) or without."""
+    """The largest batch up to `limit` at which a step still gains a factor of `GAIN` in speed.
+
+    Args:
+        trainer: the trainer.
+        train: measure calls with a gradient.
+        limit: largest batch.
+
+    Returns:
+        The batch, and whether memory excluded a larger one.
+    """
     best: Trial | None = None
     before: Peak | None = None
     batch = 1
@@ -130,8 +156,11 @@ def grow(trainer: Trainer, train: bool, limit: int) -> Growth:
 
 
 def _together(trainer: Trainer, batch: int, train: bool, before: Peak | None) -> tuple[Trial | None, Peak | None]:
-    """The trial of `batch` in all processes (None if it does not fit in one), and this process's peak. `before` is that of the
-    batch before; the first line goes through what is in use without a call, and so predicts too much rather than too little."""
+    """The trial of `batch` in all processes (None if it does not fit in one), and this process's peak.
+
+    `before` is the peak of the previous batch. The first prediction is a line through the memory in use without a call, and
+    therefore too large rather than too small.
+    """
     distributed = trainer.distributed
     own: tuple[float, int | None] | None = None
     with distributed.shared_errors():
@@ -139,7 +168,7 @@ def _together(trainer: Trainer, batch: int, train: bool, before: Peak | None) ->
             now, there = measured(trainer, batch, train), room(trainer.policy.device) - later_bytes(trainer)
         except torch.OutOfMemoryError as error:
             drop_gradients(trainer)
-            if distributed.sharded and distributed.world_size > 1:  # the others are waiting inside the network
+            if distributed.sharded and distributed.world_size > 1:  # the other processes wait inside the network
                 setting = "micro_batch" if train else "max_batch"
                 text = f"{setting} auto: memory ran out at {batch}; choose a smaller {setting}, or gradient_checkpointing"
                 raise TrainingError(text) from error
@@ -157,7 +186,7 @@ def _together(trainer: Trainer, batch: int, train: bool, before: Peak | None) ->
 
 
 def room(device: torch.device) -> float:
-    """Bytes that this process may use: what is free and what PyTorch holds already, less the headroom. Unlimited on the CPU."""
+    """Bytes that this process may use: free memory and PyTorch's reserve, less the headroom. Infinite on the CPU."""
     if device.type != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info(device)
@@ -165,10 +194,19 @@ def room(device: torch.device) -> float:
 
 
 def measured(trainer: Trainer, batch: int, train: bool) -> Measured:
-    """Network calls on `batch` latents: their peak memory (0 on the CPU, whose peak cannot be reset), and the fastest's time."""
+    """Peak memory (0 on the CPU, whose peak cannot be reset) and time of the fastest of several network calls.
+
+    Args:
+        trainer: the trainer.
+        batch: number of latents.
+        train: measure calls with a gradient.
+
+    Returns:
+        Memory and time.
+    """
     device = trainer.policy.device
     if batch == 1:
-        velocities(trainer, 1, train)  # what is allocated once and for all: handles, workspaces, prompts
+        velocities(trainer, 1, train)  # allocates permanent memory: handles, workspaces, prompts
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     peak = peak_memory_during(lambda: velocities(trainer, batch, train), device) if device.type == "cuda" else 0
     return Measured(held, peak, min(_seconds(trainer, batch, train) for _ in range(REPEATS)))

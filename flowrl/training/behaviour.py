@@ -1,4 +1,4 @@
-"""Copies of the trained weights that follow them slowly: the old policy of a forward-process loss, its averages."""
+"""Copies of the trained weights that follow them slowly: the old policy and the averages of a forward-process loss."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -15,13 +15,19 @@ from flowrl.training.optim import update_average, weights_replaced
 
 
 class Behaviour:
-    """A copy `name` of a policy's `parameters`, which follows them as its `copy` declares.
+    """A copy of a policy's parameters that follows them as declared.
 
     The trainer calls `after_update` after every step that the optimizer has taken and `after_iteration` at the end of an
     iteration, both with the number of steps so far. Within `weights` the policy has the copy's weights.
 
-    `is_current`: the copy equals the policy's weights, because it was just made or its decay was 0 and no step has followed.
-    Its velocity is then the current one without gradient, and needs no evaluation. `state` and `restore` as for the trainer.
+    `is_current`: the copy equals the policy's weights, because it is new, or its decay was 0 and no step has followed. Its
+    velocity is then the current one without gradient and needs no evaluation. `state` and `restore` as for the trainer.
+
+    Args:
+        name: name of the copy.
+        copy: the loss's declaration.
+        policy: the policy.
+        parameters: the trained parameters by name.
     """
 
     def __init__(self, name: str, copy: WeightCopy, policy: FlowPolicy, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -31,13 +37,13 @@ class Behaviour:
         self.is_current = True
 
     def after_update(self, steps: int) -> None:
-        """The optimizer has changed the weights, with step number `steps`."""
+        """Update the copy after optimizer step number `steps`."""
         self.is_current = False
         if self.copy.every == "update":
             self._follow(steps)
 
     def after_iteration(self, steps: int) -> None:
-        """An iteration has ended after `steps` optimizer steps."""
+        """Update the copy after an iteration, when the optimizer has taken `steps` steps."""
         if self.copy.every == "iteration":
             self._follow(steps)
 
@@ -53,7 +59,7 @@ class Behaviour:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Within this context the policy has the copy's weights; nothing is replaced if they are the current ones."""
+        """Within this context the policy has the copy's weights; nothing is replaced if they are current."""
         if self.is_current:
             yield
             return
@@ -61,13 +67,18 @@ class Behaviour:
             yield
 
     def state(self) -> Checkpoint:
-        """The copy under names that begin with "copy."; full tensors in the main process, in which sharded ones are gathered."""
+        """The copy under names that begin with "copy.".
+
+        The main process has full tensors, gathered from all processes if they are sharded.
+        """
         tensors = full_tensors(dict(zip(self.names, self.values, strict=True)))
         prefix = f"copy.{self.name}"
         return Checkpoint({f"{prefix}.{name}": t.clone() for name, t in tensors.items()}, {f"{prefix}.current": self.is_current})
 
     def restore(self, checkpoint: Checkpoint, distributed: Distributed = Distributed()) -> None:
-        """Go on from `state()`, in place; the main process's checkpoint counts. Raises `ConfigError` if it lacks this copy."""
+        """Continue from `state()`, in place, with the main process's checkpoint. Raises `ConfigError` if it does not contain this
+        copy.
+        """
         prefix = f"copy.{self.name}."
         found = {name.removeprefix(prefix): t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
         with distributed.shared_errors():
@@ -80,7 +91,13 @@ class Behaviour:
 
 
 class Copies:
-    """All the copies that a loss declares, by name; none for a loss that declares none. `steps` counts the optimizer's steps."""
+    """All copies that a loss declares, by name. `steps` counts the optimizer's steps.
+
+    Args:
+        loss: the loss.
+        policy: the policy.
+        parameters: the trained parameters by name.
+    """
 
     def __init__(self, loss: PolicyLoss | ForwardLoss, policy: FlowPolicy, parameters: Mapping[str, nn.Parameter]) -> None:
         declared = loss.copies if isinstance(loss, ForwardLoss) else {}
@@ -89,24 +106,24 @@ class Copies:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Within this context the policy has the weights that trajectories are sampled with: its own, or those of a copy."""
+        """Within this context the policy has the weights for sampling: its own, or those of a copy."""
         chosen = [copy for copy in self.by_name.values() if copy.samples(self.steps)]
         with chosen[0].weights() if chosen else nullcontext():
             yield
 
     def after_update(self) -> None:
-        """The optimizer has taken a step."""
+        """Count an optimizer step, and update the copies."""
         self.steps += 1
         for copy in self.by_name.values():
             copy.after_update(self.steps)
 
     def after_iteration(self) -> None:
-        """An iteration has ended."""
+        """Update the copies after an iteration."""
         for copy in self.by_name.values():
             copy.after_iteration(self.steps)
 
     def state(self) -> Checkpoint:
-        """Of all copies; empty if there are none."""
+        """The state of all copies; empty if there are none."""
         states = [copy.state() for copy in self.by_name.values()]
         values = {"optimizer_steps": self.steps} if states else {}
         return Checkpoint(
@@ -115,7 +132,7 @@ class Copies:
         )
 
     def restore(self, checkpoint: Checkpoint, distributed: Distributed) -> None:
-        """Go on from `state()`."""
+        """Continue from `state()`."""
         for copy in self.by_name.values():
             copy.restore(checkpoint, distributed)
         self.steps = int(distributed.gather(checkpoint.values.get("optimizer_steps", 0))[0])

@@ -28,8 +28,10 @@ from flowrl.worlds.base import PolicyOptions, World, check_hash, model_world, wo
 
 
 def make_world(config: RunConfig) -> World:
-    """The world by name, or the one that a model, its prompts and its reward make up. Raises `ConfigError` for a task or a form
-    that it does not have."""
+    """The world by name, or the world of a model, its prompts and its reward.
+
+    Raises `ConfigError` for a task or a form that the world does not have.
+    """
     environment, model = config.environment, config.policy.model
     chosen = world(environment.world) if not model else model_world(
         model, environment.prompts, environment.heldout_prompts, environment.reward, model_options(config)
@@ -41,7 +43,7 @@ def make_world(config: RunConfig) -> World:
 
 
 def make_method(config: RunConfig) -> Method:
-    """The method by name, with this run's sampler, clip and KL weight; its rule is tried on a random table first.
+    """The method by name, with this run's sampler, clip and KL weight; its rule is applied to a random table as a check.
 
     Raises `ConfigError` if no step is stochastic or none is trained, or for an unknown part; `CreditError` if the rule breaks its
     contract.
@@ -50,7 +52,7 @@ def make_method(config: RunConfig) -> Method:
     schedule, loss = trial_schedule(config), make_loss(config)
     if isinstance(loss, ForwardLoss):
         loss.times.draw(schedule, 1, torch.Generator().manual_seed(0))
-        require(algorithm.trained_steps == "all", "trained_steps", algorithm.trained_steps, "all: this loss has times of its own")
+        require(algorithm.trained_steps == "all", "trained_steps", algorithm.trained_steps, "all: this loss draws training times")
         loss_guidance(config)
     else:
         allowed = "left out: log-probabilities are those of the velocities that sample; a forward-process loss may train others"
@@ -65,14 +67,16 @@ def make_method(config: RunConfig) -> Method:
 
 
 def make_loss(config: RunConfig) -> PolicyLoss | ForwardLoss:
-    """The loss by name, with this run's clip and KL weight if it has such options and the spec does not set them; a method's own
-    for "clipped" with a forward-process method (`flowrl.methods.method_loss`)."""
+    """The loss by name, with this run's clip and KL weight if it has such options and the spec does not set them.
+
+    For "clipped" with a forward-process method, the method's published loss (`flowrl.methods.method_loss`).
+    """
     algorithm = config.algorithm
     return method_loss(algorithm.method, algorithm.loss, clip_range=algorithm.clip_range, kl_weight=algorithm.kl_weight)
 
 
 def make_reward(config: RunConfig) -> AnyReward:
-    """The reward that training uses: the task's own in `reward_form`, or `reward`; with the run's noise and bias, if any."""
+    """The training reward: `reward`, or the task's reward in `reward_form`, with the run's noise and bias."""
     environment = config.environment
     if environment.reward:
         model: AnyReward = build("reward", environment.reward, device=config.policy.device)
@@ -87,7 +91,7 @@ def make_reward(config: RunConfig) -> AnyReward:
 
 
 def check(config: RunConfig) -> None:
-    """Raise what is wrong with the world, the method and the names of the rewards of `config`; builds no network."""
+    """Raise an error if the world, the method or a name of a reward in `config` is not allowed; builds no network."""
     world = make_world(config)
     make_method(config)
     if config.environment.reward:
@@ -98,13 +102,32 @@ def check(config: RunConfig) -> None:
 
 
 def make_policy(config: RunConfig, device: str = "") -> FlowPolicy:
-    """The untrained policy, on `device` or the run's own."""
+    """The untrained policy.
+
+    Args:
+        config: the run.
+        device: name of the device; empty for the run's.
+
+    Returns:
+        The policy.
+    """
     return make_world(config).policy(replace(policy_options(config), device=device or config.policy.device))
 
 
 def make_trainer(config: RunConfig, distributed: Distributed = Distributed(), world: World | None = None) -> Trainer:
-    """A trainer of `config`: the policy, the method, the reward and the training prompts of its world (or of `world`). Its own
-    `config` has the sizes that were found for those that are auto (`training.batches`)."""
+    """A trainer of `config`, in whose own `config` the auto sizes are replaced by measured ones (`training.batches`).
+
+    Args:
+        config: the run.
+        distributed: the processes.
+        world: the world that provides policy, reward and prompts; None for the run's.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        ConfigError: a setting is not allowed, or the trajectories do not fit into main memory.
+    """
     world, method = world or make_world(config), make_method(config)
     reward = make_reward(config)  # before the policy: its errors should not wait for a large model
     prompts = world.prompts(config.environment.task, "train")
@@ -116,16 +139,26 @@ def make_trainer(config: RunConfig, distributed: Distributed = Distributed(), wo
 
 
 def require_room(config: RunConfig, latent_shape: Sequence[int], processes: int) -> None:
-    """Raise `ConfigError` if the trajectories (nodes and velocities in float32) are larger than this machine's main memory."""
+    """Check that the trajectories (nodes and velocities in float32) fit into this machine's main memory.
+
+    Args:
+        config: the run.
+        latent_shape: shape of one latent.
+        processes: number of processes on this machine.
+
+    Raises:
+        ConfigError: the trajectories are too large.
+    """
     rollout = config.rollout
     needed = 4 * math.prod(latent_shape) * rollout.groups * rollout.group_size * (2 * rollout.num_steps + 1) // processes
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else needed
     sizes = f"{rollout.groups} x {rollout.group_size} samples of {rollout.num_steps} steps"
-    require(needed <= there, "groups", rollout.groups, f"{sizes} take {needed / 1e9:.3g} GB, and {there / 1e9:.3g} GB are there")
+    found = f"{sizes} take {needed / 1e9:.3g} GB, and the machine has {there / 1e9:.3g} GB"
+    require(needed <= there, "groups", rollout.groups, found)
 
 
 def model_options(config: RunConfig) -> ModelOptions:
-    """How the run's diffusers pipeline becomes a policy."""
+    """The policy options of the run's diffusers pipeline."""
     p = config.policy
     return ModelOptions(
         height=p.resolution, width=p.width or p.resolution, num_frames=p.num_frames, guidance_scale=p.guidance_scale,
@@ -140,14 +173,16 @@ def model_options(config: RunConfig) -> ModelOptions:
 
 
 def policy_options(config: RunConfig) -> PolicyOptions:
-    """What the world's policy is built from; the seed draws the adapter's initial matrices."""
+    """The options of the world's policy; the seed draws the adapter's initial matrices."""
     p = config.policy
     return PolicyOptions(p.lora_rank, p.lora_alpha, config.seed, p.device, p.dtype, p.base_weights)
 
 
 def trial_schedule(config: RunConfig) -> Schedule:
-    """An even grid with this run's stds, for checks before anything is built. Raises `ConfigError` without a stochastic step,
-    unless the loss needs none."""
+    """An even grid with this run's stds, for checks before anything is built.
+
+    Raises `ConfigError` without a stochastic step, unless the loss needs none.
+    """
     algorithm = config.algorithm
     schedule = even_schedule(config.rollout.num_steps, run_sampler(config))
     stds = schedule.stds
@@ -162,8 +197,10 @@ def trial_schedule(config: RunConfig) -> Schedule:
 
 
 def first_trained_steps(config: RunConfig) -> torch.Tensor:
-    """The steps of a first iteration's loss; every iteration has as many. Raises `ConfigError` if there are none, or if there
-    might be none in a later iteration."""
+    """The steps of the first iteration's loss; every iteration has equally many.
+
+    Raises `ConfigError` if there are none, or if a later iteration may have none.
+    """
     chosen, sampler = config.algorithm.trained_steps, run_sampler(config)
     fits = not isinstance(sampler, RandomSampler) or chosen == "all" or chosen.startswith("random:")
     require(fits, "trained_steps", chosen, "all or random:FRACTION with stochastic steps that are drawn every iteration")
@@ -171,13 +208,23 @@ def first_trained_steps(config: RunConfig) -> torch.Tensor:
 
 
 def run_sampler(config: RunConfig) -> Sampler | RandomSampler:
-    """The run's sampler; for "flow-sde", the default, a method's own if it has one (`flowrl.methods.OWN_SAMPLERS`)."""
+    """The run's sampler; for the default "flow-sde", the method's published sampler if it has one
+    (`flowrl.methods.OWN_SAMPLERS`).
+    """
     algorithm = config.algorithm
     return make_sampler(algorithm.sampler, algorithm.noise_level, algorithm.window, algorithm.method)
 
 
 def even_schedule(steps: int, sampler: Sampler | RandomSampler) -> Schedule:
-    """An even grid with a sampler's stds; for a sampler that is drawn every iteration, those of its first draw."""
+    """An even grid with a sampler's stds; for a sampler that changes between iterations, those of its first draw.
+
+    Args:
+        steps: number of steps.
+        sampler: the sampler.
+
+    Returns:
+        The schedule.
+    """
     grid = uniform_schedule(steps)
     if isinstance(sampler, RandomSampler):
         sampler = sampler.draw(grid, torch.Generator().manual_seed(0))
@@ -185,10 +232,19 @@ def even_schedule(steps: int, sampler: Sampler | RandomSampler) -> Schedule:
 
 
 def trained_policy(folder: Path, device: str = "", trust: bool = False) -> tuple[FlowPolicy, RunConfig]:
-    """The policy of a finished run with its averaged weights. Raises `ConfigError` or `CheckpointError`.
+    """The policy of a finished run with its averaged weights.
 
-    `trust` as in `load_config`: the run's settings may name code.
-    `device` defaults to the CPU for a built-in world, and to the run's own, if there is one, for a model.
+    Args:
+        folder: the run's folder.
+        device: name of the device; empty for the CPU, or for a model for the run's device if CUDA is available.
+        trust: allow settings that name code (see `load_config`).
+
+    Returns:
+        The policy and the run's settings.
+
+    Raises:
+        ConfigError: the settings are not allowed.
+        CheckpointError: the weights are missing, damaged or of another model.
     """
     if not (folder / "weights.safetensors").is_file():
         raise CheckpointError(
@@ -202,7 +258,15 @@ def trained_policy(folder: Path, device: str = "", trust: bool = False) -> tuple
 
 
 def load_trained(policy: FlowPolicy, folder: Path) -> None:
-    """Put the averaged weights of the finished run in `folder` into its policy. Raises `CheckpointError`."""
+    """Load the averaged weights of a finished run into its policy.
+
+    Args:
+        policy: the policy.
+        folder: the run's folder.
+
+    Raises:
+        CheckpointError: the weights are missing, damaged or of another model.
+    """
     path = folder / "weights.safetensors"
     tensors, named = load_weights(path), policy.trainable()
     if {name: parameter.shape for name, parameter in named.items()} != {name: t.shape for name, t in tensors.items()}:

@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file each, written under a temporary name in the same folder, flushed to the disk, and renamed."""
+"""Checkpoints: one safetensors file each, written atomically (a temporary name in the same folder, fsync, rename)."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ FORMAT = "flowrl-checkpoint-4"
 
 
 def to_resume(run: Path) -> str:
-    """The command that goes on with the run in the folder `run`, with --trust if its settings need that."""
+    """The command that resumes the run in the folder `run`, with --trust if its settings need it."""
     option = ""
     with suppress(FlowrlError):
         option = trust_option(load_config(run / "config.json", trust=True).flat())
@@ -33,16 +33,25 @@ def to_resume(run: Path) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Named tensors and plain values."""
+    """The state of a run.
+
+    Args:
+        tensors: tensors by name.
+        values: values that JSON can represent, by name.
+    """
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write the checkpoint to the file `path`; an old file stays until the new one is complete and on the disk.
+    """Write a checkpoint atomically: an old file remains until the new one is complete and on the disk.
 
-    The metadata of the safetensors file has the format, the plain values as JSON, and a hash of values and tensors.
+    The metadata of the safetensors file contain the format, the plain values as JSON, and a hash of values and tensors.
+
+    Args:
+        path: the file.
+        checkpoint: the checkpoint.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
     values = json.dumps(checkpoint.values)
@@ -54,13 +63,18 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write trained weights to the safetensors file `path`, with a hash of names, types, shapes and values in its metadata."""
+    """Write trained weights as a safetensors file, with a hash of names, types, shapes and values in its metadata.
+
+    Args:
+        path: the file.
+        tensors: the weights by name.
+    """
     found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_bytes(path, save(found, {"sha256": _hash(found, "")}))
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The inverse of `save_weights`. Raises a `CheckpointError` for a file that is not as it was written."""
+    """The inverse of `save_weights`. Raises `CheckpointError` for a file that was changed or cannot be read."""
     try:
         data = path.read_bytes()
         tensors = load(data)
@@ -78,7 +92,7 @@ def _card(data: bytes) -> dict[str, str]:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read the checkpoint in the file `path`. Raises a `CheckpointError` that says what is wrong with it."""
+    """Read the checkpoint in the file `path`. Raises `CheckpointError` with the reason if it cannot be used."""
     if not path.is_file():
         raise CheckpointError(f"checkpoint: {path} does not exist")
     try:
@@ -112,10 +126,14 @@ def _hash(tensors: Mapping[str, Tensor], values: str) -> str:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of the run in folder `run`: `run`/checkpoints/000010.safetensors after iteration 10, and so on.
+    """The checkpoints of a run: `run`/checkpoints/000010.safetensors after iteration 10, and so on.
 
-    `save` keeps the newest `keep` and deletes an older one only when the newer is complete and on the disk, so a complete one can
-    be read at every moment after the first save.
+    `save` deletes an old checkpoint only when a newer one is complete and on the disk. After the first save a complete checkpoint
+    exists at all times.
+
+    Args:
+        run: the run's folder.
+        keep: number of newest checkpoints to keep.
     """
 
     run: Path
@@ -123,17 +141,17 @@ class Checkpoints:
 
     @property
     def folder(self) -> Path:
-        """Where the numbered ones are."""
+        """The folder of the numbered files."""
         return self.run / "checkpoints"
 
     def names(self) -> list[str]:
-        """Oldest first. Raises `CheckpointError` for checkpoints of an older version, which were folders."""
+        """Names, oldest first. Raises `CheckpointError` for checkpoints of an older version, which were folders."""
         for card in self.folder.glob("*/checkpoint.json"):
             raise _other_version(card.parent, "flowrl-checkpoint-3 or older")
         return sorted((path.stem for path in self.folder.glob("[0-9]*.safetensors")), key=int)
 
     def newest(self) -> str:
-        """A sentence about the newest one."""
+        """A sentence about the newest checkpoint."""
         names = self.names()
         return f"Checkpoint {names[-1]} is complete" if names else "There was no checkpoint yet"
 
@@ -142,25 +160,27 @@ class Checkpoints:
         return self.folder / f"{name}.safetensors"
 
     def save(self, checkpoint: Checkpoint, iteration: int) -> None:
-        """Write the checkpoint of `iteration`, then delete those that are no longer kept."""
+        """Write the checkpoint of `iteration`, then delete all but the newest `keep`."""
         name = f"{iteration:06d}"
         save_checkpoint(self.path(name), checkpoint)
         others = [other for other in self.names() if other != name]
         self._delete([*map(self.path, others[: max(0, len(others) - self.keep + 1)]), *self.folder.glob("*.tmp")])
 
     def forget_after(self, name: str) -> None:
-        """Delete what is newer than `name`, the newest first, so that a crash leaves no gap."""
+        """Delete checkpoints newer than `name`, the newest first, so that a crash leaves no gap."""
         self._delete(self.path(other) for other in reversed(self.names()) if int(other) > int(name))
 
     def _delete(self, paths: Iterable[Path]) -> None:
-        """What cannot be deleted stays until the next save."""
+        """Delete files; files that cannot be deleted remain until the next save."""
         for path in paths:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
     def load(self, name: str = "") -> Checkpoint:
-        """Checkpoint `name`, or the newest. Raises `CheckpointError` where it is missing or damaged, with the way to go on from
-        an earlier one that is complete."""
+        """Checkpoint `name`, or the newest.
+
+        Raises `CheckpointError` if it is missing or damaged, with the command that resumes from an earlier complete one.
+        """
         names = self.names()
         if not names or (name and name not in names):
             there = f"; there are {', '.join(names)}" if names else ""
@@ -173,7 +193,7 @@ class Checkpoints:
             advice = (
                 f"There is no earlier one in {self.run} (keep_checkpoints = {self.keep}; 2 or more keeps some)"
                 if earlier is None
-                else f"Checkpoint {earlier} is complete; go on from there with: {to_resume(self.run)} --from {earlier}"
+                else f"Checkpoint {earlier} is complete; resume from it with: {to_resume(self.run)} --from {earlier}"
             )
             raise CheckpointError(f"{error}. {advice}") from error
 
@@ -186,21 +206,31 @@ class Checkpoints:
 
 
 PER_PARAMETER = ("weight.", "average.", "optimizer.", "copy.")
-"""Beginnings of the names of tensors that belong to a parameter."""
+"""Prefixes of the names of tensors that belong to a parameter."""
 
 
 def training_state(
     parameters: Mapping[str, nn.Parameter], average: Sequence[Tensor], optimizer: torch.optim.Optimizer
 ) -> Checkpoint:
-    """Full weights, averages and optimizer state (its plain numbers are values). They are in the main process's main memory;
-    other processes get an empty checkpoint, and with sharded weights must call this too."""
+    """Full weights, averages and optimizer state, in the main process's main memory.
+
+    With sharded weights all processes must call this.
+
+    Args:
+        parameters: the trained parameters by name.
+        average: their averages, in the same order.
+        optimizer: the optimizer.
+
+    Returns:
+        The state; its plain numbers are values. Empty in other processes than the main one.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     tensors = {f"weight.{name}": tensor for name, tensor in full_tensors(parameters).items()}
     averages = full_tensors(dict(zip(parameters, average, strict=True)))
     tensors |= {f"average.{name}": tensor for name, tensor in averages.items()}
     numbers: dict[str, Any] = {}
-    if optimizer.state:  # PyTorch would take a step to fill it
+    if optimizer.state:  # if it is empty, PyTorch would take a step to fill it
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state: Any = get_optimizer_state_dict(as_module(parameters.values()), optimizer, options=options).get("state", {})
         for i, name in enumerate(parameters):
@@ -216,8 +246,18 @@ def restore_training_state(
     optimizer: torch.optim.Optimizer,
     distributed: Distributed,
 ) -> None:
-    """The inverse of `training_state`, in place; the main process's checkpoint counts, on any number of processes. Raises
-    `ConfigError` if it belongs to other parameters."""
+    """The inverse of `training_state`, in place, on any number of processes.
+
+    Args:
+        checkpoint: the state; only the main process's is used.
+        parameters: the trained parameters by name.
+        average: their averages, in the same order.
+        optimizer: the optimizer.
+        distributed: the processes.
+
+    Raises:
+        ConfigError: the state belongs to other parameters.
+    """
     with distributed.shared_errors():
         for name, parameter in parameters.items() if distributed.is_main else ():
             found = checkpoint.tensors.get(f"weight.{name}")

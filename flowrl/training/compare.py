@@ -24,13 +24,26 @@ from flowrl.workers import Worker, run_jobs, usable_cores
 LONGEST = 200
 """Bytes in the name of a run's folder; file systems allow 255."""
 IMPORTS = {"shapes": ("diffusers.models.transformers.transformer_sd3", "peft")}
-"""What the policy of a world imports when it is built."""
+"""Modules that a world's policy imports when it is built."""
 PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """What is compared: methods x seeds, all else equal. `credit` adds rules by spec (`flowrl.registry`)."""
+    """A comparison of methods x seeds with equal settings.
+
+    Args:
+        run: settings of all runs.
+        methods: names of methods.
+        seeds: one or more seeds.
+        credit: further credit rules by spec (`flowrl.registry`).
+        preset: name of the preset, for the record.
+        command: the command line, for the record.
+        method_settings: settings by method, in addition to `run`.
+
+    Raises:
+        ConfigError: there are no methods or seeds, or one of them occurs twice.
+    """
 
     run: RunConfig
     methods: tuple[str, ...] = PAPERS
@@ -62,7 +75,7 @@ class CompareConfig:
             require(other is name, "methods", name, f"a rule whose folder is not that of {other!r}, {folder}")
 
     def names(self) -> list[str]:
-        """Methods as they are called in tables: built-in names, then the added rules (a file's by their class)."""
+        """Names of the methods in tables: built-in names, then the added rules (a file's rule by its class)."""
         return [*self.methods, *map(rule_name, self.credit)]
 
     def jobs(self) -> dict[str, RunConfig]:
@@ -77,7 +90,7 @@ class CompareConfig:
         return result
 
     def as_dict(self) -> dict[str, Any]:
-        """What config.json records; `from_dict` reads it back."""
+        """The content of config.json, which `from_dict` reads."""
         return {
             "methods": self.names(),
             "seeds": list(self.seeds),
@@ -93,8 +106,11 @@ class CompareConfig:
 
     @staticmethod
     def from_dict(values: dict[str, Any], trust: bool = False, source: object = "config.json") -> "CompareConfig":
-        """The inverse of `as_dict`. Raises `ConfigError` where entries are missing, and without `trust` for what the file
-        `source` may not name (`flowrl.trust`)."""
+        """The inverse of `as_dict`.
+
+        Raises `ConfigError` if entries are missing and, without `trust`, for entries that the file `source` may not contain
+        (`flowrl.trust`).
+        """
         missing = sorted({"methods", "seeds", "run"} - set(values))
         if missing:
             raise ConfigError(f"config: no entry {', '.join(missing)}; a comparison's config.json is needed")
@@ -113,7 +129,7 @@ class CompareConfig:
 
 
 def rule_name(spec: str) -> str:
-    """What tables call a rule: its spec, without the path of a file."""
+    """A rule's name in tables: its spec, without the path of a file."""
     path, mark, rest = spec.partition(".py:")
     return rest if mark and "(" not in path else spec
 
@@ -123,7 +139,7 @@ Watcher = Callable[[dict[str, dict[str, Any]]], None]
 
 
 def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool, changed_code: bool) -> bool | str:
-    """Whether the run is finished; what ended it, if an error did: the other runs go on."""
+    """Whether the run is finished, or the message of the error that ended it; the other runs continue."""
     run = Run(config, folder, worker.send, worker.stopped, shared=folder.parent, changed_code=changed_code)
     try:
         return run.execute(resume)
@@ -147,9 +163,25 @@ def compare(
     watch: Watcher | None = None,
     changed_code: bool = False,
 ) -> bool:
-    """Run all jobs in `out`/runs, `workers` at a time (0: one per core, at most 16), one thread each, so that the numbers do not
-    depend on the machine's cores. Returns False when Ctrl-C paused it: `resume` then goes on with the same numbers. Raises
-    `ConfigError` that names the other process if one is at work in `out`. `changed_code` as for `Run`."""
+    """Run all jobs in `out`/runs, resumable.
+
+    Each worker has one thread, so results do not depend on the number of cores.
+
+    Args:
+        config: the comparison.
+        out: its folder.
+        resume: continue the comparison in `out` instead of starting one.
+        workers: number of processes; 0: one per core, at most 16.
+        watch: called with the states of all jobs.
+        changed_code: as for `Run`.
+
+    Returns:
+        Whether all runs are finished; False if Ctrl-C paused them. `resume` then continues with the same results.
+
+    Raises:
+        ConfigError: another process works in `out`, which the message names, or `out` contains another comparison.
+        PartError: some runs failed.
+    """
 
     def started() -> bool:
         return any(map(has_progress, out.glob("runs/*")))
@@ -177,7 +209,7 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
         if isinstance(done, str):
             received(name, {"warning": f"the run failed: {done}"})
 
-    on_cpu = config.run.policy.device == "cpu"  # forks of a process that has seen a GPU cannot use it
+    on_cpu = config.run.policy.device == "cpu"  # forks of a process that has used a GPU cannot use it
     completed = run_jobs(
         _run_job,
         {name: (jobs[name], out / "runs" / name, resume, changed_code) for name in start_order(jobs)},
@@ -201,12 +233,23 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
 
 
 def start_order(jobs: dict[str, RunConfig]) -> list[str]:
-    """The runs in the order in which they start: those with a probe, which take longest, first."""
+    """The runs in their starting order: runs with a probe, which take longest, first."""
     return sorted(jobs, key=lambda name: isinstance(make_method(jobs[name]).credit.probe, NoProbe))
 
 
 def load_compare(path: Path, trust: bool = False) -> CompareConfig:
-    """The comparison that the file config.json at `path` describes; `trust` as in `load_config`."""
+    """The comparison that a config.json describes.
+
+    Args:
+        path: the file.
+        trust: as in `load_config`.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        ConfigError: the file cannot be read, or contains an entry that is not allowed.
+    """
     values, _ = load_document(path)
     with reading(path):
         as_kind(values, _File)

@@ -1,7 +1,4 @@
-"""The settings of a run: frozen groups of checked fields, the presets of the built-in worlds, and their file form.
-
-Nothing here builds anything: `flowrl.training.build` makes worlds, methods, policies and trainers from these settings.
-"""
+"""The settings of a run: frozen groups of checked fields, presets, and their file form. `flowrl.training.build` uses them."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -29,12 +26,14 @@ class Batches:
     """`micro_batch` and `max_batch` as numbers."""
 
     micro_batch: int
+    """(trajectory, step) pairs per backward pass."""
     max_batch: int
+    """Latents per network call without gradients."""
 
 
 @settings_group
 class EnvironmentConfig:
-    """What is trained on: prompts and a reward."""
+    """The task: prompts and a reward."""
 
     world: Literal["shapes", "mixture", "model"] = "shapes"
     """shapes (text to image), mixture (two dimensions), or model (see `model`)."""
@@ -43,7 +42,7 @@ class EnvironmentConfig:
     reward_form: str = "soft"
     """strict (0/1), graded (partial credit) or soft (continuous); reward (model)."""
     reward: str = ""
-    """A reward that replaces the task's own: NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts` lists names."""
+    """A reward that replaces the task's: NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts` lists names."""
     reward_noise: Annotated[float, Ge(0)] = 0.0
     """Standard deviation of the noise added to every training score; evaluation has none."""
     reward_bias: float = 0.0
@@ -57,7 +56,7 @@ class EnvironmentConfig:
 
 @settings_group
 class AlgorithmConfig:
-    """The method: how trajectories are sampled, how steps are credited, and what is minimised."""
+    """The method: sampling of trajectories, credit of steps, and loss."""
 
     method: str = "flow-grpo"
     """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo, tempflow-grpo,
@@ -65,22 +64,21 @@ class AlgorithmConfig:
     credit: str = ""
     """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class."""
     sampler: str = "flow-sde"
-    """flow-sde, dance-sde, cps, ddim-sde or, for forward-process losses, ode or multistep; a plug-in; path/to/file.py:Class. The
-    default means the own sampler with diffusion-nft, awm or dgpo; flow-sde() is Flow-SDE."""
+    """flow-sde, dance-sde, cps, ddim-sde or, for forward-process losses, ode or multistep; a plug-in; path/to/file.py:Class. With
+    diffusion-nft, awm or dgpo the default is the method's published sampler; flow-sde() is Flow-SDE."""
     noise_level: float = 0.7
     """The sampler's noise: a of flow-sde and ddim-sde, eta of dance-sde and cps."""
     window: str = "2:5"
     """Stochastic steps: all, all-but-last, START:SIZE, random:SIZE[:END][:RATIO], or sliding:SIZE[:STRIDE[:EVERY]]."""
     trained_steps: str = "all"
-    """Which of the stochastic steps enter the loss: all, all-but-last, START:SIZE, or random:FRACTION of them, drawn every
-    iteration."""
+    """Stochastic steps that enter the loss: all, all-but-last, START:SIZE, or random:FRACTION of them, drawn every iteration."""
     initial_noise: Literal["auto", "shared", "independent"] = "auto"
-    """Initial noise within a group: auto (as the method says), shared or independent."""
+    """Initial noise within a group: auto (as the method requires), shared or independent."""
     loss: str = "clipped"
     """clipped, grpo-guard, flow-dppo or policy-gradient, with options as in clipped(kl=without_delta); a plug-in or a file; or
-    diffusion-nft, awm or dgpo. The default means the own loss with a method of that name, which allows no policy loss."""
+    diffusion-nft, awm or dgpo. With a method of these names the default is its published loss; policy losses are not allowed."""
     clip_range: float = 2e-3
-    """Largest change of a ratio before its pair stops counting (losses that clip)."""
+    """Largest |ratio - 1|; beyond it a pair has no gradient (losses that clip)."""
     kl_weight: float = 0.0
     """Weight of the KL to the base model in the loss (beta in the papers)."""
     drop_zero_advantages: bool = False
@@ -89,7 +87,7 @@ class AlgorithmConfig:
 
 @settings_group
 class RolloutConfig:
-    """How many trajectories an iteration samples, and in which batches."""
+    """The number of trajectories per iteration, and their batches."""
 
     groups: Annotated[int, Ge(1), Le(10**6)] = 16
     """Prompts (groups) per iteration."""
@@ -98,13 +96,13 @@ class RolloutConfig:
     num_steps: Annotated[int, Ge(1), Le(10**5)] = 10
     """Denoising steps during training."""
     max_batch: Batch = 512
-    """Latents per network call without gradients; auto: found at the start by trying (`flowrl.training.batches`)."""
+    """Latents per network call without gradients; auto: measured at the start (`flowrl.training.batches`)."""
     chunk: Whole = 0
     """Groups rolled out at a time by each process, to save memory; 0 = all."""
     overlap_rewards: Switch = "auto"
-    """Score finished chunks while the next one is rolled out: true (needs a `chunk`), false, or auto: with remote rewards."""
+    """Score finished chunks during the rollout of the next one: true (needs a `chunk`), false, or auto: with remote rewards."""
     offload: bool = False
-    """Keep the trajectories in main memory between rollout and update."""
+    """Store the trajectories in main memory between rollout and update."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "RolloutConfig":
@@ -132,7 +130,7 @@ class OptimConfig:
     minibatches: Count = 4
     """Mini-batches (optimizer steps) per iteration; the trajectories are split between them."""
     micro_batch: Batch = 256
-    """(trajectory, step) pairs per backward pass; auto: found at the start by trying."""
+    """(trajectory, step) pairs per backward pass; auto: measured at the start."""
     ema_decay: Decay = 0.8
     """Decay of the averaged weights that evaluation uses, per optimizer step; 0 = no averaging."""
     loss_scale: Annotated[float, Ge(0)] = 65536.0
@@ -146,10 +144,10 @@ class OptimConfig:
 
 @settings_group
 class PolicyConfig:
-    """The network that is trained."""
+    """The trained network."""
 
     model: str = ""
-    """Train this model instead of a world's: the folder of a diffusers pipeline, or its name on the Hub."""
+    """Train this model instead of a built-in one: the folder of a diffusers pipeline, or its name on the Hub."""
     base_weights: str = ""
     """Base weights of a built-in world other than the shipped ones (made by `flowrl pretrain`)."""
     device: str = "cpu"
@@ -157,17 +155,17 @@ class PolicyConfig:
     dtype: Precision = "float32"
     """Precision of the network: float32, bfloat16 or float16 (transition mathematics is always float32)."""
     tuning: Literal["lora", "full"] = "lora"
-    """What of `model` is trained: lora or full."""
+    """Trained weights of `model`: lora or full."""
     lora_rank: Count = 8
     """Rank of the LoRA."""
     lora_alpha: Annotated[float, Gt(0)] = 16.0
     """Alpha of the LoRA: its product is scaled by alpha / rank."""
     lora_targets: tuple[str, ...] = ()
-    """Ends of the names of the layers of `model` that get a LoRA, as in attn.to_q; none: its family's, the attention."""
+    """Ends of the names of the layers of `model` that get a LoRA, as in attn.to_q; none: the attention layers."""
     adapter: str = ""
     """LoRA that `model` starts from (a file or folder that diffusers reads; `lora_rank` must be the file's)."""
     frozen_adapters: str = ""
-    """LoRAs of `model` that are in use but not trained: files or folders, as PATH or NAME=PATH, separated by commas."""
+    """LoRAs of `model` that are active but not trained: files or folders, as PATH or NAME=PATH, separated by commas."""
     resolution: Annotated[int, Ge(1), Le(2**14)] = 512
     """Height of the images or videos of `model` in pixels, and their width unless `width` is given."""
     width: Annotated[int, Ge(0), Le(2**14)] = 0
@@ -177,20 +175,20 @@ class PolicyConfig:
     guidance_scale: Annotated[float, Ge(1)] = 1.0
     """Classifier-free guidance of `model` in sampling, training and evaluation; 1 = off."""
     train_guidance_scale: Annotated[float, Ge(0)] = 0.0
-    """Guidance of the velocities in a forward-process loss; 1 = off: the conditional ones alone; 0 = `guidance_scale`."""
+    """Guidance of the velocities in a forward-process loss; 1 = off (conditional velocities); 0 = `guidance_scale`."""
     reference_guidance_scale: Annotated[float, Ge(0)] = 0.0
-    """That of the base model's velocity in a forward-process loss; 0 = `train_guidance_scale`."""
+    """Guidance of the base model's velocity in a forward-process loss; 0 = `train_guidance_scale`."""
     negative_prompt: str = ""
     """Negative prompt of the guidance of `model`."""
     guidance_gradient: Literal["both", "prompt"] = "both"
     """Branches of the guidance that the gradient flows through: both, or prompt (without the negative prompt's)."""
     max_sequence_length: Annotated[int, Ge(0), Le(512)] = 0
-    """Prompt length of the T5 encoder of `model`, or of its only encoder, in tokens; 0 = as its pipeline has it."""
+    """Prompt length of the T5 encoder of `model`, or of its only encoder, in tokens; 0 = the pipeline's default."""
     prompt_cache: Count = 2048
-    """Prompts of `model` whose embeddings are kept in main memory; those of further ones are kept in a temporary folder."""
+    """Prompt embeddings of `model` in main memory; further ones are stored in a temporary folder."""
     gradient_checkpointing: bool = False
     """Recompute activations of `model` in the backward pass: less memory, one more forward pass. With `micro_batch` auto it is
-    allowed to, and is switched off if the memory suffices without."""
+    switched off if the memory suffices."""
     attention_backend: str = ""
     """Kernels of the attention of `model` by diffusers' name, as in _native_cudnn or flash; none: diffusers' default."""
     decode_batch: Count = 8
@@ -244,14 +242,14 @@ class LoggingConfig:
 
 @settings_group
 class RunConfig:
-    """Everything one training run depends on. The defaults are the five-minute preset on the shapes world.
+    """All settings of a training run. The defaults are the five-minute preset on the shapes world.
 
     `RunConfig.of(groups=4, learning_rate=1e-3)` and `config.replace(seed=1)` name settings without their groups. Raises
     `ConfigError` naming the setting, its value and what is allowed.
     """
 
     seed: Seed = 0
-    """Draws the adapter's initial matrices, the order of the prompts and all noise."""
+    """Seed of the adapter's initial matrices, the order of the prompts and all noise."""
     iterations: Count = 12
     """Rollouts, each followed by its updates."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
@@ -268,7 +266,7 @@ class RunConfig:
         require((world == "model") == is_model, "world", world, "model if `model` is given, and only then")
         chosen = flat(self)
         for name in MODEL_ONLY if not is_model else ("base_weights",):
-            missing, own = "given with a `model`: the built-in worlds have no such thing", "left out: a `model` has its own"
+            missing, own = "left out without a `model`: built-in worlds have no such setting", "left out: a `model` has its own"
             need = own if is_model else missing
             require(chosen[name] == DEFAULTS[name], name, chosen[name], need)
         return self
@@ -284,15 +282,15 @@ class RunConfig:
 
     @staticmethod
     def from_dict(values: Any, trust: bool = False) -> "RunConfig":
-        """The inverse of `as_dict`. Raises `ConfigError` naming settings that do not exist or are not allowed, and, without
-        `trust`, for code, addresses and other things that need the user's own word (`flowrl.trust`)."""
+        """The inverse of `as_dict`. Raises `ConfigError` for unknown or invalid settings and, without `trust`, for settings with
+        code, addresses and similar entries that need the user's consent (`flowrl.trust`)."""
         check_format("config.json", values)
         return RunConfig.of(**trusted(read_values(values, RunConfig), "config.json", trust))
 
     @property
     def batches(self) -> Batches:
-        """The sizes as numbers. Until auto is found by a run's `make_trainer`, it counts as the default: on the CPU, of a model
-        or of a built-in world."""
+        """The sizes as numbers. Until `make_trainer` has measured them, auto counts as the CPU's default, of a model or of a
+        built-in world."""
         known: Any = MODEL_DEFAULTS if self.policy.model else DEFAULTS
         micro, most = self.optim.micro_batch, self.rollout.max_batch
         return Batches(known["micro_batch"] if micro == "auto" else micro, known["max_batch"] if most == "auto" else most)
@@ -310,9 +308,9 @@ DEFAULTS = {item.name: item.default for group in groups_of(RunConfig).values() f
 
 
 def load_config(path: Path, trust: bool = False, unused: tuple[str, ...] = (), planned: bool = False) -> RunConfig:
-    """The run that config.json or config.yaml describes; what it leaves out has its default (`planned`: see `Preset.apply`).
-    Raises `ConfigError`, without `trust` also for what a file may not name (`flowrl.trust`), except in settings that the caller
-    builds nothing from (`unused`)."""
+    """The run that the config.json or config.yaml at `path` describes; other settings have their defaults (`planned`: see
+    `Preset.apply`). Raises `ConfigError` if the file cannot be read and, without `trust`, for settings that need the user's
+    consent (`flowrl.trust`), except those from which the caller builds nothing (`unused`)."""
     values, _ = load_document(path)
     check_format(path, values)
     with reading(path):
@@ -326,11 +324,13 @@ class Preset:
     """A named set of changes to the defaults."""
 
     name: str
+    """Name of the preset."""
     changes: dict[str, Any] = field(default_factory=dict)
+    """Settings that differ from the defaults."""
 
     def apply(self, *, planned: bool = False, **changes: Any) -> RunConfig:
-        """The run with this preset's settings, then `changes`; the mixture world and models have defaults of their own. A preset
-        that names no device trains its model on CUDA, or without CUDA in float32; a `planned` run counts as one on CUDA."""
+        """The run with this preset's settings, then `changes`, on the defaults of the mixture world or of models. Without a
+        device, a model trains on CUDA, or without CUDA in float32; `planned` plans for CUDA."""
         chosen = {**self.changes, **changes}
         base: dict[str, Any] = WORLD_DEFAULTS.get(chosen.get("world", DEFAULTS["world"]), {})
         if chosen.get("model"):
@@ -342,7 +342,6 @@ class Preset:
 
 
 def preset(name: str, trust: bool = False) -> Preset:
-    """A preset by name, a .yaml file, or several of them separated by commas (see `flowrl.training.presets`).
-
-    Raises `ConfigError` for an unknown one, and without `trust` for what a file may not name (`flowrl.trust`)."""
+    """A preset by `name`, a .yaml file, or several of them separated by commas (see `flowrl.training.presets`). Raises
+    `ConfigError` for an unknown name and, without `trust`, for settings that need the user's consent (`flowrl.trust`)."""
     return Preset(name, trusted(combine(name, RunConfig).settings, name, trust))

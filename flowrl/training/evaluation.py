@@ -29,10 +29,16 @@ CUSTOM = "custom reward"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean scores by form, the seconds they took, and the scores and images (of videos: `stills`) of the first samples.
+    """The result of an evaluation.
 
-    `custom_reward` is the mean of a training reward that is not the task's own; `image_scores` are then its scores. `heldout` are
-    the entries of `training.heldout.HeldoutMetrics.measure`.
+    Args:
+        scores: mean scores by form.
+        seconds: duration.
+        images: images of the first samples; of videos, `stills`.
+        image_scores: their scores, by the custom reward if there is one.
+        prompts: their prompts.
+        custom_reward: mean of a training reward that is not the task's; None without one.
+        heldout: the entries of `training.heldout.HeldoutMetrics.measure`.
     """
 
     scores: dict[str, float]
@@ -49,7 +55,7 @@ class Evaluation:
         return None in (*self.heldout.get("heldout", {}).values(), self.heldout.get("diversity", 0.0))
 
     def row(self, form: str) -> dict[str, Any]:
-        """The entries of a metrics line; "reward" is what training maximises: the score in its form, or the custom reward."""
+        """The entries of a metrics line; "reward" is the trained score: that of the form, or the custom reward."""
         reward = self.scores[form] if self.custom_reward is None else self.custom_reward
         return {"reward": reward, **self.scores, "seconds": self.seconds, **self.heldout}
 
@@ -68,12 +74,31 @@ def evaluate(
     heldout_metrics: HeldoutMetrics | None = None,
     distributed: Distributed = Distributed(),
 ) -> Evaluation:
-    """Sample `count` images of the held-out prompts (in turn, repeatedly if there are fewer) by `steps` ODE steps and score them.
+    """Sample images of the held-out prompts with the current weights and score them.
 
     At most `max_batch` samples are on the device at a time: each batch is encoded, sampled, decoded and scored before the next.
-    The noise is the same in every evaluation. `reward`: scored in addition to the task's forms. `solver`: see `rollout.solve`.
-    `keep`: images in the result. The processes divide the samples; all get the full result. Means are over the samples that a
-    reward has not marked invalid; `RewardError` if none is left.
+    The noise is the same in every evaluation. The processes divide the samples; all get the full result. Means are over the
+    samples that the reward has not marked invalid.
+
+    Args:
+        policy: the policy.
+        world: the world with prompts and rewards.
+        task: name of the task.
+        form: form of the score for `image_scores`.
+        count: number of samples; prompts are repeated if there are fewer.
+        steps: number of ODE steps.
+        max_batch: largest number of samples per batch.
+        keep: number of images in the result.
+        reward: a further reward to measure; None for the task's forms only.
+        solver: name of the solver (see `rollout.solve`).
+        heldout_metrics: held-out rewards and diversity; None: not measured.
+        distributed: the processes.
+
+    Returns:
+        Scores and the first images.
+
+    Raises:
+        RewardError: a reward has marked all samples invalid.
     """
     started = time.perf_counter()
     heldout = world.prompts(task, "heldout")
@@ -130,10 +155,16 @@ def _mean(scores: Tensor, name: str) -> float:
 
 
 def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int = 12) -> None:
-    """trajectory.json: rewards along the trajectories of one group of `members`, by ODE completion at every node.
+    """Write trajectory.json: rewards along the trajectories of one group, by ODE completion at every node.
 
-    The member with the largest changes of reward is "chosen"; the file also has its rewards by one-step (Tweedie) estimates, and
-    trajectory.safetensors the images of its completions.
+    The member with the largest changes of reward is "chosen". The file also contains its rewards by one-step (Tweedie) estimates,
+    and trajectory.safetensors contains the images of its completions.
+
+    Args:
+        folder: the folder for the files.
+        trainer: the trainer.
+        world: the world with the prompt.
+        members: size of the group.
     """
     policy, prompt = trainer.policy, world.prompts(trainer.config.environment.task, "heldout")[0]
     generator = torch.Generator(policy.device).manual_seed(7)

@@ -1,4 +1,4 @@
-"""The format of the config.json of runs, by which settings of another version are refused."""
+"""The format of a run's config.json; settings of another version raise an error."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,15 @@ FORMAT = "flowrl-run-2"
 
 
 def check_format(path: Path | str, values: Any) -> None:
-    """Raise `ConfigError` if the run settings `values` of the file `path` have another format. The entry may be missing."""
+    """Check the format of run settings; a missing entry is allowed.
+
+    Args:
+        path: the file, for the message.
+        values: its content.
+
+    Raises:
+        ConfigError: the settings have another format.
+    """
     if not isinstance(values, dict):
         return
     if {"members", "lr"} <= set(values):

@@ -1,6 +1,6 @@
-"""Held-out rewards and diversity: measurements that no training reward optimises and that therefore reveal reward hacking.
+"""Held-out rewards and diversity, which no training reward optimises and which therefore reveal reward hacking.
 
-A measurement that fails (missing weights, a server that is down) becomes a warning and `None` in the metrics; the run goes on.
+If a measurement fails (missing weights, an unavailable server), a warning is logged and the metric is `None`; the run continues.
 """
 
 import logging
@@ -25,19 +25,27 @@ from flowrl.worlds.base import World
 _LOG = logging.getLogger(__name__)
 DIVERSITY_SEED = 20241
 COMBINATIONS = ("weighted-sum", "clipped", "frame-mean", "group-sum", "win-rate")
-"""Built-in rewards that accept whatever their components accept; all other built-in rewards read images."""
+"""Built-in rewards whose input is that of their components; all other built-in rewards read images."""
 
 SampleRows = Callable[[Sequence[Prompt], int, range, int], Iterator[ImageBatch]]
-"""From all prompts, a noise seed and the numbers of some of them: the samples of these numbers, batch by batch. Those below the
-last argument are sampled, because all processes make equally many network calls, and left out."""
+"""From all prompts, a noise seed and indices of some of them: the samples of these indices, batch by batch. Those below the last
+argument are sampled, because all processes make equally many network calls, but not returned."""
 
 
 @dataclass(frozen=True)
 class HeldoutMetrics:
-    """Held-out `rewards` by name, and the `features` in which diversity is measured (None: diversity is not measured).
+    """Held-out rewards, and the diversity of samples.
 
-    `noise`, `bias` and `seed` are the errors of the training reward (`rewards.NoisyReward`), which the other scores of an
-    evaluation leave out. Diversity is that of `samples` images of each of the first `prompts` held-out prompts.
+    `noise`, `bias` and `seed` are the errors of the training reward (`rewards.NoisyReward`), which other scores do not include.
+
+    Args:
+        rewards: held-out rewards by name.
+        features: features in which diversity is measured; None: not measured.
+        noise: standard deviation of the training reward's noise.
+        bias: weight of the training reward's bias.
+        seed: seed of the training reward's noise.
+        prompts: number of held-out prompts whose diversity is measured.
+        samples: samples of each of these prompts.
     """
 
     rewards: Mapping[str, RewardModel]
@@ -57,9 +65,9 @@ class HeldoutMetrics:
     ) -> dict[str, Any]:
         """The entries of a metrics line. The processes divide the work; all get the full result.
 
-        `columns`: of this process's evaluation samples. "proxy": the mean training reward, errors included. "heldout": each
+        `columns` are of this process's evaluation samples. "proxy": the mean training reward with its errors. "heldout": each
         held-out reward's mean over valid samples. "diversity": the mean over prompts of `rewards.diversity.pairwise_diversity` of
-        other samples, which `sample` draws for the prompts `heldout`.
+        further samples, which `sample` draws for the prompts `heldout`.
         """
         with distributed.shared_errors():
             diversity = self._diversity(heldout, sample, distributed)
@@ -94,13 +102,13 @@ class HeldoutMetrics:
 
 @dataclass
 class _Column:
-    """A measurement of samples, batch by batch, on the CPU. A failure is a warning and ends it: its values are then None."""
+    """A measurement of samples, batch by batch, on the CPU. After a failure, logged as a warning, its values are None."""
 
     name: str
     parts: list[Tensor] | None = field(default_factory=list)
 
     def add(self, measure: Callable[[], Tensor]) -> None:
-        """The values of one more batch."""
+        """Append the values of a batch."""
         if self.parts is not None:
             try:
                 self.parts.append(measure().cpu())
@@ -135,9 +143,17 @@ class HeldoutColumns:
 
 
 def make_heldout_metrics(config: RunConfig, world: World) -> HeldoutMetrics | None:
-    """The held-out metrics of `config` in `world`; None if it asks for none.
+    """The held-out metrics of a run; loads no weights.
 
-    Raises `ConfigError` for a reward or features that do not exist or do not fit the world; no weights are loaded yet.
+    Args:
+        config: the run.
+        world: its world.
+
+    Returns:
+        The metrics; None if the run has none.
+
+    Raises:
+        ConfigError: a reward or features do not exist or do not fit the world.
     """
     evaluation, environment = config.evaluation, config.environment
     if not evaluation.heldout_rewards and not evaluation.diversity:

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: Accelerate's trackers (TensorBoard, W&B, trackio), and sample strips as PNG files."""
+"""The output of a run in progress: Accelerate's trackers (TensorBoard, W&B, trackio), and sample strips as PNG files."""
 
 import importlib
 import io
@@ -25,9 +25,9 @@ PROJECT = "flowrl"
 
 
 def tracker_name(config: RunConfig) -> str:
-    """The tracker that `config` asks for: "auto" is TensorBoard for a model where it is installed, else none.
+    """The run's tracker; "auto" is TensorBoard for a model if it is installed, else none.
 
-    Raises `ConfigError` where the tracker's package is not installed.
+    Raises `ConfigError` if the tracker's package is not installed.
     """
     if config.logging.tracker == "auto":
         return "tensorboard" if config.policy.model and find_spec("tensorboard") else "none"
@@ -38,7 +38,15 @@ def tracker_name(config: RunConfig) -> str:
 
 
 def scalars(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a metrics row by name: groups become "group/name", lists "name/0", "name/1", ...; the rest is left out."""
+    """The numbers of a metrics row by name: groups become "group/name", lists "name/0", "name/1", ...
+
+    Args:
+        row: the row.
+        prefix: prefix of the names.
+
+    Returns:
+        Numbers by name, without all other entries.
+    """
     found: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, Mapping):
@@ -51,11 +59,16 @@ def scalars(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 class Journal:
-    """Follows the run of `config` in `folder` from iteration `done` on; silent in all processes but the first.
+    """Logs a run to its tracker and as images; inactive in all processes but the first.
 
-    `row` takes each metrics row as it is written, with the evaluation's images if there was one. The tracker gets every
-    number, the settings, and a strip of the first held-out samples; a model's run also gets the strips as PNG files in
-    samples/, and samples/over-time.png. The tracker starts at the first row, so that a run that cannot start leaves nothing.
+    The tracker gets every number, the settings, and a strip of the first held-out samples. A model's run also writes the strips
+    as PNG files in samples/, and samples/over-time.png. The tracker starts at the first row, so a run that cannot start leaves no
+    files.
+
+    Args:
+        config: the run.
+        folder: its folder.
+        done: the iteration from which the run continues.
     """
 
     def __init__(self, config: RunConfig, folder: Path, done: int = 0) -> None:
@@ -65,7 +78,9 @@ class Journal:
         self._tracker: Any = None
 
     def row(self, row: Mapping[str, Any], evaluation: Evaluation | None = None) -> None:
-        """Show one row of metrics.jsonl; the untrained model's images (row 0) are those in before.safetensors."""
+        """Log one row of metrics.jsonl, with the images of its evaluation; the untrained model's (row 0) are those in
+        before.safetensors.
+        """
         step = int(row["iteration"])
         if self.name != "none":
             self._tracker = self._tracker or self._start()
@@ -93,7 +108,7 @@ class Journal:
             self._send(np.asarray(sheet), step)
 
     def _send(self, pixels: np.ndarray, step: int) -> None:
-        """The strip, in the form that each tracker takes."""
+        """Send the strip in the format of each tracker."""
         if self.name == "tensorboard":
             self._tracker.log_images({"samples": pixels[None]}, step=step, dataformats="NHWC")
         elif self.name == "wandb":
@@ -102,7 +117,7 @@ class Journal:
             self._tracker.log({"samples": importlib.import_module("trackio").Image(pixels)}, step=step)
 
     def _start(self) -> Any:
-        """The tracker, which gets the settings. On a resumed run it goes on after iteration `done`."""
+        """The tracker, initialised with the settings. On a resumed run it continues after iteration `done`."""
         from accelerate.state import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -119,11 +134,11 @@ class Journal:
             plain = {name: ", ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in settings}
             tracker.store_init_configuration(plain)  # TensorBoard takes no lists
         except Exception as error:
-            raise ConfigError(f"tracker: {self.name} cannot start: {error}; --tracker none goes without") from error
+            raise ConfigError(f"tracker: {self.name} cannot start: {error}; --tracker none switches it off") from error
         return tracker
 
     def finish(self) -> None:
-        """Close the tracker; call it at the end of a run and where it pauses."""
+        """Close the tracker, at the end of a run or of a part of it."""
         if self._tracker is not None:
             self._tracker.finish()
             self._tracker = None
@@ -138,7 +153,12 @@ Row = dict[str, Any]
 
 
 def append(path: Path, row: Row) -> None:
-    """One line more."""
+    """Append a row to metrics.jsonl.
+
+    Args:
+        path: the file.
+        row: the row.
+    """
     with open(path, "a") as file:
         file.write(_line(row))
 
@@ -148,10 +168,17 @@ def _line(row: Row) -> str:
 
 
 def restore(path: Path, recorded: Sequence[Row]) -> str:
-    """Make the file hold the rows that a checkpoint `recorded`, and nothing else: later lines will be made again.
+    """Rewrite a metrics file so that it contains exactly the rows that a checkpoint recorded.
 
-    A file that ends early, or in half a line, is what a crash leaves and is completed in silence. A file that says something else
-    is kept as metrics.damaged.jsonl, and the returned text says so ("" otherwise).
+    A crash leaves a file that ends early or within a line, which is completed without a message. A file with other content is
+    kept as metrics.damaged.jsonl.
+
+    Args:
+        path: the file.
+        recorded: the checkpoint's rows.
+
+    Returns:
+        A warning about other content; "" otherwise.
     """
     note = _difference(path, path.read_text(errors="replace") if path.exists() else "", recorded)
     if note:
@@ -174,17 +201,24 @@ def _difference(path: Path, text: str, recorded: Sequence[Row]) -> str:
 SIDE = 256
 """Largest side of an image in a strip, in pixels."""
 GAP = 4
-"""Pixels of white between images, and between strips."""
+"""White pixels between images, and between strips."""
 MARGIN = 90
 """Pixels on the left of strips for their labels."""
 MOST_ROWS = 16
-"""Most strips in the sheet over time."""
+"""Largest number of strips in samples/over-time.png."""
 
 
 def strip(images: Tensor, side: int = SIDE) -> Image.Image:
-    """`images` [sample, 3, height, width] in [0, 1] side by side, at most `side` pixels wide and high.
+    """Images side by side.
 
-    Small ones are enlarged by a whole factor, large ones shrunk by antialiased bicubic interpolation.
+    Small images are enlarged by an integer factor, large ones reduced by antialiased bicubic interpolation.
+
+    Args:
+        images: images [sample, 3, height, width] in [0, 1].
+        side: largest width and height of an image, in pixels.
+
+    Returns:
+        The strip.
     """
     images = images.float().cpu().clamp(0, 1)
     height, width = images.shape[2:]
@@ -199,15 +233,22 @@ def strip(images: Tensor, side: int = SIDE) -> Image.Image:
 
 
 def write_image(path: Path, image: Image.Image) -> None:
-    """Write a PNG; a reader sees the old file or the new one."""
+    """Write a PNG atomically.
+
+    Args:
+        path: the file.
+        image: the image.
+    """
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     write_bytes(path, buffer.getvalue())
 
 
 def over_time(folder: Path) -> Image.Image | None:
-    """The strips ``iteration-NUMBER.png`` in `folder` at half size below each other, their iterations on the left; None if there
-    are none. At most `MOST_ROWS`, the first and the last among them."""
+    """The strips ``iteration-NUMBER.png`` in `folder` at half size, one below the other, with their iterations on the left.
+
+    At most `MOST_ROWS`, including the first and the last; None if there are none.
+    """
     files = sorted(folder.glob("iteration-*.png"))
     if not files:
         return None

@@ -1,4 +1,4 @@
-"""The memory probe: whether a run's batches will fit on its device, measured on small ones before the first iteration."""
+"""The memory probe: predicts whether a run's batches fit on its device, from small batches before the first iteration."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,20 +17,43 @@ from flowrl.types import Condition
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory, in bytes, that was in use at once with `batch` latents."""
+    """A measured peak of memory.
+
+    Args:
+        batch: number of latents.
+        bytes: peak of the bytes in use.
+    """
 
     batch: int
     bytes: int
 
 
 def predicted_bytes(small: Peak, large: Peak, batch: int) -> float:
-    """Memory at `batch` by a straight line through two measurements; never below the larger one's slope 0."""
+    """Memory at `batch` by a line through two measurements; with a negative slope, the larger measurement.
+
+    Args:
+        small: measurement of a small batch.
+        large: measurement of a larger batch.
+        batch: number of latents.
+
+    Returns:
+        The prediction in bytes.
+    """
     slope = max(0.0, (large.bytes - small.bytes) / (large.batch - small.batch))
     return large.bytes + slope * (batch - large.batch)
 
 
 def largest_batch(small: Peak, large: Peak, room: float) -> int | None:
-    """The largest batch that the line predicts to fit into `room` bytes: 0 where not even one does, None where any does."""
+    """The largest batch that is predicted to fit into `room` bytes.
+
+    Args:
+        small: measurement of a small batch.
+        large: measurement of a larger batch.
+        room: free bytes.
+
+    Returns:
+        The batch; 0 if not even 1 fits, None if every batch does.
+    """
     slope = (large.bytes - small.bytes) / (large.batch - small.batch)
     if slope <= 0:
         return None if large.bytes <= room else 0
@@ -38,8 +61,19 @@ def largest_batch(small: Peak, large: Peak, room: float) -> int | None:
 
 
 def memory(setting: str, chosen: int, small: Peak, large: Peak, room: float, later: float = 0.0) -> Notice | None:
-    """Whether `setting` = `chosen` latents at once will exceed `room` bytes. `later`: what training will hold besides, such as
-    the optimizer's state."""
+    """A warning if a batch size is predicted to exceed the memory.
+
+    Args:
+        setting: name of the setting.
+        chosen: its value, the number of latents.
+        small: measurement of a small batch.
+        large: measurement of a larger batch.
+        room: free bytes.
+        later: bytes that training will need in addition, such as the optimizer's state.
+
+    Returns:
+        The warning; None if the batch fits.
+    """
     needed = predicted_bytes(small, large, chosen) + later
     if needed <= room:
         return None
@@ -56,18 +90,18 @@ def memory(setting: str, chosen: int, small: Peak, large: Peak, room: float, lat
 
 
 SHARE = 0.95
-"""Of the free memory; the rest is lost to fragmentation."""
+"""Usable fraction of the free memory; fragmentation takes the rest."""
 
 
 def cuda_room() -> float:
-    """Bytes that this process may use: what is free, and what PyTorch holds already."""
+    """Bytes that this process may use: free memory and PyTorch's reserve."""
     free, _ = torch.cuda.mem_get_info()
     return SHARE * (free + torch.cuda.memory_reserved())
 
 
 @contextmanager
 def out_of_memory() -> Iterator[None]:
-    """Turns a GPU's "out of memory" into a `TrainingError` that says which settings take less."""
+    """A context that turns a GPU's "out of memory" into a `TrainingError` with settings that need less memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -84,10 +118,22 @@ def memory_notices(
     peak: Callable[[Callable[[], None], torch.device], int] = peak_memory_during,
     room: Callable[[], float] = cuda_room,
 ) -> list[Notice]:
-    """Whether `micro_batch` (velocities with a gradient) and `max_batch` (without) will fit; costs four small network calls.
+    """Warnings if `micro_batch` (velocities with a gradient) or `max_batch` (without) will not fit; makes four small network
+    calls.
 
-    Draws from its own generator and leaves no gradient, so that no number of the run changes. Image decoding is not measured. All
-    processes call this and get the warnings of all. If memory runs out in one of several processes, all raise a `TrainingError`.
+    Uses a separate generator and leaves no gradient, so the run's results do not change. Image decoding is not measured. All
+    processes call this and get the warnings of all.
+
+    Args:
+        trainer: the trainer.
+        peak: measures the peak memory of a call.
+        room: returns the free bytes.
+
+    Returns:
+        The warnings.
+
+    Raises:
+        TrainingError: memory ran out in one of several processes; raised in all.
     """
     with trainer.distributed.shared_errors():
         found = _own_memory_notices(trainer, peak, room)
@@ -105,7 +151,7 @@ def _own_memory_notices(
         if chosen > 1:
             small, large = (1, 2) if chosen < 4 else (2, 4)
             try:
-                velocities(trainer, 1, train)  # what is allocated once and for all: handles, workspaces
+                velocities(trainer, 1, train)  # allocates permanent memory: handles, workspaces
                 peaks = [
                     Peak(batch, peak(lambda batch=batch, train=train: velocities(trainer, batch, train), trainer.policy.device))
                     for batch in (small, large)
@@ -114,7 +160,7 @@ def _own_memory_notices(
                 drop_gradients(trainer)
                 less = "Use 1, gradient_checkpointing or a smaller model"
                 text = f"{setting} {chosen} will not fit: a batch of {large} is too much already. {less}"
-                if trainer.distributed.world_size > 1:  # with sharded weights the others are waiting inside the network
+                if trainer.distributed.world_size > 1:  # with sharded weights the other processes wait inside the network
                     raise TrainingError(text) from error
                 found.append(Notice("memory", text))
                 continue
@@ -126,7 +172,9 @@ def _own_memory_notices(
 
 
 def later_bytes(trainer: Trainer) -> float:
-    """What training will hold besides: this process's trajectories (nodes and velocities in float32), AdamW's moments."""
+    """Bytes that training will need in addition: this process's trajectories (nodes and velocities in float32), AdamW's
+    moments.
+    """
     config = trainer.config
     groups = 0 if config.rollout.offload else trainer.distributed.assign(config.rollout.groups).count
     latents = groups * config.rollout.group_size * (2 * config.rollout.num_steps + 1)
@@ -136,7 +184,13 @@ def later_bytes(trainer: Trainer) -> float:
 
 
 def velocities(trainer: Trainer, batch: int, train: bool) -> None:
-    """One network call on noise as the update (`train`) or the rollout makes it."""
+    """One network call on noise, as in the update or the rollout.
+
+    Args:
+        trainer: the trainer.
+        batch: number of latents.
+        train: with a gradient, as in the update.
+    """
     policy = trainer.policy
     generator = torch.Generator(policy.device).manual_seed(0)
     latent = torch.randn(batch, *policy.latent_shape, generator=generator, device=policy.device)

@@ -1,6 +1,6 @@
-"""Warnings about a run that is going wrong, as pure functions of its metrics; each says what to do.
+"""Warnings about a failing run with advice, as pure functions of its metrics.
 
-The thresholds were set on runs of the built-in worlds, healthy and broken on purpose (docs/guides/watching-a-run.md).
+The thresholds were set on healthy and deliberately broken runs of the built-in worlds (docs/guides/watching-a-run.md).
 """
 
 import statistics
@@ -15,16 +15,21 @@ from flowrl.training.trainer import Trainer
 Row = Mapping[str, Any]
 
 EVERY = 20
-"""Iterations before the same kind of warning is given again."""
+"""Iterations before a kind of warning is repeated."""
 WINDOW = 3
 """Iterations over which noisy metrics are averaged."""
 HISTORY = 20
-"""Iterations before the window whose median says what is usual."""
+"""Iterations before the window whose median is the usual value."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A warning: its kind (one of `KINDS`), and what happened and what to do in one text."""
+    """A warning.
+
+    Args:
+        kind: one of `KINDS`.
+        text: what happened, and what to do.
+    """
 
     kind: str
     text: str
@@ -39,25 +44,32 @@ KINDS = ("zero-spread", "no-update", "ratio-noise", "step-share", "kl", "collaps
 
 @dataclass(frozen=True)
 class Limits:
-    """What the warnings compare with. `clip` is the loss's range for the ratio (None for a loss without one), `prompts` the
-    number of groups per iteration."""
+    """The thresholds of the warnings.
+
+    Args:
+        clip: the loss's clip range for the ratio; None for a loss without one.
+        prompts: number of groups per iteration.
+        kl_growth: smallest growth of the KL to the base model, as a factor.
+        approx_kl_growth: smallest growth of the approximate KL, as a factor.
+        dtype: precision of the network.
+    """
 
     clip: float | None = None
     prompts: int = 1
     samples: int = 192
     """Held-out samples per evaluation."""
     zero_spread: float = 0.5
-    """Share of groups with equal rewards."""
+    """Fraction of groups with equal rewards."""
     kl: float = 1.0
-    """KL to the base model per latent element: means of 1.0 lie sqrt(2) standard deviations of the step's noise away."""
+    """KL to the base model per latent element; at 1.0 the means differ by sqrt(2) standard deviations of the step's noise."""
     kl_growth: float = 2.0
     approx_kl: float = 0.1
     """KL between the policy after and before one iteration's updates, per latent element."""
     approx_kl_growth: float = 4.0
     fall: float = 0.5
-    """Share of the gain that is lost."""
+    """Lost fraction of the gain."""
     share: float = 0.9
-    """Share of one step in the policy term's squared gradient."""
+    """Fraction of the policy term's squared gradient in one step."""
     dtype: str = "float32"
     float16_works: bool = False
     """Whether the network's activations stay within the range of float16 on this device: SD3.5's on a GPU do, FLUX's do not."""
@@ -66,11 +78,11 @@ class Limits:
 
 
 def limits_of(trainer: Trainer) -> Limits:
-    """What the warnings of this run compare with."""
+    """The thresholds for this run."""
     config, policy = trainer.config, trainer.policy
     float16_works = policy.device.type == "cuda" and isinstance(getattr(policy, "family", None), SD3)
     clip = getattr(trainer.method.loss, "clip_range", None)
-    teaching = isinstance(trainer.method.credit, PromptCreditAssigner)  # groups of equal rewards may teach, too
+    teaching = isinstance(trainer.method.credit, PromptCreditAssigner)  # groups of equal rewards may have credit, too
     return Limits(
         clip, config.rollout.groups, config.evaluation.eval_samples, 1.0 if teaching else Limits.zero_spread,
         dtype=config.policy.dtype, float16_works=float16_works, compared=isinstance(trainer.reward, GroupReward),
@@ -78,10 +90,18 @@ def limits_of(trainer: Trainer) -> Limits:
 
 
 def notices(rows: Sequence[Row], limits: Limits, every: int = EVERY) -> list[Notice]:
-    """What is wrong after the last of `rows` (one per iteration; row 0, the untrained model, may be among them).
+    """Warnings after the last of `rows`.
 
-    A kind that stands under "warnings" in one of the `every` - 1 rows before is left out, and step-share, which depends on the
-    settings alone, if it does in any; so a resumed run warns as a whole one does.
+    A kind that is among the "warnings" of one of the `every` - 1 rows before is not repeated. step-share, which depends only on
+    the settings, is given once. A resumed run therefore gives the same warnings.
+
+    Args:
+        rows: one row per iteration; row 0, the untrained model, may be included.
+        limits: the thresholds.
+        every: iterations before a kind is repeated.
+
+    Returns:
+        The warnings.
     """
     trained = [row for row in rows if row.get("iteration", 0) > 0]
     if not trained:
@@ -95,7 +115,15 @@ def notices(rows: Sequence[Row], limits: Limits, every: int = EVERY) -> list[Not
 
 
 def zero_spread(rows: Sequence[Row], limits: Limits) -> Notice | None:
-    """Most groups of the last `WINDOW` iterations had equal rewards: their advantages are 0, nothing is learned from them."""
+    """Most groups of the last `WINDOW` iterations had equal rewards, so their advantages are 0 and they do not train.
+
+    Args:
+        rows: the metrics so far.
+        limits: the thresholds.
+
+    Returns:
+        The warning; None if all is well.
+    """
     values = [row["zero_spread_groups"] for row in rows[-WINDOW:] if "zero_spread_groups" in row]
     if len(values) < WINDOW or statistics.fmean(values) <= limits.zero_spread:
         return None
@@ -108,21 +136,38 @@ def zero_spread(rows: Sequence[Row], limits: Limits) -> Notice | None:
 
 
 def no_update(rows: Sequence[Row], limits: Limits) -> Notice | None:
-    """`drop_zero_advantages` left no sample for the loss: the weights are those of the iteration before."""
+    """`drop_zero_advantages` left no sample for the loss, so the weights did not change.
+
+    Args:
+        rows: the metrics so far.
+        limits: the thresholds.
+
+    Returns:
+        The warning; None if all is well.
+    """
     if not rows[-1].get("dropped") or rows[-1]["train_nfe"] > 0:
         return None
     return Notice(
         "no-update",
-        f"all advantages are 0, so all {rows[-1]['dropped']} samples were dropped and nothing was trained in this iteration. If "
-        "that happens often, use a finer reward, other prompts, a larger group_size, or a larger noise_level",
+        f"all advantages are 0, so all {rows[-1]['dropped']} samples were dropped and the weights did not change in this "
+        "iteration. If this happens often, use a finer reward, other prompts, a larger group_size, or a larger noise_level",
     )
 
 
 def ratio_noise(rows: Sequence[Row], limits: Limits) -> Notice | None:
-    """Before the first optimizer step of an iteration every ratio should be 1. What differs is rounding: half precision, another
-    batch shape, merged adapters. Above the clip it decides which pairs count. Tiny clips as TP-GRPO's 1e-5 (arXiv 2602.06422) and
-    Flow-GRPO's 1e-4 (arXiv 2505.05470) are near it. float16 is the remedy where it works and a tenth of the noise is enough: it
-    had 11 to 65 times less than bfloat16 in benchmarks/ratio.py."""
+    """Rounding exceeds the clip: a ratio differs from 1 before the first optimizer step of an iteration.
+
+    The reasons are half precision, another batch shape, or merged adapters. Tiny clips such as TP-GRPO's 1e-5 (arXiv 2602.06422)
+    and Flow-GRPO's 1e-4 (arXiv 2505.05470) are of this size. float16 is recommended if it works and a tenth of the noise
+    suffices: its noise was 11 to 65 times smaller than bfloat16's in benchmarks/ratio.py.
+
+    Args:
+        rows: the metrics so far.
+        limits: the thresholds.
+
+    Returns:
+        The warning; None if all is well.
+    """
     noise = rows[-1].get("ratio_noise")
     if limits.clip is None or noise is None or noise <= limits.clip:
         return None
@@ -138,7 +183,15 @@ def ratio_noise(rows: Sequence[Row], limits: Limits) -> Notice | None:
 
 
 def step_share(rows: Sequence[Row], limits: Limits) -> Notice | None:
-    """One of several trained steps had most of the policy term's squared gradient in the last `WINDOW` iterations."""
+    """One of several trained steps had most of the policy term's squared gradient in the last `WINDOW` iterations.
+
+    Args:
+        rows: the metrics so far.
+        limits: the thresholds.
+
+    Returns:
+        The warning; None if all is well.
+    """
     recent = [row["step_shares"] for row in rows[-WINDOW:] if sum(share > 0 for share in row.get("step_shares", ())) > 1]
     if len(recent) < WINDOW:
         return None
@@ -158,7 +211,17 @@ def step_share(rows: Sequence[Row], limits: Limits) -> Notice | None:
 
 def kl_runaway(rows: Sequence[Row], limits: Limits) -> Notice | None:
     """The mean KL of the last `WINDOW` iterations is above a level and a multiple of the median of the (up to `HISTORY`)
-    iterations before them: the policy leaves the base model ("kl") or moves too far from the one that sampled ("approx_kl")."""
+    iterations before.
+
+    The policy moves too far from the base model ("kl"), or from the one that sampled ("approx_kl").
+
+    Args:
+        rows: the metrics so far.
+        limits: the thresholds.
+
+    Returns:
+        The warning; None if all is well.
+    """
     for key, level, growth, what in (
         ("kl", limits.kl, limits.kl_growth, "to the base model"),
         ("approx_kl", limits.approx_kl, limits.approx_kl_growth, "to the policy that sampled"),
@@ -172,15 +235,24 @@ def kl_runaway(rows: Sequence[Row], limits: Limits) -> Notice | None:
             return Notice(
                 "kl",
                 f"the KL {what} has grown to {mean:.2g} per latent element from {usual:.2g}. Look at the samples; lower "
-                "learning_rate or minibatches, raise kl_weight, or go on from an earlier checkpoint",
+                "learning_rate or minibatches, raise kl_weight, or resume from an earlier checkpoint",
             )
     return None
 
 
 def collapse(rows: Sequence[Row], limits: Limits) -> Notice | None:
-    """The reward fell back from its best by more than `fall` of the gain, and by more than chance explains: held-out reward by
-    0.2 standard deviations of a sample's reward (or 3 standard errors, which is more for few samples), training reward (means of
-    `WINDOW` iterations) by 7 standard errors, taken as if all of a reward's variance were between prompts."""
+    """The reward fell from its best by more than `fall` of the gain, and by more than chance explains.
+
+    Chance: for the held-out reward 0.2 standard deviations of a sample's reward, or 3 standard errors if this is more; for the
+    training reward (means of `WINDOW` iterations) 7 standard errors, as if all of the reward's variance were between prompts.
+
+    Args:
+        rows: the metrics so far.
+        limits: the thresholds.
+
+    Returns:
+        The warning; None if all is well.
+    """
     if limits.compared:
         return None
     trained = [row for row in rows if "reward_mean" in row]
@@ -195,14 +267,14 @@ def collapse(rows: Sequence[Row], limits: Limits) -> Notice | None:
         if best - last > max(limits.fall * (best - first), least):
             return Notice(
                 "collapse",
-                f"the {name} reward has fallen back to {last:.3f} from its best, {best:.3f} (it began at {first:.3f}). Stop; go "
-                "on from an earlier checkpoint (keep_checkpoints above 1) with a lower learning_rate or clip_range, fewer "
+                f"the {name} reward has fallen back to {last:.3f} from its best, {best:.3f} (it began at {first:.3f}). Stop, and "
+                "resume from an earlier checkpoint (keep_checkpoints above 1) with a lower learning_rate or clip_range, fewer "
                 "minibatches or a kl_weight",
             )
     return None
 
 
 def _round_up(value: float) -> float:
-    """To one digit, upwards."""
+    """Rounded up to one digit."""
     unit = 10.0 ** int(f"{value:e}".partition("e")[2])
     return -(-value // unit) * unit

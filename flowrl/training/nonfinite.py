@@ -20,7 +20,7 @@ from flowrl.rollout.loss_batch import LossBatches, MicroBatch, checked_loss
 from flowrl.types import LossBatch, Prompt
 
 LISTED = 64
-"""Pairs that a dump lists one by one."""
+"""Largest number of pairs that a dump lists."""
 ADVICE = {
     "advantage": "Look at the reward model and the credit rule",
     "sampled latent": "The rollout went out of range: use bfloat16 instead of float16, or a smaller noise_level",
@@ -31,23 +31,29 @@ ADVICE = {
     "velocity of the reference": "The base model overflows: use bfloat16 instead of float16",
     "ratio": "The policy moved too far from the one that sampled: lower learning_rate or minibatches, or raise the noise level",
     "KL": "The policy moved too far from the base model: lower learning_rate, or raise the noise level",
-    "loss": "Lower lr, or raise the noise level",
-    "gradient": "Lower lr, or use bfloat16 instead of float16",
+    "loss": "Lower learning_rate, or raise the noise level",
+    "gradient": "Lower learning_rate, or use bfloat16 instead of float16",
 }
 
 
 class NonFiniteError(TrainingError):
-    """A `TrainingError` with what is worth keeping: plain `values` and named `tensors`."""
+    """A `TrainingError` with data for a report.
+
+    Args:
+        message: text of the error.
+        values: plain values.
+        tensors: tensors by name.
+    """
 
     def __init__(self, message: str, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         super().__init__(message)
         self.values, self.tensors = values, tensors
 
     def __reduce__(self) -> Any:
-        return type(self), (str(self), self.values, self.tensors)  # it travels between processes
+        return type(self), (str(self), self.values, self.tensors)  # for pickling between processes
 
     def saved(self, folder: Path) -> "NonFiniteError":
-        """Write failure.json and failure.safetensors to `folder`; the error with a sentence more that says so."""
+        """Write failure.json and failure.safetensors to `folder`; returns the error with a further sentence about them."""
         write_json(folder / "failure.json", self.values)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
         write_bytes(folder / "failure.safetensors", save(tensors))
@@ -56,11 +62,16 @@ class NonFiniteError(TrainingError):
 
 @dataclass(frozen=True)
 class NonFiniteCheck:
-    """Raises `NonFiniteError` for what is not finite in one iteration; the weights are then those of the last complete update.
+    """Raises `NonFiniteError` for non-finite values of one iteration; the weights are then those of the last complete update.
 
-    The report needs what the iteration trains on: `prompts` [prompt], `rewards` [prompt, member, node], `advantages` [prompt,
-    member, step], and the loss and its `batches`, from which a broken term is computed again. `first` is the number, among all
-    samples, of the first sample that this process rolled out.
+    Args:
+        iteration: number of the iteration.
+        prompts: the prompts [prompt].
+        rewards: the rewards [prompt, member, node].
+        advantages: the advantages [prompt, member, step].
+        loss: the loss.
+        batches: makes the loss's batches, to compute a broken term again.
+        first: index, among all samples, of the first sample that this process rolled out.
     """
 
     iteration: int
@@ -72,7 +83,9 @@ class NonFiniteCheck:
     first: int
 
     def losses(self, rows: Sequence[Mapping[str, float]], minibatch: Sequence[MicroBatch]) -> None:
-        """`rows` have the loss of every micro-batch; the first one that is not finite is computed again to find the term."""
+        """Check the loss of every micro-batch in `rows`; the first one that is not finite is recomputed to find the broken
+        term.
+        """
         for row, micro in zip(rows, minibatch, strict=False):
             if not math.isfinite(row["loss"]):
                 with torch.no_grad():
@@ -84,8 +97,10 @@ class NonFiniteCheck:
                 raise self._error(what, found.term, row["loss"], micro.sample[bad], micro.step[bad])
 
     def gradient(self, norm: float, minibatch: Sequence[MicroBatch], trained: Mapping[str, Tensor]) -> None:
-        """`norm` is the gradient's over the mini-batch; `trained` are the parameters. Only if `norm` is not finite, every pair's
-        gradient is computed again, one by one, to find steps, samples and parameters."""
+        """Check the gradient `norm` of the mini-batch with respect to the parameters `trained`.
+
+        Only if `norm` is not finite, the gradient of every pair is recomputed separately, to find steps, samples and parameters.
+        """
         if math.isfinite(norm):
             return
         bad: list[tuple[int, int]] = []
@@ -99,7 +114,9 @@ class NonFiniteCheck:
             bad += [(int(sample), int(step))] if broken else []
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         where = (
-            f"the gradient of {', '.join(names[:4])}{more} is not finite" if names else "that of every pair is, the sum is not"
+            f"the gradient of {', '.join(names[:4])}{more} is not finite"
+            if names
+            else "the gradient of every pair is finite, but the sum is not"
         )
         chosen = bad or [(int(sample), int(step)) for sample, step in pairs]
         samples, steps = (torch.tensor([pair[i] for pair in chosen], dtype=torch.long) for i in (0, 1))
@@ -138,14 +155,19 @@ class NonFiniteCheck:
 
 @dataclass(frozen=True)
 class Culprit:
-    """The first term that is not finite, and in which pairs [sample]."""
+    """The first term that is not finite.
+
+    Args:
+        term: name of the term.
+        bad: mask of the pairs in which it is not finite [sample].
+    """
 
     term: str
     bad: Tensor
 
 
 def culprit(batch: LossBatch | ForwardBatch) -> Culprit:
-    """Terms are looked at in the order in which they are computed; "loss" with all pairs where all of them are finite."""
+    """The first non-finite term in the order of computation; "loss", with all pairs, if all terms are finite."""
     if isinstance(batch, ForwardBatch):
         others = {"old": batch.old, "average": batch.average, "reference": batch.reference}
         copies = {f"velocity of the {name}": value for name, value in others.items() if value is not None}

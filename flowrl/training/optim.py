@@ -20,10 +20,22 @@ OPTIMIZERS = ("adamw", "adamw-8bit")
 def make_optimizer(
     name: str, parameters: Sequence[nn.Parameter], lr: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101); "adamw-8bit" keeps both moments in 8 bits (arXiv 2110.02861).
+    """AdamW (arXiv 1711.05101); "adamw-8bit" stores both moments in 8 bits (arXiv 2110.02861).
 
-    On CUDA the first updates all parameters in one fused kernel. The second needs the package bitsandbytes and quantises only
-    tensors of 4,096 elements or more. Raises `ConfigError` for an unknown name, or if bitsandbytes is missing.
+    On CUDA "adamw" updates all parameters in one fused kernel. "adamw-8bit" quantises only tensors of 4,096 elements or more.
+
+    Args:
+        name: "adamw" or "adamw-8bit".
+        parameters: the trained parameters.
+        lr: learning rate.
+        betas: decays of the two moments.
+        weight_decay: weight decay.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ConfigError: the name is unknown, or the package bitsandbytes, which "adamw-8bit" needs, is missing.
     """
     require(name in OPTIMIZERS, "optimizer", name, f"one of {', '.join(OPTIMIZERS)}")
     if name == "adamw":
@@ -39,17 +51,26 @@ def make_optimizer(
 
 
 def prepare_policy(policy: FlowPolicy, distributed: Distributed, compiled: bool) -> Mapping[str, nn.Parameter]:
-    """Give all processes the main one's weights; shard and compile the network if that is wanted. Returns what is trained.
+    """Send the main process's weights to all processes; shard and compile the network if required.
 
-    A network whose blocks are compiled already (`policies.compile_blocks`) is left as it is: it would be compiled twice.
+    A network whose blocks are compiled already (`policies.compile_blocks`) is not compiled again.
 
-    Raises `ConfigError` if sharding or compilation is wanted and the policy is not a `protocols.OneNetwork`, or if compilation is
-    wanted on the CPU and there is no C++ compiler.
+    Args:
+        policy: the policy.
+        distributed: the processes, which determine whether weights are sharded.
+        compiled: compile the network.
+
+    Returns:
+        The trained parameters by name.
+
+    Raises:
+        ConfigError: sharding or compilation is required and the policy is not a `protocols.OneNetwork`, or compilation is
+            required on the CPU and there is no C++ compiler.
     """
     distributed.broadcast([parameter.data for parameter in policy.trainable().values()])
     for name, wanted in (("compile", compiled), ("sharded weights", distributed.sharded)):
         fits = not wanted or isinstance(policy, OneNetwork)
-        require(fits, name, True, f"for a policy with a velocity_network, which {type(policy).__name__} has not")
+        require(fits, name, True, f"for a policy with a velocity_network, which {type(policy).__name__} lacks")
     if compiled and policy.device.type == "cpu":
         _require_compiler()
     if isinstance(policy, OneNetwork):
@@ -73,14 +94,17 @@ def _require_compiler() -> None:
 class LossScaler:
     """`torch.amp.GradScaler`, which scales the loss so that small gradients survive float16 (arXiv 1710.03740).
 
-    A step whose gradients are not finite is skipped, counted in `skipped`, and halves the scale; 2,000 good steps in a row
-    double it. All processes decide alike: replicated gradients are summed before, and PyTorch reduces what it found over
-    sharded ones. `init_scale` 0: the loss is not scaled and every step is taken.
+    A step whose gradients are not finite is skipped, counted in `skipped`, and halves the scale; 2,000 finite steps in a row
+    double it. All processes decide alike: replicated gradients are summed before, and PyTorch reduces the flag of sharded ones.
+
+    Args:
+        init_scale: initial scale; 0: the loss is not scaled and every step is taken.
+        device: the device of the loss.
     """
 
     def __init__(self, init_scale: float, device: torch.device) -> None:
         self.scaler = torch.amp.GradScaler(device.type, init_scale=init_scale or 1.0, enabled=init_scale > 0)
-        self.scaler.scale(torch.zeros((), device=device))  # it starts with the first loss, which a process may not have
+        self.scaler.scale(torch.zeros((), device=device))  # initialised by the first loss, which a process may not have
         self.skipped = 0
 
     @property
@@ -94,20 +118,19 @@ class LossScaler:
         return self.scaler.get_scale()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate."""
+        """The scaled loss, to be differentiated."""
         return self.scaler.scale(loss)
 
     def clip(self, optimizer: torch.optim.Optimizer, largest: float) -> float:
-        """Undo the scale in the gradients and shorten them to the norm `largest`; returns the norm they had."""
+        """Undo the scale of the gradients and clip them to the norm `largest`; returns their norm before."""
         self.scaler.unscale_(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return float(full(nn.utils.clip_grad_norm_(parameters, largest)))
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the optimizer's step unless a gradient is not finite; whether it was taken. Without scaling it always is.
+        """Take the optimizer's step unless a gradient is not finite; returns whether it was taken. Without scaling it always is.
 
-        Raises `TrainingError` if gradients are not finite although the scale has come down to 1: float16's range is then not
-        the reason.
+        Raises `TrainingError` if gradients are not finite at scale 1: float16's range is then not the reason.
         """
         before = self.value
         self.scaler.step(optimizer)
@@ -126,21 +149,34 @@ class LossScaler:
         return {**self.scaler.state_dict(), "skipped": self.skipped} if self.enabled else {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from `state_dict()`; the state of a run without scaling changes nothing."""
+        """Continue from `state_dict()`; the state of a run without scaling has no effect."""
         if self.enabled and state:
             self.scaler.load_state_dict({name: value for name, value in state.items() if name != "skipped"})
             self.skipped = int(state["skipped"])
 
 
 def update_average(average: Sequence[Tensor], parameters: Sequence[nn.Parameter], decay: float) -> None:
-    """The exponential moving average of the weights, in place and on CUDA in one kernel for many tensors: average <- decay *
-    average + (1 - decay) * weight."""
+    """The exponential moving average of the weights, in place: average <- decay average + (1 - decay) weight.
+
+    On CUDA one kernel updates many tensors.
+
+    Args:
+        average: the averages.
+        parameters: the weights, in the same order.
+        decay: the decay per step, in [0, 1].
+    """
     get_ema_multi_avg_fn(decay)(tuple(average), tuple(parameters), 0)
 
 
 @contextmanager
 def weights_replaced(policy: FlowPolicy, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
-    """Within this context `parameters` of `policy` have other `values`. Sharded ones keep their memory and are copied."""
+    """A context in which parameters have other values. Sharded parameters keep their memory; the values are copied.
+
+    Args:
+        policy: the policy.
+        parameters: its parameters.
+        values: their values, in the same order.
+    """
     sharded = any(map(is_sharded, parameters))
     kept = [parameter.detach().clone() if sharded else parameter.data for parameter in parameters]
     put = _copy if sharded else _point

@@ -1,4 +1,4 @@
-"""What one iteration of a run consists of, counted before anything is loaded: pairs, batches, network evaluations."""
+"""The cost of one iteration, counted before anything is loaded: pairs, batches, network evaluations."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,19 +23,38 @@ from flowrl.types import Schedule
 
 @dataclass(frozen=True)
 class Plan:
-    """Counts of one iteration. `pairs` = trajectories x trained steps, of branched trees those that are decisions (the tree's
-    `weight` "edge": every distinct one once); they take `evaluations` of the network, one per distinct state.
+    """Counts of one iteration.
 
-    Processes roll out whole groups, `groups_per_process` each until all are given out: the last may have fewer or none (`idle`
-    processes, which wait for the others). A process differentiates its own pairs; those of an update are drawn at random from all
-    trajectories, so that `evaluations_per_update_and_process` is a mean, of a process that has its full number of groups.
+    Processes roll out whole groups, `groups_per_process` each until all are distributed. The pairs of an update are drawn at
+    random from all trajectories, and a process differentiates its own. A forward-process loss may have another guidance than the
+    samples (`forward.Guidance`): its velocities are then fractions or multiples of an evaluation.
 
-    `nfe` are network evaluations of the rollout and its probe (`Probe.cost`), a fraction for calls that compute less;
-    `train_nfe` those of the update (`evaluations`, twice with a KL to the base model: `velocities`), both without guidance;
-    `passes_per_evaluation` is 2 with classifier-free guidance. A forward-process loss may have another guidance than the samples
-    (`forward.Guidance`): its velocities are then fractions or multiples of an evaluation, those that take a gradient
-    `gradient_nfe` in all. `passes` are the forward passes of an iteration, one latent each, guidance included.
-    `rows_per_micro_batch` is what the network sees at once in training, `rows_per_call` in sampling.
+    Args:
+        trajectories: number of trajectories.
+        trained_steps: steps that enter the loss.
+        pairs: trajectories x trained steps; of branched trees the decisions (the tree's `weight` "edge": distinct ones).
+        evaluations: network evaluations of these pairs, one per distinct state.
+        updates: optimizer steps.
+        trajectories_per_update: trajectories of an optimizer step.
+        pairs_per_update: pairs of an optimizer step.
+        processes: number of processes.
+        idle: processes without a group, which wait for the others.
+        groups_per_process: groups of a process; the last ones may have fewer.
+        evaluations_per_update_and_process: mean over updates, for a process with its full number of groups.
+        micro_batches_per_update: backward passes of an optimizer step in a process.
+        rows_per_micro_batch: latents per network call in training.
+        nfe: network evaluations of the rollout and its probe (`Probe.cost`), without guidance; calls that compute less count
+            fractions.
+        sequential_calls: sequential network calls of the rollout.
+        calls_of_a_process: network calls of a process, split by `max_batch`.
+        rows_per_call: latents per network call in sampling.
+        velocities: evaluations of a state in the update: 1, and 1 for the base model if its KL is used.
+        train_nfe: network evaluations of the update, without guidance.
+        gradient_nfe: those of `train_nfe` with a gradient.
+        passes_per_evaluation: 2 with classifier-free guidance, else 1.
+        passes: forward passes of the iteration, one per latent, with guidance.
+        reward_calls: scored images.
+        evaluation_nfe: network evaluations of an evaluation.
     """
 
     trajectories: int
@@ -65,10 +84,20 @@ class Plan:
 
 
 def plan(config: RunConfig, processes: int = 1) -> Plan:
-    """The arithmetic of one iteration of `config` on `processes` processes.
+    """The cost of one iteration of a run.
 
-    The batch is that of the whole run: more processes share it, they do not enlarge it. "nfe", "train_nfe", "calls" and
-    "reward_calls" are the numbers that a run records in metrics.jsonl, unless a reward marks samples invalid.
+    The batch is that of the whole run: more processes divide it. `nfe`, `train_nfe`, `sequential_calls` and `reward_calls` are
+    the numbers that a run records in metrics.jsonl, unless a reward marks samples invalid.
+
+    Args:
+        config: the run.
+        processes: number of processes, 1 or more.
+
+    Returns:
+        The counts.
+
+    Raises:
+        ConfigError: a setting is not allowed, or the probe's cost is unknown.
     """
     require(processes >= 1, "processes", processes, "1 or more")
     method, rollout, optim, evaluation = make_method(config), config.rollout, config.optim, config.evaluation
@@ -123,7 +152,7 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
 
 
 def _schedule(config: RunConfig, method: Method) -> Schedule:
-    """The schedule with the tree of the first iteration's groups; one that is drawn anew every iteration is one draw."""
+    """The schedule with the tree of the first iteration's groups; a tree that changes between iterations is one draw."""
     rollout, schedule = config.rollout, trial_schedule(config)
     groups = Groups(rollout.groups, rollout.group_size, method.shared_noise)
     tree = group_tree(schedule, groups, method.credit.probe, torch.Generator().manual_seed(0))
@@ -131,7 +160,9 @@ def _schedule(config: RunConfig, method: Method) -> Schedule:
 
 
 def _rollout(shape: Shape, probe: Probe) -> tuple[list[tuple[int, float]], int]:
-    """Network calls of `rollout.rollout`, each with its rows and what share of an evaluation they are, and scored images."""
+    """Network calls of `rollout.rollout`, each with its rows and their fraction of an evaluation, and the number of scored
+    images.
+    """
     calls, cost = [(rows, 1.0) for rows in shape.rows[:-1]], _cost(shape, probe)
     for call in cost.calls:
         if call.step is None:
@@ -149,7 +180,7 @@ def _cost(shape: Shape, probe: Probe) -> Cost:
 
 
 def _blocks(config: RunConfig) -> int | None:
-    """Blocks of the network, if they are known before it is loaded."""
+    """Blocks of the network, if they are known without loading it."""
     if config.policy.model:
         known = architecture_of(config.policy.model)
         return known and sum(known.config.get(name, 0) for name in ("num_layers", "num_single_layers"))
@@ -157,7 +188,15 @@ def _blocks(config: RunConfig) -> int | None:
 
 
 def plan_text(found: Plan, config: RunConfig) -> str:
-    """The plan in words and lines of arithmetic, as ``flowrl train --plan`` prints it."""
+    """The plan as text, as ``flowrl train --plan`` prints it.
+
+    Args:
+        found: the counts.
+        config: the run.
+
+    Returns:
+        The lines.
+    """
     p, rollout, evaluation = found, config.rollout, config.evaluation
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
     networks = p.velocities // p.evaluations if p.evaluations else 1
@@ -200,8 +239,8 @@ def plan_text(found: Plan, config: RunConfig) -> str:
 
 
 def _batch(setting: int | str, counted: int) -> str:
-    """A batch size, or what is counted instead of one that the run finds."""
-    return str(setting) if setting == counted else f"{setting} (found at the start; counted as {counted})"
+    """A batch size, or the counted size in place of one that the run will measure."""
+    return str(setting) if setting == counted else f"{setting} (measured at the start; counted as {counted})"
 
 
 SCORED_TOGETHER = 512
@@ -209,7 +248,15 @@ SCORED_TOGETHER = 512
 
 
 def memory(found: Plan, config: RunConfig) -> Memory | None:
-    """GPU memory of a process, counted (`policies.count_memory`), for a model whose architecture is known."""
+    """GPU memory of a process, counted (`policies.count_memory`).
+
+    Args:
+        found: the counts of the run.
+        config: the run.
+
+    Returns:
+        The memory; None for a model of unknown architecture.
+    """
     policy, rollout = config.policy, config.rollout
     known = architecture_of(policy.model) if policy.model else None
     if known is None:
@@ -233,7 +280,15 @@ def memory(found: Plan, config: RunConfig) -> Memory | None:
 
 
 def memory_text(found: Plan, config: RunConfig) -> str:
-    """`memory` in words; empty for a model of unknown size."""
+    """`memory` as text.
+
+    Args:
+        found: the counts of the run.
+        config: the run.
+
+    Returns:
+        The lines; empty for a model of unknown architecture.
+    """
     policy, counted = config.policy, memory(found, config)
     if counted is None:
         return ""
@@ -246,7 +301,7 @@ def memory_text(found: Plan, config: RunConfig) -> str:
         f"  and one of         {_gb(counted.update)} micro-batch of {found.rows_per_micro_batch} rows, {_gb(counted.rollout)} "
         f"sampling {found.rows_per_call} rows, {_gb(counted.decode)} decoding {policy.decode_batch} images at a time, "
         f"{_gb(counted.encoders)} text encoders",
-        f"  at most            {_gb(counted.peak)}, besides the reward's network, CUDA's work space and the allocator's reserve",
+        f"  at most            {_gb(counted.peak)}, without the reward's network, CUDA's work space and the allocator's reserve",
     ]
     if policy.device != "cpu" and not torch.cuda.is_available():
         lines.append("  counted for a machine with a GPU; this machine has none")

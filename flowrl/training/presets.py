@@ -1,7 +1,7 @@
-"""Preset files: a model, a method and a task that combine to a run, as in ``sd3.5-medium,tp-grpo,ocr``, and what is published.
+"""Preset files: a model, a method and a task that combine to a run, as in ``sd3.5-medium,tp-grpo,ocr``, and published values.
 
-Clips, KL weights and rules of the method files are the published ones, with the definitions of the code that they were released
-with. ``sd3.5-medium,tp-grpo,ocr,exact`` has flowrl's definitions and translated numbers.
+Clips, KL weights and rules of the method files are the published ones, with the definitions of the released code.
+``sd3.5-medium,tp-grpo,ocr,exact`` has flowrl's definitions and translated numbers.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from flowrl.reading import load_document
 from flowrl.settings import read_settings
 
 KINDS = ("models", "methods", "tasks", "definitions")
-"""The folders of preset files, in the order in which their settings are laid over each other."""
+"""The folders of preset files, in the order in which they are applied; later settings override earlier ones."""
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -37,8 +37,8 @@ WORLD_DEFAULTS: dict[str, dict[str, Any]] = {
         "task": "direction", "learning_rate": 2e-2, "iterations": 40, "window": "0:5", "eval_every": 2, "eval_samples": 384,
     },
 }  # fmt: skip
-"""Changes to the defaults by world. Ten steps of DPM-Solver++ score images like twenty Euler steps (soft reward .744 and .751
-before training, 384 samples) in half of the time."""
+"""Changes to the defaults by world. Ten steps of DPM-Solver++ give scores like twenty Euler steps in half the time (soft reward
+.744 and .751 before training, 384 samples)."""
 
 MODEL_DEFAULTS: dict[str, Any] = {
     "world": "model", "task": "prompts", "reward_form": "reward", "num_steps": 10, "window": "all-but-last", "minibatches": 2,
@@ -46,8 +46,8 @@ MODEL_DEFAULTS: dict[str, Any] = {
     "betas": (0.9, 0.999), "groups": 4, "group_size": 24, "micro_batch": 8, "max_batch": 16, "iterations": 300, "eval_every": 20,
     "eval_samples": 32, "eval_steps": 40, "gradient_checkpointing": True,
 }  # fmt: skip
-"""Steps, mini-batches, AdamW, clip, LoRA and group size as Flow-GRPO has them for SD3.5-Medium (arXiv 2505.05470); an average
-that decays by 0.987 every update, its 0.9 every 8; 4 groups per iteration for one GPU instead of its 48."""
+"""Steps, mini-batches, AdamW, clip, LoRA and group size of Flow-GRPO for SD3.5-Medium (arXiv 2505.05470). The average decays by
+0.987 per update, in Flow-GRPO by 0.9 every 8 updates. 4 groups per iteration for one GPU, in Flow-GRPO 48."""
 
 
 MODEL_ONLY = (
@@ -55,12 +55,19 @@ MODEL_ONLY = (
     "tuning", "adapter", "frozen_adapters", "lora_targets", "prompt_cache", "decode_batch", "decode_dtype", "attention_backend",
     "max_sequence_length", "gradient_checkpointing", "train_guidance_scale", "reference_guidance_scale",
 )  # fmt: skip
-"""Settings that mean nothing on a built-in world."""
+"""Settings without effect on a built-in world."""
 
 
 def accelerator_defaults(device: str = "cuda", planned: bool = False) -> dict[str, Any]:
-    """Where and in which batches a model trains by default if its `device` is a GPU; empty without CUDA, unless the run is only
-    `planned`: for a machine with a GPU."""
+    """Default device, precision and batches of a model on a GPU.
+
+    Args:
+        device: name of the device.
+        planned: return them even without CUDA, to plan for another machine.
+
+    Returns:
+        Settings; empty without CUDA.
+    """
     import torch
 
     if not (planned or torch.cuda.is_available()):
@@ -71,8 +78,15 @@ def accelerator_defaults(device: str = "cuda", planned: bool = False) -> dict[st
 
 @dataclass(frozen=True)
 class Piece:
-    """One preset: its name, where it comes from (a folder's name, "built-in" or "file"), its settings, and those for the case
-    that other named pieces (separated by commas) are chosen too. `about` is what its file says: gpus, memory, notes ..."""
+    """One preset.
+
+    Args:
+        name: name of the preset.
+        origin: the folder's name, "built-in" or "file".
+        settings: its settings.
+        when: further settings by the name of another preset that is also chosen.
+        about: facts in its file: gpus, memory, notes.
+    """
 
     name: str
     origin: str
@@ -83,7 +97,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Combined:
-    """Pieces laid over each other: the settings, and which piece each comes from."""
+    """Combined presets.
+
+    Args:
+        pieces: the presets.
+        settings: the resulting settings.
+        origins: the preset of each setting.
+    """
 
     pieces: tuple[Piece, ...]
     settings: dict[str, Any]
@@ -103,17 +123,26 @@ def combinations() -> list[str]:
 
 
 def combine(name: str, schema: type) -> Combined:
-    """The presets `name` lists, separated by commas: shipped files by name, names of `PRESETS`, or paths of .yaml files.
+    """Combine presets.
 
-    Model, method, task and definition files are laid over each other in this order, then the settings that they have for each
-    other, then built-in presets and files of the user's own in the order given. Raises `ConfigError` for an unknown name or two
-    of a kind.
+    Model, method, task and definition files are applied in this order, then the settings that they have for each other, then
+    built-in presets and the user's files in the given order.
+
+    Args:
+        name: shipped files by name, names of `PRESETS`, or paths of .yaml files, separated by commas.
+        schema: class of the settings.
+
+    Returns:
+        The settings, and the preset of each.
+
+    Raises:
+        ConfigError: a name is unknown, or two presets are of one kind.
     """
     pieces = [_piece(part.strip(), schema) for part in name.split(",")]
     for kind in KINDS:
         same = [piece.name for piece in pieces if piece.origin == kind]
         if len(same) > 1:
-            raise ConfigError(f"preset: {' and '.join(same)} are both {kind}; take one")
+            raise ConfigError(f"preset: {' and '.join(same)} are both {kind}; choose one of them")
     ordered = sorted(pieces, key=lambda piece: KINDS.index(piece.origin) if piece.origin in KINDS else len(KINDS))
     settings, origins = {}, {}
     for layer in _layers(ordered):
@@ -123,7 +152,7 @@ def combine(name: str, schema: type) -> Combined:
 
 
 def _layers(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces' settings in the order in which they overrule each other."""
+    """The pieces in the order in which their settings override each other."""
     chosen = {piece.name for piece in pieces}
     files = [piece for piece in pieces if piece.origin in KINDS]
     crossed = [
@@ -156,7 +185,15 @@ def _piece(name: str, schema: type) -> Piece:
 
 @dataclass(frozen=True)
 class Published:
-    """A setting and its published value (None: not published), where that is published, and why ours differs, if it does."""
+    """A setting with its published value.
+
+    Args:
+        setting: name of the setting.
+        ours: its value here.
+        value: the published value; None: not published.
+        where: source of the published value.
+        why: reason for a difference; "" if there is none.
+    """
 
     setting: str
     ours: Any
@@ -166,15 +203,15 @@ class Published:
 
     @property
     def same(self) -> bool:
-        """Whether ours is the published value."""
+        """Whether the value here is the published one."""
         return self.ours == self.value
 
 
 def published(found: Combined) -> list[Published]:
-    """All settings of `found` next to what is published for its pieces (``presets/published.yaml``).
+    """All settings of `found` with the published values for its pieces (``presets/published.yaml``).
 
-    Entries of the file hold for all combinations that contain the pieces they name; later ones overrule earlier ones. Settings of
-    the user's own files differ because of that file.
+    An entry of the file applies to all combinations that contain the pieces it names; later entries override earlier ones.
+    Settings from the user's files have that file as the reason for a difference.
     """
     chosen, known, reasons, unpublished = {piece.name for piece in found.pieces}, {}, {}, ""
     for entry in published_values()["entries"]:

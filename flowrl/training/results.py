@@ -20,7 +20,8 @@ from flowrl.training.format import check_format
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run: its method and seed, one row per iteration (row 0: untrained), and whether it has finished."""
+    """One run: its `method` and `seed`, its `folder`, `rows` (one per iteration; row 0: untrained), and whether it has
+    `finished`."""
 
     method: str
     seed: int
@@ -63,7 +64,7 @@ def _number(value: Any, path: Sequence[str]) -> float | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs of a comparison folder, and its config.json."""
+    """The `runs` of a comparison, its `folder`, and the `config` in its config.json."""
 
     folder: Path
     config: dict[str, Any]
@@ -85,8 +86,10 @@ class Comparison:
 
 
 def load_run(folder: Path) -> RunRecord:
-    """Read a run folder; an incomplete last line is ignored. Raises `ConfigError` if `folder` is not the folder of a run, or a
-    line of metrics.jsonl is no row of a run."""
+    """Read a run folder; an incomplete last line is ignored.
+
+    Raises `ConfigError` if `folder` is not the folder of a run, or a line of metrics.jsonl is not a row of a run.
+    """
     check_format(folder / "config.json", _config(folder, "run"))
     config: _RunFile = _config(folder, "run", _RunFile)
     path, rows = folder / "metrics.jsonl", list[dict[str, Any]]()
@@ -119,7 +122,7 @@ class _Algorithm:
 
 @dataclass(frozen=True)
 class _RunFile:
-    """What is read of a run's config.json."""
+    """The entries of a run's config.json that are read."""
 
     algorithm: _Algorithm
     seed: int
@@ -133,7 +136,7 @@ class _Scores:
 
 @dataclass(frozen=True)
 class MetricsRow:
-    """What every line of metrics.jsonl contains; all other numbers may be missing."""
+    """The entries of every line of metrics.jsonl; all other numbers are optional."""
 
     iteration: int
     nfe_total: float
@@ -144,7 +147,7 @@ class MetricsRow:
 
 @dataclass(frozen=True)
 class _ComparisonFile:
-    """What is read of a comparison's config.json."""
+    """The entries of a comparison's config.json that are read."""
 
     methods: Annotated[list[str], Len(1)]
     seeds: list[int]
@@ -152,7 +155,8 @@ class _ComparisonFile:
 
 
 def holds(folder: Path, entry: str) -> bool:
-    """Whether config.json in `folder` is flowrl's own, with `entry`: "algorithm" for a run, "methods" for a comparison."""
+    """Whether config.json in `folder` was written by flowrl and has `entry`: "algorithm" for a run, "methods" for a
+    comparison."""
     try:
         return entry in read_json(folder / "config.json", dict[str, Any])
     except ConfigError:
@@ -160,14 +164,14 @@ def holds(folder: Path, entry: str) -> bool:
 
 
 def has_progress(folder: Path) -> bool:
-    """Whether the run in `folder` has an iteration, a checkpoint or a saved failure, which a new start would lose."""
+    """Whether the run in `folder` has an iteration, a checkpoint or a saved failure, which a new run would overwrite."""
     metrics = folder / "metrics.jsonl"
     found = any((folder / "checkpoints").glob("*")) or any((folder / name).exists() for name in ("failure", "done.json"))
     return found or (metrics.exists() and metrics.read_bytes().count(b"\n") > 1)
 
 
 def run_folder(name: str, seed: int) -> str:
-    """Folder name of one run of a comparison, valid on every operating system."""
+    """Folder name of the run of method `name` with `seed` in a comparison, valid on every operating system."""
     return re.sub(r"[^\w.=,-]+", "_", name).strip("_") + f"-seed{seed}"
 
 
@@ -182,7 +186,7 @@ def load_comparison(folder: Path) -> Comparison:
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean over seeds, and half the width of its 95% interval (Student's t; NaN for a single seed)."""
+    """`mean` over seeds, and `half` the width of its 95% interval (Student's t; NaN for a single seed)."""
 
     mean: float
     half: float
@@ -205,7 +209,7 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 @dataclass(frozen=True)
 class Change:
-    """A metric at the first and at the last evaluation that contains it, over seeds."""
+    """A metric at the first (`before`) and at the last evaluation (`after`) that contains it, over seeds."""
 
     before: Mean
     after: Mean
@@ -219,10 +223,12 @@ class Change:
 class MethodSummary:
     """One column of the results table.
 
-    Rewards are evaluation rewards (held-out prompts, ODE sampler, averaged weights). `lead` is the final reward minus the
-    baseline's, paired by seed; `worst` the lowest final reward of a seed. `to_baseline_*` is the point at which the
-    mean curve over seeds first reaches the baseline's final mean reward (None: not reached). NFE counts the network evaluations
-    of the rollout. `heldout` contains the proxy, the held-out rewards and the diversity by their labels.
+    Rewards are evaluation rewards (held-out prompts, ODE sampler, averaged weights): the mean over seeds before training
+    (`base`), at the last evaluation (`final`), and the lowest final one (`worst`). `lead` is the final reward minus the
+    baseline's, paired by seed; `final_strict` the success rate by the strict score; `collapsed` the number of collapsed seeds.
+    `to_baseline_*` is the point at which the mean curve over seeds first reaches the baseline's final mean reward (None: not
+    reached). NFE counts the network evaluations of the rollout, `train_nfe` those of the update. `heldout` contains the proxy,
+    the held-out rewards and the diversity by label.
     """
 
     method: str
@@ -263,14 +269,14 @@ def _heldout(runs: Sequence[RunRecord]) -> dict[str, Change]:
 
 
 def short(spec: str) -> str:
-    """Label of a reward spec in figures and tables: no folder, and no options longer than 24 characters."""
+    """Label of a reward spec in figures and tables: without folders and without options longer than 24 characters."""
     head, bracket, rest = spec.partition("(")
     head = head.rpartition("/")[2]
     return head + (f"({rest}" if bracket and len(rest) <= 24 else "(...)" if bracket else "")
 
 
 def mean_curve(runs: Sequence[RunRecord], x: str, *path: str) -> tuple[list[float], list[float]]:
-    """`RunRecord.curve` averaged over seeds, at the iterations that all `runs` have evaluated."""
+    """`RunRecord.curve` of `x` and `path` averaged over seeds, at the iterations that all `runs` have evaluated."""
     tables = [dict(zip(run.curve("iteration", *path)[0], zip(*run.curve(x, *path), strict=True), strict=True)) for run in runs]
     shared = sorted(set.intersection(*map(set, tables))) if tables else []
     means = [[statistics.fmean(table[at][axis] for table in tables) for at in shared] for axis in (0, 1)]

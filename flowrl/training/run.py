@@ -1,4 +1,4 @@
-"""One training run in a folder: metrics line by line, checkpoints, samples, and a trajectory to look at."""
+"""One training run in a folder: metrics line by line, checkpoints, samples, and a recorded trajectory."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ from flowrl.worlds.base import World
 
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
 Report = Callable[[dict[str, Any]], None]
-"""Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} whenever one of them changes, and with {"warning"}."""
+"""Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes, and with {"warning"}."""
 
 
 def _heldout(row: dict[str, Any]) -> dict[str, Any]:
@@ -48,14 +48,21 @@ def _heldout(row: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Run:
-    """A run of `config` in `folder`. `execute` returns True when it is finished, False when `stop` asked it to pause.
+    """A run in a folder.
 
     The folder gets config.json (and .yaml), metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/
     and, at the end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline
-    also in lora/ or full/, as diffusers reads them) and done.json; `tracking` says what trackers add. `shared` is a folder where
-    runs of one comparison keep the evaluation of the untrained model, which is the same for all of them. With `changed_code` a
-    run goes on although the files of its own parts have changed since it was started.
-    Every process executes the run; the main one alone writes and reports, and all stop where one is asked to.
+    also in lora/ or full/, in diffusers' format) and done.json. Every process executes the run; only the main process writes and
+    reports. If one process is asked to stop, all pause.
+
+    Args:
+        config: the settings.
+        folder: the run's folder.
+        report: called with the state of the run.
+        stop: whether the run should pause.
+        shared: a folder in which the runs of a comparison store the evaluation of the untrained model, which is the same for all.
+        distributed: the processes.
+        changed_code: continue although the files of the run's own parts have changed since it was started.
     """
 
     config: RunConfig
@@ -68,10 +75,13 @@ class Run:
     _heldout: HeldoutMetrics | None = field(default=None, init=False, repr=False)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
-        """Train to the end, or with `resume` go on from the last checkpoint, or from the one named `start`, whose successors are
-        then deleted. Raises a `FlowrlError` where a part does, a `CheckpointError` for a damaged checkpoint, a `DiskError` for a
-        full disk, and a `NonFiniteError` where a loss is not finite (what it was trained on is then in failure/). Only one
-        process at a time may execute the run of a folder: `ConfigError` names the other."""
+        """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`, whose successors are then
+        deleted.
+
+        Returns True when the run is finished, False when `stop` paused it. Raises a part's `FlowrlError`, `CheckpointError` for a
+        damaged checkpoint, `DiskError` for a full disk, and `NonFiniteError` for a loss that is not finite (its data are then in
+        failure/). If another process executes the run, a `ConfigError` names it.
+        """
         full = disk_errors(self.folder, self._checkpoints.newest, lambda: to_resume(self.folder))
         with part_errors(), full, out_of_memory(), ExitStack() as stack:
             with self.distributed.shared_errors():
@@ -80,7 +90,9 @@ class Run:
             return self._execute(resume, start)
 
     def _new_folder(self) -> AbstractContextManager[None]:
-        """A start that fails before its first iteration leaves nothing, and one that was killed by then may be repeated."""
+        """A context: a start that fails before its first iteration leaves no files, and one that was killed by then may be
+        repeated.
+        """
         if has_progress(self.folder):
             raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
         return new_folder(self.folder, "run", lambda folder: holds(folder, "algorithm"), lambda: has_progress(self.folder))
@@ -119,7 +131,7 @@ class Run:
         return trainer.done == self.config.iterations
 
     def _train(self, trainer: Trainer, world: World, rows: list[dict[str, Any]], journal: Journal) -> Evaluation | None:
-        """Iterations to the end or to a pause; the evaluation of the last one if it had one."""
+        """Iterations to the end or to a pause; returns the evaluation of the last iteration if it had one."""
         latest: Evaluation | None = None
         limits = limits_of(trainer)
         found = memory_notices(trainer) if trainer.policy.device.type == "cuda" and trainer.done < self.config.iterations else []
@@ -157,7 +169,9 @@ class Run:
         return latest
 
     def _save_before(self, trainer: Trainer, before: Checkpoint, rows: list[dict[str, Any]]) -> None:
-        """Where an iteration failed before its first update: a checkpoint of its beginning, so that nothing is lost."""
+        """After a failure before the first update of an iteration, save a checkpoint of its beginning, so that no result is
+        lost.
+        """
         if trainer.updated or trainer.done == 0 or self.distributed.world_size > 1:
             return
         state = trainer.state()
@@ -177,7 +191,7 @@ class Run:
         write_bytes(self.folder / "config.yaml", settings_text(self.config.as_dict(), comment).encode())
 
     def _with_found_batches(self) -> RunConfig:
-        """The run with the sizes in its config.json for those that are auto: a resumed run goes on with what it found."""
+        """The run with the auto sizes from its config.json, so that a resumed run uses the same sizes."""
         found: dict[str, Any] = {}
         with self.distributed.shared_errors():
             if self.distributed.is_main and (self.folder / "config.json").exists():
@@ -224,7 +238,9 @@ class Run:
             lines.append(self.folder / "metrics.jsonl", row)
 
     def _restore(self, trainer: Trainer, start: str) -> list[dict[str, Any]]:
-        """Rows up to the last checkpoint (or `start`); later lines are dropped, they will be made again. None yet: start anew."""
+        """Rows up to the last checkpoint (or `start`); later rows will be computed again. Without a checkpoint the run starts
+        anew.
+        """
         kept = self._checkpoints
         checkpoint: Checkpoint | None = None
         with self.distributed.shared_errors():
@@ -242,7 +258,7 @@ class Run:
         return self.distributed.gather(rows)[0]
 
     def _rewind(self, checkpoint: Checkpoint | None, start: str) -> list[dict[str, Any]]:
-        """Bring the folder back to the checkpoint's iteration; its rows."""
+        """Restore the folder to the checkpoint's iteration; returns its rows."""
         for half in self.folder.glob("*.tmp"):
             half.unlink()
         if checkpoint is None:
@@ -257,7 +273,7 @@ class Run:
 
     def _score(self, policy: FlowPolicy, world: World) -> Evaluation:
         c, own = self.config, None
-        if c.environment.reward and not c.policy.model:  # a model's world has no other reward than this
+        if c.environment.reward and not c.policy.model:  # the only reward of a model's world
             own = evaluation_reward(make_reward(c.replace(reward_noise=0.0, reward_bias=0.0)))
         return evaluate(
             policy, world, c.environment.task, c.environment.reward_form, c.evaluation.eval_samples, c.evaluation.eval_steps,
@@ -282,12 +298,12 @@ class Run:
             write_json(self.folder / "samples.json", samples)
             self._export(self.folder, trainer, world)
             write_json(self.folder / "done.json", {"iterations": trainer.done})
-        elif self.distributed.sharded:  # the main process alone can neither call the network nor put its weights together
+        elif self.distributed.sharded:  # the main process alone can neither call the network nor gather its weights
             with TemporaryDirectory() as scratch:
                 self._export(Path(scratch), trainer, world)
 
     def _before(self, world: World) -> dict[str, torch.Tensor]:
-        """The untrained model's samples and scores; made again where the file is missing or damaged."""
+        """The untrained model's samples and scores; computed again if the file is missing or damaged."""
         path, found = self.folder / "before.safetensors", None
         if self.distributed.is_main:
             with suppress(CheckpointError):
@@ -301,7 +317,7 @@ class Run:
         return found
 
     def _export(self, folder: Path, trainer: Trainer, world: World) -> None:
-        """What the averaged weights are, and a trajectory that they draw."""
+        """Write the averaged weights, and a trajectory sampled with them."""
         with trainer.averaged():
             write_trajectory(folder, trainer, world)
             if isinstance(trainer.policy, Exportable):

@@ -50,18 +50,34 @@ def loss_guidance(config: RunConfig) -> Guidance:
 
 
 def overlaps_rewards(config: RunConfig, reward: AnyReward) -> bool:
-    """Whether a chunk is scored while the next one is rolled out; auto: if there are chunks and a server computes the reward."""
+    """Whether a chunk is scored during the rollout of the next one; auto: if there are chunks and a server computes the reward.
+
+    Args:
+        config: the run.
+        reward: the reward.
+
+    Returns:
+        Whether rollout and scoring overlap.
+    """
     chosen = config.rollout.overlap_rewards
     return chosen == "true" or (chosen == "auto" and config.rollout.chunk >= 1 and is_remote(reward))
 
 
 class Trainer:
-    """Fine-tunes `policy` by `method` on `prompts` scored by `reward`; contains no method's name.
+    """Fine-tunes a policy; independent of the method.
 
-    Call `iteration()` once per iteration; it returns the metrics of that iteration as plain values. `averaged()` is the
-    context in which the policy has its EMA weights. `state()` and `restore()` make a run resumable bit for bit on the CPU.
-    Raises `NonFiniteError` when a loss or gradient is not finite, `CreditError` and `RewardError` when a part breaks its
-    contract; the weights are then those of the last complete update.
+    Call `iteration()` once per iteration; it returns the metrics of that iteration as plain values. Within `averaged()` the
+    policy has its EMA weights. `state()` and `restore()` make a run resumable bit for bit on the CPU. `iteration` raises
+    `NonFiniteError` if a loss or gradient is not finite, and `CreditError` or `RewardError` if a part breaks its contract; the
+    weights are then those of the last complete update.
+
+    Args:
+        policy: the policy.
+        method: sampler, credit rule and loss.
+        reward: scores the samples.
+        prompts: the training prompts.
+        config: the settings.
+        distributed: the processes.
     """
 
     def __init__(
@@ -89,7 +105,7 @@ class Trainer:
         self.on_phase: Callable[[str], None] = lambda phase: None
 
     def use_batches(self, config: RunConfig) -> None:
-        """Go on with the sizes of `config`, which differs from the trainer's own in nothing else that a number depends on."""
+        """Use the sizes of `config`, whose other settings must equal those of the trainer as far as they change results."""
         self.config, self.collector.max_batch = config, config.batches.max_batch
 
     def iteration(self) -> dict[str, Any]:
@@ -108,7 +124,7 @@ class Trainer:
         # Credit: advantages [prompt, member, step]; `used` [prompt, member] leaves out what the reward marked invalid.
         advantages, used = self.assign_credit(rewards, collected.rollout.trajectories.schedule)
 
-        # Update: one optimizer step per mini-batch. Micro-batches hold (trajectory, step) pairs of this process, or (image, drawn
+        # Update: one optimizer step per mini-batch. Micro-batches are (trajectory, step) pairs of this process, or (image, drawn
         # time) rows; the weighted sum of their mean losses, over all processes, is the mean over the mini-batch.
         clock.enter("update")
         self.set_learning_rate()
@@ -152,7 +168,7 @@ class Trainer:
         }
 
     def draw_sampler(self) -> Sampler:
-        """This iteration's sampler: a random or sliding window is drawn here, once for all groups."""
+        """This iteration's sampler; a random or sliding window is drawn once for all groups."""
         sampler = self.method.sampler
         return sampler.draw(self.schedule, self.generator, self.done) if isinstance(sampler, RandomSampler) else sampler
 
@@ -161,8 +177,11 @@ class Trainer:
         return valid_credit(rewards, schedule, self._credit)
 
     def _credit(self, rewards: RewardTables, schedule: Schedule) -> Tensor:
-        """The rule's advantages, checked. A rule that reads components gets them if the reward has some; one that asks for the
-        prompts gets them. It sees the schedule on the device of the rewards, in main memory."""
+        """The rule's advantages, checked.
+
+        A rule that reads components gets them if the reward has some, and a rule that uses prompts gets those. The schedule is on
+        the device of the rewards, in main memory.
+        """
         rule, schedule = self.method.credit, schedule.to(rewards.total.device)
         with inputs_unchanged(f"{type(rule).__name__}.assign", CreditError, rewards.total, *rewards.parts.values()):
             if rewards.parts and isinstance(rule, PartsCreditAssigner):
@@ -174,7 +193,7 @@ class Trainer:
         return check_advantages(advantages, rewards.total, type(rule).__name__)
 
     def trained_pairs(self, advantages: Tensor, schedule: Schedule) -> Tensor | None:
-        """Which pairs [sample, step] are trained on by the rule's choice; None: all."""
+        """Mask of the pairs [sample, step] that the rule selects for training; None: all."""
         rule = self.method.credit
         if not isinstance(rule, SelectiveCredit):
             return None
@@ -182,22 +201,25 @@ class Trainer:
         return check_trained(found, advantages, type(rule).__name__).to(self.policy.device).flatten(0, 1)
 
     def set_learning_rate(self) -> None:
-        """Linear from `learning_rate` to `learning_rate` x `final_learning_rate` over the run."""
+        """Set the learning rate: linear from `learning_rate` to `learning_rate` x `final_learning_rate` over the run."""
         optim, left = self.config.optim, 1 - self.done / self.config.iterations
         factor = optim.final_learning_rate + (1 - optim.final_learning_rate) * left
         self.optimizer.param_groups[0]["lr"] = optim.learning_rate * factor
 
     def trained_steps(self, schedule: Schedule) -> Tensor:
-        """This iteration's steps of the loss (`samplers.trained_steps`); random ones are drawn here, once for all groups."""
+        """The steps of this iteration's loss (`samplers.trained_steps`); random steps are drawn once for all groups."""
         return trained_steps(self.config.algorithm.trained_steps, schedule, self.generator)
 
     def loss_batches(
         self, sampler: Sampler, collected: Collected, advantages: Tensor, used: Tensor
     ) -> tuple[LossBatches | ForwardBatches, list[Pairs], Tensor]:
-        """What makes the loss's batches, the pairs of each mini-batch among all processes, and which samples [prompt, member]
-        they are from. The used trajectories are split into mini-batches in random order, the same in every process; pairs that
-        belong together, as those of a branched tree, in the order of their numbers. None if no trajectory is used. A policy loss
-        without a reference has no gradient where the advantage is 0, so such pairs are not evaluated."""
+        """A maker of the loss's batches, the pairs of each mini-batch among all processes, and the mask [prompt, member] of their
+        samples.
+
+        The used trajectories are split into mini-batches in random order, the same in every process; pairs that belong together,
+        such as those of a branched tree, in the order of their indices. None if no trajectory is used. A policy loss without a
+        reference has no gradient at advantage 0, so such pairs are not evaluated.
+        """
         rollout, condition, path = collected.rollout, collected.condition, collected.rollout.trajectories
         loss, trained = self.method.loss, self.trained_pairs(advantages, path.schedule)
         own = advantages.to(self.policy.device).flatten(0, 1)[collected.samples]
@@ -218,7 +240,9 @@ class Trainer:
         return batches, [one for one in pairs if len(one)], counted
 
     def draw_parts(self, advantages: Tensor, used: Tensor, steps: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """The samples of each mini-batch: those that count, in random order; and which [prompt, member] count."""
+        """The samples of each mini-batch, those that count in random order, and the mask [prompt, member] of samples that
+        count.
+        """
         drop = self.config.algorithm.drop_zero_advantages
         counted = with_advantage(used, advantages, steps) if drop else used
         order = self.draw_order()
@@ -261,10 +285,9 @@ class Trainer:
             yield
 
     def state(self) -> Checkpoint:
-        """Weights, averages, optimizer, generators, the prompt order, and the credit rule's memory if it has one.
+        """Weights, averages, optimizer, generators, the prompt order, and the credit rule's memory if it has one, in main memory.
 
-        The main process gets it in main memory. Other processes get an empty checkpoint, and with sharded weights must call this
-        too.
+        Other processes than the main one get an empty checkpoint; with sharded weights all must call this.
         """
         state = training_state(dict(zip(self.names, self.parameters, strict=True)), self.average, self.optimizer)
         copies = self.copies.state()
@@ -274,7 +297,7 @@ class Trainer:
         return Checkpoint({**state.tensors, **copies.tensors, **small.tensors}, {**state.values, **copies.values, **small.values})
 
     def small_state(self) -> Checkpoint:
-        """What of `state` does not grow with the model."""
+        """The part of `state` whose size does not depend on the model."""
         tensors = {"generator": self.generator.get_state(), "prompts.generator": self.prompts.generator.get_state()}
         if isinstance(self.method.credit, Stateful):
             tensors |= {f"credit.{name}": tensor.clone() for name, tensor in self.method.credit.state_dict().items()}
@@ -282,8 +305,11 @@ class Trainer:
         return Checkpoint(tensors, values)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from `state()`, on any number of processes; all of them call this, and the main one's checkpoint counts. Raises
-        `ConfigError` if it belongs to other weights."""
+        """Continue from `state()`, on any number of processes. All processes call this; only the main process's checkpoint is
+        used.
+
+        Raises `ConfigError` if it belongs to other weights.
+        """
         named = dict(zip(self.names, self.parameters, strict=True))
         restore_training_state(checkpoint, named, self.average, self.optimizer, self.distributed)
         self.copies.restore(checkpoint, self.distributed)

@@ -104,9 +104,9 @@ def test_what_training_holds_later_counts(trainer, monkeypatch):
 
 def test_not_even_one_is_one_clear_error(monkeypatch):
     simulate(monkeypatch, ONE - 1)
-    with pytest.raises(TrainingError, match=r"micro_batch auto: not even 1 fits .* 10% stay free\. Use gradient_checkpointing"):
+    with pytest.raises(TrainingError, match=r"micro_batch auto: not even a batch of 1 fits into 90% .* Use gradient"):
         make_trainer(AUTO)
-    with pytest.raises(TrainingError, match="max_batch auto: not even 1 fits"):
+    with pytest.raises(TrainingError, match="max_batch auto: not even a batch of 1 fits"):
         make_trainer(FIXED.replace(max_batch="auto"))
 
 
@@ -205,9 +205,9 @@ def test_trying_for_real_changes_no_number_and_leaves_no_gradient():
 
 def test_the_plan_says_what_is_found_at_the_start():
     text = plan_text(plan(AUTO), AUTO)
-    assert "micro_batch auto (found at the start; counted as 256) =" in text
-    assert "split by max_batch auto (found at the start; counted as 512):" in text
-    assert "found at the start" not in plan_text(plan(FIXED), FIXED)
+    assert "micro_batch auto (measured at the start; counted as 256) =" in text
+    assert "split by max_batch auto (measured at the start; counted as 512):" in text
+    assert "measured at the start" not in plan_text(plan(FIXED), FIXED)
 
 
 def test_another_word_is_refused():
