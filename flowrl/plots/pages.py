@@ -26,7 +26,7 @@ def render(template: str, package: str = "flowrl.plots", **values: Any) -> str:
         The text of the page.
 
     Raises:
-        jinja2.UndefinedError: a value is missing.
+        UndefinedError: a value is missing (jinja2's exception).
     """
     return _environment(package).get_template(template).render(values)
 

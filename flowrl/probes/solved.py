@@ -191,6 +191,7 @@ class Substeps(ODEProbe):
     Euler's method.
 
     Args:
+        count: T', 1 or more; odd with heun.
         every: see `ODEProbe`.
         fraction: see `ODEProbe`.
         control: see `ODEProbe`.
@@ -198,7 +199,6 @@ class Substeps(ODEProbe):
         dtype: see `NetworkUse`.
         guidance: see `NetworkUse`.
         cache: see `NetworkUse`.
-        count: T', 1 or more; odd with heun.
 
     Raises:
         ConfigError: a field is out of range.
@@ -244,6 +244,8 @@ class Completion(ODEProbe):
     j) - 1 evaluations from node j, the other solvers T - j.
 
     Args:
+        together: advance the solutions within the rollout's calls, T calls in all; applies to euler without cheaper options.
+            False, and all cheaper options: separate calls, up to T - 1 more.
         every: see `ODEProbe`.
         fraction: see `ODEProbe`.
         control: see `ODEProbe`.
@@ -251,8 +253,6 @@ class Completion(ODEProbe):
         dtype: see `NetworkUse`.
         guidance: see `NetworkUse`.
         cache: see `NetworkUse`.
-        together: advance the solutions within the rollout's calls, T calls in all; applies to euler without cheaper options.
-            False, and all cheaper options: separate calls, up to T - 1 more.
 
     Raises:
         ConfigError: a field is out of range.

@@ -54,7 +54,8 @@ FormPart = tuple[str, tuple[str, bytes, str]]
 
 
 class WireFormatError(FlowrlError):
-    """A request does not follow the format. `code` is the error code of the response, such as bad_images."""
+    """A request does not follow the format: `code` is the error code of the response, such as bad_images; `message` has the
+    details."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -62,7 +63,7 @@ class WireFormatError(FlowrlError):
 
 
 class TransientError(Exception):
-    """An attempt failed in a way that may pass. `retry_after`: the pause that the server requests, in seconds."""
+    """An attempt failed temporarily, for this `reason`. `retry_after`: the pause that the server requests, in seconds."""
 
     def __init__(self, reason: str, retry_after: float = 0.0) -> None:
         super().__init__(reason)
@@ -70,7 +71,7 @@ class TransientError(Exception):
 
 
 class PromptMessage(BaseModel):
-    """A prompt: its text, and metadata as any JSON object."""
+    """A prompt: its `text`, and `metadata` as any JSON object."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -152,7 +152,7 @@ def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool, chan
 def require_free(out: Path) -> None:
     """Raise `ConfigError` if `out` holds a comparison that has begun."""
     if any(map(has_progress, out.glob("runs/*"))):
-        raise ConfigError(f"out: {out} already holds a comparison; choose another folder, or go on with --resume {out}")
+        raise ConfigError(f"out: {out} already holds a comparison; choose another folder, or continue it with --resume {out}")
 
 
 def compare(
@@ -226,8 +226,8 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
         words = "".join({trust_option(jobs[one].flat()) for one in failed})
         words += " --changed-code" if any(jobs[one].algorithm.credit for one in failed) else ""
         raise PartError(
-            f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {name}: {text}. When that is repaired, make "
-            f"the missing runs with: flowrl compare --resume {shlex.quote(str(out))}{words}"
+            f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {name}: {text}. Correct the cause, then run "
+            f"the missing ones with: flowrl compare --resume {shlex.quote(str(out))}{words}"
         )
     return completed and not failed and all(ended.values())
 

@@ -136,7 +136,9 @@ class _Scores:
 
 @dataclass(frozen=True)
 class MetricsRow:
-    """The entries of every line of metrics.jsonl; all other numbers are optional."""
+    """The entries of every line of metrics.jsonl: the `iteration` (0: the untrained model), network evaluations (`nfe_total`) and
+    training seconds (`seconds_total`) so far, the scores of the `evaluation` if there was one, and the number of
+    `trajectories`."""
 
     iteration: int
     nfe_total: float
@@ -221,14 +223,28 @@ class Change:
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """One column of the results table.
+    """One column of the results table: evaluation rewards (held-out prompts, ODE sampler, averaged weights) and costs.
 
-    Rewards are evaluation rewards (held-out prompts, ODE sampler, averaged weights): the mean over seeds before training
-    (`base`), at the last evaluation (`final`), and the lowest final one (`worst`). `lead` is the final reward minus the
-    baseline's, paired by seed; `final_strict` the success rate by the strict score; `collapsed` the number of collapsed seeds.
-    `to_baseline_*` is the point at which the mean curve over seeds first reaches the baseline's final mean reward (None: not
-    reached). NFE counts the network evaluations of the rollout, `train_nfe` those of the update. `heldout` contains the proxy,
-    the held-out rewards and the diversity by label.
+    Args:
+        method: name of the method.
+        seeds: number of seeds.
+        base: reward before training.
+        final: reward at the last evaluation.
+        lead: final reward minus the baseline's, paired by seed.
+        worst: lowest final reward of a seed.
+        collapsed: number of collapsed seeds.
+        final_strict: success rate by the strict score.
+        to_baseline_iterations: where the mean curve over seeds first reaches the baseline's final mean reward; None: not reached.
+        to_baseline_nfe: the same point in network evaluations of the rollout.
+        to_baseline_seconds: the same point in seconds.
+        nfe_per_trajectory: network evaluations of the rollout per trajectory.
+        calls_per_iteration: sequential network calls per iteration.
+        rewards_per_trajectory: scored images per trajectory.
+        train_nfe_per_trajectory: network evaluations of the update per trajectory.
+        seconds_rollout: seconds of an iteration's rollout.
+        seconds_reward: seconds of an iteration's scoring.
+        seconds_update: seconds of an iteration's update.
+        heldout: changes of the proxy, the held-out rewards and the diversity by label.
     """
 
     method: str

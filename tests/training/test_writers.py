@@ -171,9 +171,7 @@ def test_a_resume_after_the_code_has_changed_asks(tmp_path: Path, capsys) -> Non
     assert not Run(config, out, stop=lambda: next(stops)).execute()
     assert list(json.loads((out / "code.json").read_text())) == [f"credit: {rules}:Mine"]
     rules.write_text(CODE.replace("scale: float = 1.0", "scale: float = 2.0"))
-    told = (
-        rf"code has changed since the run was started: credit: {re.escape(str(rules))}:Mine\. Bring it back, or .*--changed-code"
-    )
+    told = rf"code has changed since the run was started: credit: {re.escape(str(rules))}:Mine\. Restore it, or .*--changed-code"
     with pytest.raises(ConfigError, match=told):
         Run(config, out).execute(resume=True)
     assert main(["train", "--resume", str(out), "--trust"]) == 2

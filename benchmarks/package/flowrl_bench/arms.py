@@ -1,4 +1,4 @@
-"""The arms of the tuned comparison: each method's settings, and the numbers that are searched for it."""
+"""The arms of the tuned comparison: each method's settings, and its searched numbers."""
 
 import json
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ for half the cost."""
 
 @dataclass(frozen=True)
 class Knob:
-    """A number that is searched on the grid start * factor^k: a setting of the run by its name, or a name in a spec's braces.
+    """A number that is searched on the grid start * factor^k: a setting of the run, or a name in braces in a spec.
 
-    `start` holds the start per world.
+    `start` has the start per world.
     """
 
     factor: float
@@ -62,8 +62,8 @@ def everywhere(factor: float, start: float) -> Knob:
 class Arm:
     """A method with fixed `settings`, in whose specs `{name}` stands for the value of a knob, and the `knobs` to search.
 
-    `worlds` are those it is compared in; `control` marks an arm that is no method of its own. `same` is a method that is the same
-    rule with the same settings, whose runs would repeat this arm's numbers.
+    `worlds` are those in which it is compared; `control` marks a control. `same` names a method that is the same rule with the
+    same settings, whose runs would repeat this arm's numbers.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Arm:
         return f"{self.name}{f' = {self.same}' if self.same else ''}{' (control)' if self.control else ''}"
 
     def values(self, world: str, levels: Mapping[str, int]) -> dict[str, float]:
-        """The knobs' values at levels of the grid; a knob that is not named is at its start."""
+        """The knobs' values at levels of the grid; a knob without a level is at its start."""
         return {name: knob.value(world, levels.get(name, 0)) for name, knob in self.knobs.items()}
 
     def changes(self, world: str, values: Mapping[str, float]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ TUNED = Path(__file__).parent / "tuned.json"
 
 
 def tuned(world: str, arm: str) -> dict[str, float]:
-    """The values that were found for an arm in a world; the start of the grid where none were."""
+    """The values found for an arm in a world; the start of the grid without a search."""
     return _tuned().get(world, {}).get(arm) or ARMS[arm].values(world, {})
 
 

@@ -29,12 +29,14 @@ FAMILY = 20
 
 @dataclass(frozen=True)
 class Law:
-    """Of one run's learning curve: a logistic rise from `start` to `top` with its middle at update `middle` and scale `width`.
+    """The law of a run's learning curve: a logistic rise from `start` to `top` with its middle at update `middle` and scale
+    `width`.
 
-    `middle_sd`, `top_sd`: standard deviation between seeds, of which the fraction `shared` of the variance is common to the arms.
-    `noise`: that of an evaluation. `collapses`: the probability that the reward falls to 0.05 to 0.5 within 4 updates, at a time
-    between 0.4 of the run and its end. `faster`: the factor by which the rise is faster; `shift`: by how much the mean reward
-    over training is higher, in the shape of the rise. `cost_sd`: that of the logarithm of a run's seconds per update.
+    `middle_sd`, `top_sd`: standard deviations between seeds, of whose variance the fraction `shared` is common to the arms.
+    `noise`: standard deviation of an evaluation. `collapses`: the probability that the reward falls to 0.05 to 0.5 within 4
+    updates, at a time between 0.4 of the run and its end. `faster`: the factor by which the rise is faster; `shift`: the increase
+    of the mean reward over training, in the shape of the rise. `cost_sd`: standard deviation of the logarithm of a run's seconds
+    per update.
     """
 
     start: float
@@ -138,7 +140,7 @@ def alarms(cases: Mapping[str, Case], law: Law, seeds: int, experiments: int, se
 
 
 def family_alarms(law: Law, seeds: int, experiments: int, seed: int = 0) -> float:
-    """Fraction of families of `FAMILY` comparisons of arms that are alike with at least one verdict of better or worse."""
+    """Fraction of families of `FAMILY` comparisons of equal arms with at least one verdict of better or worse."""
     names = [f"arm {place}" for place in range(FAMILY + 1)]
     count = 0
     for place in range(experiments):
@@ -149,8 +151,10 @@ def family_alarms(law: Law, seeds: int, experiments: int, seed: int = 0) -> floa
 
 
 def power(rule: Rule, change: Mapping[str, float], law: Law, seeds: int, experiments: int, seed: int = 0) -> dict[str, float]:
-    """By the number of tests in the family, the fraction of experiments whose verdict is better; the other tests find nothing, so
-    that Holm's correction is that of the smallest p-value."""
+    """By the number of tests in the family, the fraction of experiments whose verdict is better.
+
+    The other tests find nothing, so Holm's correction is that of the smallest p-value.
+    """
     arms = {"first": replace(law, **change), "second": law}
     counts = dict.fromkeys((1, FAMILY), 0)
     for place in range(experiments):

@@ -1,8 +1,8 @@
 """The ceiling of a credit rule: its correlation with the true advantage if every state's value is known.
 
-The rule is applied to the table of true values, R[., node] = V(x_node). For gains this is the true advantage itself, put through
-the rule's normalisation: z-scored by step, over the group, or not at all. Rules that read only the final reward are at their
-ceiling by this definition.
+The rule is applied to the table of true values, R[., node] = V(x_node). For gains this is the true advantage itself after the
+rule's normalisation: z-scored by step, over the group, or not at all. Rules that read only the final reward are at their ceiling
+by definition.
 """
 
 import math
@@ -31,7 +31,7 @@ def group_ceiling(groups: Sequence[Tensor]) -> float:
     """The ceiling of z-scores over sets of entries, in closed form: the mean std within a set over the root mean square of A*.
 
     `groups`: exact advantages, one tensor per set over which the rule z-scores (a group's members at one step, or all its
-    entries). The mean of a set is taken as 0, which it is up to the luck of a finite group. A set without spread has credit 0.
+    entries). The mean of a set is taken as 0, its expectation. A set without spread has credit 0.
     """
     spreads = torch.cat([values.std(unbiased=False).expand(values.numel()) for values in groups]).double()
     every = torch.cat([values.flatten() for values in groups]).double()
@@ -45,12 +45,11 @@ def ceiling_sums(
     trajectories: Rollout,
     seed: int = 0,
 ) -> Float[Tensor, "level 9"]:
-    """The sums of `credit_sums` of a rule on tables of values with more and more noise (`LEVELS`), from which `ceiling`
-    extrapolates; those of several trajectories can be added up. `make` builds the rule, which may have a state.
+    """The `credit_sums` of a rule on tables of values with increasing noise (`LEVELS`), from which `ceiling` extrapolates.
 
-    `rewards` are the scores of continuations (`continuation_rewards`), a multiple of `FOLDS` of them: each part in turn is the
-    truth, and the others give the table, so their errors are independent. Further noise is normal, with the standard errors of
-    the table.
+    Sums of several trajectories can be added. `make` builds the rule, which may have a state. `rewards` are the scores of
+    continuations (`continuation_rewards`), a multiple of `FOLDS` of them: each part in turn is the truth, and the others give the
+    table, so their errors are independent. Further noise is normal, with the standard errors of the table.
     """
     count = rewards.shape[2]
     fits = f"a multiple of {FOLDS}, {2 * FOLDS} or more"

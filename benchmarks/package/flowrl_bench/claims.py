@@ -1,4 +1,4 @@
-"""The form of a claim, the arms that most claims compare, and the runs that a claim needs."""
+"""The form of a claim, the arms of most claims, and the runs that a claim needs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,12 +33,12 @@ NO_PAPER = "no paper reports it"
 
 
 def gains(options: str) -> Arm:
-    """The arm of stepwise gains with other options and the same learning rate, clip and noise level."""
+    """The arm of stepwise gains with other options but the same learning rate, clip and noise level."""
     return {**GAINS, "credit": f"stepwise-gain({options})"}
 
 
 def points(options: str) -> Arm:
-    """The arm of turning points with other options and the same learning rate, clip and noise level."""
+    """The arm of turning points with other options but the same learning rate, clip and noise level."""
     return {**POINTS, "credit": f"turning-point({options})"}
 
 
@@ -48,7 +48,7 @@ class Claim:
 
     `says`: the paper's claim in our words; `source`: the paper; `number`: the result it reports. `arms`: changes to the run's
     settings, by name; `base`: changes that all arms share; `rule` turns runs into a verdict. `tasks`: image tasks on which the
-    claim is also tried (none: the 2-D world only). `asks` marks an open question. `samples`: arms that are also judged by
+    claim is also tested (none: the 2-D world only). `asks` marks an open question. `samples`: arms that are also judged by
     samples of their stochastic sampler (`flowrl_bench.measurements.observe`).
     """
 
@@ -68,7 +68,7 @@ class Claim:
 
     @property
     def worlds(self) -> tuple[str, ...]:
-        """The worlds in which the claim is tried."""
+        """The worlds in which the claim is tested."""
         return ("mixture", "shapes") if self.tasks else ("mixture",)
 
     def configs(self, world: str, seeds: tuple[int, ...]) -> Iterator[tuple[str, str, int, RunConfig]]:
@@ -86,7 +86,7 @@ def question(key: str, says: str, arms: Mapping[str, Arm], rule: Rule, **options
 
 
 def make_run(world: str, task: str, seed: int, changes: Arm) -> RunConfig:
-    """The run of an arm: the world's settings, those found for the arm it starts from, then the changes.
+    """The run of an arm: the world's settings, the tuned settings of the arm from which it starts, then the changes.
 
     A `credit` is also the name of its method.
     """
@@ -98,5 +98,5 @@ def make_run(world: str, task: str, seed: int, changes: Arm) -> RunConfig:
 
 @cache
 def _made(arm: str, world: str, settings: tuple[tuple[str, Any], ...]) -> RunConfig:
-    """Cached, because checking a run's settings takes milliseconds and the page needs the same thousand runs several times."""
+    """Cached, because a check of a run's settings takes milliseconds and the page needs the same thousand runs several times."""
     return ARMS[arm].run(world, tuned(world, arm), **dict(settings))

@@ -163,5 +163,5 @@ def _arms(claim: Claim) -> str:
 
 
 def _quoted(value: str) -> str:
-    """For a shell; a value with single quotes gets double ones, which are easier to read than escapes."""
+    """A text quoted for a shell; double quotes if it contains single ones, which is easier to read than escapes."""
     return f'"{value}"' if "'" in value and not set(value) & set('"$`\\!') else shlex.quote(value)

@@ -1,4 +1,4 @@
-"""The page of the claims, made from results files alone: answers, one figure, tables; details are on a page of their own."""
+"""The page of the claims, made only from results files: answers, one figure, tables. The details are on a separate page."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -71,8 +71,8 @@ AGAIN = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the page is made from: the verdicts, the lines and their file, the lines at default settings, and the false-alarm
-    rates (benchmarks/results/calibration.json)."""
+    """The data of the page: the verdicts, the lines and their file, the lines at default settings, and the false-alarm rates
+    (benchmarks/results/calibration.json)."""
 
     judged: Sequence[Judged]
     lines: Lines

@@ -2,8 +2,7 @@
 
 The truth is A*(i) = Q(x_i, x_{i+1}) - V(x_i) = V(x_{i+1}) - V(x_i): V(x) is the expected final reward when the *stochastic*
 sampler continues from x under the current policy. V is estimated by Monte Carlo continuation, so every A* has a standard error,
-and correlations are corrected for it (`flowrl_bench.true_advantage`). Deterministic steps have A* = 0, since nothing is decided
-there; they are left out.
+and correlations are corrected for it (`flowrl_bench.true_advantage`). Deterministic steps, which have A* = 0, are left out.
 
 In a branched tree (`flowrl.tree`) the truth belongs to the edge into each state that was drawn: A* = V(child) - V(parent). A
 distinct state is continued once, however many members pass it, and an edge counts in the agreement as it does in the update.
@@ -31,8 +30,8 @@ from flowrl_bench.gradients import Setting, assigned, credit_schedule
 class TrueAdvantages:
     """`values` [prompt, member, step] estimates A*, `errors` are its standard errors; `steps` are the stochastic steps.
 
-    `state_values` [prompt, member, node] estimates V, `state_errors` likewise (0 if V is the finished image's reward).
-    `weights` [prompt, member, step] say how often each step counts: in a branched tree 0 where a member's step is no decision,
+    `state_values` [prompt, member, node] estimates V with standard errors `state_errors` (0 if V is the finished image's reward).
+    `weights` [prompt, member, step] are the counts of the steps: in a branched tree 0 if a member's step is no decision,
     else 1 (weight "leaf") or 1 / the members that share the edge ("edge"). None: every stochastic step once.
     """
 
@@ -176,7 +175,7 @@ def pooled(truths: Sequence[TrueAdvantages]) -> TrueAdvantages:
 
 @dataclass(frozen=True)
 class Look:
-    """The groups of trajectories that all rules are applied to: one policy, one seed.
+    """Groups of trajectories of one policy and one seed, to which all rules are applied.
 
     Rules with shared initial noise get other trajectories than the rest; within either kind, all rules get the same.
     """
@@ -192,7 +191,7 @@ class Look:
         return self.setting.rollout(groups, torch.Generator().manual_seed(self.seed), probe, usage, self.max_batch)
 
     def credit(self, rule: CreditAssigner, shared_noise: bool, reward: RewardModel | None = None) -> "Credit":
-        """The rule's advantages on these trajectories; `reward`: the one that the rule sees instead of the true one.
+        """The rule's advantages on these trajectories, computed from `reward` instead of the true one if it is given.
 
         Raises `CreditError` if the rule fails or breaks its contract.
         """

@@ -1,6 +1,6 @@
-"""What a result is bound to: a digest of the code that made it, a golden run, its settings, and files of the user's own.
+"""Identification of results: digests of code and settings, a golden run, and the user's files.
 
-The code's digest is made of the syntax trees of all top-level definitions in the modules that a run can import. Docstrings,
+The code's digest covers the syntax trees of all top-level definitions in the modules that a run can import. Docstrings,
 comments, formatting, the names of modules and the order of definitions do not count, so a definition can move to another module.
 The golden run is two iterations of every method: it shows whether a change of the code, or of a library, changed numbers.
 """
@@ -119,7 +119,7 @@ def _digest(paths: Iterable[Path], data: Iterable[Path] = ()) -> str:
 
 
 def code_digest_now() -> str:
-    """Of all definitions and built-in weights that a run depends on, as the files are now."""
+    """The digest of all definitions and built-in weights that a run depends on, from the current files."""
     return _digest(imported(), (PACKAGES["flowrl"] / "data").glob("*.safetensors"))
 
 
@@ -131,13 +131,13 @@ def code_digest() -> str:
 
 @cache
 def rules_digest() -> str:
-    """Of the claims, their verdict rules and the statistics."""
+    """The digest of the claims, their verdict rules and the statistics."""
     names = [f"flowrl_bench.{name}" for name in RULES] + ["flowrl.diagnostics.curves"]
     return _digest(path for path in map(_file, names) if path is not None)
 
 
 def functions_digest(functions: Iterable[Callable[..., Any]], *others: str) -> str:
-    """Of some functions, by the same rules, and of other texts."""
+    """The digest of some functions, by the same rules, and of other texts."""
     parts = [digest for function in functions for digest in definitions(getsource(function))]
     return hashlib.sha256("".join([*sorted(parts), *others]).encode()).hexdigest()[:16]
 
@@ -161,10 +161,10 @@ def same_golden(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def config_id(config: RunConfig) -> str:
-    """Of every setting of a run, the seed included, and of the files of the user's own parts, as they are now.
+    """The digest of every setting of a run, including the seed, and of the current files of the user's parts.
 
-    Settings at their default are left out and groups do not count, so that a new setting or group does not rename old runs; nor
-    do settings that change no number (`WITHOUT_EFFECT`).
+    Settings at their default and groups do not count, so a new setting or group does not rename old runs; nor do settings that
+    change no number (`WITHOUT_EFFECT`).
     """
     files = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in own_files(config))
     return hashlib.sha256(f"{_changed(config)}{files}".encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Numbers computed from finished runs, by which claims are judged."""
+"""Numbers computed from finished runs, on which verdicts are based."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ def column(line: Line, name: str) -> list[float]:
 
 
 def spent(line: Line, axis: str) -> list[float]:
-    """The budget spent at each evaluation: updates (iterations), nfe (sampling, scoring and training) or seconds."""
+    """The budget at each evaluation: updates (iterations), nfe (sampling, scoring and training) or seconds."""
     if axis == "updates":
         return column(line, "iteration")
     if axis == "nfe":

@@ -1,8 +1,8 @@
 """Comparison of a credit rule's policy gradient with the gradient of the expected reward.
 
 The truth is the pathwise gradient: with the noise of every step held fixed, the finished sample is a differentiable function of
-the weights, so grad E[R] = E[grad R]. It needs a reward that is differentiable in the image, such as the 2-D world's. No
-policy gradient can estimate the part that flows through deterministic steps; that part can be left out.
+the weights, so grad E[R] = E[grad R]. It needs a reward that is differentiable in the image, such as the 2-D world's. No policy
+gradient can estimate the part through deterministic steps, which can be left out.
 
 The estimate is the policy gradient sum_i A_i grad log pi(x_{i+1} | x_i) per trajectory. log pi is a mean over the d latent
 elements and the loss a mean over K stochastic steps here, so gradients of the loss are multiplied by -K d.
@@ -29,7 +29,8 @@ from flowrl.types import Prompt, Schedule
 
 @dataclass(frozen=True)
 class Setting:
-    """What the expected reward depends on: a policy with its stochastic sampler and time grid, a reward, and prompts."""
+    """The quantities that determine the expected reward: a policy with its stochastic sampler and time grid, a reward, and
+    prompts."""
 
     policy: FlowPolicy
     sampler: Sampler
@@ -52,12 +53,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class RawCredit:
-    """Credit that is not normalised, for which theory makes exact statements.
+    """Credit without normalisation, for which theory makes exact statements.
 
-    `lam` None: A_i = R_T; else A_i = sum_k lam^k g_{i+k}. With `baseline` the mean of the group's *other* members is subtracted
-    (it does not depend on the member's own noise, so it adds no bias; GRPO's group mean, which includes the member, scales
-    the gradient by (G - 1) / G). Unbiased: R_T, and R_T - R_i (`lam` = 1) with R_i a function of node i. The gain alone
-    (`lam` = 0) is the gradient of what a step adds to the estimate, not of R_T.
+    `lam` None: A_i = R_T; else A_i = sum_k lam^k g_{i+k}. With `baseline` the mean of the group's *other* members is subtracted.
+    It does not depend on the member's own noise, so it adds no bias; GRPO's group mean, which includes the member, scales the
+    gradient by (G - 1) / G. Unbiased: R_T, and R_T - R_i (`lam` = 1) with R_i a function of node i. The gain alone (`lam` = 0) is
+    the gradient of a step's contribution to the estimate, not of R_T.
     """
 
     lam: float | None = None
@@ -147,8 +148,8 @@ def policy_gradients(
 ) -> Tensor:
     """The estimate of each of `batches` iterations (all prompts, `members` each), on policy, [batch, parameter].
 
-    `usage` counts what the rollouts and probes cost, not the update (see `update_evaluations`); `reward` is one that the rule is
-    shown instead of the setting's own. Raises `CreditError` where the rule breaks its contract.
+    `usage` counts the cost of rollouts and probes without the update (see `update_evaluations`). `reward` replaces the setting's
+    reward for the rule. Raises `CreditError` if the rule breaks its contract.
     """
     generator = torch.Generator().manual_seed(seed)
     groups = Groups(len(setting.prompts), members, shared_noise)
@@ -219,9 +220,9 @@ def update_evaluations(setting: Setting, members: int, loss: PolicyLoss = Policy
 class Alignment:
     """How close a rule's mean gradient is to the truth, with 95% intervals by jackknife over batches.
 
-    `cosine`: of the angle between them, the noise of the estimate taken out of its length. `scale`: <g, truth> / |truth|^2, the
-    factor by which the rule stretches the true gradient. `relative_bias`: |E g - scale truth| / |scale truth|, what remains
-    whatever the learning rate. `signal_to_noise`: |E g| over the rms deviation of one batch's gradient (0 where all are 0).
+    `cosine`: of the angle between them, with the noise of the estimate removed from its length. `scale`: <g, truth> / |truth|^2,
+    the factor by which the rule stretches the true gradient. `relative_bias`: |E g - scale truth| / |scale truth|, which no
+    learning rate removes. `signal_to_noise`: |E g| over the rms deviation of one batch's gradient (0 where all are 0).
     """
 
     cosine: float

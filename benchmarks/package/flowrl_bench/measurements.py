@@ -1,4 +1,4 @@
-"""Everything that is measured: a training run, the samples of its stochastic sampler, and peak memory."""
+"""Measurements: a training run, the samples of its stochastic sampler, and peak memory."""
 
 import random
 import time
@@ -35,9 +35,9 @@ SAMPLES, RANDOM_SIGNS, FIRST_SEED = 128, 32, 50_000
 
 @contextmanager
 def reproducible(*key: Any) -> Iterator[None]:
-    """Inside, torch uses one thread, and the global generators of torch, numpy and Python depend on `key` alone.
+    """A context in which torch uses one thread, and the global generators of torch, numpy and Python depend only on `key`.
 
-    All of this is restored afterwards. Built-in parts have generators of their own; a third party's rule may use the global ones.
+    Everything is restored afterwards. Built-in parts have their own generators; a third party's rule may use the global ones.
     """
     seed, threads = zlib.crc32(repr(key).encode()), torch.get_num_threads()
     python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 (rules may draw from it)
@@ -55,12 +55,12 @@ def reproducible(*key: Any) -> Iterator[None]:
 
 
 def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-    """Train by `config` and return plain numbers; None if `stop` ended it. On one machine, a config determines all numbers
-    except seconds.
+    """Train by `config` and return plain numbers; None if `stop` ended the run. On one machine, a config determines all but the
+    seconds.
 
     curve: rows of `CURVE`. quality: mean log-density of held-out ODE samples under the data (2-D world only, else null);
     diversity: mean distance between two samples of a prompt (likewise). gains: mean |g_i| per step in the first and the last
-    quarter of training, if the rule has every node scored. seconds: processor time of one thread, so that other work on the
+    quarter of training, if the rule scores every node. seconds: processor time of one thread, so that other work on the
     machine does not count.
     """
     with reproducible("run", config.seed):
@@ -105,7 +105,7 @@ def _evaluated(trainer: Trainer, world: World, totals: Mapping[str, float]) -> l
 
 
 def _scores(trainer: Trainer, world: World) -> dict[str, float]:
-    """Held-out scores by form, with the weights that the policy has now."""
+    """Held-out scores by form, with the policy's current weights."""
     environment, evaluation = trainer.config.environment, trainer.config.evaluation
     return evaluate(
         trainer.policy, world, environment.task, environment.reward_form, evaluation.eval_samples, evaluation.eval_steps,

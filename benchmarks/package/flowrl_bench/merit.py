@@ -40,7 +40,7 @@ Job = tuple[str, str, int, str]
 
 @dataclass(frozen=True)
 class Size:
-    """How much of a world a look sees: prompts x `members` trajectories, `continuations` per state for V; `looks` of these."""
+    """The size of a look: prompts x `members` trajectories, `continuations` per state for V; `looks` of these."""
 
     prompts: int
     members: int
@@ -59,7 +59,7 @@ def sizes(quick: bool = False) -> dict[str, Size]:
 
 
 def layout_of(method: Method) -> str:
-    """Rows of one layout share trajectories: noise shared or not, and the tree if there is one."""
+    """The layout of a row, which determines its trajectories: shared or independent noise, and the tree if there is one."""
     probe = method.credit.probe
     return f"{'shared' if method.shared_noise else 'independent'}{f' {probe}' if isinstance(probe, Branching) else ''}"
 
@@ -103,8 +103,8 @@ def setting_of(world: str, seed: int, policy: Any, prompts: int) -> Setting:
 
 
 def look_seeds(setting: Setting, shared_noise: bool, probe: Probe, size: Size, seed: int) -> list[int]:
-    """The seeds of a look's trajectories: one, or if the tree is drawn anew every iteration, the first for every stochastic step
-    at which it then branches."""
+    """The seeds of a look's trajectories: one, or for a tree that changes between iterations, the first for every stochastic step
+    at which it branches."""
     groups = Groups(len(setting.prompts), size.members, shared_noise)
     first = Look(setting, size.members, seed).trajectories(shared_noise).trajectories.schedule
     found: dict[tuple[int, ...], int] = {}
@@ -138,7 +138,8 @@ class Costs:
 
 
 def structure(result: Rollout, needs_reference: bool = False) -> dict[str, float]:
-    """What the structure of trajectories fixes: evaluations of sampling and update, and distinct decisions, per trajectory."""
+    """The costs that the structure of trajectories determines: evaluations of sampling and update, and distinct decisions, per
+    trajectory."""
     tree, steps = result.trajectories.tree, torch.tensor(result.trajectories.schedule.decisions)
     pairs = minibatch_pairs([torch.arange(tree.members)], steps, tree)[0]
     return {
@@ -149,7 +150,7 @@ def structure(result: Rollout, needs_reference: bool = False) -> dict[str, float
 
 
 def measure_layout(job: Job, folder: Path, quick: bool = False) -> dict[str, Any]:
-    """All rows of a layout at one look: sums of `credit_sums` [group, step, 9] and costs by row, or why a row is not
+    """All rows of a layout at one look: sums of `credit_sums` [group, step, 9] and costs by row, or the reason why a row is not
     applicable."""
     world, stage, seed, layout = job
     size = sizes(quick)[world]
@@ -202,7 +203,7 @@ def jobs(quick: bool, looks: int = 0, worlds: tuple[str, ...] = WORLDS) -> Itera
 
 
 def job_path(folder: Path, job: Job, quick: bool) -> Path:
-    """Where a job's result is kept until the tables are made."""
+    """The file of a job's result."""
     world, stage, look, layout = job
     number = sorted(layouts(world)).index(layout)
     return folder / f"{'quick-' if quick else ''}{world}-{stage}-{look}-{number}.json"
@@ -216,7 +217,7 @@ def measure(worker: Worker, job: Job, folder: Path, quick: bool) -> bool:
 
 
 def study(folder: Path, wanted: list[Job], workers: int, quick: bool, progress: Callable[[int, int, str], None]) -> bool:
-    """Make the results that are missing in `folder`; False if Ctrl-C paused it."""
+    """Compute the missing results in `folder`; False if Ctrl-C paused it."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = [job for job in wanted if not job_path(folder, job, quick).exists()]
     count = len(wanted) - len(missing)
@@ -254,6 +255,8 @@ def mean_costs(costs: list[Mapping[str, float]]) -> Costs:
 
 
 def merit(correlation: float, nfe: float) -> float:
-    """rho^2 per network evaluation of a trajectory, update included: at an equal budget the signal-to-noise ratio of the
-    gradient goes as rho sqrt(number of batches). A negative correlation has no merit."""
+    """rho^2 per network evaluation of a trajectory, including the update; 0 for a negative correlation.
+
+    At an equal budget the signal-to-noise ratio of the gradient is proportional to rho sqrt(number of batches).
+    """
     return max(correlation, 0.0) ** 2 / nfe

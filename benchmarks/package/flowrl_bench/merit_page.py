@@ -89,8 +89,10 @@ def not_applicable(found: Mapping[Cell, Mapping[str, Mapping[str, Any]]]) -> dic
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a probe can replace the reference: `share` of its evaluations (sampling and probe) by world, whether it reaches its
-    correlation in every cell (`reaches`), and whether it holds in training (None: not run in both worlds). `why`: what it fails.
+    """Whether a probe can replace the reference.
+
+    `share` of the reference's evaluations (sampling and probe) by world, whether it reaches the reference's correlation in every
+    cell (`reaches`) and its result of training (None: not run in both worlds). `why`: the failed criteria.
     """
 
     row: str

@@ -13,8 +13,11 @@ HELD_OUT = {"eval_samples": 192, "eval_steps": 20, "eval_solver": "euler"}
 
 @dataclass(frozen=True)
 class Row:
-    """A credit rule with its probe, as `settings` of a run: a method by name, or a rule by spec. Methods and probes are also
-    trained, rows of kind "run" are nothing but trained, and the others are compared with the true advantage only."""
+    """A credit rule with its probe, as `settings` of a run: a method by name, or a rule by spec.
+
+    Methods and probes are also trained, rows of kind "run" are only trained, and the others are only compared with the true
+    advantage.
+    """
 
     name: str
     kind: Kind

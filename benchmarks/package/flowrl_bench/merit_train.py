@@ -1,4 +1,4 @@
-"""Training runs of the study of merit: does every method and every probe learn, and what does it cost."""
+"""Training runs of the study of merit: the learning success and the cost of every method and probe."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ def train_config(key: Key, quick: bool = False) -> RunConfig:
 
 
 def sampling_nfe(config: RunConfig) -> float | None:
-    """Network evaluations for sampling one trajectory without its probe; None for branched trees, which have no other cost."""
+    """Network evaluations for sampling one trajectory without its probe; None for branched trees, which cost nothing else."""
     method = make_method(config)
     if isinstance(method.credit.probe, Branching):
         return None
@@ -46,8 +46,10 @@ def sampling_nfe(config: RunConfig) -> float | None:
 
 
 def train_run(worker: Worker, key: Key, quick: bool) -> dict[str, Any] | None:
-    """One run in plain numbers: rewards before and after, and network evaluations per trajectory; None if it was stopped. A
-    probe that the world's network does not offer gives its error."""
+    """One run in plain numbers: rewards before and after, and network evaluations per trajectory; None if it was stopped.
+
+    A probe that the world's network does not support gives its error.
+    """
     config, started = train_config(key, quick), time.time()
     try:
         found = measure(config, worker.stopped)
@@ -82,7 +84,7 @@ def train_jobs(seeds: int, names: Iterable[str] = (), worlds: Iterable[str] = WO
 def train(
     path: Path, jobs: Sequence[Key], workers: int, quick: bool, command: str, progress: Callable[[int, int, str], None]
 ) -> bool:
-    """Make the runs that are missing in the file `path`, one JSON line each; False if Ctrl-C paused it."""
+    """Compute the missing runs in the file `path`, one JSON line each; False if Ctrl-C paused it."""
     done = read_lines(path)
     missing = [key for key in jobs if key not in done]
     made = {"command": command, "code": code_digest(), **provenance()}
@@ -103,7 +105,7 @@ def train(
 
 @dataclass(frozen=True)
 class Learned:
-    """What the runs of a row have in common: `gain` is final minus base, the interquartile mean over seeds."""
+    """Common results of a row's runs: `gain` is final minus base, the interquartile mean over seeds."""
 
     world: str
     row: str

@@ -213,8 +213,10 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
 
 
 def check(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) -> dict[str, Any]:
-    """Correlations and ceilings a second time, from other seeds and with so many continuations that nothing is corrected: plain
-    Pearson correlations, and rules on plain tables of V."""
+    """Correlations and ceilings from other seeds and so many continuations that no correction is needed.
+
+    These are plain Pearson correlations, and rules applied to plain tables of V.
+    """
     place, count = make_world(run_of(cell.world, cell.method, cell.look, size)), CHECKED * size.first
     look, rows = Look(setting, size.members, 50_000 + cell.look, size.max_batch), list[dict[str, Any]]()
     plain = look.trajectories(False)
@@ -232,7 +234,7 @@ def check(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) ->
 
 
 def agreement_row(credit: Tensor, truth: TrueAdvantages) -> dict[str, Any]:
-    """What is kept of a rule's agreement with the truth in a cell."""
+    """The stored part of a rule's agreement with the truth in a cell."""
     sums = credit_sums(credit, truth)
     total, count = sums.sum(0), len(sums)
     whole = correlation(total)
@@ -250,8 +252,10 @@ def rounded(values: Tensor, digits: int = 9) -> Any:
 
 
 def gradients(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) -> dict[str, Any]:
-    """Direction and signal-to-noise ratio of every rule's policy gradient of the soft reward; rules that continue states
-    stochastically are left out, since one of their batches costs as much as a hundred of the others."""
+    """Direction and signal-to-noise ratio of every rule's policy gradient of the soft reward.
+
+    Rules with stochastic continuations are left out, because one of their batches costs as much as a hundred of the others.
+    """
     members, rows = 8, list[dict[str, Any]]()
     truths = pathwise_gradients(setting, size.truth_batches, 100, 30_000 + cell.look, decisions_only=True)
     train_nfe = update_evaluations(setting, members)

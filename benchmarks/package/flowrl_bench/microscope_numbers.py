@@ -145,8 +145,11 @@ def spread_of(lines: Sequence[Line], form: str, rule: str, other: str) -> float:
 
 @dataclass(frozen=True)
 class Needed:
-    """What it takes to separate two rules by `SEPARATED`: trajectories at one policy, the `middle` pair of rules and the `worst`
-    one; and the difference that these `looks` find with probability `POWER` (the median pair)."""
+    """The number of trajectories that separates two rules by `SEPARATED`, at one policy: for the `middle` and the `worst` pair of
+    rules.
+
+    `looks` of this study find the difference `found` with probability `POWER` (the median pair).
+    """
 
     trajectories: int
     middle: int

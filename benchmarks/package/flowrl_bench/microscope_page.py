@@ -141,7 +141,7 @@ def correlation_table(lines: Lines) -> Table:
 
 
 def stages_text(lines: Lines) -> str:
-    """What training did to the reward."""
+    """The effect of training on the reward."""
     parts = []
     for world in lines.worlds():
         for method in METHODS:
@@ -199,7 +199,7 @@ def needed_table(lines: Lines) -> Table:
 
 
 def method_text(lines: Lines, sizes: Mapping[str, Size]) -> list[str]:
-    """How it was measured."""
+    """The method of measurement."""
     parts = []
     for world in lines.worlds():
         size, first, later = sizes[world], lines.of(world), lines.of(world, "after", method=METHODS[0])
@@ -250,7 +250,7 @@ def check_text(lines: Lines) -> str:
 
 
 def provenance_text(lines: Lines, results: str, command: str, planned: int) -> str:
-    """Where and with what the lines were made."""
+    """The machines and versions behind the lines."""
     every = list(lines.lines.values())
     versions = ", ".join(f"{name} {number}" for name, number in every[0]["versions"].items())
     commits, machines = (", ".join(sorted({str(line[name]) for line in every})) for name in ("commit", "hardware"))

@@ -39,8 +39,8 @@ class Study:
     command: str = "flowrl bench microscope"
 
     def settings(self, world: str) -> str:
-        """A digest of what decides a world's numbers besides the look: size, rules with the files of the user's own, and the
-        code that measures."""
+        """A digest of everything but the look that determines a world's numbers: size, rules with the user's files, and the
+        measuring code."""
         size = {name: value for name, value in asdict(self.sizes[world]).items() if name != "looks"}
         files = [path.read_bytes() for spec in self.rules.values() for path in files_of("credit", parse_spec(spec, "credit"))]
         own = [hashlib.sha256(data).hexdigest() for data in files]
@@ -80,7 +80,7 @@ class Study:
         return found
 
     def execute(self, workers: int = 0, progress: Callable[[int, int, Line], None] = lambda done, total, line: None) -> bool:
-        """Make the missing cells; False if Ctrl-C paused it. `progress(done, total, line)` counts cells."""
+        """Compute the missing cells; False if Ctrl-C paused it. `progress(done, total, line)` counts cells."""
         with file_lock(self.path, self.command):
             done, total = self.read(), sum(map(len, self.sessions().values()))
             missing = {key: [cell for cell in wanted if cell.key not in done] for key, wanted in self.sessions().items()}
@@ -142,8 +142,8 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def seconds_left(study: Study, lines: Mapping[str, Line]) -> float:
-    """Processor seconds that the missing cells need, by `SECONDS`, scaled to the sizes and by what finished cells of the world
-    took."""
+    """Processor seconds that the missing cells need, by `SECONDS`, scaled to the sizes and by the duration of the world's
+    finished cells."""
     left = 0.0
     for world, size in study.sizes.items():
         full = microscope.SIZES[world]

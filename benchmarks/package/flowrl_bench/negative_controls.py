@@ -1,4 +1,4 @@
-"""Mistakes of public code as negative controls, to measure what they cost. Nothing else may use them."""
+"""Errors in public code as negative controls, to measure their effect. No other code may use them."""
 
 from dataclasses import dataclass, field
 

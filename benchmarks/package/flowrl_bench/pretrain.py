@@ -1,4 +1,4 @@
-"""`flowrl pretrain`: makes the shipped weights of the shapes world again (`flowrl_bench.pretraining`)."""
+"""`flowrl pretrain`: reproduces the shipped weights of the shapes world (`flowrl_bench.pretraining`)."""
 
 import hashlib
 import time

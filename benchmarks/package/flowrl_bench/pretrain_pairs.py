@@ -1,4 +1,4 @@
-"""Training pairs of the shapes world's base model: requests, and layouts that follow them or not."""
+"""Training pairs of the shapes world's base model: requests, and layouts that satisfy them or not."""
 
 import random
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Training of the shipped weights of the shapes world, the autoencoder, then the flow-matching base model.
+"""Training of the shipped weights of the shapes world: the autoencoder, then the flow-matching base model.
 
-The captions of 35% of the training pairs are careless (`draw_wrong_layout`), as in data from the web. The base model then
-has every concept but often draws the wrong one, which leaves room for reinforcement.
+The captions of 35% of the training pairs are wrong (`draw_wrong_layout`), as in data from the web. The base model then
+knows every concept but often draws the wrong one, which leaves room for reinforcement learning.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Results: one JSON line per run, and the samples of stochastic samplers. Neither mixes code with different numbers."""
+"""Results: one JSON line per run, and the samples of stochastic samplers. Neither file mixes code with different numbers."""
 
 import json
 import os
@@ -45,7 +45,7 @@ Lines = Mapping[str, Mapping[str, Any]]
 
 @cache
 def provenance() -> dict[str, Any]:
-    """Where and with what a line is made: commit, versions, hardware."""
+    """Commit, versions and hardware of a line."""
     return {
         "commit": _commit(),
         "versions": {"python": platform.python_version(), "scipy": version("scipy"), **versions()},
@@ -75,12 +75,12 @@ def _processor() -> str:
 
 
 def stamp() -> dict[str, Any]:
-    """The code, the rules and the place by which a line is made, as of before the run."""
+    """Digests of the code and the rules, and the provenance, from before the run."""
     return {"code": code_digest(), "golden": list(golden_run()), "rules": rules_digest(), **provenance()}
 
 
 def require_unchanged(config: RunConfig, key: str, code: str) -> None:
-    """Raises `ConfigError` if the user's own files, or the project's code, are no longer those that a run began with."""
+    """Raise `ConfigError` if the user's files or the project's code have changed since the beginning of a run."""
     if config_id(config) != key:
         names = ", ".join(map(str, own_files(config))) or "a file of its parts"
         changed = f"{names} changed or was deleted"
@@ -181,7 +181,7 @@ class ResultsFile:
             raise ConfigError(f"results: {self.path} cannot be written: {error.strerror}; the lines before are whole") from error
 
     def _mended(self, handle: int) -> int:
-        """The place of the next line: a whole last line gets its line break, a torn one is cut off."""
+        """The position of the next line: a complete last line gets its line break, an incomplete one is cut off."""
         tail = self.path.read_bytes().rpartition(b"\n")[2]
         if tail and _parsed(tail)[1]:
             os.truncate(handle, os.fstat(handle).st_size - len(tail))
@@ -197,7 +197,7 @@ class ResultsFile:
 
 
 def _parsed(text: bytes) -> tuple[Any, str]:
-    """A line's value, or what is wrong with it."""
+    """A line's value, or the error in it."""
     try:
         return parse_json(text), ""
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
@@ -240,7 +240,8 @@ class _Samples:
 
 @dataclass(frozen=True)
 class SamplesFile:
-    """What `measurements.observe_run` found, by the id of the run; written anew after every run, so that a stop loses little."""
+    """Results of `measurements.observe_run` by the id of the run; rewritten after every run, so that an interruption loses
+    little."""
 
     path: Path
 

@@ -1,4 +1,4 @@
-"""The runs by which a rule is compared with tuned baselines, and how long they take on this machine."""
+"""The runs that compare a rule with tuned baselines, and their duration on this machine."""
 
 import heapq
 import math

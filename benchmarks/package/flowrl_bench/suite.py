@@ -1,4 +1,4 @@
-"""Runs in parallel, one line of the results file each; runs that the file has are not made again."""
+"""Parallel runs with one line of the results file each; runs in the file are not repeated."""
 
 import json
 import math
@@ -70,11 +70,11 @@ class Suite:
     command: str = "flowrl bench claims"
 
     def execute(self, workers: int = 0, progress: Progress | None = None, minutes: float = math.inf) -> bool:
-        """Make the missing runs, low seeds first; False if it was paused.
+        """Compute the missing runs, low seeds first; False if paused.
 
-        Ctrl-C stops at once: finished runs are in the file, and the current ones are made again by the next call. After
-        `minutes` no run is started, and the current ones are finished. Raises the `FlowrlError` of a run that failed, after the
-        others have stopped; of a run whose code changed before it ended; and if another process writes the file.
+        Ctrl-C stops immediately: finished runs are in the file, and the next call repeats the interrupted ones. After `minutes`
+        no run is started, and the current ones are finished. Raises the `FlowrlError` of a run that failed, after the others have
+        stopped; also if a run's code changed before it ended, or another process writes the file.
         """
         with file_lock(self.file.path, self.command):
             done = self.file.read(self.allowed)

@@ -68,8 +68,10 @@ class Judged:
 
 
 def judge_all(claims: Mapping[str, Claim], lines: Lines) -> list[Judged]:
-    """Every claim in every world in which it is tried. The families: the main comparison (`flowrl_bench.leads`), the papers'
-    claims, the other questions, and the self-test."""
+    """Every claim in every world in which it is tested.
+
+    The families are the main comparison (`flowrl_bench.leads`), the papers' claims, the other questions, and the self-test.
+    """
     found = [Judged(claim, world, lines) for claim in claims.values() for world in claim.worlds]
     for kind in dict.fromkeys(map(family, found)):
         judge_together([one for one in found if family(one) == kind])
@@ -134,7 +136,7 @@ def _alone(comparison: Comparison, asks: bool) -> str:
 
 
 def shown(comparison: Comparison) -> str:
-    """The number with its interval, which a single seed does not have."""
+    """The number with its interval; a single seed has none."""
     signed, found = comparison.difference, comparison.estimate
     if math.isfinite(found.high):
         return found.text(3, signed) + (f", p {_p_value(comparison.adjusted)}" if not math.isnan(comparison.adjusted) else "")

@@ -1,6 +1,6 @@
 """Agreement of a rule's credit with the true advantage, corrected for the Monte Carlo noise of the truth.
 
-The true advantage itself is measured in `flowrl_bench.continuations`, whose functions this module offers too.
+`flowrl_bench.continuations` measures the true advantage; this module also exports its functions.
 """
 
 from collections.abc import Sequence

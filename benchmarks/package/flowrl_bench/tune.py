@@ -1,9 +1,9 @@
 """A method's best learning rate, clip and noise level, found with the same number of short runs for every method.
 
-The search climbs on a grid (`arms.Knob`): from the start it tries the neighbours of the best point so far, knob by knob, and goes
-on in a direction while that improves the score, so that an optimum at an edge widens the grid. A third of the budget is kept
-for the two best points, which are run with two further seeds; the best mean over these is chosen. The score of a run is the
-mean held-out reward over training, the measure of the comparison. Tuning seeds are used by no result.
+The search climbs on a grid (`arms.Knob`): from the start it tries the neighbours of the best point so far, knob by knob, and
+continues in a direction while the score improves, so an optimum at an edge extends the grid. A third of the budget is reserved
+for the two best points, which are run with two further seeds; the best mean over these is chosen. The score of a run is the mean
+held-out reward over training, the measure of the comparison. No result uses tuning seeds.
 """
 
 import itertools
@@ -58,7 +58,7 @@ def proposals(scores: Mapping[Trial, float], knobs: int, budget: int = BUDGET) -
 
 
 def _climb(first: Mapping[Point, float], knobs: int) -> Point | None:
-    """The next point to try on the way up; None where the best point is better than all its neighbours."""
+    """The next point of the search; None if the best point is better than all its neighbours."""
     here = (0,) * knobs
     if here not in first:
         return here
@@ -77,8 +77,10 @@ def _climb(first: Mapping[Point, float], knobs: int) -> Point | None:
 
 
 def best(scores: Mapping[Trial, float]) -> Point:
-    """The finalist with the highest mean score over the further seeds: that of the first seed, which made it a finalist, would
-    flatter it. The best point of the first seed if there are no finalists."""
+    """The finalist with the highest mean score over the further seeds; without finalists, the best point of the first seed.
+
+    The first seed selected the finalists, so its score would be biased upwards.
+    """
     confirmed: dict[Point, list[float]] = {}
     for (point, seed), score in scores.items():
         if seed != SEEDS[0]:
@@ -152,7 +154,7 @@ def tune(
     workers: int = 0,
     progress: Callable[[Mapping[str, Any], int], None] = lambda line, done: None,
 ) -> bool:
-    """Make the searches' missing runs, one line of the file each as they finish; False if Ctrl-C paused it."""
+    """Compute the searches' missing runs, one line of the file each; False if Ctrl-C paused it."""
     file = ResultsFile(path)
     with file_lock(path, command):
         lines = file.unchecked()
@@ -189,7 +191,7 @@ def chosen(search: Search, lines: Sequence[Mapping[str, Any]]) -> dict[str, floa
 
 
 def choices(searches: Sequence[Search], path: Path) -> str:
-    """A line per search: the chosen values and their score with its range over seeds, or how many runs are missing."""
+    """A line per search: the chosen values and their score with its range over seeds, or the number of missing runs."""
     lines, texts = ResultsFile(path).unchecked(), []
     for search in searches:
         scores, values = search.scores(lines), chosen(search, lines)

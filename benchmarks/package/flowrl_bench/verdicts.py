@@ -1,7 +1,7 @@
-"""Rules that turn runs into verdicts. They are fixed before the runs; every line has the digest of the rules it was made under.
+"""Rules that turn runs into verdicts, fixed before the runs; every line has the digest of the rules at its time.
 
 docs/verdicts.md has them in words, with the reasons. A rule compares; `judge_family` corrects the p-values of all comparisons of
-a family, which decide.
+a family, which determine the verdicts.
 """
 
 import math
