@@ -118,7 +118,7 @@ def mark_tables(app: object, tree: object, page: str) -> None:
                 for cell in cells:
                     cell["classes"].append("long")
         for text in list(table.findall(nodes.Text)):
-            if INTERVAL.search(text):
+            if INTERVAL.search(text) and not isinstance(text.parent, nodes.math | nodes.math_block | nodes.literal):
                 text.parent.replace(text, nodes.Text(INTERVAL.sub("\\1\u00a0", text)))
 
 

@@ -78,6 +78,15 @@ def test_pages_of_papers_have_command_result_and_differences(name: str) -> None:
         assert part in TEXTS[name], part
 
 
+@pytest.mark.parametrize("name", IDS)
+def test_rows_of_a_table_have_the_cells_of_its_head(name: str) -> None:
+    """A bar within a formula ends its cell: formulas in tables have \\lvert and \\rvert."""
+    prose = re.sub(r"^```.*?^```", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
+    for head, rows in re.findall(r"^(\|.*)\n\|[-:| ]+\|\n((?:\|.*\n?)*)", prose, re.MULTILINE):
+        for row in rows.splitlines():
+            assert len(re.findall(r"(?<!\\)\|", row)) == len(re.findall(r"(?<!\\)\|", head)), row
+
+
 def test_every_page_is_in_the_contents() -> None:
     listed = set(re.findall(r"^(?:[^\n<]+<)?([\w/-]+)>?$", TEXTS["index.md"] + TEXTS["course.md"], re.MULTILINE)) | {"index"}
     assert {name.removesuffix(".md") for name in IDS} <= listed
