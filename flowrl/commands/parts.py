@@ -1,6 +1,7 @@
 """`flowrl parts`."""
 
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -68,11 +69,22 @@ def described(name: str, kinds: tuple[str, ...]) -> list[str]:
         option = OPTIONS.get(kind, kind)
         how = f"--credit 'RULE(probe={name})'" if kind == "probe" else f"--{option} {name}"
         lines += ["", f"{_title(name, available(kind)[name])}: {KINDS[kind].noun}, {how}", ""]
-        lines += wrapped(documentation_of(kind, name), width, 2)
+        text, meanings = _arguments(documentation_of(kind, name))
+        lines += wrapped(text, width, 2)
         choices = options_of(kind, name)
-        lines += ["", "  options and their defaults:" if choices else "  no options"]
-        lines += listed(((choice, _shown(value)) for choice, value in choices.items()), width, 4)
+        lines += ["", "  options = defaults:" if choices else "  no options"]
+        described = ((f"{choice} = {_shown(value)}", meanings.get(choice, "")) for choice, value in choices.items())
+        lines += listed(described, width, 4)
     return lines[1:]
+
+
+def _arguments(text: str) -> tuple[str, dict[str, str]]:
+    """A docstring without its section Args, and the meaning of every argument in this section."""
+    head, begins, rest = text.partition("\nArgs:\n")
+    section, _, tail = rest.partition("\n\n")
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    meanings = {name: " ".join(meaning.split()) for name, meaning in entries}
+    return ("\n\n".join(filter(None, (head.strip(), tail.strip()))) if begins else text), meanings
 
 
 def _title(name: str, origin: str) -> str:

@@ -14,7 +14,9 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 @checked_options
 @dataclass(frozen=True)
 class BackedUp:
-    """A(leaf) = Z(R) over the leaves of the prompt, clamped to +-`clamp`; A(u) = sum over the children c of w_c A(c).
+    """The leaves of a tree are compared, and their advantages averaged back to the root.
+
+    A(leaf) = Z(R) over the leaves of the prompt, clamped to +-`clamp`; A(u) = sum over the children c of w_c A(c).
 
     Z(y) = (y - mean) / (std + 1e-4). A single child has the advantage of its parent. Children are drawn from p already, so
     weighting by p again estimates another value than that of u; equal weights do not.

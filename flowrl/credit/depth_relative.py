@@ -14,7 +14,9 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 @checked_options
 @dataclass(frozen=True)
 class DepthRelative:
-    """A(u) = Z(V(u)) over the distinct states drawn at the node of u, Z(y) = (y - mean) / (std + eps).
+    """A branch is compared with all branches at the same depth of the tree.
+
+    A(u) = Z(V(u)) over the distinct states drawn at the node of u, Z(y) = (y - mean) / (std + eps).
 
     A state without siblings differs from the others only by earlier steps, and is credited for them.
 

@@ -18,7 +18,9 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 @checked_options
 @dataclass(frozen=True)
 class GDPO:
-    """A = S / (std(S) + 1e-4), S = sum_k w_k A^(k), with A^(k) the advantages that `rule` assigns to reward k alone.
+    """Several rewards are normalised one by one before they are summed.
+
+    A = S / (std(S) + 1e-4), S = sum_k w_k A^(k), with A^(k) the advantages that `rule` assigns to reward k alone.
 
     No reward dominates by its spread, as in a sum of rewards that is normalised afterwards. A reward without components is one
     reward named "reward".

@@ -17,7 +17,9 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 @checked_options
 @dataclass
 class MovingAverageGain:
-    """A = Z(g_i - b_i) over members and steps, g_i = R_{i+1} - R_i, b_i an exponential moving average of g_i.
+    """A step gets its gain, less the running average of the gains at this step.
+
+    A = Z(g_i - b_i) over members and steps, g_i = R_{i+1} - R_i, b_i an exponential moving average of g_i.
 
     After every table b_i <- `decay` b_i + (1 - `decay`) mean(g_i), the mean over all prompts and members; the first table sets
     b_i. Z(y) = (y - mean) / (std + 1e-4) per prompt. Subtracting the mean gain of a step removes the larger credit that early

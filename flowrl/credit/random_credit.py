@@ -16,7 +16,9 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 @checked_options
 @dataclass
 class RandomCredit:
-    """A ~ N(0, 1) for every member and step, drawn anew for every table; 0 for a group whose final rewards are all equal.
+    """Random credit, a control.
+
+    A ~ N(0, 1) for every member and step, drawn anew for every table; 0 for a group whose final rewards are all equal.
 
     A negative control: every measurement of credit rules should find it useless. The draws are assigned by the rank of the
     members' rewards, so the order of members has no effect. They depend on `seed` and on the number of earlier tables, which

@@ -17,7 +17,9 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 @checked_options
 @dataclass(frozen=True)
 class SiblingRelative:
-    """A(u) = (V(u) - mean) / (std + 1e-4) over the siblings of u, the draws from the same state; 0 for a draw without siblings.
+    """A branch is compared with the other branches from the same state.
+
+    A(u) = (V(u) - mean) / (std + 1e-4) over the siblings of u, the draws from the same state; 0 for a draw without siblings.
 
     Siblings differ only by what happened at the step itself, so earlier luck is not credited. If members are finished by ODE
     steps of several strides (`Comb(strides=...)`), A(u) is the sum over the strides s of Z(V_s), with V_s the mean over the

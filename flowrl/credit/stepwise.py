@@ -41,7 +41,9 @@ def generalised_gains(rewards: NodeTable, lam: float = 0.0, gamma: float = 1.0) 
 @checked_options
 @dataclass(frozen=True)
 class StepwiseGain:
-    """A = Z(sum_k (gamma lam)^k g_{i+k}), g_i = R_{i+1} - R_i, Z(y) = (y - mean) / (std + 1e-4), clamped to +-`clamp`.
+    """A step gets the gain in estimated reward that it brings.
+
+    A = Z(sum_k (gamma lam)^k g_{i+k}), g_i = R_{i+1} - R_i, Z(y) = (y - mean) / (std + 1e-4), clamped to +-`clamp`.
 
     The mean is always the group's, so a group of equal rewards gets 0. In the paper all members start from the same noise.
     `assign` raises `CreditError` if a node's reward is not finite. Source: Stepwise-Flow-GRPO (arXiv 2603.28718, gain-based
@@ -86,4 +88,7 @@ class StepwiseGain:
 
 
 DenseGain = partial(StepwiseGain, normalise="step", probe=Completion())
-"""`StepwiseGain` of ODE completions, Z step by step: A_i = Z(g_i), DenseGRPO's credit (arXiv 2601.20218)."""
+"""A step gets its gain, normalised step by step.
+
+`StepwiseGain` of ODE completions, A_i = Z(g_i), DenseGRPO's credit (arXiv 2601.20218).
+"""

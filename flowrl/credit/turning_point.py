@@ -263,7 +263,9 @@ def random_steps(rewards: NodeTable, selected: Steps, seed: int = 0) -> Steps:
 @checked_options
 @dataclass(frozen=True)
 class TurningPoint:
-    """A = Z(r), r_i = R_T - R_i at turning points and d_i = R_{i+1} - R_i elsewhere, clamped to +-`clamp`.
+    """A step gets its gain, at a turning point its whole long-term effect.
+
+    A = Z(r), r_i = R_T - R_i at turning points and d_i = R_{i+1} - R_i elsewhere, clamped to +-`clamp`.
 
     Z(y) = (y - mean) / (std + 1e-4) per prompt. With 0/1 rewards the consistent rule finds no turning point. With `normalise` =
     "step", members with R_T - R_i and members with d_i are compared with each other at one step. `assign` raises `CreditError` if
@@ -271,9 +273,10 @@ class TurningPoint:
     `confidence`, `reward_noise` and `combine` are ablations and controls of this package.
 
     Args:
-        consistent: the definition of a turning point (see `turning_points`).
-        balance: reduce both signs to the same number (see `balanced`); None keeps all.
-        balance_scope: balance within a prompt, so that groups are independent, or over the table, as in published mini-batches.
+        consistent: TP-GRPO's stricter definition of a turning point, whose long-term effect has the sign of the step's gain.
+        balance: reduce both signs to the same number, by the sign of R_T - R_i ("aggregate", the paper's text) or of R_T - R_0
+            ("trend", the public code); None keeps all.
+        balance_scope: balance within each prompt ("prompt"), or over the table ("batch"), as in published mini-batches.
         first_step: let step 0 be a turning point.
         normalise: "step": Z over members, step by step, as published; "joint": over members and steps.
         where: aggregate at turning points, at as many random steps per trajectory (`random_steps`), or nowhere ("none").

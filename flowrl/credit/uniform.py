@@ -13,7 +13,9 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 @checked_options
 @dataclass(frozen=True)
 class Uniform:
-    """A_i = (R_T - mean) / (std + 1e-4), the same at every step i; reads the last node only.
+    """Every step gets the final reward, normalised within the group.
+
+    A_i = (R_T - mean) / (std + 1e-4), the same at every step i; reads the last node only.
 
     The mean is the group's, so a group of equal rewards gets 0. `assign` raises `CreditError` if R_T is not finite. Source:
     Flow-GRPO (arXiv 2505.05470) and its public code.

@@ -36,7 +36,9 @@ class Tracked(NamedTuple):
 @checked_options
 @dataclass
 class ValueTracker:
-    """A = (R_T - v_p) / (s_p + 1e-4) at every step, clamped to +-`clamp`; v_p and s_p are tracked over the visits of prompt p.
+    """Every step gets the final reward, normalised by what its prompt scored on earlier visits.
+
+    A = (R_T - v_p) / (s_p + 1e-4) at every step, clamped to +-`clamp`; v_p and s_p are tracked over the visits of prompt p.
 
     After the visits k = 1..n with M_k samples each, including the current one, v_p = sum_k w_k sum_m R_{k,m} / sum_k w_k M_k with
     w_k = decay^(n-k); s_p^2 is the population variance with the same weights. At a prompt's first visit the rule equals

@@ -19,7 +19,9 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 @checked_options
 @dataclass(frozen=True)
 class Weighted:
-    """A_i = w_i A_i', with A' the advantages of `rule`; None: A' = A of `Uniform(std, clamp, probe)`.
+    """The advantages of another rule, times a weight per step.
+
+    A_i = w_i A_i', with A' the advantages of `rule`; None: A' = A of `Uniform(std, clamp, probe)`.
 
     The steps are the sampler's, also for a probe that branches at some of them only. For a reward with components use
     `GDPO(rule=Weighted(rule=...))`. `assign` raises `CreditError` if the number of weights is not the number of steps, or the

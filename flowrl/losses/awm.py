@@ -20,7 +20,9 @@ TINY = 1e-10
 @checked_options
 @dataclass(frozen=True)
 class AWM:
-    """Forward-process loss: max(-A rho, -A clip(rho, 1-c, 1+c)), rho = exp(log p - log p_old), plus distances of velocities.
+    """Forward-process loss of Advantage Weighted Matching: a clipped ratio of flow-matching losses.
+
+    max(-A rho, -A clip(rho, 1-c, 1+c)), rho = exp(log p - log p_old), plus distances of velocities.
 
     Means over rows. The distances are kl_weight |v - v_ref|^2 from the base model and average_weight |v - v_avg|^2 from an
     average of the weights, means over latent elements. log p is minus a weighted matching error, with l = mean over latent

@@ -13,7 +13,9 @@ from flowrl.types import LossBatch, LossResult, checked
 @checked_options
 @dataclass(frozen=True)
 class ClippedLoss:
-    """mean of max(-A ratio, -A clip(ratio, 1-c, 1+c)) + beta KL(new || reference), ratio = exp(logp - logp_old).
+    """GRPO's clipped loss.
+
+    mean of max(-A ratio, -A clip(ratio, 1-c, 1+c)) + beta KL(new || reference), ratio = exp(logp - logp_old).
 
     Means run over the unmasked stochastic pairs; without any the loss is exactly 0 with zero gradients. `loss` raises
     `ConfigError` if `kl_weight` > 0 and the batch has no reference.

@@ -20,7 +20,9 @@ from flowrl.types import LossResult, PerSample, checked
 @checked_options
 @dataclass(frozen=True)
 class DGPO:
-    """Forward-process loss: sigmoid(S) A l(v) + kl_weight |v - v_ref|^2, S = beta_dpo E_group[A (l(v) - l(v_anchor))], detached.
+    """Forward-process loss of DGPO: group preferences by flow-matching losses.
+
+    sigmoid(S) A l(v) + kl_weight |v - v_ref|^2, S = beta_dpo E_group[A (l(v) - l(v_anchor))], detached.
 
     The mean over rows; l = mean over latent elements of (v - v*)^2. A group is the rows of one prompt at one time, which share
     their noise. The gradient is that of -log sigmoid(-S) / beta_dpo, the paper's Equation 17 with lambda_t and T absorbed:

@@ -16,7 +16,9 @@ from flowrl.types import LossBatch, LossResult, checked
 @checked_options
 @dataclass(frozen=True)
 class FlowDPPO:
-    """mean of -A ratio + beta KL(new || reference), without pairs that are too far and would move further away.
+    """GRPO's loss without pairs that have moved too far.
+
+    mean of -A ratio + beta KL(new || reference), without pairs that are too far and would move further away.
 
     A pair is dropped (no loss, no gradient; it still counts in the mean) if KL(behaviour || new) of its transition, a mean over
     latent elements, exceeds `bound` and the update would move away from the behaviour policy: A > 0 and ratio > 1, or A < 0 and

@@ -18,7 +18,9 @@ LEAST_WEIGHT = 1e-5
 @checked_options
 @dataclass(frozen=True)
 class DiffusionNFT:
-    """Forward-process loss: (c/beta) [r e(v+)/w+ + (1-r) e(v-)/w-] + kl_weight |v - v_ref|^2, v+ and v- around v_old.
+    """Forward-process loss of DiffusionNFT: towards good samples, away from bad ones.
+
+    (c/beta) [r e(v+)/w+ + (1-r) e(v-)/w-] + kl_weight |v - v_ref|^2, v+ and v- around v_old.
 
     The mean over rows. v+ = v_old + beta (v - v_old) and v- = v_old - beta (v - v_old). e is a mean squared error over latent
     elements. The optimality r = 1/2 + clip(A, -c, c) / (2c) weights the positive branch.

@@ -14,7 +14,9 @@ from flowrl.types import LossBatch, LossResult, checked
 @checked_options
 @dataclass(frozen=True)
 class PolicyGradientLoss:
-    """mean of -A log pi(x_next) + beta KL(new || reference): no ratio, no clip.
+    """The plain policy gradient: no ratio, no clip.
+
+    mean of -A log pi(x_next) + beta KL(new || reference).
 
     Unbiased on policy only, that is for one mini-batch per iteration (`minibatches` = 1). Further updates on the same
     trajectories are biased, and no term limits the distance from the behaviour policy. On policy its gradient equals that of

@@ -11,7 +11,9 @@ from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 @checked_options
 @dataclass(frozen=True)
 class CPS:
-    """Mean (1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat and std = sigma = s sin(eta pi/2), eta = `noise_level` in [0, 1].
+    """Coefficients-preserving sampling: the noise level of every node is exact.
+
+    Mean (1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat and std = sigma = s sin(eta pi/2), eta = `noise_level` in [0, 1].
 
     s is the next time. Noise level 0 is the ODE; 1 replaces all the noise at every step. The last step (s = 0) has std 0 and is
     not a decision. Source: Wang & Yu 2025 (arXiv 2509.05952). Raises `ConfigError` for a noise level outside [0, 1].

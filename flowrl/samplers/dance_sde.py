@@ -12,7 +12,9 @@ from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 @checked_options
 @dataclass(frozen=True)
 class DanceSDE:
-    """Euler-Maruyama step with a constant sigma = eta = `noise_level` >= 0 and std = eta sqrt(Delta).
+    """DanceGRPO's SDE: the same noise at every step.
+
+    Euler-Maruyama step with a constant sigma = eta = `noise_level` >= 0 and std = eta sqrt(Delta).
 
     Source: DanceGRPO (arXiv 2505.07818) and its public code. Raises `ConfigError` for a negative or infinite noise
     level.

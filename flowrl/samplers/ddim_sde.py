@@ -12,7 +12,9 @@ from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 @checked_options
 @dataclass(frozen=True)
 class DDIMSDE:
-    """Mean (1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat and std = sigma = a s sqrt(1-t), a = `noise_level` >= 0.
+    """Stepwise-Flow-GRPO's DDIM-inspired SDE: the noise level of every node is exact.
+
+    Mean (1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat and std = sigma = a s sqrt(1-t), a = `noise_level` >= 0.
 
     s is the next time. Both ends are deterministic: the step from t = 1 and the step to s = 0 have std 0 and are not
     decisions. sigma is capped at s, at which all noise is fresh (reached only for a > 1). Source: Stepwise-Flow-GRPO

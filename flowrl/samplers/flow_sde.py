@@ -14,7 +14,9 @@ _NOISE_END = 1.0 - 1e-6  # times above this count as t = 1
 @checked_options
 @dataclass(frozen=True)
 class FlowSDE:
-    """Euler-Maruyama step with sigma = a sqrt(t / (1-t)), a = `noise_level` >= 0, and std = sigma sqrt(Delta).
+    """Flow-GRPO's SDE: much noise early, little late.
+
+    Euler-Maruyama step with sigma = a sqrt(t / (1-t)), a = `noise_level` >= 0, and std = sigma sqrt(Delta).
 
     At t = 1, where sigma is infinite, the denominator uses the grid's next time t_1 in place of t, as in the public code. The
     last step has a finite std, too; Flow-GRPO replaces it by an ODE step (see `AllButLast`).

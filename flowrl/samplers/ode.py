@@ -11,7 +11,9 @@ from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 @dataclass(frozen=True)
 class ODE:
-    """Mean x - Delta v, std 0: no step is a decision. Source: flow matching (arXiv 2210.02747), Euler's method."""
+    """Deterministic sampling.
+
+    Mean x - Delta v, std 0: no step is a decision. Source: flow matching (arXiv 2210.02747), Euler's method."""
 
     @checked
     def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
