@@ -67,7 +67,11 @@ def test_pages_begin_with_one_title(name: str) -> None:
     assert len(re.findall(r"^# ", prose, re.MULTILINE)) == (0 if "{include}" in TEXTS[name] and not prose.strip() else 1)
 
 
-@pytest.mark.parametrize("name", [name for name in IDS if name.startswith(("start/", "papers/", "guides/"))])
+TABLES = ("claims", "branching.md", "design.md")
+"""Pages with long tables: results, layers and dependencies."""
+
+
+@pytest.mark.parametrize("name", [name for name in IDS if not name.startswith(TABLES)])
 def test_pages_are_of_readable_length(name: str) -> None:
     assert len(TEXTS[name].split()) <= 2500
 
