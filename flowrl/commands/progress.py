@@ -1,9 +1,11 @@
 """Progress display of commands, and the results table at the end."""
 
 import json
+import re
 import statistics
+import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrl.commands.remaining import Remaining, duration, work_of
+from flowrl.errors import FlowrlError
 from flowrl.workers import worker_count
 
 if TYPE_CHECKING:
@@ -25,10 +28,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SYMBOLS = {"done": "✓", "failed": "✗", "paused": "‖", "waiting": "·", "running": "▶"}
+FELL = "!"
+"""Mark of a run whose reward has fallen back (`flowrl.training.monitors.collapse`)."""
+COMMAND = re.compile(r"(?:^|(?<=: ))flowrl [a-z].*$")
+"""The part of a line to be copied into a shell."""
+LEAST_METHOD = 12
+"""Columns of a terminal that names of methods get at least; longer ones take several lines."""
 SEEDS_SHOWN = 8
 """Seeds of a method up to which each has a symbol of its own in the live table."""
-BAR_FROM = 100
-"""Columns of a terminal from which the live table has bars."""
+BAR, BAR_FROM = 20, 100
+"""Columns of a bar, and of a terminal from which the live table has bars."""
 
 
 class Display:
@@ -37,6 +46,7 @@ class Display:
     def __init__(self, config: "CompareConfig", out: Path, workers: int = 0, console: Console | None = None) -> None:
         from flowrl.training.checkpoint import Checkpoints
         from flowrl.training.compare import start_order
+        from flowrl.training.results import run_label
 
         self.config, self.started, self.jobs = config, time.monotonic(), config.jobs()
         self.console = console or Console()
@@ -45,8 +55,13 @@ class Display:
         self.kept = {name: int(names[-1]) for name, names in checkpoints.items() if names}
         works, methods = {name: work_of(self.jobs[name]) for name in start_order(self.jobs)}, self._methods()
         self.remaining = Remaining(works, methods, worker_count(workers, len(works)), self.kept)
+        self.labels = {name: run_label(job.algorithm.method, job.seed) for name, job in self.jobs.items()}
+        self.resumed = (out / "config.json").exists()
+        self.recorded = {name: _recorded(out / "runs" / name, self.kept.get(name, 0)) for name in self.jobs}
+        self.states: Mapping[str, Mapping[str, Any]] = {}
         self.printed: dict[str, int] = {}
-        self.warned: dict[str, str] = {}
+        self.warned = set[tuple[str, str]]()
+        self.fell = set[str]()
 
     def _methods(self) -> dict[str, str]:
         """The method of every run, in the order of the configuration."""
@@ -64,19 +79,29 @@ class Display:
         self.say(f"Results in {out}; Ctrl-C pauses; --resume continues")
 
     def say(self, text: str) -> None:
-        """Print one line; a terminal breaks it between words."""
-        self.console.print(text, highlight=False, soft_wrap=not self.console.is_terminal, markup=False)
+        """Print a line; on a terminal it is broken between words, and a command begins a line and is not broken."""
+        for line in _fitted(text, self.console.width) if self.console.is_terminal else [text]:
+            self.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def during(self, work: Callable[[], T]) -> T:
         """Show progress while `work` runs."""
-        if not self.console.is_terminal:
-            return work()
+        finished = False
+        try:
+            result = self._live(work) if self.console.is_terminal else work()
+            finished = bool(result)
+        finally:
+            if self.states and not finished:
+                self.say(f"{self._count(self.states)} iterations done")
+        return result
+
+    def _live(self, work: Callable[[], T]) -> T:
         waiting = {name: {"phase": "waiting"} for name in self.jobs}
         with Live(self.table(waiting), console=self.console, auto_refresh=False, transient=True) as self.live:
             return work()
 
     def watch(self, states: dict[str, dict[str, Any]]) -> None:
         """Show the state of all runs; called about twice a second."""
+        self.states = states
         for name, state in states.items():
             if state["phase"] != "waiting":
                 self.remaining.began(name)
@@ -84,9 +109,12 @@ class Display:
                 self.remaining.reached(name, state["iteration"])
             if state["phase"] in ("done", "paused", "failed"):
                 self.remaining.ended(name)
-            if state.get("warning", "") != self.warned.get(name, ""):
-                self.warned[name] = state["warning"]
-                self.say(warning_text(state["warning"], name))
+            for kind, text in _warnings(state):
+                if kind == "collapse":
+                    self.fell.add(name)
+                elif (name, kind) not in self.warned:
+                    self.warned.add((name, kind))
+                    self.say(warning_text(text, self.labels[name]))
         if self.live is not None:
             self.live.update(self.table(states), refresh=True)
         elif not self.console.is_terminal:
@@ -97,10 +125,12 @@ class Display:
         return self.jobs[name].iterations if state["phase"] == "done" else state.get("iteration", 0) or self.kept.get(name, 0)
 
     def _overall(self, states: Mapping[str, Mapping[str, Any]]) -> str:
+        return f"{self._count(states)} iterations, left: {duration(self.remaining.seconds())}"
+
+    def _count(self, states: Mapping[str, Mapping[str, Any]]) -> str:
+        """Iterations of all runs that are done, of how many."""
         done = sum(self._done(name, state) for name, state in states.items())
-        return (
-            f"{done}/{sum(job.iterations for job in self.jobs.values())} iterations, left: {duration(self.remaining.seconds())}"
-        )
+        return f"{done}/{sum(job.iterations for job in self.jobs.values())}"
 
     def _lines(self, states: dict[str, dict[str, Any]]) -> None:
         for name, state in states.items():
@@ -108,39 +138,88 @@ class Display:
             last = self.printed.get(name, 0)
             if last >= 0 and (ended or (step > 0 and last == 0) or step // 5 > last // 5):
                 self.printed[name] = -1 if ended else step
-                numbers = f"reward {state.get('reward', float('nan')):.3f}  NFE {state.get('nfe_total', 0):>9,d}"
+                known = {**self.recorded[name], **state}
+                reward = f"{known['reward']:.3f}" if "reward" in known else "-"
+                numbers = f"reward {reward:>5s}  NFE {known.get('nfe_total', 0):>9,d}"
                 count = f"iteration {self._done(name, state):3d}/{self.jobs[name].iterations}"
-                self.say(f"{name:28s} {state['phase']:10s} {count}  {numbers}  {self._overall(states)}")
+                line = f"{self.labels[name]:28s} {state['phase']:10s} {count}  {numbers}  {self._overall(states)}"
+                self.say(f"{line}, reward fell back" if name in self.fell else line)
 
     def table(self, states: Mapping[str, Mapping[str, Any]]) -> Group:
         """A row per method: the state of its seeds, iterations, rewards as means over the seeds, and network evaluations."""
-        table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-        table.add_column("method", no_wrap=True, overflow="ellipsis", vertical="bottom")
-        table.add_column("seeds", no_wrap=True, vertical="bottom")
-        wide = self.console.width >= BAR_FROM
-        for name in ("iterations", *([""] if wide else []), "training\nreward", "held-out\nreward", "NFE"):
-            table.add_column(name, justify="right", vertical="bottom")
-        methods = self._methods()
+        heads = ("seeds", "iterations", "training\nreward", "held-out\nreward", "NFE")
+        methods, rows = self._methods(), dict[str, list[str]]()
+        bars = dict[str, ProgressBar]()
         for method in dict.fromkeys(methods.values()):
-            runs = {name: state for name, state in states.items() if methods[name] == method}
+            runs = {name: self.recorded[name] | dict(state) for name, state in states.items() if methods[name] == method}
             done = sum(self._done(name, state) for name, state in runs.items())
             total = sum(self.jobs[name].iterations for name in runs)
-            bar = [ProgressBar(total, done, width=20)] if wide else []
             numbers = [_mean(runs, "reward"), _mean(runs, "heldout"), f"{sum(s.get('nfe_total', 0) for s in runs.values()):,}"]
-            table.add_row(escape(method), _symbols(runs.values()), f"{done}/{total}", *bar, *numbers)
+            rows[method] = [_symbols(runs, self.fell), f"{done}/{total}", *numbers]
+            bars[method] = ProgressBar(total, done, width=BAR)
+        widths = [max(map(len, [*head.split("\n"), *cells])) for head, *cells in zip(heads, *rows.values(), strict=True)]
+        wide = self.console.width >= BAR_FROM
+        room = self.console.width - sum(width + 2 for width in widths) - 2 - (BAR + 2) * wide
+        table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+        table.add_column("method", overflow="fold", vertical="bottom", max_width=max(LEAST_METHOD, room))
+        for place, head in enumerate(heads):
+            table.add_column(head, justify="right" if place else "left", no_wrap=True, vertical="bottom")
+            if place == 1 and wide:
+                table.add_column("", vertical="bottom")
+        for method, cells in rows.items():
+            table.add_row(escape(method), *cells[:2], *([bars[method]] if wide else []), *cells[2:])
         elapsed = f"{_clock(time.monotonic() - self.started)} elapsed"
-        key = "  ".join(f"{symbol} {name}" for name, symbol in SYMBOLS.items() if name in map(_kind, states.values()))
-        return Group(table, Text(f"{self._overall(states)}, {elapsed}"), Text(key, style="dim"))
+        key = [f"{symbol} {name}" for name, symbol in SYMBOLS.items() if name in map(_kind, states.values())]
+        key += [f"{FELL} reward fell back"] if self.fell else []
+        return Group(table, Text(f"{self._overall(states)}, {elapsed}"), Text("  ".join(key), style="dim"))
 
     def finish(self, out: Path) -> str:
         """Write the report and print the results table; returns the last line to print."""
-        from flowrl.plots.report import print_table, write_report
+        from flowrl.plots.report import collapse_text, print_table, write_report
         from flowrl.training.results import load_comparison, summarise
 
         self.say("Writing the report ...")
         report = write_report(out)
-        print_table(summarise(load_comparison(out)), self.console)
-        return f"Finished in {_clock(time.monotonic() - self.started)}. Report: {report}"
+        summaries = summarise(load_comparison(out))
+        print_table(summaries, self.console)
+        if collapse_text(summaries):
+            self.say(f"{collapse_text(summaries)}; try a lower --learning-rate")
+        self.say(f"All columns: {out / 'table.txt'}")
+        since = " since it was resumed" if self.resumed else ""
+        return f"Finished in {_clock(time.monotonic() - self.started)}{since}. Report: {report}"
+
+
+def _fitted(text: str, width: int) -> list[str]:
+    """`text` in lines of at most `width` columns, broken between words; a command (`COMMAND`) is a line of its own."""
+    lines = list[str]()
+    for line in text.splitlines():
+        command = COMMAND.search(line) if len(line) > width else None
+        head = line[: command.start()].rstrip() if command else line
+        lines += textwrap.wrap(head, width, break_long_words=False, break_on_hyphens=False)
+        lines += [command.group()] if command else []
+    return lines
+
+
+def _recorded(folder: Path, kept: int) -> dict[str, Any]:
+    """What a continued run has reached, as its messages call it; `kept` iterations if it is not finished."""
+    from flowrl.training.results import load_run
+
+    try:
+        run = load_run(folder)
+    except FlowrlError:
+        return {}
+    rows = [row for row in run.rows if run.finished or row["iteration"] <= kept]
+    rewards, heldout = ([row[key] for row in rows if row.get(key) is not None] for key in ("reward_mean", "evaluation"))
+    found: dict[str, Any] = {"nfe_total": rows[-1]["nfe_total"]} if rows else {}
+    found |= {"reward": rewards[-1]} if rewards else {}
+    return found | ({"heldout": heldout[-1]["reward"]} if heldout else {})
+
+
+def _warnings(state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The kinds and texts of a run's latest warnings; a text without a kind is its own."""
+    text = state.get("warning", "")
+    texts, kinds = text.splitlines(), state.get("kinds", ())
+    return list(zip(kinds, texts, strict=True)) if len(kinds) == len(texts) else [(text, text)]
 
 
 def _kind(state: Mapping[str, Any]) -> str:
@@ -148,12 +227,13 @@ def _kind(state: Mapping[str, Any]) -> str:
     return state["phase"] if state["phase"] in SYMBOLS else "running"
 
 
-def _symbols(states: Any) -> str:
-    """A symbol per seed, or their numbers if there are many."""
-    kinds = [_kind(state) for state in states]
+def _symbols(runs: Mapping[str, Mapping[str, Any]], fell: Set[str]) -> str:
+    """A symbol per seed with a mark for those whose reward fell back, or their numbers if there are many."""
+    kinds = {name: _kind(state) for name, state in runs.items()}
     if len(kinds) <= SEEDS_SHOWN:
-        return " ".join(SYMBOLS[kind] for kind in kinds)
-    return " ".join(f"{symbol}{kinds.count(kind)}" for kind, symbol in SYMBOLS.items() if kind in kinds)
+        return " ".join(SYMBOLS[kind] + FELL * (name in fell) for name, kind in kinds.items())
+    counts = [f"{symbol}{list(kinds.values()).count(kind)}" for kind, symbol in SYMBOLS.items() if kind in kinds.values()]
+    return " ".join([*counts, *([f"{FELL}{len(fell & set(runs))}"] if fell & set(runs) else [])])
 
 
 def _mean(runs: Mapping[str, Mapping[str, Any]], key: str) -> str:

@@ -12,10 +12,12 @@ from flowrl.training.results import Comparison, RunRecord, mean_curve, short, su
 X_LABELS = {"iteration": "iteration", "nfe_total": "network evaluations while sampling", "seconds_total": "training seconds"}
 PHASES = {"rollout": "#3f444d", "reward": "#8a8f98", "update": "#d5d8de"}
 """Greys: colours belong to methods."""
+NARROW = 4.4
+"""Inches of a narrow figure's width."""
 Runs = Mapping[str, Sequence[RunRecord]]
 
 
-def curves(comparison: Comparison, metric: str = "reward") -> Figure | None:
+def curves(comparison: Comparison, metric: str = "reward", narrow: bool = False) -> Figure | None:
     """An evaluation metric against iterations, network evaluations and seconds.
 
     Up to `MOST_TOGETHER` methods share three axes. With more, each method has an axis, with the other methods in grey, against
@@ -24,6 +26,7 @@ def curves(comparison: Comparison, metric: str = "reward") -> Figure | None:
     Args:
         comparison: the comparison.
         metric: name of the metric.
+        narrow: panels below each other, for a page of a third of the width.
 
     Returns:
         The figure; None if no run contains the metric.
@@ -36,26 +39,28 @@ def curves(comparison: Comparison, metric: str = "reward") -> Figure | None:
     baseline = mean_curve(comparison.of(comparison.baseline), "iteration", metric)[1]
     level = baseline[-1] if baseline else None
     if len(runs) > MOST_TOGETHER:
-        return _curve_panels(runs, metric, label, level)
-    figure = Figure(figsize=(12.5, 4.3), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
+        return _curve_panels(runs, metric, label, level, 2 if narrow else 4)
+    figure = Figure(figsize=(NARROW, 8.5) if narrow else (12.5, 4.3), layout="constrained")
+    panels = figure.subplots(3, 1, sharey=True) if narrow else figure.subplots(1, 3, sharey=True)
     for axes, x in zip(panels, X_LABELS, strict=True):
         for method in runs:
             _draw(axes, runs, method, x, (metric,))
         _finish(axes, x, level)
         clean(axes)
-    panels[0].set_ylabel(label)
-    _key(figure, list(runs), comparison.baseline if level is not None else "")
+    for axes in panels if narrow else panels[:1]:
+        axes.set_ylabel(label)
+    _key(figure, list(runs), comparison.baseline if level is not None else "", 1 if narrow else 5)
     return figure
 
 
-def _curve_panels(runs: Runs, metric: str, label: str, level: float | None) -> Figure:
+def _curve_panels(runs: Runs, metric: str, label: str, level: float | None, columns: int) -> Figure:
     """A block of panels for each horizontal axis, one panel per method."""
-    rows, blocks = -(-len(runs) // 4), list(X_LABELS)[:2]
-    figure = Figure(figsize=(12.5, 2.1 * rows * len(blocks) + 0.5 * len(blocks)), layout="constrained")
+    rows, blocks = -(-len(runs) // columns), list(X_LABELS)[:2]
+    size = (3.125 * columns if columns > 2 else NARROW, 2.1 * rows * len(blocks) + 0.5 * len(blocks))
+    figure = Figure(figsize=size, layout="constrained")
     parts = figure.subfigures(len(blocks), 1, squeeze=False).flatten()
     for part, x in zip(parts, blocks, strict=True):
-        panels = multiples(part, list(runs), lambda axes, name, own, x=x: _draw(axes, runs, name, x, (metric,), own))
+        panels = multiples(part, list(runs), lambda axes, name, own, x=x: _draw(axes, runs, name, x, (metric,), own), columns)
         for axes in panels:
             _finish(axes, x, level, label=False)
         part.supxlabel(X_LABELS[x], fontsize=10)
@@ -91,20 +96,20 @@ def _finish(axes: Axes, x: str, level: float | None, label: bool = True) -> None
         axes.set_xlabel(X_LABELS[x])
 
 
-def _key(figure: Figure, methods: Sequence[str], baseline: str) -> None:
+def _key(figure: Figure, methods: Sequence[str], baseline: str, columns: int) -> None:
     """Lines and markers of the methods above the panels."""
     handles = [figure.axes[0].plot([], [], color=colour(m, methods), linewidth=2.2, marker=marker(m, methods), label=m)[0]
                for m in methods]  # fmt: skip
     if baseline:
         text = f"final value of {baseline}"
         handles += figure.axes[0].plot([], [], color="#8a8f98", linestyle="--", linewidth=1, label=text)
-    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(handles), 5), frameon=False)
+    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(handles), columns), frameon=False)
 
 
-def phases(comparison: Comparison) -> Figure:
-    """Mean seconds of an iteration by phase, one bar per method."""
+def phases(comparison: Comparison, narrow: bool = False) -> Figure:
+    """Mean seconds of an iteration by phase, one bar per method; `narrow` for a page of half the width."""
     summaries = summarise(comparison)
-    figure = Figure(figsize=(9, 0.9 + 0.45 * len(summaries)), layout="constrained")
+    figure = Figure(figsize=(NARROW if narrow else 9, 0.9 + 0.45 * len(summaries)), layout="constrained")
     axes = figure.subplots()
     for row, summary in enumerate(summaries):
         left = 0.0

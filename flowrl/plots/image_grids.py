@@ -4,6 +4,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from flowrl.credit import gains, turning_points
+from flowrl.credit import turning_points
 from flowrl.diagnostics.weight_comparison import WeightComparison
 from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.plots.style import INK, PALE, SOFT, clean, colour
 from flowrl.reading import read_json, read_tensors
-from flowrl.training.results import Comparison, RunRecord
+from flowrl.training.results import Comparison, RunRecord, run_label
 from flowrl.types import Prompt
 from flowrl.worlds.mixture import RADIUS, angle_of, target
 
@@ -28,6 +29,8 @@ PANELS = 5
 """Panels of points per row."""
 NOTICEABLE = 0.02
 """Smallest change of a sample's reward that is marked by a symbol: ▲ for an increase, ▼ for a decrease."""
+LEAST_RANGE = 0.1
+"""Smallest range of rewards on an axis, so that rounding does not look like a change."""
 RIM, REACH = 2.75, 3.3
 """Radius at which the directions of prompts are written in the 2-D world, and half the width of its panels."""
 
@@ -123,9 +126,9 @@ def _is_direction(text: str) -> bool:
         return False
 
 
-def _point_panels(panels: Sequence[tuple[str, Tensor, str]], prompts: Sequence[str]) -> Figure:
+def _point_panels(panels: Sequence[tuple[str, Tensor, str]], prompts: Sequence[str], columns: int) -> Figure:
     """Points in a panel per (title, points, colour)."""
-    columns = min(PANELS, len(panels))
+    columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(2.6 * columns, 3.0 * rows), layout="compressed")
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
@@ -142,8 +145,13 @@ def _finished(comparison: Comparison, methods: Sequence[str]) -> list[RunRecord]
     return [run for run in found if run is not None]
 
 
-def samples(comparison: Comparison) -> Figure | None:
-    """The same prompts and noise before training and after each method (first seed). None if no run has finished."""
+def samples(comparison: Comparison, narrow: bool = False) -> Figure | None:
+    """The same prompts and noise before training and after each method (first seed). None if no run has finished.
+
+    Args:
+        comparison: the comparison.
+        narrow: points in two panels per row instead of five.
+    """
     runs = _finished(comparison, comparison.methods)
     if not runs:
         return None
@@ -157,7 +165,8 @@ def samples(comparison: Comparison) -> Figure | None:
         rows = rows or [("base model", images["before"], record.reward_before, INK)]
         rows.append((run.method, images["after"], record.reward_after, colour(run.method, comparison.config["methods"])))
     if rows[0][1].shape[-1] == 1:
-        return _point_panels([(name, points, shade) for name, points, _, shade in rows], prompts)
+        panels = [(name, points, shade) for name, points, _, shade in rows]
+        return _point_panels(panels, prompts, 2 if narrow else PANELS)
     figure = Figure(figsize=(1.5 * _aspect(rows[0][1]) * len(prompts), 1.75 * len(rows) + 0.3), layout="constrained")
     grid = figure.subplots(len(rows), len(prompts), squeeze=False)
     for axes_row, (name, images, scores, shade) in zip(grid, rows, strict=True):
@@ -173,19 +182,43 @@ def samples(comparison: Comparison) -> Figure | None:
     return figure
 
 
-def trajectory(comparison: Comparison) -> Figure | None:
-    """Rewards along one trajectory (ODE completions and one-step estimates), its gains and its turning points."""
-    runs = _finished(comparison, sorted(comparison.methods, key=lambda method: "tp" not in method))
-    if not runs:
+def _liveliest(comparison: Comparison) -> tuple[RunRecord, TrajectoryRecord] | None:
+    """The finished run whose trajectory has the largest sum of absolute gains."""
+    runs = [run for run in comparison.runs if run.finished and run.evaluations]
+    found = [(run, read_json(run.folder / "trajectory.json", TrajectoryRecord)) for run in runs]
+    return max(found, key=lambda pair: sum(map(abs, _steps(pair[1]))), default=None)
+
+
+def _steps(record: TrajectoryRecord) -> list[float]:
+    """The gains of the trajectory's steps."""
+    return [after - before for before, after in pairwise(record.rewards)]
+
+
+def trajectory(comparison: Comparison, narrow: bool = False) -> Figure | None:
+    """Rewards along one trajectory (ODE completions and one-step estimates), its gains and its turning points.
+
+    The trajectory is the one with the largest changes among the finished runs. If none of its gains reaches `NOTICEABLE`, no
+    turning point is marked.
+
+    Args:
+        comparison: the comparison.
+        narrow: for a page of half the width, without images.
+
+    Returns:
+        The figure; None if no run has finished.
+    """
+    found = _liveliest(comparison)
+    if found is None:
         return None
-    record: TrajectoryRecord = read_json(runs[0].folder / "trajectory.json", TrajectoryRecord)
-    completions = _images(runs[0].folder / "trajectory.safetensors", "images", len(record.rewards))
-    table, rewards = torch.tensor(record.members)[None], record.rewards
+    run, record = found
+    completions = _images(run.folder / "trajectory.safetensors", "images", len(record.rewards))
+    table, rewards, steps = torch.tensor(record.members)[None], record.rewards, _steps(record)
     has_images, nodes = completions.shape[-1] > 1, len(rewards)
-    figure = Figure(figsize=(11, 6.4 if has_images else 4.9), layout="constrained")
-    ratios = [1.0, 2.2, 1.3] if has_images else [2.2, 1.3]
+    shown = has_images and not narrow
+    figure = Figure(figsize=(4.4, 5.2) if narrow else (11, 6.4 if shown else 4.9), layout="constrained")
+    ratios = [1.0, 2.2, 1.3] if shown else [2.2, 1.3]
     layout = figure.add_gridspec(len(ratios), nodes, height_ratios=ratios)
-    for node in range(nodes) if has_images else ():
+    for node in range(nodes) if shown else ():
         axes = figure.add_subplot(layout[0, node])
         _show(axes, completions[node])
         axes.set_title(f"{rewards[node]:.2f}", fontsize=9)
@@ -195,14 +228,17 @@ def trajectory(comparison: Comparison) -> Figure | None:
     curve.plot(range(nodes), rewards, color=INK, marker="o", linewidth=2.5, label="ODE completion")
     curve.plot(range(nodes), record.tweedie, color=SOFT, linestyle=":", linewidth=2, label="one-step estimate")
     rings = {"turning point": (False, SOFT, 130, 1.2), "consistent turning point": (True, INK, 260, 2.6)}
-    for name, (consistent, shade, size, width) in rings.items():
+    for name, (consistent, shade, size, width) in rings.items() if max(map(abs, steps)) >= NOTICEABLE else ():
         turns = turning_points(table, consistent=consistent, first_step=True)[0, record.chosen].nonzero().flatten().tolist()
         heights = [rewards[step] for step in turns]
-        curve.scatter(turns, heights, s=size, facecolors="none", edgecolors=shade, linewidths=width, zorder=5, label=name)
+        label = name if turns else None
+        curve.scatter(turns, heights, s=size, facecolors="none", edgecolors=shade, linewidths=width, zorder=5, label=label)
     curve.set_ylabel("estimated final reward")
-    figure.suptitle(f'"{record.prompt}"', fontsize=10, x=0.01, ha="left")
-    figure.legend(loc="outside upper right", ncols=5, frameon=False, fontsize=9, markerscale=0.6)
-    bars, steps = figure.add_subplot(layout[-1, :], sharex=curve), gains(table)[0, record.chosen].tolist()
+    title = f'Trajectory of {run_label(run.method, run.seed)}, after training: "{record.prompt}"'
+    figure.suptitle(textwrap.fill(title, 50) if narrow else title, fontsize=10, x=0.01, ha="left")
+    place = "outside lower left" if narrow else "outside upper right"
+    figure.legend(loc=place, ncols=2 if narrow else 5, frameon=False, fontsize=9, markerscale=0.6)
+    bars = figure.add_subplot(layout[-1, :], sharex=curve)
     faces = [SOFT if gain >= 0 else "white" for gain in steps]
     bars.bar([i + 0.5 for i in range(nodes - 1)], steps, width=0.8, color=faces, edgecolor=SOFT, linewidth=1)
     bars.axhline(0, color=INK, linewidth=0.8)
@@ -211,6 +247,9 @@ def trajectory(comparison: Comparison) -> Figure | None:
     for axes in (curve, bars):
         clean(axes)
         axes.set_xlim(-0.3, nodes - 0.7)
+        low, high = axes.get_ylim()
+        spare = max(0.0, LEAST_RANGE - (high - low)) / 2
+        axes.set_ylim(low - spare, high + spare)
     return figure
 
 

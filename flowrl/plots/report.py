@@ -3,7 +3,7 @@
 import io
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -15,23 +15,28 @@ from rich.table import Table
 from flowrl.diagnostics.weight_comparison import WeightComparison
 from flowrl.io import write_bytes, write_json
 from flowrl.plots.figures import curves, phases, proxy_and_heldout
-from flowrl.plots.image_grids import base_and_trained, samples, trajectory
+from flowrl.plots.image_grids import NOTICEABLE, base_and_trained, samples, trajectory
 from flowrl.plots.pages import render
 from flowrl.plots.style import MOST_TOGETHER, colour, png
+from flowrl.training.presets import MODEL_ONLY
 from flowrl.training.results import Comparison, Mean, MethodSummary, load_comparison, summarise, summary_values
 
 Row = tuple[str, Callable[[MethodSummary], str]]
-ROWS: tuple[Row, ...] = (
-    ("seeds", lambda s: str(s.seeds)),
-    ("reward before", lambda s: f"{s.base.mean:.3f}"),
+REWARD_ROWS: tuple[Row, ...] = (
     ("final reward", lambda s: s.final.text()),
     ("minus the baseline", lambda s: _lead(s)),
-    ("lowest of a seed", lambda s: f"{s.worst:.3f}"),
     ("collapsed seeds", lambda s: f"{s.collapsed} of {s.seeds}"),
+    ("lowest of a seed", lambda s: f"{s.worst:.3f}"),
     ("final strict success", lambda s: s.final_strict.text()),
+    ("reward before", lambda s: f"{s.base.mean:.3f}"),
+    ("seeds", lambda s: str(s.seeds)),
+)
+TO_BASELINE_ROWS: tuple[Row, ...] = (
     ("iterations to baseline", lambda s: _reached(s.to_baseline_iterations, ".1f")),
     ("NFE to baseline", lambda s: _reached(s.to_baseline_nfe, ",.0f")),
     ("seconds to baseline", lambda s: _reached(s.to_baseline_seconds, ".0f")),
+)
+COST_ROWS: tuple[Row, ...] = (
     ("NFE/trajectory", lambda s: f"{s.nfe_per_trajectory:.1f}"),
     ("network calls/iteration", lambda s: f"{s.calls_per_iteration:.0f}"),
     ("reward calls/trajectory", lambda s: f"{s.rewards_per_trajectory:.1f}"),
@@ -39,7 +44,12 @@ ROWS: tuple[Row, ...] = (
     ("s/iteration: reward", lambda s: f"{s.seconds_reward:.2f}"),
     ("s/iteration: update", lambda s: f"{s.seconds_update:.2f}"),
 )
-"""Rows of the results table: the label, and the cell of a method. Held-out metrics follow the row of strict success."""
+"""Rows of the results tables: the label, and the cell of a method."""
+PRINTED = ("final reward", "minus the baseline", "collapsed seeds", "NFE to baseline", "lowest of a seed")
+"""Columns that are printed; the last ones are left out if the terminal is too narrow, all but `LEAST_PRINTED`."""
+LEAST_PRINTED = 3
+LEAST_METHOD = 12
+"""Columns of a terminal that names of methods get at least; longer ones take several lines."""
 
 
 def _reached(value: float | None, digits: str) -> str:
@@ -64,42 +74,62 @@ def _lead(summary: MethodSummary) -> str:
     return f"{lead.text(sign=True)} {verdict(lead)}".rstrip() if lead.mean or lead.half > 0 else ""
 
 
-COST = "iterations to baseline"
-"""The first row of the results table on cost rather than on rewards."""
-HELDOUT_AFTER = 7
-"""Rows of the results table before the held-out metrics."""
+def result_blocks(summaries: Sequence[MethodSummary]) -> dict[str, list[tuple[str, list[str]]]]:
+    """The results tables by their titles, as lists of columns: the label, and a cell per method."""
+    names = dict.fromkeys(name for summary in summaries for name in summary.heldout)
+    heldout: list[Row] = [(name, lambda s, name=name: s.heldout[name].text() if name in s.heldout else "-") for name in names]
+    blocks: dict[str, Sequence[Row]] = {
+        "Rewards": REWARD_ROWS, "Proxy and held-out metrics": heldout,
+        "Cost until the baseline is reached": TO_BASELINE_ROWS, "Cost of an iteration": COST_ROWS,
+    }  # fmt: skip
+    return {title: [(name, list(map(cell, summaries))) for name, cell in rows] for title, rows in blocks.items() if rows}
 
 
 def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, list[str]]]:
-    """Rows of the results table: the label, and a cell per method."""
-    names = dict.fromkeys(name for summary in summaries for name in summary.heldout)
-    heldout: list[Row] = [(name, lambda s, name=name: s.heldout[name].text() if name in s.heldout else "-") for name in names]
-    return [
-        (name, [cell(summary) for summary in summaries])
-        for name, cell in (*ROWS[:HELDOUT_AFTER], *heldout, *ROWS[HELDOUT_AFTER:])
-    ]
+    """All columns of the results: the label, and a cell per method."""
+    return [column for columns in result_blocks(summaries).values() for column in columns]
 
 
 def print_table(summaries: Sequence[MethodSummary], console: Console) -> None:
-    """Print the results with a row per method, split into several tables if one is too wide.
+    """Print the most important results as one table with a row per method, and what its symbols mean.
 
-    ± is half the width of a 95% interval.
+    ± is half the width of a 95% interval. Columns at the right are left out if the terminal is too narrow.
 
     Args:
         summaries: the methods' results.
         console: where to print.
     """
-    methods, columns = [summary.method for summary in summaries], table_rows(summaries)
-    left = max([len("method"), *map(len, methods)])
-    for block in _blocks([_column_width(name, cells) for name, cells in columns], console.width - left - 2):
-        table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-        table.add_column("method", no_wrap=True, vertical="bottom")
-        for name, cells in (columns[i] for i in block):
-            heading = textwrap.fill(name, _column_width(name, cells), break_long_words=False, break_on_hyphens=False)
-            table.add_column(escape(heading), justify="right", no_wrap=True, vertical="bottom")
-        for row, method in enumerate(methods):
-            table.add_row(escape(method), *(escape(columns[i][1][row]) for i in block))
-        console.print(table)
+    found = {name: cells for name, cells in table_rows(summaries) if any(cells)}
+    names = [name for name in PRINTED if name in found]
+    left = max([len("method"), *(len(summary.method) for summary in summaries)])
+
+    def room() -> int:
+        return console.width - 2 - sum(_column_width(name, found[name]) + 2 for name in names)
+
+    while room() < left and len(names) > LEAST_PRINTED:
+        names.pop()
+    console.print(_table(summaries, [(name, found[name]) for name in names], max(LEAST_METHOD, min(left, room()))))
+    for line in _symbols_used([found[name] for name in names]):
+        console.print(line, highlight=False, markup=False)
+
+
+def _table(summaries: Sequence[MethodSummary], columns: Sequence[tuple[str, Sequence[str]]], left: int) -> Table:
+    """A row per method, whose names have `left` characters on a line."""
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    table.add_column("method", overflow="fold", vertical="bottom", max_width=left)
+    for name, cells in columns:
+        heading = textwrap.fill(name, _column_width(name, cells), break_long_words=False, break_on_hyphens=False)
+        table.add_column(escape(heading), justify="right", no_wrap=True, vertical="bottom")
+    for row, summary in enumerate(summaries):
+        table.add_row(escape(summary.method), *(escape(cells[row]) for _, cells in columns))
+    return table
+
+
+def _symbols_used(columns: Sequence[Sequence[str]]) -> list[str]:
+    """A line on the symbols of `VERDICTS` that occur in the cells; none if there are none."""
+    text = " ".join(cell for cells in columns for cell in cells)
+    used = [f"{symbol} {meaning}" for symbol, meaning in VERDICTS.items() if symbol in text]
+    return ["; ".join(used)] if used else []
 
 
 def _column_width(name: str, cells: Sequence[str]) -> int:
@@ -107,22 +137,24 @@ def _column_width(name: str, cells: Sequence[str]) -> int:
     return max(map(len, [*name.split(), *cells]))
 
 
-def _blocks(widths: Sequence[int], space: int) -> list[list[int]]:
-    """Columns in order, divided into as few blocks as fit in `space`, with a gap of two characters before each column."""
-    blocks, used = list[list[int]](), space
-    for index, width in enumerate(widths):
-        if used + width + 2 > space or not blocks:
-            blocks, used = [*blocks, []], 0
-        blocks[-1].append(index)
-        used += width + 2
-    return blocks
-
-
 def table_text(summaries: Sequence[MethodSummary]) -> str:
-    """The results table as plain text, at most 120 columns wide."""
-    console = Console(width=120, record=True, file=io.StringIO())
-    print_table(summaries, console)
-    return console.export_text()
+    """All results as plain text in one table, with a line per method however long."""
+    columns = table_rows(summaries)
+    left = max([len("method"), *(len(summary.method) for summary in summaries)])
+    width = left + 4 + sum(_column_width(name, cells) + 4 for name, cells in columns)
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(_table(summaries, columns, left))
+    lines = [*console.export_text().splitlines(), *_symbols_used([cells for _, cells in columns]), INTERVALS]
+    return "\n".join(map(str.rstrip, lines)).strip("\n") + "\n"
+
+
+INTERVALS = "±: half of the 95% interval over seeds (Student's t)"
+
+
+def collapse_text(summaries: Sequence[MethodSummary]) -> str:
+    """The methods with collapsed seeds, "" if there are none: "Collapsed: tp-grpo 2 of 3 seeds"."""
+    found = [f"{s.method} {s.collapsed} of {s.seeds} seed{'s' if s.seeds > 1 else ''}" for s in summaries if s.collapsed]
+    return f"Collapsed: {', '.join(found)}" if found else ""
 
 
 MACHINE_SPREAD = {"mixture": 0.009, "shapes": 0.009}
@@ -153,11 +185,10 @@ def headline(comparison: Comparison, summaries: Sequence[MethodSummary]) -> str:
             end += f" (95% interval {gap - other.lead.half:+.3f} to {gap + other.lead.half:+.3f})"
         texts.append(end)
     if len(others) >= MOST_TOGETHER and several:
-        counts = {symbol: [verdict(other.lead) for other in others].count(symbol) for symbol in VERDICTS}
-        texts.append(
-            f"of the {len(others)} other methods, {counts['▲']} end above it, {counts['▼']} below it, and {counts[UNDECIDED]} "
-            "cannot be distinguished from it (95% intervals)"
-        )
+        groups = {symbol: [s.method for s in others if verdict(s.lead) == symbol] for symbol in VERDICTS}
+        names = {symbol: ", ".join(some) if some else "none" for symbol, some in groups.items()}
+        texts.append(f"above it by the 95% intervals: {names['▲']}")
+        texts += [f"below it: {names['▼']}", f"not distinguishable from it: {names[UNDECIDED]}"]
     seeds = f"{base.seeds} seeds." if several else "With one seed, the interval is unknown."
     return f"{'; '.join(texts)}. {seeds}{_machine(comparison, [s.lead.mean for s in summaries if s is not base])}"
 
@@ -185,23 +216,18 @@ def write_report(folder: Path) -> Path:
         headline=headline(comparison, summaries),
         unfinished=len(config["methods"]) * len(config["seeds"]) - sum(run.finished for run in comparison.runs),
         colours={summary.method: colour(summary.method, config["methods"]) for summary in summaries},
-        blocks=_tables(summaries),
+        blocks=result_blocks(summaries) if summaries else {},
+        model_only=() if config["run"].get("policy", {}).get("model") else MODEL_ONLY,
         verdicts=VERDICTS,
         points=config["run"]["environment"]["world"] == "mixture",
         every=config["run"]["evaluation"]["eval_every"],
         many=len(summaries) > MOST_TOGETHER,
         images=images,
+        noticeable=NOTICEABLE,
+        narrow={name: png(figure, NARROW_DPI) for name, figure in _narrow(comparison, images).items() if figure is not None},
     )
     write_bytes(folder / "report.html", page.encode())
     return folder / "report.html"
-
-
-def _tables(summaries: Sequence[MethodSummary]) -> dict[str, list[tuple[str, list[str]]]]:
-    """The columns of the page's tables by their titles: the label, and a cell per method."""
-    rows = table_rows(summaries)
-    rewards, cost = HELDOUT_AFTER, next(place for place, (name, _) in enumerate(rows) if name == COST)
-    blocks = {"Rewards": rows[:rewards], "Proxy and held-out metrics": rows[rewards:cost], "Cost": rows[cost:]}
-    return {title: columns for title, columns in blocks.items() if columns}
 
 
 def _figures(comparison: Comparison) -> dict[str, Figure | None]:
@@ -214,6 +240,22 @@ def _figures(comparison: Comparison) -> dict[str, Figure | None]:
         "phases": phases(comparison),
         "proxy": proxy_and_heldout(runs),
     }
+
+
+NARROW_DPI = 170
+
+
+def _narrow(comparison: Comparison, drawn: Collection[str]) -> dict[str, Figure | None]:
+    """Figures of the page on a phone instead of those of the same names in `drawn`; the others are scaled."""
+    points = comparison.config["run"]["environment"]["world"] == "mixture"
+    found: dict[str, Callable[[], Figure | None]] = {
+        "curves": lambda: curves(comparison, narrow=True),
+        "strict": lambda: curves(comparison, "strict", narrow=True),
+        "trajectory": lambda: trajectory(comparison, narrow=True),
+        "phases": lambda: phases(comparison, narrow=True),
+    }
+    found |= {"samples": lambda: samples(comparison, narrow=True)} if points else {}
+    return {name: draw() for name, draw in found.items() if name in drawn}
 
 
 def write_evaluation(found: WeightComparison, folder: Path, html: bool) -> None:

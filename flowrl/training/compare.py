@@ -1,5 +1,6 @@
 """A comparison: every method with every seed, one process per core, resumable."""
 
+import inspect
 import platform
 import shlex
 import time
@@ -10,13 +11,15 @@ from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError, PartError, require
 from flowrl.io import folder_lock, new_folder, write_json
+from flowrl.methods import METHODS
 from flowrl.plugins import versions
 from flowrl.probes import NoProbe
 from flowrl.reading import as_kind, load_document, reading
+from flowrl.registry import build
 from flowrl.specs import identity
 from flowrl.training.build import check, make_method
 from flowrl.training.config import RunConfig
-from flowrl.training.results import has_progress, holds, run_folder
+from flowrl.training.results import has_progress, holds, run_folder, run_label
 from flowrl.training.run import Run
 from flowrl.trust import trust_option, trusted
 from flowrl.workers import Worker, run_jobs, usable_cores
@@ -89,6 +92,11 @@ class CompareConfig:
                 result[run_folder(name, seed)] = config
         return result
 
+    def descriptions(self) -> dict[str, str]:
+        """The first line of the docstring of every method, and of the class of every added rule; "" without a docstring."""
+        rules = {rule_name(spec): type(build("credit", spec)) for spec in self.credit}
+        return {name: _first_line(rules.get(name) or METHODS.get(name)) for name in self.names()}
+
     def as_dict(self) -> dict[str, Any]:
         """The content of config.json, which `from_dict` reads."""
         return {
@@ -126,6 +134,12 @@ class CompareConfig:
             values.get("command", ""),
             values.get("method_settings", {}),
         )
+
+
+def _first_line(part: Any) -> str:
+    """The first line of a docstring; "" without one, also if a data class has made one of its fields."""
+    line = (inspect.getdoc(part) or "").partition("\n")[0].strip()
+    return "" if line.startswith(f"{getattr(part, '__name__', '')}(") else line.rstrip(".")
 
 
 def rule_name(spec: str) -> str:
@@ -195,7 +209,7 @@ def compare(
 def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch: Watcher | None, changed_code: bool) -> bool:
     jobs = config.jobs()
     if not resume:
-        write_json(out / "config.json", config.as_dict())
+        write_json(out / "config.json", config.as_dict() | {"descriptions": config.descriptions()})
     states: dict[str, dict[str, Any]] = {name: {"phase": "waiting", "iteration": 0} for name in jobs}
     ended: dict[str, bool | str] = {}
 
@@ -207,7 +221,7 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
         ended[name] = done
         received(name, {"phase": "failed" if isinstance(done, str) else "done" if done else "paused"})
         if isinstance(done, str):
-            received(name, {"warning": f"the run failed: {done}"})
+            received(name, {"warning": f"the run failed: {done}", "kinds": ["failed"]})
 
     on_cpu = config.run.policy.device == "cpu"  # forks of a process that has used a GPU cannot use it
     completed = run_jobs(
@@ -217,7 +231,7 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
         finished=finished,
         received=received,
         watch=lambda: watch(states) if watch else None,
-        describe=lambda name: f"the run {name}",
+        describe=lambda name: f"the run {_label(jobs[name])}",
         preload=("flowrl.training.compare", *IMPORTS.get(config.run.environment.world, ())) if on_cpu else (),
     )
     failed = {name: text for name, text in ended.items() if isinstance(text, str)}
@@ -226,10 +240,14 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
         words = "".join({trust_option(jobs[one].flat()) for one in failed})
         words += " --changed-code" if any(jobs[one].algorithm.credit for one in failed) else ""
         raise PartError(
-            f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {name}: {text}. Correct the cause, then run "
-            f"the missing ones with: flowrl compare --resume {shlex.quote(str(out))}{words}"
+            f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {_label(jobs[name])}: {text}. Correct the "
+            f"cause, then run the missing ones with: flowrl compare --resume {shlex.quote(str(out))}{words}"
         )
     return completed and not failed and all(ended.values())
+
+
+def _label(config: RunConfig) -> str:
+    return run_label(config.algorithm.method, config.seed)
 
 
 def start_order(jobs: dict[str, RunConfig]) -> list[str]:

@@ -38,7 +38,8 @@ from flowrl.worlds.base import World
 
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
 Report = Callable[[dict[str, Any]], None]
-"""Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes, and with {"warning"}."""
+"""Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes, and with {"warning"}, whose
+"kinds" are those of its lines (`flowrl.training.monitors.KINDS`)."""
 
 
 def _heldout(row: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +181,8 @@ class Run:
 
     def _warn(self, found: list[Notice]) -> None:
         if found:
-            self._tell({"warning": "\n".join(notice.text for notice in found)})
+            kinds = [notice.kind for notice in found]
+            self._tell({"warning": "\n".join(notice.text for notice in found), "kinds": kinds})
 
     def _write_settings(self) -> None:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""

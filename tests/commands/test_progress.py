@@ -2,6 +2,7 @@
 
 import heapq
 import io
+import json
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from flowrl.commands.progress import Display
 from flowrl.commands.remaining import Remaining, Work, duration, makespan, work_of
+from flowrl.io import write_json
 from flowrl.plots.report import print_table
 from flowrl.training.compare import CompareConfig
 from flowrl.training.config import preset
@@ -137,19 +139,116 @@ def test_the_live_table_fits_the_terminal(tmp_path, width, seeds):
 def summary(method, count):
     mean = Mean(0.512, 0.123)
     heldout = {f"held out: reward {i}": Change(mean, mean) for i in range(count)}
-    return MethodSummary(method, 3, mean, mean, mean, 0.4, 0, mean, 4.0, 1e7, None, 45.4, 14, 10, 5, 0.1, 0.2, 0.3, heldout)
+    return MethodSummary(method, 3, mean, mean, mean, 0.4, 1, mean, 4.0, 1e7, None, 45.4, 14, 10, 5, 0.1, 0.2, 0.3, heldout)
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
 @pytest.mark.parametrize("methods", [1, 4, 8])
 @pytest.mark.parametrize("heldout", [0, 3])
-def test_the_results_fit_the_terminal(width, methods, heldout):
+def test_the_results_fit_the_terminal_in_one_table(width, methods, heldout):
     file = io.StringIO()
     print_table([summary(f"stepwise-method-{i}", heldout) for i in range(methods)], Console(file=file, width=width))
     text = file.getvalue()
     assert max(map(len, text.splitlines())) <= width and "…" not in text
-    for cell in ("+0.512 ± 0.123", "10,000,000", "not reached", "0.30"):
+    for cell in (" 0.512 ± 0.123", "+0.512 ± 0.123 ▲", "1 of 3", "10,000,000"):
         assert text.count(cell) == methods, cell
+    assert text.count("method ") == 1 and text.count("▲ above the baseline") == 1 and "▼" not in text and "○" not in text
+    assert text.count("0.400") == methods * (width > 80)
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_long_names_take_several_lines_before_the_rewards_are_cut(width):
+    name, file = "RelativeGain(temperature=0.5,window=all-but-last)", io.StringIO()
+    print_table([summary(name, 0)], Console(file=file, width=width))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and "…" not in file.getvalue() and "+0.512 ± 0.123 ▲" in file.getvalue()
+    assert "".join(line[1:].split("  ")[0].split(" ")[0] for line in lines[4:-2]).startswith(name)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_headings_of_the_live_table_are_whole_whatever_the_names(tmp_path, width):
+    rule = tmp_path / "rules.py"
+    rule.write_text("from flowrl import NoProbe\nclass RelativeGainOfTheWholeTrajectory:\n    probe = NoProbe()\n"
+                    "    def __init__(self, temperature=1.0): ...\n"
+                    "    def assign(self, rewards, schedule=None): return rewards[..., 1:] * 0\n")  # fmt: skip
+    run, file = preset("tiny").apply(world="mixture", task="direction", iterations=200), io.StringIO()
+    specs = tuple(f"{rule}:RelativeGainOfTheWholeTrajectory(temperature={t})" for t in (0.25, 0.75))
+    console = Console(file=file, width=width, force_terminal=True, color_system=None)
+    shown = Display(CompareConfig(run, ("flow-grpo",), (0, 1, 2), specs), tmp_path, 2, console)
+    state = {"phase": "rollout", "iteration": 1, "reward": 0.5, "heldout": 0.6, "nfe_total": 123456789}
+    console.print(shown.table(dict.fromkeys(shown.jobs, state)))
+    text = file.getvalue()
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    for word in ("iterations", "training", "held-out", "NFE", "3/600", "370,370,367"):
+        assert word in text, word
+
+
+def test_a_fallen_reward_is_a_mark_and_other_warnings_come_once(tmp_path):
+    for terminal in (True, False):
+        shown, file = display(tmp_path, 140)
+        if not terminal:
+            shown.console = Console(file=file, width=80)
+        states = {name: {"phase": "waiting", "iteration": 0} for name in shown.jobs}
+        run = {"phase": "rollout", "iteration": 1, "reward": 0.5, "nfe_total": 9}
+        states["tp-grpo-seed1"] = run | {"warning": "fell back\nno update", "kinds": ["collapse", "no-update"]}
+        shown.watch(states)
+        states["tp-grpo-seed1"] |= {"iteration": 5, "warning": "fell again\nno update again", "kinds": ["collapse", "no-update"]}
+        shown.watch(states)
+        text = file.getvalue()
+        assert "fell " not in text.replace("reward fell back", "") and "again" not in text
+        assert text.count("Warning (tp-grpo, seed 1): no update") == 1
+        if terminal:
+            shown.console.print(shown.table(states))
+            assert "· ▶! ·" in file.getvalue() and "! reward fell back" in file.getvalue()
+        else:
+            assert text.count("reward fell back") == 2 and "tp-grpo, seed 1 " in text and "-seed1" not in text
+
+
+def test_a_command_is_a_line_that_is_not_broken(tmp_path):
+    command = "flowrl compare --resume runs/compare-20260101-000000-with-a-long-name --trust --changed-code --workers 2"
+    shown, file = display(tmp_path, 60)
+    shown.say(f"Paused; nothing is lost. Go on with: {command}")
+    assert [line.rstrip() for line in file.getvalue().splitlines()] == ["Paused; nothing is lost. Go on with:", command]
+    shown.console, pipe = Console(file=(pipe := io.StringIO()), width=60), pipe
+    shown.say(f"Go on with: {command}")
+    assert pipe.getvalue() == f"Go on with: {command}\n"
+
+
+def test_a_pause_leaves_the_iterations_that_are_done(tmp_path):
+    for terminal in (True, False):
+        shown, file = display(tmp_path, 80, 1)
+        if not terminal:
+            shown.console = Console(file=file, width=80)
+
+        def pause(shown=shown):
+            states = {name: {"phase": "waiting", "iteration": 0} for name in shown.jobs}
+            states["tp-grpo-seed0"] = {"phase": "paused", "iteration": 1, "reward": 0.5, "nfe_total": 9}
+            shown.watch(states)
+            return False
+
+        assert shown.during(pause) is False
+        assert file.getvalue().rstrip().splitlines()[-1].endswith("1/12 iterations done")
+
+
+def test_a_resumed_comparison_shows_what_finished_runs_recorded(tmp_path):
+    shown, file = display(tmp_path, 80)
+    assert not shown.resumed and set(map(len, shown.recorded.values())) == {0}
+    write_json(tmp_path / "config.json", shown.config.as_dict())
+    folder = tmp_path / "runs" / "tp-grpo-seed0"
+    folder.mkdir(parents=True)
+    write_json(folder / "config.json", shown.jobs["tp-grpo-seed0"].as_dict())
+    rows = [{"iteration": i, "nfe_total": 1000 * i, "seconds_total": i, "evaluation": {"reward": 0.3 + i / 10}} for i in range(3)]
+    rows = [row | ({"reward_mean": 0.0} if row["iteration"] else {}) for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert Display(shown.config, tmp_path).recorded["tp-grpo-seed0"] == {"nfe_total": 0, "heldout": 0.3}  # no checkpoint
+    (folder / "done.json").write_text("{}")
+    again = Display(shown.config, tmp_path, 2, Console(file=file, width=80))
+    assert again.resumed and again.recorded["tp-grpo-seed0"] == {"nfe_total": 2000, "reward": 0.0, "heldout": 0.5}
+    states = {name: {"phase": "waiting", "iteration": 0} for name in again.jobs}
+    states["tp-grpo-seed0"] = states["flow-grpo-seed0"] = {"phase": "done", "iteration": 0}
+    again.watch(states)
+    text = file.getvalue()
+    assert "reward 0.000  NFE     2,000" in text and "nan" not in text and "reward     -  NFE" in text
 
 
 def test_help_is_broken_at_the_margin_only(capsys, monkeypatch):

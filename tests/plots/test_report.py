@@ -8,6 +8,7 @@ import sys
 from html import escape
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from jinja2 import UndefinedError
@@ -15,14 +16,33 @@ from safetensors.torch import save_file
 
 from flowrl.diagnostics.weight_comparison import SamplingSettings, ScoredImages, WeightComparison, compare_scores
 from flowrl.plots.figures import curves, phases
-from flowrl.plots.image_grids import image_grid
+from flowrl.plots.image_grids import image_grid, trajectory
 from flowrl.plots.pages import inline, markdown_code, render
-from flowrl.plots.report import headline, table_rows, table_text, write_evaluation, write_report
+from flowrl.plots.report import collapse_text, headline, table_rows, table_text, write_evaluation, write_report
 from flowrl.plots.style import save, spread_labels
 from flowrl.training.compare import CompareConfig
 from flowrl.training.config import preset
-from flowrl.training.results import Comparison, Mean, RunRecord, collapsed, mean_curve, mean_of, run_folder, summarise
+from flowrl.training.presets import MODEL_ONLY
+from flowrl.training.results import (
+    Comparison, Mean, RunRecord, collapsed, load_comparison, mean_curve, mean_of, run_folder, run_label, summarise,
+)  # fmt: skip
 
+RULES = '''
+from dataclasses import dataclass
+from flowrl import NoProbe, Uniform
+@dataclass(frozen=True)
+class Own(Uniform):
+    """Gains, doubled.
+
+    More of them.
+    """
+    a: float = 1.0
+@dataclass(frozen=True)
+class Bare:
+    probe = NoProbe()
+    def assign(self, rewards, schedule=None):
+        return rewards[..., 1:] * 0
+'''
 EVIL = '<script>alert("1")</script>'
 REMOTE = re.compile(r"""(src|href|url)\s*[=(]\s*["']?(http|//|file)""")
 
@@ -138,17 +158,85 @@ def test_the_report_contains_every_run_and_loads_nothing(tmp_path):
     page = write_report(tmp_path).read_text()
     assert page.startswith("<!doctype html>") and not REMOTE.search(page)
     for number, (name, seed) in enumerate((n, s) for n in names for s in (0, 1)):
-        row = page.split(f"<td>{run_folder(name, seed)}</td>")[1].split("</tr>")[0]
+        row = page.split(f"<tr><td>{name}</td><td>{seed}</td>")[1].split("</tr>")[0]
         assert f"<td>{0.5 + number / 100:.3f}</td>" in row and "<td>finished</td>" in row
     for name, cells in table_rows(summarise(Comparison(tmp_path, json.loads((tmp_path / "config.json").read_text()), ()))):
         label = escape(name).replace("/", "/<wbr>")
         assert f"<th>{label}</th>" in page and not cells
     figures = ("curves", "strict", "samples", "trajectory", "phases", "proxy")
     assert page.count('src="data:image/png;base64,') == len(figures)
+    assert page.count('srcset="data:image/png;base64,') == len(figures) - 1  # the proxy's figure is scaled
     assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in figures)
     assert "not finished" not in page and "custom rule" in page and "2505.05470" in page
     algorithm = page.split("<h3>Algorithm</h3>")[1].split("<h3>")[0]
     assert "<span>noise_level</span><span>0.7</span>" in algorithm and "eval_steps" not in algorithm
+
+
+def test_rules_are_described_and_settings_of_models_left_out(tmp_path):
+    comparison_folder(tmp_path, ["flow-grpo", "Mine(a=1)", "Bare"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["descriptions"] = {"Mine(a=1)": f"Gains of {EVIL}", "Bare": ""}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    page = write_report(tmp_path).read_text()
+    assert f"<b>Mine(a=1)</b>: Gains of {escape(EVIL, quote=False).replace(chr(34), '&#34;')}." in page
+    assert "<b>Bare</b>: custom rule." in page and "-seed0" not in page
+    assert not set(re.findall("<span>([a-z_]+)</span>", page)) & set(MODEL_ONLY) and "<span>num_steps</span>" in page
+
+
+def test_the_first_lines_of_docstrings_describe_the_methods(tmp_path):
+    (tmp_path / "rules.py").write_text(RULES)
+    specs = tuple(f"{tmp_path}/rules.py:{name}" for name in ("Own(a=2.0)", "Bare"))
+    found = CompareConfig(preset("tiny").apply(world="mixture"), ("dense-grpo",), (0,), specs).descriptions()
+    assert found["Own(a=2.0)"] == "Gains, doubled" and found["Bare"] == "" and "gains of ODE completions" in found["dense-grpo"]
+
+
+def test_the_trajectory_is_the_one_that_changes_most_and_flat_ones_have_no_turning_points(tmp_path):
+    comparison_folder(tmp_path, ["flow-grpo", "tp-grpo"])
+    comparison = load_comparison(tmp_path)
+    flat, shaken = [0.999, 0.998, 0.9995, 0.999, 1.0], [0.1, 0.05, 0.9, 0.85, 0.95]
+
+    def drawn(values, name="flow-grpo"):
+        for run in comparison.runs:
+            own = values if run_label(run.method, run.seed) == f"{name}, seed 1" else flat
+            record = {"prompt": "p", "chosen": 0, "rewards": own, "members": [own], "tweedie": own}
+            (run.folder / "trajectory.json").write_text(json.dumps(record))
+        return [trajectory(comparison, narrow) for narrow in (False, True)]
+
+    for figure in drawn(shaken):
+        labels = [text.get_text() for text in figure.legends[0].get_texts()]
+        title = " ".join(figure.get_suptitle().split())
+        assert "consistent turning point" in labels and title == 'Trajectory of flow-grpo, seed 1, after training: "p"'
+    for figure in drawn(flat):
+        assert not any("turning point" in text.get_text() for text in figure.legends[0].get_texts())
+        assert all(np.ptp(axes.get_ylim()) >= 0.0999 for axes in figure.axes)
+
+
+def test_table_txt_is_one_table_with_a_legend_of_its_symbols():
+    config = {"methods": ["base", "fast"], "seeds": [0, 1], "run": {"environment": {"world": "shapes"}}}
+    finals = {("base", 0): 0.5, ("base", 1): 0.6, ("fast", 0): 0.9, ("fast", 1): 0.98}
+    runs = tuple(record(name, seed, [0.1, final]) for (name, seed), final in finals.items())
+    summaries = summarise(Comparison(Path("."), config, runs))
+    lines = table_text(summaries).splitlines()
+    assert sum(line.startswith(" fast ") for line in lines) == 1 and sum("method" in line for line in lines) == 1
+    (row,) = (line for line in lines if line.startswith(" fast "))
+    assert all(cells[1] in row for _, cells in table_rows(summaries))
+    assert lines[-2] == "▲ above the baseline" and "○" not in "".join(lines) and lines[-1].startswith("±: half")
+    assert collapse_text(summaries) == ""
+    fallen = Comparison(Path("."), config, (*runs[:2], record("fast", 0, [0.1, 0.9, 0.2]), record("fast", 1, [0.1, 0.9])))
+    assert collapse_text(summarise(fallen)) == "Collapsed: fast 1 of 2 seeds"
+
+
+def test_many_methods_are_named_in_the_headline():
+    names = [f"rule-{i}" for i in range(5)]
+    config = {"methods": names, "seeds": [0, 1], "run": {"environment": {"world": "shapes"}}}
+    finals = (0.5, 0.9, 0.1, 0.91, 0.5)
+    runs = tuple(record(n, s, [0.1, f + s / 100]) for n, f in zip(names, finals, strict=True) for s in (0, 1))
+    runs = (*runs[:-2], record("rule-4", 0, [0.1, 0.4]), record("rule-4", 1, [0.1, 0.6]))
+    comparison = Comparison(Path("."), config, runs)
+    text = headline(comparison, summarise(comparison))
+    assert (
+        "above it by the 95% intervals: rule-1, rule-3; below it: rule-2; not distinguishable from it: rule-4. 2 seeds." in text
+    )
 
 
 def test_every_value_of_the_report_is_escaped(tmp_path):
