@@ -168,7 +168,7 @@ def test_long_names_take_several_lines_before_the_rewards_are_cut(width):
 @pytest.mark.parametrize("width", [80, 100])
 def test_headings_of_the_live_table_are_whole_whatever_the_names(tmp_path, width):
     rule = tmp_path / "rules.py"
-    rule.write_text("from flowrl import NoProbe\nclass RelativeGainOfTheWholeTrajectory:\n    probe = NoProbe()\n"
+    rule.write_text("from flowrl.probes import NoProbe\nclass RelativeGainOfTheWholeTrajectory:\n    probe = NoProbe()\n"
                     "    def __init__(self, temperature=1.0): ...\n"
                     "    def assign(self, rewards, schedule=None): return rewards[..., 1:] * 0\n")  # fmt: skip
     run, file = preset("tiny").apply(world="mixture", task="direction", iterations=200), io.StringIO()

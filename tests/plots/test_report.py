@@ -24,12 +24,22 @@ from flowrl.training.compare import CompareConfig
 from flowrl.training.config import preset
 from flowrl.training.presets import MODEL_ONLY
 from flowrl.training.results import (
-    Comparison, Mean, RunRecord, collapsed, load_comparison, mean_curve, mean_of, run_folder, run_label, summarise,
+    Comparison,
+    Mean,
+    RunRecord,
+    collapsed,
+    load_comparison,
+    mean_curve,
+    mean_of,
+    run_folder,
+    run_label,
+    summarise,
 )  # fmt: skip
 
 RULES = '''
 from dataclasses import dataclass
-from flowrl import NoProbe, Uniform
+from flowrl.credit import Uniform
+from flowrl.probes import NoProbe
 @dataclass(frozen=True)
 class Own(Uniform):
     """Gains, doubled.
