@@ -43,7 +43,7 @@ def test_a_comparison_with_a_rule_of_the_users_own(tmp_path, capsys):
         assert (out / name).stat().st_size > 0, name
     page = (out / "report.html").read_text()
     assert not re.search(r"""(src|href)\s*=\s*["']?(http|//|file)""", page)
-    assert page.count("data:image/png;base64,") == 5
+    assert page.count('src="data:image/png;base64,') == 5
     lines = (out / "runs" / "tp-grpo-seed0" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [0, 1, 2]
     assert len(summarise(load_comparison(out))) == 4
