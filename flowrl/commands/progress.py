@@ -45,8 +45,7 @@ class Display:
 
     def __init__(self, config: "CompareConfig", out: Path, workers: int = 0, console: Console | None = None) -> None:
         from flowrl.training.checkpoint import Checkpoints
-        from flowrl.training.compare import start_order
-        from flowrl.training.results import run_label
+        from flowrl.training.compare import run_label, start_order
 
         self.config, self.started, self.jobs = config, time.monotonic(), config.jobs()
         self.console = console or Console()

@@ -107,7 +107,15 @@ def _key(figure: Figure, methods: Sequence[str], baseline: str, columns: int) ->
 
 
 def phases(comparison: Comparison, narrow: bool = False) -> Figure:
-    """Mean seconds of an iteration by phase, one bar per method; `narrow` for a page of half the width."""
+    """Mean seconds of an iteration by phase, one bar per method.
+
+    Args:
+        comparison: the comparison.
+        narrow: for a page of half the width.
+
+    Returns:
+        The figure.
+    """
     summaries = summarise(comparison)
     figure = Figure(figsize=(NARROW if narrow else 9, 0.9 + 0.45 * len(summaries)), layout="constrained")
     axes = figure.subplots()

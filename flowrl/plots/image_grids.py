@@ -19,7 +19,8 @@ from flowrl.diagnostics.weight_comparison import WeightComparison
 from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.plots.style import INK, PALE, SOFT, clean, colour
 from flowrl.reading import read_json, read_tensors
-from flowrl.training.results import Comparison, RunRecord, run_label
+from flowrl.training.compare import run_label
+from flowrl.training.results import Comparison, RunRecord
 from flowrl.types import Prompt
 from flowrl.worlds.mixture import RADIUS, angle_of, target
 
@@ -151,6 +152,9 @@ def samples(comparison: Comparison, narrow: bool = False) -> Figure | None:
     Args:
         comparison: the comparison.
         narrow: points in two panels per row instead of five.
+
+    Returns:
+        The figure.
     """
     runs = _finished(comparison, comparison.methods)
     if not runs:

@@ -19,7 +19,7 @@ from flowrl.registry import build
 from flowrl.specs import identity
 from flowrl.training.build import check, make_method
 from flowrl.training.config import RunConfig
-from flowrl.training.results import has_progress, holds, run_folder, run_label
+from flowrl.training.results import has_progress, holds, run_folder
 from flowrl.training.run import Run
 from flowrl.trust import trust_option, trusted
 from flowrl.workers import Worker, run_jobs, usable_cores
@@ -244,6 +244,19 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
             f"cause, then run the missing ones with: flowrl compare --resume {shlex.quote(str(out))}{words}"
         )
     return completed and not failed and all(ended.values())
+
+
+def run_label(name: str, seed: int) -> str:
+    """Name of a run in tables, figures and messages.
+
+    Args:
+        name: name of the method.
+        seed: seed of the run.
+
+    Returns:
+        The name.
+    """
+    return f"{name}, seed {seed}"
 
 
 def _label(config: RunConfig) -> str:

@@ -177,11 +177,6 @@ def run_folder(name: str, seed: int) -> str:
     return re.sub(r"[^\w.=,-]+", "_", name).strip("_") + f"-seed{seed}"
 
 
-def run_label(name: str, seed: int) -> str:
-    """What output calls a run of a comparison."""
-    return f"{name}, seed {seed}"
-
-
 def load_comparison(folder: Path) -> Comparison:
     """Read a comparison folder, finished or not. Raises `ConfigError` if `folder` is not the folder of a comparison."""
     found: _ComparisonFile = _config(folder, "comparison", _ComparisonFile)

@@ -20,7 +20,7 @@ from flowrl.plots.image_grids import image_grid, trajectory
 from flowrl.plots.pages import inline, markdown_code, render
 from flowrl.plots.report import collapse_text, headline, table_rows, table_text, write_evaluation, write_report
 from flowrl.plots.style import save, spread_labels
-from flowrl.training.compare import CompareConfig
+from flowrl.training.compare import CompareConfig, run_label
 from flowrl.training.config import preset
 from flowrl.training.presets import MODEL_ONLY
 from flowrl.training.results import (
@@ -32,7 +32,6 @@ from flowrl.training.results import (
     mean_curve,
     mean_of,
     run_folder,
-    run_label,
     summarise,
 )  # fmt: skip
 
