@@ -148,8 +148,7 @@ def tree_grpo(sampler: Sampler | RandomSampler | None = None, loss: Loss | None 
 
     Two children at the second and the third stochastic step, and group size / 4 at the first (12: 3); by default these are a
     window of 3 steps whose start is drawn every iteration from a truncated geometric distribution, r = 0.5. Published: three
-    children at each, 27 leaves. With a longer window the steps after the third are decisions, too; published trees have none
-    there.
+    children at each, 27 leaves. With a longer window the steps after the third are decisions, too; published trees have none.
     """
     credit = BackedUp(probe=Branch((1, 2, 2)))
     base = flow_grpo(sampler or RandomWindow(FlowSDE(0.7), 3, geometric=0.5), loss)

@@ -43,8 +43,7 @@ class Case:
         return SIZES if self.steps is None else tuple((p, m, self.steps) for p, m, _ in SIZES)
 
     def tables(self, seeds: int = 1, dtype: torch.dtype = torch.float32) -> Iterator[Example]:
-        """Random tables [prompt, member, node] of all sizes, without ties, as the rule's probe would fill them; for a branching
-        probe also tables without one member, as if its reward were invalid."""
+        """Random tables [prompt, member, node] without ties, filled as by the rule's probe; trees also with a member left out."""
         for size, (prompts, members, steps) in enumerate(self.sizes):
             for seed in range(seeds):
                 generator = torch.Generator().manual_seed(100 * size + seed)
