@@ -240,8 +240,7 @@ def trajectory(comparison: Comparison, narrow: bool = False) -> Figure | None:
     curve.set_ylabel("estimated final reward")
     title = f'Trajectory of {run_label(run.method, run.seed)}, after training: "{record.prompt}"'
     figure.suptitle(textwrap.fill(title, 50) if narrow else title, fontsize=10, x=0.01, ha="left")
-    place = "outside lower left" if narrow else "outside upper right"
-    figure.legend(loc=place, ncols=2 if narrow else 5, frameon=False, fontsize=9, markerscale=0.6)
+    figure.legend(loc="outside lower left", ncols=2 if narrow else 5, frameon=False, fontsize=9, markerscale=0.6)
     bars = figure.add_subplot(layout[-1, :], sharex=curve)
     faces = [SOFT if gain >= 0 else "white" for gain in steps]
     bars.bar([i + 0.5 for i in range(nodes - 1)], steps, width=0.8, color=faces, edgecolor=SOFT, linewidth=1)

@@ -133,7 +133,8 @@ def _leads(arms: Mapping[str, Arm], measure: str) -> str:
     counts = [f"{count} {_COUNTED[v][count > 1]}" for v in (BETTER, WORSE, ALIKE, UNDECIDED) if (count := verdicts.count(v))]
     largest = max(found, key=lambda name: found[name].estimate.value)
     best = f"; {largest} has the largest lead ({number(found[largest])})" if largest not in STEPWISE else ""
-    return f"{', '.join(papers)}. Of all {len(found)} methods, {', '.join(counts)}{best}"
+    others = f". Of all {len(found)} methods, {', '.join(counts)}{best}" if len(found) > len(papers) else ""
+    return f"{', '.join(papers)}{others}"
 
 
 def _place(judged: Sequence[Judged], world: str) -> str:
