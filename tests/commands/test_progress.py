@@ -274,7 +274,7 @@ def test_a_list_fits_the_terminal_and_a_part_is_described(capsys, monkeypatch):
     assert main(["parts", "clipped"]) == 0
     text = capsys.readouterr().out
     assert "clipped: loss, --loss clipped" in text and "clipped: reward, --reward clipped" in text
-    assert "    clip_range  0.0001" in text and "    reward  (required)" in text
+    assert "    clip_range = 0.0001  c in (0, 1)" in text and "    reward = (required)" in text
     assert main(["parts", "cliped"]) == 2 and "did you mean 'clipped'?" in capsys.readouterr().err
 
 
