@@ -92,10 +92,15 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
                 for words, found in zip(("per update", "per evaluation", "per second"), own, strict=True):
                     verdicts[words][found[0]] += 1
         for words, counts in verdicts.items():
+            if counts.total() == len(PAPERS):  # the page counts methods where there are others than the papers'
+                continue
             answer = re.search(rf"credit {words}\?\*\* .*?{title}: .*?Of all (\d+) methods, ([^;.]+)", page)
             printed = ", ".join([answer[1], *re.findall(r"\d+", answer[2])]) if answer else "none"
             counted = [counts.total(), *(counts[symbol] for symbol in "▲▼=?" if counts[symbol])]
             yield Row("answers", f"{label}, {words}: methods, by verdict", printed, ", ".join(map(str, counted)))
+
+
+PAPERS = ("stepwise gains", "turning points")
 
 
 def spread_rows(details: str, results: Results) -> Iterator[Row]:
@@ -104,6 +109,8 @@ def spread_rows(details: str, results: Results) -> Iterator[Row]:
     for label, world in WORLDS.items():
         for cells in table(details.split(f"## Spread over seeds, {label}")[1].split("\n## ")[0]):
             runs = results.find(world, settings[world][cells[0]])
+            tasks = Counter(seed for seed, *_ in runs)  # a seed counts once all its tasks are there
+            runs = {key: run for key, run in runs.items() if tasks[key[0]] == max(tasks.values())}
             areas = by_seed({key: run.area() for key, run in runs.items()})
             finals = by_seed({key: float(run.rewards[-1]) for key, run in runs.items()})
             rates = interval(wilson(np.array([run.collapsed for run in runs.values()])))

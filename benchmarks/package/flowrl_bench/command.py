@@ -184,7 +184,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Microscope:
-    """Compare each rule's credit with the true advantage of the step, in both worlds (about 20 minutes on one core; --quick: 1).
+    """Compare each rule's credit with the true advantage of the step, in both worlds (about 15 minutes on one core; --quick: 1).
 
     Example: flowrl bench microscope --rules my_rules.py:MyRule --world mixture
     """
@@ -194,7 +194,7 @@ class Microscope:
     world: str = "all"
     """mixture (two dimensions), shapes (images) or all."""
     looks: Annotated[int, Ge(0), Le(1000)] = 0
-    """Seeds of training and of trajectories; 0 = 6 in two dimensions and 3 for images (--quick: 3 and 2)."""
+    """Seeds of training and of trajectories; 0 = 5 in two dimensions and 3 for images (--quick: 3 and 2)."""
     quick: bool = False
     """Fewer trajectories, shorter training; for a first impression."""
     out: Path | None = None
