@@ -58,6 +58,9 @@ def band(runs: Sequence[Line]) -> Band:
 def leads(arms: Mapping[str, Arm], world: str) -> Figure:
     """Leads over uniform credit with intervals, a column per budget and a row per arm, with the symbol of the verdict."""
     rows = [arm for name, arm in arms.items() if name != UNIFORM]
+    estimates = [one.estimate for arm in rows for measure in BUDGETS.values() if (one := arm.lead(measure)) is not None]
+    outer = [abs(end) for estimate in estimates for end in (estimate.low, estimate.high) if math.isfinite(end)]
+    shown = min(SHOWN, 1.1 * max(outer, default=SHOWN))
     figure = Figure(figsize=(9.2, 1.1 + 0.29 * len(rows)), layout="constrained")
     cells = figure.subplots(1, len(BUDGETS), sharey=True, sharex=True, squeeze=False)[0]
     for place, (axes, (words, measure)) in enumerate(zip(cells, BUDGETS.items(), strict=True)):
@@ -68,22 +71,22 @@ def leads(arms: Mapping[str, Arm], world: str) -> Figure:
                 continue
             found, shade = one.estimate, colour(arm.name)
             if math.isfinite(found.high):
-                ends = np.clip([found.low, found.high], -SHOWN, SHOWN)
+                ends = np.clip([found.low, found.high], -shown, shown)
                 axes.plot(ends, [row, row], color=shade, linewidth=2.4, alpha=0.65, solid_capstyle="butt")
-            if abs(found.value) <= SHOWN:
+            if abs(found.value) <= shown:
                 axes.plot([found.value], [row], "o", color=shade, markersize=6)
             else:
                 side = math.copysign(1, found.value)
-                axes.plot([side * SHOWN], [row], "<" if side < 0 else ">", color=shade, markersize=7)
+                axes.plot([side * shown], [row], "<" if side < 0 else ">", color=shade, markersize=7)
                 where = {"ha": "left" if side < 0 else "right", "va": "center", "fontsize": 8.5, "color": shade}
-                axes.annotate(f"  {found.value:+.2f}  ", (side * SHOWN, row), **where)
+                axes.annotate(f"  {found.value:+.2f}  ", (side * shown, row), **where)
             axes.annotate(
                 SYMBOLS[one.verdict], (1.0, row), xycoords=("axes fraction", "data"), ha="right", va="center", fontsize=11
             )
         dot_plot_axes(axes, [_label(arm) for arm in rows], words, 9)
         if place:
             axes.tick_params(labelleft=False)
-    cells[0].set_xlim(-1.1 * SHOWN, 1.4 * SHOWN)  # room for the symbols
+    cells[0].set_xlim(-1.1 * shown, 1.4 * shown)  # room for the symbols
     figure.supxlabel(f"mean reward minus uniform credit's, {world}", fontsize=10)
     return figure
 
