@@ -60,7 +60,7 @@ def test_a_missing_line_is_found(copies: Path) -> None:
     kept = [
         line for line in lines if json.loads(line)["config"]["algorithm"]["credit"] != "random" or json.loads(line)["seed"] != 107
     ]
-    assert len(kept) == len(lines) - 1
+    assert 1 <= len(lines) - len(kept) <= 2  # of the main comparison and of the self-test
     copies.write_text("\n".join(kept) + "\n")
     assert any("random credit" in row.what for row in differing(copies))
 
@@ -154,7 +154,10 @@ def test_network_evaluations_follow_from_the_settings() -> None:
         trained = trajectories * 5 * (2 if algorithm["kl_weight"] else 1)
         assert totals["trajectories"] == trajectories
         assert totals["nfe"] == pytest.approx(sampled * trajectories)
-        assert 0.6 * trained <= totals["train_nfe"] <= trained  # steps with advantage 0 are not trained
+        soft = (
+            config["environment"]["reward_form"] == "soft"
+        )  # steps with advantage 0 are not trained: many with rewards of 0 and 1
+        assert 0.6 * soft * trained <= totals["train_nfe"] <= trained
         assert [line["curve"][-1][column] for column in (1, 2)] == [totals["nfe"], totals["train_nfe"]]
         checked += 1
     assert checked > 150
