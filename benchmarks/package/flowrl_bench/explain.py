@@ -115,7 +115,7 @@ class Explanation:
         for prompt in range(len(self.rewards)):
             console.print(self._table(prompt))
         if self.selected is not None:
-            legend = "turning points: [x] gets the long-term reward R_T - R_i   (x) consistent   ~ plain"
+            legend = "turning points: [x] credited with R_T - R_i   (x) consistent   ~ plain"
             console.print(legend, markup=False)
         return buffer.getvalue()
 
