@@ -181,7 +181,6 @@ def split_evenly(values: Mapping[int, Tensor], scored: Scored) -> dict[int, Tens
 
 
 @checked_options
-@checked_options
 @dataclass(frozen=True, repr=False)
 class Substeps(ODEProbe):
     """R_j scores the image after `count` network evaluations on an even grid over [t_j, 0], the first of them the rollout's v_j.
@@ -234,7 +233,6 @@ def Tweedie() -> Substeps:
     return Substeps(1)
 
 
-@checked_options
 @checked_options
 @dataclass(frozen=True, repr=False)
 class Completion(ODEProbe):
@@ -290,7 +288,6 @@ def linked(found: Mapping[Key, Estimate], run: Probing) -> dict[Key, Estimate]:
     return {node: chain[node] for node in range(steps)}
 
 
-@checked_options
 @checked_options
 @dataclass(frozen=True)
 class Continuation(Probe):
