@@ -77,7 +77,7 @@ def require(condition: bool, field: str, value: object, allowed: str) -> None:
         ConfigError: `condition` is false; the message contains `field`, `value` and `allowed`.
     """
     if not condition:
-        raise ConfigError(f"{field} = {value!r:.500} is not allowed: {allowed}")
+        raise ConfigError(f"{field} = {value!r:.500} is not allowed; allowed: {allowed}")
 
 
 @contextmanager

@@ -275,7 +275,7 @@ def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last", 
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"window = {window!r} is not allowed: {WINDOWS}") from error
+        raise ConfigError(f"window = {window!r} is not allowed; allowed: {WINDOWS}") from error
 
 
 def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:

@@ -88,7 +88,7 @@ def checked_options(part: C) -> C:
             hints.update(get_type_hints(build))
         for name, value in list(signature.bind_partial(self, *arguments, **options).arguments.items())[1:]:
             if name in hints and not fits(value, hints[name]):
-                raise ConfigError(f"{part.__name__}.{name} = {value!r:.200} is not allowed: {words(hints[name])}")
+                raise ConfigError(f"{part.__name__}.{name} = {value!r:.200} is not allowed; allowed: {words(hints[name])}")
         build(self, *arguments, **options)
 
     cast(Any, part).__init__ = __init__
@@ -108,7 +108,7 @@ def check_ranges(command: Any) -> None:
             elif isinstance(number, int | float) and found:
                 one, limits = found[0]
                 if math.isnan(number) or not within(number, limits):
-                    raise ConfigError(f"{item.name} = {number!r} is not allowed: {words(one, limits)}")
+                    raise ConfigError(f"{item.name} = {number!r} is not allowed; allowed: {words(one, limits)}")
 
 
 __all__ = ["WORDS", "Count", "Seed", "Whole", "Workers", "check_ranges", "checked_options", "fits", "split", "within", "words"]

@@ -167,7 +167,7 @@ def _build_times(words: str) -> Any:
     """The training times that a spec describes."""
     spec = parse_spec(words, "times")
     if spec.name not in TIMES:
-        raise ConfigError(f"times = {words!r} is not allowed: {', '.join(TIMES)}, with options as in uniform(low=0.1)")
+        raise ConfigError(f"times = {words!r} is not allowed; allowed: {', '.join(TIMES)}, with options as in uniform(low=0.1)")
     maker = resolve_name(TIMES[spec.name])
     allowed = _parameters(maker) or {}
     unknown = sorted(set(spec.options) - set(allowed))

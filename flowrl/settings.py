@@ -51,7 +51,7 @@ def _words(group: type, error: ValidationError) -> str:
         return unknown(name, [item.name for item in fields(group)])
     if problem["type"] == "value_error":  # a condition on several fields, written as a ConfigError
         return str(problem.get("ctx", {}).get("error"))
-    return f"{name} = {problem['input']!r} is not allowed: {allowed(group, name)}"
+    return f"{name} = {problem['input']!r} is not allowed; allowed: {allowed(group, name)}"
 
 
 def unknown(name: str, known: Any, what: str = "setting") -> str:
@@ -208,7 +208,7 @@ class _Reader:
         try:
             TypeAdapter(checked, config=RULES).validate_python(value)
         except ValidationError as error:
-            problem = f"{name} = {value!r:.200} is not allowed: {allowed(group, name)}"
+            problem = f"{name} = {value!r:.200} is not allowed; allowed: {allowed(group, name)}"
             raise self.error([*place, name], problem) from error
         return {name: value}
 

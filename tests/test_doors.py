@@ -68,7 +68,7 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: CPS().transition(torch.zeros(4, 2), torch.zeros(4, 2), GRID, STEP[:3]),
         r"'step'[\s\S]*sample=4",
     ),
-    "stds for nodes": (lambda: Schedule(GRID.times, stds=torch.ones(11)), r"schedule.stds = 11 is not allowed: 10 steps"),
+    "stds for nodes": (lambda: Schedule(GRID.times, stds=torch.ones(11)), r"stds = 11 is not allowed; allowed: 10 steps"),
     "times that rise": (lambda: Schedule(GRID.times.flip(0)), r"schedule.times.*strictly decreasing"),
 }
 

@@ -201,16 +201,16 @@ def test_probes_as_parts(tmp_path: Path) -> None:
     ("spec", "words"),
     [
         ("substeps(solvr=heun)", "substeps has no option solvr; allowed: count, every, fraction, control, solver"),
-        ("substeps(solver=rk4)", r"Substeps.solver = 'rk4' is not allowed: one of euler, heun, dpm\+\+, unipc"),
-        ("substeps(count=4, solver=heun)", "Substeps.count = 4 is not allowed: odd with solver heun"),
-        ("substeps(count=2.5)", "Substeps.count = 2.5 is not allowed: a whole number"),
-        ("substeps:0", "Substeps.count = 0 is not allowed: 1 or more"),
-        ("completion(every=0)", "Completion.every = 0 is not allowed: 1 or more"),
-        ("completion(fraction=0.0)", "Completion.fraction = 0.0 is not allowed: above 0, at most 1"),
-        ("completion(control=mean)", "Completion.control = 'mean' is not allowed: one of tweedie, uniform"),
-        ("completion(dtype=float8)", "Completion.dtype = 'float8' is not allowed: one of own, bfloat16"),
-        ("completion(cache=0)", r"Completion.cache = 0 is not allowed: 1 \(off\) or more"),
-        ("completion(guidance=on)", "Completion.guidance = 'on' is not allowed: one of own, off"),
+        ("substeps(solver=rk4)", r"Substeps.solver = 'rk4' is not allowed; allowed: one of euler, heun, dpm\+\+, unipc"),
+        ("substeps(count=4, solver=heun)", "Substeps.count = 4 is not allowed; allowed: odd with solver heun"),
+        ("substeps(count=2.5)", "Substeps.count = 2.5 is not allowed; allowed: a whole number"),
+        ("substeps:0", "Substeps.count = 0 is not allowed; allowed: 1 or more"),
+        ("completion(every=0)", "Completion.every = 0 is not allowed; allowed: 1 or more"),
+        ("completion(fraction=0.0)", "Completion.fraction = 0.0 is not allowed; allowed: above 0, at most 1"),
+        ("completion(control=mean)", "Completion.control = 'mean' is not allowed; allowed: one of tweedie, uniform"),
+        ("completion(dtype=float8)", "Completion.dtype = 'float8' is not allowed; allowed: one of own, bfloat16"),
+        ("completion(cache=0)", r"Completion.cache = 0 is not allowed; allowed: 1 \(off\) or more"),
+        ("completion(guidance=on)", "Completion.guidance = 'on' is not allowed; allowed: one of own, off"),
         ("tweedie(every=2)", "tweedie has no option every; allowed: none"),
         ("os:system", "os:system is not a probe; it needs a class derived from flowrl.probes.Probe"),
         ("substeps(solver=dpm++", "write NAME"),
@@ -227,10 +227,10 @@ def test_training_times_by_spec() -> None:
         map(resolve_name, TIMES.values())
     )
     for spec, words in (
-        ("awm(times=even)", "times = 'even' is not allowed: permuted, stratified, uniform, logit-normal, steps"),
+        ("awm(times=even)", "times = 'even' is not allowed; allowed: permuted, stratified, uniform, logit-normal, steps"),
         ("awm(times='uniform(lo=0.1)')", "times: uniform has no option lo; allowed: count, low, high, shift, shared"),
         ("awm(times='uniform(low=2)')", "UniformTimes.low = 2 is not allowed"),
-        ("awm(times=3)", "AWM.times = 3 is not allowed: a TimeDraw"),
+        ("awm(times=3)", "AWM.times = 3 is not allowed; allowed: a TimeDraw"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             build("loss", spec)

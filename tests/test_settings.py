@@ -283,6 +283,6 @@ def test_trajectories_that_cannot_fit_are_refused_with_their_size():
 
     config = preset("tiny").apply(world="mixture", groups=10**6, group_size=10**5)
     with pytest.raises(
-        ConfigError, match=r"groups = 1000000 is not allowed: 1000000 x 100000 samples of 4 steps take .* GB, and"
+        ConfigError, match=r"groups = 1000000 is not allowed; allowed: 1000000 x 100000 samples of 4 steps take .* GB, and"
     ):
         make_trainer(config)

@@ -113,7 +113,7 @@ def test_no_job_starts_after_the_time_is_up() -> None:
 
 def test_how_many() -> None:
     assert worker_count(0, 100) == min(usable_cores(), MOST_WORKERS) and worker_count(3, 2) == 2 and worker_count(1, 0) == 1
-    with pytest.raises(ConfigError, match="workers = -1 is not allowed: 1 or more, or 0"):
+    with pytest.raises(ConfigError, match="workers = -1 is not allowed; allowed: 1 or more, or 0"):
         worker_count(-1, 3)
 
 

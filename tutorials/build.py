@@ -11,6 +11,8 @@ the student's version with a first cell that installs flowrl. docs/writing-lesso
 """
 
 import argparse
+import base64
+import io
 import os
 import re
 import sys
@@ -24,6 +26,7 @@ import jupytext
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from PIL import Image
 
 HERE = Path(__file__).parent
 LIMIT_SECONDS = 180
@@ -37,6 +40,8 @@ NOTE = (
     "the folded solution. Later cells may use your answer: an error about `ellipsis` means that an exercise above is not "
     "answered. To continue without an answer, copy the solution into the starting cell."
 )
+SHARP = "--InlineBackend.figure_formats=retina"
+"""Argument of the kernel: figures have two pixels per point, and the notebook stores the width in points."""
 SETUP = '# Installs flowrl in this Colab session.\n%pip install -q "flowrl-lab @ git+{address}"'
 
 Notebook = nbformat.NotebookNode
@@ -92,9 +97,9 @@ def finish(notebook: Notebook, name: str) -> Notebook:
             for output in cell.get("outputs", []):
                 if "execution_count" in output:
                     output["execution_count"] = None
-                output.pop("metadata", None)
+                width = output.pop("metadata", {}).get("image/png", {}).get("width")
                 if output.output_type in ("display_data", "execute_result"):
-                    output["metadata"] = {}
+                    output["metadata"] = {"image/png": {"width": width}} if width else {}
     return notebook
 
 
@@ -160,15 +165,25 @@ def execute(notebook: Notebook, name: str) -> float:
     notebook.cells.append(nbformat.v4.new_code_cell("import time\nprint(time.process_time())"))
     options = {"timeout": 5 * LIMIT_SECONDS, "kernel_name": "python3", "resources": {"metadata": {"path": str(HERE)}}}
     try:
-        NotebookClient(notebook, **options).execute()
+        NotebookClient(notebook, extra_arguments=[SHARP], **options).execute()
     except CellExecutionError as error:
         raise SystemExit(f"{name}: a cell failed\n{error}") from None
     seconds = float(notebook.cells.pop().outputs[0].text)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [o for o in _merged(cell.outputs) if o.get("name") != "stderr"]
+            for data in (output.data for output in cell.outputs if "image/png" in output.get("data", {})):
+                data["image/png"] = in_palette(data["image/png"])
     finish(notebook, name)
     return seconds
+
+
+def in_palette(png: str) -> str:
+    """A figure, a PNG file in base64, in 256 colours: a third of the size."""
+    with Image.open(io.BytesIO(base64.b64decode(png))) as image:
+        small, file = image.convert("RGB").quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE), io.BytesIO()
+    small.save(file, "PNG", optimize=True)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def _merged(outputs: list[Notebook]) -> list[Notebook]:

@@ -54,7 +54,7 @@ def set_attention_backend(network: Any, name: str, device: torch.device, dtype: 
     if problem:
         usable = [one for one in known if not one.endswith("hub") and not _problem(one, network, device, dtype)]
         raise ConfigError(
-            f"attention_backend = {name!r} is not allowed: one of {', '.join(usable)} for {type(network).__name__} on "
+            f"attention_backend = {name!r} is not allowed; allowed: one of {', '.join(usable)} for {type(network).__name__} on "
             f"{device.type} in {str(dtype).removeprefix('torch.')}, or empty for diffusers' default ({problem.splitlines()[0]})"
         )
     if not dispatched and name != "native":

@@ -92,7 +92,8 @@ class Adapters:
                 torch.manual_seed(seed)
                 self.network.add_adapter(lora, adapter_name=name)
         except ValueError as error:
-            raise ConfigError(f"lora_targets = {tuple(targets)!r} is not allowed: names of linear layers ({error})") from error
+            allowed = f"names of linear layers ({error})"
+            raise ConfigError(f"lora_targets = {tuple(targets)!r} is not allowed; allowed: {allowed}") from error
         self.layers = [module for module in self.network.modules() if isinstance(module, LoraLayer)]
         for parameter in self._matrices().values():
             parameter.data = parameter.data.float()
@@ -109,7 +110,7 @@ class Adapters:
         """
         for chosen in (name, *frozen):
             if chosen not in self.names:
-                raise ConfigError(f"adapter {chosen!r} is not allowed: the model has {', '.join(self.names)}")
+                raise ConfigError(f"adapter {chosen!r} is not allowed; allowed: {', '.join(self.names)}")
         if name in frozen:
             raise ConfigError(f"adapter {name!r} is not allowed: it cannot be trained and frozen")
         self.name, self.frozen = name, tuple(frozen)
@@ -235,7 +236,7 @@ def load_frozen_adapters(pipe: Any, specs: Sequence[str]) -> tuple[str, ...]:
     for number, spec in enumerate(specs, 1):
         name, path = spec.split("=", 1) if "=" in spec else (f"frozen{number}", spec)
         if not name.isidentifier() or name in names:
-            raise ConfigError(f"frozen_adapters: the name {name!r} is not allowed: letters, digits and _, each name once")
+            raise ConfigError(f"frozen_adapters: name {name!r} is not allowed; allowed: letters, digits and _, each name once")
         if not Path(path).exists():
             raise CheckpointError(f"frozen_adapters: {path} does not exist")
         try:

@@ -217,7 +217,7 @@ def _parse_dataset_spec(spec: str) -> tuple[str, str, str]:
         return text, "", ""
     name, *rest = text.split(":")
     if not name or len(rest) > 2:
-        raise ConfigError(f"prompts = {spec!r} is not allowed: {DATASET_PREFIX}NAME[:SPLIT[:COLUMN]]")
+        raise ConfigError(f"prompts = {spec!r} is not allowed; allowed: {DATASET_PREFIX}NAME[:SPLIT[:COLUMN]]")
     split, column = (*rest, "", "")[:2]
     return name, split, column
 
@@ -232,7 +232,8 @@ def _load_dataset(spec: str, name: str, split: str) -> Any:
     path = Path(name)
     file_format = "json" if path.suffix == ".jsonl" else DATASET_FORMATS.get(path.suffix, "")
     if path.is_file() and not file_format:
-        raise ConfigError(f"prompts: {spec}: suffix {path.suffix!r} is not allowed: .jsonl, {', '.join(DATASET_FORMATS)}")
+        suffixes = ", ".join((".jsonl", *DATASET_FORMATS))
+        raise ConfigError(f"prompts: {spec}: suffix {path.suffix!r} is not allowed; allowed: {suffixes}")
     try:
         if path.is_dir() and any((path / marker).exists() for marker in ("state.json", "dataset_dict.json")):
             found: Any = datasets.load_from_disk(name)

@@ -84,16 +84,16 @@ def _clause(values: Mapping[str, Any], where: str, number: int) -> Clause:
     if unknown:
         raise ConfigError(f"{where}: {', '.join(unknown):.100} is not allowed: only {', '.join(ENTRIES)}")
     if not isinstance(name, str) or not name:
-        raise ConfigError(f'{where}: "class" = {name!r:.60} is not allowed: the name of an object')
+        raise ConfigError(f'{where}: "class" = {name!r:.60} is not allowed; allowed: the name of an object')
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ConfigError(f'{where}: "count" = {count!r:.60} is not allowed: 1 or more')
+        raise ConfigError(f'{where}: "count" = {count!r:.60} is not allowed; allowed: 1 or more')
     if colour and colour not in COLOURS:
-        raise ConfigError(f'{where}: "color" = {colour!r:.60} is not allowed: one of {", ".join(COLOURS)}')
+        raise ConfigError(f'{where}: "color" = {colour!r:.60} is not allowed; allowed: one of {", ".join(COLOURS)}')
     position = values.get("position")
     if position is None:
         return Clause(name, count, colour)
     fits = isinstance(position, list | tuple) and len(position) == 2 and position[0] in POSITIONS
     if not fits or not isinstance(position[1], int) or not 0 <= position[1] < number:
         allowed = f"[one of {', '.join(POSITIONS)}; the number of an earlier clause]"
-        raise ConfigError(f'{where}: "position" = {position!r:.60} is not allowed: {allowed}')
+        raise ConfigError(f'{where}: "position" = {position!r:.60} is not allowed; allowed: {allowed}')
     return Clause(name, count, colour, str(position[0]), int(position[1]))

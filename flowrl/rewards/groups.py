@@ -139,5 +139,7 @@ def require_single(reward: AnyReward, name: str, spec: str) -> RewardModel:
     """
     if not isinstance(reward, GroupReward):
         return reward
-    allowed = f"a reward of single samples, such as the {type(reward.evaluation).__name__} by which this one is evaluated"
+    allowed = (
+        f"allowed: a reward of single samples, such as the {type(reward.evaluation).__name__} by which this one is evaluated"
+    )
     raise ConfigError(f"{name} = {spec!r:.500} is not allowed: {type(reward).__name__} compares members of a group; {allowed}")

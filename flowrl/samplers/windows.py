@@ -236,7 +236,7 @@ def trained_steps(spec: str, schedule: Schedule, generator: torch.Generator) -> 
         else:
             end = {"all": end, "all-but-last": end - 1}[kind]
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"trained_steps = {spec!r} is not allowed: {TRAINED_STEPS}") from error
+        raise ConfigError(f"trained_steps = {spec!r} is not allowed; allowed: {TRAINED_STEPS}") from error
     require(0 < fraction <= 1 and start >= 0, "trained_steps", spec, TRAINED_STEPS)
     steps = noisy[(noisy >= start) & (noisy < end)]
     require(len(steps) > 0, "trained_steps", spec, f"at least one of the stochastic steps {noisy.tolist()}")

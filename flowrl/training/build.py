@@ -86,7 +86,7 @@ def make_reward(config: RunConfig) -> AnyReward:
         return model
     if isinstance(model, GroupReward):
         noise, name = (environment.reward_noise, environment.reward_bias), type(model).__name__
-        raise ConfigError(f"reward_noise, reward_bias = {noise} are not allowed: 0 with {name}, which compares samples")
+        raise ConfigError(f"reward_noise, reward_bias = {noise} are not allowed; allowed: 0 with {name}, which compares samples")
     return NoisyReward(model, environment.reward_noise, environment.reward_bias, config.seed)
 
 

@@ -359,12 +359,12 @@ class TestMicroscopeCommand:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--world", "moon"], "world = 'moon' is not allowed: mixture, shapes or all"),
+            (["--world", "moon"], "world = 'moon' is not allowed; allowed: mixture, shapes or all"),
             (["--looks", "-1"], "looks = -1 is not allowed"),
             (["--workers", "-1"], "workers = -1 is not allowed"),
             (["--rules", "uniform"], "rule = 'uniform' is not allowed"),
             (["--rules", "my.py:Mine"], "rule 'Mine': Mine.assign returned shape"),
-            (["--out", "folder"], "out = 'folder' is not allowed: a file NAME.jsonl"),
+            (["--out", "folder"], "out = 'folder' is not allowed; allowed: a file NAME.jsonl"),
         ],
     )
     def test_errors_are_one_line(self, tmp_path: Path, capsys, options: list[str], message: str) -> None:

@@ -374,7 +374,7 @@ class TestFolder:
         assert not Path("runs").exists()
 
     def test_workers_and_unknown_rules(self) -> None:
-        with pytest.raises(ConfigError, match="workers = -1 is not allowed: 1 or more, or 0"):
+        with pytest.raises(ConfigError, match="workers = -1 is not allowed; allowed: 1 or more, or 0"):
             bench_rule("weighted", [], None, -1)
         with pytest.raises(ConfigError, match="unknown credit rule"):
             self.bench("nothing")

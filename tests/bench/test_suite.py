@@ -97,7 +97,7 @@ class TestRuns:
         assert not suite.execute(1, minutes=0)
 
     def test_negative_workers_are_refused(self, tmp_path: Path, capsys) -> None:
-        with pytest.raises(ConfigError, match="workers = -1 is not allowed: 1 or more, or 0"):
+        with pytest.raises(ConfigError, match="workers = -1 is not allowed; allowed: 1 or more, or 0"):
             suite_of(tmp_path / "results.jsonl", small_run()).execute(-1)
         assert main(["bench", "claims", "--quick", "--workers", "-1", "--out", str(tmp_path / "results.jsonl")]) == 2
         assert "workers = -1 is not allowed" in capsys.readouterr().err

@@ -89,7 +89,7 @@ class TestArms:
         assert named_arm("tp-grpo") is ARMS["turning points"] and named_arm("turning points") is ARMS["turning points"]
         assert named_arm("dance-grpo").worlds == tuple(WORLDS)
         assert named_arm("stepwise-gain(lam=0.5)").settings["credit"] == "stepwise-gain(lam=0.5)"
-        with pytest.raises(ConfigError, match=r"method = 'nothing' is not allowed: .*uniform"):
+        with pytest.raises(ConfigError, match=r"method = 'nothing' is not allowed; allowed: .*uniform"):
             named_arm("nothing")
 
 

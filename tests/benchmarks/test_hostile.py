@@ -35,7 +35,7 @@ def test_command_lines_are_refused_by_name(case):
 
 def test_the_judge_sees_what_is_wrong(tmp_path):
     case = next(case for case in CASES if case.label == "flowrl sample --count 0")
-    clear = "flowrl: error: count = 0 is not allowed: a whole number, 1 or more\n"
+    clear = "flowrl: error: count = 0 is not allowed; allowed: a whole number, 1 or more\n"
     assert judged(case, 2, clear, {}, {}) == ""
     for code, output, after, problem in (
         (None, "", {}, "hangs or starts work"), (0, "", {}, "accepted"), (1, clear, {}, "exit code 1"),

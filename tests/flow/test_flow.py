@@ -155,5 +155,5 @@ def test_samples_have_the_stated_mean_and_std() -> None:
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_a_grid_without_steps_is_refused_by_name(steps: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^steps = {steps} is not allowed: 1 or more"):
+    with pytest.raises(ConfigError, match=rf"^steps = {steps} is not allowed; allowed: 1 or more"):
         uniform_schedule(steps)

@@ -90,9 +90,9 @@ def test_times_are_what_the_network_is_told():
 @pytest.mark.parametrize(
     ("kind", "steps", "words"),
     [
-        (StratifiedTimes(), 6, r"StratifiedTimes.count = 6 is not allowed: 4 or fewer for a grid of 6 steps"),
-        (StratifiedTimes(first="with"), 5, r"StratifiedTimes.count = 6 is not allowed: 4 or fewer"),
-        (DrawnSteps(), 5, r"DrawnSteps.steps = 7 is not allowed: at most the grid's 5 steps"),
+        (StratifiedTimes(), 6, r"StratifiedTimes.count = 6 is not allowed; allowed: 4 or fewer for a grid of 6 steps"),
+        (StratifiedTimes(first="with"), 5, r"StratifiedTimes.count = 6 is not allowed; allowed: 4 or fewer"),
+        (DrawnSteps(), 5, r"DrawnSteps.steps = 7 is not allowed; allowed: at most the grid's 5 steps"),
     ],
 )
 def test_a_grid_with_too_few_steps_is_named(kind, steps, words):

@@ -145,7 +145,7 @@ def test_a_run_with_a_frozen_adapter_resumes(family, style):
 def test_what_is_wrong_is_said(family, style, tmp_path):
     make, _ = family
     policy = make()
-    with pytest.raises(ConfigError, match="'other' is not allowed: the model has default"):
+    with pytest.raises(ConfigError, match="'other' is not allowed; allowed: default"):
         policy.adapters.train("other")
     with pytest.raises(ConfigError, match="cannot be trained and frozen"):
         policy.adapters.train("default", frozen=["default"])
@@ -199,7 +199,7 @@ def test_lists_and_specs_are_read_from_files(tmp_path):
     assert config == expected
     assert RunConfig.from_dict(config.as_dict()) == config
     (tmp_path / "run.yaml").write_text(text.replace("0.95", "1.0"))
-    with pytest.raises(ConfigError, match=r"line 3: betas = \(0.9, 1.0\) is not allowed: 2 values, each a number in \[0, 1\)"):
+    with pytest.raises(ConfigError, match=r"line 3: betas = \(0.9, 1.0\) is not allowed; allowed: 2 values, each a number in"):
         load_config(tmp_path / "run.yaml")
 
 

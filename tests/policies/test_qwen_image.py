@@ -218,5 +218,5 @@ def test_what_is_wrong_is_said(tmp_path):
     pipe.transformer.register_to_config(guidance_embeds=True)
     with pytest.raises(ConfigError, match="guidance_embeds of the transformer = True"):
         PipelinePolicy(pipe, QwenImage(), TINY)
-    with pytest.raises(ConfigError, match=r"window = 'random:2:3:4' is not allowed: .*random:SIZE\[:END\]"):
+    with pytest.raises(ConfigError, match=r"window = 'random:2:3:4' is not allowed; allowed: .*random:SIZE\[:END\]"):
         make_sampler("flow-sde", 0.7, "random:2:3:4")

@@ -80,7 +80,7 @@ def test_splits_and_columns(datasets, tmp_path):
         ("several", "has several splits; it has a, b"),
         ("both:dev", "has no split 'dev'; it has train, test"),
         ("both:train:caption", r"has no column 'caption'; it has words, text: choose one as in hf:.*:train:COLUMN"),
-        ("both:train:text:x", "is not allowed: hf:NAME"),
+        ("both:train:text:x", "is not allowed; allowed: hf:NAME"),
         ("missing", "cannot be read as a dataset.*is the name right"),
     ):
         with pytest.raises(ConfigError, match=told):
@@ -157,5 +157,5 @@ def test_without_the_package_there_is_one_clear_error(tmp_path, monkeypatch):
 
 
 def test_a_dataset_without_a_name_is_refused():
-    with pytest.raises(ConfigError, match=r"'hf:' is not allowed: hf:NAME"):
+    with pytest.raises(ConfigError, match=r"'hf:' is not allowed; allowed: hf:NAME"):
         load_prompts(Path("hf:"))

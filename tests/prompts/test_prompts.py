@@ -86,9 +86,9 @@ def test_every_bad_line_is_named(tmp_path):
         ({"include": []}, '"include" must be a list of one or more clauses'),
         ({"include": "dog"}, '"include" must be a list of clauses'),
         ({"include": [{"count": 1}]}, 'include[0]: "class" = None is not allowed'),
-        ({"include": [{"class": "dog", "count": 0}]}, '"count" = 0 is not allowed: 1 or more'),
+        ({"include": [{"class": "dog", "count": 0}]}, '"count" = 0 is not allowed; allowed: 1 or more'),
         ({"include": [{"class": "dog", "count": True}]}, '"count" = True'),
-        ({"include": [{"class": "dog", "color": "mauve"}]}, "\"color\" = 'mauve' is not allowed: one of red"),
+        ({"include": [{"class": "dog", "color": "mauve"}]}, "\"color\" = 'mauve' is not allowed; allowed: one of red"),
         ({"include": [{"class": "dog", "colour": "red"}]}, "colour is not allowed: only class, count, color, position"),
         ({"include": [{"class": "dog", "position": ["left of", 0]}]}, "the number of an earlier clause"),
         ({"include": [{"class": "dog"}, {"class": "cat", "position": ["near", 0]}]}, "one of left of, right of"),
@@ -123,7 +123,7 @@ def test_compositional_prompts_take_turns_and_can_be_scored(tmp_path):
 
 def test_only_as_many_as_there_are():
     assert len(compositional_prompts(80, tags=["single_object"])) == 80
-    with pytest.raises(ConfigError, match="count = 81 is not allowed: at most about 80"):
+    with pytest.raises(ConfigError, match="count = 81 is not allowed; allowed: at most about 80"):
         compositional_prompts(81, tags=["single_object"])
     with pytest.raises(ConfigError, match="tags = 'size' is not allowed"):
         compositional_prompts(1, tags=["size"])

@@ -111,7 +111,7 @@ def test_pickscore_is_the_scaled_cosine(folder, images):
     assert torch.allclose(scores, model.logit_scale.exp().detach() * (pictures * texts).sum(1), atol=1e-3)
     released = PickScore(folder, tokenizer="", form="released").score(images, PROMPTS)
     assert torch.allclose(26 * released, scores, rtol=1e-6)
-    with pytest.raises(ConfigError, match="form = 'loose' is not allowed: exact or released"):
+    with pytest.raises(ConfigError, match="form = 'loose' is not allowed; allowed: exact or released"):
         build("reward", "pickscore(form=loose)")
 
 
@@ -277,7 +277,7 @@ def test_missing_models_say_what_to_do(images, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE=0"):
         build("reward", "clipscore(model='/no/such/folder')").score(images, PROMPTS)
-    with pytest.raises(ConfigError, match="dtype = 'int8' is not allowed: one of float32"):
+    with pytest.raises(ConfigError, match="dtype = 'int8' is not allowed; allowed: one of float32"):
         build("reward", "pickscore(dtype=int8)").score(images, PROMPTS)
 
 

@@ -214,5 +214,5 @@ def test_prompts_without_a_request_are_refused(detector):
     ]:
         with pytest.raises(RewardError, match=told):
             reward.score(pictures(1), [Prompt("x", metadata)])
-    with pytest.raises(ConfigError, match="form = 'loose' is not allowed: one of strict, partial, released"):
+    with pytest.raises(ConfigError, match="form = 'loose' is not allowed; allowed: one of strict, partial, released"):
         build("reward", "geneval(form=loose)")

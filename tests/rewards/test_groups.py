@@ -233,11 +233,11 @@ def test_the_world_of_a_model_evaluates_by_single_samples(tmp_path):
 
 
 def test_wrappers_of_single_samples_refuse_it():
-    with pytest.raises(ConfigError, match=r"Clipped.reward = .* is not allowed: a RewardModel"):
+    with pytest.raises(ConfigError, match=r"Clipped.reward = .* is not allowed; allowed: a RewardModel"):
         Clipped(WinRate(BASE), high=1.0)
-    with pytest.raises(ConfigError, match=r"WinRate.reward = .* is not allowed: a RewardModel"):
+    with pytest.raises(ConfigError, match=r"WinRate.reward = .* is not allowed; allowed: a RewardModel"):
         WinRate(WinRate(BASE))
-    with pytest.raises(ConfigError, match=r"WeightedSum.models = \['a'\] is not allowed: .*group-sum adds them"):
+    with pytest.raises(ConfigError, match=r"WeightedSum.models = \['a'\] is not allowed; allowed: .*group-sum adds them"):
         build("reward", "weighted-sum(models={'a': \"win-rate(reward='jpeg-compressibility')\"})")
     with pytest.raises(ConfigError, match=r"GroupSum.weights = \['b'\]"):
         GroupSum({"a": BASE}, {"b": 1.0})
@@ -245,14 +245,16 @@ def test_wrappers_of_single_samples_refuse_it():
 
 def test_noise_held_out_rewards_and_servers_are_for_single_samples(capsys):
     win = f"win-rate(reward='{DIRECTION}')"
-    with pytest.raises(ConfigError, match=r"reward_noise, reward_bias = \(0.1, 0.0\) are not allowed: 0 with WinRate"):
+    with pytest.raises(ConfigError, match=r"reward_noise, reward_bias = \(0.1, 0.0\) are not allowed; allowed: 0 with WinRate"):
         make_reward(MIXTURE.replace(reward=win, reward_noise=0.1))
-    with pytest.raises(ConfigError, match="WinRate compares members of a group; a reward of single samples, such as the"):
+    with pytest.raises(
+        ConfigError, match="WinRate compares members of a group; allowed: a reward of single samples, such as the"
+    ):
         require_single(WinRate(BASE), "reward", "win-rate")
     shapes = preset("tiny").apply(heldout_rewards=("win-rate(reward='jpeg-compressibility')",))
     with pytest.raises(ConfigError, match=r"heldout_rewards = .*WinRate compares members of a group.*JPEGCompressibility"):
         make_heldout_metrics(shapes, make_world(shapes))
-    with pytest.raises(ConfigError, match="reward = 'reward' is not allowed: WinRate"):
+    with pytest.raises(ConfigError, match="reward = 'reward' is not allowed; allowed: WinRate"):
         create_app(WinRate(BASE), ServerSettings())
     assert main(["serve-reward", "win-rate(reward='jpeg-compressibility')", "--port", "0"]) == 2
     assert "WinRate compares members of a group" in capsys.readouterr().err

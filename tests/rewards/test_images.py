@@ -56,7 +56,7 @@ def test_jpeg_size_is_that_of_the_file():
 
 
 def test_jpeg_quality_is_checked():
-    with pytest.raises(ConfigError, match="quality = 100 is not allowed: 1 to 95"):
+    with pytest.raises(ConfigError, match="quality = 100 is not allowed; allowed: 1 to 95"):
         build("reward", "jpeg-compressibility(quality=100)")
 
 
@@ -102,7 +102,7 @@ def test_the_released_form_wants_the_first_text_only():
     prompt = Prompt('"ONE" above "TWO"', {"text": "THREE"})
     assert (target_text(prompt), target_text(prompt, "released")) == ("ONE TWO", "ONE")
     assert target_text(Prompt("a sign", {"text": "THREE"}), "released") == "THREE"
-    with pytest.raises(ConfigError, match="form = 'loose' is not allowed: one of exact, released"):
+    with pytest.raises(ConfigError, match="form = 'loose' is not allowed; allowed: one of exact, released"):
         OCR(form="loose")
 
 

@@ -53,7 +53,7 @@ def test_gdpo_weights_components_by_name(tmp_path, capsys, reward, credit, told)
 
 @pytest.mark.parametrize("weight", ["'x'", "'nan'", "None"])
 def test_a_weight_is_a_number(weight):
-    with pytest.raises(ConfigError, match=r"WeightedSum.weights\['size'\] = .* is not allowed: a finite number"):
+    with pytest.raises(ConfigError, match=r"WeightedSum.weights\['size'\] = .* is not allowed; allowed: a finite number"):
         build("reward", f"weighted-sum(models={{'size': 'jpeg-compressibility'}}, weights={{'size': {weight}}})")
 
 

@@ -93,5 +93,5 @@ def test_a_batch_is_a_whole_number(whole, batch):
     def scored():
         return build("reward", f"clipscore(model='{whole}', batch={batch})").score(torch.rand(1, 3, 40, 40), [Prompt("a fox")])
 
-    with pytest.raises(ConfigError, match=r"batch = .* is not allowed: a whole number"):
+    with pytest.raises(ConfigError, match=r"batch = .* is not allowed; allowed: a whole number"):
         scored()

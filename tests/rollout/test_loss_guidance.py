@@ -181,9 +181,9 @@ def test_training_without_guidance_changes_what_is_trained():
 def test_guidance_that_cannot_be_had_is_refused():
     config = RunConfig.of(**SETTINGS)
     for name in ("train_guidance_scale", "reference_guidance_scale"):
-        with pytest.raises(ConfigError, match=rf"^{name} = 0.5 is not allowed: 1 \(off\) or more, or 0"):
+        with pytest.raises(ConfigError, match=rf"^{name} = 0.5 is not allowed; allowed: 1 \(off\) or more, or 0"):
             make_method(config.replace(**{name: 0.5}))
-        with pytest.raises(ConfigError, match=f"^{name} = 1.0 is not allowed: left out: log-probabilities are those of"):
+        with pytest.raises(ConfigError, match=f"^{name} = 1.0 is not allowed; allowed: left out: log-probabilities are those of"):
             make_method(
                 config.replace(**{name: 1.0}, method="flow-grpo", sampler="flow-sde", window="all-but-last", loss="clipped")
             )

@@ -123,7 +123,7 @@ def test_the_grid_is_that_of_the_released_code():
 
 
 def test_only_sa_has_noise():
-    with pytest.raises(ConfigError, match=r"Multistep.tau = 0.4 is not allowed: 0 with solver dpm\+\+: only sa has noise"):
+    with pytest.raises(ConfigError, match=r"Multistep.tau = 0.4 is not allowed; allowed: 0 with solver dpm\+\+"):
         Multistep(tau=0.4)
-    with pytest.raises(ConfigError, match=r"Multistep.tau = -1.0 is not allowed: finite and 0 or more"):
+    with pytest.raises(ConfigError, match=r"Multistep.tau = -1.0 is not allowed; allowed: finite and 0 or more"):
         Multistep("sa", tau=-1.0)

@@ -152,5 +152,5 @@ def test_a_run_can_be_evaluated_by_another_solver(tmp_path) -> None:
     assert Run(config, tmp_path / "a").execute()
     for solver in ("dpm++", "sa"):
         assert Run(config.replace(eval_solver=solver), tmp_path / solver).execute()
-    with pytest.raises(ConfigError, match=r"solver = 'rk4' is not allowed: one of euler, heun, dpm\+\+, unipc, sa"):
+    with pytest.raises(ConfigError, match=r"solver = 'rk4' is not allowed; allowed: one of euler, heun, dpm\+\+, unipc, sa"):
         config.replace(eval_solver="rk4")

@@ -283,9 +283,9 @@ def test_the_steps_of_a_comb_are_drawn_once_for_all_groups_and_chunks(mixture_po
 
 
 WRONG = {
-    "group size": (Branch({0: 2, 2: 2}), 6, r"group_size = 6 is not allowed: a multiple of 4"),
-    "step": (Branch({0: 2, 7: 2}), 8, r"Branch.children at steps = \[7\] is not allowed: stochastic steps"),
-    "comb's size": (Comb(4, count=2), 12, r"group_size = 12 is not allowed: a multiple of 8"),
+    "group size": (Branch({0: 2, 2: 2}), 6, r"group_size = 6 is not allowed; allowed: a multiple of 4"),
+    "step": (Branch({0: 2, 7: 2}), 8, r"Branch.children at steps = \[7\] is not allowed; allowed: stochastic steps"),
+    "comb's size": (Comb(4, count=2), 12, r"group_size = 12 is not allowed; allowed: a multiple of 8"),
     "comb's steps": (Comb(4, low=6), 12, r"1 or more stochastic steps within \[6, 6\)"),
 }
 

@@ -119,7 +119,7 @@ def test_a_random_share_is_drawn_evenly_and_again_from_the_same_state() -> None:
 
 @pytest.mark.parametrize("spec", ["", "some", "3", "1:x", "-1:2", "random", "random:0", "random:1.5", "random:nan", "all:3"])
 def test_other_words_for_trained_steps_are_refused(spec: str) -> None:
-    with pytest.raises(ConfigError, match=r"trained_steps = .* is not allowed: all, all-but-last, START:SIZE"):
+    with pytest.raises(ConfigError, match=r"trained_steps = .* is not allowed; allowed: all, all-but-last, START:SIZE"):
         chosen(spec, [0.1, 0.1])
 
 

@@ -238,7 +238,7 @@ def test_settings_are_checked():
         Judge("file:///etc/passwd", "m")
     with pytest.raises(ConfigError, match=r"judge\.url"):
         Judge("http://user:word@x/v1", "m")
-    with pytest.raises(ConfigError, match=r"question = 'good\?' is not allowed: a text with {prompt}"):
+    with pytest.raises(ConfigError, match=r"question = 'good\?' is not allowed; allowed: a text with {prompt}"):
         Judge("http://x", "m", question="good?")
     with pytest.raises(ConfigError, match="judge needs url, model"):
         build("reward", "judge")

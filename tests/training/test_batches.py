@@ -211,5 +211,5 @@ def test_the_plan_says_what_is_found_at_the_start():
 
 
 def test_another_word_is_refused():
-    with pytest.raises(ConfigError, match=r"micro_batch = 'all' is not allowed: a whole number, 1 or more .* or auto"):
+    with pytest.raises(ConfigError, match=r"micro_batch = 'all' is not allowed; allowed: a whole number, 1 or more .* or auto"):
         RunConfig.of(micro_batch="all")

@@ -187,7 +187,7 @@ def test_a_deterministic_sampler_serves_forward_losses_only():
         method = make_method(RunConfig.of(**given, loss="diffusion-nft", sampler=sampler))
         assert isinstance(method.loss, DiffusionNFT)
     for sampler in ("ode", "multistep", "multistep(solver=sa, tau=0.4)"):
-        message = f"sampler = {sampler!r} is not allowed: a stochastic sampler: the loss needs log-probabilities"
+        message = f"sampler = {sampler!r} is not allowed; allowed: a stochastic sampler: the loss needs log-probabilities"
         with pytest.raises(ConfigError, match=re.escape(message)):
             make_method(RunConfig.of(**given, sampler=sampler))
 
@@ -209,7 +209,7 @@ def test_named_methods_have_losses_of_their_own():
 @pytest.mark.parametrize("loss", ["clipped(kl=without_delta)", "grpo-guard", "policy-gradient"])
 def test_a_policy_loss_with_a_forward_process_method_is_one_error(loss):
     config = RunConfig.of(world="mixture", task="direction", method="dgpo", loss=loss)
-    with pytest.raises(ConfigError, match=r"^loss = .* is not allowed: a forward-process loss with dgpo"):
+    with pytest.raises(ConfigError, match=r"^loss = .* is not allowed; allowed: a forward-process loss with dgpo"):
         make_method(config)
     with pytest.raises(ConfigError, match=r"loss of awm = 'ClippedLoss' is not allowed"):
         named_method("awm", loss=ClippedLoss())

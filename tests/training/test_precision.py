@@ -232,9 +232,9 @@ def test_eight_bit_adam_is_wired_or_asked_for(monkeypatch):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ConfigError, match="overlap_rewards = 'true' is not allowed: with `chunk` 1 or more"):
+    with pytest.raises(ConfigError, match="overlap_rewards = 'true' is not allowed; allowed: with `chunk` 1 or more"):
         RunConfig.of(overlap_rewards=True)
-    with pytest.raises(ConfigError, match="overlap_rewards = 'maybe' is not allowed: one of auto, true, false"):
+    with pytest.raises(ConfigError, match="overlap_rewards = 'maybe' is not allowed; allowed: one of auto, true, false"):
         RunConfig.of(overlap_rewards="maybe")
     with pytest.raises(ConfigError, match="chunk"):
         RunConfig.of(chunk=-1)

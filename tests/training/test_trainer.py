@@ -270,7 +270,7 @@ def test_failures_name_the_cause_and_leave_the_weights_alone():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"group_size": 1}, "group_size = 1 is not allowed: a whole number, 2 or more"),
+        ({"group_size": 1}, "group_size = 1 is not allowed; allowed: a whole number, 2 or more"),
         ({"num_steps": -1}, "num_steps = -1"),
         ({"iterations": 0}, "iterations"),
         ({"noise_level": 0.0}, "log-probabilities"),

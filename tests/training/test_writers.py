@@ -137,7 +137,7 @@ def test_workers_end_with_the_comparison(number: str, group: bool, tmp_path: Pat
 def test_two_names_never_share_a_folder(credit: tuple[str, ...]) -> None:
     """Two spellings of one rule are not two methods, and no run is counted as two."""
     with pytest.raises(
-        ConfigError, match=r"(credit|methods) = .* is not allowed: (another rule|a rule whose folder|a name|each)"
+        ConfigError, match=r"(credit|methods) = .* is not allowed; allowed: (another rule|a rule whose folder|a name|each)"
     ):
         CompareConfig(TINY, ("flow-grpo",), (0,), credit)
 

@@ -175,6 +175,6 @@ def named_arm(name: str) -> Arm:
         check(arm.run("mixture", arm.values("mixture", {})))
     except ConfigError as error:
         raise ConfigError(
-            f"method = {name!r} is not allowed: {', '.join(ARMS)}, a method, or a credit rule's spec: {error}"
+            f"method = {name!r} is not allowed; allowed: {', '.join(ARMS)}, a method, or a credit rule's spec: {error}"
         ) from error
     return arm

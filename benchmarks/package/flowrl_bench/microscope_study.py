@@ -125,7 +125,7 @@ def read_lines(path: Path) -> list[Line]:
     if not path.exists():
         return []
     if path.is_dir():
-        raise ConfigError(f"out = {str(path)!r} is not allowed: a file; this is a folder")
+        raise ConfigError(f"out = {str(path)!r} is not allowed: a folder; allowed: a file")
     found, texts = list[Line](), path.read_bytes().split(b"\n")
     for number, text in enumerate(texts, 1):
         try:
@@ -166,5 +166,5 @@ def seconds_left(study: Study, lines: Mapping[str, Line]) -> float:
 def check_out(path: Path) -> None:
     """Raise `ConfigError` unless `path` is new or a results file of the microscope."""
     if path.suffix != ".jsonl":
-        raise ConfigError(f"out = {str(path)!r} is not allowed: a file NAME.jsonl")
+        raise ConfigError(f"out = {str(path)!r} is not allowed; allowed: a file NAME.jsonl")
     read_lines(path)

@@ -219,7 +219,7 @@ def redo(key: str, file: ResultsFile) -> Repeat:
     `ConfigError`: no such line."""
     lines = file.read(any_code=True)
     if key not in lines:
-        raise ConfigError(f"redo = {key!r} is not allowed: an id in {file.path}")
+        raise ConfigError(f"redo = {key!r} is not allowed; allowed: an id in {file.path}")
     found = json.loads(json.dumps(measure(RunConfig.from_dict(lines[key]["config"], trust=True))))
     differences = dict(_differences(_named({name: lines[key].get(name, ...) for name in found}), _named(found)))
     pairs = zip(column(lines[key], "soft"), column(found, "soft"), strict=False)

@@ -1,0 +1,79 @@
+"""Makes the 2-D numbers of the pages about papers and of the first result again, by the command beside them.
+
+    python benchmarks/documented.py            # about 2 minutes on 2 free cores; rewrites what differs
+    python benchmarks/documented.py --check    # changes nothing; exit status 1 if a number differs
+
+Runs `flowrl compare --world mixture --seeds 0 1 2` with the methods of all pages at once: a method's numbers do not depend on the
+methods beside it. Another kind of processor may change the last digits (docs/verdicts.md).
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from flowrl.plots.report import result_blocks
+from flowrl.training.results import MethodSummary, load_comparison, summarise
+
+DOCS = Path(__file__).parents[1] / "docs"
+COMMAND = re.compile(r"^flowrl compare --world mixture --methods (?P<methods>[\w -]+) --seeds 0 1 2$", re.MULTILINE)
+SENTENCE = re.compile(r"raises the held-out reward from .+? network evaluations per trajectory .+? for the update", re.DOTALL)
+ROW = re.compile(r"^\| (?P<method>[\w-]+) \| \d.*\|$", re.MULTILINE)
+FIRST_RESULT = ("final reward", "minus the baseline", "collapsed seeds", "NFE to baseline")
+"""Columns of the table in docs/start/first-result.md."""
+
+
+def sentence(summary: MethodSummary) -> str:
+    """The result of a method, as the page of its paper states it."""
+    collapsed = f"{summary.collapsed} of {summary.seeds} runs" if summary.collapsed else "no run"
+    return (
+        f"raises the held-out reward from {summary.base.mean:.3f} to {summary.final.text()} (mean and half of the 95% interval, "
+        f"{summary.seeds} seeds; lowest seed {summary.worst:.3f}; {collapsed} collapsed)\nwith {summary.nfe_per_trajectory:.1f} "
+        f"network evaluations per trajectory for sampling and probes and {summary.train_nfe_per_trajectory:.1f} for the update"
+    )
+
+
+def papers() -> dict[Path, str]:
+    """The method of every page that has the command: the last one that the command names."""
+    found = {page: COMMAND.search(page.read_text()) for page in sorted((DOCS / "papers").glob("*.md"))}
+    return {page: command["methods"].split()[-1] for page, command in found.items() if command}
+
+
+def renewed(summaries: Mapping[str, MethodSummary]) -> dict[Path, str]:
+    """Every page with the numbers of `summaries`."""
+    pages = {page: SENTENCE.sub(sentence(summaries[method]), page.read_text()) for page, method in papers().items()}
+    first = DOCS / "start" / "first-result.md"
+    names = [*map(str, dict.fromkeys(match["method"] for match in ROW.finditer(first.read_text())))]
+    columns = dict(column for block in result_blocks([summaries[name] for name in names]).values() for column in block)
+    cells = {name: [columns[column][at] for column in FIRST_RESULT] for at, name in enumerate(names)}
+    pages[first] = ROW.sub(lambda row: " | ".join(["|", row["method"], *cells[row["method"]], "|"]), first.read_text())
+    return pages
+
+
+def main() -> int:
+    """Run the comparison and compare or rewrite the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing, print what differs")
+    check = parser.parse_args().check
+    methods = dict.fromkeys(["flow-grpo", *papers().values()])
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/comparison"
+        command = ["compare", "--world", "mixture", "--methods", *methods, "--seeds", "0", "1", "2", "--out", out]
+        subprocess.run([sys.executable, "-m", "flowrl", *command], check=True)
+        summaries = {summary.method: summary for summary in summarise(load_comparison(Path(out)))}
+    changed = {page: text for page, text in renewed(summaries).items() if text != page.read_text()}
+    for page, text in changed.items():
+        for old, new in zip(page.read_text().splitlines(), text.splitlines(), strict=True):
+            if old != new:
+                print(f"{page.relative_to(DOCS)}\n- {old}\n+ {new}")
+        if not check:
+            page.write_text(text)
+    print(f"{len(papers()) + 1} pages: {len(changed)} differ")
+    return 1 if check and changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
