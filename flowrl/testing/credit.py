@@ -13,7 +13,7 @@ from flowrl.credit import Example, check_advantages, check_trained, example
 from flowrl.errors import CreditError
 from flowrl.probes import Branching, Probe
 from flowrl.testing import findings
-from flowrl.testing.findings import Contract, ContractBroken, expect, name_of, twice, unchanged
+from flowrl.testing.findings import INAPPLICABLE, Contract, ContractBroken, expect, name_of, twice, unchanged
 from flowrl.testing.tables import left, of_members, of_prompts, schedule_for, tree_sizes
 from flowrl.types import Prompt, Schedule
 
@@ -264,9 +264,9 @@ def _applied(rule: Any, table: Example) -> Tensor:
 
 
 @promise("a rule with `assign_prompts` follows the prompts' texts: with prompts in another order, and after a restored memory")
-def follows_prompts(case: Case) -> None:
+def follows_prompts(case: Case) -> str | None:
     if not hasattr(case.rule, "assign_prompts"):
-        return
+        return INAPPLICABLE
     first, second = (t for seed, t in enumerate(case.tables(seeds=2)) if seed < 2)
     texts, order = [Prompt(f"prompt {i}") for i in range(len(first.rewards))], torch.arange(len(first.rewards)).flip(0)
 
@@ -293,9 +293,9 @@ def follows_prompts(case: Case) -> None:
 
 
 @promise("a rule with `trained` selects the decisions that enter the loss, bool [prompt, member, step], for permuted members too")
-def selects_decisions(case: Case) -> None:
+def selects_decisions(case: Case) -> str | None:
     if not hasattr(case.rule, "trained"):
-        return
+        return INAPPLICABLE
     rule = copy.deepcopy(case.rule)
     for seed, shown in enumerate(case.tables(seeds=2)):
         order, advantages, before = _orders(shown, seed), case.assign(shown), copy.deepcopy(rule)
@@ -316,9 +316,9 @@ def selects_decisions(case: Case) -> None:
 
 
 @promise("a rule that reads components gives advantages [prompt, member, step] from one table per component")
-def credits_components(case: Case) -> None:
+def credits_components(case: Case) -> str | None:
     if not hasattr(case.rule, "assign_parts"):
-        return
+        return INAPPLICABLE
     for shown in case.tables():
         tree, other = shown.schedule.tree, 10.0 * shown.rewards.flip(1) ** 2
         parts = {"first": shown.rewards, "second": other if tree is None else tree.node_table(tree.values(other[..., -1]))}

@@ -22,6 +22,10 @@ Place = Callable[[tuple[int, ...]], str]
 """A function from an index of a tensor to words such as " at sample 3"."""
 
 
+INAPPLICABLE = "does not apply"
+"""What a check returns if its promise concerns only other parts of the kind."""
+
+
 class ContractBroken(AssertionError):
     """A part breaks a promise of its protocol; the message names the promise, the observed value, and the usual cause."""
 
@@ -37,7 +41,7 @@ class Promise:
     Args:
         name: a short name.
         says: the content of the promise.
-        check: raises `ContractBroken`, or returns advice.
+        check: raises `ContractBroken`, or returns advice or `INAPPLICABLE`.
         basic: if this promise is broken, later ones are not tried, because they would fail for the same reason.
     """
 
@@ -53,8 +57,8 @@ class Finding:
 
     Args:
         promise: name of the promise.
-        ok: whether it was kept.
-        message: reason or advice; empty for a kept promise without advice.
+        ok: whether it was kept, or does not apply.
+        message: reason, advice or `INAPPLICABLE`; empty for a kept promise without advice.
         tried: False if an earlier basic promise was broken.
     """
 
@@ -65,7 +69,9 @@ class Finding:
 
     @property
     def mark(self) -> str:
-        """One word: kept, advice, BROKEN or untried."""
+        """One word: kept, advice, n/a, BROKEN or untried."""
+        if self.message == INAPPLICABLE:
+            return "n/a"
         if self.ok:
             return "advice" if self.message else "kept"
         return "BROKEN" if self.tried else "untried"
@@ -100,9 +106,14 @@ class Findings(Sequence[Finding]):
         return len(self.findings)
 
     def __str__(self) -> str:
-        lines = [f"{self.part}: {sum(f.ok for f in self.findings)} of {len(self.findings)} promises kept"]
+        idle = sum(finding.message == INAPPLICABLE for finding in self.findings)
+        kept, applicable = sum(finding.ok for finding in self.findings) - idle, len(self.findings) - idle
+        note = f"; {idle} {'does' if idle == 1 else 'do'} not apply" if idle else ""
+        lines = [f"{self.part}: {kept} of {applicable} promises kept{note}"]
         for finding in self.findings:
             lines.append(f"{finding.mark:<7}  {finding.promise}")
+            if finding.message == INAPPLICABLE:
+                continue
             _, _, reason = finding.message.rpartition(f" breaks the promise {finding.promise!r} ")
             lines.extend(textwrap.wrap(reason, 120, initial_indent=" " * 9, subsequent_indent=" " * 9))
         return "\n".join(lines)
@@ -166,6 +177,8 @@ class Contract:
             if obstacle:
                 pytest.skip(obstacle)
             advice = promise.check(make())
+            if advice == INAPPLICABLE:
+                pytest.skip(INAPPLICABLE)
             if advice:
                 warnings.warn(f"{promise.name}: {advice}", ContractAdvice, stacklevel=1)
 

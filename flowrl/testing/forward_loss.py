@@ -11,7 +11,7 @@ from flowrl.errors import FlowrlError
 from flowrl.flow import uniform_schedule
 from flowrl.forward import ForwardBatch, Noise, Together, WeightCopy, unit_means
 from flowrl.protocols import PooledForwardLoss
-from flowrl.testing.findings import Contract, ContractBroken, expect, finite, same, twice, unchanged
+from flowrl.testing.findings import INAPPLICABLE, Contract, ContractBroken, expect, finite, same, twice, unchanged
 
 CONTRACT = Contract("forward-process loss")
 promise = CONTRACT.promise
@@ -300,9 +300,9 @@ def adds_up_over_parts(loss: Any) -> None:
 
 
 @promise("with together = 'group' and advantages that sum to 0, the weights of a group's errors in the gradient sum to 0")
-def balances_groups(loss: Any) -> None:
+def balances_groups(loss: Any) -> str | None:
     if together(loss) != "group":
-        return
+        return INAPPLICABLE
     batch = rows_of_iteration(MOVE)
     batch = replace(batch, old=batch.new.detach(), average=batch.new.detach())
     weights = weights_of_errors(loss, batch, "with new and old equal")

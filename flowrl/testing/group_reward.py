@@ -10,7 +10,7 @@ from torch import Tensor
 from flowrl.errors import RewardContractError, require
 from flowrl.protocols import GroupReward, RewardModel
 from flowrl.rewards.contract import check_group_scores, marks_invalid
-from flowrl.testing.findings import Contract, ContractBroken, expect, name_of, same, twice, unchanged
+from flowrl.testing.findings import INAPPLICABLE, Contract, ContractBroken, expect, name_of, same, twice, unchanged
 from flowrl.types import Prompt
 
 CONTRACT = Contract("group reward")
@@ -150,9 +150,9 @@ def needs_no_gradient(case: Case) -> None:
 
 
 @promise("a reward with components: `score_groups` equals `total(group_parts(...))`; components are [prompt, member] and finite")
-def adds_up_its_parts(case: Case) -> None:
+def adds_up_its_parts(case: Case) -> str | None:
     if not (hasattr(case.reward, "group_parts") and hasattr(case.reward, "total")):
-        return
+        return INAPPLICABLE
     parts = case.reward.group_parts(case.images.clone(), list(case.prompts))
     for name, values in parts.items():
         checked(case, values, f"group_parts, for the component {name!r},")

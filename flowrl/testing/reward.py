@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.errors import RewardContractError, require
 from flowrl.rewards.contract import check_scores, marks_invalid
-from flowrl.testing.findings import Contract, ContractBroken, expect, name_of, same, twice, unchanged
+from flowrl.testing.findings import INAPPLICABLE, Contract, ContractBroken, expect, name_of, same, twice, unchanged
 from flowrl.types import Prompt
 
 CONTRACT = Contract("reward model")
@@ -128,9 +128,9 @@ def needs_no_gradient(case: Case) -> None:
 
 
 @promise("a reward with components: `score` equals `total(parts(...))`, and every component is [sample] and finite")
-def adds_up_its_parts(case: Case) -> None:
+def adds_up_its_parts(case: Case) -> str | None:
     if not (hasattr(case.reward, "parts") and hasattr(case.reward, "total")):
-        return
+        return INAPPLICABLE
     parts = case.reward.parts(case.images.clone(), list(case.prompts))
     for name, values in parts.items():
         keeps_the_score_contract(case, values, f"parts, for the component {name!r},", "Give every component a number per image.")

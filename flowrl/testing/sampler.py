@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowrl.flow import expand, shifted_schedule
 from flowrl.protocols import RandomSampler, Sampler
-from flowrl.testing.findings import Contract, ContractBroken, expect, name_of, same, twice, unchanged
+from flowrl.testing.findings import INAPPLICABLE, Contract, ContractBroken, expect, name_of, same, twice, unchanged
 from flowrl.types import Gaussian, Schedule
 
 CONTRACT = Contract("sampler")
@@ -77,9 +77,9 @@ def close_gaussians(got: Gaussian, expected: Gaussian, step: Tensor, what: str, 
 
 
 @promise("it draws samplers: the same generator state and iteration give the same one, and no other randomness", basic=True)
-def draws_reproducibly(case: Case) -> None:
+def draws_reproducibly(case: Case) -> str | None:
     if not isinstance(case.sampler, RandomSampler):
-        return
+        return INAPPLICABLE
     batch = case.inputs()
     for seed in range(8):
         first, second = twice(lambda seed=seed: case.drawn(case.schedule, seed))

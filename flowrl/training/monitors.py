@@ -235,7 +235,7 @@ def kl_runaway(rows: Sequence[Row], limits: Limits) -> Notice | None:
             return Notice(
                 "kl",
                 f"the KL {what} has grown to {mean:.2g} per latent element from {usual:.2g}. Look at the samples; lower "
-                "learning_rate or minibatches, raise kl_weight, or resume from an earlier checkpoint",
+                "learning_rate or minibatches, or raise kl_weight",
             )
     return None
 

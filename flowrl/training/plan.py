@@ -200,7 +200,9 @@ def plan_text(found: Plan, config: RunConfig) -> str:
     p, rollout, evaluation = found, config.rollout, config.evaluation
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
     networks = p.velocities // p.evaluations if p.evaluations else 1
-    kl = f" x {networks} (base model and copies of the weights)" if networks > 1 else ""
+    loss = make_method(config).loss
+    others = ["base model"] * loss.needs_reference + ["copies of the weights"] * (networks > 1 + loss.needs_reference)
+    kl = f" x {networks} ({', '.join(['network', *others])})" if networks > 1 else ""
     if (config.policy.train_guidance_scale, config.policy.reference_guidance_scale) != (0, 0):
         train, reference = loss_guidance(config).scales(config.policy.guidance_scale)
         kl += f", guidance {train:g}" + (f" and {reference:g} of the base model" if reference != train else "")
