@@ -1,10 +1,10 @@
 """Makes the 2-D numbers of the pages about papers and of the first result again, by the command beside them.
 
-    python benchmarks/documented.py            # about 2 minutes on 2 free cores; rewrites what differs
+    python benchmarks/documented.py            # a few minutes; rewrites what differs
     python benchmarks/documented.py --check    # changes nothing; exit status 1 if a number differs
 
 Runs `flowrl compare --world mixture --seeds 0 1 2` with the methods of all pages at once: a method's numbers do not depend on the
-methods beside it. Another kind of processor may change the last digits (docs/verdicts.md).
+methods compared with it. They depend on the kind of processor (docs/papers/index.md).
 """
 
 import argparse
@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flowrl.plots.report import result_blocks
@@ -49,8 +49,13 @@ def renewed(summaries: Mapping[str, MethodSummary]) -> dict[Path, str]:
     names = [*map(str, dict.fromkeys(match["method"] for match in ROW.finditer(first.read_text())))]
     columns = dict(column for block in result_blocks([summaries[name] for name in names]).values() for column in block)
     cells = {name: [columns[column][at] for column in FIRST_RESULT] for at, name in enumerate(names)}
-    pages[first] = ROW.sub(lambda row: " | ".join(["|", row["method"], *cells[row["method"]], "|"]), first.read_text())
+    pages[first] = ROW.sub(lambda row: _row([row["method"], *cells[row["method"]]]), first.read_text())
     return pages
+
+
+def _row(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
 
 
 def main() -> int:

@@ -67,11 +67,14 @@ def _commit() -> str:
 
 
 def _processor() -> str:
+    """The processor's name, with family and model where the system tells them: rounding may differ between models of one name."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+        pairs = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     except OSError:
         return platform.machine()
+    found = {name.strip(): value.strip() for name, _, value in reversed(pairs)}
+    kind = [f"{word} {found[entry]}" for entry, word in (("cpu family", "family"), ("model", "model")) if entry in found]
+    return ", ".join([found.get("model name", platform.machine()), *kind])
 
 
 def stamp() -> dict[str, Any]:
