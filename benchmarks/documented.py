@@ -1,4 +1,4 @@
-"""Makes the 2-D numbers of the pages about papers and of the first result again, by the command beside them.
+"""Makes the 2-D numbers of the pages about papers and of the first result again, by the command on each page.
 
     python benchmarks/documented.py            # a few minutes; rewrites what differs
     python benchmarks/documented.py --check    # changes nothing; exit status 1 if a number differs

@@ -1,0 +1,48 @@
+"""The numbers on the pages about papers: benchmarks/documented.py finds every one of them, and changes nothing else."""
+
+import re
+from dataclasses import fields
+
+import documented
+import pytest
+
+from flowrl.methods import METHODS
+from flowrl.training.results import Mean, MethodSummary
+
+
+def summary(method: str, **known: object) -> MethodSummary:
+    """Results with these values; the others are 0."""
+    zeros = {
+        entry.name: Mean(0.0, 0.0) if entry.name in ("base", "final", "lead", "final_strict") else 0.0
+        for entry in fields(MethodSummary)
+    }
+    return MethodSummary(**{**zeros, "method": method, "heldout": {}, **known})  # pyright: ignore[reportArgumentType]
+
+
+def test_every_method_with_a_page_has_a_command_and_a_result() -> None:
+    methods = documented.papers()
+    assert set(methods.values()) == set(METHODS) - {"noise-weighted"}
+    for page, method in methods.items():
+        assert page.stem == method
+        assert len(documented.SENTENCE.findall(page.read_text())) == 1, page
+
+
+def test_a_result_becomes_the_sentence_of_the_page() -> None:
+    page = documented.DOCS / "papers" / "dense-grpo.md"
+    known = summary(
+        "dense-grpo", seeds=3, base=Mean(0.187, 0.0), final=Mean(0.937, 0.219), worst=0.836, collapsed=1, nfe_per_trajectory=45.0,
+        train_nfe_per_trajectory=5.0,
+    )  # fmt: skip
+    assert documented.sentence(known) in page.read_text()
+
+
+@pytest.mark.parametrize("name", ["papers/tp-grpo.md", "start/first-result.md"])
+def test_only_the_results_change(name: str) -> None:
+    page = documented.DOCS / name
+    methods = {*documented.papers().values()}
+    pages = documented.renewed({method: summary(method, seeds=3, lead=Mean(0.25, 0.125)) for method in methods})
+    before, after = page.read_text().splitlines(), pages[page].splitlines()
+    changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+    assert 1 <= len(changed) <= 3
+    assert all("0.000" in new or "0.0 network evaluations" in new or "+0.250 ± 0.125" in new for _, new in changed)
+    assert all(re.match(r"This command|with |\| [\w-]+ \| ", old) for old, _ in changed)
