@@ -151,7 +151,7 @@ def test_what_is_wrong_is_said(family, style, tmp_path):
         policy.adapters.train("default", frozen=["default"])
     with pytest.raises(ConfigError, match="has one of this name"):
         policy.adapters.add("default", 1, 1.0, ("to_q",), 0)
-    with pytest.raises(ConfigError, match="the name 'a b'"):
+    with pytest.raises(ConfigError, match="name 'a b'"):
         make(replace(TINY, frozen_adapters=(f"a b={style[0]}",)))
     with pytest.raises(CheckpointError, match="none does not exist"):
         make(replace(TINY, frozen_adapters=(str(tmp_path / "none"),)))
