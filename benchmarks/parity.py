@@ -48,7 +48,7 @@ TOLERANCES = {
     "means": 1e-5, "log-probabilities": 1e-6, "ratios": 1e-6, "clipped pairs": 0.0, "process rewards": 1e-6, "advantages": 1e-6,
     "policy loss / advantage": 1e-6, "loss / advantage": 1e-6, "mean loss": 1e-7, "KL": 2e-6, "gradients": 2e-5,
     "gradient norm": 2e-5, "weights / learning rate": 1e-3, "weights of rows": 1e-6, "matching errors": 1e-5,
-    "squared distances": 1e-5, "ratios of errors": 1e-5, "row losses": 1e-5, "group sums": 1e-5, "group weights": 1e-5,
+    "squared distances": 1e-5, "ratios of errors": 1e-5, "row losses": 1e-5, "group sums": 1e-4, "group weights": 1e-5,
     "loss of micro-batches": 1e-5, "velocities": 1e-5, "copies of the weights": 2e-7, "training times": 1e-6,
 }  # fmt: skip
 """Quantity -> largest difference. The recordings' README has the rounding that these leave room for."""
