@@ -55,8 +55,8 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Run all tests, the slow ones included."""
-    session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
+    """Run the slow tests, those that `tests` leaves out."""
+    session.run("python", "-m", "pytest", "-n", "2", "-m", "slow", *session.posargs)
 
 
 @nox.session

@@ -56,9 +56,12 @@ LARGE = 2048
 def matrix_product_ceiling(device: torch.device, dtype: torch.dtype, sizes: Sequence[int], seconds: float = 0.5) -> float:
     """Floating-point operations per second of square matrix products of random numbers: the best of `sizes`, each measured for
     about `seconds` after a warm-up: the upper bound for a network of such products alone, on as many threads as PyTorch has now.
-    Raises `ValueError` unless one size is `LARGE` or more."""
+    A processor without instructions for `dtype` multiplies in it up to fifty times slower than in float32, whose ceiling is then
+    returned. Raises `ValueError` unless one size is `LARGE` or more."""
     if max(sizes) < LARGE:
         raise ValueError(f"sizes {tuple(sizes)}: one must be {LARGE:,} or more, or the ceiling is too low")
+    if device.type == "cpu" and _small_product_seconds(dtype) > _small_product_seconds(torch.float32):
+        dtype = torch.float32
     best = 0.0
     for size in sizes:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -78,6 +81,12 @@ def share_of_ceiling(operations: float, seconds: float, ceiling: float) -> float
             f"at {ceiling / 1e9:.0f} ({torch.get_num_threads()} threads); measure again while nothing else runs"
         )
     return share
+
+
+def _small_product_seconds(dtype: torch.dtype) -> float:
+    """Seconds for a small product on the CPU, the best of three."""
+    a = torch.ones(256, 256, dtype=dtype)
+    return min(_product_seconds(a, a, 1) for _ in range(3))
 
 
 def _product_seconds(a: Tensor, b: Tensor, count: int) -> float:

@@ -92,7 +92,9 @@ def test_synchronisations_grow_with_neither_steps_nor_micro_batches(method):
     assert count(minibatches=4) <= usual + 2 * 17  # metrics and the gradient's norm of a mini-batch
 
 
-@pytest.mark.parametrize("method", SYNCHRONISATIONS)
+@pytest.mark.parametrize(
+    "method", [name if name == "tp-grpo" else pytest.param(name, marks=pytest.mark.slow) for name in SYNCHRONISATIONS]
+)
 def test_nothing_is_compiled_after_the_first_iteration(method):
     """Rollout, probing and update of blocks that are compiled, with batches of other sizes in every phase."""
     torch._dynamo.reset()

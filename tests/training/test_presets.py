@@ -385,11 +385,11 @@ SMALL = {
 
 LEAVES = {BRANCH: 16, TEMPFLOW: 6, GRANULAR: 36, TREE: 27}
 """The smallest group that a method's tree fits."""
-RUN = [name for name in FLAVOURS if name.split(",")[1] not in TREES + FORWARD] + [
+RUN = [
     f"{model},{method},{(GENEVAL, OCR, PICKSCORE)[(i + j + bool(form)) % 3]}{form}"
-    for i, model in enumerate(MODELS) for j, method in enumerate(TREES + FORWARD) for form in ("", ",exact")
+    for i, model in enumerate(MODELS) for j, method in enumerate(METHODS) for form in ("", ",exact")
 ]  # fmt: skip
-"""Trees and forward-process methods with one task per model and form, in turn; all tasks are planned and checked by value."""
+"""Every method with every model in both forms, with one task each, in turn; all tasks are planned and checked by value."""
 
 
 @pytest.mark.slow
