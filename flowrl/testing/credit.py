@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Case:
     def __repr__(self) -> str:
         return name_of(self.rule)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[tuple[int, int, int], ...]:
         """Prompts, members and steps of the tables to try."""
         if isinstance(self.rule.probe, Branching):

@@ -27,9 +27,10 @@ def tree_sizes(probe: Branching, steps: int | None = None) -> tuple[tuple[int, i
     """Prompts, members and steps of tables whose members fit the probe's trees, all different within a table."""
     found = []
     for count in range(1, MOST_STEPS + 1) if steps is None else (steps,):
+        decisions = schedule_for(count).decisions
         for members in range(1, MOST_MEMBERS + 1):
             try:
-                probe.tree(count, schedule_for(count).decisions, members, False, torch.Generator().manual_seed(0))
+                probe.tree(count, decisions, members, False, torch.Generator().manual_seed(0))
             except ConfigError:
                 continue
             found.append((members * -(-3 // members), count))

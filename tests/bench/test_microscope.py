@@ -298,6 +298,7 @@ class TestNumbers:
         assert change(looks, looks[1:], "soft", "0").value == pytest.approx(0.0)
         assert difference(looks, "soft", "0", "0").high == pytest.approx(0.0)
 
+    @pytest.mark.slow
     def test_the_estimated_number_of_groups_has_its_power(self) -> None:
         """Correlations 0.60 and 0.52: of 300 studies with the estimated number of groups, 80% find the difference; the limits
         are 3.5 standard errors, and 6 points more for the error of the estimated spread."""
@@ -338,6 +339,7 @@ class TestMicroscopeCommand:
         monkeypatch.setattr(microscope, "QUICK", {"mixture": SMALL, "shapes": SMALL})
         monkeypatch.setattr(microscope, "RULES", GAINS)
 
+    @pytest.mark.slow
     def test_results_and_page_go_where_the_options_say(self, tmp_path: Path, capsys) -> None:
         mine = rule_file(tmp_path / "v1.py")
         options = ["--quick", "--world", "mixture", "--looks", "1", "--workers", "1"]

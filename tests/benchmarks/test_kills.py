@@ -25,6 +25,7 @@ def test_every_phase_meets_every_signal_and_target():
     assert planned(100, 0) == planned(100, 0) != planned(100, 1)
 
 
+@pytest.mark.slow
 def test_a_training_that_is_killed_twice_ends_with_the_same_numbers(tmp_path):
     kills = [Kill("train", "checkpoint", "SIGKILL", "process"), Kill("train", "evaluation", "SIGTERM", "group")]
     found = tried({"train": kills}, tmp_path, 0)

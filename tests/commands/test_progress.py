@@ -303,6 +303,7 @@ def test_accelerate_configurations_are_in_the_package(capsys):
         assert "distributed_type" in Path(capsys.readouterr().out.strip()).read_text()
 
 
+@pytest.mark.slow
 def test_a_plan_counts_in_the_precision_of_a_gpu(capsys):
     from flowrl.cli import main
 

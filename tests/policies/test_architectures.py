@@ -1,5 +1,6 @@
 """Published sizes counted on shapes alone, and their memory: against sums by hand, and what must grow with what."""
 
+import gc
 import itertools
 from dataclasses import replace
 
@@ -252,6 +253,7 @@ def test_the_counter_agrees_with_the_allocators_records(make, train):
 
     once()
     fresh()
+    gc.collect()  # what earlier tests left must not be freed in between
     with memory.StorageCounter("cpu") as counter:
         counter.add_all()
         before = counter.largest

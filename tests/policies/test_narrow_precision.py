@@ -223,6 +223,7 @@ def test_compiled_blocks_are_not_compiled_again_as_a_whole(monkeypatch):
     assert plain.transformer._compiled_call_impl is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny_sd3_policy, tiny_flux_policy])
 def test_batches_of_many_sizes_are_three_compilations_of_a_block(make):
     """PyTorch compiles a block for the first size, again with the size as a variable, and for a single row; other sizes take the

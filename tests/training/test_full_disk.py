@@ -169,6 +169,7 @@ def test_a_disk_that_fills_at_any_operation_of_a_report_leaves_the_old_or_the_ne
     assert at > 25 and mixed > 5 / step
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_while_a_comparison_begins_does_not_block_the_next(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("flowrl.training.compare.run_jobs", lambda *_, **__: False)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)

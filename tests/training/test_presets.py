@@ -186,6 +186,13 @@ TRAINED = {
 FLAVOURS = [name + form for name in combinations() for form in ("", ",exact")]
 
 
+RUN = [
+    f"{model},{method},{(GENEVAL, OCR, PICKSCORE)[(i + j + bool(form)) % 3]}{form}"
+    for i, model in enumerate(MODELS) for j, method in enumerate(METHODS) for form in ("", ",exact")
+]  # fmt: skip
+"""Every method with every model in both forms, with one task each, in turn; values are checked for all tasks."""
+
+
 @pytest.mark.parametrize("name", FLAVOURS)
 def test_values_are_the_papers_or_their_translation(name):
     """The papers' and released settings; benchmarks/translation.py for the rest."""
@@ -326,8 +333,8 @@ def test_the_precision_of_a_preset_is_for_gpus(monkeypatch):
     assert preset(f"{SD3},{FLOW},ocr").apply().optim.loss_scale > 0
 
 
-@pytest.mark.parametrize("name", FLAVOURS)
-def test_every_preset_can_be_planned(name):
+@pytest.mark.parametrize("name", RUN)
+def test_presets_can_be_planned(name):
     config = preset(name).apply()
     assert "optimizer steps" in plan_text(plan(config), config)
 
@@ -385,13 +392,6 @@ SMALL = {
 
 LEAVES = {BRANCH: 16, TEMPFLOW: 6, GRANULAR: 36, TREE: 27}
 """The smallest group that a method's tree fits."""
-RUN = [
-    f"{model},{method},{(GENEVAL, OCR, PICKSCORE)[(i + j + bool(form)) % 3]}{form}"
-    for i, model in enumerate(MODELS) for j, method in enumerate(METHODS) for form in ("", ",exact")
-]  # fmt: skip
-"""Every method with every model in both forms, with one task each, in turn; all tasks are planned and checked by value."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
 def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):

@@ -47,6 +47,7 @@ def test_verifier_is_right_about_renderings_and_reconstructions(kind, shapes_pol
     assert float(ShapesReward("strict").score(again, prompts).mean()) >= 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_verifier_tells_careless_pictures_from_right_ones(kind):
     right, careless = drawings(kind), drawings(kind, draw=draw_wrong_layout)
