@@ -392,6 +392,8 @@ SMALL = {
 
 LEAVES = {BRANCH: 16, TEMPFLOW: 6, GRANULAR: 36, TREE: 27}
 """The smallest group that a method's tree fits."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
 def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
