@@ -100,7 +100,7 @@ class Compare:
 
     methods: tuple[str, ...] = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
     """Built-in methods: flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo,
-    tempflow-grpo, granular-grpo, tree-grpo. The first is the baseline."""
+    tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm, dgpo. The first is the baseline."""
     seeds: tuple[Seed, ...] = (0, 1, 2)
     """One run per method and seed."""
     credit: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ import pytest
 
 import flowrl
 from flowrl.cli import COMMANDS, main, plugins
+from flowrl.methods import METHODS
 from flowrl.training.results import load_comparison, summarise
 
 RULE = """
@@ -163,6 +164,14 @@ def test_help_is_there_for_everything(capsys):
         assert main(arguments) == 0
         shown = capsys.readouterr().out
         assert all(name in shown for name in [*COMMANDS, "bench", "pretrain", "serve-reward"])
+
+
+@pytest.mark.parametrize("command", ["compare", "train"])
+def test_the_help_names_every_method(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    words = set(re.findall(r"[\w-]+", capsys.readouterr().out.replace("│", " ")))
+    assert set(METHODS) <= words
 
 
 def test_version_and_environment(capsys):
