@@ -10,7 +10,7 @@ from flowrl.training.config import RunConfig
 from flowrl_bench.arms import ARMS, TASKS, tuned
 from flowrl_bench.verdicts import Rule
 
-SEEDS: dict[str, tuple[int, ...]] = {"mixture": tuple(range(100, 115)), "shapes": tuple(range(100, 110))}
+SEEDS: dict[str, tuple[int, ...]] = {"mixture": tuple(range(100, 115)), "shapes": tuple(range(100, 115))}
 """Seeds that no earlier result and no search has used."""
 QUICK_SEEDS = (100, 101, 102)
 """Seeds of the quick suite, which has runs in the 2-D world only."""
