@@ -48,8 +48,9 @@ class Claim:
 
     `says`: the paper's claim in our words; `source`: the paper; `number`: the result it reports. `arms`: changes to the run's
     settings, by name; `base`: changes that all arms share; `rule` turns runs into a verdict. `tasks`: image tasks on which the
-    claim is also tested (none: the 2-D world only). `asks` marks an open question. `samples`: arms that are also judged by
-    samples of their stochastic sampler (`flowrl_bench.measurements.observe`).
+    claim is also tested (none: the 2-D world only); `in_2d`: whether it is tested in the 2-D world. `asks` marks an open
+    question. `samples`: arms that are also judged by samples of their stochastic sampler
+    (`flowrl_bench.measurements.observe`).
     """
 
     id: str
@@ -60,16 +61,18 @@ class Claim:
     rule: Rule
     base: Arm = field(default_factory=dict)
     tasks: tuple[str, ...] = ()
+    in_2d: bool = True
     asks: bool = False
     samples: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require(len(self.arms) >= 1, f"claim {self.id}: arms", dict(self.arms), "one or more")
+        require(bool(self.worlds), f"claim {self.id}: tasks", self.tasks, "one or more, if it is not tested in the 2-D world")
 
     @property
     def worlds(self) -> tuple[str, ...]:
         """The worlds in which the claim is tested."""
-        return ("mixture", "shapes") if self.tasks else ("mixture",)
+        return (*(("mixture",) if self.in_2d else ()), *(("shapes",) if self.tasks else ()))
 
     def configs(self, world: str, seeds: tuple[int, ...]) -> Iterator[tuple[str, str, int, RunConfig]]:
         """(arm, task, seed, run) of every run in a world."""

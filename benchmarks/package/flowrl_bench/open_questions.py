@@ -120,6 +120,25 @@ _ESTIMATES = (
             )
         ),
     ),
+    question(
+        "slower-forward",
+        "Does diffusion-nft do better with the learning rate that came second in its search (0.004 instead of 0.008)?",
+        {
+            "uniform": UNIFORM,
+            "diffusion-nft": {"arm": "diffusion-nft"},
+            "rate 0.004": {"arm": "diffusion-nft", "learning_rate": 0.004},
+        },
+        Parts(
+            (
+                *each(("rate 0.004",), "diffusion-nft").rules,
+                Compare("rate 0.004", "diffusion-nft", "collapse"),
+                *each(("rate 0.004",), "uniform").rules,
+                *each(("rate 0.004",), "uniform", "reward at equal nfe").rules,
+            )
+        ),
+        tasks=TASKS["shapes"],
+        in_2d=False,
+    ),
 )
 
 _REWARDS = tuple(
