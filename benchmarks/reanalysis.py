@@ -109,8 +109,6 @@ def spread_rows(details: str, results: Results) -> Iterator[Row]:
     for label, world in WORLDS.items():
         for cells in table(details.split(f"## Spread over seeds, {label}")[1].split("\n## ")[0]):
             runs = results.find(world, settings[world][cells[0]])
-            tasks = Counter(seed for seed, *_ in runs)  # a seed counts once all its tasks are there
-            runs = {key: run for key, run in runs.items() if tasks[key[0]] == max(tasks.values())}
             areas = by_seed({key: run.area() for key, run in runs.items()})
             finals = by_seed({key: float(run.rewards[-1]) for key, run in runs.items()})
             rates = interval(wilson(np.array([run.collapsed for run in runs.values()])))

@@ -102,7 +102,7 @@ class Results:
         }
 
     def find(self, world: str, settings: Settings) -> dict[Key, Run]:
-        """The runs with these settings, by seed and task."""
+        """The runs with these settings, by seed and task, of the seeds that have runs of all tasks."""
         wanted = {**self.usual.get(world, {}), **DEFAULTS[world], **settings}
         name = world + json.dumps(wanted, sort_keys=True)
         if name not in self.found:
@@ -116,7 +116,8 @@ class Results:
                 if run.key in found:
                     raise ValueError(f"two runs of seed and task {run.key} have the settings {wanted}")
                 found[run.key] = run
-        return found
+        tasks = Counter(seed for seed, _ in found)  # a seed counts once all its tasks are there
+        return {key: run for key, run in found.items() if tasks[key[0]] == max(tasks.values())}
 
 
 class Test(NamedTuple):
