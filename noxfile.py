@@ -81,16 +81,27 @@ def wheel(session: nox.Session) -> None:
         missing = sorted(packaged_files() - set(zipfile.ZipFile(built).namelist()))
         if missing:
             session.error(f"{built.name} lacks {', '.join(missing)}")
-        programs, alone = work / "venv" / PROGRAMS, {"PYTHONPATH": None}
-        session.run("python", "-m", "venv", str(work / "venv"))
-        with session.chdir(work):
-            python, flowrl = str(programs / "python"), str(programs / "flowrl")
-            constraints = str(ROOT / "constraints.txt")
-            session.run(python, "-m", "pip", "install", "-q", str(built), "-c", constraints, env=alone)
-            session.run(flowrl, "compare", "--preset", "tiny", "--seeds", "0", "--out", "run", env=alone)
-        report = work / "run" / "report.html"
-        if not report.is_file() or report.stat().st_size == 0:
-            session.error("flowrl compare wrote no report.html")
+        compare_elsewhere(session, work, str(built), "constraints.txt")
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """Install the lowest versions that pyproject.toml allows into a fresh environment, and run a tiny comparison there."""
+    with tempfile.TemporaryDirectory() as folder:
+        compare_elsewhere(session, Path(folder), str(ROOT), "constraints-lowest.txt")
+
+
+def compare_elsewhere(session: nox.Session, work: Path, package: str, constraints: str) -> None:
+    """Install `package` into a new environment in `work`, and run `flowrl compare --preset tiny` there."""
+    programs, alone = work / "venv" / PROGRAMS, {"PYTHONPATH": None}
+    session.run("python", "-m", "venv", str(work / "venv"))
+    with session.chdir(work):
+        python, flowrl = str(programs / "python"), str(programs / "flowrl")
+        session.run(python, "-m", "pip", "install", "-q", package, "-c", str(ROOT / constraints), env=alone)
+        session.run(flowrl, "compare", "--preset", "tiny", "--seeds", "0", "--out", "run", env=alone)
+    report = work / "run" / "report.html"
+    if not report.is_file() or report.stat().st_size == 0:
+        session.error("flowrl compare wrote no report.html")
 
 
 def packaged_files() -> set[str]:

@@ -45,6 +45,16 @@ def test_the_repository_has_one_address():
     assert f"({address})" in (root / "README.md").read_text()
 
 
+def test_the_lowest_versions_are_the_lower_bounds():
+    """constraints-lowest.txt, which `nox -s lowest` installs; of torch only one version has a CPU build everywhere."""
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    bounds = [*project["dependencies"], *(bound for extra in project["optional-dependencies"].values() for bound in extra)]
+    lowest = {tuple(line.split("==")) for line in (root / "constraints-lowest.txt").read_text().split("\n") if "==" in line}
+    assert {tuple(bound.split(">=")) for bound in bounds if ">=" in bound} - lowest == {("torch", "2.11")}
+    assert "torch==2.13.0" in (root / "constraints.txt").read_text()
+
+
 def test_the_readme_is_short():
     """Outside of code and tables no line is longer than 120 characters."""
     lines = (Path(__file__).parents[1] / "README.md").read_text().splitlines()

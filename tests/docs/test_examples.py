@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from loading import load
 
 from flowrl.cli import load_command, run_command
 from flowrl.registry import build
@@ -139,3 +140,42 @@ def test_every_public_name_is_on_one_page(reference: ModuleType) -> None:
 def test_references_name_public_things(public: set[str]) -> None:
     named = {name for page in PAGES for name in re.findall(r"\{py:\w+\}`([\w.]+)`", page.read_text())}
     assert named and not named - public, "Sphinx itself does not report such a name"
+
+
+@pytest.fixture(scope="module")
+def readme() -> ModuleType:
+    """The script with which CI runs the blocks of README.md."""
+    return load(".ci/readme.py")
+
+
+class TestReadmeInCI:
+    """CI runs README.md's blocks; only markers with a reason change that."""
+
+    def test_all_blocks_run_but_marked_ones(self, readme: ModuleType) -> None:
+        found = readme.blocks((ROOT / "README.md").read_text())
+        assert sum(bool(block.commands) for block in found) == len(found) - sum(block.marker == "skip" for block in found)
+        assert "pip install" in found[0].commands[0] and "#" not in found[0].commands[0]
+        assert any(command.endswith('-m pytest -n 2 -m "not slow"') for block in found for command in block.commands)
+
+    def test_markers(self, readme: ModuleType) -> None:
+        bash = "```bash\na b  # why\nc \\\n  d\n```\n"
+        python = "```python\n# my.py\nx = 1\n```\n"
+        text = f"{bash}<!-- ci: skip: needs weights -->\n{bash}\n<!-- ci: add --seeds 0: fast -->\n{bash}{python}"
+        plain, skipped, reduced, file = readme.blocks(text)
+        assert plain.commands == ["a b", "c    d"] and skipped.commands == []
+        assert reduced.commands == ["a b", "c    d --seeds 0"] and reduced.reason == "fast"
+        assert len(file.commands) == 1 and file.commands[0].startswith("cat > my.py")
+        assert "needs weights" in readme.describe([plain, skipped]) and "fast" not in readme.describe([plain, skipped])
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("<!-- ci: skip -->\n```bash\na\n```\n", "one marker"),
+            ("<!-- ci: skip: x -->\n\n```bash\na\n```\n", "directly above"),
+            ("<!-- ci: skip: x -->\n```yaml\na\n```\n", "does not run"),
+            (5 * "<!-- ci: skip: x -->\n```bash\na\n```\n", "at most 4"),
+        ],
+    )
+    def test_wrong_markers_are_named(self, readme: ModuleType, text: str, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            readme.blocks(text)
