@@ -1,13 +1,19 @@
 """The comparison behind the golden runs finds every difference, and no other."""
 
 import json
+import math
 import shutil
 
 import golden
+import golden_sides
 import pytest
 import torch
-from golden_cases import Job, cases
+from golden_cases import METHODS, POINTS, Job, cases, runs
 from safetensors.torch import save_file
+
+from flowrl.credit.table import zscore
+from flowrl.methods import METHODS as ALL_METHODS
+from flowrl.training import trainer
 
 RANDOM = torch.Generator().manual_seed(0).get_state()
 ROWS = [{"iteration": 0, "loss": 0.5, "seconds": 1.0}, {"iteration": 1, "loss": float("nan"), "evaluation": {"reward": 0.25}}]
@@ -82,29 +88,113 @@ def test_nothing_to_compare_is_no_success(tmp_path):
 
 
 def test_renamed_things_are_compared_under_their_new_names(compared, monkeypatch):
-    monkeypatch.setattr(golden, "METRICS", {"loss": "total_loss", "evaluation/reward": "heldout/score"})
-    monkeypatch.setattr(golden, "TENSORS", {r"^weight\.": "parameters."})
-    monkeypatch.setattr(golden, "FILES", {"weights": "averaged"})
+    monkeypatch.setattr(golden_sides, "METRICS", {"loss": "total_loss", "evaluation/reward": "heldout/score"})
+    monkeypatch.setattr(golden_sides, "TENSORS", {r"^weight\.": "parameters."})
+    monkeypatch.setattr(golden_sides, "FILES", {"weights": "averaged"})
     rows = [{"iteration": 0, "total_loss": 0.5}, {"iteration": 1, "total_loss": float("nan"), "heldout": {"score": 0.5}}]
     result = compared(rows=rows, tensors={"parameters.a": TENSORS["weight.a"], "generator": RANDOM}, name="averaged")
     assert keys(result.differences) == ["case/run/metrics.jsonl:1/heldout/score"] and result.files == 2
 
 
 def test_only_what_is_meant_is_excused(compared, monkeypatch):
-    monkeypatch.setattr(golden, "MEANT", {"case/*/metrics.jsonl:*/loss": "another reduction"})
+    monkeypatch.setattr(golden_sides, "MEANT", {"case/*/metrics.jsonl:*/loss": "another reduction"})
     rows = [{**ROWS[0], "loss": 0.75}, ROWS[1]]
     assert compared(rows=rows).verdict == "equal, but for what is meant"
     result = compared(rows=rows, tensors={**TENSORS, "weight.a": torch.zeros(3)})
     assert result.verdict == "DIFFERENT" and keys(result.differences) == ["case/run/weights.safetensors:weight.a"]
 
 
-def test_commands_use_the_names_of_their_side():
-    job = Job("run", {"lr": 0.1, "overlap_rewards": True, "heldout_rewards": ("a", "b")})
-    words = ["--out", "out", "--lr", "0.1", "--overlap-rewards", "--heldout-rewards", "a", "b"]
-    assert job.arguments("out", {}) == ["train", *words]
-    assert job.arguments("out", {"lr": "learning_rate"})[3:5] == ["--learning-rate", "0.1"]
+def test_commands_use_the_names_of_their_side(monkeypatch):
+    monkeypatch.setattr(golden_sides, "SETTINGS", {"lr": "learning_rate"})
+    job = Job("run", {"lr": 0.1, "offload": True, "chunked": False, "heldout_rewards": ("a", "b")})
+    words = ["--offload", "--no-chunked", "--heldout-rewards", "a", "b"]
+    old, new = (side.translate(job).arguments("folder") for side in golden_sides.SIDES.values())
+    assert old == ["train", "--out", "folder", "--lr", "0.1", *words]
+    assert new == ["train", "--out", "folder", "--learning-rate", "0.1", *words]
 
 
-def test_names_of_runs_are_unique(tmp_path):
-    names = [job.name for jobs in cases(tmp_path).values() for job in jobs]
-    assert len(set(names)) == len(names)
+def test_every_job_of_a_case_has_its_own_folder(tmp_path):
+    for jobs in cases(tmp_path).values():
+        assert len({job.name for job in jobs}) == len(jobs)
+
+
+def test_every_training_names_its_settings_and_uniform_credit_its_case(tmp_path):
+    named = {"sampler", "noise_level", "window", "loss", "clip_range", "kl_weight", "betas"}
+    named |= {"learning_rate", "group_size", "num_steps", "minibatches", "ema_decay"}
+    named |= {"initial_noise", "trained_steps", "drop_zero_advantages", "eval_solver", "dtype"}
+    for case, jobs in cases(tmp_path).items():
+        for job in (job for job in jobs if job.folder == "out"):
+            assert named <= set(job.settings), (case, job.name, named - set(job.settings))
+            if job.command == "train":
+                uniform = job.settings["credit"].startswith("uniform(")
+                assert uniform == case.startswith("uniform-"), (case, job.name)
+
+
+def test_every_method_runs_in_both_worlds(tmp_path):
+    for world in ("mixture", "shapes"):
+        found = [job for kind in ("uniform", "rules") for job in cases(tmp_path)[f"{kind}-{world}"]]
+        assert set(ALL_METHODS) <= {job.settings["method"] for job in found}
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch, capsys):
+    """The tables of both iterations of a training on the 2-D world."""
+    for owner, name in (
+        (trainer, "minibatch_pairs"),
+        (trainer, "forward_pairs"),
+        (trainer.Trainer, "loss_batches"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # restored after the test
+    found = []
+    golden_sides.observe_current(lambda iteration, tables: found.append((iteration, tables)))
+
+    def train(**settings):
+        from flowrl.cli import main
+
+        (job,) = runs(POINTS, {"run": settings})
+        words = golden_sides.in_current_terms(job).arguments(str(tmp_path / "run"))
+        assert main(words) == 0
+        assert [iteration for iteration, _ in found] == [1, 2]
+        return [tables for _, tables in found]
+
+    return train
+
+
+def test_advantages_follow_from_the_tables_of_an_iteration(tables):
+    for one in tables(**METHODS["flow-grpo"]):
+        trained = one["drawn"].expand_as(one["weights"])
+        assert trained.any() and torch.equal(one["weights"] > 0, trained)
+        scores = zscore(one["rewards"][..., None], over=("member",), clamp=5.0)
+        assert torch.equal(one["advantages"], scores.where(trained, 0.0))
+        assert torch.equal(one["values"][..., -1], one["rewards"])
+        assert float(one["weights"].sum()) == pytest.approx(POINTS["minibatches"])
+
+
+def test_states_and_log_probabilities_fit_the_schedule(tables):
+    for one in tables(**METHODS["flow-grpo"]):
+        ode = (one["std"] == 0).nonzero().flatten()
+        states, moved = one["states"], one["times"].diff()[ode, None, None, None]
+        expected = states[:, :, ode] + moved * one["velocities"][:, :, ode]
+        torch.testing.assert_close(states[:, :, ode + 1], expected)
+        assert torch.equal(one["log_probs"].isfinite(), one["drawn"].expand_as(one["log_probs"]))
+        squared = -2 * one["log_probs"] - 2 * one["std"].log() - math.log(2 * math.pi)
+        squared = squared[..., one["std"] > 0]  # of noise, a mean over two elements
+        assert bool((squared > -1e-5).all())
+        assert float(squared.mean()) == pytest.approx(1, abs=4 / math.sqrt(squared.numel()))
+
+
+def test_a_forward_process_loss_has_a_weight_and_an_advantage_per_drawn_time(tables):
+    for one in tables(**METHODS["awm"]):
+        assert one["weights"].shape == one["advantages"].shape == one["row_times"].shape
+        assert one["weights"].shape[-1] == 3 and bool((one["weights"] > 0).all())
+        assert bool(one["log_probs"].isnan().all()) and not one["drawn"].any()
+
+
+def test_the_tables_of_a_branched_iteration_contain_its_tree(tables):
+    for one in tables(**METHODS["tree-grpo"]):
+        paths, nodes = one["tree.paths"], one["states"].shape[2]
+        for node in range(nodes):
+            states = one["states"][:, :, node]
+            same = paths[:, node, None] == paths[:, node]
+            equal = (states[:, :, None] == states[:, None]).flatten(3).all(3)
+            assert torch.equal(equal, same.expand_as(equal))
