@@ -287,7 +287,7 @@ def plain(cases: Sequence[str] = tuple(CASES), **changes: Any) -> Iterator[Row]:
     """The comparisons with formulas in plain torch; `changes` are settings of the trainer only."""
     for case in cases:
         differences = ((case, *one) for one in plain_differences(case, changes))
-        yield from (Row(PLAIN, "-", *one) for one in attempt(case, differences))
+        yield from (Row(PLAIN, "not released", *one) for one in attempt(case, differences))
 
 
 def print_rows(rows: Sequence[Row], console: Console) -> None:
@@ -338,7 +338,7 @@ def main() -> int:
         nothing = Row("-", "-", "-", f"no recordings in {folder}", float("inf"))
         rows += list(parity(folder)) or [nothing]
     rows += plain()
-    print_rows(rows, Console(width=130))
+    print_rows(rows, Console(width=134))
     failed, skipped = sum(not row.passed for row in rows), sum(row.skipped for row in rows)
     compared, seconds = sum(row.compared for row in rows), time.perf_counter() - began
     print(f"{compared} comparisons, {failed} failed, {skipped} skipped, {seconds:.0f} s")
