@@ -1,8 +1,7 @@
 """Training iterations recorded from the published code, replayed by the trainer: prints how far every quantity is from theirs.
 
-    python benchmarks/parity.py              # the recordings of Flow-GRPO and TP-GRPO in tests/golden_iteration, under a minute
-    python benchmarks/parity.py --data DIR   # another folder of the same format, which the README of the first defines
-    python benchmarks/parity.py --data tests/golden_forward   # DiffusionNFT, AWM and DGPO (parity_forward.py)
+    python benchmarks/parity.py              # all recordings in tests/golden_*, about a minute
+    python benchmarks/parity.py --data DIR   # other folders of the same format (their READMEs)
 
 A replay gives the trainer the recorded weights, prompt embeddings, noise, rewards and order of samples, and settings that mean
 what the published settings mean. It compares trajectories, log-probabilities, ratios, advantages, losses, every gradient and the
@@ -12,29 +11,38 @@ difference: the largest absolute difference over the largest recorded value. Fou
 micro-batches are relative to the largest advantage. The mean loss is absolute, because its terms cancel. Clipped pairs are
 shares. Weights are in learning rates, and compared where the gradient is above 1e-5 or exactly 0: Adam's first step has full
 length however small the gradient is, so that rounding decides the others. Of forward processes, losses of micro-batches are
-relative to the largest loss of a row, and copies of the weights absolute. The exit status is 1 if a difference exceeds its
-tolerance.
+relative to the largest loss of a row, and copies of the weights absolute.
+
+SKIPPED rows name recorded tensors that are not compared, with the reason. FAILED rows have a
+difference beyond its tolerance, or the error that ended the replay; the exit status is then 1.
+
+The method "plain" is NOT the released code: parity_plain.py compares the trainer with formulas in
+plain torch where no recording tells settings apart.
 """
 
 import argparse
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.utils import logging as diffusers_logging
-from parity_compare import distance, step_differences
+from parity_compare import LEAST_GRADIENT, Difference, attempt, distance, reason, step_differences
 from parity_forward import LEFT_OUT, replay_forward
+from parity_plain import CASES, plain_differences
 from parity_recording import ZERO_GROUP, RecordedUpdate, Recording, with_nodes
 from parity_replay import Replay, replay
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
@@ -43,6 +51,8 @@ from flowrl.flow import log_prob, log_prob_without_constants
 from flowrl.registry import build
 
 DATA = Path(__file__).parents[1] / "tests" / "golden_iteration"
+FOLDERS = DATA, DATA.parent / "golden_forward", DATA.parent / "golden_trees"
+PLAIN, NOTE = "plain", "this is not the released code but formulas in plain torch (parity_plain.py)"
 TOLERANCES = {
     "times": 1e-6, "standard deviations": 1e-6, "latents": 1e-5, "velocities (RMS)": 1e-5, "completions": 1e-5,
     "means": 1e-5, "log-probabilities": 1e-6, "ratios": 1e-6, "clipped pairs": 0.0, "process rewards": 1e-6, "advantages": 1e-6,
@@ -50,29 +60,39 @@ TOLERANCES = {
     "gradient norm": 2e-5, "weights / learning rate": 1e-3, "weights of rows": 1e-6, "matching errors": 1e-5,
     "squared distances": 1e-5, "ratios of errors": 1e-5, "row losses": 1e-5, "group sums": 1e-4, "group weights": 1e-5,
     "loss of micro-batches": 1e-5, "velocities": 1e-5, "copies of the weights": 2e-7, "training times": 1e-6,
+    "clipped gradients": 2e-5,
 }  # fmt: skip
 """Quantity -> largest difference. The recordings' README has the rounding that these leave room for."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison."""
+    """One comparison; or, without a number in `difference`, why there is none, in `quantity`."""
 
     method: str
     model: str
     state: str
     quantity: str
     difference: float
+    skipped: bool = False
 
     @property
-    def tolerance(self) -> float:
-        """The largest difference that passes."""
-        return TOLERANCES[self.quantity]
+    def compared(self) -> bool:
+        """Whether there is a difference."""
+        return self.quantity in TOLERANCES
+
+    @property
+    def verdict(self) -> str:
+        """pass, SKIPPED or FAILED."""
+        if self.skipped:
+            return "SKIPPED"
+        within = self.compared and self.difference <= TOLERANCES[self.quantity]
+        return "pass" if within else "FAILED"
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is within the tolerance."""
-        return self.difference <= self.tolerance
+        """Whether nothing failed."""
+        return self.verdict != "FAILED"
 
 
 def flow_grpo(recording: Recording) -> dict[str, Any]:
@@ -113,9 +133,10 @@ def replay_iterations(
     rules: Mapping[str, str],
     changes: Mapping[str, Any],
     updates: Sequence[str],
-) -> Iterator[tuple[str, str, float]]:
+) -> Iterator[Difference]:
     """State, quantity and difference of everything that was recorded of a method with trajectories and ratios."""
-    for name in updates or recording.updates:
+
+    def replayed(name: str) -> Iterator[Difference]:
         update = RecordedUpdate.of(recording, name)
         found = replay(recording, update, {**settings(recording), **changes}, work)
         if name == recording.updates[0]:
@@ -123,17 +144,35 @@ def replay_iterations(
                 yield "trajectory", quantity, difference
         for quantity, difference in update_differences(recording, update, found):
             yield name, quantity, difference
-    yield from credit_differences(recording, rules)
+
+    for name in updates or recording.updates:
+        yield from attempt(name, replayed(name))
+    yield from attempt("credit", credit_differences(recording, rules))
 
 
-REPLAYS: dict[str, Callable[..., Iterator[tuple[str, str, float]]]] = {
+REPLAYS: dict[str, Callable[..., Iterator[Difference]]] = {
     "fg": partial(replay_iterations, settings=flow_grpo, rules=UNIFORM_RULES),
     "tp": partial(replay_iterations, settings=tp_grpo, rules=TURNING_POINT_RULES),
     **dict.fromkeys(("nft", "awm", "dgpo"), replay_forward),
 }
 """How to replay the recordings of each method, by the name of its folder."""
-OTHERS = {"branch"}
-"""Folders whose recordings are no training iterations."""
+OTHERS = {
+    "branch": "trees without an iteration, which tests/credit/test_tree_rules.py compares",
+}
+"""Recordings that are not training iterations -> what they are."""
+NOT_COMPARED: Mapping[str, Sequence[str]] = {
+    "ties, which the code breaks arbitrarily": ("credit/tie/*",),
+    "rules that flowrl lacks": ("credit/config_file/*", "credit/launch_global_std/*"),
+    "SA-Solver, which is not replayed": ("sampling/*",),
+    "penalties of weight 0, which are not evaluated": ("update/*/kl", "update/*/ema_kl"),
+    "parts of compared quantities": (
+        "trajectory_*/std_dev_t", "credit/*_list", "credit/delta_global", "inputs/step_index",
+        "update_*/micro/approx_kl", "update_*/micro/clipfrac_?t_one", "update/*/micro/clipfrac",
+        "update/*/micro/*_loss", "update/*/sample_weight", "update/*/weight_????tive",
+        "update/*/v_*_draw0_*",
+    ),
+}  # fmt: skip
+"""Reason -> recorded tensors, as FILE/NAME, that no replay reads."""
 
 
 def trajectory_differences(recording: Recording, found: Replay) -> Iterator[tuple[str, float]]:
@@ -204,50 +243,105 @@ def parity(
     data: Path = DATA, methods: Sequence[str] = (), cases: Sequence[str] = (), updates: Sequence[str] = (), **changes: Any
 ) -> Iterator[Row]:
     """The comparisons with all recordings in `data`, or some of them; `changes` are settings that replace the published ones."""
-    found = [path.parent.name for path in sorted(data.glob("*/meta.json")) if path.parent.name not in OTHERS]
-    unknown = [name for name in (methods or found) if name not in REPLAYS or name not in found]
-    if unknown or not found:
-        raise SystemExit(f"{data}: no replay for {', '.join(unknown) or 'an empty folder'}; known: {', '.join(REPLAYS)}")
+    places = [path for path in data.glob("*") if path.is_dir() or path.suffix == ".safetensors"]
     with tempfile.TemporaryDirectory(prefix="parity-") as work:
-        for method in methods or found:
-            for recording in Recording.every(data, method):
-                if not cases or recording.case in cases:
-                    compared = REPLAYS[method](recording, work=Path(work), changes=changes, updates=updates)
-                    yield from (Row(method, recording.case, *row) for row in compared)
+        for method in methods or sorted({path.stem for path in places} - {"common"}):
+            try:
+                if method in OTHERS:
+                    yield Row(method, "-", "-", OTHERS[method], 0.0, skipped=True)
+                elif method not in REPLAYS:
+                    raise KeyError(f"no replay for {method!r}; known: {', '.join(REPLAYS)}")
+                else:
+                    yield from method_rows(data, method, Path(work), cases, updates, changes)
+            except Exception as error:
+                yield Row(method, "-", "-", reason(error), float("inf"))
+
+
+def method_rows(
+    data: Path,
+    method: str,
+    work: Path,
+    cases: Sequence[str],
+    updates: Sequence[str],
+    changes: Mapping[str, Any],
+) -> Iterator[Row]:
+    """The comparisons with the recordings of one method, and what they leave out."""
+    recordings, complete = Recording.every(data, method), not cases and not updates
+    for recording in recordings:
+        if not cases or recording.case in cases:
+            compared = REPLAYS[method](recording, work=work, changes=changes, updates=updates)
+            for row in (Row(method, recording.case, *one) for one in compared):
+                complete = complete and row.compared
+                yield row
+    groups: dict[str, Counter[str]] = {}
+    for name in recordings[0].unread() if complete else ():
+        known = ((why, p) for why, every in NOT_COMPARED.items() for p in every if fnmatch(name, p))
+        why, pattern = next(known, ("no replay reads", "/".join(name.split("/")[:2])))
+        groups.setdefault(why, Counter())[pattern] += 1
+    for why, patterns in groups.items():
+        names = ", ".join(f"{pattern} ({count})" for pattern, count in sorted(patterns.items()))
+        yield Row(method, "-", "-", f"{why}: {names}", 0.0, skipped=True)
+
+
+def plain(cases: Sequence[str] = tuple(CASES), **changes: Any) -> Iterator[Row]:
+    """The comparisons with formulas in plain torch; `changes` are settings of the trainer only."""
+    for case in cases:
+        differences = ((case, *one) for one in plain_differences(case, changes))
+        yield from (Row(PLAIN, "not released", *one) for one in attempt(case, differences))
 
 
 def print_rows(rows: Sequence[Row], console: Console) -> None:
     """The table of all comparisons, the largest difference of every quantity, and what is not the trainer's."""
-    every = Table("method", "model", "state", "quantity", "difference", "tolerance", "", box=SIMPLE_HEAD, pad_edge=False)
+    state = Column("state", no_wrap=True)
+    quantity = Column("quantity, or reason", overflow="fold", min_width=24)
+    columns = "method", "model", state, quantity, "difference", "tolerance", Column(min_width=7)
+    every = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
     for row in rows:
-        verdict = "pass" if row.passed else "[bold red]FAIL"
-        values = f"{row.difference:.1e}", f"{row.tolerance:.0e}"
-        every.add_row(row.method, row.model, row.state, row.quantity, *values, verdict)
+        number = f"{row.difference:.1e}", f"{TOLERANCES.get(row.quantity, 0):.0e}"
+        verdict = f"[bold red]{row.verdict}" if not row.passed else row.verdict
+        values = number if row.compared else ("-", "-")
+        every.add_row(row.method, row.model, row.state, escape(row.quantity), *values, verdict)
     console.print(every)
-    methods = list(dict.fromkeys(row.method for row in rows))
+    methods = list(dict.fromkeys(row.method for row in rows if row.compared))
     largest = Table("quantity", *methods, "tolerance", box=SIMPLE_HEAD, pad_edge=False)
     for quantity, tolerance in TOLERANCES.items():
         cells = [[row.difference for row in rows if (row.method, row.quantity) == (method, quantity)] for method in methods]
-        largest.add_row(quantity, *(f"{max(cell):.1e}" if cell else "-" for cell in cells), f"{tolerance:.0e}")
+        if any(cells):
+            shown = [f"{max(cell):.1e}" if cell else "-" for cell in cells]
+            largest.add_row(quantity, *shown, f"{tolerance:.0e}")
     console.print(largest)
-    if any(method in LEFT_OUT for method in methods):
-        others = Table("method", "not done by the trainer", box=SIMPLE_HEAD, pad_edge=False)
-        for method in methods:
-            for number, text in enumerate(LEFT_OUT.get(method, ())):
-                others.add_row(method if number == 0 else "", text)
-        console.print(others)
+    title = "not done by the trainer, or not compared"
+    others = Table("method", title, box=SIMPLE_HEAD, pad_edge=False)
+    small = f"weights whose gradient is {LEAST_GRADIENT:.0e} or less"
+    for method in methods:
+        texts = (NOTE,) if method == PLAIN else (*LEFT_OUT.get(method, ()), small)
+        for number, text in enumerate(texts):
+            others.add_row(method if number == 0 else "", text)
+    console.print(others)
+    for verdict in ("SKIPPED", "FAILED"):
+        for row in rows:
+            if row.verdict == verdict:
+                words = verdict, row.method, row.model, row.state, escape(row.quantity)
+                console.print(*words, soft_wrap=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help=f"the recordings, default {DATA}")
+    shown = ", ".join(folder.name for folder in FOLDERS)
+    about = f"folders of recordings, default {shown} in {DATA.parent}"
+    parser.add_argument("--data", type=Path, nargs="+", default=FOLDERS, metavar="DIR", help=about)
     torch.set_num_threads(1)  # the tensors are tiny
     for quiet in (diffusers_logging, transformers_logging):
         quiet.disable_progress_bar()
-    began, rows = time.perf_counter(), list(parity(parser.parse_args().data))
-    print_rows(rows, Console(width=120))
-    failed = sum(not row.passed for row in rows)
-    print(f"{len(rows)} comparisons, {failed} beyond their tolerance, {time.perf_counter() - began:.0f} s")
+    began, rows = time.perf_counter(), list[Row]()
+    for folder in parser.parse_args().data:
+        nothing = Row("-", "-", "-", f"no recordings in {folder}", float("inf"))
+        rows += list(parity(folder)) or [nothing]
+    rows += plain()
+    print_rows(rows, Console(width=134))
+    failed, skipped = sum(not row.passed for row in rows), sum(row.skipped for row in rows)
+    compared, seconds = sum(row.compared for row in rows), time.perf_counter() - began
+    print(f"{compared} comparisons, {failed} failed, {skipped} skipped, {seconds:.0f} s")
     return int(failed > 0)
 
 

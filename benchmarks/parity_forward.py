@@ -4,6 +4,7 @@
 trainer gets the recorded weights, copy of the weights, rewards, order of samples, finished latents, times and noise.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,8 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from parity_compare import clear_gradients, distance, step_differences
-from parity_recording import Recording, Tensors, below
+from parity_compare import Difference, attempt, clear_gradients, distance, step_differences
+from parity_recording import Recorded, Recording, Tensors, below
 from parity_replay import ForwardTrainer, base_config, recorded_policy, recorded_trainer
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,6 +24,7 @@ from flowrl.forward import ForwardBatch, unit_means
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.policies import PipelinePolicy
 from flowrl.rollout import solvers
+from flowrl.settings import flat
 from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
 from flowrl.types import Schedule, Trajectories
@@ -150,7 +152,8 @@ class ForwardReplay:
     @cached_property
     def inputs(self) -> Tensors:
         """What the states of the method share, and what all methods share."""
-        return self.recording.tensors("inputs") | load_file(self.recording.folder / "common" / "inputs.safetensors")
+        common = load_file(self.recording.folder / "common" / "inputs.safetensors")
+        return ChainMap(common, self.recording.tensors("inputs"))
 
     @property
     def code(self) -> Code:
@@ -189,7 +192,10 @@ class ForwardReplay:
         settings, loss, config = self.recording.meta["states"][state]["config"], self.loss(state), self.config(state)
         inputs, tables, method = self.inputs, below(self.tables, state), replace(make_method(config), loss=loss)
         rewards = tables.get("rewards", inputs["rewards"])[..., None]
-        trainer = recorded_trainer(ForwardTrainer, self.recording, self.policy, method, rewards, config)
+        if config.rollout.num_steps != self.schedule.steps:
+            raise ValueError(f"num_steps differs from the recorded {self.schedule.steps}")
+        given = self.recording.inputs
+        trainer = recorded_trainer(ForwardTrainer, given, self.policy, method, rewards, config)
         trainer.schedule = trainer.collector.schedule = self.schedule
         trainer.finished, trainer.times = inputs["x0"], tables.get("time", inputs["times"]).float()
         shared = inputs["group_noise"].repeat_interleave(trainer.groups.members, 0)
@@ -300,29 +306,49 @@ def time_differences(recording: Recording, schedule: Schedule) -> Iterator[float
 
 
 def replay_forward(
-    recording: Recording, work: Path, changes: Mapping[str, Any], updates: Sequence[str]
-) -> Iterator[tuple[str, str, float]]:
+    recording: Recording,
+    work: Path,
+    changes: Mapping[str, Any],
+    updates: Sequence[str],
+) -> Iterator[Difference]:
     """State, quantity and difference of everything that was recorded of a forward-process loss. `changes` are options of the
     loss, or settings of the run, that replace the recorded ones."""
     base, sampled = base_config(recording, work), set[float]()
+    settings = {name: value for name, value in changes.items() if name in flat(base)}
+    base = base.replace(**settings)
     replay = ForwardReplay(recording, base, recorded_policy(recording, base, []), changes)
     for state in updates or recording.meta["states"]:
-        settings, recorded = recording.meta["states"][state], below(replay.tables, state)
-        trainer, guidance = replay.run(state), settings["config"]["sample"]["guidance_scale"]
-        if replay.code.samples and guidance not in sampled:
-            sampled.add(guidance)
-            if differences := list(sampling_differences(replay, guidance, trainer.sampled)):
-                yield state, "latents", max(differences)
-        for quantity, difference in table_differences(replay, state, trainer):
-            yield state, quantity, difference
-        steps = [recorded]
-        if (count := settings["updates"]) > 1:
-            steps = [below(recorded, f"update{number}") for number in range(count)]
-            steps[-1] |= {name: weight for name, weight in recorded.items() if name.startswith("weights_after")}
-        rate = settings["config"]["train"]["learning_rate"]
-        for quantity, difference in step_differences(trainer.optimizer_steps, steps, rate):
-            yield state, quantity, difference
+        yield from attempt(state, state_differences(replay, state, sampled))
     if not updates:
-        yield "copies", "copies of the weights", max(copy_differences(replay))
-        if recording.method == "awm":
-            yield "times", "training times", max(time_differences(recording, replay.schedule))
+        yield from attempt("copies", other_differences(replay))
+
+
+def other_differences(replay: ForwardReplay) -> Iterator[Difference]:
+    """What was recorded of no single state."""
+    yield "copies", "copies of the weights", max(copy_differences(replay))
+    if replay.recording.method == "awm":
+        yield "times", "training times", max(time_differences(replay.recording, replay.schedule))
+
+
+def state_differences(
+    replay: ForwardReplay,
+    state: str,
+    sampled: set[float],
+) -> Iterator[Difference]:
+    """What a state recorded. `sampled` collects the guidance of the compared trajectories."""
+    settings, recorded = replay.recording.meta["states"][state], below(replay.tables, state)
+    trainer, guidance = replay.run(state), settings["config"]["sample"]["guidance_scale"]
+    if replay.code.samples and guidance not in sampled:
+        sampled.add(guidance)
+        if differences := list(sampling_differences(replay, guidance, trainer.sampled)):
+            yield state, "latents", max(differences)
+    for quantity, difference in table_differences(replay, state, trainer):
+        yield state, quantity, difference
+    steps: list[Tensors] = [recorded]
+    if (count := settings["updates"]) > 1:
+        steps = [below(recorded, f"update{number}") for number in range(count)]
+        last = {name: name for name in recorded if name.startswith("weights_after")}
+        steps[-1] = ChainMap(steps[-1], Recorded(recorded, last, set()))
+    rate = settings["config"]["train"]["learning_rate"]
+    for quantity, difference in step_differences(trainer.optimizer_steps, steps, rate):
+        yield state, quantity, difference

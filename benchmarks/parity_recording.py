@@ -3,7 +3,8 @@ tests/golden_iteration/README.md defines the format.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,23 +26,47 @@ WITHOUT_KL = "_beta0"
 Tensors = Mapping[str, Tensor]
 
 
+class Recorded(Mapping[str, Tensor]):
+    """Some of `tensors` under other names (name -> name there); `read` collects those looked up."""
+
+    def __init__(self, tensors: Tensors, names: Mapping[str, str], read: set[str]) -> None:
+        self.tensors, self.names, self.read = tensors, names, read
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.tensors[self.names[name]]
+        self.read.add(name)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
 @dataclass(frozen=True)
 class Recording:
     """One method on one model: the case `case` of `folder`/`method`/meta.json, with the tensors in the same folder. `meta`:
-    sizes and settings; those of this case under "case"."""
+    sizes and settings; those of this case under "case". `read`: the tensors that were looked up, by
+    file; all cases of a method share it."""
 
     folder: Path
     method: str
     case: str
     meta: Mapping[str, Any]
+    read: dict[str, set[str]]
 
     @staticmethod
     def every(folder: Path, method: str) -> "list[Recording]":
         """All cases of a method; recordings of forward-process losses have one, on the model "dual"."""
         meta = json.loads((folder / method / "meta.json").read_text())
-        if "states" in meta:
-            return [Recording(folder, method, "dual", meta)]
-        return [Recording(folder, method, case, {**meta, "case": settings}) for case, settings in meta["cases"].items()]
+        cases = {"dual": {}} if "states" in meta else meta["cases"]
+        read: dict[str, set[str]] = {}
+        metas = {case: {**meta, "case": settings} for case, settings in cases.items()}
+        return [Recording(folder, method, case, one, read) for case, one in metas.items()]
 
     @cached_property
     def inputs(self) -> dict[str, Tensor]:
@@ -55,9 +80,16 @@ class Recording:
         beside = [self.folder.parent / name / "common" for name in names]
         return next((place for place in beside if place.is_dir()), self.folder / "common")
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
+    def tensors(self, name: str) -> Recorded:
         """The tensors of `name`.safetensors."""
-        return load_file(self.folder / self.method / f"{name}.safetensors")
+        tensors = load_file(self.folder / self.method / f"{name}.safetensors")
+        return Recorded(tensors, {key: key for key in tensors}, self.read.setdefault(name, set()))
+
+    def unread(self) -> list[str]:
+        """The tensors of the method that no replay has looked up, as FILE/NAME."""
+        files = sorted((self.folder / self.method).glob("*.safetensors"))
+        left = {p.stem: load_file(p).keys() - self.read.get(p.stem, set()) for p in files}
+        return [f"{file}/{name}" for file, names in left.items() for name in sorted(names)]
 
     def common(self, kind: str, suffix: str = "safetensors") -> Path:
         """A file of this case's model: `kind` is "model" or "lora"."""
@@ -85,8 +117,11 @@ class RecordedUpdate:
     def of(recording: Recording, name: str) -> "RecordedUpdate":
         """The update `name`; one without KL has the tables of the one with KL that it does not repeat."""
         every, credit = recording.tensors(f"update_{recording.case}"), recording.tensors("credit")
-        shared = {k: t for k, t in below(every, name.removesuffix(WITHOUT_KL)).items() if "weights_after" not in k}
-        tables = {**shared, **below(every, name)}
+        tables: Any = below(every, name)
+        if name.endswith(WITHOUT_KL):
+            with_kl = below(every, name.removesuffix(WITHOUT_KL))
+            kept = {key: key for key in with_kl if "weights_after" not in key}
+            tables = ChainMap(tables, Recorded(with_kl, kept, set()))
         steps = [below(tables, f"update{i}") for i in range(recording.meta["case"]["runs"][name]["updates"])]
         rewards = tables.get("rewards", credit["rewards"])
         kept = torch.arange(recording.meta["prompts"] * recording.meta["members"])
@@ -96,9 +131,11 @@ class RecordedUpdate:
         return RecordedUpdate(name, with_nodes(rewards), kept, order, tables, steps if steps[0] else [tables])
 
 
-def below(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
+def below(tensors: Tensors, prefix: str) -> Recorded:
     """The tensors called `prefix`/NAME, by NAME."""
-    return {key.removeprefix(f"{prefix}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{prefix}/")}
+    start = f"{prefix}/"
+    names = {key.removeprefix(start): key for key in tensors if key.startswith(start)}
+    return Recorded(tensors, names, set())
 
 
 def with_nodes(rewards: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from flowrl.flow import expand, log_prob, log_prob_without_constants
 from flowrl.forward import ForwardBatch
 from flowrl.methods import Method
 from flowrl.policies import PipelinePolicy
-from flowrl.protocols import ForwardLoss, PolicyLoss, Sampler
+from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler
 from flowrl.rollout import Groups, RewardTables
 from flowrl.rollout.collector import Collected
 from flowrl.rollout.forward_batch import ForwardBatches
@@ -98,10 +98,12 @@ def _pair(batch: LossBatch, row: slice) -> LossBatch:
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Gradients before clipping, their norm, and the weights afterwards, under PEFT's names."""
+    """Gradients before clipping, their norm, the clipped gradients, and the weights afterwards,
+    under PEFT's names."""
 
     gradients: Tensors
     norm: float
+    clipped: Tensors
     weights: Tensors
 
 
@@ -155,10 +157,16 @@ class ReplayTrainer(Trainer):
 
     def optimizer_step(self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics) -> None:
         """Keeps the gradients, their norm and the weights."""
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.weights.items()}
+        gradients = self.gradients()
         super().optimizer_step(minibatch, check, metrics)
         weights = {name: parameter.detach().clone() for name, parameter in self.weights.items()}
-        self.optimizer_steps.append(OptimizerStep(gradients, metrics.means["grad_norm"], weights))
+        norm, clipped = metrics.means["grad_norm"], self.gradients()
+        self.optimizer_steps.append(OptimizerStep(gradients, norm, clipped, weights))
+
+    def gradients(self) -> Tensors:
+        """The current gradients under PEFT's names; 0 if there is none."""
+        named = self.weights.items()
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named}
 
 
 class KeptBatches(ForwardBatches):
@@ -249,7 +257,8 @@ def replay(recording: Recording, update: RecordedUpdate, settings: Mapping[str, 
     config = run_config(recording, update, work).replace(**settings)
     method, decoded = make_method(config), []
     values, policy = PairValues(method.loss), recorded_policy(recording, config, decoded)
-    trainer = recorded_trainer(ReplayTrainer, recording, policy, replace(method, loss=values), update.rewards, config)
+    method, noise = replace(method, loss=values), recording.inputs
+    trainer = recorded_trainer(ReplayTrainer, noise, policy, method, update.rewards, config)
     trainer.give(update.order, below(update.tables, "weights_before"))
     return Replay(trainer, values, decoded, trainer.iteration())
 
@@ -264,13 +273,22 @@ def recorded_policy(recording: Recording, config: RunConfig, decoded: list[Tenso
 
 
 def recorded_trainer(
-    kind: type[Trained], recording: Recording, policy: PipelinePolicy, method: Method, rewards: Tensor, config: RunConfig
+    kind: type[Trained],
+    noise: Tensors,
+    policy: FlowPolicy,
+    method: Method,
+    rewards: Tensor,
+    config: RunConfig,
 ) -> Trained:
-    """A trainer that gets the recorded noise and `rewards` [prompt, member, node]."""
-    prompts, meta, noise = make_world(config).prompts("prompts", "train"), recording.meta, recording.inputs
+    """A trainer that gets this noise and `rewards` [prompt, member, node]."""
+    groups, members = rewards.shape[:2]
+    if (groups, members) != (config.rollout.groups, config.rollout.group_size):
+        raise ValueError(f"groups and group_size differ from the recorded {groups} and {members}")
+    prompts = make_world(config).prompts(config.environment.task, "train")[:groups]
     trainer = kind(policy, method, RecordedReward(rewards, prompts), prompts, config)
     trainer.prompts.order = list(range(len(prompts)))
-    trainer.groups = RecordedNoise(meta["prompts"], meta["members"], initial=noise["init_noise"], steps=noise["step_noise"])
+    given = {"initial": noise["init_noise"], "steps": noise["step_noise"]}
+    trainer.groups = RecordedNoise(groups, members, **given)
     trainer.collector.groups = trainer.groups
     return trainer
 
