@@ -21,6 +21,10 @@ OWN_PACKAGES = ("flowrl", "flowrl_bench", "flowrl_course")
 OUTSIDE = ("url", "key", "token_file", "certificate")
 """Options of parts that send data or a secret to another machine."""
 PICKLED = re.compile(r"\.(bin|ckpt|pickle|pkl|pt|pth)\b")
+NAMES_CODE = re.compile(r":|\.py[co]?$")
+"""In the name of a part: only the names of built-in parts and of plug-ins have neither."""
+HUB_FILE = re.compile(r"[\w.-]+/[\w.-]+:[\w./+-]+\.safetensors")
+"""REPOSITORY:FILE, which is read as data; a module's name has no slash."""
 
 
 def parts_in(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
@@ -37,24 +41,58 @@ def parts_in(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
 
 def untrusted(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """(setting, its content, the risk) for every setting that needs the user's consent."""
-    for setting, _, spec in parts_in(settings):
-        package = spec.name.partition(":")[0].partition(".")[0]
-        if ":" in spec.name and (spec.file is not None or package not in OWN_PACKAGES):
-            yield setting, spec.name, "code, which would run"
-        for option, value in spec.options.items():
-            text = value if isinstance(value, str) else repr(value)
-            if option in OUTSIDE or "://" in text:
-                yield setting, f"{spec.name}({option}={value!r})", "an address or a secret for a connection"
-            elif PICKLED.search(text):
-                yield setting, f"{spec.name}({option}={value!r})", "a pickled file"
+    for setting in PARTS:
+        value = settings.get(setting) or ()
+        for text in (value,) if isinstance(value, str) else value:
+            for content, risk in _risks(parse_spec(text, setting)):
+                yield setting, content, risk
+    backend = settings.get("attention_backend")
+    if isinstance(backend, str) and backend.endswith("hub"):
+        yield "attention_backend", backend, "code from the Hub, which would run"
+
+
+def _risks(spec: Spec) -> Iterator[tuple[str, str]]:
+    """(content, risk) of a part and of every text in its options, whatever the option's name.
+
+    The part may build any of these texts as another part.
+    """
+    if NAMES_CODE.search(spec.name):
+        yield spec.name, "code, which would run"
+    for option, value in spec.options.items():
+        content = f"{spec.name}({option}={value!r})"
+        if option in OUTSIDE or "://" in content:
+            yield content, "an address or a secret for a connection"
+        if PICKLED.search(repr(value)):
+            yield content, "a pickled file"
+        for text in _texts(value):
+            try:
+                inner = parse_spec(text)
+            except ConfigError:  # not a part as a whole
+                if NAMES_CODE.search(text):
+                    yield content, "code, which would run"
+            else:
+                yield from _risks(inner) if not HUB_FILE.fullmatch(text) else ()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a literal at any depth, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _texts(pair)
+    elif isinstance(value, list | tuple | set):
+        for inside in value:
+            yield from _texts(inside)
 
 
 def trusted(settings: dict[str, Any], source: object, trust: bool = False) -> dict[str, Any]:
     """`settings` (without groups). Raises `ConfigError` if the file `source` contains settings that are not allowed without
     `trust`.
 
-    A file may contain built-in parts, parts of installed plug-ins (by their name) and of flowrl's own packages. Code in a file or
-    a module, addresses, keys and pickled weights need `trust`: `--trust` on the command line.
+    A file may name built-in parts and installed plug-ins, at any depth of their options. Code in a
+    file or a module (also of flowrl), addresses, keys and pickled weights need `trust`: `--trust`
+    on the command line.
     """
     with reading(str(source)):
         found = [] if trust else list(untrusted(settings))
@@ -83,7 +121,7 @@ def code_of(settings: Mapping[str, Any]) -> dict[str, str]:
     own = {Path(__file__).resolve().parent}
     found: dict[str, str] = {}
     for setting, kind, spec in parts_in(settings):
-        if spec.name.partition(":")[0].partition(".")[0] in OWN_PACKAGES:
+        if spec.file is None and spec.name.partition(":")[0].partition(".")[0] in OWN_PACKAGES:
             continue
         files = [path.resolve() for path in files_of(kind, spec)]
         data = [path.read_bytes() for path in files if path.is_file() and own.isdisjoint(path.parents)]

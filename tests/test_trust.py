@@ -4,24 +4,30 @@ import json
 import pickle
 import shutil
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tiny_rewards import tiny_clip
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.policies.load import load_policy
-from flowrl.registry import KINDS, build
+from flowrl.probes import NoProbe
+from flowrl.registry import KINDS, available, build, options_of
 from flowrl.rewards import Aesthetic, PickScore
+from flowrl.specs import NESTED
 from flowrl.testing.tiny import TINY, tiny_sd3
+from flowrl.training import build as training_build
 from flowrl.training.compare import CompareConfig, load_compare
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.run import Run
-from flowrl.trust import PARTS
+from flowrl.trust import PARTS, trusted
 from flowrl.types import Prompt
 
 TINY_MIXTURE = ["--preset", "tiny", "--world", "mixture", "--task", "direction"]
@@ -55,6 +61,13 @@ SPECS = {
     "nested": ('weighted(rule="{folder}/evil.py:Evil")', "evil.py:Evil"),
     "in a sum": ("weighted-sum(models={{'a': '{folder}/evil.py:Evil'}}, weights={{'a': 1}})", "evil.py:Evil"),
     "deep": ("clipped(reward=\"clipped(reward='{folder}/evil.py:Evil', low=0, high=1)\", low=0, high=1)", "evil.py:Evil"),
+    "own function": (
+        "flowrl.methods:named_method(name='x', credit='{folder}/evil.py:Evil')",
+        "named_method",
+    ),
+    "own class": ("flowrl.io:FileLock(lock_file='{folder}/canary')", "flowrl.io:FileLock"),
+    "own reward": ("win-rate(reward='flowrl.worlds.mixture:DirectionReward')", "DirectionReward"),
+    "any option": ("uniform(std=[{{'x': 'gdpo(x=\"{folder}/evil.py:Evil\")'}}])", "evil.py:Evil"),
     "address": ("judge(url='http://127.0.0.1:9/v1', model='m')", "judge(url="),
     "key": ("judge(model='m', key='AWS_SECRET_ACCESS_KEY')", "judge(key="),
     "server": ("remote(url='http://127.0.0.1:9')", "remote(url="),
@@ -81,7 +94,13 @@ def write_hostile(finished: Path, folder: Path, setting: str, spec: str) -> Path
     return run
 
 
-@pytest.mark.parametrize(("setting", "name"), [("reward", name) for name in SPECS] + [(setting, "file") for setting in PARTS])
+OF_OTHERS = {"own function": "loss", "own class": "diversity", "any option": "credit"}
+"""The settings of specs that are none of a reward."""
+HOSTILE_SETTINGS = [(OF_OTHERS.get(name, "reward"), name) for name in SPECS]
+HOSTILE_SETTINGS += [(setting, "file") for setting in PARTS]
+
+
+@pytest.mark.parametrize(("setting", "name"), HOSTILE_SETTINGS)
 def test_a_hostile_run_executes_nothing(setting: str, name: str, finished: Path, canary: Path, tmp_path: Path, capsys) -> None:
     """Every command that reads somebody else's settings: one error that names the setting, the value, the file and --trust."""
     out, new, (spec, word) = tmp_path / "hostile", str(tmp_path / "new"), SPECS[name]
@@ -107,7 +126,9 @@ def test_a_hostile_run_executes_nothing(setting: str, name: str, finished: Path,
     assert not canary.exists() and not list(tmp_path.glob("new*")) and sorted(out.rglob("*")) == before
 
 
-def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(finished: Path, canary: Path, tmp_path: Path) -> None:
+def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(
+    finished: Path, canary: Path, tmp_path: Path, monkeypatch
+) -> None:
     """It is not built then. All other settings are judged as always."""
     run = write_hostile(finished, tmp_path / "hostile", "reward", f"{tmp_path}/evil.py:Evil")
     options = [
@@ -120,8 +141,15 @@ def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(finished:
         "--out",
         str(tmp_path / "new"),
     ]
+    built, make_world = [], training_build.make_world
+
+    def recorded(config: RunConfig) -> Any:
+        built.append(config.environment.reward)
+        return make_world(config)
+
+    monkeypatch.setattr(training_build, "make_world", recorded)
     assert main(["evaluate", "--weights", str(run), *options]) == 0
-    assert not canary.exists()
+    assert set(built) == {"flowrl.worlds.mixture:DirectionReward"} and not canary.exists()
     other = write_hostile(finished, tmp_path / "other", "loss", f"{tmp_path}/evil.py:Evil")
     assert main(["evaluate", "--weights", str(other), *options]) == 2
     assert not canary.exists()
@@ -134,8 +162,9 @@ def test_a_hostile_comparison_executes_nothing(finished: Path, canary: Path, tmp
     for change in (
         {"credit": [spec], "methods": ["flow-grpo", "Evil"]},
         {"method_settings": {"flow-grpo": {"loss": spec}}},
+        {"method_settings": {"tp-grpo": {"loss": f"flowrl.methods:named_method(credit='{spec}')"}}},
     ):
-        with pytest.raises(ConfigError, match=r"names .*evil\.py:Evil: code, which would run"):
+        with pytest.raises(ConfigError, match=r"names .*(evil\.py:Evil|named_method): code, which"):
             CompareConfig.from_dict({**values, **change})
         (tmp_path / "config.json").write_text(json.dumps({**values, **change}))
         with pytest.raises(ConfigError, match=r"trust=True in Python"):
@@ -144,11 +173,24 @@ def test_a_hostile_comparison_executes_nothing(finished: Path, canary: Path, tmp
     assert not canary.exists()
 
 
-def test_results_of_somebody_else_execute_nothing(canary: Path, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize(
+    ("setting", "name", "word"),
+    [
+        ("credit", "module", "evil_module:Evil"),
+        ("loss", "own function", "flowrl.methods:named_method"),
+        ("diversity", "own class", "flowrl.io:FileLock"),
+        ("credit", "own fault", "negative_controls:FreshNoiseFault"),
+    ],
+)
+def test_results_of_somebody_else_execute_nothing(
+    setting: str, name: str, word: str, canary: Path, tmp_path: Path, capsys
+) -> None:
     """A line of `flowrl bench` that could be read otherwise: of this code, and with the id of its settings."""
-    from flowrl_bench.results_file import ResultsFile, make_line
+    from flowrl_bench.results_file import OWN_RULES, ResultsFile, make_line
 
-    config = preset("tiny").apply(world="mixture", task="direction", credit="evil_module:Evil")
+    own = (f"{OWN_RULES[0]}(rule='{{folder}}/evil.py:Evil')",)
+    spec = {**SPECS, "own fault": own}[name][0].format(folder=tmp_path)
+    config = preset("tiny").apply(world="mixture", task="direction", **{setting: spec})
     entries = {"curve": [], "totals": {}, "phases": {}, "gains": None}
     path = tmp_path / "lines.jsonl"
     path.write_text(json.dumps(make_line(config, entries, "x", key="0" * 16)) + "\n")
@@ -156,8 +198,157 @@ def test_results_of_somebody_else_execute_nothing(canary: Path, tmp_path: Path, 
         ResultsFile(path).settings(json.loads(path.read_text()))
     for arguments in (["--judge"], ["--redo", "0" * 16]):
         assert main(["bench", "claims", "--quick", "--out", str(path), *arguments]) == 2
-        assert "credit names evil_module:Evil: code, which would run" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert f"{setting} names " in error and f"{word}: code, which would run" in error
     assert not canary.exists()
+
+
+@pytest.mark.parametrize("name", ["own function", "file"])
+def test_with_trust_the_code_runs(
+    name: str,
+    finished: Path,
+    canary: Path,
+    tmp_path: Path,
+    capsys,
+) -> None:
+    """Otherwise the refusals prove nothing. That none is a loss is found after the import."""
+    spec, new = SPECS[name][0].format(folder=tmp_path), str(tmp_path / "new")
+    run = write_hostile(finished, tmp_path / "hostile", "loss", spec)
+    for command in (["--resume", str(run)], ["--config", str(run / "config.json"), "--out", new]):
+        canary.unlink(missing_ok=True)
+        assert main(["train", *command]) == 2 and not canary.exists()
+        assert "--trust" in capsys.readouterr().err
+        assert main(["train", *command, "--trust"]) == 2 and canary.exists()
+        assert "is not a" in capsys.readouterr().err
+
+
+def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path: Path) -> None:
+    out, spec = tmp_path / "run", SPECS["own reward"][0]
+    assert main(["train", *TINY_MIXTURE, "--reward", spec, "--out", str(out)]) == 0
+    (out / "done.json").unlink()
+    assert main(["train", "--resume", str(out)]) == 2
+    assert main(["train", "--resume", str(out), "--trust"]) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_option_of_a_built_in_part_names_code(kind: str) -> None:
+    """In a file, under every name that an option has, and under one that none has."""
+    settings_of = {kind: setting for setting, kind in PARTS.items()} | {"probe": "credit"}
+    texts = ("evil.py:Evil", "evil_module:Evil", "flowrl.methods:awm", "clipped(reward='x.py:A')")
+    for name in available(kind):
+        for option, text in product({*options_of(kind, name), "nothing"}, texts):
+            spec = f"{name}({option}={text!r})"
+            spec = f"uniform(probe={spec!r})" if kind == "probe" else spec
+            with pytest.raises(ConfigError, match=rf"mine: {settings_of[kind]} names .*--trust"):
+                trusted({settings_of[kind]: (spec,)}, "mine")
+
+
+TEXTS = [name for name, value in RunConfig().flat().items() if isinstance(value, str | tuple)]
+
+
+@pytest.mark.parametrize("setting", TEXTS)
+def test_no_setting_of_a_file_runs_code(setting: str, canary: Path, tmp_path: Path) -> None:
+    """Every setting that is a text, or a list of texts: most are refused as what they are."""
+    values = preset("tiny").apply(world="mixture", task="direction").as_dict()
+    group = next(group for group in values.values() if isinstance(group, dict) and setting in group)
+    for spec in (f"{tmp_path}/evil.py:Evil", "evil_module:Evil"):
+        group[setting] = [spec] if isinstance(group[setting], list) else spec
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        main(["train", "--config", str(tmp_path / "config.json"), "--plan"])
+        assert not canary.exists()
+
+
+class Greedy:
+    """A plug-in of the worst kind: it builds every text in its options as a part."""
+
+    probe = NoProbe()
+
+    def __init__(self, **options: Any) -> None:
+        self.build(options)
+
+    def build(self, value: Any) -> None:
+        if isinstance(value, str):
+            with suppress(ConfigError):
+                build("credit", value)
+        elif isinstance(value, dict):
+            self.build([*value, *value.values()])
+        elif isinstance(value, list | tuple):
+            for inside in value:
+                self.build(inside)
+
+    def assign(self, rewards: Any, schedule: Any) -> Any:
+        return rewards[..., 1:]
+
+
+HOSTILE = st.sampled_from(
+    [
+        "evil.py:Evil",
+        " evil.py:Evil ",
+        "evil.py:Evil()",
+        "evil_module:Evil",
+        "evil_module :Evil",
+        "evil_module:1 (x=1)",
+        "evil-module:1 (x=1)",
+        "a'evil_module:1'(x=1)",
+        "flowrl.methods:named_method(name='x', credit='evil.py:Evil')",
+        "greedy(x='evil.py:Evil')",
+        "greedy ( x = ['evil_module:Evil'] )",
+        "weighted(rule='gdpo(rule=\"evil.py:Evil\")')",
+    ]
+)
+HARMLESS = st.sampled_from(
+    ["noise", "uniform", "substeps:5", "2:5", "greedy(x='uniform')", "gain(probe='substeps:5')"],
+)
+
+
+def nested(texts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Literals with a text at some depth."""
+    names = st.sampled_from(NAMES)
+    return st.recursive(
+        texts,
+        lambda inner: (
+            st.lists(inner, min_size=1, max_size=2)
+            | st.tuples(inner, st.integers(0, 9))
+            | st.dictionaries(HARMLESS | st.integers(0, 9), inner, min_size=1, max_size=2)
+            | st.builds(lambda name, value: f"greedy({name}={value!r})", names, inner)
+        ),
+        max_leaves=4,
+    )
+
+
+NAMES = (*NESTED, *PARTS, "times", "url_of", "evil", "x")
+
+
+@given(option=st.sampled_from(NAMES), hostile=nested(HOSTILE), harmless=nested(HARMLESS))
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_what_needs_no_trust_runs_no_code_at_any_depth(
+    option: str, hostile: Any, harmless: Any, canary: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Whatever an installed plug-in does with its options, and however the option is called."""
+    monkeypatch.chdir(tmp_path)
+    built_in: Any = KINDS["credit"].built_in
+    monkeypatch.setitem(built_in, "greedy", f"{__name__}:Greedy")
+    for value in (hostile, [harmless, hostile], {"a": harmless, "b": (hostile,)}):
+        with pytest.raises(ConfigError, match=r"mine: credit names .*--trust"):
+            trusted({"credit": f"greedy({option}={value!r})"}, "mine")
+    spec = f"greedy({option}={harmless!r})"
+    trusted({"credit": spec}, "mine")
+    with suppress(ConfigError):  # the option may be one of another kind of part
+        build("credit", spec)
+    assert not canary.exists()
+    build("credit", "greedy(x=[{'a': 'evil.py:Evil'}])")
+    canary.unlink()
+
+
+@pytest.mark.parametrize("backend", ["flash_hub", "_native_cudnn", ""])
+def test_kernels_from_the_hub_need_trust(backend: str) -> None:
+    refused = pytest.raises(ConfigError, match="attention_backend names flash_hub")
+    with refused if backend == "flash_hub" else nullcontext():
+        trusted({"attention_backend": backend}, "mine")
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,8 @@ def _run_setup(args: Evaluate) -> _Setup:
     changes = {name: getattr(sampling, name) for name in given if getattr(sampling, name) is not None}
     changes |= {"dtype": computing.dtype} if computing.dtype else {}
     changes |= {"max_sequence_length": sampling.max_sequence_length} if sampling.max_sequence_length else {}
+    # The file's reward is not built, and may need consent.
+    changes |= {"reward": args.reward[0]} if args.reward else {}
     config = config.replace(**changes, reward_noise=0.0, reward_bias=0.0, device=_device(args, bool(config.policy.model)))
     environment, options = config.environment, config.policy
     world = make_world(config)

@@ -234,13 +234,17 @@ def _load_dataset(spec: str, name: str, split: str) -> Any:
     if path.is_file() and not file_format:
         suffixes = ", ".join((".jsonl", *DATASET_FORMATS))
         raise ConfigError(f"prompts: {spec}: suffix {path.suffix!r} is not allowed; allowed: {suffixes}")
+    # datasets takes a bare name for a reader of the current folder's files; version 4.0 unpickles
+    # them for "pandas".
+    known, allowed = path.exists() or "/" in name, f"{DATASET_PREFIX}OWNER/NAME, or a path"
+    require(known, "prompts", spec, allowed)
     try:
         if path.is_dir() and any((path / marker).exists() for marker in ("state.json", "dataset_dict.json")):
             found: Any = datasets.load_from_disk(name)
         elif path.is_file():
             found = datasets.load_dataset(file_format, data_files=name)
         else:
-            found = datasets.load_dataset(name)
+            found = datasets.load_dataset(str(path.resolve()) if path.exists() else name)
     except Exception as error:  # the library raises many kinds for files that are missing or damaged
         first = (str(error).strip().splitlines() or [""])[0][:200]
         hint = "" if path.exists() else "; is the name right? The command line is offline unless HF_HUB_OFFLINE=0 is set"

@@ -10,7 +10,7 @@ from flowrl.distributed import Distributed, full_tensors, load_full_tensors
 from flowrl.errors import ConfigError
 from flowrl.forward import WeightCopy
 from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss
-from flowrl.training.checkpoint import Checkpoint
+from flowrl.training.checkpoint import Checkpoint, in_own_memory
 from flowrl.training.optim import update_average, weights_replaced
 
 
@@ -66,14 +66,16 @@ class Behaviour:
         with weights_replaced(self.policy, self.parameters, self.values):
             yield
 
-    def state(self) -> Checkpoint:
-        """The copy under names that begin with "copy.".
+    def state(self, copied: bool = True) -> Checkpoint:
+        """The copy under names that begin with "copy."; `copied` as for the trainer.
 
         The main process has full tensors, gathered from all processes if they are sharded.
         """
         tensors = full_tensors(dict(zip(self.names, self.values, strict=True)))
         prefix = f"copy.{self.name}"
-        return Checkpoint({f"{prefix}.{name}": t.clone() for name, t in tensors.items()}, {f"{prefix}.current": self.is_current})
+        named = {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+        state = Checkpoint(named, {f"{prefix}.current": self.is_current})
+        return in_own_memory(state, self.values) if copied else state
 
     def restore(self, checkpoint: Checkpoint, distributed: Distributed = Distributed()) -> None:
         """Continue from `state()`, in place, with the main process's checkpoint. Raises `ConfigError` if it does not contain this
@@ -122,9 +124,9 @@ class Copies:
         for copy in self.by_name.values():
             copy.after_iteration(self.steps)
 
-    def state(self) -> Checkpoint:
+    def state(self, copied: bool = True) -> Checkpoint:
         """The state of all copies; empty if there are none."""
-        states = [copy.state() for copy in self.by_name.values()]
+        states = [copy.state(copied) for copy in self.by_name.values()]
         values = {"optimizer_steps": self.steps} if states else {}
         return Checkpoint(
             {name: tensor for state in states for name, tensor in state.tensors.items()},

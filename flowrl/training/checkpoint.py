@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from flowrl.distributed import Distributed, as_module, full_tensors, load_full_tensors
+from flowrl.distributed import Distributed, as_module, full_tensors, is_sharded, load_full_tensors
 from flowrl.errors import CheckpointError, ConfigError, FlowrlError
 from flowrl.io import flush_folder, write_bytes
 from flowrl.training.config import load_config
@@ -209,8 +209,24 @@ PER_PARAMETER = ("weight.", "average.", "optimizer.", "copy.")
 """Prefixes of the names of tensors that belong to a parameter."""
 
 
+def in_own_memory(checkpoint: Checkpoint, live: Iterable[Tensor]) -> Checkpoint:
+    """`checkpoint` with copies of the tensors that share memory with `live` ones, as on the CPU."""
+
+    def place(tensor: Any) -> int:
+        local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+        return local.untyped_storage().data_ptr()
+
+    used = set(map(place, live))
+    items = checkpoint.tensors.items()
+    tensors = {name: tensor.clone() if place(tensor) in used else tensor for name, tensor in items}
+    return Checkpoint(tensors, checkpoint.values)
+
+
 def training_state(
-    parameters: Mapping[str, nn.Parameter], average: Sequence[Tensor], optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, nn.Parameter],
+    average: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+    copied: bool = True,
 ) -> Checkpoint:
     """Full weights, averages and optimizer state, in the main process's main memory.
 
@@ -220,6 +236,7 @@ def training_state(
         parameters: the trained parameters by name.
         average: their averages, in the same order.
         optimizer: the optimizer.
+        copied: copy tensors that are in main memory already; otherwise updates change them.
 
     Returns:
         The state; its plain numbers are values. Empty in other processes than the main one.
@@ -236,7 +253,12 @@ def training_state(
         for i, name in enumerate(parameters):
             for key, value in state.get(str(i), {}).items():
                 (tensors if isinstance(value, Tensor) else numbers)[f"optimizer.{key}.{name}"] = value
-    return Checkpoint(tensors, {"optimizer": numbers})
+    state = Checkpoint(tensors, {"optimizer": numbers})
+    if not copied:
+        return state
+    entries = [entry for entries in optimizer.state.values() for entry in entries.values()]
+    moments = [entry for entry in entries if isinstance(entry, Tensor)]
+    return in_own_memory(state, [*parameters.values(), *average, *moments])
 
 
 def restore_training_state(

@@ -162,7 +162,7 @@ class Run:
             self._tell({"iteration": trainer.done, "reward": row["reward_mean"], "nfe_total": row["nfe_total"], **_heldout(row)})
             paused = self.distributed.any(trainer.done < self.config.iterations and self.stop())
             if paused or trainer.done % self.config.logging.checkpoint_every == 0 or trainer.done == self.config.iterations:
-                state = trainer.state()
+                state = trainer.state(copied=False)
                 if self.distributed.is_main:
                     self._checkpoints.save(replace(state, values={**state.values, "rows": rows}), trainer.done)
             if paused:
@@ -175,7 +175,7 @@ class Run:
         """
         if trainer.updated or trainer.done == 0 or self.distributed.world_size > 1:
             return
-        state = trainer.state()
+        state = trainer.state(copied=False)
         values = {**state.values, **before.values, "rows": rows}
         self._checkpoints.save(Checkpoint({**state.tensors, **before.tensors}, values), trainer.done)
 

@@ -284,13 +284,16 @@ class Trainer:
         with weights_replaced(self.policy, self.parameters, self.average):
             yield
 
-    def state(self) -> Checkpoint:
+    def state(self, copied: bool = True) -> Checkpoint:
         """Weights, averages, optimizer, generators, the prompt order, and the credit rule's memory if it has one, in main memory.
 
-        Other processes than the main one get an empty checkpoint; with sharded weights all must call this.
+        With `copied` False, tensors that are in main memory already are not copied, and updates
+        change them: for a caller that writes them at once. Other processes than the main one get
+        an empty checkpoint; with sharded weights all must call this.
         """
-        state = training_state(dict(zip(self.names, self.parameters, strict=True)), self.average, self.optimizer)
-        copies = self.copies.state()
+        named = dict(zip(self.names, self.parameters, strict=True))
+        state = training_state(named, self.average, self.optimizer, copied)
+        copies = self.copies.state(copied)
         if not self.distributed.is_main:
             return state
         small = self.small_state()

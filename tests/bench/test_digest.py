@@ -9,9 +9,9 @@ import pytest
 from bench_lines import SMALL, small_run
 from flowrl_bench import digest
 from flowrl_bench.digest import PACKAGES, config_id, definitions, golden_run, imported, own_files, same_golden
+from flowrl_bench.results_file import ResultsFile
 
 from flowrl.methods import METHODS
-from flowrl.training.config import RunConfig
 
 MINE = "from flowrl.credit import Uniform\n\n\nclass Mine(Uniform):\n    pass\n"
 CODE = '''"""A module."""
@@ -98,6 +98,7 @@ import json, sys
 from flowrl_bench.claims import make_run
 from flowrl.methods import METHODS
 from flowrl_bench.digest import PACKAGES
+from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.measurements import measure
 
 seen, importing = set(), 0
@@ -198,11 +199,12 @@ class TestIds:
     def test_published_runs_keep_their_ids(self) -> None:
         """Built-in parts add nothing to an id, nor does a part of the project that is in the code's digest."""
         path = Path(__file__).parents[2] / "benchmarks" / "results" / "claims-default-settings.jsonl"
+        results = ResultsFile(path)
         with open(path) as file:
             lines = [json.loads(text) for text in file if "FreshNoiseFault" in text or '"seed": 0' in text[:800]]
         assert len(lines) > 50
         for line in lines:
-            assert config_id(RunConfig.from_dict(line["config"])) == line["id"]
+            assert config_id(results.settings(line)) == line["id"]
 
     def test_code_of_the_project_outside_of_the_digest_counts_as_the_users(self) -> None:
         """Otherwise a rule of the course could change without a trace."""

@@ -2,15 +2,28 @@
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from bench_lines import small_line, small_run
 from flowrl_bench import measurements, results_file
+from flowrl_bench.catalogue import CLAIMS
 from flowrl_bench.digest import code_digest, config_id, rules_digest
-from flowrl_bench.results_file import ResultsFile, SamplesFile, joined, make_line, observer, require_unchanged, stamp
+from flowrl_bench.results_file import (
+    OWN_RULES,
+    ResultsFile,
+    SamplesFile,
+    joined,
+    make_line,
+    observer,
+    require_unchanged,
+    stamp,
+)
+from flowrl_bench.suite import Suite
 
 from flowrl.errors import ConfigError
+from flowrl.trust import untrusted
 
 
 @pytest.fixture
@@ -68,6 +81,20 @@ class TestReading:
         file.append(small_line(2))
         with pytest.raises(ConfigError, match=r"line 3 .* golden run"):
             file.read(any_code=True)
+
+    def test_the_rules_of_the_claims_need_no_trust(self, tmp_path: Path) -> None:
+        """All that they name by module, and nothing else; the command that repeats a run says so."""
+        arms = [arm for claim in CLAIMS.values() for arm in claim.arms.values()]
+        assert {arm["credit"] for arm in arms if any(untrusted(arm))} == set(OWN_RULES)
+        other = OWN_RULES[0].replace("FreshNoiseFault", "TurningPoint")
+        for rule, trusted in ((OWN_RULES[0], True), (other, False), (f"{OWN_RULES[0]}()", False)):
+            config = small_run(credit=rule)
+            file = ResultsFile(tmp_path / "results.jsonl")
+            command = Suite({"key": config}, file, {}).redo_command("key")
+            assert command.endswith("--redo key" if trusted else "--redo key --trust")
+            line = {"config": config.as_dict()}
+            with nullcontext() if trusted else pytest.raises(ConfigError, match="credit names"):
+                assert file.settings(line) == config
 
     def test_other_settings_are_refused(self, file: ResultsFile) -> None:
         with pytest.raises(ConfigError, match=r"not part of this suite \(flow-grpo, seed 1\)"):

@@ -159,3 +159,15 @@ def test_without_the_package_there_is_one_clear_error(tmp_path, monkeypatch):
 def test_a_dataset_without_a_name_is_refused():
     with pytest.raises(ConfigError, match=r"'hf:' is not allowed; allowed: hf:NAME"):
         load_prompts(Path("hf:"))
+
+
+def test_a_bare_name_reads_no_file_of_the_current_folder(datasets, tmp_path, monkeypatch):
+    """`load_dataset("pandas")` reads pickles there. A folder of such a name is a folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.json").write_text('{"prompt": "a fox"}\n')
+    for name in ("pandas", "json", "json:train"):
+        with pytest.raises(ConfigError, match=rf"'hf:{name}' is not .*allowed: hf:OWNER/NAME"):
+            load_prompts(Path(f"hf:{name}"))
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "train.jsonl").write_text('{"prompt": "a car"}\n')
+    assert [prompt.text for prompt in load_prompts(Path("hf:json")).prompts] == ["a car"]

@@ -20,7 +20,7 @@ from flowrl.rollout import RewardTables
 from flowrl.rollout.loss_batch import Pairs
 from flowrl.samplers import RandomWindow
 from flowrl.training.build import check, make_method, make_world, policy_options, trained_policy, trial_schedule
-from flowrl.training.checkpoint import load_checkpoint, save_checkpoint
+from flowrl.training.checkpoint import PER_PARAMETER, load_checkpoint, save_checkpoint
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.evaluation import evaluate
 from flowrl.training.presets import PRESETS
@@ -199,6 +199,54 @@ def test_shapes_world_trains_in_bfloat16_with_float32_transitions(tmp_path):
     assert row["grad_norm"] > 0
     saved = load_checkpoint(tmp_path / "checkpoints" / "000001.safetensors").tensors
     assert saved["weight." + next(iter(trainer(config).names))].dtype == torch.float32
+
+
+def two_iterations(run):
+    rows = [run.iteration(), run.iteration()]
+    for row in rows:
+        row.pop("seconds"), row.pop("phases")
+    return rows, [tensor.clone() for tensor in (*run.parameters, *run.average)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"window": "random:2", "kl_weight": 0.1},
+        {"method": "diffusion-nft"},
+        {"credit": "moving-average-gain", "method": "gain"},
+        {"credit": "value-tracker", "method": "tracker"},
+        {"world": "shapes", "task": "text", "dtype": "float16"},
+    ],
+    ids=lambda changes: changes.get("method", changes.get("dtype", "flow-grpo")),
+)
+def test_a_state_is_a_snapshot(changes):
+    """The trainer repeats two iterations to the bit, twice; its state stays as it was taken."""
+    run = trainer(TINY.replace(iterations=20, **changes))
+    run.iteration()
+    state = run.state()
+    tensors = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    values = json.dumps(state.values)
+    rows, tensors_after = two_iterations(run)
+    assert rows[0]["grad_norm"] > 0
+    for _ in range(2):
+        assert all(torch.equal(state.tensors[name], tensor) for name, tensor in tensors.items())
+        assert json.dumps(state.values) == values
+        run.restore(state)
+        again, found = two_iterations(run)
+        assert again == rows and all(map(torch.equal, found, tensors_after))
+
+
+def test_only_a_state_to_keep_is_copied():
+    """On the CPU a checkpoint that is written at once holds the memory of the trainer."""
+    run = trainer(TINY.replace(method="diffusion-nft"))
+    run.iteration()
+    moments = [value for values in run.optimizer.state.values() for value in values.values()]
+    live = (*run.parameters, *run.average, *run.copies.by_name["old"].values, *moments)
+    places = {tensor.data_ptr() for tensor in live}
+    for copied in (True, False):
+        large = {n: t for n, t in run.state(copied).tensors.items() if n.startswith(PER_PARAMETER)}
+        assert len(large) == len(places)
+        assert {t.data_ptr() in places for t in large.values()} == {not copied}
 
 
 def test_checkpoints_refuse_what_is_not_theirs(tmp_path):

@@ -19,7 +19,17 @@ from flowrl_bench.claims import Arm, Claim, make_run
 from flowrl_bench.digest import code_digest, config_id
 from flowrl_bench.evidence import Evidence, column
 from flowrl_bench.measurements import CURVE, measure, observe_run, peak_memory
-from flowrl_bench.results_file import Lines, ResultsFile, SamplesFile, make_line, observer, provenance, require_unchanged, stamp
+from flowrl_bench.results_file import (
+    Lines,
+    ResultsFile,
+    SamplesFile,
+    make_line,
+    observer,
+    provenance,
+    require_unchanged,
+    stamp,
+    without_rules,
+)
 
 Progress = Callable[[int, int, Mapping[str, Any]], None]
 """Called with (runs in the file, runs in all, the line of the run that has just finished)."""
@@ -103,7 +113,8 @@ class Suite:
     def redo_command(self, key: str) -> str:
         """The command that repeats a run from its line, if the paths that it names lead to the same files."""
         words = ["flowrl", "bench", "claims", "--out", str(self.file.path), "--redo", key]
-        return shlex.join(words) + (trust_option(self.runs[key].flat()) if key in self.runs else "")
+        option = trust_option(without_rules(self.runs[key])) if key in self.runs else ""
+        return shlex.join(words) + option
 
 
 def _run(worker: Worker, config: RunConfig, key: str, command: str, made: dict[str, Any]) -> dict[str, Any] | None:
