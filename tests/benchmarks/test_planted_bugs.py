@@ -1,0 +1,47 @@
+"""The entries of benchmarks/planted_bugs: complete, plantable, and checked by name."""
+
+import pytest
+from planted_bugs import load, mistakes, unplantable
+
+BUG = {
+    "room": "credit",
+    "id": "zero-gain",
+    "meaning": "Every gain is zero.",
+    "source": "",
+    "file": "flowrl/credit/stepwise.py",
+    "find": "increments = gains(rewards)",
+    "replace": "increments = 0 * gains(rewards)",
+    "tests": ["tests/credit/test_credit.py"],
+}
+
+
+def test_the_committed_bugs_can_be_planted():
+    bugs = load()
+    assert bugs and not mistakes(bugs)
+    assert not [(bug["id"], reason) for bug in bugs if (reason := unplantable(bug))]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"test": []}, "unknown key test"),
+        ({"meaning": " "}, "meaning is empty"),
+        ({"source": 1234567}, "source is not text in quotes"),
+        ({"replace": BUG["find"]}, "find and replace are equal"),
+        ({"tests": ["tests/none.py"]}, "the test file tests/none.py does not exist"),
+        ({"tests": ["tests/credit/test_credit.py::test_no"]}, "test_credit.py has no test_no"),
+    ],
+)
+def test_a_wrong_entry_is_named(change, message):
+    (line,) = mistakes([BUG | change])
+    assert line.startswith("credit: zero-gain: ") and line.endswith(message)
+
+
+def test_missing_keys_repeated_ids_and_texts_that_do_not_occur_once_are_named():
+    short = {key: value for key, value in BUG.items() if key not in ("id", "find")}
+    named = [f"credit: entry without id: missing key {key}" for key in ("find", "id")]
+    assert mistakes([short]) == named
+    assert mistakes([BUG, BUG]) == ["credit: zero-gain: id is not unique"] * 2
+    assert not unplantable(BUG)
+    assert "occurs 0 times" in unplantable(BUG | {"find": "increment = gains(reward)"})
+    assert "does not exist" in unplantable(BUG | {"file": "flowrl/credit/none.py"})
