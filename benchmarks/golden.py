@@ -1,6 +1,6 @@
 """Golden runs: the working tree must train to the same numbers, bit for bit, as a reference commit.
 
-    python benchmarks/golden.py                         # everything, 3 minutes on one core
+    python benchmarks/golden.py                         # everything, two minutes on one core
     python benchmarks/golden.py --cases "uniform-*"     # some cases, by pattern
     python benchmarks/golden.py --keep out              # keep all run folders and tables in out/
 

@@ -1,11 +1,12 @@
 """The runs of `golden.py`, described in the reference's terms, and the rewards that they use.
 
 Every run names its settings, so that no default of a world or a method decides its numbers. What
-no setting names stays implicit: shipped weights, prompts and a pipeline's time grid, the initial
-LoRA and the noise of evaluations, which follow from the seed, the solvers' constants, and the
-credit rules of `compare`.
+no setting names stays implicit: shipped weights, prompts, a pipeline's time grid, the solvers'
+constants, the credit of a method of `compare`, and what follows from the seed, such as the initial
+LoRA and the noise of evaluations.
 
-Cases whose name begins with `uniform` have uniform credit in every run, the others in none.
+The cases `uniform-*` have uniform credit in every run, `rules-*` in none. With another rule, an
+iteration's trajectories, log-probabilities and final rewards can differ from the second one on.
 
 This file is itself a plug-in: `--reward golden_cases.py:Redness`.
 """
@@ -156,12 +157,12 @@ NFT = (
     "times='permuted(fraction=0.99, shared=false)', noise={})"
 ).format
 AWM = (
-    "awm(weight=ghuber, power=0.25, clip=0.05, ratio={}, advantage_clip=5.0, advantage_scale=1.0, "
+    "awm(weight=ghuber, power=0.25, clip=0.004, ratio={}, advantage_clip=5.0, advantage_scale=1.0, "
     "average_weight=1.0, kl={}, off_policy=false, decay=(0, 0.1, 0.3), "
     "times='stratified(count=3, first=without, fraction=0.9, shared=false)', noise=each)"
 ).format
 DGPO = (
-    "dgpo(beta_dpo=1.0, clip=0.01, clip_kl=false, anchor={}, decay=(1, 0.1, 0.3), sample_from=2, "
+    "dgpo(beta_dpo=1.0, clip=5e-4, clip_kl=false, anchor={}, decay=(1, 0.1, 0.3), sample_from=2, "
     "times='steps(count=2, steps=4, shared=true)', noise=group)"
 ).format
 DPM, SA = "multistep(solver=dpm++, tau=0.0)", "multistep(solver=sa, tau=0.4)"
@@ -350,12 +351,12 @@ def interrupted(name: str, base: Settings, settings: Settings) -> list[Job]:
 
 
 def compared() -> Job:
-    """A comparison; its methods have uniform credit, which `compare` cannot name."""
+    """A comparison of two forms of uniform credit; `compare` names that of added rules only."""
     own = ("method", "credit", "seed", "tracker")
     (job,) = runs(POINTS, {"compared": {}})
     settings = {name: value for name, value in job.settings.items() if name not in own}
-    more = {"methods": ("flow-grpo", "dance-grpo"), "seeds": (0, 1), "workers": 1}
-    return Job(job.name, {**settings, **more}, "compare")
+    arms = {"methods": "flow-grpo", "credit": UNIFORM("batch", 1.0), "seeds": (0, 1)}
+    return Job(job.name, {**settings, **arms, "workers": 1}, "compare")
 
 
 def cases(inputs: Path) -> dict[str, list[Job]]:

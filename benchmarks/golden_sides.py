@@ -42,7 +42,10 @@ def in_current_terms(job: Job) -> Job:
 
 
 def observe_current(save: Save) -> None:
-    """As `observe_reference`, for the working tree's trainer; with the same tables."""
+    """As `observe_reference`, for the working tree's trainer, with the same tables.
+
+    What the working tree records by decision belongs in the columns of the decisions' steps.
+    """
     observe_reference(save)
 
 
@@ -52,8 +55,7 @@ def observe_current(save: Save) -> None:
 def observe_reference(save: Save) -> None:
     """From now on, the trainer calls `save` in every iteration, before the update.
 
-    With the axes of `flowrl.types` and D draws of a forward-process loss in place of the steps, the
-    tables are:
+    The tables are, with the axes of `flowrl.types`:
 
     - prompts [prompt], checksums of the texts;
     - states [prompt, member, node, *latent] and velocities [prompt, member, step, *latent];
@@ -61,8 +63,8 @@ def observe_reference(save: Save) -> None:
     - log_probs [prompt, member, step], NaN where nothing was drawn;
     - rewards [prompt, member] of the final images, valid [prompt, member], values [prompt, member,
       node], NaN without an estimate, and values of the reward's components;
-    - weights [prompt, member, step or draw] in the mean of the mini-batch, advantages of the same
-      shape, 0 where the weight is 0, and the times of the draws.
+    - weights [prompt, member, step] in the mean of the mini-batch and advantages of the same shape,
+      0 where the weight is 0; for a forward-process loss [prompt, member, draw], with row_times.
     """
     from flowrl.training import trainer
 
