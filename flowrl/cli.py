@@ -17,7 +17,7 @@ from flowrl.errors import FULL, ConfigError, FlowrlError, part_errors
 from flowrl.options import check_ranges
 from flowrl.plugins import package_of, plugin
 from flowrl.settings import unknown
-from flowrl.signals import same_handlers
+from flowrl.signals import READER_ENDED, reader_ended, same_handlers
 from flowrl.sources import summary
 
 COMMANDS = {
@@ -101,7 +101,11 @@ def run_command(arguments: Sequence[str]) -> int:
     name, rest = arguments[0], list(arguments[1:])
     command = with_help(load_command(name))
     start = {"default": command.defaults(rest)} if hasattr(command, "defaults") else {}
-    parsed = tyro.cli(command, prog=f"flowrl {name}", args=rest, config=(tyro.conf.OmitArgPrefixes,), **start)
+    try:
+        parsed = tyro.cli(command, prog=f"flowrl {name}", args=rest, config=(tyro.conf.OmitArgPrefixes,), **start)
+    except SystemExit:  # --help, or a wrong option
+        sys.stdout.flush()
+        raise
     check_ranges(parsed)
     return parsed.main()
 
@@ -113,7 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line, and never print a traceback. Returns 2 for bad input, 1 for a run that failed, 130 after Ctrl-C.
+    """Run a command line, and never print a traceback. Returns 2 for bad input, 1 for a run that failed, 130 after Ctrl-C,
+    141 if the reader of the output ended first (`| head`).
 
     Foreseen errors print one message. The traceback of any other is saved, and the message says where.
     """
@@ -122,16 +127,13 @@ def run(arguments: Sequence[str]) -> int:
         with part_errors():
             code = run_command(arguments)
         sys.stdout.flush()
-        return code
     except FlowrlError as error:
         print(f"flowrl: error: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
-        print("flowrl: interrupted", file=sys.stderr)
-        return 130
+        code = 130
+        if not reader_ended.is_set():
+            print("flowrl: interrupted", file=sys.stderr)
     except OSError as error:
         if error.errno not in USERS_OWN:
             return report_unforeseen(error)
@@ -139,6 +141,7 @@ def run(arguments: Sequence[str]) -> int:
         return 1 if error.errno in FULL else 2
     except Exception as error:
         return report_unforeseen(error)
+    return READER_ENDED if reader_ended.is_set() else code
 
 
 USERS_OWN = (

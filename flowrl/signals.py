@@ -1,5 +1,7 @@
-"""Signals that stop a command, from the first import of a command to the end of its process."""
+"""Signals that stop a command, from the first import of a command to the end of its process; pipes
+whose reader ends first."""
 
+import io
 import os
 import signal
 import sys
@@ -10,6 +12,55 @@ from typing import Any, NoReturn
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Ctrl-C, the signal of launchers and clusters, and that of a closed terminal."""
+NOHUP = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+"""Whether this process was started with SIGHUP ignored, as by nohup."""
+READER_ENDED = 128 + 13
+"""Exit code of a command that could not write all of its output: that of SIGPIPE in a shell."""
+
+reader_ended = threading.Event()
+"""Set when the reader of standard output (`head`, a pager) has ended before the command."""
+
+
+class _Output(io.FileIO):
+    """Standard output or standard error in a pipe. After its reader has ended, output is dropped.
+
+    If the reader of standard output ends, this stops the command as Ctrl-C does: a training pauses
+    with a checkpoint.
+    """
+
+    def write(self, data: Any, /) -> int:
+        """Write `data`, or drop it."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+        if self.fileno() == 1:
+            reader_ended.set()
+            # An exception that is already propagating ends the command and must not be replaced.
+            if not isinstance(sys.exception(), (Exception, KeyboardInterrupt)):
+                signal.raise_signal(signal.SIGINT)
+        return super().write(data)
+
+
+def watch_output() -> None:
+    """Let the end of a pipe's reader stop the command without an error (`_Output`).
+
+    If standard output or standard error was closed at the start (`>&-`), its output is dropped.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w"), "utf-8"))
+        elif isinstance(stream, io.TextIOWrapper) and not stream.isatty():
+            raw = _Output(stream.fileno(), "w", closefd=False)
+            text = io.TextIOWrapper(
+                raw if stream.write_through else io.BufferedWriter(raw),  # PYTHONUNBUFFERED
+                stream.encoding,
+                stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, text)
 
 
 @contextmanager
@@ -65,7 +116,11 @@ def same_handlers() -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with exit code `code`, even if a signal of `STOPPING` has arrived: it would end a wait for threads."""
+    """End the process with exit code `code`, even if a signal of `STOPPING` ends its wait for threads.
+
+    Under nohup SIGHUP remains ignored.
+    """
     for number in STOPPING:
-        signal.signal(number, lambda *_: os._exit(code))
+        if not (NOHUP and number == signal.SIGHUP):
+            signal.signal(number, lambda *_: os._exit(code))
     sys.exit(code)

@@ -19,7 +19,7 @@ from typing import Any
 
 from flowrl.errors import FlowrlError, require
 from flowrl.imports import import_modules
-from flowrl.signals import STOPPING, on_stop
+from flowrl.signals import STOPPING, on_stop, watch_output
 
 MOST_WORKERS = 16
 """Default limit of the number of processes."""
@@ -252,6 +252,7 @@ def _start(*parts: Any) -> None:
     global _parts
     _parts = list(parts)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    watch_output()
     gc.freeze()
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)

@@ -25,6 +25,17 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item, count in zip(items, needed, strict=True) if count <= there]
 
 
+@pytest.fixture
+def hangup():
+    """SIGHUP stops the commands of a test, also if the tests run under nohup.
+
+    The handler protects this process; child processes start with the default action.
+    """
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(scope="session")
 def shapes_policy():
     """The shipped base model with a fresh adapter."""

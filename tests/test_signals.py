@@ -1,11 +1,19 @@
-"""Ctrl-C, SIGTERM and SIGHUP while Python imports, around the last line of a command, and until its process ends."""
+"""Ctrl-C, SIGTERM and SIGHUP while Python imports, around the last line of a command, and until its process ends.
 
+Readers of the output that end before the command.
+"""
+
+import errno
 import io
+import os
+import shlex
 import signal
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +22,10 @@ from flowrl.signals import STOPPING, ignore_stops, on_stop
 from flowrl.training.compare import CompareConfig
 from flowrl.training.config import preset
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="needs signals"),
+    pytest.mark.usefixtures("hangup"),
+]
 
 CONFIG = preset("tiny").apply(world="mixture", task="direction")
 OPTIONS = ["--preset", "tiny", "--world", "mixture", "--task", "direction"]
@@ -58,7 +69,7 @@ def wait():
         time.sleep(0.01)
     time.sleep(0.2)  # until the main thread waits for this one
     os.kill(os.getpid(), {})
-    time.sleep(200)
+    {}
 threading.Thread(target=wait).start()
 sys.argv = ["flowrl", "--version"]
 """
@@ -66,10 +77,83 @@ sys.argv = ["flowrl", "--version"]
 
 def test_a_command_that_is_complete_ends_with_its_own_exit_code() -> None:
     """Also if a thread of a user's part keeps the process from ending: there the signal ends it at once."""
-    scripts = [script.format(int(number)) + CONSOLE for script in (AT_EXIT, IN_A_THREAD) for number in STOPPING]
+    scripts = [
+        script.format(int(number), "time.sleep(200)") + CONSOLE for script in (AT_EXIT, IN_A_THREAD) for number in STOPPING
+    ]
     for script, process in {script: python(script) for script in scripts}.items():
         shown, errors = process.communicate(timeout=120)
         assert (shown.startswith("flowrl 0."), errors, process.returncode) == (True, "", 0), script
+
+
+@pytest.mark.parametrize(("number", "shown"), [("SIGHUP", "went on\n"), ("SIGTERM", "")])
+def test_under_nohup_a_hangup_does_not_end_a_wait_for_threads(number: str, shown: str) -> None:
+    start = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    wait = "time.sleep(1); print('went on')"
+    process = python(start + IN_A_THREAD.format(int(getattr(signal, number)), wait) + CONSOLE)
+    out, errors = process.communicate(timeout=120)
+    assert (out.partition("\n")[2], errors, process.returncode) == (shown, "", 0)
+
+
+def test_under_nohup_a_hangup_stops_no_block() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    caught: list[int] = []
+    with on_stop(caught.append):
+        signal.raise_signal(signal.SIGHUP)
+    assert caught == [] and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def without_reader(*words: str, **settings: Any) -> subprocess.Popen[str]:
+    """Python with the arguments `words`, in a pipe whose reader has ended."""
+    read, write = os.pipe()
+    os.close(read)
+    options = {"stdout": write, "stderr": subprocess.PIPE, "text": True, **settings}
+    process = subprocess.Popen([sys.executable, *words], **options)
+    os.close(write)
+    return process
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_command_whose_reader_has_ended_is_silent(unbuffered: str) -> None:
+    """The exit code is that of SIGPIPE; tyro exits after a help text, the other commands return."""
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    commands = [["--help"], ["parts"], ["bench", "--help"]]
+    processes = [without_reader("-m", "flowrl", *words, env=env) for words in commands]
+    for words, process in zip(commands, processes, strict=True):
+        assert (*process.communicate(timeout=120), process.returncode) == (None, "", 141), words
+
+
+FAILS = f"""
+import sys
+import flowrl.cli
+from flowrl.errors import ConfigError
+def fail(arguments):
+    try:
+        raise ConfigError("wrong")
+    finally:
+        print("some output", flush=True)
+flowrl.cli.run_command = fail
+{CONSOLE}"""
+
+
+def test_an_error_without_a_reader_keeps_its_message_and_exit_code() -> None:
+    process = without_reader("-c", FAILS)
+    assert (process.communicate(timeout=120)[1], process.returncode) == ("flowrl: error: wrong\n", 2)
+    process = without_reader("-c", FAILS, stderr=subprocess.STDOUT)
+    assert process.wait(120) == 2
+
+
+def test_another_broken_pipe_is_an_error(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    lost = BrokenPipeError(errno.EPIPE, "Broken pipe")
+    monkeypatch.setattr("flowrl.cli.run_command", Mock(side_effect=lost))
+    assert main(["parts"]) == 1
+    assert capsys.readouterr().err.startswith("flowrl: unexpected error: BrokenPipeError")
+
+
+def test_a_closed_output_is_no_error() -> None:
+    command = f"{shlex.quote(sys.executable)} -m flowrl parts >&-"
+    process = subprocess.run(command, shell=True, stderr=subprocess.PIPE)
+    assert (process.stderr, process.returncode) == (b"", 0)
 
 
 class Signalling(io.StringIO):

@@ -58,6 +58,7 @@ def test_the_folder_of_a_run_or_a_comparison_has_one_writer(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs signals")
+@pytest.mark.usefixtures("hangup")
 def test_a_second_resume_is_told_who_writes_and_a_killed_writer_blocks_nobody(tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = start("train", *LONG, "--out", str(out))
@@ -94,6 +95,7 @@ def alive(process: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix" or shutil.which("ps") is None, reason="needs signals and ps")
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize(("number", "group"), [("SIGKILL", False), ("SIGTERM", False), ("SIGTERM", True), ("SIGHUP", True)])
 def test_workers_end_with_the_comparison(number: str, group: bool, tmp_path: Path) -> None:
     """`group`: the signal goes to the workers too, as from a terminal or a cluster. All but SIGKILL pause, with checkpoints."""
@@ -201,3 +203,45 @@ def test_built_in_parts_have_no_code_to_change(tmp_path: Path) -> None:
     assert code_of(TINY.replace(credit="gdpo", reward="clipped(reward='flowrl.worlds.mixture:DirectionReward')").flat()) == {}
     Run(TINY, tmp_path / "out").execute()
     assert not (tmp_path / "out" / "code.json").exists()
+
+
+RULE = """
+import multiprocessing
+from dataclasses import dataclass
+from pathlib import Path
+from flowrl.credit import Uniform
+@dataclass(frozen=True)
+class Prints(Uniform):
+    def assign(self, rewards, schedule):
+        if multiprocessing.parent_process():
+            with Path(__file__).with_name("prints").open("a") as file:
+                file.write("begun ")
+                print("credit", flush=True)
+                file.write("ended ")
+        return super().assign(rewards, schedule)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="needs pipes of POSIX")
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_a_run_whose_reader_ends_is_paused(command: str, tmp_path: Path) -> None:
+    """As in `flowrl train | head -3`: the iteration ends, and a checkpoint is written. Workers of a comparison may print too."""
+    out, rule = tmp_path / "out", tmp_path / "rule.py"
+    rule.write_text(RULE)
+    words, runs = [command, *LONG, "--out", str(out), "--credit", f"{rule}:Prints"], [out]
+    if command == "compare":
+        words += ["--methods", "flow-grpo", "--seeds", "0", "--workers", "2"]
+        runs = [out / "runs" / name for name in ("flow-grpo-seed0", "Prints-seed0")]
+    arguments = [sys.executable, "-m", "flowrl", *words]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert any("/500" in line for line in process.stdout)
+    process.stdout.close()
+    assert (process.wait(60), process.stderr and process.stderr.read()) == (141, "")
+    for run in runs:
+        done = lines_of(run) - 1
+        assert 0 < done < 500 and (run / "checkpoints" / f"{done:06d}.safetensors").exists()
+    if command == "compare":
+        prints = (tmp_path / "prints").read_text()
+        assert prints.count("begun") == prints.count("ended") > 0
