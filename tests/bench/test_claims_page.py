@@ -13,13 +13,23 @@ from flowrl_bench.catalogue import CLAIMS
 from flowrl_bench.claims import KL_WEIGHTS, Claim
 from flowrl_bench.claims_details import FRONTIERS, details_page
 from flowrl_bench.claims_figures import METHOD_COLOURS, colour, frontier, leads, survival_levels, survivals
-from flowrl_bench.claims_page import Inputs, by_world, cell, claims_page, mixed_seeds, provenance
+from flowrl_bench.claims_page import (
+    DEFINITIONS,
+    Inputs,
+    by_world,
+    cell,
+    claims_page,
+    default_lines,
+    mixed_seeds,
+    provenance,
+    read_calibration,
+)
 from flowrl_bench.default_settings import HEADLINES, survival_table
 from flowrl_bench.digest import config_id
 from flowrl_bench.leads import LEADS, UNIFORM
 from flowrl_bench.main_comparison import answers, arms_of, choice, lead_table
 from flowrl_bench.page import Document, Image, Items, Table
-from flowrl_bench.results_file import make_line
+from flowrl_bench.results_file import ResultsFile, SamplesFile, joined, make_line
 from flowrl_bench.tables import (
     DEPENDS,
     MAIN,
@@ -39,6 +49,7 @@ from matplotlib.figure import Figure
 
 from flowrl.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 A, B, C = {"arm": "uniform"}, {"arm": "uniform", "learning_rate": 1e-3}, {"arm": "uniform", "learning_rate": 2e-3}
 FALLEN = [0.0, 0.6, 0.7, 0.1]
 STAMP = {
@@ -175,6 +186,20 @@ class TestPage:
         }
         assert all(len(image.alt) > 60 for image in images)
 
+    def test_the_definitions_are_next_to_the_published_numbers(self) -> None:
+        readme = (ROOT / "README.md").read_text().partition("## Findings")[2].partition("\n## ")[0]
+        assert DEFINITIONS in " ".join(readme.split())
+        assert f"\n\n{DEFINITIONS}\n\n" in (ROOT / "docs/claims.md").read_text()
+
+    @pytest.mark.slow
+    def test_the_published_page_is_generated(self) -> None:
+        path = ROOT / "benchmarks/results/claims.jsonl"
+        samples = SamplesFile(path.with_name("claims-samples.json")).read()
+        lines = joined(ResultsFile(path).read(any_code=True), samples)
+        defaults = ResultsFile(default_lines(path)).read(any_code=True)
+        inputs = Inputs(judge_all(CLAIMS, lines), lines, path, defaults, read_calibration(path))
+        assert claims_page(inputs).markdown("claims") == (ROOT / "docs/claims.md").read_text()
+
     def test_cells_have_symbols(self) -> None:
         seeds = (100, 101, 102)
         claim = Claim("c", "A beats b.", "-", "-", {"a": A, "b": B}, Compare("a", "b", expects=BETTER))
@@ -197,7 +222,7 @@ class TestPage:
 class TestDefaultSettings:
     @pytest.fixture(scope="class")
     def lines(self) -> dict[str, dict]:
-        with open(Path(__file__).parents[2] / "benchmarks" / "results" / "claims-default-settings.jsonl") as file:
+        with open(ROOT / "benchmarks" / "results" / "claims-default-settings.jsonl") as file:
             return {line["id"]: line for line in map(json.loads, file)}
 
     def test_the_published_file_has_the_runs(self, lines: dict[str, dict]) -> None:

@@ -38,6 +38,13 @@ LEGEND = (
     "over training, at equal budgets, with 95% intervals over paired seeds. [The verdict rules](verdicts.md) were written before "
     "the runs."
 )
+DEFINITIONS = (
+    "The runs use the definitions of version 0.1: credit rules count ODE steps as steps, and a "
+    "network evaluation is one forward pass, with or without its gradient. In the image runs "
+    "TP-GRPO's rule for the first step was inactive: it applies to step 0 only, and their "
+    "stochastic steps are 2 to 4."
+)
+"""Also in the README, next to the same numbers."""
 MAIN_TEXT = (
     "Every arm has the learning rate, clip and noise level that a search of equal size found for it. *Larger groups*: uniform "
     "credit with as many network evaluations per update as stepwise gains. The worst seed is by mean reward over training. "
@@ -99,6 +106,7 @@ def claims_page(inputs: Inputs) -> Document:
                 Image(f"leads-{world}", leads(arms, name), f"Dot plot of each method's lead over uniform credit in the {name}")
             )
     page.text(LEGEND)
+    page.text(DEFINITIONS)
     page.text(_false_alarms(inputs.calibration, worlds))
     page.heading("Main comparison: every arm against uniform credit")
     page.text(MAIN_TEXT)
