@@ -21,7 +21,7 @@ reader_ended = threading.Event()
 """Set when the reader of standard output (`head`, a pager) has ended before the command."""
 
 
-class Output(io.FileIO):
+class _Output(io.FileIO):
     """Standard output or standard error in a pipe. After its reader has ended, output is dropped.
 
     If the reader of standard output ends, this stops the command as Ctrl-C does: a training pauses
@@ -43,16 +43,16 @@ class Output(io.FileIO):
 
 
 def watch_output() -> None:
-    """Make `sys.stdout` and `sys.stderr` an `Output`, except on a terminal.
+    """Let the end of a pipe's reader stop the command without an error (`_Output`).
 
-    If one was closed when the process started (`>&-`), everything written to it is dropped.
+    If standard output or standard error was closed at the start (`>&-`), its output is dropped.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w"), "utf-8"))
         elif isinstance(stream, io.TextIOWrapper) and not stream.isatty():
-            raw = Output(stream.fileno(), "w", closefd=False)
+            raw = _Output(stream.fileno(), "w", closefd=False)
             text = io.TextIOWrapper(
                 raw if stream.write_through else io.BufferedWriter(raw),  # PYTHONUNBUFFERED
                 stream.encoding,
