@@ -203,6 +203,10 @@ def test_built_in_parts_have_no_code_to_change(tmp_path: Path, monkeypatch) -> N
     assert code_of(TINY.replace(credit="gdpo", reward="clipped(reward='flowrl.worlds.mixture:DirectionReward')").flat()) == {}
     Run(TINY, tmp_path / "out").execute()
     assert not (tmp_path / "out" / "code.json").exists()
+    (tmp_path / "flowrl.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    assert len(code_of({"credit": "flowrl.py:Mine"})) == 1
+    assert len(code_of({"credit": "uniform(probe='flowrl.probes:NoProbe')"})) == 0
 
 
 RULE = """
