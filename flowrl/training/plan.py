@@ -111,7 +111,7 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         networks += sum(copy.evaluated for copy in method.loss.copies.values())
     else:
         trained = first_trained_steps(config)
-        pairs = minibatch_pairs([members], trained, schedule.tree)[0]
+        pairs = minibatch_pairs([members], trained, schedule.tree, unit=method.loss.unit)[0]
     samples, evaluations = rollout.groups * rollout.group_size, rollout.groups * pairs.evaluations
     minibatches = torch.arange(samples).chunk(optim.minibatches)
     share = max(map(len, minibatches)) / samples

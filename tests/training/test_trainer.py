@@ -255,6 +255,8 @@ def test_failures_name_the_cause_and_leave_the_weights_alone():
     @dataclass(frozen=True)
     class Broken:
         needs_reference: bool = False
+        trains_zero_advantages: bool = False
+        unit: str = "transition"
 
         def loss(self, batch):
             result = ClippedLoss().loss(batch)
