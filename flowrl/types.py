@@ -286,6 +286,14 @@ def unit_means(values: PerSample, units: Sequence[Tensor], weight: PerSample) ->
 
     Compares every row with every other, so the host does not wait for the device; meant for up to a few thousand rows. A trainer
     whose units are spread over micro-batches calls it on all their rows at once.
+
+    Args:
+        values: the values [sample]; those of weight 0 may be NaN.
+        units: the numbers that identify each row's unit, as from `LossRows.units`.
+        weight: the weights [sample].
+
+    Returns:
+        The means [sample].
     """
     same = (weight > 0)[None, :].expand(len(values), -1)
     for number in units:

@@ -93,9 +93,13 @@ def test_rows_say_where_they_are(world_of: OnPolicy) -> None:
     batch, grid = world_of.batch(), world_of.result.trajectories.schedule
     assert torch.equal(batch.sample, world_of.sample) and torch.equal(batch.step, world_of.step)
     assert torch.equal(batch.group, world_of.sample // GROUPS.members)
-    assert torch.equal(batch.time, grid.times[world_of.step]) and torch.equal(batch.time - batch.delta, grid.times[1:][world_of.step])
+    assert torch.equal(batch.time, grid.times[world_of.step]) and torch.equal(
+        batch.time - batch.delta, grid.times[1:][world_of.step]
+    )
     part = replace(world_of.result, groups=replace(GROUPS, first=3))
-    later = LossBatches(world_of.policy, SAMPLER, part, world_of.condition, world_of.advantages).of(world_of.sample, world_of.step)
+    later = LossBatches(world_of.policy, SAMPLER, part, world_of.condition, world_of.advantages).of(
+        world_of.sample, world_of.step
+    )
     assert torch.equal(later.sample, world_of.sample + 3 * GROUPS.members) and torch.equal(later.group, batch.group + 3)
     assert torch.equal(later.weight, batch.weight) and set(batch.weight.tolist()) == {0.0, 1.0}
 

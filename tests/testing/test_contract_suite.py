@@ -435,7 +435,9 @@ class FaultyUnits:
     def row_terms(self):
         if self.fault == "no row_terms":
             raise AttributeError("row_terms")
-        return GSPO().row_terms if self.fault != "row_terms with a gradient" else lambda batch: log_prob(batch.new, batch.next_node)
+        return (
+            GSPO().row_terms if self.fault != "row_terms with a gradient" else lambda batch: log_prob(batch.new, batch.next_node)
+        )
 
     def loss(self, batch):
         found = GSPO(clip_range=0.02)
@@ -503,7 +505,11 @@ class FaultyForwardLoss:
             return self.terms(batch)
 
     def terms(self, batch):
-        return 50.0 * self.advantages(batch) * (self.error(batch, batch.new) - self.error(batch, batch.velocity_of("reference", self)))
+        return (
+            50.0
+            * self.advantages(batch)
+            * (self.error(batch, batch.new) - self.error(batch, batch.velocity_of("reference", self)))
+        )
 
     def advantages(self, batch):
         return batch.advantages.detach().masked_fill(batch.weight == 0, 0.0)
