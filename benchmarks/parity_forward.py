@@ -20,14 +20,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl.flow import LogitNormalTimes, StratifiedTimes, UniformTimes
-from flowrl.forward import ForwardBatch, unit_means
+from flowrl.forward import ForwardBatch
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.policies import PipelinePolicy
 from flowrl.rollout import solvers
 from flowrl.settings import flat
 from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
-from flowrl.types import Schedule, Trajectories
+from flowrl.types import Schedule, Trajectories, unit_means
 
 Loss = DiffusionNFT | AWM | DGPO
 BEGAN = 99
@@ -87,7 +87,7 @@ def awm_tables(loss: AWM, batch: ForwardBatch, row: Mapping[str, Tensor]) -> dic
 def dgpo_tables(loss: DGPO, batch: ForwardBatch, row: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What DGPO's code recorded of every row; sums and weights of a group for each of its rows."""
     assert batch.pooled is not None
-    members = int((batch.group == 0).sum()) // len(batch.time[batch.row_sample == 0])
+    members = int((batch.group == 0).sum()) // len(batch.time[batch.sample == 0])
     found = {"group/sum": batch.pooled, "group/weight": row["group_weight"], "group_term": loss.row_terms(batch) / members}
     found["matching"] = row["matching"]
     return found | ({"ratio": row["ratio_mean"], "clipped": row["clip_fraction"]} if loss.clip is not None else {})
@@ -213,9 +213,9 @@ class ForwardReplay:
 def row_values(loss: Loss, batch: ForwardBatch) -> tuple[ForwardBatch, dict[str, Tensor]]:
     """The batch with the means of its units, and the loss and its metrics of every row by itself, [row]."""
     with torch.no_grad():
-        if loss.together != "row":
+        if loss.unit != "transition":
             assert not isinstance(loss, DiffusionNFT)
-            batch = replace(batch, pooled=unit_means(loss.row_terms(batch), batch.units(loss.together), batch.mask))
+            batch = replace(batch, pooled=unit_means(loss.row_terms(batch), batch.units(loss.unit), batch.weight))
         found: dict[str, list[Tensor]] = {}
         for row in range(len(batch.time)):
             result = loss.loss(batch.rows(slice(row, row + 1)))

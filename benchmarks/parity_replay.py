@@ -24,7 +24,7 @@ from flowrl.rollout.metrics import LossMetrics
 from flowrl.training.build import make_method, make_policy, make_world
 from flowrl.training.config import RunConfig
 from flowrl.training.nonfinite import NonFiniteCheck
-from flowrl.types import Gaussian, LossBatch, LossResult, Schedule, Trajectories
+from flowrl.types import Gaussian, LossBatch, LossResult, Schedule, Trajectories, Unit
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,21 @@ class PairValues:
         """As `inner` has it."""
         return self.inner.needs_reference
 
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """As `inner` has it."""
+        return self.inner.trains_zero_advantages
+
+    @property
+    def unit(self) -> Unit:
+        """As `inner` has it."""
+        return self.inner.unit
+
     def loss(self, batch: LossBatch) -> LossResult:
         """`inner`'s result."""
         with torch.no_grad():
             for k in range(len(batch.advantages)):
-                pair = _pair(batch, slice(k, k + 1))
+                pair = batch.rows(slice(k, k + 1))
                 result = self.inner.loss(pair)
                 released = getattr(self.inner, "log_prob", "exact") == "released_cps"
                 density = log_prob_without_constants if released else log_prob
@@ -82,18 +92,6 @@ class PairValues:
                 for name, value in values.items():
                     self.rows.setdefault(name, []).append(value.reshape(()))
         return self.inner.loss(batch)
-
-
-def _pair(batch: LossBatch, row: slice) -> LossBatch:
-    """One pair of a batch."""
-
-    def of(gaussian: Gaussian) -> Gaussian:
-        return Gaussian(gaussian.mean[row], gaussian.std[row])
-
-    return LossBatch(
-        of(batch.new), of(batch.behaviour), batch.next_node[row], batch.advantages[row], batch.mask[row], batch.delta[row],
-        None if batch.reference is None else of(batch.reference),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

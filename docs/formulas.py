@@ -8,6 +8,7 @@ MEAN = r"\operatorname{mean}"
 STD = r"\operatorname{std}"
 SDE_MEAN = r"\mu = x\Big(1 - \frac{\sigma^2\Delta}{2t}\Big) - v\Big(1 + \frac{\sigma^2(1-t)}{2t}\Big)\Delta"
 PRESERVING = r"\mu = (1-s)\,\hat x_0 + \sqrt{s^2 - \sigma^2}\,\hat\varepsilon"
+RHO = r"\rho"
 CLIPPED = rf"{MEAN}\max\big(-A\rho,\ -A\operatorname{{clip}}(\rho, 1-c, 1+c)\big)"
 KL = r"\beta\,\mathrm{KL}(\pi\,\|\,\pi_\text{ref})"
 
@@ -61,6 +62,13 @@ FORMULAS = {
     "flowrl.credit.BackedUp": r"A(\text{leaf}) = Z(R), \qquad A(u) = \sum_{c \in \text{children}(u)} w_c\,A(c)",
     "flowrl.credit.ExpectedCalls": r"r_i = C_i\,(R_T - R_i) + (1 - C_i)\,(R_{i+1} - R_i), \qquad \text{called}_i = \Pr(C_i = 1)",
     "flowrl.losses.ClippedLoss": rf"L = {CLIPPED} + {KL}, \qquad \rho = \frac{{\pi}}{{\pi_\text{{old}}}}",
+    "flowrl.losses.GSPO": (
+        rf"L = {CLIPPED.replace(RHO, 's')} + {KL}, \qquad"
+        r" s = \Big(\prod_k \rho_k^{w_k}\Big)^{1 / \sum_k w_k} \text{ over the transitions } k \text{ of a trajectory}"
+    ),
+    "flowrl.losses.KLPenalty": (
+        rf"L = {MEAN}\big(-A\rho + \text{{coefficient}}\;\mathrm{{KL}}(\pi\,\|\,\pi_\text{{old}})\big) + {KL}"
+    ),
     "flowrl.losses.PolicyGradientLoss": rf"L = {MEAN}\big(-A\log\pi(x_s)\big) + {KL}",
     "flowrl.losses.FlowDPPO": (
         rf"L = {MEAN}\big(-A\rho\;M\big) + {KL}, \qquad"

@@ -5,54 +5,52 @@ fresh noise eps, target v* = eps - x_0. It needs neither trajectories nor transi
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from flowrl.errors import ConfigError, require
 from flowrl.options import checked_options
-from flowrl.types import Latents, LossResult, PerSample, Schedule, checked
+from flowrl.types import Latents, LossResult, LossRows, PerSample, Schedule, Unit, checked
 
 Noise = Literal["each", "group", "group-all-times", "path"]
 """Which rows share their noise; "path": the states of the sample's own trajectory."""
-Together = Literal["row", "sample", "group"]
-"""Rows that a loss must receive together: single rows, all times of a sample, or all members of a group at one time."""
 
 
 @checked
 @dataclass(frozen=True)
-class ForwardBatch:
+class ForwardBatch(LossRows):
     """The input of a forward-process loss. A row is one (sample, drawn time); rows are the axis `sample` in the shapes.
 
     No latents are needed: the error of the clean estimate is x_0_hat - x_0 = -t (v - target). Rows of equal (group, time) are a
-    group, rows of equal row_sample a sample.
+    group, rows of equal `sample` a trajectory.
 
     Args:
         time: t in (0, 1] [sample].
         target: eps - x_0 of the row's state x_t [sample, *latent].
         new: the current network's velocity, which carries the gradient.
         advantages: advantages [sample].
-        mask: False for rows that do not count.
+        weight: weights of the mean over rows, 0 or more [sample]; rows of weight 0 contribute neither value nor gradient.
         group: index of the row's prompt in the whole iteration.
-        row_sample: index of the row's sample in the whole iteration.
+        sample: index of the row's trajectory in the whole iteration.
         old: velocity of the copy `old`; None for a loss that does not declare it.
         average: velocity of the copy `average`; None for a loss that does not declare it.
         reference: the frozen base model's velocity; None for a loss that does not declare it.
-        pooled: for a loss that needs rows together, the mean of its `row_terms` over the unit of each row, if the trainer has
-            computed it; None if the batch contains whole units.
+        pooled: for a loss whose `unit` is not "transition", the mean of its `row_terms` over the unit of each row, if the trainer
+            has computed it; None if the batch contains whole units.
     """
 
     time: PerSample
     target: Latents
     new: Latents
     advantages: PerSample
-    mask: Bool[Tensor, " sample"]
+    weight: PerSample
     group: Int[Tensor, " sample"]
-    row_sample: Int[Tensor, " sample"]
+    sample: Int[Tensor, " sample"]
     old: Latents | None = None
     average: Latents | None = None
     reference: Latents | None = None
@@ -63,16 +61,6 @@ class ForwardBatch:
         """The network's output that carries the gradient."""
         return self.new
 
-    def rows(self, index: Tensor | slice) -> "ForwardBatch":
-        """The rows `index` of every field; gradients reach this batch's `new`."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: value[index] for name, value in values.items() if value is not None})
-
-    def units(self, together: Together) -> tuple[Tensor, ...]:
-        """The numbers that identify the unit of each row in `unit_means`."""
-        row = torch.arange(len(self.time), device=self.time.device)
-        return {"row": (row,), "sample": (self.row_sample,), "group": (self.group, self.time)}[together]
-
     def velocity_of(self, name: Literal["old", "average", "reference"], loss: object) -> Latents:
         """The velocity of the network `name`, without gradient. Raises `ConfigError`, which names the `loss`, if the batch has
         none."""
@@ -80,19 +68,6 @@ class ForwardBatch:
         if velocity is None:
             raise ConfigError(f"{type(loss).__name__} needs ForwardBatch.{name}, which is None: set it")
         return velocity.detach()
-
-
-def unit_means(values: PerSample, units: Sequence[Tensor], mask: Bool[Tensor, " sample"]) -> PerSample:
-    """For each row, the mean of `values` over the rows in `mask` that agree with it in all of `units`; 0 if there is none.
-
-    Compares all pairs of rows, so the host does not wait for the device; meant for up to a few thousand rows. A trainer whose
-    units are spread over micro-batches calls it on all their rows together.
-    """
-    same = mask[None, :].expand(len(values), -1)
-    for number in units:
-        same = same & (number[:, None] == number[None, :])
-    total = torch.where(same, values[None, :], 0.0).sum(1)
-    return total / same.sum(1).clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -209,7 +184,7 @@ class TimeDraw(Protocol):
 
 @runtime_checkable
 class ForwardLoss(Protocol):
-    """A pure function of velocities at noised finished images, advantages and a mask to a scalar: the mean over unmasked rows.
+    """A pure function of velocities at noised finished images, advantages and weights to a scalar: the weighted mean over rows.
 
     It needs no transition probabilities, so any sampler can be used, also a deterministic one. It declares what the trainer
     prepares:
@@ -219,11 +194,11 @@ class ForwardLoss(Protocol):
       row is the state of the sample's own trajectory at the time's step, with eps = (x_t - (1-t) x_0) / t.
     - `copies`: the copies of the weights, by the field of `ForwardBatch` for their velocity, "old" or "average".
     - `needs_reference`: whether the loss needs the frozen base model's velocity.
-    - `together`: the rows that one call needs. If not "row", the loss is a `PooledForwardLoss`.
+    - `unit`: what one call needs. If not "transition", the loss is a `protocols.PooledLoss`.
 
-    Contract: masked rows contribute neither to the loss nor to the gradient; only `new` takes a gradient; the order of rows has
-    no effect. If new, old, average and reference are equal, the gradient of each row is its advantage times a positive multiple
-    of the gradient of its error |v - v*|^2, which does not depend on the advantages. With `together` = "group" and advantages
+    Contract: rows of weight 0 contribute neither value nor gradient; only `new` takes a gradient; the order of rows has no
+    effect. If new, old, average and reference are equal, the gradient of each row is its advantage times a positive multiple
+    of the gradient of its error |v - v*|^2, which does not depend on the advantages. With `unit` = "group" and advantages
     that sum to 0 over a group, the weights of its errors in the gradient sum to 0, too.
     """
 
@@ -248,25 +223,10 @@ class ForwardLoss(Protocol):
         ...
 
     @property
-    def together(self) -> Together:
-        """The rows that must be in one batch, unless `ForwardBatch.pooled` is set."""
+    def unit(self) -> Unit:
+        """What must be in one batch, unless `ForwardBatch.pooled` is set."""
         ...
 
     def loss(self, batch: ForwardBatch) -> LossResult:
         """The loss over one batch of (sample, drawn time) rows."""
-        ...
-
-
-@runtime_checkable
-class PooledForwardLoss(ForwardLoss, Protocol):
-    """A forward-process loss that depends on a mean over a unit: the times of a sample, or a group at one time.
-
-    The trainer may put whole units into a batch with `pooled` = None. This has no cost and is recommended if the rows of a unit
-    fit into memory. Or it makes two passes: `row_terms` of all rows without gradient, their `forward.unit_means` over whole
-    units, and then `loss` on parts of units with these means as `pooled`. This costs one more evaluation per row and network.
-    Contract: both give the same gradient.
-    """
-
-    def row_terms(self, batch: ForwardBatch) -> PerSample:
-        """The terms to be averaged over a unit, one per row, detached; 0 for masked rows."""
         ...

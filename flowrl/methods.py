@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from flowrl.credit import (
 from flowrl.errors import ConfigError, CreditError, FlowrlError, PartError, part_errors, require
 from flowrl.losses import ClippedLoss
 from flowrl.probes import Branch, Comb
-from flowrl.protocols import CreditAssigner, ForwardLoss, PartsCreditAssigner, PolicyLoss, RandomSampler, Sampler
+from flowrl.protocols import CreditAssigner, ForwardLoss, OneAdvantage, PartsCreditAssigner, PolicyLoss, RandomSampler, Sampler
 from flowrl.registry import build
 from flowrl.samplers import AllButLast, DanceSDE, FlowSDE, Multistep, RandomWindow, SlidingWindow, Window
 from flowrl.types import Schedule
@@ -278,13 +278,16 @@ def make_sampler(kernel: str, noise_level: float, window: str = "all-but-last", 
         raise ConfigError(f"window = {window!r} is not allowed; allowed: {WINDOWS}") from error
 
 
-def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:
+def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> torch.Tensor:
     """Apply a rule to a random table, to find errors before a run starts.
 
     Args:
         rule: the credit rule; a copy is used, so that its memory does not change.
         schedule: the schedule of the run, with standard deviations.
         members: members per group.
+
+    Returns:
+        The rule's advantages for the table.
 
     Raises:
         CreditError: the rule fails or breaks its contract.
@@ -302,7 +305,31 @@ def try_credit(rule: CreditAssigner, schedule: Schedule, members: int) -> None:
         raise
     except Exception as error:
         raise CreditError(f"{name}.assign failed on a table of {tuple(table.shape)}: {type(error).__name__}: {error}") from error
-    check_advantages(advantages, table, name)
+    return check_advantages(advantages, table, name)
+
+
+def check_one_advantage(loss: Loss, rule: CreditAssigner, advantages: torch.Tensor, steps: torch.Tensor | Sequence[int]) -> None:
+    """Check the credit for a loss that needs one advantage per trajectory.
+
+    Args:
+        loss: the loss; any other loss passes.
+        rule: the credit rule, for the message.
+        advantages: advantages [sample, step], in main memory.
+        steps: the trained steps.
+
+    Raises:
+        CreditError: the advantages of a trajectory differ between trained steps.
+    """
+    if not isinstance(loss, OneAdvantage) or len(advantages) == 0:
+        return
+    trained = advantages[:, torch.as_tensor(steps, device=advantages.device)]
+    spread = trained.amax(1) - trained.amin(1)
+    if bool((spread > 1e-6 * trained.abs().amax()).any()):
+        most = f"by up to {float(spread.max()):.3g} between the trained steps of a trajectory"
+        raise CreditError(
+            f"{type(loss).__name__} needs one advantage per trajectory, but those of {type(rule).__name__} differ {most}: "
+            "use a rule that credits all steps equally, such as uniform, or another loss"
+        )
 
 
 def _tried(rule: CreditAssigner, table: torch.Tensor, schedule: Schedule) -> torch.Tensor:

@@ -4,7 +4,7 @@ The protocols of forward-process losses are defined in `flowrl.forward`, next to
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from flowrl._policy_protocols import Guided as Guided
 from flowrl._policy_protocols import OneNetwork as OneNetwork
 from flowrl._policy_protocols import PromptEmbedding as PromptEmbedding
 from flowrl.forward import ForwardLoss as ForwardLoss
-from flowrl.forward import PooledForwardLoss as PooledForwardLoss
 from flowrl.forward import TimeDraw as TimeDraw
 from flowrl.probes import Probe
 from flowrl.types import (
@@ -26,16 +25,18 @@ from flowrl.types import (
     LossBatch,
     LossResult,
     NodeTable,
+    PerSample,
     Prompt,
     Schedule,
     StepIndex,
     StepTable,
+    Unit,
 )
 
 __all__ = [
     "BlockCache", "CompositeGroupReward", "CompositeReward", "CreditAssigner", "Exportable", "Features", "FlowPolicy",
-    "GroupReward", "Guided", "OneNetwork", "PartsCreditAssigner", "PolicyLoss", "PromptCreditAssigner", "PromptEmbedding",
-    "RandomSampler", "RewardModel", "Sampler", "SelectiveCredit", "Stateful",
+    "GroupReward", "Guided", "OneAdvantage", "OneNetwork", "PartsCreditAssigner", "PolicyLoss", "PooledLoss",
+    "PromptCreditAssigner", "PromptEmbedding", "RandomSampler", "RewardModel", "Sampler", "SelectiveCredit", "Stateful",
 ]  # fmt: skip
 
 
@@ -314,18 +315,57 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class PolicyLoss(Protocol):
-    """A pure function of Gaussians, advantages and a mask to a scalar: the mean over unmasked pairs.
+    """A pure function of Gaussians, advantages and weights to a scalar: the weighted mean over transitions.
 
-    Contract: masked pairs contribute neither to the loss nor to the gradient; on the first update of an iteration (new =
-    behaviour) every ratio is 1 and the gradient is the policy gradient of mean(A log pi); without a reference, pairs whose
-    advantage is 0 have no gradient, so the trainer need not evaluate them.
+    Contract: transitions of weight 0 contribute neither to the loss nor to the gradient; on the first update of an iteration (new
+    = behaviour) every ratio is 1 and the gradient is the policy gradient of mean(A log pi); the order of rows has no effect.
+    Unless `trains_zero_advantages`, units whose advantages are all 0 have no gradient, so the trainer does not evaluate them.
     """
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `LossBatch.reference` must be filled (costs one more network evaluation per pair)."""
+        """Whether `LossBatch.reference` must be filled (costs one more network evaluation per transition)."""
+        ...
+
+    @property
+    def unit(self) -> Unit:
+        """What must be in one batch, unless `LossBatch.pooled` is set. If not "transition", the loss is a `PooledLoss`."""
+        ...
+
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether transitions of advantage 0 can have a gradient, as a penalty's."""
         ...
 
     def loss(self, batch: LossBatch) -> LossResult:
-        """The loss over one batch of (trajectory, step) pairs."""
+        """The loss over one batch of transitions."""
+        ...
+
+
+@runtime_checkable
+class PooledLoss(Protocol):
+    """A policy or forward-process loss that depends on a mean over a unit: a trajectory, or a group at one time.
+
+    If whole units fit into micro-batches, the trainer calls `loss` with `pooled` = None. Otherwise it makes two passes:
+    `row_terms` of all rows without gradient, their `types.unit_means` over whole units, and then `loss` on parts of units with
+    these means as `pooled`. This costs one more evaluation per row and network. Contract: both give the same gradient.
+    """
+
+    @property
+    def unit(self) -> Unit:
+        """The unit of the means."""
+        ...
+
+    def row_terms(self, batch: Any) -> PerSample:
+        """The terms to be averaged over a unit, one per row, detached and finite; 0 for rows of weight 0."""
+        ...
+
+
+@runtime_checkable
+class OneAdvantage(Protocol):
+    """A policy loss that needs one advantage per trajectory, so it refuses rules that credit steps differently."""
+
+    @property
+    def one_advantage(self) -> Literal[True]:
+        """Marks the loss."""
         ...

@@ -18,13 +18,13 @@ Time runs from t=1 (noise) to t=0 (data): x_t = (1-t) x_0 + t eps, velocity v = 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar, cast
 
 import torch
 from beartype import beartype
-from jaxtyping import Bool, Float, Int, jaxtyped
+from jaxtyping import Float, Int, jaxtyped
 from torch import Tensor
 
 from flowrl.errors import ConfigError, FlowrlError, require
@@ -161,6 +161,10 @@ class Gaussian:
     mean: Latents
     std: PerSample
 
+    def __getitem__(self, index: Tensor | slice) -> "Gaussian":
+        """The samples `index`."""
+        return Gaussian(self.mean[index], self.std[index])
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -251,20 +255,75 @@ class Trajectories:
         return self.at(self.schedule.steps)
 
 
+Unit = Literal["transition", "trajectory", "group"]
+"""What a loss needs in one batch: single rows, all rows of a trajectory, or all members of a group at one time. A row is a
+transition or, for a forward-process loss, a (trajectory, drawn time)."""
+
+
+class LossRows:
+    """What `LossBatch` and `forward.ForwardBatch` have in common."""
+
+    def units(self, unit: Unit) -> tuple[Tensor, ...]:
+        """The numbers that identify the unit of each row in `unit_means`."""
+        batch = cast(Any, self)
+        row = torch.arange(len(batch.time), device=batch.time.device)
+        return {"transition": (row,), "trajectory": (batch.sample,), "group": (batch.group, batch.time)}[unit]
+
+    def rows(self, index: Tensor | slice) -> Self:
+        """The rows `index` of every field; gradients reach this batch's tensors."""
+        found = {field.name: getattr(self, field.name) for field in fields(cast(Any, self)) if field.name != "velocity"}
+        return type(self)(**{name: value[index] for name, value in found.items() if value is not None})
+
+    @property
+    def mask(self) -> NoReturn:
+        """The former name. Raises `ConfigError` with the replacement."""
+        name = type(self).__name__
+        raise ConfigError(f"{name}.mask is now {name}.weight, and the loss a weighted mean: mask = batch.weight > 0 keeps a mask")
+
+
+def unit_means(values: PerSample, units: Sequence[Tensor], weight: PerSample) -> PerSample:
+    """For each row, the weighted mean of `values` over the rows that agree with it in all of `units`; 0 if their weights are 0.
+
+    Compares every row with every other, so the host does not wait for the device; meant for up to a few thousand rows. A trainer
+    whose units are spread over micro-batches calls it on all their rows at once.
+
+    Args:
+        values: the values [sample]; those of weight 0 may be NaN.
+        units: the numbers that identify each row's unit, as from `LossRows.units`.
+        weight: the weights [sample].
+
+    Returns:
+        The means [sample].
+    """
+    same = (weight > 0)[None, :].expand(len(values), -1)
+    for number in units:
+        same = same & (number[:, None] == number[None, :])
+    weight = torch.where(same, weight[None, :], 0.0)
+    total, weights = torch.where(same, weight * values[None, :], 0.0).sum(1), weight.sum(1)
+    return total / weights.masked_fill(weights == 0, 1.0)
+
+
 @checked
 @dataclass(frozen=True)
-class LossBatch:
-    """The input of a policy loss: (trajectory, step) pairs, flattened into `sample`.
+class LossBatch(LossRows):
+    """The input of a policy loss. A row is a transition, that is a trajectory at a step; rows are the axis `sample` in the
+    shapes.
 
     Args:
         new: the current policy's transition, whose mean carries the gradient.
         behaviour: the transition from which `next_node` was sampled.
         next_node: the sampled latents [sample, *latent].
         advantages: advantages [sample].
-        mask: False for pairs that do not count [sample].
+        weight: weights of the mean over rows, 0 or more [sample]. Rows of weight 0 contribute neither value nor gradient; their
+            other fields may be NaN.
         delta: the step's Delta = t_i - t_{i+1} [sample].
+        sample: index of the row's trajectory in the whole iteration.
+        group: index of the row's prompt in the whole iteration.
+        step: index of the step on the schedule [sample].
+        time: t_i, at which the transition starts [sample].
         reference: the frozen base model's transition; None unless the loss needs it.
         velocity: the network's outputs behind `new`, one per distinct state, if known; losses do not need them.
+        pooled: as in `forward.ForwardBatch`, for a loss whose `unit` is not "transition".
 
     Raises:
         ConfigError: the means have another shape than `next_node`.
@@ -274,10 +333,15 @@ class LossBatch:
     behaviour: Gaussian
     next_node: Latents
     advantages: PerSample
-    mask: Bool[Tensor, " sample"]
+    weight: PerSample
     delta: PerSample
+    sample: Int[Tensor, " sample"]
+    group: Int[Tensor, " sample"]
+    step: StepIndex
+    time: PerSample
     reference: Gaussian | None = None
     velocity: Float[Tensor, "evaluation *latent"] | None = None
+    pooled: PerSample | None = None
 
     def __post_init__(self) -> None:
         for name in ("new", "behaviour", "reference"):
@@ -293,7 +357,7 @@ class LossResult:
 
     Args:
         loss: a scalar to differentiate.
-        metrics: detached means over the unmasked pairs.
+        metrics: detached weighted means over the rows.
         policy_term: `loss` without the penalty, with its graph, for a loss with both; step shares are measured on it.
     """
 

@@ -21,13 +21,13 @@ from flowrl.types import CHECKS_ON, Gaussian, LossBatch, Schedule, Trajectories
 GRID = uniform_schedule(10)
 PATHS = replace(GRID, tree=plain_tree(4, 10, tuple(range(10))))
 PAIR = Gaussian(torch.zeros(4, 2), torch.ones(4))
-MASK = torch.ones(4, dtype=torch.bool)
 STEP = torch.zeros(4, dtype=torch.long)
 
 
 def batch(**changes) -> LossBatch:
-    good = {"new": PAIR, "behaviour": PAIR, "next_node": torch.zeros(4, 2), "advantages": torch.zeros(4), "mask": MASK}
-    return LossBatch(**{**good, "delta": torch.ones(4), **changes})
+    good = {"new": PAIR, "behaviour": PAIR, "next_node": torch.zeros(4, 2), "advantages": torch.zeros(4), "weight": torch.ones(4)}
+    places = {"sample": STEP, "group": STEP, "step": STEP, "time": torch.ones(4)}
+    return LossBatch(**{**good, "delta": torch.ones(4), **places, **changes})
 
 
 DOORS: dict[str, tuple[Callable[[], object], str]] = {
@@ -58,7 +58,7 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
     "std per element": (lambda: Gaussian(torch.zeros(4, 2), torch.ones(4, 2)), r"'std'[\s\S]*'sample'"),
     "std of other samples": (lambda: Gaussian(torch.zeros(4, 2), torch.ones(3)), r"'std'[\s\S]*sample=4"),
     "advantages per step": (lambda: batch(advantages=torch.zeros(4, 10)), r"'advantages'[\s\S]*'sample'"),
-    "mask of numbers": (lambda: batch(mask=torch.ones(4)), r"'mask'[\s\S]*Bool"),
+    "a mask for weights": (lambda: batch(weight=torch.ones(4, dtype=torch.bool)), r"'weight'[\s\S]*Float"),
     "other latents": (lambda: batch(next_node=torch.zeros(4, 3)), r"new.mean.*\[sample, \*latent\] = \(4, 3\)"),
     "velocity of other samples": (
         lambda: CPS().transition(torch.zeros(4, 2), torch.zeros(3, 2), GRID, STEP),
@@ -85,12 +85,12 @@ def test_wrong_shapes_are_refused_by_axis(name: str) -> None:
 CONFORMANCE = """
 from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, ValueTracker, Weighted
 from flowrl.flow import DrawnSteps, LogitNormalTimes, PermutedTimes, StratifiedTimes, UniformTimes
-from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, PolicyGradientLoss
+from flowrl.losses import AWM, DGPO, GSPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, KLPenalty, PolicyGradientLoss
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.small_sd3 import SmallSD3Policy
 from flowrl.protocols import (
-    CompositeGroupReward, CompositeReward, CreditAssigner, FlowPolicy, ForwardLoss, GroupReward, PartsCreditAssigner, PolicyLoss,
-    PooledForwardLoss, PromptCreditAssigner, RandomSampler, RewardModel, Sampler, Stateful, TimeDraw,
+    CompositeGroupReward, CompositeReward, CreditAssigner, FlowPolicy, ForwardLoss, GroupReward, OneAdvantage,
+    PartsCreditAssigner, PolicyLoss, PooledLoss, PromptCreditAssigner, RandomSampler, RewardModel, Sampler, Stateful, TimeDraw,
 )
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
 from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
@@ -103,9 +103,10 @@ remembers: list[Stateful] = [MovingAverageGain(), ValueTracker()]
 by_prompt: PromptCreditAssigner = ValueTracker()
 kernels: list[Sampler] = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), AllButLast(CPS()), Window(CPS(), 0, 1)]
 drawn: list[RandomSampler] = [RandomWindow(CPS(), 1), SlidingWindow(CPS(), 1)]
-losses: list[PolicyLoss] = [ClippedLoss(), GRPOGuard(), FlowDPPO(), PolicyGradientLoss()]
+losses: list[PolicyLoss] = [ClippedLoss(), GRPOGuard(), FlowDPPO(), PolicyGradientLoss(), GSPO(), KLPenalty()]
 forward: list[ForwardLoss] = [DiffusionNFT(), AWM(), DGPO()]
-pooled: list[PooledForwardLoss] = [AWM(), DGPO()]
+pooled: list[PooledLoss] = [AWM(), DGPO(), GSPO()]
+one_advantage: list[OneAdvantage] = [GSPO()]
 times: list[TimeDraw] = [PermutedTimes(), StratifiedTimes(), UniformTimes(), LogitNormalTimes(), DrawnSteps()]
 rewards: list[RewardModel] = [ShapesReward(), DirectionReward(), FunctionReward(lambda images, prompts: images), WeightedSum({})]
 sums: CompositeReward = WeightedSum({})

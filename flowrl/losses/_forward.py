@@ -16,18 +16,18 @@ VELOCITIES = ("new", "target", "old", "average", "reference")
 
 
 def counted_rows(batch: ForwardBatch) -> ForwardBatch:
-    """`batch` with advantage 0, time 1 and velocities 0 in masked rows, so that their terms and gradients are 0 or constant.
+    """`batch` with advantage 0, time 1 and velocities 0 in rows of weight 0, so that their terms and gradients are 0 or constant.
 
     Selecting the other rows would make the host wait for the device.
     """
-    counts = batch.mask
+    counts = batch.weight > 0
     zeroed = {
         field.name: torch.where(expand(counts, value), value if field.name == "new" else value.detach(), 0.0)
         for field in fields(batch)
         if field.name in VELOCITIES and (value := getattr(batch, field.name)) is not None
     }
     advantages, time = batch.advantages.detach().masked_fill(~counts, 0.0), batch.time.detach().masked_fill(~counts, 1.0)
-    return replace(batch, advantages=advantages, time=time, **zeroed)
+    return replace(batch, advantages=advantages, time=time, weight=batch.weight.detach(), **zeroed)
 
 
 def matching(velocity: Latents, target: Latents) -> PerSample:
@@ -44,15 +44,15 @@ def elbo_weight(time: PerSample) -> PerSample:
     return (1.0 - time.clamp(max=0.99)) / (2.0 * 0.49 * time)
 
 
-def ratio_metrics(ratio: PerSample, clipped: Bool[Tensor, " sample"], counts: Bool[Tensor, " sample"]) -> dict[str, Tensor]:
+def ratio_metrics(ratio: PerSample, clipped: Bool[Tensor, " sample"], weight: PerSample) -> dict[str, Tensor]:
     """The usual metrics of a ratio: its mean, the largest and the mean |ratio - 1|, and the fraction of clipped rows."""
-    ratio = torch.where(counts, ratio.detach(), 1.0)
+    ratio = torch.where(weight > 0, ratio.detach(), 1.0)
     deviation = (ratio - 1.0).abs()
     return {
-        "ratio_mean": mean_over(ratio * counts, counts).masked_fill(~counts.any(), 1.0),
+        "ratio_mean": mean_over(ratio, weight).masked_fill(~(weight > 0).any(), 1.0),
         "ratio_deviation": deviation.max() if len(ratio) else ratio.sum(),
-        "ratio_distance": mean_over(deviation, counts),
-        "clip_fraction": mean_over((clipped & counts).to(ratio.dtype), counts),
+        "ratio_distance": mean_over(deviation, weight),
+        "clip_fraction": mean_over(clipped.to(ratio.dtype), weight),
     }
 
 
@@ -62,13 +62,14 @@ def combine_rows(
     penalties: Mapping[str, tuple[float, PerSample]],
     metrics: Mapping[str, Tensor],
 ) -> LossResult:
-    """Mean of `policy_terms` plus the weighted means of `penalties` (name -> weight, terms), with the metrics policy_loss,
-    matching (the mean squared error of `new`) and one for each penalty."""
-    counts = rows.mask
-    policy_loss = mean_over(torch.where(counts, policy_terms, 0.0), counts)
+    """Mean of `policy_terms` plus the means of `penalties` (name -> factor, terms) times their factors.
+
+    The metrics are policy_loss, matching (the mean squared error of `new`) and one for each penalty.
+    """
+    policy_loss = mean_over(policy_terms, rows.weight)
     loss, found = policy_loss, {"policy_loss": policy_loss.detach()}
-    for name, (weight, terms) in penalties.items():
-        penalty = mean_over(torch.where(counts, terms, 0.0), counts)
-        loss, found[name] = loss + weight * penalty, penalty.detach()
-    found["matching"] = mean_over(matching(rows.new.detach(), rows.target), counts)
+    for name, (factor, terms) in penalties.items():
+        penalty = mean_over(terms, rows.weight)
+        loss, found[name] = loss + factor * penalty, penalty.detach()
+    found["matching"] = mean_over(matching(rows.new.detach(), rows.target), rows.weight)
     return LossResult(loss=loss, metrics={**found, **metrics}, policy_term=policy_loss)

@@ -1,4 +1,4 @@
-"""Shared code of the policy losses: counted pairs, the clipped surrogate, the reference penalty, metrics."""
+"""Shared code of the policy losses: counted transitions, the clipped surrogate, the reference penalty, metrics."""
 
 import math
 from collections.abc import Callable
@@ -9,8 +9,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from flowrl.errors import ConfigError, require
-from flowrl.flow.gaussian import kl, kl_without_delta
-from flowrl.types import Gaussian, LossBatch, LossResult, PerSample
+from flowrl.flow.gaussian import kl, kl_without_delta, log_prob
+from flowrl.forward import ForwardBatch
+from flowrl.types import Gaussian, LossBatch, LossResult, PerSample, Unit, unit_means
 
 Divergence = Callable[[Gaussian, Gaussian, Tensor], Tensor]
 
@@ -24,13 +25,13 @@ KL_FORMS: dict[str, Divergence] = {"exact": exact_kl, "without_delta": kl_withou
 """How the divergence from the reference is computed: exactly, or without the step length (parity with released code)."""
 
 
-def counted_pairs(batch: LossBatch) -> LossBatch:
-    """`batch` with `mask` True for the pairs that count: unmasked, and stochastic (behaviour std > 0).
+def counted(batch: LossBatch) -> LossBatch:
+    """`batch` with weight 0 for deterministic transitions (behaviour std 0), too.
 
-    The others get std 0 and advantage 0, so their densities, divergences and policy terms are exactly 0, with zero gradients.
-    Selecting the rows would make the host wait for the device in every micro-batch.
+    Rows of weight 0 get std 0 and advantage 0, so their densities, divergences and policy terms are exactly 0, with zero
+    gradients. Selecting the rows would make the host wait for the device in every micro-batch.
     """
-    counts = batch.mask & (batch.behaviour.std > 0)
+    counts = (batch.weight > 0) & (batch.behaviour.std > 0)
     behaviour, reference = _only(batch.behaviour, counts), batch.reference and _only(batch.reference, counts)
     return replace(
         batch,
@@ -38,10 +39,22 @@ def counted_pairs(batch: LossBatch) -> LossBatch:
         behaviour=Gaussian(behaviour.mean.detach(), behaviour.std),
         next_node=batch.next_node.detach(),
         advantages=batch.advantages.masked_fill(~counts, 0.0),
-        mask=counts,
+        weight=batch.weight.detach().masked_fill(~counts, 0.0),
         delta=batch.delta.masked_fill(~counts, 1.0),
         reference=reference and Gaussian(reference.mean.detach(), reference.std),
     )
+
+
+def log_ratio(rows: LossBatch) -> PerSample:
+    """log pi(next_node) - log pi_old(next_node) of each row, means over latent elements."""
+    return log_prob(rows.new, rows.next_node) - log_prob(rows.behaviour, rows.next_node)
+
+
+def over_units(values: PerSample, rows: LossBatch | ForwardBatch, unit: Unit) -> PerSample:
+    """The mean of `values` over each row's unit, or `pooled`, with the row's share of its gradient."""
+    each = values.detach()
+    pooled = unit_means(each, rows.units(unit), rows.weight) if rows.pooled is None else rows.pooled.detach()
+    return pooled + (values - each)
 
 
 def surrogate(ratio: PerSample, advantages: PerSample, clip_range: float) -> PerSample:
@@ -55,31 +68,31 @@ def beyond(ratio: PerSample, clip_range: float) -> Bool[Tensor, " sample"]:
 
 
 def combine(
-    pairs: LossBatch,
+    rows: LossBatch,
     ratio: PerSample,
     policy_terms: PerSample,
     clipped: Bool[Tensor, " sample"],
     kl_weight: float,
     divergence: Divergence = exact_kl,
 ) -> LossResult:
-    """Mean of `policy_terms` plus `kl_weight` times the mean divergence from the reference, with the usual metrics.
+    """Weighted mean of `policy_terms` plus `kl_weight` times that of the divergence from the reference, with the usual metrics.
 
-    `clipped`: pairs at the border of the trust region; their fraction is the metric clip_fraction.
+    `clipped`: rows at the border of the trust region; their fraction is the metric clip_fraction.
     """
-    counts = pairs.mask
-    policy_loss = mean_over(policy_terms, counts)
+    weight = rows.weight
+    policy_loss = mean_over(policy_terms, weight)
     loss = policy_loss
     deviation = (ratio.detach() - 1.0).abs()
     metrics = {
         "policy_loss": policy_loss.detach(),
-        "ratio_mean": mean_over(ratio.detach().masked_fill(~counts, 0.0), counts).masked_fill(~counts.any(), 1.0),
+        "ratio_mean": mean_over(ratio.detach(), weight).masked_fill(~(weight > 0).any(), 1.0),
         "ratio_deviation": deviation.max() if len(ratio) else torch.zeros_like(policy_loss),
-        "ratio_distance": mean_over(deviation, counts),
-        "clip_fraction": mean_over(clipped.float(), counts),
-        "approx_kl": mean_over(kl(pairs.new, pairs.behaviour), counts).detach(),
+        "ratio_distance": mean_over(deviation, weight),
+        "clip_fraction": mean_over(clipped.float(), weight),
+        "approx_kl": mean_over(kl(rows.new, rows.behaviour), weight).detach(),
     }
-    if pairs.reference is not None:
-        penalty = mean_over(divergence(pairs.new, pairs.reference, pairs.delta), counts)
+    if rows.reference is not None:
+        penalty = mean_over(divergence(rows.new, rows.reference, rows.delta), weight)
         metrics["kl"] = penalty.detach()
         loss = loss + kl_weight * penalty if kl_weight > 0 else loss
     elif kl_weight > 0:
@@ -108,9 +121,10 @@ def require_positive(loss: str, option: str, value: float) -> None:
     require(math.isfinite(value) and value > 0, f"{loss}.{option}", value, "finite and above 0")
 
 
-def mean_over(values: Tensor, counts: Tensor) -> Tensor:
-    """The sum of `values` over the number of counted pairs; 0 without any. `values` must be 0 for pairs that do not count."""
-    return values.sum() / counts.sum().clamp(min=1)
+def mean_over(values: PerSample, weight: PerSample) -> Tensor:
+    """sum(weight x values) / sum(weight); 0 if the weights are 0. `values` must be finite."""
+    total = weight.sum()
+    return (weight * values).sum() / total.masked_fill(total == 0, 1.0)
 
 
 def _only(gaussian: Gaussian, counts: Bool[Tensor, " sample"]) -> Gaussian:

@@ -7,12 +7,12 @@ from typing import Literal
 import torch
 
 from flowrl.flow.times import StratifiedTimes
-from flowrl.forward import Decay, ForwardBatch, Noise, Together, WeightCopy, unit_means
+from flowrl.forward import Decay, ForwardBatch, Noise, WeightCopy
 from flowrl.losses._forward import combine_rows, counted_rows, elbo_weight, matching, ratio_metrics
-from flowrl.losses._terms import beyond, require_positive, require_weight, surrogate
+from flowrl.losses._terms import beyond, over_units, require_positive, require_weight, surrogate
 from flowrl.options import checked_options
 from flowrl.protocols import TimeDraw
-from flowrl.types import Latents, LossResult, PerSample, checked
+from flowrl.types import Latents, LossResult, PerSample, Unit, checked
 
 TINY = 1e-10
 
@@ -46,7 +46,7 @@ class AWM:
         power: p of "ghuber", above 0.
         clip: c; with 1 only ratios above 2 are clipped.
         ratio: "exp_first": one ratio per row; "sum_first": one per sample, of the mean log p over its times, which needs all
-            times of a sample (see `forward.PooledForwardLoss`).
+            times of a sample (see `protocols.PooledLoss`).
         advantage_clip: advantages are clipped to +- this value and divided by it.
         advantage_scale: factor of the clipped advantages.
         kl_weight: weight of the distance from the base model, 0 or more.
@@ -96,9 +96,9 @@ class AWM:
         return self.kl_weight > 0
 
     @property
-    def together(self) -> Together:
+    def unit(self) -> Unit:
         """Rows are independent, unless the ratio is that of a sample."""
-        return "sample" if self.ratio == "sum_first" else "row"
+        return "trajectory" if self.ratio == "sum_first" else "transition"
 
     def log_prob(self, velocity: Latents, target: Latents, time: PerSample) -> PerSample:
         """log p of each row under the network with this velocity; 0 is the largest value."""
@@ -128,9 +128,7 @@ class AWM:
         rows = counted_rows(batch)
         log_ratio = self._log_ratio(rows)
         if self.ratio == "sum_first":  # the value of the mean over times, and each time's share of its gradient
-            pooled, each = rows.pooled, log_ratio.detach()
-            pooled = unit_means(each, rows.units("sample"), rows.mask) if pooled is None else pooled.detach()
-            log_ratio = pooled + (log_ratio - each)
+            log_ratio = over_units(log_ratio, rows, "trajectory")
         ratio = log_ratio.exp()
         terms = surrogate(ratio, self.scaled(rows.advantages), self.clip)
         scale = elbo_weight(rows.time) if self.kl == "elbo" else 1.0
@@ -139,4 +137,4 @@ class AWM:
             penalties["kl"] = self.kl_weight, scale * matching(rows.new, rows.velocity_of("reference", self))
         if self.average_weight > 0:
             penalties["average_kl"] = self.average_weight, scale * matching(rows.new, rows.velocity_of("average", self))
-        return combine_rows(rows, terms, penalties, ratio_metrics(ratio, beyond(ratio, self.clip), rows.mask))
+        return combine_rows(rows, terms, penalties, ratio_metrics(ratio, beyond(ratio, self.clip), rows.weight))

@@ -5,9 +5,9 @@ from typing import Literal
 
 from flowrl.errors import require
 from flowrl.flow.gaussian import log_prob, log_prob_without_constants
-from flowrl.losses._terms import KL_FORMS, beyond, combine, counted_pairs, require_clip, require_kl, surrogate
+from flowrl.losses._terms import KL_FORMS, beyond, combine, counted, require_clip, require_kl, surrogate
 from flowrl.options import checked_options
-from flowrl.types import LossBatch, LossResult, checked
+from flowrl.types import LossBatch, LossResult, Unit, checked
 
 
 @checked_options
@@ -17,8 +17,8 @@ class ClippedLoss:
 
     mean of max(-A ratio, -A clip(ratio, 1-c, 1+c)) + beta KL(new || reference), ratio = exp(logp - logp_old).
 
-    Means run over the unmasked stochastic pairs; without any the loss is exactly 0 with zero gradients. `loss` raises
-    `ConfigError` if `kl_weight` > 0 and the batch has no reference.
+    Means are weighted and run over the stochastic transitions; if their weights are 0 the loss is exactly 0 with zero gradients.
+    `loss` raises `ConfigError` if `kl_weight` > 0 and the batch has no reference.
 
     Metrics: policy_loss, ratio_mean, ratio_deviation and ratio_distance (max and mean |ratio - 1|), clip_fraction (|ratio - 1| >
     c), approx_kl (KL of new from behaviour), and kl if the batch has a reference. Source: Flow-GRPO (arXiv 2505.05470) and its
@@ -52,11 +52,21 @@ class ClippedLoss:
         """Whether the reference is part of the loss (`kl_weight` > 0)."""
         return self.kl_weight > 0
 
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Only the divergence from the reference has a gradient at advantage 0."""
+        return self.needs_reference
+
+    @property
+    def unit(self) -> Unit:
+        """Transitions are independent."""
+        return "transition"
+
     @checked
     def loss(self, batch: LossBatch) -> LossResult:
-        """The scalar loss over the pairs of `batch`, and its metrics."""
-        pairs = counted_pairs(batch)
+        """The scalar loss over the rows of `batch`, and its metrics."""
+        rows = counted(batch)
         density = log_prob if self.log_prob == "exact" else log_prob_without_constants
-        ratio = (density(pairs.new, pairs.next_node) - density(pairs.behaviour, pairs.next_node)).exp()
-        terms = surrogate(ratio, pairs.advantages, self.clip_range)
-        return combine(pairs, ratio, terms, beyond(ratio, self.clip_range), self.kl_weight, KL_FORMS[self.kl])
+        ratio = (density(rows.new, rows.next_node) - density(rows.behaviour, rows.next_node)).exp()
+        terms = surrogate(ratio, rows.advantages, self.clip_range)
+        return combine(rows, ratio, terms, beyond(ratio, self.clip_range), self.kl_weight, KL_FORMS[self.kl])

@@ -9,12 +9,12 @@ import torch
 from flowrl.errors import require
 from flowrl.flow.path import expand
 from flowrl.flow.times import DrawnSteps
-from flowrl.forward import Decay, ForwardBatch, Noise, Together, WeightCopy, unit_means
+from flowrl.forward import Decay, ForwardBatch, Noise, WeightCopy
 from flowrl.losses._forward import combine_rows, counted_rows, matching, ratio_metrics
 from flowrl.losses._terms import mean_over, require_positive, require_weight
 from flowrl.options import checked_options
 from flowrl.protocols import TimeDraw
-from flowrl.types import LossResult, PerSample, checked
+from flowrl.types import LossResult, PerSample, Unit, checked, unit_means
 
 
 @checked_options
@@ -30,7 +30,7 @@ class DGPO:
     weights of its errors. Invalid samples must therefore be left out before advantages are computed, and advantages must not be
     clamped: ``uniform(std=batch, clamp=none)``.
 
-    S needs whole groups: in one batch, or by two passes (`forward.PooledForwardLoss`). Guidance of the velocities is a setting of
+    S needs whole groups: in one batch, or by two passes (`protocols.PooledLoss`). Guidance of the velocities is a setting of
     the run: `train_guidance_scale` 1 as published; `reference_guidance_scale` for a guided reference (kl_cfg). The start of
     `decay` is 1 because the released code does not count the current step.
 
@@ -89,7 +89,7 @@ class DGPO:
         return self.anchor == "reference" or self.kl_weight > 0
 
     @property
-    def together(self) -> Together:
+    def unit(self) -> Unit:
         """The members of a group at one time."""
         return "group"
 
@@ -104,14 +104,14 @@ class DGPO:
     def loss(self, batch: ForwardBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows, pooled = counted_rows(batch), batch.pooled
-        total = unit_means(self.row_terms(batch), rows.units("group"), rows.mask) if pooled is None else pooled
+        total = unit_means(self.row_terms(batch), rows.units("group"), rows.weight) if pooled is None else pooled
         weight = total.detach().sigmoid()
-        error, metrics = matching(rows.new, rows.target), {"group_weight": mean_over(weight * rows.mask, rows.mask)}
+        error, metrics = matching(rows.new, rows.target), {"group_weight": mean_over(weight, rows.weight)}
         new = rows.new
         if self.clip is not None:
             ratio = (matching(rows.velocity_of("old", self), rows.target) - error.detach()).exp()
             clipped = torch.where(rows.advantages > 0, ratio > 1.0 + self.clip, ratio < 1.0 - self.clip)
-            metrics |= ratio_metrics(ratio, clipped, rows.mask)
+            metrics |= ratio_metrics(ratio, clipped, rows.weight)
             error = torch.where(clipped, error.detach(), error)
             if self.clip_kl:
                 new = torch.where(expand(clipped, new), new.detach(), new)

@@ -7,21 +7,21 @@ from typing import Literal
 import torch
 
 from flowrl.errors import require
-from flowrl.flow.gaussian import kl, log_prob
-from flowrl.losses._terms import KL_FORMS, combine, counted_pairs, require_kl
+from flowrl.flow.gaussian import kl
+from flowrl.losses._terms import KL_FORMS, combine, counted, log_ratio, require_kl
 from flowrl.options import checked_options
-from flowrl.types import LossBatch, LossResult, checked
+from flowrl.types import LossBatch, LossResult, Unit, checked
 
 
 @checked_options
 @dataclass(frozen=True)
 class FlowDPPO:
-    """GRPO's loss without pairs that have moved too far.
+    """GRPO's loss without transitions that have moved too far.
 
-    mean of -A ratio + beta KL(new || reference), without pairs that are too far and would move further away.
+    mean of -A ratio + beta KL(new || reference), without transitions that are too far and would move further away.
 
-    A pair is dropped (no loss, no gradient; it still counts in the mean) if KL(behaviour || new) of its transition, a mean over
-    latent elements, exceeds `bound` and the update would move away from the behaviour policy: A > 0 and ratio > 1, or A < 0 and
+    A transition is dropped (no loss, no gradient; it still counts in the mean) if its KL(behaviour || new), a mean over latent
+    elements, exceeds `bound` and the update would move away from the behaviour policy: A > 0 and ratio > 1, or A < 0 and
     ratio < 1. The KL of two Gaussians of equal std is exact; the ratio of a single sample has sampling noise.
 
     The default bound is that of the authors' code (kl_mask_threshold, also a mean over elements, for SD3.5-Medium at 512 pixels).
@@ -29,7 +29,7 @@ class FlowDPPO:
     K = c^2 d / 2. That is 3e-4 both for c = 1e-4 at SD3.5's latents (d = 65,536) and for c = 2e-3 in the built-in image world (d
     = 128). The published bound is tighter than both; small worlds may need `bound` = 3e-4.
 
-    Metrics as in `ClippedLoss`; clip_fraction and mask_fraction are both the fraction of dropped pairs. `loss` raises
+    Metrics as in `ClippedLoss`; clip_fraction and mask_fraction are both the fraction of dropped rows. `loss` raises
     `ConfigError` if `kl_weight` > 0 and the batch has no reference. Source: Flow-DPPO (arXiv 2606.11025, equations 14 and 18) and
     its public code.
 
@@ -55,13 +55,23 @@ class FlowDPPO:
         """Whether the reference is part of the loss (`kl_weight` > 0)."""
         return self.kl_weight > 0
 
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Only the divergence from the reference has a gradient at advantage 0."""
+        return self.needs_reference
+
+    @property
+    def unit(self) -> Unit:
+        """Transitions are independent."""
+        return "transition"
+
     @checked
     def loss(self, batch: LossBatch) -> LossResult:
-        """The scalar loss over the pairs of `batch`, and its metrics."""
-        pairs = counted_pairs(batch)
-        ratio = (log_prob(pairs.new, pairs.next_node) - log_prob(pairs.behaviour, pairs.next_node)).exp()
-        far = kl(pairs.behaviour, pairs.new).detach() > self.bound
-        dropped = far & (pairs.advantages * (ratio.detach() - 1.0) > 0)
-        terms = torch.where(dropped, torch.zeros_like(ratio), -pairs.advantages * ratio)
-        result = combine(pairs, ratio, terms, dropped, self.kl_weight, KL_FORMS[self.kl])
+        """The scalar loss over the rows of `batch`, and its metrics."""
+        rows = counted(batch)
+        ratio = log_ratio(rows).exp()
+        far = kl(rows.behaviour, rows.new).detach() > self.bound
+        dropped = far & (rows.advantages * (ratio.detach() - 1.0) > 0)
+        terms = torch.where(dropped, torch.zeros_like(ratio), -rows.advantages * ratio)
+        result = combine(rows, ratio, terms, dropped, self.kl_weight, KL_FORMS[self.kl])
         return replace(result, metrics={**result.metrics, "mask_fraction": result.metrics["clip_fraction"]})

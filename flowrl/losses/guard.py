@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from flowrl.flow.gaussian import kl, log_prob
-from flowrl.losses._terms import KL_FORMS, beyond, combine, counted_pairs, require_clip, require_kl, surrogate
+from flowrl.flow.gaussian import kl
+from flowrl.losses._terms import KL_FORMS, beyond, combine, counted, log_ratio, require_clip, require_kl, surrogate
 from flowrl.options import checked_options
-from flowrl.types import LossBatch, LossResult, checked
+from flowrl.types import LossBatch, LossResult, Unit, checked
 
 
 @checked_options
@@ -16,8 +16,8 @@ class GRPOGuard:
 
     log ratio = std (logp - logp_old + |mu - mu_old|^2 / (2 std^2)), means over latent elements, with the transition's std. The
     added term cancels the negative mean of the plain log-ratio, and the factor std equalises its spread over the steps. Each
-    pair's clipped term max(-A ratio, -A clip(ratio, 1-c, 1+c)) is divided by its step length Delta. On policy the gradient is
-    therefore the policy gradient with step weights std / Delta. The KL to the reference is not divided by Delta.
+    clipped term max(-A ratio, -A clip(ratio, 1-c, 1+c)) is divided by its step length Delta. On policy the gradient is therefore
+    the policy gradient with step weights std / Delta. The KL to the reference is not divided by Delta.
 
     Metrics as in `ClippedLoss`, of the normalised ratio; policy_loss includes the division by Delta. `loss` raises `ConfigError`
     if `kl_weight` > 0 and the batch has no reference. Source: GRPO-Guard (arXiv 2510.22319).
@@ -44,11 +44,20 @@ class GRPOGuard:
         """Whether the reference is part of the loss (`kl_weight` > 0)."""
         return self.kl_weight > 0
 
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Only the divergence from the reference has a gradient at advantage 0."""
+        return self.needs_reference
+
+    @property
+    def unit(self) -> Unit:
+        """Transitions are independent."""
+        return "transition"
+
     @checked
     def loss(self, batch: LossBatch) -> LossResult:
-        """The scalar loss over the pairs of `batch`, and its metrics."""
-        pairs = counted_pairs(batch)
-        log_ratio = log_prob(pairs.new, pairs.next_node) - log_prob(pairs.behaviour, pairs.next_node)
-        ratio = (pairs.behaviour.std * (log_ratio + kl(pairs.new, pairs.behaviour))).exp()
-        terms = surrogate(ratio, pairs.advantages, self.clip_range) / pairs.delta
-        return combine(pairs, ratio, terms, beyond(ratio, self.clip_range), self.kl_weight, KL_FORMS[self.kl])
+        """The scalar loss over the rows of `batch`, and its metrics."""
+        rows = counted(batch)
+        ratio = (rows.behaviour.std * (log_ratio(rows) + kl(rows.new, rows.behaviour))).exp()
+        terms = surrogate(ratio, rows.advantages, self.clip_range) / rows.delta
+        return combine(rows, ratio, terms, beyond(ratio, self.clip_range), self.kl_weight, KL_FORMS[self.kl])

@@ -10,7 +10,7 @@ from flowrl.losses._forward import combine_rows, counted_rows, matching
 from flowrl.losses._terms import mean_over, require_positive, require_weight
 from flowrl.options import checked_options
 from flowrl.protocols import TimeDraw
-from flowrl.types import Latents, LossResult, PerSample, checked
+from flowrl.types import Latents, LossResult, PerSample, Unit, checked
 
 LEAST_WEIGHT = 1e-5
 
@@ -81,9 +81,9 @@ class DiffusionNFT:
         return self.kl_weight > 0
 
     @property
-    def together(self) -> Literal["row"]:
+    def unit(self) -> Unit:
         """Rows are independent."""
-        return "row"
+        return "transition"
 
     def optimality(self, advantages: PerSample) -> PerSample:
         """r in [0, 1] of each row."""
@@ -119,5 +119,5 @@ class DiffusionNFT:
         if self.kl_weight > 0:
             penalties["kl"] = self.kl_weight, matching(rows.new, rows.velocity_of("reference", self))
         found = {"positive": positive, "negative": negative, "old_distance": matching(rows.new, old)}
-        metrics = {name: mean_over(value.detach(), rows.mask) for name, value in found.items()}
+        metrics = {name: mean_over(value.detach(), rows.weight) for name, value in found.items()}
         return combine_rows(rows, terms, penalties, metrics)

@@ -6,9 +6,9 @@ from typing import Literal
 import torch
 
 from flowrl.flow.gaussian import log_prob
-from flowrl.losses._terms import KL_FORMS, combine, counted_pairs, require_kl
+from flowrl.losses._terms import KL_FORMS, combine, counted, require_kl
 from flowrl.options import checked_options
-from flowrl.types import LossBatch, LossResult, checked
+from flowrl.types import LossBatch, LossResult, Unit, checked
 
 
 @checked_options
@@ -44,11 +44,21 @@ class PolicyGradientLoss:
         """Whether the reference is part of the loss (`kl_weight` > 0)."""
         return self.kl_weight > 0
 
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Only the divergence from the reference has a gradient at advantage 0."""
+        return self.needs_reference
+
+    @property
+    def unit(self) -> Unit:
+        """Transitions are independent."""
+        return "transition"
+
     @checked
     def loss(self, batch: LossBatch) -> LossResult:
-        """The scalar loss over the pairs of `batch`, and its metrics."""
-        pairs = counted_pairs(batch)
-        density = log_prob(pairs.new, pairs.next_node)
-        ratio = (density.detach() - log_prob(pairs.behaviour, pairs.next_node)).exp()
+        """The scalar loss over the rows of `batch`, and its metrics."""
+        rows = counted(batch)
+        density = log_prob(rows.new, rows.next_node)
+        ratio = (density.detach() - log_prob(rows.behaviour, rows.next_node)).exp()
         never = torch.zeros_like(ratio, dtype=torch.bool)
-        return combine(pairs, ratio, -pairs.advantages * density, never, self.kl_weight, KL_FORMS[self.kl])
+        return combine(rows, ratio, -rows.advantages * density, never, self.kl_weight, KL_FORMS[self.kl])

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flowrl.errors import ConfigError, require
 from flowrl.flow.path import expand
-from flowrl.forward import ForwardBatch, Guidance, WeightCopy, unit_means
-from flowrl.protocols import FlowPolicy, ForwardLoss, Guided, PooledForwardLoss
-from flowrl.rollout.loss_batch import MicroBatch, Pairs, all_pairs, in_units
+from flowrl.forward import ForwardBatch, Guidance, WeightCopy
+from flowrl.protocols import FlowPolicy, ForwardLoss, Guided
+from flowrl.rollout.loss_batch import MicroBatch, Pairs, all_pairs, in_units, pooled_means, unit_key
 from flowrl.rollout.rollout import Groups, Rollout
 from flowrl.transfer import to_device
 from flowrl.types import Condition, Schedule
@@ -126,17 +126,8 @@ class ForwardBatches:
 
     def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
         """Compute, before a mini-batch, the means over units that are spread over micro-batches, with the current weights."""
-        self.pooled = None
-        if not isinstance(self.loss, PooledForwardLoss) or self.loss.together == "row" or all(one.whole for one in minibatch):
-            return
-        with torch.no_grad():
-            batches = [self.of(micro.sample, micro.step) for micro in minibatch]
-            terms = torch.cat([self.loss.row_terms(batch) for batch in batches])
-            kept = torch.cat([batch.mask & (micro.weight > 0) for batch, micro in zip(batches, minibatch, strict=True)])
-            units = [torch.cat(parts) for parts in zip(*(batch.units(self.loss.together) for batch in batches), strict=True)]
-            means = unit_means(terms, units, kept)
-        sample, draw = (self._there(torch.cat([getattr(m, name) for m in minibatch]))[kept] for name in ("sample", "step"))
-        self.pooled = torch.zeros_like(self.times).index_put_((sample, draw), means[kept].to(self.times))
+        self.pooled = None  # `of` must not use the means of the last mini-batch
+        self.pooled = pooled_means(self.loss, self.of, minibatch, self.times)
 
     def evaluated_steps(self, micro: MicroBatch) -> Tensor:
         """The step that contains the time of each row, on the policy's device."""
@@ -181,9 +172,9 @@ class ForwardBatches:
             target=target,
             new=new,
             advantages=self.advantages[sample, step],
-            mask=torch.ones_like(sample, dtype=torch.bool),
+            weight=torch.ones_like(time),
             group=group + first,
-            row_sample=sample + first * members,
+            sample=sample + first * members,
             pooled=None if self.pooled is None else self.pooled[sample, draw],
             **others,
         )
@@ -194,13 +185,11 @@ def forward_pairs(
 ) -> list[Pairs]:
     """The rows of each mini-batch: all drawn times of its samples, `parts[k]`; `steps` [sample, draw] are the times' steps.
 
-    Rows that the loss must receive together are adjacent, in the mini-batch of the first of them. Rows at times of steps that are
+    Rows of a unit of the loss are adjacent, in the mini-batch of the first of them. Rows at times of steps that are
     False in `trained` [sample, step] are left out.
     """
     draws = torch.arange(steps.shape[1], device=steps.device)
     found = [all_pairs(samples, draws) for samples in parts]
     if trained is not None:
         found = [pairs[trained[pairs.sample, steps[pairs.sample, pairs.step]]] for pairs in found]
-    if loss.together == "row":
-        return found
-    return in_units(found, lambda sample, draw: sample if loss.together == "sample" else sample // members * len(draws) + draw)
+    return found if loss.unit == "transition" else in_units(found, unit_key(loss.unit, members))

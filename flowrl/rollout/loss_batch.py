@@ -1,4 +1,4 @@
-"""From trajectories to the input of a policy loss: micro-batches of (trajectory, step) pairs."""
+"""From trajectories to the input of a policy loss: micro-batches of transitions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from flowrl.distributed import Distributed
-from flowrl.errors import TrainingError
+from flowrl.errors import ConfigError, TrainingError, require
 from flowrl.forward import ForwardBatch
-from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler
+from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, PooledLoss, Sampler
 from flowrl.rollout.collector import Collected
 from flowrl.rollout.rollout import Rollout
 from flowrl.transfer import to_device
 from flowrl.tree import Tree
-from flowrl.types import Condition, Gaussian, LossBatch, LossResult, inputs_unchanged, tensor_problem
+from flowrl.types import Condition, Gaussian, LossBatch, LossResult, Unit, inputs_unchanged, tensor_problem, unit_means
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,14 @@ class Pairs:
         return len(self) + self.zeros
 
     def without_zeros(self, advantages: Tensor) -> "Pairs":
-        """The pairs whose advantage [sample, step] is not 0, as part of the same mean.
+        """The pairs whose advantage [sample, step] is not 0, as part of the same mean; whole units, unless they are only shared
+        states.
 
         The first pair if there are none, because the optimizer also steps on gradients of 0.
         """
         kept = advantages.to(self.sample.device)[self.sample, self.step] != 0
+        if self.unit is not None and not self.shared:
+            kept = torch.isin(self.unit, self.unit[kept])
         kept[0] |= ~kept.any()
         found = self[kept]
         return replace(found, zeros=len(self) - len(found))
@@ -102,25 +105,43 @@ def all_pairs(samples: Tensor, steps: Tensor) -> Pairs:
     return Pairs(sample, step)
 
 
-def minibatch_pairs(parts: Sequence[Tensor], steps: Tensor, tree: Tree, trained: Tensor | None = None) -> list[Pairs]:
+def unit_key(unit: Unit, members: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """The number of the unit of each (sample, step), for `in_units`."""
+    if unit == "trajectory":
+        return lambda sample, step: sample
+    return lambda sample, step: sample // members * (int(step.max()) + 1) + step
+
+
+def minibatch_pairs(
+    parts: Sequence[Tensor], steps: Tensor, tree: Tree, trained: Tensor | None = None, unit: Unit = "transition"
+) -> list[Pairs]:
     """The pairs (sample, step) of each mini-batch.
 
     Without branches these are the samples `parts[k]` with the trained `steps`. In a branched tree they are the decisions, once
     per trajectory or, if the tree's `weight` is "edge", once per distinct edge. All pairs of a parent are in the same
     mini-batch. Parents are ordered by the first trajectory that contains them, so that every mini-batch has all depths, and
-    mini-batches have about the same number of pairs.
+    mini-batches have about the same number of pairs. With another `unit` than "transition" it is the loss's units that stay
+    whole, instead of the parents.
 
     Args:
         parts: sample indices [sample] of each mini-batch.
         steps: indices of the trained steps [step].
         tree: the tree of the rollout.
         trained: mask of the pairs that remain [sample, step]; None for all.
+        unit: what the loss needs in one batch.
 
     Returns:
         One set of pairs per mini-batch.
+
+    Raises:
+        ConfigError: a trajectory of the tree lacks edges that count for another one, and the loss needs whole units.
     """
     found = [all_pairs(samples, steps) for samples in parts]
-    if tree.branched:
+    if unit != "transition":
+        fits = not tree.branched or tree.weight == "leaf"
+        require(fits, "weight of the branching probe", tree.weight, f"'leaf' with a loss that needs a whole {unit}")
+        found = in_units(found, unit_key(unit, tree.members), kept=lambda sample, step: _decisions(sample, step, tree))
+    elif tree.branched:
         found = in_units(
             found, lambda sample, step: _units(sample, step, tree), True, lambda sample, step: _decisions(sample, step, tree)
         )
@@ -221,7 +242,7 @@ def _micro_batch(pairs: Pairs, first: int, weight: float, whole: bool = True) ->
     return MicroBatch(pairs.sample - first, pairs.step, weight, (rows, place))
 
 
-@dataclass(frozen=True)
+@dataclass
 class LossBatches:
     """Makes loss batches from trajectories.
 
@@ -236,6 +257,8 @@ class LossBatches:
         condition: the condition, one row per prompt.
         advantages: the credit rule's advantages [sample, step].
         with_reference: also evaluate the frozen base model.
+        loss: the loss; needed by `prepare` only.
+        pooled: means over units that are spread over micro-batches; set by `prepare`.
     """
 
     policy: FlowPolicy
@@ -244,14 +267,22 @@ class LossBatches:
     condition: Condition
     advantages: Tensor
     with_reference: bool = False
+    loss: PolicyLoss | None = None
+    pooled: Tensor | None = None
 
     @property
     def passes(self) -> int:
-        """Network evaluations of a state: by the current network and, with the reference, by the base model."""
-        return 1 + self.with_reference
+        """Network evaluations of a state: by the current network and, with the reference, by the base model.
+
+        Twice as many if rows of a unit are in several micro-batches.
+        """
+        return (1 + self.with_reference) * (2 if self.pooled is not None else 1)
 
     def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
-        """Does nothing: pairs do not depend on each other."""
+        """Compute, before a mini-batch, the means over units that are spread over micro-batches, with the current weights."""
+        self.pooled = None
+        if self.loss is not None:
+            self.pooled = pooled_means(self.loss, self.of, minibatch, self.advantages)
 
     def evaluated_steps(self, micro: MicroBatch) -> Tensor:
         """The step of every network evaluation, on the policy's device."""
@@ -273,12 +304,13 @@ class LossBatches:
         path, schedule, paths, there = self.rollout.trajectories, self.rollout.trajectories.schedule, self._paths, self._there
         sample, step = sample.to(path.states.device), step.to(path.states.device)
         group, member = sample // len(paths), sample % len(paths)
-        following, mask = there(path.states[group, paths[member, step + 1]]), there(self._decisions[member, step])
+        following = there(path.states[group, paths[member, step + 1]])
+        weight = there(self._decisions[member, step]).to(self.advantages)
         rows, place = (slice(None), slice(None)) if shared is None else (shared[0], there(shared[1]))
         of, at = group[rows], step[rows]
         unit = paths[member[rows], at]
         node, sampled = there(path.states[of, unit]), there(path.outputs[of, unit])
-        sample, step, of, at = map(there, (sample, step, of, at))
+        sample, group, step, of, at = map(there, (sample, group, step, of, at))
         timestep, condition = schedule.network_timesteps[at], self.condition.take(of)
 
         def distributions(velocity: Tensor) -> Gaussian:
@@ -293,23 +325,55 @@ class LossBatches:
         if self.with_reference:
             with self.policy.reference():
                 reference = distributions(self.policy.velocity(node, timestep, condition))
+        first = self.rollout.groups.first
         return LossBatch(
             new=new,
             behaviour=behaviour,
             next_node=following,
             advantages=self.advantages[sample, step],
-            mask=mask,
+            weight=weight,
             delta=schedule.deltas[step],
+            sample=sample + first * len(paths),
+            group=group + first,
+            step=step,
+            time=schedule.times[step],
             reference=reference,
             velocity=velocity,
+            pooled=None if self.pooled is None else self.pooled[sample, step],
         )
+
+
+def pooled_means(
+    loss: PolicyLoss | ForwardLoss, of: Callable[[Tensor, Tensor], LossBatch | ForwardBatch], minibatch: Sequence[MicroBatch],
+    table: Tensor,
+) -> Tensor | None:  # fmt: skip
+    """The means of the loss's `row_terms` over the unit of every row of a mini-batch, in a table like `table` [sample, step].
+
+    None if the loss's units are rows, or if no unit is spread over micro-batches. `of` makes the batch of (sample, step) rows.
+    Raises `ConfigError` if units are spread and the loss is not a `PooledLoss`.
+    """
+    if loss.unit == "transition" or all(micro.whole for micro in minibatch):
+        return None
+    if not isinstance(loss, PooledLoss):
+        found = f"{type(loss).__name__} needs a whole {loss.unit} in a micro-batch, and some have more rows"
+        raise ConfigError(f"{found}: raise micro_batch, or give the loss a method row_terms(batch) (protocols.PooledLoss)")
+    rows: list[Sequence[Tensor]] = []
+    with torch.no_grad():
+        for micro in minibatch:
+            batch = of(micro.sample, micro.step)
+            weight = batch.weight if micro.weight > 0 else torch.zeros_like(batch.weight)
+            places = [to_device(index, table.device) for index in (micro.sample, micro.step)]
+            rows.append((*places, loss.row_terms(batch), weight, *batch.units(loss.unit)))
+        sample, step, terms, weight, *units = (torch.cat(column) for column in zip(*rows, strict=True))
+        means, kept = unit_means(terms, units, weight), weight > 0
+    return torch.zeros_like(table).index_put_((sample[kept], step[kept]), means[kept].to(table))
 
 
 def checked_loss(loss: PolicyLoss | ForwardLoss, batch: LossBatch | ForwardBatch) -> LossResult:
     """The result of `loss` for the batch. Raises `TrainingError` unless its loss is a differentiable scalar."""
     call = f"{type(loss).__name__}.loss"
     given = batch.target if isinstance(batch, ForwardBatch) else batch.next_node
-    with inputs_unchanged(call, TrainingError, batch.advantages, given, batch.mask):
+    with inputs_unchanged(call, TrainingError, batch.advantages, given, batch.weight):
         result = cast(Any, loss).loss(batch)
     value = getattr(result, "loss", None)
     if not isinstance(result, LossResult) or not isinstance(value, Tensor):

@@ -7,13 +7,14 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flowrl.errors import ConfigError, require
+from flowrl.types import unit_means
 
 T = TypeVar("T")
 Check = Callable[[Any], str | None]
@@ -235,6 +236,22 @@ def maker(part: Any, share: bool = False) -> Maker:
             return part
 
     return fresh
+
+
+def splits(loss: Any, batch: Any) -> dict[str, tuple[Any, Tensor]]:
+    """By name, a batch of a loss and the part to which each of its rows belongs; the gradients of the parts must add up.
+
+    Parts are whole units or, for a `PooledLoss`, any rows with `pooled`.
+    """
+    units, rows = batch.units(loss.unit), len(batch.time)
+    number = torch.stack([one.double() for one in units]).unique(dim=1, return_inverse=True)[1]
+    found = {f"whole units ({loss.unit})": (batch, number % 3)}
+    if loss.unit != "transition":
+        terms = loss.row_terms(batch)
+        expect(not terms.requires_grad, "row_terms carries a gradient; use torch.no_grad()")
+        pooled = replace(batch, pooled=unit_means(terms, units, batch.weight))
+        found["any rows, with `pooled` given"] = pooled, torch.arange(rows) % 3
+    return found
 
 
 def expect(condition: bool, message: str) -> None:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from flowrl.errors import FlowrlError
 from flowrl.flow import uniform_schedule
-from flowrl.forward import ForwardBatch, Noise, Together, WeightCopy, unit_means
-from flowrl.protocols import PooledForwardLoss
-from flowrl.testing.findings import INAPPLICABLE, Contract, ContractBroken, expect, finite, same, twice, unchanged
+from flowrl.forward import ForwardBatch, Noise, WeightCopy
+from flowrl.protocols import PooledLoss
+from flowrl.testing.findings import INAPPLICABLE, Contract, ContractBroken, expect, finite, same, splits, twice, unchanged
+from flowrl.types import Unit, unit_means
 
 CONTRACT = Contract("forward-process loss")
 promise = CONTRACT.promise
@@ -45,8 +46,7 @@ def rows_of_iteration(move: float = 0.0, seed: int = 0, tiles: int = 1) -> Forwa
     new, old, average, reference = (base + move * step for step in steps)
     return ForwardBatch(
         time=torch.tensor([0.9, 0.35])[number], target=target, new=new.requires_grad_(), advantages=advantages.flatten()[sample],
-        mask=torch.ones(ROWS, dtype=torch.bool), group=sample // MEMBERS, row_sample=sample, old=old, average=average,
-        reference=reference,
+        weight=torch.ones(ROWS), group=sample // MEMBERS, sample=sample, old=old, average=average, reference=reference,
     )  # fmt: skip
 
 
@@ -75,8 +75,8 @@ def equal(got: Tensor, expected: Tensor, what: str, hint: str = "", tolerance: f
     same(got, expected, what, hint, tolerance, lambda index: f" at row {index[0]}" if index else "", floor=1e-6)
 
 
-def together(loss: Any) -> Any:
-    return getattr(loss, "together", "row")
+def unit(loss: Any) -> Any:
+    return getattr(loss, "unit", "transition")
 
 
 def error_gradient(batch: ForwardBatch) -> Tensor:
@@ -120,7 +120,7 @@ def is_pure(loss: Any) -> None:
     equal(second, first, "the loss in a second call", "Keep no state, and draw nothing.", 0.0)
 
 
-@promise("it declares what the trainer prepares: copies, needs_reference, together, noise", basic=True)
+@promise("it declares what the trainer prepares: copies, needs_reference, unit, noise", basic=True)
 def declares_what_it_needs(loss: Any) -> None:
     copies: Any = getattr(loss, "copies", None)
     hint = f"a mapping from {' or '.join(COPIES)} to forward.WeightCopy"
@@ -129,11 +129,12 @@ def declares_what_it_needs(loss: Any) -> None:
         expect(name in COPIES and isinstance(copy, WeightCopy), f"copies has {name!r}: {copy!r}; it must be {hint}")
     needs: Any = getattr(loss, "needs_reference", None)
     expect(isinstance(needs, bool), "there is no property `needs_reference` that is True or False")
-    expect(together(loss) in get_args(Together), f"together is {together(loss)!r}, none of {', '.join(get_args(Together))}")
+    declared: Any = getattr(loss, "unit", None)
+    expect(declared in get_args(Unit), f"unit is {declared!r}, none of {', '.join(get_args(Unit))}")
     noise = getattr(loss, "noise", None)
     expect(noise in NOISE, f"noise is {noise!r}, none of {', '.join(NOISE)}")
-    if together(loss) != "row":
-        expect(isinstance(loss, PooledForwardLoss), "together is not 'row', but there is no method row_terms(batch)")
+    if declared != "transition":
+        expect(isinstance(loss, PooledLoss), "unit is not 'transition', but there is no method row_terms(batch)")
 
 
 @promise("a velocity that it declares is used or its absence is a clear error; others are not needed")
@@ -171,7 +172,7 @@ def draws_times(loss: Any) -> None:
         inside = bool(((first > 0) & (first <= 1)).all())
         expect(inside, f"times are from {float(first.min()):.3g} to {float(first.max()):.3g}; they must be in (0, 1]")
         equal(second, first, "times drawn again with the same seed", "Draw everything from the generator.", 0.0)
-        if together(loss) == "group":
+        if unit(loss) == "group":
             equal(first, first[:1].expand_as(first), "times", "A group needs equal times for its members.", 0.0)
 
 
@@ -184,27 +185,28 @@ def reports_detached_metrics(loss: Any) -> None:
         expect(bool(torch.isfinite(number)), f"metric {name!r} is {number.item()}")
 
 
-@promise("masked rows contribute neither to the loss nor to the gradient")
-def ignores_masked_rows(loss: Any) -> None:
+@promise("rows of weight 0 contribute neither to the loss nor to the gradient")
+def ignores_rows_of_weight_0(loss: Any) -> None:
     batch = rows_of_iteration(MOVE)
-    out = batch.row_sample % MEMBERS == 1
+    out = batch.sample % MEMBERS == 1
     kept = (~out).nonzero().flatten()
     few = chosen(batch, kept)
     for name, value in (("large", 1e3), ("NaN", math.nan)):
         spoiled = torch.where(out[:, None, None], value, batch.new.detach()).requires_grad_()
-        masked = replace(batch, new=spoiled, mask=~out, advantages=torch.where(out, 1e3, batch.advantages))
-        hint = f"Masked rows had {name} velocities; replace them before any arithmetic."
-        equal(loss.loss(masked).loss, loss.loss(few).loss, "the loss with masked rows", hint)
+        advantages = torch.where(out, value, batch.advantages)
+        masked = replace(batch, new=spoiled, weight=(~out).float(), advantages=advantages)
+        hint = f"Rows of weight 0 had {name} velocities and advantages; replace them before any arithmetic."
+        equal(loss.loss(masked).loss, loss.loss(few).loss, "the loss with rows of weight 0", hint)
         found = differentiated(loss, masked)
-        equal(found[out], torch.zeros_like(found[out]), "the gradient of masked rows", hint, 0.0)
+        equal(found[out], torch.zeros_like(found[out]), "the gradient of rows of weight 0", hint, 0.0)
         equal(found[kept], differentiated(loss, few), "the gradient of the other rows", hint)
 
 
-@promise("a batch whose rows are all masked gives 0 with a zero gradient")
-def survives_an_empty_mask(loss: Any) -> None:
+@promise("a batch whose weights are all 0 gives 0 with a zero gradient")
+def survives_weights_of_0(loss: Any) -> None:
     batch = rows_of_iteration(MOVE)
-    batch = replace(batch, mask=torch.zeros_like(batch.mask))
-    value, hint = loss.loss(batch).loss, "Divide by the number of rows that count, at least 1."
+    batch = replace(batch, weight=torch.zeros(ROWS))
+    value, hint = loss.loss(batch).loss, "0 / 0 is nan: divide by 1 if the sum of the weights is 0."
     equal(value, torch.zeros(()), "the loss", hint, 0.0)
     expect(value.requires_grad, f"the loss carries no gradient. {hint}")
     equal(differentiated(loss, batch), torch.zeros(ROWS, 2, 3), "the gradient", hint, 0.0)
@@ -250,12 +252,20 @@ def does_not_depend_on_order(loss: Any) -> None:
     equal(differentiated(loss, mixed), differentiated(loss, batch)[order], "the gradient of the rows in another order")
 
 
-@promise("the loss is a mean: the same rows twice give the same loss")
-def is_a_mean_over_rows(loss: Any) -> None:
+@promise("the loss is a weighted mean: weight n counts as the row n times, and a common factor has no effect")
+def is_a_weighted_mean(loss: Any) -> None:
+    weight = 1.0 + torch.arange(ROWS) % 3
     for move in (0.0, MOVE):
-        batch = rows_of_iteration(move)
+        batch, hint = rows_of_iteration(move), "Take sum(weight x terms) / sum(weight), also over units and for penalties."
         double = chosen(batch, torch.arange(ROWS).repeat(2))
         equal(loss.loss(double).loss, loss.loss(batch).loss, "the loss with every row twice", "Is it a sum?")
+        index = torch.arange(ROWS).repeat_interleave(weight.long())
+        weighted, repeated = replace(batch, weight=weight), chosen(batch, index)
+        equal(loss.loss(weighted).loss, loss.loss(repeated).loss, "the loss with weights, against repeated rows,", hint)
+        expected = torch.zeros_like(batch.new).index_add(0, index, differentiated(loss, repeated))
+        equal(differentiated(loss, weighted), expected, "the gradient with weights, against repeated rows,", hint)
+        scaled = replace(batch, weight=0.1 * weight)
+        equal(loss.loss(scaled).loss, loss.loss(weighted).loss, "the loss with weights x 0.1", hint)
 
 
 @promise("the loss does not depend on the resolution: repeating the latent's elements changes nothing")
@@ -279,34 +289,28 @@ def differentiates_the_new_network_only(loss: Any) -> None:
             raise ContractBroken(f"a gradient reaches {name}, first at row {row}. Detach it.")
 
 
-@promise("parts of a batch add up: their gradients, weighted by their rows, are those of the whole")
+@promise("parts of a batch add up: their gradients, times their share of the weights, are those of the whole")
 def adds_up_over_parts(loss: Any) -> None:
-    batch = rows_of_iteration(MOVE)
-    whole, unit = differentiated(loss, batch), together(loss)
-    number = {"row": torch.arange(ROWS), "sample": batch.row_sample, "group": batch.group}[unit]
-    splits = {f"whole units ({unit})": (batch, number % 2)}
-    if unit != "row":
-        terms = loss.row_terms(batch)
-        expect(not terms.requires_grad, "row_terms carries a gradient; use torch.no_grad()")
-        pooled = replace(batch, pooled=unit_means(terms, batch.units(unit), batch.mask))
-        splits["any rows, with `pooled` given"] = pooled, torch.arange(ROWS) % 3
-    for name, (given, parts) in splits.items():
+    batch = replace(rows_of_iteration(MOVE), weight=0.5 * (torch.arange(ROWS) % 4))
+    whole = differentiated(loss, batch)
+    for name, (given, parts) in splits(loss, batch).items():
         found = torch.zeros_like(whole)
         for part in parts.unique():
             rows = (parts == part).nonzero().flatten()
-            found[rows] = differentiated(loss, chosen(given, rows)) * len(rows) / ROWS
-        hint = "Which rows does a term depend on? `together` must declare it, and `pooled` must replace the others."
+            few = chosen(given, rows)
+            found[rows] = differentiated(loss, few) * few.weight.sum() / batch.weight.sum()
+        hint = "Which rows does a term depend on? `unit` must declare it, and `pooled` must replace the others."
         equal(found, whole, f"the gradient in parts of {name}", hint)
 
 
-@promise("with together = 'group' and advantages that sum to 0, the weights of a group's errors in the gradient sum to 0")
+@promise("with unit = 'group' and advantages that sum to 0, the weights of a group's errors in the gradient sum to 0")
 def balances_groups(loss: Any) -> str | None:
-    if together(loss) != "group":
+    if unit(loss) != "group":
         return INAPPLICABLE
     batch = rows_of_iteration(MOVE)
     batch = replace(batch, old=batch.new.detach(), average=batch.new.detach())
     weights = weights_of_errors(loss, batch, "with new and old equal")
-    means = unit_means(weights, batch.units("group"), batch.mask) / weights.abs().max()
+    means = unit_means(weights, batch.units("group"), batch.weight) / weights.abs().max()
     row = int(means.abs().argmax())
     found = f"the mean weight of the errors in the group of row {row} is {float(means[row]):.3g} of the largest"
     expect(float(means[row].abs()) < 1e-3, f"{found}, not 0. All members of a group at one time need the same factor.")

@@ -11,7 +11,7 @@ import torch
 from flowrl.distributed import Distributed
 from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.flow import uniform_schedule
-from flowrl.methods import Method, make_sampler, method_loss, named_method, try_credit
+from flowrl.methods import Method, check_one_advantage, make_sampler, method_loss, named_method, try_credit
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.protocols import AnyReward, FlowPolicy, ForwardLoss, GroupReward, PolicyLoss, RandomSampler, Sampler
 from flowrl.registry import build, find_maker
@@ -62,7 +62,9 @@ def make_method(config: RunConfig) -> Method:
     sampler = run_sampler(config)
     shared = None if algorithm.initial_noise == "auto" else algorithm.initial_noise == "shared"
     method = named_method(algorithm.method, sampler, loss, algorithm.credit, shared)
-    try_credit(method.credit, schedule, config.rollout.group_size)
+    advantages = try_credit(method.credit, schedule, config.rollout.group_size)
+    if not isinstance(loss, ForwardLoss):
+        check_one_advantage(loss, method.credit, advantages.flatten(0, 1), first_trained_steps(config))
     return method
 
 

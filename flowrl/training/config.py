@@ -75,8 +75,9 @@ class AlgorithmConfig:
     initial_noise: Literal["auto", "shared", "independent"] = "auto"
     """Initial noise within a group: auto (as the method requires), shared or independent."""
     loss: str = "clipped"
-    """clipped, grpo-guard, flow-dppo or policy-gradient, with options as in clipped(kl=without_delta); a plug-in or a file; or
-    diffusion-nft, awm or dgpo. With a method of these names the default is its published loss; policy losses are not allowed."""
+    """clipped, gspo, kl-penalty, grpo-guard, flow-dppo or policy-gradient, with options as in clipped(kl=without_delta); a
+    plug-in or a file; or diffusion-nft, awm or dgpo. With a method of these names the default is its published loss; policy
+    losses are not allowed."""
     clip_range: float = 2e-3
     """Largest |ratio - 1|; beyond it a pair has no gradient (losses that clip)."""
     kl_weight: float = 0.0

@@ -172,8 +172,8 @@ def culprit(batch: LossBatch | ForwardBatch) -> Culprit:
         others = {"old": batch.old, "average": batch.average, "reference": batch.reference}
         copies = {f"velocity of the {name}": value for name, value in others.items() if value is not None}
         target = {"advantage": batch.advantages, "sampled latent": batch.target}
-        return _first_broken({**target, **copies, "velocity of the network": batch.new}, batch.mask)
-    counts = batch.mask & (batch.behaviour.std > 0)
+        return _first_broken({**target, **copies, "velocity of the network": batch.new}, batch.weight > 0)
+    counts = (batch.weight > 0) & (batch.behaviour.std > 0)
     terms: dict[str, Tensor] = {
         "advantage": batch.advantages,
         "sampled latent": batch.next_node,

@@ -111,7 +111,7 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         networks += sum(copy.evaluated for copy in method.loss.copies.values())
     else:
         trained = first_trained_steps(config)
-        pairs = minibatch_pairs([members], trained, schedule.tree)[0]
+        pairs = minibatch_pairs([members], trained, schedule.tree, unit=method.loss.unit)[0]
     samples, evaluations = rollout.groups * rollout.group_size, rollout.groups * pairs.evaluations
     minibatches = torch.arange(samples).chunk(optim.minibatches)
     share = max(map(len, minibatches)) / samples
@@ -120,7 +120,9 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     nfe = whole(sum(rows * part for rows, part in calls))
     per_process = math.ceil(evaluations * share * groups / rollout.groups)
     guidance, reference, passes = loss_guidance(config), method.loss.needs_reference, guidance_passes(own)
-    train_nfe = whole(evaluations * guidance.evaluations(networks, reference, own))
+    unit = {"transition": 1, "trajectory": len(trained), "group": rollout.group_size}[method.loss.unit]
+    twice = 1 + (unit > config.batches.micro_batch)  # the means of units that are spread over micro-batches
+    train_nfe = whole(evaluations * guidance.evaluations(networks, reference, own) * twice)
     rows = guidance_passes(guidance.scales(own)[0]) if config.policy.guidance_gradient == "both" else 1
     solver = 2 * evaluation.eval_steps - 1 if evaluation.eval_solver == "heun" else evaluation.eval_steps
     return Plan(

@@ -14,7 +14,7 @@ from flowrl.credit import check_advantages, check_trained
 from flowrl.distributed import Distributed
 from flowrl.errors import CreditError
 from flowrl.forward import Guidance
-from flowrl.methods import Method
+from flowrl.methods import Method, check_one_advantage
 from flowrl.probes import whole
 from flowrl.prompts.stream import PromptStream
 from flowrl.protocols import (
@@ -217,8 +217,8 @@ class Trainer:
         samples.
 
         The used trajectories are split into mini-batches in random order, the same in every process; pairs that belong together,
-        such as those of a branched tree, in the order of their indices. None if no trajectory is used. A policy loss without a
-        reference has no gradient at advantage 0, so such pairs are not evaluated.
+        such as those of a branched tree, in the order of their indices. None if no trajectory is used. Pairs of
+        advantage 0 are not evaluated if the loss declares that they have no gradient.
         """
         rollout, condition, path = collected.rollout, collected.condition, collected.rollout.trajectories
         loss, trained = self.method.loss, self.trained_pairs(advantages, path.schedule)
@@ -233,10 +233,11 @@ class Trainer:
         else:
             steps = self.trained_steps(path.schedule)
             parts, counted = self.draw_parts(advantages, used, steps)
-            pairs = minibatch_pairs(parts, steps, path.tree, trained)
-            if not loss.needs_reference:
+            check_one_advantage(loss, self.method.credit, advantages[used], steps)
+            pairs = minibatch_pairs(parts, steps, path.tree, trained, loss.unit)
+            if not loss.trains_zero_advantages:
                 pairs = [one.without_zeros(advantages.flatten(0, 1)) for one in pairs if len(one)]
-            batches = LossBatches(self.policy, sampler, rollout, condition, own, loss.needs_reference)
+            batches = LossBatches(self.policy, sampler, rollout, condition, own, loss.needs_reference, loss)
         return batches, [one for one in pairs if len(one)], counted
 
     def draw_parts(self, advantages: Tensor, used: Tensor, steps: Tensor) -> tuple[Sequence[Tensor], Tensor]:

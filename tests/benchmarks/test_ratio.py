@@ -51,6 +51,9 @@ def test_a_share_is_that_of_the_loss_itself():
         new = sampler.transition(torch.zeros(10, 64), velocity, schedule, step)
         old = Gaussian(new.mean.detach(), new.std)
         taken = old.mean + old.std[:, None]
-        batch = LossBatch(new, old, taken, torch.ones(10), new.std > 0, schedule.deltas, velocity=velocity)
+        weight, ones = (new.std > 0).float(), torch.ones(10)
+        batch = LossBatch(
+            new, old, taken, ones, weight, schedule.deltas, step, step, step, schedule.times[:-1], velocity=velocity
+        )
         found = step_gradients(loss.loss(batch), batch, step, 10)
         assert (found / found.sum()).tolist() == pytest.approx(ratio.shares(sampler, schedule, form), rel=1e-4)

@@ -50,14 +50,14 @@ class FromTheCpu(ClippedLoss):
 
     def loss(self, batch):
         found = super().loss(batch)
-        return replace(found, loss=found.loss + (batch.advantages * torch.ones(len(batch.mask))).sum())
+        return replace(found, loss=found.loss + (batch.advantages * torch.ones(len(batch.weight))).sum())
 
 
 class ToTheCpu(ClippedLoss):
     """Copies to the CPU."""
 
     def loss(self, batch):
-        return super().loss(replace(batch, advantages=batch.advantages.cpu().to(batch.mask.device)))
+        return super().loss(replace(batch, advantages=batch.advantages.cpu().to(batch.weight.device)))
 
 
 class CpuIndex:

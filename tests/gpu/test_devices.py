@@ -51,7 +51,7 @@ def test_what_an_iteration_makes_is_on_the_device(name, method, device):
     assert kinds(*trainer.parameters, *trainer.average, *moments, *(p.grad for p in trainer.parameters)) == {device}
     assert kinds(path.states, path.outputs, path.schedule.times, path.schedule.stds) == {device}
     assert kinds(micro.sample, micro.step, *collected.condition.tensors.values()) == {device}
-    assert kinds(batch.new.mean, batch.behaviour.mean, batch.next_node, batch.advantages, batch.mask, batch.delta) == {device}
+    assert kinds(batch.new.mean, batch.behaviour.mean, batch.next_node, batch.advantages, batch.weight, batch.delta) == {device}
     assert trainer.generator.device.type == device
     assert kinds(collected.rewards.total, collected.rewards.valid) == {"cpu"}
     assert row["grad_norm"] > 0 and row["kl"] >= 0 and row["ratio_noise"] < most_noise(device)

@@ -98,6 +98,7 @@ CASES = {
     "window, small batches, chunks": dict(method="flow-grpo", window="1:2", max_batch=2, chunk=1),
     "guard": dict(method="flow-grpo", loss="grpo-guard", kl_weight=0.1),
     "dppo": dict(method="flow-grpo", loss="flow-dppo"),
+    "gspo": dict(method="flow-grpo", loss="gspo"),
     "policy gradient": dict(method="flow-grpo", loss="policy-gradient"),
     "branches": dict(credit="depth-relative(probe='branch(children=(1, 3))')", window="0:2", kl_weight=0.1, micro_batch=2),
     "comb": dict(credit="sibling-relative(probe='comb(branches=3, count=1)')"),

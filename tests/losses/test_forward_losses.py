@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from flowrl.errors import ConfigError
 from flowrl.flow import GaussianMixture, expand, interpolate, velocity_target
-from flowrl.forward import Decay, ForwardBatch, WeightCopy, unit_means
+from flowrl.forward import Decay, ForwardBatch, WeightCopy
 from flowrl.losses import AWM, DGPO, DiffusionNFT
-from flowrl.protocols import ForwardLoss, PooledForwardLoss
+from flowrl.protocols import ForwardLoss, PooledLoss
+from flowrl.types import unit_means
 
 GROUPS, MEMBERS, DRAWS = 2, 3, 2
 ROWS = GROUPS * MEMBERS * DRAWS
@@ -40,7 +41,7 @@ def batch_of(seed=0, apart=0.3, **given):
     advantages = (advantages - advantages.mean(1, keepdim=True)).flatten()[sample]
     values = dict(
         time=torch.tensor([0.8, 0.3], dtype=torch.float64).repeat(GROUPS * MEMBERS), target=target, new=new,
-        advantages=advantages, mask=torch.ones(ROWS, dtype=torch.bool), group=sample // MEMBERS, row_sample=sample, old=old,
+        advantages=advantages, weight=torch.ones(ROWS), group=sample // MEMBERS, sample=sample, old=old,
         average=average, reference=reference,
     )  # fmt: skip
     values |= given
@@ -211,7 +212,7 @@ def test_dgpo_weights_of_a_group_sum_to_zero():
 def test_dgpo_in_parts_of_groups_is_exact(loss):
     batch = batch_of(11)
     whole, terms = gradient(loss, batch), loss.row_terms(batch)
-    given = replace(batch, pooled=unit_means(terms, batch.units("group"), batch.mask))
+    given = replace(batch, pooled=unit_means(terms, batch.units("group"), batch.weight))
     for size in (1, 5):
         parts = [gradient(loss, take(given, rows)) * len(rows) / ROWS for rows in torch.arange(ROWS).split(size)]
         close(torch.cat(parts), whole, 1e-14)
@@ -231,12 +232,12 @@ def test_dgpo_clips_by_the_errors_of_the_old_network():
         assert float((found - penalty)[~clipped].abs().flatten(1).max(1).values.min()) > 0
 
 
-def test_masked_members_leave_the_group():
+def test_members_of_weight_0_leave_the_group():
     batch = batch_of(13)
-    mask = batch.row_sample != 1
+    mask = batch.sample != 1
     kept = mask.nonzero().flatten()
     for loss in (dgpo(), dgpo(clip=0.1, kl_weight=0.3), AWM(ratio="sum_first"), DiffusionNFT()):
-        found = gradient(loss, replace(batch, mask=mask, new=batch.new))
+        found = gradient(loss, replace(batch, weight=mask.float(), new=batch.new))
         close(found[kept], gradient(loss, take(batch, kept)), 1e-14)
         assert not found[~mask].any()
 
@@ -253,7 +254,7 @@ def test_the_loss_points_at_the_rewarded_mode_of_the_mixture():
     advantages = (clean[:, 0] > 0).float() * 2 - 1
     sample = torch.arange(64)
     batch = ForwardBatch(
-        time, target, velocity.clone().requires_grad_(), advantages, sample >= 0, 0 * sample, sample, old=velocity,
+        time, target, velocity.clone().requires_grad_(), advantages, torch.ones(64), 0 * sample, sample, old=velocity,
         average=velocity, reference=velocity,
     )  # fmt: skip
     for loss in (DiffusionNFT(), AWM(), DGPO()):
@@ -287,15 +288,15 @@ def test_what_the_losses_declare():
         0,
     ]
     assert DGPO(kl_weight=0.0).needs_reference and not DGPO(kl_weight=0.0, anchor="old").needs_reference
-    assert [loss.together for loss in (DiffusionNFT(), AWM(), AWM(ratio="sum_first"), DGPO())] == [
-        "row",
-        "row",
-        "sample",
+    assert [loss.unit for loss in (DiffusionNFT(), AWM(), AWM(ratio="sum_first"), DGPO())] == [
+        "transition",
+        "transition",
+        "trajectory",
         "group",
     ]
     for loss in (DiffusionNFT(), AWM(), DGPO()):
         assert isinstance(loss, ForwardLoss)
-    assert isinstance(DGPO(), PooledForwardLoss) and not isinstance(DiffusionNFT(), PooledForwardLoss)
+    assert isinstance(DGPO(), PooledLoss) and not isinstance(DiffusionNFT(), PooledLoss)
 
 
 @pytest.mark.parametrize(
@@ -308,10 +309,13 @@ def test_a_missing_velocity_is_named(loss, missing):
 
 
 def test_unit_means_by_hand():
-    values, mask = torch.tensor([1.0, 2.0, 4.0, float("nan"), 10.0]), torch.tensor([1, 1, 1, 0, 1]).bool()
+    values, weight = torch.tensor([1.0, 2.0, 4.0, float("nan"), 10.0]), torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])
     group, time = torch.tensor([0, 0, 1, 0, 0]), torch.tensor([0.5, 0.5, 0.5, 0.5, 0.25])
-    assert unit_means(values, (group, time), mask).tolist() == [1.5, 1.5, 4.0, 1.5, 10.0]
-    assert unit_means(values, (group,), mask).tolist()[0] == pytest.approx(13 / 3)
+    assert unit_means(values, (group, time), weight).tolist() == [1.5, 1.5, 4.0, 1.5, 10.0]
+    assert unit_means(values, (group,), weight).tolist()[0] == pytest.approx(13 / 3)
+    uneven = torch.tensor([1.0, 0.5, 2.0, 0.0, 0.25])
+    assert unit_means(values, (group,), uneven).tolist()[0] == pytest.approx((1 + 1 + 2.5) / 1.75)
+    assert unit_means(values, (group,), 0 * weight).tolist() == [0.0] * 5
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Policy losses: closed forms, masks, clipping, parity options, metrics."""
+"""Policy losses: closed forms, weights, clipping, parity options, metrics."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 
 from flowrl.errors import ConfigError
 from flowrl.flow import kl, log_prob, log_prob_without_constants, sample, shifted_schedule
-from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
+from flowrl.losses import GSPO, ClippedLoss, FlowDPPO, GRPOGuard, KLPenalty, PolicyGradientLoss
 from flowrl.protocols import PolicyLoss
 from flowrl.samplers import CPS
 from flowrl.types import Gaussian, LossBatch
@@ -25,6 +25,10 @@ LOSSES = [
     PolicyGradientLoss(kl_weight=0.1, kl="without_delta"),
     FlowDPPO(),
     FlowDPPO(kl_weight=0.1),
+    GSPO(),
+    GSPO(kl_weight=0.1),
+    KLPenalty(),
+    KLPenalty(kl_weight=0.1),
 ]
 METRICS = {"policy_loss", "ratio_mean", "ratio_deviation", "ratio_distance", "clip_fraction", "approx_kl", "kl"}
 N = 6
@@ -34,8 +38,15 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_batch(move: float = 0.0, seed: int = 0, mask: torch.Tensor | None = None) -> LossBatch:
-    """Pairs whose new mean (a leaf that takes gradients) is `move` away from the behaviour's."""
+def places(rows: int) -> dict[str, torch.Tensor]:
+    """The first half of the rows is at step 1, the second at step 2 of the same trajectories, two of each group."""
+    row, half = torch.arange(rows), max(rows // 2, 1)
+    step = 1 + row // half
+    return {"sample": row % half, "group": row % half // 2, "step": step, "time": 1.0 - 0.1 * step}
+
+
+def make_batch(move: float = 0.0, seed: int = 0, weight: torch.Tensor | None = None) -> LossBatch:
+    """Rows whose new mean (a leaf that takes gradients) is `move` away from the behaviour's."""
     std = torch.linspace(0.1, 1.0, N)
     behaviour = Gaussian(randn(N, 2, 3, seed=seed), std)
     new = Gaussian((behaviour.mean + move * randn(N, 2, 3, seed=seed + 1)).requires_grad_(), std)
@@ -44,8 +55,9 @@ def make_batch(move: float = 0.0, seed: int = 0, mask: torch.Tensor | None = Non
         behaviour=behaviour,
         next_node=sample(behaviour, torch.Generator().manual_seed(seed)),
         advantages=randn(N, seed=seed + 2),
-        mask=torch.ones(N, dtype=torch.bool) if mask is None else mask,
+        weight=torch.ones(N) if weight is None else weight,
         delta=torch.linspace(0.05, 0.3, N),
+        **places(N),
         reference=Gaussian(randn(N, 2, 3, seed=seed + 3), std),
     )
 
@@ -71,30 +83,23 @@ class TestContract:
         assert metrics["ratio_mean"] == 1 and metrics["ratio_deviation"] == 0
         assert metrics["clip_fraction"] == 0 and metrics["approx_kl"] == 0
 
-    def test_masked_pairs_do_not_count(self, loss: PolicyLoss) -> None:
+    def test_rows_of_weight_0_do_not_count(self, loss: PolicyLoss) -> None:
         """Whatever they hold: the result is that of the batch without them, and their gradient is exactly 0."""
-        mask = torch.tensor([True, False, True, True, False, False])
-        batch = make_batch(0.01, mask=mask)
+        counts = torch.tensor([True, False, True, True, False, False])
+        batch = make_batch(0.01, weight=counts.float())
         poisoned = batch.new.mean.detach().clone()
         poisoned[1] = torch.nan
         poisoned.requires_grad_()
-        with_masked = replace(batch, new=Gaussian(poisoned, batch.new.std))
-        keep = mask.nonzero().squeeze(-1)
-        without = LossBatch(
-            new=Gaussian(batch.new.mean.detach()[keep].requires_grad_(), batch.new.std[keep]),
-            behaviour=Gaussian(batch.behaviour.mean[keep], batch.behaviour.std[keep]),
-            next_node=batch.next_node[keep],
-            advantages=batch.advantages[keep],
-            mask=mask[keep],
-            delta=batch.delta[keep],
-            reference=Gaussian(batch.reference.mean[keep], batch.reference.std[keep]) if batch.reference else None,
-        )
-        torch.testing.assert_close(loss.loss(with_masked).loss, loss.loss(without).loss)
-        grad = gradient(loss, with_masked)
-        assert bool((grad[~mask] == 0).all())
-        torch.testing.assert_close(grad[mask], gradient(loss, without))
+        others = {"advantages": batch.advantages.where(counts, torch.nan), "new": Gaussian(poisoned, batch.new.std)}
+        with_poison = replace(batch, **others)
+        without = batch.rows(counts.nonzero().squeeze(-1))
+        without = replace(without, new=Gaussian(without.new.mean.detach().requires_grad_(), without.new.std))
+        torch.testing.assert_close(loss.loss(with_poison).loss, loss.loss(without).loss)
+        grad = gradient(loss, with_poison)
+        assert bool((grad[~counts] == 0).all())
+        torch.testing.assert_close(grad[counts], gradient(loss, without))
 
-    def test_pairs_that_are_no_decision_do_not_count(self, loss: PolicyLoss) -> None:
+    def test_rows_that_are_no_decision_do_not_count(self, loss: PolicyLoss) -> None:
         batch = make_batch(0.01)
         std = batch.new.std.clone()
         std[2] = 0.0
@@ -104,12 +109,12 @@ class TestContract:
             behaviour=Gaussian(batch.behaviour.mean, std),
             reference=Gaussian(batch.reference.mean, std) if batch.reference else None,
         )
-        masked = replace(batch, mask=torch.arange(N) != 2)
+        masked = replace(batch, weight=(torch.arange(N) != 2).float())
         assert torch.equal(loss.loss(still).loss, loss.loss(masked).loss)
         assert torch.equal(gradient(loss, still), gradient(loss, masked))
 
-    def test_no_pair_at_all_gives_an_exact_zero_with_zero_gradient(self, loss: PolicyLoss) -> None:
-        batch = make_batch(0.01, mask=torch.zeros(N, dtype=torch.bool))
+    def test_weights_of_0_give_an_exact_zero_with_zero_gradient(self, loss: PolicyLoss) -> None:
+        batch = make_batch(0.01, weight=torch.zeros(N))
         result = loss.loss(batch)
         assert result.loss == 0 and all(bool(value.isfinite()) for value in result.metrics.values())
         assert torch.equal(gradient(loss, batch), torch.zeros(N, 2, 3))
@@ -163,8 +168,9 @@ def test_off_policy_loss_by_hand() -> None:
             behaviour=Gaussian(old, std),
             next_node=x,
             advantages=torch.tensor(advantages),
-            mask=torch.ones(2, dtype=torch.bool),
+            weight=torch.ones(2),
             delta=torch.ones(2),
+            **places(2),
         )
         result = ClippedLoss(clip_range=0.05).loss(batch)
         assert float(result.loss.detach()) == pytest.approx(expected, abs=1e-5)
@@ -183,8 +189,9 @@ def test_dppo_drops_what_is_far_and_would_go_further(advantage: float, move: flo
         behaviour=Gaussian(torch.zeros(1, 1), torch.ones(1)),
         next_node=torch.ones(1, 1),
         advantages=torch.tensor([advantage]),
-        mask=torch.ones(1, dtype=torch.bool),
+        weight=torch.ones(1),
         delta=torch.ones(1),
+        **places(1),
     )
     ratio = math.exp(move - move**2 / 2)
     for bound, drops in ((0.0049, dropped), (0.0051, False)):
@@ -287,3 +294,50 @@ def test_only_nodes_stored_in_float32_keep_the_ratio_at_one() -> None:
 def test_bad_settings_are_refused(build) -> None:
     with pytest.raises(ConfigError, match="is not allowed"):
         build()
+
+
+def test_gspo_by_hand() -> None:
+    """Two trajectories of two steps, one element, std 1, x = 1: log-ratios d - d^2 / 2, weights 1 and 3 within a trajectory."""
+    d = torch.tensor([0.3, -0.3, 0.1, 0.02])
+    weight, advantages = torch.tensor([1.0, 1.0, 3.0, 3.0]), torch.tensor([1.0, -2.0, 1.0, -2.0])
+    batch = LossBatch(
+        new=Gaussian(d[:, None].clone().requires_grad_(), torch.ones(4)), behaviour=Gaussian(torch.zeros(4, 1), torch.ones(4)),
+        next_node=torch.ones(4, 1), advantages=advantages, weight=weight, delta=torch.ones(4), **places(4),
+    )  # fmt: skip
+    log = d - d.square() / 2
+    s = [math.exp(float(log[0] + 3 * log[2]) / 4), math.exp(float(log[1] + 3 * log[3]) / 4)]
+    assert s[0] > 1.1 and 0.9 < s[1] < 1.0
+    result = GSPO(clip_range=0.1).loss(batch)
+    assert float(result.loss.detach()) == pytest.approx((-1.1 + 2 * s[1]) / 2, abs=1e-6)
+    assert float(result.metrics["clip_fraction"]) == 0.5 and float(result.metrics["ratio_mean"]) == pytest.approx(sum(s) / 2)
+    found = gradient(GSPO(clip_range=0.1), batch).flatten()
+    assert bool((found[[0, 2]] == 0).all())  # the whole trajectory is clipped
+    torch.testing.assert_close(found[[1, 3]], (2 * s[1] * weight / weight.sum() * (1 - d))[[1, 3]])
+
+
+def test_gspo_of_single_transitions_is_the_clipped_loss() -> None:
+    batch = replace(make_batch(0.05), sample=torch.arange(N))
+    for loss in (GSPO(clip_range=0.01), GSPO(clip_range=0.01, kl_weight=0.2)):
+        clipped = ClippedLoss(clip_range=0.01, kl_weight=loss.kl_weight)
+        torch.testing.assert_close(loss.loss(batch).loss, clipped.loss(batch).loss)
+        torch.testing.assert_close(gradient(loss, batch), gradient(clipped, batch))
+
+
+def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0() -> None:
+    """Gradient of c KL: c (mu - mu_old) / std^2 per element, times weight / elements / sum of weights."""
+    weight = torch.tensor([1.0, 2.0, 0.5, 0.0, 1.0, 1.0])
+    batch = replace(make_batch(0.05, weight=weight), advantages=torch.zeros(N))
+    pull = (batch.new.mean - batch.behaviour.mean).detach() / batch.new.std.square()[:, None, None]
+    expected = 3.0 * pull * (weight / weight.sum())[:, None, None] / 6
+    torch.testing.assert_close(gradient(KLPenalty(coefficient=3.0), batch), expected)
+    result = KLPenalty(coefficient=3.0).loss(batch)
+    torch.testing.assert_close(result.loss.detach(), 3.0 * result.metrics["approx_kl"])
+    assert result.policy_term is not None and float(result.policy_term.detach()) == 0.0
+    far = make_batch(0.05)
+    apart = gradient(KLPenalty(coefficient=1e-9), far) - gradient(ClippedLoss(clip_range=0.999), far)
+    torch.testing.assert_close(apart, torch.zeros_like(apart), atol=1e-7, rtol=0)
+
+
+def test_a_loss_that_reads_the_former_mask_gets_the_replacement() -> None:
+    with pytest.raises(ConfigError, match=r"LossBatch\.mask is now LossBatch\.weight.*mask = batch\.weight > 0"):
+        print(make_batch().mask)

@@ -89,6 +89,21 @@ def weights_of(loss: PolicyLoss, batch: LossBatch) -> torch.Tensor:
     return torch.ones_like(batch.delta)
 
 
+def test_rows_say_where_they_are(world_of: OnPolicy) -> None:
+    batch, grid = world_of.batch(), world_of.result.trajectories.schedule
+    assert torch.equal(batch.sample, world_of.sample) and torch.equal(batch.step, world_of.step)
+    assert torch.equal(batch.group, world_of.sample // GROUPS.members)
+    assert torch.equal(batch.time, grid.times[world_of.step]) and torch.equal(
+        batch.time - batch.delta, grid.times[1:][world_of.step]
+    )
+    part = replace(world_of.result, groups=replace(GROUPS, first=3))
+    later = LossBatches(world_of.policy, SAMPLER, part, world_of.condition, world_of.advantages).of(
+        world_of.sample, world_of.step
+    )
+    assert torch.equal(later.sample, world_of.sample + 3 * GROUPS.members) and torch.equal(later.group, batch.group + 3)
+    assert torch.equal(later.weight, batch.weight) and set(batch.weight.tolist()) == {0.0, 1.0}
+
+
 @pytest.mark.parametrize("kl", ["exact", "without_delta"])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize(
@@ -116,7 +131,7 @@ def test_step_gradients_are_those_of_the_policy_term_alone(world_of: OnPolicy, l
     batch = world_of.batch()
     assert batch.velocity is not None
     slope = torch.stack([g.flatten()[0] for g in torch.autograd.grad(batch.new.mean.sum(), batch.velocity, retain_graph=True)[0]])
-    counted, std, size = batch.mask & (batch.new.std > 0), batch.new.std.clamp(min=1e-9), batch.next_node[0].numel()
+    counted, std, size = (batch.weight > 0) & (batch.new.std > 0), batch.new.std.clamp(min=1e-9), batch.next_node[0].numel()
     eps = ((batch.next_node - batch.new.mean.detach()).flatten(1) / std[:, None]).norm(dim=1)
     pairs = weights_of(loss, batch) * batch.advantages * eps * slope / (std * size * counted.sum())
     expected = torch.zeros(STEPS, dtype=torch.float64).index_add_(0, world_of.step, (pairs * counted).double().square())
@@ -144,14 +159,14 @@ def test_before_the_first_update_nothing_is_off_policy(world_of: OnPolicy, loss:
 @pytest.mark.parametrize(
     "loss", [PolicyGradientLoss(0.1), ClippedLoss(kl_weight=0.1), GRPOGuard(kl_weight=0.1), FlowDPPO(1e-5, 0.1)]
 )
-def test_masked_pairs_leave_no_trace_in_the_parameters(world_of: OnPolicy, loss: PolicyLoss) -> None:
+def test_rows_of_weight_0_leave_no_trace_in_the_parameters(world_of: OnPolicy, loss: PolicyLoss) -> None:
     batch = world_of.batch()
-    nothing = replace(batch, mask=torch.zeros_like(batch.mask))
+    nothing = replace(batch, weight=torch.zeros_like(batch.weight))
     assert torch.equal(world_of.gradient(loss, nothing), torch.zeros(sum(p.numel() for p in world_of.parameters)))
     half = world_of.sample < GROUPS.samples // 2
     batch = world_of.batch()
-    masked = world_of.gradient(loss, replace(batch, mask=batch.mask & half))
-    other = replace(world_of.batch(), mask=batch.mask & half, advantages=torch.where(half, batch.advantages, torch.inf))
+    masked = world_of.gradient(loss, replace(batch, weight=batch.weight * half))
+    other = replace(world_of.batch(), weight=batch.weight * half, advantages=torch.where(half, batch.advantages, torch.inf))
     assert torch.equal(masked, world_of.gradient(loss, other))
 
 
@@ -168,8 +183,12 @@ def moved(tiles: int = 1) -> LossBatch:
         behaviour=Gaussian(still, ones),
         next_node=torch.ones(8, tiles),
         advantages=torch.tensor([1.0] * 4 + [-2.0] * 4),
-        mask=torch.ones(8, dtype=torch.bool),
+        weight=ones,
         delta=ones,
+        sample=torch.arange(8),
+        group=torch.arange(8),
+        step=torch.zeros(8, dtype=torch.long),
+        time=ones,
         reference=Gaussian(torch.ones(8, tiles), ones),
     )
 

@@ -21,8 +21,8 @@ from flowrl.credit import (
 from flowrl.errors import ConfigError
 from flowrl.flow import expand
 from flowrl.flow.gaussian import kl, log_prob
-from flowrl.forward import WeightCopy, unit_means
-from flowrl.losses import DGPO, ClippedLoss, DiffusionNFT
+from flowrl.forward import WeightCopy
+from flowrl.losses import DGPO, GSPO, ClippedLoss, DiffusionNFT
 from flowrl.probes import Branch, Completion, NoProbe
 from flowrl.rewards import WinRate, win_rates
 from flowrl.samplers import CPS, FlowSDE, Window
@@ -47,7 +47,7 @@ from flowrl.testing import (
     sampler,
     sampler_contract,
 )
-from flowrl.types import Gaussian, LossResult
+from flowrl.types import Gaussian, LossResult, unit_means
 
 test_a_rule = credit_contract(StepwiseGain())
 test_a_sampler = sampler_contract(CPS(0.5))
@@ -370,10 +370,16 @@ class FaultyGroupReward:
 class FaultyLoss:
     fault: str
     needs_reference: bool = False
+    trains_zero_advantages: bool = False
+
+    @property
+    def unit(self):
+        return "pair" if self.fault == "declares_what_it_needs" else "transition"
 
     def loss(self, batch):
         good = ClippedLoss(clip_range=0.5, kl_weight=0.0).loss(batch)
-        counts = batch.mask & (batch.behaviour.std > 0)
+        counts = (batch.weight > 0) & (batch.behaviour.std > 0)
+        weight = torch.where(counts, batch.weight, 0.0)
         ratio = (log_prob(batch.new, batch.next_node) - log_prob(batch.behaviour, batch.next_node)).exp()
         terms = -batch.advantages * ratio
         if self.fault == "returns_a_scalar":
@@ -384,19 +390,25 @@ class FaultyLoss:
             return LossResult(good.loss, {"ratio": ratio.mean()})
         if self.fault == "starts_at_ratio_one":
             return LossResult(good.loss, {"ratio_mean": 1.1 * ratio.detach().mean()})
-        if self.fault == "ignores_masked_pairs":
-            return replace(good, loss=(terms * counts).sum() / counts.sum().clamp(min=1))
-        if self.fault == "ignores_deterministic_pairs":
-            return replace(good, loss=good.loss + 0.1 * (batch.new.mean - batch.behaviour.mean).square()[batch.mask].mean())
-        if self.fault == "survives_an_empty_mask":
-            return replace(good, loss=terms[counts].mean())
+        if self.fault == "ignores_rows_of_weight_0":
+            return replace(good, loss=(terms * weight).sum() / weight.sum().clamp(min=1e-9))
+        if self.fault == "ignores_deterministic_rows":
+            distance = (batch.new.mean - batch.behaviour.mean).square().flatten(1).mean(1)
+            return replace(good, loss=good.loss + 0.1 * (batch.weight * distance * (batch.behaviour.std == 0)).mean())
+        if self.fault == "survives_weights_of_0":
+            return replace(good, loss=good.loss * weight.sum() / weight.sum())
         if self.fault == "starts_as_the_policy_gradient":
             return replace(good, loss=-good.loss)
-        if self.fault == "does_nothing_without_advantage":
-            distance = (batch.new.mean - batch.next_node)[counts].square()
-            return replace(good, loss=good.loss + 1e-3 * (distance.mean() if len(distance) else batch.new.mean.sum() * 0))
-        if self.fault == "is_a_mean_over_pairs":
-            return replace(good, loss=good.loss * counts.sum())
+        if self.fault == "trains_zero_advantages_as_declared":
+            distance = (batch.new.mean - batch.behaviour.mean)[counts].square().flatten(1).mean(1)
+            return replace(good, loss=good.loss + 1e-2 * (weight[counts] * distance).sum() / weight.sum().clamp(min=1e-9))
+        if self.fault == "is_a_weighted_mean":
+            return ClippedLoss(clip_range=0.5).loss(replace(batch, weight=counts.float()))
+        if self.fault == "does_not_depend_on_order":
+            shifted = replace(batch, advantages=batch.advantages * torch.linspace(0.5, 1.0, len(weight)))
+            return ClippedLoss(clip_range=0.5).loss(shifted)
+        if self.fault == "adds_up_over_parts":
+            return replace(good, loss=good.loss * (1 + (weight * batch.delta).sum() / weight.sum().clamp(min=1e-9)))
         if self.fault == "does_not_depend_on_resolution":
             return replace(good, loss=good.loss * batch.new.mean[0].numel())
         if self.fault == "differentiates_the_new_policy_only":
@@ -405,6 +417,64 @@ class FaultyLoss:
         if self.fault == "says_whether_it_needs_the_reference":
             assert batch.reference is not None
         return good
+
+
+@dataclass(frozen=True)
+class FaultyUnits:
+    """GSPO with one fault."""
+
+    fault: str
+    needs_reference: bool = False
+    trains_zero_advantages: bool = False
+
+    @property
+    def unit(self):
+        return "transition" if self.fault == "undeclared unit" else "group" if self.fault == "other unit" else "trajectory"
+
+    @property
+    def row_terms(self):
+        if self.fault == "no row_terms":
+            raise AttributeError("row_terms")
+        return (
+            GSPO().row_terms if self.fault != "row_terms with a gradient" else lambda batch: log_prob(batch.new, batch.next_node)
+        )
+
+    def loss(self, batch):
+        found = GSPO(clip_range=0.02)
+        if self.fault == "ignores pooled":
+            return found.loss(replace(batch, pooled=None))
+        if self.fault == "by place":
+            return found.loss(replace(batch, sample=torch.arange(len(batch.sample)) % 4))
+        if self.fault == "means without weights":
+            terms, units = found.row_terms(batch), batch.units("trajectory")
+            pooled = unit_means(terms, units, (batch.weight > 0).float()) if batch.pooled is None else batch.pooled
+            return found.loss(replace(batch, pooled=pooled))
+        if self.fault == "off policy at once":
+            return found.loss(replace(batch, pooled=torch.where(batch.group == 1, 0.1, 0.0)))
+        return found.loss(batch)
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("ignores pooled", "adds_up_over_parts"),
+        ("undeclared unit", "adds_up_over_parts"),
+        ("other unit", "adds_up_over_parts"),
+        ("row_terms with a gradient", "adds_up_over_parts"),
+        ("by place", "does_not_depend_on_order"),
+        ("means without weights", "is_a_weighted_mean"),
+        ("off policy at once", "starts_as_the_policy_gradient"),
+        ("no row_terms", "declares_what_it_needs"),
+    ],
+)
+def test_faults_of_units_are_named(fault: str, name: str) -> None:
+    found = check_loss(FaultyUnits(fault))
+    assert name in found.broken, str(found)
+    assert check_loss(FaultyUnits("")).ok, str(check_loss(FaultyUnits("")))
+
+
+def test_zero_advantages_declared_for_nothing_are_named() -> None:
+    assert check_loss(FaultyLoss("", trains_zero_advantages=True)).broken == ["trains_zero_advantages_as_declared"]
 
 
 class FaultyTimes:
@@ -420,7 +490,7 @@ class FaultyTimes:
 class FaultyForwardLoss:
     """DGPO's policy term in a few lines, with one fault; like the others, without a penalty."""
 
-    needs_reference, together, noise, times = True, "group", "group", DGPO().times
+    needs_reference, unit, noise, times = True, "group", "group", DGPO().times
 
     def __init__(self, fault):
         self.fault = fault
@@ -435,11 +505,18 @@ class FaultyForwardLoss:
             return self.terms(batch)
 
     def terms(self, batch):
-        return 50.0 * batch.advantages * (self.error(batch, batch.new) - self.error(batch, batch.velocity_of("reference", self)))
+        return (
+            50.0
+            * self.advantages(batch)
+            * (self.error(batch, batch.new) - self.error(batch, batch.velocity_of("reference", self)))
+        )
+
+    def advantages(self, batch):
+        return batch.advantages.detach().masked_fill(batch.weight == 0, 0.0)
 
     def error(self, batch, velocity):
-        mask = batch.mask[:, None, None]
-        if self.fault == "ignores_masked_rows":
+        mask = (batch.weight > 0)[:, None, None]
+        if self.fault == "ignores_rows_of_weight_0":
             mask = torch.ones_like(mask)
         target = batch.target if self.fault == "differentiates_the_new_network_only" else batch.target.detach()
         found = torch.where(mask, velocity - target, 0.0).square().flatten(1)
@@ -449,22 +526,21 @@ class FaultyForwardLoss:
         fault, error = self.fault, self.error(batch, batch.new)
         pooled = batch.pooled
         if pooled is None or fault == "adds_up_over_parts":
-            pooled = unit_means(self.row_terms(batch), batch.units("group"), batch.mask)
+            pooled = unit_means(self.row_terms(batch), batch.units("group"), batch.weight)
         if fault == "balances_groups":
             pooled = self.row_terms(batch)
         if fault == "does_not_depend_on_order":
             pooled = pooled.roll(4)
-        weight = torch.sigmoid(pooled).detach() * batch.advantages.detach().masked_fill(~batch.mask, 0.0)
+        weight = batch.weight if fault != "is_a_weighted_mean" else (batch.weight > 0).float()
+        scale = torch.sigmoid(pooled).detach() * self.advantages(batch)
         if fault == "starts_along_the_advantage":
-            weight = -weight
-        terms = weight * error
+            scale = -scale
+        terms = scale * error
         if fault == "does_nothing_without_advantage":
             terms = terms + 1e-3 * error
-        if fault == "survives_an_empty_mask":
-            return LossResult(terms.sum() / batch.mask.sum(), {})
-        value = terms.sum() / batch.mask.sum().clamp(min=1)
-        if fault == "is_a_mean_over_rows":
-            value = value * batch.mask.sum()
+        if fault == "survives_weights_of_0":
+            return LossResult((weight * terms).sum() / weight.sum(), {})
+        value = (weight * terms).sum() / weight.sum().clamp(min=1e-9)
         if fault == "returns_a_scalar":
             value = value[None]
         if fault == "is_pure":
@@ -476,7 +552,7 @@ class FaultyForwardLoss:
 def test_faulty_forward_losses_are_named(name: str) -> None:
     found = check_forward_loss(FaultyForwardLoss(name))
     assert name in found.broken, str(found)
-    most = 4 if name == "does_not_depend_on_order" else 2  # parts of a batch are in another order, too
+    most = 5 if name == "does_not_depend_on_order" else 2  # parts and repeated rows are at other places, too
     assert len(found.broken) <= most, str(found)
 
 
@@ -562,6 +638,8 @@ def test_faulty_group_rewards_are_named(name: str) -> None:
 def test_faulty_losses_are_named(name: str) -> None:
     found = check_loss(FaultyLoss(name))
     assert name in found.broken, str(found)
+    most = 5 if name == "does_not_depend_on_order" else 2  # parts and repeated rows are at other places, too
+    assert len(found.broken) <= most or name in ("returns_a_scalar", "is_pure", "declares_what_it_needs"), str(found)
     assert check_loss(FaultyLoss("")).ok
 
 

@@ -23,7 +23,7 @@ from flowrl.credit import (
     Weighted,
 )
 from flowrl.flow import LogitNormalTimes, UniformTimes
-from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, PolicyGradientLoss
+from flowrl.losses import AWM, DGPO, GSPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, KLPenalty, PolicyGradientLoss
 from flowrl.probes import Branch, Comb, Completion, Tweedie
 from flowrl.registry import KINDS, build
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
@@ -105,6 +105,10 @@ LOSSES = [
     FlowDPPO(bound=1e-3, kl_weight=0.1),
     PolicyGradientLoss(),
     PolicyGradientLoss(kl_weight=0.1, kl="without_delta"),
+    GSPO(),
+    GSPO(clip_range=0.02, kl_weight=0.1),
+    KLPenalty(),
+    KLPenalty(coefficient=30.0, kl_weight=0.1),
 ]
 FORWARD_LOSSES = [
     DiffusionNFT(),

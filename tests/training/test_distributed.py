@@ -47,6 +47,7 @@ CASES = {
     "chunks": MIXTURE.replace(groups=5, chunk=1, overlap_rewards=True, offload=True),
     "tree": MIXTURE.replace(credit="depth-relative(probe='branch(children=(1, 2))')"),
     "comb": MIXTURE.replace(credit="sibling-relative(probe='comb(branches=2, count=1)')"),
+    "trajectories in parts": MIXTURE.replace(loss="gspo", clip_range=0.01, micro_batch=2, groups=5, chunk=1),
     "tree, chunks": MIXTURE.replace(credit="stepwise-gain(probe='branch(children=(1, 2))')", groups=5, chunk=1),
 }
 FORWARD = MIXTURE.replace(window="0:2", minibatches=1, num_steps=10)

@@ -91,6 +91,8 @@ def test_the_plan_counts_them_too():
         config = RunConfig.of(world="mixture", task="direction", loss=loss, kl_weight=0.1, credit="uniform(std=batch,clamp=none)")
         found, samples = plan(config), config.rollout.groups * config.rollout.group_size
         assert (found.pairs, found.train_nfe) == (samples * draws, samples * draws * networks)
+    split = config.replace(micro_batch=config.rollout.group_size - 1)
+    assert plan(split).train_nfe == 2 * found.train_nfe
 
 
 def test_trajectories_are_sampled_with_the_copy_that_the_loss_wants():

@@ -337,13 +337,14 @@ def test_a_gpu_that_is_full_before_the_first_measurement_is_told_too(monkeypatch
 
 
 def batch(**changes):
-    """Four pairs, the last one masked and broken."""
+    """Four rows, the last one of weight 0 and broken."""
     values = torch.arange(8.0).view(4, 2)
     values[3] = math.nan
     std = torch.full((4,), 0.5)
     parts = {
         "new": Gaussian(values.clone(), std), "behaviour": Gaussian(values.clone(), std), "next_node": values.clone(),
-        "advantages": torch.ones(4), "mask": torch.tensor([True, True, True, False]), "delta": torch.full((4,), 0.1),
+        "advantages": torch.ones(4), "weight": torch.tensor([1.0, 1.0, 1.0, 0.0]), "delta": torch.full((4,), 0.1),
+        "sample": torch.arange(4), "group": torch.zeros(4).long(), "step": torch.zeros(4).long(), "time": torch.ones(4),
         "reference": Gaussian(values.clone(), std),
     }  # fmt: skip
     return LossBatch(**{**parts, **changes})
@@ -417,6 +418,8 @@ class InfiniteGradient:
     above: float
     clip_range: float = 0.1
     needs_reference: bool = False
+    trains_zero_advantages: bool = False
+    unit: str = "transition"
 
     def loss(self, batch):
         result = ClippedLoss().loss(batch)

@@ -38,7 +38,7 @@ class Part:
 """,
     "loss": """
 class Part:
-    needs_reference = False
+    needs_reference, trains_zero_advantages, unit = False, False, "transition"
     def loss(self, batch):
         good = ClippedLoss().loss(batch)
         {}

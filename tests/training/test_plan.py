@@ -31,6 +31,8 @@ MIXTURE = preset("tiny").apply(world="mixture", iterations=1, groups=3, group_si
         {"method": "flow-grpo", "window": "all", "trained_steps": "all-but-last", "kl_weight": 0.1},
         {"method": "tp-grpo", "window": "all", "trained_steps": "random:0.6"},
         {"method": "flow-grpo", "window": "random:3", "trained_steps": "random:0.7"},
+        {"method": "flow-grpo", "loss": "gspo", "micro_batch": 2},
+        {"method": "flow-grpo", "loss": "gspo(kl_weight=0.1)", "micro_batch": 5},
     ],
     ids=str,
 )

@@ -7,17 +7,17 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from flowrl.credit import GDPO, SiblingRelative, Uniform
+from flowrl.credit import GDPO, SiblingRelative, Uniform, Weighted
 from flowrl.errors import CheckpointError, ConfigError, CreditError, RewardError, TrainingError
 from flowrl.flow.mixture import GaussianMixture
-from flowrl.losses import ClippedLoss, DiffusionNFT
+from flowrl.losses import GSPO, ClippedLoss, DiffusionNFT
 from flowrl.methods import METHODS, OWN_LOSSES, make_sampler, named_method
 from flowrl.probes import Branch, NoProbe
 from flowrl.prompts.stream import PromptStream
 from flowrl.registry import build
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import RewardTables
-from flowrl.rollout.loss_batch import Pairs
+from flowrl.rollout.loss_batch import Pairs, minibatch_pairs
 from flowrl.samplers import RandomWindow
 from flowrl.training.build import check, make_method, make_world, policy_options, trained_policy, trial_schedule
 from flowrl.training.checkpoint import PER_PARAMETER, load_checkpoint, save_checkpoint
@@ -303,6 +303,8 @@ def test_failures_name_the_cause_and_leave_the_weights_alone():
     @dataclass(frozen=True)
     class Broken:
         needs_reference: bool = False
+        trains_zero_advantages: bool = False
+        unit: str = "transition"
 
         def loss(self, batch):
             result = ClippedLoss().loss(batch)
@@ -470,3 +472,104 @@ def test_without_any_advantage_the_optimizer_steps_as_before(monkeypatch):
         zero_pairs_run(monkeypatch, evaluated, Nothing(), weight_decay=0.1) for evaluated in (True, False)
     )
     assert torch.equal(found, expected) and [row["train_nfe"] for row in few] == [2, 2]
+
+
+# --- losses of whole trajectories ------------------------------------------------------------------------------------
+
+SEQUENCES = TINY.replace(
+    groups=4, group_size=4, num_steps=6, window="0:5", minibatches=2, learning_rate=0.05, loss="gspo", clip_range=0.003
+)
+
+
+@dataclass(frozen=True)
+class ByStep:
+    """GSPO that accepts an advantage per step; without `row_terms` unless given."""
+
+    inner: GSPO = GSPO(clip_range=0.003)
+    needs_reference: bool = False
+    trains_zero_advantages: bool = False
+    unit: str = "trajectory"
+
+    def loss(self, batch):
+        return self.inner.loss(batch)
+
+
+class PooledByStep(ByStep):
+    def row_terms(self, batch):
+        return self.inner.row_terms(batch)
+
+
+def sequences_run(method=None, **changes):
+    run = trainer(SEQUENCES.replace(**changes), method)
+    rows = [run.iteration() for _ in range(3)]
+    return rows, torch.cat([parameter.detach().flatten() for parameter in run.parameters])
+
+
+@pytest.mark.parametrize("kl_weight", [0.0, 0.1])
+def test_trajectories_may_be_spread_over_micro_batches_and_chunks(kl_weight):
+    """Micro-batches of fewer than 5 transitions take a second pass for the means of trajectories, and train the same."""
+    expected_rows, expected = sequences_run(micro_batch=1000, kl_weight=kl_weight)
+    assert sum(row["clip_fraction"] for row in expected_rows) > 0.05
+    cases = (dict(micro_batch=1), dict(micro_batch=3), dict(micro_batch=7), dict(micro_batch=3, chunk=1, offload=True))
+    for changes in cases:
+        rows, found = sequences_run(kl_weight=kl_weight, **changes)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+        for row, other in zip(rows, expected_rows, strict=True):
+            assert row["clip_fraction"] == pytest.approx(other["clip_fraction"], abs=1e-6)
+            assert row["train_nfe"] == other["train_nfe"] * (2 if changes["micro_batch"] < 5 else 1)
+    _, other_loss = sequences_run(micro_batch=1000, kl_weight=kl_weight, loss="clipped")
+    assert float((other_loss - expected).abs().max()) > 1e-3
+
+
+def test_a_loss_of_one_advantage_refuses_credit_by_step_when_it_is_built_and_in_the_iteration():
+    with pytest.raises(CreditError, match="GSPO needs one advantage per trajectory, but those of TurningPoint differ by up to"):
+        make_method(SEQUENCES.replace(method="tp-grpo"))
+    method = make_method(SEQUENCES)
+    with pytest.raises(CreditError, match="GSPO needs one advantage per trajectory, but those of Weighted differ"):
+        trainer(SEQUENCES, replace(method, credit=Weighted("noise"))).iteration()
+    make_method(SEQUENCES.replace(method="tp-grpo", trained_steps="random:0.2"))  # a single step
+    with pytest.raises(CreditError, match="of HalfOfTheGroups differ"):
+        trainer(SEQUENCES, replace(method, credit=HalfOfTheGroups())).iteration()
+
+
+def test_trajectories_of_advantage_0_are_left_out_as_a_whole(monkeypatch):
+    """With zeros at some steps of a trajectory, the others have a gradient that depends on the whole trajectory."""
+    method = replace(make_method(SEQUENCES.replace(loss="clipped")), credit=HalfOfTheGroups(), loss=PooledByStep())
+    for micro_batch in (1000, 3):
+        rows, found = sequences_run(method, micro_batch=micro_batch)
+        assert [row["zero_pairs"] for row in rows] == [2 * 4 * 5] * 3
+        with monkeypatch.context() as patch:
+            patch.setattr(Pairs, "without_zeros", lambda pairs, advantages: pairs)
+            rows, expected = sequences_run(method, micro_batch=micro_batch)
+        assert [row["zero_pairs"] for row in rows] == [0] * 3
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_a_loss_of_trajectories_without_row_terms_needs_room_for_them():
+    method = replace(make_method(SEQUENCES), loss=ByStep())
+    sequences_run(method, micro_batch=5)
+    with pytest.raises(ConfigError, match=r"ByStep needs a whole trajectory in a micro-batch.*raise micro_batch.*row_terms"):
+        sequences_run(method, micro_batch=4)
+
+
+@pytest.mark.parametrize("unit", ["trajectory", "group"])
+def test_units_of_trees_stay_whole_and_need_every_edge_of_a_trajectory(unit):
+    def pairs(weight):
+        tree = Branch((2, 1, 2), weight=weight).tree(6, [0, 1, 2, 3, 4], 4, False, torch.Generator())
+        return minibatch_pairs(torch.arange(8).chunk(2), torch.arange(5), tree, unit=unit)
+
+    found = pairs("leaf")
+    for k, one in enumerate(found):
+        key = one.sample if unit == "trajectory" else one.sample // 4 * 10 + one.step
+        rest = found[1 - k].sample if unit == "trajectory" else found[1 - k].sample // 4 * 10 + found[1 - k].step
+        assert len(key.unique()) == len(key.unique_consecutive()) and not torch.isin(key, rest).any()
+        assert all(len(piece) <= 6 for piece in one.pieces(6))
+    assert sum(map(len, found)) == 8 * 5
+    with pytest.raises(ConfigError, match=f"weight of the branching probe = 'edge' .* with a loss that needs a whole {unit}"):
+        pairs("edge")
+
+
+def test_the_trust_region_of_the_penalty_acts_at_advantage_0():
+    rows, found = sequences_run(replace(make_method(SEQUENCES), loss=build("loss", "kl-penalty"), credit=HalfOfTheGroups()))
+    assert [row["zero_pairs"] for row in rows] == [0] * 3
+    assert bool(found.isfinite().all()) and rows[-1]["approx_kl"] > 0

@@ -474,7 +474,7 @@ plt.show()
 class CountingLoss:
     """The clipped loss, which counts the pairs beyond the clip range, and those of them that moved along their advantage."""
 
-    needs_reference = False
+    needs_reference, trains_zero_advantages, unit = False, False, "transition"
 
     def __init__(self):
         self.inner, self.along, self.beyond = ClippedLoss(clip_range=TIGHT), 0, 0

@@ -358,8 +358,8 @@ advantages = (reward(clean_points) - mean_reward) / std_reward
 def batch_of(new, advantages):
     """The rows that a forward-process loss sees; old, average and reference networks are the exact velocity."""
     rows = torch.arange(len(time))
-    counted = torch.ones_like(rows, dtype=torch.bool)
-    return ForwardBatch(time, aim, new, advantages, counted, rows * 0, rows, old=old, average=old, reference=old)
+    weight = torch.ones_like(time)
+    return ForwardBatch(time, aim, new, advantages, weight, rows * 0, rows, old=old, average=old, reference=old)
 
 
 def value_and_gradient(loss, advantages):

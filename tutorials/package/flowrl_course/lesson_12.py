@@ -22,8 +22,8 @@ def _normal(seed: int, *shape: int) -> Tensor:
 def _batch(new: Tensor, old: Tensor, target: Tensor, time: Tensor, advantages: Tensor) -> ForwardBatch:
     """Rows of one group."""
     rows = torch.arange(len(new))
-    mask = torch.ones(len(new), dtype=torch.bool)
-    return ForwardBatch(time, target, new, advantages, mask, torch.zeros_like(rows), rows, old=old, reference=old)
+    weight = torch.ones(len(new))
+    return ForwardBatch(time, target, new, advantages, weight, torch.zeros_like(rows), rows, old=old, reference=old)
 
 
 @check("Exercise 1")
