@@ -238,20 +238,53 @@ def maker(part: Any, share: bool = False) -> Maker:
     return fresh
 
 
-def splits(loss: Any, batch: Any) -> dict[str, tuple[Any, Tensor]]:
-    """By name, a batch of a loss and the part to which each of its rows belongs; the gradients of the parts must add up.
+Take = Callable[[Any, Tensor], Any]
+"""The given rows of a loss's batch, with a separate leaf to differentiate."""
+Gradient = Callable[[Any, Any], Tensor]
+"""The gradient of a loss with respect to this leaf."""
 
-    Parts are whole units or, for a `PooledLoss`, any rows with `pooled`.
-    """
-    units, rows = batch.units(loss.unit), len(batch.time)
+
+def keeps_order(loss: Any, batch: Any, take: Take, gradient: Gradient, equal: Callable[..., None]) -> None:
+    """Check that the order of the rows has no effect."""
+    order = torch.randperm(len(batch.time), generator=torch.Generator().manual_seed(1))
+    mixed, hint = take(batch, order), "Group by numbers, not by place."
+    equal(loss.loss(mixed).loss, loss.loss(batch).loss, "the loss of the rows in another order", hint)
+    equal(gradient(loss, mixed), gradient(loss, batch)[order], "the gradient of the rows in another order", hint)
+
+
+def weighs_rows(loss: Any, batch: Any, take: Take, gradient: Gradient, equal: Callable[..., None]) -> None:
+    """Check that a row of weight n counts n times, and that a common factor of the weights has no effect."""
+    rows = torch.arange(len(batch.time))
+    hint, weight = "Take sum(weight x terms) / sum(weight), also over units and for penalties.", 1.0 + rows * 5 % 3
+    equal(loss.loss(take(batch, rows.repeat(2))).loss, loss.loss(batch).loss, "the loss with every row twice", "Is it a sum?")
+    index = rows.repeat_interleave(weight.long())
+    weighted, repeated = replace(batch, weight=weight), take(batch, index)
+    equal(loss.loss(weighted).loss, loss.loss(repeated).loss, "the loss with weights, against repeated rows,", hint)
+    found, each = gradient(loss, weighted), gradient(loss, repeated)
+    equal(found, torch.zeros_like(found).index_add(0, index, each), "the gradient with weights, against repeated rows,", hint)
+    scaled = replace(batch, weight=0.1 * weight)
+    equal(loss.loss(scaled).loss, loss.loss(weighted).loss, "the loss with weights x 0.1", hint)
+
+
+def adds_up(loss: Any, batch: Any, take: Take, gradient: Gradient, equal: Callable[..., None]) -> None:
+    """Check that the gradients of parts add up: whole units and, for a `PooledLoss`, any rows with `pooled`."""
+    rows = torch.arange(len(batch.time))
+    batch = replace(batch, weight=0.5 * (rows * 7 % 4))
+    units, whole = batch.units(loss.unit), gradient(loss, batch)
     number = torch.stack([one.double() for one in units]).unique(dim=1, return_inverse=True)[1]
-    found = {f"whole units ({loss.unit})": (batch, number % 3)}
+    cases = {f"whole units ({loss.unit})": (batch, number % 3)}
     if loss.unit != "transition":
         terms = loss.row_terms(batch)
         expect(not terms.requires_grad, "row_terms carries a gradient; use torch.no_grad()")
-        pooled = replace(batch, pooled=unit_means(terms, units, batch.weight))
-        found["any rows, with `pooled` given"] = pooled, torch.arange(rows) % 3
-    return found
+        cases["any rows, with `pooled` given"] = replace(batch, pooled=unit_means(terms, units, batch.weight)), rows % 3
+    hint = "Which rows does a term depend on? `unit` must declare it, and `pooled` must replace the others."
+    for name, (given, parts) in cases.items():
+        found = torch.zeros_like(whole)
+        for part in range(3):
+            index = (parts == part).nonzero().flatten()
+            few = take(given, index)
+            found[index] = gradient(loss, few) * few.weight.sum() / batch.weight.sum()
+        equal(found, whole, f"the gradient in parts of {name}", hint)
 
 
 def expect(condition: bool, message: str) -> None:

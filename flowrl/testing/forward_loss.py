@@ -11,7 +11,19 @@ from flowrl.errors import FlowrlError
 from flowrl.flow import uniform_schedule
 from flowrl.forward import ForwardBatch, Noise, WeightCopy
 from flowrl.protocols import PooledLoss
-from flowrl.testing.findings import INAPPLICABLE, Contract, ContractBroken, expect, finite, same, splits, twice, unchanged
+from flowrl.testing.findings import (
+    INAPPLICABLE,
+    Contract,
+    ContractBroken,
+    adds_up,
+    expect,
+    finite,
+    keeps_order,
+    same,
+    twice,
+    unchanged,
+    weighs_rows,
+)
 from flowrl.types import Unit, unit_means
 
 CONTRACT = Contract("forward-process loss")
@@ -244,28 +256,13 @@ def starts_along_the_advantage(loss: Any) -> None:
 
 @promise("the order of the rows has no effect")
 def does_not_depend_on_order(loss: Any) -> None:
-    batch, order = rows_of_iteration(MOVE), torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))
-    mixed = chosen(batch, order)
-    equal(
-        loss.loss(mixed).loss, loss.loss(batch).loss, "the loss of the rows in another order", "Group by numbers, not by place."
-    )
-    equal(differentiated(loss, mixed), differentiated(loss, batch)[order], "the gradient of the rows in another order")
+    keeps_order(loss, rows_of_iteration(MOVE), chosen, differentiated, equal)
 
 
 @promise("the loss is a weighted mean: weight n counts as the row n times, and a common factor has no effect")
 def is_a_weighted_mean(loss: Any) -> None:
-    weight = 1.0 + torch.arange(ROWS) % 3
     for move in (0.0, MOVE):
-        batch, hint = rows_of_iteration(move), "Take sum(weight x terms) / sum(weight), also over units and for penalties."
-        double = chosen(batch, torch.arange(ROWS).repeat(2))
-        equal(loss.loss(double).loss, loss.loss(batch).loss, "the loss with every row twice", "Is it a sum?")
-        index = torch.arange(ROWS).repeat_interleave(weight.long())
-        weighted, repeated = replace(batch, weight=weight), chosen(batch, index)
-        equal(loss.loss(weighted).loss, loss.loss(repeated).loss, "the loss with weights, against repeated rows,", hint)
-        expected = torch.zeros_like(batch.new).index_add(0, index, differentiated(loss, repeated))
-        equal(differentiated(loss, weighted), expected, "the gradient with weights, against repeated rows,", hint)
-        scaled = replace(batch, weight=0.1 * weight)
-        equal(loss.loss(scaled).loss, loss.loss(weighted).loss, "the loss with weights x 0.1", hint)
+        weighs_rows(loss, rows_of_iteration(move), chosen, differentiated, equal)
 
 
 @promise("the loss does not depend on the resolution: repeating the latent's elements changes nothing")
@@ -291,16 +288,7 @@ def differentiates_the_new_network_only(loss: Any) -> None:
 
 @promise("parts of a batch add up: their gradients, times their share of the weights, are those of the whole")
 def adds_up_over_parts(loss: Any) -> None:
-    batch = replace(rows_of_iteration(MOVE), weight=0.5 * (torch.arange(ROWS) % 4))
-    whole = differentiated(loss, batch)
-    for name, (given, parts) in splits(loss, batch).items():
-        found = torch.zeros_like(whole)
-        for part in parts.unique():
-            rows = (parts == part).nonzero().flatten()
-            few = chosen(given, rows)
-            found[rows] = differentiated(loss, few) * few.weight.sum() / batch.weight.sum()
-        hint = "Which rows does a term depend on? `unit` must declare it, and `pooled` must replace the others."
-        equal(found, whole, f"the gradient in parts of {name}", hint)
+    adds_up(loss, rows_of_iteration(MOVE), chosen, differentiated, equal)
 
 
 @promise("with unit = 'group' and advantages that sum to 0, the weights of a group's errors in the gradient sum to 0")

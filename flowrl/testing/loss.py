@@ -10,7 +10,17 @@ from torch import Tensor
 from flowrl.errors import FlowrlError
 from flowrl.flow.gaussian import log_prob
 from flowrl.protocols import OneAdvantage, PooledLoss
-from flowrl.testing.findings import Contract, ContractBroken, expect, same, splits, twice, unchanged
+from flowrl.testing.findings import (
+    Contract,
+    ContractBroken,
+    adds_up,
+    expect,
+    keeps_order,
+    same,
+    twice,
+    unchanged,
+    weighs_rows,
+)
 from flowrl.types import Gaussian, LossBatch, Unit
 
 CONTRACT = Contract("policy loss")
@@ -215,41 +225,18 @@ def trains_zero_advantages_as_declared(loss: Any) -> None:
 
 @promise("the loss is a weighted mean: weight n counts as the row n times, and a common factor has no effect")
 def is_a_weighted_mean(loss: Any) -> None:
-    weight = torch.tensor([1.0, 2.0, 1.0, 3.0, 2.0, 1.0, 1.0, 2.0])
     for move in (0.0, MOVE):
-        batch, hint = transitions(loss, move), "Take sum(weight x terms) / sum(weight), also over units and for penalties."
-        double = rows(batch, torch.arange(ROWS).repeat(2))
-        equal(loss.loss(double).loss, loss.loss(batch).loss, "the loss with every row twice", "Is it a sum?")
-        index = torch.arange(ROWS).repeat_interleave(weight.long())
-        weighted, repeated = replace(batch, weight=weight), rows(batch, index)
-        equal(loss.loss(weighted).loss, loss.loss(repeated).loss, "the loss with weights, against repeated rows,", hint)
-        expected = torch.zeros_like(batch.new.mean).index_add(0, index, gradient(loss, repeated))
-        equal(gradient(loss, weighted), expected, "the gradient with weights, against repeated rows,", hint)
-        scaled = replace(batch, weight=0.1 * weight)
-        equal(loss.loss(scaled).loss, loss.loss(weighted).loss, "the loss with weights x 0.1", hint)
+        weighs_rows(loss, transitions(loss, move), rows, gradient, equal)
 
 
 @promise("the order of the rows has no effect")
 def does_not_depend_on_order(loss: Any) -> None:
-    batch, order = transitions(loss, MOVE), torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))
-    mixed, hint = rows(batch, order), "Group by numbers, not by place."
-    equal(loss.loss(mixed).loss, loss.loss(batch).loss, "the loss of the rows in another order", hint)
-    equal(gradient(loss, mixed), gradient(loss, batch)[order], "the gradient of the rows in another order", hint)
+    keeps_order(loss, transitions(loss, MOVE), rows, gradient, equal)
 
 
 @promise("parts of a batch add up: their gradients, times their share of the weights, are those of the whole")
 def adds_up_over_parts(loss: Any) -> None:
-    weight = torch.tensor([1.0, 0.5, 1.0, 0.0, 0.25, 1.0, 1.0, 2.0])
-    batch = replace(transitions(loss, MOVE), weight=weight)
-    whole = gradient(loss, batch)
-    for name, (given, parts) in splits(loss, batch).items():
-        found = torch.zeros_like(whole)
-        for part in parts.unique():
-            index = (parts == part).nonzero().flatten()
-            few = rows(given, index)
-            found[index] = gradient(loss, few) * few.weight.sum() / weight.sum()
-        hint = "Which rows does a term depend on? `unit` must declare it, and `pooled` must replace the others."
-        equal(found, whole, f"the gradient in parts of {name}", hint)
+    adds_up(loss, transitions(loss, MOVE), rows, gradient, equal)
 
 
 @promise("it declares `unit` and `trains_zero_advantages`", basic=True)
