@@ -233,7 +233,7 @@ class Trainer:
         else:
             steps = self.trained_steps(path.schedule)
             parts, counted = self.draw_parts(advantages, used, steps)
-            check_one_advantage(loss, self.method.credit, advantages[used], steps)
+            check_one_advantage(loss, self.method.credit, advantages.flatten(0, 1), steps)
             pairs = minibatch_pairs(parts, steps, path.tree, trained, loss.unit)
             if not loss.trains_zero_advantages:
                 pairs = [one.without_zeros(advantages.flatten(0, 1)) for one in pairs if len(one)]

@@ -96,7 +96,7 @@ def test_rows_say_where_they_are(world_of: OnPolicy) -> None:
     assert torch.equal(batch.time, grid.times[world_of.step]) and torch.equal(
         batch.time - batch.delta, grid.times[1:][world_of.step]
     )
-    part = replace(world_of.result, groups=replace(GROUPS, first=3))
+    part = replace(world_of.result, groups=replace(GROUPS, first=3, of=3 + GROUPS.prompts))
     later = LossBatches(world_of.policy, SAMPLER, part, world_of.condition, world_of.advantages).of(
         world_of.sample, world_of.step
     )
