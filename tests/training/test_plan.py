@@ -72,7 +72,7 @@ def test_the_arithmetic_of_the_published_batch():
 
 def test_the_passes_of_the_published_dgpo():
     """Samples with guidance, 2 x 10 passes; 4 times without, of the current, the old and the base network: 32. With the guidance
-    on the reference instead, 10 and 4 x (1 + 1 + 2): 26. Micro-batches smaller than a group take a second pass: 12 and 16 more."""
+    on the reference instead, 10 and 4 x (1 + 1 + 2): 26. Micro-batches below a group take a second pass: 12, 16 more."""
     published = preset("sd3.5-medium,dgpo,ocr")
     other = {"guidance_scale": 1.0, "reference_guidance_scale": 4.5}
     assert plan(published.apply(micro_batch=64)).passes == 64 * 32
