@@ -344,9 +344,11 @@ class LossBatches:
 
 
 def pooled_means(
-    loss: PolicyLoss | ForwardLoss, of: Callable[[Tensor, Tensor], LossBatch | ForwardBatch], minibatch: Sequence[MicroBatch],
+    loss: PolicyLoss | ForwardLoss,
+    of: Callable[[Tensor, Tensor], LossBatch | ForwardBatch],
+    minibatch: Sequence[MicroBatch],
     table: Tensor,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """The means of the loss's `row_terms` over the unit of every row of a mini-batch, in a table like `table` [sample, step].
 
     None if the loss's units are rows, or if no unit is spread over micro-batches. `of` makes the batch of (sample, step) rows.
