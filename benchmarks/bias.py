@@ -26,7 +26,7 @@ from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, U
 from flowrl.io import write_json
 from flowrl.probes import Completion, Substeps, Tweedie
 from flowrl.protocols import CreditAssigner
-from flowrl.samplers import AllButLast, FlowSDE
+from flowrl.samplers import FlowSDE, Windowed
 from flowrl.worlds.base import PolicyOptions, world
 
 GROUP_SIZE = 8
@@ -87,7 +87,7 @@ def setting(seed: int) -> Setting:
         for parameter in policy.trainable().values():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     prompts = mixture.prompts("direction", "train")
-    return Setting(policy, AllButLast(FlowSDE(0.7)), policy.schedule(10), mixture.reward("soft"), prompts)
+    return Setting(policy, Windowed(FlowSDE(0.7), range(9)), policy.schedule(10), mixture.reward("soft"), prompts)
 
 
 def measure(name: str, batches: int, seed: int, truths: Tensor) -> Alignment:

@@ -32,19 +32,13 @@ def tables(record: dict[str, Any]) -> str:
         f"Measured / predicted. All {len(z)} pairs of numbers: mean square of z {np.mean(z**2):.2f}, "
         f"largest |z| {np.max(abs(z)):.1f}."
     )
-    titles = {
-        (True, "image"): "Consistent rule, equal images have equal scores",
-        (True, "call"): "Consistent rule, every node has noise of its own",
-        (False, "image"): "Plain rule, equal images have equal scores",
-        (False, "call"): "Plain rule, every node has noise of its own",
-    }
     parts = [made]
-    for (consistent, scores), title in titles.items():
-        rows = [row for row in record["rows"] if row["consistent"] == consistent and row["scores"] == scores]
+    for consistent, title in ((True, "Consistent rule"), (False, "Plain rule")):
+        rows = [row for row in record["rows"] if row["consistent"] == consistent]
         parts += [f"### {title}", compared(rows)]
     kept = [row for row in record["criteria"] if row["window"] == "0:9"]
     parts += [
-        "### Criterion, equal images have equal scores",
+        "### Criterion",
         criterion(kept),
         "### Calls by their smallest difference",
         bins(record),
@@ -62,16 +56,15 @@ def z_scores(record: dict[str, Any]) -> Any:
 def compared(rows: list[dict[str, Any]]) -> str:
     """One line per world, window, stage and noise."""
     lines = [
-        "| world | window | stage | noise | true turning points | called | of these false | missed | deterministic steps called "
+        "| world | window | stage | noise | true turning points | called | of these false | missed "
         "| bias at turning points | variance / increments' |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = [f"{row['measured']['called']:.3f} / {row['predicted']['called']:.3f}"]
         kinds = [row["measured"], row["predicted"]]
         cells.append(" / ".join(f"{100 * kind['false'] / kind['called']:.1f}%" for kind in kinds))
         cells.append(" / ".join(f"{100 * kind['missed'] / row['turns']:.1f}%" for kind in kinds))
-        cells.append(" / ".join(f"{kind['deterministic']:.2f}" for kind in kinds))
         cells.append(" / ".join(f"{100 * kind['bias at turns'] / row['reward at turns']:.1f}%" for kind in kinds))
         cells.append(" / ".join(f"{kind['variance'] / row[VARIANCE]:.3f}" for kind in kinds))
         place = (WORLDS[row["world"]], row["window"], row["stage"], f"{row['noise']:g}", f"{row['turns']:.3f}")
@@ -146,8 +139,8 @@ def densities(axes: Any, record: dict[str, Any], world: str) -> None:
     axes.plot(noise, called, color=INK, linewidth=2)
     axes.axhline(row["turns"], color=INK, linewidth=1, linestyle="--")
     for one in record["rows"]:
-        wanted = (world, "0:9", "before", "image", True)
-        if (one["world"], one["window"], one["stage"], one["scores"], one["consistent"]) == wanted:
+        wanted = (world, "0:9", "before", True)
+        if (one["world"], one["window"], one["stage"], one["consistent"]) == wanted:
             found = one["measured"]
             axes.plot([one["noise"]] * 2, [found["called"], found["called"] - found["false"]], "o", color=INK, markersize=5)
     axes.set_xscale("log")

@@ -48,7 +48,7 @@ METHODS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 PROMPTS = ("a red cube on a table", "two blue balls", 'a sign that reads "open"')
 SETTINGS: dict[str, Any] = {
     "reward": f"{HERE / 'full_size_model.py'}:Brightness", "resolution": 256, "dtype": "bfloat16", "max_sequence_length": 128,
-    "groups": 1, "group_size": 2, "window": "all-but-last", "trained_steps": "all",
+    "groups": 1, "group_size": 2, "window": ":-1", "trained_steps": ":",
     "micro_batch": 2, "max_batch": 4, "decode_batch": 2,
     "kl_weight": 1e-3, "learning_rate": 1e-2, "ema_decay": 0.0, "eval_samples": 1, "eval_steps": 2, "eval_every": 100,
     "decode_dtype": "bfloat16", "checkpoint_every": 1, "tracker": "none", "device": "cpu",

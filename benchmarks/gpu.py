@@ -73,7 +73,7 @@ def run_config(case: Case) -> RunConfig:
     return preset("default").apply(
         method=case.method, groups=setting.prompts, group_size=setting.members, num_steps=setting.steps,
         minibatches=setting.updates,
-        window="all-but-last", micro_batch=setting.micro_batch, max_batch=setting.max_batch, learning_rate=3e-4,
+        window=":-1", micro_batch=setting.micro_batch, max_batch=setting.max_batch, learning_rate=3e-4,
         clip_range=1e-4, ema_decay=0.9,
         kl_weight=setting.kl_weight, dtype=setting.dtype, offload=setting.offload, iterations=1000,
     )  # fmt: skip

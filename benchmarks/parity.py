@@ -37,7 +37,7 @@ from diffusers.utils import logging as diffusers_logging
 from parity_compare import LEAST_GRADIENT, Difference, attempt, distance, reason, step_differences
 from parity_forward import LEFT_OUT, replay_forward
 from parity_plain import CASES, plain_differences
-from parity_recording import ZERO_GROUP, RecordedUpdate, Recording, with_nodes
+from parity_recording import ZERO_GROUP, RecordedUpdate, Recording, value_table
 from parity_replay import Replay, replay
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -47,6 +47,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from flowrl.credit import TurningPoint, process_rewards
+from flowrl.experience import Decisions
 from flowrl.flow import log_prob, log_prob_without_constants
 from flowrl.registry import build
 
@@ -99,7 +100,7 @@ def flow_grpo(recording: Recording) -> dict[str, Any]:
     """The settings that are Flow-GRPO's published code, in addition to those that are read from the recording."""
     whole = recording.meta["case"]["config"]["sample"]["global_std"]
     return {
-        "method": "flow-grpo", "sampler": "flow-sde", "window": "all", "trained_steps": "all-but-last",
+        "method": "flow-grpo", "sampler": "flow-sde", "window": ":", "trained_steps": ":-1",
         "credit": f"uniform(std={'batch' if whole else 'group'})", "loss": "clipped(kl=without_delta)",
         "guidance_gradient": "prompt",
     }  # fmt: skip
@@ -108,7 +109,7 @@ def flow_grpo(recording: Recording) -> dict[str, Any]:
 def tp_grpo(recording: Recording) -> dict[str, Any]:
     """The settings that are TP-GRPO's published code, with the flags of its launch script."""
     return {
-        "method": "tp-grpo", "sampler": "cps", "window": "all", "credit": "turning-point(balance=trend, balance_scope=prompt)",
+        "method": "tp-grpo", "sampler": "cps", "window": ":", "credit": "turning-point(balance=trend, balance_scope=prompt)",
         "loss": "clipped(log_prob=released_cps)", "guidance_gradient": "both",
     }  # fmt: skip
 
@@ -178,18 +179,18 @@ NOT_COMPARED: Mapping[str, Sequence[str]] = {
 def trajectory_differences(recording: Recording, found: Replay) -> Iterator[tuple[str, float]]:
     """What sampling recorded."""
     recorded = recording.tensors(f"trajectory_{recording.case}")
-    path, method = found.trainer.collected.rollout.trajectories, found.trainer.method
+    path = found.trainer.collected.rollout.trajectories
     schedule, steps = path.schedule, recorded["log_probs"].shape[1]
-    assert schedule.stds is not None
     yield "times", max(distance(schedule.times, recorded["sigmas"]), distance(schedule.network_timesteps, recorded["timesteps"]))
-    yield "standard deviations", distance(schedule.stds[:steps], recorded["transition_std"])
+    yield "standard deviations", distance(path.stds[:steps], recorded["transition_std"])
     pairs = [("latents", path.nodes), ("latents_node9", path.nodes[:, 9]), ("final", path.nodes[:, -1])]
     known = [(ours[:, : recorded[name].shape[1]], recorded[name]) for name, ours in pairs if name in recorded]
     yield "latents", max(distance(*pair) for pair in known)
     rms = path.velocities[:, :steps].flatten(2).square().mean(2).sqrt()
     yield "velocities (RMS)", distance(rms, recorded["guided_velocity_rms"])
     sample, step = torch.cartesian_prod(torch.arange(len(path.nodes)), torch.arange(steps)).unbind(1)
-    gaussian = method.sampler.transition(path.nodes[sample, step], path.velocities[sample, step], schedule, step)  # pyright: ignore
+    sampler = found.trainer.draw_sampler()
+    gaussian = sampler.transition(path.nodes[sample, step], path.velocities[sample, step], schedule, step)
     density = log_prob_without_constants if "released_cps" in found.trainer.config.algorithm.loss else log_prob
     ours = density(gaussian, path.nodes[sample, step + 1]).view(-1, steps)
     yield "log-probabilities", distance(ours, recorded["log_probs"])
@@ -203,7 +204,8 @@ def trajectory_differences(recording: Recording, found: Replay) -> Iterator[tupl
 
 def update_differences(recording: Recording, update: RecordedUpdate, found: Replay) -> Iterator[tuple[str, float]]:
     """What `update` recorded."""
-    tables, kept, trained = update.tables, update.kept, recording.meta["case"]["trained_steps"]
+    tables, kept, drawn = update.tables, update.kept, found.trainer.record.decisions.step.tolist()
+    trained = [drawn.index(step) for step in recording.meta["case"]["trained_steps"]]
     largest = float(tables["advantages"].abs().max())
 
     def ours(name: str) -> Tensor:
@@ -226,16 +228,17 @@ def update_differences(recording: Recording, update: RecordedUpdate, found: Repl
 
 
 def credit_differences(recording: Recording, rules: Mapping[str, str]) -> Iterator[tuple[str, str, float]]:
-    """Variants of the advantages, from the recorded reward table alone."""
+    """Variants of the advantages, from the recorded value table alone."""
     recorded = recording.tensors("credit")
     for name, spec in rules.items():
-        nodes = with_nodes(recorded[f"{ZERO_GROUP}_rewards" if name.startswith(ZERO_GROUP) else "rewards"])
-        rewards = nodes if nodes.shape[-1] > 1 else nodes.repeat(1, 1, 2)  # a rule needs a node before the last
+        known = value_table(recorded[f"{ZERO_GROUP}_rewards" if name.startswith(ZERO_GROUP) else "rewards"])
+        values = known if known.shape[-1] > 1 else known.repeat(1, 1, 2)  # a rule needs one decision
         rule: Any = build("credit", spec)
-        advantages, state = rule.assign(rewards, None).flatten(0, 1), f"credit {name.removesuffix('/advantages')}"
+        advantages = rule.assign(values, Decisions.like(values)).flatten(0, 1)
+        state = f"credit {name.removesuffix('/advantages')}"
         yield state, "advantages", distance(advantages, recorded[name].view(len(advantages), -1)[:, : advantages.shape[1]])
         if isinstance(rule, TurningPoint):
-            process = process_rewards(rewards, rule.selected(rewards), add=rule.combine == "add").flatten(0, 1)
+            process = process_rewards(values, rule.selected(values), add=rule.combine == "add").flatten(0, 1)
             yield state, "process rewards", distance(process, recorded[name.replace("advantages", "process_rewards")])
 
 

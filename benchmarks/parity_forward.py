@@ -23,7 +23,7 @@ from flowrl.flow import LogitNormalTimes, StratifiedTimes, UniformTimes
 from flowrl.forward import ForwardBatch
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.policies import PipelinePolicy
-from flowrl.rollout import solvers
+from flowrl.samplers import multistep
 from flowrl.settings import flat
 from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
@@ -205,7 +205,7 @@ class ForwardReplay:
         old = below(inputs, "lora_old")
         weights = old if state in ("at_old", "at_ema") else below(inputs, "lora_current")
         trainer.resume(weights, {name: old if name == self.code.copy else weights for name in loss.copies}, steps)
-        with self.policy.guided(settings["sample"]["guidance_scale"]), patch.object(solvers, "NEAREST_TO_NOISE", 1.0):
+        with self.policy.guided(settings["sample"]["guidance_scale"]), patch.object(multistep, "NEAREST_TO_NOISE", 1.0):
             trainer.metrics = trainer.iteration()
         return trainer
 

@@ -176,7 +176,7 @@ def plain_differences(case: str, changes: Mapping[str, Any]) -> Iterator[tuple[s
     settings: dict[str, Any] = dict(world="mixture", task="direction", num_steps=STEPS)
     settings |= dict(groups=PROMPTS, group_size=MEMBERS, minibatches=2, micro_batch=48)
     settings |= dict(learning_rate=RATE, betas=BETAS, weight_decay=DECAY, max_grad_norm=largest)
-    settings |= dict(window="all-but-last", noise_level=NOISE, clip_range=CLIP, kl_weight=kl_weight)
+    settings |= dict(window=":-1", noise_level=NOISE, clip_range=CLIP, kl_weight=kl_weight)
     if forward:
         settings |= dict(method="diffusion-nft", sampler="ode", credit="uniform(std=batch)")
         settings["loss"] = f"diffusion-nft(beta={BETA}, advantage_clip={BOUND})"

@@ -104,7 +104,7 @@ class Recording:
 @dataclass(frozen=True)
 class RecordedUpdate:
     """What was recorded of the update `name`: `tables`, whose rows are the samples `kept`, and in `steps` gradients, norm and
-    weights of every optimizer step. `rewards` [prompt, member, node] and `order`, that of the kept samples, led to it."""
+    weights of every optimizer step. `rewards` [prompt, member, decision+1] and `order`, that of the kept samples, led to it."""
 
     name: str
     rewards: Tensor
@@ -128,7 +128,7 @@ class RecordedUpdate:
         if name == ZERO_GROUP:
             kept = kept[credit[f"{ZERO_GROUP}_advantages_global_std"] != 0]
         order = kept[tables["perm"]] if "perm" in tables else kept
-        return RecordedUpdate(name, with_nodes(rewards), kept, order, tables, steps if steps[0] else [tables])
+        return RecordedUpdate(name, value_table(rewards), kept, order, tables, steps if steps[0] else [tables])
 
 
 def below(tensors: Tensors, prefix: str) -> Recorded:
@@ -138,8 +138,8 @@ def below(tensors: Tensors, prefix: str) -> Recorded:
     return Recorded(tensors, names, set())
 
 
-def with_nodes(rewards: Tensor) -> Tensor:
-    """A table [prompt, member, node]; rewards of the finished images alone are those of one node."""
+def value_table(rewards: Tensor) -> Tensor:
+    """A table [prompt, member, decision+1]; rewards of the finished images alone are its last column."""
     return rewards if rewards.ndim == 3 else rewards[..., None]
 
 

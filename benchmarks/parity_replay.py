@@ -11,20 +11,21 @@ from parity_recording import FACTOR, WITHOUT_KL, RecordedUpdate, Recording, Tens
 from torch import Tensor
 
 from flowrl import Prompt, Trainer
+from flowrl.experience import Credit, Experience
 from flowrl.flow import expand, log_prob, log_prob_without_constants
 from flowrl.forward import ForwardBatch
 from flowrl.methods import Method
 from flowrl.policies import PipelinePolicy
 from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler
-from flowrl.rollout import Groups, RewardTables
+from flowrl.rollout import Groups
 from flowrl.rollout.collector import Collected
 from flowrl.rollout.forward_batch import ForwardBatches
-from flowrl.rollout.loss_batch import LossBatches, MicroBatch, Pairs
+from flowrl.rollout.loss_batch import LossBatches, MicroBatch, Rows
 from flowrl.rollout.metrics import LossMetrics
 from flowrl.training.build import make_method, make_policy, make_world
 from flowrl.training.config import RunConfig
 from flowrl.training.nonfinite import NonFiniteCheck
-from flowrl.types import Gaussian, LossBatch, LossResult, Schedule, Trajectories, Unit
+from flowrl.types import Gaussian, LossBatch, LossResult, Trajectories, Unit
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class RecordedNoise(Groups):
 
 
 class RecordedReward:
-    """Reads scores from a table [prompt, member, node]: the finished images of a prompt come first, then node by node."""
+    """Reads scores from a table [prompt, member, decision+1]: the finished images of a prompt come first, then by column."""
 
     def __init__(self, table: Tensor, prompts: Sequence[Prompt]) -> None:
         scores = table.roll(1, 2).transpose(1, 2).flatten(1).tolist()
@@ -60,7 +61,7 @@ class RecordedReward:
 
 @dataclass
 class PairValues:
-    """A loss that keeps what it computes for every (trajectory, step) pair by itself: `rows`, one value per pair and name."""
+    """A loss that keeps what it computes for every (trajectory, decision) pair by itself: `rows`, one value per pair and name."""
 
     inner: PolicyLoss
     rows: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -109,6 +110,7 @@ class ReplayTrainer(Trainer):
     """The trainer with a given order of samples and, off policy, given weights for the update; keeps what passes through."""
 
     collected: Collected
+    record: Experience
     advantages: Tensor
     given_order: Tensor
     given_weights: Tensors
@@ -132,24 +134,25 @@ class ReplayTrainer(Trainer):
         state.values.update({f"copy.{name}.current": copy is weights for name, copy in copies.items()}, optimizer_steps=steps)
         self.restore(state)
 
-    def assign_credit(self, rewards: RewardTables, schedule: Schedule) -> tuple[Tensor, Tensor]:
-        """Keeps the advantages [sample, step]."""
-        advantages, used = super().assign_credit(rewards, schedule)
-        self.advantages = advantages.flatten(0, 1)
-        return advantages, used
+    def loss_batches(
+        self, sampler: Sampler, collected: Collected, experience: Experience, credit: Credit, weights: Tensor
+    ) -> tuple[LossBatches | ForwardBatches, list[Rows]]:
+        """Keeps the record and the advantages [sample, decision]."""
+        self.record, self.advantages = experience, credit.advantages.flatten(0, 1)
+        return super().loss_batches(sampler, collected, experience, credit, weights)
 
     def draw_order(self) -> Tensor:
         """The given order; samples that it lacks come last."""
         others = [sample for sample in range(self.groups.samples) if sample not in self.given_order]
         return torch.cat([self.given_order, torch.tensor(others, dtype=torch.int64)])
 
-    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], Pairs]]:
+    def minibatches(self, rows: Sequence[Rows], collected: Collected) -> Iterator[tuple[list[MicroBatch], Rows]]:
         """Keeps the trajectories and the pairs. The update starts from the given weights, if there are any."""
         self.collected = collected
         with torch.no_grad():
             for name, weight in self.given_weights.items():
                 self.weights[name].copy_(weight)
-        for minibatch, of in super().minibatches(pairs, collected):
+        for minibatch, of in super().minibatches(rows, collected):
             self.pairs += minibatch
             yield minibatch, of
 
@@ -210,17 +213,17 @@ class ForwardTrainer(ReplayTrainer):
         return self.times, 0
 
     def loss_batches(
-        self, sampler: Sampler, collected: Collected, advantages: Tensor, used: Tensor
-    ) -> tuple[LossBatches | ForwardBatches, list[Pairs], Tensor]:
+        self, sampler: Sampler, collected: Collected, experience: Experience, credit: Credit, weights: Tensor
+    ) -> tuple[LossBatches | ForwardBatches, list[Rows]]:
         """Puts the given latents at the ends of the trajectories, and the given noise into the batches."""
         self.sampled = path = collected.rollout.trajectories
         states = path.states.clone()
         states[:, path.tree.at(path.schedule.steps)] = self.finished.unflatten(0, (len(states), -1))
         given = replace(collected, rollout=replace(collected.rollout, trajectories=replace(path, states=states)))
-        made, pairs, counted = super().loss_batches(sampler, given, advantages, used)
+        made, rows = super().loss_batches(sampler, given, experience, credit, weights)
         assert isinstance(made, ForwardBatches)
         self.batches = KeptBatches(made, self.noise)
-        return self.batches, pairs, counted
+        return self.batches, rows
 
 
 Trained = TypeVar("Trained", bound=ReplayTrainer)
@@ -241,12 +244,12 @@ class Replay:
     metrics: Mapping[str, Any]
 
     def table(self, name: str) -> Tensor:
-        """`name` of every trained pair, [sample, step]; NaN for the others, and for all if the loss does not compute it."""
+        """`name` of every trained pair, [sample, decision]; NaN for the others, and for all if the loss does not compute it."""
         trainer = self.trainer
-        found = torch.full((trainer.groups.samples, trainer.schedule.steps), float("nan"))
-        sample, step = (torch.cat([getattr(micro, axis) for micro in trainer.pairs]) for axis in ("sample", "step"))
+        found = torch.full_like(trainer.advantages, float("nan"))
+        sample, column = (torch.cat([getattr(micro, axis) for micro in trainer.pairs]) for axis in ("sample", "column"))
         if name in self.values.rows:
-            found[sample, step] = torch.stack(self.values.rows[name])
+            found[sample, column] = torch.stack(self.values.rows[name])
         return found
 
 
@@ -278,7 +281,7 @@ def recorded_trainer(
     rewards: Tensor,
     config: RunConfig,
 ) -> Trained:
-    """A trainer that gets this noise and `rewards` [prompt, member, node]."""
+    """A trainer that gets this noise and `rewards` [prompt, member, decision+1]."""
     groups, members = rewards.shape[:2]
     if (groups, members) != (config.rollout.groups, config.rollout.group_size):
         raise ValueError(f"groups and group_size differ from the recorded {groups} and {members}")

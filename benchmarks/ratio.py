@@ -38,7 +38,7 @@ from flowrl.policies.flux import Flux
 from flowrl.policies.pipeline import PipelinePolicy
 from flowrl.policies.sd3 import SD3
 from flowrl.protocols import Sampler
-from flowrl.samplers import CPS, DDIMSDE, AllButLast, DanceSDE, FlowSDE
+from flowrl.samplers import CPS, DDIMSDE, DanceSDE, FixedWindow, FlowSDE, Windowed, windowed
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3
 from flowrl.types import Prompt, Schedule
 from flowrl.worlds.base import PolicyOptions, world
@@ -48,15 +48,16 @@ RESULTS = HERE / "results" / "ratio.json"
 FIGURES = HERE.parent / "docs" / "reading-the-ratio"
 DIMENSIONS = {"SD3.5 and FLUX at 1024 px": 262144, "SD3.5 and FLUX at 512 px": 65536, "shapes world": 128, "2-D world": 2}
 CLIPS = (1e-5, 1e-4)
-SAMPLERS: dict[str, tuple[Sampler, tuple[str, ...]]] = {
-    "Flow-SDE 0.7, all steps": (FlowSDE(0.7), ("exact", "guard")),
-    "Flow-SDE 0.7, all but last": (AllButLast(FlowSDE(0.7)), ("exact", "guard")),
-    "Dance-SDE 0.3, all but last": (AllButLast(DanceSDE(0.3)), ("exact", "guard")),
-    "CPS 0.7": (CPS(0.7), ("exact", "released", "guard")),
-    "CPS 0.8": (CPS(0.8), ("exact", "released", "guard")),
-    "DDIM-SDE 0.7": (DDIMSDE(0.7), ("exact", "guard")),
+ALL, ALL_BUT_LAST = FixedWindow(), FixedWindow(stop=-1)
+SAMPLERS: dict[str, tuple[Sampler, FixedWindow, tuple[str, ...]]] = {
+    "Flow-SDE 0.7, all steps": (FlowSDE(0.7), ALL, ("exact", "guard")),
+    "Flow-SDE 0.7, all but last": (FlowSDE(0.7), ALL_BUT_LAST, ("exact", "guard")),
+    "Dance-SDE 0.3, all but last": (DanceSDE(0.3), ALL_BUT_LAST, ("exact", "guard")),
+    "CPS 0.7": (CPS(0.7), ALL, ("exact", "released", "guard")),
+    "CPS 0.8": (CPS(0.8), ALL, ("exact", "released", "guard")),
+    "DDIM-SDE 0.7": (DDIMSDE(0.7), ALL, ("exact", "guard")),
 }
-"""Samplers, and the forms of the log-probability that they are trained with: the exact one first."""
+"""Kernels, their windows, and the forms of the log-probability that they are trained with: the exact one first."""
 
 
 # --- clips ----------------------------------------------------------------------------------------------------------------
@@ -124,7 +125,10 @@ def all_shares() -> dict[str, Any]:
     return {
         grid: {
             "times": schedule.times.tolist(),
-            "samplers": {name: of(sampler, schedule, forms) for name, (sampler, forms) in SAMPLERS.items()},
+            "samplers": {
+                name: of(windowed(kernel, window, schedule.steps, torch.Generator()), schedule, forms)
+                for name, (kernel, window, forms) in SAMPLERS.items()
+            },
         }
         for grid, schedule in grids().items()
     }
@@ -173,7 +177,7 @@ def other_kernels(dtype: torch.dtype) -> Iterator[None]:
 
 
 RATIOS: dict[str, tuple[Sampler, Callable[..., Tensor], float]] = {
-    "Flow-SDE 0.7, exact": (AllButLast(FlowSDE(0.7)), log_prob, 1e-4),
+    "Flow-SDE 0.7, exact": (Windowed(FlowSDE(0.7), range(9)), log_prob, 1e-4),
     "CPS 0.7, exact": (CPS(0.7), log_prob, 1e-5),
     "CPS 0.7, released": (CPS(0.7), log_prob_without_constants, 1e-5),
 }

@@ -131,7 +131,7 @@ def default_rows(page: str, details: str, results: Results, older: Results, lead
         world, rule = WORLDS[label], next((name for name in ARMS if name in says), "")
         arms = (f"{rule}, defaults", "uniform, defaults") if rule and world in tuning else ("arm", "than")
         if not rule:
-            short = {"window": "all-but-last", "eval_steps": 40, "rule": "flow-grpo"}
+            short = {"window": ":-1", "eval_steps": 40, "rule": "flow-grpo"}
             runs = {arm: older.find(world, {**short, "num_steps": steps}) for arm, steps in zip(arms, (10, 40), strict=True)}
         elif world in tuning:
             runs = {name: results.find(world, arm) for name, arm in tuning[world].items()}

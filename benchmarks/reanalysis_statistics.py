@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from scipy import stats
 from scipy.optimize import isotonic_regression
 
+from flowrl.training.format import FORMAT, OLDER, current
+
 Values = NDArray[np.float64]
 Settings = Mapping[str, Any]
 Key = tuple[int, str]
@@ -76,8 +78,9 @@ class Run(NamedTuple):
 def read_runs(path: Path) -> list[Run]:
     runs = []
     for line in map(json.loads, path.read_text("utf-8").splitlines()):
-        settings = {name: value for name, value in line["config"].items() if not isinstance(value, dict)}
-        for group in (group for group in line["config"].values() if isinstance(group, dict)):
+        config = current(line["config"], OLDER if line["format"] == 2 else FORMAT)
+        settings = {name: value for name, value in config.items() if not isinstance(value, dict)}
+        for group in (group for group in config.values() if isinstance(group, dict)):
             settings |= group
         settings["rule"] = settings["credit"] or settings["method"]
         curve = np.array(line["curve"], dtype=float)

@@ -34,12 +34,14 @@ PARTS = ("registry", "specs", "sources", "plugins", "trust")
 TREES = ("units", "depth_relative", "sibling_relative", "backed_up", "pruned")
 BASELINES = ("moving_average", "value_tracker", "gdpo", "weighted")
 DETECTION = ("detection", "turn_probability", "likely_turns", "clear_swings", "large_aggregates")
+LOSS = ("values", "weights", "loss_batch", "forward_batch")
 SAMPLING = ("sampling", "solvers", "EVALUATION_SEED", "SOLVERS")
 COMBINED = ("combine", "groups", "diversity", "contract")
 CHECKS = ("evaluation", "heldout", "monitors", "nonfinite", "memory")
 HELPERS = ("io", "workers", "signals", "imports", "text", "transfer")
 PAGES = (
     Page("types", "Data types: prompts, trajectories, batches", ("types", "prompt")),
+    Page("experience", "Decisions, the record of an iteration, credit", ("experience",)),
     Page("protocols", "Protocols of samplers, credit rules, losses, rewards and policies", ("protocols",)),
     Page("forward", "Forward-process batches and losses", ("forward",)),
     Page("methods", "Methods: Flow-GRPO, TP-GRPO and others by name", ("methods",)),
@@ -57,7 +59,7 @@ PAGES = (
     Page("probes", "Probes: substeps, ODE completion, branches", ("probes",)),
     Page("probes-base", "Probes: the base class and its values", ("probes",), ("base", "types")),
     Page("rollout", "Rollout: trajectories and groups", ("rollout",)),
-    Page("rollout-batches", "Reward tables and batches of a loss", ("rollout",), ("reward_table", "loss_batch", "forward_batch")),
+    Page("rollout-values", "Values, weights and batches of a loss", ("rollout",), LOSS),
     Page("rollout-sampling", "Sampling images, ODE solvers", ("rollout",), SAMPLING),
     Page("tree", "Trees of trajectories", ("tree",)),
     Page("rewards", "Reward models: GenEval, OCR, PickScore, HPS, CLIP", ("rewards",)),

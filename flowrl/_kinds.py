@@ -47,8 +47,8 @@ KINDS: dict[str, Kind] = {
             "gdpo": "flowrl.credit.gdpo:GDPO",
             "random": "flowrl.credit.random_credit:RandomCredit",
         },
-        ("flowrl.protocols:CreditAssigner",),
-        "an attribute `probe` and a method `assign(rewards, schedule)`",
+        ("flowrl.protocols:CreditAssigner", "flowrl.protocols:ExperienceCredit"),
+        "an attribute `probe` and a method `assign(values, decisions)` or `credit(experience)`",
     ),
     "probe": Kind(
         "probe",
@@ -76,8 +76,19 @@ KINDS: dict[str, Kind] = {
             "ode": "flowrl.samplers.ode:ODE",
             "multistep": "flowrl.samplers.multistep:Multistep",
         },
-        ("flowrl.protocols:Sampler", "flowrl.protocols:RandomSampler"),
-        "a method `transition(latent, velocity, schedule, step)` or `draw(schedule, generator, iteration)`",
+        ("flowrl.protocols:Sampler", "flowrl.protocols:MultistepSolver"),
+        "a method `transition(latent, velocity, schedule, step)`, or `grid(schedule)` and `solution(schedule, draw)`",
+    ),
+    "window": Kind(
+        "window",
+        "flowrl.windows",
+        {
+            "fixed": "flowrl.samplers.windows:FixedWindow",
+            "random": "flowrl.samplers.windows:RandomWindow",
+            "sliding": "flowrl.samplers.windows:SlidingWindow",
+        },
+        ("flowrl.protocols:Window",),
+        "a method `steps(count, generator, iteration)`",
     ),
     "loss": Kind(
         "loss",

@@ -178,7 +178,16 @@ class TimeDraw(Protocol):
         ...
 
     def draw(self, schedule: Schedule, samples: int, generator: torch.Generator) -> Tensor:
-        """Times [sample, draw] for all `samples` of the iteration."""
+        """Times for all samples of the iteration.
+
+        Args:
+            schedule: the time grid.
+            samples: number of samples.
+            generator: the source of the draws.
+
+        Returns:
+            Times [sample, draw].
+        """
         ...
 
 
@@ -194,7 +203,8 @@ class ForwardLoss(Protocol):
       row is the state of the sample's own trajectory at the time's step, with eps = (x_t - (1-t) x_0) / t.
     - `copies`: the copies of the weights, by the field of `ForwardBatch` for their velocity, "old" or "average".
     - `needs_reference`: whether the loss needs the frozen base model's velocity.
-    - `unit`: what one call needs. If not "transition", the loss is a `protocols.PooledLoss`.
+    - `unit`: what one call needs. If not "transition", the loss has a method `row_terms`, as a
+      `protocols.PolicyLoss` may have one.
 
     Contract: rows of weight 0 contribute neither value nor gradient; only `new` takes a gradient; the order of rows has no
     effect. If new, old, average and reference are equal, the gradient of each row is its advantage times a positive multiple

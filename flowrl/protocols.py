@@ -3,41 +3,171 @@
 The protocols of forward-process losses are defined in `flowrl.forward`, next to their batches, and exported here.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from flowrl._policy_protocols import BlockCache as BlockCache
-from flowrl._policy_protocols import Exportable as Exportable
-from flowrl._policy_protocols import FlowPolicy as FlowPolicy
-from flowrl._policy_protocols import Guided as Guided
-from flowrl._policy_protocols import OneNetwork as OneNetwork
-from flowrl._policy_protocols import PromptEmbedding as PromptEmbedding
+from flowrl.experience import Credit, Decisions, Experience, ValueTable
 from flowrl.forward import ForwardLoss as ForwardLoss
 from flowrl.forward import TimeDraw as TimeDraw
 from flowrl.probes import Probe
 from flowrl.types import (
+    Condition,
     Gaussian,
     ImagesOrVideos,
     Latents,
     LossBatch,
     LossResult,
-    NodeTable,
     PerSample,
     Prompt,
     Schedule,
     StepIndex,
-    StepTable,
     Unit,
 )
 
 __all__ = [
-    "BlockCache", "CompositeGroupReward", "CompositeReward", "CreditAssigner", "Exportable", "Features", "FlowPolicy",
-    "GroupReward", "Guided", "OneAdvantage", "OneNetwork", "PartsCreditAssigner", "PolicyLoss", "PooledLoss",
-    "PromptCreditAssigner", "PromptEmbedding", "RandomSampler", "RewardModel", "Sampler", "SelectiveCredit", "Stateful",
-]  # fmt: skip
+    "AnyReward",
+    "AnySampler",
+    "CreditAssigner",
+    "CreditRule",
+    "ExperienceCredit",
+    "Features",
+    "FlowPolicy",
+    "ForwardLoss",
+    "GroupReward",
+    "MultistepSolver",
+    "PolicyExtras",
+    "PolicyLoss",
+    "RewardModel",
+    "Sampler",
+    "Stateful",
+    "TimeDraw",
+    "Window",
+    "extras",
+]
+
+
+@runtime_checkable
+class FlowPolicy(Protocol):
+    """A network with its trainable parameters, as a conditional velocity field with a schedule and a decoder."""
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """Shape of one latent, without the sample axis."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the network."""
+        ...
+
+    def schedule(self, steps: int) -> Schedule:
+        """The time grid with `steps` transitions (for diffusers models: the scheduler's own)."""
+        ...
+
+    def encode(self, prompts: Sequence[Prompt]) -> Condition:
+        """The network's condition on the prompts, one row per prompt."""
+        ...
+
+    def velocity(self, latent: Latents, timestep: PerSample, condition: Condition) -> Latents:
+        """The network's estimate of v = eps - x_0, with gradients to the trainable parameters.
+
+        Args:
+            latent: noisy latents [sample, *latent].
+            timestep: the network's timestep [sample], from `Schedule.network_timesteps`.
+            condition: embeddings of the prompts, one row per sample.
+
+        Returns:
+            Velocities [sample, *latent], float32.
+        """
+        ...
+
+    def decode(self, latent: Latents) -> ImagesOrVideos:
+        """Images in [0, 1]; samples of a video model always have a frame axis before the channels."""
+        ...
+
+    def trainable(self) -> Mapping[str, torch.nn.Parameter]:
+        """Named trainable parameters, in a fixed order."""
+        ...
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Within this context `velocity` is the frozen base model's (adapters disabled)."""
+        ...
+
+    def frozen(self) -> AbstractContextManager[None]:
+        """Within this context weights do not change, so a policy may merge its adapters for speed. No gradients."""
+        ...
+
+
+class PolicyExtras(FlowPolicy, Protocol):
+    """Optional members of a policy, each independent of the others; `extras` looks them up."""
+
+    @property
+    def velocity_network(self) -> torch.nn.Module:
+        """The module that `velocity` calls, with all trainable parameters.
+
+        It can be compiled, and its weights can be sharded over processes, in place; `trainable`
+        then returns its new parameters.
+        """
+        ...
+
+    @property
+    def guidance_scale(self) -> float:
+        """The scale of classifier-free guidance; 1: off, one forward pass instead of two."""
+        ...
+
+    def guided(self, guidance: float) -> AbstractContextManager[None]:
+        """Within this context `guidance_scale` is `guidance`."""
+        ...
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of the network, for probes with a block cache."""
+        ...
+
+    def block_cache(self) -> AbstractContextManager[Callable[[bool], None]]:
+        """Within this context `switch`, which it yields, selects what calls of `velocity` compute.
+
+        After `switch(False)` they compute the first block only and add to its output what the other
+        blocks added in the last call after `switch(True)`, which had the same rows. It starts at
+        True.
+        """
+        ...
+
+    def warm(self, prompts: Sequence[Prompt]) -> None:
+        """Embed `prompts` now, up to the size of the cache.
+
+        For policies with separate text encoders, which then move to the device only once.
+        """
+        ...
+
+    def checkpoint_gradients(self, on: bool) -> None:
+        """Set whether the backward pass recomputes activations."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the trained weights to `folder` in the format of other programs.
+
+        An older folder is replaced when the new one is complete.
+        """
+        ...
+
+
+def extras(policy: FlowPolicy, *members: str) -> PolicyExtras | None:
+    """The policy, if it has some optional members.
+
+    Args:
+        policy: the policy.
+        *members: names of members of `PolicyExtras`.
+
+    Returns:
+        The policy, or None if it lacks one of the members.
+    """
+    return cast(PolicyExtras, policy) if all(hasattr(policy, name) for name in members) else None
 
 
 @runtime_checkable
@@ -64,21 +194,59 @@ class Sampler(Protocol):
 
 
 @runtime_checkable
-class RandomSampler(Protocol):
-    """A sampler that changes every iteration (for example a random or a sliding window), the same for all groups."""
+class Window(Protocol):
+    """The stochastic steps of an iteration, the same for all groups; the other steps are ODE steps."""
 
-    def draw(self, schedule: Schedule, generator: torch.Generator, iteration: int = 0) -> Sampler:
-        """The sampler of `iteration` (counted from 0).
+    def steps(self, count: int, generator: torch.Generator, iteration: int = 0) -> Sequence[int]:
+        """The stochastic steps of `iteration`.
 
         Args:
-            schedule: the time grid.
-            generator: the source of the draw.
+            count: number of steps of the schedule.
+            generator: the only source of randomness.
             iteration: number of the iteration, from 0.
 
         Returns:
-            The sampler, shared by all groups.
+            Step indices in [0, `count`), one or more, in ascending order.
+
+        Raises:
+            ConfigError: the window does not fit a schedule of `count` steps.
         """
         ...
+
+
+@runtime_checkable
+class MultistepSolver(Protocol):
+    """A sampler whose steps use the velocities of earlier steps, for losses without log-probabilities.
+
+    No step is a decision, also if the solver draws noise. The members of a group need different
+    initial noise, since they would otherwise be equal unless the solver draws.
+
+    Contract: the number of steps stays; the last time is 0; samples do not influence each other; all
+    randomness comes from `draw`. If the network predicts the same clean image everywhere, that is,
+    v = (x - x_0) / t, the end is x_0.
+    """
+
+    def grid(self, schedule: Schedule) -> Schedule:
+        """The solver's grid for the policy's `schedule`, with as many steps; often the same."""
+        ...
+
+    def solution(self, schedule: Schedule, draw: Callable[[Latents], Latents]) -> Callable[[int, Latents, Latents], Latents]:
+        """A new solution, whose history is empty.
+
+        Args:
+            schedule: the solver's grid.
+            draw: returns standard normal noise of the shape of a state.
+
+        Returns:
+            A function `step(number, velocity, x)`, which is called once for each point of the grid
+            before the last, in order. It returns the state at point `number` + 1 from the state x at
+            point `number` and the network's velocity there [sample, *latent].
+        """
+        ...
+
+
+AnySampler = Sampler | MultistepSolver
+"""Samplers of a rollout."""
 
 
 @runtime_checkable
@@ -93,6 +261,10 @@ class RewardModel(Protocol):
     A model with a true attribute `marks_invalid` may return NaN for a sample that cannot be judged, for example after an unusable
     answer of a judge. Such a sample is left out of credit and training, and counted ("invalid" in the metrics). A group with
     fewer than two valid samples is left out completely. An infinite score, or NaN from any other model, is an error.
+
+    Optional methods of a reward with named components, which are logged and may be credited
+    separately: `parts(images, prompts)` returns every component's scores [sample] before weighting,
+    by name, and `total(parts)` the reward [sample]. `score` equals ``total(parts(images, prompts))``.
     """
 
     def score(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Tensor:
@@ -112,30 +284,6 @@ class RewardModel(Protocol):
 
 
 @runtime_checkable
-class CompositeReward(RewardModel, Protocol):
-    """A reward model with named components, which are logged and may be credited separately.
-
-    Contract: ``score`` equals ``total(parts(images, prompts))``.
-    """
-
-    def parts(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Mapping[str, Tensor]:
-        """Every component's scores before weighting.
-
-        Args:
-            images: images [sample, channel, height, width] in [0, 1], or videos [sample, frame, ...].
-            prompts: one prompt per sample.
-
-        Returns:
-            Scores [sample] by name of the component.
-        """
-        ...
-
-    def total(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The reward [sample], from its components."""
-        ...
-
-
-@runtime_checkable
 class GroupReward(Protocol):
     """Maps the samples of whole groups to numbers by comparing the members of a group with each other.
 
@@ -148,6 +296,10 @@ class GroupReward(Protocol):
     members of a group permutes its numbers; equal images in a group get equal numbers; a group's numbers do not depend on other
     groups. NaN is allowed as for a `RewardModel` with `marks_invalid`: a sample that cannot be judged is then not compared with
     the others of its group.
+
+    Optional methods of a reward with named components: `group_parts(images, prompts)` returns every
+    component's scores [prompt, member] before weighting, by name, and `total(parts)` the reward,
+    entry by entry, for any shape. `score_groups` equals ``total(group_parts(images, prompts))``.
     """
 
     @property
@@ -166,30 +318,6 @@ class GroupReward(Protocol):
         Returns:
             One score per sample [prompt, member].
         """
-        ...
-
-
-@runtime_checkable
-class CompositeGroupReward(GroupReward, Protocol):
-    """A group reward with named components, as a `CompositeReward` has them.
-
-    Contract: ``score_groups`` equals ``total(group_parts(images, prompts))``.
-    """
-
-    def group_parts(self, images: Tensor, prompts: Sequence[Prompt]) -> Mapping[str, Tensor]:
-        """Every component's scores before weighting.
-
-        Args:
-            images: images [prompt, member, channel, height, width] in [0, 1], or videos [prompt, member, frame, ...].
-            prompts: one prompt per group.
-
-        Returns:
-            Scores [prompt, member] by name of the component.
-        """
-        ...
-
-    def total(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The reward from its components, entry by entry, for any shape."""
         ...
 
 
@@ -212,92 +340,73 @@ class Features(Protocol):
 
 @runtime_checkable
 class CreditAssigner(Protocol):
-    """A pure function from a reward table to an advantage table.
+    """A function from a value table to a table of advantages.
 
-    `probe` declares which nodes the rule reads; the rewards at all others are NaN.
-    Contract: the result is finite, [prompt, member, step]; invariant to a constant added to all rewards; equivariant to
-    permuting members; 0 for a group of equal rewards. Rules that do not need the schedule accept None.
+    `probe` declares how unfinished states are scored. Column k < D of the table is the value of the state from which decision k
+    starts, column D the reward of the final image.
+
+    Contract: the result is finite at the entries of `decisions.mask`; every mean, standard deviation and count is over these
+    entries; invariant to a constant added to all values; equivariant to permuting members; 0 for a group of equal values.
+    The trainer sets advantages outside the mask to 0, so a rule may compute with NaN there.
+
+    Optional attributes: `shared_noise` = True starts the members of a group from the same noise. `reads(trained)` returns the
+    columns [decision+1] (Boolean) that the credit of the `trained` decisions [decision] reads; the probe evaluates no others.
+    Without it, all columns are evaluated.
     """
 
     @property
     def probe(self) -> Probe:
-        """The scores of unfinished states that this rule needs."""
+        """How unfinished states are scored."""
         ...
 
-    def assign(self, rewards: NodeTable, schedule: Schedule | None) -> Tensor:
-        """Credit every step of every trajectory.
+    def assign(self, values: ValueTable, decisions: Decisions) -> Tensor:
+        """Credit every decision of every trajectory.
 
         Args:
-            rewards: reward table [prompt, member, node]; NaN at nodes that the probe does not fill.
-            schedule: the schedule of the rollout, or None.
+            values: value table [prompt, member, decision+1]; NaN in columns that no probe evaluated.
+            decisions: the axis of credit, with the mask.
 
         Returns:
-            Advantages [prompt, member, step].
+            Advantages [prompt, member, decision].
 
         Raises:
-            CreditError: the table or the schedule does not fit the rule.
+            CreditError: the table or the decisions do not fit the rule.
         """
         ...
 
 
 @runtime_checkable
-class PartsCreditAssigner(CreditAssigner, Protocol):
-    """A credit rule that reads the components of a `CompositeReward` separately."""
+class ExperienceCredit(Protocol):
+    """A credit rule that reads more than the value table, or returns weights.
 
-    def assign_parts(self, parts: Mapping[str, Tensor], schedule: Schedule | None) -> Tensor:
-        """As `assign`, from the components of a reward.
-
-        Args:
-            parts: one reward table [prompt, member, node] per name.
-            schedule: the schedule of the rollout, or None.
-
-        Returns:
-            Advantages [prompt, member, step].
-        """
-        ...
-
-
-@runtime_checkable
-class PromptCreditAssigner(CreditAssigner, Protocol):
-    """A credit rule that gets the prompt of each row of the table, for example to keep a baseline per prompt.
-
-    The memory is keyed by the prompt's text, so permuting the prompts permutes the advantages. The contract of a `CreditAssigner`
-    holds at a prompt's first visit. Later visits are relative to the memory, so a group of equal rewards may get credit.
-    ``assign`` treats every row as a new prompt and does not change the memory.
+    Contract: as for a `CreditAssigner`, whose optional attributes apply. `credit` is called once per iteration, in every process
+    with the same record. The attribute `reads_fields`, a tuple of "trajectories", "log_probs" and "condition", lists the fields
+    of the record that the rule needs besides the tables. A memory that is keyed by prompt uses the prompt's text. If a rule has
+    `assign`, too, tools that have a table only call that.
     """
 
-    def assign_prompts(self, rewards: NodeTable, prompts: Sequence[Prompt], schedule: Schedule | None) -> Tensor:
-        """As `assign`, for known prompts; this updates the memory.
+    @property
+    def probe(self) -> Probe:
+        """How unfinished states are scored."""
+        ...
+
+    def credit(self, experience: Experience) -> Credit:
+        """Credit every decision of every trajectory.
 
         Args:
-            rewards: reward table [prompt, member, node].
-            prompts: one prompt per row; equal prompts may occur.
-            schedule: the schedule of the rollout, or None.
+            experience: the record of the iteration.
 
         Returns:
-            Advantages [prompt, member, step].
+            Advantages, and the rule's weights.
+
+        Raises:
+            CreditError: the record does not fit the rule.
         """
         ...
 
 
-@runtime_checkable
-class SelectiveCredit(CreditAssigner, Protocol):
-    """A credit rule that excludes some pairs from training after crediting all of them.
-
-    These pairs are not evaluated in the update, and the loss is the mean over the others.
-    """
-
-    def trained(self, advantages: StepTable, schedule: Schedule) -> Tensor:
-        """Select the trained pairs; called once per iteration.
-
-        Args:
-            advantages: result of `assign` [prompt, member, step].
-            schedule: the schedule of the rollout.
-
-        Returns:
-            A Boolean mask [prompt, member, step].
-        """
-        ...
+CreditRule = CreditAssigner | ExperienceCredit
+"""Credit rules."""
 
 
 @runtime_checkable
@@ -320,6 +429,14 @@ class PolicyLoss(Protocol):
     Contract: transitions of weight 0 contribute neither to the loss nor to the gradient; on the first update of an iteration (new
     = behaviour) every ratio is 1 and the gradient is the policy gradient of mean(A log pi); the order of rows has no effect.
     Unless `trains_zero_advantages`, units whose advantages are all 0 have no gradient, so the trainer does not evaluate them.
+
+    Optional: `one_advantage` = True refuses credit that differs between the steps of a trajectory.
+    A loss that depends on a mean over its `unit` has a method `row_terms(batch)`, which returns the
+    terms to be averaged, one per row [row], detached and finite, 0 for rows of weight 0. If whole
+    units fit into micro-batches, the trainer calls `loss` with `pooled` = None. Otherwise it makes
+    two passes: `row_terms` of all rows without gradient, their `types.unit_means` over whole units,
+    and then `loss` on parts of units with these means as `pooled`. This costs one more evaluation
+    per row and network. Both give the same gradient.
     """
 
     @property
@@ -329,7 +446,7 @@ class PolicyLoss(Protocol):
 
     @property
     def unit(self) -> Unit:
-        """What must be in one batch, unless `LossBatch.pooled` is set. If not "transition", the loss is a `PooledLoss`."""
+        """What must be in one batch, unless `LossBatch.pooled` is set."""
         ...
 
     @property
@@ -339,33 +456,4 @@ class PolicyLoss(Protocol):
 
     def loss(self, batch: LossBatch) -> LossResult:
         """The loss over one batch of transitions."""
-        ...
-
-
-@runtime_checkable
-class PooledLoss(Protocol):
-    """A policy or forward-process loss that depends on a mean over a unit: a trajectory, or a group at one time.
-
-    If whole units fit into micro-batches, the trainer calls `loss` with `pooled` = None. Otherwise it makes two passes:
-    `row_terms` of all rows without gradient, their `types.unit_means` over whole units, and then `loss` on parts of units with
-    these means as `pooled`. This costs one more evaluation per row and network. Contract: both give the same gradient.
-    """
-
-    @property
-    def unit(self) -> Unit:
-        """The unit of the means."""
-        ...
-
-    def row_terms(self, batch: Any) -> PerSample:
-        """The terms to be averaged over a unit, one per row, detached and finite; 0 for rows of weight 0."""
-        ...
-
-
-@runtime_checkable
-class OneAdvantage(Protocol):
-    """A policy loss that needs one advantage per trajectory, so it refuses rules that credit steps differently."""
-
-    @property
-    def one_advantage(self) -> Literal[True]:
-        """Marks the loss."""
         ...

@@ -1,8 +1,8 @@
 """Parts by name: built-in parts, plug-ins, and classes in a user's file; `flowrl.specs` describes the notation.
 
 A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.probes``, ``flowrl.samplers``,
-``flowrl.rewards``, ``flowrl.losses`` and ``flowrl.features``, each a class (or a function) that builds the part from keyword
-options.
+``flowrl.windows``, ``flowrl.rewards``, ``flowrl.losses`` and ``flowrl.features``, each a class (or a function) that builds the
+part from keyword options.
 """
 
 import difflib
@@ -34,7 +34,7 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     """The part that a spec describes.
 
     Args:
-        kind: credit, probe, sampler, loss, reward or features.
+        kind: credit, probe, sampler, window, loss, reward or features.
         spec: name, file or module of the part, with options (see `flowrl.specs`).
         **defaults: options for parts that have them, unless `spec` sets them.
 
@@ -69,6 +69,8 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
         raise ConfigError(f"{kind}: building {spec} failed: {type(error).__name__}: {error}") from error
     if not isinstance(part, entry.protocol_types()):
         raise ConfigError(f"{kind}: {head} is not a {entry.noun}; it needs {entry.needs}")
+    if kind == "credit":
+        resolve_name("flowrl.credit.table:check_signature")(part)
     return part
 
 
@@ -106,7 +108,7 @@ def options_of(kind: str, name: str) -> dict[str, Any]:
     """The options of a part and their defaults (`inspect.Parameter.empty` if there is none).
 
     Args:
-        kind: credit, probe, sampler, loss, reward or features.
+        kind: credit, probe, sampler, window, loss, reward or features.
         name: a name of `available`.
 
     Returns:
@@ -123,7 +125,7 @@ def summary_of(kind: str, name: str) -> str:
     """The first line of a part's documentation; the part is imported only if its source does not have it.
 
     Args:
-        kind: credit, probe, sampler, loss, reward or features.
+        kind: credit, probe, sampler, window, loss, reward or features.
         name: a name of `available`.
 
     Returns:
@@ -180,7 +182,7 @@ def find_maker(kind: str, spec: Spec) -> Maker:
     """The class or function that builds the part; `build` calls it.
 
     Args:
-        kind: credit, probe, sampler, loss, reward or features.
+        kind: credit, probe, sampler, window, loss, reward or features.
         spec: the parsed spec.
 
     Returns:
@@ -208,7 +210,7 @@ def files_of(kind: str, spec: Spec) -> list[Path]:
     """The files that define a part: its own, or that of a module's or a plug-in's class and the module's.
 
     Args:
-        kind: credit, probe, sampler, loss, reward or features.
+        kind: credit, probe, sampler, window, loss, reward or features.
         spec: the parsed spec.
 
     Returns:

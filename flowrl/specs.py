@@ -4,7 +4,7 @@ A part is written as ``NAME``, ``path/to/file.py:Class`` or ``package.module:Cla
 Values are Python literals, or bare words (``balance=trend``, ``solver=dpm++``). ``NAME:N`` is ``NAME(count=N)``, as in
 ``substeps:5``. Options for another part (``rule``, ``sampler``, ``reward``, ``probe``) take its spec, ``models`` a
 dictionary of rewards, as in ``weighted-sum(models={'pick': 'pickscore', 'text': 'ocr'})``, and ``times`` the spec of training
-times (`registry.TIMES`).
+times (`registry.TIMES`). A window may also be a Python slice of the steps, as in ``2:7``.
 """
 
 import ast
@@ -51,6 +51,9 @@ class Spec:
 def parse_spec(spec: str, kind: str = "part") -> Spec:
     """The name and options in `spec`. Raises `ConfigError`, which names its `kind`, if it cannot be read."""
     match = re.fullmatch(r"([^()]+)(?:\((.*)\))?", spec.strip(), flags=re.DOTALL)
+    fixed = parse_slice(spec) if kind == "window" else None
+    if fixed is not None:
+        return Spec("fixed", {"start": fixed.start, "stop": fixed.stop})
     if match is None:
         raise ConfigError(f"{kind} = {spec!r} is not allowed: write NAME, NAME(option=value, ...) or path/to/file.py:Class")
     name, inside = match.group(1).strip(), _quoted(match.group(2) or "")
@@ -70,6 +73,12 @@ def parse_spec(spec: str, kind: str = "part") -> Spec:
     if call.args or None in options:
         raise ConfigError(f"{kind} = {spec!r}: options need names, as in {name}(option=value)")
     return Spec(name, {str(option): value for option, value in options.items()})
+
+
+def parse_slice(text: str) -> slice | None:
+    """The Python slice START:STOP that `text` contains, as in ``2:7``, ``:-1`` or ``:``; None if it is not a slice."""
+    match = re.fullmatch(r"(-?\d{1,9})?:(-?\d{1,9})?", text.strip(), flags=re.ASCII)
+    return match and slice(*(None if end is None else int(end) for end in match.groups()))
 
 
 def identity(spec: str) -> str:

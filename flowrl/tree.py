@@ -1,7 +1,7 @@
 """The states that the trajectories of a group share: independent ones, a common start, or the branches of a tree."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 from typing import Literal
@@ -43,8 +43,6 @@ class Tree:
     branched: bool = False
     mean: Mean = "leaf"
     weight: Weight = "leaf"
-    log_probs: Float[Tensor, "prompt unit"] | None = None
-    """Log-density per element of the edge into each unit under the sampler that drew it; 0 for edges that are no decisions."""
     strides: Int[Tensor, " member"] | None = None
     """Nodes per ODE step by which each member is finished, if there are several strides (`flowrl.probes.Comb`)."""
 
@@ -120,6 +118,11 @@ class Tree:
         arrives = self.node[following] == torch.arange(1, self.steps + 1)
         return self.drawn[following] & arrives
 
+    @cached_property
+    def drawn_steps(self) -> list[int]:
+        """The steps at which any member's trajectory was drawn, in order: the axis of decisions."""
+        return sorted({node - 1 for node in self.node[self.drawn].tolist()})
+
     def values(self, rewards: Float[Tensor, "prompt member"]) -> Float[Tensor, "prompt unit"]:
         """V of every unit from the rewards of the finished trajectories; invalid ones (NaN) are left out.
 
@@ -144,38 +147,43 @@ class Tree:
                     values[:, unit] = children.nanmean(1)
         return values
 
-    def node_table(self, values: Float[Tensor, "prompt unit"]) -> Float[Tensor, "prompt member node"]:
-        """Values of units as the reward table [prompt, member, node] that credit rules read."""
-        return values[:, self.paths]
+    def value_table(self, values: Float[Tensor, "prompt unit"]) -> Float[Tensor, "prompt member decision+1"]:
+        """Values of units as a value table: the values of the states that a member's decisions start from, and of its leaf."""
+        return values[:, self.paths[:, [*self.drawn_steps, self.steps]]]
 
-    def unit_table(self, table: Float[Tensor, "prompt member node"]) -> Float[Tensor, "prompt unit"]:
-        """The inverse of `node_table`: the values of the units, read from the first member that passes each."""
-        return table[:, self.passes.to(torch.uint8).argmax(0), self.node]
+    def decision_table(self, units: Float[Tensor, "prompt unit"]) -> Float[Tensor, "prompt member decision"]:
+        """Numbers of drawn units as a table of the decisions that led to them; 0 where a member's transition was not drawn."""
+        table = units[:, self.paths[:, [step + 1 for step in self.drawn_steps]]]
+        return torch.where(self.decisions[:, self.drawn_steps], table, torch.zeros_like(table))
 
-    def step_table(self, advantages: Float[Tensor, "prompt unit"]) -> Float[Tensor, "prompt member step"]:
-        """Advantages of the edges into the units as the table [prompt, member, step] that credit rules return; 0 where a step
-        is no decision."""
-        table = advantages[:, self.paths[:, 1:]]
-        return torch.where(self.decisions, table, torch.zeros_like(table))
+    @cached_property
+    def decision_of(self) -> Int[Tensor, " unit"]:
+        """The index of the decision that led to each drawn unit; -1 for the others."""
+        found = [self.drawn_steps.index(node - 1) if drawn else -1 for node, drawn in self._arrivals]
+        return torch.tensor(found)
 
-    def edge_means(self, advantages: Float[Tensor, "prompt member step"]) -> Float[Tensor, "prompt unit"]:
-        """The inverse of `step_table`: the mean advantage of the step into a unit over the members that pass it; 0 for roots."""
-        step = (self.node - 1).clamp(min=0)
-        into = advantages[:, :, step] * self.passes
-        return into.sum(1) / self.leaves * (self.parent >= 0)
+    @property
+    def _arrivals(self) -> list[tuple[int, bool]]:
+        return list(zip(self.node.tolist(), self.drawn.tolist(), strict=True))
 
-    def keep(self, members: Bool[Tensor, " member"]) -> "Tree":
-        """The tree of some of the members, without units that none of them passes."""
-        kept = self.passes[members].any(0)
-        number = kept.cumsum(0) - 1
-        parent = self.parent[kept]
-        parent = torch.where(parent < 0, parent, number[parent])
-        log_probs = None if self.log_probs is None else self.log_probs[:, kept]
-        paths = number[self.paths[members]]
-        strides = None if self.strides is None else self.strides[members]
-        return replace(
-            self, parent=parent, node=self.node[kept], drawn=self.drawn[kept], paths=paths, log_probs=log_probs, strides=strides,
-        )  # fmt: skip
+    def edge_means(
+        self,
+        table: Float[Tensor, "prompt member decision"],
+        mask: Bool[Tensor, "prompt member decision"] | None = None,
+    ) -> Float[Tensor, "prompt unit"]:
+        """For each drawn unit, the mean of `table` at the decision that led to it, over the members that pass it.
+
+        The inverse of `decision_table`. Equal numbers have this mean without rounding. NaN for units without such a member
+        within `mask`, 0 for units that were not drawn.
+        """
+        place = self.decision_of.clamp(min=0)
+        among = self.passes.expand(len(table), -1, -1)
+        if mask is not None:
+            among = among & mask[:, :, place]
+        numbers = table[:, :, place].masked_fill(~among, 0.0)
+        first = numbers.gather(1, among.to(torch.uint8).argmax(1, keepdim=True))
+        means = (numbers - first).masked_fill(~among, 0.0).sum(1) / among.sum(1)
+        return torch.where(self.drawn, first[:, 0] + means, torch.zeros_like(means))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from flowrl.registry import files_of
 from flowrl.specs import Spec, parse_spec
 
 PARTS = {
-    "credit": "credit", "sampler": "sampler", "loss": "loss", "reward": "reward", "heldout_rewards": "reward",
+    "credit": "credit", "sampler": "sampler", "window": "window", "loss": "loss", "reward": "reward", "heldout_rewards": "reward",
     "diversity": "features",
 }  # fmt: skip
 """The settings with specs of parts, and the kind of these parts."""

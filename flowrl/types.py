@@ -7,7 +7,8 @@ prompt      distinct prompts of one iteration
 member      samples of one prompt; together they are the *group* of GRPO
 sample      prompt x member, flattened (prompt-major)
 node        states of a trajectory, ``node 0`` is pure noise (t=1), ``node T`` the image (t=0)
-step        transitions, ``step i`` leads from ``node i`` to ``node i+1``; node = step + 1
+step        transitions, ``step i`` leads from ``node i`` to ``node i+1``
+decision    the transitions that were drawn, the axis of credit (`flowrl.experience`)
 latent      the latent's own axes (any number)
 frame       images of a video, in order; samples of an image model have no such axis
 ==========  =====================================================================================
@@ -19,7 +20,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, Literal, NoReturn, Self, TypeVar, cast
 
 import torch
@@ -38,8 +38,6 @@ Latents = Float[Tensor, "sample *latent"]
 ImagesOrVideos = Float[Tensor, "sample *frame channel height width"]
 PerSample = Float[Tensor, " sample"]
 StepIndex = Int[Tensor, " sample"]
-NodeTable = Float[Tensor, "prompt member node"]
-StepTable = Float[Tensor, "prompt member node-1"]
 """Annotations of most signatures. Functions that are `checked` compare them with their arguments at every call."""
 
 CHECKS_ON = os.environ.get("FLOWRL_TYPECHECK", "1") != "0" and os.environ.get("JAXTYPING_DISABLE", "0") != "1"
@@ -87,13 +85,11 @@ def inputs_unchanged(call: str, error: type[FlowrlError], *inputs: Tensor) -> It
 @checked
 @dataclass(frozen=True)
 class Schedule:
-    """A grid of T+1 node times from noise to data. The rollout sets `stds` and `tree` for the rules and losses that need them.
+    """A grid of T+1 node times from noise to data.
 
     Args:
         times: t_0 = 1 > t_1 > ... > t_T = 0 [node].
         timesteps: the network's time input at each step [step]; None for ``1000 * times[:-1]``, as in diffusers.
-        stds: standard deviations of the sampler's transitions [step]; 0 = not a decision.
-        tree: the states that a group's trajectories share.
 
     Raises:
         ConfigError: the times do not decrease strictly within [0, 1], or a length differs.
@@ -101,24 +97,23 @@ class Schedule:
 
     times: Float[Tensor, " node"]
     timesteps: Float[Tensor, " step"] | None = None
-    stds: Float[Tensor, " step"] | None = None
-    tree: Tree | None = None
 
     def __post_init__(self) -> None:
         times = self.times
-        require(times.ndim == 1 and len(times) >= 2, "schedule.times", tuple(times.shape), "one axis, 2 or more nodes")
-        require(bool((times[:-1] > times[1:]).all()), "schedule.times", times.tolist(), "strictly decreasing")
+        allowed = "one axis, 2 or more nodes"
+        require(times.ndim == 1 and len(times) >= 2, "schedule.times", tuple(times.shape), allowed)
+        falling = bool((times[:-1] > times[1:]).all())
+        require(falling, "schedule.times", times.tolist(), "strictly decreasing")
         in_range = float(times[0]) <= 1.0 + 1e-6 and float(times[-1]) >= -1e-6
         require(in_range, "schedule.times", times.tolist(), "within [0, 1]")
-        for name in ("timesteps", "stds"):
-            value = getattr(self, name)
-            if value is not None:
-                require(len(value) == len(times) - 1, f"schedule.{name}", len(value), f"{len(times) - 1} steps")
+        given = self.timesteps
+        fits = given is None or len(given) == self.steps
+        require(fits, "schedule.timesteps", None if given is None else len(given), f"{self.steps} steps")
 
     def to(self, device: torch.device | str) -> "Schedule":
-        """The same grid on `device`; the tree stays in main memory."""
-        timesteps, stds = (None if tensor is None else tensor.to(device) for tensor in (self.timesteps, self.stds))
-        return Schedule(self.times.to(device), timesteps, stds, self.tree)
+        """The same grid on `device`."""
+        timesteps = None if self.timesteps is None else self.timesteps.to(device)
+        return Schedule(self.times.to(device), timesteps)
 
     @property
     def steps(self) -> int:
@@ -134,18 +129,6 @@ class Schedule:
     def network_timesteps(self) -> Tensor:
         """The network's time input at each step, shape [step]."""
         return self.times[:-1] * 1000.0 if self.timesteps is None else self.timesteps
-
-    @property
-    def stochastic(self) -> Tensor:
-        """Mask of the steps that are decisions (std > 0), shape [step], bool."""
-        if self.stds is None:
-            raise ConfigError("this schedule has no stds; use rollout.attach_stds(schedule, sampler) first")
-        return self.stds > 0
-
-    @cached_property
-    def decisions(self) -> list[int]:
-        """The indices of the stochastic steps, read from the device at the first call."""
-        return self.stochastic.nonzero().flatten().tolist()
 
 
 @checked
@@ -204,31 +187,30 @@ class Trajectories:
     """A batch of sampled trajectories: every distinct state once, and the network's output there. Float32, detached.
 
     Args:
-        states: states of the units of `schedule.tree` [prompt, unit, *latent].
+        states: states of the units of `tree` [prompt, unit, *latent].
         outputs: velocities at all units except the leaves, which come last [prompt, inner, *latent].
-        schedule: the schedule with the tree.
+        schedule: the time grid.
+        tree: which states the trajectories of a group share.
+        stds: standard deviations of the sampler's transitions [step]; 0 = deterministic.
 
     Raises:
-        ConfigError: states, velocities and tree do not fit together.
+        ConfigError: states, velocities, tree and schedule do not fit together.
     """
 
     states: Float[Tensor, "prompt unit *latent"]
     outputs: Float[Tensor, "prompt inner *latent"]
     schedule: Schedule
+    tree: Tree
+    stds: Float[Tensor, " step"]
 
     def __post_init__(self) -> None:
         tree, steps = self.tree, self.schedule.steps
         inner = tree.at(tree.steps).start
         found = f"{self.states.shape[1]} states and {self.outputs.shape[1]} velocities, {steps} steps"
-        fits = tree.steps == steps and self.states.shape[1] == tree.units and self.outputs.shape[1] == inner
-        require(fits, "trajectories", found, f"{tree.units} states, {inner} velocities and {tree.steps} steps, as in the tree")
-
-    @property
-    def tree(self) -> Tree:
-        """Which states the trajectories of a group share."""
-        require(self.schedule.tree is not None, "schedule.tree", None, "a tree, as `rollout` fills it in")
-        assert self.schedule.tree is not None
-        return self.schedule.tree
+        fits = tree.steps == steps and len(self.stds) == steps
+        fits = fits and self.states.shape[1] == tree.units and self.outputs.shape[1] == inner
+        wanted = f"{tree.units} states, {inner} velocities and {tree.steps} steps, as in the tree"
+        require(fits, "trajectories", found, wanted)
 
     @property
     def samples(self) -> int:

@@ -84,9 +84,9 @@ from flowrl.probes import NoProbe
 class {name}:
     scale: float = 1.0
     probe = NoProbe()
-    def assign(self, rewards, schedule):
-        steps = rewards.shape[-1] - 1
-        centred = rewards[..., -1:] - rewards[..., -1:].mean(1, keepdim=True)
+    def assign(self, values, decisions):
+        steps = len(decisions)
+        centred = values[..., -1:] - values[..., -1:].mean(1, keepdim=True)
         return self.scale * centred.repeat(1, 1, {steps})
 """
 

@@ -6,22 +6,41 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted, check_advantages
+from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of
 from flowrl.errors import FlowrlError
+from flowrl.experience import Decisions, Experience
 from flowrl.flow import uniform_schedule
 from flowrl.samplers import CPS
 from flowrl.tree import plain_tree
-from flowrl.types import CHECKS_ON, Gaussian, LossBatch, Schedule, Trajectories
+from flowrl.types import CHECKS_ON, Gaussian, LossBatch, Prompt, Schedule, Trajectories
 
 GRID = uniform_schedule(10)
-PATHS = replace(GRID, tree=plain_tree(4, 10, tuple(range(10))))
+TREE, STDS = plain_tree(4, 10, tuple(range(10))), torch.ones(10)
+TEN = Decisions.like(torch.zeros(2, 3, 11))
 PAIR = Gaussian(torch.zeros(4, 2), torch.ones(4))
 STEP = torch.zeros(4, dtype=torch.long)
+
+
+def path(states=44, velocities=40, prompts=1, stds=STDS) -> Trajectories:
+    return Trajectories(torch.zeros(1, states, 2), torch.zeros(prompts, velocities, 2), GRID, TREE, stds)
+
+
+def credited(shape: tuple[int, ...]) -> object:
+    """The credit of a rule whose advantages have this shape."""
+
+    class Mine:
+        def assign(self, values, decisions):
+            return torch.zeros(shape)
+
+    values = torch.zeros(2, 3, 11)
+    rule: Any = Mine()
+    return credit_of(rule, Experience([Prompt("a")] * 2, values, TEN, torch.ones(2, 3, dtype=torch.bool)))
 
 
 def batch(**changes) -> LossBatch:
@@ -31,29 +50,31 @@ def batch(**changes) -> LossBatch:
 
 
 DOORS: dict[str, tuple[Callable[[], object], str]] = {
-    "a state missing": (
-        lambda: Trajectories(torch.zeros(1, 43, 2), torch.zeros(1, 40, 2), PATHS),
-        r"43 states and 40 velocities.*44 states, 40 velocities and 10 steps",
+    "a state missing": (lambda: path(states=43), r"43 states and 40 velocities.*44 states, 40 velocities and 10 steps"),
+    "a velocity too many": (lambda: path(velocities=41), r"40 velocities"),
+    "prompts differ": (lambda: path(prompts=2), r"outputs[\s\S]*prompt=1"),
+    "stds for nodes": (lambda: path(stds=torch.ones(11)), r"44 states, 40 velocities and 10 steps"),
+    "no member axis": (
+        lambda: Uniform().assign(torch.zeros(3, 11), TEN),
+        r"decision\+1\] = \(2, 3, 11\).* got torch.float32 \(3, 11\)",
     ),
-    "a velocity too many": (lambda: Trajectories(torch.zeros(1, 44, 2), torch.zeros(1, 41, 2), PATHS), r"40 velocities"),
-    "prompts differ": (
-        lambda: Trajectories(torch.zeros(1, 44, 2), torch.zeros(2, 40, 2), PATHS),
-        r"outputs[\s\S]*prompt=1",
+    "an axis too many": (
+        lambda: TurningPoint().assign(torch.zeros(2, 3, 11, 1), TEN),
+        r"decision\+1\] = \(2, 3, 11\).* got torch.float32 \(2, 3, 11, 1\)",
     ),
-    "no member axis": (lambda: Uniform().assign(torch.zeros(3, 11), GRID), r"rewards[\s\S]*prompt member node"),
-    "an axis too many": (lambda: TurningPoint().assign(torch.zeros(2, 3, 11, 1), GRID), r"rewards[\s\S]*prompt member node"),
-    "one node": (lambda: StepwiseGain().assign(torch.zeros(2, 3, 1), GRID), r"2 or more nodes"),
-    "table and schedule differ": (
-        lambda: Weighted().assign(torch.rand(2, 3, 10), Schedule(GRID.times, stds=torch.ones(10))),
-        r"schedule of 10 steps, but the table has 9 steps",
+    "no decision": (lambda: Decisions.like(torch.zeros(2, 3, 1)), r"shape \(2, 3, 1\) has no decision"),
+    "values and decisions differ": (
+        lambda: StepwiseGain().assign(torch.rand(2, 3, 10), TEN),
+        r"\[prompt, member, decision\+1\] = \(2, 3, 11\).* got torch.float32 \(2, 3, 10\)",
     ),
-    "nodes for steps": (
-        lambda: check_advantages(torch.zeros(2, 3, 11), torch.zeros(2, 3, 11), "Mine"),
-        r"\[prompt, member, step\] = \(2, 3, 10\).*step = node - 1",
+    "a mask of other decisions": (lambda: replace(TEN, mask=torch.ones(2, 3, 9).bool()), r"'mask'[\s\S]*decision=10"),
+    "columns for decisions": (
+        lambda: credited((2, 3, 11)),
+        r"Mine.assign returned shape \(2, 3, 11\), not \[prompt, member, decision\] = \(2, 3, 10\)",
     ),
     "prompt and member swapped": (
-        lambda: check_advantages(torch.zeros(3, 2, 10), torch.zeros(2, 3, 11), "Mine"),
-        r"Mine.assign returned shape \(3, 2, 10\), not \[prompt, member, step\] = \(2, 3, 10\)",
+        lambda: credited((3, 2, 10)),
+        r"Mine.assign returned shape \(3, 2, 10\), not \[prompt, member, decision\] = \(2, 3, 10\)",
     ),
     "std per element": (lambda: Gaussian(torch.zeros(4, 2), torch.ones(4, 2)), r"'std'[\s\S]*'sample'"),
     "std of other samples": (lambda: Gaussian(torch.zeros(4, 2), torch.ones(3)), r"'std'[\s\S]*sample=4"),
@@ -68,7 +89,10 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: CPS().transition(torch.zeros(4, 2), torch.zeros(4, 2), GRID, STEP[:3]),
         r"'step'[\s\S]*sample=4",
     ),
-    "stds for nodes": (lambda: Schedule(GRID.times, stds=torch.ones(11)), r"stds = 11 is not allowed; allowed: 10 steps"),
+    "timesteps for nodes": (
+        lambda: Schedule(GRID.times, timesteps=torch.ones(11)),
+        r"timesteps = 11 is not allowed; allowed: 10 steps",
+    ),
     "times that rise": (lambda: Schedule(GRID.times.flip(0)), r"schedule.times.*strictly decreasing"),
 }
 
@@ -89,29 +113,25 @@ from flowrl.losses import AWM, DGPO, GSPO, ClippedLoss, DiffusionNFT, FlowDPPO, 
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.small_sd3 import SmallSD3Policy
 from flowrl.protocols import (
-    CompositeGroupReward, CompositeReward, CreditAssigner, FlowPolicy, ForwardLoss, GroupReward, OneAdvantage,
-    PartsCreditAssigner, PolicyLoss, PooledLoss, PromptCreditAssigner, RandomSampler, RewardModel, Sampler, Stateful, TimeDraw,
+    CreditAssigner, ExperienceCredit, FlowPolicy, ForwardLoss, GroupReward, MultistepSolver, PolicyLoss, RewardModel, Sampler,
+    Stateful, TimeDraw, Window,
 )
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
-from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
+from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FixedWindow, FlowSDE, Multistep, RandomWindow, SlidingWindow, Windowed
 from flowrl.worlds.mixture import DirectionReward
 from flowrl.worlds.shapes.verifier import ShapesReward
 
 rules: list[CreditAssigner] = [Uniform(), Weighted(), StepwiseGain(), TurningPoint(), MovingAverageGain(), GDPO()]
-parts_rule: PartsCreditAssigner = GDPO()
+whole_record: list[ExperienceCredit] = [GDPO(), ValueTracker()]
 remembers: list[Stateful] = [MovingAverageGain(), ValueTracker()]
-by_prompt: PromptCreditAssigner = ValueTracker()
-kernels: list[Sampler] = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), AllButLast(CPS()), Window(CPS(), 0, 1)]
-drawn: list[RandomSampler] = [RandomWindow(CPS(), 1), SlidingWindow(CPS(), 1)]
+kernels: list[Sampler] = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), Windowed(CPS(), range(1))]
+windows: list[Window] = [FixedWindow(), RandomWindow(1), SlidingWindow(1)]
+solvers: list[MultistepSolver] = [Multistep(), Multistep("sa", tau=0.4)]
 losses: list[PolicyLoss] = [ClippedLoss(), GRPOGuard(), FlowDPPO(), PolicyGradientLoss(), GSPO(), KLPenalty()]
 forward: list[ForwardLoss] = [DiffusionNFT(), AWM(), DGPO()]
-pooled: list[PooledLoss] = [AWM(), DGPO(), GSPO()]
-one_advantage: list[OneAdvantage] = [GSPO()]
 times: list[TimeDraw] = [PermutedTimes(), StratifiedTimes(), UniformTimes(), LogitNormalTimes(), DrawnSteps()]
 rewards: list[RewardModel] = [ShapesReward(), DirectionReward(), FunctionReward(lambda images, prompts: images), WeightedSum({})]
-sums: CompositeReward = WeightedSum({})
-compared: list[GroupReward] = [WinRate(DirectionReward())]
-compared_sums: CompositeGroupReward = GroupSum({})
+compared: list[GroupReward] = [WinRate(DirectionReward()), GroupSum({})]
 
 
 def policies(one: MixturePolicy, other: SmallSD3Policy) -> list[FlowPolicy]:

@@ -16,10 +16,10 @@ import yaml
 from jaxtyping import TypeCheckError
 
 import flowrl
-from flowrl.credit import StepwiseGain, TurningPoint, Uniform, Weighted
+from flowrl.credit import GDPO, StepwiseGain, TurningPoint, Uniform, ValueTracker, Weighted
 from flowrl.losses import ClippedLoss, GRPOGuard
-from flowrl.protocols import CreditAssigner, FlowPolicy, PolicyLoss, RandomSampler, RewardModel, Sampler
-from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, Window
+from flowrl.protocols import CreditAssigner, ExperienceCredit, FlowPolicy, PolicyLoss, RewardModel, Sampler, Window
+from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FixedWindow, FlowSDE, RandomWindow, SlidingWindow, Windowed
 from flowrl.types import CHECKS_ON
 from flowrl.worlds.mixture import DirectionReward
 from flowrl.worlds.shapes.verifier import ShapesReward
@@ -75,12 +75,15 @@ def test_importing_costs_little_beyond_torch():
 
 
 def test_parts_keep_their_protocols(mixture_policy, shapes_policy):
-    kernels = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), AllButLast(FlowSDE()), Window(CPS(), 0, 2)]
+    kernels = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), Windowed(CPS(), range(2))]
     for part in kernels:
         assert isinstance(part, Sampler)
-    assert isinstance(RandomWindow(FlowSDE(), 2), RandomSampler)
+    for part in (FixedWindow(), RandomWindow(2), SlidingWindow(2)):
+        assert isinstance(part, Window)
     for part in (Uniform(), Weighted(), StepwiseGain(), TurningPoint()):
         assert isinstance(part, CreditAssigner)
+    for part in (GDPO(), ValueTracker()):
+        assert isinstance(part, ExperienceCredit)
     for part in (ClippedLoss(), GRPOGuard()):
         assert isinstance(part, PolicyLoss)
     for part in (ShapesReward(), DirectionReward()):
@@ -91,13 +94,15 @@ def test_parts_keep_their_protocols(mixture_policy, shapes_policy):
 
 @pytest.mark.skipif(not CHECKS_ON, reason="shape checks are switched off in this environment")
 def test_wrong_axes_are_refused_at_the_door():
+    from flowrl.errors import CreditError
+    from flowrl.experience import Decisions
     from flowrl.flow import uniform_schedule
 
     schedule, step = uniform_schedule(4), torch.zeros(3, dtype=torch.long)
     with pytest.raises(TypeCheckError, match="sample"):
         FlowSDE().transition(torch.zeros(3, 2), torch.zeros(4, 2), schedule, step)
-    with pytest.raises(TypeCheckError, match="prompt member node"):
-        Uniform().assign(torch.zeros(3, 5), None)
+    with pytest.raises(CreditError, match=r"prompt, member, decision\+1"):
+        Uniform().assign(torch.zeros(3, 5), Decisions.like(torch.zeros(2, 3, 5)))
 
 
 def test_the_switch_turns_the_checks_off():

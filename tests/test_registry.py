@@ -28,17 +28,17 @@ import torch
 from flowrl.probes import NoProbe
 
 
-class LastStep:
-    """All credit to the last step."""
+class LastDecisions:
+    """All credit to the last two decisions."""
 
     probe = NoProbe()
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
 
-    def assign(self, rewards, schedule):
-        final = rewards[..., -1] - rewards[..., -1].mean(1, keepdim=True)
-        advantages = torch.zeros_like(rewards[..., 1:])
+    def assign(self, values, decisions):
+        final = values[..., -1] - values[..., -1].mean(1, keepdim=True)
+        advantages = torch.zeros_like(values[..., 1:])
         advantages[..., -2:] = self.scale * final[..., None]
         return advantages
 
@@ -60,7 +60,7 @@ def plugin_folder(tmp_path: Path) -> Path:
         f"{info}/METADATA": "Metadata-Version: 2.1\nName: sample-plugin\nVersion: 1.0\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/entry_points.txt": (
-            "[flowrl.credit]\nlast-step = sample_plugin:LastStep\nbroken = sample_plugin:Missing\n\n"
+            "[flowrl.credit]\nlast-decisions = sample_plugin:LastDecisions\nbroken = sample_plugin:Missing\n\n"
             "[flowrl.rewards]\nbrightness = sample_plugin:Brightness\n"
         ),
     }
@@ -82,18 +82,18 @@ import sys
 sys.path.insert(0, {str(plugin_folder)!r})
 from flowrl.cli import main
 assert main(["parts", "--kind", "credit"]) == 0
-assert main(["explain", "last-step(scale=2)", "--out", {str(tmp_path / "x.png")!r}]) == 0
-code = main(["train", "--world", "mixture", "--preset", "tiny", "--credit", "last-step(scale=0.5)", "--reward", "brightness",
+assert main(["explain", "last-decisions(scale=2)", "--out", {str(tmp_path / "x.png")!r}]) == 0
+code = main(["train", "--world", "mixture", "--preset", "tiny", "--credit", "last-decisions(scale=0.5)", "--reward", "brightness",
              "--window", "0:3", "--out", {str(out)!r}])
 assert code == 0, code
 assert main(["train", "--world", "mixture", "--credit", "broken"]) == 2
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "last-step  [sample-plugin]: All credit to the last step." in done.stdout
+    assert "last-decisions  [sample-plugin]: All credit to the last two decisions." in done.stdout
     assert "scale=1.0" in done.stdout
     assert "its plug-in sample-plugin (sample_plugin:Missing) cannot be loaded" in done.stderr
-    assert json.loads((out / "config.json").read_text())["algorithm"]["method"] == "last-step(scale=0.5)"
+    assert json.loads((out / "config.json").read_text())["algorithm"]["method"] == "last-decisions(scale=0.5)"
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["iteration"] == 2
     assert rows[0]["evaluation"]["reward"] != rows[0]["evaluation"]["soft"]

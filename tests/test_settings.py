@@ -25,6 +25,7 @@ from flowrl.credit import (
 )
 from flowrl.credit.table import zscore
 from flowrl.errors import ConfigError, CreditError
+from flowrl.experience import Decisions
 from flowrl.flow import (
     DrawnSteps,
     LogitNormalTimes,
@@ -37,7 +38,7 @@ from flowrl.flow import (
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.probes import Completion, NoProbe, Substeps, Tweedie
-from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, SlidingWindow, Window
+from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FixedWindow, FlowSDE, RandomWindow, SlidingWindow, Windowed
 from flowrl.samplers._kernels import StepTimes, coefficient_preserving_mean
 from flowrl.types import CHECKS_ON
 
@@ -90,18 +91,19 @@ def test_defaults_are_the_documented_ones(part: type) -> None:
 
 
 def test_defaults_of_windows_and_functions() -> None:
-    window = SlidingWindow(CPS(), 2)
+    window = SlidingWindow(2)
     assert (window.stride, window.every, window.at_end) == (1, 1, "wrap")
-    assert window.draw(uniform_schedule(4), torch.Generator()).start == 0
-    assert (RandomWindow(CPS(), 2).low, RandomWindow(CPS(), 2).high) == (0, None)
+    assert list(window.steps(4, torch.Generator())) == [0, 1]
+    assert (RandomWindow(2).low, RandomWindow(2).high) == (0, None)
+    assert (FixedWindow().start, FixedWindow().stop) == (None, None)
     for function, expected in (
         (turning_points, {"consistent": True, "first_step": True}),
         (balanced, {"by": "aggregate", "scope": "batch"}),
-        (random_steps, {"seed": 0}),
+        (random_steps, {"seed": 0, "mask": None}),
         (process_rewards, {"add": False}),
         (generalised_gains, {"lam": 0.0, "gamma": 1.0}),
         (shifted_schedule, {"shift": 3.0}),
-        (zscore, {"std_over": None, "clamp": 5.0}),
+        (zscore, {"std_over": None, "clamp": 5.0, "mask": None}),
         (GaussianMixture.ring, {"modes": 8, "radius": 2.0, "std": 0.25}),
     ):
         parameters = inspect.signature(function).parameters.items()
@@ -110,8 +112,8 @@ def test_defaults_of_windows_and_functions() -> None:
 
 @pytest.mark.parametrize(
     "part",
-    [*(kind() for kind in DEFAULTS if kind not in (MovingAverageGain, ValueTracker)), Window(CPS(), 0, 1), AllButLast(CPS()),
-     RandomWindow(CPS(), 1), SlidingWindow(CPS(), 1), GaussianMixture.ring(), StepTimes(torch.ones(1), torch.zeros(1))],
+    [*(kind() for kind in DEFAULTS if kind not in (MovingAverageGain, ValueTracker)), Windowed(CPS(), range(1)), FixedWindow(1),
+     RandomWindow(1), SlidingWindow(1), GaussianMixture.ring(), StepTimes(torch.ones(1), torch.zeros(1))],
     ids=lambda part: type(part).__name__,
 )  # fmt: skip
 def test_parts_are_values_that_cannot_be_changed(part: Any) -> None:
@@ -199,24 +201,26 @@ def test_windows_end_where_they_should() -> None:
     schedule = uniform_schedule(4)
     generator = torch.Generator()
     x, step = torch.zeros(4, 2), torch.arange(4)
-    assert (Window(FlowSDE(), 0, 4).transition(x, x, schedule, step).std > 0).all()
-    assert (Window(FlowSDE(), 3, 1).transition(x, x, schedule, step).std > 0).tolist() == [False, False, False, True]
-    assert RandomWindow(CPS(), 2, low=1, high=3).draw(schedule, generator).start == 1
-    assert RandomWindow(CPS(), 4).draw(schedule, generator).start == 0
-    assert RandomWindow(CPS(), 1, low=3).draw(schedule, generator).start == 3
-    assert SlidingWindow(CPS(), 4).starts(4) == [0]
-    assert (AllButLast(FlowSDE()).transition(x[:2], x[:2], uniform_schedule(2), step[:2]).std > 0).tolist() == [True, False]
+    assert (Windowed(FlowSDE(), range(4)).transition(x, x, schedule, step).std > 0).all()
+    assert (Windowed(FlowSDE(), range(3, 4)).transition(x, x, schedule, step).std > 0).tolist() == [False, False, False, True]
+    assert list(RandomWindow(2, low=1, high=3).steps(4, generator)) == [1, 2]
+    assert list(RandomWindow(4).steps(4, generator)) == [0, 1, 2, 3]
+    assert list(RandomWindow(1, low=3).steps(4, generator)) == [3]
+    assert SlidingWindow(4).starts(4) == [0]
+    assert list(FixedWindow(stop=-1).steps(2, generator)) == [0]
+    assert list(FixedWindow(-4, 4).steps(4, generator)) == [0, 1, 2, 3]
     for make in (
-        lambda: Window(CPS(), -1, 1),
-        lambda: Window(CPS(), 0, 0),
-        lambda: Window(CPS(), 1, 4).transition(x, x, schedule, step),
-        lambda: RandomWindow(CPS(), 0),
-        lambda: RandomWindow(CPS(), 1, low=-1),
-        lambda: RandomWindow(CPS(), 3, low=1, high=3),
-        lambda: RandomWindow(CPS(), 1, high=5).draw(schedule, generator),
-        lambda: RandomWindow(CPS(), 4, low=1).draw(schedule, generator),
-        lambda: AllButLast(CPS()).transition(x[:1], x[:1], uniform_schedule(1), step[:1]),
-        lambda: AllButLast(RandomWindow(CPS(), 1)),
+        lambda: Windowed(CPS(), [-1]),
+        lambda: Windowed(CPS(), range(0)),
+        lambda: Windowed(CPS(), range(1, 5)).transition(x, x, schedule, step),
+        lambda: RandomWindow(0),
+        lambda: RandomWindow(1, low=-1),
+        lambda: RandomWindow(3, low=1, high=3),
+        lambda: RandomWindow(1, high=5).steps(4, generator),
+        lambda: RandomWindow(4, low=1).steps(4, generator),
+        lambda: FixedWindow(stop=-1).steps(1, generator),
+        lambda: FixedWindow(1, 5).steps(4, generator),
+        lambda: FixedWindow(-5).steps(4, generator),
     ):
         with pytest.raises(ConfigError, match="is not allowed"):
             make()
@@ -230,37 +234,36 @@ def test_every_part_checks_its_door(kind: type) -> None:
 
     def enter() -> None:
         if hasattr(part, "assign"):
-            part.assign(flat, None)
+            part.assign(flat, Decisions.like(torch.zeros(2, 3, 4)))
         elif hasattr(part, "loss"):
             part.loss(flat)
         else:
             part.transition(torch.zeros(3, 2), torch.zeros(2, 2), uniform_schedule(3), torch.zeros(3).long())
 
-    with pytest.raises(TypeCheckError, match=kind.__name__):
+    inner = Uniform if kind in (Weighted, GDPO) else kind
+    with pytest.raises((TypeCheckError, CreditError), match=inner.__name__):
         enter()
 
 
 @pytest.mark.skipif(not CHECKS_ON, reason="shape checks are switched off")
-@pytest.mark.parametrize("part", [Window(CPS(), 0, 1), AllButLast(CPS())], ids=lambda part: type(part).__name__)
-def test_windows_check_their_door(part: Any) -> None:
-    with pytest.raises(TypeCheckError, match=type(part).__name__):
-        part.transition(torch.zeros(3, 2), torch.zeros(2, 2), uniform_schedule(3), torch.zeros(3).long())
+def test_windowed_checks_its_door() -> None:
+    with pytest.raises(TypeCheckError, match="Windowed"):
+        Windowed(CPS(), range(1)).transition(torch.zeros(3, 2), torch.zeros(2, 2), uniform_schedule(3), torch.zeros(3).long())
 
 
-def test_missing_rewards_are_named_by_node() -> None:
-    table = torch.rand(2, 3, 5)
-    table[1, 2, 3] = math.nan
+def test_missing_values_are_named_by_column() -> None:
+    values = torch.rand(2, 3, 5)
+    decisions = Decisions.like(values)
+    values[1, 2, 3] = math.nan
     with pytest.raises(
-        CreditError, match=r"needs a finite reward at node 3 of 0\.\.4: roll out with the probe Substeps\(count=5\)"
+        CreditError, match=r"needs a finite value in column 3 of 0\.\.4: roll out with the probe Substeps\(count=5\)"
     ):
-        StepwiseGain().assign(table)
-    table[0, 0, 0] = math.inf
-    with pytest.raises(CreditError, match=r"at nodes 0, 3 of 0\.\.4: roll out with the probe Completion"):
-        TurningPoint().assign(table)
-    with pytest.raises(CreditError, match=r"Uniform needs a finite reward at node 4 of 0\.\.4"):
-        Uniform().assign(torch.full((2, 3, 5), math.nan))
-    with pytest.raises(CreditError, match=r"2 or more nodes, got a table of shape \(2, 3, 1\)"):
-        Uniform().assign(torch.zeros(2, 3, 1))
+        StepwiseGain().assign(values, decisions)
+    values[0, 0, 0] = math.inf
+    with pytest.raises(CreditError, match=r"in columns 0, 3 of 0\.\.4: roll out with the probe Completion"):
+        TurningPoint().assign(values, decisions)
+    with pytest.raises(CreditError, match=r"Uniform needs a finite value in column 4 of 0\.\.4"):
+        Uniform().assign(torch.full((2, 3, 5), math.nan), decisions)
 
 
 def test_noise_larger_than_there_is_leaves_no_old_noise() -> None:

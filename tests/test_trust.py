@@ -276,8 +276,8 @@ class Greedy:
             for inside in value:
                 self.build(inside)
 
-    def assign(self, rewards: Any, schedule: Any) -> Any:
-        return rewards[..., 1:]
+    def assign(self, values: Any, decisions: Any) -> Any:
+        return values[..., 1:]
 
 
 HOSTILE = st.sampled_from(

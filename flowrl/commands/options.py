@@ -60,18 +60,19 @@ def changes(options: Any, base: RunConfig) -> dict[str, Any]:
 
 
 def base_of(arguments: Sequence[str]) -> RunConfig:
-    """The run that the options start from: that of `--preset`, `--world` and `--model`, found before the others are read. With
-    `--plan`, it is that of a machine with a GPU."""
+    """The run that the options start from: that of `--preset`, `--settings`, `--world`, `--model` and `--method`, found before
+    the others are read. With `--plan`, it is that of a machine with a GPU."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("preset", "world", "model"):
+    for name in ("preset", "settings", "world", "model", "method"):
         parser.add_argument(f"--{name}")
     try:
         found, _ = parser.parse_known_args([text.replace("_", "-", 1) if text.startswith("--") else text for text in arguments])
     except argparse.ArgumentError:  # an option without its value: the command's own parser says so
         return RunConfig()
-    chosen = {name: getattr(found, name) for name in ("world", "model") if getattr(found, name)}
-    planned = "--plan" in arguments
-    return preset(found.preset or "default", trust=True).apply(planned=planned, **chosen)  # options only: nothing is built
+    chosen = {name: getattr(found, name) for name in ("world", "model", "method") if getattr(found, name)}
+    planned, published = "--plan" in arguments, found.settings == "published"
+    named = preset(found.preset or "default", trust=True)  # options only: nothing is built
+    return named.apply(planned=planned, published=published, **chosen)
 
 
 LONGEST_NAME = 120

@@ -19,7 +19,8 @@ OPTIONS = {"features": "diversity", "probe": "credit"}
 
 @dataclass(frozen=True)
 class Parts:
-    """List the credit rules, probes, samplers, losses, rewards and features, plug-ins too, or describe one with its options.
+    """List the credit rules, probes, samplers, windows, losses, rewards and features, plug-ins too, or describe one with its
+    options.
 
     Examples: flowrl parts
 
@@ -29,7 +30,7 @@ class Parts:
     name: tyro.conf.Positional[str] = ""
     """A part to describe: its documentation, and its options with their defaults. Left out: list all, a line each."""
     kind: str = ""
-    """credit, probe, sampler, loss, reward, features or all: list only these, with their options."""
+    """credit, probe, sampler, window, loss, reward, features or all: list only these, with their options."""
 
     def main(self) -> int:
         """Print the list, or one part."""

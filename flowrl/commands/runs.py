@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -21,7 +21,7 @@ from flowrl.imports import import_modules
 from flowrl.options import Count, Seed, Workers
 from flowrl.signals import ignore_stops, on_stop
 from flowrl.training.config import RunConfig, load_config, preset
-from flowrl.training.presets import MODEL_ONLY
+from flowrl.training.presets import MODEL_ONLY, method_overrides, origins
 from flowrl.trust import trust_option, trusted
 
 if TYPE_CHECKING:
@@ -35,11 +35,12 @@ TrainOptions = options_class("TrainOptions")
 CompareOptions = options_class("CompareOptions", ("method", "credit", "seed", *MODEL_SETTINGS))
 
 
-def start_of(name: str, options: Any, planned: bool = False) -> RunConfig:
-    """The run of preset `name` for the world, or the model, that the options name; nothing is built from it."""
-    model = getattr(options.policy, "model", "")
+def start_of(name: str, options: Any, settings: str, planned: bool = False) -> RunConfig:
+    """The run of preset `name` for the method, and the world or the model, that the options name; nothing is built from it."""
+    model, method = getattr(options.policy, "model", ""), getattr(options.algorithm, "method", "")
     chosen = {"model": model} if model else {"world": options.environment.world}
-    return preset(name, trust=True).apply(planned=planned, **chosen)
+    chosen |= {"method": method} if method else {}
+    return preset(name, trust=True).apply(planned=planned, published=settings == "published", **chosen)
 
 
 def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool) -> RunConfig:
@@ -107,6 +108,9 @@ class Compare:
     """Credit rules to add: path/to/file.py:Class, NAME or NAME(option=value); `flowrl parts` lists names."""
     preset: str = "default"
     """default (about five minutes on 2 cores), long (about 15 minutes per method) or tiny (seconds, for a first look)."""
+    settings: Literal["world", "published"] = "world"
+    """Window and clip that are not given: the world's, or the method's published ones. A published clip is scaled to the
+    elements of the world's latents."""
     out: Path | None = None
     """Folder for the results; default runs/compare-DATE."""
     resume: Path | None = None
@@ -132,9 +136,15 @@ class Compare:
 
         if self.config is not None:
             return dataclasses.replace(load_compare(self.config, self.trust), command=typed_command())
-        base = start_of(self.preset, self.run)
-        run = with_options(self.preset, base, changes(self.run, base), self.trust)
-        return CompareConfig(run, self.methods, self.seeds, self.credit, self.preset, typed_command())
+        base = start_of(self.preset, self.run, self.settings)
+        chosen = changes(self.run, base)
+        run = with_options(self.preset, base, chosen, self.trust)
+        own = {}
+        for method in self.methods:
+            needed = method_overrides(self.preset, base.environment.world, method, self.settings == "published")
+            own[method] = {name: value for name, value in needed.items() if name not in chosen}
+        named = {method: settings for method, settings in own.items() if settings}
+        return CompareConfig(run, self.methods, self.seeds, self.credit, self.preset, typed_command(), named)
 
     def main(self) -> int:
         """Run, show, report."""
@@ -205,6 +215,9 @@ class Train:
     preset: str = "default"
     """default, long or tiny; a model, a method and a task, as in sd3.5-medium,tp-grpo,ocr (see `flowrl presets`); or a file that
     ends in .yaml. Several are separated by commas."""
+    settings: Literal["world", "published"] = "world"
+    """Window and clip that are not given: the world's, or the method's published ones. A published clip is scaled to the
+    elements of the world's latents."""
     out: Path | None = None
     """Folder for the run; default runs/NAME-DATE, NAME being the method, the task and the settings that differ from the preset's,
     as in tp-grpo,text,learning_rate=0.001,seed=1."""
@@ -234,7 +247,7 @@ class Train:
         """The settings of the run to go on with or to repeat, or else the preset's with the given ones on top."""
         from flowrl.training.compare import rule_name
 
-        base = start_of(self.preset, self.run, self.plan)
+        base = start_of(self.preset, self.run, self.settings, self.plan)
         chosen = changes(self.run, base)
         for name, source in (("resume", self.resume), ("config", self.config)):
             given = ", ".join(f"--{setting.replace('_', '-')}" for setting in chosen)
@@ -247,6 +260,16 @@ class Train:
             chosen.setdefault("method", rule_name(chosen["credit"]))
         return with_options(self.preset, base, chosen, self.trust)
 
+    def origins(self) -> dict[str, str]:
+        """Where the run's settings come from, by setting."""
+        source = self.resume or self.config
+        if source is not None:
+            return dict.fromkeys(RunConfig().flat(), str(source))
+        base = start_of(self.preset, self.run, self.settings, self.plan)
+        world = "model" if base.policy.model else base.environment.world
+        method, chosen = base.algorithm.method, tuple(changes(self.run, base))
+        return origins(self.preset, RunConfig, world, method, chosen, self.settings == "published")
+
     def main(self) -> int:
         """Train, printing every evaluation."""
         import torch
@@ -257,14 +280,14 @@ class Train:
         from flowrl.distributed import Distributed
         from flowrl.io import disk_errors
         from flowrl.policies import device_of
-        from flowrl.training.build import check
+        from flowrl.training.build import check, method_text
         from flowrl.training.checkpoint import to_resume
         from flowrl.training.plan import memory_text, plan, plan_text
         from flowrl.training.run import Run
 
         require(not self.start or self.resume is not None, "from", self.start, "given with --resume DIR only")
         config = self.configuration()
-        name = run_name(config, None if self.config else start_of(self.preset, self.run))
+        name = run_name(config, None if self.config else start_of(self.preset, self.run, self.settings))
         out = self.resume or self.out or Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
         check(config)
         require(
@@ -275,7 +298,7 @@ class Train:
         )
         if self.plan:
             counted = plan(config, 1 if self.processes is None else self.processes)
-            text = "\n".join(filter(None, (plan_text(counted, config), memory_text(counted, config))))
+            text = "\n".join(filter(None, (plan_text(counted, config, self.origins()), memory_text(counted, config))))
             print(hanging(text, columns(), PLAN_INDENT))
             return 0
         device_of(config.policy.device)
@@ -289,6 +312,7 @@ class Train:
                 subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"
                 rule = f" with credit {config.algorithm.credit}" if config.algorithm.credit else ""
                 say(f"{config.algorithm.method}{rule} on {subject}, seed {config.seed}{several} -> {out}")
+                say(hanging(f"  {method_text(config, self.origins())}", columns(), 2))
                 run = Run(
                     config, out, train_line(out, config), asked.is_set, distributed=distributed, changed_code=self.changed_code
                 )

@@ -3,12 +3,23 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from flowrl.credit.table import require_clamp
-from flowrl.credit.units import Backup, Std, backed_up, branched_tree, group_zscore, unit_values
+import torch
+
+from flowrl.credit.table import centred, last_column, require_clamp, require_columns
+from flowrl.credit.units import (
+    Backup,
+    Std,
+    backed_up,
+    branched_tree,
+    group_zscore,
+    next_columns,
+    unit_log_probs,
+    unit_values,
+)
 from flowrl.errors import require
+from flowrl.experience import Credit, CreditTable, Decisions, Experience, ValueTable
 from flowrl.options import checked_options
 from flowrl.probes import Branch, Branching, Probe
-from flowrl.types import NodeTable, Schedule, StepTable, checked
 
 
 @checked_options
@@ -18,17 +29,23 @@ class DepthRelative:
 
     A(u) = Z(V(u)) over the distinct states drawn at the node of u, Z(y) = (y - mean) / (std + eps).
 
-    A state without siblings differs from the others only by earlier steps, and is credited for them.
+    A state without siblings differs from the others only by earlier steps, and is credited for
+    them.
 
-    `assign` raises `CreditError` if the schedule has no branched tree or, for "softmax", its tree no log-probabilities. Sources:
-    BranchGRPO (arXiv 2509.06040) is scope "tree", std "sample" by its code (commit 19fbb9f), `backup` its `tree_prob_weighted`;
-    Multi-GRPO (arXiv 2512.00743, temporal groups) and TempFlow-GRPO (arXiv 2508.04324) without seed grouping are scope "prompt".
+    Both methods raise `CreditError` if the decisions have no branched tree; `assign` also for
+    "softmax", which needs the log-probabilities of the record. Sources: BranchGRPO (arXiv
+    2509.06040) is scope "tree", std "sample" by its code (commit 19fbb9f), `backup` its
+    `tree_prob_weighted`; Multi-GRPO (arXiv 2512.00743, temporal groups) and TempFlow-GRPO (arXiv
+    2508.04324) without seed grouping are scope "prompt".
 
     Args:
-        scope: compare with all states of the prompt ("prompt"), or with those from the same initial noise ("tree").
-        std: "population": eps = 1e-4; "sample": divided by n - 1, eps = 1e-8, and 0 for a single state or a std below 1e-6.
-        backup: V: "mean": the reward table; "softmax": from the leaves up, the children's mean weighted by the softmax of their
-            log-probabilities per element. Children are drawn from these probabilities already, so the second weighting is biased.
+        scope: compare with all states of the prompt ("prompt"), or with those from the same initial
+            noise ("tree").
+        std: "population": eps = 1e-4; "sample": divided by n - 1, eps = 1e-8, and 0 for a single
+            state or a std below 1e-6.
+        backup: V: "mean": the value table; "softmax": from the leaves up, the children's mean
+            weighted by the softmax of their log-probabilities per element. Children are drawn from
+            these probabilities already, so the second weighting is biased.
         clamp: largest absolute advantage; None for no clamp.
         probe: the probe that branches the trajectories.
 
@@ -44,17 +61,34 @@ class DepthRelative:
 
     def __post_init__(self) -> None:
         require_clamp("DepthRelative", self.clamp)
-        require(isinstance(self.probe, Branching), "DepthRelative.probe", self.probe, "a branching probe: Branch or Comb")
+        require(
+            isinstance(self.probe, Branching),
+            "DepthRelative.probe",
+            self.probe,
+            "a branching probe: Branch or Comb",
+        )
 
-    @checked
-    def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
-        """Advantages [prompt, member, step]; 0 where a step is no decision."""
-        tree = branched_tree(rewards, schedule, "DepthRelative")
-        values = unit_values(rewards, tree, "DepthRelative", self.probe)
+    @property
+    def reads_fields(self) -> tuple[str, ...]:
+        """The log-probabilities, for "softmax"."""
+        return ("log_probs",) if self.backup == "softmax" else ()
+
+    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
+        """Advantages [prompt, member, decision]; 0 where a member's transition was not drawn."""
+        return self._advantages(values, decisions, None)
+
+    def credit(self, experience: Experience) -> Credit:
+        """Advantages, with the record's log-probabilities."""
+        return Credit(self._advantages(experience.values, experience.decisions, experience.log_probs))
+
+    def _advantages(self, values: ValueTable, decisions: Decisions, log_probs: CreditTable | None) -> CreditTable:
+        tree, mask = branched_tree(decisions, "DepthRelative"), decisions.mask
+        require_columns(values, decisions, self, next_columns(mask) | last_column(mask))
+        states = unit_values(values, decisions, tree)
         if self.backup == "softmax":
-            final = rewards[..., -1]
-            values = backed_up(final - final[:, :1], tree, "softmax", "DepthRelative(backup='softmax')")
-        group = 2 * tree.node + tree.drawn
-        if self.scope == "tree":
-            group = group * tree.units + tree.roots
-        return tree.step_table(group_zscore(values, group, self.std, self.clamp))
+            weights = unit_log_probs(log_probs, decisions, tree, "DepthRelative(backup='softmax')").to(states)
+            members = mask.any(-1)
+            final = centred(values[..., -1], ("member",), members).masked_fill(~members, torch.nan)
+            states = backed_up(final, tree, weights).masked_fill(states.isnan(), torch.nan)
+        group = tree.node if self.scope == "prompt" else tree.node * tree.units + tree.roots
+        return tree.decision_table(group_zscore(states, group, self.std, self.clamp))

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flowrl.credit.table import require_nodes
+from flowrl.credit.table import last_column, require_columns
 from flowrl.errors import require
+from flowrl.experience import CreditTable, Decisions, ValueTable
 from flowrl.options import checked_options
 from flowrl.probes import NoProbe, Probe
-from flowrl.types import NodeTable, Schedule, StepTable, checked
 
 
 @checked_options
@@ -18,11 +18,12 @@ from flowrl.types import NodeTable, Schedule, StepTable, checked
 class RandomCredit:
     """Random credit, a control.
 
-    A ~ N(0, 1) for every member and step, drawn anew for every table; 0 for a group whose final rewards are all equal.
+    A ~ N(0, 1) for every member and decision, drawn anew for every table; 0 for a group whose final
+    rewards are all equal.
 
-    A negative control: every measurement of credit rules should find it useless. The draws are assigned by the rank of the
-    members' rewards, so the order of members has no effect. They depend on `seed` and on the number of earlier tables, which
-    checkpoints contain.
+    A negative control: every measurement of credit rules should find it useless. The draws are
+    assigned by the rank of the members' rewards, so the order of members has no effect. They depend
+    on `seed` and on the number of earlier tables, which checkpoints contain.
 
     Args:
         seed: seed of the draws, in [0, 10^12).
@@ -39,19 +40,18 @@ class RandomCredit:
     def __post_init__(self) -> None:
         require(0 <= self.seed < 10**12, "RandomCredit.seed", self.seed, "in [0, 10^12)")
 
-    @checked
-    def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
-        """Advantages [prompt, member, step]; counts the table."""
-        require_nodes(rewards, [-1], "RandomCredit", self.probe)
+    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
+        """Advantages [prompt, member, decision]; counts the table."""
+        require_columns(values, decisions, self, last_column(decisions.mask))
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + self.tables)
         self.tables += 1
-        prompts, members, nodes = rewards.shape
-        draws = torch.randn(prompts, members, nodes - 1, generator=generator).to(rewards)
-        final = rewards[..., -1]
+        draws = torch.randn(decisions.mask.shape, generator=generator).to(values)
+        members = decisions.mask.any(-1)
+        final = values[..., -1].masked_fill(~members, torch.inf)
         ranks = final.argsort(dim=1, stable=True).argsort(dim=1)
-        credit = draws.gather(1, ranks[..., None].expand(-1, -1, nodes - 1))
-        silent = (final == final[:, :1]).all(dim=1)
-        return torch.where(silent[:, None, None], torch.zeros_like(credit), credit)
+        credit = draws.gather(1, ranks[..., None].expand_as(draws))
+        silent = ((final == final.amin(1, keepdim=True)) | ~members).all(1)
+        return credit.masked_fill(silent[:, None, None], 0.0)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The number of tables so far."""

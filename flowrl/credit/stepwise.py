@@ -1,35 +1,40 @@
-"""Stepwise-Flow-GRPO's credit: the gain of each step, and its generalisation towards reward-to-go."""
+"""Stepwise-Flow-GRPO's credit: the gain of each decision, and its generalisation towards
+reward-to-go.
+"""
 
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
-from flowrl.credit.table import gains, require_clamp, require_nodes, zscore
+from flowrl.credit.table import gain_columns, gains, require_clamp, require_columns, zscore
 from flowrl.errors import require
+from flowrl.experience import CreditTable, Decisions, ValueTable
 from flowrl.options import checked_options
 from flowrl.probes import Completion, Probe, Substeps
-from flowrl.types import NodeTable, Schedule, StepTable, checked
 
 
-def generalised_gains(rewards: NodeTable, lam: float = 0.0, gamma: float = 1.0) -> StepTable:
-    """sum_{k >= 0} (gamma lam)^k g_{i+k} with g_i = R_{i+1} - R_i, not normalised.
+def generalised_gains(values: ValueTable, lam: float = 0.0, gamma: float = 1.0) -> CreditTable:
+    """sum_{j >= 0} (gamma lam)^j g_{k+j} with g_k = V_{k+1} - V_k, not normalised.
 
-    `lam` = 0 gives the gains (Stepwise-Flow-GRPO, arXiv 2603.28718). `lam` = `gamma` = 1 gives the reward-to-go R_T - R_i
-    (TP-GRPO's aggregated reward, arXiv 2602.06422). The sum is that of generalised advantage estimation (arXiv 1506.02438,
-    equation 16) with R as the value.
+    `lam` = 0 gives the gains (Stepwise-Flow-GRPO, arXiv 2603.28718). `lam` = `gamma` = 1 gives the
+    reward-to-go R - V_k (TP-GRPO's aggregated reward, arXiv 2602.06422). The sum is that of
+    generalised advantage estimation (arXiv 1506.02438, equation 16).
 
     Args:
-        rewards: reward table R [prompt, member, node].
+        values: value table V [prompt, member, decision+1]; its last column is the final reward R.
         lam: weight of later gains, in [0, 1].
-        gamma: discount per step, in [0, 1].
+        gamma: discount per decision, in [0, 1].
 
     Returns:
-        Generalised gains [prompt, member, step], in units of the reward.
+        Generalised gains [prompt, member, decision], in units of the reward.
     """
-    increments = gains(rewards)
+    increments = gains(values)
     decay = gamma * lam
+    if decay == 0:
+        return increments
     total = torch.zeros_like(increments[..., 0])
     sums = []
     for increment in reversed(increments.unbind(dim=-1)):
@@ -41,20 +46,28 @@ def generalised_gains(rewards: NodeTable, lam: float = 0.0, gamma: float = 1.0) 
 @checked_options
 @dataclass(frozen=True)
 class StepwiseGain:
-    """A step gets the gain in estimated reward that it brings.
+    """A decision gets the gain in value that it brings.
 
-    A = Z(sum_k (gamma lam)^k g_{i+k}), g_i = R_{i+1} - R_i, Z(y) = (y - mean) / (std + 1e-4), clamped to +-`clamp`.
+    A_k = Z(sum_j (gamma lam)^j g_{k+j}), g_k = V_{k+1} - V_k, Z(y) = (y - mean) / (std + 1e-4),
+    clamped to +-`clamp`.
 
-    The mean is always the group's, so a group of equal rewards gets 0. In the paper all members start from the same noise.
-    `assign` raises `CreditError` if a node's reward is not finite. Source: Stepwise-Flow-GRPO (arXiv 2603.28718, gain-based
-    advantages; lam = 0, T' = 5).
+    The mean is always the group's, so a group of equal rewards gets 0. In the paper all members
+    start from the same noise. The gain of the last decision is R - V of its state: R is exact, V is
+    the probe's estimate. A bias c of all estimates before the end therefore shifts every last gain
+    by -c. Z per decision removes this shift. Joint Z does not: of D decisions, the last gets -c (1
+    - 1/D) / std more for all members, the others c / (D std), and std grows with c.
+
+    `assign` raises `CreditError` if a value that the credit reads is not finite. Source:
+    Stepwise-Flow-GRPO (arXiv 2603.28718, gain-based advantages; lam = 0, T' = 5).
 
     Args:
-        normalise: "joint": Z over members and steps together, as in the paper (late gains are smaller, and Z step by step would
-            amplify them); "step": over members, step by step.
+        normalise: "joint": Z over members and decisions together, as in the paper (late gains are
+            smaller, and Z per decision would amplify them); "step": over members, decision by
+            decision.
         lam: weight of later gains, in [0, 1].
-        gamma: discount per step, in [0, 1].
-        pool: Z's std is the group's ("prompt") or that of all prompts of the table ("batch"); the paper does not specify this.
+        gamma: discount per decision, in [0, 1].
+        pool: Z's std is the group's ("prompt") or that of all prompts of the table ("batch"); the
+            paper does not specify this.
         clamp: largest absolute advantage; None for no clamp.
         probe: the probe that scores unfinished states.
 
@@ -72,23 +85,34 @@ class StepwiseGain:
     probe: Probe = Substeps(5)
 
     def __post_init__(self) -> None:
-        require(self.normalise in ("joint", "step"), "StepwiseGain.normalise", self.normalise, "'joint' or 'step'")
+        require(
+            self.normalise in ("joint", "step"),
+            "StepwiseGain.normalise",
+            self.normalise,
+            "'joint' or 'step'",
+        )
         require(0.0 <= self.lam <= 1.0, "StepwiseGain.lam", self.lam, "within [0, 1]")
         require(0.0 <= self.gamma <= 1.0, "StepwiseGain.gamma", self.gamma, "within [0, 1]")
         require(self.pool in ("prompt", "batch"), "StepwiseGain.pool", self.pool, "'prompt' or 'batch'")
         require_clamp("StepwiseGain", self.clamp)
 
-    @checked
-    def assign(self, rewards: NodeTable, schedule: Schedule | None = None) -> StepTable:
-        """Advantages [prompt, member, step]; the schedule is not used."""
-        require_nodes(rewards, list(range(rewards.shape[-1])), "StepwiseGain", self.probe)
-        over = ("member", "step") if self.normalise == "joint" else ("member",)
+    def reads(self, trained: Tensor) -> Tensor:
+        """Columns k and k + 1 of trained decisions; if `gamma lam` > 0 all from the first trained
+        decision on.
+        """
+        return gain_columns(trained if self.lam * self.gamma == 0 else trained.cumsum(-1) > 0)
+
+    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
+        """Advantages [prompt, member, decision]."""
+        require_columns(values, decisions, self)
+        over = ("member", "decision") if self.normalise == "joint" else ("member",)
         std_over = over if self.pool == "prompt" else ("prompt", *over)
-        return zscore(generalised_gains(rewards, self.lam, self.gamma), over=over, std_over=std_over, clamp=self.clamp)
+        increments = generalised_gains(values, self.lam, self.gamma)
+        return zscore(increments, over, std_over, self.clamp, decisions.mask)
 
 
 DenseGain = partial(StepwiseGain, normalise="step", probe=Completion())
-"""A step gets its gain, normalised step by step.
+"""A decision gets its gain, normalised decision by decision.
 
-`StepwiseGain` of ODE completions, A_i = Z(g_i), DenseGRPO's credit (arXiv 2601.20218).
+`StepwiseGain` of ODE completions, A_k = Z(g_k), DenseGRPO's credit (arXiv 2601.20218).
 """

@@ -1,80 +1,123 @@
-"""Shared code of the credit rules: increments of a reward table, their normalisation, checks of a rule's input and output."""
+"""Shared code of the credit rules: statistics over a mask, checks of a rule's input and output."""
 
+import inspect
 import math
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowrl.errors import CreditError, require
+from flowrl.errors import ConfigError, CreditError, require
+from flowrl.experience import Credit, CreditTable, Decisions, Experience, Mask, ValueTable
 from flowrl.probes import Probe
-from flowrl.types import NodeTable, StepTable, tensor_problem
+from flowrl.protocols import CreditAssigner, CreditRule, Stateful
+from flowrl.types import inputs_unchanged, tensor_problem
 
-AXES = ("prompt", "member", "step")
+AXES = ("prompt", "member", "decision")
 STD_EPSILON = 1e-4
+Columns = Bool[Tensor, "*group decision+1"]
 
 
-def gains(rewards: NodeTable) -> StepTable:
-    """g_i = R_{i+1} - R_i, the increment of the estimated reward at step i; the sum over steps is R_T - R_0.
+def gains(values: ValueTable) -> CreditTable:
+    """g_k = V_{k+1} - V_k, the increment of the value at decision k; the sum over decisions is R -
+    V_0.
 
     Source: Stepwise-Flow-GRPO (arXiv 2603.28718); TP-GRPO's incremental reward (arXiv 2602.06422).
     """
-    return rewards[..., 1:] - rewards[..., :-1]
+    return values[..., 1:] - values[..., :-1]
 
 
-def reward_to_go(rewards: NodeTable) -> StepTable:
-    """R_T - R_i: the total gain from step i on. Source: TP-GRPO's aggregated reward (arXiv 2602.06422)."""
-    return rewards[..., -1:] - rewards[..., :-1]
+def reward_to_go(values: ValueTable) -> CreditTable:
+    """R - V_k: the total gain from decision k on. Source: TP-GRPO's aggregated reward (arXiv
+    2602.06422).
+    """
+    return values[..., -1:] - values[..., :-1]
 
 
-def probed(rewards: NodeTable, probe: Probe) -> NodeTable:
-    """A copy of a full table as a rollout with `probe` fills it: NaN at the nodes without estimate, except the last.
+def probed(values: ValueTable, probe: Probe) -> ValueTable:
+    """A copy of a full table as a rollout with `probe` fills it: NaN in the columns without
+    estimate, except the last.
 
     Args:
-        rewards: a full reward table [prompt, member, node].
-        probe: the probe whose nodes are kept.
+        values: a full value table [prompt, member, decision+1].
+        probe: the probe whose columns are kept.
 
     Returns:
-        The table [prompt, member, node] with NaN at the other nodes.
+        The table [prompt, member, decision+1] with NaN in the other columns.
     """
-    steps = rewards.shape[-1] - 1
-    filled = {*probe.fills(steps), steps}
-    left_out = torch.tensor([node not in filled for node in range(steps + 1)], device=rewards.device)
-    return rewards.masked_fill(left_out, float("nan"))
+    count = values.shape[-1] - 1
+    filled = {*probe.fills(count), count}
+    left_out = torch.tensor([column not in filled for column in range(count + 1)])
+    return values.masked_fill(left_out.to(values.device), float("nan"))
 
 
 def zscore(
-    values: Float[Tensor, "prompt member step"],
+    values: Float[Tensor, "prompt member decision"],
     over: Sequence[str],
     std_over: Sequence[str] | None = None,
     clamp: float | None = 5.0,
-) -> Float[Tensor, "prompt member step"]:
-    """(y - mean) / (std + 1e-4), then clamped to [-`clamp`, `clamp`].
+    mask: Mask | None = None,
+) -> Float[Tensor, "prompt member decision"]:
+    """(y - mean) / (std + 1e-4) over the entries of `mask`, then clamped to [-`clamp`, `clamp`].
 
-    Equal values along `over` give exactly 0 whatever their size: one of them is subtracted before the mean, so a large common
-    offset costs no precision. A group of one member has no comparison and gets exactly 0. Source: the advantage normalisation of
-    Flow-GRPO (arXiv 2505.05470), public code.
+    Equal values along `over` give exactly 0 whatever their size: one of them is subtracted before
+    the mean, so a large common offset costs no precision. A group with one member in the mask has
+    no comparison: it gets exactly 0 and is left out of all statistics. Source: the advantage
+    normalisation of Flow-GRPO (arXiv 2505.05470), public code.
 
     Args:
-        values: values y [prompt, member, step], in units of the reward.
-        over: the axes of the mean: "prompt", "member", "step".
+        values: values y [prompt, member, decision], in units of the reward; those outside the mask
+            may be NaN.
+        over: the axes of the mean: "prompt", "member", "decision".
         std_over: the axes of the population standard deviation; None for those of `over`.
         clamp: largest absolute score; None for no clamp.
+        mask: the entries that count [prompt, member, decision]; None for all.
 
     Returns:
-        Scores [prompt, member, step], dimensionless.
+        Scores [prompt, member, decision], dimensionless; 0 outside the mask.
 
     Raises:
         ConfigError: an axis is unknown, or there is none.
     """
-    if values.shape[AXES.index("member")] == 1:
-        return torch.zeros_like(values)
-    deviations = _centred(values, over)
-    spread = deviations if std_over is None else _centred(values, std_over)
-    std = spread.square().mean(dim=_dims(over if std_over is None else std_over), keepdim=True).sqrt()
-    scores = deviations / (std + STD_EPSILON)
+    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    mask = mask & (mask.any(-1, keepdim=True).sum(1, keepdim=True) > 1)
+    std = masked_std(values, std_over or over, mask)
+    scores = centred(values, over, mask) / (std + STD_EPSILON)
     return scores if clamp is None else scores.clamp(-clamp, clamp)
+
+
+def masked_mean(values: Tensor, over: Sequence[str], mask: Tensor) -> Tensor:
+    """The mean over the entries of `mask` along the axes `over`, which are kept; 0 without such
+    entries.
+    """
+    dims = _dims(over)
+    total = values.masked_fill(~mask, 0.0).sum(dim=dims, keepdim=True)
+    return total / mask.sum(dim=dims, keepdim=True).clamp(min=1)
+
+
+def masked_std(values: Tensor, over: Sequence[str], mask: Tensor) -> Tensor:
+    """The population standard deviation over the entries of `mask` along the axes `over`, which are
+    kept.
+    """
+    return masked_mean(centred(values, over, mask).square(), over, mask).sqrt()
+
+
+def centred(values: Tensor, over: Sequence[str], mask: Tensor) -> Tensor:
+    """`values` minus their mean over `mask`; exactly 0 if they are all equal, and outside the mask."""
+    shifted = (values - first_of(values, over, mask)).masked_fill(~mask, 0.0)
+    return (shifted - masked_mean(shifted, over, mask)).masked_fill(~mask, 0.0)
+
+
+def first_of(values: Tensor, over: Sequence[str], mask: Tensor) -> Tensor:
+    """The first value within `mask` along the axes `over`, which are kept; 0 without such a value."""
+    dims, count = _dims(over), len(over)
+    ends = tuple(range(-count, 0))
+    rows, among = (t.movedim(dims, ends).flatten(-count) for t in (values, mask.expand_as(values)))
+    place = among.to(torch.uint8).argmax(-1, keepdim=True)
+    first = rows.gather(-1, place).masked_fill(~among.any(-1, keepdim=True), 0.0)
+    return first.reshape(*first.shape[:-1], *[1] * count).movedim(ends, dims)
 
 
 def _dims(axes: Sequence[str]) -> tuple[int, ...]:
@@ -84,90 +127,160 @@ def _dims(axes: Sequence[str]) -> tuple[int, ...]:
     return tuple(AXES.index(axis) for axis in axes)
 
 
-def _centred(values: Tensor, axes: Sequence[str]) -> Tensor:
-    """`values` minus their mean over `axes`; exactly 0 where they are all equal."""
-    dims = _dims(axes)
-    first = values
-    for dim in dims:
-        first = first.narrow(dim, 0, 1)
-    shifted = values - first
-    return shifted - shifted.mean(dim=dims, keepdim=True)
-
-
 def require_clamp(rule: str, clamp: float | None) -> None:
     """Raise `ConfigError` unless `clamp` is None or finite and above 0."""
     fits = clamp is None or (math.isfinite(clamp) and clamp > 0)
     require(fits, f"{rule}.clamp", clamp, "None, or finite and above 0")
 
 
-def require_nodes(rewards: NodeTable, nodes: list[int], rule: str, probe: Probe) -> None:
-    """Raise `CreditError` naming those of `nodes` whose rewards are not finite, and the probe that fills them."""
-    if rewards.shape[-1] < 2:
-        raise CreditError(f"{rule} needs rewards at 2 or more nodes, got a table of shape {tuple(rewards.shape)}")
-    finite = torch.isfinite(rewards[..., nodes]).flatten(0, 1).all(dim=0).tolist()
-    missing = [node % rewards.shape[-1] for node, ok in zip(nodes, finite, strict=True) if not ok]
+def gain_columns(mask: Bool[Tensor, "*group decision"]) -> Columns:
+    """The columns that the gains of the decisions of `mask` read: k and k + 1."""
+    none = torch.zeros_like(mask[..., :1])
+    return torch.cat([mask, none], -1) | torch.cat([none, mask], -1)
+
+
+def last_column(mask: Bool[Tensor, "*group decision"]) -> Columns:
+    """The column of the final reward, if a decision of `mask` is true."""
+    return torch.cat([torch.zeros_like(mask), mask.any(-1, keepdim=True)], -1)
+
+
+def read_columns(rule: CreditRule, trained: Bool[Tensor, "*group decision"]) -> Columns:
+    """The columns of the value table that the rule's credit of the `trained` decisions reads.
+
+    Args:
+        rule: a credit rule; without a method `reads` it reads all columns.
+        trained: mask of decisions; built-in rules also accept it per member.
+
+    Returns:
+        Mask of columns [..., decision+1].
+
+    Raises:
+        CreditError: the rule's `reads` returns something else.
+    """
+    reads = getattr(rule, "reads", None)
+    if reads is None:
+        return trained.any(-1, keepdim=True).repeat_interleave(trained.shape[-1] + 1, -1)
+    found, shape = reads(trained), (*trained.shape[:-1], trained.shape[-1] + 1)
+    if not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != shape:
+        raise CreditError(f"{type(rule).__name__}.reads returned {_shown(found)}, not a Boolean tensor {shape}")
+    return found
+
+
+def require_columns(values: ValueTable, decisions: Decisions, rule: CreditRule, columns: Tensor | None = None) -> None:
+    """Check a rule's input.
+
+    Args:
+        values: the value table.
+        decisions: its axis.
+        rule: the rule, for `read_columns` and the message.
+        columns: the entries that the rule reads [prompt, member, decision+1]; None for those of
+            `read_columns`.
+
+    Raises:
+        CreditError: table and decisions do not fit, or a value that the rule reads is not finite.
+    """
+    name, wanted = type(rule).__name__, (*decisions.mask.shape[:2], len(decisions) + 1)
+    if tuple(values.shape) != wanted or not values.is_floating_point():
+        raise CreditError(
+            f"{name} needs values [prompt, member, decision+1] = {wanted}, of floating point, for these decisions; "
+            f"got {_shown(values)}"
+        )
+    columns = read_columns(rule, decisions.mask) if columns is None else columns
+    missing = (columns & ~values.isfinite()).flatten(0, 1).any(0).nonzero().flatten().tolist()
     if missing:
         raise CreditError(
-            f"{rule} needs a finite reward at node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of "
-            f"0..{rewards.shape[-1] - 1}: roll out with the probe {probe} (the rule's `probe`) to fill them"
+            f"{name} needs a finite value in column{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of "
+            f"0..{len(decisions)}: roll out with the probe {rule.probe} (the rule's `probe`) to fill them"
         )
 
 
-def check_advantages(advantages: object, rewards: NodeTable, rule_name: str) -> Tensor:
-    """Return `advantages` if they satisfy the contract of a credit rule.
+def require_assigner(rule: object, field: str) -> None:
+    """Raise `ConfigError` unless `rule` can be used within another rule: it has `assign`, and no
+    memory.
+    """
+    fits = isinstance(rule, CreditAssigner) and not isinstance(rule, Stateful)
+    allowed = "a credit rule with a probe, a method assign(values, decisions), and no memory"
+    require(fits, field, rule, allowed)
 
-    A rule must return a floating-point tensor [prompt, member, step], step = node - 1, all of it finite.
+
+def check_signature(rule: Any) -> None:
+    """Raise `ConfigError` if the parameters of the rule's `assign` are not named `values` and
+    `decisions`.
+
+    Rules of version 0.1 had a table with one column per node; they would run, and compute something
+    else.
+    """
+    if not hasattr(rule, "assign"):
+        return
+    names = list(inspect.signature(rule.assign).parameters)
+    if names[:2] != ["values", "decisions"]:
+        raise ConfigError(
+            f"{type(rule).__name__}.assign({', '.join(names)}) is the form of version 0.1; write:\n"
+            "    def assign(self, values, decisions):\n"
+            "        # values[..., k]: the value of the state that decision k starts from; "
+            "values[..., -1]: the final reward"
+        )
+
+
+def credit_of(rule: CreditRule, experience: Experience) -> Credit:
+    """The checked credit of a rule: `credit(experience)` if it has this method, else
+    `assign(values, decisions)`.
 
     Args:
-        advantages: what the rule returned.
-        rewards: the reward table that the rule received, [prompt, member, node].
-        rule_name: name of the rule for the message.
+        rule: the credit rule.
+        experience: the record of an iteration.
 
     Returns:
-        The advantages [prompt, member, step], detached.
+        Detached advantages and weights [prompt, member, decision], 0 outside `decisions.mask`. A
+        rule without weights has weight 1.
 
     Raises:
-        CreditError: `advantages` are no tensor, have a wrong shape or dtype, or contain a value that is not finite.
+        ConfigError: `assign` has other parameters.
+        CreditError: the rule changes its input, or its result has a wrong type or shape, is not
+            finite where the mask is true, or has weights outside [0, 1] or of 0 only.
     """
-    if not isinstance(advantages, Tensor):
-        raise CreditError(f"{rule_name}.assign returned a {type(advantages).__name__}, not a torch.Tensor")
-    if tensor_problem(advantages):
-        raise CreditError(f"{rule_name}.assign returned a tensor that {tensor_problem(advantages)}")
-    prompts, members, nodes = rewards.shape
-    if tuple(advantages.shape) != (prompts, members, nodes - 1):
-        raise CreditError(
-            f"{rule_name}.assign returned shape {tuple(advantages.shape)}, not [prompt, member, step] = "
-            f"({prompts}, {members}, {nodes - 1}); the rewards are {tuple(rewards.shape)} and step = node - 1"
-        )
-    if not advantages.is_floating_point():
-        raise CreditError(f"{rule_name}.assign returned dtype {advantages.dtype}, not a floating-point tensor")
-    bad = ~torch.isfinite(advantages)
-    if bool(bad.any()):
-        where = tuple(bad.nonzero()[0].tolist())
-        raise CreditError(
-            f"{rule_name}.assign returned {int(bad.sum())} values that are not finite, the first at (prompt, member, "
-            f"step) = {where}; rewards at nodes that the rule's probe does not fill are NaN"
-        )
-    return advantages.detach()
+    check_signature(rule)
+    values, decisions = experience.values, experience.decisions
+    records = hasattr(rule, "credit")
+    call = f"{type(rule).__name__}.{'credit' if records else 'assign'}"
+    own = [getattr(decisions, name) for name in ("step", "time", "delta", "std", "trained", "drawn", "mask")]
+    parts = [table for table in experience.parts.values() if table is not values]
+    with inputs_unchanged(call, CreditError, values, *parts, *own):
+        found: Any = rule.credit(experience) if records else rule.assign(values, decisions)  # pyright: ignore
+    if records and not isinstance(found, Credit):
+        raise CreditError(f"{call} returned a {type(found).__name__}, not a flowrl.experience.Credit")
+    credit = found if records else Credit(cast(Tensor, found))
+    advantages = _checked_table(credit.advantages, decisions.mask, f"{call} returned")
+    if credit.weights is None:
+        return Credit(advantages, decisions.mask.to(advantages))
+    weights = _checked_table(credit.weights, decisions.mask, f"{call} returned weights:")
+    if float(weights.min()) < 0 or float(weights.max()) > 1:
+        raise CreditError(f"{call} returned weights from {weights.min():g} to {weights.max():g}, not within [0, 1]")
+    if decisions.mask.any() and not weights.any():
+        raise CreditError(f"{call} returned weights of 0 for all decisions, so nothing is left to train on")
+    return Credit(advantages, weights)
 
 
-def check_trained(trained: object, advantages: StepTable, rule_name: str) -> Tensor:
-    """Return `trained` if it is a Boolean tensor of the advantages' shape with at least one true entry.
-
-    Args:
-        trained: what the rule's `trained` returned.
-        advantages: the rule's advantages [prompt, member, step].
-        rule_name: name of the rule for the message.
-
-    Returns:
-        The mask of trained pairs [prompt, member, step].
-
-    Raises:
-        CreditError: the type, dtype or shape is wrong, or every entry is false.
+def _checked_table(found: object, mask: Mask, what: str) -> Tensor:
+    """`found`, detached and 0 outside the mask, if it is a table of floating point and finite
+    within the mask.
     """
-    if not isinstance(trained, Tensor) or trained.dtype != torch.bool or trained.shape != advantages.shape:
-        found = f"{trained.dtype} {tuple(trained.shape)}" if isinstance(trained, Tensor) else f"a {type(trained).__name__}"
-        raise CreditError(f"{rule_name}.trained returned {found}, not a Boolean tensor {tuple(advantages.shape)}")
-    if not bool(trained.any()):
-        raise CreditError(f"{rule_name}.trained leaves no pair to train on")
-    return trained
+    if not isinstance(found, Tensor):
+        raise CreditError(f"{what} a {type(found).__name__}, not a torch.Tensor")
+    if tensor_problem(found):
+        raise CreditError(f"{what} a tensor that {tensor_problem(found)}")
+    if found.shape != mask.shape:
+        raise CreditError(f"{what} shape {tuple(found.shape)}, not [prompt, member, decision] = {tuple(mask.shape)}")
+    if not found.is_floating_point():
+        raise CreditError(f"{what} dtype {found.dtype}, not a floating-point tensor")
+    bad = (mask & ~found.isfinite()).nonzero()
+    if len(bad):
+        raise CreditError(
+            f"{what} {len(bad)} values that are not finite, the first at (prompt, member, decision) = "
+            f"{tuple(bad[0].tolist())}; columns that the rule's probe does not fill are NaN"
+        )
+    return found.detach().masked_fill(~mask, 0.0)
+
+
+def _shown(found: object) -> str:
+    return f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"

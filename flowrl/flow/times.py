@@ -7,7 +7,7 @@ samples. Times of the grid are the network's own, t_i = timesteps_i / 1000. The 
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -22,16 +22,13 @@ SMALLEST = 2.0**-24
 """The distance from 0 and 1 that uniform numbers keep before their normal quantile is taken."""
 
 
-class _Kind(Protocol):
-    @property
-    def shared(self) -> bool: ...
-
-    def draws(self, schedule: Schedule) -> int: ...
-
-    def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor: ...
-
-
-def _draw(kind: _Kind, schedule: Schedule, samples: int, generator: torch.Generator, numbers: int = 0) -> Tensor:
+def _draw(
+    kind: "PermutedTimes | StratifiedTimes | UniformTimes | LogitNormalTimes | DrawnSteps",
+    schedule: Schedule,
+    samples: int,
+    generator: torch.Generator,
+    numbers: int = 0,
+) -> Tensor:
     """Times [sample, draw] from `numbers` uniform numbers per row (0: one per draw)."""
     rows, columns = 1 if kind.shared else samples, numbers or kind.draws(schedule)
     uniforms = torch.rand(rows, columns, generator=generator, device=generator.device)

@@ -46,7 +46,7 @@ class AWM:
         power: p of "ghuber", above 0.
         clip: c; with 1 only ratios above 2 are clipped.
         ratio: "exp_first": one ratio per row; "sum_first": one per sample, of the mean log p over its times, which needs all
-            times of a sample (see `protocols.PooledLoss`).
+            times of a sample (see `protocols.PolicyLoss`).
         advantage_clip: advantages are clipped to +- this value and divided by it.
         advantage_scale: factor of the clipped advantages.
         kl_weight: weight of the distance from the base model, 0 or more.

@@ -30,7 +30,7 @@ class DGPO:
     weights of its errors. Invalid samples must therefore be left out before advantages are computed, and advantages must not be
     clamped: ``uniform(std=batch, clamp=none)``.
 
-    S needs whole groups: in one batch, or by two passes (`protocols.PooledLoss`). Guidance of the velocities is a setting of
+    S needs whole groups: in one batch, or by two passes (see `protocols.PolicyLoss`). Guidance of the velocities is a setting of
     the run: `train_guidance_scale` 1 as published; `reference_guidance_scale` for a guided reference (kl_cfg). The start of
     `decay` is 1 because the released code does not count the current step.
 

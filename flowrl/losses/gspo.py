@@ -32,7 +32,7 @@ class GSPO:
     about sqrt(n) times smaller than that of one, so the same clip is wider than for single transitions.
 
     Needs one advantage per trajectory: a rule that credits its steps differently is refused. Needs whole trajectories in a
-    micro-batch, or two passes (`protocols.PooledLoss`).
+    micro-batch, or two passes (see `protocols.PolicyLoss`).
 
     Metrics as in `ClippedLoss`, of s. `loss` raises `ConfigError` if `kl_weight` > 0 and the batch has no reference. Source: GSPO
     (arXiv 2507.18071, equations 5 to 7; published for language models with ranges of 3e-4 below and 4e-4 above 1).

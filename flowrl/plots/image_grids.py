@@ -65,9 +65,9 @@ class TrajectoryRecord:
     Args:
         prompt: text of the prompt.
         chosen: index of the member that is drawn.
-        rewards: rewards of this member's ODE completions [node].
-        members: these rewards of all members [member, node].
-        tweedie: rewards of the member's one-step estimates [node].
+        rewards: the member's values by ODE completion [decision+1].
+        members: these values of all members [member, decision+1].
+        tweedie: the member's values by one-step estimates [decision+1].
 
     Raises:
         ConfigError: the lists differ in length, or `chosen` is out of range.
@@ -194,7 +194,7 @@ def _liveliest(comparison: Comparison) -> tuple[RunRecord, TrajectoryRecord] | N
 
 
 def _steps(record: TrajectoryRecord) -> list[float]:
-    """The gains of the trajectory's steps."""
+    """The gains of the trajectory's decisions."""
     return [after - before for before, after in pairwise(record.rewards)]
 
 
@@ -246,7 +246,7 @@ def trajectory(comparison: Comparison, narrow: bool = False) -> Figure | None:
     bars.bar([i + 0.5 for i in range(nodes - 1)], steps, width=0.8, color=faces, edgecolor=SOFT, linewidth=1)
     bars.axhline(0, color=INK, linewidth=0.8)
     end = "image" if has_images else "sample"
-    bars.set(xlabel=f"node (0: noise, {nodes - 1}: {end})", ylabel="gain of the step", xticks=range(nodes))
+    bars.set(xlabel=f"state before decision 0 to {nodes - 2}, and the {end}", ylabel="gain of the decision", xticks=range(nodes))
     for axes in (curve, bars):
         clean(axes)
         axes.set_xlim(-0.3, nodes - 0.7)

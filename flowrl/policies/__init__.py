@@ -4,9 +4,7 @@ from flowrl.policies.architectures import ARCHITECTURES, DECODER, Architecture, 
 from flowrl.policies.family import (
     DTYPES,
     Family,
-    Guides,
     ModelOptions,
-    VideoFamily,
     decode_scaled,
     device_of,
     linear_guidance,
@@ -26,9 +24,9 @@ from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
 from flowrl.policies.wan import Wan
 
 __all__ = [
-    "ARCHITECTURES", "DECODER", "DTYPES", "LORA_TARGETS", "SD3", "Adapters", "Architecture", "Family", "Flux", "Guides",
+    "ARCHITECTURES", "DECODER", "DTYPES", "LORA_TARGETS", "SD3", "Adapters", "Architecture", "Family", "Flux",
     "Memory", "MixturePolicy", "ModelOptions", "PipelinePolicy", "QwenImage", "Size", "SmallSD3", "SmallSD3Config",
-    "SmallSD3Policy", "StorageCounter", "VideoFamily", "Wan", "architecture", "architecture_of", "compile_blocks",
+    "SmallSD3Policy", "StorageCounter", "Wan", "architecture", "architecture_of", "compile_blocks",
     "count_memory", "decode_scaled", "device_of", "family_of", "has_compiled_blocks", "linear_guidance", "load_policy",
     "packed_shape", "resolution_shift", "unpacked",
 ]  # fmt: skip

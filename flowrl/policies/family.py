@@ -6,7 +6,7 @@ The built-in families are `sd3`, `flux`, `qwen_image` and `wan`; docs/model-fami
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from einops import rearrange
@@ -19,7 +19,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Family(Protocol):
-    """The differences between model families: the names of a pipeline's components, and the call of its transformer."""
+    """The differences between model families: the names of a pipeline's components, and the call of its transformer.
+
+    Optional methods: a family of videos has `video_shape(pipe, height, width, frames)`, the shape of
+    one latent; it raises `ConfigError` for a size or length that is not supported. A family with
+    another guidance than `linear_guidance` has `guide(away, towards, scale)`: the guided velocity
+    from that of the negative prompt and that of the prompt, float32 [sample, *latent].
+    """
 
     @property
     def pipeline(self) -> str:
@@ -65,26 +71,8 @@ class Family(Protocol):
         ...
 
     def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
-        """Pixels [sample, 3, height, width] (a `VideoFamily`: [sample, frame, 3, height, width]) in about [-1, 1] from latents
+        """Pixels [sample, 3, height, width] (videos: [sample, frame, 3, height, width]) in about [-1, 1] from latents
         [sample, *latent] in the decoder's precision."""
-        ...
-
-
-@runtime_checkable
-class VideoFamily(Family, Protocol):
-    """A family whose samples are videos."""
-
-    def video_shape(self, pipe: Any, height: int, width: int, frames: int) -> tuple[int, ...]:
-        """`latent_shape` of a video of `frames` frames. Raises `ConfigError` for a size or length that is not supported."""
-        ...
-
-
-@runtime_checkable
-class Guides(Protocol):
-    """A family that defines its guidance by `guide`; the others use `linear_guidance`."""
-
-    def guide(self, away: Tensor, towards: Tensor, scale: float) -> Tensor:
-        """The guided velocity from that of the negative prompt (`away`) and that of the prompt, float32 [sample, *latent]."""
         ...
 
 

@@ -18,9 +18,7 @@ from flowrl.policies.block_cache import FirstBlockCache, blocks_of
 from flowrl.policies.family import (
     DTYPES,
     Family,
-    Guides,
     ModelOptions,
-    VideoFamily,
     device_of,
     linear_guidance,
     pixels_per_latent,
@@ -63,7 +61,7 @@ class PipelinePolicy:
         self.prompts = PromptCache(self._embed, self._device, options.prompt_cache, self.dtype)
         self._guidance = options.guidance_scale
         self._one_call = options.guidance_gradient == "both"
-        self._guide = family.guide if isinstance(family, Guides) else linear_guidance
+        self._guide = getattr(family, "guide", linear_guidance)
         self.adapters: Adapters | None = None
         self._copy: Any = None
         self._released = False
@@ -208,7 +206,7 @@ class PipelinePolicy:
 
     @contextmanager
     def block_cache(self) -> Iterator[Callable[[bool], None]]:
-        """See `BlockCache`; with guidance, one call contains the rows of both prompts."""
+        """See `PolicyExtras`; with guidance, one call contains the rows of both prompts."""
         with FirstBlockCache().installed(blocks_of(self._active)) as switch:
             kept, self._one_call = self._one_call, True
             try:
@@ -287,8 +285,9 @@ def _full_network(network: Any) -> Any:
 
 def _latent_shape(pipe: Any, family: Family, options: ModelOptions) -> tuple[int, ...]:
     """The shape of a latent image or video of the size in `options`."""
-    if isinstance(family, VideoFamily):
-        return family.video_shape(pipe, options.height, options.width, options.num_frames)
+    video_shape = getattr(family, "video_shape", None)
+    if video_shape is not None:
+        return video_shape(pipe, options.height, options.width, options.num_frames)
     require(options.num_frames == 1, "num_frames", options.num_frames, f"1: a {family.pipeline} makes images")
     return family.latent_shape(pipe, options.height, options.width)
 

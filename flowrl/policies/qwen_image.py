@@ -21,7 +21,7 @@ class QwenImage:
     tokens of the pipeline's template; prompts of different length are padded, with a mask. Guidance is classifier-free with the
     norm of the prompt's velocity (`guide`). The last block's text queries and outputs do not reach the image: their LoRA has
     no gradient. The last time before 0 is the scheduler's `shift_terminal` (.02 for Qwen-Image), and the noise of the last step
-    is small: leave it out of the trained steps (window `all-but-last`).
+    is small: leave it out of the trained steps (window `:-1`).
 
     Args:
         pipeline: see `Family`.

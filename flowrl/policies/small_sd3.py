@@ -226,7 +226,7 @@ class SmallSD3Policy:
         return len(blocks_of(self.network.transformer))
 
     def block_cache(self) -> AbstractContextManager[Callable[[bool], None]]:
-        """See `BlockCache`."""
+        """See `PolicyExtras`."""
         return FirstBlockCache().installed(blocks_of(self.network.transformer))
 
     def decode(self, latent: Tensor) -> Tensor:

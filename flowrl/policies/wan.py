@@ -15,7 +15,7 @@ _PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 
 @dataclass(frozen=True)
 class Wan:
-    """`VideoFamily` of diffusers' `WanPipeline` with one transformer (Wan 2.1).
+    """`Family` of diffusers' `WanPipeline` with one transformer (Wan 2.1).
 
     Latents are [sample, channel, frame, height, width]: one latent frame for the first frame of the video, then one for every
     four frames. A prompt is UMT5's last hidden layer with zeros after its tokens, up to the full length. The transformer has no

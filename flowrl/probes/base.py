@@ -1,7 +1,7 @@
 """The interface of probes: how a rollout scores unfinished states for a credit rule, and the cost of these scores."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowrl.errors import require
+from flowrl.tree import Tree
 from flowrl.types import Gaussian, Schedule, Trajectories
 
 Key = int | tuple[str, int]
@@ -31,6 +32,12 @@ class Estimate:
     latents: Tensor
     copies: int = 1
     members: Int[Tensor, "prompt chosen"] | None = None
+
+    def part(self, first: int, count: int, groups: int) -> "Estimate":
+        """The estimates of `count` of the `groups`, from index `first` on."""
+        rows = len(self.latents) // groups
+        members = None if self.members is None else self.members[first : first + count]
+        return replace(self, latents=self.latents[first * rows : (first + count) * rows], members=members)
 
 
 @dataclass(frozen=True)
@@ -95,27 +102,27 @@ class Shape:
 
     Args:
         groups: number of groups.
-        schedule: the schedule with its stds and tree.
+        schedule: the time grid.
+        tree: which states the trajectories of a group share.
+        nodes: the nodes to be estimated (see `Probing`).
         blocks: number of blocks of the network; None: unknown.
     """
 
     groups: int
     schedule: Schedule
+    tree: Tree
+    nodes: Sequence[int]
     blocks: int | None = None
 
     @property
     def rows(self) -> list[int]:
         """Distinct states of all groups at each node."""
-        tree = self.schedule.tree
-        assert tree is not None, "a schedule as `rollout` fills it in"
-        return [self.groups * count for count in tree.counts]
+        return [self.groups * count for count in self.tree.counts]
 
     @property
     def members(self) -> int:
         """Trajectories of a group."""
-        tree = self.schedule.tree
-        assert tree is not None
-        return tree.members
+        return self.tree.members
 
 
 @dataclass(frozen=True)
@@ -164,13 +171,13 @@ class Scored:
     Args:
         rewards: rewards [prompt, row] by key of the estimate.
         final: rewards of the finished trajectories [prompt, member].
-        schedule: the schedule of the rollout.
+        nodes: the nodes to be estimated, in order (see `Probing`).
         members: indices [prompt, chosen] of the rows' members, for keys with estimates of some members only.
     """
 
     rewards: Mapping[Key, Float[Tensor, "prompt row"]]
     final: Float[Tensor, "prompt member"]
-    schedule: Schedule
+    nodes: Sequence[int]
     members: Mapping[Key, Int[Tensor, "prompt chosen"]] = field(default_factory=dict)
 
     def at(self, key: Key) -> Float[Tensor, "prompt member"]:
@@ -189,14 +196,17 @@ class Probing(Protocol):
 
     @property
     def trajectories(self) -> Trajectories:
-        """States, the rollout's velocities, the schedule with stds, and the tree of the states that a group shares."""
+        """States, the rollout's velocities, the time grid, and the tree of the states that a group shares."""
+        ...
+
+    @property
+    def nodes(self) -> Sequence[int]:
+        """The nodes to be estimated, in order: those from which the decisions start whose values the credit rule reads."""
         ...
 
     @property
     def final(self) -> Tensor:
-        """x_0 of every trajectory [sample, *latent]. For a node whose state leads to it, return this tensor, not a copy, so that
-        it is scored only once.
-        """
+        """x_0 of every trajectory [sample, *latent]."""
         ...
 
     @property
@@ -247,9 +257,9 @@ class Probing(Protocol):
 class Probe:
     """How a rollout scores unfinished states for a credit rule. To write a probe, derive a class with `estimate`.
 
-    A probe may be approximate: its results enter only the rewards R[., node] of nodes before the last. Trajectories, the rewards
-    R[., T] of finished images and the evaluations of the update are computed without it, and are bit for bit the same with any
-    probe. (Nodes in `ahead` are the exception: they make the rollout's calls larger, which may change the last bits.)
+    A probe may be approximate: its results enter only the value table's columns before the last. Trajectories, the rewards of
+    finished images and the evaluations of the update are computed without it, and are bit for bit the same with any probe. (Nodes
+    in `ahead` are the exception: they make the rollout's calls larger, which may change the last bits.)
     `flowrl.testing.check_probe` checks this contract. Options are the fields of a data class.
     """
 
@@ -258,8 +268,8 @@ class Probe:
         """How the network is called; the rollout raises `ConfigError` before its first call if the policy does not support it."""
         return NetworkUse()
 
-    def ahead(self, schedule: Schedule) -> Sequence[int]:
-        """The stochastic steps from whose nodes the rollout follows the ODE within its own calls."""
+    def ahead(self, nodes: Sequence[int]) -> Sequence[int]:
+        """Those of the `nodes` to be estimated from which the rollout follows the ODE within its own calls."""
         return ()
 
     def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
@@ -267,12 +277,12 @@ class Probe:
         return {}
 
     def rewards(self, scored: Scored) -> Mapping[int, Float[Tensor, "prompt member"]]:
-        """R[., node] by node, from the rewards of the estimates; by default those of the estimates whose key is a node."""
+        """Values by node, from the rewards of the estimates; by default those of the estimates whose key is a node."""
         return {key: scored.at(key) for key in scored.rewards if isinstance(key, int)}
 
-    def fills(self, steps: int) -> Sequence[int]:
-        """The nodes, in a schedule of `steps` steps, for which `rewards` has values; by default all but the last."""
-        return range(steps)
+    def fills(self, decisions: int) -> Sequence[int]:
+        """The columns of a value table of `decisions` decisions for which `rewards` has values; by default all but the last."""
+        return range(decisions)
 
     def cost(self, shape: Shape) -> Cost | None:
         """The calls of `estimate` and the number of scored images, for `flowrl train --plan`; None if unknown."""
@@ -281,9 +291,9 @@ class Probe:
 
 @dataclass(frozen=True)
 class NoProbe(Probe):
-    """Only the finished image is scored; R at every other node is NaN. 0 extra network evaluations."""
+    """Only the finished image is scored; all other columns are NaN. 0 extra network evaluations."""
 
-    def fills(self, steps: int) -> Sequence[int]:
+    def fills(self, decisions: int) -> Sequence[int]:
         """None."""
         return ()
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
@@ -33,11 +34,11 @@ class ODEProbe(Probe, ABC):
     therefore start with a step of order 1, from the rollout's v_j; their last step has order 1, too.
 
     Args:
-        every: k: score only every k-th stochastic step's node. The gain from one scored node to the next is split evenly over the
-            stochastic steps between them; deterministic steps have gain 0. Gains sum to R_T - R_0.
+        every: k: score only the states of every k-th decision. The gain from one of them to the next is split evenly over the
+            decisions between them. Gains sum to R_T - R_0.
         fraction: p, in (0, 1].
         control: C, which needs no network evaluation. "tweedie": the reward of x_j - t_j v_j, decoded and scored for all members;
-            "uniform": linear over the stochastic steps from the mean of the group's R_T to the member's R_T.
+            "uniform": linear over the decisions from the mean of the group's R_T to the member's R_T.
         solver: euler, or by diffusers' schedulers and of order 2: heun (arXiv 2206.00364, algorithm 1), dpm++ (DPM-Solver++ 2M,
             arXiv 2211.01095) or unipc (arXiv 2302.04867).
         dtype: see `NetworkUse`; the first velocity is always the rollout's.
@@ -82,17 +83,13 @@ class ODEProbe(Probe, ABC):
     def evaluations(self, steps: int, node: int) -> int:
         """Network evaluations of a solution from `node`, including the rollout's evaluation at this node."""
 
-    def nodes(self, schedule: Schedule) -> Sequence[int]:
-        """The nodes with estimates."""
-        return schedule.decisions[:: self.every]
-
     def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
         """The ends of the ODE and, with `fraction` < 1, those of the control."""
         schedule, tree = run.trajectories.schedule, run.trajectories.tree
-        nodes = self.nodes(schedule)
+        nodes = run.nodes[:: self.every]
         members = self._drawn(run, tree.members)
         rows = {node: members if tree.counts[node] == tree.members else None for node in nodes}
-        if self.ahead(schedule):
+        if self.ahead(run.nodes):
             ends = run.completed
         else:
             ends = run.solve({node: self.grid(schedule, node) for node in nodes}, self.solver, rows)
@@ -115,31 +112,32 @@ class ODEProbe(Probe, ABC):
         return max(1, round(self.fraction * members))
 
     def rewards(self, scored: Scored) -> Mapping[int, Tensor]:
-        """R[., node] of all nodes but the last."""
+        """The values of all nodes to be estimated."""
         values: dict[int, Tensor] = {}
-        for node in (key for key in scored.rewards if isinstance(key, int)):
+        for place, node in enumerate(scored.nodes):
+            if node not in scored.rewards:
+                continue
             found = scored.at(node)
             if node in scored.members:
-                control = self._control(scored, node)
+                control = self._control(scored, place)
                 weight = found.shape[1] / scored.members[node].shape[1]
-                chosen = torch.zeros_like(found, dtype=torch.bool).scatter(1, scored.members[node].to(found.device), True)
+                drawn = scored.members[node].to(found.device)
+                chosen = torch.zeros_like(found, dtype=torch.bool).scatter(1, drawn, True)
                 found = torch.where(chosen, control + weight * (found - control), control)
             values[node] = found
         return split_evenly(values, scored)
 
-    def _control(self, scored: Scored, node: int) -> Tensor:
-        """C at `node` [prompt, member]."""
+    def _control(self, scored: Scored, place: int) -> Tensor:
+        """C at the node `scored.nodes[place]` [prompt, member]."""
         if self.control == "tweedie":
-            return scored.at((CONTROL, node))
+            return scored.at((CONTROL, scored.nodes[place]))
         mean = scored.final.nanmean(dim=1, keepdim=True)
-        decisions = scored.schedule.decisions
-        passed = sum(step < node for step in decisions) / max(len(decisions), 1)
-        return mean + passed * (scored.final - mean)
+        return mean + place / len(scored.nodes) * (scored.final - mean)
 
     def cost(self, shape: Shape) -> Cost:
         """Solutions from all nodes advance together; with `cache` those from one node at a time."""
-        schedule, counts = shape.schedule, shape.rows
-        nodes, all_members = self.nodes(schedule), shape.groups * shape.members
+        nodes, counts = shape.nodes[:: self.every], shape.rows
+        all_members = shape.groups * shape.members
         chosen = shape.groups * (self._count(shape.members) if self.fraction < 1 else shape.members)
         rows = {node: chosen if counts[node] == all_members else counts[node] for node in nodes}
         controls = sum(counts[node] for node in nodes) if self.fraction < 1 and self.control == "tweedie" else 0
@@ -147,7 +145,7 @@ class ODEProbe(Probe, ABC):
 
     def _calls(self, shape: Shape, rows: Mapping[int, int]) -> list[Call]:
         steps = shape.schedule.steps
-        if self.ahead(shape.schedule):
+        if self.ahead(shape.nodes):
             return [Call(rows[node], step=step) for node in rows for step in range(node + 1, steps)]
         lengths = {node: self.evaluations(steps, node) for node in rows}
         if self.cache == 1:
@@ -159,25 +157,15 @@ class ODEProbe(Probe, ABC):
 
 
 def split_evenly(values: Mapping[int, Tensor], scored: Scored) -> dict[int, Tensor]:
-    """R at every node before the last from R at some of them.
-
-    Between two of these nodes R changes by equal amounts over the stochastic steps. It does not change over deterministic steps
-    and before the first of the nodes.
-    """
-    schedule, values = scored.schedule, dict(values)
-    stochastic = set(schedule.decisions)
-    known = {**values, schedule.steps: scored.final}
-    for node in range(schedule.steps):
-        if node not in values:
-            after = next(other for other in sorted(known) if other >= node)
-            before = max((other for other in known if other < node), default=None)
-            passed = 0 if before is None else sum(step in stochastic for step in range(before, node))
-            whole = 0 if before is None else sum(step in stochastic for step in range(before, after))
-            if before is None or passed == whole:
-                values[node] = known[after]
-            else:
-                values[node] = known[before] + passed / whole * (known[after] - known[before])
-    return values
+    """Values of all nodes to be estimated from those of some of them, linear over the decisions between two of these."""
+    found, nodes = dict(values), scored.nodes
+    known = {nodes.index(node): table for node, table in values.items()}
+    known[len(nodes)] = scored.final
+    for before, after in pairwise(sorted(known)):
+        for place in range(before + 1, after):
+            share = (place - before) / (after - before)
+            found[nodes[place]] = known[before] + share * (known[after] - known[before])
+    return found
 
 
 @checked_options
@@ -186,7 +174,7 @@ class Substeps(ODEProbe):
     """R_j scores the image after `count` network evaluations on an even grid over [t_j, 0], the first of them the rollout's v_j.
 
     `count` = 1 is the Tweedie estimate x_j - t_j v_j. A step takes one evaluation; with heun there are (`count` + 1) / 2 steps.
-    All nodes before the last have estimates unless `every` > 1. Source: Stepwise-Flow-GRPO (arXiv 2603.28718), T' = `count`,
+    Source: Stepwise-Flow-GRPO (arXiv 2603.28718), T' = `count`,
     Euler's method.
 
     Args:
@@ -211,10 +199,6 @@ class Substeps(ODEProbe):
         require(fits, "Substeps.count", self.count, "odd with solver heun, which has 2 evaluations a step and 1 in the last")
         super().__post_init__()
 
-    def nodes(self, schedule: Schedule) -> Sequence[int]:
-        """All nodes before the last, or every k-th of those before stochastic steps."""
-        return range(schedule.steps) if self.every == 1 else schedule.decisions[:: self.every]
-
     def grid(self, schedule: Schedule, node: int) -> Grid:
         """The even grid."""
         start = schedule.times[node]
@@ -238,8 +222,7 @@ def Tweedie() -> Substeps:
 class Completion(ODEProbe):
     """R_j scores the image reached by the remaining ODE steps on the sampler's grid. Source: TP-GRPO (arXiv 2602.06422).
 
-    Only nodes before stochastic steps have estimates: from other nodes the ODE leads to the next node's image. heun takes 2 (T -
-    j) - 1 evaluations from node j, the other solvers T - j.
+    heun takes 2 (T - j) - 1 evaluations from node j, the other solvers T - j.
 
     Args:
         together: advance the solutions within the rollout's calls, T calls in all; applies to euler without cheaper options.
@@ -258,17 +241,10 @@ class Completion(ODEProbe):
 
     together: bool = True
 
-    def ahead(self, schedule: Schedule) -> Sequence[int]:
+    def ahead(self, nodes: Sequence[int]) -> Sequence[int]:
         """The nodes with estimates, if their solutions advance with the rollout."""
         plain = self.together and self.solver == "euler" and self.fraction == 1 and self.network == NetworkUse()
-        return self.nodes(schedule) if plain else ()
-
-    def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
-        """The ends of the ODE; without cheaper options also for the nodes that the ODE links to them."""
-        found = dict(super().estimate(run))
-        if self.every == 1 and self.fraction == 1:
-            found |= linked(found, run)
-        return found
+        return nodes[:: self.every] if plain else ()
 
     def grid(self, schedule: Schedule, node: int) -> Grid:
         """The rest of the sampler's grid."""
@@ -277,15 +253,6 @@ class Completion(ODEProbe):
     def evaluations(self, steps: int, node: int) -> int:
         """One for each remaining step; with heun two for all but the last."""
         return 2 * (steps - node) - 1 if self.solver == "heun" else steps - node
-
-
-def linked(found: Mapping[Key, Estimate], run: Probing) -> dict[Key, Estimate]:
-    """Estimates of the other nodes: a deterministic step leads to the same image, so they equal the next node's."""
-    steps = run.trajectories.schedule.steps
-    chain: dict[Key, Estimate] = {steps: Estimate(run.final)}
-    for node in reversed(range(steps)):
-        chain[node] = found.get(node, chain[node + 1])
-    return {node: chain[node] for node in range(steps)}
 
 
 @checked_options
@@ -304,11 +271,11 @@ class Continuation(Probe):
         require(self.count >= 1, "Continuation.count", self.count, "1 or more")
 
     def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
-        """The ends of the continuations from every stochastic step's node."""
-        decisions = run.trajectories.schedule.decisions
-        return linked({node: Estimate(run.continued(node, self.count), self.count) for node in decisions}, run)
+        """The ends of the continuations."""
+        return {node: Estimate(run.continued(node, self.count), self.count) for node in run.nodes}
 
     def cost(self, shape: Shape) -> Cost:
-        """`count` rows for every trajectory, stochastic step and step after."""
-        decisions, rows = shape.schedule.decisions, shape.groups * shape.members * self.count
-        return Cost([Call(rows) for node in decisions for _ in range(node, shape.schedule.steps)], len(decisions) * rows)
+        """`count` rows for every trajectory, node and step after it."""
+        rows = shape.groups * shape.members * self.count
+        calls = [Call(rows) for node in shape.nodes for _ in range(node, shape.schedule.steps)]
+        return Cost(calls, len(shape.nodes) * rows)

@@ -1,16 +1,26 @@
 """The contract of a reward's scores: one finite number per image, NaN only from a reward that marks invalid samples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from flowrl.errors import RewardContractError
-from flowrl.protocols import AnyReward
+from flowrl.protocols import AnyReward, GroupReward
 from flowrl.types import Prompt, tensor_problem
 
-__all__ = ["ComponentScores", "check_group_scores", "check_score_shape", "check_scores", "is_remote", "marks_invalid"]
+__all__ = [
+    "ComponentScores",
+    "check_group_scores",
+    "check_score_shape",
+    "check_scores",
+    "component_methods",
+    "is_remote",
+    "marks_invalid",
+]
+
+ComponentMethods = tuple[Callable[[Tensor, Sequence[Prompt]], Mapping[str, Tensor]], Callable[[Mapping[str, Tensor]], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,17 @@ def is_remote(reward: object) -> bool:
 def marks_invalid(reward: AnyReward) -> bool:
     """Whether NaN from this reward marks a sample as invalid; see `protocols.RewardModel`."""
     return bool(getattr(reward, "marks_invalid", False))
+
+
+def component_methods(reward: AnyReward) -> ComponentMethods | None:
+    """The methods of a reward with named components, or None for other rewards.
+
+    Returns:
+        `parts` (of a group reward `group_parts`) and `total`; see `protocols.RewardModel`.
+    """
+    parts = getattr(reward, "group_parts" if isinstance(reward, GroupReward) else "parts", None)
+    total = getattr(reward, "total", None)
+    return None if parts is None or total is None else (parts, total)
 
 
 def check_scores(scores: object, prompts: Sequence[Prompt], origin: str, allow_invalid: bool = False) -> Tensor:

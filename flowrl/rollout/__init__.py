@@ -3,14 +3,36 @@
 from flowrl.rollout.estimates import Walkers, continued
 from flowrl.rollout.forward_batch import ForwardBatches
 from flowrl.rollout.groups import Groups
-from flowrl.rollout.loss_batch import LossBatches, minibatch_pairs
-from flowrl.rollout.reward_table import RewardTables, reward_table, reward_tables, score, score_components
-from flowrl.rollout.rollout import Rollout, attach_stds, group_tree, rollout
+from flowrl.rollout.loss_batch import LossBatches, minibatch_rows
+from flowrl.rollout.rollout import Rollout, group_tree, log_probs, rollout
 from flowrl.rollout.sampling import EVALUATION_SEED, ImageBatch, initial_noise, sample_images
 from flowrl.rollout.solvers import SOLVERS, Usage, integrate, solve
+from flowrl.rollout.values import Values, score, score_components, score_rollout
+from flowrl.rollout.weights import transition_weights, usable
 
 __all__ = [
-    "EVALUATION_SEED", "SOLVERS", "ForwardBatches", "Groups", "ImageBatch", "LossBatches", "RewardTables", "Rollout", "Usage",
-    "Walkers", "attach_stds", "continued", "group_tree", "initial_noise", "integrate", "minibatch_pairs",
-    "reward_table", "reward_tables", "rollout", "sample_images", "score", "score_components", "solve",
-]  # fmt: skip
+    "EVALUATION_SEED",
+    "SOLVERS",
+    "ForwardBatches",
+    "Groups",
+    "ImageBatch",
+    "LossBatches",
+    "Rollout",
+    "Usage",
+    "Values",
+    "Walkers",
+    "continued",
+    "group_tree",
+    "initial_noise",
+    "integrate",
+    "log_probs",
+    "minibatch_rows",
+    "rollout",
+    "sample_images",
+    "score",
+    "score_components",
+    "score_rollout",
+    "solve",
+    "transition_weights",
+    "usable",
+]

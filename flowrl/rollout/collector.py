@@ -9,11 +9,11 @@ from torch import Tensor
 
 from flowrl.distributed import Assignment, Distributed
 from flowrl.probes import Probe, whole
-from flowrl.protocols import AnyReward, FlowPolicy, Sampler
+from flowrl.protocols import AnyReward, AnySampler, FlowPolicy
 from flowrl.rollout.groups import Groups
-from flowrl.rollout.reward_table import RewardTables, reward_tables
 from flowrl.rollout.rollout import Rollout, rollout
 from flowrl.rollout.solvers import Usage
+from flowrl.rollout.values import Values, score_rollout
 from flowrl.transfer import copies_done, to_main_memory
 from flowrl.types import Condition, Prompt, Schedule, Trajectories
 
@@ -25,14 +25,20 @@ class Collected:
     Args:
         rollout: trajectories of the groups that this process rolled out, starting at `assignment.first`, without estimates.
         condition: the condition of these groups.
-        rewards: rewards of all groups of all processes.
+        values: the value tables of all groups of all processes.
         assignment: the groups of this process.
     """
 
     rollout: Rollout
     condition: Condition
-    rewards: RewardTables
+    values: Values
     assignment: Assignment
+
+    def own(self) -> Trajectories:
+        """The trajectories of the groups that belong to this process alone, to be gathered."""
+        own, first, path = self.assignment.own, self.assignment.first, self.rollout.trajectories
+        chosen = slice(own.start - first, own.stop - first)
+        return replace(path, states=path.states[chosen], outputs=path.outputs[chosen])
 
     @property
     def samples(self) -> slice:
@@ -84,21 +90,23 @@ class Collector:
         prompts: Sequence[Prompt],
         condition: Condition,
         noise: Tensor,
-        sampler: Sampler,
+        sampler: AnySampler,
         generator: torch.Generator,
         usage: Usage,
         enter: Callable[[str], None],
+        columns: Tensor | None = None,
     ) -> Collected:
         """Roll out and score all groups.
 
         `noise` [sample, *latent] and `condition` [prompt] are of all groups. `usage` is set to the costs of all processes.
-        `enter` is called with "rollout" and "reward" when these phases begin. An error of a part is raised in every process.
+        `enter` is called with "rollout" and "reward" when these phases begin. `columns`: see `rollout`. An error of a part is
+        raised in every process.
         """
         assigned, members = self.distributed.assign(self.groups.prompts), self.groups.members
         start = generator.get_state()
         scored = Usage()
         done: list[Rollout] = []
-        jobs: list[Callable[[], RewardTables]] = []
+        jobs: list[Callable[[], Values]] = []
         with self.distributed.shared_errors(), _Background(self.overlap) as background:
             for first, count in assigned.chunks(self.chunk):
                 enter("rollout")
@@ -108,7 +116,7 @@ class Collector:
                 part = noise[first * members : (first + count) * members]
                 result = rollout(
                     self.policy, sampler, self.schedule, condition.take(rows), part, generator,
-                    self.groups.part(first, count), self.probe, usage, self.max_batch,
+                    self.groups.part(first, count), self.probe, usage, self.max_batch, columns,
                 )  # fmt: skip
                 done.append(self._kept(result))
                 own = assigned.own_within(first, count)
@@ -124,18 +132,18 @@ class Collector:
         copies_done(self.policy.device)
         path = _joined([result.trajectories for result in done])
         rows = torch.arange(assigned.first, assigned.first + assigned.count, device=self.policy.device)
-        tables = replace(_stacked([table for tables, _ in gathered for table in tables]), prompts=prompts)
+        values = Values.cat([table for tables, _ in gathered for table in tables])
         groups = self.groups.part(assigned.first, assigned.count)
-        return Collected(Rollout(path, {}, groups), condition.take(rows), tables, assigned)
+        return Collected(Rollout(path, {}, groups), condition.take(rows), values, assigned)
 
-    def _score(self, result: Rollout, prompts: Sequence[Prompt], usage: Usage) -> RewardTables:
-        return reward_tables(self.policy, self.reward, result, prompts, usage)
+    def _score(self, result: Rollout, prompts: Sequence[Prompt], usage: Usage) -> Values:
+        return score_rollout(self.policy, self.reward, result, prompts, usage)
 
     def _kept(self, result: Rollout) -> Rollout:
         """`result` without the estimates, in main memory if `offload` is set."""
         path = result.trajectories
         if self.offload:
-            path = Trajectories(to_main_memory(path.states), to_main_memory(path.outputs), path.schedule)
+            path = replace(path, states=to_main_memory(path.states), outputs=to_main_memory(path.outputs))
         return Rollout(path, {}, result.groups)
 
 
@@ -152,9 +160,9 @@ class _Background:
                 torch.cuda.set_device(device)
 
         self.pool = ThreadPoolExecutor(1, "rewards", like_here) if on else None
-        self.futures: list[Future[RewardTables]] = []
+        self.futures: list[Future[Values]] = []
 
-    def submit(self, job: Callable[..., RewardTables], *arguments: object) -> Callable[[], RewardTables]:
+    def submit(self, job: Callable[..., Values], *arguments: object) -> Callable[[], Values]:
         """Run a job; returns a function that returns its result or raises its error."""
         if self.pool is None:
             result = job(*arguments)
@@ -181,14 +189,5 @@ def _joined(paths: Sequence[Trajectories]) -> Trajectories:
     """The trajectories concatenated along the prompts."""
     if len(paths) == 1:
         return paths[0]
-    return Trajectories(torch.cat([p.states for p in paths]), torch.cat([p.outputs for p in paths]), paths[0].schedule)
-
-
-def _stacked(tables: Sequence[RewardTables]) -> RewardTables:
-    """The tables concatenated along the prompts."""
-    if len(tables) == 1:
-        return tables[0]
-    parts = {name: torch.cat([table.parts[name] for table in tables]) for name in tables[0].parts}
-    log_probs = [table.log_probs for table in tables if table.log_probs is not None]
-    valid = torch.cat([table.valid for table in tables])
-    return RewardTables(torch.cat([t.total for t in tables]), parts, valid, torch.cat(log_probs) if log_probs else None)
+    states, outputs = (torch.cat([getattr(path, name) for path in paths]) for name in ("states", "outputs"))
+    return replace(paths[0], states=states, outputs=outputs)

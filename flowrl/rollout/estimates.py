@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ class Walkers:
     Args:
         policy: the policy that computes velocities.
         sampler: the sampler of the continuations.
-        schedule: the schedule with stds.
+        schedule: the time grid.
+        stds: standard deviations of the sampler's transitions [step].
         draw: draws the next node.
         usage: counters of network evaluations, which are updated.
         max_batch: largest number of latents per network call.
@@ -27,9 +29,15 @@ class Walkers:
     policy: FlowPolicy
     sampler: Sampler
     schedule: Schedule
+    stds: Tensor
     draw: Callable[[Gaussian], Tensor]
     usage: Usage
     max_batch: int = 1024
+
+    @cached_property
+    def stochastic(self) -> list[bool]:
+        """Whether the sampler draws at each step."""
+        return (self.stds > 0).tolist()
 
 
 def continued(walkers: Walkers, nodes: Tensor, start: int, condition: Condition, count: int) -> Tensor:
@@ -48,10 +56,10 @@ def continued(walkers: Walkers, nodes: Tensor, start: int, condition: Condition,
         Latents [sample x count, *latent], float32; continuations of one sample are adjacent.
     """
     x, rows = nodes.repeat_interleave(count, dim=0), condition.repeat(count)
-    schedule = walkers.schedule
+    schedule, drawn = walkers.schedule, walkers.stochastic
     for i in range(start, schedule.steps):
         timestep = schedule.network_timesteps[i].expand(len(x))
         velocity = walkers.usage.velocity(walkers.policy, x, timestep, rows, walkers.max_batch)
         gaussian = walkers.sampler.transition(x, velocity, schedule, torch.full((len(x),), i, device=x.device))
-        x = walkers.draw(gaussian) if i in schedule.decisions else gaussian.mean
+        x = walkers.draw(gaussian) if drawn[i] else gaussian.mean
     return x

@@ -1,29 +1,31 @@
 """From finished images to the input of a forward-process loss: micro-batches of (sample, drawn time) rows."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from flowrl.errors import ConfigError, require
+from flowrl.experience import Decisions
 from flowrl.flow.path import expand
 from flowrl.forward import ForwardBatch, Guidance, WeightCopy
-from flowrl.protocols import FlowPolicy, ForwardLoss, Guided
-from flowrl.rollout.loss_batch import MicroBatch, Pairs, all_pairs, in_units, pooled_means, unit_key
+from flowrl.protocols import FlowPolicy, ForwardLoss, extras
+from flowrl.rollout.loss_batch import MicroBatch, Rows, in_units, pooled_means, unit_key, weighted_rows
 from flowrl.rollout.rollout import Groups, Rollout
 from flowrl.transfer import to_device
 from flowrl.types import Condition, Schedule
 
 
-class CopiedWeights(Protocol):
+class CopiedWeights(ABC):
     """A copy of the trained weights, as declared by a forward-process loss."""
 
     copy: WeightCopy
     is_current: bool
 
+    @abstractmethod
     def weights(self) -> AbstractContextManager[None]:
         """Within this context the policy has the copy's weights."""
         ...
@@ -33,6 +35,14 @@ def step_of(times: Tensor, schedule: Schedule) -> Tensor:
     """The step i with t_{i+1} < t <= t_i for each of `times`."""
     nodes = schedule.times.to(times.device)
     return ((nodes >= times[..., None] - 1e-6).sum(-1) - 1).clamp(0, schedule.steps - 1)
+
+
+def credited(times: Tensor, decisions: Decisions) -> Tensor:
+    """The decision whose credit a row at each of `times` takes: the last one whose time is not below the row's, or the first one
+    if all are below.
+    """
+    starts = to_device(decisions.time, times.device)
+    return ((starts >= times[..., None] - 1e-6).sum(-1) - 1).clamp(min=0)
 
 
 def training_noise(
@@ -59,17 +69,19 @@ class ForwardBatches:
     """Makes the batches of a forward-process loss from the finished latents of a rollout. Samples are numbered within this
     process.
 
-    A row has the advantage of the step during which a trajectory passes the row's time, so rules that credit steps weight times.
-    This is a heuristic: unless the loss's `noise` is "path", the regressed states are noised images, not those that the steps
-    reached. A rule with equal credit for all steps gives the papers' losses.
+    A row has the advantage of the decision that `credited` assigns to its time, so rules that credit decisions weight times.
+    This is a heuristic: unless the loss's `noise` is "path", the regressed states are noised images, not those that the decisions
+    reached. A rule with equal credit for all decisions gives the papers' losses.
 
     Args:
         policy: the policy.
         loss: the forward-process loss.
         rollout: the rollout with the finished latents.
         condition: the condition, one row per prompt.
-        advantages: the credit rule's advantages [sample, step].
+        advantages: the credit rule's advantages [sample, decision].
+        weights: the weights [sample, decision].
         times: training times [sample, draw].
+        decisions: the axis of credit.
         seed: the iteration's seed of the noise.
         copies: the copies of the weights that the loss declares.
         guidance: guidance of the velocities.
@@ -84,7 +96,9 @@ class ForwardBatches:
     rollout: Rollout
     condition: Condition
     advantages: Tensor
+    weights: Tensor
     times: Tensor
+    decisions: Decisions
     seed: int
     copies: Mapping[str, CopiedWeights] = field(default_factory=dict)
     guidance: Guidance = Guidance()
@@ -93,9 +107,10 @@ class ForwardBatches:
     def __post_init__(self) -> None:
         path, groups = self.rollout.trajectories, self.rollout.groups
         self.images, self.steps = path.images_latent, step_of(self.times, path.schedule)
-        self.sampled = self.policy.guidance_scale if isinstance(self.policy, Guided) else 1.0
+        self._extras = extras(self.policy, "guided", "guidance_scale")
+        self.sampled = 1.0 if self._extras is None else self._extras.guidance_scale
         scales = self.guidance.scales(self.sampled)
-        fits = isinstance(self.policy, Guided) or scales == (1.0, 1.0)
+        fits = self._extras is not None or scales == (1.0, 1.0)
         require(fits, "guidance of the loss", scales, f"1: {type(self.policy).__name__} has no guidance")
         if self.loss.noise == "path":
             if path.tree.branched:
@@ -105,6 +120,7 @@ class ForwardBatches:
             draws = self.times.shape[1]
             self.noise = training_noise(self.loss, groups, self.images.shape[1:], draws, self.seed, self.images.device)
         self.steps = self.steps.to(self.images.device)
+        self.columns = credited(self.times, self.decisions).to(self.images.device)
 
     def _there(self, stored: Tensor) -> Tensor:
         return to_device(stored, self.advantages.device)
@@ -122,7 +138,7 @@ class ForwardBatches:
         return found * (2 if self.pooled is not None else 1)
 
     def _guided(self, scale: float) -> AbstractContextManager[None]:
-        return self.policy.guided(scale) if isinstance(self.policy, Guided) else nullcontext()
+        return nullcontext() if self._extras is None else self._extras.guided(scale)
 
     def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
         """Compute, before a mini-batch, the means over units that are spread over micro-batches, with the current weights."""
@@ -131,18 +147,22 @@ class ForwardBatches:
 
     def evaluated_steps(self, micro: MicroBatch) -> Tensor:
         """The step that contains the time of each row, on the policy's device."""
-        return self._there(self.steps[micro.sample, micro.step])
+        return self._there(self.steps[micro.sample, micro.column])
+
+    def origin(self, sample: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        """The step that contains each row's time, and the decision whose credit it takes."""
+        return self.steps[sample, column], self.columns[sample, column]
 
     def of(self, sample: Tensor, draw: Tensor, shared: object = None) -> ForwardBatch:
         """The batch of these rows; indices of equal length."""
         path, members, there = self.rollout.trajectories, self.rollout.groups.members, self._there
         sample, draw = sample.to(self.images.device), draw.to(self.images.device)
-        image, step = there(self.images[sample]), self.steps[sample, draw]
+        image, step, column = there(self.images[sample]), self.steps[sample, draw], self.columns[sample, draw]
         if self.loss.noise == "path":
             stored = path.states[sample // members, to_device(path.tree.paths, sample.device)[sample % members, step]]
         else:
             stored = self.noise[sample, draw]
-        stored, sample, draw, step = map(there, (stored, sample, draw, step))
+        stored, sample, draw, column = map(there, (stored, sample, draw, column))
         time, group = self.times[sample, draw], sample // members
         spread = expand(time, image)
         if self.loss.noise == "path":
@@ -171,8 +191,8 @@ class ForwardBatches:
             time=time,
             target=target,
             new=new,
-            advantages=self.advantages[sample, step],
-            weight=torch.ones_like(time),
+            advantages=self.advantages[sample, column],
+            weight=self.weights[sample, column],
             group=group + first,
             sample=sample + first * members,
             pooled=None if self.pooled is None else self.pooled[sample, draw],
@@ -180,16 +200,11 @@ class ForwardBatches:
         )
 
 
-def forward_pairs(
-    parts: Sequence[Tensor], loss: ForwardLoss, steps: Tensor, members: int, trained: Tensor | None = None
-) -> list[Pairs]:
-    """The rows of each mini-batch: all drawn times of its samples, `parts[k]`; `steps` [sample, draw] are the times' steps.
+def forward_rows(parts: Sequence[Tensor], loss: ForwardLoss, weights: Tensor, members: int) -> list[Rows]:
+    """The rows of each mini-batch: all drawn times of its samples `parts[k]` whose weight [sample, draw] is above 0.
 
-    Rows of a unit of the loss are adjacent, in the mini-batch of the first of them. Rows at times of steps that are
-    False in `trained` [sample, step] are left out.
+    Rows of a unit of the loss are adjacent, in the mini-batch of the first of them.
     """
-    draws = torch.arange(steps.shape[1], device=steps.device)
-    found = [all_pairs(samples, draws) for samples in parts]
-    if trained is not None:
-        found = [pairs[trained[pairs.sample, steps[pairs.sample, pairs.step]]] for pairs in found]
+    draws = torch.arange(weights.shape[1], device=weights.device)
+    found = [weighted_rows(samples, draws, weights) for samples in parts]
     return found if loss.unit == "transition" else in_units(found, unit_key(loss.unit, members))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flowrl.distributed import Distributed
-from flowrl.errors import ConfigError, TrainingError, require
+from flowrl.errors import ConfigError, TrainingError
 from flowrl.forward import ForwardBatch
-from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, PooledLoss, Sampler
+from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler
 from flowrl.rollout.collector import Collected
 from flowrl.rollout.rollout import Rollout
 from flowrl.transfer import to_device
@@ -20,55 +20,66 @@ from flowrl.types import Condition, Gaussian, LossBatch, LossResult, Unit, input
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """(trajectory, step) pairs.
+class Rows:
+    """Rows of a loss: transitions, or images at drawn times.
 
     Args:
-        sample: indices of the samples [pair], among all samples.
-        step: indices of the steps [pair]; for forward-process losses, of the drawn times.
-        unit: pairs with the same number are adjacent and stay in one micro-batch if they fit; None: every pair is separate.
-        shared: the pairs of a unit need one network evaluation together, as they start from one state.
-        zeros: number of further pairs that the mean includes, which are left out because their gradient is 0.
+        sample: indices of the samples [row], among all samples.
+        column: indices of the decisions [row]; for forward-process losses, of the drawn times.
+        weight: weights in the mean [row].
+        unit: rows with the same number are adjacent and stay in one micro-batch if they fit; None: every row is separate.
+        shared: the rows of a unit need one network evaluation together, as they start from one state.
+        left_out: sum of the weights of further rows that the mean includes, whose gradient is 0.
+        zeros: number of these rows.
     """
 
     sample: Tensor
-    step: Tensor
+    column: Tensor
+    weight: Tensor
     unit: Tensor | None = None
     shared: bool = False
+    left_out: float = 0.0
     zeros: int = 0
 
     def __len__(self) -> int:
         return len(self.sample)
 
-    def __getitem__(self, rows: Tensor) -> "Pairs":
-        return Pairs(self.sample[rows], self.step[rows], None if self.unit is None else self.unit[rows], self.shared)
+    def __getitem__(self, rows: Tensor) -> "Rows":
+        unit = None if self.unit is None else self.unit[rows]
+        return Rows(self.sample[rows], self.column[rows], self.weight[rows], unit, self.shared)
 
-    def to(self, device: torch.device) -> "Pairs":
-        """The same pairs with their indices on `device`."""
+    def to(self, device: torch.device) -> "Rows":
+        """The same rows with their numbers on `device`."""
         unit = None if self.unit is None else self.unit.to(device)
-        return replace(self, sample=self.sample.to(device), step=self.step.to(device), unit=unit)
+        sample, column, weight = (one.to(device) for one in (self.sample, self.column, self.weight))
+        return replace(self, sample=sample, column=column, weight=weight, unit=unit)
+
+    @cached_property
+    def evaluated(self) -> float:
+        """The sum of the weights."""
+        return sum(self.weight.tolist())
 
     @property
-    def total(self) -> int:
-        """The number of pairs that the mean is over."""
-        return len(self) + self.zeros
+    def total(self) -> float:
+        """The denominator of the mean."""
+        return self.evaluated + self.left_out
 
-    def without_zeros(self, advantages: Tensor) -> "Pairs":
-        """The pairs whose advantage [sample, step] is not 0, as part of the same mean; whole units, unless they are only shared
-        states.
+    def without_zeros(self, advantages: Tensor) -> "Rows":
+        """The rows whose advantage [sample, decision] is not 0, as part of the same mean; whole units, unless they are only
+        shared states.
 
-        The first pair if there are none, because the optimizer also steps on gradients of 0.
+        The first row if there are none, because the optimizer also steps on gradients of 0.
         """
-        kept = advantages.to(self.sample.device)[self.sample, self.step] != 0
+        kept = advantages.to(self.sample.device)[self.sample, self.column] != 0
         if self.unit is not None and not self.shared:
             kept = torch.isin(self.unit, self.unit[kept])
         kept[0] |= ~kept.any()
         found = self[kept]
-        return replace(found, zeros=len(self) - len(found))
+        return replace(found, left_out=self.evaluated - found.evaluated, zeros=len(self) - len(found))
 
     @property
     def evaluations(self) -> int:
-        """Network evaluations that the pairs take."""
+        """Network evaluations that the rows take."""
         return len(self.unit.unique()) if self.shared and self.unit is not None else len(self)
 
     @property
@@ -78,17 +89,13 @@ class Pairs:
             return 1
         return int(self.unit.unique_consecutive(return_counts=True)[1].max())
 
-    def pieces(self, size: int) -> Iterator["Pairs"]:
-        """The pairs in order, at most `size` network evaluations at a time, with whole units if `size` allows."""
-        if self.unit is None:
-            for sample, step in zip(self.sample.split(size), self.step.split(size), strict=True):
-                yield Pairs(sample, step)
-            return
+    def pieces(self, size: int) -> Iterator["Rows"]:
+        """The rows in order, at most `size` network evaluations at a time, with whole units if `size` allows."""
         lengths, filled = [0], 0
-        for count in self.unit.unique_consecutive(return_counts=True)[1].tolist():
+        for count in self._counts():
             cost = 1 if self.shared else count
-            parts = [count] if cost <= size else [*[size] * (count // size), *([count % size] if count % size else [])]
-            for part in parts:
+            rest = [count % size] if count % size else []
+            for part in [count] if cost <= size else [*[size] * (count // size), *rest]:
                 taken = 1 if self.shared else part
                 if filled + taken > size:
                     lengths, filled = [*lengths, 0], 0
@@ -98,92 +105,78 @@ class Pairs:
             yield self[torch.arange(start, start + length, device=self.sample.device)]
             start += length
 
-
-def all_pairs(samples: Tensor, steps: Tensor) -> Pairs:
-    """Every sample with every step."""
-    sample, step = torch.cartesian_prod(samples, steps).unbind(1)
-    return Pairs(sample, step)
-
-
-def unit_key(unit: Unit, members: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """The number of the unit of each (sample, step), for `in_units`."""
-    if unit == "trajectory":
-        return lambda sample, step: sample
-    return lambda sample, step: sample // members * (int(step.max()) + 1) + step
+    def _counts(self) -> list[int]:
+        """The numbers of rows of the units."""
+        if self.unit is None:
+            return [1] * len(self)
+        return self.unit.unique_consecutive(return_counts=True)[1].tolist()
 
 
-def minibatch_pairs(
-    parts: Sequence[Tensor], steps: Tensor, tree: Tree, trained: Tensor | None = None, unit: Unit = "transition"
-) -> list[Pairs]:
-    """The pairs (sample, step) of each mini-batch.
+def minibatch_rows(parts: Sequence[Tensor], weights: Tensor, tree: Tree, unit: Unit = "transition") -> list[Rows]:
+    """The transitions of each mini-batch: those of weight above 0.
 
-    Without branches these are the samples `parts[k]` with the trained `steps`. In a branched tree they are the decisions, once
-    per trajectory or, if the tree's `weight` is "edge", once per distinct edge. All pairs of a parent are in the same
-    mini-batch. Parents are ordered by the first trajectory that contains them, so that every mini-batch has all depths, and
-    mini-batches have about the same number of pairs. With another `unit` than "transition" it is the loss's units that stay
-    whole, instead of the parents.
+    Without branches these are the decisions of the samples `parts[k]`. In a branched tree all transitions from one state are in
+    the same mini-batch. States are ordered by the first trajectory that contains them, so that every mini-batch has all depths,
+    and mini-batches have about the same number of transitions. With another `unit` than "transition" it is the loss's units
+    that stay whole, instead of the states.
 
     Args:
         parts: sample indices [sample] of each mini-batch.
-        steps: indices of the trained steps [step].
+        weights: weights [sample, decision] of all samples.
         tree: the tree of the rollout.
-        trained: mask of the pairs that remain [sample, step]; None for all.
         unit: what the loss needs in one batch.
 
     Returns:
-        One set of pairs per mini-batch.
-
-    Raises:
-        ConfigError: a trajectory of the tree lacks edges that count for another one, and the loss needs whole units.
+        One set of rows per mini-batch.
     """
-    found = [all_pairs(samples, steps) for samples in parts]
+    every = torch.arange(weights.shape[1], device=weights.device)
+    found = [weighted_rows(samples, every, weights) for samples in parts]
     if unit != "transition":
-        fits = not tree.branched or tree.weight == "leaf"
-        require(fits, "weight of the branching probe", tree.weight, f"'leaf' with a loss that needs a whole {unit}")
-        found = in_units(found, unit_key(unit, tree.members), kept=lambda sample, step: _decisions(sample, step, tree))
-    elif tree.branched:
-        found = in_units(
-            found, lambda sample, step: _units(sample, step, tree), True, lambda sample, step: _decisions(sample, step, tree)
-        )
-    return found if trained is None else [pairs[trained[pairs.sample, pairs.step]] for pairs in found]
+        return in_units(found, unit_key(unit, tree.members))
+    if tree.branched:
+        return in_units(found, lambda sample, column: _start(sample, column, tree), True)
+    return found
 
 
-def in_units(
-    parts: Sequence[Pairs],
-    key: Callable[[Tensor, Tensor], Tensor],
-    shared: bool = False,
-    kept: Callable[[Tensor, Tensor], Tensor] = lambda sample, step: torch.ones_like(sample, dtype=torch.bool),
-) -> list[Pairs]:
-    """The pairs for which `kept(sample, step)` is true, divided into as many mini-batches of about equally many pairs.
+def weighted_rows(samples: Tensor, columns: Tensor, weights: Tensor) -> Rows:
+    """Every sample with every column, if its weight in `weights` [sample, column] is above 0."""
+    samples = samples.to(weights.device)
+    sample, column = torch.cartesian_prod(samples, columns).unbind(1)
+    weight = weights[sample, column]
+    kept = weight > 0
+    return Rows(sample[kept], column[kept], weight[kept])
 
-    Units, which `key(sample, step)` identifies, stay whole. They are ordered by their smallest sample index.
+
+def unit_key(unit: Unit, members: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """The number of the unit of each (sample, column), for `in_units`."""
+    if unit == "trajectory":
+        return lambda sample, column: sample
+    return lambda sample, column: sample // members * (int(column.max()) + 1) + column
+
+
+def in_units(parts: Sequence[Rows], key: Callable[[Tensor, Tensor], Tensor], shared: bool = False) -> list[Rows]:
+    """The rows, divided into as many mini-batches of about equally many rows.
+
+    Units, which `key(sample, column)` identifies, stay whole. They are ordered by their smallest sample index.
     """
-    if not parts:
-        return []
+    if not parts or not any(map(len, parts)):
+        return list(parts)
     device = parts[0].sample.device
-    sample, step = (torch.cat([getattr(pairs, name) for pairs in parts]).cpu() for name in ("sample", "step"))
-    unit = key(sample, step)
+    sample, column, weight = (torch.cat([getattr(rows, name) for rows in parts]).cpu() for name in ("sample", "column", "weight"))
+    unit = key(sample, column)
     by_number = sample.argsort(stable=True)
     first = torch.empty_like(by_number)
     first[by_number] = by_number[_first(unit[by_number])]
     order = first.argsort(stable=True)
-    order = order[kept(sample, step)[order]]
-    place = _first(unit[order]) * len(parts) // max(len(order), 1)
-    chosen = [order[place == k] for k in range(len(parts))]
-    return [Pairs(sample[rows].to(device), step[rows].to(device), unit[rows].to(device), shared) for rows in chosen]
+    place = _first(unit[order]) * len(parts) // len(order)
+    rows = Rows(sample[order], column[order], weight[order], unit[order], shared)
+    return [rows[place == k].to(device) for k in range(len(parts))]
 
 
-def _units(sample: Tensor, node: Tensor, tree: Tree) -> Tensor:
-    """The index, among all groups, of the state that each trajectory passes at `node`."""
-    return sample // tree.members * tree.units + tree.paths[sample % tree.members, node]
-
-
-def _decisions(sample: Tensor, step: Tensor, tree: Tree) -> Tensor:
-    """Mask of the pairs that count: the decisions, each edge once if the tree declares it."""
-    kept = tree.decisions[sample % tree.members, step]
-    if tree.weight == "edge":
-        kept &= _first(_units(sample, step + 1, tree)) == torch.arange(len(sample))
-    return kept
+def _start(sample: Tensor, column: Tensor, tree: Tree) -> Tensor:
+    """The index, among all groups, of the state from which each trajectory's decision starts."""
+    step = torch.tensor(tree.drawn_steps)[column]
+    return sample // tree.members * tree.units + tree.paths[sample % tree.members, step]
 
 
 def _first(keys: Tensor) -> Tensor:
@@ -195,59 +188,60 @@ def _first(keys: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Pairs of one micro-batch.
+    """Rows of one micro-batch.
 
     Indices are stored where the trajectories are, in main memory if they are offloaded, so the host can read the rows without
     waiting for the device.
 
     Args:
-        sample: indices of the samples [pair], among those that this process rolled out.
-        step: indices of the steps [pair].
-        weight: number of its pairs / number of pairs of its mini-batch (`Pairs.total`) over all processes, so that the weighted
-            sum of mean losses is the mean over the mini-batch. 0 is padding: sharded weights need equally many network calls in
-            all processes.
-        shared: the first pair of every distinct parent, and the index of its parent for every pair; None if no pair shares one.
+        sample: indices of the samples [row], among those that this process rolled out.
+        column: indices of the decisions or drawn times [row].
+        weight: sum of its rows' weights / that of its mini-batch (`Rows.total`) over all processes, so that the weighted sum of
+            mean losses is the mean over the mini-batch. 0 is padding: sharded weights need equally many network calls in all
+            processes.
+        shared: the first row of every distinct state, and the index of its state for every row; None if no row shares one.
         whole: no unit of the mini-batch is spread over micro-batches.
     """
 
     sample: Tensor
-    step: Tensor
+    column: Tensor
     weight: float
     shared: tuple[Tensor, Tensor] | None = None
     whole: bool = True
 
 
-def micro_batches(pairs: Pairs, size: int, collected: Collected, distributed: Distributed) -> list[MicroBatch]:
-    """This process's pairs of a mini-batch, at most `size` network evaluations at a time."""
-    own = pairs[collected.owned(pairs.sample, collected.assignment)].to(collected.rollout.trajectories.states.device)
-    whole = pairs.largest <= size
+def micro_batches(rows: Rows, size: int, collected: Collected, distributed: Distributed) -> list[MicroBatch]:
+    """This process's rows of a mini-batch, at most `size` network evaluations at a time."""
+    own = rows[collected.owned(rows.sample, collected.assignment)]
+    device = collected.rollout.trajectories.states.device
+    whole = rows.largest <= size
     found = [
-        _micro_batch(piece, collected.samples.start, len(piece) / pairs.total, whole)
+        _micro_batch(piece.to(device), collected.samples.start, piece.evaluated / rows.total, whole)
         for piece in (own.pieces(size) if len(own) else ())
     ]
     if distributed.sharded:
         groups = collected.rollout.groups
         assigned = [distributed.assign(groups.of or groups.prompts, rank) for rank in range(distributed.world_size)]
-        counts = [len(list(pairs[collected.owned(pairs.sample, one)].pieces(size))) for one in assigned]
-        padding = MicroBatch(own.sample.new_zeros(1), pairs.step[:1].to(own.step), 0.0, whole=whole)
+        counts = [len(list(rows[collected.owned(rows.sample, one)].pieces(size))) for one in assigned]
+        padding = MicroBatch(rows.sample.new_zeros(1).to(device), rows.column[:1].to(device), 0.0, whole=whole)
         found += [padding] * (max(counts) - len(found))
     return found
 
 
-def _micro_batch(pairs: Pairs, first: int, weight: float, whole: bool = True) -> MicroBatch:
-    if pairs.unit is None or not pairs.shared:
-        return MicroBatch(pairs.sample - first, pairs.step, weight, whole=whole)
-    place = pairs.unit.unique_consecutive(return_inverse=True)[1]
-    rows = torch.cat([place.new_zeros(1), place.diff().nonzero().flatten() + 1])
-    return MicroBatch(pairs.sample - first, pairs.step, weight, (rows, place))
+def _micro_batch(rows: Rows, first: int, weight: float, whole: bool = True) -> MicroBatch:
+    if rows.unit is None or not rows.shared:
+        return MicroBatch(rows.sample - first, rows.column, weight, whole=whole)
+    place = rows.unit.unique_consecutive(return_inverse=True)[1]
+    starts = torch.cat([place.new_zeros(1), place.diff().nonzero().flatten() + 1])
+    return MicroBatch(rows.sample - first, rows.column, weight, (starts, place))
 
 
 @dataclass
 class LossBatches:
     """Makes loss batches from trajectories.
 
-    The batch of (`sample[k]`, `step[k]`) has any mixture of steps; the current policy's transitions carry the gradient. One
-    network evaluation per pair, or per parent of a micro-batch whose pairs share theirs; two with the reference. Trajectories
+    The batch of (`sample[k]`, `column[k]`) has any mixture of decisions; the current policy's transitions carry the gradient. One
+    network evaluation per row, or per state of a micro-batch whose rows share theirs; two with the reference. Trajectories
     in main memory are copied to the policy's device.
 
     Args:
@@ -255,7 +249,8 @@ class LossBatches:
         sampler: the sampler of the rollout.
         rollout: the rollout with the trajectories.
         condition: the condition, one row per prompt.
-        advantages: the credit rule's advantages [sample, step].
+        advantages: the credit rule's advantages [sample, decision].
+        weights: the weights of the transitions [sample, decision].
         with_reference: also evaluate the frozen base model.
         loss: the loss; needed by `prepare` only.
         pooled: means over units that are spread over micro-batches; set by `prepare`.
@@ -266,6 +261,7 @@ class LossBatches:
     rollout: Rollout
     condition: Condition
     advantages: Tensor
+    weights: Tensor
     with_reference: bool = False
     loss: PolicyLoss | None = None
     pooled: Tensor | None = None
@@ -286,31 +282,37 @@ class LossBatches:
 
     def evaluated_steps(self, micro: MicroBatch) -> Tensor:
         """The step of every network evaluation, on the policy's device."""
-        return self._there(micro.step if micro.shared is None else micro.step[micro.shared[0]])
+        column = micro.column if micro.shared is None else micro.column[micro.shared[0]]
+        return self._there(self._steps[column])
+
+    def origin(self, sample: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        """The step and the decision of rows."""
+        return self._steps[column.to(self._steps.device)], column
 
     @cached_property
     def _paths(self) -> Tensor:
         return to_device(self.rollout.trajectories.tree.paths, self.rollout.trajectories.states.device)
 
     @cached_property
-    def _decisions(self) -> Tensor:
-        return to_device(self.rollout.trajectories.tree.decisions, self.rollout.trajectories.states.device)
+    def _steps(self) -> Tensor:
+        path = self.rollout.trajectories
+        return to_device(torch.tensor(path.tree.drawn_steps), path.states.device)
 
     def _there(self, stored: Tensor) -> Tensor:
         return to_device(stored, self.advantages.device)
 
-    def of(self, sample: Tensor, step: Tensor, shared: tuple[Tensor, Tensor] | None = None) -> LossBatch:
-        """The batch of these pairs; indices of equal length. `shared`: see `MicroBatch`."""
+    def of(self, sample: Tensor, column: Tensor, shared: tuple[Tensor, Tensor] | None = None) -> LossBatch:
+        """The batch of these rows; indices of equal length. `shared`: see `MicroBatch`."""
         path, schedule, paths, there = self.rollout.trajectories, self.rollout.trajectories.schedule, self._paths, self._there
-        sample, step = sample.to(path.states.device), step.to(path.states.device)
+        sample, column = sample.to(path.states.device), column.to(path.states.device)
+        step = self._steps[column]
         group, member = sample // len(paths), sample % len(paths)
         following = there(path.states[group, paths[member, step + 1]])
-        weight = there(self._decisions[member, step]).to(self.advantages)
         rows, place = (slice(None), slice(None)) if shared is None else (shared[0], there(shared[1]))
         of, at = group[rows], step[rows]
         unit = paths[member[rows], at]
         node, sampled = there(path.states[of, unit]), there(path.outputs[of, unit])
-        sample, group, step, of, at = map(there, (sample, group, step, of, at))
+        sample, group, step, column, of, at = map(there, (sample, group, step, column, of, at))
         timestep, condition = schedule.network_timesteps[at], self.condition.take(of)
 
         def distributions(velocity: Tensor) -> Gaussian:
@@ -330,8 +332,8 @@ class LossBatches:
             new=new,
             behaviour=behaviour,
             next_node=following,
-            advantages=self.advantages[sample, step],
-            weight=weight,
+            advantages=self.advantages[sample, column],
+            weight=self.weights[sample, column],
             delta=schedule.deltas[step],
             sample=sample + first * len(paths),
             group=group + first,
@@ -339,7 +341,7 @@ class LossBatches:
             time=schedule.times[step],
             reference=reference,
             velocity=velocity,
-            pooled=None if self.pooled is None else self.pooled[sample, step],
+            pooled=None if self.pooled is None else self.pooled[sample, column],
         )
 
 
@@ -349,26 +351,27 @@ def pooled_means(
     minibatch: Sequence[MicroBatch],
     table: Tensor,
 ) -> Tensor | None:
-    """The means of the loss's `row_terms` over the unit of every row of a mini-batch, in a table like `table` [sample, step].
+    """The means of the loss's `row_terms` over the unit of every row of a mini-batch, in a table like `table` [sample, column].
 
-    None if the loss's units are rows, or if no unit is spread over micro-batches. `of` makes the batch of (sample, step) rows.
-    Raises `ConfigError` if units are spread and the loss is not a `PooledLoss`.
+    None if the loss's units are rows, or if no unit is spread over micro-batches. `of` makes the batch of (sample, column) rows.
+    Raises `ConfigError` if units are spread and the loss has no method `row_terms`.
     """
     if loss.unit == "transition" or all(micro.whole for micro in minibatch):
         return None
-    if not isinstance(loss, PooledLoss):
+    row_terms = getattr(loss, "row_terms", None)
+    if row_terms is None:
         found = f"{type(loss).__name__} needs a whole {loss.unit} in a micro-batch, and some have more rows"
-        raise ConfigError(f"{found}: raise micro_batch, or give the loss a method row_terms(batch) (protocols.PooledLoss)")
+        raise ConfigError(f"{found}: raise micro_batch, or give the loss a method row_terms(batch) (protocols.PolicyLoss)")
     rows: list[Sequence[Tensor]] = []
     with torch.no_grad():
         for micro in minibatch:
-            batch = of(micro.sample, micro.step)
+            batch = of(micro.sample, micro.column)
             weight = batch.weight if micro.weight > 0 else torch.zeros_like(batch.weight)
-            places = [to_device(index, table.device) for index in (micro.sample, micro.step)]
-            rows.append((*places, loss.row_terms(batch), weight, *batch.units(loss.unit)))
-        sample, step, terms, weight, *units = (torch.cat(column) for column in zip(*rows, strict=True))
+            places = [to_device(index, table.device) for index in (micro.sample, micro.column)]
+            rows.append((*places, row_terms(batch), weight, *batch.units(loss.unit)))
+        sample, column, terms, weight, *units = (torch.cat(column) for column in zip(*rows, strict=True))
         means, kept = unit_means(terms, units, weight), weight > 0
-    return torch.zeros_like(table).index_put_((sample[kept], step[kept]), means[kept].to(table))
+    return torch.zeros_like(table).index_put_((sample[kept], column[kept]), means[kept].to(table))
 
 
 def checked_loss(loss: PolicyLoss | ForwardLoss, batch: LossBatch | ForwardBatch) -> LossResult:

@@ -36,14 +36,15 @@ class Clock:
         self.last = now
 
 
-def reward_metrics(rewards: Tensor) -> dict[str, Any]:
-    """Statistics of the finished images' rewards, and of the gains if every node was scored; without invalid samples.
+def reward_metrics(values: Tensor) -> dict[str, Any]:
+    """Statistics of the finished images' rewards, and of the gains if every column was scored; without invalid samples.
 
-    `rewards` is [prompt, member, node].
+    `values` is [prompt, member, decision+1].
     """
-    valid = rewards[..., -1].isfinite()
-    rewards, groups = rewards[valid], [group[kept] for group, kept in zip(rewards[..., -1], valid, strict=True) if kept.any()]
-    final = rewards[..., -1]
+    valid = values[..., -1].isfinite()
+    groups = [group[kept] for group, kept in zip(values[..., -1], valid, strict=True) if kept.any()]
+    values = values[valid]
+    final = values[..., -1]
     spread = torch.stack([group.std(unbiased=False) for group in groups])
     metrics: dict[str, Any] = {
         "reward_mean": float(final.mean()),
@@ -51,13 +52,13 @@ def reward_metrics(rewards: Tensor) -> dict[str, Any]:
         "group_std": float(spread.mean()),
         "zero_spread_groups": float((spread < 1e-6).float().mean()),
     }
-    if bool(torch.isfinite(rewards).all()):
-        metrics["mean_abs_gain"] = rewards.diff(dim=-1).abs().mean(0).tolist()
+    if bool(torch.isfinite(values).all()):
+        metrics["mean_abs_gain"] = values.diff(dim=-1).abs().mean(0).tolist()
     return metrics
 
 
 def step_gradients(result: LossResult, batch: LossBatch | ForwardBatch, step: Tensor, steps: int) -> Tensor:
-    """Per step, the sum over its pairs of the squared norm of d(policy term) / d(velocity), shape [steps].
+    """Per step, the sum over its rows of the squared norm of d(policy term) / d(velocity), shape [steps].
 
     This is the backward pass of the policy term, without the penalty and without a loss scale, up to the network's output. It is
     exact for any loss and sampler, takes a few element-wise operations on latents, and does not synchronise. For a loss without a
@@ -72,14 +73,14 @@ def step_gradients(result: LossResult, batch: LossBatch | ForwardBatch, step: Te
 
 
 class LossMetrics:
-    """Means of the loss and its metrics over all evaluated pairs of an iteration, and the largest "ratio_deviation".
+    """Means of the loss and its metrics over all evaluated rows of an iteration, and the largest "ratio_deviation".
 
     `add` takes a micro-batch's result without waiting for the device, `take` fetches all of a mini-batch at once, and `merge`
     adds the mini-batch's rows of all processes.
 
     "ratio_noise" and "ratio_noise_mean" are the largest and the mean |ratio - 1| of the first mini-batch: the policy has not
     changed yet, so only rounding changes a ratio from 1. "step_shares" [step] is each step's fraction of the policy term: the sum
-    of `step_gradients` over the pairs and updates of the iteration, divided by its sum over steps (0 if there is no gradient).
+    of `step_gradients` over the rows and updates of the iteration, divided by its sum over steps (0 if there is no gradient).
     """
 
     def __init__(self, steps: int) -> None:
@@ -95,8 +96,8 @@ class LossMetrics:
     ) -> None:
         """Add a micro-batch's loss and metrics, before its backward pass.
 
-        `weight` is its fraction of the iteration's pairs, and `step` their steps; a micro-batch of weight 0 is ignored.
-        `evaluated` is the fraction of its mini-batch's pairs over which the means are taken.
+        `weight` is its fraction of the iteration's weights, and `step` the rows' steps; a micro-batch of weight 0 is ignored.
+        `evaluated` is the fraction of its mini-batch's weights over which the means are taken.
         """
         if weight > 0:
             named = {"loss": result.loss.detach(), **result.metrics}

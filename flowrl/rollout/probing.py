@@ -2,7 +2,7 @@
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,22 +13,23 @@ from torch import Tensor
 
 from flowrl.errors import ProbeError, require
 from flowrl.probes import Estimate, Grid, Key, NetworkUse, Probe, Solver
-from flowrl.protocols import BlockCache, FlowPolicy, Guided, Sampler
+from flowrl.protocols import FlowPolicy, Sampler, extras
 from flowrl.rollout.estimates import Walkers, continued
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.solvers import SolverSteps, Usage, solver_steps
 from flowrl.transfer import to_device
-from flowrl.types import Condition, Gaussian, Trajectories, inputs_unchanged
+from flowrl.types import Condition, Gaussian, Schedule, Trajectories, inputs_unchanged
 
 
 def check_network(use: NetworkUse, policy: FlowPolicy) -> None:
     """Raise `ConfigError` if the policy lacks what a probe requires."""
     name = type(policy).__name__
     if use.guidance == "off":
-        guided = isinstance(policy, Guided) and policy.guidance_scale != 1
-        require(guided, "guidance of the probe", use.guidance, f"own: not applicable, {name} samples without guidance")
+        guided = extras(policy, "guided", "guidance_scale")
+        fits = guided is not None and guided.guidance_scale != 1
+        require(fits, "guidance of the probe", use.guidance, f"own: not applicable, {name} samples without guidance")
     if use.cache > 1:
-        fits = isinstance(policy, BlockCache)
+        fits = extras(policy, "block_cache", "blocks") is not None
         require(fits, "cache of the probe", use.cache, f"1 (off): not applicable, {name} is no transformer of diffusers")
 
 
@@ -49,6 +50,7 @@ class ProbeRun:
     policy: FlowPolicy
     sampler: Sampler
     trajectories: Trajectories
+    nodes: Sequence[int]
     final: Tensor
     completed: Mapping[int, Tensor]
     condition: Condition
@@ -87,7 +89,7 @@ class ProbeRun:
         return self._velocity(latents, timestep, condition, reuse)
 
     def _velocity(self, latents: Tensor, timestep: Tensor, condition: Condition, reuse: bool = False) -> Tensor:
-        blocks = self.policy.blocks if isinstance(self.policy, BlockCache) else None
+        blocks = getattr(self.policy, "blocks", None)
         if self.renew is not None:
             self.renew(not reuse)
         share = self.network.share(blocks, reuse)
@@ -141,9 +143,13 @@ class ProbeRun:
 
     def continued(self, node: int, count: int) -> Tensor:
         """Stochastic continuations."""
+        condition = self.condition.repeat(self.layout.members)
+        return continued(self._walkers, self.trajectories.at(node), node, condition, count)
+
+    @cached_property
+    def _walkers(self) -> Walkers:
         path = self.trajectories
-        walkers = Walkers(self.policy, self.sampler, path.schedule, self.draw, self.usage, self.max_batch)
-        return continued(walkers, path.at(node), node, self.condition.repeat(self.layout.members), count)
+        return Walkers(self.policy, self.sampler, path.schedule, path.stds, self.draw, self.usage, self.max_batch)
 
     def rand(self, *shape: int) -> Tensor:
         """Uniform random numbers."""
@@ -166,7 +172,7 @@ class Solution:
     steps: SolverSteps = field(init=False)
 
     def __post_init__(self) -> None:
-        self.steps = _euler(self.grid) if self.solver == "euler" else solver_steps(self.solver, self.grid.times)
+        self.steps = _euler(self.grid) if self.solver == "euler" else solver_steps(self.solver, Schedule(self.grid.times.cpu()))
 
     def timestep(self, number: int) -> Tensor:
         """The network's time input of evaluation `number` [row]."""
@@ -190,41 +196,65 @@ def _euler(grid: Grid) -> SolverSteps:
 def _network(use: NetworkUse, policy: FlowPolicy) -> Iterator[Callable[[bool], None] | None]:
     """The policy as a probe uses it; yields the switch of the block cache."""
     with ExitStack() as stack:
-        if use.guidance == "off" and isinstance(policy, Guided):
-            stack.enter_context(policy.guided(1.0))
-        yield stack.enter_context(policy.block_cache()) if use.cache > 1 and isinstance(policy, BlockCache) else None
+        if use.guidance == "off" and (guided := extras(policy, "guided")) is not None:
+            stack.enter_context(guided.guided(1.0))
+        cached = extras(policy, "block_cache") if use.cache > 1 else None
+        yield None if cached is None else stack.enter_context(cached.block_cache())
 
 
 def estimates(
-    probe: Probe, policy: FlowPolicy, sampler: Sampler, trajectories: Trajectories, completed: Mapping[int, Tensor],
-    condition: Condition, layout: Groups, generator: torch.Generator, usage: Usage, max_batch: int,
-) -> dict[Key, Estimate]:  # fmt: skip
-    """The probe's estimates, checked, and the finished trajectories at the last node.
+    probe: Probe,
+    policy: FlowPolicy,
+    sampler: Sampler,
+    trajectories: Trajectories,
+    nodes: Sequence[int],
+    completed: Mapping[int, Tensor],
+    condition: Condition,
+    layout: Groups,
+    generator: torch.Generator,
+    usage: Usage,
+    max_batch: int,
+) -> dict[Key, Estimate]:
+    """The probe's estimates, checked.
 
-    Raises `ProbeError` if the probe changes its input or returns anything but latents of nodes before the last.
+    Raises `ProbeError` if the probe changes its input or returns anything but latents of `nodes`.
     """
-    steps, name = trajectories.schedule.steps, f"{type(probe).__name__}.estimate"
-    final = trajectories.at(steps)
+    name = f"{type(probe).__name__}.estimate"
+    final = trajectories.images_latent
     given = [trajectories.states, trajectories.outputs, final, *condition.tensors.values(), *completed.values()]
     with _network(probe.network, policy) as renew:
         run = ProbeRun(
-            policy, sampler, trajectories, final, completed, condition, layout, generator, usage, max_batch, probe.network,
+            policy,
+            sampler,
+            trajectories,
+            nodes,
+            final,
+            completed,
+            condition,
+            layout,
+            generator,
+            usage,
+            max_batch,
+            probe.network,
             renew,
-        )  # fmt: skip
+        )
         with inputs_unchanged(name, ProbeError, *given):
             found = dict(probe.estimate(run))
     for key, estimate in found.items():
-        _check(name, key, estimate, trajectories, layout)
-    return {**found, steps: Estimate(final)}
+        _check(name, key, estimate, run)
+    return found
 
 
-def _check(name: str, key: Any, estimate: Any, trajectories: Trajectories, layout: Groups) -> None:
+def _check(name: str, key: Any, estimate: Any, run: ProbeRun) -> None:
     node = key[1] if isinstance(key, tuple) and len(key) == 2 else key
-    if not (isinstance(node, int) and 0 <= node < trajectories.schedule.steps):
-        raise ProbeError(f"{name} returned an estimate of {key!r}; allowed: nodes 0 to {trajectories.schedule.steps - 1}")
+    layout, states = run.layout, run.trajectories.states
+    if not (isinstance(node, int) and node in run.nodes):
+        allowed = f"its nodes, from which decisions start: {list(run.nodes)}"
+        raise ProbeError(f"{name} returned an estimate of {key!r}; allowed: {allowed}")
     if not isinstance(estimate, Estimate) or not isinstance(estimate.latents, Tensor):
-        raise ProbeError(f"{name} returned a {type(estimate).__name__} for node {node}; allowed: Estimate(latents)")
-    latent, rows = tuple(trajectories.states.shape[2:]), len(estimate.latents)
+        found = f"{name} returned a {type(estimate).__name__} for node {node}"
+        raise ProbeError(f"{found}; allowed: Estimate(latents)")
+    latent, rows = tuple(states.shape[2:]), len(estimate.latents)
     each = {1, layout.members} if estimate.members is None else {estimate.members.shape[1]}
     allowed = sorted(layout.prompts * estimate.copies * count for count in each)
     if rows not in allowed or tuple(estimate.latents.shape[1:]) != latent:

@@ -1,19 +1,20 @@
 """Trajectories and the final states of their unfinished nodes, in as few network calls as possible."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from flowrl.errors import require
+from flowrl.errors import ProbeError, require
 from flowrl.flow.gaussian import log_prob
-from flowrl.probes import Branching, Key, NoProbe, Probe
-from flowrl.protocols import FlowPolicy, Sampler
+from flowrl.probes import Branching, Estimate, Key, NoProbe, Probe
+from flowrl.protocols import AnySampler, FlowPolicy, MultistepSolver, Sampler
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.probing import check_network, estimates
-from flowrl.rollout.solvers import SolverSteps, Usage, ode_step, solver_schedule, solver_steps
-from flowrl.samplers import Multistep, transition_stds
+from flowrl.rollout.solvers import Usage, ode_step
+from flowrl.samplers import transition_stds
 from flowrl.transfer import to_device
 from flowrl.tree import Edges, Tree, plain_tree
 from flowrl.types import Condition, Gaussian, Schedule, Trajectories
@@ -25,56 +26,29 @@ class Rollout:
 
     Args:
         trajectories: the trajectories.
-        estimates: latents of the estimated final image, by node: [sample, *latent], or [prompt, *latent] at nodes that a whole
-            group shares (same x_T, no stochastic step before). Nodes without a probe are absent; the last node is always present.
-            Nodes with the same final image (linked by ODE steps) have the same tensor. Some probes use other keys than nodes.
+        estimates: the probe's estimates of final images, by node; some probes use further keys.
         groups: sizes of the groups.
-        copies: number of adjacent rows per sample, to be averaged, by node; 1 if absent.
-        log_probs: log-probabilities of the edges of a branched tree [prompt, unit].
-        members: the members of the rows [prompt, chosen], by node; all if absent.
         probe: the probe.
+        nodes: the nodes that the probe was to estimate (`flowrl.probes.Probing`).
     """
 
     trajectories: Trajectories
-    estimates: Mapping[Key, Tensor]
+    estimates: Mapping[Key, Estimate]
     groups: Groups
-    copies: Mapping[Key, int] = field(default_factory=dict)
-    log_probs: Tensor | None = None
-    members: Mapping[Key, Tensor] = field(default_factory=dict)
     probe: Probe = NoProbe()
+    nodes: Sequence[int] = ()
 
     def part(self, first: int, count: int) -> "Rollout":
         """`count` of its groups, from index `first` on."""
-
-        def rows(tensor: Tensor) -> Tensor:
-            per_group = len(tensor) // self.groups.prompts
-            return tensor[first * per_group : (first + count) * per_group]
-
-        path = self.trajectories
-        distinct = {id(tensor): rows(tensor) for tensor in self.estimates.values()}
-        estimates = {node: distinct[id(tensor)] for node, tensor in self.estimates.items()}
-        members = {node: rows(chosen) for node, chosen in self.members.items()}
-        part = Trajectories(rows(path.states), rows(path.outputs), path.schedule)
-        log_probs = None if self.log_probs is None else rows(self.log_probs)
-        return Rollout(part, estimates, self.groups.part(first, count), self.copies, log_probs, members, self.probe)
-
-
-def attach_stds(schedule: Schedule, sampler: Sampler) -> Schedule:
-    """The schedule with the sampler's standard deviations per step.
-
-    Args:
-        schedule: the time grid.
-        sampler: the sampler of the rollout.
-
-    Returns:
-        A copy of the schedule with `stds` [step].
-    """
-    return replace(schedule, stds=transition_stds(sampler, schedule))
+        path, groups, chosen = self.trajectories, self.groups, slice(first, first + count)
+        part = replace(path, states=path.states[chosen], outputs=path.outputs[chosen])
+        estimates = {key: one.part(first, count, groups.prompts) for key, one in self.estimates.items()}
+        return replace(self, trajectories=part, estimates=estimates, groups=groups.part(first, count))
 
 
 def rollout(
     policy: FlowPolicy,
-    sampler: Sampler,
+    sampler: AnySampler,
     schedule: Schedule,
     condition: Condition,
     noise: Tensor,
@@ -83,27 +57,30 @@ def rollout(
     probe: Probe = NoProbe(),
     usage: Usage | None = None,
     max_batch: int = 1024,
+    columns: Tensor | None = None,
 ) -> Rollout:
-    """Sample one trajectory per row of `noise`, and estimate final images at the nodes that `probe` fills.
+    """Sample one trajectory per row of `noise`, and estimate final images from the states at which decisions start.
 
-    Network evaluations per trajectory with T steps and independent noise: T without a probe, T T' with `Substeps(T')` in T + T' -
-    1 calls, T (T + 1) / 2 with `Completion` in T calls. Nodes that a group shares (same x_T and only ODE steps so far) are
-    evaluated once per group, and a completion starts only if a stochastic step follows: from other nodes the ODE leads to the
-    image of the next node. Probes draw from a separate generator, so the trajectories, and all later draws, are the same for
-    every probe. A `Branching` probe makes the trajectories of a group branches of trees: the number of evaluations is that of the
-    trees' states before the last node, in T calls. A tree starts from the noise of its first member.
+    Network evaluations per trajectory with T steps, all decisions, and independent noise: T without
+    a probe, T T' with `Substeps(T')` in T + T' - 1 calls, T (T + 1) / 2 with `Completion` in T
+    calls. Nodes that a group shares (same x_T and only ODE steps so far) are evaluated once per
+    group. Probes draw from a separate generator, so the trajectories, and all later draws, are the
+    same for every probe. A `Branching` probe makes the trajectories of a group branches of trees:
+    the number of evaluations is that of the trees' states before the last node, in T calls. A tree
+    starts from the noise of its first member.
 
     Args:
         policy: the policy that computes velocities.
         sampler: the sampler of the trajectories.
-        schedule: the schedule, with the sampler's standard deviations.
+        schedule: the time grid.
         condition: the prompts' embeddings, one row per prompt.
         noise: initial latents [sample, *latent], in prompt-major order.
         generator: the source of the sampler's noise.
         groups: number of prompts and of members, and whether members share their initial noise.
-        probe: which nodes get an estimate of the final image.
+        probe: how unfinished states are estimated.
         usage: counters of network evaluations, which are updated; None for new ones.
         max_batch: largest number of latents per network call; results depend on it only by float rounding.
+        columns: the columns of the value table to be estimated [decision+1], Boolean; None for all.
 
     Returns:
         Trajectories and estimates, float32 and detached.
@@ -117,25 +94,29 @@ def rollout(
     check_network(probe.network, policy)
     require(max_batch >= 1, "max_batch", max_batch, "1 or more")
     require(len(noise) == groups.samples, "noise rows", len(noise), f"prompts x members = {groups.samples}")
-    if isinstance(sampler, Multistep):
-        schedule = solver_schedule(sampler.solver, schedule)
-    schedule = attach_stds(schedule, sampler)
-    tree = group_tree(schedule, groups, probe, generator)
-    walk = _Walk(policy, sampler, replace(schedule, tree=tree), condition, generator, groups, usage or Usage(), max_batch)
-    if isinstance(sampler, Multistep):
-        walk.solver = solver_steps(sampler.solver, schedule.times, sampler.tau, lambda x: groups.normal(x, generator))
+    stds = transition_stds(sampler, schedule).cpu()
+    if isinstance(sampler, MultistepSolver):
+        grid = sampler.grid(schedule)
+        kept = isinstance(grid, Schedule) and grid.steps == schedule.steps
+        require(kept, f"{type(sampler).__name__}.grid", grid, f"a Schedule of {schedule.steps} steps")
+        schedule = grid
+        sampler = _Solution(sampler.solution(grid, lambda x: groups.normal(x, generator)))
+    tree = group_tree(stds, groups, probe, generator)
+    asked = [True] * len(tree.drawn_steps) if columns is None else columns.tolist()
+    nodes = [step for step, needed in zip(tree.drawn_steps, asked, strict=False) if needed]
+    walk = _Walk(policy, sampler, schedule, tree, stds, nodes, condition, generator, groups, usage or Usage(), max_batch)
     with policy.frozen(), torch.no_grad():
         starts = noise.float().unflatten(0, (groups.prompts, -1))
         return walk.run(torch.stack([starts[:, member] for member in tree.first_members], 1), probe)
 
 
-def group_tree(schedule: Schedule, groups: Groups, probe: Probe, generator: torch.Generator) -> Tree:
+def group_tree(stds: Tensor, groups: Groups, probe: Probe, generator: torch.Generator) -> Tree:
     """The tree of states that the trajectories of a group share.
 
     The generator is used only by a probe whose tree is drawn anew every iteration.
 
     Args:
-        schedule: the schedule, with the sampler's standard deviations.
+        stds: standard deviations of the sampler's transitions [step].
         groups: sizes of the groups, and whether members share their initial noise.
         probe: the probe; a `Branching` one determines the tree.
         generator: the source of random trees.
@@ -146,37 +127,38 @@ def group_tree(schedule: Schedule, groups: Groups, probe: Probe, generator: torc
     Raises:
         ConfigError: the probe's tree does not fit the members or the steps.
     """
-    if isinstance(probe, Branching):
-        tree = probe.tree(schedule.steps, schedule.decisions, groups.members, groups.shared_noise, generator)
-        found = f"{tree.members} leaves, {tree.steps} steps"
-        fits = tree.members == groups.members and tree.steps == schedule.steps and tree.branched
-        require(
-            fits, f"{type(probe).__name__}.tree", found, f"a branched tree of {groups.members} leaves, {schedule.steps} steps"
-        )
-        return tree
-    return plain_tree(groups.members, schedule.steps, tuple(schedule.decisions), groups.shared_noise)
+    steps, stochastic = len(stds), (stds > 0).nonzero().flatten().tolist()
+    if not isinstance(probe, Branching):
+        return plain_tree(groups.members, steps, tuple(stochastic), groups.shared_noise)
+    tree = probe.tree(steps, stochastic, groups.members, groups.shared_noise, generator)
+    fits = tree.members == groups.members and tree.steps == steps and tree.branched
+    found, name = f"{tree.members} leaves, {tree.steps} steps", f"{type(probe).__name__}.tree"
+    require(fits, name, found, f"a branched tree of {groups.members} leaves, {steps} steps")
+    return tree
 
 
 @dataclass
 class _Walk:
-    """One rollout in progress: the arguments of `rollout`, bundled. `schedule` has the tree."""
+    """One rollout in progress: the arguments of `rollout`, bundled, with the nodes to be estimated."""
 
     policy: FlowPolicy
     sampler: Sampler
     schedule: Schedule
+    tree: Tree
+    stds: Tensor
+    nodes: Sequence[int]
     condition: Condition
     generator: torch.Generator
     groups: Groups
     usage: Usage
     max_batch: int
-    solver: SolverSteps | None = None
 
     def run(self, x: Tensor, probe: Probe) -> Rollout:
         """One batched call per step for all states of a node and all running completions. `x` is the noise of the roots
         [prompt, root, *latent].
         """
-        steps, tree, ahead_of = self.schedule.steps, self._tree, set(probe.ahead(self.schedule))
-        completing, _ = [step for step in self.schedule.decisions if step in ahead_of], tree.edges  # before the device is busy
+        steps, completing = self.schedule.steps, set(probe.ahead(self.nodes))
+        _ = self.tree.edges, self.stochastic  # before the device is busy
         pieces: dict[int, list[Piece]] = {0: [Piece(torch.arange(x.shape[1]), x)]}
         running: dict[int, Tensor] = {}
         states, outputs = [], []
@@ -191,25 +173,26 @@ class _Walk:
                 pieces.setdefault(node, []).append(piece)
             outputs.append(velocity)
         states.append(_in_order(pieces.pop(steps)))
-        trajectories = Trajectories(torch.cat(states, 1), torch.cat(outputs, 1), self.schedule)
+        trajectories = Trajectories(torch.cat(states, 1), torch.cat(outputs, 1), self.schedule, self.tree, self.stds)
         found = estimates(
-            probe, self.policy, self.sampler, trajectories, running, self.condition, self.groups, self.generator, self.usage,
-            self.max_batch,
-        )  # fmt: skip
-        return Rollout(
-            trajectories,
-            {key: estimate.latents for key, estimate in found.items()},
-            self.groups,
-            {key: estimate.copies for key, estimate in found.items() if estimate.copies > 1},
-            self._log_probs(trajectories) if tree.branched else None,
-            {key: estimate.members for key, estimate in found.items() if estimate.members is not None},
             probe,
+            self.policy,
+            self.sampler,
+            trajectories,
+            self.nodes,
+            running,
+            self.condition,
+            self.groups,
+            self.generator,
+            self.usage,
+            self.max_batch,
         )
+        return Rollout(trajectories, found, self.groups, probe, self.nodes)
 
-    @property
-    def _tree(self) -> Tree:
-        assert self.schedule.tree is not None
-        return self.schedule.tree
+    @cached_property
+    def stochastic(self) -> list[bool]:
+        """Whether the sampler draws at each step."""
+        return (self.stds > 0).tolist()
 
     def _velocities(self, x: Tensor, step: int, running: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
         """Velocities of the states at a node and, in the same call, of the completions started before it."""
@@ -225,10 +208,8 @@ class _Walk:
         """The states that follow from those of a node, with their node: draws from the sampler, its deterministic steps, and ODE
         steps, which may skip nodes.
         """
-        for edges in self._tree.edges[step]:
-            if self.solver is not None:
-                following = self.solver.step(step, velocity.flatten(0, 1), x.flatten(0, 1))
-            elif edges.drawn or (edges.node == step + 1 and step not in self.schedule.decisions):
+        for edges in self.tree.edges[step]:
+            if edges.drawn or (edges.node == step + 1 and not self.stochastic[step]):
                 gaussian = self._transition(x, velocity, step, edges)
                 following = self.groups.draw(gaussian, self.generator) if edges.drawn else gaussian.mean
             else:
@@ -249,17 +230,21 @@ class _Walk:
         mean, std = gaussian.mean.view_as(x)[:, place], gaussian.std.view(x.shape[:2])[:, place]
         return Gaussian(mean.flatten(0, 1), std.flatten())
 
-    def _log_probs(self, trajectories: Trajectories) -> Tensor:
-        """Log-density per element of the edges into the units [prompt, unit]; 0 for those that are no decisions."""
-        tree = trajectories.tree
-        found = torch.zeros(self.groups.prompts, tree.units, device=trajectories.states.device)
-        for step, edges in ((step, edges) for step, at_node in enumerate(tree.edges) for edges in at_node if edges.drawn):
-            at = tree.at(step)
-            gaussian = self._transition(trajectories.states[:, at], trajectories.outputs[:, at], step, edges)
-            units = to_device(edges.units, found.device)
-            density = log_prob(gaussian, trajectories.states[:, units].flatten(0, 1))
-            found[:, units] = density.view(self.groups.prompts, -1).to(found)
-        return found
+
+@dataclass
+class _Solution:
+    """The steps of a multistep solver, one call for each in order, as a sampler without noise."""
+
+    step: Callable[[int, Tensor, Tensor], Tensor]
+    number: int = 0
+
+    def transition(self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor) -> Gaussian:
+        """The next state, with std 0."""
+        if self.number == schedule.steps:
+            raise ProbeError("a multistep solver has no continuations; use a probe that solves the ODE")
+        following = self.step(self.number, velocity, latent)
+        self.number += 1
+        return Gaussian(following, latent.new_zeros(len(latent)))
 
 
 @dataclass(frozen=True)
@@ -277,3 +262,27 @@ def _in_order(pieces: list[Piece]) -> Tensor:
     order = torch.cat([piece.units for piece in pieces]).argsort()
     states = torch.cat([piece.states for piece in pieces], 1)
     return states[:, to_device(order, states.device)]
+
+
+def log_probs(sampler: AnySampler, trajectories: Trajectories) -> Tensor:
+    """Log-probabilities of the drawn transitions under the policy that drew them.
+
+    Args:
+        sampler: the sampler of the rollout.
+        trajectories: the trajectories.
+
+    Returns:
+        Means over latent elements [prompt, member, decision], in main memory; NaN where nothing was drawn.
+    """
+    path, tree = trajectories, trajectories.tree
+    if isinstance(sampler, MultistepSolver) or not tree.drawn_steps:  # the decision is the initial noise
+        return torch.full((len(path.states), tree.members, 1), torch.nan)
+    columns = []
+    for step in tree.drawn_steps:
+        units = tree.paths[:, step]
+        latent, velocity = (table[:, to_device(units, table.device)].flatten(0, 1) for table in (path.states, path.outputs))
+        index = torch.full((len(latent),), step, device=latent.device)
+        gaussian = sampler.transition(latent, velocity, path.schedule, index)
+        density = log_prob(gaussian, path.at(step + 1)).unflatten(0, (-1, tree.members)).cpu()
+        columns.append(density.masked_fill(~tree.decisions[:, step], torch.nan))
+    return torch.stack(columns, -1).float()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import require
-from flowrl.protocols import FlowPolicy, PromptEmbedding
+from flowrl.protocols import FlowPolicy, extras
 from flowrl.rollout.solvers import Usage, solve
 from flowrl.types import Prompt, Schedule
 
@@ -82,8 +82,8 @@ def sample_images(
         ConfigError: the solver is unknown, `max_batch` is below 1, or there are too few latents.
     """
     require(max_batch >= 1, "max_batch", max_batch, "1 or more")
-    if isinstance(policy, PromptEmbedding):
-        policy.warm(prompts)
+    if (embedding := extras(policy, "warm")) is not None:
+        embedding.warm(prompts)
     schedule, latents = policy.schedule(num_steps), iter(noise)
     for start in range(0, len(prompts), max_batch):
         batch = prompts[start : start + max_batch]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -10,15 +10,12 @@ from torch import Tensor
 from flowrl.errors import require
 from flowrl.probes import Solver
 from flowrl.protocols import FlowPolicy
-from flowrl.rollout.sa_solver import SASolver, sa_schedule
-from flowrl.samplers import ODE
+from flowrl.samplers import ODE, Multistep
+from flowrl.samplers.multistep import scheduler_steps
 from flowrl.types import Condition, Schedule
 
 SOLVERS: tuple[str, ...] = (*get_args(Solver), "sa")
-NEAREST_TO_NOISE = 1.0 - 1e-5
-"""Largest time of the multistep solvers, whose half log signal-to-noise ratio is infinite at t = 1. The network still gets t = 1;
-the first step treats pure noise as a state at this time. diffusers' own grids start at 0.999, which leaves an error that no
-number of steps removes."""
+"""The names of the solvers of `solve`."""
 
 
 @dataclass
@@ -75,8 +72,9 @@ def solve(
     require(solver in SOLVERS, "solver", solver, f"one of {', '.join(SOLVERS)}")
     if solver == "euler":
         return integrate(policy, schedule, condition, noise, usage, max_batch)
-    schedule = solver_schedule(solver, schedule)
-    steps = solver_steps(solver, schedule.times)
+    if solver != "heun":
+        schedule = Multistep(cast(Any, solver)).grid(schedule)
+    steps = solver_steps(solver, schedule)
     x = noise.float()
     with policy.frozen(), torch.no_grad():
         for number, node in enumerate(steps.points):
@@ -128,48 +126,19 @@ class SolverSteps:
     step: Callable[[int, Tensor, Tensor], Tensor]
 
 
-def solver_schedule(solver: str, schedule: Schedule) -> Schedule:
-    """The grid of a solver for a policy's `schedule`: the same, except for "sa"."""
-    return sa_schedule(schedule) if solver == "sa" else schedule
+def solver_steps(solver: str, schedule: Schedule) -> SolverSteps:
+    """A solver other than Euler's on a grid: heun, or one of `Multistep`."""
+    if solver == "heun":
+        return _heun(schedule.times.cpu())
+    return SolverSteps(list(range(schedule.steps)), Multistep(cast(Any, solver)).solution(schedule))
 
 
-def solver_steps(
-    solver: str, times: Tensor, tau: float = 0.0, draw: Callable[[Tensor], Tensor] = torch.randn_like
-) -> SolverSteps:
-    """A solver other than Euler's on the grid `times` [point], descending to 0: heun, dpm++ or unipc by diffusers' schedulers, or
-    sa, whose noise `tau` > 0 comes from `draw`."""
-    grid = times.cpu()
-    if solver == "sa":
-        return SolverSteps(list(range(len(grid) - 1)), SASolver(grid, tau, draw).step)
-    scheduler, points = _heun(grid) if solver == "heun" else _multistep(solver, grid)
-    # Distinct timesteps and a start at the first; otherwise a scheduler looks steps up by their value.
-    scheduler.timesteps = grid[points] * 1000.0
-    scheduler.set_begin_index(0)
-
-    def step(number: int, velocity: Tensor, x: Tensor) -> Tensor:
-        return scheduler.step(velocity, scheduler.timesteps[number], x, return_dict=False)[0]
-
-    return SolverSteps(points, step)
-
-
-def _heun(times: Tensor) -> tuple[Any, list[int]]:
-    """The scheduler on a grid, and the grid's point of each of its evaluations."""
+def _heun(times: Tensor) -> SolverSteps:
     from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
 
     steps = len(times) - 1
-    scheduler = FlowMatchHeunDiscreteScheduler()
+    scheduler: Any = FlowMatchHeunDiscreteScheduler()
     scheduler.set_timesteps(steps)
     points = [0, *(point for point in range(1, steps) for _ in range(2))]
     scheduler.sigmas = times[[*points, steps]]
-    return scheduler, points
-
-
-def _multistep(solver: str, times: Tensor) -> tuple[Any, list[int]]:
-    from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
-    from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
-
-    kind = DPMSolverMultistepScheduler if solver == "dpm++" else UniPCMultistepScheduler
-    scheduler = kind(use_flow_sigmas=True, prediction_type="flow_prediction", final_sigmas_type="zero")
-    scheduler.set_timesteps(len(times) - 1)
-    scheduler.sigmas = times.clamp(max=NEAREST_TO_NOISE)
-    return scheduler, list(range(len(times) - 1))
+    return SolverSteps(points, scheduler_steps(scheduler, times[points]))

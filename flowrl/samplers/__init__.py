@@ -7,9 +7,9 @@ from flowrl.samplers.ddim_sde import DDIMSDE
 from flowrl.samplers.flow_sde import FlowSDE
 from flowrl.samplers.multistep import Multistep
 from flowrl.samplers.ode import ODE
-from flowrl.samplers.windows import AllButLast, RandomWindow, SlidingWindow, Window, trained_steps
+from flowrl.samplers.windows import FixedWindow, RandomWindow, SlidingWindow, Windowed, trained_steps, windowed
 
 __all__ = [
-    "CPS", "DDIMSDE", "ODE", "AllButLast", "DanceSDE", "FlowSDE", "Multistep", "RandomWindow", "SlidingWindow", "Window",
-    "trained_steps", "transition_stds",
+    "CPS", "DDIMSDE", "ODE", "DanceSDE", "FixedWindow", "FlowSDE", "Multistep", "RandomWindow", "SlidingWindow", "Windowed",
+    "trained_steps", "transition_stds", "windowed",
 ]  # fmt: skip

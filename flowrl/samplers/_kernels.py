@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.errors import ConfigError, require
 from flowrl.flow import expand, noise_estimate, tweedie
-from flowrl.protocols import Sampler
+from flowrl.protocols import AnySampler, MultistepSolver
 from flowrl.types import Gaussian, Latents, PerSample, Schedule, StepIndex, inputs_unchanged, tensor_problem
 
 
@@ -64,10 +64,10 @@ def require_noise_level(kernel: str, noise_level: float, most: float = math.inf)
     require(fits, f"{kernel}.noise_level", noise_level, allowed)
 
 
-def transition_stds(sampler: Sampler, schedule: Schedule) -> Float[Tensor, " step"]:
+def transition_stds(sampler: AnySampler, schedule: Schedule) -> Float[Tensor, " step"]:
     """The transition's std at every step of `schedule`, shape [step], on the schedule's device; 0 = not a decision.
 
-    Evaluates the sampler's `transition` on zeros, so that the formula exists only once.
+    Evaluates the sampler's `transition` on zeros, so that the formula exists only once; 0 for a `MultistepSolver`.
 
     Args:
         sampler: the sampler; its std must not depend on the latent.
@@ -76,6 +76,8 @@ def transition_stds(sampler: Sampler, schedule: Schedule) -> Float[Tensor, " ste
     Returns:
         Standard deviations [step], float32.
     """
+    if isinstance(sampler, MultistepSolver):
+        return torch.zeros_like(schedule.deltas)
     device, call = schedule.times.device, f"{type(sampler).__name__}.transition"
     zeros = torch.zeros(schedule.steps, 1, device=device)
     with inputs_unchanged(call, ConfigError, zeros):

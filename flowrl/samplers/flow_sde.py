@@ -19,7 +19,7 @@ class FlowSDE:
     Euler-Maruyama step with sigma = a sqrt(t / (1-t)), a = `noise_level` >= 0, and std = sigma sqrt(Delta).
 
     At t = 1, where sigma is infinite, the denominator uses the grid's next time t_1 in place of t, as in the public code. The
-    last step has a finite std, too; Flow-GRPO replaces it by an ODE step (see `AllButLast`).
+    last step has a finite std, too; Flow-GRPO replaces it by an ODE step (window `:-1`).
 
     At finite Delta the step adds variance to the true marginal, visible as grain; `CPS` does not. The step from pure noise adds
     a^4/4 + a^2 Delta to a marginal variance of about 1, so a finer grid does not remove this error at that step. Later steps

@@ -1,23 +1,30 @@
-"""Multistep solvers of the probability-flow ODE or SDE as samplers of a rollout."""
+"""Multistep solvers of the probability-flow ODE or SDE."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from flowrl.errors import require
 from flowrl.options import checked_options
-from flowrl.samplers.ode import ODE
-from flowrl.types import Gaussian, Latents, Schedule, StepIndex
+from flowrl.samplers.sa_solver import SASolver, sa_schedule
+from flowrl.types import Schedule
+
+NEAREST_TO_NOISE = 1.0 - 1e-5
+"""Largest time of diffusers' solvers, whose half log signal-to-noise ratio is infinite at t = 1. The
+network still gets t = 1; the first step treats pure noise as a state at this time. diffusers' own
+grids start at 0.999, which leaves an error that no number of steps removes."""
 
 
 @checked_options
 @dataclass(frozen=True)
 class Multistep:
-    """Trajectories by DPM-Solver++ of order 2, UniPC or SA-Solver, for losses that need no transition probabilities.
+    """`MultistepSolver` by DPM-Solver++ of order 2, UniPC or SA-Solver.
 
-    No step is a decision. A step uses the velocities of earlier steps, so the rollout samples the trajectory through diffusers'
-    scheduler or `rollout.sa_solver`; `transition` is the Euler step with std 0. Members must not share their initial noise.
-    SA-Solver uses the grid `sa_schedule` and takes its noise from the rollout's generator.
+    The first two are diffusers' schedulers. SA-Solver (`SASolver`) uses the grid `sa_schedule`.
 
     Sources: arXiv 2211.01095, 2302.04867 and 2309.05019. DiffusionNFT (arXiv 2509.16117) and DGPO (arXiv 2510.08425) sample by
     DPM-Solver++, AWM (arXiv 2509.25050) by SA-Solver.
@@ -39,6 +46,34 @@ class Multistep:
         allowed = f"0 with solver {self.solver}: only sa has noise"
         require(self.solver == "sa" or self.tau == 0, "Multistep.tau", self.tau, allowed)
 
-    def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
-        """The Euler step, with std 0."""
-        return ODE().transition(latent, velocity, schedule, step)
+    def grid(self, schedule: Schedule) -> Schedule:
+        """`sa_schedule` for "sa", otherwise `schedule`."""
+        return sa_schedule(schedule) if self.solver == "sa" else schedule
+
+    def solution(
+        self, schedule: Schedule, draw: Callable[[Tensor], Tensor] = torch.randn_like
+    ) -> Callable[[int, Tensor, Tensor], Tensor]:
+        """The steps of one solution on the times of `schedule`, a grid from `grid`."""
+        times = schedule.times.cpu()
+        if self.solver == "sa":
+            return SASolver(times, self.tau, draw).step
+        from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
+        from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
+
+        kind = DPMSolverMultistepScheduler if self.solver == "dpm++" else UniPCMultistepScheduler
+        scheduler = kind(use_flow_sigmas=True, prediction_type="flow_prediction", final_sigmas_type="zero")
+        scheduler.set_timesteps(schedule.steps)
+        scheduler.sigmas = times.clamp(max=NEAREST_TO_NOISE)
+        return scheduler_steps(scheduler, times[:-1])
+
+
+def scheduler_steps(scheduler: Any, times: Tensor) -> Callable[[int, Tensor, Tensor], Tensor]:
+    """The steps of a diffusers scheduler with its own sigmas; `times` [evaluation] name them."""
+    # Distinct timesteps and a start at the first; otherwise a scheduler looks steps up by their value.
+    scheduler.timesteps = times * 1000.0
+    scheduler.set_begin_index(0)
+
+    def step(number: int, velocity: Tensor, x: Tensor) -> Tensor:
+        return scheduler.step(velocity, scheduler.timesteps[number], x, return_dict=False)[0]
+
+    return step

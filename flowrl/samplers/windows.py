@@ -1,91 +1,128 @@
-"""Which steps are stochastic: any kernel on a subset of the steps, the ODE on the others.
+"""Which steps are stochastic: any kernel on some of the steps, the ODE on the others.
 
-The subset is the same for every sample of a call. One drawn per sample would add its own variance to the rewards of a
+The steps are the same for every sample of an iteration. Steps drawn per sample would add their own variance to the rewards of a
 group, so random windows are drawn once per iteration.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from flowrl.errors import ConfigError, require
 from flowrl.flow import expand
 from flowrl.options import checked_options
-from flowrl.protocols import RandomSampler, Sampler
+from flowrl.protocols import AnySampler, MultistepSolver, Sampler, Window
 from flowrl.samplers._kernels import checked_gaussian
 from flowrl.samplers.ode import ODE
+from flowrl.specs import parse_slice, parse_spec
 from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked, inputs_unchanged
 
 
 @checked_options
 @dataclass(frozen=True)
-class Window:
-    """`sampler` on the `size` steps from `start`, the ODE elsewhere.
+class Windowed:
+    """`sampler` on some of the steps, the ODE on the others.
 
-    Source: Flow-GRPO-Fast (public code of arXiv 2505.05470), MixGRPO (arXiv 2507.21802). The first transition raises
-    `ConfigError` if the schedule is too short for the window.
+    Source: Flow-GRPO-Fast (public code of arXiv 2505.05470), MixGRPO (arXiv 2507.21802).
 
     Args:
-        sampler: the kernel inside the window.
-        start: first stochastic step, 0 or more.
-        size: number of stochastic steps, 1 or more.
+        sampler: the kernel of the stochastic steps.
+        steps: indices of the stochastic steps, from 0; a transition raises `ConfigError` if the schedule lacks one of them.
 
     Raises:
-        ConfigError: a field is out of range.
+        ConfigError: `steps` is empty, or contains a negative number.
     """
 
     sampler: Sampler
-    start: int
-    size: int
+    steps: Sequence[int]
 
     def __post_init__(self) -> None:
-        require_kernel("Window", self.sampler)
-        require(self.start >= 0, "Window.start", self.start, "0 or more")
-        require(self.size >= 1, "Window.size", self.size, "1 or more steps")
+        fits = len(self.steps) > 0 and min(self.steps) >= 0
+        require(fits, "Windowed.steps", self.steps, "one or more step indices, each 0 or more")
 
     @checked
     def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
-        """The Gaussian over node `step + 1`, with std 0 outside the window."""
-        end = self.start + self.size
-        window = f"start {self.start}, size {self.size}"
-        require(end <= schedule.steps, "Window", window, f"within the schedule's {schedule.steps} steps")
-        return _inside_only(self.sampler, (step >= self.start) & (step < end), latent, velocity, schedule, step)
+        """The Gaussian over node `step + 1`: the kernel's, or the ODE's with std 0."""
+        fits = max(self.steps) < schedule.steps
+        require(fits, "Windowed.steps", self.steps, f"within the schedule's {schedule.steps} steps")
+        call = f"{type(self.sampler).__name__}.transition"
+        with inputs_unchanged(call, ConfigError, latent, velocity):
+            stochastic = checked_gaussian(self.sampler.transition(latent, velocity, schedule, step), call)
+        deterministic = ODE().transition(latent, velocity, schedule, step)
+        inside = torch.zeros_like(step, dtype=torch.bool)
+        for chosen in self.steps:  # without a tensor of the steps, whose copy to a GPU would wait for it
+            inside |= step == chosen
+        inside = inside.to(stochastic.std.device)
+        mean = torch.where(expand(inside, stochastic.mean), stochastic.mean, deterministic.mean)
+        return Gaussian(mean=mean, std=torch.where(inside, stochastic.std, deterministic.std))
+
+
+def windowed(
+    sampler: AnySampler,
+    window: Window,
+    count: int,
+    generator: torch.Generator,
+    iteration: int = 0,
+) -> AnySampler:
+    """The sampler of an iteration: the kernel on the window's steps, the ODE on the others.
+
+    Args:
+        sampler: the kernel; a multistep solver, which has no stochastic steps of its own, is returned as it is.
+        window: the stochastic steps.
+        count: number of steps of the schedule.
+        generator: the source of the window's draw.
+        iteration: number of the iteration, from 0.
+
+    Returns:
+        The sampler.
+
+    Raises:
+        ConfigError: the window does not fit the schedule.
+    """
+    if isinstance(sampler, MultistepSolver):
+        return sampler
+    return Windowed(sampler, window.steps(count, generator, iteration))
 
 
 @checked_options
 @dataclass(frozen=True)
-class AllButLast:
-    """`sampler` on every step but the last, which is an ODE step. Source: Flow-GRPO (arXiv 2505.05470), public code.
+class FixedWindow:
+    """The steps [`start`:`stop`], with the meaning of a Python slice; written `START:STOP`.
 
-    Raises `ConfigError` on a schedule of one step, because no step would be stochastic.
+    `FixedWindow()` has all steps, `FixedWindow(2, 7)` steps 2 to 6. `FixedWindow(stop=-1)` has all but the last, as in the
+    public code of Flow-GRPO (arXiv 2505.05470). `steps` raises `ConfigError` if the schedule is too short for the window, or if
+    no step is inside.
+
+    Args:
+        start: first stochastic step; None for 0. Negative numbers count from the end.
+        stop: the step after the last stochastic one; None for the number of steps. Negative numbers count from the end.
     """
 
-    sampler: Sampler
+    start: int | None = None
+    stop: int | None = None
 
-    def __post_init__(self) -> None:
-        require_kernel("AllButLast", self.sampler)
-
-    @checked
-    def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
-        """The Gaussian over node `step + 1`, with std 0 at the last step."""
-        require(schedule.steps >= 2, "schedule.steps", schedule.steps, "2 or more for AllButLast")
-        return _inside_only(self.sampler, step < schedule.steps - 1, latent, velocity, schedule, step)
+    def steps(self, count: int, generator: torch.Generator, iteration: int = 0) -> Sequence[int]:
+        """The window's steps among `count`; nothing is drawn from the generator."""
+        chosen, ends = range(count)[self.start : self.stop], (self.start or 0, self.stop or 0)
+        written = ":".join("" if end is None else str(end) for end in (self.start, self.stop))
+        fits = all(-count <= end <= count for end in ends) and len(chosen) > 0
+        require(fits, "window", written, f"one step or more, within the schedule's {count} steps")
+        return chosen
 
 
 @checked_options
 @dataclass(frozen=True)
 class RandomWindow:
-    """A `Window` of `size` steps within steps [`low`, `high`), whose start is drawn anew every iteration.
+    """`size` neighbouring steps within steps [`low`, `high`), whose start is drawn anew every iteration.
 
-    `draw` returns the iteration's `Window`, which all groups share; an undrawn `RandomWindow` has no transition. `draw` raises
-    `ConfigError` if the window does not fit the schedule. Sources: Flow-GRPO-Fast (public code of arXiv 2505.05470), uniform;
-    TreeGRPO (arXiv 2512.08153), geometric with r = 0.5.
+    `steps` raises `ConfigError` if the window does not fit the schedule. Sources: Flow-GRPO-Fast (public code of arXiv
+    2505.05470), uniform; TreeGRPO (arXiv 2512.08153), geometric with r = 0.5.
 
     Args:
-        sampler: the kernel inside the window.
         size: number of stochastic steps, 1 or more.
         low: first possible start, 0 or more.
         high: end of the range of steps; None for the schedule's number of steps.
@@ -95,14 +132,12 @@ class RandomWindow:
         ConfigError: a field is out of range.
     """
 
-    sampler: Sampler
     size: int
     low: int = 0
     high: int | None = None
     geometric: float | None = None
 
     def __post_init__(self) -> None:
-        require_kernel("RandomWindow", self.sampler)
         fits = self.geometric is None or 0 < self.geometric < 1
         require(fits, "RandomWindow.geometric", self.geometric, "in (0, 1), or None for equally likely starts")
         require(self.size >= 1, "RandomWindow.size", self.size, "1 or more steps")
@@ -111,10 +146,10 @@ class RandomWindow:
             least = self.low + self.size
             require(self.high >= least, "RandomWindow.high", self.high, f"low + size = {least} or more, or None")
 
-    def draw(self, schedule: Schedule, generator: torch.Generator, iteration: int = 0) -> Window:
-        """This iteration's window; the same generator state gives the same window."""
-        high = schedule.steps if self.high is None else self.high
-        require(high <= schedule.steps, "RandomWindow.high", high, f"at most the schedule's {schedule.steps} steps")
+    def steps(self, count: int, generator: torch.Generator, iteration: int = 0) -> Sequence[int]:
+        """This iteration's steps; the same generator state gives the same steps."""
+        high = count if self.high is None else self.high
+        require(high <= count, "RandomWindow.high", high, f"at most the schedule's {count} steps")
         room = f"a window of {self.size} steps within steps [{self.low}, {high})"
         require(self.low + self.size <= high, "RandomWindow.size", self.size, room)
         last_start = high - self.size
@@ -123,46 +158,21 @@ class RandomWindow:
         else:
             chances = self.geometric ** torch.arange(last_start - self.low + 1, device=generator.device)
             start = self.low + torch.multinomial(chances, 1, generator=generator)
-        return Window(self.sampler, start=int(start), size=self.size)
-
-    def transition(self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor) -> Gaussian:
-        """Always raises `ConfigError`: a random window must be drawn first."""
-        raise ConfigError("RandomWindow has not been drawn: call .draw(schedule, generator) once per iteration, use its result")
-
-
-def require_kernel(where: str, sampler: object) -> None:
-    """Raise `ConfigError` unless `sampler` has a transition, which an undrawn window lacks."""
-    fits = isinstance(sampler, Sampler) and not isinstance(sampler, RandomSampler)
-    require(fits, f"{where}.sampler", sampler, "a kernel such as FlowSDE() or CPS(), not a random window")
-
-
-def _inside_only(
-    sampler: Sampler, inside: Bool[Tensor, " sample"], latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor
-) -> Gaussian:
-    """`sampler`'s transition where `inside`, the ODE's elsewhere."""
-    call = f"{type(sampler).__name__}.transition"
-    with inputs_unchanged(call, ConfigError, latent, velocity):
-        stochastic = checked_gaussian(sampler.transition(latent, velocity, schedule, step), call)
-    deterministic = ODE().transition(latent, velocity, schedule, step)
-    inside = inside.to(stochastic.std.device)
-    mean = torch.where(expand(inside, stochastic.mean), stochastic.mean, deterministic.mean)
-    return Gaussian(mean=mean, std=torch.where(inside, stochastic.std, deterministic.std))
+        return range(int(start), int(start) + self.size)
 
 
 @checked_options
 @dataclass(frozen=True)
 class SlidingWindow:
-    """A `Window` of `size` steps that starts at step 0 and moves by `stride` every `every` iterations.
+    """`size` neighbouring steps, the first from step 0, which move by `stride` every `every` iterations.
 
     The last position ends with the schedule, even if the stride does not divide the distance. Early steps, which determine the
-    layout, are trained first. All groups share the iteration's window. `draw` raises `ConfigError` if the window does not fit the
-    schedule.
+    layout, are trained first. `steps` raises `ConfigError` if the window does not fit the schedule.
 
     Source: MixGRPO (arXiv 2507.21802), progressive sliding window, published with size 4, stride 1 and every 25 on 25 steps. By
     default its public code stops at the end, and its window shrinks there; this window keeps its size.
 
     Args:
-        sampler: the kernel inside the window.
         size: number of stochastic steps, 1 or more.
         stride: steps by which the window moves, 1 or more.
         every: iterations between two moves, 1 or more.
@@ -172,50 +182,46 @@ class SlidingWindow:
         ConfigError: a field is out of range.
     """
 
-    sampler: Sampler
     size: int
     stride: int = 1
     every: int = 1
     at_end: Literal["wrap", "stay"] = "wrap"
 
     def __post_init__(self) -> None:
-        require_kernel("SlidingWindow", self.sampler)
         for name in ("size", "stride", "every"):
             require(getattr(self, name) >= 1, f"SlidingWindow.{name}", getattr(self, name), "1 or more")
         require(self.at_end in ("wrap", "stay"), "SlidingWindow.at_end", self.at_end, "'wrap' or 'stay'")
 
-    def starts(self, steps: int) -> list[int]:
-        """The positions of the window, in order, on a schedule of `steps` steps."""
-        require(self.size <= steps, "SlidingWindow.size", self.size, f"at most the schedule's {steps} steps")
-        last = steps - self.size
+    def starts(self, count: int) -> list[int]:
+        """The positions of the window, in order, on a schedule of `count` steps."""
+        require(self.size <= count, "SlidingWindow.size", self.size, f"at most the schedule's {count} steps")
+        last = count - self.size
         return [*range(0, last, self.stride), last]
 
-    def draw(self, schedule: Schedule, generator: torch.Generator, iteration: int = 0) -> Window:
-        """The window of `iteration` (counted from 0); nothing is drawn from the generator."""
-        starts = self.starts(schedule.steps)
+    def steps(self, count: int, generator: torch.Generator, iteration: int = 0) -> Sequence[int]:
+        """The steps of `iteration` (counted from 0); nothing is drawn from the generator."""
+        starts = self.starts(count)
         moves = iteration // self.every
         position = moves % len(starts) if self.at_end == "wrap" else min(moves, len(starts) - 1)
-        return Window(self.sampler, start=starts[position], size=self.size)
-
-    def transition(self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor) -> Gaussian:
-        """Always raises `ConfigError`: the window of an iteration must be drawn first."""
-        raise ConfigError("SlidingWindow has not been drawn: call .draw(schedule, generator, iteration), use its result")
+        return range(starts[position], starts[position] + self.size)
 
 
-TRAINED_STEPS = "all, all-but-last, START:SIZE (fixed) or random:FRACTION (drawn every iteration), with a FRACTION in (0, 1]"
+TRAINED_STEPS = (
+    "a slice START:STOP, as in : (all), :-1 (all but the last) or 2:7, or random(fraction=...) in (0, 1], drawn every iteration"
+)
 
 
-def trained_steps(spec: str, schedule: Schedule, generator: torch.Generator) -> Int[Tensor, " step"]:
-    """Indices of the stochastic steps of `schedule` that enter the loss, in order, selected by `spec`.
+def trained_steps(spec: str, stds: Tensor, generator: torch.Generator) -> Int[Tensor, " step"]:
+    """Indices of the stochastic steps that enter the loss, in order, selected by `spec`.
 
-    random:FRACTION draws floor(FRACTION n) of the n stochastic steps, at least one, uniformly. One draw serves all samples of an
+    random(fraction=f) draws floor(f n) of the n stochastic steps, at least one, uniformly. One draw serves all samples of an
     iteration; DanceGRPO (arXiv 2505.07818, public code: `timestep_fraction` 0.6) draws separately for each sample. Flow-GRPO's
     code samples with noise at all steps and trains all but the last.
 
     Args:
-        spec: all, all-but-last, START:SIZE or random:FRACTION (see `TRAINED_STEPS`).
-        schedule: the schedule, with the sampler's standard deviations.
-        generator: the source of the draw of random:FRACTION; the other kinds leave it unchanged.
+        spec: a slice of the schedule's steps, or random(fraction=...) (see `TRAINED_STEPS`).
+        stds: standard deviations of the sampler's transitions [step].
+        generator: the source of the draw of random(fraction=...); a slice leaves it unchanged.
 
     Returns:
         Sorted step indices [step].
@@ -223,24 +229,19 @@ def trained_steps(spec: str, schedule: Schedule, generator: torch.Generator) -> 
     Raises:
         ConfigError: `spec` is not allowed, or no stochastic step remains.
     """
-    noisy = schedule.stochastic.nonzero().flatten()
+    noisy = (stds > 0).nonzero().flatten()
     if len(noisy) == 0:
         raise ConfigError("the sampler has no stochastic step on this schedule: there is no log-probability to train on")
-    kind, _, number = spec.partition(":")
-    fraction, start, end = 1.0, 0, schedule.steps
-    try:
-        if kind == "random":
-            fraction = float(number)
-        elif number:
-            start, end = int(kind), int(kind) + int(number)
-        else:
-            end = {"all": end, "all-but-last": end - 1}[kind]
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"trained_steps = {spec!r} is not allowed; allowed: {TRAINED_STEPS}") from error
-    require(0 < fraction <= 1 and start >= 0, "trained_steps", spec, TRAINED_STEPS)
-    steps = noisy[(noisy >= start) & (noisy < end)]
+    fixed, fraction = parse_slice(spec), 1.0
+    if fixed is None:
+        parsed = parse_spec(spec, "trained_steps")
+        known = parsed.name == "random" and parsed.options.keys() == {"fraction"}
+        fraction = parsed.options["fraction"] if known else 0
+        require(type(fraction) in (int, float) and 0 < fraction <= 1, "trained_steps", spec, TRAINED_STEPS)
+    start, stop, _ = (fixed or slice(None)).indices(len(stds))
+    steps = noisy[(noisy >= start) & (noisy < stop)]
     require(len(steps) > 0, "trained_steps", spec, f"at least one of the stochastic steps {noisy.tolist()}")
-    if kind == "random":
+    if fixed is None:
         order = torch.randperm(len(steps), generator=generator, device=generator.device).to(steps.device)
         steps = steps[order[: max(1, int(fraction * len(steps)))]].sort().values
     return steps

@@ -121,7 +121,7 @@ class RemoteReward:
 class RemoteSum(RemoteReward):
     """A `remote` reward for a server of a weighted sum, with logged components that may be credited separately.
 
-    A `protocols.CompositeReward`: `parts` are the scores of the components, `total` applies the server's weights. `parts` raises
+    A reward with components: `parts` are the scores of the components, `total` applies the server's weights. `parts` raises
     `RewardError` if the server has no `weighted-sum`, or if its components or weights change between two calls (after a restart
     with others); otherwise as `RemoteReward`.
 

@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowrl.protocols import FlowPolicy
-from flowrl.testing import credit, forward_loss, group_reward, loss, policy, probe, reward, sampler
-from flowrl.testing._cases import credit_case, group_reward_case, policy_case, probe_case, reward_case, sampler_case
-from flowrl.testing.credit import schedule_for
+from flowrl.testing import credit, forward_loss, group_reward, loss, policy, probe, reward, sampler, solver, window
+from flowrl.testing._cases import credit_case, group_reward_case, policy_case, probe_case, reward_case, sampler_case, solver_case
 from flowrl.testing.findings import ContractAdvice, ContractBroken, Finding, Findings, maker
 from flowrl.testing.reward import Examples
 from flowrl.testing.tiny import (
@@ -37,23 +36,52 @@ from flowrl.testing.tiny import (
 from flowrl.types import Prompt
 
 __all__ = [
-    "TINY", "TINY_VIDEO", "ContractAdvice", "ContractBroken", "Finding", "Findings", "check_credit", "check_forward_loss",
-    "check_group_reward", "check_loss", "check_policy", "check_probe", "check_reward", "check_sampler", "credit_contract",
-    "forward_loss_contract", "group_reward_contract", "loss_contract", "policy_contract", "probe_contract",
-    "reward_contract", "sampler_contract", "schedule_for", "tiny_flux", "tiny_flux_policy", "tiny_qwen_image",
-    "tiny_qwen_image_policy", "tiny_sd3", "tiny_sd3_policy", "tiny_wan", "tiny_wan_policy",
-]  # fmt: skip
+    "TINY",
+    "TINY_VIDEO",
+    "ContractAdvice",
+    "ContractBroken",
+    "Finding",
+    "Findings",
+    "check_credit",
+    "check_forward_loss",
+    "check_group_reward",
+    "check_loss",
+    "check_policy",
+    "check_probe",
+    "check_reward",
+    "check_sampler",
+    "check_solver",
+    "check_window",
+    "credit_contract",
+    "forward_loss_contract",
+    "group_reward_contract",
+    "loss_contract",
+    "policy_contract",
+    "probe_contract",
+    "reward_contract",
+    "sampler_contract",
+    "solver_contract",
+    "tiny_flux",
+    "tiny_flux_policy",
+    "tiny_qwen_image",
+    "tiny_qwen_image_policy",
+    "tiny_sd3",
+    "tiny_sd3_policy",
+    "tiny_wan",
+    "tiny_wan_policy",
+    "window_contract",
+]
 
 TestFunction = Callable[..., None]
 PROMPTS = ("a red fox", "two blue cars", "a house", "the sea at night")
 
 
-def credit_contract(rule: Any, steps: int | None = None, without: Sequence[str] = ()) -> TestFunction:
-    """A pytest function that checks a credit rule against the contract of `CreditAssigner`.
+def credit_contract(rule: Any, decisions: int | None = None, without: Sequence[str] = ()) -> TestFunction:
+    """A pytest function that checks a credit rule against the contract of `CreditAssigner` or `ExperienceCredit`.
 
     Args:
         rule: the credit rule: an object (copied for every promise), a class, or a function that makes it.
-        steps: number of steps, if the rule requires one; None for several.
+        decisions: number of decisions, if the rule requires one; None for several.
         without: names of promises that the part breaks on purpose.
 
     Returns:
@@ -62,11 +90,11 @@ def credit_contract(rule: Any, steps: int | None = None, without: Sequence[str] 
     Raises:
         ConfigError: pytest is not installed, or an option is not allowed.
     """
-    return credit.CONTRACT.as_test(credit_case(rule, steps), without)
+    return credit.CONTRACT.as_test(credit_case(rule, decisions), without)
 
 
 def sampler_contract(part: Any, steps: int = 10, without: Sequence[str] = ()) -> TestFunction:
-    """A pytest function that checks a sampler against the contract of `Sampler` (or `RandomSampler`).
+    """A pytest function that checks a sampler against the contract of `Sampler`.
 
     Args:
         part: the sampler: an object (copied for every promise), a class, or a function that makes it.
@@ -80,6 +108,39 @@ def sampler_contract(part: Any, steps: int = 10, without: Sequence[str] = ()) ->
         ConfigError: pytest is not installed, or an option is not allowed.
     """
     return sampler.CONTRACT.as_test(sampler_case(part, steps), without)
+
+
+def solver_contract(part: Any, steps: int = 10, without: Sequence[str] = ()) -> TestFunction:
+    """A pytest function that checks a solver against the contract of `MultistepSolver`.
+
+    Args:
+        part: the solver: an object (copied for every promise), a class, or a function that makes it.
+        steps: number of steps of the grids.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        The function, with one pytest case per promise.
+
+    Raises:
+        ConfigError: pytest is not installed, or an option is not allowed.
+    """
+    return solver.CONTRACT.as_test(solver_case(part, steps), without)
+
+
+def window_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
+    """A pytest function that checks a window against the contract of `Window`.
+
+    Args:
+        part: a window that fits 20 steps: an object (copied for every promise), a class, or a function that makes it.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        The function, with one pytest case per promise.
+
+    Raises:
+        ConfigError: pytest is not installed, or an option is not allowed.
+    """
+    return window.CONTRACT.as_test(maker(part), without)
 
 
 def loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
@@ -99,7 +160,7 @@ def loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
 
 
 def forward_loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
-    """A pytest function that checks a forward-process loss against the contract of `ForwardLoss` (and `PooledForwardLoss`).
+    """A pytest function that checks a forward-process loss against the contract of `ForwardLoss`.
 
     Args:
         part: the forward-process loss: an object (copied for every promise), a class, or a function that makes it.
@@ -117,7 +178,7 @@ def forward_loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunctio
 def reward_contract(
     part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()
 ) -> TestFunction:
-    """A pytest function that checks a reward model against the contract of `RewardModel` (and `CompositeReward`).
+    """A pytest function that checks a reward model against the contract of `RewardModel`.
 
     Args:
         part: the reward model: an object (not copied), a class, or a function that makes it.
@@ -137,7 +198,7 @@ def reward_contract(
 def group_reward_contract(
     part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()
 ) -> TestFunction:
-    """A pytest function that checks a group reward against the contract of `GroupReward` (and `CompositeGroupReward`).
+    """A pytest function that checks a group reward against the contract of `GroupReward`.
 
     Args:
         part: the group reward: an object (not copied), a class, or a function that makes it.
@@ -193,12 +254,12 @@ def probe_contract(part: Any, policy: FlowPolicy | None = None, members: int = 4
     return probe.CONTRACT.as_test(probe_case(part, policy, members), without)
 
 
-def check_credit(rule: Any, steps: int | None = None, without: Sequence[str] = ()) -> Findings:
-    """Check a credit rule against the contract of `CreditAssigner`; for notebooks and scripts.
+def check_credit(rule: Any, decisions: int | None = None, without: Sequence[str] = ()) -> Findings:
+    """Check a credit rule against the contract of `CreditAssigner` or `ExperienceCredit`; for notebooks and scripts.
 
     Args:
         rule: as in `credit_contract`.
-        steps: as in `credit_contract`.
+        decisions: as in `credit_contract`.
         without: names of promises that the part breaks on purpose.
 
     Returns:
@@ -207,11 +268,11 @@ def check_credit(rule: Any, steps: int | None = None, without: Sequence[str] = (
     Raises:
         ConfigError: an option is not allowed.
     """
-    return credit.CONTRACT.findings(credit_case(rule, steps), without)
+    return credit.CONTRACT.findings(credit_case(rule, decisions), without)
 
 
 def check_sampler(part: Any, steps: int = 10, without: Sequence[str] = ()) -> Findings:
-    """Check a sampler against the contract of `Sampler` (or `RandomSampler`); for notebooks and scripts.
+    """Check a sampler against the contract of `Sampler`; for notebooks and scripts.
 
     Args:
         part: as in `sampler_contract`.
@@ -225,6 +286,39 @@ def check_sampler(part: Any, steps: int = 10, without: Sequence[str] = ()) -> Fi
         ConfigError: an option is not allowed.
     """
     return sampler.CONTRACT.findings(sampler_case(part, steps), without)
+
+
+def check_solver(part: Any, steps: int = 10, without: Sequence[str] = ()) -> Findings:
+    """Check a solver against the contract of `MultistepSolver`; for notebooks and scripts.
+
+    Args:
+        part: as in `solver_contract`.
+        steps: as in `solver_contract`.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        One finding per promise.
+
+    Raises:
+        ConfigError: an option is not allowed.
+    """
+    return solver.CONTRACT.findings(solver_case(part, steps), without)
+
+
+def check_window(part: Any, without: Sequence[str] = ()) -> Findings:
+    """Check a window against the contract of `Window`; for notebooks and scripts.
+
+    Args:
+        part: as in `window_contract`.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        One finding per promise.
+
+    Raises:
+        ConfigError: an option is not allowed.
+    """
+    return window.CONTRACT.findings(maker(part), without)
 
 
 def check_loss(part: Any, without: Sequence[str] = ()) -> Findings:
@@ -262,7 +356,7 @@ def check_probe(part: Any, policy: FlowPolicy | None = None, members: int = 4, w
 
 
 def check_forward_loss(part: Any, without: Sequence[str] = ()) -> Findings:
-    """Check a forward-process loss against the contract of `ForwardLoss` (and `PooledForwardLoss`); for notebooks and scripts.
+    """Check a forward-process loss against the contract of `ForwardLoss`; for notebooks and scripts.
 
     Args:
         part: as in `forward_loss_contract`.
@@ -278,7 +372,7 @@ def check_forward_loss(part: Any, without: Sequence[str] = ()) -> Findings:
 
 
 def check_reward(part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()) -> Findings:
-    """Check a reward model against the contract of `RewardModel` (and `CompositeReward`); for notebooks and scripts.
+    """Check a reward model against the contract of `RewardModel`; for notebooks and scripts.
 
     Args:
         part: as in `reward_contract`.
@@ -297,7 +391,7 @@ def check_reward(part: Any, examples: Examples | Callable[[], Examples] | None =
 def check_group_reward(
     part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()
 ) -> Findings:
-    """Check a group reward against the contract of `GroupReward` (and `CompositeGroupReward`); for notebooks and scripts.
+    """Check a group reward against the contract of `GroupReward`; for notebooks and scripts.
 
     Args:
         part: as in `group_reward_contract`.

@@ -5,22 +5,28 @@ from typing import Any
 
 from flowrl.errors import require
 from flowrl.protocols import FlowPolicy
-from flowrl.testing import credit, group_reward, policy, probe, reward, sampler
+from flowrl.testing import credit, group_reward, policy, probe, reward, sampler, solver
 from flowrl.testing.findings import maker
 from flowrl.testing.reward import Examples
 from flowrl.types import Prompt
 
 
-def credit_case(rule: Any, steps: int | None) -> Callable[[], credit.Case]:
-    require(steps is None or steps >= 1, "steps", steps, "1 or more, or None")
+def credit_case(rule: Any, decisions: int | None) -> Callable[[], credit.Case]:
+    require(decisions is None or decisions >= 1, "decisions", decisions, "1 or more, or None")
     make = maker(rule)
-    return lambda: credit.Case(make(), steps)
+    return lambda: credit.Case(make(), decisions)
 
 
 def sampler_case(part: Any, steps: int) -> Callable[[], sampler.Case]:
     require(steps >= 1, "steps", steps, "1 or more")
     make = maker(part)
     return lambda: sampler.Case(make(), steps)
+
+
+def solver_case(part: Any, steps: int) -> Callable[[], solver.Case]:
+    require(steps >= 1, "steps", steps, "1 or more")
+    make = maker(part)
+    return lambda: solver.Case(make(), steps)
 
 
 def probe_case(part: Any, policy: FlowPolicy | None, members: int) -> Callable[[], probe.Case]:

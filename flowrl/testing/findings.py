@@ -267,7 +267,7 @@ def weighs_rows(loss: Any, batch: Any, take: Take, gradient: Gradient, equal: Ca
 
 
 def adds_up(loss: Any, batch: Any, take: Take, gradient: Gradient, equal: Callable[..., None]) -> None:
-    """Check that the gradients of parts add up: whole units and, for a `PooledLoss`, any rows with `pooled`."""
+    """Check that the gradients of parts add up: whole units and, for a loss with `row_terms`, any rows with `pooled`."""
     rows = torch.arange(len(batch.time))
     batch = replace(batch, weight=0.5 * (rows * 7 % 4))
     units, whole = batch.units(loss.unit), gradient(loss, batch)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.errors import RewardContractError, require
 from flowrl.protocols import GroupReward, RewardModel
-from flowrl.rewards.contract import check_group_scores, marks_invalid
+from flowrl.rewards.contract import check_group_scores, component_methods, marks_invalid
 from flowrl.testing.findings import INAPPLICABLE, Contract, ContractBroken, expect, name_of, same, twice, unchanged
 from flowrl.types import Prompt
 
@@ -151,12 +151,13 @@ def needs_no_gradient(case: Case) -> None:
 
 @promise("a reward with components: `score_groups` equals `total(group_parts(...))`; components are [prompt, member] and finite")
 def adds_up_its_parts(case: Case) -> str | None:
-    if not (hasattr(case.reward, "group_parts") and hasattr(case.reward, "total")):
+    methods = component_methods(case.reward)
+    if methods is None:
         return INAPPLICABLE
-    parts = case.reward.group_parts(case.images.clone(), list(case.prompts))
+    parts = methods[0](case.images.clone(), list(case.prompts))
     for name, values in parts.items():
         checked(case, values, f"group_parts, for the component {name!r},")
-    close(case.reward.total(parts), case.score(), "by total(group_parts(...))", "Are weights applied twice, or in one only?")
+    close(methods[1](parts), case.score(), "by total(group_parts(...))", "Are weights applied twice, or in one only?")
 
 
 @promise("(advice) a member's score depends on the other members of its group")

@@ -10,10 +10,10 @@ from torch import Tensor
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.probes import Branching, Cost, NetworkUse, NoProbe, Probe, Shape, whole
-from flowrl.protocols import BlockCache, FlowPolicy, Sampler
+from flowrl.protocols import FlowPolicy, Sampler
 from flowrl.rewards import FunctionReward
-from flowrl.rollout import Groups, Rollout, Usage, reward_table, rollout
-from flowrl.samplers import AllButLast, FlowSDE, Window
+from flowrl.rollout import Groups, Rollout, Usage, rollout, score_rollout
+from flowrl.samplers import FlowSDE, Windowed
 from flowrl.testing.findings import INAPPLICABLE, Contract, ContractBroken, expect, name_of, same
 from flowrl.testing.tiny import TINY, tiny_sd3_policy
 from flowrl.types import Prompt
@@ -28,7 +28,7 @@ STEPS = 6
 
 @dataclass(frozen=True)
 class Trial:
-    """One rollout: the result, R [prompt, member, node], the costs, and the final states of the generators."""
+    """One rollout: the result, the value table, the costs, and the final states of the generators."""
 
     result: Rollout
     table: Tensor
@@ -71,9 +71,9 @@ class Case:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The tried samplers: all steps but the last stochastic, and three steps in the middle with shared noise."""
-        first = Layout(AllButLast(FlowSDE(0.7)), False)
-        return (first,) if isinstance(self.probe, Branching) else (first, Layout(Window(FlowSDE(0.7), 1, 3), True))
+        """The samplers to try: all steps but the last stochastic, and three steps in the middle with shared noise."""
+        first = Layout(Windowed(FlowSDE(0.7), range(STEPS - 1)), False)
+        return (first,) if isinstance(self.probe, Branching) else (first, Layout(Windowed(FlowSDE(0.7), range(1, 4)), True))
 
     def run(
         self, layout: Layout, probe: Probe | None = None, first: int = 0, count: int = len(PROMPTS), max_batch: int = 10_000
@@ -86,7 +86,7 @@ class Case:
             policy, layout.sampler, policy.schedule(STEPS), policy.encode(prompts), noise.to(policy.device), generator, groups,
             probe or self.probe, usage, max_batch,
         )  # fmt: skip
-        table = reward_table(policy, REWARD, result, prompts, usage)
+        table = score_rollout(policy, REWARD, result, prompts, usage).total
         return Trial(result, table, usage, generator.get_state(), torch.get_rng_state())
 
 
@@ -103,9 +103,9 @@ def small_policy(use: NetworkUse) -> FlowPolicy:
 
 def cost_of(case: Case, trial: Trial) -> Cost:
     """The cost that the probe declares for a trial."""
-    policy, schedule = case.network, trial.result.trajectories.schedule
-    blocks = policy.blocks if isinstance(policy, BlockCache) else None
-    cost = case.probe.cost(Shape(len(PROMPTS), schedule, blocks))
+    policy, path = case.network, trial.result.trajectories
+    blocks = getattr(policy, "blocks", None)
+    cost = case.probe.cost(Shape(len(PROMPTS), path.schedule, path.tree, trial.result.nodes, blocks))
     if cost is None:
         raise ContractBroken("`cost` returns None, so `flowrl train --plan` cannot count the evaluations")
     return cost
@@ -117,39 +117,40 @@ def is_a_probe(case: Case) -> None:
     expect(isinstance(case.probe, Probe), f"it is {case.probe!r}.{hint}")
 
 
-@promise("`estimate` returns final latents by node, of nodes before the last, and changes nothing that it is given", basic=True)
+@promise("`estimate` returns final latents by node, of its `nodes`, and changes nothing that it is given", basic=True)
 def estimates_final_latents(case: Case) -> None:
     for layout in case.layouts:
         result = case.run(layout).result
-        for key, latents in result.estimates.items():
-            expect(bool(latents.isfinite().all()), f"the estimate of {key!r} is not finite")
+        for key, estimate in result.estimates.items():
+            expect(bool(estimate.latents.isfinite().all()), f"the estimate of {key!r} is not finite")
 
 
-@promise("R has values at the nodes that `fills` names and at the last, and only there")
+@promise("the value table has values in the columns that `fills` names and in the last, and only there")
 def fills_what_it_says(case: Case) -> None:
     for layout in case.layouts:
         table = case.run(layout).table
-        expected = sorted({*case.probe.fills(STEPS), STEPS})
-        found = [node for node in range(STEPS + 1) if bool(table[..., node].isfinite().all())]
-        expect(found == expected, f"R has values at the nodes {found}, `fills({STEPS})` and the last node are {expected}")
-        odd = [node for node in range(STEPS + 1) if node not in found and not bool(table[..., node].isnan().all())]
-        expect(not odd, f"R has values for some members only at the nodes {odd}")
+        last = table.shape[-1] - 1
+        expected = sorted({*case.probe.fills(last), last})
+        found = [k for k in range(last + 1) if bool(table[..., k].isfinite().all())]
+        expect(found == expected, f"the columns {found} have values, `fills({last})` and the last are {expected}")
+        odd = [k for k in range(last + 1) if k not in found and not bool(table[..., k].isnan().all())]
+        expect(not odd, f"the columns {odd} have values for some members only")
 
 
-@promise("trajectories, R_T and later draws are the same, bit for bit, with and without it, and later rollouts too")
+@promise("trajectories, rewards and later draws are the same, bit for bit, with and without it, and later rollouts too")
 def leaves_the_rollout_alone(case: Case) -> str | None:
     if isinstance(case.probe, Branching):
         return INAPPLICABLE
     for layout in case.layouts:
         plain, probed, after = case.run(layout, NoProbe()), case.run(layout), case.run(layout, NoProbe())
-        tolerance = 1e-5 if case.probe.ahead(probed.result.trajectories.schedule) else 0.0
+        tolerance = 1e-5 if case.probe.ahead(probed.result.nodes) else 0.0
         for name, trial in (("with the probe", probed), ("after a rollout with the probe", after)):
             limit = tolerance if trial is probed else 0.0
             hint = "Work on copies, draw from `run.rand` or `run.draw`, and undo what is done to the policy."
             for part in ("states", "outputs"):
                 got, expected = (getattr(found.result.trajectories, part) for found in (trial, plain))
                 same(got, expected, f"{name}, the trajectories' {part}", hint, limit)
-            same(trial.table[..., -1], plain.table[..., -1], f"{name}, R_T", hint, limit)
+            same(trial.table[..., -1], plain.table[..., -1], f"{name}, the reward", hint, limit)
             expect(torch.equal(trial.generator, plain.generator), f"{name}, the trajectories' generator is elsewhere. {hint}")
 
 
@@ -159,24 +160,24 @@ def is_deterministic(case: Case) -> None:
         before = torch.get_rng_state()
         first, second = case.run(layout), case.run(layout)
         hint = "Draw from `run.rand` or `run.draw`."
-        same(second.table.nan_to_num(), first.table.nan_to_num(), "in a second rollout, R", hint)
+        same(second.table.nan_to_num(), first.table.nan_to_num(), "in a second rollout, the value table", hint)
         expect(torch.equal(second.everyones, before), f"torch's global generator was used. {hint}")
 
 
-@promise("R of a group does not depend on which groups are rolled out with it")
+@promise("the values of a group do not depend on which groups are rolled out with it")
 def does_not_depend_on_chunks(case: Case) -> None:
     for layout in case.layouts:
         together = case.run(layout).table
         alone = torch.cat([case.run(layout, first=group, count=1).table for group in range(len(PROMPTS))])
         hint = "Means over all rows mix groups; random numbers need `run.rand`."
-        same(alone.nan_to_num(), together.nan_to_num(), "group by group, R", hint, 1e-3)
+        same(alone.nan_to_num(), together.nan_to_num(), "group by group, the value table", hint, 1e-3)
 
 
-@promise("R does not depend on how many latents a network call has")
+@promise("the value table does not depend on how many latents a network call has")
 def does_not_depend_on_max_batch(case: Case) -> None:
     for layout in case.layouts:
         together, split = case.run(layout).table, case.run(layout, max_batch=5).table
-        same(split.nan_to_num(), together.nan_to_num(), "with max_batch = 5, R", "", 1e-3)
+        same(split.nan_to_num(), together.nan_to_num(), "with max_batch = 5, the value table", "", 1e-3)
 
 
 @promise("`cost` is what a rollout counts: network evaluations, sequential calls and scored images")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import RewardContractError, require
-from flowrl.rewards.contract import check_scores, marks_invalid
+from flowrl.rewards.contract import check_scores, component_methods, marks_invalid
 from flowrl.testing.findings import INAPPLICABLE, Contract, ContractBroken, expect, name_of, same, twice, unchanged
 from flowrl.types import Prompt
 
@@ -129,10 +129,11 @@ def needs_no_gradient(case: Case) -> None:
 
 @promise("a reward with components: `score` equals `total(parts(...))`, and every component is [sample] and finite")
 def adds_up_its_parts(case: Case) -> str | None:
-    if not (hasattr(case.reward, "parts") and hasattr(case.reward, "total")):
+    methods = component_methods(case.reward)
+    if methods is None:
         return INAPPLICABLE
-    parts = case.reward.parts(case.images.clone(), list(case.prompts))
+    parts = methods[0](case.images.clone(), list(case.prompts))
     for name, values in parts.items():
         keeps_the_score_contract(case, values, f"parts, for the component {name!r},", "Give every component a number per image.")
     hint = "Are weights applied twice, or in one only?"
-    close(case.reward.total(parts), case.score(), range(len(case.prompts)), "by total(parts(...))", hint)
+    close(methods[1](parts), case.score(), range(len(case.prompts)), "by total(parts(...))", hint)

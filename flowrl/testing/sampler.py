@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.flow import expand, shifted_schedule
-from flowrl.protocols import RandomSampler, Sampler
-from flowrl.testing.findings import INAPPLICABLE, Contract, ContractBroken, expect, name_of, same, twice, unchanged
+from flowrl.testing.findings import Contract, ContractBroken, expect, name_of, same, twice, unchanged
 from flowrl.types import Gaussian, Schedule
 
 CONTRACT = Contract("sampler")
@@ -53,16 +52,10 @@ class Case:
         x, v = (torch.randn(len(step), *latent, generator=generator) for _ in range(2))
         return Inputs(x, v, step)
 
-    def drawn(self, schedule: Schedule, seed: int = 0) -> Sampler:
-        """The sampler itself, or a draw of a random sampler."""
-        if isinstance(self.sampler, RandomSampler):
-            return self.sampler.draw(schedule, torch.Generator().manual_seed(seed))
-        return self.sampler
-
     def move(self, batch: Inputs, schedule: Schedule | None = None) -> Gaussian:
         """The transition of every sample of `batch`."""
         schedule = schedule or self.schedule
-        return self.drawn(schedule).transition(batch.latent, batch.velocity, schedule, batch.step)
+        return self.sampler.transition(batch.latent, batch.velocity, schedule, batch.step)
 
 
 def close(got: Tensor, expected: Tensor, step: Tensor, what: str, hint: str, tolerance: float = 2e-5) -> None:
@@ -76,24 +69,9 @@ def close_gaussians(got: Gaussian, expected: Gaussian, step: Tensor, what: str, 
     close(got.std, expected.std, step, f"the std {what}", hint, tolerance)
 
 
-@promise("it draws samplers: the same generator state and iteration give the same one, and no other randomness", basic=True)
-def draws_reproducibly(case: Case) -> str | None:
-    if not isinstance(case.sampler, RandomSampler):
-        return INAPPLICABLE
-    batch = case.inputs()
-    for seed in range(8):
-        first, second = twice(lambda seed=seed: case.drawn(case.schedule, seed))
-        ready = isinstance(first, Sampler) and not isinstance(first, RandomSampler)
-        expect(ready, f"draw returned {name_of(first)}, not a sampler with transition(latent, velocity, schedule, step)")
-        stds = [s.transition(batch.latent, batch.velocity, case.schedule, batch.step).std for s in (first, second)]
-        hint = "Draw from the generator that is given, not from torch's global one."
-        close(stds[1], stds[0], batch.step, f"in a second draw from a generator seeded with {seed}, the std", hint, 0.0)
-
-
 @promise("it returns a Gaussian: mean [sample, *latent] and std [sample], for latents with any axes", basic=True)
 def returns_a_gaussian_per_sample(case: Case) -> None:
-    drawn = case.drawn(case.schedule)
-    expect(callable(getattr(drawn, "transition", None)), "there is no method transition(latent, velocity, schedule, step)")
+    expect(callable(getattr(case.sampler, "transition", None)), "there is no method transition(latent, velocity, schedule, step)")
     for latent in ((3, 4, 4), (5,)):
         batch = case.inputs(latent=latent)
         got, count = case.move(batch), len(batch.step)
@@ -125,9 +103,8 @@ def is_finite_at_every_step(case: Case) -> None:
 @promise("the same input gives the same Gaussian, and is not changed", basic=True)
 def is_pure(case: Case) -> None:
     batch, schedule = case.inputs(), case.schedule
-    chosen = case.drawn(schedule)
     with unchanged({**vars(batch), "schedule.times": schedule.times}):
-        first, second = twice(lambda: chosen.transition(batch.latent, batch.velocity, schedule, batch.step))
+        first, second = twice(lambda: case.sampler.transition(batch.latent, batch.velocity, schedule, batch.step))
     close_gaussians(
         second, first, batch.step, "in a second call", "Draw no noise: the Gaussian is returned, and sampled elsewhere.", 0.0
     )
@@ -166,7 +143,7 @@ def has_one_std_per_step(case: Case) -> None:
     std = case.move(batch).std.reshape(6, case.steps)
     spread = std.amax(0) - std.amin(0)
     worst = int(spread.argmax())
-    hint = "A window drawn per sample makes the members of a group incomparable: draw it once per iteration."
+    hint = "Stochastic steps drawn per sample make the members of a group incomparable: use a window, drawn once per iteration."
     found = f"at step {worst} the stds of 6 samples of one batch are {[round(value, 6) for value in std[:, worst].tolist()]}"
     expect(float(spread.max()) <= 1e-6, f"{found}. {hint}")
     still = case.inputs(repeats=1, latent=(2,))

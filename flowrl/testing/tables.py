@@ -1,72 +1,111 @@
-"""Reward tables for the contract tests of credit rules: sizes and schedules, parts and permutations."""
+"""Records for the contract tests of credit rules: sizes, parts, permutations, and members left out."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flowrl.credit import Example
+from flowrl.credit import read_columns
+from flowrl.credit.units import on_tree
 from flowrl.errors import ConfigError
+from flowrl.experience import Experience
 from flowrl.probes import Branching
+from flowrl.protocols import CreditRule
 from flowrl.testing.findings import expect
-from flowrl.types import Schedule
+
+MOST_MEMBERS, MOST_DECISIONS = 96, 24
 
 
-def schedule_for(steps: int) -> Schedule:
-    """An even grid whose last step is deterministic, unless it is the only one."""
-    stds = torch.linspace(0.3, 0.1, steps)
-    if steps > 1:
-        stds[-1] = 0.0
-    return Schedule(torch.linspace(1, 0, steps + 1), stds=stds)
-
-
-MOST_MEMBERS, MOST_STEPS = 96, 24
-
-
-def tree_sizes(probe: Branching, steps: int | None = None) -> tuple[tuple[int, int, int], ...]:
-    """Prompts, members and steps of tables whose members fit the probe's trees, all different within a table."""
+def tree_sizes(probe: Branching, decisions: int | None = None) -> tuple[tuple[int, int, int], ...]:
+    """Prompts, members and decisions of tables whose members fit the probe's trees, all different
+    within a table.
+    """
     found = []
-    for count in range(1, MOST_STEPS + 1) if steps is None else (steps,):
-        decisions = schedule_for(count).decisions
+    for count in range(1, MOST_DECISIONS + 1) if decisions is None else (decisions,):
         for members in range(1, MOST_MEMBERS + 1):
             try:
-                probe.tree(count, decisions, members, False, torch.Generator().manual_seed(0))
+                probe.tree(count, range(count), members, False, torch.Generator().manual_seed(0))
             except ConfigError:
                 continue
             found.append((members * -(-3 // members), count))
             break
-    limits = f"groups of up to {MOST_MEMBERS} members on schedules of {'up to ' * (steps is None)}{steps or MOST_STEPS} steps"
-    expect(len(found) > 0, f"the trees of `probe` = {probe} fit no {limits} whose last step is deterministic; pass steps=...")
-    sizes = []
-    for (least, count), prompts, times in zip((found[0], found[len(found) // 2], found[-1]), (3, 1, 4), (1, 2, 1), strict=True):
+    most = f"{'up to ' * (decisions is None)}{decisions or MOST_DECISIONS} decisions"
+    limits = f"groups of up to {MOST_MEMBERS} members with {most}"
+    expect(len(found) > 0, f"the trees of `probe` = {probe} fit no {limits}; pass decisions=...")
+    sizes, chosen = [], (found[0], found[len(found) // 2], found[-1])
+    for (least, count), prompts, times in zip(chosen, (3, 1, 4), (1, 2, 1), strict=True):
         members = least * times if least * times != count else least * (times + 1)
-        sizes.append((next(p for p in (prompts, 5, 7, 2) if p not in (members, count)), members, count))
+        free = next(p for p in (prompts, 5, 7, 2) if p not in (members, count))
+        sizes.append((free, members, count))
     return tuple(dict.fromkeys(sizes))
 
 
-def left(shown: Example, members: Tensor) -> Example:
-    """The table of some of the members; `members` is a mask [member]."""
-    tree = shown.schedule.tree
-    if tree is None:
-        return Example(shown.rewards[:, members], shown.schedule)
-    tree = tree.keep(members)
-    return Example(tree.node_table(tree.values(shown.rewards[:, members, -1])), replace(shown.schedule, tree=tree))
+def of_prompts(record: Experience, which: Tensor, values: Tensor | None = None) -> Experience:
+    """The record of the prompts `which`, optionally with other values in their order."""
+    path, condition, log_probs = record.trajectories, record.condition, record.log_probs
+    assert path is not None and condition is not None and log_probs is not None
+    return replace(
+        record,
+        prompts=[record.prompts[row] for row in which.tolist()],
+        values=record.values[which] if values is None else values,
+        decisions=replace(record.decisions, mask=record.decisions.mask[which]),
+        valid=record.valid[which],
+        parts={name: table[which] for name, table in record.parts.items()},
+        trajectories=replace(path, states=path.states[which], outputs=path.outputs[which]),
+        log_probs=log_probs[which],
+        condition=condition.take(which),
+    )
 
 
-def of_members(shown: Example, order: Tensor) -> Example:
-    """The table with its members in the orders [prompt, member]; one for all prompts if they share a tree."""
-    rewards = shown.rewards.gather(1, order[..., None].expand_as(shown.rewards))
-    tree = shown.schedule.tree
-    if tree is None:
-        return Example(rewards, shown.schedule)
-    strides = None if tree.strides is None else tree.strides[order[0]]
-    return Example(rewards, replace(shown.schedule, tree=replace(tree, paths=tree.paths[order[0]], strides=strides)))
+def of_members(record: Experience, members: Tensor) -> Experience:
+    """The record of the members with the indices `members` of every group, in their order."""
+    path, decisions, log_probs = record.trajectories, record.decisions, record.log_probs
+    assert path is not None and log_probs is not None
+    tree = path.tree
+    kept = tree.passes[members].any(0)
+    number, parent = kept.cumsum(0) - 1, tree.parent[kept]
+    strides = None if tree.strides is None else tree.strides[members]
+    smaller = replace(
+        tree,
+        parent=torch.where(parent < 0, parent, number[parent]),
+        node=tree.node[kept],
+        drawn=tree.drawn[kept],
+        paths=number[tree.paths[members]],
+        strides=strides,
+    )
+    inner = kept[: path.outputs.shape[1]]
+    states, outputs = path.states[:, kept], path.outputs[:, inner]
+    return replace(
+        record,
+        values=record.values[:, members],
+        decisions=replace(
+            decisions,
+            drawn=decisions.drawn[members],
+            mask=decisions.mask[:, members],
+            tree=None if decisions.tree is None else smaller,
+        ),
+        valid=record.valid[:, members],
+        parts={name: table[:, members] for name, table in record.parts.items()},
+        trajectories=replace(path, states=states, outputs=outputs, tree=smaller),
+        log_probs=log_probs[:, members],
+    )
 
 
-def of_prompts(shown: Example, which: Tensor, rewards: Tensor | None = None) -> Example:
-    """The table of the prompts `which`, optionally with other rewards in their order."""
-    tree = shown.schedule.tree
-    schedule = shown.schedule
-    if tree is not None and tree.log_probs is not None:
-        schedule = replace(schedule, tree=replace(tree, log_probs=tree.log_probs[which]))
-    return Example(shown.rewards[which] if rewards is None else rewards, schedule)
+def left_out(record: Experience, members: Tensor, trained: Tensor, rule: CreditRule) -> Experience:
+    """The record without some members and decisions, whose values are NaN.
+
+    Args:
+        record: a whole record.
+        members: the members that are left out [prompt, member].
+        trained: the decisions that remain [decision].
+        rule: the rule; columns that it does not read become NaN.
+    """
+    decisions = replace(record.decisions, trained=record.decisions.trained & trained)
+    valid = record.valid & ~members
+    if decisions.tree is not None:
+        shown = on_tree(record.values[..., -1].masked_fill(members, torch.nan), decisions, decisions.tree)
+        return replace(record, values=shown.values, decisions=shown.decisions, valid=valid)
+    mask = decisions.mask & valid[..., None] & decisions.trained
+    unread = ~read_columns(rule, decisions.trained) | members[..., None]
+    values = record.values.masked_fill(unread, torch.nan)
+    return replace(record, values=values, decisions=replace(decisions, mask=mask), valid=valid)

@@ -10,12 +10,12 @@ same.
 import math
 import time
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 
 from flowrl.diagnostics.memory import peak_memory_during
 from flowrl.errors import TrainingError
+from flowrl.protocols import extras
 from flowrl.training.memory import Peak, drop_gradients, largest_batch, later_bytes, velocities
 from flowrl.training.trainer import Trainer
 
@@ -25,15 +25,6 @@ GAIN = 1.05
 """Smallest ratio of the evaluations per second of a larger batch to those of the smaller one."""
 REPEATS = 3
 """Timed calls per size; the fastest one counts."""
-
-
-@runtime_checkable
-class Checkpointed(Protocol):
-    """A policy whose gradient checkpointing can be switched."""
-
-    def checkpoint_gradients(self, on: bool) -> None:
-        """Set whether the backward pass recomputes activations."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,8 @@ def find_batches(trainer: Trainer) -> None:
     changes: dict[str, object] = {}
     if config.optim.micro_batch == "auto":
         limit = math.ceil(samples * config.rollout.num_steps / config.optim.minibatches)
-        found, switch = None, policy if config.policy.gradient_checkpointing and isinstance(policy, Checkpointed) else None
+        found = None
+        switch = extras(policy, "checkpoint_gradients") if config.policy.gradient_checkpointing else None
         for on in (False, True) if switch else (config.policy.gradient_checkpointing,):
             if found is None or found.full:
                 if switch:

@@ -10,11 +10,12 @@ from flowrl.distributed import Distributed, full_tensors, load_full_tensors
 from flowrl.errors import ConfigError
 from flowrl.forward import WeightCopy
 from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss
+from flowrl.rollout.forward_batch import CopiedWeights
 from flowrl.training.checkpoint import Checkpoint, in_own_memory
 from flowrl.training.optim import update_average, weights_replaced
 
 
-class Behaviour:
+class Behaviour(CopiedWeights):
     """A copy of a policy's parameters that follows them as declared.
 
     The trainer calls `after_update` after every step that the optimizer has taken and `after_iteration` at the end of an

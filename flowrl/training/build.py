@@ -2,8 +2,8 @@
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,19 +11,28 @@ import torch
 from flowrl.distributed import Distributed
 from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.flow import uniform_schedule
-from flowrl.methods import Method, check_one_advantage, make_sampler, method_loss, named_method, try_credit
+from flowrl.methods import Method, check_one_advantage, named_method, try_credit, with_options
 from flowrl.policies.pipeline import ModelOptions
-from flowrl.protocols import AnyReward, FlowPolicy, ForwardLoss, GroupReward, PolicyLoss, RandomSampler, Sampler
-from flowrl.registry import build, find_maker
+from flowrl.probes import NoProbe
+from flowrl.protocols import (
+    AnyReward,
+    AnySampler,
+    CreditRule,
+    FlowPolicy,
+    ForwardLoss,
+    GroupReward,
+    MultistepSolver,
+    PolicyLoss,
+)
+from flowrl.registry import KINDS, build, find_maker
 from flowrl.rewards import NoisyReward
-from flowrl.samplers import trained_steps, transition_stds
-from flowrl.specs import parse_spec
+from flowrl.samplers import ODE, FixedWindow, trained_steps, transition_stds, windowed
+from flowrl.specs import parse_slice, parse_spec
 from flowrl.training.batches import find_batches
 from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.heldout import make_heldout_metrics
 from flowrl.training.trainer import Trainer, loss_guidance
-from flowrl.types import Schedule
 from flowrl.worlds.base import PolicyOptions, World, check_hash, model_world, world
 
 
@@ -42,39 +51,76 @@ def make_world(config: RunConfig) -> World:
     return chosen
 
 
+def run_method(config: RunConfig) -> Method:
+    """The method by name, as published, with the run's credit rule, kernel, window, loss and numbers in place of its own.
+
+    A `noise_level` or `clip_range` of 0 is the method's. In a built-in world the method's clip is that for the elements of the
+    world's latents (`Method.clip_for`). Raises `ConfigError` for an unknown part, or for a policy loss with a method that needs a
+    forward-process loss.
+    """
+    chosen, known = config.algorithm, world(config.environment.world).elements if not config.policy.model else 0
+    method = named_method(chosen.method, chosen.credit)
+    noise = {"noise_level": chosen.noise_level} if chosen.noise_level > 0 else {}
+    clip = chosen.clip_range or method.clip_for(known or method.elements)
+    options = {"kl_weight": chosen.kl_weight, **({"clip_range": clip} if clip > 0 else {})}
+    sampler, loss = with_options(method.sampler, **noise), with_options(method.loss, **options)
+    if chosen.sampler:
+        sampler = build("sampler", chosen.sampler, **noise)
+    if chosen.loss:
+        loss = build("loss", chosen.loss, **options)
+    fits = isinstance(loss, ForwardLoss) or not isinstance(method.loss, ForwardLoss)
+    require(fits, "loss", chosen.loss, f"a forward-process loss with {chosen.method}, as in {chosen.method}")
+    window = build("window", chosen.window) if chosen.window else method.window
+    shared = method.shared_noise
+    if chosen.initial_noise != "auto":
+        shared = chosen.initial_noise == "shared"
+    return replace(method, sampler=sampler, window=window, loss=loss, shared_noise=shared)
+
+
 def make_method(config: RunConfig) -> Method:
-    """The method by name, with this run's sampler, clip and KL weight; its rule is applied to a random table as a check.
+    """The method of a run (`run_method`); its rule is applied to a random table as a check.
 
     Raises `ConfigError` if no step is stochastic or none is trained, or for an unknown part; `CreditError` if the rule breaks its
     contract.
     """
-    algorithm = config.algorithm
-    schedule, loss = trial_schedule(config), make_loss(config)
-    if isinstance(loss, ForwardLoss):
-        loss.times.draw(schedule, 1, torch.Generator().manual_seed(0))
-        require(algorithm.trained_steps == "all", "trained_steps", algorithm.trained_steps, "all: this loss draws training times")
+    algorithm, method = config.algorithm, run_method(config)
+    stds = trial_stds(config)
+    if isinstance(method.loss, ForwardLoss):
+        method.loss.times.draw(uniform_schedule(config.rollout.num_steps), 1, torch.Generator().manual_seed(0))
+        require(algorithm.trained_steps == ":", "trained_steps", algorithm.trained_steps, "':': this loss draws training times")
         loss_guidance(config)
     else:
         allowed = "left out: log-probabilities are those of the velocities that sample; a forward-process loss may train others"
         for name in ("train_guidance_scale", "reference_guidance_scale"):
             require(getattr(config.policy, name) == 0, name, getattr(config.policy, name), allowed)
         first_trained_steps(config)
-    sampler = run_sampler(config)
-    shared = None if algorithm.initial_noise == "auto" else algorithm.initial_noise == "shared"
-    method = named_method(algorithm.method, sampler, loss, algorithm.credit, shared)
-    advantages = try_credit(method.credit, schedule, config.rollout.group_size)
-    if not isinstance(loss, ForwardLoss):
-        check_one_advantage(loss, method.credit, advantages.flatten(0, 1), first_trained_steps(config))
+    check_per_step(method.credit, stds, part_text("sampler", method.sampler))
+    trained = None if isinstance(method.loss, ForwardLoss) else first_trained_steps(config)
+    tried = try_credit(method, stds, config.rollout.group_size, trained)
+    check_one_advantage(method.loss, method.credit, tried.credit.advantages, tried.experience.decisions.mask)
     return method
 
 
-def make_loss(config: RunConfig) -> PolicyLoss | ForwardLoss:
-    """The loss by name, with this run's clip and KL weight if it has such options and the spec does not set them.
+def check_per_step(rule: CreditRule, stds: torch.Tensor, sampler: str) -> None:
+    """Check that a rule that scores unfinished states has decisions to credit.
 
-    For "clipped" with a forward-process method, the method's published loss (`flowrl.methods.method_loss`).
+    Args:
+        rule: the credit rule.
+        stds: standard deviations of the sampler's transitions [step].
+        sampler: spec of the sampler, for the message.
+
+    Raises:
+        ConfigError: the sampler draws no transition, so the initial noise is the only decision.
     """
-    algorithm = config.algorithm
-    return method_loss(algorithm.method, algorithm.loss, clip_range=algorithm.clip_range, kl_weight=algorithm.kl_weight)
+    one_decision = not bool((stds > 0).any())
+    allowed = f"one that credits the image, such as uniform: {sampler} draws no transition"
+    fits = not one_decision or isinstance(rule.probe, NoProbe)
+    require(fits, "credit", type(rule).__name__, allowed)
+
+
+def make_loss(config: RunConfig) -> PolicyLoss | ForwardLoss:
+    """The run's loss, with its clip and KL weight (`run_method`)."""
+    return run_method(config).loss
 
 
 def make_reward(config: RunConfig) -> AnyReward:
@@ -180,22 +226,21 @@ def policy_options(config: RunConfig) -> PolicyOptions:
     return PolicyOptions(p.lora_rank, p.lora_alpha, config.seed, p.device, p.dtype, p.base_weights)
 
 
-def trial_schedule(config: RunConfig) -> Schedule:
-    """An even grid with this run's stds, for checks before anything is built.
+def trial_stds(config: RunConfig) -> torch.Tensor:
+    """The sampler's standard deviations on an even grid [step], for checks before anything is built.
 
     Raises `ConfigError` without a stochastic step, unless the loss needs none.
     """
-    algorithm = config.algorithm
-    schedule = even_schedule(config.rollout.num_steps, run_sampler(config))
-    stds = schedule.stds
-    if isinstance(make_loss(config), ForwardLoss):
-        return schedule
+    method, count = run_method(config), config.rollout.num_steps
+    first = windowed(method.sampler, method.window, count, torch.Generator().manual_seed(0))
+    stds = even_stds(count, first)
+    if isinstance(method.loss, ForwardLoss):
+        return stds
     need = "a stochastic sampler: the loss needs log-probabilities, and a step of the ODE or of a multistep solver has none"
-    kernel = algorithm.sampler.partition("(")[0].strip()
-    require(kernel not in ("ode", "multistep"), "sampler", algorithm.sampler, need)
-    require(algorithm.noise_level > 0, "noise_level", algorithm.noise_level, f"above 0, with {need}")
-    require(stds is not None and bool((stds > 0).any()), "window", algorithm.window, "at least one stochastic step")
-    return schedule
+    fits = not isinstance(method.sampler, ODE | MultistepSolver)
+    require(fits, "sampler", part_text("sampler", method.sampler), need)
+    require(bool((stds > 0).any()), "window", config.algorithm.window, "at least one stochastic step")
+    return stds
 
 
 def first_trained_steps(config: RunConfig) -> torch.Tensor:
@@ -203,34 +248,84 @@ def first_trained_steps(config: RunConfig) -> torch.Tensor:
 
     Raises `ConfigError` if there are none, or if a later iteration may have none.
     """
-    chosen, sampler = config.algorithm.trained_steps, run_sampler(config)
-    fits = not isinstance(sampler, RandomSampler) or chosen == "all" or chosen.startswith("random:")
-    require(fits, "trained_steps", chosen, "all or random:FRACTION with stochastic steps that are drawn every iteration")
-    return trained_steps(chosen, trial_schedule(config), torch.Generator())
+    chosen = config.algorithm.trained_steps
+    fits = isinstance(run_method(config).window, FixedWindow) or parse_slice(chosen) in (None, slice(None))
+    require(fits, "trained_steps", chosen, "':' or random(fraction=...) with a window that changes between iterations")
+    return trained_steps(chosen, trial_stds(config), torch.Generator())
 
 
-def run_sampler(config: RunConfig) -> Sampler | RandomSampler:
-    """The run's sampler; for the default "flow-sde", the method's published sampler if it has one
-    (`flowrl.methods.OWN_SAMPLERS`).
+def window_text(config: RunConfig) -> str:
+    """The run's window with its steps, as in "2:7 (steps 2-6 of 10)"."""
+    method, count = run_method(config), config.rollout.num_steps
+    if isinstance(method.sampler, MultistepSolver):
+        return f"none ({count} steps of a multistep solver)"
+    steps = method.window.steps(count, torch.Generator().manual_seed(0))
+    runs = [step for step in steps if step - 1 not in steps], [step for step in steps if step + 1 not in steps]
+    listed = ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in zip(*runs, strict=True))
+    plural = "s" if len(steps) > 1 else ""
+    found = f"step{plural} {listed} of {count}"
+    if not isinstance(method.window, FixedWindow):
+        found = f"{len(steps)} of {count} steps, chosen every iteration"
+    return f"{config.algorithm.window or part_text('window', method.window)} ({found})"
+
+
+def method_parts(config: RunConfig) -> dict[str, str]:
+    """What the run's method consists of, by setting: the parts as specifications, the numbers, and the initial noise."""
+    method, chosen = run_method(config), config.algorithm
+    clip = getattr(method.loss, "clip_range", None)
+    return {
+        "sampler": chosen.sampler or part_text("sampler", method.sampler),
+        "window": window_text(config),
+        "credit": chosen.credit or part_text("credit", method.credit),
+        "loss": chosen.loss or part_text("loss", method.loss, ("clip_range", "kl_weight")),
+        "initial_noise": "shared" if method.shared_noise else "independent",
+        **({} if clip is None else {"clip_range": f"{clip:.3g}"}),
+        "kl_weight": f"{chosen.kl_weight:g}",
+    }
+
+
+def method_text(config: RunConfig, origins: Mapping[str, str]) -> str:
+    """`method_parts` of the run `config` with the origin of each: that in `origins`, by setting, or the method."""
+    values = {"sampler": config.algorithm.sampler, "window": config.algorithm.window, "credit": config.algorithm.credit}
+    values |= {"loss": config.algorithm.loss, "clip_range": config.algorithm.clip_range}
+    values |= {"initial_noise": config.algorithm.initial_noise.replace("auto", "")}
+    found = []
+    for name, text in method_parts(config).items():
+        origin = origins.get(name, "default") if values.get(name, True) else "method"
+        found.append(f"{name} {text} [{origin}]")
+    return ", ".join(found)
+
+
+def part_text(kind: str, part: object, without: Sequence[str] = ()) -> str:
+    """A `part` of some `kind` as its specification `without` some options, as in "flow-sde(noise_level=0.7)"; the class of a part
+    without a name.
     """
-    algorithm = config.algorithm
-    return make_sampler(algorithm.sampler, algorithm.noise_level, algorithm.window, algorithm.method)
+    if isinstance(part, FixedWindow):
+        return f"{'' if part.start is None else part.start}:{'' if part.stop is None else part.stop}"
+    named = {made.rpartition(":")[2]: name for name, made in KINDS[kind].built_in.items()}
+    name = named.get(type(part).__name__, type(part).__name__)
+    values = [item for item in fields(part) if item.init and item.name not in without] if is_dataclass(part) else []
+    changed = [item for item in values if getattr(part, item.name) != item.default or item.name == "noise_level"]
+    listed = ", ".join(f"{item.name}={_value(getattr(part, item.name))}" for item in changed)
+    return f"{name}({listed})" if listed else name
 
 
-def even_schedule(steps: int, sampler: Sampler | RandomSampler) -> Schedule:
-    """An even grid with a sampler's stds; for a sampler that changes between iterations, those of its first draw.
+def _value(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def even_stds(steps: int, sampler: AnySampler) -> torch.Tensor:
+    """A sampler's standard deviations on an even grid.
 
     Args:
         steps: number of steps.
         sampler: the sampler.
 
     Returns:
-        The schedule.
+        Standard deviations [step].
     """
     grid = uniform_schedule(steps)
-    if isinstance(sampler, RandomSampler):
-        sampler = sampler.draw(grid, torch.Generator().manual_seed(0))
-    return replace(grid, stds=transition_stds(sampler, grid))
+    return transition_stds(sampler, grid)
 
 
 def trained_policy(folder: Path, device: str = "", trust: bool = False) -> tuple[FlowPolicy, RunConfig]:

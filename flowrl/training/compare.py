@@ -17,8 +17,9 @@ from flowrl.probes import NoProbe
 from flowrl.reading import as_kind, load_document, reading
 from flowrl.registry import build
 from flowrl.specs import identity
-from flowrl.training.build import check, make_method
+from flowrl.training.build import check, make_method, method_parts
 from flowrl.training.config import RunConfig
+from flowrl.training.format import FORMAT, FORWARD, OLDER, OWN_WORDS, check_format, current
 from flowrl.training.results import has_progress, holds, run_folder
 from flowrl.training.run import Run
 from flowrl.trust import trust_option, trusted
@@ -97,9 +98,15 @@ class CompareConfig:
         rules = {rule_name(spec): type(build("credit", spec)) for spec in self.credit}
         return {name: _first_line(rules.get(name) or METHODS.get(name)) for name in self.names()}
 
+    def parts(self) -> dict[str, dict[str, str]]:
+        """What every method consists of in this comparison (`flowrl.training.build.method_parts`)."""
+        seed = self.seeds[0]
+        return {name: method_parts(self.jobs()[run_folder(name, seed)]) for name in self.names()}
+
     def as_dict(self) -> dict[str, Any]:
         """The content of config.json, which `from_dict` reads."""
         return {
+            "format": FORMAT,
             "methods": self.names(),
             "seeds": list(self.seeds),
             "credit": list(self.credit),
@@ -113,7 +120,7 @@ class CompareConfig:
         }
 
     @staticmethod
-    def from_dict(values: dict[str, Any], trust: bool = False, source: object = "config.json") -> "CompareConfig":
+    def from_dict(values: dict[str, Any], trust: bool = False, source: Path | str = "config.json") -> "CompareConfig":
         """The inverse of `as_dict`.
 
         Raises `ConfigError` if entries are missing and, without `trust`, for entries that the file `source` may not contain
@@ -122,6 +129,13 @@ class CompareConfig:
         missing = sorted({"methods", "seeds", "run"} - set(values))
         if missing:
             raise ConfigError(f"config: no entry {', '.join(missing)}; a comparison's config.json is needed")
+        check_format(source, values)
+        older = values.get("format", OLDER) == OLDER
+        values = current(values, values.get("format", OLDER), source)
+        if older:  # the run's words for sampler and loss had another meaning for these methods
+            own = {name: dict.fromkeys(OWN_WORDS, "") for name in values["methods"] if name in FORWARD}
+            given = values.get("method_settings", {})
+            values = values | {"method_settings": given | {name: {**own[name], **given.get(name, {})} for name in own}}
         credit, run = tuple(values.get("credit", ())), RunConfig.from_dict(values["run"], trust=True)
         for settings in (run.flat(), *({"credit": spec} for spec in credit), *values.get("method_settings", {}).values()):
             trusted(settings, source, trust)
@@ -209,7 +223,8 @@ def compare(
 def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch: Watcher | None, changed_code: bool) -> bool:
     jobs = config.jobs()
     if not resume:
-        write_json(out / "config.json", config.as_dict() | {"descriptions": config.descriptions()})
+        written = {"descriptions": config.descriptions(), "parts": config.parts()}
+        write_json(out / "config.json", config.as_dict() | written)
     states: dict[str, dict[str, Any]] = {name: {"phase": "waiting", "iteration": 0} for name in jobs}
     ended: dict[str, bool | str] = {}
 

@@ -11,8 +11,8 @@ from flowrl.errors import require
 from flowrl.options import Count, Seed, Whole
 from flowrl.reading import load_document, reading
 from flowrl.settings import flat, groups_of, nested, read_settings, read_values, replaced, settings_group
-from flowrl.training.format import check_format
-from flowrl.training.presets import MODEL_DEFAULTS, MODEL_ONLY, WORLD_DEFAULTS, accelerator_defaults, combine
+from flowrl.training.format import FORMAT, check_format, current, format_of, refuse_older
+from flowrl.training.presets import MODEL_DEFAULTS, MODEL_ONLY, WORLD_DEFAULTS, accelerator_defaults, combine, method_overrides
 from flowrl.trust import trusted
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -63,27 +63,35 @@ class AlgorithmConfig:
     granular-grpo, tree-grpo, diffusion-nft, awm or dgpo; with `credit`, the name in tables."""
     credit: str = ""
     """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class."""
-    sampler: str = "flow-sde"
-    """flow-sde, dance-sde, cps, ddim-sde or, for forward-process losses, ode or multistep; a plug-in; path/to/file.py:Class. With
-    diffusion-nft, awm or dgpo the default is the method's published sampler; flow-sde() is Flow-SDE."""
-    noise_level: float = 0.7
-    """The sampler's noise: a of flow-sde and ddim-sde, eta of dance-sde and cps."""
-    window: str = "2:5"
-    """Stochastic steps: all, all-but-last, START:SIZE, random:SIZE[:END][:RATIO], or sliding:SIZE[:STRIDE[:EVERY]]."""
-    trained_steps: str = "all"
-    """Stochastic steps that enter the loss: all, all-but-last, START:SIZE, or random:FRACTION of them, drawn every iteration."""
+    sampler: str = ""
+    """Transition kernel; empty: the method's. flow-sde, dance-sde, cps, ddim-sde or, for forward-process losses, ode or
+    multistep; a plug-in; path/to/file.py:Class."""
+    noise_level: Annotated[float, Ge(0)] = 0.0
+    """The kernel's noise: a of flow-sde and ddim-sde, eta of dance-sde and cps; 0 = the method's, or the kernel's default."""
+    window: str = ""
+    """Stochastic steps; empty: the method's. A Python slice, as in 2:7 (steps 2 to 6), : (all) or :-1 (all but the last); or
+    random(size=3), random(size=3, high=5, geometric=0.5), sliding(size=4, stride=1, every=25), a plug-in or
+    path/to/file.py:Class."""
+    trained_steps: str = ":"
+    """Stochastic steps that enter the loss: a Python slice of the steps, or random(fraction=0.6), drawn every iteration."""
     initial_noise: Literal["auto", "shared", "independent"] = "auto"
     """Initial noise within a group: auto (as the method requires), shared or independent."""
-    loss: str = "clipped"
-    """clipped, gspo, kl-penalty, grpo-guard, flow-dppo or policy-gradient, with options as in clipped(kl=without_delta); a
-    plug-in or a file; or diffusion-nft, awm or dgpo. With a method of these names the default is its published loss; policy
-    losses are not allowed."""
-    clip_range: float = 2e-3
-    """Largest |ratio - 1|; beyond it a pair has no gradient (losses that clip)."""
+    loss: str = ""
+    """Loss; empty: the method's. clipped, gspo, kl-penalty, grpo-guard, flow-dppo or policy-gradient, with options as in
+    clipped(kl=without_delta); a plug-in or a file; or diffusion-nft, awm or dgpo. The methods of these names allow no policy
+    loss."""
+    clip_range: Annotated[float, Ge(0)] = 0.0
+    """Largest |ratio - 1|; beyond it a transition has no gradient (losses that clip). 0 = the method's, in a built-in world
+    for the elements of its latents."""
     kl_weight: float = 0.0
     """Weight of the KL to the base model in the loss (beta in the papers)."""
     drop_zero_advantages: bool = False
     """Leave samples whose advantage is 0 at every trained step out of the loss, its mean and the KL."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "AlgorithmConfig":
+        refuse_older({"window": self.window, "trained_steps": self.trained_steps})
+        return self
 
 
 @settings_group
@@ -286,6 +294,9 @@ class RunConfig:
         """The inverse of `as_dict`. Raises `ConfigError` for unknown or invalid settings and, without `trust`, for settings with
         code, addresses and similar entries that need the user's consent (`flowrl.trust`)."""
         check_format("config.json", values)
+        if isinstance(values, dict):
+            values = current({**values}, values.get("format", FORMAT))
+            values.pop("format", None)
         return RunConfig.of(**trusted(read_values(values, RunConfig), "config.json", trust))
 
     @property
@@ -313,9 +324,9 @@ def load_config(path: Path, trust: bool = False, unused: tuple[str, ...] = (), p
     `Preset.apply`). Raises `ConfigError` if the file cannot be read and, without `trust`, for settings that need the user's
     consent (`flowrl.trust`), except those from which the caller builds nothing (`unused`)."""
     values, _ = load_document(path)
-    check_format(path, values)
+    found = format_of(path, values)
     with reading(path):
-        settings = read_settings(path, RunConfig).settings
+        settings = current(read_settings(path, RunConfig).settings, found, path)
         trusted({name: value for name, value in settings.items() if name not in unused}, path, trust)
         return Preset(str(path), settings).apply(planned=planned)
 
@@ -329,17 +340,21 @@ class Preset:
     changes: dict[str, Any] = field(default_factory=dict)
     """Settings that differ from the defaults."""
 
-    def apply(self, *, planned: bool = False, **changes: Any) -> RunConfig:
-        """The run with this preset's settings, then `changes`, on the defaults of the mixture world or of models. Without a
-        device, a model trains on CUDA, or without CUDA in float32; `planned` plans for CUDA."""
+    def apply(self, *, planned: bool = False, published: bool = False, **changes: Any) -> RunConfig:
+        """The run with this preset's settings, then `changes`, on the defaults of the world or of models. Without a device, a
+        model trains on CUDA, or without CUDA in float32; `planned` plans for CUDA. With `published`, the method has its
+        published window and clip, unless `changes` or a file sets them."""
         chosen = {**self.changes, **changes}
-        base: dict[str, Any] = WORLD_DEFAULTS.get(chosen.get("world", DEFAULTS["world"]), {})
+        method, world = chosen.get("method", DEFAULTS["method"]), chosen.get("world", DEFAULTS["world"])
+        world = "model" if chosen.get("model") else world
+        base: dict[str, Any] = WORLD_DEFAULTS.get(world, {})
         if chosen.get("model"):
             accelerator = accelerator_defaults(chosen.get("device", "cuda"), planned)
             if not accelerator and "device" not in chosen and "dtype" not in changes:
                 chosen.pop("dtype", None)
             base = {**MODEL_DEFAULTS, **accelerator}
-        return RunConfig.of(**{**base, **chosen})
+        preset = {name: value for name, value in chosen.items() if name not in changes}
+        return RunConfig.of(**{**base, **preset, **method_overrides(self.name, world, method, published), **changes})
 
 
 def preset(name: str, trust: bool = False) -> Preset:

@@ -17,7 +17,7 @@ from flowrl.io import write_bytes, write_json
 from flowrl.probes import Completion, Tweedie
 from flowrl.protocols import FlowPolicy, RewardModel
 from flowrl.rewards import stills
-from flowrl.rollout import EVALUATION_SEED, Groups, ImageBatch, Usage, initial_noise, reward_table, rollout, sample_images, score
+from flowrl.rollout import EVALUATION_SEED, Groups, ImageBatch, Usage, initial_noise, rollout, sample_images, score, score_rollout
 from flowrl.training.heldout import HeldoutMetrics
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
@@ -155,7 +155,7 @@ def _mean(scores: Tensor, name: str) -> float:
 
 
 def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int = 12) -> None:
-    """Write trajectory.json: rewards along the trajectories of one group, by ODE completion at every node.
+    """Write trajectory.json: values along the trajectories of one group, by ODE completion from the start of every decision.
 
     The member with the largest changes of reward is "chosen". The file also contains its rewards by one-step (Tweedie) estimates,
     and trajectory.safetensors contains the images of its completions.
@@ -172,15 +172,17 @@ def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int 
     noise = groups.noise(policy.latent_shape, generator)
     start = generator.get_state()
     sampler = trainer.draw_sampler()
-    tables, estimates = [], {}
+    tables, latents = [], []
     for probe in (Completion(), Tweedie()):
         generator.set_state(start)
         result = rollout(
             policy, sampler, trainer.schedule, policy.encode([prompt]), noise, generator, groups, probe, Usage(),
             trainer.config.batches.max_batch,
         )  # fmt: skip
-        tables.append(reward_table(policy, trainer.reward, result, [prompt])[0])
-        estimates = estimates or result.estimates
+        table = score_rollout(policy, trainer.reward, result, [prompt]).total[0]
+        tables.append(torch.where(table.isnan(), table[:, -1:], table))  # without decisions the ODE leads to the image
+        starts = [result.estimates[node].latents for node in result.nodes] or [result.trajectories.images_latent]
+        latents = latents or [*starts, result.trajectories.images_latent]
     chosen = int(tables[0].diff(dim=1).abs().sum(1).nan_to_num(-1.0).argmax())
     record = {
         "prompt": prompt.text,
@@ -190,5 +192,5 @@ def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int 
         "tweedie": tables[1][chosen].tolist(),
     }
     write_json(folder / "trajectory.json", record)
-    images = torch.cat([stills(policy.decode(estimates[node][chosen : chosen + 1])) for node in sorted(estimates)])
+    images = torch.cat([stills(policy.decode(one[chosen : chosen + 1])) for one in latents])
     write_bytes(folder / "trajectory.safetensors", save({"images": images.cpu().contiguous()}))

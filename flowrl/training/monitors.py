@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flowrl.policies.sd3 import SD3
-from flowrl.protocols import GroupReward, PromptCreditAssigner
+from flowrl.protocols import ExperienceCredit, GroupReward, Stateful
 from flowrl.training.trainer import Trainer
 
 Row = Mapping[str, Any]
@@ -82,9 +82,11 @@ def limits_of(trainer: Trainer) -> Limits:
     config, policy = trainer.config, trainer.policy
     float16_works = policy.device.type == "cuda" and isinstance(getattr(policy, "family", None), SD3)
     clip = getattr(trainer.method.loss, "clip_range", None)
-    teaching = isinstance(trainer.method.credit, PromptCreditAssigner)  # groups of equal rewards may have credit, too
+    rule = trainer.method.credit
+    # with a memory by prompt, groups of equal rewards may have credit, too
+    remembers = isinstance(rule, ExperienceCredit) and isinstance(rule, Stateful)
     return Limits(
-        clip, config.rollout.groups, config.evaluation.eval_samples, 1.0 if teaching else Limits.zero_spread,
+        clip, config.rollout.groups, config.evaluation.eval_samples, 1.0 if remembers else Limits.zero_spread,
         dtype=config.policy.dtype, float16_works=float16_works, compared=isinstance(trainer.reward, GroupReward),
     )  # fmt: skip
 
@@ -200,7 +202,7 @@ def step_share(rows: Sequence[Row], limits: Limits) -> Notice | None:
     if share <= limits.share:
         return None
     others = [i for i, mean in enumerate(means) if mean > 0 and i != step]
-    span = f"trained_steps {others[0]}:{len(others)}" if others[-1] - others[0] == len(others) - 1 else "another window"
+    span = f"trained_steps {others[0]}:{others[-1] + 1}" if others[-1] - others[0] == len(others) - 1 else "another window"
     return Notice(
         "step-share",
         f"step {step} (the first is 0) has {100 * share:.4g}% of the policy term's squared gradient, so the other steps hardly "

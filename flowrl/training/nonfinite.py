@@ -11,6 +11,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flowrl.errors import TrainingError
+from flowrl.experience import Credit, Experience
 from flowrl.flow.gaussian import kl, log_prob
 from flowrl.forward import ForwardBatch
 from flowrl.io import write_bytes, write_json
@@ -20,7 +21,7 @@ from flowrl.rollout.loss_batch import LossBatches, MicroBatch, checked_loss
 from flowrl.types import LossBatch, Prompt
 
 LISTED = 64
-"""Largest number of pairs that a dump lists."""
+"""Largest number of rows that a dump lists."""
 ADVICE = {
     "advantage": "Look at the reward model and the credit rule",
     "sampled latent": "The rollout went out of range: use bfloat16 instead of float16, or a smaller noise_level",
@@ -67,8 +68,8 @@ class NonFiniteCheck:
     Args:
         iteration: number of the iteration.
         prompts: the prompts [prompt].
-        rewards: the rewards [prompt, member, node].
-        advantages: the advantages [prompt, member, step].
+        experience: the record of the iteration.
+        credit: the rule's credit.
         loss: the loss.
         batches: makes the loss's batches, to compute a broken term again.
         first: index, among all samples, of the first sample that this process rolled out.
@@ -76,8 +77,8 @@ class NonFiniteCheck:
 
     iteration: int
     prompts: Sequence[Prompt]
-    rewards: Tensor
-    advantages: Tensor
+    experience: Experience
+    credit: Credit
     loss: PolicyLoss | ForwardLoss
     batches: LossBatches | ForwardBatches
     first: int
@@ -89,48 +90,49 @@ class NonFiniteCheck:
         for row, micro in zip(rows, minibatch, strict=False):
             if not math.isfinite(row["loss"]):
                 with torch.no_grad():
-                    found = culprit(self.batches.of(micro.sample, micro.step))
+                    found = culprit(self.batches.of(micro.sample, micro.column))
                 bad = found.bad.to(micro.sample.device)
-                count = f"{int(bad.sum())} of {len(bad)} pairs"
+                count = f"{int(bad.sum())} of {len(bad)} rows"
                 cause = "" if found.term == "loss" else f", because the {found.term} is not finite in {count},"
                 what = f"the loss is {row['loss']}{cause}"
-                raise self._error(what, found.term, row["loss"], micro.sample[bad], micro.step[bad])
+                raise self._error(what, found.term, row["loss"], micro.sample[bad], micro.column[bad])
 
     def gradient(self, norm: float, minibatch: Sequence[MicroBatch], trained: Mapping[str, Tensor]) -> None:
         """Check the gradient `norm` of the mini-batch with respect to the parameters `trained`.
 
-        Only if `norm` is not finite, the gradient of every pair is recomputed separately, to find steps, samples and parameters.
+        Only if `norm` is not finite, the gradient of every row is recomputed separately, to find steps, samples and parameters.
         """
         if math.isfinite(norm):
             return
         bad: list[tuple[int, int]] = []
         names: list[str] = []
-        pairs = [pair for micro in minibatch if micro.weight > 0 for pair in zip(micro.sample, micro.step, strict=True)]
-        for sample, step in pairs:
-            loss = checked_loss(self.loss, self.batches.of(sample[None], step[None])).loss
+        rows = [row for micro in minibatch if micro.weight > 0 for row in zip(micro.sample, micro.column, strict=True)]
+        for sample, column in rows:
+            loss = checked_loss(self.loss, self.batches.of(sample[None], column[None])).loss
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             broken = [name for name, g in zip(trained, found, strict=True) if g is not None and not bool(g.isfinite().all())]
             names += [name for name in broken if name not in names]
-            bad += [(int(sample), int(step))] if broken else []
+            bad += [(int(sample), int(column))] if broken else []
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         where = (
             f"the gradient of {', '.join(names[:4])}{more} is not finite"
             if names
-            else "the gradient of every pair is finite, but the sum is not"
+            else "the gradient of every row is finite, but the sum is not"
         )
-        chosen = bad or [(int(sample), int(step)) for sample, step in pairs]
-        samples, steps = (torch.tensor([pair[i] for pair in chosen], dtype=torch.long) for i in (0, 1))
+        chosen = bad or [(int(sample), int(column)) for sample, column in rows]
+        samples, columns = (torch.tensor([row[i] for row in chosen], dtype=torch.long) for i in (0, 1))
         what = f"the gradient norm is {norm}, {where},"
-        raise self._error(what, "gradient", norm, samples, steps, names)
+        raise self._error(what, "gradient", norm, samples, columns, names)
 
     def _error(
-        self, what: str, term: str, value: float, sample: Tensor, step: Tensor, parameters: Sequence[str] = ()
+        self, what: str, term: str, value: float, sample: Tensor, column: Tensor, parameters: Sequence[str] = ()
     ) -> NonFiniteError:
-        members = self.advantages.shape[1]
-        pairs = list(zip((sample + self.first).tolist(), step.tolist(), strict=True))
-        steps = sorted({at for _, at in pairs})
-        texts = sorted({self.prompts[one // members].text for one, _ in pairs} or {prompt.text for prompt in self.prompts})
-        flat = self.advantages.flatten(0, 1)
+        advantages = self.credit.advantages
+        members, flat = advantages.shape[1], advantages.flatten(0, 1)
+        step, decision = (index.tolist() for index in self.batches.origin(sample, column))
+        rows = list(zip((sample + self.first).tolist(), step, decision, strict=True))
+        steps = sorted(set(step))
+        texts = sorted({self.prompts[row[0] // members].text for row in rows} or {prompt.text for prompt in self.prompts})
         shown = ", ".join(map(repr, texts[:8])) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
         at_steps = f" at denoising step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" if steps else ""
         message = (
@@ -144,13 +146,18 @@ class NonFiniteCheck:
             "denoising_steps": steps,
             "parameters": list(parameters),
             "prompts": [prompt.text for prompt in self.prompts],
-            "bad_pairs": len(pairs),
-            "pairs": [
-                {"prompt": self.prompts[i // members].text, "member": i % members, "step": j, "advantage": float(flat[i, j])}
-                for i, j in pairs[:LISTED]
+            "bad_rows": len(rows),
+            "rows": [
+                {
+                    "prompt": self.prompts[i // members].text,
+                    "member": i % members,
+                    "step": j,
+                    "advantage": float(flat[i, k]),
+                }
+                for i, j, k in rows[:LISTED]
             ],
         }
-        return NonFiniteError(message, values, {"rewards": self.rewards, "advantages": self.advantages})
+        return NonFiniteError(message, values, {"values": self.experience.values, "advantages": advantages})
 
 
 @dataclass(frozen=True)

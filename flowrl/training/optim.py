@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from flowrl.distributed import Distributed, free_gathered_weights, full, is_sharded, shard
 from flowrl.errors import ConfigError, TrainingError, require
 from flowrl.policies import has_compiled_blocks
-from flowrl.protocols import FlowPolicy, OneNetwork
+from flowrl.protocols import FlowPolicy, extras
 
 OPTIMIZERS = ("adamw", "adamw-8bit")
 
@@ -64,21 +64,21 @@ def prepare_policy(policy: FlowPolicy, distributed: Distributed, compiled: bool)
         The trained parameters by name.
 
     Raises:
-        ConfigError: sharding or compilation is required and the policy is not a `protocols.OneNetwork`, or compilation is
-            required on the CPU and there is no C++ compiler.
+        ConfigError: sharding or compilation is required and the policy has no `velocity_network`, or compilation is required
+            on the CPU and there is no C++ compiler.
     """
     distributed.broadcast([parameter.data for parameter in policy.trainable().values()])
+    found = extras(policy, "velocity_network")
     for name, wanted in (("compile", compiled), ("sharded weights", distributed.sharded)):
-        fits = not wanted or isinstance(policy, OneNetwork)
+        fits = not wanted or found is not None
         require(fits, name, True, f"for a policy with a velocity_network, which {type(policy).__name__} lacks")
     if compiled and policy.device.type == "cpu":
         _require_compiler()
-    if isinstance(policy, OneNetwork):
-        if distributed.sharded:
-            dtype = getattr(policy, "dtype", torch.float32)  # in which the network computes
-            shard(policy.velocity_network, distributed, policy.device, dtype)
-        if compiled and not has_compiled_blocks(policy.velocity_network):
-            policy.velocity_network.compile()
+    if found is not None and distributed.sharded:
+        dtype = getattr(policy, "dtype", torch.float32)  # in which the network computes
+        shard(found.velocity_network, distributed, policy.device, dtype)
+    if found is not None and compiled and not has_compiled_blocks(found.velocity_network):
+        found.velocity_network.compile()
     return policy.trainable()
 
 
@@ -196,5 +196,6 @@ def _point(policy: FlowPolicy, parameters: Sequence[nn.Parameter], values: Seque
 def _copy(policy: FlowPolicy, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)
-    if isinstance(policy, OneNetwork):
-        free_gathered_weights(policy.velocity_network)
+    found = extras(policy, "velocity_network")
+    if found is not None:
+        free_gathered_weights(found.velocity_network)

@@ -1,42 +1,48 @@
-"""The cost of one iteration, counted before anything is loaded: pairs, batches, network evaluations."""
+"""The cost of one iteration, counted before anything is loaded: rows, batches, network evaluations."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
+from flowrl.credit import read_columns
 from flowrl.errors import ConfigError, require
+from flowrl.experience import Credit, Decisions
+from flowrl.flow import uniform_schedule
 from flowrl.forward import guidance_passes
 from flowrl.methods import Method
 from flowrl.policies import Memory, Size, architecture_of, count_memory
 from flowrl.policies.small_sd3 import SmallSD3Config
 from flowrl.probes import Cost, Probe, Shape, whole
 from flowrl.protocols import ForwardLoss
-from flowrl.rollout.loss_batch import all_pairs, minibatch_pairs
+from flowrl.rollout.loss_batch import Rows, minibatch_rows, weighted_rows
 from flowrl.rollout.rollout import Groups, group_tree
-from flowrl.training.build import first_trained_steps, make_method, trial_schedule
+from flowrl.rollout.weights import transition_weights
+from flowrl.training.build import first_trained_steps, make_method, method_text, trial_stds
 from flowrl.training.config import RunConfig
 from flowrl.training.trainer import loss_guidance
-from flowrl.types import Schedule
+from flowrl.tree import Tree, plain_tree
 
 
 @dataclass(frozen=True)
 class Plan:
     """Counts of one iteration.
 
-    Processes roll out whole groups, `groups_per_process` each until all are distributed. The pairs of an update are drawn at
+    Processes roll out whole groups, `groups_per_process` each until all are distributed. The rows of an update are drawn at
     random from all trajectories, and a process differentiates its own. A forward-process loss may have another guidance than the
     samples (`forward.Guidance`): its velocities are then fractions or multiples of an evaluation.
 
     Args:
         trajectories: number of trajectories.
         trained_steps: steps that enter the loss.
-        pairs: trajectories x trained steps; of branched trees the decisions (the tree's `weight` "edge": distinct ones).
-        evaluations: network evaluations of these pairs, one per distinct state.
+        rows: trained transitions of all trajectories, or (image, drawn time) rows.
+        evaluations: network evaluations of these rows, one per distinct state.
         updates: optimizer steps.
         trajectories_per_update: trajectories of an optimizer step.
-        pairs_per_update: pairs of an optimizer step.
+        rows_per_update: rows of an optimizer step.
         processes: number of processes.
         idle: processes without a group, which wait for the others.
         groups_per_process: groups of a process; the last ones may have fewer.
@@ -59,11 +65,11 @@ class Plan:
 
     trajectories: int
     trained_steps: int
-    pairs: int
+    rows: int
     evaluations: int
     updates: int
     trajectories_per_update: int
-    pairs_per_update: int
+    rows_per_update: int
     processes: int
     idle: int
     groups_per_process: int
@@ -102,46 +108,45 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     require(processes >= 1, "processes", processes, "1 or more")
     method, rollout, optim, evaluation = make_method(config), config.rollout, config.optim, config.evaluation
     groups = math.ceil(rollout.groups / processes)
-    schedule = _schedule(config, method)
-    assert schedule.tree is not None
-    members, own, networks = torch.arange(rollout.group_size), config.policy.guidance_scale, 1
+    decisions = _decisions(config, method)
+    own, networks = config.policy.guidance_scale, 1
     if isinstance(method.loss, ForwardLoss):
-        trained = torch.arange(method.loss.times.draws(trial_schedule(config)))
-        pairs = all_pairs(members, trained)
+        count = method.loss.times.draws(uniform_schedule(rollout.num_steps))
         networks += sum(copy.evaluated for copy in method.loss.copies.values())
     else:
-        trained = first_trained_steps(config)
-        pairs = minibatch_pairs([members], trained, schedule.tree, unit=method.loss.unit)[0]
-    samples, evaluations = rollout.groups * rollout.group_size, rollout.groups * pairs.evaluations
+        count = int(decisions.trained.sum())
+    rows = _rows(method, decisions, count)
+    samples, evaluations = rollout.groups * rollout.group_size, rollout.groups * rows.evaluations
     minibatches = torch.arange(samples).chunk(optim.minibatches)
     share = max(map(len, minibatches)) / samples
-    calls, reward_calls = _rollout(Shape(rollout.groups, schedule, _blocks(config)), method.credit.probe)
-    own_calls = [rows for rows, _ in _rollout(Shape(groups, schedule, _blocks(config)), method.credit.probe)[0]]
-    nfe = whole(sum(rows * part for rows, part in calls))
+    shape = _shape(config, method)
+    calls, reward_calls = _rollout(shape, method.credit.probe)
+    own_calls = [latents for latents, _ in _rollout(replace(shape, groups=groups), method.credit.probe)[0]]
+    nfe = whole(sum(latents * part for latents, part in calls))
     per_process = math.ceil(evaluations * share * groups / rollout.groups)
     guidance, reference, passes = loss_guidance(config), method.loss.needs_reference, guidance_passes(own)
-    unit = {"transition": 1, "trajectory": len(trained), "group": rollout.group_size}[method.loss.unit]
+    unit = {"transition": 1, "trajectory": count, "group": rollout.group_size}[method.loss.unit]
     twice = 1 + (unit > config.batches.micro_batch)  # the means of units that are spread over micro-batches
     train_nfe = whole(evaluations * guidance.evaluations(networks, reference, own) * twice)
-    rows = guidance_passes(guidance.scales(own)[0]) if config.policy.guidance_gradient == "both" else 1
+    branches = guidance_passes(guidance.scales(own)[0]) if config.policy.guidance_gradient == "both" else 1
     solver = 2 * evaluation.eval_steps - 1 if evaluation.eval_solver == "heun" else evaluation.eval_steps
     return Plan(
         trajectories=samples,
-        trained_steps=len(trained),
-        pairs=rollout.groups * len(pairs),
+        trained_steps=count,
+        rows=rollout.groups * len(rows),
         evaluations=evaluations,
         updates=len(minibatches),
         trajectories_per_update=max(map(len, minibatches)),
-        pairs_per_update=math.ceil(rollout.groups * len(pairs) * share),
+        rows_per_update=math.ceil(rollout.groups * len(rows) * share),
         processes=processes,
         idle=processes - math.ceil(rollout.groups / groups),
         groups_per_process=groups,
         evaluations_per_update_and_process=per_process,
         micro_batches_per_update=math.ceil(per_process / config.batches.micro_batch),
-        rows_per_micro_batch=min(config.batches.micro_batch, per_process) * rows,
+        rows_per_micro_batch=min(config.batches.micro_batch, per_process) * branches,
         nfe=nfe,
         sequential_calls=len(calls),
-        calls_of_a_process=sum(math.ceil(rows / config.batches.max_batch) for rows in own_calls),
+        calls_of_a_process=sum(math.ceil(latents / config.batches.max_batch) for latents in own_calls),
         rows_per_call=min(config.batches.max_batch, max(*own_calls, evaluation.eval_samples // processes)) * passes,
         velocities=evaluations * (networks + reference),
         train_nfe=train_nfe,
@@ -153,12 +158,38 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     )
 
 
-def _schedule(config: RunConfig, method: Method) -> Schedule:
-    """The schedule with the tree of the first iteration's groups; a tree that changes between iterations is one draw."""
-    rollout, schedule = config.rollout, trial_schedule(config)
+def _tree(config: RunConfig, method: Method) -> Tree:
+    """The tree of the first iteration's groups; a tree that changes between iterations is one draw."""
+    rollout = config.rollout
     groups = Groups(rollout.groups, rollout.group_size, method.shared_noise)
-    tree = group_tree(schedule, groups, method.credit.probe, torch.Generator().manual_seed(0))
-    return replace(schedule, tree=tree)
+    return group_tree(trial_stds(config), groups, method.credit.probe, torch.Generator().manual_seed(0))
+
+
+def _decisions(config: RunConfig, method: Method) -> Decisions:
+    """The decisions of one group in the first iteration."""
+    grid, tree = uniform_schedule(config.rollout.num_steps), _tree(config, method)
+    forward, valid = isinstance(method.loss, ForwardLoss), torch.ones(1, tree.members, dtype=torch.bool)
+    trained = None if forward else first_trained_steps(config).tolist()
+    return Decisions.of(grid, trial_stds(config), tree, valid, trained)
+
+
+def _rows(method: Method, decisions: Decisions, count: int) -> Rows:
+    """The rows of one group in the update, `count` for each of its trajectories."""
+    credit, (_, members, _) = Credit(torch.ones(decisions.mask.shape)), decisions.mask.shape
+    if isinstance(method.loss, ForwardLoss):
+        return weighted_rows(torch.arange(members), torch.arange(count), torch.ones(members, count))
+    weights = transition_weights(credit, decisions)[0]
+    tree = decisions.tree or plain_tree(members, 1, (0,))
+    return minibatch_rows([torch.arange(members)], weights, tree, method.loss.unit)[0]
+
+
+def _shape(config: RunConfig, method: Method) -> Shape:
+    """The quantities that determine the cost of the rollout."""
+    tree, grid = _tree(config, method), uniform_schedule(config.rollout.num_steps)
+    trained = _decisions(config, method).trained
+    asked = read_columns(method.credit, trained).tolist()
+    nodes = [step for step, needed in zip(tree.drawn_steps, asked, strict=False) if needed]
+    return Shape(config.rollout.groups, grid, tree, nodes, _blocks(config))
 
 
 def _rollout(shape: Shape, probe: Probe) -> tuple[list[tuple[int, float]], int]:
@@ -189,12 +220,13 @@ def _blocks(config: RunConfig) -> int | None:
     return SmallSD3Config.layers if config.environment.world == "shapes" else None
 
 
-def plan_text(found: Plan, config: RunConfig) -> str:
+def plan_text(found: Plan, config: RunConfig, origins: Mapping[str, str] = MappingProxyType({})) -> str:
     """The plan as text, as ``flowrl train --plan`` prints it.
 
     Args:
         found: the counts.
         config: the run.
+        origins: where settings come from, by setting (`presets.origins`).
 
     Returns:
         The lines.
@@ -208,9 +240,9 @@ def plan_text(found: Plan, config: RunConfig) -> str:
     if (config.policy.train_guidance_scale, config.policy.reference_guidance_scale) != (0, 0):
         train, reference = loss_guidance(config).scales(config.policy.guidance_scale)
         kl += f", guidance {train:g}" + (f" and {reference:g} of the base model" if reference != train else "")
-    shared = f", on {p.evaluations:,} distinct states" if p.evaluations < p.pairs else ""
-    kind, mean = "states" if shared else "pairs", " (on average)" if p.processes > 1 else ""
-    whole = p.pairs == p.trajectories * p.trained_steps
+    shared = f", on {p.evaluations:,} distinct states" if p.evaluations < p.rows else ""
+    kind, mean = "states" if shared else "rows", " (on average)" if p.processes > 1 else ""
+    whole = p.rows == p.trajectories * p.trained_steps
     counted = (
         f"{p.trajectories:,} trajectories x {p.trained_steps} trained steps of {rollout.num_steps}" if whole else "decisions"
     )
@@ -222,9 +254,10 @@ def plan_text(found: Plan, config: RunConfig) -> str:
         f"{p.processes} process{'es' if p.processes > 1 else ''}, {config.policy.dtype} on {config.policy.device}",
         f"  trajectories       {rollout.groups} groups x {rollout.group_size} members = {p.trajectories:,}; a process rolls out "
         f"{p.groups_per_process} whole group{'s' if p.groups_per_process > 1 else ''}{idle}",
-        f"  pairs              {counted} = {p.pairs:,}{shared}",
+        f"  method             {method_text(config, origins)}",
+        f"  rows               {counted} = {p.rows:,}{shared}",
         f"  optimizer steps    {p.updates}, each on the mean over {p.trajectories_per_update:,} trajectories = "
-        f"{p.pairs_per_update:,} pairs",
+        f"{p.rows_per_update:,} rows",
         f"  backward passes    {p.evaluations_per_update_and_process:,} {kind} a process{mean} / "
         f"micro_batch {micro} = {p.micro_batches_per_update} an optimizer step, of "
         f"{p.rows_per_micro_batch} network rows",
@@ -248,7 +281,7 @@ def _batch(setting: int | str, counted: int) -> str:
 
 
 SCORED_TOGETHER = 512
-"""Images that `rollout.reward_tables` decodes before it scores them."""
+"""Images that `rollout.score_rollout` decodes before it scores them."""
 
 
 def memory(found: Plan, config: RunConfig) -> Memory | None:
@@ -276,8 +309,7 @@ def memory(found: Plan, config: RunConfig) -> Memory | None:
         policy.decode_dtype, policy.lora_targets,
     )  # fmt: skip
     latent = 4 * math.prod(known.latent_shape(size))
-    tree = _schedule(config, method).tree
-    assert tree is not None
+    tree = _tree(config, method)
     stored = tree.units + tree.at(tree.steps).start if tree.branched else rollout.group_size * (2 * rollout.num_steps + 1)
     nodes = 0 if rollout.offload else found.groups_per_process * stored
     return replace(counted, trajectories=nodes * latent)

@@ -16,6 +16,7 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.reading import load_document
 from flowrl.settings import read_settings
+from flowrl.training.format import current, format_of
 
 KINDS = ("models", "methods", "tasks", "definitions")
 """The folders of preset files, in the order in which they are applied; later settings override earlier ones."""
@@ -26,28 +27,110 @@ PRESETS: dict[str, dict[str, Any]] = {
     "long": {"iterations": 75, "learning_rate": 3e-3, "final_learning_rate": 0.2},
     "tiny": {
         "iterations": 2, "groups": 2, "group_size": 3, "num_steps": 4, "eval_every": 1, "eval_samples": 4,
-        "eval_steps": 4, "window": "1:2",
+        "eval_steps": 4, "window": "1:3",
     },
 }  # fmt: skip
 """Changes to the defaults, by name, for the built-in worlds."""
 
 WORLD_DEFAULTS: dict[str, dict[str, Any]] = {
-    "shapes": {"eval_every": 2, "eval_samples": 384, "eval_steps": 10, "eval_solver": "dpm++"},
-    "mixture": {
-        "task": "direction", "learning_rate": 2e-2, "iterations": 40, "window": "0:5", "eval_every": 2, "eval_samples": 384,
+    "shapes": {
+        "window": "2:7",
+        "clip_range": 2e-3,
+        "eval_every": 2,
+        "eval_samples": 384,
+        "eval_steps": 10,
+        "eval_solver": "dpm++",
     },
-}  # fmt: skip
-"""Changes to the defaults by world. Ten steps of DPM-Solver++ give scores like twenty Euler steps in half the time (soft reward
-.744 and .751 before training, 384 samples)."""
+    "mixture": {
+        "task": "direction",
+        "learning_rate": 2e-2,
+        "iterations": 40,
+        "window": "0:5",
+        "clip_range": 2e-3,
+        "eval_every": 2,
+        "eval_samples": 384,
+    },
+}
+"""Changes to the defaults by world; the window is for methods without one of their own (`OWN_WINDOWS`). Ten steps of
+DPM-Solver++ give scores like twenty Euler steps in half the time (soft reward .744 and .751 before training, 384 samples)."""
 
 MODEL_DEFAULTS: dict[str, Any] = {
-    "world": "model", "task": "prompts", "reward_form": "reward", "num_steps": 10, "window": "all-but-last", "minibatches": 2,
-    "learning_rate": 3e-4, "clip_range": 1e-4, "lora_rank": 32, "lora_alpha": 64.0, "ema_decay": 0.987,
+    "world": "model", "task": "prompts", "reward_form": "reward", "num_steps": 10, "minibatches": 2,
+    "learning_rate": 3e-4, "lora_rank": 32, "lora_alpha": 64.0, "ema_decay": 0.987,
     "betas": (0.9, 0.999), "groups": 4, "group_size": 24, "micro_batch": 8, "max_batch": 16, "iterations": 300, "eval_every": 20,
     "eval_samples": 32, "eval_steps": 40, "gradient_checkpointing": True,
 }  # fmt: skip
-"""Steps, mini-batches, AdamW, clip, LoRA and group size of Flow-GRPO for SD3.5-Medium (arXiv 2505.05470). The average decays by
+"""Steps, mini-batches, AdamW, LoRA and group size of Flow-GRPO for SD3.5-Medium (arXiv 2505.05470). The average decays by
 0.987 per update, in Flow-GRPO by 0.9 every 8 updates. 4 groups per iteration for one GPU, in Flow-GRPO 48."""
+
+
+OWN_WINDOWS = ("branch-grpo", "granular-grpo", "tree-grpo")
+"""Methods whose published window is another than all steps but the last; that of a world or a preset does not replace it."""
+
+METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "shapes": {"tempflow-grpo": {"groups": 6, "group_size": 30}},
+    "mixture": {"tempflow-grpo": {"groups": 6, "group_size": 30}},
+    "model": {"tempflow-grpo": {"group_size": 54}},
+    "tiny": {
+        "awm": {"loss": "awm(times='stratified(count=2)')"},
+        "branch-grpo": {
+            "credit": "depth-relative(scope=tree, std=sample, probe='branch(children=(1, 2))')",
+            "group_size": 4,
+        },
+        "dgpo": {"loss": "dgpo(beta_dpo=1.0, sample_from=none, times='steps(count=2, steps=3)')"},
+        "granular-grpo": {"window": "0:2"},
+        "tempflow-grpo": {
+            "credit": "weighted(rule=\"sibling-relative(probe='comb(branches=2)')\")",
+            "group_size": 4,
+        },
+        "tree-grpo": {"group_size": 4},
+    },
+}
+"""Changes by world, or for the preset tiny, that a method's groups, trees and times need."""
+
+
+def method_overrides(preset: str, world: str, method: str, published: bool = False) -> dict[str, Any]:
+    """The changes that a method needs to the settings of a built-in preset.
+
+    Args:
+        preset: name of the preset; a preset that contains a file needs none.
+        world: the world's name, or "model".
+        method: name of the method.
+        published: use the method's published window and clip instead of those of the world.
+
+    Returns:
+        Settings.
+    """
+    names = preset.split(",")
+    if not set(names) <= set(PRESETS):
+        return {}
+    own = method in OWN_WINDOWS or published
+    found: dict[str, Any] = {"window": ""} if own else {}
+    if published:
+        found["clip_range"] = 0.0
+    return {**found, **METHOD_SETTINGS.get("tiny" if "tiny" in names else world, {}).get(method, {})}
+
+
+def origins(preset: str, schema: type, world: str, method: str, chosen: Sequence[str], published: bool = False) -> dict[str, str]:
+    """Where the settings of a run come from, by setting: the world's or models' defaults, presets, what the method needs of them,
+    or an option.
+
+    Args:
+        preset: name of the preset.
+        schema: class of the settings.
+        world: the world's name, or "model".
+        method: name of the method.
+        chosen: settings that options set.
+        published: as in `method_overrides`.
+
+    Returns:
+        Origins; settings without one have their default.
+    """
+    base = MODEL_DEFAULTS if world == "model" else WORLD_DEFAULTS.get(world, {})
+    found = dict.fromkeys(base, "models" if world == "model" else f"world {world}")
+    found |= {name: f"preset {piece}" for name, piece in combine(preset, schema).origins.items()}
+    found |= dict.fromkeys(method_overrides(preset, world, method, published), f"{preset}, for {method}")
+    return found | dict.fromkeys(chosen, "option")
 
 
 MODEL_ONLY = (
@@ -171,8 +254,9 @@ def _piece(name: str, schema: type) -> Piece:
     if kind != "file" or path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise ConfigError(f"preset: the file {name} does not exist")
+        older = format_of(path, load_document(path)[0])
         found = read_settings(path, schema)
-        return Piece(name, kind, found.settings, found.when, found.about)
+        return Piece(name, kind, current(found.settings, older, path), current(found.when, older, path), found.about)
     lists = [", ".join(PRESETS), *(", ".join(files) for files in shipped().values())]
     known = [*PRESETS, *(stem for files in shipped().values() for stem in files)]
     close = difflib.get_close_matches(name, known, n=1)

@@ -16,7 +16,7 @@ from flowrl.distributed import Distributed, full_tensors
 from flowrl.errors import CheckpointError, ConfigError, part_errors
 from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
 from flowrl.plugins import versions
-from flowrl.protocols import Exportable, FlowPolicy, PromptEmbedding
+from flowrl.protocols import FlowPolicy, extras
 from flowrl.reading import as_kind, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.settings import settings_text
@@ -25,7 +25,7 @@ from flowrl.training.build import make_reward, make_trainer, make_world, policy_
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
-from flowrl.training.format import FORMAT
+from flowrl.training.format import COMMENT, FORMAT
 from flowrl.training.heldout import HeldoutMetrics, make_heldout_metrics
 from flowrl.training.logging import Journal
 from flowrl.training.memory import memory_notices, out_of_memory
@@ -122,9 +122,9 @@ class Run:
         if not rows:
             rows = [self._first_row(policy, world)]
             journal.row(rows[0])
-        if isinstance(policy, PromptEmbedding):
+        if (embedding := extras(policy, "warm")) is not None:
             self._tell({"phase": "prompts"})
-            policy.warm(trainer.prompts.upcoming((self.config.iterations - trainer.done) * self.config.rollout.groups))
+            embedding.warm(trainer.prompts.upcoming((self.config.iterations - trainer.done) * self.config.rollout.groups))
         latest = self._train(trainer, world, rows, journal)
         if trainer.done == self.config.iterations:
             self._finish(trainer, world, latest or self._evaluate(trainer, world))
@@ -187,10 +187,11 @@ class Run:
     def _write_settings(self) -> None:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""
         record_code(self.folder, self.config.flat())
-        write_json(self.folder / "config.json", {"format": FORMAT, **self.config.as_dict()})
+        values = {"format": FORMAT, **self.config.as_dict()}
+        write_json(self.folder / "config.json", values)
         packages = ", ".join(f"{name} {found}" for name, found in versions().items())
-        comment = f"All settings of this run; repeat it with: flowrl train --config config.yaml --out NEW_FOLDER ({packages})"
-        write_bytes(self.folder / "config.yaml", settings_text(self.config.as_dict(), comment).encode())
+        comment = f"{COMMENT}: flowrl train --config config.yaml --out NEW_FOLDER ({packages})"
+        write_bytes(self.folder / "config.yaml", settings_text(values, comment).encode())
 
     def _with_found_batches(self) -> RunConfig:
         """The run with the auto sizes from its config.json, so that a resumed run uses the same sizes."""
@@ -322,8 +323,8 @@ class Run:
         """Write the averaged weights, and a trajectory sampled with them."""
         with trainer.averaged():
             write_trajectory(folder, trainer, world)
-            if isinstance(trainer.policy, Exportable):
-                trainer.policy.save(folder / self.config.policy.tuning)
+            if (exported := extras(trainer.policy, "save")) is not None:
+                exported.save(folder / self.config.policy.tuning)
         average = full_tensors(dict(zip(trainer.names, trainer.average, strict=True)))
         if average:
             save_weights(folder / "weights.safetensors", average)

@@ -1,47 +1,38 @@
 """The trainer: one iteration, from prompts to a weight update, readable from top to bottom.
 
-prompts -> trajectories + estimates -> rewards [prompt, member, node] -> advantages [prompt, member, step] -> update
+prompts -> trajectories + estimates -> values [prompt, member, decision+1] -> advantages and weights [prompt, member, decision]
+-> update
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.credit import check_advantages, check_trained
+from flowrl.credit import credit_of, read_columns
 from flowrl.distributed import Distributed
-from flowrl.errors import CreditError
+from flowrl.experience import Credit, Decisions, Experience
 from flowrl.forward import Guidance
 from flowrl.methods import Method, check_one_advantage
 from flowrl.probes import whole
 from flowrl.prompts.stream import PromptStream
-from flowrl.protocols import (
-    AnyReward,
-    FlowPolicy,
-    ForwardLoss,
-    PartsCreditAssigner,
-    PromptCreditAssigner,
-    RandomSampler,
-    Sampler,
-    SelectiveCredit,
-    Stateful,
-)
+from flowrl.protocols import AnyReward, AnySampler, FlowPolicy, ForwardLoss, Sampler, Stateful
 from flowrl.rewards.contract import is_remote
-from flowrl.rollout import Groups, RewardTables, Usage
+from flowrl.rollout import Groups, Usage, log_probs, transition_weights, usable
 from flowrl.rollout.collector import Collected, Collector
-from flowrl.rollout.forward_batch import ForwardBatches, forward_pairs, step_of
-from flowrl.rollout.loss_batch import LossBatches, MicroBatch, Pairs, checked_loss, micro_batches, minibatch_pairs
-from flowrl.rollout.masking import valid_credit, with_advantage
+from flowrl.rollout.forward_batch import ForwardBatches, credited, forward_rows
+from flowrl.rollout.loss_batch import LossBatches, MicroBatch, Rows, checked_loss, micro_batches, minibatch_rows
 from flowrl.rollout.metrics import Clock, LossMetrics, reward_metrics
-from flowrl.samplers import trained_steps
+from flowrl.samplers import trained_steps, transition_stds, windowed
 from flowrl.training.behaviour import Copies
 from flowrl.training.checkpoint import PER_PARAMETER, Checkpoint, restore_training_state, training_state
 from flowrl.training.config import RunConfig
 from flowrl.training.nonfinite import NonFiniteCheck
 from flowrl.training.optim import LossScaler, make_optimizer, prepare_policy, update_average, weights_replaced
-from flowrl.types import Prompt, Schedule, inputs_unchanged
+from flowrl.types import Condition, Prompt
 
 
 def loss_guidance(config: RunConfig) -> Guidance:
@@ -112,49 +103,54 @@ class Trainer:
         """One pass from prompts to updated weights; returns its metrics."""
         usage, clock, self.updated = Usage(), Clock(self.on_phase, "rollout"), False
 
-        # Rollout: trajectories of this process's groups [sample, node, *latent], rewards of all groups [prompt, member, node].
+        # Rollout: this process's trajectories [sample, node, *latent], values of all groups [prompt, member, decision+1].
         prompts = self.prompts.take(self.config.rollout.groups)
         condition = self.policy.encode(prompts)
         noise = self.groups.noise(self.policy.latent_shape, self.generator)
         sampler = self.draw_sampler()
+        columns = self.asked_columns(sampler)
         with self.copies.sampling():
-            collected = self.collector.collect(prompts, condition, noise, sampler, self.generator, usage, clock.enter)
-        rewards = collected.rewards
+            collected = self.collector.collect(prompts, condition, noise, sampler, self.generator, usage, clock.enter, columns)
 
-        # Credit: advantages [prompt, member, step]; `used` [prompt, member] leaves out what the reward marked invalid.
-        advantages, used = self.assign_credit(rewards, collected.rollout.trajectories.schedule)
+        # Credit: advantages and weights [prompt, member, decision]; what the reward marked invalid has weight 0.
+        experience = self.experience(prompts, condition, sampler, collected)
+        credit = credit_of(self.method.credit, experience)
+        weights = transition_weights(credit, experience.decisions, self.config.algorithm.drop_zero_advantages)
 
-        # Update: one optimizer step per mini-batch. Micro-batches are (trajectory, step) pairs of this process, or (image, drawn
-        # time) rows; the weighted sum of their mean losses, over all processes, is the mean over the mini-batch.
+        # Update: one optimizer step per mini-batch. Micro-batches are transitions of this process, or (image, drawn time) rows;
+        # the weighted sum of their mean losses, over all processes, is the mean over the mini-batch.
         clock.enter("update")
         self.set_learning_rate()
         loss, metrics, train_nfe = self.method.loss, LossMetrics(self.schedule.steps), 0
-        batches, pairs, counted = self.loss_batches(sampler, collected, advantages, used)
-        check = NonFiniteCheck(self.done + 1, prompts, rewards.total, advantages, loss, batches, collected.samples.start)
-        for minibatch, of in self.minibatches(pairs, collected):
+        batches, rows = self.loss_batches(sampler, collected, experience, credit, weights)
+        check = NonFiniteCheck(self.done + 1, prompts, experience, credit, loss, batches, collected.samples.start)
+        for minibatch, of in self.minibatches(rows, collected):
             self.optimizer.zero_grad()
             with self.distributed.shared_errors():
                 batches.prepare(minibatch)
                 train_nfe += of.evaluations * batches.passes
                 for micro in minibatch:
-                    batch = batches.of(micro.sample, micro.step, micro.shared)
+                    batch = batches.of(micro.sample, micro.column, micro.shared)
                     result = checked_loss(loss, batch)
-                    metrics.add(micro.weight / len(pairs), result, batch, batches.evaluated_steps(micro), len(of) / of.total)
+                    share, steps = of.evaluated / of.total, batches.evaluated_steps(micro)
+                    metrics.add(micro.weight / len(rows), result, batch, steps, share)
                     self.scaler.scale(result.loss * micro.weight).backward()
-                rows = metrics.take()
-                check.losses(rows, minibatch)
-            metrics.merge(self.distributed.gather(rows))
+                losses = metrics.take()
+                check.losses(losses, minibatch)
+            metrics.merge(self.distributed.gather(losses))
             self.optimizer_step(minibatch, check, metrics)
         self.copies.after_iteration()
         clock.stop()
 
         self.done += 1
+        used = experience.decisions.mask.any(-1)
+        parts = {name: float(table[..., -1].nanmean()) for name, table in experience.parts.items()}
         return {
             "iteration": self.done,
-            **reward_metrics(rewards.total),
-            **({"parts": {name: float(t[..., -1].nanmean()) for name, t in rewards.parts.items()}} if rewards.parts else {}),
-            "invalid": int((~rewards.valid).sum()),
-            **({"dropped": int((used & ~counted).sum())} if self.config.algorithm.drop_zero_advantages else {}),
+            **reward_metrics(experience.values),
+            **({"parts": parts} if parts else {}),
+            "invalid": int((~experience.valid).sum()),
+            **({"dropped": int((used & ~(weights > 0).any(-1)).sum())} if self.config.algorithm.drop_zero_advantages else {}),
             "trajectories": self.groups.samples,
             "nfe": usage.nfe,
             "calls": usage.calls,
@@ -163,42 +159,48 @@ class Trainer:
             "phases": clock.phases,
             **metrics.means,
             "train_nfe": whole(train_nfe),
-            "zero_pairs": sum(one.zeros for one in pairs),
-            "abs_advantage": float(advantages[used].abs().mean()),
+            "zero_pairs": sum(one.zeros for one in rows),
+            "abs_advantage": float(credit.advantages[experience.decisions.mask].abs().mean()),
         }
 
-    def draw_sampler(self) -> Sampler:
+    def draw_sampler(self) -> AnySampler:
         """This iteration's sampler; a random or sliding window is drawn once for all groups."""
-        sampler = self.method.sampler
-        return sampler.draw(self.schedule, self.generator, self.done) if isinstance(sampler, RandomSampler) else sampler
+        method = self.method
+        return windowed(method.sampler, method.window, self.schedule.steps, self.generator, self.done)
 
-    def assign_credit(self, rewards: RewardTables, schedule: Schedule) -> tuple[Tensor, Tensor]:
-        """Advantages [prompt, member, step] and which samples [prompt, member] count (`rollout.masking`)."""
-        return valid_credit(rewards, schedule, self._credit)
+    def asked_columns(self, sampler: AnySampler) -> Tensor | None:
+        """The columns of the value table that the rule reads [decision+1], Boolean; None for all of them.
 
-    def _credit(self, rewards: RewardTables, schedule: Schedule) -> Tensor:
-        """The rule's advantages, checked.
-
-        A rule that reads components gets them if the reward has some, and a rule that uses prompts gets those. The schedule is on
-        the device of the rewards, in main memory.
+        Random trained steps are drawn after the rollout, so all columns are evaluated for them.
         """
-        rule, schedule = self.method.credit, schedule.to(rewards.total.device)
-        with inputs_unchanged(f"{type(rule).__name__}.assign", CreditError, rewards.total, *rewards.parts.values()):
-            if rewards.parts and isinstance(rule, PartsCreditAssigner):
-                advantages = rule.assign_parts(rewards.parts, schedule)
-            elif isinstance(rule, PromptCreditAssigner):
-                advantages = rule.assign_prompts(rewards.total, rewards.prompts, schedule)
-            else:
-                advantages = rule.assign(rewards.total, schedule)
-        return check_advantages(advantages, rewards.total, type(rule).__name__)
-
-    def trained_pairs(self, advantages: Tensor, schedule: Schedule) -> Tensor | None:
-        """Mask of the pairs [sample, step] that the rule selects for training; None: all."""
-        rule = self.method.credit
-        if not isinstance(rule, SelectiveCredit):
+        rule, spec = self.method.credit, self.config.algorithm.trained_steps
+        if not hasattr(rule, "reads") or "random" in spec or isinstance(self.method.loss, ForwardLoss):
             return None
-        found = rule.trained(advantages, schedule.to(advantages.device))
-        return check_trained(found, advantages, type(rule).__name__).to(self.policy.device).flatten(0, 1)
+        stds = transition_stds(sampler, self.schedule).cpu()
+        return read_columns(rule, torch.isin((stds > 0).nonzero().flatten(), self.trained_steps(stds)))
+
+    def experience(
+        self, prompts: Sequence[Prompt], condition: Condition, sampler: AnySampler, collected: Collected
+    ) -> Experience:
+        """The record of the iteration, in main memory, with those of its larger fields that the rule reads."""
+        path, values = collected.rollout.trajectories, collected.values
+        forward = isinstance(self.method.loss, ForwardLoss)
+        trained = None if forward else self.trained_steps(path.stds).tolist()
+        decisions = Decisions.of(path.schedule, path.stds, path.tree, usable(values.valid), trained)
+        experience = Experience(prompts, values.total, decisions, values.valid, values.parts)
+        fields = getattr(self.method.credit, "reads_fields", ())
+        if not fields:
+            return experience
+        found: dict[str, Any] = {}
+        own = collected.own()
+        if "trajectories" in fields:
+            states, outputs = (torch.cat(self.distributed.gather(table.cpu())) for table in (own.states, own.outputs))
+            found["trajectories"] = replace(own, states=states, outputs=outputs)
+        if "log_probs" in fields:
+            found["log_probs"] = torch.cat(self.distributed.gather(log_probs(sampler, own)))
+        if "condition" in fields:
+            found["condition"] = condition
+        return replace(experience, **found)
 
     def set_learning_rate(self) -> None:
         """Set the learning rate: linear from `learning_rate` to `learning_rate` x `final_learning_rate` over the run."""
@@ -206,58 +208,57 @@ class Trainer:
         factor = optim.final_learning_rate + (1 - optim.final_learning_rate) * left
         self.optimizer.param_groups[0]["lr"] = optim.learning_rate * factor
 
-    def trained_steps(self, schedule: Schedule) -> Tensor:
+    def trained_steps(self, stds: Tensor) -> Tensor:
         """The steps of this iteration's loss (`samplers.trained_steps`); random steps are drawn once for all groups."""
-        return trained_steps(self.config.algorithm.trained_steps, schedule, self.generator)
+        return trained_steps(self.config.algorithm.trained_steps, stds, self.generator)
 
     def loss_batches(
-        self, sampler: Sampler, collected: Collected, advantages: Tensor, used: Tensor
-    ) -> tuple[LossBatches | ForwardBatches, list[Pairs], Tensor]:
-        """A maker of the loss's batches, the pairs of each mini-batch among all processes, and the mask [prompt, member] of their
-        samples.
+        self, sampler: AnySampler, collected: Collected, experience: Experience, credit: Credit, weights: Tensor
+    ) -> tuple[LossBatches | ForwardBatches, list[Rows]]:
+        """A maker of the loss's batches, and the rows of each mini-batch among all processes.
 
-        The used trajectories are split into mini-batches in random order, the same in every process; pairs that belong together,
-        such as those of a branched tree, in the order of their indices. None if no trajectory is used. Pairs of
-        advantage 0 are not evaluated if the loss declares that they have no gradient.
+        Trajectories with a weight above 0 are split into mini-batches in random order, the same in every process; rows that
+        belong together, such as those of a branched tree, in the order of their indices. Rows of advantage 0 are not evaluated if
+        the loss declares that they have no gradient.
         """
-        rollout, condition, path = collected.rollout, collected.condition, collected.rollout.trajectories
-        loss, trained = self.method.loss, self.trained_pairs(advantages, path.schedule)
-        own = advantages.to(self.policy.device).flatten(0, 1)[collected.samples]
+        rollout, condition, loss = collected.rollout, collected.condition, self.method.loss
+        advantages, weights = credit.advantages.flatten(0, 1), weights.flatten(0, 1)  # in main memory
+        own, device = collected.samples, self.policy.device
+        credited_here = advantages[own].to(device), weights[own].to(device)
         if isinstance(loss, ForwardLoss):
             times, seed = self.draw_times(loss)
-            parts, counted = self.draw_parts(advantages, used, torch.arange(path.schedule.steps))
-            pairs = forward_pairs(parts, loss, step_of(times, path.schedule), self.groups.members, trained)
+            columns = credited(times.cpu(), experience.decisions)
+            parts = self.draw_parts(weights)
+            rows = forward_rows(parts, loss, weights.gather(1, columns), self.groups.members)
             mine, copies = times[collected.samples], self.copies.by_name
             guidance = loss_guidance(self.config)
-            batches = ForwardBatches(self.policy, loss, rollout, condition, own, mine, seed, copies, guidance)
+            batches = ForwardBatches(
+                self.policy, loss, rollout, condition, *credited_here, mine, experience.decisions, seed, copies, guidance
+            )
         else:
-            steps = self.trained_steps(path.schedule)
-            parts, counted = self.draw_parts(advantages, used, steps)
-            check_one_advantage(loss, self.method.credit, advantages.flatten(0, 1), steps)
-            pairs = minibatch_pairs(parts, steps, path.tree, trained, loss.unit)
+            assert isinstance(sampler, Sampler), "log-probabilities need a kernel"
+            parts = self.draw_parts(weights)
+            check_one_advantage(loss, self.method.credit, credit.advantages, experience.decisions.mask)
+            rows = minibatch_rows(parts, weights, rollout.trajectories.tree, loss.unit)
             if not loss.trains_zero_advantages:
-                pairs = [one.without_zeros(advantages.flatten(0, 1)) for one in pairs if len(one)]
-            batches = LossBatches(self.policy, sampler, rollout, condition, own, loss.needs_reference, loss)
-        return batches, [one for one in pairs if len(one)], counted
+                rows = [one.without_zeros(advantages) for one in rows if len(one)]
+            batches = LossBatches(self.policy, sampler, rollout, condition, *credited_here, loss.needs_reference, loss)
+        return batches, [one for one in rows if len(one)]
 
-    def draw_parts(self, advantages: Tensor, used: Tensor, steps: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """The samples of each mini-batch, those that count in random order, and the mask [prompt, member] of samples that
-        count.
-        """
-        drop = self.config.algorithm.drop_zero_advantages
-        counted = with_advantage(used, advantages, steps) if drop else used
-        order = self.draw_order()
-        order = order[counted.to(order.device).flatten()[order]]
-        return order.chunk(self.config.optim.minibatches) if len(order) else (), counted
+    def draw_parts(self, weights: Tensor) -> Sequence[Tensor]:
+        """The samples of each mini-batch: those with a weight above 0 [sample, decision], in random order."""
+        order = self.draw_order().cpu()
+        order = order[(weights > 0).any(1)[order]]
+        return order.chunk(self.config.optim.minibatches) if len(order) else ()
 
     def draw_times(self, loss: ForwardLoss) -> tuple[Tensor, int]:
         """The times [sample, draw] of all samples of this iteration, and the seed of their noise."""
         times = loss.times.draw(self.schedule, self.groups.samples, self.generator)
         return times, int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
 
-    def minibatches(self, pairs: Sequence[Pairs], collected: Collected) -> Iterator[tuple[list[MicroBatch], Pairs]]:
-        """This process's micro-batches of each mini-batch, and the pairs of all processes in it."""
-        for one in pairs:
+    def minibatches(self, rows: Sequence[Rows], collected: Collected) -> Iterator[tuple[list[MicroBatch], Rows]]:
+        """This process's micro-batches of each mini-batch, and the rows of all processes in it."""
+        for one in rows:
             yield micro_batches(one, self.config.batches.micro_batch, collected, self.distributed), one
 
     def draw_order(self) -> Tensor:

@@ -62,6 +62,7 @@ class World:
         reward: makes the reward of a form for single samples, which evaluations use.
         policy: makes the policy.
         qualities: makers of rewards by name, which are only measured and never trained on.
+        elements: numbers in a latent; 0 for a model, whose methods have their published clip.
     """
 
     name: str
@@ -72,6 +73,7 @@ class World:
     reward: Callable[[str], RewardModel]
     policy: Callable[[PolicyOptions], FlowPolicy]
     qualities: Mapping[str, Callable[[], RewardModel]] = field(default_factory=dict)
+    elements: int = 0
 
 
 def weights_path() -> Path:
@@ -122,6 +124,7 @@ WORLDS: dict[str, World] = {
         verifier.ShapesReward,
         _shapes_policy,
         {name: partial(ShapesQuality, name) for name in QUALITIES},
+        SmallSD3Config.channels * scene.GRID**2,
     ),
     "mixture": World(
         "mixture",
@@ -132,6 +135,7 @@ WORLDS: dict[str, World] = {
         mixture_world.DirectionReward,
         _mixture_policy,
         {"density": mixture_world.DensityReward},
+        2,
     ),
 }
 """The built-in worlds by name."""

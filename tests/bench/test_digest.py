@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_lines import SMALL, small_run
 from flowrl_bench import digest
+from flowrl_bench.arms import ARMS, tuned
 from flowrl_bench.digest import PACKAGES, config_id, definitions, golden_run, imported, own_files, same_golden
 from flowrl_bench.results_file import ResultsFile
 
@@ -43,6 +45,13 @@ class Shape:
 def area(prompt: Prompt) -> float:
     return Shape().area()
 '''
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def is_method(line: dict[str, Any], name: str) -> bool:
+    return line["config"]["algorithm"]["method"] == name
 
 
 def digest_of(*sources: str) -> frozenset[str]:
@@ -115,7 +124,7 @@ def watch(frame, event, argument):
 small = json.loads(sys.argv[1])
 runs = [
     make_run("mixture", "direction", 0, small),
-    make_run("mixture", "direction", 0, {**small, "method": "tp-grpo", "reward_noise": 0.1, "window": "random:2"}),
+    make_run("mixture", "direction", 0, {**small, "method": "tp-grpo", "reward_noise": 0.1, "window": "random(size=2)"}),
     make_run("mixture", "direction", 0, {**small, "credit": "flowrl_bench.negative_controls:FreshNoiseFault", "sampler": "cps"}),
     *(make_run("shapes", task, 0, {**small, "method": "stepwise-flow-grpo"}) for task in ("compositional", "text", "preference")),
 ]
@@ -200,11 +209,22 @@ class TestIds:
         """Built-in parts add nothing to an id, nor does a part of the project that is in the code's digest."""
         path = Path(__file__).parents[2] / "benchmarks" / "results" / "claims-default-settings.jsonl"
         results = ResultsFile(path)
-        with open(path) as file:
-            lines = [json.loads(text) for text in file if "FreshNoiseFault" in text or '"seed": 0' in text[:800]]
+        read = [(line, json.dumps(line)) for line in results.unchecked()]
+        lines = [line for line, text in read if "FreshNoiseFault" in text or line["seed"] == 0]
         assert len(lines) > 50
         for line in lines:
             assert config_id(results.settings(line)) == line["id"]
+
+    def test_runs_of_one_drawn_step_keep_their_ids_and_the_released_method_has_another(self) -> None:
+        found = [line for line in ResultsFile(RESULTS / "claims.jsonl").unchecked() if is_method(line, "tempflow-grpo")]
+        assert len(found) == 15
+        for line in found:
+            config = ResultsFile(RESULTS / "claims.jsonl").settings(line)
+            assert config.algorithm.credit == digest.ONE_STEP and config_id(config) == line["id"]
+        values, seed = tuned("mixture", "tempflow-grpo"), found[0]["seed"]
+        ids = {config_id(ARMS["tempflow-grpo"].run("mixture", values, seed=line["seed"])) for line in found}
+        assert ids & {line["id"] for line in found}
+        assert config_id(ARMS["tempflow-grpo"].run("mixture", values, seed=seed, credit="")) not in ids
 
     def test_code_of_the_project_outside_of_the_digest_counts_as_the_users(self) -> None:
         """Otherwise a rule of the course could change without a trace."""

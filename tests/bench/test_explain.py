@@ -11,6 +11,8 @@ from flowrl_bench.explain_figure import explanation
 from flowrl.cli import main
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform
 from flowrl.errors import ConfigError
+from flowrl.experience import Credit, Decisions
+from flowrl.probes import NoProbe
 
 
 def test_the_example_shows_the_rule_at_work() -> None:
@@ -18,47 +20,79 @@ def test_the_example_shows_the_rule_at_work() -> None:
     assert shown.selected is not None
     assert shown.selected.nonzero().tolist() == [[0, 0, 2], [0, 1, 2]]
     assert shown.consistent.nonzero().tolist() == [[0, 0, 2], [0, 1, 2], [0, 2, 0]]
-    torch.testing.assert_close(shown.advantages, TurningPoint().assign(shown.rewards))
+    torch.testing.assert_close(shown.advantages, TurningPoint().assign(shown.values, Decisions.like(shown.values)))
     text = str(shown)
-    assert re.search(r"a +reward R +0\.500 +0\.400 +0\.300 +0\.450 +0\.600", text)
+    assert re.search(r"a +value V +0\.500 +0\.400 +0\.300 +0\.450 +0\.600", text)
     assert "[x]+0.150" in text
     assert "(x)+0.050" in text
     assert "~+0.130" in text
     assert shown._repr_html_().startswith("<pre>")
 
 
-def test_tables_as_tensors_and_rules_of_the_last_node() -> None:
-    rewards = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(0))
-    shown = explain(Uniform(), rewards)
+def test_tables_as_tensors_and_rules_of_the_last_column() -> None:
+    values = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    shown = explain(Uniform(), values)
     assert shown.selected is None
-    torch.testing.assert_close(shown.advantages, Uniform().assign(rewards))
+    torch.testing.assert_close(shown.advantages, Uniform().assign(values, Decisions.like(values)))
     assert "prompt 1" in str(shown)
     assert len(explanation(shown, 1).axes) == 3
 
 
 def test_a_table_without_header_is_one_group() -> None:
     read = parse_rewards("0.1, 0.2, 0.3\n\n0.3,0.2,0.1\n")
-    assert read.rewards.shape == (1, 2, 3)
+    assert read.values.shape == (1, 2, 3) and not read.header
     assert read.members == (("0", "1"),)
 
 
 def test_columns_may_come_in_any_order() -> None:
-    read = parse_rewards("R0,prompt,R1\n1,p,2\n3,q,4\n5,p,6\n7,q,8\n")
-    assert read.prompts == ("p", "q")
-    assert read.rewards.tolist() == [[[1, 2], [5, 6]], [[3, 4], [7, 8]]]
+    read = parse_rewards("reward,prompt,Value_0\n2,p,1\n4,q,3\n6,p,5\n8,q,7\n")
+    assert read.prompts == ("p", "q") and read.header
+    assert read.values.tolist() == [[[1, 2], [5, 6]], [[3, 4], [7, 8]]]
+
+
+NODES = "prompt,node_0,node_1,node_2,node_3,node_4\na,0,1,2,3,4\na,5,6,7,8,9\n"
+
+
+@pytest.mark.parametrize("text", [NODES, NODES.replace("node_", "R"), "0,1,2,3,4\n5,6,7,8,9\n"])
+def test_drawn_steps_choose_the_columns_of_a_table_with_nodes(text: str) -> None:
+    assert parse_rewards(text, decisions=(1, 2)).values.tolist() == [[[1, 2, 4], [6, 7, 9]]]
+
+
+@pytest.mark.parametrize("decisions", [(2, 1), (1, 1), (3, 4), (-1, 2)])
+def test_drawn_steps_are_ascending_and_on_the_grid(decisions: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"decisions = .*; allowed: ascending steps from 0 to 3"):
+        parse_rewards(NODES, decisions=decisions)
+
+
+def test_drawn_steps_of_a_table_of_decisions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="allowed: left out: the columns are decisions already"):
+        parse_rewards("value_0,reward\n0,1\n1,2\n", decisions=(0,))
+
+
+def test_rules_that_need_the_record_are_refused_by_name() -> None:
+    class Reader:
+        probe = NoProbe()
+
+        def credit(self, experience) -> Credit:
+            raise AssertionError("not called")
+
+    with pytest.raises(ConfigError, match="Reader needs the record of an iteration"):
+        explain(Reader())
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", "no rows"),
-        ("R0,R1\n", "a header but no rows"),
+        ("value_0,reward\n", "a header but no rows"),
         ("1,2\n1,2,3\n", "line 2: 3 columns, but the first line has 2"),
-        ("R0,R1\n1,x\n", "line 2: 'x' is not a finite number"),
+        ("value_0,reward\n1,x\n", "line 2: 'x' is not a finite number"),
         ("1,2\n1,nan\n", "line 2: 'nan' is not a finite number|not a finite"),
-        ("1,2\n", "1 members and 2 nodes"),
-        ("1\n2\n", "2 members and 1 nodes"),
-        ("prompt,R0,R1\na,1,2\na,1,2\nb,1,2\n", "as many members"),
+        ("1,2\n", "1 members and 2 columns"),
+        ("1\n2\n", "2 members and 1 columns"),
+        (NODES, "line 1: the columns node_0, .* are nodes.*--decisions"),
+        ("value_0,value_2,reward\n1,2,3\n", "allowed: value_0, value_1, reward"),
+        ("prompt,value_0,reward\na,1,2\na,1,2\nb,1,2\n", "as many members"),
     ],
 )
 def test_bad_tables_name_the_line(text: str, words: str) -> None:
@@ -68,15 +102,21 @@ def test_bad_tables_name_the_line(text: str, words: str) -> None:
 
 def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rewards.csv"
-    file.write_text("prompt,member,R0,R1,R2\ncat,x,0,1,2\ncat,y,0,2,1\ndog,x,1,1,0\ndog,y,1,0,1\n")
+    file.write_text("prompt,member,value_0,value_1,reward\ncat,x,0,1,2\ncat,y,0,2,1\ndog,x,1,1,0\ndog,y,1,0,1\n")
     out = tmp_path / "figure.png"
     rules = ["stepwise-gain(normalise=step)", "weighted(weights=noise)"]
     assert main(["explain", *rules, "--rewards", str(file), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "cat: stepwise-gain(normalise=step)" in printed
     assert [(tmp_path / f"figure-{n}.png").stat().st_size > 5000 for n in (1, 2, 3, 4)] == [True] * 4
-    rewards = parse_rewards(file.read_text()).rewards
-    first = StepwiseGain(normalise="step").assign(rewards)[0, 0, 0]
-    assert f"{float(first):+.3f}" in printed
+    values = parse_rewards(file.read_text()).values
+    first = StepwiseGain(normalise="step").assign(values, Decisions.like(values))[0, 0, 0]
+    assert f"{float(first):+.3f}" in printed and "columns read as" not in printed
+    file.write_text("0,1,2\n1,0,1\n")
+    assert main(["explain", "uniform", "--rewards", str(file), "--out", str(out)]) == 0
+    assert "3 columns read as 2 decisions" in capsys.readouterr().out
+    command = ["explain", "uniform", "--rewards", str(file), "--out", str(out), "--decisions", "1"]
+    assert main(command) == 0
+    assert "columns read as" not in capsys.readouterr().out
     assert main(["explain", "uniform", "--rewards", str(tmp_path / "none.csv")]) == 2
     assert "does not exist" in capsys.readouterr().err

@@ -31,7 +31,7 @@ def test_rows_are_the_defaults_with_another_rule(world: str) -> None:
 FORMULAS = {
     # sampling, probe, update, decisions per trajectory: 16 groups of 12, T = 10, shapes with stochastic steps 2 to 6
     "flow-grpo": (10, 0, 5, 5),
-    "stepwise-flow-grpo": (3 / 12 + 7, 4 * (3 / 12 + 7), 5, 5),
+    "stepwise-flow-grpo": (3 / 12 + 7, 4 * (1 / 12 + 4), 5, 5),
     "tp-grpo": (10, 7 + 6 + 5 + 4 + 3, 5, 5),
     "gains, Substeps(5), every second node": (3 / 12 + 7, 4 * (1 / 12 + 2), 5, 5),
     "branch-grpo": (57 / 12, 0, (1 + 3 + 3 + 6 + 6) / 12, (3 + 3 + 6 + 6 + 12) / 12),
@@ -48,10 +48,10 @@ def test_costs_are_the_formulas(name: str) -> None:
     assert counted.train_nfe / counted.trajectories == pytest.approx(update)
     plain = sampling_nfe(run)
     assert plain is None or plain == pytest.approx(sampling)
-    mixture = ROWS[name].run("mixture", window="2:5")  # the same structure, with a small network
+    mixture = ROWS[name].run("mixture", window="2:7")  # the same structure, with a small network
     trainer, method = make_trainer(mixture), make_method(mixture)
     setting = setting_of("mixture", 0, trainer.policy, 2)
-    look = Look(replace(setting, sampler=method.sampler))
+    look = Look(replace(setting, sampler=trainer.draw_sampler()))
     tree = method.credit.probe if isinstance(method.credit.probe, Branch) else NoProbe()
     found = structure(look.trajectories(method.shared_noise, tree))
     assert found == pytest.approx({"sampling": sampling, "update": update, "decisions": decisions})

@@ -31,7 +31,6 @@ from flowrl_bench.true_advantage import compare_credit, credit_sums
 from flowrl.cli import main
 from flowrl.diagnostics.statistics import mean
 from flowrl.errors import ConfigError, CreditError
-from flowrl.protocols import Sampler
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.training.build import make_trainer, make_world
@@ -55,9 +54,7 @@ def line_of(cell: Cell, size: Size = SMALL, rules: dict[str, str] = GAINS) -> di
 
 
 def setting_in(cell: Cell, trainer: Trainer) -> Setting:
-    sampler = trainer.method.sampler
-    assert isinstance(sampler, Sampler)
-    return microscope.setting_of(cell, trainer.policy, sampler, SMALL)
+    return microscope.setting_of(cell, trainer.policy, trainer.draw_sampler(), SMALL)
 
 
 def plain(line: dict) -> dict:
@@ -207,9 +204,9 @@ from flowrl.probes import NoProbe
 
 class Mine:
     probe = NoProbe()
-    def assign(self, rewards, schedule):
-        steps = rewards.shape[-1] - 1
-        found = (rewards[..., -1:] - rewards[..., -1:].mean(1, keepdim=True)).repeat(1, 1, steps)
+    def assign(self, values, decisions):
+        final = values[..., -1:]
+        found = (final - final.mean(1, keepdim=True)).repeat(1, 1, len(decisions))
         BREAK
         return found
 """
@@ -218,7 +215,7 @@ class Mine:
 @pytest.mark.parametrize(
     ("how", "message"),
     {
-        "found = rewards": "not \\[prompt, member, step\\]",
+        "found = values": "not \\[prompt, member, decision\\]",
         "found = found * float('nan')": "not finite",
         "found[0, 99]": "failed.*IndexError",
         "found = None": "NoneType",
@@ -230,7 +227,7 @@ def test_a_broken_rule_is_refused_before_and_in_a_cell(tmp_path: Path, how: str,
     with pytest.raises(CreditError, match=f"rule 'x': Mine.assign.*{message}"):
         check_rules({"x": f"{path}:Mine"}, SMALL)
     late = tmp_path / "late.py"
-    late.write_text(BROKEN.replace("BREAK", f"if len(rewards) > 2: {how}"))
+    late.write_text(BROKEN.replace("BREAK", f"if len(values) > 2: {how}"))
     rules = {"x": f"{late}:Mine"}
     check_rules(rules, SMALL)
     with pytest.raises(CreditError, match=f"Mine.assign.*{message}"):

@@ -369,7 +369,7 @@ class TestFolder:
 
     def test_a_broken_rule_is_refused_before_any_run(self, tmp_path: Path) -> None:
         rule_file(tmp_path / "my.py", steps="(steps + 1)")
-        with pytest.raises(CreditError, match=r"Mine.assign returned shape.*not .prompt, member, step."):
+        with pytest.raises(CreditError, match=r"Mine.assign returned shape.*not .prompt, member, decision."):
             self.bench("my.py:Mine")
         assert not Path("runs").exists()
 

@@ -38,9 +38,9 @@ from pathlib import Path
 from flowrl.credit import Uniform
 
 class Mine(Uniform):
-    def assign(self, rewards, schedule=None):
+    def assign(self, values, decisions):
         Path(__file__).write_text(Path(__file__).read_text() + "#")
-        return super().assign(rewards, schedule)
+        return super().assign(values, decisions)
 """
 TINY = Claim(
     "tiny", "Uniform beats random.", "Nobody, arXiv 0", "1", {"uniform": SMALL, "random": {**SMALL, "credit": "random"}},
@@ -127,7 +127,7 @@ class TestSamples:
         assert evidence(claim, "mixture", sampled, (0, 1, 2)) is not None
 
     def test_missing_rows_are_measured_and_others_are_kept(self, tmp_path: Path) -> None:
-        file, counts, small = SamplesFile(tmp_path / "samples.json"), [], small_run(window="all-but-last")
+        file, counts, small = SamplesFile(tmp_path / "samples.json"), [], small_run(window=":-1")
         file.write({"kept": {"final": 0.0}})
         assert complete_samples(file, {"a": small, "kept": small}, 1, lambda *one: counts.append(one))
         assert counts == [(2, 2)] and file.read() == {"kept": {"final": 0.0}, "a": observe_run(None, small)}

@@ -8,15 +8,17 @@ import math
 
 import pytest
 import torch
+from all_but_last import AllButLast
 from flowrl_bench.gradients import Setting, alignment
+from flowrl_bench.merit import on_steps
 from flowrl_bench.true_advantage import (
     LEAST_RELIABILITY,
     Look,
     TrueAdvantages,
     compare_credit,
     correlation_difference,
+    credit_report,
     credit_sums,
-    pooled,
     true_advantages,
 )
 
@@ -27,8 +29,8 @@ from flowrl.flow.mixture import GaussianMixture
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.probes import Branch, Comb, Continuation
 from flowrl.rewards.combine import NoisyReward, pseudo_normal
-from flowrl.rollout import Usage, attach_stds
-from flowrl.samplers import AllButLast, FlowSDE, Window
+from flowrl.rollout import Usage
+from flowrl.samplers import FlowSDE, Windowed
 from flowrl.types import Prompt
 from flowrl.worlds.mixture import WIDTH, DirectionReward, angle_of, target
 
@@ -44,7 +46,7 @@ def gaussian_setting(sampler=None, steps: int = 6) -> Setting:
 
 def exact_values(setting: Setting, nodes: torch.Tensor, members: int) -> torch.Tensor:
     """V [sample, node] in closed form: x_T | x_j ~ N(a x_j + b, s^2 I), and E exp(-|x_T - y|^2 / (2 w^2)) of a Gaussian."""
-    schedule = attach_stds(setting.schedule, setting.sampler)
+    schedule = setting.schedule
     condition = setting.policy.encode(PROMPTS[:1]).repeat(2)
     corners = torch.stack([torch.zeros(2, 1, 1), torch.ones(2, 1, 1)])
     goals = torch.tensor([target(prompt) for prompt in PROMPTS for _ in range(members)])
@@ -65,29 +67,34 @@ def exact_values(setting: Setting, nodes: torch.Tensor, members: int) -> torch.T
     return torch.stack(columns[::-1], 1)
 
 
-@pytest.mark.parametrize("sampler", [AllButLast(FlowSDE(0.7)), Window(FlowSDE(1.0), 1, 3)], ids=["all but last", "window"])
+def of_decisions(nodes: torch.Tensor, steps) -> torch.Tensor:
+    """The columns [..., decision+1] of the states from which decisions start, and of the image."""
+    return nodes[..., [*steps, -1]]
+
+
+@pytest.mark.parametrize(
+    "sampler", [AllButLast(FlowSDE(0.7)), Windowed(FlowSDE(1.0), range(1, 4))], ids=["all but last", "window"]
+)
 def test_true_advantages_are_the_exact_ones_of_a_gaussian(sampler) -> None:
     setting, members = gaussian_setting(sampler), 12
     result = Look(setting, members, seed=3).trajectories(shared_noise=False)
     found = true_advantages(setting, result, continuations=400, seed=5)
     values = exact_values(setting, result.trajectories.nodes, members).view(3, members, -1)
-    exact = values.diff(dim=-1)
-    steps = list(found.steps)
-    quiet = [i for i in range(6) if i not in steps]
-    assert float(exact[..., quiet].abs().max()) < 1e-5  # nothing is decided there
-    assert bool((found.values[..., quiet] == 0).all()) and bool((found.errors[..., quiet] == 0).all())
-    z = (found.values - exact)[..., steps] / found.errors[..., steps]
+    quiet = [i for i in range(6) if i not in found.steps]
+    assert float(values.diff(dim=-1)[..., quiet].abs().max()) < 1e-5  # nothing is decided there
+    exact = of_decisions(values, found.steps).diff(dim=-1)
+    z = (found.values - exact) / found.errors
     assert float(z.abs().max()) < 5
     assert float(z.square().mean()) == pytest.approx(1.0, abs=0.35)  # the stated errors are the real ones
-    last = steps[-1]
-    torch.testing.assert_close(found.state_values[..., last + 1], values[..., last + 1], atol=1e-5, rtol=1e-4)
-    assert bool((found.state_errors[..., last + 1] == 0).all())
+    after = values[..., found.steps[-1] + 1]
+    torch.testing.assert_close(found.state_values[..., -1], after, atol=1e-5, rtol=1e-4)
+    assert bool((found.state_errors[..., -1] == 0).all())
 
 
 TREES = {
     "splits": (Branch((2, 1, 2)), AllButLast(FlowSDE(0.7))),
-    "edges": (Branch((2, 2), weight="edge"), Window(FlowSDE(1.0), 1, 3)),
-    "comb": (Comb(2, count=1), Window(FlowSDE(1.0), 1, 3)),
+    "edges": (Branch((2, 2), weight="edge"), Windowed(FlowSDE(1.0), range(1, 4))),
+    "comb": (Comb(2, count=1), Windowed(FlowSDE(1.0), range(1, 4))),
 }
 
 
@@ -100,17 +107,23 @@ def test_true_advantages_of_the_edges_of_a_tree_are_the_exact_ones(case) -> None
         usage = Usage()
         result = Look(setting, members, seed).trajectories(False, probe)
         found = true_advantages(setting, result, 400, seed=5 + seed, usage=usage)
-        tree, schedule = result.trajectories.tree, result.trajectories.schedule
-        exact = exact_values(setting, result.trajectories.nodes, members).view(3, members, -1).diff(dim=-1)
+        tree, schedule = result.trajectories.tree, setting.schedule
+        values = exact_values(setting, result.trajectories.nodes, members).view(3, members, -1)
+        exact = values.diff(dim=-1)[..., list(found.steps)]
+        assert found.weights is not None and found.steps == tuple(tree.drawn_steps)
         counted = found.weights > 0
-        assert torch.equal(counted, tree.decisions.expand_as(counted)) and found.steps == tuple(schedule.decisions)
+        assert torch.equal(counted, tree.decisions[:, tree.drawn_steps].expand_as(counted))
+        starts = counted & found.state_values[..., :-1].isfinite()
+        assert torch.equal(starts, counted)
+        finished = (found.state_values[..., -1] - values[..., -1]).abs()
+        assert float(finished.max()) < 1e-4 and bool((found.state_errors[..., -1] == 0).all())
         assert bool((found.values[~counted] == 0).all())
         known = counted & (found.errors > 0)
         z = (found.values - exact)[known] / found.errors[known]
         assert float(z.abs().max()) < 5
         squares.append(float(z.square().mean()))
         ends = {*tree.drawn.nonzero().flatten().tolist(), *tree.parent[tree.drawn].tolist()}
-        last, nodes = max(schedule.decisions), [int(tree.node[unit]) for unit in ends]
+        last, nodes = int(setting.stds.nonzero().max()), [int(tree.node[unit]) for unit in ends]
         assert usage.nfe == 3 * sum((400 if node <= last else 1) * (schedule.steps - node) for node in nodes)
         total = tree.drawn.sum() if tree.weight == "edge" else tree.decisions.sum()
         assert float(found.weights[0].sum()) == pytest.approx(float(total))
@@ -124,7 +137,7 @@ def test_edges_count_as_often_as_the_tree_says() -> None:
         result = Look(setting, 8, seed=1).trajectories(False, Branch((2, 1, 2), weight=weight))
         found = true_advantages(setting, result, 8, seed=2)
         tree = result.trajectories.tree
-        credit = tree.step_table(torch.randn(3, tree.units, generator=torch.Generator().manual_seed(0)))
+        credit = tree.decision_table(torch.randn(3, tree.units, generator=torch.Generator().manual_seed(0)))
         sums = credit_sums(credit, found).sum((0, 1))
         a, t = (tree.edge_means(table)[:, tree.drawn].double() for table in (credit, found.values))
         times = tree.leaves[tree.drawn].double() if weight == "leaf" else torch.ones(int(tree.drawn.sum())).double()
@@ -141,30 +154,33 @@ def test_the_truth_as_credit_has_correlation_and_slope_1_on_a_tree() -> None:
     truth = true_advantages(look.setting, result, 16, seed=5)
     wide = dataclasses.replace(setting, prompts=PROMPTS)
     nodes = result.trajectories.nodes.view(12, 3 * members, *result.trajectories.nodes.shape[1:])
-    exact = torch.cat([exact_values(wide, part, members).view(3, members, -1) for part in nodes]).diff(dim=-1)
+    values = torch.cat([exact_values(wide, part, members).view(3, members, -1) for part in nodes])
+    exact = values.diff(dim=-1)[..., list(truth.steps)]
     report = compare_credit(exact, truth)
     assert truth.reliability < 0.9 and report.overall.raw_correlation < 0.96
     assert report.overall.correlation.value == pytest.approx(1.0, abs=0.03)
     assert report.overall.slope.value == pytest.approx(1.0, abs=0.06)
-    scales = torch.tensor([0.5, 1.0, 2.0, 1.0, -1.0, 1.0])
+    scales = torch.tensor([0.5, 1.0, 2.0, 1.0, -1.0])
     scaled = compare_credit(exact * scales, truth)
-    for i, step in enumerate(truth.steps):
-        assert scaled.per_step[i].slope.value == pytest.approx(float(scales[step]) * report.per_step[i].slope.value, rel=1e-4)
+    for scale, one, other in zip(scales.tolist(), scaled.per_step, report.per_step, strict=True):
+        assert one.slope.value == pytest.approx(scale * other.slope.value, rel=1e-4)
     itself = credit_sums(truth.values, truth)
     assert correlation_difference(itself, credit_sums(2 * truth.values, truth)).high == pytest.approx(0.0, abs=1e-9)
     assert correlation_difference(itself, credit_sums(-truth.values, truth)).low == pytest.approx(2.0)
 
 
-def test_steps_at_which_no_tree_branched_have_no_decisions() -> None:
+def test_looks_whose_trees_branched_at_other_steps_are_added_up_by_step() -> None:
     look = Look(gaussian_setting(), 8, seed=3)
     result = look.trajectories(False, Comb(2, count=1))
     truth = true_advantages(look.setting, result, 4, seed=5)
-    report = compare_credit(truth.values, truth)
-    branched = set((result.trajectories.tree.node[result.trajectories.tree.drawn] - 1).tolist())
-    assert {step for step, found in zip(report.steps, report.per_step, strict=True) if found.count} == branched
+    own = sorted(set((result.trajectories.tree.node[result.trajectories.tree.drawn] - 1).tolist()))
+    assert truth.values.shape == (3, 8, 1) and list(truth.steps) == own
+    sums = on_steps(credit_sums(truth.values, truth), truth.steps, range(6))
+    report = credit_report(sums, range(6))
+    assert [step for step, found in enumerate(report.per_step) if found.count] == own
+    alone = compare_credit(truth.values, truth).overall
+    assert (report.overall.slope, report.overall.count) == (alone.slope, alone.count)
     assert report.overall.correlation.value == 1.0 and math.isfinite(report.overall.bias.value)
-    both = pooled([truth, truth])
-    assert both.weights is not None and both.weights.shape == both.values.shape == (6, 8, 6)
 
 
 def test_the_mean_of_an_advantage_given_its_node_is_0() -> None:
@@ -183,18 +199,19 @@ def test_gains_of_the_continuation_probe_are_true_advantages() -> None:
     plain = look.trajectories(shared_noise=False)
     probed = look.trajectories(False, Continuation(200))
     torch.testing.assert_close(probed.trajectories.nodes, plain.trajectories.nodes)
-    exact = exact_values(setting, plain.trajectories.nodes, members).view(3, members, -1).diff(dim=-1)
+    values = exact_values(setting, plain.trajectories.nodes, members).view(3, members, -1)
 
     class Values:
         probe = Continuation(200)
 
-        def assign(self, rewards, schedule):
-            return rewards.diff(dim=-1)
+        def assign(self, values, decisions):
+            return values.diff(dim=-1)
 
     credit = look.credit(Values(), False)
-    steps = attach_stds(setting.schedule, setting.sampler).stochastic
-    assert float((credit.advantages - exact)[..., steps].std()) < 0.035
-    assert float(torch.corrcoef(torch.stack([credit.advantages[..., steps].flatten(), exact[..., steps].flatten()]))[0, 1]) > 0.9
+    exact = of_decisions(values, credit.decisions.step.tolist()).diff(dim=-1)
+    assert float((credit.advantages - exact).std()) < 0.035
+    pair = torch.stack([credit.advantages.flatten(), exact.flatten()])
+    assert float(torch.corrcoef(pair)[0, 1]) > 0.9
     assert credit.nfe_per_trajectory == 6 + 200 * (6 + 5 + 4 + 3 + 2)
     with pytest.raises(ConfigError):
         Continuation(0)

@@ -24,11 +24,10 @@ from flowrl.probes import NoProbe
 class LastStepsOnly:
     probe: NoProbe = NoProbe()
 
-    def assign(self, rewards, schedule):
-        final = rewards[..., -1]
+    def assign(self, values, decisions):
+        final = values[..., -1]
         scores = (final - final.mean(1, keepdim=True)) / (final.std(1, keepdim=True) + 1e-4)
-        steps = torch.arange(rewards.shape[-1] - 1) >= 2
-        return scores[..., None] * steps
+        return scores[..., None] * (decisions.step >= 2)
 """
 
 

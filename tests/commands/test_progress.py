@@ -286,7 +286,7 @@ def test_runs_are_named_by_what_differs():
     assert run_name(base, base) == "flow-grpo,compositional,seed=0"
     changed = base.replace(method="tp-grpo", task="text", learning_rate=1e-4, seed=3, checkpoint_every=2)
     assert run_name(changed, base) == "tp-grpo,text,learning_rate=0.0001,seed=3"
-    many = base.replace(reward="/a b/my.py:R(x=1)", groups=3, group_size=5, num_steps=20, window="all", minibatches=2,
+    many = base.replace(reward="/a b/my.py:R(x=1)", groups=3, group_size=5, num_steps=20, window=":", minibatches=2,
                         betas=(0.9, 0.999), lora_rank=4, eval_every=3)  # fmt: skip
     name = run_name(many, base)
     assert len(name) <= LONGEST_NAME + 10 and name.endswith("-more,seed=0") and "reward=my.py_R_x=1" in name

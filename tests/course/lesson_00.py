@@ -15,12 +15,12 @@ CASES = [
         ],
     ),
     Case(
-        lesson.check_best_step,
-        lambda rewards: int(rewards.diff().argmax()),
+        lesson.check_best_decision,
+        lambda values: int(values.diff().argmax()),
         [
             (lambda r: int(r.argmax()), "highest score"),
             (lambda r: int(r.diff().argmin()), "largest fall"),
-            (lambda r: int(r.diff().argmax()) + 1, "node that the largest rise leads to"),
+            (lambda r: int(r.diff().argmax()) + 1, "column that the largest rise leads to"),
             (lambda r: int(r.diff().abs().argmax()), "absolute value"),
             (lambda r: r.diff().max(), "argmax instead of max"),
             (lambda r: ..., "replace the dots"),
@@ -32,7 +32,7 @@ CASES = [
         {"stepwise-flow-grpo", "tp-grpo"},
         [
             ({"flow-grpo", "tp-grpo"}, "looks at the finished image only"),
-            ({"tp-grpo"}, "gives each step its own gain"),
+            ({"tp-grpo"}, "gives each decision its own gain"),
             ({"stepwise-flow-grpo"}, "uses increments too"),
             ({"grpo"}, "no rule is called"),
         ],

@@ -36,7 +36,7 @@ CASES = [
             (lambda f, s: uniform(f, s, std_dim=(0, 1)), "standard deviation is that of the whole batch"),
             (lambda f, s: uniform(f, s, unbiased=True), "unbiased=False"),
             (lambda f, s: uniform(f, s, epsilon=0.0), "equal rewards gives NaN"),
-            (lambda f, s: uniform(f, s)[..., 0], "step axis is missing"),
+            (lambda f, s: uniform(f, s)[..., 0], "axis of decisions is missing"),
             (lambda f, s: uniform(f, s) / s, "not shared out"),
             (lambda f, s: ..., "replace the dots"),
         ],

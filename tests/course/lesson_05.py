@@ -78,7 +78,7 @@ CASES = [
         lesson.check_joint,
         joint,
         [
-            (lambda g: joint(g, (1,)), "every step is normalised by itself"),
+            (lambda g: joint(g, (1,)), "every decision is normalised by itself"),
             (lambda g: joint(g, (2,)), "every trajectory is normalised by itself"),
             (lambda g: joint(g, (0, 1, 2)), "prompts are mixed"),
             (lambda g: joint(g, unbiased=True), "unbiased=False"),

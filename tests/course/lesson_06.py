@@ -12,22 +12,22 @@ def complete(velocity, x, node, times, first=None, last=None):
     return x
 
 
-def along(rewards):
-    return rewards.diff(dim=-1).sign() * (rewards[..., -1:] - rewards[..., :1]).sign()
+def along(values):
+    return values.diff(dim=-1).sign() * (values[..., -1:] - values[..., :1]).sign()
 
 
 def later(pairs):
     return torch.cat([torch.zeros_like(pairs[..., :1]), pairs], dim=-1)
 
 
-def plain(rewards):
-    return later((along(rewards)[..., :-1] < 0) & (along(rewards)[..., 1:] > 0))
+def plain(values):
+    return later((along(values)[..., :-1] < 0) & (along(values)[..., 1:] > 0))
 
 
-def consistent(rewards, after=1, first=True):
-    rest = rewards[..., -1:] - (rewards[..., 1:] if after else rewards[..., :-1])
-    agrees = rewards.diff(dim=-1) * rest > 0
-    turns = plain(rewards) & agrees
+def consistent(values, after=1, first=True):
+    rest = values[..., -1:] - (values[..., 1:] if after else values[..., :-1])
+    agrees = values.diff(dim=-1) * rest > 0
+    turns = plain(values) & agrees
     if first:
         turns[..., 0] = agrees[..., 0]
     return turns
@@ -70,9 +70,9 @@ CASES = [
         lesson.check_by_hand,
         (PLAIN, CONSISTENT),
         [
-            (({"a": [1], "b": [1], "c": [0, 1]}, CONSISTENT), "step 2, not 1"),
+            (({"a": [1], "b": [1], "c": [0, 1]}, CONSISTENT), "decision 2, not 1"),
             (({"a": [2], "b": [2], "c": [0, 1, 2, 3]}, CONSISTENT), "goes with the trend"),
-            (({"a": [2], "b": [2], "c": [2]}, CONSISTENT), "step 0 of c is missing"),
+            (({"a": [2], "b": [2], "c": [2]}, CONSISTENT), "decision 0 of c is missing"),
             ((PLAIN, PLAIN), "not consistent"),
             (({"a": [3], "b": [3], "c": [1, 3]}, CONSISTENT), "one too large"),
             (({"a": [2], "b": [], "c": [0, 2]}, CONSISTENT), "turning points of b go down"),
@@ -86,17 +86,17 @@ CASES = [
         [
             (lambda r: later(r.diff(dim=-1)[..., :-1] * r.diff(dim=-1)[..., 1:] < 0), "every change of direction"),
             (lambda r: later((r.diff(dim=-1)[..., :-1] < 0) & (r.diff(dim=-1)[..., 1:] > 0)), "only turns upwards"),
-            (lambda r: plain(r).roll(-1, dims=-1), "one step early"),
+            (lambda r: plain(r).roll(-1, dims=-1), "one too early"),
             (lambda r: later((along(r)[..., :-1] <= 0) & (along(r)[..., 1:] > 0)), "use < 0"),
-            (lambda r: plain(r)[..., 1:], "fill step 0"),
+            (lambda r: plain(r)[..., 1:], "fill decision 0"),
         ],
     ),
     Case(
         lesson.check_consistent,
         consistent,
         [
-            (lambda r: consistent(r, after=0), "own gain; what comes after step i is R_T - R_{i+1}"),
-            (lambda r: consistent(r, first=False), "the first step is missing"),
+            (lambda r: consistent(r, after=0), "own gain; what comes after decision k is R - R_{k+1}"),
+            (lambda r: consistent(r, first=False), "the first decision is missing"),
             (lambda r: torch.cat([along(r)[..., :1] > 0, consistent(r)[..., 1:]], dim=-1), "follows the plain rule"),
             (lambda r: torch.cat([along(r)[..., :1] > 0, plain(r)[..., 1:]], dim=-1), "these are the plain turning points"),
         ],
@@ -105,14 +105,14 @@ CASES = [
         lesson.check_paper_labels,
         {5: 0.35, 2: 0.45},
         [
-            ({0: 0.35, 3: 0.45}, "our step numbers"),
+            ({0: 0.35, 3: 0.45}, "our numbers of decisions"),
             ({4: 0.35, 1: 0.45}, "one too small"),
             ({5: 0.10, 2: 0.15}, "these are the increments"),
-            ({5: 0.25, 2: 0.30}, "changes after the step"),
-            ({5: 0.35, 2: 0.35}, "trend D for both"),
+            ({5: 0.25, 2: 0.30}, "changes after the decision"),
+            ({5: 0.35, 2: 0.35}, "trend Δ for both"),
             ({5: -0.35, 2: -0.45}, "signs are wrong"),
-            ({2: 0.45}, "first step is missing"),
-            ({5: 0.35}, "after a step down is missing"),
+            ({2: 0.45}, "first decision is missing"),
+            ({5: 0.35}, "after one down is missing"),
             ({5: 0.35, 2: 0.45, 1: 0.30}, "nothing turns there"),
             ({5: 0.35, 3: 0.40}, "against the trend"),
             ({...: ...}, "replace the dots"),
@@ -132,11 +132,11 @@ CASES = [
         lesson.check_null,
         count,
         [
-            (lambda f, n: count(f, n, reduce=lambda turns: turns.mean()), "share of steps"),
+            (lambda f, n: count(f, n, reduce=lambda turns: turns.mean()), "share of decisions"),
             (lambda f, n: count(f, n, walk=True), "random walk"),
             (lambda f, n: count(f, n, reduce=lambda turns: turns.sum()), "total over trajectories"),
-            (lambda f, n: count(f, n + 1), "11 nodes"),
-            (lambda f, n: count(f, 10), "another length: use `nodes`"),
+            (lambda f, n: count(f, n + 1), "11 columns"),
+            (lambda f, n: count(f, 10), "another length: use `columns`"),
             (lambda f, n: count(f, n, shape=(10, 40)), "too few"),
         ],
     ),

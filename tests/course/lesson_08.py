@@ -12,14 +12,14 @@ from tests.course.cases import Case
 from tests.course.rules import centred, joint, one_std, rule, scored, std_after
 
 
-def in_place(rewards):
-    rewards -= rewards.mean(dim=1, keepdim=True)
-    return joint(gains(rewards))
+def in_place(values, mask):
+    values -= values.mean(dim=1, keepdim=True)
+    return joint(gains(values), mask)
 
 
-def no_epsilon(rewards):
-    values = gains(rewards)
-    return (values - values.mean((1, 2), keepdim=True)) / values.std((1, 2), unbiased=False, keepdim=True)
+def no_epsilon(values, mask):
+    y = centred(gains(values), mask)
+    return y / y.square().nanmean((1, 2), keepdim=True).sqrt()
 
 
 def ranks(final):
@@ -28,28 +28,23 @@ def ranks(final):
     return above + (ties - 1) / 2
 
 
-def every_step(values, rewards):
-    return values[..., None].repeat(1, 1, rewards.shape[-1] - 1)
+def every_decision(y, mask):
+    return y[..., None].repeat(1, 1, mask.shape[-1])
 
 
-def ranks_of_all(rewards):
-    final = rewards[..., -1]
-    return scored(every_step(ranks(final.reshape(1, -1)).view_as(final), rewards))
+def rank_rule(of_final):
+    """A rule made of one function of the rewards of the finished samples [prompt, member]."""
+    return rule(lambda v, mask: scored(every_decision(of_final(v[..., -1]), mask), mask), NoProbe(), False)
 
 
-def rank_rule(assign_rewards):
-    return rule(assign_rewards, NoProbe(), False)
+def raw_ranks(values, mask):
+    return every_decision(ranks(values[..., -1]), mask)
 
 
-def broken_ties(rewards):
-    return scored(every_step(rewards[..., -1].argsort(1).argsort(1).to(rewards), rewards))
-
-
-def one_argsort(rewards):
+def one_argsort(final):
     """Ties handled, the rest sorted once."""
-    final = rewards[..., -1]
     silent = (final == final[:, :1]).all(1, keepdim=True)
-    return scored(every_step(torch.where(silent, 0.0, final.argsort(1).to(final)), rewards))
+    return torch.where(silent, 0.0, final.argsort(1).to(final))
 
 
 @dataclass
@@ -59,14 +54,14 @@ class OneRuler:
     probe = Tweedie()
     squares: torch.Tensor | None = None
 
-    def measure(self, values):
-        return values.square().mean()
+    def measure(self, y):
+        return y.square().nanmean()
 
-    def assign(self, rewards, schedule):
-        values = centred(reward_to_go(rewards))
-        new = self.measure(values)
+    def assign(self, values, decisions):
+        y = centred(reward_to_go(values), decisions.mask)
+        new = self.measure(y)
         self.squares = new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
-        return (values / (self.squares.sqrt() + 1e-4)).clamp(-5, 5)
+        return (y / (self.squares.sqrt() + 1e-4)).clamp(-5, 5)
 
     def state_dict(self):
         return {} if self.squares is None else {"squares": self.squares.clone()}
@@ -92,23 +87,23 @@ class Swapped(OneRuler):
 
 
 class Late(OneRuler):
-    def assign(self, rewards, schedule):
-        values = centred(reward_to_go(rewards))
-        new = self.measure(values)
+    def assign(self, values, decisions):
+        y = centred(reward_to_go(values), decisions.mask)
+        new = self.measure(y)
         ruler = new if self.squares is None else self.squares
         self.squares = new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
-        return (values / (ruler.sqrt() + 1e-4)).clamp(-5, 5)
+        return (y / (ruler.sqrt() + 1e-4)).clamp(-5, 5)
 
 
 class ByGroup(OneRuler):
-    def measure(self, values):
-        return values.square().mean((1, 2), keepdim=True)
+    def measure(self, y):
+        return y.square().nanmean((1, 2), keepdim=True)
 
 
 class FromZero(OneRuler):
-    def assign(self, rewards, schedule):
+    def assign(self, values, decisions):
         self.squares = torch.zeros(()) if self.squares is None else self.squares
-        return super().assign(rewards, schedule)
+        return super().assign(values, decisions)
 
 
 class WantsMemory(OneRuler):
@@ -119,28 +114,28 @@ class WantsMemory(OneRuler):
 class Unclamped(OneRuler):
     limit = 10.0
 
-    def assign(self, rewards, schedule):
-        values = centred(reward_to_go(rewards))
-        new = self.measure(values)
+    def assign(self, values, decisions):
+        y = centred(reward_to_go(values), decisions.mask)
+        new = self.measure(y)
         self.squares = new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
-        return (values / (self.squares.sqrt() + 1e-4)).clamp(-self.limit, self.limit)
+        return (y / (self.squares.sqrt() + 1e-4)).clamp(-self.limit, self.limit)
 
 
 class NoEpsilon(OneRuler):
-    def assign(self, rewards, schedule):
-        values = centred(reward_to_go(rewards))
-        return values / values.square().mean().sqrt()
+    def assign(self, values, decisions):
+        y = centred(reward_to_go(values), decisions.mask)
+        return y / y.square().nanmean().sqrt()
 
 
-class ByStep(OneRuler):
-    def measure(self, values):
-        return values.square().mean((0, 1), keepdim=True)
+class ByDecision(OneRuler):
+    def measure(self, y):
+        return y.square().nanmean((0, 1), keepdim=True).nan_to_num()
 
 
 class NoRoot(OneRuler):
-    def assign(self, rewards, schedule):
-        super().assign(rewards, schedule)
-        return (centred(reward_to_go(rewards)) / (self.squares + 1e-4)).clamp(-5, 5)
+    def assign(self, values, decisions):
+        super().assign(values, decisions)
+        return (centred(reward_to_go(values), decisions.mask) / (self.squares + 1e-4)).clamp(-5, 5)
 
 
 class KeepsOldMemory(OneRuler):
@@ -149,50 +144,49 @@ class KeepsOldMemory(OneRuler):
 
 
 class Stubborn(OneRuler):
-    def assign(self, rewards, schedule):
+    def assign(self, values, decisions):
         self.decay = 0.9
-        return super().assign(rewards, schedule)
+        return super().assign(values, decisions)
 
 
 CASES = [
     Case(
         lesson.check_mended,
-        rule(lambda r: joint(gains(r))),
+        rule(lambda v, m: joint(gains(v), m)),
         [
-            (rule(lambda r: joint(gains(r)), probe=Tweedie), "with brackets"),
-            (rule(lambda r: joint(gains(r)), probe=NoProbe()), "scores the last node only"),
+            (rule(lambda v, m: joint(gains(v), m), probe=Tweedie), "with brackets"),
+            (rule(lambda v, m: joint(gains(v), m), probe=NoProbe()), "scores the finished sample only"),
             (rule(in_place), "works in place"),
             (rule(no_epsilon), "add 1e-4 to it"),
-            (rule(lambda r: scored(gains(r))), "every step is normalised by itself"),
-            (rule(lambda r: joint(gains(r)), shared=False), "shared_noise = True is gone"),
+            (rule(lambda v, m: joint(gains(v), None)), "mask=decisions.mask"),
+            (rule(lambda v, m: scored(gains(v), m)), "every decision is normalised by itself"),
+            (rule(lambda v, m: joint(gains(v), m), shared=False), "shared_noise = True is gone"),
             (..., "replace the dots"),
         ],
     ),
     Case(
         lesson.check_to_go,
-        rule(lambda r: one_std(reward_to_go(r))),
+        rule(lambda v, m: one_std(reward_to_go(v), m)),
         [
-            (rule(lambda r: one_std(r[..., -1:] - r[..., 1:])), "its own gain belongs to it"),
-            (rule(lambda r: one_std(gains(r))), "these are the gains again"),
-            (rule(lambda r: scored(reward_to_go(r))), "inflates late steps"),
-            (rule(lambda r: joint(reward_to_go(r))), "credit for being early"),
-            (rule(lambda r: std_after(reward_to_go(r))), "as zscore does"),
+            (rule(lambda v, m: one_std(v[..., -1:] - v[..., 1:], m)), "its own gain belongs to it"),
+            (rule(lambda v, m: one_std(gains(v), m)), "these are the gains again"),
+            (rule(lambda v, m: scored(reward_to_go(v), m)), "inflates late ones"),
+            (rule(lambda v, m: joint(reward_to_go(v), m)), "credit for being early"),
+            (rule(lambda v, m: std_after(reward_to_go(v), m)), "as zscore does"),
+            (rule(lambda v, m: one_std(reward_to_go(v), None)), "mask=decisions.mask"),
         ],
     ),
     Case(
         lesson.check_rank,
-        rank_rule(lambda r: scored(every_step(ranks(r[..., -1]), r))),
+        rank_rule(ranks),
         [
-            (rank_rule(broken_ties), "share their mean rank"),
-            (rank_rule(lambda r: every_step(ranks(r[..., -1]), r)), "not normalised: take the z-score"),
-            (
-                rank_rule(lambda r: scored(every_step(ranks(r[..., -1].reshape(1, -1)).view_as(r[..., -1]), r))),
-                "each prompt's group",
-            ),
+            (rank_rule(lambda f: f.argsort(1).argsort(1).to(f)), "share their mean rank"),
+            (rule(raw_ranks, NoProbe(), False), "not normalised: take the z-score"),
+            (rank_rule(lambda f: ranks(f.reshape(1, -1)).view_as(f)), "each prompt's group"),
             (rank_rule(one_argsort), "argsort of that argsort"),
-            (rank_rule(lambda r: scored(every_step(-ranks(r[..., -1]), r))), "lowest rank"),
-            (rank_rule(lambda r: scored(every_step(r[..., -1], r))), "take ranks first"),
-            (rule(lambda r: scored(every_step(ranks(r[..., -1]), r))), "costs network evaluations"),
+            (rank_rule(lambda f: -ranks(f)), "lowest rank"),
+            (rank_rule(lambda f: f), "take ranks first"),
+            (rule(lambda v, m: scored(raw_ranks(v, m), m)), "costs network evaluations"),
         ],
     ),
     Case(
@@ -207,7 +201,7 @@ CASES = [
             (FromZero, "starts from 0"),
             (Unclamped, "clamp them to ±5"),
             (NoEpsilon, "add 1e-4 to the root"),
-            (ByStep, "each step has a scale of its own"),
+            (ByDecision, "each decision has a scale of its own"),
             (NoRoot, "root of m is missing"),
             (KeepsOldMemory, "must empty the memory"),
             (WantsMemory, "load_state_dict must accept it"),

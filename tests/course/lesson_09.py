@@ -32,12 +32,13 @@ def single(latents, node, steps, go, score, count):
     return state_value(latents, node, steps, go, score, 1)
 
 
-def calibrated(rewards, centre=True, upside_down=False, over=(0, 1), late=False):
-    values = centred(rewards)
-    used = values if centre else rewards
+def calibrated(values, mask, centre=True, upside_down=False, over=(0, 1), late=False):
+    members = mask.any(-1, keepdim=True).expand_as(values)
+    y = centred(values, members)
+    used = y if centre else values.masked_fill(~members, torch.nan)
     below = used[..., -1:].square().expand_as(used) if upside_down else used.square()
-    slopes = (used * used[..., -1:]).mean(over, keepdim=True) / (below.mean(over, keepdim=True) + 1e-8)
-    return one_std(slopes[..., 1:] * gains(values) if late else gains(slopes * values))
+    slopes = (used * used[..., -1:]).nanmean(over, keepdim=True) / (below.nanmean(over, keepdim=True) + 1e-8)
+    return one_std(slopes[..., 1:] * gains(y) if late else gains(slopes * y), mask)
 
 
 def mean_reward(cost, reward, budget, divide=True, cut=True, end=True):
@@ -143,10 +144,11 @@ CASES = [
         lesson.check_calibrated,
         rule(calibrated),
         [
-            (rule(lambda r: calibrated(r, centre=False)), "easy and hard prompts"),
-            (rule(lambda r: calibrated(r, upside_down=True)), "inverted"),
-            (rule(lambda r: calibrated(r, over=(1,))), "every group has its own slope"),
-            (rule(lambda r: calibrated(r, late=True)), "calibrate both values first"),
+            (rule(lambda v, m: calibrated(v, m, centre=False)), "easy and hard prompts"),
+            (rule(lambda v, m: calibrated(v, m, upside_down=True)), "inverted"),
+            (rule(lambda v, m: calibrated(v, m, over=(1,))), "every group has its own slope"),
+            (rule(lambda v, m: calibrated(v, m, late=True)), "calibrate both values first"),
+            (rule(lambda v, m: calibrated(v, m | True)), "outside the mask"),
         ],
     ),
 ]

@@ -110,7 +110,7 @@ CASES = [
             (lambda n: edges(n) / sum(n), "contains n_0"),
             (lambda n: torch.tensor(n[:-1]) / sum(n[:-1]), "the states it starts from"),
             (lambda n: torch.full((len(n) - 1,), 1 / (len(n) - 1)), "with leaf weights"),
-            (lambda n: (1 / edges(n)) / (1 / edges(n)).sum(), "would make all steps equal"),
+            (lambda n: (1 / edges(n)) / (1 / edges(n)).sum(), "would make all decisions equal"),
         ],
     ),
     Case(

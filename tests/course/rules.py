@@ -1,39 +1,41 @@
 """Rules made of functions, for the lessons on credit rules of one's own."""
 
+import torch
+
 from flowrl.credit import zscore
 from flowrl.probes import Tweedie
 
 
-def rule(assign_rewards, probe=None, shared=True):
-    """A rule made of one function of the table."""
+def rule(function, probe=None, shared=True):
+    """A rule made of one function of the table and the mask."""
 
     class Rule:
         shared_noise = shared
 
-        def assign(self, rewards, schedule):
-            return assign_rewards(rewards)
+        def assign(self, values, decisions):
+            return function(values, decisions.mask)
 
     Rule.probe = Tweedie() if probe is None else probe
     return Rule
 
 
-def scored(values, over=("member",), std_over=None):
-    return zscore(values, over=over, std_over=std_over)
+def scored(y, mask, over=("member",), std_over=None):
+    return zscore(y, over, std_over, mask=mask)
 
 
-def joint(values):
-    return scored(values, ("member", "step"))
+def joint(y, mask):
+    return scored(y, mask, ("member", "decision"))
 
 
-def one_std(values):
-    return scored(values, ("member",), ("member", "step"))
+def one_std(y, mask):
+    return scored(y, mask, ("member",), ("member", "decision"))
 
 
-def std_after(values):
-    centred = values - values.mean(1, keepdim=True)
-    return centred / (centred.std((1, 2), unbiased=False, keepdim=True) + 1e-4)
+def centred(y, mask):
+    known = y.masked_fill(~mask, torch.nan)
+    return known - known.nanmean(1, keepdim=True)
 
 
-def centred(rewards):
-    shifted = rewards - rewards[:, :1]
-    return shifted - shifted.mean(1, keepdim=True)
+def std_after(y, mask):
+    deviations = centred(y, mask)
+    return deviations / (deviations.square().nanmean((1, 2), keepdim=True).sqrt() + 1e-4)

@@ -1,6 +1,8 @@
 """Ablations and controls of the credit rules: by hand, as reductions to one another, and as properties."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from flowrl.credit import (
     Uniform,
     balanced,
     clear_swings,
+    credit_of,
+    example,
     gains,
     large_aggregates,
     process_rewards,
@@ -24,14 +28,27 @@ from flowrl.credit import (
     zscore,
 )
 from flowrl.errors import ConfigError, CreditError
+from flowrl.experience import Decisions
 from flowrl.probes import Completion, NoProbe, Substeps, Tweedie
+from flowrl.protocols import CreditAssigner
 from flowrl.registry import build
 
 seeds = st.integers(0, 10_000)
 
 
-def table(seed: int, prompts: int = 3, members: int = 6, nodes: int = 11) -> torch.Tensor:
-    return torch.rand(prompts, members, nodes, generator=torch.Generator().manual_seed(seed))
+def table(seed: int, prompts: int = 3, members: int = 6, columns: int = 11) -> torch.Tensor:
+    return torch.rand(prompts, members, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def credit(rule: CreditAssigner, values: torch.Tensor) -> torch.Tensor:
+    """Advantages with decisions that are all drawn, trained and valid."""
+    return rule.assign(values, Decisions.like(values))
+
+
+def of_parts(rule: GDPO, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Advantages of a reward with these components."""
+    values = next(iter(parts.values()))
+    return credit_of(rule, example(values, Completion()).experience(parts=parts)).advantages
 
 
 # Turning points: filters, controls, combinations
@@ -71,7 +88,7 @@ def test_without_a_place_turning_points_are_dense_gains(seed: int) -> None:
     rewards = table(seed)
     dense = build("credit", "dense-gain")
     assert dense.probe == Completion()
-    torch.testing.assert_close(TurningPoint(where="none").assign(rewards), dense.assign(rewards))
+    torch.testing.assert_close(credit(TurningPoint(where="none"), rewards), credit(dense, rewards))
 
 
 @given(seeds)
@@ -79,7 +96,7 @@ def test_without_a_place_turning_points_are_dense_gains(seed: int) -> None:
 def test_aggregating_at_every_step_is_lambda_one(seed: int) -> None:
     rewards = table(seed)
     everywhere = torch.ones_like(gains(rewards), dtype=torch.bool)
-    lam_one = StepwiseGain(lam=1.0, normalise="step").assign(rewards)
+    lam_one = credit(StepwiseGain(lam=1.0, normalise="step"), rewards)
     torch.testing.assert_close(zscore(process_rewards(rewards, everywhere), over=("member",)), lam_one)
     torch.testing.assert_close(zscore(reward_to_go(rewards), over=("member",)), lam_one)
 
@@ -88,11 +105,11 @@ def test_aggregating_at_every_step_is_lambda_one(seed: int) -> None:
 @settings(max_examples=30, deadline=None)
 def test_one_step_from_shared_noise_is_uniform_credit(seed: int, normalise, lam: float) -> None:
     """With a single step and R_0 shared by the group, the gain differs from R_T by a constant."""
-    rewards = table(seed, nodes=2)
+    rewards = table(seed, columns=2)
     rewards[..., 0] = rewards[:, :1, 0]
-    uniform = Uniform().assign(rewards)
-    torch.testing.assert_close(StepwiseGain(normalise=normalise, lam=lam).assign(rewards), uniform, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(TurningPoint(normalise=normalise).assign(rewards), uniform, atol=2e-5, rtol=1e-4)
+    uniform = credit(Uniform(), rewards)
+    torch.testing.assert_close(credit(StepwiseGain(normalise=normalise, lam=lam), rewards), uniform, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(credit(TurningPoint(normalise=normalise), rewards), uniform, atol=2e-5, rtol=1e-4)
 
 
 def test_filters_by_hand() -> None:
@@ -115,8 +132,8 @@ def test_adding_instead_of_replacing() -> None:
     assert process_rewards(rewards, selected).tolist() == [[[2.0, -0.5, 1.5]]]
     assert process_rewards(rewards, selected, add=True).tolist() == [[[3.0, -0.5, 1.5]]]
     rewards = table(5)
-    added = TurningPoint(combine="add").assign(rewards)
-    assert not torch.allclose(added, TurningPoint().assign(rewards))
+    added = credit(TurningPoint(combine="add"), rewards)
+    assert not torch.allclose(added, credit(TurningPoint(), rewards))
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -134,40 +151,59 @@ def test_balancing_leaves_entries_without_size_out_of_the_count(sign: float) -> 
 def test_moving_average_by_hand() -> None:
     rule = MovingAverageGain(decay=0.5, clamp=None)
     first = torch.tensor([[[0.0, 1.0, 1.0], [0.0, 3.0, 4.0]]])  # gains (1, 0), (3, 1): mean (2, .5)
-    got = rule.assign(first)
+    got = credit(rule, first)
     centred = torch.tensor([[[-1.0, -0.5], [1.0, 0.5]]])
     torch.testing.assert_close(got, centred / (math.sqrt(2.5 / 4) + 1e-4))
     second = torch.tensor([[[0.0, 4.0, 4.5], [0.0, 4.0, 4.5]]])  # gains (4, .5): mean (4, .5); baseline (2, .5)
-    torch.testing.assert_close(rule.assign(second), torch.tensor([[[1.0, -1.0]] * 2]) / (1 + 1e-4))
-    torch.testing.assert_close(rule.state_dict()["baseline"], torch.tensor([3.0, 0.5]))
+    torch.testing.assert_close(credit(rule, second), torch.tensor([[[1.0, -1.0]] * 2]) / (1 + 1e-4))
+    torch.testing.assert_close(rule.state_dict()["baseline"], torch.tensor([3.0, 0.5]).double())
 
 
 def test_moving_average_goes_on_from_its_state() -> None:
     tables = [table(s) for s in range(4)]
     whole, first, second = MovingAverageGain(), MovingAverageGain(), MovingAverageGain()
-    expected = [whole.assign(t) for t in tables]
-    got = [first.assign(t) for t in tables[:2]]
+    expected = [credit(whole, t) for t in tables]
+    got = [credit(first, t) for t in tables[:2]]
     second.load_state_dict(first.state_dict())
-    got += [second.assign(t) for t in tables[2:]]
+    got += [credit(second, t) for t in tables[2:]]
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert MovingAverageGain().state_dict() == {}
 
 
 def test_a_silent_group_gets_zero_whatever_the_baseline() -> None:
     rule = MovingAverageGain()
-    rule.assign(table(0))
+    credit(rule, table(0))
     quiet = table(1)
     quiet[1] = 0.3
-    got = rule.assign(quiet)
+    got = credit(rule, quiet)
     assert torch.equal(got[1], torch.zeros_like(got[1]))
     assert bool((got[0] != 0).any())
 
 
-def test_a_baseline_belongs_to_a_number_of_steps() -> None:
-    rule = MovingAverageGain()
-    rule.assign(table(0))
-    with pytest.raises(CreditError, match="baseline of 10 steps, but the table has 4"):
-        rule.assign(table(0, nodes=5))
+def test_a_baseline_belongs_to_a_time() -> None:
+    """A window moves by one decision: the shared time keeps its baseline, a new one starts with its mean gain."""
+    rule, values = MovingAverageGain(decay=0.5), table(0, columns=3)
+    first = Decisions.like(values, times=(0.9, 0.6))
+    rule.assign(values, first)
+    assert rule.state_dict()["times"].tolist() == pytest.approx([0.9, 0.6])
+    moved, mean = table(1, columns=3), gains(values).mean((0, 1))
+    new = gains(moved).mean((0, 1))
+    got = rule.assign(moved, Decisions.like(moved, times=(0.6, 0.3)))
+    expected = zscore(gains(moved) - torch.stack([mean[1], new[1]]), over=("member", "decision"))
+    torch.testing.assert_close(got, expected)
+    assert rule.state_dict()["times"].tolist() == pytest.approx([0.9, 0.6, 0.3])
+    kept = torch.stack([mean[0], (mean[1] + new[0]) / 2, new[1]]).double()
+    torch.testing.assert_close(rule.state_dict()["baseline"], kept)
+
+
+def test_a_baseline_is_the_mean_over_the_mask() -> None:
+    values, rule = table(2, columns=3), MovingAverageGain()
+    mask = torch.rand(3, 6, 2, generator=torch.Generator().manual_seed(1)) > 0.5
+    mask[..., 1] = False
+    rule.assign(values.masked_fill(~mask.any(-1, keepdim=True), torch.nan), replace(Decisions.like(values), mask=mask))
+    expected = gains(values)[..., 0][mask[..., 0]].mean()
+    assert rule.state_dict()["times"].tolist() == [1.0]
+    torch.testing.assert_close(rule.state_dict()["baseline"], expected.double()[None])
 
 
 # Several rewards
@@ -180,14 +216,14 @@ def test_gdpo_by_hand() -> None:
     nodes = torch.full((1, 3, 4), float("nan"))
     parts = {name: torch.cat([nodes, v[..., None]], dim=-1) for name, v in (("a", a), ("b", b))}
     z = (a - 1) / (math.sqrt(2 / 3) + 1e-4)
-    even = GDPO(batch=False).assign_parts(parts)
+    even = of_parts(GDPO(batch=False), parts)
     torch.testing.assert_close(even, torch.zeros_like(even), atol=2e-4, rtol=0)
-    double = GDPO(batch=False, weights={"a": 2.0}).assign_parts(parts)
+    double = of_parts(GDPO(batch=False, weights={"a": 2.0}), parts)
     torch.testing.assert_close(double[..., 0], z, atol=2e-4, rtol=1e-3)
-    scaled = GDPO(weights={"a": 2.0}).assign_parts(parts)
+    scaled = of_parts(GDPO(weights={"a": 2.0}), parts)
     torch.testing.assert_close(scaled, double / (double.std(unbiased=False) + 1e-4))
     summed = {"a": 0.01 * parts["a"] + parts["b"]}
-    assert float((Uniform().assign(summed["a"])[0, 0, 0] - 1.2245).abs()) < 1e-3  # b decides alone
+    assert float((credit(Uniform(), summed["a"])[0, 0, 0] - 1.2245).abs()) < 1e-3  # b decides alone
 
 
 @given(seeds, st.floats(0.01, 100))
@@ -196,24 +232,24 @@ def test_gdpo_does_not_care_for_the_scale_of_a_reward(seed: int, scale: float) -
     a, b = table(seed), table(seed + 1)
     rule = GDPO(StepwiseGain())
     torch.testing.assert_close(
-        rule.assign_parts({"a": a, "b": b}), rule.assign_parts({"a": a, "b": scale * b}), atol=0.2 / scale + 1e-3, rtol=1e-2
+        of_parts(rule, {"a": a, "b": b}), of_parts(rule, {"a": a, "b": scale * b}), atol=0.2 / scale + 1e-3, rtol=1e-2
     )
 
 
 def test_gdpo_of_one_reward_is_its_rule() -> None:
     rewards = table(3)
-    assert torch.equal(GDPO(Uniform(), batch=False).assign(rewards), Uniform().assign(rewards))
+    assert torch.equal(credit(GDPO(Uniform(), batch=False), rewards), credit(Uniform(), rewards))
     assert GDPO(StepwiseGain(probe=Tweedie())).probe == Tweedie()
     assert GDPO().probe == NoProbe()
     assert GDPO(StepwiseGain()).shared_noise
     assert not GDPO().shared_noise
     quiet = torch.cat([rewards, torch.full_like(rewards[:1], 0.2)])
-    assert float(GDPO().assign(quiet)[-1].abs().max()) == 0.0
+    assert float(credit(GDPO(), quiet)[-1].abs().max()) == 0.0
 
 
 def test_gdpo_names_weights_without_a_reward() -> None:
     with pytest.raises(CreditError, match=r"names rewards look; there are a"):
-        GDPO(weights={"look": 1.0}).assign_parts({"a": table(0)})
+        of_parts(GDPO(weights={"look": 1.0}), {"a": table(0)})
 
 
 @pytest.mark.parametrize(
@@ -231,6 +267,30 @@ def test_gdpo_names_weights_without_a_reward() -> None:
 def test_bad_settings_are_refused(make, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+def test_the_sum_of_several_rewards_is_divided_by_its_std_over_the_mask() -> None:
+    values = table(4)
+    mask = torch.rand(3, 6, 10, generator=torch.Generator().manual_seed(1)) > 0.3
+    got = GDPO(StepwiseGain(pool="batch")).assign(values, replace(Decisions.like(values), mask=mask))
+    assert float(got[mask].std(correction=0)) == pytest.approx(1, abs=1e-3)
+
+
+def test_random_steps_are_drawn_from_the_mask() -> None:
+    values = table(6, 20, 50)
+    mask = torch.rand(20, 50, 10, generator=torch.Generator().manual_seed(1)) > 0.4
+    turns = turning_points(values) & mask
+    moved = random_steps(values, turns, 3, mask)
+    assert torch.equal(moved.sum(-1), turns.sum(-1)) and not bool((moved & ~mask).any())
+    every = torch.ones_like(mask)
+    assert torch.equal(random_steps(values, turns, 3, every), random_steps(values, turns, 3))
+
+
+def test_swings_are_measured_against_the_members_in_the_mask() -> None:
+    values = torch.tensor([[[0.0, 1.0], [0.0, -1.0], [0.0, 50.0]]])
+    assert clear_swings(values, 0.9)[0, :, 0].tolist() == [False, False, True]
+    mask = torch.tensor([[[True], [True], [False]]])
+    assert clear_swings(values, 0.9, mask)[0, :2, 0].tolist() == [True, True]
 
 
 def test_substeps_of_the_paper_are_one_option() -> None:

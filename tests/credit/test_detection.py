@@ -18,20 +18,18 @@ from flowrl.credit import TurningPoint, expected_calls, likely_turns, process_re
 from flowrl.credit.orders import order_moments
 from flowrl.credit.turning_point import turn_orders
 from flowrl.errors import ConfigError
+from flowrl.experience import Decisions
 
 FALSE_ALARM = 1e-3
 ORDERS = sorted({order for key in np.ndindex(2, 2, 2, 2) for order in turn_orders(*map(bool, key))})
 DEFINITIONS = [(consistent, first_step) for consistent in (True, False) for first_step in (True, False)]
-MIXED = [False, True, True, False, True, True, True, False]
-"""A window of stochastic steps with deterministic ones before, inside and after it."""
 seeds = st.integers(0, 10**6)
 
 
-def table(seed: int, steps: int = 6, prompts: int = 2, members: int = 3, changes: list[bool] | None = None) -> torch.Tensor:
-    """Random rewards; deterministic steps repeat the reward."""
-    images = torch.tensor([0, *(changes or [True] * steps)]).cumsum(0)
+def table(seed: int, count: int = 6, prompts: int = 2, members: int = 3) -> torch.Tensor:
+    """Random values of `count` decisions."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(prompts, members, int(images[-1]) + 1, generator=generator, dtype=torch.float64)[..., images]
+    return torch.rand(prompts, members, count + 1, generator=generator, dtype=torch.float64)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
@@ -100,33 +98,31 @@ def test_no_entries_have_no_probabilities() -> None:
 
 
 @pytest.mark.parametrize(("consistent", "first_step"), DEFINITIONS)
-@pytest.mark.parametrize("steps", [1, 2, 3, 6, MIXED], ids=str)
-def test_calls_bias_and_variance_agree_with_monte_carlo(steps, consistent: bool, first_step: bool) -> None:
-    changes = [True] * steps if isinstance(steps, int) else steps
-    true, noise, draws = table(3, len(changes), 1, 1, changes), 0.3, 100_000
-    expected = expected_calls(true, noise, consistent, first_step, changes)
-    images = torch.tensor([0, *changes]).cumsum(0)
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_calls_bias_and_variance_agree_with_monte_carlo(count: int, consistent: bool, first_step: bool) -> None:
+    true, noise, draws = table(3, count, 1, 1), 0.3, 100_000
+    expected = expected_calls(true, noise, consistent, first_step)
     generator = torch.Generator().manual_seed(4)
-    noisy = true + noise * torch.randn(draws, 1, int(images[-1]) + 1, generator=generator, dtype=torch.float64)[..., images]
+    noisy = true + noise * torch.randn(draws, 1, count + 1, generator=generator, dtype=torch.float64)
     called = turning_points(noisy, consistent, first_step)
     rewards = process_rewards(noisy, called)
     deviations = rewards - expected.mean[0, 0]
-    limit = norm.isf(FALSE_ALARM / (3 * len(changes)) / 2)
+    limit = norm.isf(FALSE_ALARM / (3 * count) / 2)
     for sample, prediction in ((called.double(), expected.called), (rewards, expected.mean), (deviations**2, expected.variance)):
         error = sample.std(0)[0] / math.sqrt(draws)
         assert bool(((sample.mean(0)[0] - prediction[0, 0]).abs() <= limit * error + 1e-9).all())
 
 
-@pytest.mark.parametrize("steps", range(3, 12))
-def test_pure_noise_has_known_densities(steps: int) -> None:
-    """Orders of exchangeable scores: (T + 1) / 3 turning points per trajectory under the plain rule, 1/2 + 11 (T - 3) / 60 under
-    the consistent one; the noise has the same standard deviation at every step, and no bias."""
-    flat = torch.full((1, 1, steps + 1), 0.4)
+@pytest.mark.parametrize("count", range(3, 12))
+def test_pure_noise_has_known_densities(count: int) -> None:
+    """Orders of exchangeable scores: (n + 1) / 3 turning points in n decisions under the plain rule, 1/2 + 11 (n - 3) / 60 under
+    the consistent one; the noise has the same standard deviation at every decision, and no bias."""
+    flat = torch.full((1, 1, count + 1), 0.4)
     plain, consistent = (expected_calls(flat, 0.1, rule) for rule in (False, True))
-    close(plain.called[0, 0], torch.tensor([2 / 3, 1 / 4, *[1 / 3] * (steps - 3), 5 / 12], dtype=torch.float64), 1e-10)
-    close(consistent.called[0, 0], torch.tensor([1 / 3, 1 / 6, *[11 / 60] * (steps - 3), 0.0], dtype=torch.float64), 1e-10)
-    assert abs(float(plain.called.sum()) - (steps + 1) / 3) < 1e-9
-    assert abs(float(consistent.called.sum()) - (1 / 2 + 11 * (steps - 3) / 60)) < 1e-9
+    close(plain.called[0, 0], torch.tensor([2 / 3, 1 / 4, *[1 / 3] * (count - 3), 5 / 12], dtype=torch.float64), 1e-10)
+    close(consistent.called[0, 0], torch.tensor([1 / 3, 1 / 6, *[11 / 60] * (count - 3), 0.0], dtype=torch.float64), 1e-10)
+    assert abs(float(plain.called.sum()) - (count + 1) / 3) < 1e-9
+    assert abs(float(consistent.called.sum()) - (1 / 2 + 11 * (count - 3) / 60)) < 1e-9
     for found in (plain, consistent):
         close(found.mean, torch.zeros_like(found.mean), 1e-10)
         assert torch.equal(found.false_calls, found.called)
@@ -160,30 +156,6 @@ def test_signs_and_units_of_the_reward(seed: int, consistent: bool) -> None:
         close(other.variance, sign**2 * found.variance, 1e-8)
 
 
-@pytest.mark.parametrize("consistent", [True, False])
-def test_steps_that_change_nothing_are_as_if_they_were_not_there(consistent: bool) -> None:
-    """Only the rule that needs the step before is affected: a step after a deterministic one is never called."""
-    tail = [True] * 5 + [False] * 3
-    true = table(8, len(tail), changes=tail)
-    found, short = expected_calls(true, 0.2, consistent, changes=tail), expected_calls(true[..., :6], 0.2, consistent)
-    for name in ("called", "mean", "variance"):
-        close(getattr(found, name)[..., :5], getattr(short, name), 1e-12)
-        assert not getattr(found, name)[..., 5:].any()
-    mixed = expected_calls(table(8, len(MIXED), changes=MIXED), 0.2, consistent, changes=MIXED)
-    possible = [i > 0 and MIXED[i] and MIXED[i - 1] for i in range(len(MIXED))]
-    if consistent:
-        possible[6] = False  # the last step that changes the image
-    assert (mixed.called > 0).all((0, 1)).tolist() == possible
-
-
-def test_repeated_images_with_noise_of_their_own_are_called() -> None:
-    """A deterministic step has no difference, but its noisy scores have."""
-    tail = [True] * 5 + [False]
-    true = table(8, 6, changes=tail)
-    assert bool((expected_calls(true, 0.2).called[..., 4] > 0).all())
-    assert not expected_calls(true, 0.2, changes=tail).called[..., 4].any()
-
-
 def test_the_last_step_gets_its_increment_called_or_not() -> None:
     true = table(9)
     for consistent in (True, False):
@@ -196,8 +168,6 @@ def test_the_last_step_gets_its_increment_called_or_not() -> None:
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="noise"):
         expected_calls(table(0), 0.0)
-    with pytest.raises(ConfigError, match="changes"):
-        expected_calls(table(0), 0.1, changes=[True])
 
 
 # The criterion
@@ -252,14 +222,14 @@ def test_the_probability_of_a_turn_is_the_chance_of_a_call_at_the_observed_value
         assert float(opposite.mean()) < 0.05 < float(up[turns].mean())
 
 
-def test_equal_rewards_count_as_one_score() -> None:
-    head, tail = [False] * 2 + [True] * 5, [True] * 5 + [False] * 3
-    for changes in (head, tail, [*head, False]):
-        rewards = table(12, len(changes), members=60, changes=changes)
-        short = rewards[..., [0, *(i + 1 for i, on in enumerate(changes) if on)]]
+def test_equal_values_count_as_one_score() -> None:
+    """Repeated columns before the first and after the last change of the image add nothing."""
+    short = table(12, 5, members=60)
+    for repeats, kept in ((([0] * 2), slice(2, None)), ([5] * 3, slice(0, 5))):
+        columns = torch.tensor(sorted([*range(6), *repeats]))
+        values = short[..., columns]
         for consistent in (True, False):
-            turns, stochastic = turning_points(rewards, consistent, False), torch.tensor(changes)
-            found = turn_probability(rewards, turns, 0.1, consistent)[..., stochastic]
+            found = turn_probability(values, turning_points(values, consistent, False), 0.1, consistent)[..., kept]
             expected = turn_probability(short, turning_points(short, consistent, False), 0.1, consistent)
             close(found, expected, 1e-10)
 
@@ -287,11 +257,12 @@ def test_with_a_wide_prior_the_probability_is_the_frequency_of_real_turns(consis
 
 def test_the_rule_uses_the_noise() -> None:
     rewards = table(14, members=30)
+    decisions = Decisions.like(rewards)
     default, judged = TurningPoint(balance=None), TurningPoint(balance=None, confidence=1.0, reward_noise=0.1)
     turns = turning_points(rewards)
     assert torch.equal(judged.selected(rewards), likely_turns(rewards, turns, 0.1, 1.0))
     assert 0 < int(judged.selected(rewards).sum()) < int(default.selected(rewards).sum())
-    assert torch.equal(TurningPoint(reward_noise=1e-9).assign(rewards), TurningPoint().assign(rewards))
+    assert torch.equal(TurningPoint(reward_noise=1e-9).assign(rewards, decisions), TurningPoint().assign(rewards, decisions))
     plain = TurningPoint(consistent=False, balance=None, reward_noise=0.1)
     assert torch.equal(plain.selected(rewards), likely_turns(rewards, turning_points(rewards, False), 0.1, 0.0, False))
-    assert judged.assign(rewards.float()).dtype == torch.float32
+    assert judged.assign(rewards.float(), decisions).dtype == torch.float32

@@ -9,16 +9,15 @@ import torch
 from flowrl.credit import DepthRelative, Pruned
 from flowrl.errors import ConfigError
 from flowrl.losses import ClippedLoss
-from flowrl.methods import Method, named_method, try_credit
+from flowrl.methods import METHODS, Method, try_credit
 from flowrl.probes import Branch, Comb
 from flowrl.protocols import CreditAssigner
-from flowrl.samplers import FlowSDE, Window
-from flowrl.testing.credit import schedule_for
+from flowrl.samplers import FixedWindow, FlowSDE
 from flowrl.training.build import make_method, make_world, policy_options
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.trainer import Trainer
 
-SETTINGS = {"world": "mixture", "task": "direction", "group_size": 12, "num_steps": 10, "window": "2:5"}
+SETTINGS = {"world": "mixture", "task": "direction", "group_size": 12, "num_steps": 10, "window": "2:7"}
 TINY = preset("tiny").apply(**SETTINGS)
 
 
@@ -30,24 +29,23 @@ METHOD_SHAPES = {  # states at every node of a group of 12 with the built-in wor
 
 @pytest.mark.parametrize("name", list(METHOD_SHAPES))
 def test_tree_methods_fit_the_default_group(name: str) -> None:
-    method, schedule = named_method(name, Window(FlowSDE(0.7), 2, 5)), schedule_for(10)
+    method = METHODS[name](FlowSDE(0.7), window=FixedWindow(2, 7))
     probe = method.credit.probe
     assert isinstance(probe, Branch) and method.shared_noise
-    tree = probe.tree(schedule.steps, range(2, 7), 12, True, torch.Generator())
+    tree = probe.tree(10, range(2, 7), 12, True, torch.Generator())
     counts, decisions = METHOD_SHAPES[name]
     assert (tree.counts, int(tree.drawn.sum())) == (counts, decisions)
 
 
 def test_comb_methods_fit_the_default_group() -> None:
-    window = Window(FlowSDE(0.7), 2, 5)
-    temp, granular = named_method("tempflow-grpo", window), named_method("granular-grpo", window)
+    window = FixedWindow(2, 7)
+    temp, granular = METHODS["tempflow-grpo"](window=window), METHODS["granular-grpo"](window=window)
     assert isinstance(temp.credit.probe, Comb) and isinstance(granular.credit.probe, Comb)
-    seen = set()
-    for seed in range(20):
-        tree = temp.credit.probe.tree(10, range(2, 7), 12, temp.shared_noise, torch.Generator().manual_seed(seed))
-        assert (int((tree.node == 0).sum()), int(tree.drawn.sum()), int(tree.decisions.sum())) == (2, 12, 12)
-        seen |= set(tree.decisions.any(0).nonzero().flatten().tolist())
-    assert seen == {2, 3, 4, 5, 6}
+    size = preset("default").apply(world="mixture", method="tempflow-grpo").rollout.group_size
+    for seed in range(3):  # all decisions in every iteration: 6 draws of each, from one trunk
+        tree = temp.credit.probe.tree(10, range(2, 7), size, temp.shared_noise, torch.Generator().manual_seed(seed))
+        assert (int((tree.node == 0).sum()), int(tree.drawn.sum()), int(tree.decisions.sum())) == (1, 30, 30)
+        assert tree.decisions.sum(0).tolist() == [0, 0, 6, 6, 6, 6, 6, 0, 0, 0]
     tree = granular.credit.probe.tree(10, range(2, 7), 12, granular.shared_noise, torch.Generator().manual_seed(0))
     assert (int((tree.node == 0).sum()), int(tree.drawn.sum())) == (1, 4)
     assert tree.strides is not None and tree.strides.tolist() == 4 * [1, 2, 3]
@@ -55,10 +53,11 @@ def test_comb_methods_fit_the_default_group() -> None:
 
 @pytest.mark.parametrize("name", ["branch-grpo", "tempflow-grpo", "granular-grpo", "tree-grpo"])
 def test_methods_are_tried_on_their_own_trees(name: str) -> None:
-    method = named_method(name)
-    try_credit(method.credit, schedule_for(10), 12)
+    method = METHODS[name]()
+    stds = torch.tensor([0.3] * 9 + [0.0])
+    try_credit(method, stds, 54 if name == "tempflow-grpo" else 12)  # 6 draws at each of 9 decisions
     with pytest.raises(ConfigError, match="group_size = 7"):
-        try_credit(method.credit, schedule_for(10), 7)
+        try_credit(method, stds, 7)
 
 
 def trainer(config: RunConfig, method: Method) -> Trainer:
@@ -69,7 +68,9 @@ def trainer(config: RunConfig, method: Method) -> Trainer:
 
 @pytest.mark.parametrize("name", ["branch-grpo", "tempflow-grpo", "granular-grpo", "tree-grpo"])
 def test_tree_methods_run(name: str) -> None:
-    run = trainer(TINY, make_method(preset("tiny").apply(**SETTINGS, method=name)))
+    size = {"group_size": 10} if name == "tempflow-grpo" else {}  # tiny: 2 draws at each of 5 decisions
+    config = preset("tiny").apply(**SETTINGS | size, method=name)
+    run = trainer(config, make_method(config))
     for _ in range(2):
         row = run.iteration()
         assert math.isfinite(row["loss"]) and row["abs_advantage"] > 0
@@ -79,7 +80,8 @@ def test_pruned_decisions_are_not_evaluated_and_the_count_is_kept() -> None:
     rule = Pruned(DepthRelative("tree", "sample", probe=Branch((3, 2))), steps=(2,), every=1, stop=1, width="extremes")
 
     def run(credit: CreditAssigner) -> Trainer:
-        return trainer(TINY, Method("pruned", Window(FlowSDE(0.7), 0, 4), credit, ClippedLoss(), shared_noise=True))
+        method = Method("pruned", FlowSDE(0.7), FixedWindow(0, 4), credit, ClippedLoss(), shared_noise=True)
+        return trainer(TINY, method)
 
     whole, pruned = run(rule.rule), run(copy.deepcopy(rule))
     everything, some = whole.iteration(), pruned.iteration()

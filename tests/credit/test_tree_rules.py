@@ -23,17 +23,18 @@ from flowrl.credit import (
     TurningPoint,
     Uniform,
     Weighted,
+    credit_of,
     example,
     generalised_gains,
+    zscore,
 )
+from flowrl.credit.units import on_tree
 from flowrl.errors import ConfigError, CreditError
-from flowrl.flow import uniform_schedule
-from flowrl.methods import named_method
-from flowrl.probes import Branch, Comb, Probe
-from flowrl.protocols import CreditAssigner, SelectiveCredit, Stateful
-from flowrl.testing.credit import schedule_for
+from flowrl.experience import Decisions, Experience
+from flowrl.probes import Branch, Comb, Completion, Probe
+from flowrl.protocols import CreditAssigner, CreditRule, Stateful
+from flowrl.testing.tables import of_members
 from flowrl.tree import Tree, tree_of
-from flowrl.types import Schedule
 
 GOLDEN = Path(__file__).parent.parent / "golden_trees"
 WORKED = json.loads((GOLDEN / "worked.json").read_text())
@@ -49,20 +50,38 @@ RULES = {
 }
 
 
+def record_of(tree: Tree, rewards: Tensor, log_probs: Tensor | None = None) -> Experience:
+    """The record of a tree from the leaves' rewards [prompt, member] and log-probabilities [prompt, unit]."""
+    shown = on_tree(rewards, Decisions.like(torch.zeros(*rewards.shape, tree.steps + 1)), tree)
+    found = shown.experience()
+    if log_probs is None:
+        return found
+    return replace(found, log_probs=tree.decision_table(log_probs).masked_fill(~shown.decisions.drawn, torch.nan))
+
+
+def credit(rule: CreditRule, record: Experience) -> Tensor:
+    """Advantages [prompt, member, decision]."""
+    return credit_of(rule, record).advantages
+
+
+def trained(rule: Pruned, record: Experience) -> Tensor:
+    """The decisions of weight 1 [prompt, member, decision]."""
+    weights = credit_of(rule, record).weights
+    assert weights is not None and bool(((weights == 0) | (weights == 1)).all())
+    return weights.bool()
+
+
 @dataclass(frozen=True)
 class Worked:
-    """A worked example: its tree, with log-probabilities if it has some, and the leaves' rewards [prompt, member]."""
+    """A tree, the leaves' rewards [prompt, member] and log-probabilities [prompt, unit]."""
 
     tree: Tree
     rewards: Tensor
+    log_probs: Tensor
 
     @property
-    def table(self) -> Tensor:
-        return self.tree.node_table(self.tree.values(self.rewards))
-
-    @property
-    def schedule(self) -> Schedule:
-        return replace(uniform_schedule(self.tree.steps), tree=self.tree)
+    def record(self) -> Experience:
+        return record_of(self.tree, self.rewards, self.log_probs)
 
 
 @cache
@@ -81,14 +100,7 @@ def worked(name: str) -> Worked:
     log_probs = torch.zeros(1, tree.units)
     for unit, value in entry.get("logp", {}).items():
         log_probs[0, int(unit)] = value
-    return Worked(replace(tree, log_probs=log_probs), torch.tensor([list(entry["leaf_reward"].values())]))
-
-
-def of_units(tree: Tree, advantages: Tensor) -> Tensor:
-    """[unit] of a one-prompt table in which every member that passes a unit has the same advantage there."""
-    means = tree.edge_means(advantages)
-    torch.testing.assert_close(tree.step_table(means), advantages, rtol=0, atol=1e-6)
-    return means[0]
+    return Worked(tree, torch.tensor([list(entry["leaf_reward"].values())]), log_probs)
 
 
 @pytest.mark.parametrize("name", ["E1", "E2"])
@@ -104,7 +116,7 @@ def test_values_of_the_worked_examples(name: str) -> None:
 @pytest.mark.parametrize(("name", "rule"), [(e, r) for e in ("E1", "E2") for r in WORKED[e]["advantages"]])
 def test_advantages_of_the_worked_examples(name: str, rule: str) -> None:
     shown, expected = worked(name), WORKED[name]["advantages"][rule]
-    advantages = generalised_gains(shown.table) if rule == "gain" else RULES[rule].assign(shown.table, shown.schedule)
+    advantages = generalised_gains(shown.record.values) if rule == "gain" else credit(RULES[rule], shown.record)
     found = shown.tree.edge_means(advantages)[0]  # uniform: the mean of the leaves behind a unit
     for unit, value in expected.items():
         assert found[int(unit)] == pytest.approx(value, abs=6e-5), f"unit {unit}"
@@ -152,12 +164,9 @@ class Published:
         return FILES[f"{self.name}/{what}"][self.units]
 
     @property
-    def table(self) -> Tensor:
-        return self.tree.node_table(self.tree.values(FILES[f"{self.name}/rewards"].view(2, -1)))
-
-    @property
-    def schedule(self) -> Schedule:
-        return replace(uniform_schedule(self.tree.steps), tree=self.tree)
+    def record(self) -> Experience:
+        log_probs = FILES[f"{self.name}/log_prob"][self.units]
+        return record_of(self.tree, FILES[f"{self.name}/rewards"].view(2, -1), log_probs)
 
 
 FILES = load_file(GOLDEN / "branch.safetensors")
@@ -182,8 +191,7 @@ def published(name: str) -> Published:
         assert node == -1
     assert sorted(units.flatten().tolist()) == list(range(len(depth))), "every node is one unit"
     assert torch.equal(FILES[f"{name}/step"][units], tree.node.expand(2, -1).short())
-    log_probs = FILES[f"{name}/log_prob"][units] * tree.drawn
-    return Published(name, replace(tree, log_probs=log_probs), units)
+    return Published(name, tree, units)
 
 
 RELEASED = DepthRelative("tree", "sample", clamp=None)
@@ -192,24 +200,25 @@ RELEASED = DepthRelative("tree", "sample", clamp=None)
 @pytest.mark.parametrize("name", list(SPLITS))
 def test_values_and_advantages_of_the_published_code(name: str) -> None:
     case = published(name)
-    torch.testing.assert_close(case.tree.values(case.table[..., -1]), case.read("default/value"), rtol=0, atol=2e-7)
-    found = RELEASED.assign(case.table, case.schedule)
-    torch.testing.assert_close(found, case.tree.step_table(case.read("default/advantage")), rtol=0, atol=5e-6)
+    torch.testing.assert_close(case.tree.values(case.record.values[..., -1]), case.read("default/value"), rtol=0, atol=2e-7)
+    found = credit(RELEASED, case.record)
+    torch.testing.assert_close(found, case.tree.decision_table(case.read("default/advantage")), rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("name", ["published", "small", "late", "mixed"])
 def test_probability_weighted_values_of_the_published_code(name: str) -> None:
     case = published(name)
-    found = replace(RELEASED, backup="softmax").assign(case.table, case.schedule)
-    torch.testing.assert_close(found, case.tree.step_table(case.read("prob_weighted/advantage")), rtol=0, atol=2e-5)
-    assert not torch.allclose(found, RELEASED.assign(case.table, case.schedule), atol=1e-2)
+    found = credit(replace(RELEASED, backup="softmax"), case.record)
+    torch.testing.assert_close(found, case.tree.decision_table(case.read("prob_weighted/advantage")), rtol=0, atol=2e-5)
+    assert not torch.allclose(found, credit(RELEASED, case.record), atol=1e-2)
 
 
 def test_branch_grpo_has_the_published_advantages() -> None:
+    from flowrl.methods import named_method
+
     rule, case = named_method("branch-grpo").credit, published("published")
-    found = rule.assign(case.table, case.schedule)
-    expected = case.tree.step_table(case.read("default/advantage")).clamp(-5, 5)
-    torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
+    expected = case.tree.decision_table(case.read("default/advantage")).clamp(-5, 5)
+    torch.testing.assert_close(credit(rule, case.record), expected, rtol=0, atol=5e-6)
 
 
 LATE = dict(steps=(14, 15, 16, 17))
@@ -244,8 +253,8 @@ def test_pruning_masks_of_the_published_code(name: str, variant: str) -> None:
     case, (options, iteration) = published(name), PRUNING[name, variant]
     rule = Pruned(RELEASED, released=True, **options)
     rule.iteration = iteration
-    found = rule.trained(rule.assign(case.table, case.schedule), case.schedule)
-    expected = case.tree.step_table(case.read(f"{variant}/trained").float()).bool()
+    found = trained(rule, case.record)
+    expected = case.tree.decision_table(case.read(f"{variant}/trained").float()).bool()
     assert torch.equal(found, expected)
 
 
@@ -254,77 +263,88 @@ def test_every_published_variant_is_tested() -> None:
     without_pruning = {(n, v) for n, v in variants if v in ("default", "prob_weighted")}
     assert variants - without_pruning <= set(PRUNING)
     for name, variant in without_pruning:
-        expected = published(name).tree.step_table(published(name).read(f"{variant}/trained").float())
-        assert torch.equal(expected.bool(), published(name).tree.decisions.expand(expected.shape))
+        case = published(name)
+        expected = case.tree.decision_table(case.read(f"{variant}/trained").float())
+        assert torch.equal(expected.bool(), case.record.decisions.mask)
 
 
 # Pruning as it should be
 
 
 def test_width_pruning_keeps_whole_branches() -> None:
-    shown = example(torch.rand(2, 8, 7, generator=torch.Generator().manual_seed(0)), schedule_for(6), Branch((2, 1, 4)))
-    rule = Pruned(SiblingRelative(probe=Branch((2, 1, 4))), width="best", ratio=0.5)
-    advantages = rule.assign(shown.rewards, shown.schedule)
-    trained = rule.trained(advantages, shown.schedule)
-    assert trained[..., :3].all(), "the split itself is trained"
-    assert torch.equal(trained[..., 3], trained[..., 4]) and not trained[..., 5].any(), (
-        "whole branches; the last step is an ODE step"
-    )
+    probe = Branch((2, 1, 4))
+    values = torch.rand(2, 8, 6, generator=torch.Generator().manual_seed(0)).sort(dim=1).values
+    shown = example(values, probe).experience()
+    advantages = credit(SiblingRelative(probe=probe), shown)
+    kept = trained(Pruned(DepthRelative(probe=probe), width="best", ratio=0.5), shown)
+    assert kept[..., :3].all(), "the split itself is trained"
+    assert torch.equal(kept[..., 3], kept[..., 4]), "whole branches"
     for prompt in range(2):
         for half in (slice(0, 4), slice(4, 8)):
-            best = shown.rewards[prompt, half, -1] >= shown.rewards[prompt, half, -1].sort(descending=True).values[1]
-            assert torch.equal(trained[prompt, half, 3], best)
-    extremes = Pruned(SiblingRelative(), width="extremes", ratio=0.5).trained(advantages, shown.schedule)
+            rewards = shown.values[prompt, half, -1]
+            assert torch.equal(kept[prompt, half, 3], rewards >= rewards.sort(descending=True).values[1])
+    extremes = trained(Pruned(SiblingRelative(), width="extremes", ratio=0.5), shown)
     worth = advantages[..., 2]
     for prompt in range(2):
-        kept = worth[prompt][extremes[prompt, :, 3]].sort().values
-        torch.testing.assert_close(kept, worth[prompt].sort().values[[0, 1, 6, 7]])
+        found = worth[prompt][extremes[prompt, :, 3]].sort().values
+        torch.testing.assert_close(found, worth[prompt].sort().values[[0, 1, 6, 7]])
+
+
+@pytest.mark.parametrize("width", ["best", "extremes"])
+def test_width_pruning_ranks_the_members_in_the_mask(width: str) -> None:
+    """Of four branches two are invalid, so one of the other two remains with "best", and the better with "extremes"."""
+    rewards = torch.tensor([[0.1, 0.9, float("nan"), float("nan")]])
+    shown = example(torch.zeros(1, 4, 3), Branch((4,)))
+    tree = shown.decisions.tree
+    assert tree is not None
+    kept = trained(Pruned(SiblingRelative(), width=width, ratio=0.5), record_of(tree, rewards))  # pyright: ignore[reportArgumentType]
+    assert kept[0, :, 0].tolist() == [True, True, False, False]
+    assert kept[0, :, 1].tolist() == [False, True, False, False]
 
 
 def test_width_pruning_ignores_trees_without_branches() -> None:
-    shown = example(torch.rand(1, 4, 5), schedule_for(4), Branch({}))
-    assert Pruned(width="best").trained(torch.zeros(1, 4, 4), shown.schedule)[..., :3].all()
+    shown = example(torch.rand(1, 4, 4), Branch({})).experience()
+    assert trained(Pruned(width="best"), shown).all()
 
 
 def test_pruned_keeps_count_and_the_memory_of_its_rule() -> None:
     rule = Pruned(RandomCredit(probe=Branch((2,))), steps=(2,), every=1)
-    assert isinstance(rule, SelectiveCredit) and isinstance(rule, Stateful)
-    shown = example(torch.rand(1, 4, 5), schedule_for(4), rule.probe)
-    left = []
-    for _ in range(4):
-        advantages = rule.assign(shown.rewards, shown.schedule)
-        left.append((~rule.trained(advantages, shown.schedule)[0, 0, :3]).nonzero().flatten().tolist())
+    assert isinstance(rule, Stateful)
+    shown = example(torch.rand(1, 4, 4), rule.probe).experience()
+    left = [(~trained(rule, shown)[0, 0]).nonzero().flatten().tolist() for _ in range(4)]
     assert left == [[2], [1], [0], [0]]
     restored = Pruned(RandomCredit(probe=Branch((2,))), steps=(2,), every=1)
     restored.load_state_dict(rule.state_dict())
     assert restored.iteration == 4
-    assert torch.equal(restored.assign(shown.rewards, shown.schedule), rule.assign(shown.rewards, shown.schedule))
+    assert torch.equal(credit(restored, shown), credit(rule, shown))
+
+
+def test_pruned_may_wrap_any_rule_and_multiplies_its_weights() -> None:
+    shown = example(torch.rand(1, 4, 4), Branch((2,))).experience()
+    twice = Pruned(Pruned(GDPO(SiblingRelative()), steps=(0,)), steps=(2,))
+    assert trained(twice, shown)[0, 0].tolist() == [False, True, False]
+    assert twice.reads_fields == () and Pruned(BackedUp()).reads_fields == ("log_probs",)
+
+    class Records:
+        probe = Branch((2,))
+
+        def credit(self, experience: Experience) -> object:
+            return credit_of(SiblingRelative(), experience)
+
+    only = Pruned(Records())  # pyright: ignore[reportArgumentType]
+    assert torch.equal(credit(only, shown), credit(SiblingRelative(), shown))
+    with pytest.raises(CreditError, match=r"Records needs the record of an iteration"):
+        only.assign(shown.values, shown.decisions)
 
 
 # Invariants on random trees
 
 
-@dataclass(frozen=True)
-class Grown:
-    """A random tree with random rewards of two prompts."""
-
-    tree: Tree
-    rewards: Tensor
-
-    @property
-    def table(self) -> Tensor:
-        return self.tree.node_table(self.tree.values(self.rewards))
-
-    @property
-    def schedule(self) -> Schedule:
-        return replace(uniform_schedule(self.tree.steps), tree=self.tree)
-
-
 @st.composite
-def grown(draw: st.DrawFn) -> Grown:
+def grown(draw: st.DrawFn) -> Worked:
     """Trees of up to 5 steps in which every state has 1 to 3 children, some of the steps being no decisions."""
     steps = draw(st.integers(1, 5))
-    decisions = draw(st.lists(st.booleans(), min_size=steps, max_size=steps))
+    decisions = draw(st.lists(st.booleans(), min_size=steps, max_size=steps).filter(any))
     paths: list[tuple[int, ...]] = [(root,) for root in range(draw(st.integers(1, 3)))]
     for step in range(steps):
         many = [draw(st.integers(1, 3)) if decisions[step] and len(paths) < 20 else 1 for _ in paths]
@@ -335,7 +355,7 @@ def grown(draw: st.DrawFn) -> Grown:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     log_probs = torch.randn(2, tree.units, generator=generator) * tree.drawn
     rewards = torch.rand(2, tree.members, generator=generator, dtype=torch.float64)
-    return Grown(replace(tree, log_probs=log_probs), rewards)
+    return Worked(tree, rewards, log_probs)
 
 
 EVERY = [
@@ -347,66 +367,93 @@ EVERY = [
 
 @settings(max_examples=60, deadline=None)
 @given(grown())
-def test_gains_sum_to_the_reward_minus_the_value_of_the_root(case: Grown) -> None:
-    gains = generalised_gains(case.table)
-    torch.testing.assert_close(gains.sum(-1), case.rewards - case.table[..., 0])
+def test_gains_sum_to_the_reward_minus_the_value_of_the_root(case: Worked) -> None:
+    values = case.record.values
+    torch.testing.assert_close(generalised_gains(values).sum(-1), case.rewards - values[..., 0])
 
 
 @settings(max_examples=60, deadline=None)
 @given(grown())
-def test_leaf_weighted_gains_of_siblings_sum_to_0(case: Grown) -> None:
+def test_leaf_weighted_gains_of_siblings_sum_to_0(case: Worked) -> None:
     tree = replace(case.tree, mean="leaf")
-    gains = tree.edge_means(generalised_gains(tree.node_table(tree.values(case.rewards))))
-    sums = torch.zeros_like(gains).index_add(1, tree.parent.clamp(min=0), gains * tree.leaves * (tree.parent >= 0))
+    gains = tree.edge_means(generalised_gains(tree.value_table(tree.values(case.rewards))))
+    sums = torch.zeros_like(gains).index_add(1, tree.parent.clamp(min=0), gains * tree.leaves * tree.drawn)
     torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
 @given(grown(), st.sampled_from(EVERY), st.floats(-100, 100))
-def test_a_constant_changes_nothing(case: Grown, rule: CreditAssigner, constant: float) -> None:
+def test_a_constant_changes_nothing(case: Worked, rule: CreditAssigner, constant: float) -> None:
     moved = replace(case, rewards=case.rewards + constant)
-    torch.testing.assert_close(
-        rule.assign(moved.table, moved.schedule), rule.assign(case.table, case.schedule), rtol=0, atol=1e-6
-    )
+    torch.testing.assert_close(credit(rule, moved.record), credit(rule, case.record), rtol=0, atol=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
 @given(grown(), st.sampled_from(EVERY), st.sampled_from([0.3, -3.3, 12345.678, 1e6 / 3]))
-def test_a_silent_group_gets_exact_zeros(case: Grown, rule: CreditAssigner, reward: float) -> None:
+def test_a_silent_group_gets_exact_zeros(case: Worked, rule: CreditAssigner, reward: float) -> None:
     rewards = case.rewards.clone()
     rewards[0] = reward
     for dtype in (torch.float32, torch.float64):
         silent = replace(case, rewards=rewards.to(dtype))
-        assert not rule.assign(silent.table, silent.schedule)[0].any()
+        assert not credit(rule, silent.record)[0].any()
 
 
 @settings(max_examples=60, deadline=None)
 @given(grown())
-def test_siblings_alone_get_no_sibling_credit_and_no_gain(case: Grown) -> None:
+def test_siblings_alone_get_no_sibling_credit_and_no_gain(case: Worked) -> None:
     tree = case.tree
     parents = tree.parent[tree.drawn]
     only = tree.drawn & (torch.bincount(parents.clamp(min=0), minlength=tree.units)[tree.parent.clamp(min=0)] == 1)
-    for advantages in (SiblingRelative().assign(case.table, case.schedule), generalised_gains(case.table)):
+    for advantages in (credit(SiblingRelative(), case.record), generalised_gains(case.record.values)):
         assert not tree.edge_means(advantages)[:, only].abs().gt(1e-12).any()
 
 
 @settings(max_examples=40, deadline=None)
 @given(grown())
-def test_plain_means_up_the_tree_are_uniform_credit(case: Grown) -> None:
+def test_plain_means_up_the_tree_are_uniform_credit(case: Worked) -> None:
     tree = replace(case.tree, mean="child")
-    scores = Uniform(clamp=None, probe=BRANCH).assign(case.table, case.schedule)[..., 0]
-    expected = tree.step_table(tree.values(scores))
-    torch.testing.assert_close(BackedUp("mean", clamp=None).assign(case.table, case.schedule), expected)
+    members = torch.ones(2, tree.members, 1, dtype=torch.bool)
+    scores = zscore(case.rewards[..., None], ("member",), clamp=None, mask=members)[..., 0]
+    expected = tree.decision_table(tree.values(scores))
+    torch.testing.assert_close(credit(BackedUp("mean", clamp=None), case.record), expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(grown(), st.sampled_from([rule for rule in EVERY if not isinstance(rule, StepwiseGain)]))
+def test_invalid_leaves_change_nothing_for_the_others(case: Worked, rule: CreditAssigner) -> None:
+    """The credit of the others is that of a tree without the invalid leaf; other prompts are untouched."""
+    left = (torch.arange(case.tree.members) + 1) % case.tree.members < case.tree.members - 1
+    left = left if case.tree.members > 1 else ~left
+    rewards = case.rewards.clone()
+    rewards[0, ~left] = torch.nan
+    whole, found = case.record, credit(rule, record_of(case.tree, rewards, case.log_probs))
+    if not isinstance(rule, GDPO):  # it divides by the std of the batch
+        assert torch.equal(found[1], credit(rule, whole)[1])
+    rewards[1, ~left] = torch.nan
+    both = record_of(case.tree, rewards, case.log_probs)
+    expected = credit(rule, of_members(both, left.nonzero().flatten()))
+    torch.testing.assert_close(credit(rule, both)[:, left], expected, rtol=0, atol=1e-6)
+    assert not credit(rule, both)[:, ~left].any()
 
 
 # Closed forms and special cases
 
 
+def drawn(probe: Probe, prompts: int, members: int, count: int, seed: int = 0) -> Experience:
+    """A record of `count` decisions with random rewards in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return example(torch.rand(prompts, members, count + 1, generator=generator, dtype=torch.float64), probe).experience()
+
+
+def zscores(values: Tensor) -> Tensor:
+    """Z over axis 1."""
+    return (values - values.mean(1, keepdim=True)) / (values.std(1, unbiased=False, keepdim=True) + 1e-4)
+
+
 def sibling_pair(rewards: list[float], **options: object) -> Tensor:
-    shown = example(
-        torch.tensor(rewards, dtype=torch.float64)[None, :, None].expand(1, -1, 3), schedule_for(2), Branch((len(rewards),))
-    )
-    return SiblingRelative(clamp=None, **options).assign(shown.rewards, shown.schedule)[0, :, 0]  # pyright: ignore[reportArgumentType]
+    values = torch.tensor(rewards, dtype=torch.float64)[None, :, None].expand(1, -1, 2)
+    shown = example(values, Branch((len(rewards),))).experience()
+    return credit(SiblingRelative(clamp=None, **options), shown)[0, :, 0]  # pyright: ignore[reportArgumentType]
 
 
 def test_leave_one_out_is_the_difference_to_the_others() -> None:
@@ -424,117 +471,125 @@ def test_two_siblings_keep_the_sign_only() -> None:
 
 def test_strides_are_normalised_one_by_one_and_summed() -> None:
     probe = Comb(branches=3, count=1, high=1, strides=(1, 2, 3))
-    rewards = torch.rand(2, 9, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    shown = example(rewards, schedule_for(6), probe)
-    final = shown.rewards[..., -1].view(2, 3, 3)  # [prompt, branch, stride]
-    scores = (final - final.mean(1, keepdim=True)) / (final.std(1, unbiased=False, keepdim=True) + 1e-4)
-    found = SiblingRelative(clamp=None, probe=probe).assign(shown.rewards, shown.schedule)
-    torch.testing.assert_close(found[..., 0], scores.sum(-1).repeat_interleave(3, dim=1))
-    assert not found[..., 1:].any()
-    tree = shown.schedule.tree
+    shown = drawn(probe, 2, 9, 6, seed=3)
+    scores = zscores(shown.values[..., -1].view(2, 3, 3))  # [prompt, branch, stride]
+    found = credit(SiblingRelative(clamp=None, probe=probe), shown)
+    torch.testing.assert_close(found, scores.sum(-1).repeat_interleave(3, dim=1)[..., None])
+    tree = shown.decisions.tree
     assert tree is not None
-    mixed = replace(shown.schedule, tree=replace(tree, strides=None))
-    together = SiblingRelative(clamp=None, probe=Comb(3, 1, 0, 1)).assign(shown.rewards, mixed)
-    assert not torch.allclose(together[..., 0], found[..., 0], atol=0.1)
+    mixed = replace(shown, decisions=replace(shown.decisions, tree=replace(tree, strides=None)))
+    together = credit(SiblingRelative(clamp=None, probe=Comb(3, 1, 0, 1)), mixed)
+    assert not torch.allclose(together, found, atol=0.1)
 
 
-def test_strides_survive_members_left_out() -> None:
+def test_strides_with_members_outside_the_mask() -> None:
     probe = Comb(branches=3, count=1, high=1, strides=(1, 2))
-    shown = example(torch.rand(1, 6, 6, generator=torch.Generator().manual_seed(0)), schedule_for(5), probe)
-    tree = shown.schedule.tree
+    shown = drawn(probe, 1, 6, 5)
+    tree, final = shown.decisions.tree, shown.values[..., -1].clone()
     assert tree is not None
-    members = torch.tensor([True, True, True, True, True, False])  # the last branch has no member of stride 2
-    left = replace(shown.schedule, tree=tree.keep(members))
-    found = SiblingRelative(clamp=None, probe=probe).assign(shown.rewards[:, members], left)[0, :, 0]
-    first, second = shown.rewards[0, [0, 2, 4], -1], shown.rewards[0, [1, 3], -1]
-    expected = (first - first.mean()) / (first.std(unbiased=False) + 1e-4)
-    expected[:2] += (second - second.mean()) / (second.std(unbiased=False) + 1e-4)
-    torch.testing.assert_close(found, expected[[0, 0, 1, 1, 2]])
+    final[0, 5] = torch.nan  # the last branch has no member of stride 2
+    found = credit(SiblingRelative(clamp=None, probe=probe), record_of(tree, final))[0, :, 0]
+    expected = zscores(final[:, [0, 2, 4]])[0]
+    expected[:2] += zscores(final[:, [1, 3]])[0]
+    torch.testing.assert_close(found, torch.cat([expected[[0, 0, 1, 1, 2]], torch.zeros(1).double()]))
 
 
 def test_a_comb_compares_draws_not_the_trunk() -> None:
-    probe = Comb(branches=2)
-    shown = example(torch.rand(1, 6, 5, generator=torch.Generator().manual_seed(0)), schedule_for(4), probe)
-    final = shown.rewards[0, :, -1].view(3, 2)
-    expected = (final - final.mean(1, keepdim=True)) / (final.std(1, unbiased=False, keepdim=True) + 1e-4)
+    probe = Comb(branches=2, high=3)
+    shown = drawn(probe, 1, 6, 4)
+    expected = zscores(shown.values[0, :, -1].view(3, 2))
     for rule in (SiblingRelative(probe=probe), DepthRelative(probe=probe)):
-        found = rule.assign(shown.rewards, shown.schedule)[0]
+        found = credit(rule, shown)[0]
         torch.testing.assert_close(found.sum(-1), expected.flatten())
         assert (found != 0).sum() == 6, "every member has one decision"
 
 
+def test_depth_averages_the_strides_of_a_draw() -> None:
+    """Strides skip nodes, so after the draw the members of one draw have different values."""
+    probe = Comb(branches=2, strides=(1, 2, 3), high=3)
+    shown = drawn(probe, 1, 18, 6)
+    expected = zscores(shown.values[0, :, -1].view(3, 2, 3).mean(-1))
+    found = credit(DepthRelative(probe=probe), shown)[0].sum(-1)
+    torch.testing.assert_close(found, expected.flatten().repeat_interleave(3))
+
+
 def test_shared_noise_is_a_tree_of_one_split() -> None:
-    """Sibling- and depth-relative credit of the first step is then uniform credit."""
-    shown = example(torch.rand(3, 6, 5, generator=torch.Generator().manual_seed(0)), schedule_for(4), Branch((6,)))
-    uniform = Uniform(probe=Branch((6,))).assign(shown.rewards, shown.schedule)
+    """Sibling- and depth-relative credit of the first decision is then uniform credit."""
+    shown = drawn(Branch((6,)), 3, 6, 4)
+    uniform = credit(Uniform(probe=Branch((6,))), shown)
     for rule in (SiblingRelative(), DepthRelative(), BackedUp()):
-        found = rule.assign(shown.rewards, shown.schedule)
-        torch.testing.assert_close(found[..., 0], uniform[..., 0])
-    torch.testing.assert_close(DepthRelative().assign(shown.rewards, shown.schedule)[..., :3], uniform[..., :3])
+        torch.testing.assert_close(credit(rule, shown)[..., 0], uniform[..., 0])
+    torch.testing.assert_close(credit(DepthRelative(), shown), uniform)
 
 
 def test_a_plain_group_as_a_tree_has_uniform_depth_credit() -> None:
-    shown = example(torch.rand(3, 6, 5, generator=torch.Generator().manual_seed(0)), schedule_for(4), Branch({}))
-    uniform = Uniform().assign(shown.rewards)
-    torch.testing.assert_close(DepthRelative().assign(shown.rewards, shown.schedule)[..., :3], uniform[..., :3])
-    assert not SiblingRelative().assign(shown.rewards, shown.schedule).any()
-    assert not StepwiseGain().assign(shown.rewards).any()
+    shown = drawn(Branch({}), 3, 6, 4)
+    torch.testing.assert_close(credit(DepthRelative(), shown), credit(Uniform(), shown))
+    assert not credit(SiblingRelative(), shown).any()
+    assert not credit(StepwiseGain(), shown).any()
 
 
 def test_noise_weights_multiply_any_rule() -> None:
     probe = Branch((2, 2))
-    shown = example(torch.rand(2, 4, 6, generator=torch.Generator().manual_seed(0)), schedule_for(5), probe)
-    stds = shown.schedule.stds
-    assert stds is not None
-    plain = SiblingRelative().assign(shown.rewards, shown.schedule)
+    shown = drawn(probe, 2, 4, 5)
+    shown = replace(shown, decisions=replace(shown.decisions, std=torch.linspace(0.5, 0.1, 5)))
+    plain = credit(SiblingRelative(), shown)
     weighted = Weighted(rule=SiblingRelative())
     assert weighted.probe == probe
-    torch.testing.assert_close(weighted.assign(shown.rewards, shown.schedule), plain * stds / stds[stds > 0].mean())
-    by_hand = Weighted((1.0, 2.0, 0.0, 0.0, 0.0), rule=SiblingRelative()).assign(shown.rewards, shown.schedule)
+    torch.testing.assert_close(credit(weighted, shown), plain * torch.linspace(0.5, 0.1, 5) / 0.3)
+    by_hand = credit(Weighted((1.0, 2.0, 0.0, 0.0, 0.0), rule=SiblingRelative()), shown)
     torch.testing.assert_close(by_hand, plain * torch.tensor([1.0, 2.0, 0.0, 0.0, 0.0]))
 
 
 def test_several_rewards_on_a_tree_are_credited_one_by_one() -> None:
-    first = example(torch.rand(2, 4, 6, generator=torch.Generator().manual_seed(0)), schedule_for(5), Branch((2, 2)))
-    second = example(100 * torch.rand(2, 4, 6, generator=torch.Generator().manual_seed(1)), schedule_for(5), Branch((2, 2)))
-    rule = GDPO(Weighted(rule=DepthRelative()), batch=False)
-    found = rule.assign_parts({"a": first.rewards, "b": second.rewards}, first.schedule)
-    expected = sum(Weighted(rule=DepthRelative()).assign(one.rewards, first.schedule) for one in (first, second))
-    torch.testing.assert_close(found, expected)
+    first, second = (drawn(Branch((2, 2)), 2, 4, 5, seed=seed) for seed in (0, 1))
+    parts = {"a": first.values, "b": 100 * second.values}
+    for inner in (Weighted(rule=DepthRelative()), BackedUp()):
+        rule = GDPO(inner, batch=False)
+        found = credit(rule, replace(first, parts=parts))
+        expected = sum(credit(inner, replace(first, values=values)) for values in parts.values())
+        torch.testing.assert_close(found, expected)
+    assert GDPO(BackedUp()).reads_fields == Weighted(rule=BackedUp()).reads_fields == ("log_probs",)
 
 
-TREE_RULES = [SiblingRelative(), DepthRelative(), BackedUp(), GDPO(BackedUp())]
+TREE_RULES = [SiblingRelative(), DepthRelative(), BackedUp("mean"), GDPO(DepthRelative())]
 
 
 @pytest.mark.parametrize("rule", TREE_RULES, ids=lambda rule: type(rule).__name__)
 def test_errors_name_what_is_missing(rule: CreditAssigner) -> None:
-    shown = example(torch.rand(2, 4, 6), schedule_for(5), Branch((2, 2)))
-    tree = shown.schedule.tree
-    assert tree is not None
-    for schedule, words in (
-        (None, "no schedule"),
-        (replace(shown.schedule, tree=None), "without a tree"),
-        (replace(shown.schedule, tree=replace(tree, branched=False)), "without branches"),
-    ):
-        with pytest.raises(CreditError, match=f"schedule with a branched tree.*{words}"):
-            rule.assign(shown.rewards, schedule)
-    with pytest.raises(CreditError, match="4 members and 5 steps"):
-        rule.assign(torch.rand(2, 5, 6), shown.schedule)
-    missing = shown.rewards.clone()
-    missing[..., 2] = float("nan")
-    with pytest.raises(CreditError, match=r"finite rewards at every node.*Branch"):
-        rule.assign(missing, shown.schedule)
+    shown = drawn(Branch((2, 2)), 2, 4, 5)
+    with pytest.raises(CreditError, match="needs decisions with a branched tree"):
+        rule.assign(shown.values, replace(shown.decisions, tree=None))
+    with pytest.raises(CreditError, match=r"needs values \[prompt, member, decision\+1\] = \(2, 4, 6\)"):
+        rule.assign(torch.rand(2, 5, 6), shown.decisions)
+    missing = shown.values.clone()
+    missing[..., [2, 5]] = float("nan")
+    with pytest.raises(CreditError, match=r"finite value in column.* 5 of 0\.\.5.*Branch"):
+        rule.assign(missing, shown.decisions)
 
 
 def test_log_probabilities_are_named_when_they_are_missing() -> None:
-    shown = example(torch.rand(2, 4, 6), schedule_for(5), Branch((2, 2)))
-    tree = shown.schedule.tree
-    assert tree is not None
-    bare = replace(shown.schedule, tree=replace(tree, log_probs=None))
-    for rule in (BackedUp(), DepthRelative(backup="softmax")):
-        with pytest.raises(CreditError, match="log_probs is missing"):
-            rule.assign(shown.rewards, bare)
-    assert BackedUp("mean").assign(shown.rewards, bare).isfinite().all()
+    shown = drawn(Branch((2, 2)), 2, 4, 5)
+    for rule in (BackedUp(), DepthRelative(backup="softmax"), GDPO(BackedUp()), Weighted(rule=BackedUp())):
+        assert rule.reads_fields == ("log_probs",)
+        for call in (
+            lambda r=rule: r.assign(shown.values, shown.decisions),
+            lambda r=rule: r.credit(replace(shown, log_probs=None)),
+        ):
+            with pytest.raises(CreditError, match="needs log-probabilities: "):
+                call()
+    assert credit(BackedUp("mean"), replace(shown, log_probs=None)).isfinite().all()
+    assert BackedUp("mean").reads_fields == ()
+
+
+@dataclass(frozen=True)
+class RecordsOnly:
+    """A rule with `credit` only."""
+
+    probe: Probe = Completion()
+
+    def credit(self, experience: Experience) -> object:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(
@@ -545,18 +600,18 @@ def test_log_probabilities_are_named_when_they_are_missing() -> None:
         (lambda: BackedUp(probe=Probe()), "BackedUp.probe"),
         (lambda: DepthRelative(clamp=0.0), "DepthRelative.clamp"),
         (lambda: Pruned(Uniform()), "Pruned.rule.probe"),
-        (lambda: Pruned(GDPO(SiblingRelative())), "Pruned.rule"),
-        (lambda: Pruned(Pruned()), "Pruned.rule"),
+        (lambda: Pruned("depth"), "Pruned.rule"),  # pyright: ignore[reportArgumentType]
         (lambda: Pruned(steps=(3,), stop=4), "Pruned.stop"),
         (lambda: Pruned(ratio=0.0), "Pruned.ratio"),
         (lambda: Pruned(every=0), "Pruned.every"),
         (lambda: Pruned(until=-1), "Pruned.until"),
         (lambda: Pruned(steps=(-1,)), "Pruned.steps"),
-        (lambda: Weighted(rule=GDPO()), "Weighted.rule"),
         (lambda: Weighted(rule=Pruned()), "Weighted.rule"),
         (lambda: Weighted(rule=RandomCredit()), "Weighted.rule"),
         (lambda: Weighted(rule=TurningPoint(), std="batch"), "Weighted.std"),
         (lambda: GDPO(Pruned()), "GDPO.rule"),
+        (lambda: GDPO(RecordsOnly()), "GDPO.rule = RecordsOnly"),  # pyright: ignore[reportArgumentType]
+        (lambda: Weighted(rule=RecordsOnly()), "Weighted.rule = RecordsOnly"),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_bad_options_are_named(build: object, field: str) -> None:
@@ -565,6 +620,5 @@ def test_bad_options_are_named(build: object, field: str) -> None:
 
 
 def test_pruned_steps_must_be_on_the_schedule() -> None:
-    shown = example(torch.rand(1, 4, 5), schedule_for(4), Branch((2, 2)))
     with pytest.raises(CreditError, match=r"Pruned.steps = \(9,\) on a schedule of 4 steps"):
-        Pruned(steps=(9,)).trained(torch.zeros(1, 4, 4), shown.schedule)
+        trained(Pruned(steps=(9,)), drawn(Branch((2, 2)), 1, 4, 4))

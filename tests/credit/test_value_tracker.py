@@ -2,15 +2,18 @@
 
 import copy
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.credit import GDPO, DepthRelative, Pruned, Uniform, ValueTracker, Weighted
+from flowrl.credit import GDPO, Pruned, Uniform, ValueTracker, Weighted, credit_of, example
 from flowrl.credit.value_tracker import Tracked, text_key
 from flowrl.errors import ConfigError, CreditError
+from flowrl.experience import Decisions
+from flowrl.probes import NoProbe
 from flowrl.registry import build
 from flowrl.types import Prompt
 
@@ -18,14 +21,22 @@ FOX, CAR = Prompt("a fox"), Prompt("a car")
 
 
 def table(*groups):
-    """Rewards [prompt, member, node] of three nodes, scored at the last only."""
+    """Values [prompt, member, decision+1] of two decisions, of which only the final rewards are known; NaN: invalid."""
     final = torch.tensor(groups, dtype=torch.float64)
     return torch.cat([torch.full((*final.shape, 2), float("nan"), dtype=torch.float64), final[..., None]], -1)
 
 
+def visit(rule, values, prompts):
+    """Advantages [prompt, member, decision] of these prompts."""
+    decisions = Decisions.like(values)
+    decisions = replace(decisions, mask=decisions.mask & values[..., -1:].isfinite())
+    record = example(values, NoProbe(), decisions).experience()
+    return credit_of(rule, replace(record, prompts=prompts)).advantages
+
+
 def credit(rule, groups, prompts):
-    """Advantages [prompt, member] of one step; all steps have the same."""
-    found = rule.assign_prompts(table(*groups), prompts, None)
+    """Advantages [prompt, member] of one decision; both have the same."""
+    found = visit(rule, table(*groups), prompts)
     assert torch.equal(found[..., 0], found[..., 1])
     return found[..., 0]
 
@@ -40,7 +51,7 @@ def tracked(rule, prompt):
 def test_after_n_visits_mean_and_variance_have_their_closed_form(visits, decay):
     rule = ValueTracker(decay=decay, clamp=None)
     for rewards in visits:
-        rule.assign_prompts(table(rewards), [FOX], None)
+        visit(rule, table(rewards), [FOX])
     rewards = torch.tensor(visits, dtype=torch.float64)
     weights = (decay ** torch.arange(len(visits) - 1, -1, -1, dtype=torch.float64))[:, None].expand_as(rewards)
     mean = (weights * rewards).sum() / weights.sum()
@@ -63,9 +74,10 @@ def test_at_a_first_visit_and_without_a_memory_it_is_uniform_credit():
     uniform, forgetful = Uniform(), ValueTracker(decay=0.0)
     for seed in range(3):
         rewards = torch.rand(4, 6, 5, generator=torch.Generator().manual_seed(seed))
-        expected = uniform.assign(rewards)
-        assert torch.allclose(forgetful.assign_prompts(rewards, prompts), expected, atol=1e-5)
-        assert torch.allclose(ValueTracker().assign(rewards), expected, atol=1e-5)
+        decisions = Decisions.like(rewards)
+        expected = uniform.assign(rewards, decisions)
+        assert torch.allclose(visit(forgetful, rewards, prompts), expected, atol=1e-5)
+        assert torch.allclose(ValueTracker().assign(rewards, decisions), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("std", ["prompt", "batch"])
@@ -99,6 +111,19 @@ def test_prompts_are_told_apart_by_text_in_any_order():
     assert tracked(one, FOX) == tracked(other, FOX) and tracked(one, CAR) == tracked(other, CAR)
 
 
+def test_members_outside_the_mask_are_not_remembered():
+    nan, rule, other = float("nan"), ValueTracker(std="batch"), ValueTracker(std="batch")
+    found = credit(rule, [[0.1, nan, 0.5], [0.7, 0.8, nan]], [FOX, CAR])
+    assert torch.equal(
+        found[:, [0, 1]].flatten()[[0, 2, 3]], credit(other, [[0.1, 0.5], [0.7, 0.8]], [FOX, CAR])[[0, 1, 1], [0, 0, 1]]
+    )
+    assert tracked(rule, FOX) == tracked(other, FOX) and tracked(rule, CAR) == tracked(other, CAR)
+    before = tracked(rule, FOX)
+    assert not credit(rule, [[nan, nan], [0.3, 0.4]], [FOX, Prompt("new")])[0].any()
+    assert tracked(rule, FOX) == before
+    assert not credit(rule, [[nan, nan]], [Prompt("unseen")]).any() and text_key("unseen") not in rule.memory
+
+
 def test_equal_prompts_of_one_table_are_one_visit():
     split, whole = ValueTracker(), ValueTracker()
     for rewards in ([[0.1, 0.5], [0.3, 0.4]], [[0.6, 0.5], [0.2, 0.9]]):
@@ -114,7 +139,7 @@ def test_the_state_restores_the_memory_and_takes_32_bytes_per_prompt():
     prompts = [Prompt(f"prompt {i}") for i in range(500)]
     rewards = torch.rand(500, 2, 3, generator=torch.Generator().manual_seed(0))
     tracemalloc.start()
-    rule.assign_prompts(rewards, prompts)
+    visit(rule, rewards, prompts)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held / 500 < 400  # bytes in main memory
@@ -137,14 +162,11 @@ def test_what_it_refuses():
     ):
         with pytest.raises(ConfigError, match=words):
             ValueTracker(**options)
-    with pytest.raises(CreditError, match="1 prompts for a table of 2"):
-        ValueTracker().assign_prompts(table([0.0, 1.0], [0.0, 1.0]), [FOX])
-    with pytest.raises(CreditError, match="finite reward at node 2"):
-        ValueTracker().assign(table([0.0, float("nan")]))
+    with pytest.raises(CreditError, match="finite value in column 2"):
+        ValueTracker().assign(table([0.0, float("nan")]), Decisions.like(table([0.0, 1.0])))
     for wrapper in (lambda rule: GDPO(rule), lambda rule: Weighted(rule=rule), lambda rule: Pruned(rule)):
         with pytest.raises(ConfigError, match="rule"):
             wrapper(ValueTracker())
-    assert GDPO().assign(table([0.0, 1.0])).shape == (1, 2, 2) and Pruned(DepthRelative())
     assert build("credit", "value-tracker(decay=1.0, std=batch)") == ValueTracker(decay=1.0, std="batch")
 
 

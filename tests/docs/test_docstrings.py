@@ -27,7 +27,7 @@ from reference_pages import PAGES, modules_of, public_names  # noqa: E402
 
 PACKAGES = (
     "flow", "samplers", "credit", "losses", "probes", "rollout", "rewards", "policies", "prompts", "diagnostics", "worlds",
-    "testing", "serving", "types", "protocols", "errors", "registry", "io", "distributed", "workers",
+    "testing", "serving", "types", "protocols", "errors", "experience", "registry", "io", "distributed", "workers",
 )  # fmt: skip
 BRIEF = (
     "methods", "training", "plots", "settings", "specs", "options", "plugins", "reading", "trust", "text", "tree", "forward",
@@ -125,7 +125,8 @@ def test_every_module_is_checked() -> None:
 def test_protocols_document_their_methods() -> None:
     """The implementations refer to these sections, and do not repeat them."""
     protocols = importlib.import_module("flowrl.protocols")
-    classes = {name: vars(getattr(protocols, name)) for name in protocols.__all__}
+    exports = {name: getattr(protocols, name) for name in protocols.__all__}
+    classes = {name: vars(value) for name, value in exports.items() if isinstance(value, type)}
     methods = {f"{owner}.{name}": value for owner, body in classes.items() for name, value in body.items() if name[0] != "_"}
     wrong = {name: found for name, value in methods.items() if inspect.isfunction(value) and (found := faults(value))}
     assert len(methods) > 20 and not wrong, wrong

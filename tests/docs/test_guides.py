@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.testing import check_credit, check_forward_loss, check_loss, check_reward, check_sampler
+from flowrl.testing import check_credit, check_forward_loss, check_loss, check_reward, check_sampler, check_solver
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 
@@ -18,11 +18,13 @@ GUIDES = Path(__file__).parents[2] / "docs" / "guides"
         ("loss", "TanhLoss", check_loss),
         ("forward-loss", "WeightedRegression", check_forward_loss),
         ("sampler", "Jitter", check_sampler),
+        ("sampler", "AdamsBashforth", check_solver),
         ("reward", "Sharpness", check_reward),
     ],
 )
 def test_a_guides_part_keeps_its_promises(guide: str, name: str, check, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(# (\w+\.py)\n.*?)```", (GUIDES / f"{guide}.md").read_text(), re.DOTALL)
+    blocks = [block for block in blocks if f"class {name}" in block[0]]
     assert len(blocks) == 1, "one block to save, which begins with its file's name"
     text, file = blocks[0]
     assert f"{file}:{name}" in (GUIDES / f"{guide}.md").read_text(), "the commands use the file's name"

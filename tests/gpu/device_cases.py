@@ -15,7 +15,7 @@ MODELS = {"sd3": tiny_sd3_policy, "flux": tiny_flux_policy, "qwen-image": tiny_q
 PROMPTS = [Prompt(text) for text in ("three red circles", "a dog", "a small house")]
 REDNESS = FunctionReward(lambda images, prompts: (2 * images[..., 0, :, :] - images.sum(-3)).flatten(1).mean(1))
 """Of images or videos: red minus the sum of green and blue."""
-SMALL = dict(groups=2, group_size=3, num_steps=4, minibatches=2, micro_batch=5, learning_rate=1e-3, window="all-but-last")
+SMALL = dict(groups=2, group_size=3, num_steps=4, minibatches=2, micro_batch=5, learning_rate=1e-3, window=":-1")
 
 
 def model_policy(name, device, **options):

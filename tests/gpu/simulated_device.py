@@ -17,19 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from flowrl.experience import Decisions
 from flowrl.losses import ClippedLoss
 from flowrl.protocols import ForwardLoss
-from flowrl.rollout import Usage, attach_stds, group_tree, rollout
+from flowrl.rollout import Usage, group_tree, rollout
 from flowrl.rollout.forward_batch import ForwardBatches
 from flowrl.rollout.loss_batch import LossBatches
+from flowrl.samplers import transition_stds
 from flowrl.types import Schedule
 
 NAME = "simulated"
 METHODS = {
     "completions": dict(method="tp-grpo"),
     "substeps, shared noise": dict(method="stepwise-flow-grpo"),
-    "continuations": dict(credit="stepwise-gain(probe='continuation:2')", window="1:2"),
-    "completions, shared noise": dict(method="stepwise-flow-grpo", credit="stepwise-gain(probe=completion)", window="1:2"),
+    "continuations": dict(credit="stepwise-gain(probe='continuation:2')", window="1:3"),
+    "completions, shared noise": dict(method="stepwise-flow-grpo", credit="stepwise-gain(probe=completion)", window="1:3"),
 }
 CASES = {f"mixture: {name}": ("mixture", changes) for name, changes in METHODS.items()}
 CASES |= {f"{model}: completions": (model, METHODS["completions"]) for model in ("shapes", "sd3", "flux")}
@@ -131,10 +133,11 @@ def work(model, changes, mode, sampler=None, loss=None):
     policy, credit = trainer.policy, trainer.method.credit
     condition = policy.encode(trainer.prompts.take(2))
     drawn = trainer.draw_sampler()
-    schedule = attach_stds(trainer.schedule, drawn)
-    decisions = schedule.decisions
-    tree = group_tree(schedule, trainer.groups, credit.probe, torch.Generator())
-    tree.edges, tree.first_members, tree.decisions  # noqa: B018 - read numbers, which no simulated tensor has
+    schedule, stds = trainer.schedule, transition_stds(drawn, trainer.schedule)
+    tree = group_tree(stds, trainer.groups, credit.probe, torch.Generator())
+    tree.edges, tree.first_members, tree.drawn_steps, tree.decisions  # noqa: B018 - read numbers, which no simulated tensor has
+    valid = torch.ones(trainer.groups.prompts, tree.members, dtype=torch.bool)
+    decisions = Decisions.of(schedule, stds, tree, valid)
     sampler, loss = sampler(drawn) if sampler else drawn, loss or trainer.method.loss
     move_policy(policy, mode)
     condition = replace(condition, tensors={name: moved(tensor, mode) for name, tensor in condition.tensors.items()})
@@ -142,20 +145,22 @@ def work(model, changes, mode, sampler=None, loss=None):
     with ExitStack() as stack:
         stack.enter_context(patch.object(Schedule, "__post_init__", lambda schedule: None))  # it reads the times
         stack.enter_context(patch.object(torch, "randn", lambda *shape, generator=None, **named: randn(*shape, **named)))
-        stack.enter_context(patch.object(modules["flowrl.rollout.rollout"], "attach_stds", lambda schedule, sampler: schedule))
+        spread = stack.enter_context(patch.object(modules["flowrl.rollout.rollout"], "transition_stds"))
+        for part in (modules["flowrl.rollout.rollout"]._Walk, modules["flowrl.rollout.estimates"].Walkers):
+            stack.enter_context(patch.object(part, "stochastic", (stds > 0).tolist()))
         stack.enter_context(patch.object(modules["flowrl.rollout.rollout"], "group_tree", lambda *given: tree))
-        stack.enter_context(patch.object(Schedule, "decisions", decisions))
         stack.enter_context(patch.object(modules["flowrl.rollout.probing"], "own_generator", lambda generator: generator))
         for name in ("types", "rollout.rollout", "rollout.probing", "rollout.loss_batch", "rollout.forward_batch"):
             stack.enter_context(patch.object(modules[f"flowrl.{name}"], "to_device", to_device))
         stack.enter_context(mode)
         timesteps = None if schedule.timesteps is None else moved(schedule.timesteps, mode)
-        there = Schedule(moved(schedule.times, mode), timesteps, moved(schedule.stds, mode))
+        there = Schedule(moved(schedule.times, mode), timesteps)
+        spread.return_value = moved(stds, mode)
         noise = torch.randn(trainer.groups.samples, *policy.latent_shape, device=NAME)
-        advantages = torch.randn(trainer.groups.samples, there.steps, device=NAME)
+        advantages, weights = torch.randn(2, trainer.groups.samples, len(decisions), device=NAME)
         one_device = stack.enter_context(OneDevice())
         found = rollout(policy, sampler, there, condition, noise, Generator(), trainer.groups, credit.probe, Usage(), max_batch=4)
-        made = [found.trajectories.states, found.trajectories.outputs, *found.estimates.values()]
+        made = [found.trajectories.states, found.trajectories.outputs, *(one.latents for one in found.estimates.values())]
         stored = "cpu" if trainer.config.rollout.offload else NAME
         path = found.trajectories
         kept = replace(found, trajectories=replace(path, **{n: torch.empty(getattr(path, n).shape, device=stored) for n in PATH}))
@@ -164,11 +169,11 @@ def work(model, changes, mode, sampler=None, loss=None):
             stack.enter_context(patch.object(modules["flowrl.rollout.forward_batch"], "training_noise", training_noise))
             times, copies = torch.rand(trainer.groups.samples, 2, device=NAME), trainer.copies.by_name
             one_device.allowed = True  # before the loop over micro-batches
-            batches = ForwardBatches(policy, loss, kept, condition, advantages, times, 0, copies)
+            batches = ForwardBatches(policy, loss, kept, condition, advantages, weights, times, decisions, 0, copies)
             one_device.allowed = False
         else:
-            batches = LossBatches(policy, sampler, kept, condition, advantages, with_reference=True)
-        loss.loss(batches.of(index, index + 1)).loss.backward()
+            batches = LossBatches(policy, sampler, kept, condition, advantages, weights, with_reference=True)
+        loss.loss(batches.of(index, index)).loss.backward()
     made += [p.grad for p in policy.trainable().values() if p.grad is not None]
     assert {tensor.device.type for tensor in made} == {NAME}
 

@@ -43,17 +43,16 @@ def test_what_an_iteration_makes_is_on_the_device(name, method, device):
     row = trainer.iteration()
     collected, micro = seen["collected"], seen["minibatches"][0][0][0]
     path = collected.rollout.trajectories
-    batches = LossBatches(
-        trainer.policy, trainer.draw_sampler(), collected.rollout, collected.condition, torch.ones(6, 4, device=device)
-    )
-    batch = of(batches, micro.sample, micro.step)
+    ones = torch.ones(6, len(path.tree.drawn_steps), device=device)
+    batches = LossBatches(trainer.policy, trainer.draw_sampler(), collected.rollout, collected.condition, ones, ones)
+    batch = of(batches, micro.sample, micro.column)
     moments = [state[key] for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     assert kinds(*trainer.parameters, *trainer.average, *moments, *(p.grad for p in trainer.parameters)) == {device}
-    assert kinds(path.states, path.outputs, path.schedule.times, path.schedule.stds) == {device}
-    assert kinds(micro.sample, micro.step, *collected.condition.tensors.values()) == {device}
+    assert kinds(path.states, path.outputs, path.schedule.times, path.stds) == {device}
+    assert kinds(micro.sample, micro.column, *collected.condition.tensors.values()) == {device}
     assert kinds(batch.new.mean, batch.behaviour.mean, batch.next_node, batch.advantages, batch.weight, batch.delta) == {device}
     assert trainer.generator.device.type == device
-    assert kinds(collected.rewards.total, collected.rewards.valid) == {"cpu"}
+    assert kinds(collected.values.total, collected.values.valid) == {"cpu"}
     assert row["grad_norm"] > 0 and row["kl"] >= 0 and row["ratio_noise"] < most_noise(device)
 
 
@@ -137,13 +136,23 @@ def test_a_device_has_the_gradients_of_the_cpu(name, device):
         lambda phase: None,
     )
     path = found.rollout.trajectories
-    sample, step = torch.arange(6), torch.tensor([0, 1, 2] * 2)
+    count = len(path.tree.drawn_steps)
+    sample, column = torch.arange(6), torch.arange(6) % count
     for here in ("cpu", device):
         policy = model_policy(name, here)
-        moved = replace(path, states=path.states.to(here), outputs=path.outputs.to(here), schedule=path.schedule.to(here))
-        advantages = torch.linspace(-1, 1, 24, device=here).view(6, 4)
-        batches = LossBatches(policy, sampler, replace(found.rollout, trajectories=moved), policy.encode(PROMPTS[:2]), advantages)
-        trainer.method.loss.loss(batches.of(sample.to(here), step.to(here))).loss.backward()
+        moved = replace(
+            path,
+            states=path.states.to(here),
+            outputs=path.outputs.to(here),
+            schedule=path.schedule.to(here),
+            stds=path.stds.to(here),
+        )
+        advantages = torch.linspace(-1, 1, 6 * count, device=here).view(6, count)
+        batches = LossBatches(
+            policy, sampler, replace(found.rollout, trajectories=moved), policy.encode(PROMPTS[:2]), advantages,
+            torch.ones_like(advantages),
+        )  # fmt: skip
+        trainer.method.loss.loss(batches.of(sample.to(here), column.to(here))).loss.backward()
         found_here = [p.grad.flatten().cpu() for p in policy.trainable().values() if p.grad is not None]
         gradients.append(torch.cat(found_here))  # the text stream's last projections reach no image in Qwen-Image
     assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < (1e-5 if device == "cpu" else 1e-2)

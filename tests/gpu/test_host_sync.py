@@ -95,7 +95,7 @@ CASES = {
     "completions": dict(method="tp-grpo", kl_weight=0.1),
     "one-step estimates": dict(method="stepwise-flow-grpo", credit="stepwise-gain(probe='substeps:2')"),
     "continuations": dict(credit="stepwise-gain(probe='continuation:2')"),
-    "window, small batches, chunks": dict(method="flow-grpo", window="1:2", max_batch=2, chunk=1),
+    "window, small batches, chunks": dict(method="flow-grpo", window="1:3", max_batch=2, chunk=1),
     "guard": dict(method="flow-grpo", loss="grpo-guard", kl_weight=0.1),
     "dppo": dict(method="flow-grpo", loss="flow-dppo"),
     "gspo": dict(method="flow-grpo", loss="gspo"),

@@ -31,7 +31,7 @@ def trainer_of(name, device, checkpointing, monkeypatch, dtype="bfloat16"):
     )  # fmt: skip
     family = RandomEmbeddings(SD3() if name.startswith("sd3") else Flux(), known.text_tokens)
     policy = PipelinePolicy(random_pipeline(name, device, getattr(torch, dtype)), family, options)
-    config = preset("tiny").apply(method="flow-grpo", window="all-but-last", dtype=dtype)
+    config = preset("tiny").apply(method="flow-grpo", window=":-1", dtype=dtype)
     return Trainer(policy, make_method(config), REDNESS, PROMPTS, config)
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from all_but_last import AllButLast
 
 from flowrl.flow import log_prob
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
@@ -12,7 +13,8 @@ from flowrl.protocols import PolicyLoss
 from flowrl.rollout import Groups, rollout
 from flowrl.rollout.loss_batch import LossBatches
 from flowrl.rollout.metrics import step_gradients
-from flowrl.samplers import AllButLast, FlowSDE
+from flowrl.rollout.rollout import Rollout
+from flowrl.samplers import FlowSDE
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
@@ -24,7 +26,8 @@ SAMPLER = AllButLast(FlowSDE(LEVEL))
 
 
 class OnPolicy:
-    """Trajectories of a mixture policy away from its start, and all their pairs as the trainer sees them before any update."""
+    """Trajectories of a mixture policy away from its start, and all their transitions as the trainer sees them before any update;
+    the last decision of the first sample has weight 0, and the last step is an ODE step."""
 
     def __init__(self) -> None:
         chosen = world("mixture")
@@ -38,13 +41,19 @@ class OnPolicy:
         self.condition = self.policy.encode(chosen.prompts("direction", "train")[: GROUPS.prompts])
         noise = GROUPS.noise(self.policy.latent_shape, generator)
         self.result = rollout(self.policy, SAMPLER, self.policy.schedule(STEPS), self.condition, noise, generator, GROUPS)
-        self.advantages = torch.randn(GROUPS.samples, STEPS, generator=generator)
-        pairs = torch.cartesian_prod(torch.arange(GROUPS.samples), torch.arange(STEPS))
+        assert self.result.trajectories.tree.drawn_steps == list(range(STEPS - 1))  # a decision's index is its step's
+        self.advantages = torch.randn(GROUPS.samples, STEPS - 1, generator=generator)
+        self.weights = torch.ones_like(self.advantages)
+        self.weights[0, -1] = 0
+        pairs = torch.cartesian_prod(torch.arange(GROUPS.samples), torch.arange(STEPS - 1))
         self.sample, self.step = pairs.unbind(1)
 
     def batch(self) -> LossBatch:
-        batches = LossBatches(self.policy, SAMPLER, self.result, self.condition, self.advantages, with_reference=True)
-        return batches.of(self.sample, self.step)
+        return self.batches(with_reference=True).of(self.sample, self.step)
+
+    def batches(self, result: Rollout | None = None, with_reference: bool = False) -> LossBatches:
+        tables = (self.advantages, self.weights)
+        return LossBatches(self.policy, SAMPLER, result or self.result, self.condition, *tables, with_reference)
 
     def gradient(self, loss: PolicyLoss, batch: LossBatch | None = None) -> torch.Tensor:
         value = loss.loss(self.batch() if batch is None else batch).loss
@@ -64,7 +73,7 @@ class OnPolicy:
         velocity = self.policy.velocity(x, 1000 * t, self.condition.take(self.sample // GROUPS.members))
         assert batch.reference is not None
         mean, reference = batch.new.mean.detach(), batch.reference.mean
-        counted = (self.step < STEPS - 1).float()
+        counted = self.weights.flatten()
         variance = sigma_squared * (t - s)
         advantages = self.advantages[self.sample, self.step]
         to_mean = -(weights * advantages)[:, None] * (path.nodes[self.sample, self.step + 1] - mean).flatten(1)
@@ -97,11 +106,9 @@ def test_rows_say_where_they_are(world_of: OnPolicy) -> None:
         batch.time - batch.delta, grid.times[1:][world_of.step]
     )
     part = replace(world_of.result, groups=replace(GROUPS, first=3, of=3 + GROUPS.prompts))
-    later = LossBatches(world_of.policy, SAMPLER, part, world_of.condition, world_of.advantages).of(
-        world_of.sample, world_of.step
-    )
+    later = world_of.batches(part).of(world_of.sample, world_of.step)
     assert torch.equal(later.sample, world_of.sample + 3 * GROUPS.members) and torch.equal(later.group, batch.group + 3)
-    assert torch.equal(later.weight, batch.weight) and set(batch.weight.tolist()) == {0.0, 1.0}
+    assert torch.equal(later.weight, batch.weight) and torch.equal(batch.weight, world_of.weights.flatten())
 
 
 @pytest.mark.parametrize("kl", ["exact", "without_delta"])
@@ -142,9 +149,8 @@ def test_step_gradients_are_those_of_the_policy_term_alone(world_of: OnPolicy, l
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
         result.loss.backward()
     assert expected[-1] == 0 and bool((expected[:-1] > 0).all())
-    alone = LossBatches(world_of.policy, SAMPLER, world_of.result, world_of.condition, world_of.advantages)
-    fifth = alone.of(world_of.sample[5:6], world_of.step[5:6])  # the last step is an ODE step: nothing counts
-    assert not step_gradients(loss.loss(fifth), fifth, world_of.step[5:6], STEPS).any()
+    fifth = world_of.batches().of(world_of.sample[4:5], world_of.step[4:5])  # a row of weight 0: nothing counts
+    assert not step_gradients(loss.loss(fifth), fifth, world_of.step[4:5], STEPS).any()
 
 
 @pytest.mark.parametrize("loss", [PolicyGradientLoss(), ClippedLoss(), GRPOGuard(), FlowDPPO(bound=1e-12)], ids=repr)

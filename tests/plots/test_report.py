@@ -49,8 +49,8 @@ class Own(Uniform):
 @dataclass(frozen=True)
 class Bare:
     probe = NoProbe()
-    def assign(self, rewards, schedule=None):
-        return rewards[..., 1:] * 0
+    def assign(self, values, decisions):
+        return values[..., 1:] * 0
 '''
 EVIL = '<script>alert("1")</script>'
 REMOTE = re.compile(r"""(src|href|url)\s*[=(]\s*["']?(http|//|file)""")

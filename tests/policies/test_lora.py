@@ -11,7 +11,7 @@ from flowrl.losses import ClippedLoss
 from flowrl.methods import flow_grpo
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Usage, integrate
-from flowrl.samplers import AllButLast, FlowSDE
+from flowrl.samplers import FlowSDE
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from flowrl.training.build import model_options
 from flowrl.training.config import RunConfig, load_config, preset
@@ -46,9 +46,7 @@ def fill(policy, seed):
 
 def train_once(policy, **changes):
     config = preset("tiny").apply(num_steps=3, groups=2, group_size=3, minibatches=1, learning_rate=1e-2, **changes)
-    trainer = Trainer(
-        policy, flow_grpo(AllButLast(FlowSDE(0.7)), ClippedLoss(clip_range=1e-2, kl_weight=0.1)), REDNESS, PROMPTS, config
-    )
+    trainer = Trainer(policy, flow_grpo(FlowSDE(0.7), ClippedLoss(clip_range=1e-2, kl_weight=0.1)), REDNESS, PROMPTS, config)
     return trainer, trainer.iteration()
 
 
@@ -187,13 +185,13 @@ def test_settings_of_a_run_reach_the_model(tmp_path):
 
 def test_lists_and_specs_are_read_from_files(tmp_path):
     text = """
-        algorithm: {window: all, trained_steps: 0:9, drop_zero_advantages: true}
+        algorithm: {window: ":", trained_steps: 0:9, drop_zero_advantages: true}
         optim: {betas: [0.9, 0.95]}
         policy: {model: some/model, lora_targets: [attn.to_q, ff.net.2], prompt_cache: 7}
         """
     (tmp_path / "run.yaml").write_text(text)
     config = load_config(tmp_path / "run.yaml")
-    values = {"window": "all", "trained_steps": "0:9", "drop_zero_advantages": True, "betas": (0.9, 0.95), "prompt_cache": 7}
+    values = {"window": ":", "trained_steps": "0:9", "drop_zero_advantages": True, "betas": (0.9, 0.95), "prompt_cache": 7}
     expected = preset("default").apply(**values, model="some/model", lora_targets=("attn.to_q", "ff.net.2"))
     assert config == expected
     assert RunConfig.from_dict(config.as_dict()) == config

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from all_but_last import AllButLast
 
 from flowrl.errors import CheckpointError, ConfigError
 from flowrl.losses import ClippedLoss
@@ -19,7 +20,7 @@ from flowrl.probes import Completion, Tweedie
 from flowrl.protocols import FlowPolicy
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, integrate, rollout
-from flowrl.samplers import AllButLast, FlowSDE
+from flowrl.samplers import FlowSDE
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_qwen_image, tiny_sd3
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
@@ -74,7 +75,7 @@ def draw(policy, noise, texts=TEXTS):
 
 def train_once(policy, method=None, iterations=1, **changes):
     config = preset("tiny").apply(num_steps=STEPS, groups=2, group_size=3, minibatches=1, learning_rate=1e-2, **changes)
-    trainer = Trainer(policy, method or flow_grpo(AllButLast(FlowSDE(0.7))), REDNESS, PROMPTS, config)
+    trainer = Trainer(policy, method or flow_grpo(FlowSDE(0.7)), REDNESS, PROMPTS, config)
     return trainer, [trainer.iteration() for _ in range(iterations)]
 
 
@@ -126,7 +127,7 @@ def test_guidance_is_the_formula_of_two_evaluations(case):
 @pytest.mark.parametrize("make", [flow_grpo, stepwise_flow_grpo, tp_grpo])
 def test_one_update_with_every_method(case, make):
     policy = case.policy()
-    trainer, (row,) = train_once(policy, make(AllButLast(FlowSDE(0.7)), ClippedLoss(clip_range=1e-2, kl_weight=0.1)))
+    trainer, (row,) = train_once(policy, make(FlowSDE(0.7), ClippedLoss(clip_range=1e-2, kl_weight=0.1)))
     assert row["ratio_deviation"] < 1e-4 and row["grad_norm"] > 0
     assert row["kl"] == pytest.approx(0, abs=1e-9)
     assert max(float(p.detach().abs().max()) for n, p in policy.trainable().items() if "lora_B" in n) > 0
@@ -140,8 +141,8 @@ def test_probes(case, probe):
     noise = groups.noise(policy.latent_shape, generator)
     condition, schedule = policy.encode(PROMPTS), policy.schedule(STEPS)
     result = rollout(policy, AllButLast(FlowSDE()), schedule, condition, noise, generator, groups, probe)
-    assert sorted(result.estimates) == list(range(STEPS + 1))
-    first = result.estimates[0]
+    assert sorted(result.estimates) == list(range(STEPS - 1))
+    first = result.estimates[0].latents
     if isinstance(probe, Completion):
         expected = integrate(policy, schedule, condition.repeat(2), noise, Usage())
     else:

@@ -16,7 +16,7 @@ from flowrl.policies.pipeline import PipelinePolicy
 from flowrl.policies.sd3 import SD3
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Usage, integrate
-from flowrl.samplers import AllButLast, FlowSDE
+from flowrl.samplers import FlowSDE
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
@@ -61,7 +61,7 @@ def filled(make, **changes):
 
 def trainer_of(policy, method):
     config = preset("tiny").apply(num_steps=STEPS, groups=2, group_size=3, minibatches=2, learning_rate=1e-2)
-    made = method(AllButLast(FlowSDE(0.7)), ClippedLoss(clip_range=1e-2, kl_weight=0.1))
+    made = method(FlowSDE(0.7), ClippedLoss(clip_range=1e-2, kl_weight=0.1))
     return Trainer(policy, made, REDNESS, PROMPTS, config)
 
 

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from all_but_last import AllButLast
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.flow import log_prob
-from flowrl.methods import make_sampler
 from flowrl.policies import LORA_TARGETS, PipelinePolicy, QwenImage
+from flowrl.registry import build
 from flowrl.rollout import Groups, Usage, integrate, rollout
-from flowrl.samplers import AllButLast, FlowSDE
+from flowrl.samplers import FlowSDE
 from flowrl.testing import policy_contract
 from flowrl.testing.tiny import TINY, tiny_qwen_image, tiny_qwen_image_policy
 from flowrl.training.build import trained_policy
@@ -145,9 +146,9 @@ def test_the_last_step_has_little_noise_and_a_window_leaves_it_out():
     stds = {name: sampler.transition(zero, zero, policy.schedule(10), steps).std
             for name, sampler in (("all", FlowSDE(1.2)), ("inner", AllButLast(FlowSDE(1.2))))}  # fmt: skip
     assert 0 < stds["all"][9] < 0.15 * stds["all"][8] and stds["inner"][9] == 0 < stds["inner"][8]
-    window = make_sampler("flow-sde", 1.2, "random:2:5")
-    starts = {window.draw(policy.schedule(10), torch.Generator().manual_seed(seed)).start for seed in range(40)}
-    assert starts == {0, 1, 2, 3}
+    window = build("window", "random(size=2, high=5)")
+    found = {tuple(window.steps(10, torch.Generator().manual_seed(seed))) for seed in range(40)}
+    assert found == {(0, 1), (1, 2), (2, 3), (3, 4)}
 
 
 @pytest.mark.parametrize(("dtype", "moved", "error"), [("float32", 0.0, 0), ("bfloat16", 0.1, 0), ("float32", 0.1, 1e-4)])
@@ -218,5 +219,5 @@ def test_what_is_wrong_is_said(tmp_path):
     pipe.transformer.register_to_config(guidance_embeds=True)
     with pytest.raises(ConfigError, match="guidance_embeds of the transformer = True"):
         PipelinePolicy(pipe, QwenImage(), TINY)
-    with pytest.raises(ConfigError, match=r"window = 'random:2:3:4' is not allowed; allowed: .*random:SIZE\[:END\]"):
-        make_sampler("flow-sde", 0.7, "random:2:3:4")
+    with pytest.raises(ConfigError, match=r"window = .* high is set twice"):
+        build("window", "random(size=2, high=3, high=4)")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from all_but_last import AllButLast
 from safetensors.torch import load_file
 
 from flowrl.cli import main
@@ -14,7 +15,7 @@ from flowrl.policies import Flux, PipelinePolicy, Wan
 from flowrl.protocols import FlowPolicy
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, initial_noise, integrate, rollout, sample_images, score
-from flowrl.samplers import AllButLast, FlowSDE
+from flowrl.samplers import FlowSDE
 from flowrl.testing import policy_contract
 from flowrl.testing.tiny import TINY, TINY_VIDEO, tiny_flux, tiny_wan, tiny_wan_policy
 from flowrl.training.build import trained_policy

@@ -9,6 +9,7 @@ from parity_recording import below
 from recorded_forward import Recorded
 
 from flowrl.errors import ConfigError
+from flowrl.experience import Decisions
 from flowrl.flow import DrawnSteps, uniform_schedule
 from flowrl.forward import Guidance, WeightCopy
 from flowrl.losses import DGPO, DiffusionNFT
@@ -31,9 +32,17 @@ REDNESS = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)) - ima
 
 def rollout_of(images, groups):
     """Finished trajectories of one step with these latents [sample, *latent]."""
-    schedule = replace(uniform_schedule(1), tree=plain_tree(groups.members, 1, ()))
+    tree = plain_tree(groups.members, 1, ())
     ends = images.unflatten(0, (groups.prompts, groups.members))
-    return Rollout(Trajectories(torch.cat([ends, ends], 1), torch.zeros_like(ends), schedule), {}, groups)
+    path = Trajectories(torch.cat([ends, ends], 1), torch.zeros_like(ends), uniform_schedule(1), tree, torch.zeros(1))
+    return Rollout(path, {}, groups)
+
+
+def decisions_of(result):
+    """The only decision of an ODE: the initial noise."""
+    path, groups = result.trajectories, result.groups
+    valid = torch.ones(groups.prompts, groups.members, dtype=torch.bool)
+    return Decisions.of(path.schedule, path.stds, path.tree, valid)
 
 
 def tiny_batches(policy, loss, guidance, members=3):
@@ -41,9 +50,8 @@ def tiny_batches(policy, loss, guidance, members=3):
     images = torch.randn(groups.samples, *policy.latent_shape, generator=generator)
     times = torch.tensor([[0.9, 0.4]]).repeat(groups.samples, 1)
     condition = policy.encode(PROMPTS)
-    return ForwardBatches(
-        policy, loss, rollout_of(images, groups), condition, torch.ones(groups.samples, 1), times, 7, guidance=guidance
-    )
+    result, ones = rollout_of(images, groups), torch.ones(groups.samples, 1)
+    return ForwardBatches(policy, loss, result, condition, ones, ones, times, decisions_of(result), 7, guidance=guidance)
 
 
 def guided_policy(scale, **options):
@@ -110,9 +118,10 @@ def test_distances_are_those_of_the_released_dgpo(state, reference, own, tmp_pat
     loss = DGPO(beta_dpo=float(config["train"]["beta_dpo"]), clip=config["clip_range"], kl_weight=config["train"]["beta"])
     advantages, copies = inputs["advantages"].float().view(8, 1), {"old": OldWeights(found)}
     with found.policy.guided(own):
+        result = rollout_of(inputs["x0"], groups)
         batches = ForwardBatches(
-            found.policy, loss, rollout_of(inputs["x0"], groups), found.condition, advantages,
-            tables.get("time", inputs["times"]).float(), 0, copies, Guidance(1.0, reference),
+            found.policy, loss, result, found.condition, advantages, torch.ones(8, 1),
+            tables.get("time", inputs["times"]).float(), decisions_of(result), 0, copies, Guidance(1.0, reference),
         )  # fmt: skip
         batches.noise = found.common["group_noise"].float().repeat_interleave(4, 0)[:, :4]
         sample, draw = torch.arange(8).repeat_interleave(4), torch.arange(4).repeat(8)
@@ -184,16 +193,14 @@ def test_guidance_that_cannot_be_had_is_refused():
         with pytest.raises(ConfigError, match=rf"^{name} = 0.5 is not allowed; allowed: 1 \(off\) or more, or 0"):
             make_method(config.replace(**{name: 0.5}))
         with pytest.raises(ConfigError, match=f"^{name} = 1.0 is not allowed; allowed: left out: log-probabilities are those of"):
-            make_method(
-                config.replace(**{name: 1.0}, method="flow-grpo", sampler="flow-sde", window="all-but-last", loss="clipped")
-            )
+            make_method(config.replace(**{name: 1.0}, method="flow-grpo", sampler="flow-sde", window=":-1", loss="clipped"))
         with pytest.raises(ConfigError, match=name):
             RunConfig.of(world="mixture", task="direction", **{name: 2.0})
     policy = world("mixture").policy(PolicyOptions())
     condition = policy.encode([world("mixture").parse("towards 0 degrees")])
     finished = rollout_of(torch.zeros(2, *policy.latent_shape), Groups(1, 2))
+    ones, decisions = torch.ones(2, 1), decisions_of(finished)
     with pytest.raises(ConfigError, match=r"guidance of the loss = .* has no guidance"):
         ForwardBatches(
-            policy, DGPO(times=DrawnSteps()), finished, condition, torch.zeros(2, 1), torch.ones(2, 1), 0,
-            guidance=Guidance(train=2.0),
-        )  # fmt: skip
+            policy, DGPO(times=DrawnSteps()), finished, condition, ones, ones, ones, decisions, 0, guidance=Guidance(train=2.0)
+        )

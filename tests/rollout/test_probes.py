@@ -7,6 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
+from all_but_last import AllButLast
 
 import flowrl.rollout.probing as probing
 from flowrl.credit import gains
@@ -14,9 +15,8 @@ from flowrl.errors import ConfigError, ProbeError
 from flowrl.flow import uniform_schedule
 from flowrl.probes import Completion, Estimate, Key, NetworkUse, NoProbe, Probe, Scored, Shape, Substeps, Tweedie
 from flowrl.rewards import FunctionReward
-from flowrl.rollout import Groups, Usage, group_tree, reward_table, rollout
-from flowrl.rollout.rollout import attach_stds
-from flowrl.samplers import AllButLast, FlowSDE, Window
+from flowrl.rollout import Groups, Usage, group_tree, rollout, score_rollout
+from flowrl.samplers import FlowSDE, Windowed, transition_stds
 from flowrl.testing import TINY, tiny_flux_policy, tiny_sd3_policy
 from flowrl.testing.probe import small_policy
 from flowrl.types import Condition, Prompt
@@ -60,28 +60,29 @@ def run(policy, probe, members=4, steps=10, shared=False, sampler=AllButLast(Flo
 
 
 def table_of(policy, probe, **options):
-    return reward_table(policy, REWARD, run(policy, probe, **options)[0], PROMPTS)
+    return score_rollout(policy, REWARD, run(policy, probe, **options)[0], PROMPTS).total
 
 
 def shape_of(steps=10, members=1, blocks=None, sampler=AllButLast(FlowSDE(0.7)), shared=False):
-    schedule = attach_stds(uniform_schedule(steps), sampler)
-    tree = group_tree(schedule, Groups(1, members, shared), NoProbe(), torch.Generator())
-    return Shape(1, replace(schedule, tree=tree), blocks)
+    schedule = uniform_schedule(steps)
+    stds = transition_stds(sampler, schedule)
+    tree = group_tree(stds, Groups(1, members, shared), NoProbe(), torch.Generator())
+    return Shape(1, schedule, tree, tree.drawn_steps, blocks)
 
 
 @pytest.mark.parametrize(
     ("probe", "nfe", "calls", "images"),
     [
         (NoProbe(), 10, 0, 0),
-        (Tweedie(), 10, 0, 10),
-        (Substeps(5), 50, 4, 10),
-        (Substeps(3, solver="dpm++"), 30, 2, 10),
-        (Substeps(5, solver="heun"), 50, 4, 10),
+        (Tweedie(), 10, 0, 9),
+        (Substeps(5), 46, 4, 9),
+        (Substeps(3, solver="dpm++"), 28, 2, 9),
+        (Substeps(5, solver="heun"), 46, 4, 9),
         (Substeps(5, every=2), 30, 4, 5),
         (Substeps(5, every=2, dtype="bfloat16"), 30, 4, 5),
-        (Substeps(5, guidance="off"), 30, 4, 10),
-        (Substeps(5, cache=2), 10 + 10 * (2 + 2 / 24), 40, 10),
-        (Substeps(5, cache=2, guidance="off"), 10 + 10 * (2 + 2 / 24) / 2, 40, 10),
+        (Substeps(5, guidance="off"), 28, 4, 9),
+        (Substeps(5, cache=2), 10 + 9 * (2 + 2 / 24), 36, 9),
+        (Substeps(5, cache=2, guidance="off"), 10 + 9 * (2 + 2 / 24) / 2, 36, 9),
         (Completion(), 55, 0, 9),
         (Completion(together=False), 55, 9, 9),
         (Completion(every=2), 35, 0, 5),
@@ -99,8 +100,8 @@ def test_costs_of_one_trajectory_of_ten_steps(probe, nfe, calls, images):
 @pytest.mark.parametrize(
     ("probe", "nfe", "images"),
     [
-        (Substeps(5, fraction=0.25), 80 + 2 * 40, 20 + 80),
-        (Substeps(5, fraction=0.25, control="uniform"), 80 + 2 * 40, 20),
+        (Substeps(5, fraction=0.25), 80 + 2 * 36, 18 + 72),
+        (Substeps(5, fraction=0.25, control="uniform"), 80 + 2 * 36, 18),
         (Completion(fraction=0.5), 80 + 4 * 45, 36 + 72),
         (Completion(fraction=0.01, every=3), 80 + 9 + 6 + 3, 3 + 24),
     ],
@@ -117,11 +118,11 @@ def test_straight_lines_are_exact_for_every_solver(solver):
     for probe in (Substeps(3, solver=solver), Completion(solver=solver, together=False), Completion(solver=solver, every=2)):
         found = run(policy, probe)[0]
         slope = policy.encode(PROMPTS).tensors["slope"].repeat_interleave(4).view(-1, 1, 1, 1)
+        assert list(found.estimates) == [*range(9)][:: probe.every]
         for node, end in found.estimates.items():
             assert isinstance(node, int)
             expected = found.trajectories.at(node) - found.trajectories.schedule.times[node] * slope
-            if node in probe.nodes(found.trajectories.schedule):
-                torch.testing.assert_close(end, expected, atol=5e-5, rtol=0)
+            torch.testing.assert_close(end.latents, expected, atol=5e-5, rtol=0)
 
 
 def test_solvers_converge_with_their_order():
@@ -132,7 +133,7 @@ def test_solvers_converge_with_their_order():
         parameter.data.zero_()
 
     def end(solver, count):
-        return run(policy, Substeps(count, solver=solver, every=node), members=32)[0].estimates[node]
+        return run(policy, Substeps(count, solver=solver, every=node), members=32)[0].estimates[node].latents
 
     exact = end("heun", 2049)
     errors = {
@@ -150,37 +151,38 @@ def test_the_solution_of_dpm_starts_with_a_step_of_order_one():
     """Two evaluations make two steps of order 1, the same as Euler's: the rollout's previous node is not used as history."""
     policy = small_policy(NetworkUse())
     euler, multistep = (run(policy, Substeps(2, solver=solver))[0].estimates for solver in ("euler", "dpm++"))
-    for node in range(1, 10):
-        torch.testing.assert_close(multistep[node], euler[node], atol=1e-4, rtol=1e-4)
+    for node in range(1, 9):
+        torch.testing.assert_close(multistep[node].latents, euler[node].latents, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("probe", [Substeps(3), Completion()], ids=repr)
-@pytest.mark.parametrize("sampler", [AllButLast(FlowSDE(0.7)), Window(FlowSDE(0.7), 2, 5)])
+@pytest.mark.parametrize("sampler", [AllButLast(FlowSDE(0.7)), Windowed(FlowSDE(0.7), range(2, 7))])
 @pytest.mark.parametrize("shared", [False, True])
-def test_gains_of_every_second_node_are_split_evenly(probe, sampler, shared):
+def test_gains_of_every_second_decision_are_split_evenly(probe, sampler, shared):
     policy = small_policy(NetworkUse())
     options = {"sampler": sampler, "shared": shared}
     whole, thin = table_of(policy, probe, **options), table_of(policy, replace(probe, every=2), **options)
-    decisions = run(policy, NoProbe(), **options)[0].trajectories.schedule.decisions
-    scored = decisions[::2]
-    torch.testing.assert_close(thin[..., [*scored, 10]], whole[..., [*scored, 10]], atol=2e-6, rtol=1e-5)
+    count = whole.shape[-1] - 1
+    assert count == (9 if isinstance(sampler, AllButLast) else 5)
+    scored = [*range(0, count, 2), count]
+    torch.testing.assert_close(thin[..., scored], whole[..., scored], atol=2e-6, rtol=1e-5)
     got = gains(thin)
     torch.testing.assert_close(got.sum(-1), thin[..., -1] - thin[..., 0], atol=1e-5, rtol=0)
-    for first, second in zip(decisions[::2], decisions[1::2], strict=False):
-        torch.testing.assert_close(got[..., first], got[..., second], atol=1e-6, rtol=0)
-    odd = [step for step in range(10) if step not in decisions]
-    assert float(got[..., odd].abs().max()) < 1e-6
+    for first in range(0, count - 1, 2):
+        torch.testing.assert_close(got[..., first], got[..., first + 1], atol=1e-6, rtol=0)
 
 
 def scored_subset(full, control, chosen, probe):
-    """The table of a probe from tables [prompt, member, node], if it was drawn that `chosen` [prompt, chosen] have estimates."""
-    sampler, steps = AllButLast(FlowSDE(0.7)), full.shape[-1] - 1
-    rewards: dict[Key, torch.Tensor] = {node: full[..., node].gather(1, chosen) for node in range(steps)}
+    """The values of a probe from tables [prompt, member, decision+1], if `chosen` [prompt, chosen] were drawn.
+
+    Decision k starts from node k.
+    """
+    count = full.shape[-1] - 1
+    rewards: dict[Key, torch.Tensor] = {node: full[..., node].gather(1, chosen) for node in range(count)}
     if probe.control == "tweedie":
-        rewards |= {("control", node): control[..., node] for node in range(steps)}
-    schedule = attach_stds(uniform_schedule(steps), sampler)
-    found = probe.rewards(Scored(rewards, full[..., -1], schedule, dict.fromkeys(range(steps), chosen)))
-    return torch.stack([*(found[node] for node in range(steps)), full[..., -1]], -1)
+        rewards |= {("control", node): control[..., node] for node in range(count)}
+    found = probe.rewards(Scored(rewards, full[..., -1], range(count), dict.fromkeys(range(count), chosen)))
+    return torch.stack([*(found[node] for node in range(count)), full[..., -1]], -1)
 
 
 @pytest.mark.parametrize("control", ["tweedie", "uniform"])
@@ -214,15 +216,16 @@ def test_drawn_subsets_are_unbiased(monkeypatch):
 
 
 def test_draws_differ_between_groups_and_iterations():
-    members = [run(small_policy(NetworkUse()), Substeps(2, fraction=0.5), members=16, seed=seed)[0].members[3] for seed in (0, 1)]
+    probe, policy = Substeps(2, fraction=0.5), small_policy(NetworkUse())
+    members = [run(policy, probe, members=16, seed=seed)[0].estimates[3].members for seed in (0, 1)]
     assert members[0].shape == (2, 8)
     assert not torch.equal(members[0][0], members[0][1]) and not torch.equal(members[0], members[1])
 
 
 def test_states_that_a_group_shares_are_scored_for_all():
     policy = small_policy(NetworkUse())
-    found = run(policy, Substeps(2, fraction=0.5), shared=True)[0]
-    assert 0 not in found.members and len(found.estimates[0]) == 2 and len(found.estimates[1]) == 2 * 2
+    found = run(policy, Substeps(2, fraction=0.5), shared=True)[0].estimates
+    assert found[0].members is None and len(found[0].latents) == 2 and len(found[1].latents) == 2 * 2
 
 
 CHEAP = [
@@ -245,7 +248,7 @@ def test_trajectories_and_final_rewards_are_the_same_bit_for_bit(guidance_gradie
     for parameter in policy.trainable().values():
         torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(1))
     plain = run(policy, NoProbe(), members=2, steps=4)[0]
-    final = reward_table(policy, REWARD, plain, PROMPTS)[..., -1]
+    final = score_rollout(policy, REWARD, plain, PROMPTS).total[..., -1]
     forwards = [vars(block).get("forward") for block in policy.transformer.transformer_blocks]
     x, t, condition = torch.randn(2, *policy.latent_shape), torch.full((2,), 500.0), policy.encode(PROMPTS)
     trained = policy.velocity(x, t, condition)
@@ -253,7 +256,7 @@ def test_trajectories_and_final_rewards_are_the_same_bit_for_bit(guidance_gradie
         found = run(policy, probe, members=2, steps=4)[0]
         for part in ("states", "outputs"):
             assert torch.equal(getattr(found.trajectories, part), getattr(plain.trajectories, part)), (probe, part)
-        assert torch.equal(reward_table(policy, REWARD, found, PROMPTS)[..., -1], final), probe
+        assert torch.equal(score_rollout(policy, REWARD, found, PROMPTS).total[..., -1], final), probe
         assert torch.equal(policy.velocity(x, t, condition), trained), probe
     assert [vars(block).get("forward") for block in policy.transformer.transformer_blocks] == forwards
     assert policy.guidance_scale == 3.0
@@ -283,8 +286,8 @@ def test_a_block_cache_does_not_compute_the_other_blocks(monkeypatch):
     for number, block in enumerate(policy.transformer.transformer_blocks):
         block.attn.register_forward_pre_hook(lambda module, given, number=number: calls.append(number))
     run(policy, Substeps(5, cache=2), members=2, steps=2)
-    own = 2
-    assert calls.count(0) == own + 2 * 4 and calls.count(1) == own + 2 * 2
+    own, nodes = 2, 1
+    assert calls.count(0) == own + nodes * 4 and calls.count(1) == own + nodes * 2
 
 
 def test_probes_without_guidance_take_the_unguided_velocity():
@@ -294,8 +297,8 @@ def test_probes_without_guidance_take_the_unguided_velocity():
     x = path.at(1) - schedule.times[1] / 2 * path.velocities[:, 1]
     with policy.frozen(), policy.guided(1.0):
         velocity = policy.velocity(x, (500 * schedule.times[1]).expand(4), policy.encode(PROMPTS).repeat(2))
-    torch.testing.assert_close(found.estimates[1], x - schedule.times[1] / 2 * velocity, atol=1e-5, rtol=1e-4)
-    assert usage.nfe == 4 * 3 * 1.5
+    torch.testing.assert_close(found.estimates[1].latents, x - schedule.times[1] / 2 * velocity, atol=1e-5, rtol=1e-4)
+    assert usage.nfe == 4 * (3 + 2 * 0.5)  # two decisions
 
 
 @pytest.mark.parametrize(
@@ -329,7 +332,10 @@ class InPlace(Probe):
         (lambda run: run.trajectories.states.add_(1.0) is None or {}, "InPlace.estimate changed its input in place"),
         (lambda run: run.trajectories.outputs.mul_(0.9) is None or {}, "changed its input in place"),
         (lambda run: {0: Estimate(run.final.clamp_(0, 1))}, "changed its input in place"),
-        (lambda run: {10: Estimate(run.final)}, "an estimate of 10; allowed: nodes 0 to 9"),
+        (
+            lambda run: {10: Estimate(run.final)},
+            r"an estimate of 10; allowed: its nodes, from which decisions start: \[0, 1, 2, 3, 4, 5, 6, 7, 8\]",
+        ),
         (lambda run: {"first": Estimate(run.final)}, "an estimate of 'first'"),
         (lambda run: {3: run.final}, "a Tensor for node 3; allowed: Estimate"),
         (lambda run: {3: Estimate(run.final[1:])}, "7, 2, 1, 1.*for node 3; allowed: 2 or 8 rows"),
@@ -349,8 +355,8 @@ def test_only_probes_are_probes():
 def test_bfloat16_changes_the_probe_only():
     policy = tiny_sd3_policy(TINY)
     wide, narrow = (run(policy, probe, members=2, steps=3)[0] for probe in (Substeps(3), Substeps(3, dtype="bfloat16")))
-    difference = float((wide.estimates[0] - narrow.estimates[0]).abs().max())
-    assert 1e-5 < difference < 0.1 and narrow.estimates[0].dtype == torch.float32
+    difference = float((wide.estimates[0].latents - narrow.estimates[0].latents).abs().max())
+    assert 1e-5 < difference < 0.1 and narrow.estimates[0].latents.dtype == torch.float32
     assert {parameter.dtype for parameter in policy.transformer.parameters()} == {torch.float32}
 
 

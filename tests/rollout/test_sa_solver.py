@@ -8,8 +8,8 @@ from recorded_forward import Recorded
 from flowrl.errors import ConfigError
 from flowrl.flow import shifted_schedule, uniform_schedule
 from flowrl.rollout import Groups, Usage, rollout, solve
-from flowrl.rollout.sa_solver import SASolver, sa_schedule
 from flowrl.samplers import Multistep
+from flowrl.samplers.sa_solver import SASolver, sa_schedule
 from flowrl.types import Schedule
 from flowrl.worlds.base import PolicyOptions, world
 

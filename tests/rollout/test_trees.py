@@ -1,22 +1,24 @@
 """Branching rollouts: the minimum of network evaluations, plain groups as special cases, and updates that share a parent's
 evaluation."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from all_but_last import AllButLast
 
 from flowrl.credit import StepwiseGain, Uniform
 from flowrl.distributed import Distributed
 from flowrl.errors import ConfigError
+from flowrl.experience import Credit, Decisions
+from flowrl.flow import uniform_schedule
+from flowrl.flow.gaussian import log_prob
 from flowrl.losses import ClippedLoss, PolicyGradientLoss
 from flowrl.methods import Method
 from flowrl.probes import Branch, Comb, Completion, NoProbe
 from flowrl.rewards import FunctionReward
-from flowrl.rollout import Groups, LossBatches, Usage, reward_table, reward_tables, rollout
+from flowrl.rollout import Groups, LossBatches, Usage, log_probs, minibatch_rows, rollout, score_rollout, transition_weights
 from flowrl.rollout.collector import Collector
-from flowrl.rollout.loss_batch import minibatch_pairs
-from flowrl.samplers import AllButLast, FlowSDE, Window
+from flowrl.rollout.loss_batch import _micro_batch
+from flowrl.samplers import FixedWindow, FlowSDE, Windowed
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
 from flowrl.tree import plain_tree, tree_of
@@ -45,7 +47,7 @@ COSTS = {
     "three roots": (Branch({2: 2, 4: 2, 6: 2}), 24, 10, ALL, 117, 141, 117),
     "branch steps only": (Branch({2: 2, 4: 2, 6: 2}), 24, 10, ALL, 117, 141, 21),
     "BranchGRPO": (Branch({0: 2, 3: 2, 6: 2, 9: 2}), 16, 20, ALL, 203, 219, 203),
-    "TreeGRPO": (Branch(3), 27, 10, Window(FlowSDE(0.7), 0, 3), 202, 229, 13),
+    "TreeGRPO": (Branch(3), 27, 10, Windowed(FlowSDE(0.7), range(3)), 202, 229, 13),
     "shared noise": (Branch({0: 24}), 24, 10, ALL, 217, 241, 217),
     "comb of one branch": (Comb(1), 10, 10, ALL, 55, 65, 10),
     "TempFlow-GRPO": (Comb(6), 60, 10, ALL, 280, 340, 10),
@@ -61,16 +63,19 @@ def test_every_state_is_stored_and_evaluated_once_in_as_many_calls_as_steps(mixt
     path = result.trajectories
     assert (usage.nfe, usage.calls) == (2 * nfe, steps)
     assert (path.states.shape[1], path.outputs.shape[1]) == (nodes, nfe)
-    trained = torch.tensor([2, 4, 6]) if case == "branch steps only" else torch.tensor(path.schedule.decisions)
-    (pairs,) = minibatch_pairs([torch.arange(2 * members)], trained, path.tree)
-    assert pairs.evaluations == 2 * training
-    table = reward_table(mixture_policy, REWARD, result, PROMPTS[:2], usage)
+    steps = [2, 4, 6] if case == "branch steps only" else None
+    valid = torch.ones(2, members, dtype=torch.bool)
+    decisions = Decisions.of(path.schedule, path.stds, path.tree, valid, steps)
+    weights = decisions.mask.flatten(0, 1).float()
+    (rows,) = minibatch_rows([torch.arange(2 * members)], weights, path.tree)
+    assert rows.evaluations == 2 * training
+    table = score_rollout(mixture_policy, REWARD, result, PROMPTS[:2], usage).total
     assert usage.reward_calls == 2 * members and bool(table.isfinite().all())
 
 
 def test_plain_groups_and_shared_noise_are_trees_bit_for_bit(mixture_policy):
     disturbed(mixture_policy)
-    for sampler in (AllButLast(FlowSDE(0.7)), Window(FlowSDE(0.7), 2, 3)):
+    for sampler in (AllButLast(FlowSDE(0.7)), Windowed(FlowSDE(0.7), range(2, 5))):
         for shared, probe in ((False, Branch({})), (True, Branch({}))):
             plain, spent = run(mixture_policy, NoProbe(), 4, 10, sampler, shared)
             tree, usage = run(mixture_policy, probe, 4, 10, sampler, shared)
@@ -110,7 +115,7 @@ def test_strides_skip_nodes(mixture_policy):
 
 def test_values_are_means_over_the_leaves_behind_a_state(mixture_policy):
     result, _ = run(mixture_policy, Branch({0: 2, 3: 3}), 12, 6)
-    table = reward_table(mixture_policy, REWARD, result, PROMPTS[:2])
+    table = score_rollout(mixture_policy, REWARD, result, PROMPTS[:2]).total
     final = table[..., -1].view(2, 2, 2, 3)
     expected = final.mean((2, 3), keepdim=True).expand_as(final).reshape(2, 12)
     torch.testing.assert_close(table[..., 0], expected)
@@ -126,8 +131,8 @@ def test_an_invalid_leaf_is_left_out_of_its_ancestors(mixture_policy):
 
     reward = FunctionReward(some_invalid, marks_invalid=True)
     result, _ = run(mixture_policy, Branch({0: 2, 3: 3}), 12, 6)
-    whole = reward_table(mixture_policy, REWARD, result, PROMPTS[:2])
-    found = reward_tables(mixture_policy, reward, result, PROMPTS[:2])
+    whole = score_rollout(mixture_policy, REWARD, result, PROMPTS[:2]).total
+    found = score_rollout(mixture_policy, reward, result, PROMPTS[:2])
     assert (~found.valid).nonzero().tolist() == [[0, 5]] and bool(found.total[0, 5].isnan().all())
     final = whole[0, :, -1]
     torch.testing.assert_close(found.total[0, 3:5, 2], final[3:5].mean().expand(2))
@@ -148,8 +153,8 @@ CONFIG = preset("tiny").apply(
 
 
 def trainer_for(case, config=CONFIG, reward=REWARD, loss=None):
-    sampler = Window(FlowSDE(0.7), 1, 2) if case == "every step" else AllButLast(FlowSDE(0.7))
-    method = Method(case, sampler, METHODS[case], loss or ClippedLoss())
+    window = FixedWindow(1, 3) if case == "every step" else FixedWindow(stop=-1)
+    method = Method(case, FlowSDE(0.7), window, METHODS[case], loss or ClippedLoss())
     policy = world("mixture").policy(PolicyOptions())
     return Trainer(policy, method, reward, PROMPTS, config)
 
@@ -201,37 +206,35 @@ def test_shared_evaluations_give_the_gradient_of_separate_ones(case, mixture_pol
     noise = groups.noise(mixture_policy.latent_shape, generator)
     condition = mixture_policy.encode(PROMPTS)
     result = rollout(
-        mixture_policy, trainer.method.sampler, trainer.schedule, condition, noise, generator, groups, trainer.method.credit.probe
+        mixture_policy, trainer.draw_sampler(), trainer.schedule, condition, noise, generator, groups, trainer.method.credit.probe
     )  # fmt: skip
     tree = result.trajectories.tree
-    advantages = torch.randn(36, 6, generator=generator)
-    batches = LossBatches(mixture_policy, trainer.method.sampler, result, condition, advantages)
-    steps = torch.tensor(result.trajectories.schedule.decisions)
+    path, valid = result.trajectories, torch.ones(3, 12, dtype=torch.bool)
+    decisions = Decisions.of(path.schedule, path.stds, tree, valid)
+    advantages = torch.randn(3, 12, len(decisions), generator=generator)
+    weights = transition_weights(Credit(advantages), decisions).flatten(0, 1)
+    batches = LossBatches(mixture_policy, trainer.draw_sampler(), result, condition, advantages.flatten(0, 1), weights)
     order = torch.randperm(36, generator=generator)
-    parts = minibatch_pairs(order.chunk(2), steps, tree)
+    parts = minibatch_rows(order.chunk(2), weights, tree)
 
     def gradient(weighted):
         loss = sum(weight * PolicyGradientLoss().loss(batch).loss for weight, batch in weighted)
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(mixture_policy.trainable().values()))])
 
-    from flowrl.rollout.loss_batch import _micro_batch
-
     shared, separate = [], []
-    for pairs in parts:
-        for piece in pairs.pieces(7):
-            micro = _micro_batch(piece, 0, len(piece) / len(pairs))
+    for rows in parts:
+        for piece in rows.pieces(7):
+            micro = _micro_batch(piece, 0, piece.evaluated / rows.total)
             assert piece.evaluations <= 7 and len(micro.shared[0]) == piece.evaluations
-            shared.append((micro.weight, batches.of(micro.sample, micro.step, micro.shared)))
-        separate.append((1.0, batches.of(pairs.sample, pairs.step)))
+            shared.append((micro.weight, batches.of(micro.sample, micro.column, micro.shared)))
+        separate.append((1.0, batches.of(rows.sample, rows.column)))
     torch.testing.assert_close(gradient(shared), gradient(separate), atol=1e-6, rtol=1e-4)
-    # Every decision of every member is in exactly one mini-batch, or every distinct one ("edge").
-    pairs = torch.cat([torch.stack([p.sample, p.step], 1) for p in parts])
-    if case == "edges":
-        units = tree.paths[pairs[:, 0] % 12, pairs[:, 1] + 1] + tree.units * (pairs[:, 0] // 12)
-        assert len(units) == len(units.unique()) == 3 * int(tree.drawn.sum())
-    else:
-        assert len(pairs) == len(pairs.unique(dim=0)) == 3 * int(tree.decisions.sum())
-    parents = [set((tree.paths[p.sample % 12, p.step] + tree.units * (p.sample // 12)).tolist()) for p in parts]
+    # Every decision of every member is in exactly one mini-batch; in "edges" those of a state weigh 1 together.
+    pairs = torch.cat([torch.stack([p.sample, p.column], 1) for p in parts])
+    assert len(pairs) == len(pairs.unique(dim=0)) == 3 * int(tree.decisions.sum())
+    total = sum(one.total for one in parts)
+    assert total == pytest.approx(3 * int((tree.drawn if case == "edges" else tree.decisions).sum()))
+    parents = [set((tree.paths[p.sample % 12, decisions.step[p.column]] + tree.units * (p.sample // 12)).tolist()) for p in parts]
     assert not parents[0] & parents[1]
 
 
@@ -239,11 +242,11 @@ def test_on_a_tree_without_branches_the_update_is_the_plain_one():
     rows, expected = trained(trainer_for("gains", CONFIG, loss=ClippedLoss()), 1)
     plain = Trainer(
         world("mixture").policy(PolicyOptions()),
-        Method("plain", AllButLast(FlowSDE(0.7)), Uniform(), ClippedLoss()), REWARD, PROMPTS, CONFIG,
+        Method("plain", FlowSDE(0.7), FixedWindow(stop=-1), Uniform(), ClippedLoss()), REWARD, PROMPTS, CONFIG,
     )  # fmt: skip
     tree = Trainer(
         world("mixture").policy(PolicyOptions()),
-        Method("tree", AllButLast(FlowSDE(0.7)), Uniform(probe=Branch({})), ClippedLoss()), REWARD, PROMPTS, CONFIG,
+        Method("tree", FlowSDE(0.7), FixedWindow(stop=-1), Uniform(probe=Branch({})), ClippedLoss()), REWARD, PROMPTS, CONFIG,
     )  # fmt: skip
     first, second = trained(plain), trained(tree)
     torch.testing.assert_close(first[1], second[1], atol=1e-7, rtol=1e-5)
@@ -251,15 +254,17 @@ def test_on_a_tree_without_branches_the_update_is_the_plain_one():
     assert rows[0]["train_nfe"] < 36 * 5 and not torch.equal(expected, second[1])
 
 
-class OnlyTheFirstStep(Uniform):
-    def trained(self, advantages, schedule):
-        found = torch.zeros_like(advantages, dtype=torch.bool)
-        found[..., 0] = True
-        return found
+class OnlyTheFirstDecision(Uniform):
+    def credit(self, experience):
+        advantages = self.assign(experience.values, experience.decisions)
+        weights = torch.zeros_like(advantages)
+        weights[..., 0] = 1.0
+        return Credit(advantages, weights)
 
 
-def test_a_rule_may_leave_pairs_out_of_the_update():
-    method = Method("first", AllButLast(FlowSDE(0.7)), OnlyTheFirstStep(probe=Branch({0: 2, 3: 3})), ClippedLoss())
+def test_a_rule_may_leave_transitions_out_of_the_update():
+    rule = OnlyTheFirstDecision(probe=Branch({0: 2, 3: 3}))
+    method = Method("first", FlowSDE(0.7), FixedWindow(stop=-1), rule, ClippedLoss())
     trainer = Trainer(world("mixture").policy(PolicyOptions()), method, REWARD, PROMPTS, CONFIG)
     row = trainer.iteration()
     assert row["train_nfe"] == 3 * 2  # of each group the two roots
@@ -275,7 +280,7 @@ def test_the_steps_of_a_comb_are_drawn_once_for_all_groups_and_chunks(mixture_po
         collector = Collector(mixture_policy, REWARD, mixture_policy.schedule(6), groups, probe, Distributed(), 100, chunk)
         condition = mixture_policy.encode(PROMPTS)
         found = collector.collect(PROMPTS, condition, noise, ALL, generator, Usage(), lambda phase: None)
-        seen.append((found.rollout.trajectories.nodes, found.rewards.total, found.rollout.trajectories.tree.paths))
+        seen.append((found.rollout.trajectories.nodes, found.values.total, found.rollout.trajectories.tree.paths))
     for other in seen[1:]:
         assert torch.equal(seen[0][2], other[2])
         torch.testing.assert_close(seen[0][0], other[0])
@@ -309,18 +314,6 @@ def test_bad_options_are_refused(make):
         make()
 
 
-def test_a_tree_of_some_members_has_their_states():
-    tree = Branch({0: 2, 2: 3}).tree(4, range(4), 12, False, torch.Generator())
-    kept = torch.tensor([False, True, True, False, False, False] * 2)
-    smaller = tree.keep(kept)
-    assert smaller.counts == [2, 2, 2, 4, 4] and smaller.members == 4
-    rewards = torch.rand(2, 12, generator=torch.Generator().manual_seed(0))
-    invalid = torch.where(kept, rewards, torch.nan)
-    torch.testing.assert_close(
-        smaller.node_table(smaller.values(rewards[:, kept])), tree.node_table(tree.values(invalid))[:, kept]
-    )
-
-
 def test_child_means_weigh_children_alike():
     visits = [[(0, 0), (1, "a"), (2, 0)], [(0, 0), (1, "a"), (2, 1)], [(0, 0), (1, "b"), (2, 2)]]
     rewards = torch.tensor([[1.0, 2.0, 6.0]])
@@ -336,27 +329,34 @@ def test_probes_other_than_branches_keep_the_plain_tree(mixture_policy):
         assert torch.equal(path.tree.paths, expected.paths) and not path.tree.branched
 
 
-def test_path_log_densities_are_those_of_the_draws(mixture_policy):
-    from flowrl.flow.gaussian import log_prob
-
-    result, _ = run(mixture_policy, Branch({0: 2, 3: 3}), 12, 6, AllButLast(FlowSDE(0.7)))
-    path, sampler = result.trajectories, AllButLast(FlowSDE(0.7))
-    found = path.tree.step_table(result.log_probs)
-    for step in range(6):
-        index = torch.full((24,), step)
-        gaussian = sampler.transition(path.nodes[:, step], path.velocities[:, step], path.schedule, index)
-        torch.testing.assert_close(found[..., step].flatten(), log_prob(gaussian, path.nodes[:, step + 1]))
-    assert replace(path.schedule).tree is path.tree
+def test_log_probabilities_are_those_of_the_draws(mixture_policy):
+    for probe in (Branch({0: 2, 3: 3}), Comb(3, count=2), NoProbe()):
+        result, _ = run(mixture_policy, probe, 12, 6, AllButLast(FlowSDE(0.7)))
+        path, sampler = result.trajectories, AllButLast(FlowSDE(0.7))
+        found = log_probs(sampler, path)
+        assert found.shape == (2, 12, len(path.tree.drawn_steps))
+        for column, step in enumerate(path.tree.drawn_steps):
+            index = torch.full((24,), step)
+            gaussian = sampler.transition(path.nodes[:, step], path.velocities[:, step], path.schedule, index)
+            density = log_prob(gaussian, path.nodes[:, step + 1]).view(2, 12)
+            drawn = path.tree.decisions[:, step]
+            torch.testing.assert_close(found[:, drawn, column], density[:, drawn])
+            assert bool(found[:, ~drawn, column].isnan().all())
 
 
 @pytest.mark.parametrize("probe", [Branch((1, 1, 2, 1, 2)), Branch((1, 2, 2), weight="edge"), Comb(6, count=1), Comb(4)])
-def test_minibatches_of_trees_have_about_equally_many_pairs_of_all_depths(probe):
+def test_minibatches_of_trees_have_about_equally_many_rows_of_all_depths(probe):
     """Most parents are passed by some sample of the first mini-batch; they do not all belong to it."""
     generator, groups, parts = torch.Generator().manual_seed(0), 400, 4
     tree = probe.tree(5, range(3 if isinstance(probe, Comb) else 5), 12, isinstance(probe, Branch), generator)
-    order = torch.randperm(groups * tree.members, generator=generator)
-    pairs = minibatch_pairs(order.chunk(parts), torch.arange(tree.steps), tree)
-    sizes = torch.tensor([len(one) for one in pairs]).double()
+    stds = torch.zeros(5)
+    stds[tree.drawn_steps] = 0.5
+    valid = torch.ones(groups, tree.members, dtype=torch.bool)
+    decisions = Decisions.of(uniform_schedule(5), stds, tree, valid)
+    weights = transition_weights(Credit(torch.ones(decisions.mask.shape)), decisions).flatten(0, 1)
+    order = torch.randperm(len(weights), generator=generator)
+    rows = minibatch_rows(order.chunk(parts), weights, tree)
+    sizes = torch.tensor([len(one) for one in rows]).double()
     assert float((sizes - sizes.mean()).abs().max()) <= 12
-    depths = torch.stack([torch.bincount(one.step, minlength=tree.steps) for one in pairs]) / sizes.mean()
+    depths = torch.stack([torch.bincount(one.column, minlength=len(decisions)) for one in rows]) / sizes.mean()
     assert float((depths - depths.mean(0)).abs().max()) < 0.08

@@ -11,8 +11,8 @@ from jaxtyping import TypeCheckError
 
 from flowrl.errors import ConfigError
 from flowrl.flow import log_prob, log_prob_without_constants, sample, shifted_schedule, tweedie, uniform_schedule
-from flowrl.protocols import RandomSampler, Sampler
-from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, DanceSDE, FlowSDE, RandomWindow, Window, transition_stds
+from flowrl.protocols import Sampler
+from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE, RandomWindow, Windowed, transition_stds
 from flowrl.types import Schedule
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "kernels.json").read_text())
@@ -80,7 +80,7 @@ def test_matches_the_public_dancegrpo_step(case: dict[str, Any]) -> None:
     torch.testing.assert_close(log_prob(gaussian, x_next), torch.tensor(case["log_prob"]), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, Window(CPS(), 2, 3), AllButLast(FlowSDE())], ids=name)
+@pytest.mark.parametrize("kernel", [*KERNELS, Windowed(CPS(), range(2, 5))], ids=name)
 class TestContract:
     """What every sampler promises."""
 
@@ -191,7 +191,7 @@ def test_cps_refuses_a_noise_level_above_one() -> None:
 def test_window_is_the_kernel_inside_and_the_ode_outside() -> None:
     schedule = shifted_schedule(6)
     x, v, step = randn(6, 3), randn(6, 3, seed=1), every_step(schedule)
-    windowed, kernel, ode = (k.transition(x, v, schedule, step) for k in (Window(FlowSDE(), 2, 3), FlowSDE(), ODE()))
+    windowed, kernel, ode = (k.transition(x, v, schedule, step) for k in (Windowed(FlowSDE(), range(2, 5)), FlowSDE(), ODE()))
     inside = torch.tensor([False, False, True, True, True, False])
     assert torch.equal(windowed.mean[inside], kernel.mean[inside])
     assert torch.equal(windowed.std[inside], kernel.std[inside])
@@ -199,43 +199,19 @@ def test_window_is_the_kernel_inside_and_the_ode_outside() -> None:
     assert torch.equal(windowed.std[~inside], torch.zeros(3))
 
 
-def test_all_but_last_is_a_window_over_all_but_the_last_step() -> None:
+def test_steps_of_a_window_need_no_order_and_no_neighbours() -> None:
     schedule = shifted_schedule(6)
-    first, second = transition_stds(AllButLast(FlowSDE()), schedule), transition_stds(Window(FlowSDE(), 0, 5), schedule)
-    assert torch.equal(first, second) and first[-1] == 0 and bool((first[:-1] > 0).all())
-
-
-def test_random_window_is_reproducible_and_covers_every_place() -> None:
-    """200 draws over 4 places miss one of them with probability below 1e-24."""
-    schedule, random_window = shifted_schedule(8), RandomWindow(CPS(), size=3, low=1, high=7)
-    assert isinstance(random_window, RandomSampler)
-    generator = torch.Generator().manual_seed(0)
-    starts = [random_window.draw(schedule, generator).start for _ in range(200)]
-    assert set(starts) == {1, 2, 3, 4}
-    generator = torch.Generator().manual_seed(0)
-    assert starts == [random_window.draw(schedule, generator).start for _ in range(200)]
-    assert random_window.draw(schedule, generator).size == 3
-
-
-def test_an_undrawn_window_says_what_to_do() -> None:
-    schedule = shifted_schedule(4)
-    with pytest.raises(ConfigError, match=r"call \.draw\(schedule, generator\)"):
-        transition_stds(RandomWindow(CPS(), 2), schedule)
+    stds = transition_stds(FlowSDE(), schedule)
+    assert torch.equal(transition_stds(Windowed(FlowSDE(), [4, 1]), schedule), stds * torch.tensor([0, 1, 0, 0, 1, 0]))
 
 
 @pytest.mark.parametrize(
     "use",
     [
-        lambda s: transition_stds(Window(CPS(), 2, 3), s),
-        lambda s: Window(CPS(), -1, 3),
-        lambda s: Window(CPS(), 0, 0),
-        lambda s: Window(RandomWindow(CPS(), 2), 0, 1),
-        lambda s: transition_stds(AllButLast(CPS()), uniform_schedule(1)),
-        lambda s: RandomWindow(CPS(), 5).draw(s, torch.Generator()),
-        lambda s: RandomWindow(CPS(), 2, high=5).draw(s, torch.Generator()),
-        lambda s: RandomWindow(CPS(), 3, low=1, high=3),
-        lambda s: RandomWindow(CPS(), 0),
-        lambda s: RandomWindow(CPS(), 1, low=-1),
+        lambda s: transition_stds(Windowed(CPS(), range(2, 5)), s),
+        lambda s: Windowed(CPS(), [1, -1]),
+        lambda s: Windowed(CPS(), range(0)),
+        lambda s: Windowed(RandomWindow(2), range(1)),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_windows_that_do_not_fit_are_refused(use) -> None:

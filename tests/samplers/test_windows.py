@@ -1,108 +1,189 @@
-"""The window that moves along the trajectory, and the steps of it that are trained."""
-
-from dataclasses import replace
+"""Fixed, random and sliding windows, their texts, and the steps of them that are trained."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flowrl.errors import ConfigError
-from flowrl.flow import shifted_schedule, uniform_schedule
-from flowrl.methods import make_sampler
-from flowrl.protocols import RandomSampler
-from flowrl.samplers import CPS, FlowSDE, RandomWindow, SlidingWindow, trained_steps, transition_stds
-from flowrl.training.build import make_method, make_world, policy_options
-from flowrl.training.config import preset
+from flowrl.protocols import Window
+from flowrl.registry import build
+from flowrl.samplers import FixedWindow, Multistep, RandomWindow, SlidingWindow, Windowed, trained_steps, windowed
+from flowrl.training.build import make_method, make_world, policy_options, window_text
+from flowrl.training.config import RunConfig, preset
 from flowrl.training.trainer import Trainer
 
-SCHEDULE = shifted_schedule(10)
+
+def steps_of(window: Window, count: int = 10, iteration: int = 0, seed: int = 0) -> list[int]:
+    return list(window.steps(count, torch.Generator().manual_seed(seed), iteration))
 
 
 def starts(window: SlidingWindow, iterations: int) -> list[int]:
-    generator = torch.Generator().manual_seed(0)
-    return [window.draw(SCHEDULE, generator, i).start for i in range(iterations)]
+    found = [steps_of(window, iteration=i) for i in range(iterations)]
+    assert all(steps == list(range(steps[0], steps[0] + window.size)) for steps in found)
+    return [steps[0] for steps in found]
+
+
+ENDS = st.none() | st.integers(-12, 12)
+
+
+@given(ENDS, ENDS, st.integers(1, 10))
+def test_a_fixed_window_is_a_slice_of_the_steps(start: int | None, stop: int | None, count: int) -> None:
+    """Within the schedule; ends beyond it are refused."""
+    expected = list(range(count))[start:stop]
+    if all(-count <= end <= count for end in (start or 0, stop or 0)) and expected:
+        assert steps_of(FixedWindow(start, stop), count) == expected
+    else:
+        with pytest.raises(ConfigError, match=rf"window = .*within the schedule's {count} steps"):
+            steps_of(FixedWindow(start, stop), count)
 
 
 def test_it_moves_by_its_stride_and_starts_over() -> None:
-    assert starts(SlidingWindow(CPS(), 4), 9) == [0, 1, 2, 3, 4, 5, 6, 0, 1]
-    assert starts(SlidingWindow(CPS(), 4, stride=4, every=2), 8) == [0, 0, 4, 4, 6, 6, 0, 0]
-    assert starts(SlidingWindow(CPS(), 10), 3) == [0, 0, 0]
+    assert starts(SlidingWindow(4), 9) == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+    assert starts(SlidingWindow(4, stride=4, every=2), 8) == [0, 0, 4, 4, 6, 6, 0, 0]
+    assert starts(SlidingWindow(10), 3) == [0, 0, 0]
 
 
 def test_it_may_stay_at_the_end_instead() -> None:
-    assert starts(SlidingWindow(CPS(), 4, at_end="stay"), 9) == [0, 1, 2, 3, 4, 5, 6, 6, 6]
-    assert starts(SlidingWindow(CPS(), 4, stride=4, every=2, at_end="stay"), 8) == [0, 0, 4, 4, 6, 6, 6, 6]
+    assert starts(SlidingWindow(4, at_end="stay"), 9) == [0, 1, 2, 3, 4, 5, 6, 6, 6]
+    assert starts(SlidingWindow(4, stride=4, every=2, at_end="stay"), 8) == [0, 0, 4, 4, 6, 6, 6, 6]
 
 
 @pytest.mark.parametrize(("size", "stride"), [(1, 1), (3, 2), (4, 4), (7, 5), (10, 1)])
 def test_one_pass_trains_every_step(size: int, stride: int) -> None:
-    window = SlidingWindow(CPS(), size, stride)
+    window = SlidingWindow(size, stride)
     places = window.starts(10)
     assert {start + i for start in places for i in range(size)} == set(range(10))
     assert starts(window, len(places) + 1) == [*places, 0]
 
 
+def test_a_random_window_is_reproducible_and_covers_every_place() -> None:
+    """200 draws over 4 places miss one of them with probability below 1e-24."""
+    window = RandomWindow(size=3, low=1, high=7)
+
+    def drawn() -> list[list[int]]:
+        generator = torch.Generator().manual_seed(0)
+        return [list(window.steps(8, generator)) for _ in range(200)]
+
+    assert {tuple(steps) for steps in drawn()} == {(1, 2, 3), (2, 3, 4), (3, 4, 5), (4, 5, 6)}
+    assert drawn() == drawn()
+
+
 def test_a_random_window_does_not_depend_on_the_iteration() -> None:
-    def drawn(iteration: int) -> int:
-        return RandomWindow(CPS(), 3).draw(SCHEDULE, torch.Generator().manual_seed(7), iteration).start
-
-    assert drawn(0) == drawn(1) == drawn(50)
+    assert steps_of(RandomWindow(3), seed=7) == steps_of(RandomWindow(3), iteration=1, seed=7)
+    assert steps_of(RandomWindow(3), seed=7) == steps_of(RandomWindow(3), iteration=50, seed=7)
 
 
-def test_nothing_is_drawn_and_only_the_window_is_stochastic() -> None:
+@pytest.mark.parametrize("window", [FixedWindow(2, -1), SlidingWindow(3, stride=2)])
+def test_only_random_windows_draw(window: Window) -> None:
     generator = torch.Generator().manual_seed(0)
     before = generator.get_state()
-    window = SlidingWindow(FlowSDE(), 3, stride=2)
-    assert isinstance(window, RandomSampler)
-    stds = transition_stds(window.draw(SCHEDULE, generator, 2), SCHEDULE)
+    window.steps(10, generator, 2)
     assert torch.equal(generator.get_state(), before)
-    assert (stds > 0).nonzero().flatten().tolist() == [4, 5, 6]
+    RandomWindow(3).steps(10, generator)
+    assert not torch.equal(generator.get_state(), before)
 
 
-def test_by_word_and_in_the_trainer() -> None:
-    assert make_sampler("cps", 0.3, "sliding:4") == SlidingWindow(CPS(0.3), 4)
-    assert make_sampler("cps", 0.3, "sliding:4:2:25") == SlidingWindow(CPS(0.3), 4, 2, 25)
-    config = preset("tiny").apply(world="mixture", window="sliding:2:1:1", iterations=3)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2:7", FixedWindow(2, 7)),
+        (":", FixedWindow()),
+        (":-1", FixedWindow(stop=-1)),
+        (" -3: ", FixedWindow(-3)),
+        ("fixed(stop=4)", FixedWindow(stop=4)),
+        ("random(size=3)", RandomWindow(3)),
+        ("random(size=3, high=5, geometric=0.5)", RandomWindow(3, high=5, geometric=0.5)),
+        ("sliding(size=4, stride=2, every=25)", SlidingWindow(4, 2, 25)),
+    ],
+)
+def test_windows_have_texts(text: str, expected: Window) -> None:
+    assert build("window", text) == expected
+
+
+def test_a_window_of_the_users_own(tmp_path) -> None:
+    code = "class Ends:\n    def steps(self, count, generator, iteration=0):\n        return [0, count - 1]\n"
+    (tmp_path / "my.py").write_text(code)
+    config = preset("tiny").apply(world="mixture", window=f"{tmp_path / 'my.py'}:Ends", iterations=1)
+    assert drawn_samplers(config, 1) == [[0, 3]]
+    assert window_text(config).endswith("my.py:Ends (2 of 4 steps, chosen every iteration)")
+    with pytest.raises(ConfigError, match=r"window names .*: code, which would run"):
+        RunConfig.from_dict(config.as_dict())
+
+
+def drawn_samplers(config: RunConfig, iterations: int) -> list[list[int]]:
     chosen = make_world(config)
     policy = chosen.policy(policy_options(config))
     run = Trainer(policy, make_method(config), chosen.reward("soft"), chosen.prompts("direction", "train"), config)
     seen = []
-    for _ in range(4):
-        seen.append(run.draw_sampler().start)  # pyright: ignore[reportAttributeAccessIssue]
-        run.iteration() if run.done < 3 else None
-    assert seen == [0, 1, 2, 0]
+    for _ in range(iterations):
+        sampler = run.draw_sampler()
+        assert isinstance(sampler, Windowed)
+        seen.append(list(sampler.steps))
+        run.iteration() if run.done < config.iterations else None
+    return seen
+
+
+def test_the_trainer_moves_the_window() -> None:
+    config = preset("tiny").apply(world="mixture", window="sliding(size=2)", iterations=3)
+    assert drawn_samplers(config, 4) == [[0, 1], [1, 2], [2, 3], [0, 1]]
+
+
+def test_a_multistep_solver_has_no_window() -> None:
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    assert windowed(Multistep(), RandomWindow(2), 10, generator) == Multistep()
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_the_plan_names_the_steps() -> None:
+    config = preset("default").apply(world="mixture")
+    assert window_text(config.replace(window="2:7")) == "2:7 (steps 2-6 of 10)"
+    assert window_text(config.replace(window="-1:")) == "-1: (step 9 of 10)"
+    assert window_text(config.replace(window="random(size=3)")) == "random(size=3) (3 of 10 steps, chosen every iteration)"
+    assert window_text(config.replace(method="awm")) == "none (10 steps of a multistep solver)"
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: SlidingWindow(CPS(), 0),
-        lambda: SlidingWindow(CPS(), 1, stride=0),
-        lambda: SlidingWindow(CPS(), 1, every=0),
-        lambda: SlidingWindow(CPS(), 1, at_end="bounce"),  # pyright: ignore[reportArgumentType]
-        lambda: SlidingWindow(CPS(), 11).starts(10),
-        lambda: SlidingWindow(RandomWindow(CPS(), 2), 2),
-        lambda: SlidingWindow(CPS(), 2).transition(torch.zeros(1, 2), torch.zeros(1, 2), SCHEDULE, torch.zeros(1).long()),
-        lambda: make_sampler("cps", 0.3, "sliding:4:2:1:1"),
-        lambda: make_sampler("cps", 0.3, "sliding"),
-        lambda: make_sampler("cps", 0.3, "sliding:x"),
-        lambda: make_sampler("cps", 0.3, "first:3"),
-        lambda: make_sampler("cps", 0.3, "random:3:2"),
-        lambda: make_sampler("cps", 0.3, "random:1:2:3"),
+        lambda: SlidingWindow(0),
+        lambda: SlidingWindow(1, stride=0),
+        lambda: SlidingWindow(1, every=0),
+        lambda: SlidingWindow(1, at_end="bounce"),  # pyright: ignore[reportArgumentType]
+        lambda: steps_of(SlidingWindow(11)),
+        lambda: RandomWindow(0),
+        lambda: RandomWindow(1, low=-1),
+        lambda: RandomWindow(3, low=1, high=3),
+        lambda: RandomWindow(3, geometric=1.0),
+        lambda: RandomWindow(3, geometric=0.0),
+        lambda: steps_of(RandomWindow(5), 4),
+        lambda: steps_of(RandomWindow(2, high=5), 4),
+        *(
+            lambda text=text: steps_of(build("window", text))
+            for text in ("sliding", "sliding(size=x)", "first(size=3)", "random(size=3, high=2)", "random:3", "1:1", "0:11", "")
+        ),
     ],
 )
-def test_bad_settings_are_refused(make) -> None:
-    with pytest.raises(ConfigError, match=r"Sliding|[Ww]indow|sampler"):
+def test_bad_windows_are_refused(make) -> None:
+    with pytest.raises(ConfigError, match=r"Sliding|[Ww]indow"):
         make()
 
 
 def chosen(spec: str, stds: list[float], seed: int = 0) -> list[int]:
-    schedule = replace(uniform_schedule(len(stds)), stds=torch.tensor(stds))
-    return trained_steps(spec, schedule, torch.Generator().manual_seed(seed)).tolist()
+    return trained_steps(spec, torch.tensor(stds), torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.mark.parametrize(
     ("spec", "expected"),
-    [("all", [1, 2, 3, 5]), ("all-but-last", [1, 2, 3]), ("0:3", [1, 2]), ("2:9", [2, 3, 5]), ("random:1", [1, 2, 3, 5])],
+    [
+        (":", [1, 2, 3, 5]),
+        (":-1", [1, 2, 3]),
+        ("0:3", [1, 2]),
+        ("2:9", [2, 3, 5]),
+        ("-3:", [3, 5]),
+        ("random(fraction=1)", [1, 2, 3, 5]),
+    ],
 )
 def test_only_steps_with_noise_are_trained(spec: str, expected: list[int]) -> None:
     assert chosen(spec, [0.0, 0.1, 0.2, 0.3, 0.0, 0.4]) == expected
@@ -110,46 +191,52 @@ def test_only_steps_with_noise_are_trained(spec: str, expected: list[int]) -> No
 
 def test_a_random_share_is_drawn_evenly_and_again_from_the_same_state() -> None:
     """0.6 of 9 steps are 5 (DanceGRPO's floor); 2,000 draws: a step's count has standard deviation 22; five are allowed."""
-    draws = [chosen("random:0.6", [0.1] * 9 + [0.0], seed) for seed in range(2000)]
+    draws = [chosen("random(fraction=0.6)", [0.1] * 9 + [0.0], seed) for seed in range(2000)]
     assert {len(steps) for steps in draws} == {5} and all(steps == sorted(set(steps)) for steps in draws)
     counts = torch.tensor(draws).flatten().bincount(minlength=10)
     assert counts[9] == 0 and (counts[:9] - 2000 * 5 / 9).abs().max() < 5 * 22.3
-    assert chosen("random:0.6", [0.1] * 9 + [0.0], 7) == draws[7] and len(chosen("random:0.01", [0.1] * 9)) == 1
+    assert (
+        chosen("random(fraction=0.6)", [0.1] * 9 + [0.0], 7) == draws[7] and len(chosen("random(fraction=0.01)", [0.1] * 9)) == 1
+    )
 
 
-@pytest.mark.parametrize("spec", ["", "some", "3", "1:x", "-1:2", "random", "random:0", "random:1.5", "random:nan", "all:3"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "some",
+        "3",
+        "1:2:3",
+        "random",
+        "random(fraction=0)",
+        "random(fraction=1.5)",
+        "random(fraction=nan)",
+        "random(size=3)",
+        "random(fraction=true)",
+        "all(fraction=0.5)",
+    ],
+)
 def test_other_words_for_trained_steps_are_refused(spec: str) -> None:
-    with pytest.raises(ConfigError, match=r"trained_steps = .* is not allowed; allowed: all, all-but-last, START:SIZE"):
+    with pytest.raises(
+        ConfigError, match=r"trained_steps = .* is not allowed; allowed: a slice START:STOP, .* random\(fraction="
+    ):
         chosen(spec, [0.1, 0.1])
 
 
-@pytest.mark.parametrize("spec", ["all-but-last", "0:3", "1:0"])
+@pytest.mark.parametrize("spec", [":-1", "0:3", "1:1"])
 def test_a_loss_without_steps_is_refused(spec: str) -> None:
     with pytest.raises(ConfigError, match=r"at least one of the stochastic steps \[3\]"):
         chosen(spec, [0.0, 0.0, 0.0, 0.1])
     with pytest.raises(ConfigError, match="no stochastic step on this schedule"):
         chosen(spec, [0.0, 0.0])
-    with pytest.raises(ConfigError, match="all or random:FRACTION"):
-        make_method(preset("tiny").apply(trained_steps=spec, window="random:1"))
+    with pytest.raises(ConfigError, match=r"':' or random\(fraction=...\) with a window that changes"):
+        make_method(preset("tiny").apply(trained_steps=spec, window="random(size=1)"))
 
 
 def test_a_geometric_start_is_drawn_with_its_probabilities() -> None:
     """Chi-squared over 5 starts; 4000 draws; the false-alarm rate is 0.1% (critical value 18.5 at 4 degrees of freedom)."""
-    window, schedule, generator = (
-        RandomWindow(CPS(), 3, low=1, high=8, geometric=0.5),
-        uniform_schedule(9),
-        torch.Generator().manual_seed(1),
-    )
-    starts = torch.tensor([window.draw(schedule, generator).start for _ in range(4000)])
+    window, generator = RandomWindow(3, low=1, high=8, geometric=0.5), torch.Generator().manual_seed(1)
+    starts = torch.tensor([window.steps(9, generator)[0] for _ in range(4000)])
     expected = 4000 * 0.5 ** torch.arange(5) / sum(0.5**i for i in range(5))
     counts = torch.bincount(starts, minlength=6)
     assert counts[0] == 0 and len(counts) == 6
     assert float(((counts[1:] - expected) ** 2 / expected).sum()) < 18.5
-
-
-def test_a_window_spec_may_have_a_ratio() -> None:
-    assert make_sampler("cps", 0.5, "random:3:0.5") == RandomWindow(CPS(0.5), 3, geometric=0.5)
-    assert make_sampler("cps", 0.5, "random:3") == RandomWindow(CPS(0.5), 3)
-    for spec in ("random:3:0.5:1", "random:3:much", "random:3:1.0", "random:3:0"):
-        with pytest.raises(ConfigError, match=r"RATIO|geometric|high"):
-            make_sampler("cps", 0.5, spec)

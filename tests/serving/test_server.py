@@ -27,9 +27,8 @@ from starlette.datastructures import Headers
 
 from flowrl import Prompt
 from flowrl.errors import ConfigError, RewardError
-from flowrl.protocols import CompositeReward
 from flowrl.registry import build
-from flowrl.rewards import WeightedSum
+from flowrl.rewards import WeightedSum, component_methods
 from flowrl.serving import Listener, ServerLimits, ServerSettings, serve
 from flowrl.serving.client import RemoteReward, RemoteSum
 from flowrl.serving.gate import AccessCheck, is_loopback
@@ -183,7 +182,7 @@ def test_components_of_a_weighted_sum_travel():
     images, prompts = torch.rand(9, 3, 16, 16, generator=torch.Generator().manual_seed(0)), [Prompt("p")] * 9
     with served(plain) as (url, _):
         remote = build("reward", f"remote-sum(url='{url}', batch=4)")
-        assert isinstance(remote, CompositeReward) and not isinstance(RemoteReward(url), CompositeReward)
+        assert component_methods(remote) and not component_methods(RemoteReward(url))
         with pytest.raises(RewardError, match="components a; the server has none yet"):
             remote.total({"a": torch.zeros(1)})
         parts, wanted = remote.parts(images, prompts), plain.parts(images, prompts)

@@ -15,17 +15,19 @@ from flowrl.credit import (
     gains,
     group_deviations,
     group_zscore,
-    siblings,
+    unit_values,
     zscore,
-)  # fmt: skip
+)
+from flowrl.credit.table import centred, masked_std
 from flowrl.errors import ConfigError
+from flowrl.experience import Credit, Decisions
 from flowrl.flow import expand
 from flowrl.flow.gaussian import kl, log_prob
 from flowrl.forward import WeightCopy
 from flowrl.losses import DGPO, GSPO, ClippedLoss, DiffusionNFT
 from flowrl.probes import Branch, Completion, NoProbe
 from flowrl.rewards import WinRate, win_rates
-from flowrl.samplers import CPS, FlowSDE, Window
+from flowrl.samplers import CPS, FlowSDE, RandomWindow, Windowed
 from flowrl.testing import (
     ContractBroken,
     check_credit,
@@ -34,6 +36,7 @@ from flowrl.testing import (
     check_loss,
     check_reward,
     check_sampler,
+    check_window,
     credit,
     credit_contract,
     forward_loss,
@@ -46,11 +49,14 @@ from flowrl.testing import (
     reward_contract,
     sampler,
     sampler_contract,
+    window,
+    window_contract,
 )
 from flowrl.types import Gaussian, LossResult, unit_means
 
 test_a_rule = credit_contract(StepwiseGain())
 test_a_sampler = sampler_contract(CPS(0.5))
+test_a_window = window_contract(RandomWindow(3))
 test_a_loss = loss_contract(ClippedLoss)
 test_a_forward_loss = forward_loss_contract(DiffusionNFT())
 
@@ -65,31 +71,44 @@ test_a_group_reward = group_reward_contract(WinRate(Brightness()))
 
 
 def faulty_rule(wrong, probe: Any = Completion(), **extra):
-    """A rule whose assign is `wrong(rewards)`."""
+    """A rule whose assign is `wrong(values, decisions)`."""
 
     class Rule:
-        def assign(self, rewards, schedule):
-            return wrong(rewards)
+        def assign(self, values, decisions):
+            return wrong(values, decisions)
 
     for name, value in {"probe": probe, **extra}.items():
         setattr(Rule, name, value)
     return Rule
 
 
-def dense(rewards):
-    return zscore(gains(rewards), over=("member",))
+def record_rule(wrong, probe: Any = Completion(), **extra):
+    """A rule with `credit` only, whose result is `wrong(self, experience)`."""
+
+    class Rule:
+        credit = wrong
+
+    for name, value in {"probe": probe, **extra}.items():
+        setattr(Rule, name, value)
+    return Rule
 
 
-def repeated(rewards):
-    """The same credit at every step, without a copy of it."""
-    return zscore(rewards[..., -1:], over=("member",)).expand(-1, -1, rewards.shape[-1] - 1)
+def dense(values, decisions):
+    return zscore(gains(values), over=("member",), mask=decisions.mask)
+
+
+def repeated(values, decisions):
+    """The same credit at every decision, without a copy of it."""
+    members = decisions.mask.any(-1, keepdim=True)
+    return zscore(values[..., -1:], over=("member",), mask=members).expand_as(decisions.mask)
 
 
 test_a_rule_that_expands = credit_contract(faulty_rule(repeated, NoProbe()))
+test_a_rule_of_records = credit_contract(record_rule(lambda self, shown: Credit(dense(shown.values, shown.decisions))))
 
 
 def test_an_expanded_view_of_the_table_shares_its_memory() -> None:
-    rule = faulty_rule(lambda rewards: rewards[..., -1:].expand(-1, -1, rewards.shape[-1] - 1), NoProbe())
+    rule = faulty_rule(lambda values, decisions: values[..., -1:].expand_as(decisions.mask), NoProbe())
     assert "leaves_its_input_alone" in {finding.promise for finding in check_credit(rule()) if not finding.ok}
 
 
@@ -101,8 +120,8 @@ class Remembers:
     def __init__(self):
         self.mean = 0.0
 
-    def assign(self, rewards, schedule):
-        advantages = dense(rewards) * (1.0 + self.mean)
+    def assign(self, values, decisions):
+        advantages = dense(values, decisions) * (1.0 + self.mean)
         self.mean = 0.5
         return advantages
 
@@ -114,9 +133,9 @@ class Forgets(Remembers):
         super().__init__()
         self.calls = 0
 
-    def assign(self, rewards, schedule):
+    def assign(self, values, decisions):
         self.calls += 1
-        return dense(rewards) * self.calls
+        return dense(values, decisions) * self.calls
 
     def state_dict(self):
         return {}
@@ -126,138 +145,149 @@ class Forgets(Remembers):
 
 
 class ByPlace:
-    """Keeps a value per prompt, but by its place in the table; or `fault`s otherwise."""
+    """Keeps a factor per prompt, but by its place in the table; or `fault`s otherwise."""
 
     probe = Completion()
 
     def __init__(self, fault="place"):
-        self.fault, self.values = fault, {}
+        self.fault, self.known = fault, {}
 
-    def assign(self, rewards, schedule):
-        return dense(rewards)
-
-    def assign_prompts(self, rewards, prompts, schedule):
-        keys = range(len(prompts)) if self.fault == "place" else [prompt.text for prompt in prompts]
-        if self.fault == "in place":
-            rewards.mul_(0.5)
-        known = torch.tensor([self.values.get(key, 0.0) for key in keys])
-        self.values = self.values | dict(zip(keys, rewards[..., -1].mean(1).tolist(), strict=True))
-        first = 1.0 if self.fault == "first" else 0.0
-        return dense(rewards)[..., : -1 if self.fault == "shape" else None] + known[:, None, None] + first
+    def credit(self, experience):
+        keys = range(len(experience.prompts)) if self.fault == "place" else [prompt.text for prompt in experience.prompts]
+        factor = torch.tensor([self.known.get(str(key), 1.0) for key in keys])
+        final = experience.values[..., -1].nan_to_num().mean(1)
+        self.known |= {str(key): 1.0 + value for key, value in zip(keys, final.tolist(), strict=True)}
+        return Credit(dense(experience.values, experience.decisions) * factor[:, None, None])
 
     def state_dict(self):
-        kept = {} if self.fault == "forgets" else self.values
-        return {str(key): torch.tensor(value) for key, value in kept.items()}
+        return {} if self.fault == "forgets" else {key: torch.tensor(value) for key, value in self.known.items()}
 
     def load_state_dict(self, state):
-        self.values = {int(key) if key.isdigit() else key: float(value) for key, value in state.items()}
+        self.known = {key: float(value) for key, value in state.items()}
 
 
-def in_place(rewards):
-    rewards -= rewards.clone().mean(1, keepdim=True)
-    return dense(rewards)
+def in_place(values, decisions):
+    values -= values.clone().mean(1, keepdim=True)
+    return dense(values, decisions)
 
 
-def needs_a_schedule(rewards, schedule):
-    return dense(rewards) if schedule is None else dense(rewards) * schedule.stds
-
-
-class Schedules:
-    probe = Completion()
-
-    def assign(self, rewards, schedule):
-        return needs_a_schedule(rewards, schedule)
+def mask_in_place(values, decisions):
+    found = dense(values, decisions)
+    decisions.mask.logical_not_()
+    return found
 
 
 def tree_rule(wrong, **extra):
     """A tree rule whose advantages of units are `wrong(values [prompt, unit], tree)`."""
 
-    def assign(self, rewards, schedule):
-        tree = branched_tree(rewards, schedule, "Rule")
-        return tree.step_table(wrong(tree.unit_table(rewards), tree))
+    def assign(self, values, decisions):
+        tree = branched_tree(decisions, "Rule")
+        return tree.decision_table(wrong(unit_values(values, decisions, tree), tree))
 
     return faulty_rule(None, Branch((2, 2)), assign=assign, **extra)
 
 
 def fair(values, tree):
-    return group_zscore(values, siblings(tree))
+    return group_zscore(values, tree.parent)
 
 
-def by_members(self, rewards, schedule):
+def by_members(self, values, decisions):
     """Takes the members for those of the probe's own tree, in order."""
-    tree = branched_tree(rewards, schedule, "Rule")
-    pairs = rewards[:, : 2 * (rewards.shape[1] // 2), -1].unflatten(1, (-1, 2))
-    advantages = torch.zeros_like(rewards[..., 1:])
-    advantages[:, : 2 * pairs.shape[1], 0] = (pairs - pairs.mean(2, keepdim=True)).flatten(1)
-    return tree.step_table(tree.edge_means(advantages))
+    final = values[..., -1].masked_fill(~decisions.mask.any(-1), torch.nan)
+    pairs = final[:, : 2 * (values.shape[1] // 2)].unflatten(1, (-1, 2))
+    advantages = torch.zeros_like(values[..., 1:])
+    advantages[:, : 2 * pairs.shape[1], 0] = (pairs - pairs.nanmean(2, keepdim=True)).flatten(1).nan_to_num()
+    return advantages
 
 
-def counting(self, advantages, schedule):
-    """Another mask at every call, not in the state."""
-    self.calls = getattr(self, "calls", 0) + 1
-    return schedule.tree.decisions.expand(advantages.shape) & (torch.arange(advantages.shape[-1]) % 2 == self.calls % 2)
+def as_tree(experience, unit):
+    """Credit from the values of units, by `unit(values, tree, log_probs)`."""
+    tree = branched_tree(experience.decisions, "Rule")
+    values = unit_values(experience.values, experience.decisions, tree)
+    log_probs = tree.edge_means(experience.log_probs, experience.decisions.drawn & experience.valid[..., None])
+    return Credit(tree.decision_table(unit(values, tree, log_probs)))
 
 
-SELECTIONS = [
-    lambda self, advantages, schedule: torch.ones_like(advantages),
-    lambda self, advantages, schedule: schedule.tree.decisions,
-    lambda self, advantages, schedule: torch.zeros_like(advantages, dtype=torch.bool),
-    lambda self, advantages, schedule: (torch.arange(advantages.shape[1]) > 0)[:, None].expand(advantages.shape).clone(),
-    lambda self, advantages, schedule: advantages.abs_() > 0,
-    counting,
-]
 TREE_RULES = {
     "treats_members_alike": faulty_rule(None, Branch((2, 2)), assign=by_members),
-    "treats_prompts_alike": tree_rule(lambda values, tree: fair(values, tree) * tree.log_probs[:1].exp()),
-    "gives_a_silent_group_zero": tree_rule(lambda values, tree: fair(values, tree) + 0.01 * tree.log_probs),
+    "treats_prompts_alike": record_rule(
+        lambda self, shown: as_tree(shown, lambda values, tree, log_probs: fair(values, tree) * log_probs[:1].exp()),
+        Branch((2, 2)),
+    ),
+    "gives_a_silent_group_zero": record_rule(
+        lambda self, shown: as_tree(shown, lambda values, tree, log_probs: fair(values, tree) + 0.01 * log_probs), Branch((2, 2))
+    ),
     "survives_extremes": tree_rule(
         lambda values, tree: fair(values, tree) / group_deviations(values, tree.node).abs().amax(1)[:, None]
     ),
-    "leaves_its_input_alone": tree_rule(lambda values, tree: fair(values, tree) * tree.log_probs.abs_()),
-    "accepts_no_schedule": faulty_rule(
-        None,
-        Branch((2, 2)),
-        assign=lambda self, rewards, schedule: schedule.tree.step_table(fair(schedule.tree.unit_table(rewards), schedule.tree)),
-    ),
+    "leaves_its_input_alone": tree_rule(lambda values, tree: fair(values, tree) * (1 + tree.node.sub_(1)) / (1 + tree.node)),
+    "leaves_out_masked_members": tree_rule(lambda values, tree: fair(values, tree) * (~values.isnan()).float().mean()),
 }
+
+
+def weighing(weights):
+    return record_rule(lambda self, shown: Credit(dense(shown.values, shown.decisions), weights(shown)))
 
 
 RULES = {
-    "declares_a_probe": [faulty_rule(dense, probe="completion")],
-    "returns_advantages_per_step": [
-        faulty_rule(lambda r: dense(r).transpose(0, 1)),
-        faulty_rule(lambda r: torch.zeros_like(r)),
-        faulty_rule(lambda r: dense(r).long()),
-        faulty_rule(lambda r: dense(r).tolist()),
+    "declares_a_probe": [
+        faulty_rule(dense, probe="completion"),
+        faulty_rule(dense, assign=lambda self, rewards, schedule: rewards[..., 1:]),
+        faulty_rule(dense, assign=None),
+    ],
+    "leaves_its_input_alone": [faulty_rule(in_place), faulty_rule(mask_in_place)],
+    "returns_advantages_per_decision": [
+        faulty_rule(lambda v, d: dense(v, d).transpose(0, 1)),
+        faulty_rule(lambda v, d: torch.zeros_like(v)),
+        faulty_rule(lambda v, d: dense(v, d).long()),
+        faulty_rule(lambda v, d: dense(v, d).tolist()),
+        record_rule(lambda self, shown: dense(shown.values, shown.decisions)),
+        weighing(lambda shown: 2.0 * shown.decisions.mask),
+        weighing(lambda shown: shown.decisions.mask),
+        weighing(lambda shown: torch.zeros(shown.decisions.mask.shape)),
     ],
     "reads_only_what_its_probe_fills": [faulty_rule(dense, probe=NoProbe())],
-    "is_deterministic": [faulty_rule(lambda r: dense(r) + 1e-3 * torch.randn(1))],
-    "leaves_its_input_alone": [faulty_rule(in_place)],
-    "ignores_a_constant": [faulty_rule(lambda r: r[..., 1:] - 0.5)],
-    "treats_members_alike": [faulty_rule(lambda r: dense(r) * torch.arange(1, r.shape[1] + 1)[:, None])],
-    "treats_prompts_alike": [faulty_rule(lambda r: dense(r) * torch.arange(1, len(r) + 1)[:, None, None])],
+    "is_deterministic": [faulty_rule(lambda v, d: dense(v, d) + 1e-3 * torch.randn(1))],
+    "reads_nothing_outside_the_mask": [
+        faulty_rule(lambda v, d: zscore(gains(v), over=("member",))),
+        faulty_rule(lambda v, d: zscore(gains(v).nan_to_num(), over=("member",))),
+        faulty_rule(lambda v, d: dense(v, d) * v[..., :1].nanmean(), reads=StepwiseGain().reads),
+    ],
+    "leaves_out_masked_members": [faulty_rule(lambda v, d: dense(v, d) * d.mask.any(-1).float().mean())],
+    "ignores_a_constant": [faulty_rule(lambda v, d: v[..., 1:] - 0.5)],
+    "treats_members_alike": [faulty_rule(lambda v, d: dense(v, d) * (d.mask.any(-1).cumsum(1) + 1.0)[..., None])],
+    "treats_prompts_alike": [faulty_rule(lambda v, d: dense(v, d) * torch.arange(1, len(v) + 1)[:, None, None])],
     "gives_a_silent_group_zero": [
-        faulty_rule(lambda r: zscore(gains(r), over=("prompt", "member", "step"))),
-        faulty_rule(lambda r: dense(r) + 0.01),
+        faulty_rule(lambda v, d: zscore(gains(v), over=("prompt", "member", "decision"), mask=d.mask)),
+        faulty_rule(lambda v, d: dense(v, d) + 0.01),
     ],
     "survives_extremes": [
-        faulty_rule(lambda r: gains(r) / gains(r).square().mean(1, keepdim=True).sqrt().sub(1e-7).clamp(min=0))
+        faulty_rule(lambda v, d: dense(v, d) / masked_std(gains(v), ("member",), d.mask).sub(1e-7).clamp(min=0))
     ],
-    "accepts_double_precision": [faulty_rule(lambda r: dense(r) * (2.0 if r.dtype == torch.float64 else 1.0))],
-    "accepts_no_schedule": [Schedules],
-    "keeps_its_memory": [Remembers, Forgets],
-    "follows_prompts": [partial(ByPlace, fault) for fault in ("place", "in place", "first", "shape", "forgets")],
-    "selects_decisions": [tree_rule(fair, trained=trained) for trained in SELECTIONS],
+    "accepts_double_precision": [faulty_rule(lambda v, d: dense(v, d) * (2.0 if v.dtype == torch.float64 else 1.0))],
+    "keeps_its_memory": [Remembers, Forgets, partial(ByPlace, "forgets")],
+    "follows_prompts": [ByPlace],
+    "agrees_with_its_assign": [
+        record_rule(
+            lambda self, shown: Credit(2.0 * dense(shown.values, shown.decisions)),
+            assign=lambda self, values, decisions: dense(values, decisions),
+        )
+    ],
     "credits_components": [
-        faulty_rule(dense, assign_parts=lambda self, parts, schedule: torch.stack([dense(t) for t in parts.values()])),
-        faulty_rule(dense, assign_parts=lambda self, parts, schedule: sum(dense(t.mul_(0.5)) for t in parts.values())),
+        record_rule(
+            lambda self, shown: Credit(
+                torch.stack([dense(t, shown.decisions) for t in (shown.parts or {"": shown.values}).values()]).squeeze(0)
+            )
+        ),
+        record_rule(
+            lambda self, shown: Credit(dense(sum(t.mul_(0.5) for t in shown.parts.values()) + shown.values, shown.decisions))
+        ),
     ],
 }
 ADVICE = {
-    "refuses_a_table_without_steps": faulty_rule(lambda r: dense(r) if r.shape[-1] > 1 else r[..., 1:]),
-    "pays_the_better_member": faulty_rule(lambda r: -dense(r)),
+    "pays_the_better_member": faulty_rule(lambda v, d: -dense(v, d)),
 }
-FIRST = ("declares_a_probe", "returns_advantages_per_step", "reads_only_what_its_probe_fills", "is_deterministic")
+FIRST = [promise.name for promise in credit.CONTRACT.promises if promise.basic]
 
 
 @dataclass(frozen=True)
@@ -267,7 +297,7 @@ class Altered:
     fault: str
 
     def transition(self, latent, velocity, schedule, step):
-        good = Window(FlowSDE(0.7), 1, 7).transition(latent, velocity, schedule, step)
+        good = Windowed(FlowSDE(0.7), range(1, 8)).transition(latent, velocity, schedule, step)
         mean, std = good.mean, good.std
         if self.fault == "returns_a_gaussian_per_sample":
             return Gaussian(mean, expand(std, mean))
@@ -292,13 +322,17 @@ class Altered:
         return good
 
 
-class DrawsFreely:
-    def draw(self, schedule, generator, iteration=0):
-        return Window(FlowSDE(), int(torch.randint(0, 9, ())), 1)
+class FaultyWindow:
+    def __init__(self, fault):
+        self.fault = fault
+
+    def steps(self, count, generator, iteration=0):
+        drawn = None if self.fault == "draws_reproducibly" else generator
+        start = int(torch.randint(0, count - 1, (), generator=drawn))
+        return [start + 1, start] if self.fault == "returns_steps" else [start, start + 1]
 
 
 SAMPLERS = {promise.name: [Altered(promise.name)] for promise in sampler.CONTRACT.promises}
-SAMPLERS["draws_reproducibly"] = [DrawsFreely()]  # pyright: ignore[reportArgumentType]
 
 
 class FaultyReward:
@@ -565,6 +599,13 @@ def test_every_promise_has_its_fault() -> None:
     assert set(SAMPLERS) == {p.name for p in sampler.CONTRACT.promises}
 
 
+@pytest.mark.parametrize("name", [p.name for p in window.CONTRACT.promises])
+def test_faulty_windows_are_named(name: str) -> None:
+    found = check_window(FaultyWindow(name))
+    assert found.broken == [name], str(found)
+    assert check_window(FaultyWindow("")).ok
+
+
 @pytest.mark.parametrize(("name", "rule"), [(name, rule) for name, rules in RULES.items() for rule in rules])
 def test_faulty_rules_are_named(name: str, rule: Any) -> None:
     found = check_credit(rule)
@@ -587,7 +628,7 @@ def test_a_tree_rule_of_ones_own_keeps_all_promises() -> None:
 
 
 def test_a_probe_whose_trees_fit_no_table_is_named() -> None:
-    found = check_credit(faulty_rule(None, Branch({0: 97}), assign=lambda self, rewards, schedule: rewards[..., 1:]))
+    found = check_credit(faulty_rule(None, Branch({0: 97}), assign=lambda self, values, decisions: values[..., 1:]))
     assert "fit no groups of up to 96 members" in str(found)
 
 
@@ -599,10 +640,10 @@ def test_odd_rules_get_advice(name: str) -> None:
 
 
 def test_a_rule_that_divides_by_the_spread_of_the_final_reward_alone_gets_advice() -> None:
-    def scaled(rewards: torch.Tensor) -> torch.Tensor:
-        change = gains(rewards)
-        spread = rewards[..., -1].std(dim=1, correction=0)[:, None, None]
-        return (change - change.mean(dim=1, keepdim=True)) / (spread + 1e-4)
+    def scaled(values: torch.Tensor, decisions: Decisions) -> torch.Tensor:
+        members = decisions.mask.any(-1, keepdim=True)
+        spread = masked_std(values[..., -1:], ("member",), members)
+        return centred(gains(values), ("member",), decisions.mask) / (spread + 1e-4)
 
     found = check_credit(faulty_rule(scaled))
     advice = next(f for f in found if f.promise == "gives_a_silent_group_zero")
@@ -649,17 +690,17 @@ def test_findings_read_well() -> None:
     kept = len(credit.CONTRACT.promises) - len(idle)
     assert found.ok
     assert len(found) == kept + len(idle)
-    assert idle == ["follows_prompts", "selects_decisions", "credits_components"]
+    assert idle == ["follows_prompts", "agrees_with_its_assign", "credits_components"]
     assert str(found).splitlines()[0] == f"Uniform(): {kept} of {kept} promises kept; 3 do not apply"
     assert "n/a      follows_prompts\nn/a" in str(found)
-    broken = " ".join(str(check_credit(faulty_rule(lambda r: dense(r).transpose(0, 1)))).split())
-    assert "BROKEN returns_advantages_per_step" in broken
+    broken = " ".join(str(check_credit(faulty_rule(lambda v, d: dense(v, d).transpose(0, 1)))).split())
+    assert "BROKEN returns_advantages_per_decision" in broken
     assert "shape (5, 3, 10)" in broken
-    assert "untried is_deterministic not tried, because 'returns_advantages_per_step' is broken" in broken
+    assert "untried is_deterministic not tried, because 'returns_advantages_per_decision' is broken" in broken
 
 
 def test_an_exception_of_the_part_is_told_with_its_promise() -> None:
-    def fails(rewards: Any) -> Any:
+    def fails(values: Any, decisions: Any) -> Any:
         raise RuntimeError("no such node")
 
     check = next(p for p in credit.CONTRACT.promises if p.name == "is_deterministic").check
@@ -671,13 +712,13 @@ def test_promises_can_be_left_out_by_name_only() -> None:
     assert check_credit(ADVICE["pays_the_better_member"], without=("pays_the_better_member",)).ok
     with pytest.raises(ConfigError, match="promises of a credit rule are"):
         check_credit(Uniform(), without=("pays_rent",))
-    with pytest.raises(ConfigError, match="steps"):
-        check_credit(Uniform(), steps=0)
+    with pytest.raises(ConfigError, match="decisions"):
+        check_credit(Uniform(), decisions=0)
     with pytest.raises(ConfigError, match="examples"):
         check_reward(FaultyReward(""), examples=(torch.rand(3, 3, 8, 8), []))
 
 
-def test_a_rule_for_four_steps_is_tried_on_four_steps() -> None:
+def test_a_rule_for_four_decisions_is_tried_on_four_decisions() -> None:
     rule = Weighted(weights=(1.8, 1.0, 0.0, 1.3))
-    assert check_credit(rule, steps=4).ok
+    assert check_credit(rule, decisions=4).ok
     assert not check_credit(rule).ok

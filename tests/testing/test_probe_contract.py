@@ -34,7 +34,7 @@ class Own(Probe):
 
     def estimate(self, run):
         times, found = run.trajectories.schedule.times, {}
-        for node in range(run.trajectories.schedule.steps):
+        for node in run.nodes:
             x, v = run.start(node)
             noise = run.rand(len(x) // run.groups, *x.shape[1:]).flatten(0, 1)
             near = x + self.size * (noise - 0.5)
@@ -44,7 +44,8 @@ class Own(Probe):
         return found
 
     def cost(self, shape):
-        return Cost([Call(rows) for rows in shape.rows[:-1]], 2 * sum(shape.rows[:-1]))
+        rows = [shape.rows[node] for node in shape.nodes]
+        return Cost([Call(count) for count in rows], 2 * sum(rows))
 
 
 test_a_probe_of_ones_own = probe_contract(Own())
@@ -69,7 +70,7 @@ def in_place(self, run):
 
 
 def not_finite(self, run):
-    return {node: Estimate(run.start(node)[0] / 0) for node in range(6)}
+    return {node: Estimate(run.start(node)[0] / 0) for node in run.nodes}
 
 
 def of_the_last_node(self, run):
@@ -81,17 +82,17 @@ def half(self, run):
 
 
 def global_draws(self, run):
-    return {node: Estimate(run.start(node)[0] + 0.1 * torch.randn_like(run.start(node)[0])) for node in range(6)}
+    return {node: Estimate(run.start(node)[0] + 0.1 * torch.randn_like(run.start(node)[0])) for node in run.nodes}
 
 
 def draws_of_its_own(self, run):
     generator = torch.Generator().manual_seed(0)
-    starts = [run.start(node)[0] for node in range(6)]
-    return {node: Estimate(x + 0.3 * torch.randn(x.shape, generator=generator)) for node, x in enumerate(starts)}
+    starts = {node: run.start(node)[0] for node in run.nodes}
+    return {node: Estimate(x + 0.3 * torch.randn(x.shape, generator=generator)) for node, x in starts.items()}
 
 
 def batch_means(self, run):
-    return {node: Estimate(run.start(node)[0] - run.start(node)[0].mean(0)) for node in range(6)}
+    return {node: Estimate(run.start(node)[0] - run.start(node)[0].mean(0)) for node in run.nodes}
 
 
 def weights(self, run):
@@ -113,7 +114,7 @@ FAULTS = [
     ("does_not_depend_on_chunks", faulty(estimate=draws_of_its_own)),
     ("does_not_depend_on_chunks", faulty(estimate=batch_means)),
     ("costs_what_it_declares", faulty(cost=lambda self, shape: Cost([Call(10)], 10))),
-    ("costs_what_it_declares", faulty(cost=lambda self, shape: Cost([Call(rows, 0.5) for rows in shape.rows[:-1]]))),
+    ("costs_what_it_declares", faulty(cost=lambda self, shape: Cost([Call(shape.rows[node], 0.5) for node in shape.nodes]))),
 ]
 
 
@@ -127,8 +128,8 @@ def test_rules_may_use_any_probe():
     class Rule:
         probe = Own()
 
-        def assign(self, rewards, schedule):
-            return rewards[..., 1:] - rewards[..., :-1]
+        def assign(self, values, decisions):
+            return values[..., 1:] - values[..., :-1]
 
     assert "declares_a_probe" not in check_credit(Rule()).broken
     assert next(promise for promise in CONTRACT.promises if promise.name == "declares_a_probe").basic

@@ -32,7 +32,9 @@ from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
 
-SETTINGS = dict(group_size=4, minibatches=2, micro_batch=7, iterations=2, kl_weight=0.1, window="random:2", learning_rate=3e-4)
+SETTINGS = dict(
+    group_size=4, minibatches=2, micro_batch=7, iterations=2, kl_weight=0.1, window="random(size=2)", learning_rate=3e-4
+)
 MIXTURE = preset("tiny").apply(world="mixture", task="direction", groups=3, **SETTINGS)
 CASES = {
     "uniform": MIXTURE.replace(method="flow-grpo"),
@@ -48,6 +50,9 @@ CASES = {
     "tree": MIXTURE.replace(credit="depth-relative(probe='branch(children=(1, 2))')"),
     "comb": MIXTURE.replace(credit="sibling-relative(probe='comb(branches=2, count=1)')"),
     "trajectories in parts": MIXTURE.replace(loss="gspo", clip_range=0.01, micro_batch=2, groups=5, chunk=1),
+    "edges and log-probabilities": MIXTURE.replace(
+        credit="backed-up(probe='branch(children=(1, 2), weight=edge)')", groups=5, chunk=1
+    ),
     "tree, chunks": MIXTURE.replace(credit="stepwise-gain(probe='branch(children=(1, 2))')", groups=5, chunk=1),
 }
 FORWARD = MIXTURE.replace(window="0:2", minibatches=1, num_steps=10)

@@ -1,20 +1,23 @@
 """Forward-process losses in the trainer: rows, units, copies of the weights and checkpoints."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from flowrl.credit import StepwiseGain, Uniform
 from flowrl.errors import ConfigError
+from flowrl.experience import Credit, Decisions
 from flowrl.flow import DrawnSteps, StratifiedTimes
 from flowrl.forward import Decay
 from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT
-from flowrl.methods import Method, named_method
+from flowrl.methods import METHODS, Method, named_method
 from flowrl.probes import Branch, Tweedie
-from flowrl.rollout.forward_batch import ForwardBatches, step_of, training_noise
+from flowrl.rollout import rollout
+from flowrl.rollout.forward_batch import ForwardBatches, credited, step_of, training_noise
 from flowrl.rollout.rollout import Groups
-from flowrl.samplers import ODE, AllButLast, FlowSDE, Multistep
+from flowrl.samplers import ODE, FixedWindow, FlowSDE, Multistep, Windowed
 from flowrl.training.build import make_method, make_trainer
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.plan import plan
@@ -42,7 +45,7 @@ SAMPLERS = {
 
 
 def trainer_for(case, config=CONFIG, credit=BATCH, reward=REWARD):
-    method = Method(case, SAMPLERS.get(case, AllButLast(FlowSDE(0.7))), credit, LOSSES[case])
+    method = Method(case, SAMPLERS.get(case, FlowSDE(0.7)), FixedWindow(stop=-1), credit, LOSSES[case])
     policy = world("mixture").policy(PolicyOptions())
     for name, parameter in policy.trainable().items():
         torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
@@ -90,7 +93,7 @@ def test_the_plan_counts_them_too():
     for loss, draws, networks in (("diffusion-nft", 9, 3), ("awm", 6, 4), ("dgpo", 4, 3)):
         config = RunConfig.of(world="mixture", task="direction", loss=loss, kl_weight=0.1, credit="uniform(std=batch,clamp=none)")
         found, samples = plan(config), config.rollout.groups * config.rollout.group_size
-        assert (found.pairs, found.train_nfe) == (samples * draws, samples * draws * networks)
+        assert (found.rows, found.train_nfe) == (samples * draws, samples * draws * networks)
     split = config.replace(micro_batch=config.rollout.group_size - 1)
     assert plan(split).train_nfe == 2 * found.train_nfe
 
@@ -136,39 +139,94 @@ def test_noise_does_not_depend_on_the_part_of_the_groups():
         assert torch.equal(by_member[:, :, 0], by_member[:, :, 1]) == (loss.noise == "group-all-times")
 
 
-def batches_of(trainer, advantages):
+def batches_of(trainer):
+    """The batches of a rollout with random advantages and weights, which are returned as well."""
     groups, generator = trainer.groups, torch.Generator().manual_seed(0)
     noise = groups.noise(trainer.policy.latent_shape, generator)
     condition = trainer.policy.encode(PROMPTS)
-    from flowrl.rollout import rollout
-
-    result = rollout(trainer.policy, trainer.method.sampler, trainer.schedule, condition, noise, generator, groups)
+    result = rollout(trainer.policy, trainer.draw_sampler(), trainer.schedule, condition, noise, generator, groups)
     times = trainer.method.loss.times.draw(trainer.schedule, groups.samples, generator)
-    return ForwardBatches(trainer.policy, trainer.method.loss, result, condition, advantages, times, 1, trainer.copies.by_name)
+    path, valid = result.trajectories, torch.ones(3, 4, dtype=torch.bool)
+    decisions = Decisions.of(path.schedule, path.stds, path.tree, valid)
+    advantages, weights = torch.rand(2, 12, len(decisions), generator=generator)
+    made = ForwardBatches(
+        trainer.policy, trainer.method.loss, result, condition, advantages, weights, times, decisions, 1,
+        trainer.copies.by_name,
+    )  # fmt: skip
+    return made, advantages, weights
 
 
-def test_credit_per_step_weights_the_times_that_a_step_passes():
+def decision_before(time, decisions):
+    """The last decision that is not below the time, in a loop."""
+    found = 0
+    for k, start in enumerate(decisions.time.tolist()):
+        if start >= time - 1e-6:
+            found = k
+    return found
+
+
+@pytest.mark.parametrize("sampler", [FlowSDE(0.7), Windowed(FlowSDE(0.7), range(2, 5)), ODE(), Multistep()], ids=repr)
+def test_a_row_takes_the_credit_of_the_last_decision_above_its_time(sampler):
+    """Above the first decision it is that of the first; without decisions the initial noise is the only one."""
     trainer = trainer_for("awm")
-    advantages = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
-    batches = batches_of(trainer, advantages)
-    sample, draw = torch.arange(12), torch.zeros(12, dtype=torch.long)
+    trainer.method = replace(trainer.method, sampler=sampler)
+    batches, advantages, weights = batches_of(trainer)
+    sample, draw = torch.arange(12).repeat(3), torch.arange(3).repeat_interleave(12)
     batch = batches.of(sample, draw)
-    steps = step_of(batch.time, trainer.schedule)
-    assert torch.equal(batch.advantages, advantages[sample, steps])
+    expected = torch.tensor([decision_before(time, batches.decisions) for time in batch.time.tolist()])
+    assert torch.equal(batch.advantages, advantages[sample, expected])
+    assert torch.equal(batch.weight, weights[sample, expected])
+    if isinstance(sampler, ODE | Multistep):
+        assert batches.decisions.step.tolist() == [-1] and not expected.any()
+    else:
+        assert len(expected.unique()) > 1
     with torch.no_grad():
-        x = batches.images + batch.time.view(-1, 1, 1, 1) * batch.target  # x_t = x_0 + t (eps - x_0)
-        expected = trainer.policy.velocity(x, 1000 * batch.time, trainer.policy.encode(PROMPTS).repeat(4))
-    torch.testing.assert_close(batch.new, expected)
+        x = batches.images + batch.time.view(3, 12, 1, 1, 1)[0] * batch.target[:12]  # x_t = x_0 + t (eps - x_0)
+        expected = trainer.policy.velocity(x, 1000 * batch.time[:12], trainer.policy.encode(PROMPTS).repeat(4))
+    torch.testing.assert_close(batch.new[:12], expected)
+
+
+def test_rows_at_above_and_below_the_times_of_decisions():
+    decisions = Decisions.like(torch.zeros(1, 2, 4), times=(0.8, 0.5, 0.2))
+    times = torch.tensor([[1.0, 0.81, 0.8, 0.79], [0.5, 0.499, 0.2, 0.01]])
+    assert credited(times, decisions).tolist() == [[0, 0, 0, 0], [1, 1, 2, 2]]
 
 
 def test_own_states_are_those_that_the_trajectory_has_passed():
     trainer = trainer_for("nft, own states")
-    batches = batches_of(trainer, torch.zeros(12, 6))
+    batches, _, _ = batches_of(trainer)
     for draw in range(3):
         batch = batches.of(torch.arange(12), torch.full((12,), draw))
         steps = step_of(batch.time, trainer.schedule)
         states = batches.images + batch.time.view(-1, 1, 1, 1) * batch.target
         torch.testing.assert_close(states, batches.rollout.trajectories.nodes[torch.arange(12), steps], atol=1e-5, rtol=1e-4)
+
+
+class Recorded(Uniform):
+    """Uniform credit that keeps the record; its log-probabilities are read."""
+
+    reads_fields = ("log_probs", "trajectories", "condition")
+
+    def credit(self, experience):
+        object.__setattr__(self, "seen", experience)
+        return Credit(self.assign(experience.values, experience.decisions))
+
+
+@pytest.mark.parametrize("case", ["nft", "awm", "dgpo"])
+def test_without_drawn_transitions_the_initial_noise_is_the_only_decision(case):
+    """DPM-Solver++, the ODE and UniPC: one decision, which no transition's log-probability belongs to."""
+    rule, sampler = Recorded(), Multistep() if case == "nft" else SAMPLERS[case]
+    trainer = trainer_for(case, credit=rule)
+    trainer.method = replace(trainer.method, sampler=sampler)
+    row = trainer.iteration()
+    decisions, seen = rule.seen.decisions, rule.seen
+    assert [table.tolist() for table in (decisions.step, decisions.time, decisions.delta, decisions.std)] == [
+        [-1], [1.0], [0.0], [1.0],
+    ]  # fmt: skip
+    assert bool(decisions.mask.all()) and seen.values.shape == (3, 4, 2) and bool(seen.values[..., 0].isnan().all())
+    assert seen.log_probs.shape == (3, 4, 1) and bool(seen.log_probs.isnan().all())
+    assert seen.trajectories.states.shape[:2] == (3, 4 * 7) and len(seen.condition) == 3
+    assert row["grad_norm"] > 0
 
 
 def test_own_states_of_a_tree_are_refused():
@@ -181,6 +239,19 @@ def test_credit_rules_with_probes_combine_with_a_forward_loss():
     trainer = trainer_for("nft, late copy", credit=StepwiseGain(probe=Tweedie()))
     rows, weights = trained(trainer)
     assert bool(weights.isfinite().all()) and rows[0]["grad_norm"] > 0
+    assert rows[0]["nfe"] == 12 * 6 and rows[0]["reward_calls"] == 12 * 6  # 5 decisions and the image
+
+
+@pytest.mark.parametrize("credit", ["stepwise-gain", "tp-grpo", "weighted(rule='stepwise-gain')"])
+@pytest.mark.parametrize("sampler", ["multistep", "ode", "multistep(solver=sa, tau=0.4)"])
+def test_rules_of_decisions_are_refused_by_name_where_nothing_is_drawn(credit, sampler):
+    config = RunConfig.of(world="mixture", task="direction", loss="diffusion-nft", credit="" if credit == "tp-grpo" else credit)
+    config = config.replace(sampler=sampler, **({"method": credit} if credit == "tp-grpo" else {}))
+    name = {"stepwise-gain": "StepwiseGain", "tp-grpo": "TurningPoint"}.get(credit, "Weighted")
+    message = f"credit = {name!r} is not allowed; allowed: one that credits the image, such as uniform: {sampler} draws no"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_method(config)
+    make_method(config.replace(sampler="flow-sde"))
 
 
 def test_a_deterministic_sampler_serves_forward_losses_only():
@@ -202,7 +273,7 @@ def test_named_methods_have_losses_of_their_own():
         config = RunConfig.of(world="mixture", task="direction", method=name, kl_weight=0.2)
         method = make_method(config)
         assert (method.name, method.loss, method.credit, method.shared_noise) == (name, loss, BATCH, False)
-        stepwise = make_method(config.replace(credit="stepwise-gain"))
+        stepwise = make_method(config.replace(credit="stepwise-gain", sampler="flow-sde()"))
         assert (stepwise.loss, stepwise.credit) == (loss, StepwiseGain())
         assert make_method(config.replace(loss="awm(power=0.5)")).loss == AWM(power=0.5, kl_weight=0.2)
         assert named_method(name).sampler == (Multistep("sa", tau=0.4) if name == "awm" else Multistep())
@@ -214,7 +285,7 @@ def test_a_policy_loss_with_a_forward_process_method_is_one_error(loss):
     with pytest.raises(ConfigError, match=r"^loss = .* is not allowed; allowed: a forward-process loss with dgpo"):
         make_method(config)
     with pytest.raises(ConfigError, match=r"loss of awm = 'ClippedLoss' is not allowed"):
-        named_method("awm", loss=ClippedLoss())
+        METHODS["awm"](loss=ClippedLoss())
 
 
 @pytest.mark.parametrize("name", ["diffusion-nft", "awm", "dgpo"])

@@ -18,11 +18,11 @@ from flowrl.commands.progress import warning_text
 from flowrl.errors import TrainingError
 from flowrl.losses import ClippedLoss
 from flowrl.rewards import FunctionReward
-from flowrl.samplers import AllButLast, FlowSDE
+from flowrl.samplers import FixedWindow, FlowSDE
 from flowrl.testing.tiny import TINY as TINY_MODEL
 from flowrl.testing.tiny import tiny_sd3_policy
 from flowrl.training import build
-from flowrl.training.build import make_method, make_reward, make_world, policy_options, trial_schedule
+from flowrl.training.build import make_method, make_reward, make_world, policy_options, trial_stds
 from flowrl.training.config import preset
 from flowrl.training.memory import Peak, largest_batch, memory, memory_notices, predicted_bytes
 from flowrl.training.monitors import (
@@ -118,7 +118,7 @@ def test_one_step_with_nearly_all_of_the_gradient(shares, words):
 @pytest.mark.parametrize(("loss", "fires"), [("clipped", True), ("clipped(log_prob=released_cps)", False), ("grpo-guard", False)])
 def test_cps_down_to_a_tiny_time_trains_one_step(loss, fires):
     """The shapes world's grid ends at 0.001, 0: with the exact density the step to 0.001 has nearly all of the gradient."""
-    run = trainer(preset("tiny").apply(sampler="cps", window="all", loss=loss))
+    run = trainer(preset("tiny").apply(sampler="cps", window=":", loss=loss))
     made = [run.iteration() for _ in range(3)]
     assert (made[0]["step_shares"][2] > 0.999) == fires and made[0]["step_shares"][3] == 0
     assert ["step-share" for _ in range(fires)] == [
@@ -251,7 +251,7 @@ def test_another_attention_kernel_under_guidance(dtype, fires, monkeypatch):
     then moves by more than TP-GRPO's clip, in float32 it does not."""
     policy = tiny_sd3_policy(replace(TINY_MODEL, dtype=dtype, guidance_scale=4.5))
     config = preset("tiny").apply(num_steps=5, groups=2, group_size=3, minibatches=2, dtype=dtype, clip_range=1e-5)
-    method = replace(make_method(config), sampler=AllButLast(FlowSDE(0.7)))
+    method = replace(make_method(config), sampler=FlowSDE(0.7), window=FixedWindow(stop=-1))
     red = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
     run, usual = Trainer(policy, method, red, [Prompt("a dog"), Prompt("a fox")], config), functional.scaled_dot_product_attention
 
@@ -403,12 +403,12 @@ def test_a_network_that_breaks_in_the_update_is_named_with_step_and_prompt(tmp_p
     assert str(tmp_path / "failure") in str(saved)
     values = json.loads((tmp_path / "failure" / "failure.json").read_text())
     assert (values["term"], values["denoising_steps"], values["iteration"]) == ("velocity of the network", [2], 1)
-    assert len(values["prompts"]) == TINY.rollout.groups and all(pair["step"] == 2 for pair in values["pairs"])
+    assert len(values["prompts"]) == TINY.rollout.groups and all(row["step"] == 2 for row in values["rows"])
     tensors = load_file(tmp_path / "failure" / "failure.safetensors")
-    assert tensors["rewards"].shape == (2, 3, 5) and tensors["advantages"].shape == (2, 3, 4)
-    pair = values["pairs"][0]
-    prompt = values["prompts"].index(pair["prompt"])
-    assert tensors["advantages"][prompt, pair["member"], 2] == pytest.approx(pair["advantage"])
+    assert tensors["values"].shape == (2, 3, 3) and tensors["advantages"].shape == (2, 3, 2)
+    row, decision = values["rows"][0], 1  # the steps 1 and 2 are drawn
+    prompt = values["prompts"].index(row["prompt"])
+    assert tensors["advantages"][prompt, row["member"], decision] == pytest.approx(row["advantage"])
 
 
 @dataclass(frozen=True)
@@ -428,7 +428,7 @@ class InfiniteGradient:
 
 
 def test_a_gradient_that_is_not_finite_names_step_and_parameter(tmp_path):
-    stds = trial_schedule(TINY).stds
+    stds = trial_stds(TINY)
     first, second = stds[stds > 0].tolist()
     assert first > second
     run = trainer(loss=InfiniteGradient((first + second) / 2))
@@ -443,7 +443,7 @@ def test_a_gradient_that_is_not_finite_names_step_and_parameter(tmp_path):
 def test_a_run_that_breaks_leaves_a_dump_and_can_be_resumed(tmp_path, monkeypatch):
     config = TINY.replace(checkpoint_every=1)
     Run(config, tmp_path / "whole").execute()
-    make = build.make_loss
+    make = build.run_method
 
     @dataclass(frozen=True)
     class BreaksLater(ClippedLoss):
@@ -452,7 +452,12 @@ def test_a_run_that_breaks_leaves_a_dump_and_can_be_resumed(tmp_path, monkeypatc
             return replace(found, loss=found.loss * math.nan) if batch.new.mean.requires_grad and len(told) > 2 else found
 
     told = []
-    monkeypatch.setattr(build, "make_loss", lambda config: BreaksLater(clip_range=config.algorithm.clip_range))
+
+    def breaking(config):
+        method = make(config)
+        return replace(method, loss=BreaksLater(clip_range=method.loss.clip_range))
+
+    monkeypatch.setattr(build, "run_method", breaking)
 
     def report(state):
         if "iteration" in state:
@@ -461,7 +466,7 @@ def test_a_run_that_breaks_leaves_a_dump_and_can_be_resumed(tmp_path, monkeypatc
     with pytest.raises(NonFiniteError, match=r"iteration 3: the loss is nan.*are in .*failure"):
         Run(config, tmp_path / "run", report).execute()
     assert json.loads((tmp_path / "run" / "failure" / "failure.json").read_text())["term"] == "loss"
-    monkeypatch.setattr(build, "make_loss", make)
+    monkeypatch.setattr(build, "run_method", make)
     assert Run(config, tmp_path / "run").execute(resume=True)
     first, second = ((tmp_path / name / "weights.safetensors").read_bytes() for name in ("whole", "run"))
     assert first == second

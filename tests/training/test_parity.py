@@ -122,7 +122,7 @@ FAULTS = {
     "gradient through both branches": ("fg", DUAL, "on_policy_beta0", {"guidance_gradient": "both"}, GRADIENTS),
     "gradient through one branch": ("tp", DUAL, "on_policy_beta0", {"guidance_gradient": "prompt"}, GRADIENTS),
     "other betas": ("fg", PLAIN, "two_updates", {"betas": (0.9, 0.99)}, {"weights / learning rate"}),
-    "the last step is trained": ("fg", PLAIN, "on_policy_beta0", {"trained_steps": "all"}, GRADIENTS),
+    "the last step is trained": ("fg", PLAIN, "on_policy_beta0", {"trained_steps": ":"}, GRADIENTS),
     "a step is left out": ("tp", PLAIN, "on_policy", {"trained_steps": "0:8"}, {*GRADIENTS, "KL", "mean loss"}),
     "samples without advantage count": (
         "fg", DUAL, "zero_group", {"drop_zero_advantages": False}, {*GRADIENTS, "mean loss"},

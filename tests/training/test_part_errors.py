@@ -25,9 +25,9 @@ BASES = {
     "credit": """
 class Part:
     probe = NoProbe()
-    def assign(self, rewards, schedule):
-        final = rewards[..., -1:]
-        good = (final - final.mean(1, keepdim=True)).expand(-1, -1, rewards.shape[-1] - 1).clone()
+    def assign(self, values, decisions):
+        final = values[..., -1:]
+        good = (final - final.mean(1, keepdim=True)).expand(-1, -1, len(decisions)).clone()
         {}
 """,
     "reward": """
@@ -66,7 +66,8 @@ CASES = [
         ("return good.to('meta')", "device is meta"), ("return good.to_sparse()", "is sparse"), ("return None", "NoneType"),
         ("return good.to(torch.complex64)", "complex"), ("return good.numpy()", "ndarray"), ("return good.long()", "int64"),
         ("return good[:, :1]", "shape"), ("return good * float('nan')", "not finite"), ("return 1 / 0", "ZeroDivisionError"),
-        ("rewards.zero_(); return good", "changed its input in place"),
+        ("decisions.std.zero_(); return good", "changed its input in place"),
+        ("values.zero_(); return good", "changed its input in place"),
     )),
     Bad("credit", "sys.exit(0)", rf"Part\.assign {PLACE}: SystemExit: 0"),
     *(Bad("reward", line, rf"score.*{what}") for line, what in (

@@ -9,7 +9,7 @@ from flowrl.training.plan import plan
 from flowrl.training.results import load_run
 from flowrl.training.run import Run
 
-MIXTURE = preset("tiny").apply(world="mixture", iterations=1, groups=3, group_size=4, num_steps=5, window="all-but-last")
+MIXTURE = preset("tiny").apply(world="mixture", iterations=1, groups=3, group_size=4, num_steps=5, window=":-1")
 
 
 @pytest.mark.parametrize(
@@ -18,19 +18,19 @@ MIXTURE = preset("tiny").apply(world="mixture", iterations=1, groups=3, group_si
         {"method": "flow-grpo"},
         {"method": "stepwise-flow-grpo"},
         {"method": "tp-grpo"},
-        {"method": "dance-grpo", "window": "2:2"},
-        {"method": "tp-grpo", "initial_noise": "shared", "window": "1:3"},
-        {"method": "stepwise-flow-grpo", "sampler": "ddim-sde", "window": "all"},
+        {"method": "dance-grpo", "window": "2:4"},
+        {"method": "tp-grpo", "initial_noise": "shared", "window": "1:4"},
+        {"method": "stepwise-flow-grpo", "sampler": "ddim-sde", "window": ":"},
         {"method": "x", "credit": "stepwise-gain(probe='continuation:2')", "kl_weight": 0.1},
         {"method": "x", "credit": "stepwise-gain(probe='completion(solver=heun,together=False)')"},
         {"method": "x", "credit": "stepwise-gain(probe='substeps(count=3,solver=dpm++,every=2,fraction=0.5)')"},
         {"method": "x", "credit": "stepwise-gain(probe='completion(fraction=0.3,control=uniform)')", "initial_noise": "shared"},
         {"method": "x", "credit": "stepwise-gain(probe='branch(children={1:2,3:2})')"},
-        {"method": "dense-grpo", "sampler": "cps", "window": "all", "minibatches": 5, "kl_weight": 0.1},
-        {"method": "flow-grpo", "window": "random:2", "minibatches": 24},
-        {"method": "flow-grpo", "window": "all", "trained_steps": "all-but-last", "kl_weight": 0.1},
-        {"method": "tp-grpo", "window": "all", "trained_steps": "random:0.6"},
-        {"method": "flow-grpo", "window": "random:3", "trained_steps": "random:0.7"},
+        {"method": "dense-grpo", "sampler": "cps", "window": ":", "minibatches": 5, "kl_weight": 0.1},
+        {"method": "flow-grpo", "window": "random(size=2)", "minibatches": 24},
+        {"method": "flow-grpo", "window": ":", "trained_steps": ":-1", "kl_weight": 0.1},
+        {"method": "tp-grpo", "window": ":", "trained_steps": "random(fraction=0.6)"},
+        {"method": "flow-grpo", "window": "random(size=3)", "trained_steps": "random(fraction=0.7)"},
         {"method": "flow-grpo", "loss": "gspo", "micro_batch": 2},
         {"method": "flow-grpo", "loss": "gspo(kl_weight=0.1)", "micro_batch": 5},
     ],
@@ -49,12 +49,12 @@ def test_a_run_records_what_the_plan_counts(changes, tmp_path):
 
 
 def test_a_block_cache_counts_fractions(tmp_path):
-    """Four layers: of 4 new evaluations from each node, 2 compute all of them and 2 one; they have calls of their own."""
+    """Four layers: of 4 new evaluations from each of 2 nodes, 2 compute all of them and 2 one, in calls of their own."""
     small = {"groups": 1, "group_size": 2, "iterations": 1, "num_steps": 3, "eval_samples": 2, "eval_steps": 2,
-             "initial_noise": "independent", "window": "all-but-last"}  # fmt: skip
+             "initial_noise": "independent", "window": ":-1"}  # fmt: skip
     config = preset("tiny").apply(world="shapes", credit="stepwise-gain(probe='substeps(cache=2)')", **small)
     row, found = (Run(config, tmp_path / "run").execute(), load_run(tmp_path / "run").rows[1])[1], plan(config)
-    assert found.nfe == 2 * 3 * (1 + 2 + 2 / 4) == 21 and found.sequential_calls == 3 + 3 * 4
+    assert found.nfe == 2 * (3 + 2 * (2 + 2 / 4)) == 16 and found.sequential_calls == 3 + 2 * 4
     assert (row["nfe"], row["calls"], row["reward_calls"]) == (found.nfe, found.sequential_calls, found.reward_calls)
 
 
@@ -62,8 +62,8 @@ def test_the_arithmetic_of_the_published_batch():
     """Flow-GRPO for SD3.5-Medium: 48 groups of 24, 10 steps, 9 of them trained, two updates, guidance, KL, 32 processes."""
     config = preset("sd3.5-medium,flow-grpo,geneval").apply(groups=48)
     found = plan(config, 32)
-    assert (found.trajectories, found.pairs, found.updates) == (1152, 1152 * 9, 2)
-    assert (found.trajectories_per_update, found.pairs_per_update) == (576, 576 * 9)
+    assert (found.trajectories, found.rows, found.updates) == (1152, 1152 * 9, 2)
+    assert (found.trajectories_per_update, found.rows_per_update) == (576, 576 * 9)
     assert (found.groups_per_process, found.evaluations_per_update_and_process, found.idle) == (2, 216, 8)
     assert (found.micro_batches_per_update, found.rows_per_micro_batch) == (54, 4)
     assert (found.nfe, found.train_nfe, found.reward_calls) == (11520, 2 * 10368, 1152)
@@ -82,14 +82,15 @@ def test_the_passes_of_the_published_dgpo():
 
 
 def test_evaluations_of_a_trajectory_are_those_of_the_papers_at_their_least():
-    """T T' = 50 less what a group shares, and T (T + 1) / 2 = 55 where all 10 steps are stochastic."""
+    """T T' = 50 less what a group shares, and T (T + 1) / 2 = 55 where all 10 steps are stochastic: the gain of the last trained
+    decision reads the value of the untrained one after it."""
     stepwise = plan(preset("sd3.5-medium,stepwise-flow-grpo,ocr").apply())
     assert stepwise.nfe == 96 * 50 - 5 * (96 - 4) and stepwise.sequential_calls == 14
     turning = plan(preset("sd3.5-medium,tp-grpo,ocr").apply())
     assert (
         turning.nfe == 96 * 55 and turning.sequential_calls == 10
     )  # the last step is no decision, and its completion no evaluation
-    assert plan(MIXTURE.replace(method="tp-grpo", num_steps=10, window="all")).nfe == 12 * 55
+    assert plan(MIXTURE.replace(method="tp-grpo", num_steps=10, window=":")).nfe == 12 * 55
 
 
 @pytest.mark.parametrize(("groups", "processes", "each"), [(4, 1, 4), (4, 3, 2), (5, 2, 3), (4, 8, 1)])
@@ -108,7 +109,7 @@ def test_train_prints_it_and_trains_nothing(tmp_path, capsys):
     shown = capsys.readouterr().out
     for words in ("4 groups x 24 members = 96", "96 trajectories x 9 trained steps of 10 = 864",
                   "5,280 network evaluations (55.0 a trajectory)",
-                  "x 2 (guidance)", "2 processes", "216 pairs a process (on average) / micro_batch 4 = 54"):  # fmt: skip
+                  "x 2 (guidance)", "2 processes", "216 rows a process (on average) / micro_batch 4 = 54"):  # fmt: skip
         assert words in shown
     assert not out.exists()
     assert main(["train", "--plan", "--processes", "0"]) == 2

@@ -52,17 +52,17 @@ MODELS[WAN] = {
     "lora_targets": tuple(f"attn{i}.{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0")),
 }  # fmt: skip
 FLOW_CODE = {
-    "sampler": "flow-sde", "noise_level": 0.7, "window": "all", "trained_steps": "all-but-last", "clip_range": 1e-4,
+    "sampler": "flow-sde", "noise_level": 0.7, "window": ":", "trained_steps": ":-1", "clip_range": 1e-4,
     "loss": "clipped(kl=without_delta)", "kl_weight": 0.04, "drop_zero_advantages": True, "guidance_gradient": "prompt",
     "minibatches": 2, "learning_rate": 3e-4, "ema_decay": 0.987, "group_size": 24,
 }  # fmt: skip
 TREE_CODE = {
-    "sampler": "flow-sde", "noise_level": 0.7, "trained_steps": "all", "initial_noise": "shared", "loss": "clipped",
+    "sampler": "flow-sde", "noise_level": 0.7, "trained_steps": ":", "initial_noise": "shared", "loss": "clipped",
     "clip_range": 1e-4, "kl_weight": 0.0, "drop_zero_advantages": False, "guidance_gradient": "both", "minibatches": 2,
     "learning_rate": 3e-4, "ema_decay": 0.987,
 }  # fmt: skip
 FORWARD_CODE = {
-    "sampler": "multistep", "trained_steps": "all", "initial_noise": "independent", "credit": "uniform(std=batch, clamp=none)",
+    "sampler": "multistep", "trained_steps": ":", "initial_noise": "independent", "credit": "uniform(std=batch, clamp=none)",
     "drop_zero_advantages": False, "minibatches": 1, "learning_rate": 3e-4, "ema_decay": 0.987, "group_size": 24,
 }  # fmt: skip
 SPLITS = "children={0: 2, 3: 2, 6: 2, 9: 2}"
@@ -78,28 +78,29 @@ METHODS = {
     STEPWISE: {**FLOW_CODE, "initial_noise": "shared"},
     TURNING: {
         **FLOW_CODE, "initial_noise": "independent", "credit": "turning-point(balance=trend, balance_scope=prompt)",
-        "sampler": "cps", "window": "0:9", "trained_steps": "all", "loss": "clipped(log_prob=released_cps)", "clip_range": 1e-5,
+        "sampler": "cps", "window": "0:9", "trained_steps": ":", "loss": "clipped(log_prob=released_cps)", "clip_range": 1e-5,
         "kl_weight": 1e-4, "guidance_gradient": "both",
     },
     DANCE: {
-        "sampler": "dance-sde", "noise_level": 0.3, "window": "all-but-last", "trained_steps": "random:0.6", "clip_range": 1e-4,
+        "sampler": "dance-sde", "noise_level": 0.3, "window": ":-1", "trained_steps": "random(fraction=0.6)", "clip_range": 1e-4,
         "group_size": 12, "loss": "clipped", "kl_weight": 0.0, "drop_zero_advantages": False, "initial_noise": "shared",
         "guidance_gradient": "both", "minibatches": 3, "learning_rate": 3e-4, "ema_decay": 0.0,
     },
     BRANCH: {
-        **TREE_CODE, "sampler": "dance-sde", "noise_level": 0.3, "window": "all", "clip_range": 1e-3, "group_size": 16,
+        **TREE_CODE, "sampler": "dance-sde", "noise_level": 0.3, "window": ":", "clip_range": 1e-3, "group_size": 16,
         "num_steps": 20, "credit": f"depth-relative(scope=tree, std=sample, probe='branch({SPLITS}, weight=edge)')",
     },
     TEMPFLOW: {
-        **FLOW_CODE, "initial_noise": "independent", "window": "all-but-last", "trained_steps": "all",
-        "credit": "weighted(weights=noise, rule=\"sibling-relative(probe='comb(branches=6, count=1)')\")",
+        **FLOW_CODE, "initial_noise": "independent", "window": ":-1", "trained_steps": ":", "loss": "clipped",
+        "kl_weight": 0.004, "group_size": 54, "num_steps": 10,
+        "credit": "weighted(weights=noise, rule=\"sibling-relative(probe='comb(branches=6)')\")",
     },
     GRANULAR: {
         **TREE_CODE, "window": "0:8", "group_size": 36, "num_steps": 16,
         "credit": "sibling-relative(probe='comb(branches=12, count=1, strides=(1, 2, 3))')",
     },
     TREE: {
-        **TREE_CODE, "window": "random:3:0.5", "group_size": 27, "num_steps": 10,
+        **TREE_CODE, "window": "random(size=3, geometric=0.5)", "group_size": 27, "num_steps": 10,
         "credit": "backed-up(backup=softmax, probe='branch(children=(3, 3, 3))')",
     },
     NFT: {
@@ -128,11 +129,12 @@ CROSSED = {
     (FLOW, FLUX): FLOW_ON_FLUX,
     (STEPWISE, FLUX): FLOW_ON_FLUX,
     (FLOW, QWEN): {
-        "noise_level": 1.2, "window": "random:2:5", "trained_steps": "all", "kl_weight": 0.0, "drop_zero_advantages": False,
+        "noise_level": 1.2, "window": "random(size=2, high=5)", "trained_steps": ":", "kl_weight": 0.0,
+        "drop_zero_advantages": False,
         "group_size": 16, "ema_decay": 0.0, "guidance_gradient": "both",
     },
     (STEPWISE, QWEN): {
-        "window": "all-but-last", "trained_steps": "all", "kl_weight": 0.0, "drop_zero_advantages": False, "group_size": 16,
+        "window": ":-1", "trained_steps": ":", "kl_weight": 0.0, "drop_zero_advantages": False, "group_size": 16,
         "ema_decay": 0.0, "guidance_gradient": "both",
     },
     (FLOW, WAN): {"credit": "uniform", **FLOW_ON_WAN},
@@ -144,11 +146,9 @@ CROSSED = {
     (DANCE, FLUX): {"num_steps": 16, "resolution": 720},
     (BRANCH, FLUX): {"resolution": 720},
     (GRANULAR, FLUX): {"resolution": 720},
-    (TEMPFLOW, PICKSCORE): {"kl_weight": 0.01},
-    (TEMPFLOW, FLUX): {**FLOW_ON_FLUX, "resolution": 1024},
-    (TEMPFLOW, QWEN): {
-        "kl_weight": 0.0, "drop_zero_advantages": False, "ema_decay": 0.0, "guidance_gradient": "both",
-    },
+    (TEMPFLOW, PICKSCORE): {"kl_weight": 0.001},
+    (TEMPFLOW, FLUX): {"noise_level": 0.9, "drop_zero_advantages": False, "resolution": 1024},
+    (TEMPFLOW, QWEN): {"drop_zero_advantages": False, "ema_decay": 0.0, "guidance_gradient": "both"},
     (NFT, OCR): {"loss": "diffusion-nft(beta=0.1, advantage_clip=5.0, decay=(75, 0.0075, 0.999))", "minibatches": 2},
     (AWM, OCR): {"kl_weight": 3e-3},
     (AWM, PICKSCORE): {"kl_weight": 1e-4, "sampler": "multistep(solver=sa)"},
@@ -156,21 +156,18 @@ CROSSED = {
     (DGPO, PICKSCORE): {"loss": dgpo_loss(10.0, 0.05, 200, 7), "kl_weight": 1e-3},
 }  # fmt: skip
 EXACT = {"drop_zero_advantages": False, "guidance_gradient": "both"}
-EXACT_FLOW = {"loss": "clipped", "window": "all-but-last", "trained_steps": "all"}
+EXACT_FLOW = {"loss": "clipped", "window": ":-1", "trained_steps": ":"}
 CROSSED_EXACT = {
     (FLOW,): {**EXACT_FLOW, "credit": "uniform"},
     (STEPWISE,): EXACT_FLOW,
     (TURNING,): {"credit": "turning-point", "loss": "clipped"},
     (BRANCH,): {"credit": f"depth-relative(scope=tree, std=sample, probe='branch({SPLITS})')"},
-    (TEMPFLOW,): {"loss": "clipped"},
-    (TEMPFLOW, SD3): {"kl_weight": 0.0091},
-    (TEMPFLOW, SD3, PICKSCORE): {"kl_weight": 0.0023},
     (FLOW, SD3): {"kl_weight": 0.0091},
     (STEPWISE, SD3): {"kl_weight": 0.0091},
     (FLOW, SD3, PICKSCORE): {"kl_weight": 0.0023},
     (STEPWISE, SD3, PICKSCORE): {"kl_weight": 0.0023},
     (TURNING, SD3): {"trained_steps": "0:8", "clip_range": 2.2e-5, "kl_weight": 0.059},
-    (FLOW, QWEN): {"window": "random:2:5"},
+    (FLOW, QWEN): {"window": "random(size=2, high=5)"},
     (TURNING, QWEN): {"trained_steps": "0:8", "clip_range": 3.6e-5, "kl_weight": 0.003},
     (TURNING, WAN): {"trained_steps": "0:18", "clip_range": 3.1e-5, "kl_weight": 0.0091},
     (TURNING, FLUX): {"clip_range": 2.9e-5},
@@ -180,7 +177,7 @@ TRAINED = {
     (FLUX, FLOW): 5, (FLUX, STEPWISE): 5, (FLUX, TURNING): 5, (FLUX, DANCE): 9,
     (QWEN, FLOW): 2, (QWEN, STEPWISE): 9, (QWEN, TURNING): 9, (QWEN, DANCE): 5,
     (WAN, FLOW): 19, (WAN, STEPWISE): 19, (WAN, TURNING): 19, (WAN, DANCE): 11,
-    (SD3, TEMPFLOW): 9, (FLUX, TEMPFLOW): 5, (QWEN, TEMPFLOW): 9, (WAN, TEMPFLOW): 19,
+    **{(model, TEMPFLOW): 9 for model in MODELS},
     **{(model, method): steps for model in MODELS for method, steps in ((BRANCH, 20), (GRANULAR, 8), (TREE, 3))},
 }  # fmt: skip
 FLAVOURS = [name + form for name in combinations() for form in ("", ",exact")]
@@ -236,7 +233,9 @@ AS_PUBLISHED = {
         "clip_range", "credit", "iterations", "loss", "max_grad_norm", "noise_level", "num_steps", "trained_steps",
         "weight_decay", "window",
     },
-    TEMPFLOW: SAMPLE,
+    TEMPFLOW: SAMPLE - {"group_size"} | {
+        "clip_range", "credit", "kl_weight", "learning_rate", "loss", "noise_level", "num_steps", "sampler", "window",
+    },
     GRANULAR: SAMPLE - {"group_size"} | {
         "clip_range", "kl_weight", "max_grad_norm", "noise_level", "num_steps", "weight_decay", "window",
     },
@@ -390,7 +389,7 @@ SMALL = {
 }  # fmt: skip
 
 
-LEAVES = {BRANCH: 16, TEMPFLOW: 6, GRANULAR: 36, TREE: 27}
+LEAVES = {BRANCH: 16, TEMPFLOW: 54, GRANULAR: 36, TREE: 27}
 """The smallest group that a method's tree fits."""
 
 
@@ -522,10 +521,10 @@ def test_values_survive_yaml(tmp_path):
               "adapter": "1e5", "model": "a: b # c", "heldout_rewards": ("ocr", "clipscore(weight=1.0)")}  # fmt: skip
     (tmp_path / "x.yaml").write_text(settings_text(grouped(RunConfig, values), "a comment\nof two lines"))
     assert read_settings(tmp_path / "x.yaml", RunConfig).settings == values
-    text = "optim: {learning_rate: 1e-4}\nseed: 3\nalgorithm:\n  kl_weight: 0\n  window: 2:5\npolicy:\n  adapter: 12\n  model:\n"
+    text = "optim: {learning_rate: 1e-4}\nseed: 3\nalgorithm:\n  kl_weight: 0\n  window: 2:7\npolicy:\n  adapter: 12\n  model:\n"
     (tmp_path / "y.yaml").write_text(text + "evaluation:\n  heldout_rewards: ocr\n")
     assert read_settings(tmp_path / "y.yaml", RunConfig).settings == {
-        "learning_rate": 1e-4, "kl_weight": 0.0, "seed": 3, "window": "2:5", "adapter": "12", "model": "",
+        "learning_rate": 1e-4, "kl_weight": 0.0, "seed": 3, "window": "2:7", "adapter": "12", "model": "",
         "heldout_rewards": ("ocr",),
     }  # fmt: skip
 
@@ -539,12 +538,12 @@ def test_a_run_folder_of_another_format_is_one_line(tmp_path, capsys):
         for command in (["train", "--resume", str(tmp_path)], ["train", "--config", f"{tmp_path}/config.json"]):
             assert main(command) == 2
             error = capsys.readouterr().err
-            assert words in error and str(tmp_path / "config.json") in error and "'flowrl-run-2'" in error
+            assert words in error and str(tmp_path / "config.json") in error and "'flowrl-run-3'" in error
         with pytest.raises(ConfigError, match=words):
             load_run(tmp_path)
     with pytest.raises(ConfigError, match="flat settings"):
         RunConfig.from_dict(old)
-    write_json(tmp_path / "config.json", {"format": "flowrl-run-2", **RunConfig(seed=3).as_dict()})
+    write_json(tmp_path / "config.json", {"format": "flowrl-run-3", **RunConfig(seed=3).as_dict()})
     assert load_config(tmp_path / "config.json") == RunConfig(seed=3)
 
 

@@ -11,7 +11,7 @@ def weights(credit: str, world: str = "mixture") -> list[torch.Tensor]:
     """The trained weights after two iterations of two updates each; random steps and mini-batches are drawn after the rollout."""
     config = preset("tiny").apply(
         world=world, method="flow-grpo", credit=credit, iterations=2, groups=2, group_size=4, num_steps=4, minibatches=2,
-        window="all", trained_steps="random:0.5", kl_weight=0.1, chunk=1,
+        window=":", trained_steps="random(fraction=0.5)", kl_weight=0.1, chunk=1,
     )  # fmt: skip
     trainer = make_trainer(config)
     for _ in range(2):

@@ -9,17 +9,20 @@ from safetensors.torch import save
 
 from flowrl.credit import GDPO, SiblingRelative, Uniform, Weighted
 from flowrl.errors import CheckpointError, ConfigError, CreditError, RewardError, TrainingError
+from flowrl.experience import Credit, Decisions, Experience
+from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import GSPO, ClippedLoss, DiffusionNFT
-from flowrl.methods import METHODS, OWN_LOSSES, make_sampler, named_method
+from flowrl.methods import METHODS, named_method
 from flowrl.probes import Branch, NoProbe
 from flowrl.prompts.stream import PromptStream
+from flowrl.protocols import ForwardLoss
 from flowrl.registry import build
 from flowrl.rewards import FunctionReward, WeightedSum
-from flowrl.rollout import RewardTables
-from flowrl.rollout.loss_batch import Pairs, minibatch_pairs
-from flowrl.samplers import RandomWindow
-from flowrl.training.build import check, make_method, make_world, policy_options, trained_policy, trial_schedule
+from flowrl.rollout import minibatch_rows, transition_weights
+from flowrl.rollout.loss_batch import Rows
+from flowrl.samplers import CPS, RandomWindow
+from flowrl.training.build import check, make_method, make_world, policy_options, trained_policy, trial_stds
 from flowrl.training.checkpoint import PER_PARAMETER, load_checkpoint, save_checkpoint
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.evaluation import evaluate
@@ -73,7 +76,7 @@ def test_the_micro_batch_does_not_change_the_update():
     big, small = trainer(TINY.replace(micro_batch=1000)), trainer(TINY.replace(micro_batch=3))
     shares = [run.iteration()["step_shares"] for run in (big, small)]
     assert shares[0] == pytest.approx(shares[1], rel=1e-4) and sum(shares[0]) == pytest.approx(1)
-    assert [share > 0 for share in shares[0]] == [std > 0 for std in trial_schedule(TINY).stds]
+    assert [share > 0 for share in shares[0]] == [std > 0 for std in trial_stds(TINY)]
     for a, b in zip(weights(big), weights(small), strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3)
 
@@ -110,19 +113,21 @@ def test_components_are_logged_and_credited_one_by_one():
     both = WeightedSum({"small": along(0), "large": along(1)}, {"large": 1000.0})
     run = trainer(TINY, method=named_method("gdpo", credit="gdpo"), reward=both)
     seen = {}
-    whole = run.method.credit.assign_parts
+    whole = run.method.credit.credit
 
-    def watch(parts, schedule):
-        seen.update(parts)
-        return whole(parts, schedule)
+    def watch(experience):
+        seen.update(experience.parts)
+        return whole(experience)
 
-    object.__setattr__(run.method.credit, "assign_parts", watch)
+    object.__setattr__(run.method.credit, "credit", watch)
     row = run.iteration()
     assert set(seen) == set(row["parts"]) == {"small", "large"}
     assert row["reward_mean"] == pytest.approx(row["parts"]["small"] + 1000 * row["parts"]["large"], rel=1e-4)
     assert row["reward_calls"] == 2 * 3  # a composite reward is evaluated once
-    small = GDPO(batch=False).assign_parts({"small": seen["small"]})
-    torch.testing.assert_close(Uniform().assign(seen["small"]), small)
+    values, decisions = seen["small"], Decisions.like(seen["small"])
+    record = Experience([Prompt("a"), Prompt("b")], values, decisions, torch.ones(2, 3).bool(), {"small": values})
+    small = GDPO(batch=False).credit(record).advantages
+    torch.testing.assert_close(Uniform().assign(values, decisions), small)
     assert trainer(TINY, reward=both).iteration()["parts"].keys() == {"small", "large"}
 
 
@@ -149,11 +154,11 @@ def test_initial_noise_can_be_overruled():
 
 
 def test_a_random_window_is_drawn_once_per_iteration():
-    config = TINY.replace(window="random:2")
+    config = TINY.replace(window="random(size=2)")
     run = trainer(config)
-    assert isinstance(run.method.sampler, RandomWindow)
-    starts = {run.draw_sampler().start for _ in range(40)}  # pyright: ignore[reportAttributeAccessIssue]
-    assert starts == {0, 1, 2}
+    assert run.method.window == RandomWindow(2)
+    steps = {tuple(run.draw_sampler().steps) for _ in range(40)}  # pyright: ignore[reportAttributeAccessIssue]
+    assert steps == {(0, 1), (1, 2), (2, 3)}
     run.iteration()
 
 
@@ -211,7 +216,7 @@ def two_iterations(run):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"window": "random:2", "kl_weight": 0.1},
+        {"window": "random(size=2)", "kl_weight": 0.1},
         {"method": "diffusion-nft"},
         {"credit": "moving-average-gain", "method": "gain"},
         {"credit": "value-tracker", "method": "tracker"},
@@ -276,21 +281,23 @@ class WrongShape:
 
     probe: NoProbe = NoProbe()
 
-    def assign(self, rewards, schedule):
-        return torch.zeros_like(rewards)
+    def assign(self, values, decisions):
+        return torch.zeros_like(values)
 
 
 @dataclass(frozen=True)
-class ReadsUnfilledNodes:
+class ReadsUnfilledColumns:
     """Asks for nothing, reads everything."""
 
     probe: NoProbe = NoProbe()
 
-    def assign(self, rewards, schedule):
-        return rewards.diff(dim=-1)
+    def assign(self, values, decisions):
+        return values.diff(dim=-1)
 
 
-@pytest.mark.parametrize(("rule", "words"), [(WrongShape(), r"shape \(2, 3, 5\)"), (ReadsUnfilledNodes(), "not finite")])
+@pytest.mark.parametrize(
+    ("rule", "words"), [(WrongShape(), r"shape \(2, 3, 3\), not .* \(2, 3, 2\)"), (ReadsUnfilledColumns(), "not finite")]
+)
 def test_rules_that_break_their_contract_are_named(rule, words):
     with pytest.raises(CreditError, match=words):
         trainer(method=replace(make_method(TINY), credit=rule)).iteration()
@@ -323,15 +330,14 @@ def test_failures_name_the_cause_and_leave_the_weights_alone():
         ({"group_size": 1}, "group_size = 1 is not allowed; allowed: a whole number, 2 or more"),
         ({"num_steps": -1}, "num_steps = -1"),
         ({"iterations": 0}, "iterations"),
-        ({"noise_level": 0.0}, "log-probabilities"),
         ({"sampler": "ode"}, "log-probabilities"),
         ({"noise_level": -1.0}, "noise_level"),
         ({"sampler": "euler"}, "flow-sde"),
         ({"world": "mars"}, "shapes, mixture"),
         ({"task": "poetry"}, "compositional, text, preference"),
         ({"reward_form": "fuzzy"}, "strict, graded, soft"),
-        ({"window": "8:9"}, "within the schedule's 10 steps"),
-        ({"window": "some"}, "START:SIZE"),
+        ({"window": "8:17"}, "within the schedule's 10 steps"),
+        ({"window": "some"}, "unknown window 'some'; allowed: fixed, random, sliding"),
         ({"dtype": "int8"}, "float32"),
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"ema_decay": 1.0}, "ema"),
@@ -366,8 +372,9 @@ def test_configs_survive_json_and_presets_are_valid():
         config = preset(name).apply()
         assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
     for name in METHODS:
-        loss = DiffusionNFT(beta=0.5) if name in OWN_LOSSES else ClippedLoss(clip_range=1e-3)
-        method = named_method(name, make_sampler("cps", 0.7), loss)
+        own = METHODS[name]()
+        loss = DiffusionNFT(beta=0.5) if isinstance(own.loss, ForwardLoss) else ClippedLoss(clip_range=1e-3)
+        method = METHODS[name](CPS(0.7), loss)
         assert method.name == name and method.loss == loss
 
 
@@ -386,22 +393,6 @@ def test_upcoming_prompts_are_those_that_come():
     assert ahead == list(dict.fromkeys(p.text for p in stream.take(9)))
 
 
-def test_rules_see_the_schedule_where_the_rewards_are():
-    """A run on a GPU has its schedule there, and its rewards in main memory."""
-    run, asked = trainer(), []
-
-    class Elsewhere:
-        def to(self, device):
-            asked.append(device)
-            return run.schedule
-
-    run._credit(RewardTables(torch.zeros(2, 3, run.schedule.steps + 1), {}, torch.ones(2, 3, dtype=torch.bool)), Elsewhere())
-    assert asked == [torch.device("cpu")]
-    stds = torch.ones(run.schedule.steps)
-    moved = replace(run.schedule, stds=stds).to("cpu")
-    assert torch.equal(moved.times, run.schedule.times) and moved.timesteps is None and torch.equal(moved.stds, stds)
-
-
 def test_no_network_call_of_a_run_is_larger_than_it_may_be(tmp_path, monkeypatch):
     """Evaluations and the trajectory shown at the end included."""
     from flowrl.policies.mixture import MixturePolicy
@@ -413,23 +404,23 @@ def test_no_network_call_of_a_run_is_larger_than_it_may_be(tmp_path, monkeypatch
 
 
 class HalfOfTheGroups:
-    """Advantages of uniform credit in every second group, and at every second step; 0 elsewhere."""
+    """Advantages of uniform credit in every second group, and at every second decision; 0 elsewhere."""
 
-    name, needs_nodes, probe = "half", False, NoProbe()
+    probe = NoProbe()
 
-    def assign(self, rewards, schedule):
-        found = Uniform().assign(rewards, schedule).clone()
+    def assign(self, values, decisions):
+        found = Uniform().assign(values, decisions).clone()
         found[::2] = 0
-        found[..., ::2] = 0
+        found[..., 1::2] = 0
         return found
 
 
 def zero_pairs_run(monkeypatch, evaluated, credit, **changes):
-    """Metrics of two iterations and the weights after them; `evaluated`: pairs of advantage 0 are, as well."""
+    """Metrics of two iterations and the weights after them; `evaluated`: rows of advantage 0 are, as well."""
     config = TINY.replace(**{"groups": 4, "group_size": 4, "minibatches": 2, "micro_batch": 7, "learning_rate": 1e-3, **changes})
     with monkeypatch.context() as patch:
         if evaluated:
-            patch.setattr(Pairs, "without_zeros", lambda pairs, advantages: pairs)
+            patch.setattr(Rows, "without_zeros", lambda rows, advantages: rows)
         run = trainer(config, replace(make_method(config), credit=credit))
         rows = [run.iteration() for _ in range(2)]
     return rows, torch.cat([parameter.detach().flatten() for parameter in run.parameters])
@@ -437,10 +428,10 @@ def zero_pairs_run(monkeypatch, evaluated, credit, **changes):
 
 @pytest.mark.parametrize("loss", ["clipped", "grpo-guard", "flow-dppo", "policy-gradient"])
 @pytest.mark.parametrize("credit", [HalfOfTheGroups(), SiblingRelative(probe=Branch((2, 2)))])
-def test_pairs_of_advantage_0_are_not_evaluated_and_nothing_changes(loss, credit, monkeypatch):
-    """The gradient is the same up to the order of its sums, its mean is over all pairs, and the metrics are over the others."""
+def test_rows_of_advantage_0_are_not_evaluated_and_nothing_changes(loss, credit, monkeypatch):
+    """The gradient is the same up to the order of its sums, its mean is over all rows, and the metrics are over the others."""
     (every, expected), (few, found) = (
-        zero_pairs_run(monkeypatch, evaluated, credit, loss=loss, window="all-but-last") for evaluated in (True, False)
+        zero_pairs_run(monkeypatch, evaluated, credit, loss=loss, window=":-1") for evaluated in (True, False)
     )
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
     assert all(one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4) for one, other in zip(every, few, strict=True))
@@ -453,7 +444,7 @@ def test_pairs_of_advantage_0_are_not_evaluated_and_nothing_changes(loss, credit
         assert other["step_shares"] == pytest.approx(row["step_shares"], abs=1e-5)
 
 
-def test_pairs_of_advantage_0_are_evaluated_for_the_penalty(monkeypatch):
+def test_rows_of_advantage_0_are_evaluated_for_the_penalty(monkeypatch):
     (every, expected), (few, found) = (
         zero_pairs_run(monkeypatch, evaluated, HalfOfTheGroups(), kl_weight=0.1) for evaluated in (True, False)
     )
@@ -465,8 +456,8 @@ def test_without_any_advantage_the_optimizer_steps_as_before(monkeypatch):
     """Weight decay and momentum go on."""
 
     class Nothing(HalfOfTheGroups):
-        def assign(self, rewards, schedule):
-            return torch.zeros_like(super().assign(rewards, schedule))
+        def assign(self, values, decisions):
+            return torch.zeros_like(super().assign(values, decisions))
 
     (_, expected), (few, found) = (
         zero_pairs_run(monkeypatch, evaluated, Nothing(), weight_decay=0.1) for evaluated in (True, False)
@@ -527,7 +518,7 @@ def test_a_loss_of_one_advantage_refuses_credit_by_step_when_it_is_built_and_in_
     method = make_method(SEQUENCES)
     with pytest.raises(CreditError, match="GSPO needs one advantage per trajectory, but those of Weighted differ"):
         trainer(SEQUENCES, replace(method, credit=Weighted("noise"))).iteration()
-    make_method(SEQUENCES.replace(method="tp-grpo", trained_steps="random:0.2"))  # a single step
+    make_method(SEQUENCES.replace(method="tp-grpo", trained_steps="random(fraction=0.2)"))  # a single step
     with pytest.raises(CreditError, match="of HalfOfTheGroups differ"):
         trainer(SEQUENCES, replace(method, credit=HalfOfTheGroups())).iteration()
 
@@ -539,7 +530,7 @@ def test_trajectories_of_advantage_0_are_left_out_as_a_whole(monkeypatch):
         rows, found = sequences_run(method, micro_batch=micro_batch)
         assert [row["zero_pairs"] for row in rows] == [2 * 4 * 5] * 3
         with monkeypatch.context() as patch:
-            patch.setattr(Pairs, "without_zeros", lambda pairs, advantages: pairs)
+            patch.setattr(Rows, "without_zeros", lambda rows, advantages: rows)
             rows, expected = sequences_run(method, micro_batch=micro_batch)
         assert [row["zero_pairs"] for row in rows] == [0] * 3
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
@@ -553,20 +544,21 @@ def test_a_loss_of_trajectories_without_row_terms_needs_room_for_them():
 
 
 @pytest.mark.parametrize("unit", ["trajectory", "group"])
-def test_units_of_trees_stay_whole_and_need_every_edge_of_a_trajectory(unit):
-    def pairs(weight):
-        tree = Branch((2, 1, 2), weight=weight).tree(6, [0, 1, 2, 3, 4], 4, False, torch.Generator())
-        return minibatch_pairs(torch.arange(8).chunk(2), torch.arange(5), tree, unit=unit)
-
-    found = pairs("leaf")
+@pytest.mark.parametrize("weight", ["leaf", "edge"])
+def test_units_of_trees_stay_whole(unit, weight):
+    tree = Branch((2, 1, 2), weight=weight).tree(6, [0, 1, 2, 3, 4], 4, False, torch.Generator())
+    stds = torch.tensor([0.5] * 5 + [0.0])
+    decisions = Decisions.of(uniform_schedule(6), stds, tree, torch.ones(2, 4, dtype=torch.bool))
+    weights = transition_weights(Credit(torch.ones(decisions.mask.shape)), decisions).flatten(0, 1)
+    found = minibatch_rows(torch.arange(8).chunk(2), weights, tree, unit)
     for k, one in enumerate(found):
-        key = one.sample if unit == "trajectory" else one.sample // 4 * 10 + one.step
-        rest = found[1 - k].sample if unit == "trajectory" else found[1 - k].sample // 4 * 10 + found[1 - k].step
+        key = one.sample if unit == "trajectory" else one.sample // 4 * 10 + one.column
+        rest = found[1 - k].sample if unit == "trajectory" else found[1 - k].sample // 4 * 10 + found[1 - k].column
         assert len(key.unique()) == len(key.unique_consecutive()) and not torch.isin(key, rest).any()
         assert all(len(piece) <= 6 for piece in one.pieces(6))
     assert sum(map(len, found)) == 8 * 5
-    with pytest.raises(ConfigError, match=f"weight of the branching probe = 'edge' .* with a loss that needs a whole {unit}"):
-        pairs("edge")
+    edges = 2 * (2 + 2 + 4 + 4 + 4)
+    assert sum(one.total for one in found) == pytest.approx(edges if weight == "edge" else 8 * 5)
 
 
 def test_the_trust_region_of_the_penalty_acts_at_advantage_0():

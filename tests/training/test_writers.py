@@ -157,8 +157,8 @@ from flowrl.credit import Uniform
 class Mine(Uniform):
     scale: float = 1.0
 
-    def assign(self, rewards, schedule):
-        return self.scale * super().assign(rewards, schedule)
+    def assign(self, values, decisions):
+        return self.scale * super().assign(values, decisions)
 """
 
 
@@ -216,13 +216,13 @@ from pathlib import Path
 from flowrl.credit import Uniform
 @dataclass(frozen=True)
 class Prints(Uniform):
-    def assign(self, rewards, schedule):
+    def assign(self, values, decisions):
         if multiprocessing.parent_process():
             with Path(__file__).with_name("prints").open("a") as file:
                 file.write("begun ")
                 print("credit", flush=True)
                 file.write("ended ")
-        return super().assign(rewards, schedule)
+        return super().assign(values, decisions)
 """
 
 

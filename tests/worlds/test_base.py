@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
+from flowrl.losses import ClippedLoss
 from flowrl.prompts import read_prompts
 from flowrl.testing.tiny import tiny_flux, tiny_sd3
-from flowrl.training.build import make_world, trained_policy
+from flowrl.training.build import make_world, run_method, trained_policy
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.results import load_run
 
@@ -123,9 +124,9 @@ def test_held_out_prompts_have_their_own_file(folder):
     assert [p.text for p in world.prompts("prompts", "train")] == ["a red fox", "a red car", "a red hat"]
     (held,) = world.prompts("prompts", "heldout")
     assert (held.text, held.metadata) == ("two cats", {"count": 2})
-    assert (
-        config.policy.lora_rank == 32 and config.algorithm.clip_range == 1e-4 and make_world(config).reward("reward") is not None
-    )
+    assert config.policy.lora_rank == 32 and make_world(config).reward("reward") is not None
+    loss = run_method(config).loss
+    assert isinstance(loss, ClippedLoss) and loss.clip_range == 1e-4
     assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict())), trust=True) == config
 
 

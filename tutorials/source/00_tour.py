@@ -26,14 +26,15 @@ import torch
 
 from flowrl import preset, world
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, turning_points
-from flowrl.rollout import Groups, reward_table, rollout
-from flowrl.samplers import FlowSDE, Window
-from flowrl.training.build import make_trainer
+from flowrl.experience import Decisions
 from flowrl.probes import Completion
+from flowrl.rollout import Groups, rollout, score_rollout
+from flowrl.samplers import FlowSDE, Windowed
+from flowrl.training.build import make_trainer
 from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_00 as lesson
 from flowrl_course.batches import ode_images
-from flowrl_course.figures import ACCENT, COLOURS, NOISE, ImageRow, clean, panels, pixels, show_images
+from flowrl_course.figures import ACCENT, COLOURS, ImageRow, clean, panels, pixels, show_images
 
 shapes = world("shapes")
 policy = shapes.policy(PolicyOptions())
@@ -92,82 +93,86 @@ prompt = shapes.parse("blue square left of green triangle")
 schedule = policy.schedule(10)
 groups = Groups(prompts=1, members=12)
 noise = groups.noise(policy.latent_shape, torch.Generator().manual_seed(11))
-sampler = Window(FlowSDE(0.7), start=2, size=5)  # steps 2 to 6 are random, the others follow the ODE
+sampler = Windowed(FlowSDE(0.7), range(2, 7))  # steps 2 to 6 are random, the others follow the ODE
 result = rollout(
     policy, sampler, schedule, policy.encode([prompt]), noise, torch.Generator().manual_seed(12), groups, Completion()
 )
-table = reward_table(policy, verifier, result, [prompt])  # [prompt, member, node]
+path, scores = result.trajectories, score_rollout(policy, verifier, result, [prompt])
+table = scores.total  # [prompt, member, decision+1]: 1 prompt, 12 members, 5 decisions and the finished image
+decisions = Decisions.of(path.schedule, path.stds, path.tree, scores.valid)
 order = table[0, :, -1].argsort(descending=True)
-images = policy.decode(result.trajectories.nodes[:, -1])
+images = policy.decode(path.images_latent)
 show_images(ImageRow(images[order], table[0, order, -1]), title=prompt.text)
 plt.show()
 
 # %% [markdown]
 # ## The question of credit
 #
-# An image is made in ten steps and gets one score. Which step caused it? At every node the ODE from there to the end gives an estimate of the finished image. Below are these estimates for the best member of the group (upper row) and the worst (lower row), and under them the scores of the estimates.
+# An image is made in ten steps and gets one score. Which step caused it? Only a random step can have been made differently. We call the random steps **decisions**: here steps 2 to 6, the decisions 0 to 4. An ODE step has only one possible result and is not a decision.
+#
+# From the state before each decision, the ODE to the end gives an estimate of the finished image. Below are these estimates for the best member of the group (upper row) and the worst (lower row), then their finished images, and under them the scores.
 
 # %% tags=["hide-input"]
-figure, axes = plt.subplots(4, 11, figsize=(12.5, 6.2), layout="constrained", height_ratios=[1, 1, 0.1, 2.2])
+heads = [*(f"before decision {k}\n(step {step})" for k, step in enumerate(decisions.step)), "finished\nimage"]
+figure, axes = plt.subplots(4, 6, figsize=(9, 7.4), layout="constrained", height_ratios=[1, 1, 0.1, 1.8])
 for row, member in enumerate((int(order[0]), int(order[-1]))):
-    for node in range(11):
-        estimate = result.estimates[node][member : member + 1]
-        axes[row, node].imshow(pixels(policy.decode(estimate)[0]), interpolation="nearest")
-        axes[row, node].set_title(f"node {node}" if row == 0 else "", fontsize=8)
-        axes[row, node].axis("off")
+    latents = [result.estimates[int(step)].latents[member] for step in decisions.step]
+    for column, image in enumerate(policy.decode(torch.stack([*latents, path.images_latent[member]]))):
+        axes[row, column].imshow(pixels(image), interpolation="nearest")
+        axes[row, column].set_title(heads[column] if row == 0 else "", fontsize=8)
+        axes[row, column].axis("off")
     axes[row, 0].text(-0.1, 0.5, ("best", "worst")[row], ha="right", va="center", transform=axes[row, 0].transAxes)
 for cell in axes[2:].flat:
     cell.remove()
 lower = figure.add_subplot(figure.axes[0].get_gridspec()[3, :])
 for name, member, shade in (("best", int(order[0]), COLOURS["flow-grpo"]), ("worst", int(order[-1]), ACCENT)):
-    lower.plot(range(11), table[0, member], "o-", color=shade, markersize=4)
-    lower.text(10.15, float(table[0, member, -1]), name, color=shade, va="center")
-lower.axvspan(2, 7, color=NOISE, alpha=0.08)
-lower.text(4.5, 0.02, "random steps", ha="center", fontsize=8, color=NOISE, transform=lower.get_xaxis_transform())
+    lower.plot(range(6), table[0, member], "o-", color=shade, markersize=4)
+    lower.text(5.1, float(table[0, member, -1]), name, color=shade, va="center")
 print("worst:", " ".join(f"{r:.2f}" for r in table[0, int(order[-1])].tolist()))
-lower.set(xlabel="node (0 = noise, 10 = image)", ylabel="score of the estimate", xlim=(-0.4, 10.9), xticks=range(11))
+lower.set(ylabel="score of the estimate", xlim=(-0.4, 5.5))
+lower.set_xticks(range(6), [f"before {k}" for k in range(5)] + ["finished"])
 clean(lower)
 plt.show()
 
 # %% [markdown]
-# Consider the worst member. Its first estimates have the square on the *right*, step 2 corrects this, step 3 moves the triangle without a loss, and step 4 turns the triangle red. One score for the finished image contains none of this.
+# Consider the worst member. Its first estimate has the square on the *right*, decision 0 (step 2) corrects this, decision 1 moves the triangle without a loss, and decision 2 turns the triangle red. One score for the finished image contains none of this.
 #
-# ### Exercise 2 · the step that mattered
+# ### Exercise 2 · the decision that mattered
 #
 # *Difficulty: easy · importance: essential · time: 4 minutes*
 #
-# `table[0, member]` holds the scores of the estimates at nodes 0 to 10. Step $i$ leads from node $i$ to node $i+1$. Write a function that returns the number of the step at which the score rose most.
+# `table[0, member]` holds one score more than there are decisions $k = 0, \dots, D - 1$: column $k$ is the score of the estimate before decision $k$, the last column that of the finished image. So decision $k$ leads from column $k$ to column $k + 1$. Write a function that returns the number of the decision at which the score rose most.
 
 
 # %% tags=["exercise"]
-def best_step(rewards):
-    """The step with the largest gain; rewards is [node]."""
+def best_decision(values):
+    """The decision with the largest gain; values is [decision+1]."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** `rewards.diff()` has the differences between neighbouring nodes, one per step. Which index has the largest of them?
+# **Hint.** `values.diff()` has the differences between neighbouring columns, one per decision. Which index has the largest of them?
 
 
 # %% tags=["solution"]
-def best_step(rewards):
-    """The step with the largest gain; rewards is [node]."""
-    return int(rewards.diff().argmax())
+def best_decision(values):
+    """The decision with the largest gain; values is [decision+1]."""
+    return int(values.diff().argmax())
 
 
 # %%
-lesson.check_best_step(best_step)
+lesson.check_best_decision(best_decision)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The gain of step $i$ is $R_{i+1} - R_i$; there is one step fewer than nodes. `rewards.argmax()` is the node with the highest score, which is usually near the end.
+# **Why.** The gain of decision $k$ is $R_{k+1} - R_k$; there is one decision fewer than columns. `values.argmax()` is the column with the highest score, which is usually near the end. (The ODE steps after the last decision belong to its gain.)
 
 # %% [markdown]
 # ## Three answers
 #
-# | rule | credit of a step | paper |
+# | rule | credit of a decision | paper |
 # |---|---|---|
-# | **Flow-GRPO** | the same for all steps: how much better the finished image is than the group's mean | arXiv 2505.05470 |
-# | **Stepwise-Flow-GRPO** | the gain of this step | arXiv 2603.28718 |
+# | **Flow-GRPO** | the same for all decisions: how much better the finished image is than the group's mean | arXiv 2505.05470 |
+# | **Stepwise-Flow-GRPO** | the gain of this decision | arXiv 2603.28718 |
 # | **TP-GRPO** | the gain; at *turning points*, where a trajectory turns towards its final trend, the whole change from there to the end | arXiv 2602.06422 |
 #
 # Below are the advantages of the three rules for the same group (blue: make more likely, red: less likely). Rows are the members, the best on top.
@@ -176,25 +181,25 @@ lesson.check_best_step(best_step)
 rules = {"flow-grpo": Uniform(), "stepwise-flow-grpo": StepwiseGain(probe=Completion()), "tp-grpo": TurningPoint()}
 figure, axes = panels(3, width=4.0, height=3.2)
 for cell, (name, rule) in zip(axes, rules.items(), strict=True):
-    advantages = rule.assign(table, result.trajectories.schedule)[0, order]
+    advantages = rule.assign(table, decisions)[0, order]  # [member, decision], the best member first
     shown = cell.imshow(advantages, cmap="RdBu", vmin=-3, vmax=3, aspect="auto")
     cell.set_title(name, color=COLOURS[name])
-    cell.set(xlabel="step", xticks=range(10), yticks=[0, 11], yticklabels=["best", "worst"])
-    for member, step in turning_points(table)[0, order].nonzero().tolist() if name == "tp-grpo" else []:
-        cell.scatter(step, member, marker="o", facecolor="none", edgecolor="black", s=40)
-    print(f"{name:20} worst member, steps 0 to 9: " + " ".join(f"{a:+.1f}" for a in advantages[-1].tolist()))
+    cell.set(xlabel="decision", xticks=range(5), yticks=[0, 11], yticklabels=["best", "worst"])
+    for member, decision in turning_points(table)[0, order].nonzero().tolist() if name == "tp-grpo" else []:
+        cell.scatter(decision, member, marker="o", facecolor="none", edgecolor="black", s=40)
+    print(f"{name:20} worst member, decisions 0 to 4: " + " ".join(f"{a:+.1f}" for a in advantages[-1].tolist()))
 figure.colorbar(shown, ax=axes, label="advantage", extend="both")
 plt.show()
 
 # %% [markdown]
-# Flow-GRPO makes every step of the worst member less likely, the good one included. The other two rules give step 2 a positive and step 4 a negative advantage. TP-GRPO's advantage of step 3 is negative too: step 3 is a turning point (circles mark turning points) after which the score
-# only falls, so its credit is the whole fall. Only steps 2 to 6 are random here. The other steps have no gain and no part in the update.
+# Flow-GRPO makes every decision of the worst member less likely, the good one included. The other two rules give decision 0 a positive and decision 2 a negative advantage. TP-GRPO's advantage of decision 1 is negative too: it is a turning point (circles mark turning points) after which the score
+# only falls, so its credit is the whole fall. The ODE steps have no credit and no part in the update.
 #
 # ### Exercise 3 · rules with a negative credit
 #
 # *Difficulty: easy · importance: essential · time: 3 minutes*
 #
-# A trajectory ends well above its group's mean, but its third step lowered the score of its estimate while the third steps of the other members raised theirs. Which rules make that step *less* likely? Answer with a set of names
+# A trajectory ends well above its group's mean, but its third decision lowered the score of its estimate while the third decisions of the other members raised theirs. Which rules make that decision *less* likely? Answer with a set of names
 # from `"flow-grpo"`, `"stepwise-flow-grpo"` and `"tp-grpo"`.
 
 # %% tags=["exercise"]
@@ -202,7 +207,7 @@ blaming = {...}
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** For each rule decide which numbers it uses: the final reward only, or the change during the step. Is a falling step of a trajectory that ends well a turn towards its trend?
+# **Hint.** For each rule decide which numbers it uses: the final reward only, or the change by the decision. Is a falling decision of a trajectory that ends well a turn towards its trend?
 
 # %% tags=["solution"]
 blaming = {"stepwise-flow-grpo", "tp-grpo"}
@@ -211,7 +216,7 @@ blaming = {"stepwise-flow-grpo", "tp-grpo"}
 lesson.check_blame(blaming)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Flow-GRPO gives every step of a good trajectory a positive advantage, the bad steps included. Over many samples these errors average out. The step-wise rules use the step's own change. (A falling step of a rising trajectory is not a turning point, so its credit under TP-GRPO is its gain
+# **Why.** Flow-GRPO gives every decision of a good trajectory a positive advantage, the bad ones included. Over many samples these errors average out. The step-wise rules use the decision's own change. (A falling decision of a rising trajectory is not a turning point, so its credit under TP-GRPO is its gain
 # too.)
 
 # %% [markdown]
@@ -220,7 +225,7 @@ lesson.check_blame(blaming)
 # First in a world of two dimensions, where a run takes two seconds: the same model, sample counts and settings for all three rules, and one seed. (Lesson 7 measures how much results vary between seeds.)
 
 # %%
-base = preset("default").apply(world="mixture", iterations=30, window="all-but-last", learning_rate=3e-3, clip_range=2e-2, seed=1)
+base = preset("default").apply(world="mixture", iterations=30, window=":-1", learning_rate=3e-3, clip_range=2e-2, seed=1)
 curves = {}
 for name in rules:
     trainer = make_trainer(base.replace(method=name))
@@ -276,8 +281,9 @@ show(after, "after 10 iterations, same noise")
 # | word | meaning | in `flowrl` |
 # |---|---|---|
 # | group | samples of one prompt | `Groups` |
-# | reward table | score of the estimate at every node, [prompt, member, node] | `rollout.reward_table` |
-# | credit rule | reward table to advantages [prompt, member, step] | `credit.Uniform`, `StepwiseGain`, `TurningPoint` |
+# | decision | a random step; ODE steps are not decisions | `Decisions` |
+# | value table | scores before every decision, and of the finished image, [prompt, member, decision+1] | `rollout.score_rollout` |
+# | credit rule | value table to advantages [prompt, member, decision] | `credit.Uniform`, `StepwiseGain`, `TurningPoint` |
 # | settings | everything that a run depends on | `RunConfig`, `preset` |
 # | trainer | rollout, rewards, credit, update | `Trainer`, `training.build.make_trainer` |
 #

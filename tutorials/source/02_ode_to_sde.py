@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl.flow import GaussianMixture, uniform_schedule
-from flowrl.samplers import CPS, DDIMSDE, ODE, AllButLast, FlowSDE, Window, transition_stds
+from flowrl.samplers import CPS, DDIMSDE, ODE, FlowSDE, Windowed, transition_stds
 from flowrl_course import lesson_02 as lesson
 from flowrl_course.figures import ACCENT, DATA, NOISE, OTHERS, animation, clean, panels, plane
 
@@ -50,7 +50,7 @@ def follow(sampler, noise, steps, seed=0, data=ring):
 def opening():
     """One noise, one ODE path, sixty SDE paths."""
     start = torch.tensor([[0.9, 1.3]]).repeat(60, 1)
-    straight, random = follow(ODE(), start, 40), follow(AllButLast(FlowSDE(0.7)), start, 40)
+    straight, random = follow(ODE(), start, 40), follow(Windowed(FlowSDE(0.7), range(39)), start, 40)
     figure, axes = panels(2, width=3.2, height=3.5)
     parts = []
     for cell, path, title, shade in ((axes[0], straight, "ODE: one end", DATA), (axes[1], random, "SDE: a policy", ACCENT)):
@@ -179,13 +179,13 @@ lesson.check_flow_sde(flow_sde_step)
 
 # %% [markdown]
 # At $t = 1$, where every path starts, the denominator of $\sigma$ is zero. The released code and `FlowSDE` use the next grid time $s$ in the denominator of this step, $\sigma = a\sqrt{1/(1-s)}$, which is finite. The wrapper
-# `AllButLast` makes the last step an ODE step, for a reason given below.
+# `Windowed` makes the steps outside the given ones ODE steps, here the last one, for a reason given below.
 #
 # To test the marginals with many small steps, compare the SDE's samples with the ODE's from other noise, halfway and at the end: in a figure, and by the quantiles of the distance from the centre.
 
 # %%
 start = [torch.randn(2500, 2, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
-by_ode, by_sde = follow(ODE(), start[0], 250), follow(AllButLast(FlowSDE(0.7)), start[1], 250)
+by_ode, by_sde = follow(ODE(), start[0], 250), follow(Windowed(FlowSDE(0.7), range(249)), start[1], 250)
 levels = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])
 for name, node in (("t = 0.5", 125), ("t = 0", 250)):
     for kind, path in (("ODE", by_ode), ("SDE", by_sde)):
@@ -376,7 +376,7 @@ noise = torch.randn(3000, 2, generator=torch.Generator().manual_seed(3))
 kernels = {
     "ODE": ODE(),
     "Flow-SDE 0.7": FlowSDE(0.7),
-    "Flow-SDE 0.7, last step ODE": AllButLast(FlowSDE(0.7)),
+    "Flow-SDE 0.7, last step ODE": Windowed(FlowSDE(0.7), range(9)),
     "CPS 0.7": CPS(0.7),
     "DDIM-SDE 0.7": DDIMSDE(0.7),
 }
@@ -416,7 +416,7 @@ clean(axes[0])
 same_start = torch.randn(300, 2, generator=torch.Generator().manual_seed(4)).repeat_interleave(20, 0)
 spread, changed = [], []
 for step in range(10):
-    final = follow(Window(FlowSDE(0.7), step, 1), same_start, 10).unflatten(1, (300, 20))[-1]
+    final = follow(Windowed(FlowSDE(0.7), [step]), same_start, 10).unflatten(1, (300, 20))[-1]
     spread.append(float(final.var(dim=1).sum(1).mean().sqrt()))
     blob = torch.cdist(final, ring.means).argmin(2)
     changed.append(float((blob != blob.mode(dim=1, keepdim=True).values).float().mean()))
@@ -457,19 +457,19 @@ decisions = {"FlowSDE": 10, "CPS": 9, "DDIMSDE": 8}
 lesson.check_decisions(decisions)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Flow-SDE's $\sigma\sqrt\Delta$ is positive at every step, including the last one, whose noise remains in the image; the paper therefore makes the last step an ODE step (`AllButLast`). CPS and the
+# **Why.** Flow-SDE's $\sigma\sqrt\Delta$ is positive at every step, including the last one, whose noise remains in the image; the paper therefore makes the last step an ODE step (the window `:-1`). CPS and the
 # DDIM-inspired kernel have a factor $s$, which is 0 at the last step; the latter also has a factor $\sqrt{1-t}$, which is 0 at the first step.
 
 # %% [markdown]
 # ## The same with the library
 #
-# All kernels have the same method. It accepts any schedule, and a batch with different steps; `Window` makes only some steps stochastic.
+# All kernels have the same method. It accepts any schedule, and a batch with different steps; `Windowed` makes only some steps stochastic.
 
 # %%
 index = torch.tensor([3, 3, 7, 9])
 x = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
 velocity = ring.velocity(x, schedule.times[index])
-for sampler in (FlowSDE(0.7), CPS(0.7), Window(FlowSDE(0.7), start=2, size=4)):
+for sampler in (FlowSDE(0.7), CPS(0.7), Windowed(FlowSDE(0.7), range(2, 6))):
     gaussian = sampler.transition(x, velocity, schedule, index)
     print(f"{sampler!s:62} std at steps 3, 3, 7, 9: {[round(s, 3) for s in gaussian.std.tolist()]}")
 t, s = float(schedule.times[3]), float(schedule.times[4])
@@ -487,8 +487,8 @@ print("ours agrees:", torch.allclose(mean, library.mean, atol=1e-6), abs(std - f
 # | $-\frac{\sigma^2\Delta}{2t}\hat\varepsilon$ | score correction: keeps the marginals | part of the mean |
 # | $\sigma = s\sin(\eta\pi/2)$, std $\sigma$ | CPS | `samplers.CPS(noise_level)` |
 # | $\sigma = a s\sqrt{1-t}$, std $\sigma$ | DDIM-inspired SDE | `samplers.DDIMSDE(noise_level)` |
-# | std = 0 | not a decision: masked | `Schedule.stochastic` |
-# | some steps only | window | `samplers.Window`, `RandomWindow`, `SlidingWindow`, `AllButLast` |
+# | std = 0 | not a decision: no credit, no part in the loss | `samplers.transition_stds`, `experience.Decisions` |
+# | some steps only | window, a Python slice such as `2:7` | `samplers.Windowed`; `FixedWindow`, `RandomWindow`, `SlidingWindow` |
 #
 # ## Further reading
 #

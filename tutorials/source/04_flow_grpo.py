@@ -27,7 +27,7 @@ import torch
 
 from flowrl import evaluate, preset, world
 from flowrl.flow import kl, log_prob
-from flowrl.samplers import FlowSDE, Window
+from flowrl.samplers import FlowSDE, Windowed, transition_stds
 from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_04 as lesson
 from flowrl_course.batches import ode_images, sample_groups
@@ -75,34 +75,34 @@ print("base model on 96 held-out samples:", {form: round(value, 2) for form, val
 #
 # A *group* is several samples of one prompt. Flow-GRPO's credit compares an image with its group,
 #
-# $$A^{(k)} = \frac{R^{(k)}_T - \operatorname{mean}_j R^{(j)}_T}{\operatorname{std}_j R^{(j)}_T + 10^{-4}},$$
+# $$A^{(m)} = \frac{R^{(m)} - \operatorname{mean}_j R^{(j)}}{\operatorname{std}_j R^{(j)} + 10^{-4}},$$
 #
-# and every denoising step of the trajectory gets the same number. Lessons 5 and 6 estimate which step made the image good.
+# and every **decision** of the trajectory, that is every random step, gets the same number (lesson 2: an ODE step has standard deviation 0 and is not a decision). Lessons 5 and 6 estimate which decision made the image good.
 #
 # ### Exercise 1 · uniform credit
 #
 # *Difficulty: easy · importance: essential · time: 4 minutes*
 #
-# `final` is $R_T$, `[prompt, member]`. Return the advantages `[prompt, member, step]`, the same at each of the `steps` steps. Use the population standard deviation
+# `final` is $R$, `[prompt, member]`. Return the advantages `[prompt, member, decision]`, the same at each of the `decisions` decisions. Use the population standard deviation
 # (`unbiased=False`) of the group.
 
 
 # %% tags=["exercise"]
-def uniform_advantages(final, steps):
-    """Flow-GRPO's credit, [prompt, member, step]."""
+def uniform_advantages(final, decisions):
+    """Flow-GRPO's credit, [prompt, member, decision]."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute mean and standard deviation over `dim=1` with `keepdim=True`. The result is `[prompt, member]`; add an axis with `[:, :, None]` and repeat it `steps` times.
+# **Hint.** Compute mean and standard deviation over `dim=1` with `keepdim=True`. The result is `[prompt, member]`; add an axis with `[:, :, None]` and repeat it `decisions` times.
 
 
 # %% tags=["solution"]
-def uniform_advantages(final, steps):
-    """Flow-GRPO's credit, [prompt, member, step]."""
+def uniform_advantages(final, decisions):
+    """Flow-GRPO's credit, [prompt, member, decision]."""
     centred = final - final.mean(dim=1, keepdim=True)
     scores = centred / (final.std(dim=1, keepdim=True, unbiased=False) + 1e-4)
-    return scores[:, :, None].repeat(1, 1, steps)
+    return scores[:, :, None].repeat(1, 1, decisions)
 
 
 # %%
@@ -114,13 +114,13 @@ lesson.check_uniform(uniform_advantages)
 # Flow-GRPO takes the mean per prompt but the standard deviation over the whole batch, which is `Uniform(std="batch")`.
 
 # %% [markdown]
-# The next figure has a group of eight. The sampler is Flow-SDE of lesson 2 with $a = 0.7$ in steps 2 to 6 and the ODE in the others; the next section gives the reason. In `flowrl` this window is written `2:5`: five steps from step 2 on.
+# The next figure has a group of eight. The sampler is Flow-SDE of lesson 2 with $a = 0.7$ in steps 2 to 6 and the ODE in the others; the next section gives the reason. In `flowrl` this window is written `2:7`, as a Python slice: the five steps 2 to 6. They are the decisions 0 to 4.
 
 # %%
-sampler = Window(FlowSDE(0.7), start=2, size=5)
+sampler = Windowed(FlowSDE(0.7), range(2, 7))
 group = sample_groups(base, judge, prompts[4:5], members=8, sampler=sampler, seed=1)
-final = group.rewards[..., -1]
-advantages = uniform_advantages(final, steps=10)
+final = group.values[..., -1]
+advantages = uniform_advantages(final, decisions=len(group.decisions))  # [prompt, member, decision]: 1, 8, 5
 images = base.decode(group.rollout.trajectories.images_latent)
 order = final[0].argsort(descending=True)
 captions = [f"R {final[0, k]:.2f}   A {advantages[0, k, 0]:+.1f}" for k in order]
@@ -132,7 +132,7 @@ plt.show()
 #
 # ## Which steps are decisions?
 #
-# The loss contains only the stochastic steps, in which the policy is a Gaussian with a log-probability. In Flow-GRPO every step but the last is stochastic. However, the noise of some
+# The loss contains only the decisions, the stochastic steps, in which the policy is a Gaussian with a log-probability. In Flow-GRPO every step but the last is stochastic. However, the noise of some
 # steps has no visible effect on the image. To measure the effect, let the members of a group start from the *same* noise, make *one* step stochastic, and compute the spread of
 # the final rewards within the group.
 
@@ -141,18 +141,18 @@ spread = {}
 for task in ("preference", "compositional"):
     chosen = shapes.prompts(task, "train")[:6]
     alone = [
-        sample_groups(base, judge, chosen, members=8, sampler=Window(FlowSDE(0.7), step, 1), shared_noise=True, seed=3)
+        sample_groups(base, judge, chosen, members=8, sampler=Windowed(FlowSDE(0.7), [step]), shared_noise=True, seed=3)
         for step in range(10)
     ]
-    spread[task] = torch.stack([batch.rewards[..., -1].std(dim=1).mean() for batch in alone])
+    spread[task] = torch.stack([batch.values[..., -1].std(dim=1).mean() for batch in alone])
     print(f"{task:<26}" + " ".join(f"{value:.3f}" for value in spread[task]))
-stds = [float(batch.rollout.trajectories.schedule.stds[step]) for step, batch in enumerate(alone)]
+stds = transition_stds(FlowSDE(0.7), base.schedule(10)).tolist()
 print("std of the step's own noise " + " ".join(f"{value:.2f} " for value in stds))
 
 # %% tags=["hide-input"]
 figure, axes = panels(width=6.4, height=3.0)
 axes.axvspan(1.5, 6.5, color="#eef1f5")
-axes.text(4, 0.262, "window 2:5, steps 2 to 6 (trained below)", ha="center", fontsize=8, color=NOISE)
+axes.text(4, 0.262, "window 2:7, steps 2 to 6 (trained below)", ha="center", fontsize=8, color=NOISE)
 for task, shade, place in (("compositional", ACCENT, (4.1, 0.175)), ("preference", DATA, (0.05, 0.085))):
     axes.plot(range(10), spread[task], "o-", color=shade)
     axes.text(*place, task, color=shade)
@@ -212,7 +212,7 @@ lesson.check_silent(silent_share)
 crowd = sample_groups(base, judge, prompts[:12], members=48, sampler=sampler, seed=3)
 everyone = [prompt for prompt in prompts[:12] for _ in range(48)]
 strict = shapes.reward("strict").score(base.decode(crowd.rollout.trajectories.images_latent), everyone).view(12, 48)
-soft = crowd.rewards[..., -1]
+soft = crowd.values[..., -1]
 reference = uniform_advantages(soft, 1)[..., 0]
 sizes, silent, faithful = [2, 3, 4, 6, 8, 12, 24], [], []
 for size in sizes:
@@ -645,10 +645,10 @@ plt.show()
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $R^{(k)}_T$ | reward of member $k$'s finished image | `reward_table(...)[..., -1]` |
-# | $A = (R_T - \operatorname{mean})/(\operatorname{std} + 10^{-4})$ | uniform credit | `credit.Uniform` |
+# | $R^{(m)}$ | reward of member $m$'s finished image | the last column of the value table, `score_rollout(...).total[..., -1]` |
+# | $A = (R - \operatorname{mean})/(\operatorname{std} + 10^{-4})$ | uniform credit | `credit.Uniform` |
 # | $G$ | group size | `Groups(prompts, members)`, `--group-size` |
-# | stochastic steps | the decisions | `samplers.Window`, `--window 2:5` |
+# | stochastic steps | the decisions | `samplers.Windowed`, `--window 2:7` |
 # | 10 / 40 | steps in training / evaluation | `--num-steps`, `--eval-steps` |
 # | $\|\mu - \mu_\text{ref}\|^2/(2\sigma^2\Delta)$, mean over elements | KL of one step | `flow.kl`, the metric `kl` |
 # | $\mathbb E[\sum_i \mathrm{KL}_i]$ | path KL | metric `kl` times steps times elements |

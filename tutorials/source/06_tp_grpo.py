@@ -18,8 +18,8 @@
 #
 # **Time** 80 minutes, of which the computer needs about one. **You need** lesson 5 (gains, notation).
 #
-# TP-GRPO (Tong et al. 2026, arXiv 2602.06422) addresses the same problem as Stepwise-Flow-GRPO, one reward for all steps, and adds an observation. Some steps *turn* a trajectory: before them the reward moved away from its final value, from
-# them on it moves towards it. TP-GRPO gives such a step more credit than its own gain.
+# TP-GRPO (Tong et al. 2026, arXiv 2602.06422) addresses the same problem as Stepwise-Flow-GRPO, one reward for all decisions, and adds an observation. Some decisions *turn* a trajectory: before them the reward moved away from its final value, from
+# them on it moves towards it. TP-GRPO gives such a decision more credit than its own gain.
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
@@ -27,8 +27,8 @@ import torch
 
 from flowrl import preset, world
 from flowrl.credit import TurningPoint, Uniform, gains, reward_to_go
-from flowrl.samplers import AllButLast, FlowSDE, Window
 from flowrl.probes import Completion
+from flowrl.samplers import FlowSDE, Windowed
 from flowrl.worlds import PolicyOptions
 from flowrl_bench.explain import explain
 from flowrl_course import lesson_06 as lesson
@@ -40,46 +40,55 @@ shapes = world("shapes")
 base = shapes.policy(PolicyOptions())
 prompts = shapes.prompts("compositional", "train")[:16]
 judge = shapes.reward("soft")
-batch = sample_groups(base, judge, prompts, members=12, sampler=AllButLast(FlowSDE(0.7)), probe=Completion())
-rewards = batch.rewards
+sampler = Windowed(FlowSDE(0.7), range(9))  # steps 0 to 8 are decisions 0 to 8, the last step follows the ODE
+batch = sample_groups(base, judge, prompts, members=12, sampler=sampler, probe=Completion())
+values, decisions = batch.values, batch.decisions  # [prompt, member, decision+1]: 16 prompts, 12 members, 10 columns
+COLUMNS = [*range(9), 10]  # the nodes of the table's columns: the states before the decisions, and the image
 
 
-def clearest(rewards):
-    """The trajectory with the clearest turn upwards: low before, high after, (prompt, member, step)."""
-    fall, rise = -gains(rewards)[..., :-1], reward_to_go(rewards)[..., 1:]
-    score = torch.minimum(fall, torch.minimum(rise, gains(rewards)[..., 1:]))
-    score = torch.where(rewards[..., -1:] > rewards[..., :1], score, -1.0)
+def clearest(values):
+    """The trajectory with the clearest turn upwards: low before, high after, (prompt, member, decision)."""
+    fall, rise = -gains(values)[..., :-1], reward_to_go(values)[..., 1:]
+    score = torch.minimum(fall, torch.minimum(rise, gains(values)[..., 1:]))
+    score = torch.where(values[..., -1:] > values[..., :1], score, -1.0)
     index = int(score.argmax())
-    steps, members = score.shape[-1], rewards.shape[1]
-    return index // steps // members, index // steps % members, index % steps + 1
+    count, members = score.shape[-1], values.shape[1]
+    return index // count // members, index // count % members, index % count + 1
 
 
-group, member, turn = clearest(rewards)
+group, member, turn = clearest(values)
+
+
+def completions(index):
+    """The completion before every decision of one trajectory, and its finished state, [column, *latent]."""
+    latents = [batch.rollout.estimates[node].latents[index] for node in range(9)]
+    return torch.stack([*latents, batch.rollout.trajectories.images_latent[index]])
 
 
 def opening():
-    """One trajectory: its completions, its rewards, its turning point."""
-    row = rewards[group, member]
-    latents = torch.stack([batch.rollout.estimates[node][group * 12 + member] for node in range(11)])
+    """One trajectory: its completions, their rewards, its turning point."""
+    row = values[group, member]
     figure = plt.figure(figsize=(9.5, 4.0), layout="constrained")
-    grid = figure.add_gridspec(2, 11, height_ratios=[1, 2.4])
-    for node, image in enumerate(base.decode(latents)):
-        cell = figure.add_subplot(grid[0, node])
+    grid = figure.add_gridspec(2, 10, height_ratios=[1, 2.4])
+    for column, image in enumerate(base.decode(completions(group * 12 + member))):
+        cell = figure.add_subplot(grid[0, column])
         cell.imshow(pixels(image), interpolation="nearest")
         cell.set(xticks=[], yticks=[])
-        cell.set_title(f"{row[node]:.2f}", fontsize=9)
+        cell.set_title(f"{row[column]:.2f}", fontsize=9)
     axes = figure.add_subplot(grid[1, :])
-    axes.plot(range(11), row, "o-", color=COLOURS["tp-grpo"])
+    axes.plot(COLUMNS, row, "o-", color=COLOURS["tp-grpo"])
     axes.scatter([turn], [float(row[turn])], s=220, facecolors="none", edgecolors=ACCENT, linewidths=2.2, zorder=5)
-    axes.annotate(f"step {turn} turns it", (turn, float(row[turn])), xytext=(14, -4), textcoords="offset points", color=ACCENT)
+    axes.annotate(
+        f"decision {turn} turns it", (turn, float(row[turn])), xytext=(14, -4), textcoords="offset points", color=ACCENT
+    )
     axes.set(
-        xlabel="node j (0 = noise, 10 = image)",
+        xlabel="decision k (0: from noise; 10: the image)",
         ylabel="reward of the completion",
         xlim=(-0.5, 10.5),
         ylim=(0, 1.1),
         xticks=range(11),
     )
-    axes.set_title(f'"{prompts[group].text}": the ODE completion of every node, and its reward', fontsize=10)
+    axes.set_title(f'"{prompts[group].text}": the ODE completion before every decision, and its reward', fontsize=10)
     clean(axes)
     plt.show()
 
@@ -89,7 +98,7 @@ opening()
 # %% [markdown]
 # ## Completing a state
 #
-# TP-GRPO's $R_j$ is the reward of the image that the *ODE* reaches from node $j$ with the remaining steps of the sampler's own grid: the reward if no more noise were added. The paper writes $R(x_t^{\mathrm{ODE}(t)})$ for it.
+# TP-GRPO's $R_k$ is the reward of the image that the *ODE* reaches from the state before decision $k$ with the remaining steps of the sampler's own grid: the reward if no more noise were added. $R$ is the reward of the finished image. The paper writes $R(x_t^{\mathrm{ODE}(t)})$ for it.
 #
 # ### Exercise 1 · complete
 #
@@ -120,7 +129,7 @@ def complete(velocity, x, node, times):
 lesson.check_complete(complete)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A completion takes the remaining steps only, and starts from the state itself. Lesson 5 used $T'$ substeps on an even grid from every node; a completion from node $j$ uses the sampler's own grid and takes $T - j$ steps.
+# **Why.** A completion takes the remaining steps only, and starts from the state itself. Lesson 5 used $T'$ substeps on an even grid from every node; a completion from node $j$ uses the sampler's own grid and takes $T - j$ of its $T$ steps.
 
 # %%
 everyone, paths, node = batch.condition.repeat(12), batch.rollout.trajectories, 4
@@ -134,7 +143,7 @@ def network(x, t):
 with torch.no_grad():
     ours = complete(network, paths.nodes[:, node], node, paths.schedule.times)
 print(
-    f"largest difference from the library: {float((ours - batch.rollout.estimates[node]).abs().max()):.0e} (latents are of size 1)"
+    f"largest difference from the library: {float((ours - batch.rollout.estimates[node].latents).abs().max()):.0e} (latents are of size 1)"
 )
 print(
     f"{batch.usage.nfe / 192:g} network evaluations per trajectory in {batch.usage.calls} sequential calls, {batch.usage.reward_calls / 192:g} images scored"
@@ -145,33 +154,33 @@ print(
 # 55 network evaluations per trajectory in 10 sequential calls, 10 images scored
 
 # %% [markdown]
-# Ten steps and their completions need $10 + 9 + \dots + 1 = 55$ evaluations, since the first velocity of every completion is the rollout's own (64 in the released code). They need only ten *sequential* calls: at each step one batched call evaluates the trajectories and all unfinished completions.
+# Ten steps and the completions before nine decisions need $10 + 9 + \dots + 1 = 55$ evaluations, since the first velocity of every completion is the rollout's own (64 in the released code). They need only ten *sequential* calls: at each step one batched call evaluates the trajectories and all unfinished completions.
 #
-# The animation shows the states of the first figure's trajectory (left) and their completions (middle). The completion changes in steps that decide something about the image, and is constant in the others.
+# The animation shows the states of the first figure's trajectory (left) and their completions (middle). The completion changes at decisions that decide something about the image, and is constant at the others.
 
 
 # %% tags=["hide-input"]
 def moving():
-    """A state, its completion, and the completion's reward, node by node."""
-    index, row = group * 12 + member, rewards[group, member]
-    states = base.decode(paths.nodes[index])
-    ends = base.decode(torch.stack([batch.rollout.estimates[node][index] for node in range(11)]))
+    """A state, its completion, and the completion's reward, decision by decision."""
+    index, row = group * 12 + member, values[group, member]
+    states = base.decode(paths.nodes[index, COLUMNS])
+    ends = base.decode(completions(index))
     figure, axes = panels(3, width=2.5, height=2.7, width_ratios=[1, 1, 1.6])
     shown = [cell.imshow(pixels(images[0])) for cell, images in zip(axes, (states, ends), strict=False)]
     for cell, title in zip(axes, ("the state", "its completion"), strict=False):
         cell.set(xticks=[], yticks=[], title=title)
     line = axes[2].plot([], [], "o-", color=COLOURS["tp-grpo"], markersize=4)[0]
-    axes[2].set(xlim=(-0.3, 10.3), ylim=(0, 1.1), xlabel="node", xticks=range(0, 11, 2), title="reward of the completion")
+    axes[2].set(xlim=(-0.3, 10.3), ylim=(0, 1.1), xlabel="decision", xticks=range(0, 11, 2), title="reward of the completion")
     clean(axes[2])
     figure.canvas.draw()
 
     def draw(frame):
-        node = min(frame, 10)
+        column = min(frame, 9)
         for image, images in zip(shown, (states, ends), strict=True):
-            image.set_data(pixels(images[node]))
-        line.set_data(range(node + 1), row[: node + 1])
+            image.set_data(pixels(images[column]))
+        line.set_data(COLUMNS[: column + 1], row[: column + 1])
 
-    return animation(figure, draw, frames=14, seconds=7, dpi=64)
+    return animation(figure, draw, frames=13, seconds=6.5, dpi=64)
 
 
 moving()
@@ -179,13 +188,15 @@ moving()
 # %% [markdown]
 # ## Turning points by hand
 #
-# Write $d_i = R_{i+1} - R_i$ for the increments (lesson 5's gains; the paper's equation 7) and $D = R_T - R_0$ for the *trend*. Step $i \ge 1$ is a **turning point** (Definition 4.1) if the step before went against the trend and this step goes with it:
+# Write $d_k = R_{k+1} - R_k$ for the increments (lesson 5's gains; the paper's equation 7) and $\Delta = R - R_0$ for the *trend*. Decision $k \ge 1$ is a **turning point** (Definition 4.1) if the decision before went against the trend and this one goes with it:
 #
-# $$\operatorname{sign}(d_{i-1})\operatorname{sign}(D) < 0, \qquad \operatorname{sign}(d_i)\operatorname{sign}(D) > 0.$$
+# $$\operatorname{sign}(d_{k-1})\operatorname{sign}(\Delta) < 0, \qquad \operatorname{sign}(d_k)\operatorname{sign}(\Delta) > 0.$$
 #
-# A turning point is **consistent** (Definition 5.1) if the change after the step also has the sign of the step: $d_i\,(R_T - R_{i+1}) > 0$. The first step has no step before it. By the paper's Remark 5.2 it counts if $d_0 D > 0$ (plain), or if $d_0\,(R_T - R_1) > 0$ (consistent). A difference of zero never qualifies.
+# A turning point is **consistent** (Definition 5.1) if the change after the decision also has its sign: $d_k\,(R - R_{k+1}) > 0$. The first decision has none before it. By the paper's Remark 5.2 it counts if $d_0 \Delta > 0$ (plain), or if $d_0\,(R - R_1) > 0$ (consistent). A difference of zero never qualifies.
 #
-# The figure has three trajectories of a group with five nodes:
+# The paper says *step* where we say *decision*, because it draws (almost) every step. ODE steps are not decisions, so $R_0$ belongs to the state before the first *random* step, and "before" and "after" skip the ODE steps. With the window `2:7` the first decision is step 2, and Remark 5.2 applies to this step.
+#
+# The figure has three trajectories of a group with four decisions, so five columns:
 
 # %%
 names = ("a", "b", "c")
@@ -196,8 +207,8 @@ for cell, name, row, shade in zip(axes, names, table[0], (DATA, ACCENT, COLOURS[
     for j, value in enumerate(row):
         cell.annotate(f"{value:.2f}", (j, float(value)), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8)
     for i in range(4):
-        cell.text(i + 0.5, 0.215, f"step {i}", ha="center", fontsize=7.5, color=NOISE)
-    cell.set(title=f"trajectory {name}", xlabel="node", xticks=range(5), xlim=(-0.4, 4.4), ylim=(0.2, 0.8))
+        cell.text(i + 0.5, 0.215, f"decision {i}", ha="center", fontsize=6.5, color=NOISE)
+    cell.set(title=f"trajectory {name}", xlabel="column", xticks=range(5), xlim=(-0.4, 4.4), ylim=(0.2, 0.8))
     clean(cell)
 axes[0].set_ylabel("reward of the completion")
 plt.show()
@@ -207,7 +218,7 @@ plt.show()
 #
 # *Difficulty: medium · importance: essential · time: 8 minutes*
 #
-# List the turning points of each trajectory: the numbers of the steps, under the plain rule and under the consistent rule. An empty list means none.
+# List the turning points of each trajectory: the numbers of the decisions, under the plain rule and under the consistent rule. An empty list means none.
 
 # %% tags=["exercise"]
 plain = {"a": ..., "b": ..., "c": ...}
@@ -215,7 +226,7 @@ consistent = {"a": ..., "b": ..., "c": ...}
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Write the four increments of a trajectory and the sign of its trend in one line. A turning point is a pair: against the trend, then with it. For the consistent rule compare the last reward with the reward *after* the step.
+# **Hint.** Write the four increments of a trajectory and the sign of its trend in one line. A turning point is a pair: against the trend, then with it. For the consistent rule compare the last column with the column *after* the decision.
 
 # %% tags=["solution"]
 plain = {"a": [2], "b": [2], "c": [0, 2]}
@@ -225,8 +236,8 @@ consistent = {"a": [2], "b": [2], "c": [0]}
 lesson.check_by_hand(plain, consistent)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** *a* falls, falls, rises, rises and ends higher ($D = +0.1$): step 2 is the first to go with the trend after a step against it, and the rise continues. *b* is the mirror image of *a*. *c* has the steps +0.05, −0.03, +0.13, −0.03 with $D = +0.12$. Step 2 follows a
-# step down and goes up, so it is a turning point; but after it the reward *falls* (0.62 − 0.65), so it is not consistent. Step 0 goes up, and so does the rest of the trajectory.
+# **Why.** *a* falls, falls, rises, rises and ends higher ($\Delta = +0.1$): decision 2 is the first to go with the trend after one against it, and the rise continues. *b* is the mirror image of *a*. *c* has the increments +0.05, −0.03, +0.13, −0.03 with $\Delta = +0.12$. Decision 2 follows a
+# decision down and goes up, so it is a turning point; but after it the reward *falls* (0.62 − 0.65), so it is not consistent. Decision 0 goes up, and so does the rest of the trajectory.
 
 # %% [markdown]
 # ## Turning points by code
@@ -235,12 +246,12 @@ lesson.check_by_hand(plain, consistent)
 #
 # *Difficulty: medium · importance: essential · time: 8 minutes*
 #
-# For rewards `[prompt, member, node]` return booleans `[prompt, member, step]`: the plain rule for steps $i \ge 1$, and `False` at step 0 (the next exercise adds it).
+# For values `[prompt, member, decision+1]` return booleans `[prompt, member, decision]`: the plain rule for decisions $k \ge 1$, and `False` at decision 0 (the next exercise adds it).
 
 
 # %% tags=["exercise"]
-def plain_turns(rewards):
-    """Where a step goes with the trend after one that went against it; step 0 is False."""
+def plain_turns(values):
+    """Where a decision goes with the trend after one against it; decision 0 is False."""
     return ...
 
 
@@ -249,10 +260,10 @@ def plain_turns(rewards):
 
 
 # %% tags=["solution"]
-def plain_turns(rewards):
-    """Where a step goes with the trend after one that went against it; step 0 is False."""
-    trend = (rewards[..., -1:] - rewards[..., :1]).sign()
-    along = rewards.diff(dim=-1).sign() * trend
+def plain_turns(values):
+    """Where a decision goes with the trend after one against it; decision 0 is False."""
+    trend = (values[..., -1:] - values[..., :1]).sign()
+    along = values.diff(dim=-1).sign() * trend
     turns = torch.zeros_like(along, dtype=torch.bool)
     turns[..., 1:] = (along[..., :-1] < 0) & (along[..., 1:] > 0)
     return turns
@@ -262,32 +273,32 @@ def plain_turns(rewards):
 lesson.check_plain(plain_turns)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The product with the sign of the trend is positive for steps with the trend and negative for steps against it. The mark belongs to the *later* of the two steps. With strict inequalities a zero difference is neither with nor against the trend.
+# **Why.** The product with the sign of the trend is positive for decisions with the trend and negative for those against it. The mark belongs to the *later* of the two. With strict inequalities a zero difference is neither with nor against the trend.
 
 # %% [markdown]
-# ### Exercise 4 · the consistent rule, and the first step
+# ### Exercise 4 · the consistent rule, and the first decision
 #
 # *Difficulty: medium · importance: essential · time: 8 minutes*
 #
-# Keep the plain turning points that are consistent, and add the first step if it qualifies.
+# Keep the plain turning points that are consistent, and add the first decision if it qualifies.
 
 
 # %% tags=["exercise"]
-def consistent_turns(rewards):
-    """The consistent turning points of all steps, the first included."""
-    turns = plain_turns(rewards)
+def consistent_turns(values):
+    """The consistent turning points of all decisions, the first included."""
+    turns = plain_turns(values)
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The condition $d_i (R_T - R_{i+1}) > 0$ can be computed for all steps at once. Combine it with `turns` by `&`; for step 0 it is the whole criterion.
+# **Hint.** The condition $d_k (R - R_{k+1}) > 0$ can be computed for all decisions at once. Combine it with `turns` by `&`; for decision 0 it is the whole criterion.
 
 
 # %% tags=["solution"]
-def consistent_turns(rewards):
-    """The consistent turning points of all steps, the first included."""
-    turns = plain_turns(rewards)
-    agrees = rewards.diff(dim=-1) * (rewards[..., -1:] - rewards[..., 1:]) > 0
+def consistent_turns(values):
+    """The consistent turning points of all decisions, the first included."""
+    turns = plain_turns(values)
+    agrees = values.diff(dim=-1) * (values[..., -1:] - values[..., 1:]) > 0
     turns &= agrees
     turns[..., 0] = agrees[..., 0]
     return turns
@@ -297,13 +308,13 @@ def consistent_turns(rewards):
 lesson.check_consistent(consistent_turns)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $R_T - R_{i+1}$ is the change *after* step $i$; $R_T - R_i$ would include the step's own gain and have its sign too often. There are two consequences. The last step never qualifies, since no step follows it. With 0/1 rewards *no* step $i \ge 1$ qualifies: after $d_{i-1} < 0 < d_i$ the reward is 1 and
+# **Why.** $R - R_{k+1}$ is the change *after* decision $k$; $R - R_k$ would include its own gain and have its sign too often. There are two consequences. The last decision never qualifies, since none follows it. With 0/1 rewards *no* decision $k \ge 1$ qualifies: after $d_{k-1} < 0 < d_k$ the reward is 1 and
 # cannot rise further. Use a continuous reward with this rule.
 
 # %%
-found = consistent_turns(rewards)
+found = consistent_turns(values)
 print(f"consistent turning points per trajectory: {float(found.float().sum(-1).mean()):.2f}")
-print("fraction of trajectories by step:", " ".join(f"{value:.2f}" for value in found.float().mean((0, 1))))
+print("fraction of trajectories by decision:", " ".join(f"{value:.2f}" for value in found.float().mean((0, 1))))
 
 # %% [markdown]
 # ## The paper's notation and figures
@@ -312,14 +323,14 @@ print("fraction of trajectories by step:", " ".join(f"{value:.2f}" for value in 
 #
 # | in the paper (arXiv version) | here | remark |
 # |---|---|---|
-# | time $t = T, \dots, 1$ | step $i = T - t$ | the paper counts the steps that remain; its $t = T$ is our step 0 |
-# | incremental reward $r_t$, equation 7 | $d_i = R_{i+1} - R_i$ | the change between two ODE completions |
-# | aggregated reward $r_t^\text{agg}$, equation 8 | $R_T - R_i$ | only at turning points; a normal point has $r_t$ |
+# | time $t = T, \dots, 1$ | decision $k = T - t$ | the paper counts the steps that remain, all of them drawn; its $t = T$ is our decision 0 |
+# | incremental reward $r_t$, equation 7 | $d_k = R_{k+1} - R_k$ | the change between two ODE completions |
+# | aggregated reward $r_t^\text{agg}$, equation 8 | $R - R_k$ | only at turning points; a normal point has $r_t$ |
 # | turning point, Definition 4.1; consistent, Definition 5.1 | plain rule, consistent rule | "without" and "with constraint" in Table 1 |
-# | first step, Remark 5.2 | $i = 0$ | no step before it; the criterion has one condition |
+# | first step, Remark 5.2 | $k = 0$, in any window | no decision before it; the criterion has one condition |
 # | balancing, Appendix D | exercise 6 | |
 #
-# For every marked point of such a figure ask: which sign has the step *before* it, which sign has the step itself, and which sign has the whole trajectory? Three signs decide the plain rule. The consistent rule adds a fourth, that of the change after the step.
+# For every marked point of such a figure ask: which sign has the decision *before* it, which sign has the decision itself, and which sign has the whole trajectory? Three signs decide the plain rule. The consistent rule adds a fourth, that of the change after the decision.
 #
 # The main result is Figure 4, rewards over training. Its panel on PickScore supports the statement that step 700 reaches what Flow-GRPO reaches at step 2300. Ask the same questions as in lesson 5:
 #
@@ -327,7 +338,7 @@ print("fraction of trajectories by step:", " ".join(f"{value:.2f}" for value in 
 # - The curves are without the KL penalty, the numbers of Table 1 with it.
 # - No curve uses increments *without* turning points, so the figure cannot tell which of the two ideas helps. The last sections of this lesson make this comparison.
 #
-# The next cell draws a case: a trajectory with five steps, with the paper's labels on the horizontal axis.
+# The next cell draws a case: a trajectory with five decisions, with the paper's labels on the horizontal axis.
 
 # %%
 case = torch.tensor([0.40, 0.50, 0.35, 0.30, 0.45, 0.75])
@@ -339,8 +350,10 @@ for i in range(5):
     axes.text(i + 0.5, 0.215, f"t = {5 - i}", ha="center", fontsize=9, color=NOISE)
 axes.axhline(float(case[0]), color=NOISE, linestyle=":", linewidth=1)
 axes.annotate("", (5.25, float(case[-1])), (5.25, float(case[0])), arrowprops={"arrowstyle": "->", "color": INK})
-axes.text(5.32, 0.56, "D", color=INK)
-axes.set(xlabel="node (the paper's t labels the step between two nodes)", ylabel="reward of the completion", xlim=(-0.3, 5.5))
+axes.text(5.32, 0.56, r"$\Delta$", color=INK)
+axes.set(
+    xlabel="column (the paper's t labels the decision between two columns)", ylabel="reward of the completion", xlim=(-0.3, 5.5)
+)
 axes.set(ylim=(0.2, 0.85), xticks=range(6), title="A case with the paper's labels")
 clean(axes)
 plt.show()
@@ -350,14 +363,14 @@ plt.show()
 #
 # *Difficulty: medium · importance: useful · time: 6 minutes*
 #
-# Find all consistent turning points of this trajectory, the first step included. Give a dict from the paper's $t$ to the aggregated reward $r_t^\text{agg}$.
+# Find all consistent turning points of this trajectory, the first decision included. Give a dict from the paper's $t$ to the aggregated reward $r_t^\text{agg}$.
 
 # %% tags=["exercise"]
 aggregated_rewards = {...: ...}
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Write the increments and the sign of $D$. Find the turning points with our step numbers first, then translate: $t = T - i$ with $T = 5$.
+# **Hint.** Write the increments and the sign of $\Delta$. Find the turning points with our numbers of decisions first, then translate: $t = T - k$ with $T = 5$.
 
 # %% tags=["solution"]
 aggregated_rewards = {5: 0.35, 2: 0.45}
@@ -366,21 +379,21 @@ aggregated_rewards = {5: 0.35, 2: 0.45}
 lesson.check_paper_labels(aggregated_rewards)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The increments are +0.10, −0.15, −0.05, +0.15, +0.30, and $D = +0.35$. Step 3 goes up after a step down, and the rise continues, so it is a consistent turning point: $t = 5 - 3 = 2$, and $r_2^\text{agg} = R_T - R_3 = 0.75 - 0.30$. Step 0 goes up, and so does the rest, so Remark 5.2 applies: $t = 5$ and
-# $r_5^\text{agg} = R_T - R_0$. Step 4 also goes up, but after a step up. In the figure the aggregated reward of $t = 2$ spans two steps: it is three times the increment $r_2 = 0.15$.
+# **Why.** The increments are +0.10, −0.15, −0.05, +0.15, +0.30, and $\Delta = +0.35$. Decision 3 goes up after one down, and the rise continues, so it is a consistent turning point: $t = 5 - 3 = 2$, and $r_2^\text{agg} = R - R_3 = 0.75 - 0.30$. Decision 0 goes up, and so does the rest, so Remark 5.2 applies: $t = 5$ and
+# $r_5^\text{agg} = R - R_0$. Decision 4 also goes up, but after one up. In the figure the aggregated reward of $t = 2$ spans two decisions: it is three times the increment $r_2 = 0.15$.
 
 # %% [markdown]
 # ## Credit of a turning point
 #
-# At a turning point the increment $d_i$ is *replaced* by the long-term reward $R_T - R_i$ (equation 8), the total change from this step to the end. Under the consistent rule this change has the sign of $d_i$ and is larger. All other steps keep their increment. Then each step is normalised over the members, step by step.
+# At a turning point the increment $d_k$ is *replaced* by the long-term reward $R - R_k$ (equation 8), the total change from this decision to the end. Under the consistent rule this change has the sign of $d_k$ and is larger. All other decisions keep their increment. Then each decision is normalised over the members by itself, as lesson 5 did "step by step".
 #
-# The last part is **balancing** (Appendix D of the paper). In a batch with $n_+$ turning points of positive and $n_-$ of negative long-term reward, only the $k = \min(n_+, n_-)$ largest of each sign keep their long-term reward; the others get $d_i$. If there is one sign only, all turning points keep it.
+# The last part is **balancing** (Appendix D of the paper). In a batch with $n_+$ turning points of positive and $n_-$ of negative long-term reward, only the $\min(n_+, n_-)$ largest of each sign keep their long-term reward; the others get $d_k$. If there is one sign only, all turning points keep it.
 #
 # ### Exercise 6 · balance
 #
 # *Difficulty: harder · importance: useful · time: 10 minutes*
 #
-# `turns` are booleans, `size` $= R_T - R_i$, both `[prompt, member, step]`; the whole table is one batch. Return which turning points remain. There are no ties.
+# `turns` are booleans, `size` $= R - R_k$, both `[prompt, member, decision]`; the whole table is one batch. Return which turning points remain. There are no ties.
 
 
 # %% tags=["exercise"]
@@ -390,17 +403,17 @@ def balance(turns, size):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Take the positive and the negative sizes at turning points separately, sort them, and find the $k$-th largest of each sign. A turning point remains if its size is at least as large as that threshold. Treat $k = 0$ first.
+# **Hint.** Take the positive and the negative sizes at turning points separately, sort them, and find the $n$-th largest of each sign, with $n = \min(n_+, n_-)$. A turning point remains if its size is at least as large as that threshold. Treat $n = 0$ first.
 
 
 # %% tags=["solution"]
 def balance(turns, size):
     """The turning points that keep their long-term reward."""
     up, down = size[turns & (size > 0)], size[turns & (size < 0)]
-    k = min(len(up), len(down))
-    if k == 0:
+    count = min(len(up), len(down))
+    if count == 0:
         return turns
-    least, most = up.sort(descending=True).values[k - 1], down.sort().values[k - 1]
+    least, most = up.sort(descending=True).values[count - 1], down.sort().values[count - 1]
     return turns & ((size >= least) | (size <= most))
 
 
@@ -408,21 +421,21 @@ def balance(turns, size):
 lesson.check_balance(balance)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Balancing gives the large credits equally many positive and negative signs; otherwise a batch in which nearly every turn is upward would have mostly positive credit. In `flowrl` this is `credit.balanced`; the released code ranks by the trend $D$ of the whole trajectory instead of $R_T - R_i$ (`TurningPoint(balance="trend")`).
+# **Why.** Balancing gives the large credits equally many positive and negative signs; otherwise a batch in which nearly every turn is upward would have mostly positive credit. In `flowrl` this is `credit.balanced`; the released code ranks by the trend $\Delta$ of the whole trajectory instead of $R - R_k$ (`TurningPoint(balance="trend")`).
 
 # %%
 kept = balance(consistent_turns(table), reward_to_go(table))
-print("kept by R_T - R_i:", [f"{names[m]} at step {i}" for _, m, i in kept.nonzero().tolist()])
+print("kept by R - R_k:", [f"{names[m]} at decision {i}" for _, m, i in kept.nonzero().tolist()])
 by_trend = TurningPoint(balance="trend").selected(table)
-print("kept by trend    :", [f"{names[m]} at step {i}" for _, m, i in by_trend.nonzero().tolist()])
+print("kept by trend  :", [f"{names[m]} at decision {i}" for _, m, i in by_trend.nonzero().tolist()])
 rule = TurningPoint()
-selected, aggregated = rule.selected(rewards), reward_to_go(rewards)[consistent_turns(rewards)]
+selected, aggregated = rule.selected(values, decisions.mask), reward_to_go(values)[found]
 print(f"in our batch: {int((aggregated > 0).sum())} turns up, {int((aggregated < 0).sum())} down; {int(selected.sum())} remain")
-print("same as ours:", torch.equal(selected, balance(consistent_turns(rewards), reward_to_go(rewards))))
+print("same as ours:", torch.equal(selected, balance(found, reward_to_go(values))))
 
 # %% [markdown] tags=["expected"]
-# kept by R_T - R_i: ['a at step 2', 'b at step 2']
-# kept by trend    : ['b at step 2', 'c at step 0']
+# kept by R - R_k: ['a at decision 2', 'b at decision 2']
+# kept by trend  : ['b at decision 2', 'c at decision 0']
 # in our batch: 96..108 turns up, 173..185 down; 192..216 remain
 # same as ours: True
 
@@ -433,7 +446,7 @@ print("same as ours:", torch.equal(selected, balance(consistent_turns(rewards), 
 print(explain(rule, name="TP-GRPO"))
 
 # %% [markdown]
-# Balancing by size keeps *a*; balancing by trend, as in the released code (sign and rank are those of $D$), keeps *c*. With few trajectories such choices have a large effect. In the advantages of step 2, the credit of *a* and *b* is $R_T - R_i = \pm 0.30$, that of *c* is its increment +0.13, and the three are normalised together although they measure different things, as in
+# Balancing by size keeps *a*; balancing by trend, as in the released code (sign and rank are those of $\Delta$), keeps *c*. With few trajectories such choices have a large effect. In the advantages of decision 2, the credit of *a* and *b* is $R - R_k = \pm 0.30$, that of *c* is its increment +0.13, and the three are normalised together although they measure different things, as in
 # the published method.
 #
 # ## How many turning points would pure noise have?
@@ -444,25 +457,25 @@ print(explain(rule, name="TP-GRPO"))
 #
 # *Difficulty: medium · importance: useful · time: 8 minutes*
 #
-# `turning` is a function such as `consistent_turns`. Return the mean number of turning points *per trajectory* when the rewards at the `nodes` nodes are independent standard normal numbers. (Our trajectories have eleven nodes, but their last step is an ODE step, whose increment is exactly 0, so it never qualifies.) Use enough trajectories for an error of about 0.02.
+# `turning` is a function such as `consistent_turns`. Return the mean number of turning points *per trajectory* when the `columns` columns of the table are independent standard normal numbers. (Our table has ten: nine decisions and the finished image.) Use enough trajectories for an error of about 0.02.
 
 
 # %% tags=["exercise"]
-def noise_count(turning, nodes=10):
+def noise_count(turning, columns=10):
     """Turning points per trajectory in pure noise."""
     generator = torch.Generator().manual_seed(0)
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Draw a tensor `[prompt, member, node]` of normal numbers with many trajectories, call `turning`, sum over steps, and take the mean. With 40,000 trajectories the error is below 0.01.
+# **Hint.** Draw a tensor `[prompt, member, decision+1]` of normal numbers with many trajectories, call `turning`, sum over decisions, and take the mean. With 40,000 trajectories the error is below 0.01.
 
 
 # %% tags=["solution"]
-def noise_count(turning, nodes=10):
+def noise_count(turning, columns=10):
     """Turning points per trajectory in pure noise."""
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(100, 400, nodes, generator=generator)
+    noise = torch.randn(100, 400, columns, generator=generator)
     return float(turning(noise).float().sum(dim=-1).mean())
 
 
@@ -470,18 +483,18 @@ def noise_count(turning, nodes=10):
 lesson.check_null(noise_count)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Sum over the steps of a trajectory, and take the mean over trajectories. The signs depend only on the order of the rewards, so every continuous distribution gives the same count.
+# **Why.** Sum over the decisions of a trajectory, and take the mean over trajectories. The signs depend only on the order of the rewards, so every continuous distribution gives the same count.
 
 # %% [markdown]
-# Independent noise is one null model, but rewards along a trajectory resemble a random walk. The next cell adds two null models: a random walk, and a *shuffle*, the most demanding one, which gives every trajectory at each step the increment of another, random trajectory. The shuffle keeps the sizes of the increments at each step and removes only
-# the dependence between the steps of a trajectory.
+# Independent noise is one null model, but rewards along a trajectory resemble a random walk. The next cell adds two null models: a random walk, and a *shuffle*, the most demanding one, which gives every trajectory at each decision the increment of another, random trajectory. The shuffle keeps the sizes of the increments at each decision and removes only
+# the dependence between the decisions of a trajectory.
 
 # %%
 generator = torch.Generator().manual_seed(1)
 walk = torch.randn(100, 400, 10, generator=generator).cumsum(-1)
-increments = gains(rewards).flatten(0, 1)[:, :9]
+increments = gains(values).flatten(0, 1)
 shuffles = torch.stack([increments.gather(0, torch.rand(increments.shape, generator=generator).argsort(0)) for _ in range(50)])
-start = rewards[..., 0].flatten()[None, :, None]
+start = values[..., 0].flatten()[None, :, None]
 shuffled = torch.cat([start.expand(50, -1, -1), start + shuffles.cumsum(-1)], dim=-1)
 error = float(found.float().sum(-1).std()) / len(increments) ** 0.5
 counts = {
@@ -495,83 +508,84 @@ for name, value in counts.items():
         f"{name:<20} {value:.2f}"
         + (f" ± {error:.2f} (standard error, {len(increments)} trajectories)" if name == "measured" else "")
     )
-for name, values in (("measured", rewards), ("shuffled", shuffled)):
-    print(
-        f"{name:<9} fraction by step: " + " ".join(f"{value:.2f}" for value in consistent_turns(values).float().mean((0, 1))[:9])
-    )
-aggregated = reward_to_go(rewards)[found].abs()
-swing = gains(rewards).abs()[found]
+for name, tried in (("measured", values), ("shuffled", shuffled)):
+    fractions = consistent_turns(tried).float().mean((0, 1))
+    print(f"{name:<9} fraction by decision: " + " ".join(f"{value:.2f}" for value in fractions))
+aggregated = reward_to_go(values)[found].abs()
+swing = gains(values).abs()[found]
 print(
-    f"of the measured ones, {float((aggregated < 0.01).float().mean()):.0%} have |R_T - R_i| < 0.01 and {float((swing < 0.01).float().mean()):.0%} have |d_i| < 0.01"
+    f"of the measured ones, {float((aggregated < 0.01).float().mean()):.0%} have |R - R_k| < 0.01 and {float((swing < 0.01).float().mean()):.0%} have |d_k| < 0.01"
 )
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=3.0)
-steps = range(9)
-axes[0].bar(steps, found.float().mean((0, 1))[:9], color=COLOURS["tp-grpo"], alpha=0.75, label="measured")
-for name, values, style in (
+axes[0].bar(range(9), found.float().mean((0, 1)), color=COLOURS["tp-grpo"], alpha=0.75, label="measured")
+for name, tried, style in (
     ("independent noise", torch.randn(100, 400, 10, generator=generator), ":"),
     ("random walk", walk, "--"),
     ("shuffled increments", shuffled, "-"),
 ):
-    axes[0].plot(
-        steps, consistent_turns(values).float().mean((0, 1))[:9], style, color=NOISE if style != "-" else INK, label=name
-    )
-axes[0].set(xlabel="step", ylabel="fraction of trajectories", title="Consistent turning points: data and chance", ylim=(0, 0.62))
+    fractions = consistent_turns(tried).float().mean((0, 1))
+    axes[0].plot(range(9), fractions, style, color=NOISE if style != "-" else INK, label=name)
+axes[0].set(
+    xlabel="decision", ylabel="fraction of trajectories", title="Consistent turning points: data and chance", ylim=(0, 0.62)
+)
 axes[0].legend(frameon=False, fontsize=8)
-size = reward_to_go(rewards).abs()
+size = reward_to_go(values).abs()
 axes[1].semilogy(range(8), [size[..., i].median() for i in range(8)], "o--", color=NOISE)
 axes[1].semilogy(range(8), [size[..., i][found[..., i]].median() for i in range(8)], "o-", color=COLOURS["tp-grpo"])
-axes[1].text(0.1, 0.06, "all steps", color=NOISE)
+axes[1].text(0.1, 0.06, "all decisions", color=NOISE)
 axes[1].text(2.6, 0.35, "turning points", color=COLOURS["tp-grpo"])
-axes[1].set(xlabel="step", ylabel=r"median of $|R_T - R_i|$", title="Late turning points have no effect")
+axes[1].set(xlabel="decision", ylabel=r"median of $|R - R_k|$", title="Late turning points have no effect")
 for cell in axes:
     clean(cell)
 plt.show()
 
 # %% [markdown]
-# The measured count is below that of independent noise and of a random walk, and within its error of the shuffle: **the number of turning points in this world is explained by chance.** By step there is a difference. Step 0 is consistent much less often than after shuffling, and steps 2 to 6 turn somewhat more often. An early gain tends to be
-# followed by a loss, plausibly because a reward close to its bound of 1 can mostly fall. On the right, from step 5 on, the remaining change at a turning point is tiny, but step-by-step normalisation scales it up to full size.
+# The measured count is below that of independent noise and of a random walk, and within its error of the shuffle: **the number of turning points in this world is explained by chance.** By decision there is a difference. Decision 0 is consistent much less often than after shuffling, and decisions 2 to 6 turn somewhat more often. An early gain tends to be
+# followed by a loss, plausibly because a reward close to its bound of 1 can mostly fall. On the right, from decision 5 on, the remaining change at a turning point is tiny, but step-by-step normalisation scales it up to full size.
 #
-# This does not show that the credit $R_T - R_i$ is wrong. It shows that a large number of turning points is no evidence for the method, and that `TurningPoint(min_size=0.01)` may be useful.
+# This does not show that the credit $R - R_k$ is wrong. It shows that a large number of turning points is no evidence for the method, and that `TurningPoint(min_size=0.01)` may be useful.
 #
 # ## The first reward must be the trajectory's own
 #
 # $R_0$, the reward of the pure ODE, enters $d_0$ and the trend, and therefore every sign. It must start from the trajectory's *own* noise. The released code draws new noise for $R_0$ (its comment says the same noise). To measure the effect, the next cell replaces $R_0$ by the reward of new noise for every trajectory.
 
 # %%
-wrong = rewards.clone()
+wrong = values.clone()
 wrong[..., 0] = ode_images(base, judge, [prompt for prompt in prompts for _ in range(12)], STEPS, seed=99).rewards.view(16, 12)
-flipped = (wrong[..., -1] - wrong[..., 0]).sign() != (rewards[..., -1] - rewards[..., 0]).sign()
+flipped = (wrong[..., -1] - wrong[..., 0]).sign() != (values[..., -1] - values[..., 0]).sign()
 after = consistent_turns(wrong)
 print(f"trend of another sign: {float(flipped.float().mean()):.0%} of the trajectories")
 print(
     f"turning points: {int((found & after).sum())} stay, {int((found & ~after).sum())} are lost, {int((~found & after).sum())} are new"
 )
-steps_0 = [TurningPoint().assign(values)[..., 0].flatten() for values in (rewards, wrong)]
-print(f"correlation of the first step's advantages with the right ones: {float(torch.corrcoef(torch.stack(steps_0))[0, 1]):.2f}")
+first = [TurningPoint().assign(table, decisions)[..., 0].flatten() for table in (values, wrong)]
+print(
+    f"correlation of the first decision's advantages with the right ones: {float(torch.corrcoef(torch.stack(first))[0, 1]):.2f}"
+)
 
 # %% [markdown] tags=["expected"]
 # trend of another sign: 30..34% of the trajectories
 # turning points: 188..202 stay, 80..92 are lost, 93..105 are new
-# correlation of the first step's advantages with the right ones: 0.30..0.38
+# correlation of the first decision's advantages with the right ones: 0.30..0.38
 
 # %% [markdown]
-# A third of the trajectories get a trend of the wrong sign. Nearly a third of the turning points are lost, and about as many false turning points appear. The correlation of the first step's credit with the right credit is low. In `flowrl` node 0 of every completion *is* the trajectory's $x_T$, and a test verifies this.
+# A third of the trajectories get a trend of the wrong sign. Nearly a third of the turning points are lost, and about as many false turning points appear. The correlation of the first decision's credit with the right credit is low. In `flowrl` node 0 of every completion *is* the trajectory's $x_T$, and a test verifies this.
 #
 # ## Does the position matter?
 #
-# The next cell compares versions of the rule on the same trajectories: increments alone, turning points, and as a control the long-term reward at *random* steps, as many per trajectory as there were turning points. As in lesson 5, it prints the cosine between the gradients of four independent batches (task `preference`, window 2:5).
+# The next cell compares versions of the rule on the same trajectories: increments alone, turning points, and as a control the long-term reward at *random* decisions, as many per trajectory as there were turning points. As in lesson 5, it prints the cosine between the gradients of four independent batches (task `preference`, window `2:7`: steps 2 to 6 are decisions 0 to 4). The rule for the first decision acts on step 2 here, and the last decision, step 6, never turns.
 
 # %%
-window = Window(FlowSDE(0.7), 2, 5)
+window = Windowed(FlowSDE(0.7), range(2, 7))
 palette = shapes.prompts("preference", "train")
 batches = [sample_groups(base, judge, palette[8 * k % 24 :][:8], 12, window, Completion(), seed=k) for k in range(4)]
 rules = {
     "uniform (Flow-GRPO)": Uniform(),
     "increments alone": TurningPoint(where="none"),
     "turning points": TurningPoint(),
-    "random steps": TurningPoint(where="random"),
+    "random decisions": TurningPoint(where="random"),
     "increments, joint": TurningPoint(where="none", normalise="joint"),
     "turning points, joint": TurningPoint(normalise="joint"),
 }
@@ -579,24 +593,26 @@ by_batch = [credit_gradients(batch, list(rules.values())) for batch in batches]
 for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
     pairs = pairwise_cosines(gradients)
     print(f"{name:<22} cosine between batches {pairs.mean():.2f} (std over pairs {pairs.std():.2f})")
-steps = batches[0].rollout.trajectories.schedule.stochastic
-fraction = torch.cat([TurningPoint().selected(batch.rewards)[..., steps].flatten() for batch in batches]).float().mean()
-print(f"fraction of trained steps with credit R_T - R_i: {float(fraction):.0%}")
+selected = torch.cat([TurningPoint().selected(batch.values, batch.decisions.mask) for batch in batches])
+print(
+    f"fraction of decisions with credit R - R_k: {float(selected.float().mean()):.0%}; by decision:",
+    *(f"{share:.0%}" for share in selected.float().mean((0, 1))),
+)
 
 # %% [markdown]
-# Increments alone, turning points, and random steps give equally clear gradients. The gain over uniform credit therefore comes from scoring the steps one by one; the *position* of the long-term reward makes no measurable difference, in part because few steps have it. Joint instead of step-by-step normalisation, lesson 5's choice, does
-# make a difference. The paper reports that turning points improve SD3.5 (GenEval 0.967 for Flow-GRPO, 0.971 to 0.973 with turning points, without a control at random steps). Four batches cannot resolve effects of that size.
+# Increments alone, turning points, and random decisions give equally clear gradients. The gain over uniform credit therefore comes from scoring the decisions one by one; the *position* of the long-term reward makes no measurable difference, in part because few decisions have it: 15%, most of them the first decision, for which the rule has one condition only. Joint instead of step-by-step normalisation, lesson 5's choice, does
+# make a difference. The paper reports that turning points improve SD3.5 (GenEval 0.967 for Flow-GRPO, 0.971 to 0.973 with turning points, without a control at random decisions). Four batches cannot resolve effects of that size.
 #
 # ## Training
 #
-# The next cell trains for five iterations each with the same settings and seed: Flow-GRPO, TP-GRPO, and TP-GRPO with random steps instead of turning points.
+# The next cell trains for five iterations each with the same settings and seed: Flow-GRPO, TP-GRPO, and TP-GRPO with random decisions instead of turning points.
 
 # %%
 settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=5)
 changes = {
     "flow-grpo": {"method": "flow-grpo"},
     "tp-grpo": {"method": "tp-grpo"},
-    "random steps": {"method": "random steps", "credit": "turning-point(where=random)"},
+    "random": {"method": "random decisions", "credit": "turning-point(where=random)"},
 }
 runs = {name: train(settings.replace(**change)) for name, change in changes.items()}
 for name, run in runs.items():
@@ -609,18 +625,18 @@ for name, run in runs.items():
 # %% [markdown] tags=["expected"]
 # flow-grpo     training reward 0.75 0.79 0.80 0.83..0.87 0.85..0.91; held out: soft 0.80..0.89, strict 0.55..0.80; sampling 4,800 NFE
 # tp-grpo       training reward 0.75 0.80 0.82 0.85..0.91 0.87..0.93; held out: soft 0.80..0.90, strict 0.55..0.82; sampling 16,800 NFE
-# random steps  training reward 0.75 0.80 0.82 0.85..0.91 0.87..0.93; held out: soft 0.80..0.90, strict 0.55..0.82; sampling 16,800 NFE
+# random        training reward 0.75 0.80 0.81 0.85..0.91 0.87..0.93; held out: soft 0.80..0.90, strict 0.55..0.82; sampling 16,800 NFE
 
 # %% tags=["hide-input"]
 figure, axes = panels(width=5.6, height=2.8)
 for (name, run), place in zip(runs.items(), ((3.6, 0.8), (2.1, 0.86), (4.1, 0.92)), strict=True):
     shade = COLOURS.get(name, OTHERS[0])
-    axes.plot(range(1, 6), run.curve("reward_mean"), "o--" if name == "random steps" else "o-", color=shade)
+    axes.plot(range(1, 6), run.curve("reward_mean"), "o--" if name == "random" else "o-", color=shade)
     axes.text(*place, name, color=shade)
 axes.set(
     xlabel="iteration",
     ylabel="mean training reward (soft)",
-    title="Random steps instead of turning points: nearly the same",
+    title="Random decisions instead of turning points: nearly the same",
     xticks=range(1, 6),
     ylim=(0.7, 0.95),
 )
@@ -628,18 +644,18 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# The curves of the two versions of TP-GRPO, with turning points and with random steps, are almost equal. The differences between all three runs are within chance (the standard error of `strict` is about 0.05), and the two versions cost 3.5 times the sampling. Five iterations with one seed prove nothing about the method. A conclusive comparison needs several seeds, the cost, and a
+# The curves of the two versions of TP-GRPO, with turning points and with random decisions, are almost equal. The differences between all three runs are within chance (the standard error of `strict` is about 0.05), and the two versions cost 3.5 times the sampling. Five iterations with one seed prove nothing about the method. A conclusive comparison needs several seeds, the cost, and a
 # control that differs only in the idea itself. Lesson 7 makes such a comparison.
 #
 # ## To keep
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $R_j$ by ODE completion | reward without noise after node $j$ | the probe `Completion()` |
-# | $d_i = R_{i+1} - R_i$ | increment | `credit.gains` |
-# | $D = R_T - R_0$ | global trend | inside `credit.turning_points` |
-# | turning points | plain, consistent, first step | `credit.turning_points(rewards, consistent, first_step)` |
-# | $R_T - R_i$ | long-term reward | `credit.reward_to_go` |
+# | $R_k$ by ODE completion | reward without noise from the state before decision $k$ | the probe `Completion()` |
+# | $d_k = R_{k+1} - R_k$ | increment | `credit.gains` |
+# | $\Delta = R - R_0$ | global trend | inside `credit.turning_points` |
+# | turning points | plain, consistent, first decision | `credit.turning_points(values, consistent, first_step)` |
+# | $R - R_k$ | long-term reward | `credit.reward_to_go` |
 # | $\min(n_+, n_-)$ | balancing | `credit.balanced` |
 # | all of it | TP-GRPO's credit | `credit.TurningPoint`, `--method tp-grpo` |
 #

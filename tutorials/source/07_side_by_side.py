@@ -370,7 +370,7 @@ for rule in RULES[1:]:
     print(f"to reach 0.4, {rule} is cheaper by a factor of {found}")
 
 # %% [markdown] tags=["expected"]
-# to reach 0.4, stepwise-flow-grpo is cheaper by a factor of 3.3..4.4 in iterations, 0.7..0.95 in NFE while sampling, 1.35..1.85 in forward passes in all
+# to reach 0.4, stepwise-flow-grpo is cheaper by a factor of 3.0..4.4 in iterations, 1.1..1.6 in NFE while sampling, 1.8..2.6 in forward passes in all
 # to reach 0.4, tp-grpo is cheaper by a factor of 2.5..3.4 in iterations, 0.5..0.75 in NFE while sampling, 1.05..1.4 in forward passes in all
 
 # %% tags=["hide-input", "varies"]
@@ -396,7 +396,7 @@ for rule in RULES[1:]:
     )
 
 # %% [markdown]
-# One experiment has four different speed-ups. Stepwise needs about a quarter of the iterations but *more* sampling evaluations. With the update counted it is cheaper again. The factor in seconds is different, because the time of a tiny network depends on calls and not on
+# One experiment has four different speed-ups. Stepwise needs less than a third of the iterations, but its lead in sampling evaluations is small, and TP-GRPO needs *more* of them. With the update counted both are cheaper again. The factor in seconds is different, because the time of a tiny network depends on calls and not on
 # evaluations (Stepwise needs 14 sequential calls per iteration, the others 10). The factor also depends on the target reward. A statement such as "x times faster" needs the unit of cost and the target.
 #
 # Choose the cost that limits you: reward calls if the reward model is slow, forward passes if the GPUs are busy, or seconds *on your hardware with your model*.
@@ -435,13 +435,13 @@ for clip in CLIPS:
 # %% [markdown] tags=["expected"]
 # reaches a mean reward of 0.5 after
 #   clip 0.002  flow-grpo             15.0..20.0 iterations     36,000..48,000 forward passes
-#   clip 0.002  stepwise-flow-grpo     3.9..4.8 iterations     22,500..28,000 forward passes
+#   clip 0.002  stepwise-flow-grpo     3.9..5.2 iterations     15,500..20,500 forward passes
 #   clip 0.002  tp-grpo                5.2..6.5 iterations     30,000..37,500 forward passes
 #   clip 0.02   flow-grpo              5.2..6.5 iterations     12,500..15,600 forward passes
-#   clip 0.02   stepwise-flow-grpo     2.8..3.6 iterations     16,300..21,000 forward passes
+#   clip 0.02   stepwise-flow-grpo     2.8..3.6 iterations     11,000..14,200 forward passes
 #   clip 0.02   tp-grpo                3.7..4.6 iterations     21,300..26,500 forward passes
 #   clip 0.2    flow-grpo              2.8..3.4 iterations      6,700..8,200 forward passes
-#   clip 0.2    stepwise-flow-grpo     2.6..3.2 iterations     15,000..18,700 forward passes
+#   clip 0.2    stepwise-flow-grpo     2.6..3.2 iterations     10,000..12,600 forward passes
 #   clip 0.2    tp-grpo                2.6..3.2 iterations     15,000..18,500 forward passes
 
 # %% tags=["hide-input"]
@@ -466,7 +466,7 @@ for text, x, y, rule in (("Stepwise", 3.9, 0.62, RULES[1]), ("TP", 7.1, 0.56, RU
 plt.show()
 
 # %% [markdown]
-# The lead in iterations shrinks from left to right and is nearly 0 at a clip range of 0.2. Since an iteration of Flow-GRPO is the cheapest, the *order* in the lower row is reversed. The rules are unchanged: the narrow clip range slowed uniform credit most. The reason is not the number of its pairs
+# The lead in iterations shrinks from left to right and is nearly 0 at a clip range of 0.2. Since an iteration of Flow-GRPO is the cheapest, the *order* in the lower row is reversed: Stepwise needs the fewest forward passes on the left, uniform credit on the right. The rules are unchanged: the narrow clip range slowed uniform credit most. The reason is not the number of its pairs
 # outside the range, which is the smallest, but their direction. Pairs that moved along their advantage have no gradient outside the range; pairs that moved against it keep their gradient, which points back. The loss below counts both kinds.
 
 
@@ -556,11 +556,11 @@ for price, budget in (("iterations", 6), ("work", 14_400)):
 # %% [markdown] tags=["expected"]
 # reward after 6 iterations: by clip (0.002, 0.02, 0.2), and tuned
 #   flow-grpo            0.21..0.28  0.45..0.60  0.85..0.98   tuned 0.85..0.99
-#   stepwise-flow-grpo   0.77..0.89  0.90..0.98  0.85..0.98   tuned 0.85..0.99
+#   stepwise-flow-grpo   0.66..0.89  0.88..0.98  0.85..0.98   tuned 0.85..0.99
 #   tp-grpo              0.42..0.56  0.80..0.92  0.83..0.96   tuned 0.85..0.98
 # reward after 14,400 forward passes: by clip (0.002, 0.02, 0.2), and tuned
 #   flow-grpo            0.21..0.28  0.45..0.60  0.85..0.98   tuned 0.85..0.99
-#   stepwise-flow-grpo   0.24..0.32  0.31..0.41  0.35..0.47   tuned 0.32..0.47
+#   stepwise-flow-grpo   0.30..0.43  0.50..0.68  0.58..0.79   tuned 0.52..0.76
 #   tp-grpo              0.21..0.28  0.26..0.35  0.34..0.46   tuned 0.32..0.46
 
 # %% [markdown]
@@ -589,7 +589,7 @@ lead = ends["turning points"] - rewards["flow-grpo", TIGHT][:, 4]
 print(f"turning points minus Flow-GRPO     after 8 iterations: {interval(lead)[0]:+.3f} ± {interval(lead)[1]:.3f}")
 
 # %% [markdown] tags=["expected"]
-# turning points minus random steps  after 8 iterations: -0.070..0.030 ± 0.020..0.080 seed by seed, p = 0.10..1.00
+# turning points minus random steps  after 8 iterations: -0.070..0.110 ± 0.020..0.130 seed by seed, p = 0.10..1.00
 # turning points minus none          after 8 iterations: -0.080..0.030 ± 0.020..0.090 seed by seed, p = 0.10..1.00
 # turning points minus Flow-GRPO     after 8 iterations: +0.540..0.700 ± 0.030..0.090
 

@@ -17,7 +17,7 @@
 #
 # **Time** 45 minutes and two projects of 20 and 45 minutes; the computer needs less than half a minute. **You need** lessons 3 to 6.
 #
-# A credit rule maps a table of rewards to a table of advantages. The figure shows the table of one group on the left (rewards of ODE completions), and the credit that three rules compute from it (red is positive, blue negative).
+# A credit rule maps a table of values to a table of advantages. The figure shows the table of one group on the left (rewards of ODE completions, and of the finished samples in the last column), and the credit that three rules compute from it (red is positive, blue negative).
 
 # %% tags=["hide-input"]
 import tempfile
@@ -27,7 +27,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-from flowrl.credit import StepwiseGain, TurningPoint, Uniform, gains, reward_to_go, zscore
+from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of, gains, reward_to_go, zscore
+from flowrl.experience import Credit
 from flowrl.probes import Completion, NoProbe, Probe, Tweedie
 from flowrl.registry import build
 from flowrl.testing import check_credit
@@ -37,31 +38,35 @@ from flowrl_course.figures import clean, panels
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
-WORLD = {"window": "all-but-last", "clip_range": 2e-2}  # every step but the last is a decision; lesson 7's middle clip range
+WORLD = {"window": ":-1", "clip_range": 2e-2}  # every step but the last is a decision; lesson 7's middle clip range
 
 
 def table_of(trainer, probe):
-    """Rewards [prompt, member, node] of a trainer's policy: 18 prompts, 12 members that share their noise."""
+    """Groups of a trainer's policy with their value table: 18 prompts, 12 members that share their noise."""
     prompts = trainer.prompts.prompts
-    return sample_groups(trainer.policy, trainer.reward, prompts, 12, trainer.method.sampler, probe, shared_noise=True).rewards
+    return sample_groups(trainer.policy, trainer.reward, prompts, 12, trainer.draw_sampler(), probe, shared_noise=True)
 
 
 untrained = start(**WORLD)
-tables = {"one-step estimate": table_of(untrained, Tweedie()), "ODE completion": table_of(untrained, Completion())}
+batches = {"one-step estimate": table_of(untrained, Tweedie()), "ODE completion": table_of(untrained, Completion())}
+tables = {
+    name: batch.values for name, batch in batches.items()
+}  # [prompt, member, decision+1]: 18 prompts, 12 members, 10 columns
+decisions = batches["ODE completion"].decisions
 
 
 def opening():
-    """The rewards of the group with the largest range, and the credit of three rules."""
+    """The values of the group with the largest range, and the credit of three rules."""
     table = tables["ODE completion"]
     group = int((table[..., -1].amax(1) - table[..., -1].amin(1)).argmax())
     figure, axes = panels(4, width=2.9, height=3.0)
     axes[0].imshow(table[group], cmap="viridis", vmin=0, vmax=1, aspect="auto")
-    axes[0].set(title="rewards R (0 to 1)", xlabel="node", ylabel="member", xticks=range(0, 11, 2))
+    axes[0].set(title="values (0 to 1)", xlabel="decision (9: finished)", ylabel="member", xticks=range(0, 10, 3))
     for cell, (name, rule) in zip(
         axes[1:], {"Flow-GRPO": Uniform(), "Stepwise": StepwiseGain(), "TP-GRPO": TurningPoint()}.items(), strict=True
     ):
-        cell.imshow(rule.assign(table, untrained.schedule)[group], cmap="RdBu_r", vmin=-3, vmax=3, aspect="auto")
-        cell.set(title=f"{name}: credit (-3 to 3)", xlabel="step", xticks=range(0, 10, 2))
+        cell.imshow(rule.assign(table, decisions)[group], cmap="RdBu_r", vmin=-3, vmax=3, aspect="auto")
+        cell.set(title=f"{name}: credit (-3 to 3)", xlabel="decision", xticks=range(0, 9, 2))
     plt.show()
 
 
@@ -70,21 +75,21 @@ opening()
 # %% [markdown]
 # ## The idea
 #
-# Let $V_j$ be the expected reward if the *stochastic* sampler continues from the state at node $j$. Step $i$ changes this expectation by
+# A **decision** is a transition that was drawn (lesson 5). Here steps 0 to 8 are the decisions $k = 0, \dots, 8$, so $D = 9$; the last step follows the ODE. Let $V_k$ be the expected reward if the *stochastic* sampler continues from the state before decision $k$, and $V_D = R$ the reward of the finished sample. Decision $k$ changes this expectation by
 #
-# $$A^*_i = V_{i+1} - V_i,$$
+# $$A^*_k = V_{k+1} - V_k,$$
 #
-# the **true advantage** of the step. The sum over the steps is $R_T - V_0$. A credit rule estimates $A^*$ from a table of rewards, and the rules of lessons 4 to 6 differ in their estimate of $V$:
+# the **true advantage** of the decision. The sum over the decisions is $R - V_0$. A credit rule estimates $A^*$ from a table of values $R_k$, and the rules of lessons 4 to 6 differ in these estimates of $V_k$:
 #
-# | rule | estimate of $V_j$ | network evaluations per trajectory |
+# | rule | estimate of $V_k$ | network evaluations per trajectory |
 # |---|---|---|
-# | Flow-GRPO | none; every step gets $R_T$ minus the group's mean | 10 |
-# | Stepwise-Flow-GRPO | reward of 5 Euler substeps | 50 |
+# | Flow-GRPO | none; every decision gets $R$ minus the group's mean | 10 |
+# | Stepwise-Flow-GRPO | reward of 5 Euler substeps | 46 |
 # | TP-GRPO | reward of the ODE completion | 55 |
 #
 # (Slightly fewer if a group shares its first node.)
 #
-# The idea of this lesson is a cheap rule. The one-step estimate $\hat x_0 = x_j - t_j v_j$ needs only the velocity that the rollout has computed already, so it costs no further network evaluation.
+# The idea of this lesson is a cheap rule. The one-step estimate $\hat x_0 = x - t v$ from a state $x$ at time $t$ needs only the velocity that the rollout has computed already, so it costs no further network evaluation.
 # If its reward is a good estimate of $V$, step-wise credit costs no more than Flow-GRPO. This lesson builds the rule; lesson 9 tests whether the estimate is good enough.
 #
 # ## From the idea to a class
@@ -92,76 +97,78 @@ opening()
 # A rule is any object with two members:
 #
 # - `probe`, the way in which unfinished states are scored: `NoProbe()`, `Tweedie()` (short for `Substeps(1)`), `Substeps(n)`, `Completion()`;
-# - `assign(rewards, schedule)`, which maps rewards `[prompt, member, node]` to advantages `[prompt, member, step]`; step $i$ leads from node $i$ to node $i + 1$.
+# - `assign(values, decisions)`, which maps values `[prompt, member, decision+1]` to advantages `[prompt, member, decision]`. Column $k < D$ is the value of the state before decision $k$, the last column the reward of the finished sample. `decisions` describes the axis: `step`, `time`, `delta`, `std` `[decision]`, and `mask` `[prompt, member, decision]`.
+#
+# The mask is true for the entries that count. False are transitions that were not drawn for this member, that are not trained, and samples that the reward could not judge. The trainer sets their advantages to 0. A rule must leave them out of every mean, standard deviation and count; `zscore(..., mask=decisions.mask)` does.
 #
 # With an attribute `shared_noise = True` the members of a group start from the same noise. A rule needs no base class and no registration. The first draft below computes gains of the one-step estimate, normalised over members and steps as in Stepwise.
 
 
 # %%
 class Draft:
-    """The credit of a step is its change of the one-step estimate's reward."""
+    """The credit of a decision is its change of the one-step estimate's reward."""
 
     probe = NoProbe()
     shared_noise = True
 
-    def assign(self, rewards, schedule):
-        rewards -= rewards[..., :1]
-        gained = rewards[..., 1:] - rewards[..., :-1]
+    def assign(self, values, decisions):
+        values -= values[..., :1]
+        gained = values[..., 1:] - values[..., :-1]
         return (gained - gained.mean((1, 2), keepdim=True)) / gained.std((1, 2), unbiased=False, keepdim=True)
 
 
 # %% [markdown]
-# The trainer, `flowrl compare` and the checkpoints rely on the promises in the protocol's docstring. `flowrl.testing` checks all of them with difficult tables: groups of equal rewards, a group of one, rewards of $10^6$, permuted members.
+# The trainer, `flowrl compare` and the checkpoints rely on the promises in the protocol's docstring. `flowrl.testing` checks all of them with difficult tables: groups of equal values, a group of one, values of $10^6$, permuted members, invalid samples, transitions that were not drawn.
 
 # %%
 print(*[line for line in str(check_credit(Draft())).splitlines() if "not tried, because" not in line], sep="\n")
 
 # %% [markdown]
-# One fault hides the others: the remaining promises are not checked as long as the rule reads nodes without scores.
+# One fault hides the others: the remaining promises are not checked as long as the rule changes its input.
 #
 # ### Exercise 1 · repair the draft
 #
 # *Difficulty: easy · importance: essential · time: 10 minutes*
 #
-# The draft has three faults. Repair one, run `check_credit` again, and repeat; a rule that changes its input breaks other promises too, so repair that first. `zscore(values, over=("member", "step"))` from `flowrl.credit` normalises and handles the special cases. You can also write the normalisation yourself.
+# The draft has four faults. Repair one, run `check_credit` again, and repeat; a rule that changes its input breaks other promises too, so repair that first. `zscore(gains(values), over=("member", "decision"), mask=decisions.mask)` from `flowrl.credit` normalises over the entries that count and handles the special cases. You can also write the normalisation yourself.
 
 
 # %% tags=["exercise"]
 class EstimateGain:
-    """The credit of a step is its change of the one-step estimate's reward."""
+    """The credit of a decision is its change of the one-step estimate's reward."""
 
     probe = NoProbe()
     shared_noise = True
 
-    def assign(self, rewards, schedule):
-        rewards -= rewards[..., :1]
-        gained = rewards[..., 1:] - rewards[..., :-1]
+    def assign(self, values, decisions):
+        values -= values[..., :1]
+        gained = values[..., 1:] - values[..., :-1]
         return (gained - gained.mean((1, 2), keepdim=True)) / gained.std((1, 2), unbiased=False, keepdim=True)
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compare three points with the protocol: which nodes does the probe score, does `assign` change its argument, and what does the last line compute for a group whose rewards are all equal?
+# **Hint.** Compare four points with the protocol: which columns does the probe score, does `assign` change its argument, which entries are in the mean and the standard deviation, and what does the last line compute for a group whose values are all equal?
 
 
 # %% tags=["solution"]
 @dataclass(frozen=True)
 class EstimateGain:
-    """The credit of a step is its change of the one-step estimate's reward."""
+    """The credit of a decision is its change of the one-step estimate's reward."""
 
     probe: Probe = Tweedie()
     shared_noise: bool = True
 
-    def assign(self, rewards, schedule):
-        return zscore(gains(rewards), over=("member", "step"))
+    def assign(self, values, decisions):
+        return zscore(gains(values), over=("member", "decision"), mask=decisions.mask)
 
 
 # %%
 lesson.check_mended(EstimateGain)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** With `NoProbe()` the rollout scores the finished sample only. All other nodes are `nan`, so that a rule that reads them fails at once. `-=` writes into the caller's table, which the trainer still needs for its metrics.
-# A group of equal rewards has a standard deviation of 0. The division gives `nan`, which the optimizer would write into all weights. `zscore` adds $10^{-4}$ and subtracts
-# one of the rewards before the mean, so that equal rewards give exactly 0. (The subtraction of the first node was not a fault, but it has no effect on gains.)
+# **Why.** With `NoProbe()` the rollout scores the finished sample only. All other columns are `nan`, so that a rule that reads them fails at once. `-=` writes into the caller's table, which the trainer still needs for its metrics.
+# A group of equal values has a standard deviation of 0. The division gives `nan`, which the optimizer would write into all weights. `zscore` adds $10^{-4}$ and subtracts
+# one of the values before the mean, so that equal values give exactly 0. Without the mask, the values of an invalid sample (`nan`) would reach the credit of its whole group, and transitions outside the mask would change the scale of the others. (The subtraction of the first column was not a fault, but it has no effect on gains.)
 
 # %%
 findings = check_credit(EstimateGain())
@@ -177,68 +184,68 @@ print(findings.ok, f"{sum(finding.ok for finding in findings)} of {len(findings)
 #
 # ## A second rule: reward-to-go
 #
-# The gain $R_{i+1} - R_i$ depends on two estimates. An alternative is the reward-to-go of lesson 5, the total gain from step $i$ to the *finished* sample, $R_T - R_i$. Its first term is the reward itself, not an estimate.
+# The gain $R_{k+1} - R_k$ depends on two estimates. An alternative is the reward-to-go of lesson 5, the total gain from decision $k$ to the *finished* sample, $R - R_k$. Its first term is the reward itself, not an estimate.
 #
 # ### Exercise 2 · reward-to-go
 #
 # *Difficulty: medium · importance: essential · time: 10 minutes*
 #
-# The credit of step $i$ is $R_T - R_i$. Normalise with the mean over members at each step, and one standard deviation for the whole group: `zscore(values, over=("member",), std_over=("member", "step"))`.
-# (The standard deviation is that of the values themselves, before the mean is subtracted.)
+# The credit of decision $k$ is $R - R_k$. Normalise with the mean over members at each decision, and one standard deviation for the whole group: `zscore(y, over=("member",), std_over=("member", "decision"), mask=decisions.mask)`.
+# (The standard deviation is that of $y$ itself, before the mean is subtracted.)
 
 
 # %% tags=["exercise"]
 @dataclass(frozen=True)
 class EstimateToGo:
-    """The credit of a step is the final reward minus the estimate before the step."""
+    """The credit of a decision is the final reward minus the estimate before it."""
 
     probe: Probe = Tweedie()
     shared_noise: bool = True
 
-    def assign(self, rewards, schedule):
+    def assign(self, values, decisions):
         return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** `rewards` has one node more than there are steps. Step $i$ starts at node $i$, so drop the last node of the subtracted term and keep its axis: `rewards[..., -1:]`.
+# **Hint.** `values` has one column more than there are decisions. Column $k$ is the state before decision $k$, so drop the last column of the subtracted term. `values[..., -1:]` is the last column with its axis.
 
 
 # %% tags=["solution"]
 @dataclass(frozen=True)
 class EstimateToGo:
-    """The credit of a step is the final reward minus the estimate before the step."""
+    """The credit of a decision is the final reward minus the estimate before it."""
 
     probe: Probe = Tweedie()
     shared_noise: bool = True
 
-    def assign(self, rewards, schedule):
-        return zscore(reward_to_go(rewards), over=("member",), std_over=("member", "step"))
+    def assign(self, values, decisions):
+        return zscore(reward_to_go(values), ("member",), ("member", "decision"), mask=decisions.mask)
 
 
 # %%
 lesson.check_to_go(EstimateToGo)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $R_T - R_i$ is the sum of the gains from step $i$ to the end: a step is credited with the steps that follow it. This adds noise. In return, an error of the estimate $R_i$ enters one credit only. With gains it enters two: that of step $i$, and with the opposite sign that of step $i - 1$.
-# The mean is taken step by step because $R_T - R_i$ decreases along a trajectory: a mean over the steps would give early steps positive credit for being early.
+# **Why.** $R - R_k$ is the sum of the gains from decision $k$ to the end: a decision is credited with those that follow it. This adds noise. In return, an error of the estimate $R_k$ enters one credit only. With gains it enters two: that of decision $k$, and with the opposite sign that of decision $k - 1$.
+# The mean is taken decision by decision because $R - R_k$ decreases along a trajectory: a mean over the decisions would give early ones positive credit for being early.
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=2.9, sharey=True)
 for cell, (name, rule) in zip(axes, {"gains": EstimateGain(), "reward-to-go": EstimateToGo()}.items(), strict=True):
-    credit = rule.assign(tables["one-step estimate"], untrained.schedule)[0, :, :-1]
+    credit = rule.assign(tables["one-step estimate"], decisions)[0]
     cell.plot(credit.T, color="#56B4E9", linewidth=1.2, alpha=0.8)
     cell.axhline(0, color="#22252b", linewidth=0.8)
-    cell.set(xlabel="step", xticks=range(0, 9, 2), title=f"{name}: 12 members of one group")
+    cell.set(xlabel="decision", xticks=range(0, 9, 2), title=f"{name}: 12 members of one group")
     clean(cell)
 axes[0].set_ylabel("credit")
 plt.show()
 
 # %% [markdown]
-# The lines of the gains cross often: the credit of a step says little about the next step. Reward-to-go changes slowly along a trajectory, since neighbouring steps share most of their terms.
+# The lines of the gains cross often: the credit of a decision says little about the next one. Reward-to-go changes slowly along a trajectory, since neighbouring decisions share most of their terms.
 #
 # ## The rule in the trainer
 #
-# `start` and `learn` (in `flowrl_course.runs`) pass a rule to the trainer of lesson 4. The trainer reads `probe` and `shared_noise`, scores the table, and calls `assign` once per iteration.
+# `start` and `learn` (in `flowrl_course.runs`) pass a rule to the trainer of lesson 4. The trainer reads `probe` and `shared_noise`, scores the columns, and calls `assign` once per iteration.
 
 # %%
 for name, rule in (("EstimateGain", EstimateGain), ("EstimateToGo", EstimateToGo)):
@@ -268,14 +275,14 @@ from flowrl.probes import Probe, Tweedie
 
 @dataclass(frozen=True)
 class EstimateToGo:
-    """The credit of a step is the final reward minus the estimate before the step."""
+    """The credit of a decision is the final reward minus the estimate before it."""
 
     clamp: float = 5.0
     probe: Probe = Tweedie()
     shared_noise: bool = True
 
-    def assign(self, rewards, schedule):
-        return zscore(reward_to_go(rewards), over=("member",), std_over=("member", "step")).clamp(-self.clamp, self.clamp)
+    def assign(self, values, decisions):
+        return zscore(reward_to_go(values), ("member",), ("member", "decision"), self.clamp, decisions.mask)
 '''
 with tempfile.TemporaryDirectory() as folder:
     file = Path(folder) / "my_rules.py"
@@ -298,17 +305,17 @@ print(f"clamp {loaded.clamp}, probe {loaded.probe};", "contract kept" if check_c
 # *Difficulty: project · importance: useful · time: 20 minutes*
 #
 # A reward model that sometimes fails (a score of 5 instead of 0 to 1) distorts a group: the mean and the standard deviation follow the outlier, and all other members get nearly equal advantages. Ranks are robust against outliers.
-# Write a rule with the same credit at every step: the z-score, over the members of a group, of the *ranks* of $R_T$ within the group. Equal rewards share their mean rank: the ranks of the rewards .2, .5, .5, .9 are 0, 1.5, 1.5, 3.
+# Write a rule with the same credit at every decision: the z-score, over the members of a group, of the *ranks* of $R$ within the group. Equal rewards share their mean rank: the ranks of the rewards .2, .5, .5, .9 are 0, 1.5, 1.5, 3. An invalid sample has the reward `nan`, and every comparison with `nan` is false: it gets no rank and changes none.
 
 
 # %% tags=["exercise"]
 @dataclass(frozen=True)
 class RankCredit:
-    """Every step gets the z-score of the rank of the finished sample's reward."""
+    """Every decision gets the z-score of the rank of the finished sample's reward."""
 
     probe: Probe = NoProbe()
 
-    def assign(self, rewards, schedule):
+    def assign(self, values, decisions):
         return ...
 
 
@@ -319,17 +326,16 @@ class RankCredit:
 # %% tags=["solution"]
 @dataclass(frozen=True)
 class RankCredit:
-    """Every step gets the z-score of the rank of the finished sample's reward."""
+    """Every decision gets the z-score of the rank of the finished sample's reward."""
 
     probe: Probe = NoProbe()
 
-    def assign(self, rewards, schedule):
-        final = rewards[..., -1]
+    def assign(self, values, decisions):
+        final = values[..., -1]
         below = (final[:, :, None] > final[:, None, :]).to(final).sum(dim=-1)
         equal = (final[:, :, None] == final[:, None, :]).to(final).sum(dim=-1)
         ranks = below + (equal - 1) / 2
-        steps = rewards.shape[-1] - 1
-        return zscore(ranks[..., None].repeat(1, 1, steps), over=("member",))
+        return zscore(ranks[..., None].repeat(1, 1, len(decisions)), over=("member",), mask=decisions.mask)
 
 
 # %%
@@ -350,11 +356,11 @@ def broken(table, fraction):
 
 
 table = tables["ODE completion"]
-correct = Uniform().assign(table, untrained.schedule).flatten()
+correct = Uniform().assign(table, decisions).flatten()
 print("correlation with uniform credit on correct scores")
 for fraction in (0.0, 0.05, 0.2):
     found = [
-        torch.corrcoef(torch.stack([rule.assign(broken(table, fraction), untrained.schedule).flatten(), correct]))[0, 1]
+        torch.corrcoef(torch.stack([rule.assign(broken(table, fraction), decisions).flatten(), correct]))[0, 1]
         for rule in (Uniform(), RankCredit())
     ]
     print(f"{fraction:4.0%} of the scores broken: rewards {float(found[0]):.2f}   ranks {float(found[1]):.2f}")
@@ -367,25 +373,25 @@ for fraction in (0.0, 0.05, 0.2):
 # *Difficulty: project · importance: useful · time: 45 minutes*
 #
 # All rules so far scale each group by its own standard deviation. A group of nearly equal rewards then gets advantages of the same size as a group with large differences. Use **one scale** for all groups instead, and keep it across iterations.
-# With the centred values $y = (R_T - R_i) - \operatorname{mean}_{\text{members}}(R_T - R_i)$, at each step,
+# With the centred values $y = (R - R_k) - \operatorname{mean}_{\text{members}}(R - R_k)$, at each decision,
 #
 # $$m \leftarrow 0.9\, m + 0.1\, \langle y^2 \rangle, \qquad A = \operatorname{clamp}\!\left(\frac{y}{\sqrt m + 10^{-4}},\, \pm 5\right),$$
 #
-# where $\langle\cdot\rangle$ is the mean over the whole table. For the first table $m = \langle y^2\rangle$. Update $m$ with the present table before you use it. The memory of a rule must be part of checkpoints:
+# where $\langle\cdot\rangle$ is the mean over the whole table; all means are over the entries of `decisions.mask`. For the first table $m = \langle y^2\rangle$. Update $m$ with the present table before you use it. The memory of a rule must be part of checkpoints:
 # `state_dict()` returns the memory as named tensors (empty before the first table), `load_state_dict(state)` restores it, also the empty memory.
 
 
 # %% tags=["exercise"]
 @dataclass
 class OneScale:
-    """R_T - R_i, divided by a running root mean square."""
+    """R - R_k, divided by a running root mean square."""
 
     decay: float = 0.9
     probe: Probe = Tweedie()
     shared_noise: bool = True
     squares: torch.Tensor | None = field(default=None, repr=False)
 
-    def assign(self, rewards, schedule):
+    def assign(self, values, decisions):
         return ...
 
     def state_dict(self):
@@ -395,26 +401,25 @@ class OneScale:
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Start with `state_dict` and `load_state_dict` for `self.squares`, including the empty state. In `assign`, compute the centred values, then the new `self.squares`, then divide. Subtract one member's value before the mean, so that equal rewards give exactly 0.
+# **Hint.** Start with `state_dict` and `load_state_dict` for `self.squares`, including the empty state. In `assign`, compute the centred values, then the new `self.squares`, then divide. `zscore` is of no use here, since it has no memory. Set the entries outside the mask to `nan` with `masked_fill`, and take means with `nanmean`, which leaves them out; the trainer sets these advantages to 0.
 
 
 # %% tags=["solution"]
 @dataclass
 class OneScale:
-    """R_T - R_i, divided by a running root mean square."""
+    """R - R_k, divided by a running root mean square."""
 
     decay: float = 0.9
     probe: Probe = Tweedie()
     shared_noise: bool = True
     squares: torch.Tensor | None = field(default=None, repr=False)
 
-    def assign(self, rewards, schedule):
-        values = reward_to_go(rewards)
-        values = values - values[:, :1]
-        values = values - values.mean(dim=1, keepdim=True)
-        new = values.square().mean()
+    def assign(self, values, decisions):
+        y = reward_to_go(values).masked_fill(~decisions.mask, torch.nan)
+        y = y - y.nanmean(dim=1, keepdim=True)
+        new = y.square().nanmean()
         self.squares = new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
-        return (values / (self.squares.sqrt() + 1e-4)).clamp(-5, 5)
+        return (y / (self.squares.sqrt() + 1e-4)).clamp(-5, 5)
 
     def state_dict(self):
         return {} if self.squares is None else {"squares": self.squares.clone()}
@@ -433,8 +438,8 @@ lesson.check_remembers(OneScale)
 # %%
 shown = tables["one-step estimate"]
 for name, rule in (("one scale", OneScale()), ("a std per group", EstimateToGo())):
-    sizes = rule.assign(shown, None).abs().mean((1, 2))
-    smaller = rule.assign(0.5 * shown, None).abs().mean()  # the second table: all differences halved
+    sizes = rule.assign(shown, decisions).abs().mean((1, 2))
+    smaller = rule.assign(0.5 * shown, decisions).abs().mean()  # the second table: all differences halved
     line = f"smallest {float(sizes.min()):.2f}, largest {float(sizes.max()):.2f}, mean {float(sizes.mean()):.2f}"
     print(f"{name:<16} mean |credit| of a group: {line}; of the second table {float(smaller):.2f}")
 
@@ -442,12 +447,48 @@ for name, rule in (("one scale", OneScale()), ("a std per group", EstimateToGo()
 # With one scale, groups with small differences get smaller credit than others, and a table of smaller differences gets smaller credit than the table before it. Both effects are intended. Whether they help training is open until it is tested.
 # Leave out a part of a rule that has no measured effect.
 #
+# ## Rules that read more than values
+#
+# A rule may need more than the table: the states, the log-probabilities, the values of the components of a composite reward, or the prompts. Then it has `credit(experience)` instead of `assign`. The record `experience` of type `Experience` has `values` and `decisions` as above, and `prompts`, `parts`, `trajectories`, `log_probs` and `condition`;
+# `reads_fields` lists which of the last three the rule needs, so that no others are gathered. The result is a `Credit`: advantages, and optionally *weights* in $[0, 1]$, both `[prompt, member, decision]`. An advantage is the credit of a decision. A weight is its share in the loss, which is a weighted mean, so only ratios of weights matter.
+#
+# The following rule has the credit of `EstimateToGo`, and gives a smaller weight to decisions that drew much noise: $\log \pi$ of the drawn transition, the mean over elements, is lower if the draw is far from the transition's mean.
+
+
+# %%
+@dataclass(frozen=True)
+class LikelyDraws:
+    """The credit of EstimateToGo; decisions with unlikely draws have less weight."""
+
+    probe: Probe = Tweedie()
+    shared_noise: bool = True
+    reads_fields: tuple = ("log_probs",)
+
+    def credit(self, experience):
+        mask = experience.decisions.mask
+        logs = experience.log_probs.masked_fill(~mask, -torch.inf)  # [prompt, member, decision]; nan where nothing was drawn
+        weights = (
+            (logs - logs.amax(dim=(0, 1), keepdim=True)).exp().masked_fill(~mask, 0.0)
+        )  # 1 for the likeliest of each decision
+        return Credit(EstimateToGo().assign(experience.values, experience.decisions), weights)
+
+
+found = credit_of(LikelyDraws(), batches["one-step estimate"].experience)
+print("advantages", tuple(found.advantages.shape), " weights", tuple(found.weights.shape))
+print("mean weight by decision:", " ".join(f"{weight:.2f}" for weight in found.weights.mean((0, 1))))
+print(f"{sum(finding.ok for finding in check_credit(LikelyDraws()))} of {len(check_credit(LikelyDraws()))} promises kept")
+
+# %% [markdown]
+# `credit_of` is what the trainer calls. It accepts both forms, checks the result, and sets everything outside the mask to 0. (The effect of this rule on training has not been measured. A loss with unequal weights has another optimum than one with equal weights.)
+#
 # ## To keep
 #
 # | step | what | where |
 # |---|---|---|
-# | idea | $A^*_i = V_{i+1} - V_i$; what is the estimate of $V$, and what does it cost? | `probes.Tweedie`, `Substeps`, `Completion`, `NoProbe` |
-# | class | `probe`, `assign(rewards, schedule)`; `shared_noise`; `state_dict` for a memory | `protocols.CreditAssigner`, `Stateful` |
+# | idea | $A^*_k = V_{k+1} - V_k$ of decision $k$; what is the estimate of $V$, and what does it cost? | `probes.Tweedie`, `Substeps`, `Completion`, `NoProbe` |
+# | class | `probe`, `assign(values, decisions)`; `shared_noise`; `state_dict` for a memory | `protocols.CreditAssigner`, `Stateful` |
+# | mask | entries outside `decisions.mask` are left out of all statistics | `zscore(..., mask=decisions.mask)` |
+# | more than values | `credit(experience)` returns advantages and weights | `protocols.ExperienceCredit`, `experience.Experience`, `Credit` |
 # | contract | does the rule keep the promises that the trainer relies on? | `testing.check_credit`, `testing.credit_contract` |
 # | file | a class in a file, with options in brackets | `flowrl compare --credit "my_rules.py:MyRule(clamp=2.0)"` |
 #

@@ -17,7 +17,7 @@
 #
 # **Time** 80 minutes and a project of 40 minutes; the computer needs about one minute. **You need** lessons 7 and 8.
 #
-# The animation shows the quantity that every credit rule estimates. On the left a trajectory is denoised; the cross is its target. On the right are the *expected* reward at each of its nodes, and two estimates of it.
+# The animation shows the quantity that every credit rule estimates. On the left a trajectory is denoised; the cross is its target. On the right are the *expected* reward before each of its decisions, and two estimates of it.
 
 # %% tags=["hide-input"]
 import math
@@ -32,41 +32,41 @@ from flowrl.diagnostics import mean
 from flowrl_bench.statistics import detectable, holm
 from flowrl_bench.true_advantage import Look, compare_credit, true_advantages
 from flowrl.flow import sample as draw_from
-from flowrl.rollout import reward_table
+from flowrl.experience import Credit
 from flowrl.probes import Completion, Probe, Tweedie
 from flowrl_course import lesson_09 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, animation, clean, panels, plane, target
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
-WORLD = {"window": "all-but-last", "clip_range": 2e-2}  # every step but the last is a decision; lesson 7's middle clip range
+WORLD = {"window": ":-1", "clip_range": 2e-2}  # every step but the last is a decision; lesson 7's middle clip range
 
 
 @dataclass(frozen=True)
 class EstimateGain:
-    """The credit of a step is its change of the one-step estimate's reward (lesson 8, exercise 1)."""
+    """The credit of a decision is its change of the one-step estimate's reward (lesson 8, exercise 1)."""
 
     probe: Probe = Tweedie()
     shared_noise: bool = True
 
-    def assign(self, rewards, schedule):
-        return zscore(gains(rewards), over=("member", "step"))
+    def assign(self, values, decisions):
+        return zscore(gains(values), over=("member", "decision"), mask=decisions.mask)
 
 
 @dataclass(frozen=True)
 class EstimateToGo:
-    """The credit of a step is the final reward minus the estimate before the step (lesson 8, exercise 2)."""
+    """The credit of a decision is the final reward minus the estimate before it (lesson 8, exercise 2)."""
 
     probe: Probe = Tweedie()
     shared_noise: bool = True
 
-    def assign(self, rewards, schedule):
-        return zscore(reward_to_go(rewards), over=("member",), std_over=("member", "step"))
+    def assign(self, values, decisions):
+        return zscore(reward_to_go(values), ("member",), ("member", "decision"), mask=decisions.mask)
 
 
 def setting_of(trainer):
     """A trainer's policy, sampler, grid and reward, with all 18 training prompts, for the diagnostics."""
-    return Setting(trainer.policy, trainer.method.sampler, trainer.schedule, trainer.reward, trainer.prompts.prompts)
+    return Setting(trainer.policy, trainer.draw_sampler(), trainer.schedule, trainer.reward, trainer.prompts.prompts)
 
 
 beginning = setting_of(start(**WORLD))
@@ -75,7 +75,8 @@ truths = {shared: true_advantages(beginning, look.trajectories(shared), continua
 tables = {}
 for name, probe in (("one-step estimate", Tweedie()), ("ODE completion", Completion())):
     result = look.trajectories(True, probe)
-    tables[name] = reward_table(beginning.policy, beginning.reward, result, beginning.prompts)
+    tables[name] = beginning.experience(result).values  # [prompt, member, decision+1]: 18 prompts, 12 members, 10 columns
+COLUMNS = [*range(9), 10]  # the nodes of the table's columns: the states before decisions 0 to 8, and the finished sample
 
 
 def opening():
@@ -91,17 +92,16 @@ def opening():
     (path,) = left.plot([], [], color=NOISE, linewidth=1)
     dot = left.scatter([0], [0], s=60, color=DATA)
     value, error = truth.state_values[prompt, member], truth.state_errors[prompt, member]
-    steps = range(len(value))
-    right.fill_between(steps, value - 2 * error, value + 2 * error, color=DATA, alpha=0.2, linewidth=0)
-    right.plot(steps, value, color=DATA, linewidth=2.4)
-    right.plot(steps, tables["one-step estimate"][prompt, member], color=ACCENT, linestyle="--")
-    right.plot(steps, tables["ODE completion"][prompt, member], color=COLOURS["tp-grpo"], linestyle=":", linewidth=2)
+    right.fill_between(COLUMNS, value - 2 * error, value + 2 * error, color=DATA, alpha=0.2, linewidth=0)
+    right.plot(COLUMNS, value, color=DATA, linewidth=2.4)
+    right.plot(COLUMNS, tables["one-step estimate"][prompt, member], color=ACCENT, linestyle="--")
+    right.plot(COLUMNS, tables["ODE completion"][prompt, member], color=COLOURS["tp-grpo"], linestyle=":", linewidth=2)
     labels = (("expected reward V", DATA), ("one-step estimate", ACCENT), ("ODE completion", "#00734f"))
     for height, (text, shade) in zip((0.95, 0.87, 0.79), labels, strict=True):
         right.text(0.02, height, text, color=shade, transform=right.transAxes, fontsize=9)
     now = right.axvline(0, color=NOISE, linewidth=1)
     right.set(
-        xlabel="node (0 = noise, 10 = finished)",
+        xlabel="state before decision (10: finished)",
         ylabel="reward",
         ylim=(-0.03, 1.45),
         title="V (± 2 standard errors), and two estimates",
@@ -125,7 +125,7 @@ opening()
 # %% [markdown]
 # ## Credit compared with the true advantage
 #
-# The true advantage of a step is $A^*_i = V(x_{i+1}) - V(x_i)$, where $V(x)$ is the expected reward if the *stochastic* sampler continues from $x$. In two dimensions $V$ can be measured: run the sampler from a state to the end many times, and average the rewards.
+# Decision $k$ draws the transition from $x$ to $x'$. Its true advantage is $A^*_k = V(x') - V(x)$, where $V(x)$ is the expected reward if the *stochastic* sampler continues from $x$. (An ODE step changes no expectation, so $V$ is the same before and after the ODE steps between two decisions.) In two dimensions $V$ can be measured: run the sampler from a state to the end many times, and average the rewards.
 #
 # ### Exercise 1 · the value of a state
 #
@@ -181,13 +181,13 @@ def score(latents):
 nodes = look.trajectories(True).trajectories.nodes[: look.members]  # the group of the first prompt
 for node in (3, 7):
     own = state_value(nodes[:, node], node, schedule.steps, go, score, 400)
-    theirs, error = truths[True].state_values[0, :, node], truths[True].state_errors[0, :, node]
+    theirs, error = truths[True].state_values[0, :, node], truths[True].state_errors[0, :, node]  # decision k starts at node k
     print(
         f"node {node}: yours {own[:3].numpy().round(2)}, library {theirs[:3].numpy().round(2)} ± {error[:3].numpy().round(2)} for three members"
     )
 
 # %% [markdown]
-# `true_advantages` computes these values for every node of 18 groups of 12 trajectories (with and without shared noise), with standard errors. `compare_credit` compares a rule's credit with $A^*$. The correlation is corrected for the Monte Carlo noise of the ground truth; the interval is a bootstrap over groups.
+# `true_advantages` computes these values for the states of all decisions of 18 groups of 12 trajectories (with and without shared noise), with standard errors. `compare_credit` compares a rule's credit with $A^*$. The correlation is corrected for the Monte Carlo noise of the ground truth; the interval is a bootstrap over groups.
 
 # %%
 RULES = {
@@ -215,28 +215,27 @@ for name, (rule, shared, _) in RULES.items():
 
 # %% tags=["hide-input"]
 figure, axes = panels(5, width=2.5, height=2.9)
-steps = list(truths[True].steps)
 for cell, (name, (_, shared, shade)) in zip(axes[:4], RULES.items(), strict=True):
     credit, report = reports[name]
-    truth = truths[shared].values[..., steps].flatten()
-    cell.scatter(truth, credit.advantages[..., steps].flatten(), s=2, color=shade, alpha=0.35)
+    truth = truths[shared].values.flatten()
+    cell.scatter(truth, credit.advantages.flatten(), s=2, color=shade, alpha=0.35)
     cell.set_title(f"{name}: {report.overall.correlation.value:.2f}", color=shade, fontsize=10)
     cell.set(xlabel="true advantage", xlim=(-0.6, 0.6), ylim=(-5.2, 5.2))
     clean(cell)
 axes[0].set_ylabel("credit")
 for name, (_, _, shade) in RULES.items():
-    axes[4].plot(steps, [step.correlation.value for step in reports[name][1].per_step], color=shade, marker="o", markersize=3)
-axes[4].set(xlabel="step", xticks=range(0, 9, 2), ylim=(0, 1.05), title="correlation by step")
+    axes[4].plot(range(9), [one.correlation.value for one in reports[name][1].per_step], color=shade, marker="o", markersize=3)
+axes[4].set(xlabel="decision", xticks=range(0, 9, 2), ylim=(0, 1.05), title="correlation by decision")
 clean(axes[4])
 plt.show()
 
 # %% [markdown]
-# Uniform credit has a low correlation: most of the credit of a step is due to other steps. The points of the step-wise rules are close to a line, and those of the one-step estimate are the closest. A *cheaper* estimate can be better than a completion because $V$ is a mean over all continuations. The completion follows the ODE to *one* possible end, and its reward varies with this end; the one-step
+# Uniform credit has a low correlation: most of the credit of a decision is due to other decisions. The points of the step-wise rules are close to a line, and those of the one-step estimate are the closest. A *cheaper* estimate can be better than a completion because $V$ is a mean over all continuations. The completion follows the ODE to *one* possible end, and its reward varies with this end; the one-step
 # estimate is the mean of the ends, and its reward is a smoother function of the state, like $V$. The blur that harms an image reduces the variance of a value.
 #
 # ## The gradient compared with the true gradient
 #
-# The update of the weights is determined by the gradient $\sum_i A_i \nabla_\theta \log \pi(x_{i+1} \mid x_i)$. In this world the reward can be differentiated through the sampler, so the gradient of the expected reward is known (`pathwise_gradients`). Three numbers compare a rule's gradient with it: the **cosine** between its mean and the true gradient (1: no bias in direction), the **signal-to-noise ratio** of one batch, and the cost of a batch,
+# The update of the weights is determined by the gradient $\sum_k A_k \nabla_\theta \log \pi(x' \mid x)$, a sum over the decisions. In this world the reward can be differentiated through the sampler, so the gradient of the expected reward is known (`pathwise_gradients`). Three numbers compare a rule's gradient with it: the **cosine** between its mean and the true gradient (1: no bias in direction), the **signal-to-noise ratio** of one batch, and the cost of a batch,
 # including the update's evaluations.
 
 # %%
@@ -253,6 +252,31 @@ for name, (rule, shared, _) in RULES.items():
 # (An interval may exceed 1: the length of a gradient is corrected for noise, and the estimate of the noise is noisy itself.) Everything so far favours the one-step estimate. The cosine is not measurably below Stepwise's, the signal-to-noise ratio of a batch is the highest of the four, and its lead per evaluation is larger still.
 #
 # *Before you continue, write down whether this evidence would be sufficient for a publication.*
+#
+# A rule may have `credit(experience)` instead of `assign`, read more than values, and return weights (lesson 8). The correlation with $A^*$ does not see weights, since they change a decision's share in the loss and not its credit. The gradient does. The next cell compares `EstimateToGo` with and without weights that fall with the size of $\log\pi$.
+
+
+# %%
+@dataclass(frozen=True)
+class LikelyDraws(EstimateToGo):
+    """The credit of EstimateToGo; decisions with unlikely draws have less weight (lesson 8)."""
+
+    reads_fields: tuple = ("log_probs",)
+
+    def credit(self, experience):
+        mask = experience.decisions.mask
+        logs = experience.log_probs.masked_fill(~mask, -torch.inf)  # [prompt, member, decision]
+        weights = (logs - logs.amax(dim=(0, 1), keepdim=True)).exp().masked_fill(~mask, 0.0)
+        return Credit(self.assign(experience.values, experience.decisions), weights)
+
+
+for name, rule in (("equal weights", EstimateToGo()), ("likely draws", LikelyDraws())):
+    found = alignment(policy_gradients(beginning, rule, batches=40, members=8, shared_noise=True, seed=2), direction)
+    interval = f"[{found.cosine_interval[0]:.2f}, {found.cosine_interval[1]:.2f}]"
+    print(f"{name:<14} {found.cosine:10.2f} {interval:<16} {found.signal_to_noise:16.2f}")
+
+# %% [markdown]
+# These weights are harmless and useless: both gradients have the right direction, and the weighted one is slightly noisier, because weights that have nothing to do with the credit only reduce the effective number of decisions.
 #
 # ## The same diagnostics during training
 #
@@ -280,7 +304,7 @@ for curve in runs["EstimateGain"]:
 
 # %%
 def pointing(rolled, prompts):
-    """The mean distance of the one-step estimates from the centre in the direction of the prompt, [node]."""
+    """The mean distance of the one-step estimates from the centre in the direction of the prompt, [step]."""
     path = rolled.trajectories
     estimates = path.nodes.flatten(2)[:, :-1] - path.schedule.times[:-1, None] * path.velocities.flatten(2)
     towards = torch.tensor([target(prompt) for prompt in prompts]).repeat_interleave(rolled.groups.members, 0)
@@ -295,7 +319,7 @@ for stage in (0, 6, 18):
     later = Look(setting_of(trainer), members=12, seed=0)
     known = {True: true_advantages(later.setting, later.trajectories(True), continuations=48)}
     rolled = later.trajectories(True, Tweedie())
-    estimated = reward_table(later.setting.policy, later.setting.reward, rolled, later.setting.prompts)
+    estimated = later.setting.experience(rolled).values
     stages[stage] = known[True].state_values.mean((0, 1)), estimated.mean((0, 1)), pointing(rolled, later.setting.prompts)
     parts = []
     for name, rule in (("Stepwise", StepwiseGain()), ("EstimateGain", EstimateGain())):
@@ -304,16 +328,18 @@ for stage in (0, 6, 18):
     print(f"after {stage:2d} iterations, correlation with A*: {', '.join(parts)}")
 
 # %% [markdown] tags=["expected"]
-# after  0 iterations, correlation with A*: Stepwise 0.70 [0.66, 0.74], EstimateGain 0.92 [0.91, 0.93]
+# after  0 iterations, correlation with A*: Stepwise 0.70 [0.65, 0.74], EstimateGain 0.91 [0.90, 0.93]
 # after  6 iterations, correlation with A*: Stepwise 0.60..0.72 [0.55..0.68, 0.64..0.78], EstimateGain 0.02..0.20 [-0.05..0.15, 0.06..0.25]
 # after 18 iterations, correlation with A*: Stepwise 0.60..0.80 [0.50..0.75, 0.68..0.90], EstimateGain 0.00..0.20 [-0.08..0.15, 0.04..0.25]
 
 # %% tags=["hide-input"]
 figure, axes = panels(3, width=3.4, height=3.1)
 for cell, stage in zip(axes[:2], (0, 18), strict=True):
-    cell.plot(range(11), stages[stage][0], color=DATA, linewidth=2.4)
-    cell.plot(range(11), stages[stage][1], color=ACCENT, linestyle="--", linewidth=2)
-    cell.set(xlabel="node (0 = noise, 10 = finished)", title=f"after {stage} iterations", ylim=(0, 1.03), ylabel="mean reward")
+    cell.plot(COLUMNS, stages[stage][0], color=DATA, linewidth=2.4)
+    cell.plot(COLUMNS, stages[stage][1], color=ACCENT, linestyle="--", linewidth=2)
+    cell.set(
+        xlabel="state before decision (10: finished)", title=f"after {stage} iterations", ylim=(0, 1.03), ylabel="mean reward"
+    )
     clean(cell)
 axes[0].text(0.3, 0.42, "expected reward V", color=DATA, fontsize=9)
 axes[0].text(0.3, 0.52, "reward of the one-step estimate", color=ACCENT, fontsize=9)
@@ -353,7 +379,7 @@ for name, found in runs.items():
 
 # %% [markdown] tags=["expected"]
 # correlation with A*: before training 0.49, after 18 iterations 0.05..0.30
-# EstimateGain  mean over three seeds: highest reward 0.94..0.99, last reward 0.40..0.80
+# EstimateGain  mean over three seeds: highest reward 0.94..0.99, last reward 0.40..0.90
 # EstimateToGo  mean over three seeds: highest reward 0.96..1.00, last reward 0.93..1.00
 
 # %% [markdown]
@@ -460,7 +486,7 @@ BASELINES = {"Flow-GRPO": {}, "Stepwise": {"method": "stepwise-flow-grpo"}}
 
 def tuned_runs(name, seeds=8, **how):
     """Search the clip range on two seeds, then train with others; one curve per seed."""
-    settings = {"iterations": UPDATES, "window": "all-but-last", **how}
+    settings = {"iterations": UPDATES, "window": ":-1", **how}
 
     def search(clip):
         found = [learn(seed=seed, clip_range=clip, **settings) for seed in (100, 101)]
@@ -555,7 +581,7 @@ clean(axes[2])
 plt.show()
 
 # %% [markdown]
-# On the machine that built this page, `EstimateToGo` is *better* than tuned uniform credit at both budgets. Compared with Stepwise it is *undecided* at equal updates and *better* at equal forward passes, because Stepwise spends five times the evaluations on sampling.
+# On the machine that built this page, `EstimateToGo` is *better* than tuned uniform credit at both budgets. Compared with Stepwise it is *undecided* at equal updates and *better* at equal forward passes, because Stepwise spends more than four times the evaluations on sampling.
 #
 # The answer belongs to its protocol: 12 updates, three clip ranges, one learning rate, one small world. The project's comparison (`docs/claims.md`) has 40 updates, a larger search and 15 seeds. Over 40 updates stepwise gains trail tuned uniform credit per network evaluation, and lead it by +0.034 [0.013, 0.055] per update.
 # A short budget rewards the rule that rises fastest. A long one also counts what happens afterwards.
@@ -625,11 +651,12 @@ for seeds in (3, 8, 20):
 #
 # *Difficulty: project · importance: useful · time: 40 minutes*
 #
-# `EstimateGain` uses $R_j$ as if it were as accurate as $R_T$. The accuracy can be measured from the table itself: over all prompts and members, how well does $R_j$ predict $R_T$? Let $c_j = R_j - \overline{R_j}$ be the deviation from the *group's* mean, and
+# `EstimateGain` uses $R_k$ as if it were as accurate as $R$. The accuracy can be measured from the table itself: over all prompts and members, how well does $R_k$ predict $R$? Let $c_k = R_k - \overline{R_k}$ be the deviation from the *group's* mean, and
 #
-# $$\beta_j = \frac{\langle c_j\, c_T \rangle}{\langle c_j^2 \rangle + 10^{-8}}, \qquad \hat V_j = \beta_j\, c_j, \qquad A = Z\big(\hat V_{j+1} - \hat V_j\big),$$
+# $$\beta_k = \frac{\langle c_k\, c_D \rangle}{\langle c_k^2 \rangle + 10^{-8}}, \qquad \hat V_k = \beta_k\, c_k, \qquad A_k = Z\big(\hat V_{k+1} - \hat V_k\big),$$
 #
-# where $\langle\cdot\rangle$ averages over prompts *and* members. $Z$ is that of `EstimateToGo`: the mean over members step by step, one standard deviation per group. $\beta_j$ is the coefficient of the regression of $R_T$ on $R_j$: if the estimate does not predict the final reward, $\beta_j$ is near 0 and the estimate has no effect. At the last node $\beta_T = 1$.
+# where $c_D$ belongs to the last column, the final reward, and $\langle\cdot\rangle$ averages over prompts *and* members. $Z$ is that of `EstimateToGo`: the mean over members decision by decision, one standard deviation per group. $\beta_k$ is the coefficient of the regression of $R$ on $R_k$: if the estimate does not predict the final reward, $\beta_k$ is near 0 and the estimate has no effect. In the last column $\beta_D = 1$.
+# Members outside the mask are left out: `decisions.mask.any(dim=-1)` is true for the members that count.
 
 
 # %% tags=["exercise"]
@@ -640,12 +667,12 @@ class CalibratedGain:
     probe: Probe = Tweedie()
     shared_noise: bool = True
 
-    def assign(self, rewards, schedule):
+    def assign(self, values, decisions):
         return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute the deviations $c$ `[prompt, member, node]` first; subtract one member's rewards before the mean, so that equal rewards give exactly 0. Then the slopes `[node]`, then `slopes * c`, and the gains of that last of all.
+# **Hint.** Set the values of members that do not count to `nan`, and take means with `nanmean`. Compute the deviations $c$ `[prompt, member, decision+1]` first, then the slopes `[decision+1]`, then `slopes * c`, and the gains of that last of all.
 
 
 # %% tags=["solution"]
@@ -656,11 +683,11 @@ class CalibratedGain:
     probe: Probe = Tweedie()
     shared_noise: bool = True
 
-    def assign(self, rewards, schedule):
-        centred = rewards - rewards[:, :1]
-        centred = centred - centred.mean(dim=1, keepdim=True)
-        slopes = (centred * centred[..., -1:]).mean((0, 1)) / (centred.square().mean((0, 1)) + 1e-8)
-        return zscore(gains(slopes * centred), over=("member",), std_over=("member", "step"))
+    def assign(self, values, decisions):
+        known = values.masked_fill(~decisions.mask.any(dim=-1, keepdim=True), torch.nan)
+        centred = known - known.nanmean(dim=1, keepdim=True)
+        slopes = (centred * centred[..., -1:]).nanmean((0, 1)) / (centred.square().nanmean((0, 1)) + 1e-8)
+        return zscore(gains(slopes * centred), ("member",), ("member", "decision"), mask=decisions.mask)
 
 
 # %%
@@ -668,7 +695,7 @@ lesson.check_calibrated(CalibratedGain)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** The values are centred within the group first: otherwise the slope would measure the differences between easy and hard *prompts*. The slope is pooled over prompts, because a slope from the twelve members of one group would mostly fit the noise of this group.
-# Both values are calibrated before their difference is taken, so that the sum over steps is still $c_T$.
+# Both values are calibrated before their difference is taken, so that the sum over decisions is still $c_D$ if all members start from the same noise.
 
 # %%
 before, after = examine(CalibratedGain(), True)[1], examine(CalibratedGain(), True, later, known)[1]
@@ -680,11 +707,11 @@ for title, table in (("before training", tables["one-step estimate"]), ("after 1
 
 # %% [markdown] tags=["expected"]
 # correlation with A*: before training 0.90, after 18 iterations 0.25..0.60
-# slopes before training: 0.00 1.53 1.14 0.91 0.97 0.96 0.96 0.97 0.98 1.00 1.00
-# slopes after 18 iterations: 0.00 -0.20..0.20 -0.20..0.20 -0.25..0.15 -0.25..0.15 -0.15..0.20 -0.05..0.30 0.30..0.70 0.80..1.00 0.95..1.05 1.00
+# slopes before training: 0.00 1.53 1.14 0.91 0.97 0.96 0.96 0.97 0.98 1.00
+# slopes after 18 iterations: 0.00 -0.20..0.20 -0.20..0.20 -0.25..0.15 -0.25..0.15 -0.15..0.20 -0.10..0.30 0.15..0.70 0.65..1.00 1.00
 
 # %% [markdown]
-# After 18 iterations of `EstimateGain` the slopes are close to 0 at the early nodes, where the estimate is no longer valid, and near 1 at the last nodes. The diagnostics explain why this rule should not fail as `EstimateGain` did. Whether it is better than the others is decided by the same protocol:
+# After 18 iterations of `EstimateGain` the slopes are close to 0 in the early columns, where the estimate is no longer valid, and rise to 1 in the last ones. The diagnostics explain why this rule should not fail as `EstimateGain` did. Whether it is better than the others is decided by the same protocol:
 
 # %%
 calibrated = tuned_runs("CalibratedGain", rule=CalibratedGain())

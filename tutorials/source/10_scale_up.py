@@ -36,7 +36,7 @@ from flowrl.methods import flow_grpo, tp_grpo
 from flowrl.policies import LORA_TARGETS, ModelOptions, architecture, load_policy
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, integrate, rollout
-from flowrl.samplers import AllButLast, FlowSDE
+from flowrl.samplers import FlowSDE, Windowed
 from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from flowrl_course import lesson_10 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, OTHERS, ImageRow, clean, panels, show_images
@@ -298,7 +298,7 @@ lesson.check_guided(guided)
 
 # %%
 strong = load(guidance_scale=4.5)
-sampler, groups = AllButLast(FlowSDE(0.7)), Groups(len(PROMPTS), 4)
+sampler, groups = Windowed(FlowSDE(0.7), range(STEPS - 1)), Groups(len(PROMPTS), 4)
 generator = torch.Generator(strong.device).manual_seed(1)
 
 
@@ -307,7 +307,7 @@ def ratios(sampled, evaluate):
     schedule, values = sampled.trajectories.schedule, []
     nodes, old = sampled.trajectories.nodes, sampled.trajectories.velocities
     condition = strong.encode(PROMPTS).repeat(groups.members)
-    for step in schedule.stochastic.nonzero().flatten().tolist():
+    for step in sampled.trajectories.tree.drawn_steps:
         index = torch.full((groups.samples,), step, device=nodes.device)
         with torch.no_grad():
             velocity = evaluate(nodes[:, step], schedule.network_timesteps[step].expand(groups.samples), condition)
@@ -354,7 +354,7 @@ sampled = rollout(half, sampler, half.schedule(STEPS), half.encode(PROMPTS), sta
 paths, schedule = sampled.trajectories, sampled.trajectories.schedule
 condition = half.encode(PROMPTS).repeat(groups.members)
 differences = {"rounded node": [], "bfloat16 transition": [], "other batch": [], "correct": []}
-for step in schedule.stochastic.nonzero().flatten().tolist():
+for step in paths.tree.drawn_steps:
     node, following, velocity = paths.nodes[:, step], paths.nodes[:, step + 1], paths.velocities[:, step]
     index, time = torch.full((groups.samples,), step, device=node.device), schedule.network_timesteps[step].expand(groups.samples)
     gaussian = sampler.transition(node, velocity, schedule, index)
@@ -613,7 +613,7 @@ settings = RunConfig.of(
 )  # fmt: skip
 histories, trained = {}, {}
 for make in (flow_grpo, tp_grpo):
-    method = make(AllButLast(FlowSDE(0.7)), ClippedLoss(clip_range=1e-2))
+    method = make(FlowSDE(0.7), ClippedLoss(clip_range=1e-2))  # the window: all steps but the last
     trained[method.name] = load()
     trainer = Trainer(trained[method.name], method, REDNESS, PROMPTS, settings)
     metrics = [trainer.iteration() for _ in range(settings.iterations)]

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 11 · Branching
 #
-# **After this lesson you can** measure the credit of a step by splitting the trajectory there, explain what siblings isolate and what a comparison by depth adds, choose leaf or edge weights, and count the cost of a tree.
+# **After this lesson you can** measure the credit of a decision by splitting the trajectory there, explain what siblings isolate and what a comparison by depth adds, choose leaf or edge weights, and count the cost of a tree.
 #
 # **Time** 60 minutes, of which the computer needs less than one. **You need** lesson 5; lesson 9 helps with the last two sections.
 #
@@ -24,21 +24,21 @@
 import matplotlib.pyplot as plt
 import torch
 
-from flowrl.credit import DepthRelative, SiblingRelative, StepwiseGain, Uniform, group_deviations, siblings
+from flowrl.credit import DepthRelative, SiblingRelative, StepwiseGain, Uniform, group_deviations
 from flowrl.probes import Branch, Comb
-from flowrl.rollout import Groups, Usage, reward_table
-from flowrl_bench.gradients import RawCredit, Setting, alignment, assigned, credit_schedule, pathwise_gradients, policy_gradients
+from flowrl.rollout import Groups, Usage
+from flowrl_bench.gradients import RawCredit, Setting, alignment, assigned, pathwise_gradients, policy_gradients
 from flowrl_bench.true_advantage import compare_credit, true_advantages
 from flowrl_course import lesson_11 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, OTHERS, clean, panels, plane, target
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
-SPLITS = Branch({0: 2, 2: 2})  # steps 0 to 4 are decisions in this world; the trajectory splits at two of them
+SPLITS = Branch({0: 2, 2: 2})  # steps 0 to 4 are decisions 0 to 4 in this world; the trajectory splits at two of them
 MEMBERS = 12  # leaves of a prompt: 3 trees of 4 leaves
 
 trainer = start()
-beginning = Setting(trainer.policy, trainer.method.sampler, trainer.schedule, trainer.reward, trainer.prompts.prompts)
+beginning = Setting(trainer.policy, trainer.draw_sampler(), trainer.schedule, trainer.reward, trainer.prompts.prompts)
 
 
 def sampled(probe, usage=None):
@@ -48,10 +48,10 @@ def sampled(probe, usage=None):
 
 usage = Usage()
 rollout = sampled(SPLITS, usage)
-schedule = credit_schedule(rollout)
-tree = schedule.tree
-table = reward_table(beginning.policy, beginning.reward, rollout, beginning.prompts)
-estimated = tree.unit_table(table)  # the value of every state [prompt, unit], from the leaves
+record = beginning.experience(rollout)
+values, decisions = record.values, record.decisions  # [prompt, member, decision+1]: 18 prompts, 12 leaves, 6 columns
+tree = decisions.tree
+estimated = tree.values(values[..., -1])  # the value of every state [prompt, unit], from the rewards of the leaves
 
 
 def draw_tree(axes, tree, heights, units):
@@ -69,7 +69,7 @@ def opening():
     late = estimated[:, tree.at(3)].view(18, 3, 2, 2).diff(dim=-1).abs().amax((2, 3))
     prompt, root = divmod(int(torch.minimum(early, late).argmax()), 3)
     units = [unit for unit in range(tree.units) if int(tree.roots[unit]) == root]
-    points, values = rollout.trajectories.states[prompt].flatten(1), estimated[prompt]
+    points, heights = rollout.trajectories.states[prompt].flatten(1), estimated[prompt]
     figure, (left, right) = panels(2, width=4.3, height=3.6)
     plane(left, f'"{beginning.prompts[prompt].text}"')
     colours = dict(cmap="viridis", vmin=0, vmax=1)
@@ -77,10 +77,10 @@ def opening():
         above = int(tree.parent[unit])
         if above >= 0:
             left.plot(*points[[above, unit]].T, color="#a9adb5", linewidth=1, zorder=1)
-    shown = left.scatter(*points[units].T, c=values[units], s=26, zorder=2, **colours)
+    shown = left.scatter(*points[units].T, c=heights[units], s=26, zorder=2, **colours)
     left.scatter(*target(beginning.prompts[prompt]), marker="x", s=90, color=ACCENT, zorder=3)
-    draw_tree(right, tree, values, units)
-    right.scatter(tree.node[units], values[units], c=values[units], s=26, zorder=2, **colours)
+    draw_tree(right, tree, heights, units)
+    right.scatter(tree.node[units], heights[units], c=heights[units], s=26, zorder=2, **colours)
     right.set(xlabel="node (0 = noise, 10 = finished)", ylabel="mean reward of the leaves behind the state", ylim=(-0.03, 1.03))
     right.set_title("Values (solid: decisions, dashed: ODE)")
     clean(right)
@@ -93,7 +93,7 @@ opening()
 # %% [markdown]
 # ## States and their values
 #
-# The states of a group form a tree. In `flowrl.tree.Tree` every distinct state is a *unit*: `parent` `[unit]` is the state it was drawn from (-1: initial noise), `node` `[unit]` its place on the time grid, `passes` `[member, unit]` says which states a trajectory passes. A group of 12 here has 3 roots with 4 leaves each.
+# The states of a group form a tree. In `flowrl.tree.Tree` every distinct state is a *unit*: `parent` `[unit]` is the state it was drawn from (-1: initial noise), `node` `[unit]` its place on the time grid, `drawn` `[unit]` says whether the transition into it was drawn, so that it is a decision (ODE steps are not), `passes` `[member, unit]` says which states a trajectory passes. A group of 12 here has 3 roots with 4 leaves each.
 #
 # The value of a state is the expected reward of a trajectory that goes on from it, $V(x)$. The tree estimates it by the mean reward of the leaves behind the state:
 #
@@ -126,10 +126,10 @@ def leaf_values(rewards, passes):
 lesson.check_values(leaf_values)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Column $u$ of `passes` selects the leaves behind $u$, so the product sums their rewards and the column sum counts them. In `flowrl`: `tree.values`. (The mean of the *children's* values is the other option, `mean="child"`. Both are the same if siblings have equally many leaves, and both are unbiased as long as the shape of the tree does not depend on rewards.)
+# **Why.** Column $u$ of `passes` selects the leaves behind $u$, so the product sums their rewards and the column sum counts them. In `flowrl`: `tree.values`; the value table `[prompt, member, decision+1]` has $\hat V$ of the states from which a member's decisions start, and the member's own reward in the last column (`tree.value_table`). (The mean of the *children's* values is the other option, `mean="child"`. Both are the same if siblings have equally many leaves, and both are unbiased as long as the shape of the tree does not depend on rewards.)
 
 # %%
-ours = leaf_values(table[..., -1], tree.passes.float())
+ours = leaf_values(values[..., -1], tree.passes.float())
 print(f"largest difference from the library: {float((ours - estimated).abs().max()):.0e}")
 print(f"states of a group by node: {tree.counts}")
 print(f"network evaluations of a group: {usage.nfe // 18}; 12 independent trajectories of 10 steps take 120")
@@ -140,39 +140,39 @@ print(f"network evaluations of a group: {usage.nfe // 18}; 12 independent trajec
 # network evaluations of a group: 99; 12 independent trajectories of 10 steps take 120
 
 # %% [markdown]
-# ## Why siblings isolate a step
+# ## Why siblings isolate a decision
 #
-# Let $A^*_i = V(x_{i+1}) - V(x_i)$ be the true advantage of step $i$. The reward of a trajectory is a sum,
+# Let $A^*_k = V(x') - V(x)$ be the true advantage of decision $k$, which draws the transition from $x$ to $x'$. The reward of a trajectory is a sum,
 #
-# $$R = V(x_0) + A^*_0 + A^*_1 + \dots + A^*_{T-1},$$
+# $$R = V(x_0) + A^*_0 + A^*_1 + \dots + A^*_{D-1},$$
 #
-# whose terms are uncorrelated, because $\mathbb E[A^*_i \mid x_i] = 0$. So the variance of $R$ is the sum of theirs. Uniform credit gives step $i$ the whole sum. Two siblings $u, u'$ have the same parent, so everything before cancels, not on average but exactly:
+# with $x_0$ the initial noise. Its terms are uncorrelated, because $\mathbb E[A^*_k \mid x] = 0$. ODE steps add nothing. So the variance of $R$ is the sum of theirs. Uniform credit gives decision $k$ the whole sum. Two siblings $u, u'$ have the same parent, so everything before cancels, not on average but exactly:
 #
 # $$\hat V(u) - \hat V(u') = A^*(u) - A^*(u') + \text{what the leaves draw afterwards}.$$
 #
-# What comes afterwards remains, averaged over the leaves behind each sibling. In this world the truth can be measured: the next cell estimates $V$ by 128 continuations from every state that a step of the tree visits (`true_advantages`, lesson 9), and does the same for independent trajectories.
+# What comes afterwards remains, averaged over the leaves behind each sibling. In this world the truth can be measured: the next cell estimates $V$ by 128 continuations from every state before and after a decision of the tree (`true_advantages`, lesson 9), and does the same for independent trajectories.
 
 # %%
 plain = sampled(RawCredit().probe)
 truths = {name: true_advantages(beginning, result, 128) for name, result in (("plain", plain), ("tree", rollout))}
 
 
-def within(values):
+def within(table):
     """Mean square of the deviations from the prompt's mean, over the first two axes."""
-    return (values - values.mean(1, keepdim=True)).square().mean((0, 1))
+    return (table - table.mean(1, keepdim=True)).square().mean((0, 1))
 
 
 truth = truths["plain"]
-own = within(truth.values[..., :5]) - truth.errors[..., :5].square().mean((0, 1))
+own = within(truth.values) - truth.errors.square().mean((0, 1))
 beginnings = within(truth.state_values[..., :1]) - truth.state_errors[..., :1].square().mean((0, 1))
 total = within(truth.state_values[..., -1:])
 print("variance of V(x_0), the initial noise:   " + " ".join(f"{value:.4f}" for value in beginnings))
-print("variance of A*_i, steps 0 to 4:          " + " ".join(f"{value:.4f}" for value in own))
+print("variance of A*_k, decisions 0 to 4:      " + " ".join(f"{value:.4f}" for value in own))
 print(f"their sum: {float(own.sum() + beginnings.sum()):.3f}; variance of R: {float(total):.3f}")
-print("share of each step in the variance of R: " + " ".join(f"{value:.0%}" for value in own / total))
+print("share of each decision:                  " + " ".join(f"{value:.0%}" for value in own / total))
 
 # %% [markdown]
-# The sum of the variances is that of $R$, up to the sampling error. No step is responsible for more than a quarter of it; the rest of a step's uniform credit is the luck of the other steps.
+# The sum of the variances is that of $R$, up to the sampling error. No decision is responsible for more than a quarter of it; the rest of a decision's uniform credit is the luck of the others.
 #
 # ## Comparing siblings
 #
@@ -213,18 +213,18 @@ lesson.check_siblings(sibling_scores)
 # **Why.** A state alone is its own mean, so the numerator is exactly 0 and no special case is needed. Roots have no common parent: their noise was not drawn from one state, and the policy did not choose it. In `flowrl`: `credit.SiblingRelative`.
 
 # %%
-credit = SiblingRelative(probe=SPLITS).assign(table, schedule)
-ours = tree.step_table(sibling_scores(estimated, tree.parent))
+credit = SiblingRelative(probe=SPLITS).assign(values, decisions)  # [prompt, member, decision]
+ours = tree.decision_table(sibling_scores(estimated, tree.parent))
 print("same as the library:", torch.allclose(ours, credit, atol=1e-5))
-print("mean |A| per step:  " + " ".join(f"{value:.3f}" for value in credit.abs().mean((0, 1))))
+print("mean |A| per decision: " + " ".join(f"{value:.3f}" for value in credit.abs().mean((0, 1))))
 small = estimated[0, tree.at(3)].view(-1, 2)
-print("pairs of siblings after step 2: " + "  ".join(f"{a:.2f}|{b:.2f}" for a, b in small.tolist()))
+print("pairs of siblings after decision 2: " + "  ".join(f"{a:.2f}|{b:.2f}" for a, b in small.tolist()))
 scores = sibling_scores(estimated, tree.parent)[0, tree.at(3)].view(-1, 2)
-print("their Z:                        " + "  ".join(f"{a:+.2f}|{b:+.2f}" for a, b in scores.tolist()))
+print("their Z:                            " + "  ".join(f"{a:+.2f}|{b:+.2f}" for a, b in scores.tolist()))
 
 # %% [markdown]
-# **Z over two siblings is always ±1**, whatever their difference, because one standard deviation is half the difference. (The $10^{-4}$ shows only if the two are nearly equal.) With $k = 2$ the rule keeps the sign only: a split that decides everything gets the credit of one that decides nothing. If steps differ in importance, leave the differences in units of the reward (`SiblingRelative(normalise=False)`), or use
-# gains $\hat V(u) - \hat V(\text{parent})$ with one normalisation for all steps (`StepwiseGain(probe=Branch(...))`).
+# **Z over two siblings is always ±1**, whatever their difference, because one standard deviation is half the difference. (The $10^{-4}$ shows only if the two are nearly equal.) With $k = 2$ the rule keeps the sign only: a split that decides everything gets the credit of one that decides nothing. If decisions differ in importance, leave the differences in units of the reward (`SiblingRelative(normalise=False)`), or use
+# gains $\hat V(u) - \hat V(\text{parent})$ with one normalisation for all decisions (`StepwiseGain(probe=Branch(...))`).
 #
 # A second property concerns the size. The mean over $k$ siblings contains the draw itself.
 #
@@ -263,7 +263,7 @@ lesson.check_shrinkage(shrinkage)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** Given $Q$ of one draw, its estimate is $Q$ on average and the others' are $V$. The mean over all is $V + (Q - V)/k$, so $\mathbb E[\hat V(u) - \text{mean}] = (1 - 1/k)(Q - V)$: half of the advantage at $k = 2$. The mean of the *others* does not contain the draw: no shrinkage, and it is a proper baseline, independent of the draw's own noise. The two differ by the factor $k/(k-1)$ only
-# (`SiblingRelative(leave_one_out=True)`), which matters if steps have different numbers of children.
+# (`SiblingRelative(leave_one_out=True)`), which matters if decisions have different numbers of children.
 
 # %% tags=["hide-input"]
 sizes = [2, 3, 4, 6, 8, 12]
@@ -285,15 +285,15 @@ plt.show()
 # %% [markdown]
 # ## What a comparison by depth credits
 #
-# BranchGRPO compares a state with *all* states of the same node in its tree, Multi-GRPO with those of the prompt. Such a *depth rule* also credits steps at which nothing branches (1, 3 and 4 here). **Predict:** step 4 comes after all splits. How large is the part of its credit under a depth rule that is due to step 4 itself?
+# BranchGRPO compares a state with *all* states of the same node in its tree, Multi-GRPO with those of the prompt. Such a *depth rule* also credits decisions at which nothing branches (1, 3 and 4 here). **Predict:** decision 4 comes after all splits. How large is the part of its credit under a depth rule that is due to decision 4 itself?
 #
 # A deviation from a mean is linear, so the credit of a state splits exactly into three parts: $V(\text{parent})$ (before), $A^*$ (own) and $\hat V - V$ (what came afterwards). The next cell takes the deviations of each part, from the siblings' mean and from the mean of the prompt's states at that node.
 
 # %%
-value = tree.unit_table(truths["tree"].state_values)
-above = tree.parent.clamp(min=0)
-parts = {"before": value[:, above], "own": value - value[:, above], "after": estimated - value}
-groups = {"siblings": siblings(tree), "depth": tree.node}
+before, after = truths["tree"].state_values[..., :-1], truths["tree"].state_values[..., 1:]  # V of parent and of child
+tables = {"before": before, "own": after - before, "after": values[..., 1:] - after}  # [prompt, member, decision]
+parts = {name: tree.edge_means(part) for name, part in tables.items()}  # [prompt, unit]: once per edge, not per member
+groups = {"siblings": tree.parent, "depth": tree.node}
 sizes = {
     rule: {
         part: torch.stack([group_deviations(numbers, group)[:, tree.at(node)].square().mean() for node in range(1, 6)])
@@ -302,7 +302,7 @@ sizes = {
     for rule, group in groups.items()
 }
 for rule, by_part in sizes.items():
-    print(f"{rule}, mean square by step 0 to 4")
+    print(f"{rule}, mean square by decision 0 to 4")
     for part, numbers in by_part.items():
         print(f"  {part:<7}" + " ".join(f"{number:.3f}" for number in numbers))
     everything = torch.stack(list(by_part.values())).sum(0)
@@ -317,43 +317,43 @@ for cell, by_part in zip(axes, sizes.values(), strict=True):
     for part, numbers in by_part.items():
         cell.bar(range(5), numbers, bottom=bottom, color=shades[part], width=0.7, label=part)
         bottom += numbers
-    cell.set(xlabel="step (splits at 0 and 2)", xticks=range(5), ylim=(0, 0.09))
+    cell.set(xlabel="decision (splits at 0 and 2)", xticks=range(5), ylim=(0, 0.09))
     clean(cell)
 axes[0].set(ylabel="mean square of the parts (reward²)", title="Siblings: nothing from before")
-axes[1].set_title("Depth: late steps get the ancestors' luck")
+axes[1].set_title("Depth: late decisions get the ancestors' luck")
 axes[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Among siblings the part from before is exactly 0, and steps without siblings get 0 altogether. Under the depth rule the part from before grows with every step, and at step 4 it is about four fifths of the credit: a state without siblings differs from the others mostly by what its ancestors drew. (The Monte Carlo error of $V$ adds a little to "own".)
+# Among siblings the part from before is exactly 0, and decisions without siblings get 0 altogether. Under the depth rule the part from before grows with every decision, and at decision 4 it is about four fifths of the credit: a state without siblings differs from the others mostly by what its ancestors drew. (The Monte Carlo error of $V$ adds a little to "own".)
 #
-# Is that wrong? Not for the expected gradient. The part from before is known at $x_i$, the noise of step $i$ is not, and $\mathbb E[\nabla \log \pi(x_{i+1} \mid x_i) \mid x_i] = 0$: such a part multiplies a score of mean 0. It adds variance, no bias. (As in exercise 3, a state's own share in the mean shrinks its credit, here by about $1 - 1/n$ with $n$ states at the node.) The sibling rule has less variance per credited step, but steps 1, 3 and 4 get no credit at all:
+# Is that wrong? Not for the expected gradient. The part from before is known at $x$, the noise of the decision is not, and $\mathbb E[\nabla \log \pi(x' \mid x) \mid x] = 0$: such a part multiplies a score of mean 0. It adds variance, no bias. (As in exercise 3, a state's own share in the mean shrinks its credit, here by about $1 - 1/n$ with $n$ states at the node.) The sibling rule has less variance per credited decision, but decisions 1, 3 and 4 get no credit at all:
 # their part of the gradient is not estimated.
 #
 # ## Weights of leaves and edges
 #
-# A decision early in the tree is shared by many leaves. The policy gradient is a sum over steps, $\sum_i \mathbb E[A_i \nabla \log \pi_i]$, and for an unbiased estimate each step must weigh the same. With **leaf weights** an edge counts once for every leaf behind it, as in a mean over trajectories: $1/T$ for every step. With **edge weights** each distinct edge counts once, which is what BranchGRPO's released code does.
+# A decision early in the tree is shared by many leaves. The policy gradient is a sum over decisions, $\sum_k \mathbb E[A_k \nabla \log \pi_k]$, and for an unbiased estimate each decision must weigh the same. With **leaf weights** an edge counts once for every leaf behind it, as in a mean over trajectories: $1/D$ for every decision. With **edge weights** each distinct edge counts once, which is what BranchGRPO's released code does.
 #
 # ### Exercise 4 · edge weights
 #
 # *Difficulty: easy · importance: useful · time: 4 minutes*
 #
-# `counts` are $n_0, \dots, n_T$, the numbers of states at the nodes. Return each step's share of the loss with edge weights, `[step]`.
+# `counts` are $n_0, \dots, n_T$, the numbers of states at the nodes of a tree whose steps are all drawn, so that step $i$ is decision $i$. Return each decision's share of the loss with edge weights, `[decision]`.
 
 
 # %% tags=["exercise"]
 def edge_shares(counts):
-    """The share of every step in a mean over distinct edges."""
+    """The share of every decision in a mean over distinct edges."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Every state except a root has one edge into it. Which step leads to node $i + 1$?
+# **Hint.** Every state except a root has one edge into it. Which decision leads to node $i + 1$?
 
 
 # %% tags=["solution"]
 def edge_shares(counts):
-    """The share of every step in a mean over distinct edges."""
+    """The share of every decision in a mean over distinct edges."""
     edges = torch.tensor(counts[1:], dtype=torch.float)
     return edges / edges.sum()
 
@@ -362,7 +362,7 @@ def edge_shares(counts):
 lesson.check_shares(edge_shares)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Every state except a root has one edge into it, so step $i$ has $n_{i+1}$ edges. In `flowrl`: `Branch(..., weight="edge")`; the default is `"leaf"`.
+# **Why.** Every state except a root has one edge into it, so decision $i$ has $n_{i+1}$ edges. In `flowrl`: `Branch(..., weight="edge")`; the default is `"leaf"`. A transition that $n$ members share then has the weight $1/n$ for each of them.
 
 # %%
 published = Branch({0: 2, 3: 2, 6: 2, 9: 2}).tree(20, range(20), 16, False, torch.Generator())
@@ -414,7 +414,7 @@ lesson.check_evaluations(evaluations)
 # **Why.** The evaluation at a state serves all its children: they share the velocity and so the mean of the transition, and differ in their noise only. Splitting is therefore free at the split itself, and costs one evaluation per further state and step. Late splits are cheap, early ones are not.
 
 # %% [markdown]
-# The update shares evaluations too: it needs one per *parent*, whose children have the same transition (`flowrl` expands the pairs after the network). The next cell counts both for the published shapes. (A comb is a trunk of ODE steps with draws at some of them, each finished by the ODE; its decisions are the draws.)
+# The update shares evaluations too: it needs one per *parent*, whose children have the same transition (`flowrl` expands the pairs after the network). The next cell counts both for the published shapes. (A comb is a trunk of ODE steps with draws at some of them, each finished by the ODE. Its decisions are the draws. Every member has one drawn transition: its row of `decisions.drawn` `[member, decision]` has a single True, and the mask leaves out the rest.)
 
 
 # %%
@@ -429,7 +429,7 @@ shapes = {
     "3 roots, 2 at 2, 4, 6": shape_of(Branch({2: 2, 4: 2, 6: 2}), 10, range(10), 24),
     "BranchGRPO": published,
     "TreeGRPO": shape_of(Branch({0: 3, 1: 3, 2: 3}), 10, range(3), 27),
-    "TempFlow-GRPO, all steps": shape_of(Comb(branches=6), 10, range(10), 60),
+    "TempFlow-GRPO": shape_of(Comb(branches=6), 10, range(9), 54),
     "Granular-GRPO, stride 1": shape_of(Comb(branches=12), 16, range(8), 96),
     "Granular-GRPO": shape_of(Comb(branches=12, strides=(1, 2, 3)), 16, range(8), 288),
 }
@@ -448,11 +448,13 @@ for name, shape in shapes.items():
 # | method | shape | value | compared with | in `flowrl` |
 # |---|---|---|---|---|
 # | BranchGRPO (arXiv 2509.06040) | splits spread over an SDE trajectory | mean of the leaves | all states of the node in the tree | `Branch`, `DepthRelative("tree", "sample")` |
-# | TempFlow-GRPO (arXiv 2508.04324) | draws on an ODE trunk, finished by the ODE | the one leaf | siblings | `Comb`, `SiblingRelative`, `Weighted("noise")` |
+# | TempFlow-GRPO (arXiv 2508.04324) | 6 draws at every step of an ODE trunk but the last, finished by the ODE | the one leaf | siblings | `Comb`, `SiblingRelative`, `Weighted("noise")` |
 # | Granular-GRPO (arXiv 2510.01982) | the same, each draw finished with strides 1, 2, 3 | the leaf of each stride | siblings, Z summed over strides | `Comb(strides=...)`, `SiblingRelative` |
 # | TreeGRPO (arXiv 2512.08153) | splits at consecutive steps, ODE elsewhere | leaf Z, backed up with weights | all leaves of the prompt | `Branch`, `BackedUp` |
 #
-# A plain group is a tree without splits, and shared noise is one root that splits at step 0. Since $\hat V$ fills the reward table `[prompt, member, node]`, the rules of lessons 5 and 6 work on trees unchanged: a gain is $\hat V(u) - \hat V(\text{parent})$. For draws that the ODE finishes, the leaf estimates the value of the ODE's continuation, as TP-GRPO's completions do, not $V$ of the stochastic sampler. TreeGRPO weights children by the softmax of their log-probabilities. They are drawn from these probabilities already, so the plain mean is the unbiased choice
+# (The table has the released code of TempFlow-GRPO: 9 decisions, 54 leaves per seed. flowrl's method `tempflow-grpo` has the same shape: a group is a multiple of 6 leaves per decision, 30 with the five decisions of this world.)
+#
+# A plain group is a tree without splits, and shared noise is one root that splits at step 0. Since $\hat V$ fills the value table `[prompt, member, decision+1]`, the rules of lessons 5 and 6 work on trees unchanged: a gain is $\hat V(u) - \hat V(\text{parent})$. For draws that the ODE finishes, the leaf estimates the value of the ODE's continuation, as TP-GRPO's completions do, not $V$ of the stochastic sampler. TreeGRPO weights children by the softmax of their log-probabilities. They are drawn from these probabilities already, so the plain mean is the unbiased choice
 # (`BackedUp(backup="mean")`).
 
 # %% tags=["hide-input"]
@@ -474,7 +476,7 @@ plt.show()
 # %% [markdown]
 # ## Credit and gradients compared with the truth
 #
-# The next cell applies four rules to the same trees, before training, and prints the correlation of the credit with $A^*$ by step, with 95% intervals over the 18 prompts.
+# The next cell applies four rules to the same trees, before training, and prints the correlation of the credit with $A^*$ by decision, with 95% intervals over the 18 prompts.
 
 # %%
 RULES = {
@@ -483,9 +485,9 @@ RULES = {
     "sibling": (SiblingRelative(probe=SPLITS), OTHERS[0]),
     "gains": (StepwiseGain(probe=SPLITS), COLOURS["stepwise-flow-grpo"]),
 }
-print("correlation with A*   all steps             step 0    1     2     3     4")
+print("correlation with A*   all decisions      decision 0    1     2     3     4")
 for name, (rule, _) in RULES.items():
-    advantages = assigned(rule, table, schedule)
+    advantages = assigned(rule, record).advantages
     report, credited = compare_credit(advantages, truths["tree"]), advantages.abs().mean((0, 1)) > 1e-5
     overall = report.overall.correlation
     interval = f"{overall.value:.2f} [{overall.low:.2f}, {overall.high:.2f}]"
@@ -493,9 +495,9 @@ for name, (rule, _) in RULES.items():
     print(f"{name:<21} {interval:<24}" + " ".join(by_step))
 
 # %% [markdown]
-# At the splits, siblings and gains have a *lower* correlation than the depth rule, although they remove the luck from before. A comparison with one sibling adds the sibling's own luck, which is as large as the draw's; the depth rule compares with the mean of 6 or 12 states. At the other steps, siblings and gains have no credit to correlate. Over all steps, the depth rule and uniform credit agree better with $A^*$.
+# At the splits, siblings and gains have a *lower* correlation than the depth rule, although they remove the luck from before. A comparison with one sibling adds the sibling's own luck, which is as large as the draw's; the depth rule compares with the mean of 6 or 12 states. At the other decisions, siblings and gains have no credit to correlate. Over all decisions, the depth rule and uniform credit agree better with $A^*$.
 #
-# The gradient shows the same. In the next cell `scale` is the factor by which a rule stretches the true gradient. **Predict** the scale of the sibling difference in units of the reward: it credits two of the five steps, each shrunk by one half.
+# The gradient shows the same. In the next cell `scale` is the factor by which a rule stretches the true gradient. **Predict** the scale of the sibling difference in units of the reward: it credits two of the five decisions, each shrunk by one half.
 
 # %%
 direction = pathwise_gradients(beginning, batches=20, repeats=100, seed=1, decisions_only=True)
@@ -518,7 +520,7 @@ for name, rule in candidates.items():
 
 # %% [markdown]
 # No direction is measurably wrong (intervals may exceed 1, see lesson 9). The scale of the sibling difference is near $2/5 \times 1/2$, and leave-one-out doubles it. The signal-to-noise ratio of the sibling rules and gains is about half of the others': with two splits in five decisions and one sibling each, the comparison loses more signal than variance. The depth rule on trees has the ratio of independent trajectories for fewer
-# evaluations. A split at every decision would give the sibling rule all steps, and needs $2^5$ leaves per tree.
+# evaluations. A split at every decision would give the sibling rule credit at all of them, and needs $2^5$ leaves per tree.
 #
 # ## Training
 #
@@ -566,9 +568,9 @@ axes[1].set_title("Clip 0.002: none of them learns")
 plt.show()
 
 # %% [markdown]
-# With the wide clip, the depth rule and uniform credit end above the sibling rule, as the signal-to-noise ratios suggest, and the trees take fewer evaluations of both kinds. The sibling rule takes the fewest in updates: a step without a sibling has advantage 0, and such steps need no evaluation. With the narrow clip none of the three gets far within these iterations: the clip limits the runs, not the credit. Lesson 7 found the same of uniform credit. A comparison at that clip, tuned for none of the methods, would have seen no difference.
+# With the wide clip, the depth rule and uniform credit end above the sibling rule, as the signal-to-noise ratios suggest, and the trees take fewer evaluations of both kinds. The sibling rule takes the fewest in updates: a decision without a sibling has advantage 0, and such decisions need no evaluation. With the narrow clip none of the three gets far within these iterations: the clip limits the runs, not the credit. Lesson 7 found the same of uniform credit. A comparison at that clip, tuned for none of the methods, would have seen no difference.
 #
-# These runs do not decide between the methods: they have three seeds, one tree shape, one world and no tuning. In the project's comparison (15 seeds, tuned, `docs/claims.md`) BranchGRPO's lead over uniform credit is undecided per update, +0.005 [-0.022, 0.032], and per evaluation, +0.046 [0.021, 0.072] before Holm's correction. The structural results hold in general: siblings isolate a step, two of them measure half its advantage, depth rules add the ancestors' luck as variance, and a tree's evaluations are counted by its states.
+# These runs do not decide between the methods: they have three seeds, one tree shape, one world and no tuning. In the project's comparison (15 seeds, tuned, `docs/claims.md`) BranchGRPO's lead over uniform credit is undecided per update, +0.005 [-0.022, 0.032], and per evaluation, +0.046 [0.021, 0.072] before Holm's correction. The structural results hold in general: siblings isolate a decision, two of them measure half its advantage, depth rules add the ancestors' luck as variance, and a tree's evaluations are counted by its states.
 #
 # ## To keep
 #
@@ -577,10 +579,10 @@ plt.show()
 # | $u$, $n_i$ | distinct state, number of them at node $i$ | `flowrl.tree.Tree`, `tree.counts` |
 # | $\hat V(u)$ | mean reward of the leaves behind $u$ | `tree.values` |
 # | splits, combs | which states share a past | the probes `Branch`, `Comb` |
-# | Z over siblings; leave-one-out | isolates a step; undoes $1 - 1/k$ | `credit.SiblingRelative` |
-# | Z over a node's states | own step and ancestors' luck | `credit.DepthRelative` |
+# | Z over siblings; leave-one-out | isolates a decision; undoes $1 - 1/k$ | `credit.SiblingRelative` |
+# | Z over a node's states | own decision and ancestors' luck | `credit.DepthRelative` |
 # | $\hat V(u) - \hat V(\text{parent})$ | gain on a tree | `StepwiseGain(probe=Branch(...))` |
-# | leaf, edge | $1/T$ per step, or $n_{i+1}$ | `Branch(..., weight=...)` |
+# | leaf, edge | $1/D$ per decision, or in proportion to $n_{i+1}$ | `Branch(..., weight=...)` |
 # | $\sum_{i<T} n_i$; parents | evaluations of sampling; of the update | `usage.nfe`; the metric `train_nfe` |
 #
 # On the command line: `flowrl compare --methods flow-grpo branch-grpo tempflow-grpo --world mixture`. A rule of your own takes one file, as in lesson 8.

@@ -31,9 +31,9 @@ from flowrl.flow import DrawnSteps, GaussianMixture, PermutedTimes, interpolate,
 from flowrl.forward import ForwardBatch
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.probes import NoProbe
-from flowrl.rollout import Groups, reward_table
-from flowrl.rollout.forward_batch import step_of
-from flowrl.samplers import ODE, AllButLast, FlowSDE, Multistep, Window
+from flowrl.rollout import Groups
+from flowrl.rollout.forward_batch import credited
+from flowrl.samplers import ODE, FlowSDE, Multistep, Windowed
 from flowrl.worlds.mixture import WIDTH, ring
 from flowrl_bench.gradients import Setting, alignment, forward_gradients, pathwise_gradients, policy_gradients
 from flowrl_course import lesson_12 as lesson
@@ -47,7 +47,8 @@ data, centre = ring(), torch.tensor([2.0, 0.0])  # the eight modes; the target o
 
 def settings_of(trainer):
     """The trainer's policy with samplers of four kinds."""
-    samplers = {"sde": AllButLast(FlowSDE(0.7)), "window": Window(FlowSDE(0.7), 0, 5), "euler": ODE(), "dpm++": Multistep()}
+    sde, window = (Windowed(FlowSDE(0.7), range(count)) for count in (9, 5))
+    samplers = {"sde": sde, "window": window, "euler": ODE(), "dpm++": Multistep()}
     given = (trainer.schedule, trainer.reward, trainer.prompts.prompts)
     return {name: Setting(trainer.policy, sampler, *given) for name, sampler in samplers.items()}
 
@@ -141,7 +142,7 @@ lesson.check_target(transition_target)
 count, level, now = 20_000, 0.7, 0.7
 state = torch.tensor([0.35, 0.85])
 generator = torch.Generator().manual_seed(1)
-sampler, grid = AllButLast(FlowSDE(level)), start().schedule
+sampler, grid = Windowed(FlowSDE(level), range(9)), start().schedule
 x = state.repeat(count, 1)
 for step in range(3, 10):
     velocity = data.velocity(x, grid.times[step].expand(count))
@@ -623,8 +624,8 @@ class Ones:
 
     probe = NoProbe()
 
-    def assign(self, rewards, schedule=None):
-        return torch.ones_like(rewards[..., 1:])
+    def assign(self, values, decisions):
+        return torch.ones(decisions.mask.shape)  # [prompt, member, decision]; with DPM++ one decision
 
 
 def plain_matching(trainer):
@@ -704,7 +705,7 @@ lesson.check_cost(evaluations)
 
 # %%
 published = {  # steps, trained pairs, networks, guidance in sampling and in training; settings of the runs
-    "flow-grpo": ((10, 9, 2, True, True), dict(window="all-but-last", kl_weight=0.01)),
+    "flow-grpo": ((10, 9, 2, True, True), dict(window=":-1", kl_weight=0.01)),
     "diffusion-nft": ((10, 9, 3, False, False), dict(kl_weight=1e-4)),
     "awm": ((14, 6, 3, False, False), dict(kl_weight=1e-3, num_steps=14)),
     "dgpo": ((10, 4, 3, True, False), dict(kl_weight=0.02)),
@@ -794,20 +795,28 @@ plt.show()
 #
 # The choice of settings matters as much as the method. AWM with the published `average_weight=1` (first two columns) hardly moves here, and the setting with which Flow-GRPO is fastest (left figure) loses reward again in some seeds.
 #
-# ## Credit per step
+# ## Credit per decision
 #
-# Lessons 5 and 6 gave every step an advantage of its own. A forward-process loss can take them, as weights over time: a row at time $t$ gets the advantage of the step that passes $t$, $A(t) = A_i$ for $t_{i+1} < t \le t_i$, a function that is constant in pieces. In `flowrl` every credit rule works with every forward loss in this way.
+# What are the decisions of a trajectory that Euler or DPM++ has sampled? No transition is drawn, but the initial noise is. It is the only decision, $D = 1$: the value table `[prompt, member, decision+1]` has two columns, and all rows of a sample have one advantage. That is enough for the three methods. (A rule such as `StepwiseGain`, which distributes credit over decisions, has nothing to distribute, and the trainer refuses it with such a sampler.)
 #
-# It is a **heuristic**. $x_t$ is noised anew, it is not the state that step $i$ started from, and the regression changes no decision of step $i$. With `noise="path"` the states are the visited ones, but the target is still the finished sample. The next cell measures what this does to the gradient before training, with the gains of lesson 5 as credit.
+# With an SDE, lessons 5 and 6 gave every decision an advantage of its own. A forward-process loss can take them, as weights over time: a row at time $t$ gets the advantage of the last decision made at $t$ or before it in sampling, $A(t) = A_k$ for $t_{k+1} < t \le t_k$ with $t_k$ the time of decision $k$, a function that is constant in pieces. In `flowrl` every credit rule works with every forward loss in this way.
+#
+# It is a **heuristic**. $x_t$ is noised anew, it is not the state that decision $k$ started from, and the regression does not change decision $k$. With `noise="path"` the states are the visited ones, but the target is still the finished sample. The next cell measures what this does to the gradient before training, with the gains of lesson 5 as credit.
 
 # %%
 gains = StepwiseGain()
 setting = settings_of(beginning)["sde"]
 sampled = setting.rollout(Groups(18, 12), torch.Generator().manual_seed(0), gains.probe)
-table = reward_table(setting.policy, setting.reward, sampled, setting.prompts)
-per_step = gains.assign(table, sampled.trajectories.schedule)
+record = setting.experience(sampled)
+values, decisions = record.values, record.decisions  # [prompt, member, decision+1]: 18 prompts, 12 members, 10 columns
+by_decision = gains.assign(values, decisions)
+initial = settings_of(beginning)["dpm++"]
+initial = initial.experience(initial.rollout(Groups(18, 12), torch.Generator().manual_seed(0), NoProbe()))
+print(
+    f"SDE: D = {len(decisions)}, values {tuple(values.shape)}; DPM++: D = {len(initial.decisions)}, values {tuple(initial.values.shape)}"
+)
 drawn = NINE.draw(setting.schedule, 18 * 12, torch.Generator().manual_seed(0)).view(18, 12, -1)
-weights = per_step[0, 4, step_of(drawn[0, 4], setting.schedule)]
+weights = by_decision[0, 4, credited(drawn[0, 4], decisions)]
 print("times of one sample: " + " ".join(f"{time:5.1f}" for time in drawn[0, 4]))
 print("weights by gain:     " + " ".join(f"{value:+5.1f}" for value in weights))
 print("\nstepwise credit, before training\n" + HEAD)
@@ -815,9 +824,10 @@ stepwise = compared(beginning, gains, ("Flow-GRPO", "AWM, same states", "AWM, fr
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=3.0)
-final = Uniform().assign(table, sampled.trajectories.schedule)
+final = Uniform().assign(values, decisions)
+edges = torch.cat([decisions.time, torch.zeros(1)]).flip(0)  # the last decision's credit holds until t = 0
 for member, shade in ((int(final[0, :, 0].argmax()), ACCENT), (4, DATA)):
-    axes[0].stairs(per_step[0, member].flip(0), setting.schedule.times.flip(0), baseline=None, color=shade, linewidth=2)
+    axes[0].stairs(by_decision[0, member].flip(0), edges, baseline=None, color=shade, linewidth=2)
     axes[0].axhline(float(final[0, member, 0]), color=shade, linestyle=":", linewidth=1)
 axes[0].set(
     xlabel="training time t (1 = noise)", ylabel="advantage A(t)", title="Weights of two samples (dotted: uniform credit)"
@@ -835,7 +845,7 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# Gains improve Flow-GRPO's gradient: they remove the luck of the other steps, which is most of its noise. They damage the forward process's, because there is no such luck in it: $v^*$ contains the whole sample, and the reward of the whole sample is its natural weight. Most weights of a sample are then near 0, whatever its reward (left figure), and the large ones are those of a state that the regression does not visit. This is one rule in one world before training. It suffices to say that credit by step must not be expected to carry over to the forward process.
+# Gains improve Flow-GRPO's gradient: they remove the luck of the other decisions, which is most of its noise. They damage the forward process's, because there is no such luck in it: $v^*$ contains the whole sample, and the reward of the whole sample is its natural weight. Most weights of a sample are then near 0, whatever its reward (left figure), and the large ones are those of a state that the regression does not visit. This is one rule in one world before training. It suffices to say that credit by decision must not be expected to carry over to the forward process.
 #
 # ## To keep
 #
@@ -848,7 +858,8 @@ plt.show()
 # | $\operatorname{sigmoid}(S)\,A_i$, $\sum_i A_i = 0$ | DGPO; whole groups | `losses.DGPO`, `Uniform(clamp=None)` |
 # | training times, copies | which $t$; old network and average | `flow.PermutedTimes` ..., `forward.WeightCopy` |
 # | solver | any | `samplers.Multistep`, `samplers.ODE`, every SDE |
-# | $A(t)$ | credit by step as a weight over time, a heuristic | any credit rule; `noise="path"` |
+# | $D = 1$ | without drawn transitions the initial noise is the only decision | `Decisions.step` is -1 |
+# | $A(t)$ | credit by decision as a weight over time, a heuristic | any credit rule; `noise="path"` |
 #
 # ## Further reading
 #

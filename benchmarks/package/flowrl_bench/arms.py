@@ -12,6 +12,7 @@ from flowrl.methods import METHODS
 from flowrl.training.build import check
 from flowrl.training.compare import rule_name
 from flowrl.training.config import RunConfig, preset
+from flowrl_bench.digest import MEASURED
 
 _EULER = {"eval_steps": 20, "eval_solver": "euler"}
 _DPM = {"eval_steps": 10, "eval_solver": "dpm++"}
@@ -118,7 +119,7 @@ _ARMS = (
         {"learning_rate": RATE, "beta": everywhere(3.0, 1.0)},
         worlds=BOTH,
     ),
-    Arm("tempflow-grpo", {"method": "tempflow-grpo", "group_size": 24}),
+    Arm("tempflow-grpo", {"method": "tempflow-grpo", "group_size": 24, **MEASURED["tempflow-grpo"]}),
     Arm("granular-grpo", {"method": "granular-grpo", "group_size": 36}),
     Arm("tree-grpo", {"method": "tree-grpo"}),
     Arm(

@@ -1,12 +1,12 @@
 """The ceiling of a credit rule: its correlation with the true advantage if every state's value is known.
 
-The rule is applied to the table of true values, R[., node] = V(x_node). For gains this is the true advantage itself after the
-rule's normalisation: z-scored by step, over the group, or not at all. Rules that read only the final reward are at their ceiling
-by definition.
+The rule is applied to the table of true values V. For gains this is the true advantage itself after the rule's normalisation:
+z-scored by decision, over the group, or not at all. Rules that read only the final reward are at their ceiling by definition.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from flowrl.credit import probed
 from flowrl.errors import require
-from flowrl.protocols import CreditAssigner
+from flowrl.experience import CreditTable, Experience, ValueTable
+from flowrl.protocols import CreditRule
 from flowrl.rollout import Rollout
 from flowrl_bench.continuations import TrueAdvantages, from_continuations
-from flowrl_bench.gradients import assigned, credit_schedule
+from flowrl_bench.gradients import assigned
 from flowrl_bench.true_advantage import correlation, credit_sums
 
 LEVELS = (1.0, 1.5, 2.0, 2.5)
@@ -30,7 +31,7 @@ FOLDS, DRAWS = 4, 3
 def group_ceiling(groups: Sequence[Tensor]) -> float:
     """The ceiling of z-scores over sets of entries, in closed form: the mean std within a set over the root mean square of A*.
 
-    `groups`: exact advantages, one tensor per set over which the rule z-scores (a group's members at one step, or all its
+    `groups`: exact advantages, one tensor per set over which the rule z-scores (a group's members at one decision, or all its
     entries). The mean of a set is taken as 0, its expectation. A set without spread has credit 0.
     """
     spreads = torch.cat([values.std(unbiased=False).expand(values.numel()) for values in groups]).double()
@@ -40,21 +41,23 @@ def group_ceiling(groups: Sequence[Tensor]) -> float:
 
 
 def ceiling_sums(
-    make: Callable[[], CreditAssigner],
-    rewards: Float[Tensor, "sample node continuation"],
+    make: Callable[[], CreditRule],
+    rewards: Float[Tensor, "sample decision+1 continuation"],
     trajectories: Rollout,
+    experience: Experience,
     seed: int = 0,
 ) -> Float[Tensor, "level 9"]:
     """The `credit_sums` of a rule on tables of values with increasing noise (`LEVELS`), from which `ceiling` extrapolates.
 
-    Sums of several trajectories can be added. `make` builds the rule, which may have a state. `rewards` are the scores of
-    continuations (`continuation_rewards`), a multiple of `FOLDS` of them: each part in turn is the truth, and the others give the
-    table, so their errors are independent. Further noise is normal, with the standard errors of the table.
+    Sums of several trajectories can be added. `make` builds the rule, which may have a state; it gets the record `experience` of
+    `trajectories` with other values. `rewards` are the scores of continuations (`continuation_rewards`), a multiple of `FOLDS` of
+    them: each part in turn is the truth, and the others give the table, so their errors are independent. Further noise is normal,
+    with the standard errors of the table.
     """
     count = rewards.shape[2]
     fits = f"a multiple of {FOLDS}, {2 * FOLDS} or more"
     require(count % FOLDS == 0 and count >= 2 * FOLDS, "continuations for ceilings", count, fits)
-    generator, schedule = torch.Generator().manual_seed(seed), credit_schedule(trajectories)
+    generator = torch.Generator().manual_seed(seed)
     whole, part = from_continuations(rewards, trajectories), count // FOLDS
     error = whole.state_errors * math.sqrt(count / (count - part))
     found = torch.zeros(len(LEVELS), 9, dtype=torch.float64)
@@ -68,9 +71,14 @@ def ceiling_sums(
             for _ in range(draws):
                 noise = torch.randn(error.shape, generator=generator) * error * math.sqrt(level - 1)
                 rule = make()
-                credit = assigned(rule, probed(table.state_values + noise, rule.probe), schedule)
+                credit = with_values(rule, experience, table.state_values + noise)
                 found[row] += credit_sums(credit, truth).sum((0, 1)) / draws
     return found
+
+
+def with_values(rule: CreditRule, experience: Experience, values: ValueTable) -> CreditTable:
+    """The rule's advantages for the record with `values` in the columns that its probe fills."""
+    return assigned(rule, replace(experience, values=probed(values, rule.probe), parts={})).advantages
 
 
 def ceiling(sums: Float[Tensor, "level 9"]) -> float:

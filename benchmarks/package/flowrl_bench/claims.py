@@ -21,7 +21,7 @@ UNIFORM: Arm = {"arm": "uniform"}
 GAINS: Arm = {"arm": "stepwise gains"}
 POINTS: Arm = {"arm": "turning points"}
 METHODS: dict[str, Arm] = {"uniform": UNIFORM, "stepwise": GAINS, "turning points": POINTS}
-LONG_WINDOW: Arm = {"window": "all-but-last"}
+LONG_WINDOW: Arm = {"window": ":-1"}
 DEFAULTS: Arm = {"clip_range": 2e-3, "learning_rate": 2e-2, "noise_level": 0.7}
 """The defaults of `flowrl compare` in the 2-D world."""
 BINDING_KL = 0.1

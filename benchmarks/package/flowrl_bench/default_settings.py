@@ -25,7 +25,7 @@ SEEDS: dict[str, tuple[int, ...]] = {"mixture": tuple(range(10)), "shapes": (0, 
 """Settings and seeds of that file."""
 _SHOWN = ("per update", "per evaluation")
 _METHODS = {"uniform": "flow-grpo", "stepwise": "stepwise-flow-grpo", "turning points": "tp-grpo"}
-_SHORT = {"window": "all-but-last", "eval_steps": 40}
+_SHORT = {"window": ":-1", "eval_steps": 40}
 ARMS: dict[str, dict[str, Any]] = {
     **{name: {"method": method} for name, method in _METHODS.items()},
     **{f"{steps} steps": {"method": "flow-grpo", "num_steps": steps, **_SHORT} for steps in (10, 40)},

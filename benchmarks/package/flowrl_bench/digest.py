@@ -21,6 +21,7 @@ from flowrl.methods import METHODS
 from flowrl.registry import files_of
 from flowrl.specs import Spec, parse_spec
 from flowrl.training.config import RunConfig, preset
+from flowrl.training.format import STEPS, to_older
 from flowrl_bench.measurements import CURVE, measure
 
 PACKAGES = {"flowrl": Path(flowrl.__file__).parent, "flowrl_bench": Path(__file__).parent}
@@ -31,6 +32,10 @@ RULES = ("arms", "claims", "catalogue", "leads", "open_questions", "verdicts", "
 GOLDEN: dict[str, Any] = {
     "world": "mixture", "iterations": 2, "groups": 2, "group_size": 12, "num_steps": 8, "eval_every": 2, "eval_samples": 18,
 }  # fmt: skip
+ONE_STEP = "weighted(weights=noise, rule=\"sibling-relative(probe='comb(branches=6, count=1)')\")"
+"""The rule of the arms called tempflow-grpo: 6 draws at one drawn step. The method now draws 6 at every step."""
+MEASURED = {"tempflow-grpo": {"credit": ONE_STEP, "groups": 16}}
+"""Settings with which a method runs here, where its own have changed since the first results."""
 GOLDEN_COLUMNS = ("nfe", "train_nfe", "soft")
 WITHOUT_EFFECT = ("overlap_rewards",)
 """Settings that change how long a run takes, and none of its numbers."""
@@ -147,7 +152,7 @@ def golden_run() -> tuple[float, ...]:
     """Final score and evaluation counts of every method's golden run; about five seconds."""
     numbers: list[float] = []
     for method in METHODS:
-        found = measure(preset("default").apply(**GOLDEN, method=method))
+        found = measure(preset("default").apply(**{**MEASURED.get(method, {}), **GOLDEN, "method": method}))
         assert found is not None
         row = dict(zip(CURVE, found["curve"][-1], strict=True))
         numbers += [round(float(row[name]), 6) for name in GOLDEN_COLUMNS]
@@ -164,17 +169,43 @@ def config_id(config: RunConfig) -> str:
     """The digest of every setting of a run, including the seed, and of the current files of the user's parts.
 
     Settings at their default and groups do not count, so a new setting or group does not rename old runs; nor do settings that
-    change no number (`WITHOUT_EFFECT`).
+    change no number (`WITHOUT_EFFECT`). Two spellings of a slice are the same window.
     """
     files = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in own_files(config))
     return hashlib.sha256(f"{_changed(config)}{files}".encode()).hexdigest()[:16]
 
 
+OLDER_DEFAULTS = {
+    "sampler": "flow-sde",
+    "noise_level": 0.7,
+    "window": "2:5",
+    "trained_steps": "all",
+    "loss": "clipped",
+    "clip_range": 2e-3,
+}
+"""Defaults of the older format, for settings whose default is now the method's value."""
+OWN_KERNELS = {"dance-grpo": "dance-sde", "branch-grpo": "dance-sde"}
+"""Kernels of methods that the older format did not use unless a setting named them."""
+
+
 @cache
 def _changed(config: RunConfig) -> str:
-    default = RunConfig().flat()
-    counted = {name: value for name, value in config.flat().items() if value != default[name] and name not in WITHOUT_EFFECT}
+    default, chosen = RunConfig().flat() | OLDER_DEFAULTS, _spelled(config)
+    counted = {name: value for name, value in chosen.items() if value != default[name] and name not in WITHOUT_EFFECT}
     return json.dumps(counted, sort_keys=True)
+
+
+def _spelled(config: RunConfig) -> dict[str, Any]:
+    """The settings of a run as the older format wrote them, so that the ids of older results remain valid."""
+    settings = config.flat()
+    own = OWN_KERNELS.get(settings["method"], "flow-sde")
+    settings["sampler"] = settings["sampler"] or own
+    if settings["noise_level"] == 0:
+        settings["noise_level"] = {"flow-sde": 0.7, "dance-sde": 0.3}.get(settings["sampler"], 0.0)
+    settings["loss"] = settings["loss"] or "clipped"
+    if settings["method"] in MEASURED:
+        settings["credit"] = {ONE_STEP: "", "": "own"}.get(settings["credit"], settings["credit"])
+    return settings | {name: to_older(name, settings[name]) for name in STEPS}
 
 
 def own_files(config: RunConfig) -> list[Path]:
@@ -184,9 +215,9 @@ def own_files(config: RunConfig) -> list[Path]:
     the module's own. Not covered: what these files import or read, and classes without Python source.
     """
     algorithm, reward = config.algorithm, config.environment.reward
-    specs = (("credit", algorithm.credit), ("reward", reward), ("sampler", algorithm.sampler), ("loss", algorithm.loss))
+    chosen = {kind: getattr(algorithm, kind) for kind in ("credit", "sampler", "window", "loss")}
     found: dict[Path, None] = {}
-    for kind, spec in specs:
+    for kind, spec in {**chosen, "reward": reward}.items():
         for part, parsed in _parts(kind, spec):
             found |= dict.fromkeys(files_of(part, parsed))
     covered = {path.resolve() for path in imported()} if found else set()

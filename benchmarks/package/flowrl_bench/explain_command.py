@@ -8,7 +8,7 @@ import tyro
 
 @dataclass(frozen=True)
 class Explain:
-    """Show what a credit rule does with a reward table: gains, turning points and advantages, as a table and a figure.
+    """Show what a credit rule does with a value table: gains, turning points and advantages, as a table and a figure.
 
     Example: flowrl explain turning-point "turning-point(consistent=False)" --rewards table.csv
     """
@@ -16,7 +16,11 @@ class Explain:
     rules: tyro.conf.Positional[tuple[str, ...]] = ("turning-point",)
     """Rules: NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts` lists names."""
     rewards: Path | None = None
-    """CSV: one line per trajectory, one column per node; optional columns prompt and member. Default: a small example."""
+    """CSV: one line per trajectory with the columns value_0, value_1, ... (the value before each decision) and reward; optional
+    columns prompt and member. Default: a small example."""
+    decisions: tuple[int, ...] = ()
+    """Drawn steps of a table with one column per node, node_0 to node_T: only the nodes at which they start and the last one
+    are used."""
     sampler: str = "flow-sde"
     """Sampler whose standard deviations are used by rules that depend on the noise, such as `weighted`."""
     noise_level: float = 0.7
@@ -26,16 +30,20 @@ class Explain:
 
     def main(self) -> int:
         """Assign, print, draw."""
-        from flowrl.methods import make_sampler
+        from flowrl.experience import Decisions
         from flowrl.plots.style import require_figure, save
         from flowrl.registry import build
-        from flowrl.training.build import even_schedule
+        from flowrl.training.build import even_stds
         from flowrl_bench.explain import EXAMPLE, explain, parse_rewards, read_rewards
         from flowrl_bench.explain_figure import explanation
 
-        table = read_rewards(self.rewards) if self.rewards else parse_rewards(EXAMPLE)
-        schedule = even_schedule(table.rewards.shape[-1] - 1, make_sampler(self.sampler, self.noise_level, "all"))
-        shown = [explain(build("credit", spec), table, schedule, spec) for spec in self.rules]
+        table = read_rewards(self.rewards, self.decisions) if self.rewards else parse_rewards(EXAMPLE)
+        columns = table.values.shape[-1]
+        if not table.header and not self.decisions:
+            print(f"{columns} columns read as {columns - 1} decisions")
+        stds = even_stds(columns - 1, build("sampler", self.sampler, noise_level=self.noise_level))
+        decisions = Decisions.like(table.values, stds.tolist())
+        shown = [explain(build("credit", spec), table, decisions, spec) for spec in self.rules]
         several = len(shown) * len(table.prompts) > 1
         for number, (one, prompt) in enumerate((s, p) for s in shown for p in range(len(table.prompts))):
             if prompt == 0:

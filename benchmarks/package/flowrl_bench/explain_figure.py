@@ -1,4 +1,4 @@
-"""The figure of `flowrl explain`: rewards with turning points, gains and advantages."""
+"""The figure of `flowrl explain`: values with turning points, gains and advantages."""
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -10,28 +10,28 @@ from flowrl_bench.explain import Explanation
 
 
 def explanation(shown: Explanation, prompt: int = 0) -> Figure:
-    """One prompt's rewards, with the turning points if the rule selects some; below, gains and advantages [member, step]."""
-    members, nodes = shown.rewards.shape[1:]
-    figure = Figure(figsize=(max(7.0, 1.5 + 0.9 * nodes), 3.4 + 0.5 * members * 2), layout="constrained")
+    """One prompt's values, with the turning points if the rule selects some; below, gains and advantages [member, decision]."""
+    members, columns = shown.values.shape[1:]
+    figure = Figure(figsize=(max(7.0, 1.5 + 0.9 * columns), 3.4 + 0.5 * members * 2), layout="constrained")
     parts = figure.subplots(3, 1, height_ratios=[3.2, 0.45 * members, 0.45 * members])
-    _rewards(parts[0], shown, prompt)
-    _cells(parts[1], shown, prompt, shown.gains[prompt], "gain of the step")
+    _values(parts[0], shown, prompt)
+    _cells(parts[1], shown, prompt, shown.gains[prompt], "gain of the decision")
     _cells(parts[2], shown, prompt, shown.advantages[prompt], f"advantage: {shown.rule}")
-    parts[2].set_xlabel("node (0 = noise, last = image); step i lies between nodes i and i+1")
+    parts[2].set_xlabel("state before each decision, then the image; decision k leads from k to k + 1")
     return figure
 
 
-def _rewards(axes: Axes, shown: Explanation, prompt: int) -> None:
-    rewards, shades = shown.rewards[prompt], (*COLOURS.values(), *OTHERS)
-    nodes = rewards.shape[-1]
-    low, high = float(rewards.min()), float(rewards.max())
-    heights = spread_labels(rewards[:, -1].tolist(), low, high, 0.08 * max(high - low, 1e-6))
-    for member, (row, name) in enumerate(zip(rewards, shown.names.members[prompt], strict=True)):
+def _values(axes: Axes, shown: Explanation, prompt: int) -> None:
+    values, shades = shown.values[prompt], (*COLOURS.values(), *OTHERS)
+    columns = values.shape[-1]
+    low, high = float(values.min()), float(values.max())
+    heights = spread_labels(values[:, -1].tolist(), low, high, 0.08 * max(high - low, 1e-6))
+    for member, (row, name) in enumerate(zip(values, shown.names.members[prompt], strict=True)):
         shade = shades[member % len(shades)]
-        axes.plot(range(nodes), row, color=shade, marker="o", markersize=4, linewidth=2)
-        place = (nodes - 0.88, heights[member])
+        axes.plot(range(columns), row, color=shade, marker="o", markersize=4, linewidth=2)
+        place = (columns - 0.88, heights[member])
         axes.annotate(name, place, color=shade, va="center", fontweight="bold", annotation_clip=False)
-        for step in range(nodes - 1) if shown.selected is not None else ():
+        for step in range(columns - 1) if shown.selected is not None else ():
             consistent = bool(shown.consistent[prompt, member, step])
             if consistent or bool(shown.plain[prompt, member, step]):
                 ring = {"facecolors": "none", "edgecolors": shade, "linewidths": 2.4, "linestyle": "-" if consistent else ":"}
@@ -39,13 +39,13 @@ def _rewards(axes: Axes, shown: Explanation, prompt: int) -> None:
     rings = ": rings mark consistent turning points, dotted rings those of the plain rule only"
     axes.set_title(shown.names.prompts[prompt] + (rings if shown.selected is not None else ""), fontsize=10, loc="left")
     axes.set_ylabel("estimated final reward")
-    axes.set_xticks(range(nodes))
-    axes.set_xlim(-0.4, nodes - 0.6)
+    axes.set_xticks(range(columns))
+    axes.set_xlim(-0.4, columns - 0.6)
     clean(axes)
 
 
 def _cells(axes: Axes, shown: Explanation, prompt: int, values: Tensor, title: str) -> None:
-    """A table of colours; frames mark the steps that receive the long-term reward."""
+    """A table of colours; frames mark the decisions that receive the long-term reward."""
     members, steps = values.shape
     shades, limit = matplotlib.colormaps["PuOr_r"], float(values.abs().max()) or 1.0
     for member in range(members):
@@ -62,5 +62,5 @@ def _cells(axes: Axes, shown: Explanation, prompt: int, values: Tensor, title: s
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     axes.set_title(
-        title + ("; framed: the long-term reward R_T - R_i" if shown.selected is not None else ""), fontsize=10, loc="left"
+        title + ("; framed: the long-term reward R - V" if shown.selected is not None else ""), fontsize=10, loc="left"
     )

@@ -5,24 +5,36 @@ the weights, so grad E[R] = E[grad R]. It needs a reward that is differentiable 
 gradient can estimate the part through deterministic steps, which can be left out.
 
 The estimate is the policy gradient sum_i A_i grad log pi(x_{i+1} | x_i) per trajectory. log pi is a mean over the d latent
-elements and the loss a mean over K stochastic steps here, so gradients of the loss are multiplied by -K d.
+elements and the loss a mean over K decisions here, so gradients of the loss are multiplied by -K d.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.credit import check_advantages, generalised_gains
+from flowrl.credit import credit_of, generalised_gains
 from flowrl.errors import CreditError, FlowrlError, require
+from flowrl.experience import Credit, CreditTable, Decisions, Experience, ValueTable
 from flowrl.flow import expand
 from flowrl.losses import PolicyGradientLoss
 from flowrl.probes import NoProbe, Probe
-from flowrl.protocols import CreditAssigner, FlowPolicy, ForwardLoss, PolicyLoss, RewardModel, Sampler
-from flowrl.rollout import ForwardBatches, Groups, LossBatches, Rollout, Usage, attach_stds, reward_table, rollout
+from flowrl.protocols import CreditRule, FlowPolicy, ForwardLoss, PolicyLoss, RewardModel, Sampler
+from flowrl.rollout import (
+    ForwardBatches,
+    Groups,
+    LossBatches,
+    Rollout,
+    Usage,
+    log_probs,
+    rollout,
+    score_rollout,
+    transition_weights,
+    usable,
+)
+from flowrl.samplers import transition_stds
 from flowrl.training.behaviour import Copies
 from flowrl.types import Prompt, Schedule
 
@@ -43,6 +55,11 @@ class Setting:
         """The trainable parameters in order."""
         return list(self.policy.trainable().values())
 
+    @property
+    def stds(self) -> Tensor:
+        """Standard deviations of the sampler's transitions [step]."""
+        return transition_stds(self.sampler, self.schedule)
+
     def rollout(
         self, groups: Groups, generator: torch.Generator, probe: Probe, usage: Usage | None = None, max_batch: int = 1024
     ) -> Rollout:
@@ -50,47 +67,47 @@ class Setting:
         condition, noise = self.policy.encode(self.prompts), groups.noise(self.policy.latent_shape, generator)
         return rollout(self.policy, self.sampler, self.schedule, condition, noise, generator, groups, probe, usage, max_batch)
 
+    def experience(self, result: Rollout, usage: Usage | None = None, reward: RewardModel | None = None) -> Experience:
+        """The record of a rollout with all of its fields, scored by `reward` instead of the setting's reward if it is given."""
+        path = result.trajectories
+        values = score_rollout(self.policy, reward or self.reward, result, self.prompts, usage)
+        decisions = Decisions.of(path.schedule, path.stds, path.tree, usable(values.valid))
+        logs, condition = log_probs(self.sampler, path), self.policy.encode(self.prompts)
+        return Experience(self.prompts, values.total, decisions, values.valid, values.parts, path, logs, condition)
+
 
 @dataclass(frozen=True)
 class RawCredit:
     """Credit without normalisation, for which theory makes exact statements.
 
-    `lam` None: A_i = R_T; else A_i = sum_k lam^k g_{i+k}. With `baseline` the mean of the group's *other* members is subtracted.
+    `lam` None: A_k = R; else A_k = sum_j lam^j g_{k+j}. With `baseline` the mean of the group's *other* members is subtracted.
     It does not depend on the member's own noise, so it adds no bias; GRPO's group mean, which includes the member, scales the
-    gradient by (G - 1) / G. Unbiased: R_T, and R_T - R_i (`lam` = 1) with R_i a function of node i. The gain alone (`lam` = 0) is
-    the gradient of a step's contribution to the estimate, not of R_T.
+    gradient by (G - 1) / G. Unbiased: R, and R - V_k (`lam` = 1) with V_k a function of the state from which decision k starts.
+    The gain alone (`lam` = 0) is the gradient of a decision's contribution to the estimate, not of R.
     """
 
     lam: float | None = None
     probe: Probe = NoProbe()
     baseline: bool = True
 
-    def assign(self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None) -> Tensor:
-        """Advantages [prompt, member, step]."""
-        steps = rewards.shape[-1] - 1
-        values = rewards[..., -1:].repeat(1, 1, steps) if self.lam is None else generalised_gains(rewards, self.lam)
-        members = rewards.shape[1]
-        others = (values.sum(1, keepdim=True) - values) / max(1, members - 1)
-        return values - others if self.baseline else values
+    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
+        """Advantages [prompt, member, decision]."""
+        final = values[..., -1:].expand(-1, -1, len(decisions))
+        found = final if self.lam is None else generalised_gains(values, self.lam)
+        others = (found.sum(1, keepdim=True) - found) / max(1, found.shape[1] - 1)
+        return found - others if self.baseline else found
 
 
-def credit_schedule(result: Rollout) -> Schedule:
-    """The schedule that a rule sees: the rollout's, with the log-probabilities of a branched tree's edges."""
-    schedule = result.trajectories.schedule
-    return replace(schedule, tree=replace(result.trajectories.tree, log_probs=result.log_probs))
-
-
-def assigned(rule: CreditAssigner, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None) -> Tensor:
-    """The rule's advantages [prompt, member, step] for `rewards`. Raises `CreditError` if it fails or breaks its contract."""
-    name = type(rule).__name__
+def assigned(rule: CreditRule, experience: Experience) -> Credit:
+    """The rule's credit. Raises `CreditError` if it fails or breaks its contract."""
     try:
-        advantages = rule.assign(rewards, schedule)
+        return credit_of(rule, experience)
     except FlowrlError:
         raise
     except Exception as error:
-        shape = tuple(rewards.shape)
-        raise CreditError(f"{name}.assign failed on a table of {shape}: {type(error).__name__}: {error}") from error
-    return check_advantages(advantages, rewards, name)
+        call = f"{type(rule).__name__}.{'credit' if hasattr(rule, 'credit') else 'assign'}"
+        found = f"{call} failed on values of shape {tuple(experience.values.shape)}"
+        raise CreditError(f"{found}: {type(error).__name__}: {error}") from error
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -106,8 +123,7 @@ def sampled_rewards(setting: Setting, repeats: int, generator: torch.Generator, 
     prompts = [prompt for prompt in setting.prompts for _ in range(repeats)]
     condition = setting.policy.encode(prompts)
     x = torch.randn((len(prompts), *setting.policy.latent_shape), generator=generator)
-    schedule = attach_stds(setting.schedule, setting.sampler)
-    stochastic = schedule.stochastic.tolist()
+    schedule, stochastic = setting.schedule, (setting.stds > 0).tolist()
     learning = torch.is_grad_enabled()
     for i in range(schedule.steps):
         for parameter in setting.parameters:
@@ -137,7 +153,7 @@ def pathwise_gradients(setting: Setting, batches: int, repeats: int, seed: int =
 
 def policy_gradients(
     setting: Setting,
-    rule: CreditAssigner,
+    rule: CreditRule,
     batches: int,
     members: int,
     shared_noise: bool = False,
@@ -155,20 +171,20 @@ def policy_gradients(
     groups = Groups(len(setting.prompts), members, shared_noise)
     condition = setting.policy.encode(setting.prompts)
     elements = math.prod(setting.policy.latent_shape)
-    stochastic = attach_stds(setting.schedule, setting.sampler).stochastic.nonzero().flatten()
-    sample, step = torch.cartesian_prod(torch.arange(groups.samples), stochastic).unbind(1)
+    count = int((setting.stds > 0).sum())
+    sample, column = torch.cartesian_prod(torch.arange(groups.samples), torch.arange(count)).unbind(1)
     rows = []
     for _ in range(batches):
-        result, advantages = _credited(setting, rule, groups, generator, usage, reward)
-        batch = LossBatches(setting.policy, setting.sampler, result, condition, advantages).of(sample, step)
-        gradient = flat(torch.autograd.grad(loss.loss(batch).loss, setting.parameters))
-        rows.append(-gradient * len(stochastic) * elements)
+        found = _credited(setting, rule, groups, generator, usage, reward)
+        batches_of = LossBatches(setting.policy, setting.sampler, found.result, condition, found.advantages, found.weights)
+        result = loss.loss(batches_of.of(sample, column))
+        rows.append(-flat(torch.autograd.grad(result.loss, setting.parameters)) * count * elements)
     return torch.stack(rows)
 
 
 def forward_gradients(
     setting: Setting,
-    rule: CreditAssigner,
+    rule: CreditRule,
     loss: ForwardLoss,
     batches: int,
     members: int,
@@ -186,34 +202,56 @@ def forward_gradients(
     copies = Copies(loss, setting.policy, dict(setting.policy.trainable())).by_name
     rows = []
     for _ in range(batches):
-        result, advantages = _credited(setting, rule, groups, generator, usage)
+        found = _credited(setting, rule, groups, generator, usage)
         times = loss.times.draw(setting.schedule, groups.samples, generator)
         noise_seed = int(torch.randint(2**62, (), generator=generator))
-        every = ForwardBatches(setting.policy, loss, result, condition, advantages, times, noise_seed, copies)
+        every = ForwardBatches(
+            setting.policy,
+            loss,
+            found.result,
+            condition,
+            found.advantages,
+            found.weights,
+            times,
+            found.decisions,
+            noise_seed,
+            copies,
+        )
         sample, draw = torch.cartesian_prod(torch.arange(groups.samples), torch.arange(times.shape[1])).unbind(1)
         rows.append(-flat(torch.autograd.grad(loss.loss(every.of(sample, draw)).loss, setting.parameters)))
     return torch.stack(rows)
 
 
+@dataclass(frozen=True)
+class _Credited:
+    """A rollout of all prompts, and a rule's advantages and weights [sample, decision] for it."""
+
+    result: Rollout
+    decisions: Decisions
+    advantages: Tensor
+    weights: Tensor
+
+
 def _credited(
     setting: Setting,
-    rule: CreditAssigner,
+    rule: CreditRule,
     groups: Groups,
     generator: torch.Generator,
     usage: Usage | None,
     reward: RewardModel | None = None,
-) -> tuple[Rollout, Tensor]:
-    """A rollout of all prompts, and the rule's advantages [sample, step] for it."""
+) -> _Credited:
     result = setting.rollout(groups, generator, rule.probe, usage)
-    rewards = reward_table(setting.policy, reward or setting.reward, result, setting.prompts)
-    return result, assigned(rule, rewards, credit_schedule(result)).reshape(groups.samples, -1)
+    experience = setting.experience(result, reward=reward)
+    credit = assigned(rule, experience)
+    weights = transition_weights(credit, experience.decisions)
+    return _Credited(result, experience.decisions, credit.advantages.flatten(0, 1), weights.flatten(0, 1))
 
 
 def update_evaluations(setting: Setting, members: int, loss: PolicyLoss = PolicyGradientLoss()) -> int:
-    """Network evaluations of one policy update on prompts x `members` trajectories: one per trajectory and stochastic step, two
-    where the loss needs the reference; what the trainer counts as `train_nfe`."""
-    steps = int(attach_stds(setting.schedule, setting.sampler).stochastic.sum())
-    return len(setting.prompts) * members * steps * (1 + loss.needs_reference)
+    """Network evaluations of one policy update on prompts x `members` trajectories: one per trajectory and decision, two if
+    the loss needs the reference; what the trainer counts as `train_nfe`."""
+    decisions = int((setting.stds > 0).sum())
+    return len(setting.prompts) * members * decisions * (1 + loss.needs_reference)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from flowrl.errors import ConfigError
 from flowrl.policies import MixturePolicy
 from flowrl.probes import Completion
 from flowrl.protocols import FlowPolicy
-from flowrl.rollout import EVALUATION_SEED, Groups, Usage, integrate, reward_table, rollout
+from flowrl.rollout import EVALUATION_SEED, Groups, Usage, integrate, rollout, score_rollout
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import evaluate
@@ -59,9 +59,9 @@ def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict
     seconds.
 
     curve: rows of `CURVE`. quality: mean log-density of held-out ODE samples under the data (2-D world only, else null);
-    diversity: mean distance between two samples of a prompt (likewise). gains: mean |g_i| per step in the first and the last
-    quarter of training, if the rule scores every node. seconds: processor time of one thread, so that other work on the
-    machine does not count.
+    diversity: mean distance between two samples of a prompt (likewise). gains: mean |g_k| per decision in the first and the
+    last quarter of training, if the rule reads the values of all of them. seconds: processor time of one thread, so that other
+    work on the machine does not count.
     """
     with reproducible("run", config.seed):
         trainer, world = make_trainer(config), make_world(config)
@@ -155,23 +155,24 @@ def observe(trainer: Trainer, samples: int = SAMPLES) -> dict[str, float]:
         policy, sampler, trainer.schedule, policy.encode(prompts), noise, generator, groups, Completion(),
         max_batch=config.rollout.max_batch,  # pyright: ignore[reportArgumentType]  (auto is for models)
     )  # fmt: skip
-    table = reward_table(policy, world.reward("soft"), result, prompts)
-    increments = table.diff(dim=-1)
+    values = score_rollout(policy, world.reward("soft"), result, prompts).total
+    increments = values.diff(dim=-1)
 
     def with_random_signs() -> Tensor:
         signs = torch.randint(0, 2, increments.shape, generator=generator) * 2 - 1
-        return torch.cat([table[..., :1], table[..., :1] + (increments.abs() * signs).cumsum(-1)], -1)
+        start = values[..., :1]
+        return torch.cat([start, start + (increments.abs() * signs).cumsum(-1)], -1)
 
     return {
         "quality": log_density(policy, result.trajectories.images_latent),
-        "points": _points(table),
+        "points": _points(values),
         "null": sum(_points(with_random_signs()) for _ in range(RANDOM_SIGNS)) / RANDOM_SIGNS,
     }
 
 
-def _points(table: Tensor) -> float:
+def _points(values: Tensor) -> float:
     """Turning points per trajectory, by the consistent rule."""
-    return float(turning_points(table, True).float().sum(-1).mean())
+    return float(turning_points(values, True).float().sum(-1).mean())
 
 
 def observe_run(worker: Worker | None, config: RunConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ trajectories have the same structure (their *layout*) to the same trajectories. 
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from flowrl.errors import ConfigError
 from flowrl.io import write_json
@@ -22,13 +23,14 @@ from flowrl.methods import Method
 from flowrl.probes import Branching, NoProbe, Probe
 from flowrl.prompts.stream import PromptStream
 from flowrl.protocols import Sampler
-from flowrl.rollout import Groups, Rollout, group_tree, minibatch_pairs
+from flowrl.rollout import Groups, Rollout, group_tree, minibatch_rows
+from flowrl.samplers import windowed
 from flowrl.training.build import make_method, make_trainer, make_world
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench.gradients import Setting
 from flowrl_bench.measurements import reproducible
 from flowrl_bench.merit_rows import ROWS, WORLDS, Row
-from flowrl_bench.true_advantage import Look, TrueAdvantages, credit_sums, pooled, true_advantages
+from flowrl_bench.true_advantage import Look, TrueAdvantages, credit_sums, true_advantages
 
 STAGES = ("before", "after")
 """The policy before training, and after the default's iterations with uniform credit."""
@@ -96,26 +98,26 @@ def setting_of(world: str, seed: int, policy: Any, prompts: int) -> Setting:
     """The world's default sampler and reward, and prompts drawn by the seed."""
     run = ROWS["flow-grpo"].run(world, seed=seed)
     place, method = make_world(run), make_method(run)
-    assert isinstance(method.sampler, Sampler)
     chosen = PromptStream(place.prompts(run.environment.task, "train"), seed).take(prompts)
     schedule = policy.schedule(run.rollout.num_steps)
-    return Setting(policy, method.sampler, schedule, place.reward(run.environment.reward_form), chosen)
+    sampler = windowed(method.sampler, method.window, run.rollout.num_steps, torch.Generator())
+    assert isinstance(sampler, Sampler)
+    return Setting(policy, sampler, schedule, place.reward(run.environment.reward_form), chosen)
 
 
 def look_seeds(setting: Setting, shared_noise: bool, probe: Probe, size: Size, seed: int) -> list[int]:
     """The seeds of a look's trajectories: one, or for a tree that changes between iterations, the first for every stochastic step
     at which it branches."""
     groups = Groups(len(setting.prompts), size.members, shared_noise)
-    first = Look(setting, size.members, seed).trajectories(shared_noise).trajectories.schedule
-    found: dict[tuple[int, ...], int] = {}
+    stds, found = setting.stds, dict[tuple[int, ...], int]()
     if getattr(probe, "count", None) != 1 or not isinstance(probe, Branching):
         return [seed]
     for number in range(SEARCHED):
         generator = torch.Generator().manual_seed(seed + 1000 * number)
         groups.noise(setting.policy.latent_shape, generator)
-        tree = group_tree(first, groups, probe, generator)
-        found.setdefault(tuple(sorted(set((tree.node[tree.drawn] - 1).tolist()))), seed + 1000 * number)
-        if len(found) == len(first.decisions):
+        tree = group_tree(stds, groups, probe, generator)
+        found.setdefault(tuple(tree.drawn_steps), seed + 1000 * number)
+        if len(found) == int((stds > 0).sum()):
             break
     return [found[steps] for steps in sorted(found)]
 
@@ -140,11 +142,12 @@ class Costs:
 def structure(result: Rollout, needs_reference: bool = False) -> dict[str, float]:
     """The costs that the structure of trajectories determines: evaluations of sampling and update, and distinct decisions, per
     trajectory."""
-    tree, steps = result.trajectories.tree, torch.tensor(result.trajectories.schedule.decisions)
-    pairs = minibatch_pairs([torch.arange(tree.members)], steps, tree)[0]
+    tree = result.trajectories.tree
+    weights = tree.decisions[:, tree.drawn_steps].float()
+    (rows,) = minibatch_rows([torch.arange(tree.members)], weights, tree)
     return {
         "sampling": sum(tree.counts[:-1]) / tree.members,
-        "update": pairs.evaluations * (1 + needs_reference) / tree.members,
+        "update": rows.evaluations * (1 + needs_reference) / tree.members,
         "decisions": int(tree.drawn.sum()) / tree.members,
     }
 
@@ -167,14 +170,23 @@ def measure_layout(job: Job, folder: Path, quick: bool = False) -> dict[str, Any
         true_advantages(setting, result, size.continuations, look.seed + 7, max_batch=size.max_batch)
         for look, result in zip(looks, sampled, strict=True)
     ]
-    truth, found = pooled(truths), dict[str, Any]()
+    found, steps = dict[str, Any](), sorted({step for truth in truths for step in truth.steps})
     for name, method in rows.items():
         with reproducible("merit", *job, name):
-            found[name] = _row(method, looks, shared, truth, sampled[0])
-    return {"rows": found, "steps": list(truth.steps), "reliability": truth.reliability}
+            found[name] = _row(method, looks, shared, truths, steps, sampled[0])
+    return {"rows": found, "steps": steps}
 
 
-def _row(method: Method, looks: list[Look], shared: bool, truth: TrueAdvantages, sampled: Rollout) -> dict[str, Any]:
+def on_steps(sums: Tensor, own: Sequence[int], steps: Sequence[int]) -> Tensor:
+    """`credit_sums` [group, decision, 9] of decisions at the steps `own` as [group, step, 9]; 0 at other `steps`."""
+    found = sums.new_zeros(len(sums), len(steps), sums.shape[-1])
+    found[:, [steps.index(step) for step in own]] = sums
+    return found
+
+
+def _row(
+    method: Method, looks: list[Look], shared: bool, truths: list[TrueAdvantages], steps: list[int], sampled: Rollout
+) -> dict[str, Any]:
     started = time.process_time()
     try:
         credits = [look.credit(method.credit, shared) for look in looks]
@@ -182,14 +194,16 @@ def _row(method: Method, looks: list[Look], shared: bool, truth: TrueAdvantages,
         if "not applicable" not in str(error):
             raise
         return {"not_applicable": str(error)}
-    seconds = (time.process_time() - started) / (len(truth.values) * truth.values.shape[1])
+    trajectories = sum(truth.values.shape[:2].numel() for truth in truths)
+    seconds = (time.process_time() - started) / trajectories
     fixed = structure(sampled, method.loss.needs_reference)
     nfe = sum(credit.nfe_per_trajectory for credit in credits) / len(credits)
     if isinstance(method.credit.probe, Branching):
         fixed["sampling"] = nfe  # a tree that is drawn differs from look to look
     costs = Costs(**fixed, probe=nfe - fixed["sampling"], seconds=seconds)
-    sums = credit_sums(torch.cat([credit.advantages for credit in credits]), truth)
-    return {"sums": sums.tolist(), "costs": asdict(costs)}
+    pairs = zip(credits, truths, strict=True)
+    sums = [on_steps(credit_sums(one.advantages, truth), truth.steps, steps) for one, truth in pairs]
+    return {"sums": torch.cat(sums).tolist(), "costs": asdict(costs)}
 
 
 def jobs(quick: bool, looks: int = 0, worlds: tuple[str, ...] = WORLDS) -> Iterator[Job]:

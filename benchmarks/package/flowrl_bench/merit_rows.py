@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flowrl.training.config import RunConfig, preset
+from flowrl_bench.digest import MEASURED
 
 Kind = Literal["method", "probe", "tree rule", "ceiling", "run"]
 WORLDS = ("mixture", "shapes")
@@ -38,14 +39,18 @@ class Row:
         return preset("default").apply(world=world, **{**HELD_OUT, **self.settings, **changes})
 
 
+SMALLER: dict[str, dict[str, Any]] = {name: {**settings, "group_size": 12} for name, settings in MEASURED.items()}
+"""Methods with the settings of the first results, in groups of 12 as the others."""
+
+
 def _methods() -> Iterator[Row]:
     papers = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo", "branch-grpo", "tempflow-grpo", "granular-grpo", "tree-grpo")
     for name in papers:
-        yield Row(name, "method", {"method": name})
+        yield Row(name, "method", {"method": name, **SMALLER.get(name, {})})
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "tempflow-grpo, groups of 24": {"method": "tempflow-grpo", "group_size": 24},
+    "tempflow-grpo, groups of 24": {"method": "tempflow-grpo", **MEASURED["tempflow-grpo"], "group_size": 24},
     "granular-grpo, groups of 36": {"method": "granular-grpo", "group_size": 36},
     **{name: {"method": name} for name in ("diffusion-nft", "awm", "dgpo")},
 }

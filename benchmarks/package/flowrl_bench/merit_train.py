@@ -13,7 +13,7 @@ from flowrl.diagnostics.statistics import Estimate
 from flowrl.errors import ConfigError
 from flowrl.probes import Branching
 from flowrl.rollout import Groups, group_tree
-from flowrl.training.build import make_method, trial_schedule
+from flowrl.training.build import make_method, trial_stds
 from flowrl.training.config import RunConfig
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench.digest import code_digest
@@ -41,7 +41,7 @@ def sampling_nfe(config: RunConfig) -> float | None:
     if isinstance(method.credit.probe, Branching):
         return None
     groups = Groups(1, config.rollout.group_size, method.shared_noise)
-    tree = group_tree(trial_schedule(config), groups, method.credit.probe, torch.Generator())
+    tree = group_tree(trial_stds(config), groups, method.credit.probe, torch.Generator())
     return sum(tree.counts[:-1]) / tree.members
 
 

@@ -14,24 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.credit import probed
 from flowrl.errors import CreditError, require
-from flowrl.methods import try_credit
+from flowrl.experience import Experience
+from flowrl.methods import named_method, try_credit
 from flowrl.probes import Branching, Continuation
 from flowrl.prompts.stream import PromptStream
 from flowrl.protocols import FlowPolicy, RewardModel, Sampler
 from flowrl.registry import build
 from flowrl.rewards import NoisyReward
-from flowrl.rollout import Rollout, Usage, reward_table
-from flowrl.training.build import make_trainer, make_world, trial_schedule
+from flowrl.rollout import Rollout, Usage
+from flowrl.training.build import make_trainer, make_world, trial_stds
 from flowrl.training.config import RunConfig, preset
-from flowrl_bench.ceilings import ceiling_sums
+from flowrl_bench.ceilings import ceiling_sums, with_values
 from flowrl_bench.continuations import Look, TrueAdvantages, continuation_rewards, from_continuations
 from flowrl_bench.gradients import (
     Setting,
     alignment,
     assigned,
-    credit_schedule,
     pathwise_gradients,
     policy_gradients,
     update_evaluations,
@@ -120,20 +119,20 @@ def cells(world: str, look: int) -> Iterator[Cell]:
 
 def run_of(world: str, method: str, look: int, size: Size) -> RunConfig:
     """The training run: the world's default with noise at all steps but the last, as in the papers."""
-    changes = {"method": method or "flow-grpo", "window": "all-but-last", "seed": look, **(size.run or {})}
+    changes = {"method": method or "flow-grpo", "window": ":-1", "seed": look, **(size.run or {})}
     return preset("default").apply(world=world, iterations=max(size.stages.values()), **changes)
 
 
 def check_rules(rules: Mapping[str, str], size: Size) -> None:
     """Try every rule on a random table. Raises `ConfigError` or `CreditError` for a rule that fails, or whose probe branches."""
     require(len(rules) >= 1, "rules", dict(rules), "one or more rules")
-    schedule = trial_schedule(run_of("mixture", "", 0, size))
+    stds = trial_stds(run_of("mixture", "", 0, size))
     for name, spec in rules.items():
         try:
-            rule = build("credit", spec)
+            method = named_method("", credit=spec)
             allowed = "a probe without branches: trajectories that branch are compared in docs/branching.md"
-            require(not isinstance(rule.probe, Branching), "rules", spec, allowed)
-            try_credit(rule, schedule, size.members)
+            require(not isinstance(method.credit.probe, Branching), "rules", spec, allowed)
+            try_credit(method, stds, size.members)
         except CreditError as error:
             raise CreditError(f"rule {name!r}: {error}") from error
 
@@ -155,7 +154,7 @@ def session(method: str, wanted: list[Cell], size: Size, rules: Mapping[str, str
         for stage in dict.fromkeys(cell.stage for cell in wanted):
             while trainer.done < size.stages.get(stage, 0):
                 trainer.iteration()
-            sampler = trainer.method.sampler
+            sampler = trainer.draw_sampler()
             assert isinstance(sampler, Sampler)
             for cell in (cell for cell in wanted if cell.stage == stage):
                 setting = setting_of(cell, trainer.policy, sampler, size)
@@ -178,8 +177,8 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
     """The correlation of every rule with the truth, by form of the reward.
 
     rows: one per form, noise of the reward and rule: "correlation" (corrected), "sums" (`credit_sums`, added up),
-    "groups" (jackknife pseudo-values of the correlation by group), "steps" (correlations by step) and before training "ceiling"
-    (`ceiling_sums`). truth: by form, mean reward of the trajectories and reliability of A*.
+    "groups" (jackknife pseudo-values of the correlation by group), "steps" (correlations by decision) and before training
+    "ceiling" (`ceiling_sums`). truth: by form, mean reward of the trajectories and reliability of A*.
     """
     first, shared = cell.stage == "before", cell.noise == "shared"
     place = make_world(run_of(cell.world, cell.method, cell.look, size))
@@ -192,20 +191,21 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
     rows = list[dict[str, Any]]()
     for form, noise in [(form, 0.0) for form in FORMS] + [("soft", noise) for noise in (NOISES if first else ())]:
         seen: RewardModel = NoisyReward(forms[form], noise) if noise else forms[form]
-        tables = dict[str, Tensor]()
+        records = dict[str, Experience]()
         for name, spec in rules.items():
             rule = build("credit", spec)
             key = repr(rule.probe)
             if key not in rolled:
                 usages[key] = Usage()
                 rolled[key] = look.trajectories(shared, rule.probe, usages[key])
-            if key not in tables:
-                tables[key] = reward_table(setting.policy, seen, rolled[key], setting.prompts)
-            credit = assigned(rule, tables[key], credit_schedule(rolled[key]))
+            if key not in records:
+                records[key] = setting.experience(rolled[key], reward=seen)
+            credit = assigned(rule, records[key]).advantages
             row = {"form": form, "noise": noise, "rule": name, "nfe": usages[key].nfe / plain.groups.samples}
             rows.append(row | agreement_row(credit, truths[form]))
             if first and not noise:
-                levels = ceiling_sums(lambda spec=spec: build("credit", spec), scores[FORMS.index(form)], plain, cell.look)
+                known = scores[FORMS.index(form)], plain, records[key]
+                levels = ceiling_sums(lambda spec=spec: build("credit", spec), *known, cell.look)
                 rows[-1]["ceiling"] = rounded(levels)
     rewards = {form: float(truth.state_values[..., -1].mean()) for form, truth in truths.items()}
     truth = {form: {"reward": rewards[form], "reliability": truths[form].reliability} for form in FORMS}
@@ -222,14 +222,13 @@ def check(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) ->
     plain = look.trajectories(False)
     scores = continuation_rewards(setting, plain, count, [place.reward(form) for form in FORMS], 60_000, None, size.max_batch)
     for form, found in zip(FORMS, scores, strict=True):
-        truth = from_continuations(found, plain)
-        values, steps, schedule = truth.values[..., list(truth.steps)], list(truth.steps), credit_schedule(plain)
+        truth, record = from_continuations(found, plain), setting.experience(plain, reward=place.reward(form))
         for name, spec in rules.items():
             credit = look.credit(build("credit", spec), False, place.reward(form)).advantages
-            rule = build("credit", spec)
-            best = assigned(rule, probed(truth.state_values, rule.probe), schedule)
-            pair = [torch.corrcoef(torch.stack([part[..., steps].flatten(), values.flatten()]))[0, 1] for part in (credit, best)]
-            rows.append({"form": form, "noise": 0.0, "rule": name, "correlation": float(pair[0]), "ceiling": float(pair[1])})
+            best = with_values(build("credit", spec), record, truth.state_values)
+            pairs = [torch.stack([part.flatten(), truth.values.flatten()]) for part in (credit, best)]
+            one, other = (float(torch.corrcoef(pair)[0, 1]) for pair in pairs)
+            rows.append({"form": form, "noise": 0.0, "rule": name, "correlation": one, "ceiling": other})
     return {"trajectories": plain.groups.samples, "continuations": count, "rows": rows}
 
 

@@ -2,20 +2,17 @@
 
 from dataclasses import dataclass, field
 
-from jaxtyping import Float
-from torch import Tensor
-
 from flowrl.credit import TurningPoint
+from flowrl.experience import CreditTable, Decisions, ValueTable
 from flowrl.probes import Probe
 from flowrl.protocols import CreditAssigner
-from flowrl.types import Schedule
 
 
 @dataclass(frozen=True)
 class FreshNoiseFault:
-    """A rule that gets the pure-ODE reward of another noise as R_0, as the public release of TP-GRPO computes it.
+    """A rule that gets the pure-ODE reward of another noise as V_0, as the public release of TP-GRPO computes it.
 
-    If members of a group start from independent noise, every member has its own R_0. Here it gets its neighbour's: a draw from
+    If members of a group start from independent noise, every member has its own V_0. Here it gets its neighbour's: a draw from
     the same distribution that is independent of the member. This corrupts d_0, the trend and every sign. Source: the public code
     of arXiv 2602.06422, whose comment says "same initial noise".
     """
@@ -27,8 +24,8 @@ class FreshNoiseFault:
         """The rule's probe."""
         return self.rule.probe
 
-    def assign(self, rewards: Float[Tensor, "prompt member node"], schedule: Schedule | None = None) -> Tensor:
-        """The rule's advantages [prompt, member, step] of the corrupted table."""
-        corrupted = rewards.clone()
-        corrupted[..., 0] = rewards[..., 0].roll(1, dims=1)
-        return self.rule.assign(corrupted, schedule)
+    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
+        """The rule's advantages [prompt, member, decision] of the corrupted table."""
+        corrupted = values.clone()
+        corrupted[..., 0] = values[..., 0].roll(1, dims=1)
+        return self.rule.assign(corrupted, decisions)

@@ -42,7 +42,7 @@ def usual_seconds(config: RunConfig) -> float:
     probe = _probe(config.algorithm.method, config.algorithm.credit)
     size = FIXED + (1 - FIXED) * config.rollout.groups * config.rollout.group_size / usual.samples
     factor = TREE_FACTOR if probe in TREES else size * usual.probes.get(probe, 1.0)
-    if config.algorithm.loss.partition("(")[0] in FORWARD:
+    if (config.algorithm.loss.partition("(")[0] or config.algorithm.method) in FORWARD:
         factor *= FORWARD_FACTOR
     return usual.seconds * factor * config.iterations / usual.iterations * config.rollout.num_steps / 10
 

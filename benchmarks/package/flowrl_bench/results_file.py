@@ -17,10 +17,12 @@ from flowrl.io import write_json
 from flowrl.plugins import versions
 from flowrl.reading import is_kind, parse_json, read_json, reading
 from flowrl.training.config import RunConfig
+from flowrl.training.format import OLDER, current
 from flowrl.trust import trusted
 from flowrl.workers import usable_cores
 from flowrl_bench import measurements
 from flowrl_bench.digest import (
+    MEASURED,
     PACKAGES,
     code_digest,
     code_digest_now,
@@ -33,7 +35,8 @@ from flowrl_bench.digest import (
 )
 from flowrl_bench.evidence import column
 
-FORMAT = 2
+FORMAT = 3
+"""The format of a line; the settings of lines of format 2 are converted when they are read."""
 ENTRIES: dict[str, Any] = {
     "id": str, "code": str, "golden": list[float], "rules": str, "commit": str, "command": str, "hardware": str, "seed": int,
     "versions": dict[str, str], "config": dict[str, Any], "curve": list[list[float | None]], "totals": dict[str, float],
@@ -209,11 +212,17 @@ class ResultsFile:
 
 
 def _parsed(text: bytes) -> tuple[Any, str]:
-    """A line's value, or the error in it."""
+    """A line's value in the present format, or the error in it."""
     try:
-        return parse_json(text), ""
+        line = parse_json(text)
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
         return None, str(error)
+    if isinstance(line, dict) and line.get("format") == 2:
+        line |= {"format": FORMAT, "config": current(line.get("config"), OLDER)}
+        algorithm = line["config"].get("algorithm") if isinstance(line["config"], dict) else None
+        if isinstance(algorithm, dict) and algorithm.get("method") in MEASURED and not algorithm.get("credit"):
+            algorithm["credit"] = MEASURED[algorithm["method"]]["credit"]
+    return line, ""
 
 
 def _require_whole(line: Any, where: str) -> None:
@@ -221,7 +230,7 @@ def _require_whole(line: Any, where: str) -> None:
     if not isinstance(line, dict):
         raise ConfigError(f"{where} is no run but {str(line)[:40]!r}; allowed: a JSON object as `flowrl bench` writes it")
     if line.get("format") != FORMAT:
-        raise ConfigError(f"{where} has format {line.get('format')!r:.60}; allowed: {FORMAT}")
+        raise ConfigError(f"{where} has format {line.get('format')!r:.60}; allowed: 2 or {FORMAT}")
     missing = [name for name, kind in ENTRIES.items() if name not in line or not is_kind(line[name], kind)]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}; allowed: a line as `flowrl bench` writes it")

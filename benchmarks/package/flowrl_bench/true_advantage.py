@@ -12,12 +12,21 @@ from torch import Tensor
 
 from flowrl.diagnostics.statistics import Estimate
 from flowrl.errors import require
-from flowrl_bench.continuations import Credit, Look, TrueAdvantages, pooled, true_advantages
+from flowrl_bench.continuations import Look, LookCredit, TrueAdvantages, true_advantages
 
 __all__ = [
-    "Agreement", "Credit", "CreditReport", "Look", "TrueAdvantages", "compare_credit", "correlation", "correlation_difference",
-    "credit_report", "credit_sums", "pooled", "true_advantages",
-]  # fmt: skip
+    "Agreement",
+    "CreditReport",
+    "Look",
+    "LookCredit",
+    "TrueAdvantages",
+    "compare_credit",
+    "correlation",
+    "correlation_difference",
+    "credit_report",
+    "credit_sums",
+    "true_advantages",
+]
 
 RESOLVED = 2.0
 """A true advantage counts as resolved if it is more than this many standard errors away from 0."""
@@ -28,11 +37,11 @@ LEAST_RELIABILITY = 0.1
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of a rule's credit with the true advantage, over the steps of all groups, or at one step.
+    """Agreement of a rule's credit with the true advantage, over the decisions of all groups, or at one step.
 
     `correlation`: Pearson, divided by the root of `reliability`, which corrects for the Monte Carlo noise of the
     truth (`raw_correlation` does not), within [-1, 1]. `slope`: cov(credit, A*) / var(A*), the variance corrected likewise.
-    `sign`: fraction of the *resolved* steps (|A*| above two standard errors) whose credit has the sign of A* (credit 0 counts
+    `sign`: fraction of the *resolved* decisions (|A*| above two standard errors) whose credit has the sign of A* (credit 0 counts
     as half); `resolved` is their fraction of all. `bias`: the mean credit of a step over all outcomes, root mean square over
     steps, in units of the credit's std; the true one is 0, since E[A* | x_i] = 0. `unexplained`: fraction of the credit's
     variance that is not proportional to A*, 1 - correlation^2.
@@ -51,7 +60,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class CreditReport:
-    """`overall`, and by stochastic step `per_step`."""
+    """`overall`, and by step of the decisions `per_step`."""
 
     overall: Agreement
     steps: tuple[int, ...]
@@ -59,11 +68,10 @@ class CreditReport:
 
 
 def compare_credit(credit: Tensor, truth: TrueAdvantages, draws: int = 1000, seed: int = 0) -> CreditReport:
-    """Compare a rule's `credit` [prompt, member, step] with the truth; intervals by bootstrap over groups. Steps count as the
-    truth's `weights` say.
+    """Compare a rule's `credit` [prompt, member, decision] with the truth; intervals by bootstrap over groups. Decisions count
+    as the truth's `weights` say.
 
-    Several looks can be concatenated along the first axis (`pooled`). Raises `ConfigError` for credit of another shape than the
-    truth's, or not finite.
+    Raises `ConfigError` for credit of another shape than the truth's, or not finite.
     """
     return credit_report(credit_sums(credit, truth), truth.steps, draws, seed)
 
@@ -71,12 +79,12 @@ def compare_credit(credit: Tensor, truth: TrueAdvantages, draws: int = 1000, see
 def credit_sums(credit: Tensor, truth: TrueAdvantages) -> Float[Tensor, "group step 9"]:
     """The sums over members from which `credit_report` computes all statistics. Raises `ConfigError` as `compare_credit` does."""
     shape, wanted = tuple(credit.shape), tuple(truth.values.shape)
-    require(shape == wanted, "credit of shape", shape, f"[prompt, member, step] = {wanted}, as the true advantages")
+    allowed = f"[prompt, member, decision] = {wanted}, as the true advantages"
+    require(shape == wanted, "credit of shape", shape, allowed)
     bad = int((~torch.isfinite(credit)).sum())
     require(bad == 0, "credit: values that are not finite", bad, "none")
-    steps = list(truth.steps)
-    weights = None if truth.weights is None else truth.weights[..., steps].double()
-    return _sums(credit[..., steps].double(), truth.values[..., steps].double(), truth.errors[..., steps].double(), weights)
+    weights = None if truth.weights is None else truth.weights.double()
+    return _sums(credit.double(), truth.values.double(), truth.errors.double(), weights)
 
 
 def credit_report(sums: Float[Tensor, "group step 9"], steps: Sequence[int], draws: int = 1000, seed: int = 0) -> CreditReport:

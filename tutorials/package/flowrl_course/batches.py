@@ -6,11 +6,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flowrl.credit import credit_of
+from flowrl.experience import Decisions, Experience
 from flowrl.losses import PolicyGradientLoss
 from flowrl.probes import NoProbe, Probe
-from flowrl.protocols import CreditAssigner, FlowPolicy, RewardModel, Sampler
-from flowrl.rollout import Groups, ImageBatch, Rollout, Usage, initial_noise, reward_table, rollout, sample_images, score
-from flowrl.rollout.loss_batch import LossBatches
+from flowrl.protocols import CreditRule, FlowPolicy, RewardModel, Sampler
+from flowrl.rollout import (
+    Groups,
+    ImageBatch,
+    LossBatches,
+    Rollout,
+    Usage,
+    initial_noise,
+    log_probs,
+    rollout,
+    sample_images,
+    score,
+    score_rollout,
+)
 from flowrl.types import Condition, Prompt
 
 STEPS = 10
@@ -19,14 +32,24 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Batch:
-    """Groups of trajectories (`rollout`), the reward table [prompt, member, node], and their cost (`usage`)."""
+    """Groups of trajectories (`rollout`), the record that a credit rule receives, and their cost (`usage`)."""
 
     policy: FlowPolicy
     sampler: Sampler
     condition: Condition
     rollout: Rollout
-    rewards: Tensor
+    experience: Experience
     usage: Usage
+
+    @property
+    def values(self) -> Tensor:
+        """The value table [prompt, member, decision+1]; its last column are the rewards."""
+        return self.experience.values
+
+    @property
+    def decisions(self) -> Decisions:
+        """The axis of the table."""
+        return self.experience.decisions
 
 
 def sample_groups(
@@ -39,26 +62,30 @@ def sample_groups(
     shared_noise: bool = False,
     seed: int = 0,
 ) -> Batch:
-    """`members` trajectories of `STEPS` steps for each prompt, and R_j at every node that `probe` scores."""
+    """`members` trajectories of `STEPS` steps for each prompt, and R_k at every decision that `probe` scores."""
     generator = torch.Generator().manual_seed(seed)
     groups, usage = Groups(len(prompts), members, shared_noise), Usage()
     noise = groups.noise(policy.latent_shape, generator)
     condition = policy.encode(prompts)
     sampled = rollout(policy, sampler, policy.schedule(STEPS), condition, noise, generator, groups, probe, usage)
-    return Batch(policy, sampler, condition, sampled, reward_table(policy, reward, sampled, prompts, usage), usage)
+    path, values = sampled.trajectories, score_rollout(policy, reward, sampled, prompts, usage)
+    decisions = Decisions.of(path.schedule, path.stds, path.tree, values.valid)
+    logs = log_probs(sampler, path)
+    record = Experience(prompts, values.total, decisions, values.valid, values.parts, path, logs, condition)
+    return Batch(policy, sampler, condition, sampled, record, usage)
 
 
-def credit_gradients(batch: Batch, rules: Sequence[CreditAssigner]) -> list[Tensor]:
-    """The policy gradient [weight] of each rule on `batch`: the mean over all (trajectory, stochastic step) pairs."""
-    schedule, samples = batch.rollout.trajectories.schedule, batch.rollout.groups.samples
-    credits = [rule.assign(batch.rewards, schedule).reshape(samples, -1) for rule in rules]
-    steps = schedule.stochastic.nonzero().flatten()
-    sample, step = torch.cartesian_prod(torch.arange(samples), steps).unbind(1)
+def credit_gradients(batch: Batch, rules: Sequence[CreditRule]) -> list[Tensor]:
+    """The policy gradient [weight] of each rule on `batch`: the mean over all (trajectory, decision) pairs."""
+    samples = batch.rollout.groups.samples
+    credits = [credit_of(rule, batch.experience).advantages.flatten(0, 1) for rule in rules]
+    sample, column = torch.cartesian_prod(torch.arange(samples), torch.arange(len(batch.decisions))).unbind(1)
     weights = list(batch.policy.trainable().values())
-    batches = LossBatches(batch.policy, batch.sampler, batch.rollout, batch.condition, credits[0])
+    ones = torch.ones_like(credits[0])
+    batches = LossBatches(batch.policy, batch.sampler, batch.rollout, batch.condition, credits[0], ones)
     totals = [torch.zeros(sum(weight.numel() for weight in weights)) for _ in rules]
     for micro in torch.arange(len(sample)).split(256):
-        chosen, at = sample[micro], step[micro]
+        chosen, at = sample[micro], column[micro]
         pairs = batches.of(chosen, at)
         for total, advantages in zip(totals, credits, strict=True):
             loss = PolicyGradientLoss().loss(replace(pairs, advantages=advantages[chosen, at])).loss * len(micro) / len(sample)

@@ -31,32 +31,33 @@ def check_weakness(answer: str) -> None:
 
 
 @check("Exercise 2")
-def check_best_step(answer: Callable[..., Any]) -> None:
-    """`answer(rewards)` is the step with the largest gain."""
-    rewards = torch.tensor([0.70, 0.75, 0.40, 0.70, 0.50, 0.90, 0.95, 0.85, 0.88, 0.86, 0.80])
-    got = number(answered(answer(rewards), "best_step"), "the step")
-    expect(got != 6, "node 6 has the highest score; return the step with the largest rise")
-    expect(got != 5, "this is the node that the largest rise leads to; step i leads from node i to node i + 1")
-    expect(got != 2, "this is the second-largest rise, or the lowest score; look at all differences R[i+1] - R[i]")
-    expect(got != 1, "this is the largest fall: gains are R[i+1] - R[i], not R[i] - R[i+1]")
-    expect(not same(got, 0.4), "this is how much the score rose; return the number of the step: argmax instead of max")
-    expect(got == 4, "this is not the step with the largest R[i+1] - R[i]")
+def check_best_decision(answer: Callable[..., Any]) -> None:
+    """`answer(values)` is the decision with the largest gain."""
+    values = torch.tensor([0.70, 0.75, 0.40, 0.70, 0.50, 0.90, 0.95, 0.85, 0.88, 0.86, 0.80])
+    got = number(answered(answer(values), "best_decision"), "the decision")
+    expect(got != 6, "column 6 has the highest score; return the decision with the largest rise")
+    expect(got != 5, "this is the column that the largest rise leads to; decision k leads from column k to column k + 1")
+    expect(got != 2, "this is the second-largest rise, or the lowest score; look at all differences R[k+1] - R[k]")
+    expect(got != 1, "this is the largest fall: gains are R[k+1] - R[k], not R[k] - R[k+1]")
+    expect(not same(got, 0.4), "this is how much the score rose; return the number of the decision: argmax instead of max")
+    expect(got == 4, "this is not the decision with the largest R[k+1] - R[k]")
     late = torch.tensor([0.20, 0.70, 0.72, 0.10, 0.55, 0.60, 0.62, 0.71, 0.70, 0.74, 0.72])
-    again = number(answer(late), "the step")
-    expect(again != 2, "this takes a fall for a rise: a gain is R[i+1] - R[i] with its sign, not its absolute value")
-    expect(again == 0, "the step with the largest rise is not where the score is highest")
+    again = number(answer(late), "the decision")
+    expect(again != 2, "this takes a fall for a rise: a gain is R[k+1] - R[k] with its sign, not its absolute value")
+    expect(again == 0, "the decision with the largest rise is not where the score is highest")
 
 
 @check("Exercise 3")
 def check_blame(answer: set[str]) -> None:
-    """`answer` names the rules that make a falling step of a good trajectory less likely."""
+    """`answer` names the rules that make a falling decision of a good trajectory less likely."""
     expect(isinstance(answer, set | list | tuple), "give a set of names, such as {'flow-grpo'}")
     expect(... not in answer, "not answered yet: replace the dots")
     given = {str(name).strip().lower().replace(" ", "-") for name in answer}
     unknown = given - METHODS
     expect(not unknown, f"no rule is called {', '.join(sorted(unknown))}; the names are {', '.join(sorted(METHODS))}")
     expect(
-        "flow-grpo" not in given, "flow-grpo looks at the finished image only: every step of a good trajectory is made likelier"
+        "flow-grpo" not in given,
+        "flow-grpo looks at the finished image only: every decision of a good trajectory is made likelier",
     )
-    expect("stepwise-flow-grpo" in given, "stepwise-flow-grpo gives each step its own gain, and this one is negative")
-    expect("tp-grpo" in given, "tp-grpo uses increments too; a falling step of a rising trajectory is not a turning point")
+    expect("stepwise-flow-grpo" in given, "stepwise-flow-grpo gives each decision its own gain, and this one is negative")
+    expect("tp-grpo" in given, "tp-grpo uses increments too; a falling decision of a rising trajectory is not a turning point")

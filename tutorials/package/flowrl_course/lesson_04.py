@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flowrl import Schedule
 from flowrl.credit import Uniform
+from flowrl.experience import Decisions
 from flowrl.flow import kl
 from flowrl.samplers import FlowSDE
 from flowrl_course.checking import answered, check, close, expect, number, same, tensor
@@ -30,27 +31,28 @@ def _scores(
 
 @check("Exercise 1")
 def check_uniform(answer: Answer) -> None:
-    """`answer(final, steps)` is the uniform credit [prompt, member, step]."""
-    final, steps = _finals(), 5
-    got = answered(answer(final, steps), "uniform_advantages")
+    """`answer(final, decisions)` is the uniform credit [prompt, member, decision]."""
+    final, decisions = _finals(), 5
+    got = answered(answer(final, decisions), "uniform_advantages")
     expect(isinstance(got, Tensor), "the result must be a torch.Tensor")
-    expect(got.shape != (3, 4), "the step axis is missing: repeat the scores over the steps, [prompt, member, step]")
-    got = tensor(got, (3, 4, steps), "the result")
+    expect(got.shape != (3, 4), "the axis of decisions is missing: repeat the scores over it, [prompt, member, decision]")
+    got = tensor(got, (3, 4, decisions), "the result")
     expect(
         bool((got == got[..., :1]).all()),
-        "the advantages differ from step to step; uniform credit gives every step of a trajectory the same number",
+        "the advantages differ from decision to decision; uniform credit gives every decision of a trajectory the same number",
     )
-    wanted = Uniform().assign(torch.cat([torch.full((3, 4, steps), torch.nan), final[..., None]], dim=-1))
+    values = torch.cat([torch.full((3, 4, decisions), torch.nan), final[..., None]], dim=-1)
+    wanted = Uniform().assign(values, Decisions.like(values))
     slips = {
         "the mean runs over the whole batch: take it over members (dim=1)": _scores(final, (0, 1)),
         "the mean runs over prompts (dim=0); images are compared with those of the same prompt: dim=1": _scores(final, 0),
         "the standard deviation is that of the whole batch; here it is that of the group (dim=1)": _scores(final, 1, (0, 1)),
         "the standard deviation is the unbiased one (divided by G - 1): pass unbiased=False": _scores(final, 1, unbiased=True),
         "the standard deviation is missing: divide by it (plus 1e-4)": final - final.mean(1, keepdim=True),
-        "the advantage is not shared out: each step gets the whole of it": _scores(final, 1) / steps,
+        "the advantage is not shared out: each decision gets the whole of it": _scores(final, 1) / decisions,
         "the group's mean is not taken away": final / (final.std(1, keepdim=True, unbiased=False) + 1e-4),
     }
-    mistakes = {message: value[..., None].repeat(1, 1, steps) for message, value in slips.items()}
+    mistakes = {message: value[..., None].repeat(1, 1, decisions) for message, value in slips.items()}
     equal = answer(torch.full((2, 4), 0.3), 2)
     safe = isinstance(equal, Tensor) and bool(torch.isfinite(equal).all())
     expect(safe, "a group of equal rewards gives NaN: add 1e-4 to the standard deviation")

@@ -7,35 +7,38 @@ import torch
 from torch import Tensor
 
 from flowrl.credit import StepwiseGain, gains, generalised_gains, reward_to_go
+from flowrl.experience import Decisions
 from flowrl_course.checking import answered, check, close, expect, number, tensor
 
 Answer = Callable[..., Any]
 
 
-def _rewards() -> Tensor:
-    """2 prompts, 3 members, 5 nodes."""
+def _values() -> Tensor:
+    """2 prompts, 3 members, 4 decisions."""
     return torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(5)).cumsum(-1) * torch.tensor([0.3, 0.1])[:, None, None]
 
 
 @check("Exercise 1")
 def check_gains(answer: Answer) -> None:
-    """`answer(rewards)` are the gains [prompt, member, step]."""
-    rewards = _rewards()
-    got = answered(answer(rewards), "step_gains")
+    """`answer(values)` are the gains [prompt, member, decision]."""
+    values = _values()
+    got = answered(answer(values), "step_gains")
     expect(isinstance(got, Tensor), "the result must be a torch.Tensor")
-    expect(got.shape != rewards.shape, "there are as many entries as nodes; a step lies between two nodes, so there is one less")
+    expect(
+        got.shape != values.shape, "there are as many entries as columns; a gain lies between two columns, so there is one less"
+    )
     expect(
         got.shape != (1, 3, 5) and got.shape != (2, 2, 5),
-        "the difference is taken along another axis; nodes are the last one",
+        "the difference is taken along another axis; the columns are the last one",
     )
     mistakes = {
-        "the sign is wrong: a step that raises the expected reward must get a positive gain, R_{i+1} - R_i": -gains(rewards),
-        "this is the reward-to-go R_T - R_i; a gain compares neighbouring nodes": reward_to_go(rewards),
-        "this is what was gained since the start, R_{i+1} - R_0; a gain compares neighbouring nodes": rewards[..., 1:]
-        - rewards[..., :1],
-        "these are rewards, not differences": rewards[..., 1:],
+        "the sign is wrong: a decision that raises the expected reward must get a positive gain, R_{k+1} - R_k": -gains(values),
+        "this is the reward-to-go R - R_k; a gain compares neighbouring columns": reward_to_go(values),
+        "this is what was gained since the start, R_{k+1} - R_0; a gain compares neighbouring columns": values[..., 1:]
+        - values[..., :1],
+        "these are rewards, not differences": values[..., 1:],
     }
-    close(tensor(got, (2, 3, 4), "the result"), gains(rewards), "this is not R_{i+1} - R_i", mistakes)
+    close(tensor(got, (2, 3, 4), "the result"), gains(values), "this is not R_{k+1} - R_k", mistakes)
 
 
 FIGURE_1 = {"g at 0.86": 3, "g at 0.71": 5, "into the dip at 0.86": 2}
@@ -134,8 +137,8 @@ def _short(x: Tensor, t: float, count: int) -> Tensor:
 @check("Exercise 4")
 def check_joint(answer: Answer) -> None:
     """`answer(gained)` are jointly normalised advantages."""
-    rewards = _rewards()
-    gained = gains(rewards)
+    values = _values()
+    gained = gains(values)
     got = tensor(answer(gained), (2, 3, 4), "the result")
 
     def scores(dims: tuple[int, ...], std_dims: tuple[int, ...] | None = None, unbiased: bool = False) -> Tensor:
@@ -143,20 +146,16 @@ def check_joint(answer: Answer) -> None:
         return (gained - gained.mean(dim=dims, keepdim=True)) / (spread + 1e-4)
 
     mistakes = {
-        "every step is normalised by itself (over members only); here mean and std run over members and steps together": scores(
-            (1,)
-        ),
-        "every trajectory is normalised by itself (over steps only): a good one and a bad one then get the same total, 0": scores(
-            (2,)
-        ),
+        "every decision is normalised by itself; here mean and std run over members and decisions together": scores((1,)),
+        "every trajectory is normalised by itself: a good one and a bad one then get the same total, 0": scores((2,)),
         "prompts are mixed: mean and std are those of one group": scores((0, 1, 2)),
         "the standard deviation is unbiased: pass unbiased=False": scores((1, 2), unbiased=True),
-        "the mean is taken step by step: a joint mean is one number per group": scores((1,), (1, 2)),
+        "the mean is taken decision by decision: a joint mean is one number per group": scores((1,), (1, 2)),
         "the mean is not taken away": gained / (gained.std(dim=(1, 2), keepdim=True, unbiased=False) + 1e-4),
         "the standard deviation is missing": gained - gained.mean(dim=(1, 2), keepdim=True),
     }
-    wanted = StepwiseGain(clamp=None).assign(rewards)
-    close(got, wanted, "this is not (g - mean) / (std + 1e-4), both over members and steps of a group", mistakes)
+    wanted = StepwiseGain(clamp=None).assign(values, Decisions.like(values))
+    close(got, wanted, "this is not (g - mean) / (std + 1e-4), both over members and decisions of a group", mistakes)
 
 
 def _from_gains(gained: Tensor) -> Tensor:
@@ -166,38 +165,38 @@ def _from_gains(gained: Tensor) -> Tensor:
 
 @check("Exercise 5")
 def check_generalised(answer: Answer) -> None:
-    """`answer(gained, lam)` is the discounted sum of the gains from each step on."""
-    rewards = _rewards()
-    gained = gains(rewards)
+    """`answer(gained, lam)` is the discounted sum of the gains from each decision on."""
+    values = _values()
+    gained = gains(values)
     lam = 0.6
     given = gained.clone()
     got = tensor(answer(given, lam), (2, 3, 4), "the result")
-    wanted = generalised_gains(rewards, lam)
+    wanted = generalised_gains(values, lam)
     past = generalised_gains(_from_gains(gained.flip(-1)), lam).flip(-1)
     after = torch.cat([wanted[..., 1:], torch.zeros_like(wanted[..., :1])], dim=-1)
     powers = lam ** torch.arange(4.0)
     mistakes = {
-        "the sum runs over the past (k <= 0): a step gets credit for earlier steps; run from the last step to the first": past,
+        "the sum runs over the past (j <= 0): a decision gets credit for earlier ones; run from the last one to the first": past,
         "the result is in reversed order: flip it back": wanted.flip(-1),
-        "the step's own gain is left out: k starts at 0": after,
-        "the step's own gain is left out: k starts at 0, with lam^0 = 1": lam * after,
+        "the decision's own gain is left out: j starts at 0": after,
+        "the decision's own gain is left out: j starts at 0, with lam^0 = 1": lam * after,
         "the first gain is discounted too: lam^0 = 1": lam * wanted,
-        "there is no factor 1 - lambda: at lambda = 1 the sum must be R_T - R_i": (1 - lam) * wanted,
+        "there is no factor 1 - lambda: at lambda = 1 the sum must be R - R_k": (1 - lam) * wanted,
         "gains and reward-to-go are not mixed linearly; every later gain has its own power of lambda": (
-            (1 - lam) * gained + lam * reward_to_go(rewards)
+            (1 - lam) * gained + lam * reward_to_go(values)
         ),
-        "lambda is not applied: this is the reward-to-go for every lambda": reward_to_go(rewards),
+        "lambda is not applied: this is the reward-to-go for every lambda": reward_to_go(values),
         "only the next gain is added; the sum goes on to the end": gained
         + lam * torch.cat([gained[..., 1:], 0 * gained[..., :1]], -1),
-        "gains are discounted by their absolute step, not by their distance from step i": (gained * powers)
+        "gains are discounted by their position, not by their distance from decision k": (gained * powers)
         .flip(-1)
         .cumsum(-1)
         .flip(-1),
     }
-    close(got, wanted, "this is not the sum over k of lam^k g_{i+k}", mistakes)
+    close(got, wanted, "this is not the sum over j of lam^j g_{k+j}", mistakes)
     expect(torch.equal(given, gained), "the result is right, but `gained` itself was changed: write the sums into a new tensor")
     close(answer(gained.clone(), 0.0), gained, "with lam = 0 the result must be the gains themselves")
-    close(answer(gained.clone(), 1.0), reward_to_go(rewards), "with lam = 1 the result must be R_T - R_i")
+    close(answer(gained.clone(), 1.0), reward_to_go(values), "with lam = 1 the result must be R - R_k")
 
 
 @check("Exercise 6")

@@ -63,8 +63,8 @@ def _lists(answer: Any, what: str) -> dict[str, list[int]]:
     expect(isinstance(answered(answer, what), Mapping), f"{what} must be a dictionary with the keys a, b, c")
     expect(set(answer) == set(PLAIN), f"{what} must have the keys a, b, c")
     for name, steps in answer.items():
-        expect(steps is not ..., f"{what}[{name!r}] is not answered yet: a list of steps, [] for none")
-        expect(isinstance(steps, list | tuple | set), f"{what}[{name!r}] must be a list of steps, such as [2]")
+        expect(steps is not ..., f"{what}[{name!r}] is not answered yet: a list of decisions, [] for none")
+        expect(isinstance(steps, list | tuple | set), f"{what}[{name!r}] must be a list of decisions, such as [2]")
     return {name: sorted(int(step) for step in steps) for name, steps in answer.items()}
 
 
@@ -74,35 +74,38 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
     first, second = _lists(plain, "plain"), _lists(consistent, "consistent")
     expect(
         first != {name: [step + 1 for step in steps] for name, steps in PLAIN.items()},
-        "these are the numbers of the nodes where a step ends; step i leads from node i to node i + 1, so each is one too large",
+        "each is one too large: decision k leads from column k to column k + 1; give the number of the first",
     )
     expect(
         bool(first["b"]) or not first["a"],
-        "b ends below its start, so its trend D is negative: turning points of b go down",
+        "b ends below its start, so its trend Δ is negative: turning points of b go down",
     )
     expect(
         not (1 in first["a"] and 1 in first["b"] and 2 not in first["a"]),
-        "a and b turn at node 2, and the step that turned them is the one that starts there: step 2, not 1",
+        "a and b turn at column 2, and the decision that turned them is the one that starts there: decision 2, not 1",
     )
     expect(
         not (3 in first["a"] or 3 in first["b"]),
-        "only the first step in the new direction turns; the step before step 3 of a and b already went with the trend",
+        "only the first decision in the new direction turns; the one before decision 3 of a and b already went with the trend",
     )
     expect(
         not (1 in first["c"] or 3 in first["c"]),
-        "steps 1 and 3 of c go down, but c ends higher than it began: a turning point goes with the trend",
+        "decisions 1 and 3 of c go down, but c ends higher than it began: a turning point goes with the trend",
     )
-    expect(0 in first["c"], "step 0 of c is missing: the first step counts when it has the sign of the trend, d_0 D > 0")
-    expect(0 not in first["a"] and 0 not in first["b"], "step 0 of a and b goes against the trend; compare with D = R_T - R_0")
-    expect(2 in first["c"], "step 2 of c is missing under the plain rule: step 1 went down, step 2 goes up, as the trend does")
+    expect(0 in first["c"], "decision 0 of c is missing: the first decision counts when it has the sign of the trend, d_0 Δ > 0")
+    expect(0 not in first["a"] and 0 not in first["b"], "decision 0 of a and b goes against the trend; compare with Δ = R - R_0")
+    expect(
+        2 in first["c"],
+        "decision 2 of c is missing under the plain rule: decision 1 went down, decision 2 goes up, as the trend does",
+    )
     wrong = ", ".join(name for name in PLAIN if first[name] != PLAIN[name])
-    expect(first == PLAIN, f"plain: look again at the signs of d_{{i-1}}, d_i and D of {wrong}")
+    expect(first == PLAIN, f"plain: look again at the signs of d_{{k-1}}, d_k and Δ of {wrong}")
     expect(
         2 not in second["c"],
-        "step 2 of c is not consistent: after it the reward falls from 0.65 to 0.62, against the step's own direction",
+        "decision 2 of c is not consistent: after it the reward falls from 0.65 to 0.62, against the decision's own direction",
     )
-    expect(0 in second["c"], "step 0 of c is consistent: it rises, and from 0.55 to 0.62 so does the rest")
-    expect(second == CONSISTENT, "consistent: for each plain turning point compare d_i with R_T - R_{i+1}")
+    expect(0 in second["c"], "decision 0 of c is consistent: it rises, and from 0.55 to 0.62 so does the rest")
+    expect(second == CONSISTENT, "consistent: for each plain turning point compare d_k with R - R_{k+1}")
 
 
 def _table() -> Tensor:
@@ -114,12 +117,12 @@ def _bools(value: Any, shape: tuple[int, ...], what: str) -> Tensor:
     expect(isinstance(answered(value, what), Tensor), f"{what} must return a torch.Tensor of booleans")
     expect(value.dtype == torch.bool, f"{what} returned dtype {value.dtype}; booleans are wanted")
     if tuple(value.shape) == (*shape[:-1], shape[-1] - 1):
-        expect(False, "there is one entry too few on the last axis: fill step 0 with False")
+        expect(False, "there is one entry too few on the last axis: fill decision 0 with False")
     return tensor(value, shape, "the result")
 
 
-def _signs(rewards: Tensor) -> tuple[Tensor, Tensor]:
-    return gains(rewards).sign(), (rewards[..., -1:] - rewards[..., :1]).sign()
+def _signs(values: Tensor) -> tuple[Tensor, Tensor]:
+    return gains(values).sign(), (values[..., -1:] - values[..., :1]).sign()
 
 
 def _later(pairs: Tensor) -> Tensor:
@@ -128,69 +131,69 @@ def _later(pairs: Tensor) -> Tensor:
 
 @check("Exercise 3")
 def check_plain(answer: Answer) -> None:
-    """`answer(rewards)` marks the plain turning points of steps 1 and later."""
-    rewards = _table()
-    step, trend = _signs(rewards)
+    """`answer(values)` marks the plain turning points of decisions 1 and later."""
+    values = _table()
+    step, trend = _signs(values)
     along = step * trend
     before, here = along[..., :-1], along[..., 1:]
-    got = _bools(answer(rewards), (2, 60, 5), "plain_turns")
+    got = _bools(answer(values), (2, 60, 5), "plain_turns")
     turns = (before < 0) & (here > 0)
     mistakes = {
-        "every change of direction is marked; a turning point turns towards the trend R_T - R_0": _later(
+        "every change of direction is marked; a turning point turns towards the trend R - R_0": _later(
             step[..., :-1] * step[..., 1:] < 0
         ),
         "only turns upwards are marked; where the trend is down, turning points go down": _later(
             (step[..., :-1] < 0) & (step[..., 1:] > 0)
         ),
-        "the mark is one step early: it belongs to the step that goes with the trend, not to the one before it": torch.cat(
+        "the mark is one too early: it belongs to the decision that goes with the trend, not to the one before it": torch.cat(
             [turns, torch.zeros_like(turns[..., :1])], dim=-1
         ),
-        "zero differences are taken for a step against the trend; they never qualify: use < 0, not <= 0": _later(
+        "zero differences are taken for a decision against the trend; they never qualify: use < 0, not <= 0": _later(
             (before <= 0) & (here > 0)
         ),
-        "zero differences are taken for a step with the trend; they never qualify: use > 0, not >= 0": _later(
+        "zero differences are taken for a decision with the trend; they never qualify: use > 0, not >= 0": _later(
             (before < 0) & (here >= 0)
         ),
         "zero differences qualify here; they must not: use strict inequalities": _later((before <= 0) & (here >= 0)),
-        "these are turns away from the trend; the step before went against it, this one goes with it": _later(
+        "these are turns away from the trend; the decision before went against it, this one goes with it": _later(
             (before > 0) & (here < 0)
         ),
-        "step 0 is marked; leave it False here, the next exercise adds it": turning_points(rewards, consistent=False),
+        "decision 0 is marked; leave it False here, the next exercise adds it": turning_points(values, consistent=False),
     }
-    wanted = turning_points(rewards, consistent=False, first_step=False)
-    close(got, wanted, "compare sign(d_{i-1}) sign(D) < 0 and sign(d_i) sign(D) > 0 step by step", mistakes)
+    wanted = turning_points(values, consistent=False, first_step=False)
+    close(got, wanted, "compare sign(d_{k-1}) sign(Δ) < 0 and sign(d_k) sign(Δ) > 0 decision by decision", mistakes)
 
 
 @check("Exercise 4")
 def check_consistent(answer: Answer) -> None:
-    """`answer(rewards)` marks the consistent turning points, the first step included."""
-    rewards = _table()
-    got = _bools(answer(rewards), (2, 60, 5), "consistent_turns")
-    step, trend = _signs(rewards)
-    plain = turning_points(rewards, consistent=False, first_step=False)
-    after = (rewards[..., -1:] - rewards[..., 1:]).sign()
+    """`answer(values)` marks the consistent turning points, the first decision included."""
+    values = _table()
+    got = _bools(answer(values), (2, 60, 5), "consistent_turns")
+    step, trend = _signs(values)
+    plain = turning_points(values, consistent=False, first_step=False)
+    after = (values[..., -1:] - values[..., 1:]).sign()
     agrees = step * after > 0
 
     def first(turns: Tensor, mark: Tensor) -> Tensor:
         return torch.cat([mark[..., :1], turns[..., 1:]], dim=-1)
 
-    own = step * reward_to_go(rewards).sign() > 0
+    own = step * reward_to_go(values).sign() > 0
     mistakes = {
-        "the first step is missing: it counts where d_0 (R_T - R_1) > 0": plain & agrees,
-        "the first step follows the plain rule here, d_0 D > 0; the consistent one requires d_0 (R_T - R_1) > 0": first(
+        "the first decision is missing: it counts where d_0 (R - R_1) > 0": plain & agrees,
+        "the first decision follows the plain rule here, d_0 Δ > 0; the consistent one requires d_0 (R - R_1) > 0": first(
             plain & agrees, step * trend > 0
         ),
-        "R_T - R_i contains the step's own gain; what comes after step i is R_T - R_{i+1}": first(plain & own, own),
-        "R_T - R_i contains the step's own gain; what comes after step i is R_T - R_{i+1} (the first step is right)": first(
+        "R - R_k contains the decision's own gain; what comes after decision k is R - R_{k+1}": first(plain & own, own),
+        "R - R_k contains the decision's own gain; what comes after it is R - R_{k+1} (the first decision is right)": first(
             plain & own, agrees
         ),
-        "consistency is not required: these are the plain turning points": turning_points(rewards, consistent=False),
+        "consistency is not required: these are the plain turning points": turning_points(values, consistent=False),
         "only consistency is required; the plain rule must hold too": agrees,
         "zero differences qualify here; use > 0, not >= 0": first(plain & (step * after >= 0), step * after >= 0),
     }
-    wanted = turning_points(rewards, consistent=True)
+    wanted = turning_points(values, consistent=True)
     close(
-        got, wanted, "a consistent turning point is a plain one with d_i (R_T - R_{i+1}) > 0; step 0 needs that alone", mistakes
+        got, wanted, "a consistent turning point is a plain one with d_k (R - R_{k+1}) > 0; decision 0 needs that alone", mistakes
     )
 
 
@@ -208,30 +211,36 @@ PAPER_LABELS = {5: 0.35, 2: 0.45}
 
 @check("Exercise 5")
 def check_paper_labels(answer: dict[int, float]) -> None:
-    """`answer` maps the paper's t of the consistent turning points to their aggregated rewards."""
+    """`answer` maps the paper's t of the consistent turning points to their aggregated values."""
     expect(isinstance(answer, dict), "give a dict such as {4: 0.10}")
     expect(... not in answer and ... not in answer.values(), "not answered yet: replace the dots")
     given = {int(number(t, "t")): number(value, f"the reward at t = {t}") for t, value in answer.items()}
-    expect(set(given) != {0, 3}, "these are our step numbers; the paper's t is T - i, with T = 5")
-    expect(set(given) != {4, 1}, "one too small: the first step has t = T = 5, so t = T - i")
-    expect(1 not in given, "the last step goes up after a step up, so nothing turns there; and no step follows it")
+    expect(set(given) != {0, 3}, "these are our numbers of decisions; the paper's t is T - k, with T = 5")
+    expect(set(given) != {4, 1}, "one too small: the first decision has t = T = 5, so t = T - k")
+    expect(1 not in given, "the last decision goes up after one up, so nothing turns there; and none follows it")
     expect(3 not in given, "t = 3 goes down, against the trend; a turning point goes with the trend")
     expect(4 not in given, "t = 4 goes down, against the trend; a turning point goes with the trend")
-    expect(5 in given, "the first step is missing: by Remark 5.2 it counts if d_0 (R_T - R_1) > 0")
-    expect(2 in given, "a step that goes up after a step down is missing")
+    expect(5 in given, "the first decision is missing: by Remark 5.2 it counts if d_0 (R - R_1) > 0")
+    expect(2 in given, "a decision that goes up after one down is missing")
     expect(
         set(given) == set(PAPER_LABELS), f"t runs from 5 to 1; there is no t among {sorted(given)} beyond 5 and 2 that qualifies"
     )
-    for values, mistake in (
-        ((0.10, 0.15), "these are the increments r_t; a turning point has R_T - R_i, the change from before the step to the end"),
-        ((0.25, 0.30), "these are the changes after the step, R_T - R_{i+1}; the aggregated reward includes the step itself"),
-        ((0.35, 0.35), "this is the trend D for both; the aggregated reward begins at the state before the step"),
-        ((-0.35, -0.45), "the signs are wrong: R_T - R_i is positive if the reward rises"),
-        ((0.40, 0.30), "these are the rewards before the steps; subtract them from the last one"),
+    for amounts, mistake in (
+        (
+            (0.10, 0.15),
+            "these are the increments r_t; a turning point has R - R_k, the change from before the decision to the end",
+        ),
+        (
+            (0.25, 0.30),
+            "these are the changes after the decision, R - R_{k+1}; the aggregated reward includes the decision itself",
+        ),
+        ((0.35, 0.35), "this is the trend Δ for both; the aggregated reward begins at the state before the decision"),
+        ((-0.35, -0.45), "the signs are wrong: R - R_k is positive if the reward rises"),
+        ((0.40, 0.30), "these are the rewards before the decisions; subtract them from the last one"),
     ):
-        expect(not (same(given[5], values[0], 1e-3) and same(given[2], values[1], 1e-3)), mistake)
+        expect(not (same(given[5], amounts[0], 1e-3) and same(given[2], amounts[1], 1e-3)), mistake)
     for t, value in PAPER_LABELS.items():
-        expect(same(given[t], value, 1e-3), f"the aggregated reward at t = {t} is R_T - R_i with i = {5 - t}")
+        expect(same(given[t], value, 1e-3), f"the aggregated reward at t = {t} is R - R_k with k = {5 - t}")
 
 
 @check("Exercise 6")
@@ -243,15 +252,15 @@ def check_balance(answer: Answer) -> None:
     plus, minus = int((turns & (size > 0)).sum()), int((turns & (size < 0)).sum())
     k = min(plus, minus)
     got = _bools(answer(turns.clone(), size.clone()), (2, 3, 4), "balance")
-    scope = torch.stack([balanced(size_to_rewards(s)[None], t[None])[0] for t, s in zip(turns, size, strict=True)])
+    scope = torch.stack([balanced(size_to_values(s)[None], t[None])[0] for t, s in zip(turns, size, strict=True)])
     total = torch.where(turns, size.abs(), -1.0).flatten()
     top = torch.zeros_like(turns)
     top.view(-1)[total.argsort(descending=True)[: 2 * k]] = True
     wanted = _ranked(turns, size, k, k)
     mistakes = {
         "nothing is dropped; of the more frequent sign only the min(n+, n-) largest remain": turns,
-        "the smallest are kept; keep those of the largest |R_T - R_i|": _ranked(turns, size, k, k, largest=False),
-        "the 2 k largest of both signs together are kept; keep k of each sign": top & turns,
+        "the smallest are kept; keep those of the largest |R - R_k|": _ranked(turns, size, k, k, largest=False),
+        "the largest of both signs together are kept; keep min(n+, n-) of each sign": top & turns,
         "each prompt is balanced by itself; here the whole table is one batch": scope,
         "entries that are no turning points are kept: combine with `turns`": _ranked(torch.ones_like(turns), size, k, k),
         "max(n+, n-) is used, so nothing is dropped": _ranked(turns, size, plus, minus),
@@ -265,40 +274,41 @@ def check_balance(answer: Answer) -> None:
     close(mirrored, wanted, swapped)
 
 
-def size_to_rewards(size: Tensor) -> Tensor:
-    """Rewards [member, node] with R_T - R_i = `size` [member, step] and R_T = 0."""
+def size_to_values(size: Tensor) -> Tensor:
+    """Values [member, decision+1] with R - R_k = `size` [member, decision] and R = 0."""
     return torch.cat([-size, torch.zeros_like(size[..., :1])], dim=-1)
 
 
 @check("Exercise 7")
 def check_null(answer: Answer) -> None:
-    """`answer(turning, nodes)` is the mean count of turning points of pure noise."""
+    """`answer(turning, columns)` is the mean count of turning points of pure noise."""
     seen: list[tuple[int, ...]] = []
 
-    def plain(rewards: Tensor) -> Tensor:
-        seen.append(tuple(rewards.shape))
-        return turning_points(rewards, consistent=False)
+    def plain(values: Tensor) -> Tensor:
+        seen.append(tuple(values.shape))
+        return turning_points(values, consistent=False)
 
     got = number(answer(plain, 10), "noise_count")
     expect(bool(seen), "`turning` was not called")
-    expect(seen[0][-1] == 10, f"`turning` was given {seen[0][-1]} nodes; use `nodes` = 10")
-    expect(len(seen[0]) == 3, "`turning` needs a table [prompt, member, node]: three axes")
+    expect(seen[0][-1] == 10, f"`turning` was given {seen[0][-1]} columns; use `columns` = 10")
+    expect(len(seen[0]) == 3, "`turning` needs a table [prompt, member, decision+1]: three axes")
     trajectories = sum(shape[0] * shape[1] for shape in seen)
     expect(
-        abs(got - 3.33 / 9) > 0.02, "this is the share of steps that turn; sum over the steps of a trajectory, then take the mean"
+        abs(got - 3.33 / 9) > 0.02,
+        "this is the share of decisions that turn; sum over the decisions of a trajectory, then take the mean",
     )
-    expect(abs(got - 2.61) > 0.03, "this is the count of a random walk; here the rewards at different nodes are independent")
+    expect(abs(got - 2.61) > 0.03, "this is the count of a random walk; here the values of different columns are independent")
     expect(got < 20, "this is a total over trajectories; take the mean per trajectory")
     if abs(got - 3.33) < 0.5 and trajectories < 5000:
         expect(False, f"{trajectories:,} trajectories are too few for two digits; take 20,000 or more")
     expect(
-        abs(got - 3.33) < 0.03, f"the plain rule has 3.33 turning points per trajectory in noise of 10 nodes; you get {got:.2f}"
+        abs(got - 3.33) < 0.03, f"the plain rule has 3.33 turning points per trajectory in noise of 10 columns; you get {got:.2f}"
     )
-    strict = number(answer(lambda rewards: turning_points(rewards, consistent=True), 10), "noise_count")
+    strict = number(answer(lambda values: turning_points(values, consistent=True), 10), "noise_count")
     expect(abs(strict - 1.60) < 0.03, f"the consistent rule has 1.60; you get {strict:.2f}: is `turning` used?")
     seen.clear()
     answer(plain, 6)
     expect(
         seen and seen[0][-1] == 6,
-        "right for 10 nodes, but with `nodes` = 6 the trajectories still have another length: use `nodes`",
+        "right for 10 columns, but with `columns` = 6 the trajectories still have another length: use `columns`",
     )

@@ -150,7 +150,7 @@ _CLAIMS: dict[str, tuple[str, str]] = {
     "A": (SUPPORTED, "all seeds of both step-wise rules reach the target at 2e-3 long before any seed of uniform credit"),
     "B": (CONTRADICTED, "look at the rows of clip 0.2: in iterations the rules are nearly equal there"),
     "C": (CONTRADICTED, "the control without any turning point rises as fast, and so does the one with random steps"),
-    "D": (SUPPORTED, "at each rule's own best clip uniform credit needs the fewest forward passes, by a factor of about two"),
+    "D": (SUPPORTED, "at each rule's own best clip uniform credit needs the fewest forward passes, by a factor of about 1.5"),
     "E": (OPEN, "seconds in a tiny network are mostly overhead per call; nothing here measured a large one"),
     "F": (CONTRADICTED, "every run was evaluated on the same six prompts and the same noise; the interval covers seeds only"),
     "G": (OPEN, "results in two dimensions do not decide claims about image models; they show which control such a claim needs"),

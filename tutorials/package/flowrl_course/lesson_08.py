@@ -19,12 +19,14 @@ from flowrl_course.rule_checks import SILENT, by_step, centred, centred_by_step,
 def check_mended(rule: Any) -> None:
     """`rule` is the class EstimateGain without its faults."""
     made = rules.make_rule(rule)
+    rules.check_equal_values(made, SILENT)
     hints = {
         "declares_a_probe": "`probe` is a function, not a probe: write Tweedie(), with brackets",
-        "reads_only_what_its_probe_fills": "NoProbe() scores the last node only, and the rule reads all nodes: use Tweedie()",
-        "leaves_its_input_alone": "the reward table is changed: -= works in place. Other code reads the same table",
+        "reads_only_what_its_probe_fills": "NoProbe() scores the finished sample only; the rule reads all columns: use Tweedie()",
+        "leaves_its_input_alone": "the value table is changed: -= works in place. Other code reads the same table",
         "gives_a_silent_group_zero": SILENT,
-        "survives_extremes": "advantages are not finite for a group of one or for equal rewards: divide by std + 1e-4",
+        **rules.MASKED,
+        "survives_extremes": "advantages are not finite for a group of one or for equal values: divide by std + 1e-4",
     }
     rules.check_contract(made, hints)
     rules.check_one_step_probe(made)
@@ -34,11 +36,11 @@ def check_mended(rule: Any) -> None:
         return (values - values.mean(over, keepdim=True)) / (std + 1e-4)
 
     mistakes = {
-        "every step is normalised by itself; the mean and the std run over members and steps together": by_step,
+        "every decision is normalised by itself; the mean and the std run over members and decisions together": by_step,
         "the mean and the std run over the prompts too; a group is compared with itself only": (
             lambda g: scaled(g, g.std(unbiased=False))
         ),
-        "the sign is wrong: the credit of a step is R_{i+1} - R_i": lambda g: joint(-g),
+        "the sign is wrong: the credit of a decision is R_{k+1} - R_k": lambda g: joint(-g),
         "the std divides by n - 1; use the population's, unbiased=False": (
             lambda g: scaled(g, g.std((1, 2), keepdim=True), (1, 2))
         ),
@@ -46,7 +48,7 @@ def check_mended(rule: Any) -> None:
     rules.check_advantages(
         made,
         lambda table: joint(gains(table)),
-        "the advantages are not the z-score over members and steps of the gains R_{i+1} - R_i",
+        "the advantages are not the z-score over members and decisions of the gains R_{k+1} - R_k",
         {message: lambda table, wrong=wrong: wrong(gains(table)) for message, wrong in mistakes.items()},
     )
 
@@ -58,27 +60,29 @@ def _std_of_centred(values: Tensor) -> Tensor:
 
 @check("Exercise 2")
 def check_to_go(rule: Any) -> None:
-    """`rule` gives R_T - R_i, centred step by step, scaled by one std for the group."""
+    """`rule` gives R - R_k, centred decision by decision, scaled by one std for the group."""
     made = rules.make_rule(rule)
-    rules.check_contract(made, {"gives_a_silent_group_zero": SILENT})
+    rules.check_contract(made, {"gives_a_silent_group_zero": SILENT, **rules.MASKED})
     rules.check_one_step_probe(made)
     mistakes = {
-        "this is R_T - R_{i+1}, what comes after the step; its own gain belongs to it: R_T - R_i": (
+        "this is R - R_{k+1}, what comes after the decision; its own gain belongs to it: R - R_k": (
             lambda table: centred_by_step(table[..., -1:] - table[..., 1:])
         ),
-        "these are the gains again; the credit of a step runs to the end: R_T - R_i": lambda table: centred_by_step(gains(table)),
-        "the std is each step's own, which inflates late steps: std_over=('member', 'step')": (
+        "these are the gains again; the credit of a decision runs to the end: R - R_k": lambda table: centred_by_step(
+            gains(table)
+        ),
+        "the std is each decision's own, which inflates late ones: std_over=('member', 'decision')": (
             lambda table: by_step(reward_to_go(table))
         ),
-        "the mean runs over the steps too, so that early steps get credit for being early: over=('member',)": (
+        "the mean runs over the decisions too, so that early ones get credit for being early: over=('member',)": (
             lambda table: joint(reward_to_go(table))
         ),
         "the std is taken after the mean was subtracted; use that of the values themselves, as zscore does": (
             lambda table: _std_of_centred(reward_to_go(table))
         ),
-        "the sign is wrong: R_T - R_i": lambda table: -centred_to_go(table),
+        "the sign is wrong: R - R_k": lambda table: -centred_to_go(table),
     }
-    otherwise = "the advantages are not the z-scores of R_T - R_i with the mean over members and the std over members and steps"
+    otherwise = "the advantages are not the z-scores of R - R_k with the mean over members and the std over members and decisions"
     rules.check_advantages(made, centred_to_go, otherwise, mistakes)
 
 
@@ -89,52 +93,58 @@ def _ranks(final: Tensor) -> Tensor:
     return above + (ties - 1) / 2
 
 
-def _every_step(values: Tensor, table: Tensor) -> Tensor:
-    """`values` [prompt, member] at every step."""
+def _every_decision(values: Tensor, table: Tensor) -> Tensor:
+    """`values` [prompt, member] at every decision."""
     return values[..., None].repeat(1, 1, table.shape[-1] - 1)
 
 
 def _rank_credit(table: Tensor) -> Tensor:
-    return by_step(_every_step(_ranks(table[..., -1]), table))
+    return by_step(_every_decision(_ranks(table[..., -1]), table))
 
 
-def _refuse_raw_ranks(rule: Any) -> None:
-    """Raise `Unsolved` if the rule returns the ranks themselves."""
-    table = rules.reward_tables(1)[0]
+def _refuse_wrong_ranks(rule: Any, sorting: str) -> None:
+    """Raise `Unsolved` if the rule returns the ranks themselves, or sorts once."""
+    table = rules.value_tables(1)[0]
     try:
         found = rules.advantages_of(copy.deepcopy(rule), table)
     except Exception:  # `check_contract` gives the reason
         return
-    raw = any(same(found, _every_step(_ranks(table[..., -1]) + first, table), 2e-3) for first in (0.0, 1.0))
+    raw = any(same(found, _every_decision(_ranks(table[..., -1]) + first, table), 2e-3) for first in (0.0, 1.0))
     expect(not raw, "the ranks are right but not normalised: take the z-score over the members")
+    once = by_step(_every_decision(table[..., -1].argsort(1).to(table), table))
+    expect(not same(found, once, 2e-3), sorting)
 
 
 @check("Exercise 3")
 def check_rank(rule: Any) -> None:
-    """`rule` is Z over the members of the ranks of R_T, ties sharing their mean rank, the same at every step."""
+    """`rule` is Z over the members of the ranks of R, ties sharing their mean rank, the same at every decision."""
     made = rules.make_rule(rule)
     ties = "a group of equal rewards is not 0: equal rewards share their mean rank (sorting gives them different ones)"
-    _refuse_raw_ranks(made)
     sorting = "one argsort gives the first, the second, ...; the rank of a member is the argsort of that argsort"
-    last = "with NoProbe() all nodes but the last are NaN: rank rewards[..., -1]"
-    hints = {"gives_a_silent_group_zero": ties, "reads_only_what_its_probe_fills": last, "treats_members_alike": sorting}
+    _refuse_wrong_ranks(made, sorting)
+    last = "with NoProbe() all columns but the last are NaN: rank values[..., -1]"
+    hints = {
+        "gives_a_silent_group_zero": ties,
+        "reads_only_what_its_probe_fills": last,
+        "treats_members_alike": sorting,
+        **rules.MASKED,
+    }
     rules.check_contract(made, hints)
-    expect(isinstance(made.probe, NoProbe), "the probe costs network evaluations that a rank of R_T does not need: NoProbe()")
+    expect(isinstance(made.probe, NoProbe), "the probe costs network evaluations that a rank of R does not need: NoProbe()")
     mistakes = {
-        sorting: lambda table: by_step(_every_step(table[..., -1].argsort(1).to(table), table)),
         "the best member has the lowest rank here; higher rewards are better": lambda table: -_rank_credit(table),
         "the ranks are centred but not normalised: take the z-score over the members": (
-            lambda table: _every_step(_ranks(table[..., -1]) - 2.0, table)
+            lambda table: _every_decision(_ranks(table[..., -1]) - 2.0, table)
         ),
         "the ranks run over all prompts; rank within each prompt's group": (
-            lambda table: by_step(_every_step(_ranks(table[..., -1].reshape(1, -1)).view_as(table[..., -1]), table))
+            lambda table: by_step(_every_decision(_ranks(table[..., -1].reshape(1, -1)).view_as(table[..., -1]), table))
         ),
         "these are the rewards' own z-scores (Uniform); take ranks first": (
-            lambda table: by_step(_every_step(table[..., -1], table))
+            lambda table: by_step(_every_decision(table[..., -1], table))
         ),
     }
     rules.check_advantages(made, _rank_credit, "these are not the z-scores of the ranks", mistakes)
-    tied = rules.reward_tables(1)[0]
+    tied = rules.value_tables(1)[0]
     tied[:, 1] = tied[:, 0]
     close(rules.advantages_of(made, tied), _rank_credit(tied), ties, None, 2e-3)
 
@@ -176,21 +186,22 @@ def _without_root(tables: list[Tensor]) -> Tensor:
 
 @check("Exercise 4")
 def check_remembers(rule: Any) -> None:
-    """`rule` scales R_T - R_i by a running root mean square, and its memory survives a checkpoint."""
+    """`rule` scales R - R_k by a running root mean square, and its memory survives a checkpoint."""
     first = rules.make_rule(rule)
     stateful = hasattr(first, "state_dict") and hasattr(first, "load_state_dict")
     expect(stateful, "a rule with memory has state_dict and load_state_dict")
     expect(len(first.state_dict()) == 0, "before the first table the memory is empty: state_dict() must be {}")
     kept = "after load_state_dict(state_dict()) the rule gives other numbers: is the memory in state_dict, as a tensor?"
-    equal = torch.full((4, 5, rules.SCHEDULE.steps + 1), 0.5)
-    silent = copy.deepcopy(first).assign(equal, rules.SCHEDULE)
-    defined = not (isinstance(silent, Tensor) and bool(silent.isnan().any()))
-    expect(defined, "a table of equal rewards gives 0/0: add 1e-4 to the root")
-    rules.check_contract(
-        first, {"keeps_its_memory": kept, "gives_a_silent_group_zero": "centre over the members before you divide"}
-    )
+    rules.check_equal_values(first, "a table of equal values gives 0/0: add 1e-4 to the root")
+    outside = "entries outside decisions.mask enter a mean: set them to nan, and use nanmean"
+    hints = {
+        "keeps_its_memory": kept,
+        "gives_a_silent_group_zero": "centre over the members before you divide",
+        **dict.fromkeys(rules.MASKED, outside),
+    }
+    rules.check_contract(first, hints)
     rules.check_one_step_probe(first)
-    tables = [table * factor for table, factor in zip(rules.reward_tables(), (1.0, 3.0, 1.0), strict=True)]
+    tables = [table * factor for table, factor in zip(rules.value_tables(), (1.0, 3.0, 1.0), strict=True)]
     got = [rules.advantages_of(first, table) for table in tables][-1]
     expect(bool(first.state_dict()), f"{kept} state_dict() is empty after three tables")
     mistakes = {
@@ -201,11 +212,11 @@ def check_remembers(rule: Any) -> None:
         "each group has a scale of its own: take the mean of the squares over the whole table": (
             _one_ruler(tables, 0.9, over=(1, 2))
         ),
-        "each step has a scale of its own: one number for the whole table": _one_ruler(tables, 0.9, over=(0, 1)),
-        "the values are not centred: subtract the mean over the members, step by step": (
+        "each decision has a scale of its own: one number for the whole table": _one_ruler(tables, 0.9, over=(0, 1)),
+        "the values are not centred: subtract the mean over the members, decision by decision": (
             _one_ruler(tables, 0.9, centre=lambda values: values)
         ),
-        "the mean runs over the steps too: centre over the members, step by step": (
+        "the mean runs over the decisions too: centre over the members, decision by decision": (
             _one_ruler(tables, 0.9, centre=lambda values: values - values.mean((1, 2), keepdim=True))
         ),
         "the root of m is missing": _without_root(tables),
@@ -214,7 +225,7 @@ def check_remembers(rule: Any) -> None:
         ),
         "this is one std for each group (exercise 2), without memory": centred_to_go(tables[-1]),
     }
-    otherwise = "the third table's advantages are not (R_T - R_i - mean) / (running root mean square + 1e-4)"
+    otherwise = "the third table's advantages are not (R - R_k - mean) / (running root mean square + 1e-4)"
     close(got, _one_ruler(tables, 0.9), otherwise, mistakes, 2e-3)
     outlier = tables[0].clone()
     outlier[0, 0, -1] += 100.0

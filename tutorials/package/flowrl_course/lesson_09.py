@@ -182,7 +182,7 @@ def check_rate(answer: Answer) -> None:
 
 
 def calibration_slopes(table: Tensor, over: tuple[int, ...] = (0, 1), inverse: bool = False) -> Tensor:
-    """The slope of the final reward on the reward of each node, both centred within their group: [1, 1, node]."""
+    """The slope of the final reward on the value of each column, both centred within their group: [1, 1, decision+1]."""
     values = centred(table)
     final = values[..., -1:]
     below = final.square().expand_as(values) if inverse else values.square()
@@ -195,11 +195,11 @@ def _calibrated(table: Tensor, slopes: Tensor) -> Tensor:
 
 @check("Exercise 5")
 def check_calibrated(rule: Any) -> None:
-    """`rule` gives the gains of slope_j (R_j - group mean), slope_j regressed on R_T over the whole table."""
+    """`rule` gives the gains of slope_k (R_k - group mean), slope_k regressed on R over the whole table."""
     made = rules.make_rule(rule)
-    shared = "a node that all members share (noise) has no spread: add 1e-8 to the denominator of the slope"
-    level = "the slope measures easy and hard prompts: subtract the group's mean from the rewards first"
-    hints = {"gives_a_silent_group_zero": shared, "survives_extremes": shared, "ignores_a_constant": level}
+    shared = "a state that all members share (noise) has no spread: add 1e-8 to the denominator of the slope"
+    level = "the slope measures easy and hard prompts: subtract the group's mean from the values first"
+    hints = {"gives_a_silent_group_zero": shared, "survives_extremes": shared, "ignores_a_constant": level, **rules.MASKED}
     rules.check_contract(made, hints, rounding=True)
     rules.check_one_step_probe(made)
 
@@ -207,9 +207,9 @@ def check_calibrated(rule: Any) -> None:
         slopes = calibration_slopes(table)
         return centred_by_step(slopes[..., shift : slopes.shape[-1] - 1 + shift] * centred(table).diff(dim=-1))
 
-    after = "the slope multiplies the gain R_{j+1} - R_j; calibrate both values first, then take their difference"
+    after = "the slope multiplies the gain R_{k+1} - R_k; calibrate both values first, then take their difference"
     mistakes = {
-        "the slope is inverted: it predicts R_j from R_T. Divide by the spread of R_j": (
+        "the slope is inverted: it predicts R_k from R. Divide by the spread of R_k": (
             lambda table: _calibrated(table, calibration_slopes(table, inverse=True))
         ),
         "every group has its own slope, which is noisy with few members; pool over prompts and members": (
@@ -219,5 +219,5 @@ def check_calibrated(rule: Any) -> None:
         f"{after} ": lambda table: late(table, 1),
         "the slopes are missing: these are plain gains": lambda table: _calibrated(table, torch.ones(table.shape[-1])),
     }
-    otherwise = "the advantages are not those of the calibrated values slope_j (R_j - mean)"
+    otherwise = "the advantages are not those of the calibrated values slope_k (R_k - mean)"
     rules.check_advantages(made, lambda table: _calibrated(table, calibration_slopes(table)), otherwise, mistakes)

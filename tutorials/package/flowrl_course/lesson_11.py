@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.credit import group_zscore
 from flowrl.probes import Branch
-from flowrl.tree import Tree
+from flowrl.tree import Tree, tree_of
 from flowrl_course.checking import answered, check, close, expect, number, tensor
 
 Answer = Callable[..., Any]
@@ -18,7 +18,8 @@ Answer = Callable[..., Any]
 def _uneven() -> Tree:
     """Two trees of one prompt from which two leaves are missing, so that siblings have unequally many leaves behind them."""
     whole = Branch({0: 2, 1: 3}).tree(3, (0, 1, 2), 12, False, torch.Generator())
-    return whole.keep(torch.tensor([True] * 4 + [False, True, True, False] + [True] * 4))
+    visits = [list(enumerate(path)) for member, path in enumerate(whole.paths.tolist()) if member not in (4, 7)]
+    return tree_of(visits, lambda node, unit: True)
 
 
 def _rewards(tree: Tree) -> Tensor:
@@ -112,7 +113,7 @@ def check_shrinkage(answer: Answer) -> None:
 
 @check("Exercise 4")
 def check_shares(answer: Answer) -> None:
-    """`answer(counts)` is each step's share of the loss if every distinct edge counts once, [step]."""
+    """`answer(counts)` is each decision's share of the loss if every distinct edge counts once, [decision]."""
     counts = [2, 2, 6, 6, 12, 24, 24]
     got = tensor(answer(list(counts)), (len(counts) - 1,), "the result").double()
     edges = torch.tensor(counts[1:], dtype=torch.float64)
@@ -120,13 +121,13 @@ def check_shares(answer: Answer) -> None:
     mistakes = {
         "these are numbers of edges; divide by their sum": edges,
         "the denominator contains n_0; no edge leads to a root": edges / sum(counts),
-        "step i is counted by the states it starts from, n_i; it has one edge per state it leads to, n_{i+1}": starts
+        "decision i is counted by the states it starts from, n_i; it has one edge per state it leads to, n_{i+1}": starts
         / starts.sum(),
-        "every step has 1/T: these are the shares with leaf weights": torch.full_like(edges, 1 / len(edges)),
-        "these are the weights 1 / n_{i+1} that would make all steps equal; the share is proportional to n_{i+1}": (1 / edges)
+        "every decision has 1/D: these are the shares with leaf weights": torch.full_like(edges, 1 / len(edges)),
+        "these are the weights 1 / n_{i+1} that would make all decisions equal; the share is proportional to n_{i+1}": (1 / edges)
         / (1 / edges).sum(),
     }
-    close(got, edges / edges.sum(), "the share of step i is n_{i+1} divided by the number of all edges", mistakes)
+    close(got, edges / edges.sum(), "the share of decision i is n_{i+1} divided by the number of all edges", mistakes)
 
 
 _SHAPES: tuple[tuple[int, dict[int, int], int], ...] = (

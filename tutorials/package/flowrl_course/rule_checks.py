@@ -1,4 +1,4 @@
-"""What the checks of credit rules share: reward tables, the contract with hints, and comparison with the right advantages."""
+"""What the checks of credit rules share: value tables, the contract with hints, and comparison with the right advantages."""
 
 import copy
 import inspect
@@ -9,24 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl import Schedule
 from flowrl.credit import reward_to_go, zscore
+from flowrl.experience import Decisions
 from flowrl.probes import Probe, Substeps
 from flowrl.testing import check_credit
 from flowrl_course.checking import answered, close, expect, tensor
 
-SCHEDULE = Schedule(torch.linspace(1, 0, 7), stds=torch.tensor([0.3, 0.26, 0.22, 0.18, 0.14, 0.0]))
-"""The grid of `reward_tables`: 6 steps, the last one deterministic."""
+COUNT = 6
+"""Decisions of `value_tables`."""
 
-SILENT = "a group of equal rewards must get exactly 0: its std is 0, so add 1e-4 to it (or use zscore)"
-"""The message for a rule that gives a group of equal rewards something else than 0."""
+SILENT = "a group of equal values must get exactly 0: its std is 0, so add 1e-4 to it (or use zscore)"
+"""The message for a rule that gives a group of equal values something else than 0."""
 
-joint = partial(zscore, over=("member", "step"))
-"""Z over members and steps of values [prompt, member, step]."""
+MASKED = dict.fromkeys(
+    ("reads_nothing_outside_the_mask", "leaves_out_masked_members"),
+    "entries outside the mask enter a mean or a std: pass mask=decisions.mask to zscore",
+)
+"""Messages for a rule that ignores the mask, by promise."""
+
+joint = partial(zscore, over=("member", "decision"))
+"""Z over members and decisions of values [prompt, member, decision]."""
 by_step = partial(zscore, over=("member",))
-"""Z over the members, step by step."""
-centred_by_step = partial(zscore, over=("member",), std_over=("member", "step"))
-"""The mean over the members, step by step; one standard deviation for the group."""
+"""Z over the members, decision by decision."""
+centred_by_step = partial(zscore, over=("member",), std_over=("member", "decision"))
+"""The mean over the members, decision by decision; one standard deviation for the group."""
 
 
 def centred(table: Tensor) -> Tensor:
@@ -36,18 +42,18 @@ def centred(table: Tensor) -> Tensor:
 
 
 def centred_to_go(table: Tensor) -> Tensor:
-    """R_T - R_i, scaled as by `centred_by_step`."""
+    """R - R_k, scaled as by `centred_by_step`."""
     return centred_by_step(reward_to_go(table))
 
 
-def reward_tables(count: int = 3) -> list[Tensor]:
-    """Reward tables [prompt, member, node] whose groups differ in level and spread, as groups of different prompts do."""
+def value_tables(count: int = 3) -> list[Tensor]:
+    """Value tables [prompt, member, decision+1] whose groups differ in level and spread, as groups of different prompts do."""
     found = []
     for seed in range(count):
         generator = torch.Generator().manual_seed(40 + seed)
         level = torch.rand(4, 1, 1, generator=generator)
         spread = 0.05 + 0.3 * torch.rand(4, 1, 1, generator=generator)
-        walk = torch.randn(4, 5, SCHEDULE.steps + 1, generator=generator).cumsum(-1)
+        walk = torch.randn(4, 5, COUNT + 1, generator=generator).cumsum(-1)
         found.append(level + spread * walk)
     return found
 
@@ -56,9 +62,10 @@ def make_rule(rule: Any) -> Any:
     """A rule from a class or an object; raises `Unsolved` if its `assign` still has the dots."""
     answered(rule, "the rule")
     made: Any = rule() if inspect.isclass(rule) else rule
-    expect(callable(getattr(made, "assign", None)), "the rule has no method assign(rewards, schedule)")
+    expect(callable(getattr(made, "assign", None)), "the rule has no method assign(values, decisions)")
     try:
-        found = copy.deepcopy(made).assign(reward_tables(1)[0], SCHEDULE)
+        table = value_tables(1)[0]
+        found = copy.deepcopy(made).assign(table, Decisions.like(table))
     except Exception:  # `check_contract` gives the reason
         return made
     answered(found, "assign")
@@ -66,15 +73,16 @@ def make_rule(rule: Any) -> Any:
 
 
 def advantages_of(rule: Any, table: Tensor) -> Tensor:
-    """The rule's advantages [prompt, member, step] for one of `reward_tables`; raises `Unsolved` for another shape."""
-    prompts, members, _ = table.shape
-    return tensor(rule.assign(table.clone(), SCHEDULE), (prompts, members, SCHEDULE.steps), "the advantages")
+    """The rule's advantages [prompt, member, decision] for one of `value_tables`; raises `Unsolved` for another shape."""
+    prompts, members, columns = table.shape
+    found = rule.assign(table.clone(), Decisions.like(table))
+    return tensor(found, (prompts, members, columns - 1), "the advantages")
 
 
 def check_contract(rule: Any, hints: Mapping[str, str], rounding: bool = False) -> None:
     """Raise `Unsolved` for the first broken promise of `flowrl.testing`, with its hint if `hints` has one.
 
-    With `rounding`, a group of equal rewards may get advantages of up to 1e-2, which rounding of the group's mean leaves; the
+    With `rounding`, a group of equal values may get advantages of up to 1e-2, which rounding of the group's mean leaves; the
     promise requires exactly 0.
     """
     for finding in check_credit(rule):
@@ -85,16 +93,23 @@ def check_contract(rule: Any, hints: Mapping[str, str], rounding: bool = False) 
 
 
 def _nearly_silent(rule: Any) -> bool:
-    table = reward_tables(1)[0]
+    table = value_tables(1)[0]
     table[1] = 0.3
     return float(advantages_of(copy.deepcopy(rule), table)[1].abs().max()) < 1e-2
+
+
+def check_equal_values(rule: Any, message: str) -> None:
+    """Raise `Unsolved` with `message` if a table of equal values gives NaN."""
+    equal = torch.full((4, 5, COUNT + 1), 0.5)
+    found = copy.deepcopy(rule).assign(equal, Decisions.like(equal))
+    expect(not (isinstance(found, Tensor) and bool(found.isnan().any())), message)
 
 
 def check_advantages(
     rule: Any, solution: Callable[[Tensor], Tensor], otherwise: str, mistakes: Mapping[str, Callable[[Tensor], Tensor]]
 ) -> None:
     """Raise `Unsolved` unless the rule agrees with `solution` on all tables; `mistakes` maps messages to wrong rules."""
-    for table in reward_tables():
+    for table in value_tables():
         wrong = {message: mistake(table) for message, mistake in mistakes.items()}
         close(advantages_of(rule, table), solution(table), otherwise, wrong, 2e-3)
 

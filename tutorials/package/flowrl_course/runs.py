@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl import RunConfig, Trainer, evaluate, preset
-from flowrl.protocols import CreditAssigner, FlowPolicy
+from flowrl.protocols import CreditRule, FlowPolicy
 from flowrl.training.build import make_method, make_policy, make_reward, make_trainer, make_world
 from flowrl.training.evaluation import Evaluation
 
@@ -30,7 +30,7 @@ class Curve:
     `sampled` and `trained` count the network evaluations so far in rollouts (probes included) and in updates; `seconds` is the
     time of both, without evaluations. `reward` is the mean soft reward of ODE samples of the averaged weights, held-out prompts.
     `points` [evaluation, sample, 2] are those samples, sample i for held-out prompt i modulo their number. `clipped` is the mean
-    fraction of (trajectory, step) pairs whose ratio was beyond the clip range, 0 for a loss without a ratio.
+    fraction of (trajectory, decision) pairs whose ratio was beyond the clip range, 0 for a loss without a ratio.
     """
 
     iterations: Tensor
@@ -47,7 +47,7 @@ class Curve:
         return self.sampled + 3 * self.trained
 
 
-def start(method: str = "flow-grpo", seed: int = 0, rule: CreditAssigner | None = None, **settings: Any) -> Trainer:
+def start(method: str = "flow-grpo", seed: int = 0, rule: CreditRule | None = None, **settings: Any) -> Trainer:
     """A trainer in the 2-D world by `method`, or by the credit `rule` with the method's sampler and loss.
 
     `settings` are those of `RunConfig`. With `initial_noise` "auto" the rule's own `shared_noise` attribute decides.
@@ -62,7 +62,7 @@ def start(method: str = "flow-grpo", seed: int = 0, rule: CreditAssigner | None 
     return Trainer(make_policy(config), chosen, make_reward(config), world.prompts(config.environment.task, "train"), config)
 
 
-def learn(method: str = "flow-grpo", seed: int = 0, rule: CreditAssigner | None = None, **settings: Any) -> Curve:
+def learn(method: str = "flow-grpo", seed: int = 0, rule: CreditRule | None = None, **settings: Any) -> Curve:
     """Train to the end, arguments as in `start`. The same arguments give the same curve, except for its seconds."""
     trainer = start(method, seed, rule, **settings)
     config, world = trainer.config, make_world(trainer.config)

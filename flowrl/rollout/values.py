@@ -1,4 +1,4 @@
-"""From estimated final images to the reward table [prompt, member, node]."""
+"""From finished and estimated images to the value table [prompt, member, decision+1]."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,15 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from flowrl.errors import RewardContractError, require
-from flowrl.probes import Key, Scored
-from flowrl.protocols import AnyReward, CompositeGroupReward, CompositeReward, FlowPolicy, GroupReward, RewardModel
-from flowrl.rewards.contract import ComponentScores, check_group_scores, check_scores, marks_invalid
+from flowrl.probes import Estimate, Key, Scored
+from flowrl.protocols import AnyReward, FlowPolicy, GroupReward, RewardModel
+from flowrl.rewards.contract import (
+    ComponentScores,
+    check_group_scores,
+    check_scores,
+    component_methods,
+    marks_invalid,
+)
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.rollout import Rollout
 from flowrl.rollout.solvers import Usage
@@ -45,37 +51,40 @@ def score(
 
 
 @dataclass(frozen=True)
-class RewardTables:
-    """The reward table R, and the same for every component of a composite reward.
+class Values:
+    """A value table, and the same for every component of a composite reward (`flowrl.experience`).
 
     Args:
-        total: R [prompt, member, node].
-        parts: a table [prompt, member, node] per component; empty for other rewards.
-        valid: False where the reward marked the sample invalid at any node; its rewards are then NaN. [prompt, member].
-        log_probs: log-probabilities of a branched tree's edges [prompt, unit] (`flowrl.tree.Tree`).
-        prompts: the prompts, one per row, for rules that use them (`protocols.PromptCreditAssigner`); set by the collector.
+        total: [prompt, member, decision+1]; NaN in columns that were not estimated, and for invalid samples.
+        parts: a table [prompt, member, decision+1] per component; empty for other rewards.
+        valid: False where the reward marked the sample invalid in any column [prompt, member].
     """
 
     total: Tensor
     parts: Mapping[str, Tensor]
     valid: Bool[Tensor, "prompt member"]
-    log_probs: Tensor | None = None
-    prompts: Sequence[Prompt] = ()
+
+    @staticmethod
+    def cat(tables: Sequence["Values"]) -> "Values":
+        """Concatenate along the prompts."""
+        parts = {name: torch.cat([table.parts[name] for table in tables]) for name in tables[0].parts}
+        total, valid = (torch.cat([getattr(t, name) for t in tables]) for name in ("total", "valid"))
+        return Values(total, parts, valid)
 
 
-def reward_tables(
+def score_rollout(
     policy: FlowPolicy,
     reward: AnyReward,
     result: Rollout,
     prompts: Sequence[Prompt],
     usage: Usage | None = None,
     max_batch: int = 512,
-) -> RewardTables:
-    """The reward table of a rollout, in total and for each component of a composite reward.
+) -> Values:
+    """The value table of a rollout, in total and for each component of a composite reward.
 
-    R_j is the score of the estimate at node j, averaged over its copies, or the value that the probe computes from these scores.
-    R_j is NaN at nodes without an estimate. On a branched tree, R_j is the value of the state at node j. R_T is the score of the
-    finished trajectory.
+    Column D is the score of the finished trajectory, column k < D that of the estimate from the state at which decision k starts,
+    averaged over its copies, or the value that the probe computes from such scores. Columns without an estimate are NaN. On a
+    branched tree, column k is the value of this state (`flowrl.tree.Tree.values`).
 
     A `GroupReward` compares the members of a group: their finished images, and at a probed node their estimates of that node
     (copy k is compared with copy k). A state that a group shares counts as one image per member. A batch has whole groups, even
@@ -90,7 +99,7 @@ def reward_tables(
         max_batch: largest number of images per call of the reward.
 
     Returns:
-        The tables [prompt, member, node].
+        The tables.
 
     Raises:
         ConfigError: a group reward is combined with a probe that leaves out members.
@@ -98,14 +107,13 @@ def reward_tables(
     """
     compared, name = isinstance(reward, GroupReward), type(reward).__name__
     allowed = f"a probe that scores all members of a group: {name} compares them with each other"
-    require(not (compared and result.members), "probe", result.probe, allowed)
-    groups, steps = result.groups, result.trajectories.schedule.steps
-    probed = sorted(result.estimates.keys() - {steps}, key=lambda key: ("", key) if isinstance(key, int) else key)
-    keys = [steps, *probed]
-    distinct = {id(result.estimates[key]): result.estimates[key] for key in keys}
-    copies = {id(result.estimates[key]): result.copies.get(key, 1) for key in keys}
-    latents = [_by_copy(latent, copies[at], groups) if compared else latent for at, latent in distinct.items()]
-    owners = [prompt for latent in latents for prompt in prompts for _ in range(len(latent) // groups.prompts)]
+    whole = all(one.members is None for one in result.estimates.values())
+    require(whole or not compared, "probe", result.probe, allowed)
+    groups, path = result.groups, result.trajectories
+    keys = sorted(result.estimates, key=lambda key: ("", key) if isinstance(key, int) else key)
+    scored = [Estimate(path.images_latent), *(result.estimates[key] for key in keys)]
+    latents = [_by_copy(one, groups) if compared else one.latents for one in scored]
+    owners = [prompt for rows in latents for prompt in prompts for _ in range(len(rows) // groups.prompts)]
     flat, finished = torch.cat(latents), len(latents[0])
     # Finished images have batches of their own, so that no probe changes the last bit of their rewards.
     size = max(max_batch // groups.members, 1) * groups.members if compared else max_batch
@@ -115,79 +123,52 @@ def reward_tables(
         images = policy.decode(flat[piece.to(flat.device)])
         texts = [owners[i] for i in piece.tolist()]
         if isinstance(reward, GroupReward):
-            scored = score_group_components(reward, images, texts[:: groups.members], usage)
+            scores = score_group_components(reward, images, texts[:: groups.members], usage)
         else:
-            scored = score_components(reward, images, texts, usage)
-        for name, values in {_TOTAL: scored.total, **scored.parts}.items():
-            columns.setdefault(name, []).append(values.cpu())
-    tables, filled = {}, [steps]
-    for name, found in columns.items():
-        scores = dict(zip(distinct, torch.cat(found).split([len(latent) for latent in latents]), strict=True))
-        rewards: dict[Key, Tensor] = {}
-        for key in keys:
-            at = id(result.estimates[key])
-            if compared:
-                rewards[key] = scores[at].view(groups.prompts, copies[at], groups.members).mean(1)
-            else:
-                rewards[key] = scores[at].view(-1, copies[at]).mean(1).view(groups.prompts, -1)
-        tables[name], filled = _table(result, rewards)
-    tree = result.trajectories.tree
-    if tree.branched:
-        tables = {name: tree.node_table(tree.values(table[..., -1])) for name, table in tables.items()}
-    valid = torch.stack([~table[:, :, filled].isnan().any(2) for table in tables.values()]).all(0)
+            scores = score_components(reward, images, texts, usage)
+        for name, column in {_TOTAL: scores.total, **scores.parts}.items():
+            columns.setdefault(name, []).append(column.cpu())
+    tables, filled = {}, [-1]
+    for name, column in columns.items():
+        each = torch.cat(column).split([len(rows) for rows in latents])
+        final, *rewards = (_mean(*pair, groups, compared) for pair in zip(each, scored, strict=True))
+        tables[name], filled = _table(result, dict(zip(keys, rewards, strict=True)), final)
+    valid = torch.stack([~table[..., filled].isnan().any(-1) for table in tables.values()]).all(0)
     for table in tables.values():
         table[~valid] = float("nan")
-    log_probs = None if result.log_probs is None else result.log_probs.cpu()
-    return RewardTables(tables.pop(_TOTAL), tables, valid, log_probs)
+    return Values(tables.pop(_TOTAL), tables, valid)
 
 
-def _by_copy(latents: Tensor, copies: int, groups: Groups) -> Tensor:
+def _mean(scores: Tensor, estimate: Estimate, groups: Groups, compared: bool) -> Tensor:
+    """The rewards of an estimate [prompt, row], means over its copies."""
+    if compared:
+        return scores.view(groups.prompts, estimate.copies, groups.members).mean(1)
+    return scores.view(-1, estimate.copies).mean(1).view(groups.prompts, -1)
+
+
+def _by_copy(estimate: Estimate, groups: Groups) -> Tensor:
     """Latents [prompt x member x copy] as [prompt x copy x member], so that latents to compare are adjacent; a state that a group
     shares is repeated for every member.
     """
-    found = latents.unflatten(0, (groups.prompts, -1, copies)).transpose(1, 2)
+    found = estimate.latents.unflatten(0, (groups.prompts, -1, estimate.copies)).transpose(1, 2)
     return found.expand(-1, -1, groups.members, *found.shape[3:]).flatten(0, 2)
 
 
-def _table(result: Rollout, rewards: Mapping[Key, Tensor]) -> tuple[Tensor, list[int]]:
-    """R [prompt, member, node] from the rewards of the estimates [prompt, row], and the nodes that have values."""
-    groups, schedule = result.groups, result.trajectories.schedule
-    steps = schedule.steps
-    final = rewards[steps].expand(-1, groups.members)
-    of_probe = {key: found for key, found in rewards.items() if key != steps}
-    nodes = {**result.probe.rewards(Scored(of_probe, final, schedule, result.members)), steps: final}
-    table = torch.full((groups.prompts, groups.members, steps + 1), float("nan"))
-    for node, found in nodes.items():
-        table[:, :, node] = found
-    return table, sorted(nodes)
-
-
-def reward_table(
-    policy: FlowPolicy,
-    reward: AnyReward,
-    result: Rollout,
-    prompts: Sequence[Prompt],
-    usage: Usage | None = None,
-    max_batch: int = 512,
-) -> Tensor:
-    """The reward table of a rollout: `reward_tables` without the components.
-
-    Args:
-        policy: the policy, which decodes latents.
-        reward: the reward model.
-        result: the rollout.
-        prompts: one prompt per group.
-        usage: counters of scored images, which are updated; None for new ones.
-        max_batch: largest number of images per call of the reward.
-
-    Returns:
-        Rewards R [prompt, member, node]; NaN at nodes without an estimate.
-
-    Raises:
-        ConfigError: a group reward is combined with a probe that leaves out members.
-        RewardError: the reward breaks its contract.
-    """
-    return reward_tables(policy, reward, result, prompts, usage, max_batch).total
+def _table(result: Rollout, rewards: Mapping[Key, Tensor], final: Tensor) -> tuple[Tensor, list[int]]:
+    """The value table from the rewards [prompt, row] of the estimates and of the finished images, and its filled columns."""
+    groups, tree = result.groups, result.trajectories.tree
+    final = final.expand(-1, groups.members)
+    if tree.branched:
+        return tree.value_table(tree.values(final)), [-1]
+    steps = tree.drawn_steps or [-1]  # without decisions, the initial noise is the only one
+    members = {key: one.members for key, one in result.estimates.items() if one.members is not None}
+    nodes = result.probe.rewards(Scored(rewards, final, result.nodes, members))
+    table = torch.full((groups.prompts, groups.members, len(steps) + 1), float("nan"))
+    table[..., -1] = final
+    filled = [steps.index(node) for node in nodes]
+    for column, values in zip(filled, nodes.values(), strict=True):
+        table[..., column] = values
+    return table, [*filled, -1]
 
 
 _TOTAL = ""
@@ -212,14 +193,15 @@ def score_components(
     Raises:
         RewardContractError: a score breaks the contract of `score`.
     """
-    if not isinstance(reward, CompositeReward):
+    methods = component_methods(reward)
+    if methods is None:
         return ComponentScores(score(reward, images, prompts, usage, invalid=True))
     name, allowed = type(reward).__name__, marks_invalid(reward)
     with torch.no_grad(), inputs_unchanged(f"{name}.parts", RewardContractError, images):
-        parts = dict(reward.parts(images, prompts))
+        parts = dict(methods[0](images, prompts))
         for key, values in parts.items():
             check_scores(values, prompts, f"{name}.parts()[{key!r}]", allowed)
-        total = check_scores(reward.total(parts), prompts, f"{name}.total", allowed)
+        total = check_scores(methods[1](parts), prompts, f"{name}.total", allowed)
     if usage is not None:
         usage.reward_calls += len(prompts)
     return ComponentScores(total.detach().float(), {key: values.detach().float() for key, values in parts.items()})
@@ -235,10 +217,10 @@ def score_group_components(
     name, allowed, members = type(reward).__name__, marks_invalid(reward), len(images) // len(prompts)
     together, parts = images.unflatten(0, (len(prompts), members)), {}
     with torch.no_grad(), inputs_unchanged(f"{name}.score_groups", RewardContractError, images):
-        if isinstance(reward, CompositeGroupReward):
-            for key, values in reward.group_parts(together, prompts).items():
+        if (methods := component_methods(reward)) is not None:
+            for key, values in methods[0](together, prompts).items():
                 parts[key] = check_group_scores(values, prompts, members, f"{name}.group_parts()[{key!r}]", allowed)
-            total = check_group_scores(reward.total(parts), prompts, members, f"{name}.total", allowed)
+            total = check_group_scores(methods[1](parts), prompts, members, f"{name}.total", allowed)
         else:
             found = reward.score_groups(together, prompts)
             total = check_group_scores(found, prompts, members, f"{name}.score_groups", allowed)

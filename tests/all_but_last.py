@@ -1,0 +1,20 @@
+"""A sampler for schedules of different lengths."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flowrl.protocols import Sampler
+from flowrl.samplers import Windowed
+from flowrl.types import Gaussian, Schedule
+
+
+@dataclass(frozen=True)
+class AllButLast:
+    """`sampler` on every step but the last, which is an ODE step."""
+
+    sampler: Sampler
+
+    def transition(self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor) -> Gaussian:
+        """The Gaussian over node `step + 1`."""
+        return Windowed(self.sampler, range(schedule.steps - 1)).transition(latent, velocity, schedule, step)

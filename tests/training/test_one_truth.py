@@ -1,0 +1,161 @@
+"""A method's name means the same in Python, in settings, in presets and in comparisons."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.cli import main
+from flowrl.commands.runs import Compare
+from flowrl.errors import ConfigError
+from flowrl.methods import METHODS, with_options
+from flowrl.protocols import ForwardLoss
+from flowrl.samplers import CPS, FixedWindow, FlowSDE
+from flowrl.training.build import make_trainer, method_parts, run_method
+from flowrl.training.compare import CompareConfig
+from flowrl.training.config import RunConfig, preset
+from flowrl.training.format import current
+from flowrl.training.presets import METHOD_SETTINGS, OWN_WINDOWS, WORLD_DEFAULTS, shipped
+from flowrl.worlds.base import WORLDS
+
+NUMBERS = {"clip_range": 0.01, "kl_weight": 0.0}
+WORLDS_AND_METHODS = [(world, name) for world in WORLDS for name in METHODS]
+REASONS = {
+    ("tp-grpo", "sampler"): "the released script samples with CPS; here comparisons share Flow-SDE",
+    ("granular-grpo", "window"): "the first half of 16 steps; the method has that of 10",
+}
+"""Differences between a method and its preset with flowrl's definitions."""
+
+
+def form(loss):
+    return type(loss)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_settings_without_further_words_are_the_method(name):
+    found, published = run_method(RunConfig.of(method=name)), METHODS[name]()
+    assert replace(found, loss=published.loss) == published
+    assert with_options(found.loss, **NUMBERS) == with_options(published.loss, **NUMBERS)
+
+
+@pytest.mark.parametrize(("world", "name"), WORLDS_AND_METHODS)
+def test_worlds_change_no_part_but_the_listed_window(world, name):
+    published = METHODS[name]()
+    found = run_method(preset("default").apply(world=world, method=name))
+    assert (found.sampler, found.shared_noise) == (published.sampler, published.shared_noise)
+    assert found.credit == published.credit
+    assert form(found.loss) == form(published.loss)
+    own = name in OWN_WINDOWS
+    start, stop = map(int, WORLD_DEFAULTS[world]["window"].split(":"))
+    assert found.window == (published.window if own else FixedWindow(start, stop))
+    assert own == (published.window not in (FixedWindow(stop=-1), FixedWindow()) or name == "branch-grpo")
+
+
+@pytest.mark.parametrize(("world", "name"), WORLDS_AND_METHODS)
+def test_published_settings_have_the_published_window_and_the_clip_scaled_to_the_world(world, name):
+    published = METHODS[name]()
+    found = run_method(preset("default").apply(world=world, method=name, published=True))
+    assert found.window == published.window
+    if hasattr(published.loss, "clip_range"):
+        expected = published.loss.clip_range * (65_536 / WORLDS[world].elements) ** 0.5
+        assert found.loss.clip_range == pytest.approx(expected)
+
+
+def test_the_clip_of_a_world_is_that_of_the_mean_over_its_elements():
+    clip = METHODS["flow-grpo"]().clip_for
+    assert clip(2) == pytest.approx(1e-4 * 32_768**0.5) and clip(65_536) == 1e-4
+    config = preset("default").apply(world="mixture", published=True, clip_range=0.3)
+    assert run_method(config).loss.clip_range == 0.3
+    assert METHODS["awm"]().clip_for(2) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in shipped()["methods"] if name in METHODS])
+def test_presets_with_exact_definitions_agree_or_have_a_reason(name):
+    published = METHODS[name]()
+    config = preset(f"sd3.5-medium,{name},geneval,exact").apply()
+    found, steps = run_method(config), config.rollout.num_steps
+    generator = torch.Generator().manual_seed(0)
+    windows = [list(one.window.steps(steps, generator.manual_seed(0))) for one in (found, published)]
+    agrees = {
+        "sampler": found.sampler == published.sampler,
+        "window": windows[0] == windows[1] or isinstance(published.loss, ForwardLoss),
+        "loss": form(found.loss) == form(published.loss),
+        "initial_noise": found.shared_noise == published.shared_noise,
+    }
+    assert {part for part, same in agrees.items() if not same} == {p for n, p in REASONS if n == name}
+
+
+@pytest.mark.parametrize("name", [name for name in shipped()["methods"] if name in METHODS])
+def test_presets_as_released_have_the_published_clip(name):
+    found = run_method(preset(f"sd3.5-medium,{name},geneval").apply())
+    assert getattr(found.loss, "clip_range", 0) == getattr(METHODS[name]().loss, "clip_range", 0)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_runs_under_tiny_in_two_dimensions(name):
+    trainer = make_trainer(preset("tiny").apply(world="mixture", method=name))
+    row = trainer.iteration()
+    assert row["train_nfe"] > 0 and row["iteration"] == 1
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_built_under_tiny_on_images(name):
+    config = preset("tiny").apply(world="shapes", method=name)
+    assert make_trainer(config).method.name == name
+
+
+def test_changes_for_a_method_belong_to_methods():
+    assert {name for table in METHOD_SETTINGS.values() for name in table} <= set(METHODS)
+
+
+def test_a_comparison_gives_every_arm_its_own_parts():
+    methods = ("flow-grpo", "dance-grpo", "tree-grpo", "tempflow-grpo")
+    config = replace(Compare.defaults([]), methods=methods, seeds=(0,)).configuration()
+    parts = {one.algorithm.method: method_parts(one) for one in config.jobs().values()}
+    assert config.parts() == parts  # the report prints them
+    assert parts["flow-grpo"]["sampler"] == "flow-sde(noise_level=0.7)"
+    assert parts["dance-grpo"]["sampler"] == "dance-sde(noise_level=0.3)"
+    assert parts["tree-grpo"]["window"].startswith("random(size=3, geometric=0.5)")
+    sizes = {one.algorithm.method: one.rollout.group_size for one in config.jobs().values()}
+    assert sizes["tempflow-grpo"] == 30 and sizes["flow-grpo"] == 12
+
+
+def test_a_setting_replaces_a_part_of_the_method():
+    config = RunConfig.of(method="dance-grpo", sampler="cps", noise_level=0.4, window="1:4", loss="gspo", clip_range=0.02)
+    found = run_method(config)
+    assert found.sampler == CPS(0.4) and found.window == FixedWindow(1, 4) and found.loss.clip_range == 0.02
+    assert found.shared_noise and run_method(config.replace(initial_noise="independent")).shared_noise is False
+    assert run_method(RunConfig.of(method="dance-grpo", noise_level=0.5)).sampler.noise_level == 0.5
+    with pytest.raises(ConfigError, match="a forward-process loss with awm"):
+        run_method(RunConfig.of(method="awm", loss="clipped"))
+
+
+def test_the_plan_shows_where_values_come_from(capsys):
+    options = ["--world", "mixture", "--method", "tempflow-grpo", "--kl-weight", "0.1", "--plan"]
+    assert main(["train", "--preset", "tiny", *options]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "sampler flow-sde(noise_level=0.7) [method]",
+        "window 1:3 (steps 1-2 of 4) [preset tiny]",
+        "[tiny, for tempflow-grpo]",
+        "clip_range 0.002 [world mixture]",
+        "kl_weight 0.1 [option]",
+    ):
+        assert words in told
+    assert main(["train", "--settings", "published", "--world", "mixture", "--plan"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "window :-1 (steps 0-8 of 10) [method]" in told and "clip_range 0.0181 [method]" in told
+
+
+def test_words_of_the_older_format_keep_their_meaning():
+    older = {"method": "awm", "sampler": "flow-sde", "loss": "clipped", "window": "2:5"}
+    assert current(older, "flowrl-run-2") == {"method": "awm", "sampler": "", "loss": "", "window": "2:7"}
+    older["method"] = "dance-grpo"
+    found = current(older, "flowrl-run-2")
+    assert found["sampler"] == "flow-sde" and found["loss"] == "clipped"
+    assert run_method(RunConfig.of(**found, noise_level=0.7)).sampler == FlowSDE(0.7)
+    comparison = CompareConfig(RunConfig.of(sampler="flow-sde", loss="clipped"), ("flow-grpo", "dgpo")).as_dict()
+    comparison["format"] = "flowrl-run-2"
+    comparison["run"]["algorithm"] |= {"window": "2:5", "trained_steps": "all"}
+    read = CompareConfig.from_dict(comparison)
+    assert read.method_settings == {"dgpo": {"sampler": "", "loss": ""}}
