@@ -82,7 +82,7 @@ def write_hostile(finished: Path, folder: Path, setting: str, spec: str) -> Path
     shutil.copytree(finished, folder)
     run = folder / "runs" / "flow-grpo-seed0"
     value: Any = [spec] if setting == "heldout_rewards" else spec
-    group = {"credit": "algorithm", "sampler": "algorithm", "loss": "algorithm", "reward": "environment"}.get(
+    group = {"credit": "algorithm", "sampler": "algorithm", "loss": "algorithm", "window": "algorithm", "reward": "environment"}.get(
         setting, "evaluation"
     )
     for path in (folder / "config.json", run / "config.json"):
@@ -117,8 +117,8 @@ def test_a_hostile_run_executes_nothing(setting: str, name: str, finished: Path,
         ["sample", "--weights", str(run), "--out", f"{new}.png"],
         ["evaluate", "--weights", str(run), "--out", new],
     ):
-        if "--preset" in command and command[0] == "compare" and setting == "credit":
-            continue  # a comparison sets the rule itself
+        if "--preset" in command and (setting == "window" or (command[0], setting) == ("compare", "credit")):
+            continue  # preset tiny sets the window, a comparison the rule
         assert main(command) == 2, command
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and error.startswith("flowrl: error: "), error

@@ -1,8 +1,7 @@
 """Stochastic continuations of unfinished states."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ class Walkers:
         policy: the policy that computes velocities.
         sampler: the sampler of the continuations.
         schedule: the time grid.
-        stds: standard deviations of the sampler's transitions [step].
+        stochastic: whether the sampler draws at each step.
         draw: draws the next node.
         usage: counters of network evaluations, which are updated.
         max_batch: largest number of latents per network call.
@@ -29,15 +28,10 @@ class Walkers:
     policy: FlowPolicy
     sampler: Sampler
     schedule: Schedule
-    stds: Tensor
+    stochastic: Sequence[bool]
     draw: Callable[[Gaussian], Tensor]
     usage: Usage
     max_batch: int = 1024
-
-    @cached_property
-    def stochastic(self) -> list[bool]:
-        """Whether the sampler draws at each step."""
-        return (self.stds > 0).tolist()
 
 
 def continued(walkers: Walkers, nodes: Tensor, start: int, condition: Condition, count: int) -> Tensor:

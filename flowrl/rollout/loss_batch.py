@@ -293,10 +293,9 @@ class LossBatches:
     def _paths(self) -> Tensor:
         return to_device(self.rollout.trajectories.tree.paths, self.rollout.trajectories.states.device)
 
-    @cached_property
-    def _steps(self) -> Tensor:
+    def __post_init__(self) -> None:
         path = self.rollout.trajectories
-        return to_device(torch.tensor(path.tree.drawn_steps), path.states.device)
+        self._steps = to_device(torch.tensor(path.tree.drawn_steps), path.states.device)
 
     def _there(self, stored: Tensor) -> Tensor:
         return to_device(stored, self.advantages.device)

@@ -49,6 +49,7 @@ class ProbeRun:
 
     policy: FlowPolicy
     sampler: Sampler
+    stochastic: Sequence[bool]
     trajectories: Trajectories
     nodes: Sequence[int]
     final: Tensor
@@ -149,7 +150,7 @@ class ProbeRun:
     @cached_property
     def _walkers(self) -> Walkers:
         path = self.trajectories
-        return Walkers(self.policy, self.sampler, path.schedule, path.stds, self.draw, self.usage, self.max_batch)
+        return Walkers(self.policy, self.sampler, path.schedule, self.stochastic, self.draw, self.usage, self.max_batch)
 
     def rand(self, *shape: int) -> Tensor:
         """Uniform random numbers."""
@@ -206,6 +207,7 @@ def estimates(
     probe: Probe,
     policy: FlowPolicy,
     sampler: Sampler,
+    stochastic: Sequence[bool],
     trajectories: Trajectories,
     nodes: Sequence[int],
     completed: Mapping[int, Tensor],
@@ -226,6 +228,7 @@ def estimates(
         run = ProbeRun(
             policy,
             sampler,
+            stochastic,
             trajectories,
             nodes,
             final,

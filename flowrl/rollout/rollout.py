@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -158,7 +157,7 @@ class _Walk:
         [prompt, root, *latent].
         """
         steps, completing = self.schedule.steps, set(probe.ahead(self.nodes))
-        _ = self.tree.edges, self.stochastic  # before the device is busy
+        _ = self.tree.edges  # before the device is busy
         pieces: dict[int, list[Piece]] = {0: [Piece(torch.arange(x.shape[1]), x)]}
         running: dict[int, Tensor] = {}
         states, outputs = [], []
@@ -178,6 +177,7 @@ class _Walk:
             probe,
             self.policy,
             self.sampler,
+            self.stochastic,
             trajectories,
             self.nodes,
             running,
@@ -189,10 +189,8 @@ class _Walk:
         )
         return Rollout(trajectories, found, self.groups, probe, self.nodes)
 
-    @cached_property
-    def stochastic(self) -> list[bool]:
-        """Whether the sampler draws at each step."""
-        return (self.stds > 0).tolist()
+    def __post_init__(self) -> None:
+        self.stochastic = (self.stds > 0).tolist()
 
     def _velocities(self, x: Tensor, step: int, running: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
         """Velocities of the states at a node and, in the same call, of the completions started before it."""

@@ -18,6 +18,7 @@ from torch.nn import functional
 from flowrl.errors import ConfigError, require
 from flowrl.io import write_bytes
 from flowrl.reading import read_tensors
+from flowrl.training.build import method_parts
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import Evaluation
 
@@ -130,8 +131,8 @@ class Journal:
             tracker = kind(PROJECT, name=self.folder.name)
         try:
             tracker.start()
-            settings = self.config.flat().items()
-            plain = {name: ", ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in settings}
+            settings = self.config.flat() | method_parts(self.config)
+            plain = {name: ", ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in settings.items()}
             tracker.store_init_configuration(plain)  # TensorBoard takes no lists
         except Exception as error:
             raise ConfigError(f"tracker: {self.name} cannot start: {error}; --tracker none switches it off") from error

@@ -102,7 +102,7 @@ def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
         (["compare", "--world", "mars"], "shapes, mixture"),
         (["compare", "--num-steps", "-3"], "steps = -3"),
         (["compare", "--group-size", "1"], "group_size = 1 is not allowed; allowed: a whole number, 2 or more"),
-        (["compare", "--noise-level", "0"], "log-probabilities"),
+        (["compare", "--noise-level", "-1"], "noise_level = -1.0"),
         (["compare", "--preset", "huge"], "default, long, tiny"),
         (["compare", "--credit", "none.py:Rule"], "none.py does not exist"),
         (["compare", "--resume", "nowhere"], "nowhere/config.json does not exist"),
@@ -134,16 +134,16 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, words, tmp_path,
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return rewards", "returned shape"),
-        ("return rewards[..., 1:] * float('nan')", "not finite"),
+        ("return values", "returned shape"),
+        ("return values[..., 1:] * float('nan')", "not finite"),
         ("return 3", "returned a int"),
-        ("return rewards[5]", "rules.py, line 5) failed"),
+        ("return values[5]", "rules.py, line 5) failed"),
         ("raise RuntimeError('no schedule')", "no schedule"),
     ],
 )
 def test_a_broken_rule_is_refused_before_anything_is_written(body, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    head = "from flowrl.probes import NoProbe\nclass Bad:\n    probe = NoProbe()\n    def assign(self, rewards, schedule):\n"
+    head = "from flowrl.probes import NoProbe\nclass Bad:\n    probe = NoProbe()\n    def assign(self, values, decisions):\n"
     code = f"{head}        {body}\n"
     (tmp_path / "rules.py").write_text(code)
     assert main(["compare", "--credit", "rules.py:Bad"]) == 2

@@ -170,7 +170,7 @@ def test_headings_of_the_live_table_are_whole_whatever_the_names(tmp_path, width
     rule = tmp_path / "rules.py"
     rule.write_text("from flowrl.probes import NoProbe\nclass RelativeGainOfTheWholeTrajectory:\n    probe = NoProbe()\n"
                     "    def __init__(self, temperature=1.0): ...\n"
-                    "    def assign(self, rewards, schedule=None): return rewards[..., 1:].nan_to_num()\n")  # fmt: skip
+                    "    def assign(self, values, decisions): return values[..., 1:].nan_to_num()\n")  # fmt: skip
     run, file = preset("tiny").apply(world="mixture", task="direction", iterations=200), io.StringIO()
     specs = tuple(f"{rule}:RelativeGainOfTheWholeTrajectory(temperature={t})" for t in (0.25, 0.75))
     console = Console(file=file, width=width, force_terminal=True, color_system=None)

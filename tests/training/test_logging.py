@@ -82,7 +82,7 @@ def test_event_files_hold_the_metrics_and_the_pictures(folder):
         assert [value for _, value in told] == pytest.approx([value for _, value in expected], rel=1e-6)
     assert [event.step for event in found.Images("samples")] == [0, 1, 2]
     settings = list((folder / "run" / "tensorboard").glob("*/hparams.yml"))
-    assert len(settings) == 1 and "noise_level: 0.7" in settings[0].read_text()
+    assert len(settings) == 1 and "sampler: flow-sde(noise_level=0.7)" in settings[0].read_text()
 
 
 def test_strips_show_the_same_prompts_from_the_same_noise(folder):
@@ -173,7 +173,7 @@ def test_other_trackers_get_the_same(name, tmp_path, monkeypatch):
     config = preset("tiny").apply(tracker=name)
     Run(config, tmp_path / "run").execute()
     started, settings, *rest, last = calls
-    assert started == {"project": "flowrl", "name": "run"} and settings["noise_level"] == 0.7 and last == "finished"
+    assert started == {"project": "flowrl", "name": "run"} and settings["sampler"] == "flow-sde(noise_level=0.7)" and last == "finished"
     numbers = {step: values for step, values in rest if "samples" not in values}
     assert set(numbers) == {0, 1, 2} and "reward_mean" in numbers[1] and "evaluation/strict" in numbers[2]
     pictures = [(step, values["samples"]) for step, values in rest if "samples" in values]
