@@ -82,9 +82,8 @@ def write_hostile(finished: Path, folder: Path, setting: str, spec: str) -> Path
     shutil.copytree(finished, folder)
     run = folder / "runs" / "flow-grpo-seed0"
     value: Any = [spec] if setting == "heldout_rewards" else spec
-    group = {"credit": "algorithm", "sampler": "algorithm", "loss": "algorithm", "window": "algorithm", "reward": "environment"}.get(
-        setting, "evaluation"
-    )
+    group = {"reward": "environment"} | dict.fromkeys(("credit", "sampler", "loss", "window"), "algorithm")
+    group = group.get(setting, "evaluation")
     for path in (folder / "config.json", run / "config.json"):
         values = json.loads(path.read_text())
         values.get("run", values)[group][setting] = value

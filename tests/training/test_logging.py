@@ -173,7 +173,8 @@ def test_other_trackers_get_the_same(name, tmp_path, monkeypatch):
     config = preset("tiny").apply(tracker=name)
     Run(config, tmp_path / "run").execute()
     started, settings, *rest, last = calls
-    assert started == {"project": "flowrl", "name": "run"} and settings["sampler"] == "flow-sde(noise_level=0.7)" and last == "finished"
+    assert started == {"project": "flowrl", "name": "run"} and last == "finished"
+    assert settings["sampler"] == "flow-sde(noise_level=0.7)"
     numbers = {step: values for step, values in rest if "samples" not in values}
     assert set(numbers) == {0, 1, 2} and "reward_mean" in numbers[1] and "evaluation/strict" in numbers[2]
     pictures = [(step, values["samples"]) for step, values in rest if "samples" in values]
