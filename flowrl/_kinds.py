@@ -140,13 +140,17 @@ KINDS: dict[str, Kind] = {
         ("flowrl.protocols:Features",),
         "a method `__call__(images)` that returns [sample, feature]",
     ),
+    "times": Kind(
+        "distribution of training times",
+        "flowrl.times",
+        {
+            "permuted": "flowrl.flow.times:PermutedTimes",
+            "stratified": "flowrl.flow.times:StratifiedTimes",
+            "uniform": "flowrl.flow.times:UniformTimes",
+            "logit-normal": "flowrl.flow.times:LogitNormalTimes",
+            "steps": "flowrl.flow.times:DrawnSteps",
+        },
+        ("flowrl.forward:TimeDraw",),
+        "methods `draws(schedule)` and `draw(schedule, samples, generator)`",
+    ),
 }
-
-TIMES: dict[str, str] = {
-    "permuted": "flowrl.flow.times:PermutedTimes",
-    "stratified": "flowrl.flow.times:StratifiedTimes",
-    "uniform": "flowrl.flow.times:UniformTimes",
-    "logit-normal": "flowrl.flow.times:LogitNormalTimes",
-    "steps": "flowrl.flow.times:DrawnSteps",
-}
-"""The training times that a forward-process loss's option `times` may name, as in ``awm(times='uniform(low=0.1)')``."""

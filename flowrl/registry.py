@@ -18,7 +18,6 @@ from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
 from flowrl._kinds import KINDS as KINDS
-from flowrl._kinds import TIMES as TIMES
 from flowrl._kinds import Kind as Kind
 from flowrl.errors import ConfigError, FlowrlError, require
 from flowrl.plugins import package_of, plugin
@@ -146,8 +145,6 @@ def documentation_of(kind: str, name: str) -> str:
 
 def _convert(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
     """The value of an option; specs of other parts are built, and rewards within a reward get its defaults."""
-    if name == "times" and isinstance(value, str):
-        return _build_times(value)
     kind = NESTED.get(name)
     if kind == "probe" and value is None:  # the bare word none
         value = "none"
@@ -163,19 +160,6 @@ def _require_number(option: str, value: Any, parameter: inspect.Parameter | None
     """Raise `ConfigError` if an option whose default is a number is given words."""
     number = parameter is not None and type(parameter.default) in (int, float)
     require(not (number and isinstance(value, str)), option, value, "a number")
-
-
-def _build_times(words: str) -> Any:
-    """The training times that a spec describes."""
-    spec = parse_spec(words, "times")
-    if spec.name not in TIMES:
-        raise ConfigError(f"times = {words!r} is not allowed; allowed: {', '.join(TIMES)}, with options as in uniform(low=0.1)")
-    maker = resolve_name(TIMES[spec.name])
-    allowed = _parameters(maker) or {}
-    unknown = sorted(set(spec.options) - set(allowed))
-    if unknown:
-        raise ConfigError(f"times: {spec.name} has no option {', '.join(unknown)}; allowed: {', '.join(allowed)}")
-    return maker(**spec.options)
 
 
 def find_maker(kind: str, spec: Spec) -> Maker:

@@ -18,9 +18,9 @@ from flowrl.flow import UniformTimes
 from flowrl.losses import ClippedLoss
 from flowrl.policies.load import family_of
 from flowrl.probes import Completion, Continuation, NoProbe, Substeps, Tweedie
-from flowrl.registry import KINDS, TIMES, available, build, options_of, summary_of
+from flowrl.registry import KINDS, available, build, options_of, summary_of
 from flowrl.samplers import CPS, FlowSDE
-from flowrl.specs import Spec, identity, parse_spec
+from flowrl.specs import Spec, identity, parse_options, parse_spec
 from flowrl.trust import code_of, untrusted
 
 PLUGIN = '''
@@ -117,7 +117,7 @@ def test_options_reach_the_part() -> None:
     [
         ("credit", "turning-pont", "unknown credit rule 'turning-pont'.*did you mean 'turning-point'"),
         ("credit", "uniform(stdd=1)", "uniform has no option stdd; allowed: std, clamp, probe"),
-        ("credit", "uniform(1)", "options need names"),
+        ("credit", "uniform(1)", "option=value is expected at character 9"),
         ("credit", "uniform(std=", "is not allowed|cannot be read"),
         ("credit", "uniform(std=open('x'))", "cannot be read"),
         ("credit", "uniform(std=neither)", "Uniform.std"),
@@ -213,7 +213,7 @@ def test_probes_as_parts(tmp_path: Path) -> None:
         ("completion(guidance=on)", "Completion.guidance = 'on' is not allowed; allowed: one of own, off"),
         ("tweedie(every=2)", "tweedie has no option every; allowed: none"),
         ("os:system", "os:system is not a probe; it needs a class derived from flowrl.probes.Probe"),
-        ("substeps(solver=dpm++", "write NAME"),
+        ("substeps(solver=dpm++", r"is expected at its end"),
     ],
 )
 def test_bad_probes_are_named(spec: str, words: str) -> None:
@@ -223,11 +223,14 @@ def test_bad_probes_are_named(spec: str, words: str) -> None:
 
 def test_training_times_by_spec() -> None:
     assert build("loss", "awm(times='uniform(low=0.1, shared=true)')").times == UniformTimes(low=0.1, shared=True)
-    assert {type(build("loss", f"diffusion-nft(times={name!r})").times) for name in TIMES} == set(
-        map(resolve_name, TIMES.values())
+    assert {type(build("loss", f"diffusion-nft(times={name})").times) for name in KINDS["times"].built_in} == set(
+        map(resolve_name, KINDS["times"].built_in.values())
     )
     for spec, words in (
-        ("awm(times=even)", "times = 'even' is not allowed; allowed: permuted, stratified, uniform, logit-normal, steps"),
+        (
+            "awm(times=even)",
+            "unknown distribution of training times 'even'; allowed: logit-normal, permuted, steps, stratified, uniform",
+        ),
         ("awm(times='uniform(lo=0.1)')", "times: uniform has no option lo; allowed: count, low, high, shift, shared"),
         ("awm(times='uniform(low=2)')", "UniformTimes.low = 2 is not allowed"),
         ("awm(times=3)", "AWM.times = 3 is not allowed; allowed: a TimeDraw"),
@@ -244,7 +247,7 @@ def test_a_spec_is_a_name_with_options() -> None:
     assert (mine.name, mine.file, mine.nested()) == ("some/rules.py:Mine", Path("some/rules.py"), [("credit", "uniform")])
     assert parse_spec("uniform") == Spec("uniform", {})
     for text in ("uniform(1)", "uniform(**{'std': 1})"):
-        with pytest.raises(ConfigError, match=r"^credit = .*: options need names, as in uniform\(option=value\)$"):
+        with pytest.raises(ConfigError, match="option=value is expected at character 9, before"):
             parse_spec(text, "credit")
 
 
@@ -283,3 +286,32 @@ def test_a_name_of_two_packages_is_one_error_that_names_both(group, name, use, t
         monkeypatch.syspath_prepend(str(declared(tmp_path / package, package, group, name)))
     with pytest.raises(ConfigError, match=rf"'{name}' is offered by several installed packages: one, other; remove all but one"):
         use(name)
+
+
+def test_parts_within_parts_need_no_quotes() -> None:
+    rule = build("credit", "weighted(rule=sibling-relative(probe=comb(branches=6)))")
+    assert rule.rule.probe.branches == 6
+    assert type(build("reward", "frame-mean(reward=jpeg-compressibility)").reward).__name__ == "JPEGCompressibility"
+    parsed = parse_spec("weighted-sum(models={pick: pickscore, text: ocr(side=64)}, weights={text: .5})")
+    assert parsed.options == {"models": {"pick": "pickscore", "text": "ocr(side=64)"}, "weights": {"text": 0.5}}
+    assert identity("weighted(rule=uniform(std=none))") == identity("weighted(rule='uniform( std = None )')")
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("weighted(rule=uniform(std=none)", "',' or ')' is expected at its end"),
+        ("uniform(std none)", "option=value is expected at character 9, before 'std none)'"),
+        ("uniform(std=none))", "nothing more is expected at character 18, before ')'"),
+        ("uniform(std=2*3)", "',' or ')' is expected at character 14, before '*3)'"),
+        ("uniform(std=" + "(" * 60, "at most 50 levels of brackets is expected at character 63"),
+    ],
+)
+def test_errors_name_the_place(text: str, place: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"credit = {text!r} cannot be read: {place}")):
+        parse_spec(text, "credit")
+
+
+def test_the_differences_of_an_arm_have_the_notation_of_options() -> None:
+    found = parse_options("loss=my.py:GSPO(a=1), clip_range=.1, window=1:3, heldout_rewards=[ocr, pickscore]", "arm")
+    assert found == {"loss": "my.py:GSPO(a=1)", "clip_range": 0.1, "window": "1:3", "heldout_rewards": ["ocr", "pickscore"]}

@@ -13,8 +13,9 @@ from flowrl.errors import ConfigError, FlowrlError, require
 from flowrl.registry import KINDS, available, documentation_of, options_of, summary_of
 from flowrl.settings import unknown
 
-OPTIONS = {"features": "diversity", "probe": "credit"}
-"""Kinds of parts whose option of `flowrl train` has another name; a probe is an option of a credit rule."""
+OPTIONS = {"features": "diversity", "probe": "credit", "times": "loss"}
+"""Kinds of parts whose option of `flowrl train` has another name; a probe and training times are options of parts."""
+WITHIN = {"probe": "--credit 'RULE(probe={})'", "times": "--loss 'LOSS(times={})'"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Parts:
     name: tyro.conf.Positional[str] = ""
     """A part to describe: its documentation, and its options with their defaults. Left out: list all, a line each."""
     kind: str = ""
-    """credit, probe, sampler, window, loss, reward, features or all: list only these, with their options."""
+    """credit, probe, sampler, window, loss, reward, features, times or all: list only these, with their options."""
 
     def main(self) -> int:
         """Print the list, or one part."""
@@ -68,7 +69,7 @@ def described(name: str, kinds: tuple[str, ...]) -> list[str]:
     width, lines = columns(), list[str]()
     for kind in found:
         option = OPTIONS.get(kind, kind)
-        how = f"--credit 'RULE(probe={name})'" if kind == "probe" else f"--{option} {name}"
+        how = WITHIN.get(kind, f"--{option} {{}}").format(name)
         lines += ["", f"{_title(name, available(kind)[name])}: {KINDS[kind].noun}, {how}", ""]
         text, meanings = _arguments(documentation_of(kind, name))
         lines += wrapped(text, width, 2)
