@@ -201,6 +201,10 @@ def _machine(comparison: Comparison, leads: Sequence[float]) -> str:
     return f" A difference below {spread:g} may also come from the rounding of another processor."
 
 
+NUMBERS = ("noise_level", "clip_range")
+"""Settings that are the method's if they are 0."""
+
+
 def write_report(folder: Path) -> Path:
     """Write summary.json, table.txt, the figures (PNG) and report.html of the comparison in `folder`; returns the page's path."""
     comparison = load_comparison(folder)
@@ -218,6 +222,7 @@ def write_report(folder: Path) -> Path:
         colours={summary.method: colour(summary.method, config["methods"]) for summary in summaries},
         blocks=result_blocks(summaries) if summaries else {},
         model_only=() if config["run"].get("policy", {}).get("model") else MODEL_ONLY,
+        of_methods=[name for name, value in config["run"]["algorithm"].items() if value == "" or not (value or name not in NUMBERS)],
         verdicts=VERDICTS,
         points=config["run"]["environment"]["world"] == "mixture",
         every=config["run"]["evaluation"]["eval_every"],

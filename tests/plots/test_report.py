@@ -178,7 +178,8 @@ def test_the_report_contains_every_run_and_loads_nothing(tmp_path):
     assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in figures)
     assert "not finished" not in page and "custom rule" in page and "2505.05470" in page
     algorithm = page.split("<h3>Algorithm</h3>")[1].split("<h3>")[0]
-    assert "<span>noise_level</span><span>0.7</span>" in algorithm and "eval_steps" not in algorithm
+    assert "<span>window</span><span>1:3</span>" in algorithm and "eval_steps" not in algorithm
+    assert "noise_level" not in algorithm  # 0: the method's
 
 
 def test_rules_are_described_and_settings_of_models_left_out(tmp_path):
