@@ -209,6 +209,7 @@ def write_report(folder: Path) -> Path:
     """Write summary.json, table.txt, the figures (PNG) and report.html of the comparison in `folder`; returns the page's path."""
     comparison = load_comparison(folder)
     summaries, config = summarise(comparison), comparison.config
+    algorithm = config["run"]["algorithm"]
     images = {name: png(figure) for name, figure in _figures(comparison).items() if figure is not None} if summaries else {}
     for name, image in images.items():
         write_bytes(folder / f"{name}.png", image)
@@ -222,7 +223,7 @@ def write_report(folder: Path) -> Path:
         colours={summary.method: colour(summary.method, config["methods"]) for summary in summaries},
         blocks=result_blocks(summaries) if summaries else {},
         model_only=() if config["run"].get("policy", {}).get("model") else MODEL_ONLY,
-        of_methods=[name for name, value in config["run"]["algorithm"].items() if value == "" or not (value or name not in NUMBERS)],
+        of_methods=[name for name, value in algorithm.items() if value == "" or (name in NUMBERS and not value)],
         verdicts=VERDICTS,
         points=config["run"]["environment"]["world"] == "mixture",
         every=config["run"]["evaluation"]["eval_every"],
