@@ -159,7 +159,7 @@ class Trainer:
             "phases": clock.phases,
             **metrics.means,
             "train_nfe": whole(train_nfe),
-            "zero_pairs": sum(one.zeros for one in rows),
+            "zero_rows": sum(one.zeros for one in rows),
             "abs_advantage": float(credit.advantages[experience.decisions.mask].abs().mean()),
         }
 

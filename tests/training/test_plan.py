@@ -43,9 +43,9 @@ def test_a_run_records_what_the_plan_counts(changes, tmp_path):
         "trajectories": found.trajectories, "nfe": found.nfe, "calls": found.sequential_calls, "reward_calls": found.reward_calls,
         "train_nfe": found.train_nfe,
     }.items():  # fmt: skip
-        fewer = name == "train_nfe" and row["zero_pairs"] > 0  # the plan cannot know which advantages are 0
+        fewer = name == "train_nfe" and row["zero_rows"] > 0  # the plan cannot know which advantages are 0
         assert row[name] < value if fewer else row[name] == value, name
-    assert (row["zero_pairs"] > 0) == ("branch(" in config.algorithm.credit)  # alone among its siblings a step gains nothing
+    assert (row["zero_rows"] > 0) == ("branch(" in config.algorithm.credit)  # alone among its siblings a step gains nothing
 
 
 def test_a_block_cache_counts_fractions(tmp_path):

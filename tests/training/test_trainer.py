@@ -415,7 +415,7 @@ class HalfOfTheGroups:
         return found
 
 
-def zero_pairs_run(monkeypatch, evaluated, credit, **changes):
+def zero_rows_run(monkeypatch, evaluated, credit, **changes):
     """Metrics of two iterations and the weights after them; `evaluated`: rows of advantage 0 are, as well."""
     config = TINY.replace(**{"groups": 4, "group_size": 4, "minibatches": 2, "micro_batch": 7, "learning_rate": 1e-3, **changes})
     with monkeypatch.context() as patch:
@@ -431,24 +431,24 @@ def zero_pairs_run(monkeypatch, evaluated, credit, **changes):
 def test_rows_of_advantage_0_are_not_evaluated_and_nothing_changes(loss, credit, monkeypatch):
     """The gradient is the same up to the order of its sums, its mean is over all rows, and the metrics are over the others."""
     (every, expected), (few, found) = (
-        zero_pairs_run(monkeypatch, evaluated, credit, loss=loss, window=":-1") for evaluated in (True, False)
+        zero_rows_run(monkeypatch, evaluated, credit, loss=loss, window=":-1") for evaluated in (True, False)
     )
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
     assert all(one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4) for one, other in zip(every, few, strict=True))
-    assert [row["zero_pairs"] for row in every] == [0, 0] and all(row["zero_pairs"] > 0 for row in few)
+    assert [row["zero_rows"] for row in every] == [0, 0] and all(row["zero_rows"] > 0 for row in few)
     assert few[0]["ratio_mean"] == pytest.approx(1.0, abs=0.01)
     if isinstance(credit, HalfOfTheGroups):
         saved = [one["train_nfe"] - other["train_nfe"] for one, other in zip(every, few, strict=True)]
-        assert saved == [row["zero_pairs"] for row in few]
+        assert saved == [row["zero_rows"] for row in few]
     for row, other in zip(every, few, strict=True):
         assert other["step_shares"] == pytest.approx(row["step_shares"], abs=1e-5)
 
 
 def test_rows_of_advantage_0_are_evaluated_for_the_penalty(monkeypatch):
     (every, expected), (few, found) = (
-        zero_pairs_run(monkeypatch, evaluated, HalfOfTheGroups(), kl_weight=0.1) for evaluated in (True, False)
+        zero_rows_run(monkeypatch, evaluated, HalfOfTheGroups(), kl_weight=0.1) for evaluated in (True, False)
     )
-    assert torch.equal(found, expected) and [row["zero_pairs"] for row in few] == [0, 0]
+    assert torch.equal(found, expected) and [row["zero_rows"] for row in few] == [0, 0]
     assert [row["train_nfe"] for row in few] == [row["train_nfe"] for row in every]
 
 
@@ -460,7 +460,7 @@ def test_without_any_advantage_the_optimizer_steps_as_before(monkeypatch):
             return torch.zeros_like(super().assign(values, decisions))
 
     (_, expected), (few, found) = (
-        zero_pairs_run(monkeypatch, evaluated, Nothing(), weight_decay=0.1) for evaluated in (True, False)
+        zero_rows_run(monkeypatch, evaluated, Nothing(), weight_decay=0.1) for evaluated in (True, False)
     )
     assert torch.equal(found, expected) and [row["train_nfe"] for row in few] == [2, 2]
 
@@ -528,11 +528,11 @@ def test_trajectories_of_advantage_0_are_left_out_as_a_whole(monkeypatch):
     method = replace(make_method(SEQUENCES.replace(loss="clipped")), credit=HalfOfTheGroups(), loss=PooledByStep())
     for micro_batch in (1000, 3):
         rows, found = sequences_run(method, micro_batch=micro_batch)
-        assert [row["zero_pairs"] for row in rows] == [2 * 4 * 5] * 3
+        assert [row["zero_rows"] for row in rows] == [2 * 4 * 5] * 3
         with monkeypatch.context() as patch:
             patch.setattr(Rows, "without_zeros", lambda rows, advantages: rows)
             rows, expected = sequences_run(method, micro_batch=micro_batch)
-        assert [row["zero_pairs"] for row in rows] == [0] * 3
+        assert [row["zero_rows"] for row in rows] == [0] * 3
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
 
 
@@ -563,5 +563,5 @@ def test_units_of_trees_stay_whole(unit, weight):
 
 def test_the_trust_region_of_the_penalty_acts_at_advantage_0():
     rows, found = sequences_run(replace(make_method(SEQUENCES), loss=build("loss", "kl-penalty"), credit=HalfOfTheGroups()))
-    assert [row["zero_pairs"] for row in rows] == [0] * 3
+    assert [row["zero_rows"] for row in rows] == [0] * 3
     assert bool(found.isfinite().all()) and rows[-1]["approx_kl"] > 0
