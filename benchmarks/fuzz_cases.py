@@ -224,6 +224,6 @@ KINDS = (
     Kind("prompts: JSON lines", "prompts.jsonl", change.mixed(change.lines_changed), read_prompts, 2),
     Kind("reward table: CSV", "rewards.csv", change.mixed(change.table_changed), read_rewards, 2),
     Kind("bench: lines of results", "results.jsonl", change.mixed(change.lines_changed), read_results),
-    Kind("bench: samples.json", "samples.json", JSON, lambda path: SamplesFile(path).any_code(), 0.5),
+    Kind("bench: samples.json", "samples.json", JSON, lambda path: SamplesFile(path).observed(), 0.5),
     Kind("bench: memory.json", "memory.json", JSON, lambda path: kept_memory(path, None), 0.5),
 )  # fmt: skip
