@@ -58,7 +58,7 @@ SETTINGS = {
     "world": "mixture", "task": "direction", "iterations": 2, "groups": 2, "group_size": 3, "num_steps": 4, "window": "0:3",
     "eval_every": 1, "eval_samples": 4, "eval_steps": 2, "checkpoint_every": 1,
 }  # fmt: skip
-RULE = "import pathlib\npathlib.Path('CANARY').touch()\nclass Part:\n    def assign(self, rewards, schedule): return rewards\n"
+RULE = "import pathlib\npathlib.Path('CANARY').touch()\nclass Part:\n    def assign(self, values, decisions): return values\n"
 PROMPTS = [
     {"prompt": "two dogs", "tag": "counting", "include": [{"class": "dog", "count": 2}], "exclude": [{"class": "cat"}]},
     {"prompt": "a red cup", "include": [{"class": "bench"}, {"class": "cup", "color": "red", "position": ["left of", 0]}]},

@@ -267,7 +267,7 @@ class SamplesFile:
     path: Path
 
     def read(self, any_code: bool = False) -> dict[str, dict[str, Any]]:
-        """All rows. Raises `ConfigError` for a file of another kind and, unless `any_code`, for one that other code has observed."""
+        """All rows. Raises `ConfigError` for a file of another kind or, without `any_code`, one that other code has observed."""
         rows, code = self.observed()
         if rows and code != observer() and not any_code:
             raise ConfigError(
