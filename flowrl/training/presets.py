@@ -72,15 +72,15 @@ METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "mixture": {"tempflow-grpo": {"groups": 6, "group_size": 30}},
     "model": {"tempflow-grpo": {"group_size": 54}},
     "tiny": {
-        "awm": {"loss": "awm(times='stratified(count=2)')"},
+        "awm": {"loss": "awm(times=stratified(count=2))"},
         "branch-grpo": {
-            "credit": "depth-relative(scope=tree, std=sample, probe='branch(children=(1, 2))')",
+            "credit": "depth-relative(scope=tree, std=sample, probe=branch(children=(1, 2)))",
             "group_size": 4,
         },
-        "dgpo": {"loss": "dgpo(beta_dpo=1.0, sample_from=none, times='steps(count=2, steps=3)')"},
+        "dgpo": {"loss": "dgpo(beta_dpo=1.0, sample_from=none, times=steps(count=2, steps=3))"},
         "granular-grpo": {"window": "0:2"},
         "tempflow-grpo": {
-            "credit": "weighted(rule=\"sibling-relative(probe='comb(branches=2)')\")",
+            "credit": "weighted(rule=sibling-relative(probe=comb(branches=2)))",
             "group_size": 4,
         },
         "tree-grpo": {"group_size": 4},
