@@ -156,7 +156,10 @@ def test_the_solution_of_dpm_starts_with_a_step_of_order_one():
 
 
 @pytest.mark.parametrize("probe", [Substeps(3), Completion()], ids=repr)
-@pytest.mark.parametrize("sampler", [AllButLast(FlowSDE(0.7)), Windowed(FlowSDE(0.7), range(2, 7))])
+@pytest.mark.parametrize(
+    "sampler",
+    [AllButLast(FlowSDE(0.7)), Windowed(FlowSDE(0.7), range(2, 7)), Windowed(FlowSDE(0.7), (1, 2, 4, 5, 8))],
+)
 @pytest.mark.parametrize("shared", [False, True])
 def test_gains_of_every_second_decision_are_split_evenly(probe, sampler, shared):
     policy = small_policy(NetworkUse())
@@ -199,6 +202,14 @@ def test_the_mean_over_all_subsets_is_the_full_table(control):
     torch.testing.assert_close(gains(tables[0]).sum(-1), full[..., -1] - tables[0][..., 0])
     same = torch.stack([scored_subset(full, full, subset, Substeps(3, fraction=0.4)) for subset in subsets])
     torch.testing.assert_close(same, full.expand_as(same))  # a perfect control has no variance
+
+
+def test_the_uniform_control_grows_evenly_over_the_decisions():
+    final, chosen, nodes = torch.tensor([[0.0, 1.0, 2.0, 5.0]]), torch.tensor([[0, 1]]), (1, 2, 6)
+    scored = Scored({node: torch.zeros(1, 2) for node in nodes}, final, nodes, dict.fromkeys(nodes, chosen))
+    found = Substeps(3, fraction=0.5, control="uniform").rewards(scored)
+    for place, node in enumerate(nodes):  # members 2 and 3 were not drawn; the group's mean is 2
+        assert found[node][0, 2:].tolist() == pytest.approx([2.0, 2.0 + place / 3 * 3.0])
 
 
 def test_drawn_subsets_are_unbiased(monkeypatch):
