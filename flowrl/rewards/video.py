@@ -14,8 +14,6 @@ from flowrl.protocols import RewardModel
 from flowrl.rewards.contract import check_scores, marks_invalid
 from flowrl.types import ImagesOrVideos, Prompt
 
-Videos = Float[Tensor, "sample frame channel height width"]
-"""Videos in [0, 1]."""
 Frames = Literal["first", "middle", "last", "all"] | Count
 
 
@@ -85,5 +83,5 @@ def stills(images: ImagesOrVideos) -> Float[Tensor, "sample channel height side"
     """Images for display: images unchanged, and videos as their first, middle and last frames from left to right."""
     if not is_video(images):
         return images
-    chosen = chosen_frames(3, images.shape[1])
+    chosen = sorted({chosen_frames(frame, images.shape[1])[0] for frame in ("first", "middle", "last")})
     return torch.cat(images[:, chosen].unbind(1), dim=-1)

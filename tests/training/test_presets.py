@@ -370,7 +370,7 @@ def tiny(tmp_path_factory):
     tiny_flux().save_pretrained(root / FLUX)
     tiny_qwen_image().save_pretrained(root / QWEN)
     tiny_wan().save_pretrained(root / WAN)
-    clip, detector = tiny_clip(root / "clip"), tiny_detector(root / "detector", masks=False)
+    clip, detector = tiny_clip(root / "clip"), tiny_detector(root / "detector")
     (root / "length.py").write_text(
         "class Score:\n    def score(self, images, prompts):\n        return images.flatten(1).mean(1) + len(prompts[0].text)\n"
     )
