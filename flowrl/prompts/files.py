@@ -80,9 +80,8 @@ def prompts_from(source: str) -> list[Prompt]:
     if match is None or Path(source).exists():
         return read_prompts(Path(source))
     name, start, end = match[1], int(match[2]), int(match[3])
-    if name not in GENERATORS:
-        raise ConfigError(f"prompts: unknown generator {name!r} in {source}; allowed: {', '.join(GENERATORS)}, or a file")
-    require(start < end, "prompts", source, "a slice [START:END] with START below END")
+    known = f"a file, or [START:END] with START below END of {', '.join(GENERATORS)}"
+    require(name in GENERATORS and start < end, "prompts", source, known)
     return GENERATORS[name](end)[start:]
 
 

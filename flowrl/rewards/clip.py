@@ -41,9 +41,11 @@ MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 """Channel means and standard deviations of CLIP's training data (arXiv 2103.00020, public code)."""
 TOKENS = 77
+FeatureRows = Float[Tensor, "sample feature"]
+Pixels = Float[Tensor, "sample 3 size size"]
 
 
-def clip_pixels(images: Images, size: int = 224, letterbox: bool = False) -> Float[Tensor, "sample 3 size size"]:
+def clip_pixels(images: Images, size: int = 224, letterbox: bool = False) -> Pixels:
     """The network's input: 8 bits, `size` x `size` (bicubic, antialiased), (x - mean) / std. On the CPU.
 
     The shorter side is resized to `size` and the centre is cropped; with `letterbox` the longer side
@@ -80,17 +82,17 @@ class Encoder:
         return self.model.config.vision_config.image_size
 
     @torch.no_grad()
-    def images(self, images: Images, letterbox: bool = False) -> Float[Tensor, "sample feature"]:
+    def images(self, images: Images, letterbox: bool = False) -> FeatureRows:
         """Features of the images, of length 1; `letterbox` as in `clip_pixels`."""
         return torch.cat([self.features(clip_pixels(piece, self.size, letterbox)) for piece in images.split(self.batch)])
 
     @torch.no_grad()
-    def features(self, pixels: Float[Tensor, "sample 3 size size"]) -> Float[Tensor, "sample feature"]:
+    def features(self, pixels: Pixels) -> FeatureRows:
         """Features of the output of `clip_pixels`, of length 1."""
         return _normalised(self.model.get_image_features(pixel_values=pixels.to(self.model.device, self.model.dtype)))
 
     @torch.no_grad()
-    def texts(self, texts: Sequence[str]) -> Float[Tensor, "sample feature"]:
+    def texts(self, texts: Sequence[str]) -> FeatureRows:
         """Features of the texts, of length 1; equal texts are encoded once."""
         distinct, rows = list(dict.fromkeys(texts)), []
         for start in range(0, len(distinct), self.batch):

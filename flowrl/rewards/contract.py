@@ -14,8 +14,6 @@ __all__ = [
     "ComponentScores", "check_group_scores", "check_scores", "component_methods", "is_remote", "marks_invalid",
 ]  # fmt: skip
 
-ComponentMethods = tuple[Callable[[Tensor, Sequence[Prompt]], Mapping[str, Tensor]], Callable[[Mapping[str, Tensor]], Tensor]]
-
 
 @dataclass(frozen=True)
 class ComponentScores:
@@ -55,7 +53,7 @@ def marks_invalid(reward: AnyReward) -> bool:
     return _declares(reward, "marks_invalid")
 
 
-def component_methods(reward: AnyReward) -> ComponentMethods | None:
+def component_methods(reward: AnyReward) -> tuple[Callable[..., Mapping[str, Tensor]], Callable[..., Tensor]] | None:
     """The methods of a reward with named components, or None for other rewards.
 
     Returns:

@@ -40,6 +40,9 @@ GREY = 0x99 / 255
 TEMPLATES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}", "a photo of a {colour} object")
 
 
+Mask = Bool[Tensor, "height width"]
+
+
 @dataclass(frozen=True)
 class Detection:
     """An object: its class, the detector's score, its box (left, top, right, bottom) in pixels, and its mask."""
@@ -47,9 +50,10 @@ class Detection:
     name: str
     score: float
     box: tuple[float, ...]
-    mask: Bool[Tensor, "height width"]
+    mask: Mask
 
 
+Picture = Float[Tensor, "channel height width"]
 Detections = Mapping[str, list[Detection]]
 """Detections by class."""
 Threshold = Annotated[float, Ge(0), Lt(1)]
@@ -113,7 +117,7 @@ class GenEval:
         for image, objects, request in zip(images, detections, requests, strict=True):
             limit = self.counting_threshold if request.tag == "counting" else self.threshold
             names = {clause.name for clause in (*request.include, *request.exclude)}
-            by_class = {name: of_class(objects, name, limit, MOST_OBJECTS) for name in names}
+            by_class = {name: of_class(objects, name, limit) for name in names}
 
             def colours(objects: Sequence[Detection], name: str, image: Tensor = image) -> list[str]:
                 return object_colours(self._encoder(), image, objects, name)
@@ -128,9 +132,9 @@ class GenEval:
         return load_encoder(self.clip, "", self.device, self.dtype)
 
 
-def of_class(objects: Sequence[Detection], name: str, threshold: float, most: int) -> list[Detection]:
-    """The objects of a class with a score above `threshold`, highest scores first, at most `most`."""
-    return [detection for detection in objects if detection.name == name and detection.score > threshold][:most]
+def of_class(objects: Sequence[Detection], name: str, threshold: float) -> list[Detection]:
+    """The `MOST_OBJECTS` objects of a class with the highest scores above `threshold`."""
+    return [detection for detection in objects if detection.name == name and detection.score > threshold][:MOST_OBJECTS]
 
 
 def strict_score(request: Request, detections: Detections, colours: ColoursOf) -> float:
@@ -197,9 +201,7 @@ def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
     return {name for name, holds in checks.items() if holds}
 
 
-def object_colours(
-    encoder: Encoder, image: Float[Tensor, "channel height width"], objects: Sequence[Detection], name: str
-) -> list[str]:
+def object_colours(encoder: Encoder, image: Picture, objects: Sequence[Detection], name: str) -> list[str]:
     """The most likely of ten colours for each object: CLIP features of its crop against the mean features of the templates."""
     if not objects:
         return []
@@ -209,7 +211,7 @@ def object_colours(
     return [COLOURS[i] for i in (encoder.features(pixels) @ classes.T).argmax(1).tolist()]
 
 
-def _crop(image: Float[Tensor, "channel height width"], detection: Detection) -> Tensor:
+def _crop(image: Picture, detection: Detection) -> Tensor:
     """The object's box, grey outside its mask; at least a pixel wide and high."""
     image = torch.where(detection.mask.to(image.device), image, GREY)
     box = [round(edge) for edge in detection.box]
@@ -240,7 +242,7 @@ class Detector:
     @property
     def names(self) -> list[str]:
         """The detector's classes; the index is the detector's label."""
-        return [RENAMED.get(name, name) for name in self.model.config.id2label.values()]
+        return [RENAMED.get(name, name) for name in map(str, self.model.config.id2label.values())]
 
     @torch.no_grad()
     def find(self, images: Images, threshold: float) -> list[list[Detection]]:
@@ -276,6 +278,6 @@ def load_detector(model: str, device: str = "cpu", dtype: str = "float32", batch
         return Detector(network, AutoImageProcessor.from_pretrained(model, **DATA_ONLY), batch)
 
 
-def box_of(mask: Bool[Tensor, "height width"]) -> tuple[float, ...]:
+def box_of(mask: Mask) -> tuple[float, ...]:
     """The smallest box (left, top, right, bottom) around a mask; right and bottom are exclusive."""
     return tuple(map(float, Image.fromarray(mask.numpy()).getbbox() or (0, 0, 0, 0)))

@@ -81,9 +81,9 @@ def test_relations_by_hand(a, b, names):
 
 
 def test_objects_of_a_class():
-    objects = [Detection(name, score, LEFT, MASK) for name, score in (("cat", 0.9), ("dog", 0.8), ("dog", 0.5), ("dog", 0.3))]
-    assert [item.score for item in of_class(objects, "dog", 0.3, 16)] == [0.8, 0.5]
-    assert len(of_class(objects, "dog", 0.0, 2)) == 2
+    objects = [Detection(name, score, LEFT, MASK) for name, score in [("cat", 0.9), *[("dog", 0.8)] * 17, ("dog", 0.3)]]
+    assert [item.score for item in of_class(objects, "dog", 0.3)] == [0.8] * 16
+    assert of_class(objects[-2:], "dog", 0.3) == objects[-2:-1]
 
 
 @pytest.fixture(scope="module")
