@@ -36,9 +36,9 @@ BASELINES = ("moving_average", "value_tracker", "gdpo", "weighted")
 DETECTION = ("detection", "turn_probability", "likely_turns", "clear_swings", "large_aggregates")
 LOSS = ("values", "weights", "loss_batch", "forward_batch")
 SAMPLING = ("sampling", "solvers", "EVALUATION_SEED", "SOLVERS")
-COMBINED = ("combine", "groups", "diversity", "contract")
+COMBINED = ("combine", "diversity", "contract")
 CHECKS = ("evaluation", "heldout", "monitors", "nonfinite", "memory")
-HELPERS = ("io", "workers", "signals", "imports", "text", "transfer")
+HELPERS = ("io", "workers", "signals", "imports", "transfer")
 PAGES = (
     Page("types", "Data types: prompts, trajectories, batches", ("types", "prompt")),
     Page("experience", "Decisions, the record of an iteration, credit", ("experience",)),

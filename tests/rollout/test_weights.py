@@ -15,6 +15,7 @@ from flowrl.losses import ClippedLoss, PolicyGradientLoss
 from flowrl.methods import Method
 from flowrl.probes import Branch, NoProbe
 from flowrl.rewards import Clipped, FunctionReward, NoisyReward, WeightedSum
+from flowrl.rewards.contract import marks_invalid
 from flowrl.rollout import score, transition_weights, usable
 from flowrl.samplers import FixedWindow, FlowSDE
 from flowrl.testing import check_reward
@@ -183,10 +184,10 @@ def test_marks_pass_through_combinations():
     dark = FunctionReward(lambda i, p: torch.where(i.mean((1, 2, 3)) > 0.5, i.mean((1, 2, 3)), NAN), marks_invalid=True)
     plain = FunctionReward(lambda i, p: i.amax((1, 2, 3)))
     for reward in (WeightedSum({"a": dark, "b": plain}), NoisyReward(dark, 0.1), Clipped(dark, high=0.7), dark):
-        assert reward.marks_invalid and check_reward(reward).ok
+        assert marks_invalid(reward) and check_reward(reward).ok
         images = torch.stack([torch.zeros(3, 4, 4), torch.ones(3, 4, 4)])
         assert reward.score(images, [Prompt("x")] * 2).isnan().tolist() == [True, False]
-    assert not WeightedSum({"b": plain}).marks_invalid
+    assert not marks_invalid(WeightedSum({"b": plain})) and not marks_invalid(Clipped(plain, high=0.7))
     assert check_reward(FunctionReward(dark.function)).broken
 
 
