@@ -6,7 +6,7 @@ The built-in families are `sd3`, `flux`, `qwen_image` and `wan`; docs/model-fami
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from einops import rearrange
@@ -76,9 +76,18 @@ class Family(Protocol):
         ...
 
 
-def pixels_per_latent(pipe: Any) -> int:
-    """Pixels per latent along a side of the image."""
-    return getattr(pipe, "vae_scale_factor", None) or pipe.vae_scale_factor_spatial
+def latent_size(pipe: Any, height: int, width: int) -> tuple[int, int]:
+    """Height and width of the latent image."""
+    factor = getattr(pipe, "vae_scale_factor", None) or pipe.vae_scale_factor_spatial
+    return height // factor, width // factor
+
+
+def latent_shape(pipe: Any, family: Family, height: int, width: int, frames: int) -> tuple[int, ...]:
+    """The shape of the latent of an image or video."""
+    if hasattr(family, "video_shape"):
+        return cast(Any, family).video_shape(pipe, height, width, frames)
+    require(frames == 1, "num_frames", frames, f"1: a {family.pipeline} makes images")
+    return family.latent_shape(pipe, height, width)
 
 
 def linear_guidance(away: Tensor, towards: Tensor, scale: float) -> Tensor:

@@ -3,7 +3,7 @@
 import copy
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from flowrl.distributed import full_tensors, is_sharded_network
 from flowrl.errors import ConfigError, require
 from flowrl.policies.attention import set_attention_backend
-from flowrl.policies.block_cache import FirstBlockCache, blocks_of
 from flowrl.policies.family import (
     DTYPES,
     Family,
     ModelOptions,
     device_of,
+    latent_shape,
+    latent_size,
     linear_guidance,
-    pixels_per_latent,
 )
 from flowrl.policies.lora import Adapters, load_frozen_adapters
 from flowrl.policies.prompt_cache import PromptCache
@@ -55,8 +55,8 @@ class PipelinePolicy:
         if options.attention_backend:
             set_attention_backend(self.transformer, options.attention_backend, self._device, self.dtype)
         _place(pipe.vae, self._device, DTYPES[options.decode_dtype])
-        self._latent_shape = _latent_shape(pipe, family, options)
-        self._size = (options.height // pixels_per_latent(pipe), options.width // pixels_per_latent(pipe))
+        self._latent_shape = latent_shape(pipe, family, options.height, options.width, options.num_frames)
+        self._size = latent_size(pipe, options.height, options.width)
         self._scheduler = _own_scheduler(pipe)
         self.prompts = PromptCache(self._embed, self._device, options.prompt_cache, self.dtype)
         self._guidance = options.guidance_scale
@@ -199,21 +199,6 @@ class PipelinePolicy:
         """The current scale."""
         return self._guidance
 
-    @property
-    def blocks(self) -> int:
-        """Blocks of the transformer."""
-        return len(blocks_of(self.transformer))
-
-    @contextmanager
-    def block_cache(self) -> Iterator[Callable[[bool], None]]:
-        """See `PolicyExtras`; with guidance, one call contains the rows of both prompts."""
-        with FirstBlockCache().installed(blocks_of(self._active)) as switch:
-            kept, self._one_call = self._one_call, True
-            try:
-                yield switch
-            finally:
-                self._one_call = kept
-
     def decode(self, latent: Tensor) -> Tensor:
         """Images [sample, 3, height, width] or videos [sample, frame, 3, height, width] in [0, 1], `decode_batch` at a time."""
         images, dtype = [], DTYPES[self.options.decode_dtype]
@@ -283,15 +268,6 @@ def _full_network(network: Any) -> Any:
     return copied
 
 
-def _latent_shape(pipe: Any, family: Family, options: ModelOptions) -> tuple[int, ...]:
-    """The shape of a latent image or video of the size in `options`."""
-    video_shape = getattr(family, "video_shape", None)
-    if video_shape is not None:
-        return video_shape(pipe, options.height, options.width, options.num_frames)
-    require(options.num_frames == 1, "num_frames", options.num_frames, f"1: a {family.pipeline} makes images")
-    return family.latent_shape(pipe, options.height, options.width)
-
-
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Freeze and move a module.
 
@@ -322,6 +298,11 @@ def _own_scheduler(pipe: Any) -> Any:
     return FlowMatchEulerDiscreteScheduler(config["num_train_timesteps"], shift=config["flow_shift"])
 
 
+def _blocks(network: Any) -> list[nn.Module]:
+    """The entries of the module lists at the top of a transformer, its blocks, in order."""
+    return [block for child in network.children() if isinstance(child, nn.ModuleList) for block in child]
+
+
 def compile_blocks(network: Any, backend: str) -> None:
     """Compile in place every entry of the module lists at the top of `network`: a transformer's blocks.
 
@@ -338,10 +319,10 @@ def compile_blocks(network: Any, backend: str) -> None:
         return
     limit = torch._dynamo.config
     limit.recompile_limit = max(limit.recompile_limit, COMPILED_VERSIONS)
-    for block in blocks_of(network):
+    for block in _blocks(network):
         block.compile(backend=backend)
 
 
 def has_compiled_blocks(network: nn.Module) -> bool:
     """Whether `compile_blocks` has compiled `network`."""
-    return any(block._compiled_call_impl is not None for block in blocks_of(network))
+    return any(block._compiled_call_impl is not None for block in _blocks(network))

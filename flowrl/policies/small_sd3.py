@@ -1,7 +1,7 @@
 """The built-in image policy: diffusers' SD3 transformer class at a size that a laptop can train."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from flowrl.errors import require
-from flowrl.policies.block_cache import FirstBlockCache, blocks_of
 from flowrl.policies.family import device_of
 from flowrl.policies.lora import LORA_TARGETS, Adapters
 from flowrl.types import Condition, Prompt, Schedule
@@ -219,15 +218,6 @@ class SmallSD3Policy:
             return self.network.velocity(latent, timestep, condition.tensors["words"])
         with torch.autocast(self.device.type, dtype=self.dtype):
             return self.network.velocity(latent, timestep, condition.tensors["words"]).float()
-
-    @property
-    def blocks(self) -> int:
-        """Layers of the transformer."""
-        return len(blocks_of(self.network.transformer))
-
-    def block_cache(self) -> AbstractContextManager[Callable[[bool], None]]:
-        """See `PolicyExtras`."""
-        return FirstBlockCache().installed(blocks_of(self.network.transformer))
 
     def decode(self, latent: Tensor) -> Tensor:
         """Images [sample, 3, 64, 64] in [0, 1]."""
