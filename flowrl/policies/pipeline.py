@@ -4,9 +4,9 @@ import copy
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,7 @@ from torch import Tensor, nn
 from flowrl.distributed import full_tensors, is_sharded_network
 from flowrl.errors import ConfigError, require
 from flowrl.policies.attention import set_attention_backend
-from flowrl.policies.family import (
-    DTYPES,
-    Family,
-    ModelOptions,
-    device_of,
-    latent_shape,
-    latent_size,
-    linear_guidance,
-)
+from flowrl.policies.family import DTYPES, Family, ModelOptions, device_of, latent_shape, latent_size, linear_guidance
 from flowrl.policies.lora import Adapters, load_frozen_adapters
 from flowrl.policies.prompt_cache import PromptCache
 from flowrl.types import Condition, Prompt, Schedule
@@ -45,8 +37,7 @@ class PipelinePolicy:
     """
 
     def __init__(self, pipe: Any, family: Family, options: ModelOptions = ModelOptions()) -> None:
-        found = type(pipe).__name__
-        require(found == family.pipeline, "pipeline", found, family.pipeline)
+        require(type(pipe).__name__ == family.pipeline, "pipeline", type(pipe).__name__, family.pipeline)
         self.pipe, self.family, self.options = pipe, family, options
         self._device = device_of(options.device)
         self.dtype = DTYPES[options.dtype]
@@ -60,8 +51,6 @@ class PipelinePolicy:
         self._scheduler = _own_scheduler(pipe)
         self.prompts = PromptCache(self._embed, self._device, options.prompt_cache, self.dtype)
         self._guidance = options.guidance_scale
-        self._one_call = options.guidance_gradient == "both"
-        self._guide = getattr(family, "guide", linear_guidance)
         self.adapters: Adapters | None = None
         self._copy: Any = None
         self._released = False
@@ -70,13 +59,14 @@ class PipelinePolicy:
 
     def _prepare_training(self) -> None:
         options = self.options
+        fits = options.tuning == "lora" or not options.frozen_adapters
+        require(fits, "frozen_adapters", options.frozen_adapters, "left out unless tuning is lora: make them part of the weights")
         if options.tuning == "lora":
             targets = options.lora_targets or self.family.lora_targets
             frozen = load_frozen_adapters(self.pipe, options.frozen_adapters)
-            name, size = options.adapter_name, (options.lora_rank, options.lora_alpha)
-            self.adapters = Adapters(self.transformer, *size, targets, options.seed, name, frozen)
-            if self.dtype != torch.float32:
-                self.adapters.cast_by_autocast()
+            self.adapters = Adapters(
+                self.transformer, options.lora_rank, options.lora_alpha, targets, options.seed, options.adapter_name, frozen
+            )
             if options.adapter:
                 self.adapters.load(Path(options.adapter), type(self.pipe))
         elif options.tuning == "full":
@@ -86,15 +76,13 @@ class PipelinePolicy:
             self.transformer.requires_grad_(True)
         self.checkpoint_gradients(options.gradient_checkpointing)
         if options.compile:
-            for network in (self.transformer, self._copy):
+            for network in filter(None, (self.transformer, self._copy)):
                 compile_blocks(network, options.compile)
 
     def checkpoint_gradients(self, on: bool) -> None:
         """Set whether the backward pass recomputes activations; the gradient is the same."""
-        if on:
-            self.transformer.enable_gradient_checkpointing()
-        elif self.transformer.is_gradient_checkpointing:
-            self.transformer.disable_gradient_checkpointing()
+        network = self.transformer
+        (network.enable_gradient_checkpointing if on else network.disable_gradient_checkpointing)()
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
@@ -165,24 +153,20 @@ class PipelinePolicy:
         if self._guidance == 1:
             return self._call(latent, timestep, prompt, keys)
         negative = condition.tensors["negative"]
-        if not self._one_call:
+        if self.options.guidance_gradient == "both":
+            both = self._call(torch.cat([latent] * 2), timestep.repeat(2), torch.cat([negative, prompt]), keys)
+            away, towards = both.chunk(2)
+        else:
             with torch.no_grad():
                 away = self._call(latent, timestep, negative, keys)
             towards = self._call(latent, timestep, prompt, keys)
-        else:
-            both = self._call(torch.cat([latent] * 2), timestep.repeat(2), torch.cat([negative, prompt]), keys)
-            away, towards = both.chunk(2)
-        return self._guide(away, towards, self._guidance)
+        return getattr(self.family, "guide", linear_guidance)(away, towards, self._guidance)
 
     def _call(self, latent: Tensor, timestep: Tensor, numbers: Tensor, keys: frozenset[int]) -> Tensor:
         rows = self.prompts.rows(numbers, keys)
-        with self._arithmetic():
-            return self.family.velocity(self._active, latent.to(self.dtype), timestep, rows, self._size).float()
-
-    def _arithmetic(self) -> AbstractContextManager[Any]:
-        """Autocast if the network is narrower than float32."""
         narrow = self.dtype != torch.float32
-        return torch.autocast(self._device.type, dtype=self.dtype) if narrow else nullcontext()
+        with torch.autocast(self._device.type, dtype=self.dtype) if narrow else nullcontext():
+            return self.family.velocity(self._active, latent.to(self.dtype), timestep, rows, self._size).float()
 
     @contextmanager
     def guided(self, guidance: float) -> Iterator[None]:
@@ -229,10 +213,8 @@ class PipelinePolicy:
     def frozen(self) -> Iterator[None]:
         """No gradients. The adapter is merged into the weights of a float32 network, but not of a narrower one: rounding W + BA
         would make the sampling policy different from the trained policy."""
-        merge: AbstractContextManager[None] = nullcontext()
-        if self.adapters is not None and self.dtype == torch.float32:
-            merge = self.adapters.merged()
-        with torch.no_grad(), merge:
+        merge = self.adapters is not None and self.dtype == torch.float32
+        with torch.no_grad(), cast(Adapters, self.adapters).merged() if merge else nullcontext():
             yield
 
     def save(self, folder: Path) -> None:
@@ -260,12 +242,10 @@ def _full_network(network: Any) -> Any:
     """`network`; if its weights are sharded, a copy in the main process's main memory, and None in the other processes."""
     if not is_sharded_network(network):
         return network
-    tensors = full_tensors(network.state_dict())
-    if not tensors:
-        return None
-    copied = type(network).from_config(network.config)
-    copied.load_state_dict(tensors)
-    return copied
+    if tensors := full_tensors(network.state_dict()):
+        network = type(network).from_config(network.config)
+        network.load_state_dict(tensors)
+    return network if tensors else None
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -290,11 +270,11 @@ def _own_scheduler(pipe: Any) -> Any:
     """
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-    found, config = pipe.scheduler, pipe.scheduler.config
-    if isinstance(found, FlowMatchEulerDiscreteScheduler):
+    kind, config = type(pipe.scheduler), pipe.scheduler.config
+    if issubclass(kind, FlowMatchEulerDiscreteScheduler):
         return FlowMatchEulerDiscreteScheduler.from_config(config)
     allowed = "FlowMatchEulerDiscreteScheduler, or one with flow sigmas and a flow_shift"
-    require(bool(config.get("use_flow_sigmas")) and "flow_shift" in config, "scheduler", type(found).__name__, allowed)
+    require(bool(config.get("use_flow_sigmas")) and "flow_shift" in config, "scheduler", kind.__name__, allowed)
     return FlowMatchEulerDiscreteScheduler(config["num_train_timesteps"], shift=config["flow_shift"])
 
 
@@ -307,7 +287,7 @@ def compile_blocks(network: Any, backend: str) -> None:
     """Compile in place every entry of the module lists at the top of `network`: a transformer's blocks.
 
     Args:
-        network: the transformer; None: nothing is compiled.
+        network: the transformer.
         backend: name of a backend of torch.compile.
 
     Raises:
@@ -315,10 +295,7 @@ def compile_blocks(network: Any, backend: str) -> None:
     """
     allowed = torch.compiler.list_backends(exclude_tags=())
     require(backend in allowed, "compile", backend, f"a backend of torch.compile ({', '.join(allowed)}), or empty for off")
-    if network is None:
-        return
-    limit = torch._dynamo.config
-    limit.recompile_limit = max(limit.recompile_limit, COMPILED_VERSIONS)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_VERSIONS)
     for block in _blocks(network):
         block.compile(backend=backend)
 
