@@ -124,20 +124,6 @@ class PolicyExtras(FlowPolicy, Protocol):
         """Within this context `guidance_scale` is `guidance`."""
         ...
 
-    @property
-    def blocks(self) -> int:
-        """Number of blocks of the network, for probes with a block cache."""
-        ...
-
-    def block_cache(self) -> AbstractContextManager[Callable[[bool], None]]:
-        """Within this context `switch`, which it yields, selects what calls of `velocity` compute.
-
-        After `switch(False)` they compute the first block only and add to its output what the other
-        blocks added in the last call after `switch(True)`, which had the same rows. It starts at
-        True.
-        """
-        ...
-
     def warm(self, prompts: Sequence[Prompt]) -> None:
         """Embed `prompts` now, up to the size of the cache.
 

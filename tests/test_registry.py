@@ -209,7 +209,6 @@ def test_probes_as_parts(tmp_path: Path) -> None:
         ("completion(fraction=0.0)", "Completion.fraction = 0.0 is not allowed; allowed: above 0, at most 1"),
         ("completion(control=mean)", "Completion.control = 'mean' is not allowed; allowed: one of tweedie, uniform"),
         ("completion(dtype=float8)", "Completion.dtype = 'float8' is not allowed; allowed: one of own, bfloat16"),
-        ("completion(cache=0)", r"Completion.cache = 0 is not allowed; allowed: 1 \(off\) or more"),
         ("completion(guidance=on)", "Completion.guidance = 'on' is not allowed; allowed: one of own, off"),
         ("tweedie(every=2)", "tweedie has no option every; allowed: none"),
         ("os:system", "os:system is not a probe; it needs a class derived from flowrl.probes.Probe"),
