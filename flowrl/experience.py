@@ -209,8 +209,8 @@ class Record:
         self.__dict__.update(fields, iteration=iteration)
 
     def __getattr__(self, name: str) -> Any:
-        declared = ", ".join(repr(field) for field in vars(self) if field != "iteration")
-        hint = f": the observer declares fields = ({declared}); add {name!r}" if name in FIELDS else ""
+        declared = tuple(field for field in vars(self) if field != "iteration")
+        hint = f": the observer declares fields = {declared}; add {name!r}" if name in FIELDS else ""
         raise AttributeError(f"the record has no {name}{hint}")
 
 
