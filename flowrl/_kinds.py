@@ -140,6 +140,16 @@ KINDS: dict[str, Kind] = {
         ("flowrl.protocols:Features",),
         "a method `__call__(images)` that returns [sample, feature]",
     ),
+    "observer": Kind(
+        "observer",
+        "flowrl.observers",
+        {
+            "budget": "flowrl.training.observers:Budget",
+            "stop-on-collapse": "flowrl.training.observers:StopOnCollapse",
+        },
+        ("flowrl.protocols:Observer",),
+        "an attribute `fields` and a method `observe(record)`",
+    ),
     "times": Kind(
         "distribution of training times",
         "flowrl.times",

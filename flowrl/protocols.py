@@ -11,7 +11,7 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from flowrl.experience import Credit, Decisions, Experience, ValueTable
+from flowrl.experience import Actions, Credit, Decisions, Experience, Record, ValueTable
 from flowrl.forward import ForwardLoss as ForwardLoss
 from flowrl.forward import TimeDraw as TimeDraw
 from flowrl.probes import Probe
@@ -40,6 +40,7 @@ __all__ = [
     "ForwardLoss",
     "GroupReward",
     "MultistepSolver",
+    "Observer",
     "PolicyExtras",
     "PolicyLoss",
     "RewardModel",
@@ -397,7 +398,10 @@ CreditRule = CreditAssigner | ExperienceCredit
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A part with memory across iterations (for example a running baseline); checkpoints contain its state."""
+    """A credit rule or an observer with memory across iterations (for example a running baseline).
+
+    Checkpoints contain its state.
+    """
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """The memory as named tensors."""
@@ -442,4 +446,33 @@ class PolicyLoss(Protocol):
 
     def loss(self, batch: LossBatch) -> LossResult:
         """The loss over one batch of transitions."""
+        ...
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Looks at every iteration of a run; it may add metrics, warn, keep a checkpoint, or stop the run.
+
+    Contract: it does not change the record. It is built and called in the main process only. An exception is a warning, once per
+    observer, unless the setting `strict` is true.
+
+    Credit rules, losses, rewards and samplers may have metrics of their own without an observer: an optional method `metrics()`
+    returns numbers by name. It is called in the main process after each iteration, and the numbers are called KIND/NAME in
+    metrics.jsonl, as in credit/baseline.
+    """
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """The fields of the record that it reads (`flowrl.experience.FIELDS`); only these are gathered."""
+        ...
+
+    def observe(self, record: Record) -> Actions | None:
+        """Look at an iteration after its update.
+
+        Args:
+            record: the iteration.
+
+        Returns:
+            Actions; None for none.
+        """
         ...

@@ -1,8 +1,8 @@
 """Parts by name: built-in parts, plug-ins, and classes in a user's file; `flowrl.specs` describes the notation.
 
 A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.probes``, ``flowrl.samplers``,
-``flowrl.windows``, ``flowrl.rewards``, ``flowrl.losses`` and ``flowrl.features``, each a class (or a function) that builds the
-part from keyword options.
+``flowrl.windows``, ``flowrl.rewards``, ``flowrl.losses``, ``flowrl.features`` and ``flowrl.observers``, each a class (or a
+function) that builds the part from keyword options.
 """
 
 import difflib
@@ -33,7 +33,7 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     """The part that a spec describes.
 
     Args:
-        kind: credit, probe, sampler, window, loss, reward or features.
+        kind: credit, probe, sampler, window, loss, reward, features or observer.
         spec: name, file or module of the part, with options (see `flowrl.specs`).
         **defaults: options for parts that have them, unless `spec` sets them.
 
@@ -107,7 +107,7 @@ def options_of(kind: str, name: str) -> dict[str, Any]:
     """The options of a part and their defaults (`inspect.Parameter.empty` if there is none).
 
     Args:
-        kind: credit, probe, sampler, window, loss, reward or features.
+        kind: credit, probe, sampler, window, loss, reward, features or observer.
         name: a name of `available`.
 
     Returns:
@@ -124,7 +124,7 @@ def summary_of(kind: str, name: str) -> str:
     """The first line of a part's documentation; the part is imported only if its source does not have it.
 
     Args:
-        kind: credit, probe, sampler, window, loss, reward or features.
+        kind: credit, probe, sampler, window, loss, reward, features or observer.
         name: a name of `available`.
 
     Returns:
@@ -166,7 +166,7 @@ def find_maker(kind: str, spec: Spec) -> Maker:
     """The class or function that builds the part; `build` calls it.
 
     Args:
-        kind: credit, probe, sampler, window, loss, reward or features.
+        kind: credit, probe, sampler, window, loss, reward, features or observer.
         spec: the parsed spec.
 
     Returns:
@@ -194,7 +194,7 @@ def files_of(kind: str, spec: Spec) -> list[Path]:
     """The files that define a part: its own, or that of a module's or a plug-in's class and the module's.
 
     Args:
-        kind: credit, probe, sampler, window, loss, reward or features.
+        kind: credit, probe, sampler, window, loss, reward, features or observer.
         spec: the parsed spec.
 
     Returns:

@@ -14,7 +14,7 @@ from flowrl.specs import Spec, parse_spec
 
 PARTS = {
     "credit": "credit", "sampler": "sampler", "window": "window", "loss": "loss", "reward": "reward", "heldout_rewards": "reward",
-    "diversity": "features",
+    "diversity": "features", "observe": "observer",
 }  # fmt: skip
 """The settings with specs of parts, and the kind of these parts."""
 OWN_PACKAGES = ("flowrl", "flowrl_bench", "flowrl_course")

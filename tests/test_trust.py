@@ -81,8 +81,8 @@ def write_hostile(finished: Path, folder: Path, setting: str, spec: str) -> Path
     """A copy of the comparison, with the setting in every settings file; a list of specs for a setting that is a list."""
     shutil.copytree(finished, folder)
     run = folder / "runs" / "flow-grpo-seed0"
-    value: Any = [spec] if setting == "heldout_rewards" else spec
-    group = {"reward": "environment"} | dict.fromkeys(("credit", "sampler", "loss", "window"), "algorithm")
+    value: Any = [spec] if setting in ("heldout_rewards", "observe") else spec
+    group = {"reward": "environment", "observe": "logging"} | dict.fromkeys(("credit", "sampler", "loss", "window"), "algorithm")
     group = group.get(setting, "evaluation")
     for path in (folder / "config.json", run / "config.json"):
         values = json.loads(path.read_text())

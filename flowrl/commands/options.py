@@ -79,7 +79,10 @@ LONGEST_NAME = 120
 """Characters of a run's name; settings that do not fit are counted."""
 NAMED = ("method", "task", "model", "seed")
 """Settings that every name has in its own way."""
-UNNAMED = ("credit", "world", "device", "tracker", "checkpoint_every", "keep_checkpoints", "prompt_cache", "decode_batch")
+UNNAMED = (
+    "credit", "world", "device", "tracker", "checkpoint_every", "keep_checkpoints", "prompt_cache", "decode_batch",
+    "observe", "save_experience", "strict",
+)  # fmt: skip
 """Settings that no name has: where and how a run computes rather than what."""
 
 

@@ -145,6 +145,8 @@ def check(config: RunConfig) -> None:
     if config.environment.reward:
         find_maker("reward", parse_spec(config.environment.reward, "reward"))
     make_heldout_metrics(config, world)
+    for spec in config.logging.observe:
+        find_maker("observer", parse_spec(spec, "observe"))
     if config.policy.base_weights:
         check_hash(Path(config.policy.base_weights))
 

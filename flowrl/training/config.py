@@ -239,7 +239,7 @@ class EvaluationConfig:
 
 @settings_group
 class LoggingConfig:
-    """Trackers and checkpoints."""
+    """Trackers, checkpoints, observers and recorded data."""
 
     tracker: Literal["auto", "none", "tensorboard", "wandb", "trackio"] = "auto"
     """none, tensorboard, wandb or trackio; auto is tensorboard for `model` if it is installed, and none otherwise."""
@@ -247,6 +247,14 @@ class LoggingConfig:
     """Iterations between checkpoints; one is always written at the end and on Ctrl-C."""
     keep_checkpoints: Count = 1
     """Number of newest checkpoints to keep; an older one is deleted when the newer is complete."""
+    observe: tuple[str, ...] = ()
+    """Observers, called after every iteration: stop-on-collapse(drop=0.3), budget(nfe=100000), a plug-in or
+    path/to/file.py:Class."""
+    save_experience: Whole = 0
+    """Iterations between tables of prompts, rewards, advantages and weights per sample in the run's folder experience/; 0 = no
+    tables."""
+    strict: bool = False
+    """End the run if an observer raises an exception, instead of printing a warning."""
 
 
 @settings_group
