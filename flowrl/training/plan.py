@@ -15,13 +15,12 @@ from flowrl.flow import uniform_schedule
 from flowrl.forward import guidance_passes
 from flowrl.methods import Method
 from flowrl.policies import Memory, Size, architecture_of, count_memory
-from flowrl.policies.small_sd3 import SmallSD3Config
 from flowrl.probes import Cost, Probe, Shape, whole
 from flowrl.protocols import ForwardLoss
 from flowrl.rollout.loss_batch import Rows, minibatch_rows, weighted_rows
 from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.rollout.weights import transition_weights
-from flowrl.training.build import first_trained_steps, make_method, method_text, trial_stds
+from flowrl.training.build import first_trained_steps, make_method, make_world, method_text, trial_stds
 from flowrl.training.config import RunConfig
 from flowrl.training.trainer import loss_guidance
 from flowrl.tree import Tree, plain_tree
@@ -217,7 +216,7 @@ def _blocks(config: RunConfig) -> int | None:
     if config.policy.model:
         known = architecture_of(config.policy.model)
         return known and sum(known.config.get(name, 0) for name in ("num_layers", "num_single_layers"))
-    return SmallSD3Config.layers if config.environment.world == "shapes" else None
+    return getattr(make_world(config), "blocks", None)
 
 
 def plan_text(found: Plan, config: RunConfig, origins: Mapping[str, str] = MappingProxyType({})) -> str:

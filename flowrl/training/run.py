@@ -16,12 +16,12 @@ from flowrl.distributed import Distributed, full_tensors
 from flowrl.errors import CheckpointError, ConfigError, part_errors
 from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
 from flowrl.plugins import versions
-from flowrl.protocols import FlowPolicy, extras
+from flowrl.protocols import FlowPolicy, World, extras
 from flowrl.reading import as_kind, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.settings import settings_text
 from flowrl.training import logging as lines
-from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
+from flowrl.training.build import make_reward, make_world, policy_options, trainer_in
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
@@ -34,7 +34,6 @@ from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.results import MetricsRow, has_progress, holds
 from flowrl.training.trainer import Trainer
 from flowrl.trust import check_code, record_code
-from flowrl.worlds.base import World
 
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
 Report = Callable[[dict[str, Any]], None]
@@ -64,6 +63,7 @@ class Run:
         shared: a folder in which the runs of a comparison store the evaluation of the untrained model, which is the same for all.
         distributed: the processes.
         changed_code: continue although the files of the run's own parts have changed since it was started.
+        world: a world, as an object, that replaces that of the settings; to resume such a run it is needed again.
     """
 
     config: RunConfig
@@ -73,7 +73,12 @@ class Run:
     shared: Path | None = None
     distributed: Distributed = Distributed()
     changed_code: bool = False
+    world: World | None = None
     _heldout: HeldoutMetrics | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.world is not None:
+            self.config = self.config.replace(world=self.world)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`, whose successors are then
@@ -112,7 +117,7 @@ class Run:
             self.config = self._with_found_batches()
         world = make_world(self.config)
         self._heldout = make_heldout_metrics(self.config, world)
-        trainer = make_trainer(self.config, self.distributed, world)
+        trainer = trainer_in(world, self.config, self.distributed)
         found, self.config, policy = trainer.config != self.config, trainer.config, trainer.policy
         trainer.on_phase = lambda phase: self._tell({"phase": phase})
         rows = self._restore(trainer, start) if resume else []

@@ -34,7 +34,7 @@ from flowrl.training.evaluation import evaluate
 from flowrl.training.heldout import make_heldout_metrics
 from flowrl.training.monitors import limits_of, notices
 from flowrl.types import Prompt
-from flowrl.worlds.base import model_world
+from flowrl.worlds.base import ModelWorld
 
 NAN = float("nan")
 PROMPTS = [Prompt(f"towards {angle} degrees", {"angle": float(angle)}) for angle in (0, 90, 180)]
@@ -240,7 +240,7 @@ def test_a_training_reward_whose_mean_cannot_rise_is_no_collapse():
 def test_the_world_of_a_model_evaluates_by_single_samples(tmp_path):
     (tmp_path / "prompts.txt").write_text("a fox\n")
     options = type("Options", (), {"device": "cpu"})()
-    world = model_world("model", str(tmp_path / "prompts.txt"), "", "win-rate(reward='jpeg-compressibility')", options)
+    world = ModelWorld("model", str(tmp_path / "prompts.txt"), "", "win-rate(reward='jpeg-compressibility')", options)
     assert type(world.reward("reward")).__name__ == "JPEGCompressibility"
 
 
