@@ -123,7 +123,7 @@ def _require_maker(kind: str, head: str, maker: Any) -> None:
         if all(has(name) for name in _members(protocol, (types.FunctionType,))):
             return
     entry = KINDS[kind]
-    how = _lacking(kind, has) if bodies else ", as a class, or as a function annotated to return one"
+    how = (_lacking(kind, has) if bodies else "") or ", as a class, or as a function annotated to return one"
     raise ConfigError(f"{kind}: {head} is not a {entry.noun}; it needs {entry.needs}{how}")
 
 
