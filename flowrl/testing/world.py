@@ -80,11 +80,49 @@ def gives_prompts(case: Case) -> str | None:
             call = f"prompts({task!r}, {part!r})"
             first, second = twice(lambda task=task, part=part: list(case.world.prompts(task, part)))
             expect(len(first) > 0, f"{call} is empty")
-            other = [prompt for prompt in first if not isinstance(prompt, Prompt)]
-            expect(not other, f"{call} has a {type(other[0]).__name__ if other else ''}, not a flowrl.Prompt")
+            other = [type(prompt).__name__ for prompt in first if not isinstance(prompt, Prompt)]
+            expect(not other, f"{call} has a {''.join(other[:1])}, not a flowrl.Prompt")
             texts = [prompt.text for prompt in first]
             hint = "has other prompts, or another order. Shuffle with a generator of its own and a fixed seed."
             expect(texts == [prompt.text for prompt in second], f"a second call of {call} {hint}")
+            found[part] = set(texts)
+        shared += len(found["train"] & found["heldout"])
+    return f"{shared} held-out prompts are trained on: evaluations then do not measure generalisation" if shared else None
+
+
+@promise("parse gives a prompt with the same words, which the rewards score like the prompt of the task")
+def parses_its_prompts(case: Case) -> None:
+    for task in case.world.tasks:
+        images, prompts = case.samples(task)
+        parsed = [case.world.parse(prompt.text) for prompt in prompts]
+        for prompt, again in zip(prompts, parsed, strict=True):
+            found = again.text if isinstance(again, Prompt) else type(again).__name__
+            expect(isinstance(again, Prompt) and again.text == prompt.text, f"parse({prompt.text!r}) gave {found!r}")
+        for form in case.world.forms:
+            model, everyone = case.world.reward(form), range(len(prompts))
+            hint = "Does the reward read metadata that only prompts(...) fills? Then parse must fill it, too."
+            got, expected = model.score(images, parsed), model.score(images, prompts)
+            reward.close(got, expected, everyone, f"by the form {form!r} with parsed prompts", hint)
+
+
+@promise("policy gives a policy on the asked device, whose latents have `elements` numbers", basic=True)
+def makes_a_policy(case: Case) -> None:
+    model = case.policy()
+    expect(isinstance(model, FlowPolicy), f"policy(options) is a {type(model).__name__}, which lacks members of a FlowPolicy")
+    expect(model.device.type == "cpu", f"with options.device 'cpu' the policy is on {model.device}. Use options.device.")
+    shape, wanted = tuple(model.latent_shape), case.world.elements
+    count = math.prod(shape)
+    expect(wanted in (0, count), f"elements is {wanted}, but a latent of shape {shape} has {count} numbers")
+
+
+@promise("two policies of the same options are equal, to the last bit, and share nothing that is trained", basic=True)
+def makes_equal_policies(case: Case) -> None:
+    first, second = (dict(model.trainable()) for model in twice(case.policy))
+    expect(list(first) == list(second), "trainable() names other parameters in a second policy")
+    places = {parameter.data_ptr() for parameter in first.values()}
+    shared = [name for name, parameter in second.items() if parameter.data_ptr() in places]
+    hint = "Make the network, or a copy of it, within policy(): training one run would change the next one's start."
+    expect(not shared, f"a second policy has the same parameters: {', '.join(shared[:3])}. {hint}")
     other = [name for name in first if not torch.equal(first[name], second[name])]
     hint = "Draw initial values with options.seed, as in torch.random.fork_rng() and torch.manual_seed(options.seed)."
     expect(not other, f"a second policy has other values of {', '.join(other[:3])}. {hint}")
