@@ -1,5 +1,6 @@
 """The promises of a world."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

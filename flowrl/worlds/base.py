@@ -182,8 +182,9 @@ def world(named: str | World) -> World:
         check_part("world", named)
         return _checked(named)
     file = parse_spec(named, "world").file
-    known = file is not None and file.is_file()
-    return _built(named, file.resolve() if known else None, file.stat().st_mtime_ns if known else 0)
+    if file is None or not file.is_file():
+        return _built(named, None, 0)
+    return _built(named, file.resolve(), file.stat().st_mtime_ns)
 
 
 @cache
