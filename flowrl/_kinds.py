@@ -163,4 +163,15 @@ KINDS: dict[str, Kind] = {
         ("flowrl.forward:TimeDraw",),
         "methods `draws(schedule)` and `draw(schedule, samples, generator)`",
     ),
+    "world": Kind(
+        "world",
+        "flowrl.worlds",
+        {
+            "shapes": "flowrl.worlds.base:ShapesWorld",
+            "mixture": "flowrl.worlds.base:MixtureWorld",
+        },
+        ("flowrl.protocols:World",),
+        "attributes `name`, `tasks`, `forms` and `elements` and methods `prompts(task, part)`, `parse(text)`, `reward(form)` and "
+        "`policy(options)`",
+    ),
 }

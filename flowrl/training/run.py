@@ -16,12 +16,12 @@ from flowrl.distributed import Distributed, full_tensors
 from flowrl.errors import CheckpointError, ConfigError, part_errors
 from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
 from flowrl.plugins import versions
-from flowrl.protocols import FlowPolicy, Observer, extras
+from flowrl.protocols import FlowPolicy, Observer, World, extras
 from flowrl.reading import as_kind, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.settings import settings_text
 from flowrl.training import logging as lines
-from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
+from flowrl.training.build import make_reward, make_world, policy_options, trainer_in
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
@@ -35,7 +35,6 @@ from flowrl.training.observers import Observers
 from flowrl.training.results import MetricsRow, has_progress, holds
 from flowrl.training.trainer import Trainer
 from flowrl.trust import check_code, record_code
-from flowrl.worlds.base import World
 
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
 Report = Callable[[dict[str, Any]], None]
@@ -68,6 +67,7 @@ class Run:
         distributed: the processes.
         changed_code: continue although the files of the run's own parts have changed since it was started.
         observers: observers besides those of the setting `observe`; give them again when the run is resumed.
+        world: a world, as an object, that replaces that of the settings; to resume such a run it is needed again.
     """
 
     config: RunConfig
@@ -78,8 +78,13 @@ class Run:
     distributed: Distributed = Distributed()
     changed_code: bool = False
     observers: Sequence[Observer] = ()
+    world: World | None = None
     _heldout: HeldoutMetrics | None = field(default=None, init=False, repr=False)
     _stopped: str = field(default="", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.world is not None:
+            self.config = self.config.replace(world=self.world)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`, whose successors are then
@@ -119,7 +124,7 @@ class Run:
         observers = Observers(self.config, self.folder, self.observers, self.distributed)
         world = make_world(self.config)
         self._heldout = make_heldout_metrics(self.config, world)
-        trainer = make_trainer(self.config, self.distributed, world)
+        trainer = trainer_in(world, self.config, self.distributed)
         found, self.config, policy = trainer.config != self.config, trainer.config, trainer.policy
         trainer.on_phase, trainer.recorded = lambda phase: self._tell({"phase": phase}), observers.recorded
         rows = self._restore(trainer, observers, start) if resume else []
