@@ -52,7 +52,7 @@ class ComputingOptions:
     """Latents per network call and images decoded at a time."""
     device: str = ""
     """cpu or cuda [default: cuda for a model if there is a GPU]."""
-    dtype: str = ""
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """float32, bfloat16 or float16 [default: the run's, else bfloat16 on cuda and float32 on the CPU]."""
 
 
