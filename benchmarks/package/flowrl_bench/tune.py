@@ -110,7 +110,7 @@ class Search:
     def config(self, trial: Trial) -> Any:
         """The settings of a run of the search."""
         point, seed = trial
-        return self.arm.run(self.world, self.values(point), **SHORT[self.world], seed=seed)
+        return self.arm.run(self.world, self.values(point), **SHORT.get(self.world, {}), seed=seed)
 
     def values(self, point: Point) -> dict[str, float]:
         """The knobs' values at a point."""
