@@ -69,35 +69,34 @@ class Knob:
 
 
 def settings_of(world: str) -> dict[str, Any]:
-    """The settings that all runs in a world share: of `WORLDS`, of ``model(model=PATH, prompts=FILE, ...)``, or of a user's world by
-    its spec."""
+    """The settings that all runs in a world share: of `WORLDS`, of a user's world by its spec, or of a model, which is written as
+    ``model(model=PATH, prompts=FILE, ...)``."""
     if world in WORLDS:
         return WORLDS[world]
     spec = parse_spec(world, "world")
     return dict(spec.options) if spec.name == "model" else {"world": world}
 
 
+def short_name(world: str) -> str:
+    """A world on a line of text: a model without its settings."""
+    return f"model {settings_of(world)['model']}" if world.startswith("model(") else world
+
+
 def world_label(world: str) -> str:
     """A world in words."""
-    if world in WORLD_NAMES:
-        return WORLD_NAMES[world]
-    settings = settings_of(world)
-    return f"model {settings['model']}" if "model" in settings else f"world {world.rpartition('/')[2]}"
-
-
-WORLD_NAMES = {"mixture": "2-D world", "shapes": "image world"}
+    known = {"mixture": "2-D world", "shapes": "image world"}
+    return known.get(world) or (short_name(world) if world.startswith("model(") else f"world {world.rpartition('/')[2]}")
 
 
 def chosen_worlds(world: str, model: str = "", prompts: str = "", reward: str = "", settings: str = "") -> list[str]:
-    """The worlds that options name: those of `WORLDS` for "all", one of them, a user's by its spec, or a model with its prompts, its
-    reward and further `settings` as ``option=value, ...``. Raises `ConfigError` for a world or settings that do not exist."""
+    """The worlds that options name: those of `WORLDS` for "all", one of them, a user's by its spec, or a model with its prompts,
+    its reward and further `settings` as ``option=value, ...``. Raises `ConfigError` for a world or settings that do not exist."""
     if model:
         given = {"model": model, "prompts": prompts, "reward": reward, **parse_options(settings, "set")}
         world = f"model({', '.join(f'{name}={value!r}' for name, value in given.items() if value != '')})"
     else:
-        require(
-            not (prompts or reward or settings), "prompts, reward, set", prompts or reward or settings, "given with --model only"
-        )
+        alone = prompts or reward or settings
+        require(not alone, "prompts, reward, set", alone, "given with --model only")
     if world == "all":
         return list(WORLDS)
     if world not in WORLDS:
@@ -106,7 +105,7 @@ def chosen_worlds(world: str, model: str = "", prompts: str = "", reward: str = 
 
 
 def _own_clip(run: RunConfig) -> float:
-    return float(make_loss(run).clip_range)
+    return float(getattr(make_loss(run), "clip_range", 0.0))
 
 
 def _own_rate(run: RunConfig) -> float:

@@ -133,7 +133,7 @@ class Tune:
 
     def main(self) -> int:
         """Search, print and save the choices."""
-        from flowrl_bench.arms import ARMS, chosen_worlds, in_world, named_arm, world_label
+        from flowrl_bench.arms import ARMS, chosen_worlds, in_world, named_arm, short_name
         from flowrl_bench.tune import Search, choices, save, tune
 
         worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
@@ -143,10 +143,8 @@ class Tune:
 
         def progress(line: Mapping[str, Any], done: int) -> None:
             values = ", ".join(f"{name} {value:g}" for name, value in line["values"].items())
-            print(
-                f"{done}/{total} {world_label(line['world']) if '(' in line['world'] else line['world']}, {line['arm']}, {values}, seed {line['seed']}: {line['score']:.3f}",
-                flush=True,
-            )
+            place = f"{done}/{total} {short_name(line['world'])}, {line['arm']}"
+            print(f"{place}, {values}, seed {line['seed']}: {line['score']:.3f}", flush=True)
 
         command = shlex.join(["flowrl", *sys.argv[1:]])
         finished = self.show or tune(searches, self.out, command, self.workers, progress)
@@ -170,8 +168,8 @@ class Rule:
     quick: bool = False
     """Fewer runs of the search and fewer seeds; in the image world no search, and uniform credit as the only baseline."""
     world: str = "all"
-    """mixture (two dimensions), shapes (images), all (both), or a world of yours: path/to/file.py:Class or a plug-in. In yours, the
-    baselines are tuned, too."""
+    """mixture (two dimensions), shapes (images), all (both), or a world of yours: path/to/file.py:Class or a plug-in. In yours
+    the baselines are tuned, too."""
     model: str = ""
     """A diffusers model instead of a world: its folder, with `prompts` and `reward`."""
     prompts: str = ""

@@ -209,7 +209,7 @@ def _spelled(config: RunConfig) -> dict[str, Any]:
 
 
 def own_files(config: RunConfig) -> list[Path]:
-    """The files with the run's world, rule, reward, sampler and loss, and with the parts of these, unless the code's digest has them.
+    """The files with the run's world, rule, reward, sampler and loss, and their parts, unless the code's digest has them.
 
     For `path/to/file.py:Class` that file; for `package.module:Class` and a plug-in's name the file that defines the class, and
     the module's own. Not covered: what these files import or read, and classes without Python source.

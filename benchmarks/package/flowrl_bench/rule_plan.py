@@ -56,8 +56,8 @@ class Part:
     def arms(
         self, rule: Arm, values: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]] = MappingProxyType({})
     ) -> dict[str, list[RunConfig]]:
-        """The runs of the baselines, at the settings found for them or those in `baselines`, and of the rule at `values`, a list over
-        seeds each, by the arm's name."""
+        """The runs of the baselines, at the settings in `baselines` or those found for them before, and of the rule at `values`, a
+        list over seeds each, by the arm's name."""
         at_baselines = {name: (ARMS[name], baselines.get(name) or tuned(self.world, name)) for name in self.baselines}
         chosen = {**at_baselines, rule.name: (rule, values)}
         return {
@@ -145,8 +145,8 @@ def makespan(jobs: Sequence[float], workers: int) -> float:
 
 @dataclass
 class Clock:
-    """Expected remaining time. `searches`: expected seconds of the missing runs of each search, by its key; `results`: those of the
-    other runs, in order. Searches come first; the runs of one search follow each other on one worker.
+    """Expected remaining time. `searches`: expected seconds of the missing runs of each search, by its key; `results`: those of
+    the other runs, in order. Searches come first; the runs of one search follow each other on one worker.
 
     After a part of the work, what is left is expected to take as much longer than planned as the finished part did.
     """
