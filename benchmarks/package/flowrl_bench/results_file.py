@@ -6,7 +6,7 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -124,6 +124,8 @@ class ResultsFile:
     trust: bool = False
     rule: str = ""
     """A credit rule that the user has named: lines may contain it. With `trust` they may contain any code."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings that the user has named."""
 
     def read(self, allowed: Mapping[str, Any] | None = None, any_code: bool = False) -> dict[str, dict[str, Any]]:
         """Lines by id. Raises `ConfigError` for lines of code with other numbers (by the golden run), of settings outside
@@ -152,7 +154,8 @@ class ResultsFile:
     def settings(self, line: Mapping[str, Any]) -> RunConfig:
         """The settings of a line. Raises `ConfigError` for those that do not exist, and for code that is not trusted."""
         config = RunConfig.from_dict(line["config"], trust=True)
-        trusted(without_rules(config, self.rule), self.path, self.trust)
+        named = without_rules(config, self.rule)
+        trusted({name: value for name, value in named.items() if self.given.get(name) != value}, self.path, self.trust)
         return config
 
     def _require_settings(self, line: Mapping[str, Any], where: str, allowed: Mapping[str, Any] | None) -> None:
