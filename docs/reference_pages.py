@@ -37,7 +37,7 @@ DETECTION = ("detection", "turn_probability", "likely_turns", "clear_swings", "l
 LOSS = ("values", "weights", "loss_batch", "forward_batch")
 SAMPLING = ("sampling", "solvers", "EVALUATION_SEED", "SOLVERS")
 COMBINED = ("combine", "diversity", "contract")
-CHECKS = ("evaluation", "heldout", "monitors", "nonfinite", "memory")
+CHECKS = ("evaluation", "heldout", "monitors", "observers", "nonfinite", "memory")
 HELPERS = ("io", "workers", "signals", "imports", "transfer")
 PAGES = (
     Page("types", "Data types: prompts, trajectories, batches", ("types", "prompt")),
@@ -75,7 +75,7 @@ PAGES = (
     Page("training-policy", "Settings of the model: PolicyConfig", ("training",), ("PolicyConfig",)),
     Page("training-runs", "Runs, presets, plans and comparisons", ("training",), ("build", "run", "presets", "plan", "compare")),
     Page("training-files", "Checkpoints, results, logs", ("training",), ("checkpoint", "results", "format", "logging", "card")),
-    Page("training-checks", "Evaluation, warnings, non-finite values", ("training",), CHECKS),
+    Page("training-checks", "Evaluation, warnings, observers, non-finite values", ("training",), CHECKS),
     Page("diagnostics", "Diagnostics: comparison of weights, statistics", ("diagnostics",)),
     Page("testing", "Contract tests", ("testing",)),
     Page("plots", "Figures and reports", ("plots",)),

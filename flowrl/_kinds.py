@@ -140,6 +140,16 @@ KINDS: dict[str, Kind] = {
         ("flowrl.protocols:Features",),
         "a method `__call__(images)` that returns [sample, feature]",
     ),
+    "observer": Kind(
+        "observer",
+        "flowrl.observers",
+        {
+            "budget": "flowrl.training.observers:Budget",
+            "stop-on-collapse": "flowrl.training.observers:StopOnCollapse",
+        },
+        ("flowrl.protocols:Observer",),
+        "an attribute `fields` and a method `observe(record)`",
+    ),
     "times": Kind(
         "distribution of training times",
         "flowrl.times",
@@ -152,5 +162,16 @@ KINDS: dict[str, Kind] = {
         },
         ("flowrl.forward:TimeDraw",),
         "methods `draws(schedule)` and `draw(schedule, samples, generator)`",
+    ),
+    "world": Kind(
+        "world",
+        "flowrl.worlds",
+        {
+            "shapes": "flowrl.worlds.base:ShapesWorld",
+            "mixture": "flowrl.worlds.base:MixtureWorld",
+        },
+        ("flowrl.protocols:World",),
+        "attributes `name`, `tasks`, `forms` and `elements` and methods `prompts(task, part)`, `parse(text)`, `reward(form)` and "
+        "`policy(options)`",
     ),
 }

@@ -70,7 +70,7 @@ class Display:
         """Print what is compared and where the results go."""
         run = self.config.run
         self.say(
-            f"Comparing {', '.join(self.config.names())} on {run.environment.world}/{run.environment.task} "
+            f"Comparing {', '.join(self.config.names())} on {run.policy.model or run.environment.subject} "
             f"({run.environment.reward_form} reward), "
             f"seeds {', '.join(map(str, self.config.seeds))}: "
             f"{run.iterations} iterations of {run.rollout.groups} x {run.rollout.group_size} samples"

@@ -5,7 +5,7 @@ import platform
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,20 @@ from flowrl.io import folder_lock, new_folder, write_json
 from flowrl.methods import METHODS
 from flowrl.plugins import versions
 from flowrl.probes import NoProbe
+from flowrl.protocols import World
 from flowrl.reading import as_kind, load_document, reading
 from flowrl.registry import build
 from flowrl.specs import identity
-from flowrl.training.build import check, make_method, method_parts
+from flowrl.training.build import check, make_method, make_world, method_parts
 from flowrl.training.config import RunConfig
 from flowrl.training.format import FORMAT, FORWARD, OLDER, OWN_WORDS, check_format, current
 from flowrl.training.results import has_progress, holds, run_folder
 from flowrl.training.run import Run
-from flowrl.trust import trust_option, trusted
+from flowrl.trust import code_of, trust_option, trusted
 from flowrl.workers import Worker, run_jobs, usable_cores
 
 LONGEST = 200
 """Bytes in the name of a run's folder; file systems allow 255."""
-IMPORTS = {"shapes": ("diffusers.models.transformers.transformer_sd3", "peft")}
-"""Modules that a world's policy imports when it is built."""
 PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 
 
@@ -190,6 +189,7 @@ def compare(
     workers: int = 0,
     watch: Watcher | None = None,
     changed_code: bool = False,
+    world: World | None = None,
 ) -> bool:
     """Run all jobs in `out`/runs, resumable.
 
@@ -202,6 +202,7 @@ def compare(
         workers: number of processes; 0: one per core, at most 16.
         watch: called with the states of all jobs.
         changed_code: as for `Run`.
+        world: as for `Run`; the processes get copies.
 
     Returns:
         Whether all runs are finished; False if Ctrl-C paused them. `resume` then continues with the same results.
@@ -214,6 +215,8 @@ def compare(
     def started() -> bool:
         return any(map(has_progress, out.glob("runs/*")))
 
+    if world is not None:
+        config = replace(config, run=config.run.replace(world=world))
     if not resume:
         require_free(out)
     with folder_lock(out) if resume else new_folder(out, "comparison", lambda folder: holds(folder, "methods"), started):
@@ -247,13 +250,13 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
         received=received,
         watch=lambda: watch(states) if watch else None,
         describe=lambda name: f"the run {_label(jobs[name])}",
-        preload=("flowrl.training.compare", *IMPORTS.get(config.run.environment.world, ())) if on_cpu else (),
+        preload=("flowrl.training.compare", *getattr(make_world(config.run), "imports", ())) if on_cpu else (),
     )
     failed = {name: text for name, text in ended.items() if isinstance(text, str)}
     if failed and completed:
         name, text = next(iter(failed.items()))
         words = "".join({trust_option(jobs[one].flat()) for one in failed})
-        words += " --changed-code" if any(jobs[one].algorithm.credit for one in failed) else ""
+        words += " --changed-code" if any(code_of(jobs[one].flat()) for one in failed) else ""
         raise PartError(
             f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {_label(jobs[name])}: {text}. Correct the "
             f"cause, then run the missing ones with: flowrl compare --resume {shlex.quote(str(out))}{words}"

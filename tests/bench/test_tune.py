@@ -74,12 +74,12 @@ class TestArms:
         config = arm.run("mixture", arm.values("mixture", {"clip": 1}))
         assert config.algorithm.loss == "awm(clip=3, kl_weight=0.001)"
 
-    def test_larger_groups_cost_what_gains_cost(self) -> None:
+    def test_larger_groups_cost_what_turning_points_cost(self) -> None:
         """Sampling and update of an iteration in network evaluations, to within 2 percent."""
         from flowrl_bench.measurements import measure
 
         totals = []
-        for name in ("stepwise gains", "uniform, larger groups"):
+        for name in ("turning points", "uniform, larger groups"):
             found = measure(ARMS[name].run("mixture", ARMS[name].values("mixture", {}), iterations=1, eval_samples=18))
             assert found is not None
             totals.append(found["totals"]["nfe"] + found["totals"]["train_nfe"])

@@ -212,6 +212,16 @@ def test_training_leaves_them_out_and_counts_them():
     assert found.image_scores.isnan().sum() == 2
 
 
+def test_groups_with_one_valid_sample_are_not_trained():
+    """Every third of 6 samples in groups of 2 is invalid: only the third group is left, with its penalty."""
+    config = preset("tiny").apply(world="mixture", groups=3, group_size=2, kl_weight=0.1)
+    world = make_world(config)
+    prompts, reward = world.prompts(config.environment.task, "train"), Unsure(make_reward(config))
+    row = Trainer(world.policy(policy_options(config)), make_method(config), reward, prompts, config).iteration()
+    stochastic = int((trial_stds(config) > 0).sum())
+    assert (row["invalid"], row["train_nfe"]) == (2, 2 * stochastic * 2)
+
+
 def test_without_marks_nothing_changes():
     def run(wrapped):
         config = preset("tiny").apply(world="mixture", groups=2, group_size=4)
@@ -262,6 +272,11 @@ def test_a_batch_without_any_advantage_changes_nothing():
     assert (row["dropped"], row["train_nfe"], row["abs_advantage"]) == (8, 0, 0.0) and "loss" not in row
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True)) and not trainer.optimizer.state
     assert [notice.kind for notice in notices([row, again], Limits())] == ["no-update"]
+
+
+def test_invalid_samples_are_not_counted_as_dropped():
+    row, _ = dropping(True, lambda prompts: Unsure(equal_for_one(prompts)))
+    assert (row["invalid"], row["dropped"]) == (3, 3)  # of the second group's samples three are valid
 
 
 def test_one_trained_decision_with_an_advantage_is_enough():

@@ -88,7 +88,7 @@ class Claims:
         if finished and (self.look or not self.judge):
             observed = {key: config for key, config in needed_samples(chosen, seeds).items() if key in lines}
             finished = complete_samples(samples, observed, self.workers, _counter("samples"))
-        lines = joined(lines, samples.read())
+        lines = joined(lines, samples.read(any_code=self.judge))
         judged = judge_all(CLAIMS, lines)
         defaults = ResultsFile(default_lines(self.out)).read(any_code=True)
         inputs = Inputs(judged, lines, self.out, defaults, read_calibration(self.out))
