@@ -119,12 +119,12 @@ def check_arms(run: RunConfig, arms: Arms, seeds: Sequence[int]) -> None:
         other = folders.setdefault(folder, name)
         require(other is name, "arm", name, f"a name whose folder is not that of {other!r}, {folder}")
         with of_arm(name):
-            other = known.setdefault(_meaning(config), name)
+            other = known.setdefault(meaning(config), name)
         require(other is name, "arm", name, f"settings that differ from those of {other!r}")
     _check_evaluation({name: config.flat() for name, config in runs.items()})
 
 
-def _meaning(config: RunConfig) -> str:
+def meaning(config: RunConfig) -> str:
     """A text that runs with equal settings share: other spellings of a part, and the label of a credit rule, do not count."""
     settings = config.flat()
     for name in PARTS:

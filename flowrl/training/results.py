@@ -109,13 +109,16 @@ class Comparison:
     @property
     def shared(self) -> dict[str, Any]:
         """The settings of all runs, in their groups, without `differences`."""
-        config = next((run.config for run in self.runs if run.config), self.config["run"])
-        differ = next(iter(self.differences.values()), {})
-        groups = {name: value for name, value in config.items() if name not in ("seed", "format", *differ)}
-        return {
-            group: {name: value for name, value in values.items() if name not in differ} if isinstance(values, dict) else values
-            for group, values in groups.items()
-        }
+        known, differ = self.runs[0].settings if self.runs else {}, next(iter(self.differences.values()), {})
+
+        def common(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {
+                name: common(value) if isinstance(value, dict) else known.get(name, value)
+                for name, value in values.items()
+                if name not in differ
+            }
+
+        return common(self.config["run"])
 
     @property
     def metric(self) -> tuple[str, ...]:
