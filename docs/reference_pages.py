@@ -36,9 +36,9 @@ BASELINES = ("moving_average", "value_tracker", "gdpo", "weighted")
 DETECTION = ("detection", "turn_probability", "likely_turns", "clear_swings", "large_aggregates")
 LOSS = ("values", "weights", "loss_batch", "forward_batch")
 SAMPLING = ("sampling", "solvers", "EVALUATION_SEED", "SOLVERS")
-COMBINED = ("combine", "groups", "diversity", "contract")
-CHECKS = ("evaluation", "heldout", "monitors", "nonfinite", "memory")
-HELPERS = ("io", "workers", "signals", "imports", "text", "transfer")
+COMBINED = ("combine", "diversity", "contract")
+CHECKS = ("evaluation", "heldout", "monitors", "observers", "nonfinite", "memory")
+HELPERS = ("io", "workers", "signals", "imports", "transfer")
 PAGES = (
     Page("types", "Data types: prompts, trajectories, batches", ("types", "prompt")),
     Page("experience", "Decisions, the record of an iteration, credit", ("experience",)),
@@ -75,7 +75,7 @@ PAGES = (
     Page("training-policy", "Settings of the model: PolicyConfig", ("training",), ("PolicyConfig",)),
     Page("training-runs", "Runs, presets, plans and comparisons", ("training",), ("build", "run", "presets", "plan", "compare")),
     Page("training-files", "Checkpoints, results, logs", ("training",), ("checkpoint", "results", "format", "logging", "card")),
-    Page("training-checks", "Evaluation, warnings, non-finite values", ("training",), CHECKS),
+    Page("training-checks", "Evaluation, warnings, observers, non-finite values", ("training",), CHECKS),
     Page("diagnostics", "Diagnostics: comparison of weights, statistics", ("diagnostics",)),
     Page("testing", "Contract tests", ("testing",)),
     Page("plots", "Figures and reports", ("plots",)),

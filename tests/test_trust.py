@@ -81,8 +81,9 @@ def write_hostile(finished: Path, folder: Path, setting: str, spec: str) -> Path
     """A copy of the comparison, with the setting in every settings file; a list of specs for a setting that is a list."""
     shutil.copytree(finished, folder)
     run = folder / "runs" / "flow-grpo-seed0"
-    value: Any = [spec] if setting == "heldout_rewards" else spec
-    group = {"reward": "environment"} | dict.fromkeys(("credit", "sampler", "loss", "window"), "algorithm")
+    value: Any = [spec] if setting in ("heldout_rewards", "observe") else spec
+    group = dict.fromkeys(("reward", "world"), "environment") | {"observe": "logging"}
+    group |= dict.fromkeys(("credit", "sampler", "loss", "window"), "algorithm")
     group = group.get(setting, "evaluation")
     for path in (folder / "config.json", run / "config.json"):
         values = json.loads(path.read_text())
@@ -363,7 +364,8 @@ def test_nothing_is_called_that_is_not_a_part(kind: str, spec: str, tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"is not a .*; it needs .*annotated to return one|has no option|has no class|building functools:partial failed",
+        match=r"is not a .*; it needs .*(annotated to return one|, and has no `)|has no option|has no class|"
+        r"building functools:partial failed",
     ):
         build(kind, spec)
     assert list(tmp_path.iterdir()) == []

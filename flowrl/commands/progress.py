@@ -67,12 +67,12 @@ class Display:
         from flowrl.training.results import difference
 
         run, arms = self.config.run, self.config.examples()
-        environment = next(iter(arms.values())).environment
+        first = next(iter(arms.values()))
         rewards = dict.fromkeys(config.environment.reward or config.environment.reward_form for config in arms.values())
         sizes = {arm: _size(config) for arm, config in arms.items()}
         equal = len(set(sizes.values())) == 1
         self.say(
-            f"Comparing {', '.join(arms)} on {environment.world}/{environment.task} "
+            f"Comparing {', '.join(arms)} on {first.policy.model or first.environment.subject} "
             f"({' and '.join(rewards)} reward{'s' if len(rewards) > 1 else ''}), "
             f"seeds {', '.join(map(str, self.config.seeds))}: "
             f"{sizes[next(iter(arms))] if equal else 'arms of different sizes'}"

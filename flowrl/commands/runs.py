@@ -15,13 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from flowrl.commands.layout import columns, hanging
-from flowrl.commands.options import base_of, changes, options_class, options_with, run_name, typed_command
+from flowrl.commands.options import (
+    base_of,
+    changes,
+    options_class,
+    options_with,
+    run_name,
+    typed_command,
+    unchecked_preset,
+)
 from flowrl.errors import require
 from flowrl.imports import import_modules
 from flowrl.options import Count, Seed, Workers
 from flowrl.signals import ignore_stops, on_stop
-from flowrl.training.config import RunConfig, load_config, preset
-from flowrl.training.presets import MODEL_ONLY, method_overrides, origins
+from flowrl.training.config import RunConfig, load_config
+from flowrl.training.presets import method_overrides, origins
 from flowrl.trust import trust_option, trusted
 
 if TYPE_CHECKING:
@@ -32,22 +40,27 @@ PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 """The methods of a comparison for which no arm is given."""
 PLAN_INDENT = 21
 """Columns of the labels of a plan."""
-MODEL_SETTINGS = ("model", "tracker", *MODEL_ONLY)
 TrainOptions = options_class("TrainOptions")
-CompareOptions = options_class("CompareOptions", ("method", "credit", "seed", *MODEL_SETTINGS))
+CompareOptions = options_class("CompareOptions", ("method", "credit", "seed", "tracker"))
 
 
-def start_of(name: str, options: Any, settings: str, planned: bool = False) -> RunConfig:
-    """The run of preset `name` for the method, and the world or the model, that the options name; nothing is built from it."""
-    model, method = getattr(options.policy, "model", ""), getattr(options.algorithm, "method", "")
-    chosen = {"model": model} if model else {"world": options.environment.world}
+def start_of(name: str, options: Any, settings: str, trust: bool, planned: bool = False) -> RunConfig:
+    """The run of preset `name` for the method, and the world or the model, that the options name; without `trust`, nothing in
+    the preset is built."""
+    model, method = options.policy.model, getattr(options.algorithm, "method", "")
+    start, world = unchecked_preset(name, trust), options.environment.world
+    chosen = {"model": model} if model else {"world": world} if start.changes.get("world") != world else {}
     chosen |= {"method": method} if method else {}
-    return preset(name, trust=True).apply(planned=planned, published=settings == "published", **chosen)
+    return start.apply(planned=planned, published=settings == "published", **chosen)
 
 
 def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool) -> RunConfig:
-    """The settings `base` of preset `name` with the `chosen` ones, which are the user's own word, on top."""
-    trusted({setting: value for setting, value in base.flat().items() if setting not in chosen}, name, trust)
+    """The settings `base` of preset `name` with the `chosen` ones and the world, which are the user's own word, on top."""
+    own, values = unchecked_preset(name, trust).changes, base.flat()
+    named = {setting: values[setting] for setting in own if setting not in chosen}
+    if own.get("world") != values["world"]:
+        named.pop("world", None)
+    trusted(named, name, trust)
     return base.replace(**chosen)
 
 
@@ -107,8 +120,8 @@ class Compare:
     tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm, dgpo. The first arm of all is the baseline. With `arm` or
     `arms`, the default is none."""
     arm: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """An arm as "NAME: setting=value, ..."; can be repeated. The settings are the options below and `method`, `credit` and those
-    of models, with underscores; "NAME:" has no difference."""
+    """An arm as "NAME: setting=value, ..."; can be repeated. The settings are the options below, `method` and `credit`, with
+    underscores; "NAME:" has no difference."""
     arms: Path | None = None
     """A YAML file with further arms: below "arms:", lines of "NAME: {setting: value}"."""
     credit: tuple[str, ...] = ()
@@ -150,7 +163,7 @@ class Compare:
 
         if self.config is not None:
             return dataclasses.replace(load_compare(self.config, self.trust), command=typed_command())
-        base = start_of(self.preset, self.run, self.settings)
+        base = start_of(self.preset, self.run, self.settings, self.trust)
         chosen = changes(self.run, base)
         run = with_options(self.preset, base, chosen, self.trust)
         file = load_arms(self.arms, self.trust) if self.arms else {}
@@ -224,7 +237,7 @@ def _draw_proxy(out: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Train:
-    """Train one method with one seed, on a built-in world or on a diffusers model of your own.
+    """Train one method with one seed, on a built-in world, a world of your own or a diffusers model.
 
     Examples: flowrl train --method tp-grpo --task text --iterations 40
 
@@ -268,7 +281,7 @@ class Train:
         """The settings of the run to go on with or to repeat, or else the preset's with the given ones on top."""
         from flowrl.training.arms import rule_name
 
-        base = start_of(self.preset, self.run, self.settings, self.plan)
+        base = start_of(self.preset, self.run, self.settings, self.trust, self.plan)
         chosen = changes(self.run, base)
         for name, source in (("resume", self.resume), ("config", self.config)):
             given = ", ".join(f"--{setting.replace('_', '-')}" for setting in chosen)
@@ -286,7 +299,7 @@ class Train:
         source = self.resume or self.config
         if source is not None:
             return dict.fromkeys(RunConfig().flat(), str(source))
-        base = start_of(self.preset, self.run, self.settings, self.plan)
+        base = start_of(self.preset, self.run, self.settings, self.trust, self.plan)
         world = "model" if base.policy.model else base.environment.world
         method, chosen = base.algorithm.method, tuple(changes(self.run, base))
         return origins(self.preset, RunConfig, world, method, chosen, self.settings == "published")
@@ -308,7 +321,7 @@ class Train:
 
         require(not self.start or self.resume is not None, "from", self.start, "given with --resume DIR only")
         config = self.configuration()
-        name = run_name(config, None if self.config else start_of(self.preset, self.run, self.settings))
+        name = run_name(config, None if self.config else start_of(self.preset, self.run, self.settings, self.trust))
         out = self.resume or self.out or Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
         check(config)
         require(
@@ -330,7 +343,7 @@ class Train:
                 say = partial(print, flush=True) if distributed.is_main else lambda text: None
                 out = distributed.gather(out)[0]  # the clock in its name may differ
                 several = f", {distributed.world_size} processes" if distributed.world_size > 1 else ""
-                subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"
+                subject = config.policy.model or config.environment.subject
                 rule = f" with credit {config.algorithm.credit}" if config.algorithm.credit else ""
                 say(f"{config.algorithm.method}{rule} on {subject}, seed {config.seed}{several} -> {out}")
                 say(hanging(f"  {method_text(config, self.origins())}", columns(), 2))

@@ -15,7 +15,7 @@ from rich.table import Table
 from flowrl.diagnostics.weight_comparison import WeightComparison
 from flowrl.io import write_bytes, write_json
 from flowrl.plots.figures import curves, phases, proxy_and_heldout
-from flowrl.plots.image_grids import NOTICEABLE, base_and_trained, samples, trajectory
+from flowrl.plots.image_grids import NOTICEABLE, base_and_trained, samples, shows_points, trajectory
 from flowrl.plots.pages import render
 from flowrl.plots.style import MOST_TOGETHER, colour, png
 from flowrl.training.presets import MODEL_ONLY
@@ -248,7 +248,7 @@ def write_report(folder: Path) -> Path:
         model_only=() if shared["environment"]["world"] == "model" else MODEL_ONLY,
         of_methods=[name for name, value in algorithm.items() if value == "" or (name in NUMBERS and not value)],
         verdicts=VERDICTS,
-        points=shared["environment"]["world"] == "mixture",
+        points=shows_points(comparison),
         every=shared["evaluation"]["eval_every"],
         many=len(summaries) > MOST_TOGETHER,
         images=images,
@@ -276,14 +276,13 @@ NARROW_DPI = 170
 
 def _narrow(comparison: Comparison, drawn: Collection[str]) -> dict[str, Figure | None]:
     """Figures of the page on a phone instead of those of the same names in `drawn`; the others are scaled."""
-    points = comparison.config["run"]["environment"]["world"] == "mixture"
     found: dict[str, Callable[[], Figure | None]] = {
         "curves": lambda: curves(comparison, narrow=True),
         "strict": lambda: curves(comparison, "strict", narrow=True),
         "trajectory": lambda: trajectory(comparison, narrow=True),
         "phases": lambda: phases(comparison, narrow=True),
     }
-    found |= {"samples": lambda: samples(comparison, narrow=True)} if points else {}
+    found |= {"samples": lambda: samples(comparison, narrow=True)} if shows_points(comparison) else {}
     return {name: draw() for name, draw in found.items() if name in drawn}
 
 

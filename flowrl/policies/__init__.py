@@ -1,6 +1,6 @@
 """Policies, which own a network: the closed-form mixture, the small built-in model, and diffusers' pipelines."""
 
-from flowrl.policies.architectures import ARCHITECTURES, DECODER, Architecture, Size, architecture, architecture_of
+from flowrl.policies.architectures import ARCHITECTURES, DECODER, Architecture, Size, architecture_of
 from flowrl.policies.family import (
     DTYPES,
     Family,
@@ -26,7 +26,7 @@ from flowrl.policies.wan import Wan
 __all__ = [
     "ARCHITECTURES", "DECODER", "DTYPES", "LORA_TARGETS", "SD3", "Adapters", "Architecture", "Family", "Flux",
     "Memory", "MixturePolicy", "ModelOptions", "PipelinePolicy", "QwenImage", "Size", "SmallSD3", "SmallSD3Config",
-    "SmallSD3Policy", "StorageCounter", "Wan", "architecture", "architecture_of", "compile_blocks",
+    "SmallSD3Policy", "StorageCounter", "Wan", "architecture_of", "compile_blocks",
     "count_memory", "decode_scaled", "device_of", "family_of", "has_compiled_blocks", "linear_guidance", "load_policy",
     "packed_shape", "resolution_shift", "unpacked",
 ]  # fmt: skip

@@ -63,14 +63,14 @@ def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Fami
             f"model: {model!r} is no folder with a model_index.json, and cannot be loaded from the Hub under this name "
             f"({error}){hint}"
         ) from error
-    chosen = family or family_of(name)
-    _require_data_only(model, index, type(chosen).__module__.partition(".")[0])
+    family = family or family_of(name)
+    _require_data_only(model, index, type(family).__module__.partition(".")[0])
     network = "float32" if options.tuning == "full" else options.dtype
     dtypes = {"default": DTYPES[options.dtype], "transformer": DTYPES[network], "vae": DTYPES["float32"]}
     with reading(f"model: the {name} in {model!r}"):
         networks = {part: _complete(model, part, index[part], dtypes[part]) for part in ("transformer", "vae")}
         pipe = getattr(diffusers, name).from_pretrained(model, use_safetensors=True, dtype=dtypes, **networks)
-    return PipelinePolicy(pipe, chosen, options)
+    return PipelinePolicy(pipe, family, options)
 
 
 def _complete(model: str, part: str, entry: Sequence[str], dtype: Any) -> Any:

@@ -8,9 +8,10 @@ real runs.
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from flowrl.errors import require
-from flowrl.policies.architectures import Architecture, Size, architecture
+from flowrl.policies.architectures import ARCHITECTURES, Architecture, Size, architecture_of
+from flowrl.policies.family import DTYPES
 from flowrl.policies.lora import Adapters
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_BYTES = 4 * (1 + 1 + 2 + 1)
 """Bytes per trained weight: the float32 weight, its gradient, AdamW's two moments, the averaged weight."""
 
@@ -108,55 +109,52 @@ def count_memory(
         ConfigError: the model or a dtype is unknown.
     """
     for name, value in (("dtype", dtype), ("decode_dtype", decode_dtype)):
-        require(value in DTYPE_BYTES, name, value, f"one of {', '.join(DTYPE_BYTES)}")
-    known = architecture(model) if isinstance(model, str) else model
-    pixels = resolution if isinstance(resolution, Size) else Size(resolution, resolution)
-    network, precision, size = known.build(), getattr(torch, dtype), DTYPE_BYTES[dtype]
+        require(value in DTYPES, name, value, f"one of {', '.join(DTYPES)}")
+    known = architecture_of(model) if isinstance(model, str) else model
+    require(known is not None, "model", model, f"one of {', '.join(ARCHITECTURES)}, or a folder")
+    assert known is not None
+    size = resolution if isinstance(resolution, Size) else Size(resolution, resolution)
+    decoder, latents = known.build_decoder(), min(decode_batch, images or decode_batch)
+    nn.Module.to(decoder, DTYPES[decode_dtype])
+    latent, _, _, image = known.inputs(latents, size, DTYPES[decode_dtype])
+    with torch.no_grad():
+        decode = _peak(lambda: known.family.decode(SimpleNamespace(vae=decoder), latent, image), decoder)
+    network, precision = known.build(), DTYPES[dtype]
     parameters = sum(p.numel() for p in network.parameters())
     nn.Module.to(network, precision)  # diffusers' `to` warns of layers to keep in float32 even if there are none
     network.requires_grad_(full)
     if not full:
-        Adapters(network, rank, float(rank), targets or known.lora_targets, seed=0)
+        Adapters(network, rank, float(rank), targets or known.family.lora_targets, seed=0)
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
     for parameter in network.parameters():
         parameter.data = parameter.data.to(precision)  # as autocast computes
     if checkpointing:
         network.enable_gradient_checkpointing()
     network.train()
-    with _flash_attention():
-        update = _peak(lambda: _step(network, known.inputs(update_rows, pixels, precision)), network)
-        with torch.no_grad():
-            rollout = _peak(lambda: network(**known.inputs(rollout_rows, pixels, precision)), network)
-    decoder, decode = _decoder(known, pixels, min(decode_batch, images or decode_batch), getattr(torch, decode_dtype))
-    scored = 4 * 3 * pixels.height * pixels.width * pixels.frames * images
-    cast = trained * size if dtype != "float32" else 0
+
+    def call(rows: int) -> Tensor:
+        inputs.append(known.inputs(rows, size, precision))  # kept until the end
+        return known.family.velocity(network, *inputs[-1])
+
+    inputs: list[Any] = []
+    update = _peak(lambda: call(update_rows).float().square().mean().backward(), network)
+    inputs.clear()
+    with torch.no_grad():
+        rollout = _peak(lambda: call(rollout_rows), network)
+    scored = 4 * 3 * size.height * size.width * size.frames * images
+    cast = trained * precision.itemsize if dtype != "float32" else 0
     buffers = sum(b.numel() for b in network.buffers())
-    frozen = (0 if full and not reference else parameters + buffers) * size + (buffers * 4 if full else 0)
+    frozen = (0 if full and not reference else parameters + buffers) * precision.itemsize + (buffers * 4 if full else 0)
     return Memory(
         parameters=parameters,
         trained_parameters=trained,
-        weights=frozen + decoder,
+        weights=frozen + sum(p.numel() * p.itemsize for p in decoder.parameters()),
         trained=trained * OPTIMIZER_BYTES,
-        update=max(update - trained * size, 0) + cast,  # without the gradients, which `trained` includes
+        update=max(update - trained * precision.itemsize, 0) + cast,  # without the gradients, which `trained` includes
         rollout=rollout + cast,
         decode=max(decode + scored, 2 * scored),  # the images so far; at the end they are joined, which copies them
-        encoders=known.encoder_parameters * size,
+        encoders=known.encoder_parameters * precision.itemsize,
     )
-
-
-def _decoder(known: Architecture, size: Size, rows: int, precision: torch.dtype) -> tuple[int, int]:
-    """Bytes of the image decoder's weights, and the peak that decoding `rows` latents adds."""
-    decoder = known.build_decoder()
-    nn.Module.to(decoder, precision)
-    latent = known.latent_image(rows, size, precision)
-    with torch.no_grad(), _flash_attention():
-        peak = _peak(lambda: decoder.decode(latent), decoder)
-    return sum(p.numel() * p.itemsize for p in decoder.parameters()), peak
-
-
-def _step(network: Any, inputs: Mapping[str, Any]) -> None:
-    """Forward and backward pass of a loss; the inputs are kept until the end."""
-    network(**inputs)[0].float().square().mean().backward()
 
 
 @contextmanager
@@ -199,17 +197,17 @@ class StorageCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, then count new storages."""
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(found):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
-        return found
+        return result
 
     def add_all(self) -> None:
         """Count all tensors that Python's garbage collector tracks."""
-        for thing in gc.get_objects():
-            if issubclass(type(thing), Tensor):
-                self.add(thing)
+        for item in gc.get_objects():
+            if issubclass(type(item), Tensor):
+                self.add(item)
 
     def add(self, tensor: Tensor) -> None:
         """Count the storage of `tensor` unless it counts already."""
@@ -229,7 +227,7 @@ class StorageCounter(TorchDispatchMode):
 
 
 def _peak(work: Callable[[], Any], network: Any) -> int:
-    with StorageCounter("meta", network) as counter:
+    with _flash_attention(), StorageCounter("meta", network) as counter:
         work()
     for parameter in network.parameters():
         parameter.grad = None

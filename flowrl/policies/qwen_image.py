@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import require
-from flowrl.policies.family import packed_shape, resolution_shift, unpacked
+from flowrl.policies.family import decode_standardised, linear_guidance, packed_shape, resolution_shift, unpacked
 from flowrl.policies.lora import LORA_TARGETS
 
 
@@ -74,12 +74,9 @@ class QwenImage:
     def guide(self, away: Tensor, towards: Tensor, scale: float) -> Tensor:
         """c |v_prompt| / |c| with c = v_neg + s (v_prompt - v_neg); norms over the channels of a token. Gradients flow through
         the norms."""
-        combined = away + scale * (towards - away)
+        combined = linear_guidance(away, towards, scale)
         return combined * (towards.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
     def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
         """Tokens unpacked to a video of one frame, z std + mean per channel, and the decoder's first frame."""
-        config = pipe.vae.config
-        std, mean = (torch.tensor(values, device=latent.device, dtype=latent.dtype).view(-1, 1, 1, 1)
-                     for values in (config.latents_std, config.latents_mean))  # fmt: skip
-        return pipe.vae.decode(unpacked(latent, size).unsqueeze(2) * std + mean, return_dict=False)[0][:, :, 0]
+        return decode_standardised(pipe.vae, unpacked(latent, size).unsqueeze(2))[:, :, 0]

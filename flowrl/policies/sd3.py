@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.errors import require
-from flowrl.policies.family import decode_scaled, resolution_shift
+from flowrl.policies.family import decode_scaled, require_multiples, resolution_shift
 from flowrl.policies.lora import LORA_TARGETS
 
 
@@ -35,8 +34,7 @@ class SD3:
         factor = pipe.vae_scale_factor
         unit = factor * pipe.transformer.config.patch_size
         largest = pipe.transformer.config.pos_embed_max_size * unit
-        for name, value in (("height", height), ("width", width)):
-            require(value % unit == 0 and value <= largest, name, value, f"a multiple of {unit}, at most {largest}")
+        require_multiples(height, width, unit, largest)
         return (pipe.transformer.config.in_channels, height // factor, width // factor)
 
     def set_timesteps(self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any) -> None:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from flowrl.errors import require
+from flowrl.policies.family import decode_standardised, require_multiples
 
 _PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -44,16 +44,12 @@ class Wan:
         Raises `ConfigError` unless frames - 1 is a multiple of 4 and both sizes are multiples of 16. Wan 2.2, which has two
         transformers or a time per token, is not supported and raises it, too.
         """
-        for name, allowed in (("transformer_2", None), ("boundary_ratio", None), ("expand_timesteps", False)):
-            found = getattr(pipe, name, None) if name == "transformer_2" else pipe.config[name]
-            require(found is allowed, f"{name} of the pipeline", type(found).__name__, f"{allowed}, as in Wan 2.1")
-        patch, factor = pipe.transformer.config.patch_size, pipe.vae_scale_factor_temporal
-        units = (pipe.vae_scale_factor_spatial * patch[1], pipe.vae_scale_factor_spatial * patch[2])
-        for name, value, unit in zip(("height", "width"), (height, width), units, strict=True):
-            require(value % unit == 0, name, value, f"a multiple of {unit}")
+        wan21 = pipe.transformer_2 is None and pipe.config["boundary_ratio"] is None and not pipe.config["expand_timesteps"]
+        require(wan21, "model", "Wan 2.2", "Wan 2.1: one transformer, and one time for all tokens")
+        side, factor = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
+        require_multiples(height, width, side * pipe.transformer.config.patch_size[1])
         require((frames - 1) % factor == 0, "num_frames", frames, f"1 more than a multiple of {factor}")
-        sides = (side // pipe.vae_scale_factor_spatial for side in (height, width))
-        return (pipe.transformer.config.in_channels, (frames - 1) // factor + 1, *sides)
+        return (pipe.transformer.config.in_channels, (frames - 1) // factor + 1, height // side, width // side)
 
     def set_timesteps(self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any) -> None:
         """The scheduler's grid with its fixed shift: 3 for 480p, 5 for 720p."""
@@ -72,7 +68,4 @@ class Wan:
 
     def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
         """z std + mean per channel, decoded frame by frame: [sample, frame, 3, height, width]."""
-        config = pipe.vae.config
-        std, mean = (torch.tensor(values, device=latent.device, dtype=latent.dtype).view(-1, 1, 1, 1)
-                     for values in (config.latents_std, config.latents_mean))  # fmt: skip
-        return rearrange(pipe.vae.decode(latent * std + mean, return_dict=False)[0], "s c f h w -> s f c h w")
+        return decode_standardised(pipe.vae, latent).transpose(1, 2)

@@ -14,10 +14,11 @@ from flowrl.io import folder_lock, new_folder, write_json
 from flowrl.methods import METHODS
 from flowrl.plugins import versions
 from flowrl.probes import NoProbe
+from flowrl.protocols import World
 from flowrl.reading import as_kind, load_document, reading
 from flowrl.registry import build
 from flowrl.training.arms import Arms, arm_run, check_arms, of_arm
-from flowrl.training.build import check, make_method, method_parts
+from flowrl.training.build import check, make_method, make_world, method_parts
 from flowrl.training.config import RunConfig
 from flowrl.training.format import FORMAT, check_format, current_comparison
 from flowrl.training.plan import Plan, plan
@@ -25,9 +26,6 @@ from flowrl.training.results import has_progress, holds, run_folder
 from flowrl.training.run import Run
 from flowrl.trust import code_of, trust_option, trusted
 from flowrl.workers import Worker, run_jobs, usable_cores
-
-IMPORTS = {"shapes": ("diffusers.models.transformers.transformer_sd3", "peft")}
-"""Modules that a world's policy imports when it is built."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +193,7 @@ def compare(
     workers: int = 0,
     watch: Watcher | None = None,
     changed_code: bool = False,
+    world: World | None = None,
 ) -> bool:
     """Run all jobs in `out`/runs, resumable.
 
@@ -207,6 +206,7 @@ def compare(
         workers: number of processes; 0: one per core, at most 16.
         watch: called with the states of all jobs.
         changed_code: as for `Run`.
+        world: as for `Run`; the processes get copies.
 
     Returns:
         Whether all runs are finished; False if Ctrl-C paused them. `resume` then continues with the same results.
@@ -219,6 +219,8 @@ def compare(
     def started() -> bool:
         return any(map(has_progress, out.glob("runs/*")))
 
+    if world is not None:
+        config = replace(config, run=config.run.replace(world=world))
     if not resume:
         require_free(out)
     with folder_lock(out) if resume else new_folder(out, "comparison", lambda folder: holds(folder, "arms", "methods"), started):
@@ -253,7 +255,7 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
         received=received,
         watch=lambda: watch(states) if watch else None,
         describe=lambda name: f"the run {run_label(arms[name], jobs[name].seed)}",
-        preload=("flowrl.training.compare", *IMPORTS.get(config.run.environment.world, ())) if on_cpu else (),
+        preload=("flowrl.training.compare", *getattr(make_world(next(iter(jobs.values()))), "imports", ())) if on_cpu else (),
     )
     failed = {name: text for name, text in ended.items() if isinstance(text, str)}
     if failed and completed:

@@ -13,22 +13,15 @@ from flowrl.losses import ClippedLoss
 
 WAITS = {
     "item": lambda t: t[0].item(),
-    "float": lambda t: float(t[0]),
     "bool": lambda t: bool(t[0] > 0),
-    "any": lambda t: any(t > 0),
     "tolist": lambda t: t.tolist(),
     "cpu": lambda t: t.cpu(),
-    "to": lambda t: t.to("cpu"),
     "nonzero": lambda t: t.nonzero(),
-    "where": lambda t: torch.where(t > 0),
     "mask": lambda t: t[t > 0],
     "assignment by mask": lambda t: t.__setitem__(t > 0, 0.0),
     "equal": lambda t: torch.equal(t, t),
-    "allclose": lambda t: torch.allclose(t, t),
     "number": lambda t: torch.tensor(1.0, device=t.device),
-    "list": lambda t: torch.tensor([1, 2], device=t.device),
     "repeats": lambda t: t.repeat_interleave(torch.ones_like(t, dtype=torch.long)),
-    "list index": lambda t: [0, 1, 2][t[0].long()],
 }
 WAITS_NOT = {
     "index": lambda t: t[torch.arange(2, device=t.device)],
@@ -98,17 +91,11 @@ CASES = {
     "window, small batches, chunks": dict(method="flow-grpo", window="1:3", max_batch=2, chunk=1),
     "guard": dict(method="flow-grpo", loss="grpo-guard", kl_weight=0.1),
     "dppo": dict(method="flow-grpo", loss="flow-dppo"),
-    "gspo": dict(method="flow-grpo", loss="gspo"),
-    "policy gradient": dict(method="flow-grpo", loss="policy-gradient"),
     "branches": dict(credit="depth-relative(probe='branch(children=(1, 3))')", window="0:2", kl_weight=0.1, micro_batch=2),
-    "comb": dict(credit="sibling-relative(probe='comb(branches=3, count=1)')"),
     "diffusion-nft": dict(method="diffusion-nft", kl_weight=0.1),
     "awm": dict(method="awm", kl_weight=0.1, num_steps=8),
-    "dgpo": dict(method="dgpo", num_steps=8),
     "dgpo, groups in several micro-batches": dict(method="dgpo", num_steps=8, micro_batch=2),
     "offloaded": dict(method="flow-grpo", offload=True, chunk=1),
-    "offloaded branches": dict(credit="depth-relative(probe='branch(children=(1, 3))')", window="0:2", offload=True),
-    "diffusion-nft, offloaded": dict(method="diffusion-nft", offload=True),
 }
 
 

@@ -79,7 +79,6 @@ PROBES: dict[str, str] = {
     "Substeps(5), half of the members, uniform control": "substeps(count=5,fraction=0.5,control=uniform)",
     "Substeps(5), bfloat16": "substeps(count=5,dtype=bfloat16)",
     "Substeps(5), no guidance": "substeps(count=5,guidance=off)",
-    "Substeps(5), first-block cache": "substeps(count=5,cache=2)",
     "Completion": "completion",
     "Completion, every second node": "completion(every=2)",
 }
