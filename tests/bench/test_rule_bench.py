@@ -334,11 +334,11 @@ class TestFolder:
             self.bench(arm, budget=2)
 
     def test_numbers_that_an_arm_sets_are_not_searched(self) -> None:
-        arm = own_arm("groups", {"group_size": 24, "clip_range": 0.05})
+        arm = own_arm("near", {"kl_weight": 0.1, "clip_range": 0.05})
         assert set(arm.knobs) == {"learning_rate", "noise_level"}
         bench = Bench(arm, [Part("mixture", 0, 2)])
-        runs = [run for (_, name, _), run in bench.runs() if name == "groups"]
-        assert [(run.rollout.group_size, run.algorithm.clip_range) for run in runs if run] == [(24, 0.05)] * 2
+        runs = [run for (_, name, _), run in bench.runs() if name == "near"]
+        assert [(run.algorithm.kl_weight, run.algorithm.clip_range) for run in runs if run] == [(0.1, 0.05)] * 2
         assert {run.optim.learning_rate for run in runs if run} == {tuned("mixture", "uniform")["learning_rate"]}
 
     def test_a_folder_of_an_earlier_version_names_its_rule_by_its_lines(self, tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class TestArms:
         [
             ({}, "settings that differ from those of 'uniform'"),
             ({"los": "gspo"}, r"arm 'mine': unknown setting 'los' \(did you mean 'loss'"),
+            ({"iterations": 80}, "arm 'mine': iterations = 80 is not allowed; allowed: left out"),
             ({"world": "shapes"}, "arm 'mine': world = 'shapes' is not allowed"),
             ({"loss": "gspx"}, "arm 'mine': unknown loss 'gspx'"),
         ],

@@ -213,6 +213,8 @@ def own_arm(name: str, settings: Mapping[str, Any]) -> Arm:
         base = ARMS["uniform"].run(world, {}, heldout_rewards=("soft",))  # rewards may differ: all arms have the world's scores
         check_arms(base, {"uniform": {}, name: settings}, (0,))
     with of_arm(name):
+        given = settings.get("iterations")
+        require(given is None, "iterations", given, "left out: all arms have those of the benchmark")
         run = arm.run("mixture", arm.values("mixture", {}))
         check(run)
     has = {"clip_range": ("loss", run_method(run).loss), "noise_level": ("sampler", run_method(run).sampler)}
