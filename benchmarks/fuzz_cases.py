@@ -69,7 +69,7 @@ PROMPTS = [
 def make_seeds(folder: Path) -> None:
     """The valid files: a comparison with one finished run, prompts, presets, weights, a reward table and lines of results."""
     config = RunConfig.of(**SETTINGS)
-    comparison = CompareConfig(config, ("flow-grpo",), (0,))
+    comparison = CompareConfig(config, {"flow-grpo": {"method": "flow-grpo"}}, (0,))
     write_json(folder / "config.json", comparison.as_dict())
     run = folder / "runs" / run_folder("flow-grpo", 0)
     Run(config, run).execute()
@@ -136,7 +136,7 @@ def read_config(path: Path) -> None:
 
 def read_comparison(path: Path) -> None:
     comparison = load_comparison(path.parent)
-    if comparison.methods:
+    if comparison.arms:
         summarise(comparison)
 
 

@@ -140,15 +140,15 @@ def options_of(kind: str, name: str) -> dict[str, Any]:
 
     Args:
         kind: a name of `KINDS`.
-        name: a name of `available`.
+        name: a name of `available`, or of a class in a file or a module.
 
     Returns:
         Defaults by name of the option.
 
     Raises:
-        ConfigError: the name is unknown, or its plug-in cannot be loaded.
+        ConfigError: the name is unknown, or the part cannot be imported.
     """
-    parameters = _parameters(_by_name(kind, name))
+    parameters = _parameters(find_maker(kind, Spec(name, {})))
     return {} if parameters is None else {n: p.default for n, p in parameters.items()}
 
 

@@ -161,12 +161,14 @@ def test_a_hostile_comparison_executes_nothing(finished: Path, canary: Path, tmp
     spec = f"{tmp_path}/evil.py:Evil"
     for change in (
         {"credit": [spec], "methods": ["flow-grpo", "Evil"]},
-        {"method_settings": {"flow-grpo": {"loss": spec}}},
-        {"method_settings": {"tp-grpo": {"loss": f"flowrl.methods:named_method(credit='{spec}')"}}},
+        {"arms": {"flow-grpo": {}, "evil": {"loss": spec}}},
+        {"methods": ["flow-grpo"], "method_settings": {"flow-grpo": {"loss": spec}}},
+        {"methods": ["tp-grpo"], "method_settings": {"tp-grpo": {"loss": f"flowrl.methods:named_method(credit='{spec}')"}}},
     ):
+        changed = {name: value for name, value in values.items() if name != "arms"} | change  # also as earlier versions wrote it
         with pytest.raises(ConfigError, match=r"names .*(evil\.py:Evil|named_method): code, which"):
-            CompareConfig.from_dict({**values, **change})
-        (tmp_path / "config.json").write_text(json.dumps({**values, **change}))
+            CompareConfig.from_dict(changed)
+        (tmp_path / "config.json").write_text(json.dumps(changed))
         with pytest.raises(ConfigError, match=r"trust=True in Python"):
             load_compare(tmp_path / "config.json")
         assert load_compare(tmp_path / "config.json", trust=True).run.algorithm.method == "flow-grpo"

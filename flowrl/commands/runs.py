@@ -5,7 +5,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from flowrl.training.compare import CompareConfig
 
 
+PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
+"""The methods of a comparison for which no arm is given."""
 PLAN_INDENT = 21
 """Columns of the labels of a plan."""
 TrainOptions = options_class("TrainOptions")
@@ -107,18 +109,28 @@ def _interrupted_once() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Compare:
-    """Compare credit rules on a world or a diffusers model: train every method with every seed, print a table, write report.html.
+    """Compare arms, each a method or any other difference in settings: train every arm with every seed, print a table, write
+    report.html.
 
-    Example: flowrl compare --task text --seeds 0 1 --credit my_rules.py:MyRule --out runs/mine
+    Example: flowrl compare --task text --seeds 0 1 --arm "base:" --arm "gspo: loss=my_loss.py:GSPO, clip_range=0.1"
     """
 
-    methods: tuple[str, ...] = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
-    """Built-in methods: flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo,
-    tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm, dgpo. The first is the baseline."""
-    seeds: tuple[Seed, ...] = (0, 1, 2)
-    """One run per method and seed."""
+    methods: tuple[str, ...] = PAPERS
+    """Methods, each an arm: flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo,
+    tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm, dgpo. The first arm of all is the baseline. With `arm` or
+    `arms`, the default is none."""
+    arm: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """An arm as "NAME: setting=value, ..."; can be repeated. The settings are the options below, `method` and `credit`, with
+    underscores; "NAME:" has no difference."""
+    arms: Path | None = None
+    """A YAML file with further arms: below "arms:", lines of "NAME: {setting: value}"."""
     credit: tuple[str, ...] = ()
-    """Credit rules to add: path/to/file.py:Class, NAME or NAME(option=value); `flowrl parts` lists names."""
+    """Credit rules, each an arm after the others: path/to/file.py:Class, NAME or NAME(option=value), as `flowrl parts` lists."""
+    seeds: tuple[Seed, ...] = (0, 1, 2)
+    """One run per arm and seed."""
+    equal_cost: bool = False
+    """Train every arm for as many iterations as need the network evaluations of the baseline's run (sampling, probes and
+    update)."""
     preset: str = "default"
     """default (about five minutes on 2 cores), long (about 15 minutes per method) or tiny (seconds, for a first look)."""
     settings: Literal["world", "published"] = "world"
@@ -133,7 +145,7 @@ class Compare:
     workers: Workers = 0
     """Runs at a time; 0 = one per core. Every run uses one thread, so the numbers do not depend on this."""
     trust: bool = False
-    """Run code that the settings file of `resume`, `config` or `preset` names, and use its addresses and keys."""
+    """Run code that the file of `resume`, `config`, `preset` or `arms` names, and use its addresses and keys."""
     changed_code: bool = False
     """With `resume`: go on although the files of your own parts have changed since the start."""
     run: Annotated[CompareOptions, tyro.conf.arg(name="")] = field(default_factory=CompareOptions)  # pyright: ignore[reportInvalidTypeForm]
@@ -141,10 +153,12 @@ class Compare:
     @staticmethod
     def defaults(arguments: Sequence[str]) -> "Compare":
         """The options start from the settings of the chosen preset and world."""
-        return Compare(run=options_with(CompareOptions, base_of(arguments)))
+        given = any(text.partition("=")[0] in ("--arm", "--arms") for text in arguments)
+        return Compare(() if given else PAPERS, run=options_with(CompareOptions, base_of(arguments)))
 
     def configuration(self) -> "CompareConfig":
         """The comparison that these options describe."""
+        from flowrl.training.arms import credit_arms, load_arms, method_arms, parse_arm, together
         from flowrl.training.compare import CompareConfig, load_compare
 
         if self.config is not None:
@@ -152,12 +166,19 @@ class Compare:
         base = start_of(self.preset, self.run, self.settings, self.trust)
         chosen = changes(self.run, base)
         run = with_options(self.preset, base, chosen, self.trust)
-        own = {}
-        for method in self.methods:
-            needed = method_overrides(self.preset, base.environment.world, method, self.settings == "published")
-            own[method] = {name: value for name, value in needed.items() if name not in chosen}
-        named = {method: settings for method, settings in own.items() if settings}
-        return CompareConfig(run, self.methods, self.seeds, self.credit, self.preset, typed_command(), named)
+        file = load_arms(self.arms, self.trust) if self.arms else {}
+        given = together(method_arms(self.methods), *map(parse_arm, self.arm), file, credit_arms(self.credit))
+        arms = {name: {**self._needed(settings, base, chosen), **settings} for name, settings in given.items()}
+        found = CompareConfig(run, arms, self.seeds, self.preset, typed_command())
+        return found.equal_cost() if self.equal_cost else found
+
+    def _needed(self, settings: Mapping[str, Any], base: RunConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """What the preset needs for an arm's method, without options and the settings that `base` has already."""
+        if not isinstance(settings.get("method"), str):
+            return {}
+        world, usual = base.environment.world, base.flat()
+        needed = method_overrides(self.preset, world, settings["method"], self.settings == "published")
+        return {name: value for name, value in needed.items() if name not in chosen and value != usual[name]}
 
     def main(self) -> int:
         """Run, show, report."""
@@ -168,8 +189,8 @@ class Compare:
 
         out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
         config = load_compare(out / "config.json", self.trust) if self.resume else self.configuration()
-        device_of(config.run.policy.device)
-        config.jobs()
+        for device in {job.policy.device for job in config.jobs().values()}:
+            device_of(device)
         if self.resume is None:
             require_free(out)
         from flowrl.commands.progress import Display
@@ -207,7 +228,7 @@ def _draw_proxy(out: Path) -> Path | None:
     from flowrl.training.results import load_run
 
     run = load_run(out)
-    figure = proxy_and_heldout({run.method: [run]})
+    figure = proxy_and_heldout({run.arm: [run]})
     if figure is None:
         return None
     save(figure, out / "proxy.png", dpi=130)
@@ -258,7 +279,7 @@ class Train:
 
     def configuration(self) -> RunConfig:
         """The settings of the run to go on with or to repeat, or else the preset's with the given ones on top."""
-        from flowrl.training.compare import rule_name
+        from flowrl.training.arms import rule_name
 
         base = start_of(self.preset, self.run, self.settings, self.trust, self.plan)
         chosen = changes(self.run, base)

@@ -157,20 +157,20 @@ def _point_panels(panels: Sequence[tuple[str, Tensor, str]], prompts: Sequence[s
     return figure
 
 
-def _finished(comparison: Comparison, methods: Sequence[str]) -> list[RunRecord]:
-    """The first finished run of each method."""
-    found = [next((run for run in comparison.of(method) if run.finished), None) for method in methods]
+def _finished(comparison: Comparison) -> list[RunRecord]:
+    """The first finished run of each arm."""
+    found = [next((run for run in comparison.of(arm) if run.finished), None) for arm in comparison.arms]
     return [run for run in found if run is not None]
 
 
 def shows_points(comparison: Comparison) -> bool:
     """Whether the samples of the finished runs are points."""
-    runs = _finished(comparison, comparison.methods)[:1]
+    runs = _finished(comparison)[:1]
     return any(_are_points(read_tensors(run.folder / "samples.safetensors", {"after": (None,) * 4})["after"]) for run in runs)
 
 
 def samples(comparison: Comparison, narrow: bool = False) -> Figure | None:
-    """The same prompts and noise before training and after each method (first seed). None if no run has finished.
+    """The same prompts and noise before training and after each arm (first seed). None if no run has finished.
 
     Args:
         comparison: the comparison.
@@ -179,7 +179,7 @@ def samples(comparison: Comparison, narrow: bool = False) -> Figure | None:
     Returns:
         The figure.
     """
-    runs = _finished(comparison, comparison.methods)
+    runs = _finished(comparison)
     if not runs:
         return None
     first: SamplesRecord = read_json(runs[0].folder / "samples.json", SamplesRecord)
@@ -190,7 +190,7 @@ def samples(comparison: Comparison, narrow: bool = False) -> Figure | None:
         if record.prompts != prompts or images["after"].shape != (rows[0][1] if rows else images["before"]).shape:
             raise ConfigError(f"{run.folder / 'samples.json'}: other samples than those of {runs[0].folder}")
         rows = rows or [("base model", images["before"], record.reward_before, INK)]
-        rows.append((run.method, images["after"], record.reward_after, colour(run.method, comparison.config["methods"])))
+        rows.append((run.arm, images["after"], record.reward_after, colour(run.arm, list(comparison.config["arms"]))))
     if _are_points(rows[0][1]):
         panels = [(name, points, shade) for name, points, _, shade in rows]
         return _point_panels(panels, prompts, 2 if narrow else PANELS)
@@ -261,7 +261,7 @@ def trajectory(comparison: Comparison, narrow: bool = False) -> Figure | None:
         label = name if turns else None
         curve.scatter(turns, heights, s=size, facecolors="none", edgecolors=shade, linewidths=width, zorder=5, label=label)
     curve.set_ylabel("estimated final reward")
-    title = f'Trajectory of {run_label(run.method, run.seed)}, after training: "{record.prompt}"'
+    title = f'Trajectory of {run_label(run.arm, run.seed)}, after training: "{record.prompt}"'
     figure.suptitle(textwrap.fill(title, 50) if narrow else title, fontsize=10, x=0.01, ha="left")
     figure.legend(loc="outside lower left", ncols=2 if narrow else 5, frameon=False, fontsize=9, markerscale=0.6)
     bars = figure.add_subplot(layout[-1, :], sharex=curve)

@@ -7,16 +7,16 @@ import documented
 import pytest
 
 from flowrl.methods import METHODS
-from flowrl.training.results import Mean, MethodSummary
+from flowrl.training.results import ArmSummary, Mean
 
 
-def summary(method: str, **known: object) -> MethodSummary:
+def summary(method: str, **known: object) -> ArmSummary:
     """Results with these values; the others are 0."""
     zeros = {
         entry.name: Mean(0.0, 0.0) if entry.name in ("base", "final", "lead", "final_strict") else 0.0
-        for entry in fields(MethodSummary)
+        for entry in fields(ArmSummary)
     }
-    return MethodSummary(**{**zeros, "method": method, "heldout": {}, **known})  # pyright: ignore[reportArgumentType]
+    return ArmSummary(**{**zeros, "arm": method, "heldout": {}, "settings": {}, **known})  # pyright: ignore[reportArgumentType]
 
 
 def test_every_method_with_a_page_has_a_command_and_a_result() -> None:

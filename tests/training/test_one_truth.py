@@ -154,8 +154,9 @@ def test_words_of_the_older_format_keep_their_meaning():
     found = current(older, "flowrl-run-2")
     assert found["sampler"] == "flow-sde" and found["loss"] == "clipped"
     assert run_method(RunConfig.of(**found, noise_level=0.7)).sampler == FlowSDE(0.7)
-    comparison = CompareConfig(RunConfig.of(sampler="flow-sde", loss="clipped"), ("flow-grpo", "dgpo")).as_dict()
-    comparison["format"] = "flowrl-run-2"
+    comparison = CompareConfig(RunConfig.of(sampler="flow-sde", loss="clipped"), {"any": {}}).as_dict()
+    del comparison["arms"]
+    comparison |= {"format": "flowrl-run-2", "methods": ["flow-grpo", "dgpo"]}
     comparison["run"]["algorithm"] |= {"window": "2:5", "trained_steps": "all"}
     read = CompareConfig.from_dict(comparison)
-    assert read.method_settings == {"dgpo": {"sampler": "", "loss": ""}}
+    assert read.arms == {"flow-grpo": {"method": "flow-grpo"}, "dgpo": {"method": "dgpo", "sampler": "", "loss": ""}}

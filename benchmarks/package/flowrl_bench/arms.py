@@ -1,17 +1,18 @@
 """The arms of the tuned comparison: each method's settings, and its searched numbers."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError, require
 from flowrl.methods import METHODS
+from flowrl.registry import options_of
 from flowrl.specs import parse_options, parse_spec
-from flowrl.training.build import check, make_loss
-from flowrl.training.compare import rule_name
+from flowrl.training.arms import check_arms, credit_arms, load_arms, of_arm, parse_arm, rule_name, together
+from flowrl.training.build import check, make_loss, run_method
 from flowrl.training.config import RunConfig, preset
 from flowrl_bench.digest import MEASURED
 
@@ -244,11 +245,43 @@ def named_arm(name: str) -> Arm:
     if name in METHODS:
         return Arm(name, {"method": name}, worlds=BOTH)
     require("{" not in name, "method", name, "a method, a credit rule's spec, or one of " + ", ".join(ARMS))
-    arm = Arm(rule_name(name), {"credit": name, "method": rule_name(name)}, worlds=BOTH)
     try:
-        check(arm.run("mixture", arm.values("mixture", {})))
+        return own_arm(rule_name(name), credit_arms([name])[rule_name(name)])
     except ConfigError as error:
         raise ConfigError(
             f"method = {name!r} is not allowed; allowed: {', '.join(ARMS)}, a method, or a credit rule's spec: {error}"
         ) from error
-    return arm
+
+
+def own_arm(name: str, settings: Mapping[str, Any]) -> Arm:
+    """An arm of one's own, as in `flowrl compare --arm`, in both worlds.
+
+    The knobs are those of `POLICY` that `settings` do not set and that its kernel or its loss has.
+
+    Raises `ConfigError` for a name of `ARMS`, or if the settings are not allowed or are those of uniform credit.
+    """
+    require(name not in ARMS, "arm", name, "a name that is not one of " + ", ".join(ARMS))
+    arm = Arm(name, settings, {knob: value for knob, value in POLICY.items() if knob not in settings}, BOTH)
+    for world in BOTH:
+        base = ARMS["uniform"].run(world, {}, heldout_rewards=("soft",))  # rewards may differ: all arms have the world's scores
+        check_arms(base, {"uniform": {}, name: settings}, (0,))
+    with of_arm(name):
+        given = settings.get("iterations")
+        require(given is None, "iterations", given, "left out: all arms have those of the benchmark")
+        run = arm.run("mixture", arm.values("mixture", {}))
+        check(run)
+    has = {"clip_range": ("loss", run_method(run).loss), "noise_level": ("sampler", run_method(run).sampler)}
+    without = [knob for knob, (kind, part) in has.items() if not (hasattr(part, knob) or _accepts(kind, settings, knob))]
+    return replace(arm, knobs={knob: value for knob, value in arm.knobs.items() if knob not in without})
+
+
+def _accepts(kind: str, settings: Mapping[str, Any], option: str) -> bool:
+    """Whether the part of a `kind` that `settings` name has an `option`, under whatever attribute it keeps the value."""
+    spec = settings.get(kind)
+    return bool(spec) and option in options_of(kind, parse_spec(spec, kind).name)
+
+
+def own_arms(texts: Sequence[str], file: Path | None = None, trust: bool = False) -> list[Arm]:
+    """The arms of `texts` ("NAME: setting=value, ...") and of a YAML file, as `flowrl compare` reads them."""
+    given = together(*map(parse_arm, texts), load_arms(file, trust) if file else {})
+    return [own_arm(name, settings) for name, settings in given.items()]

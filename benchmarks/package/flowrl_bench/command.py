@@ -103,13 +103,22 @@ class Claims:
 
 @dataclass(frozen=True)
 class Tune:
-    """Find each method's best learning rate, clip and noise level, with the same number of short runs for every method.
+    """Find each arm's best learning rate, clip and noise level, with the same number of short runs for every arm.
 
-    Example: flowrl bench tune flow-grpo tp-grpo my_rules.py:MyRule --world mixture
+    Examples: flowrl bench tune flow-grpo tp-grpo my_rules.py:MyRule --world mixture
+
+    flowrl bench tune --arm "gspo: loss=my_loss.py:GSPO"
     """
 
     methods: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Methods or arms by name, or credit rules as path/to/file.py:Class or NAME(option=value); default: all compared arms."""
+    """Methods or arms by name, or credit rules as path/to/file.py:Class or NAME(option=value); default: all compared arms,
+    or none with `arm` or `arms`."""
+    arm: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """An arm of your own as "NAME: setting=value, ..."; can be repeated. Numbers that it sets are not searched."""
+    arms: Path | None = None
+    """A YAML file with further arms: below "arms:", lines of "NAME: {setting: value}"."""
+    trust: bool = False
+    """Run code that the file of `arms` names, and use its addresses and keys."""
     world: str = "mixture"
     """mixture (two dimensions), shapes (images), all (both), or a world of yours: path/to/file.py:Class or a plug-in."""
     model: str = ""
@@ -133,11 +142,14 @@ class Tune:
 
     def main(self) -> int:
         """Search, print and save the choices."""
-        from flowrl_bench.arms import ARMS, chosen_worlds, in_world, named_arm, short_name
+        from flowrl_bench.arms import ARMS, chosen_worlds, in_world, named_arm, own_arms
         from flowrl_bench.tune import Search, choices, save, tune
 
         worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
-        arms = [named_arm(name) for name in self.methods or ARMS]
+        own = own_arms(self.arm, self.arms, self.trust)
+        arms = [*(named_arm(name) for name in self.methods or (ARMS if not own else ())), *own]
+        names = [arm.name for arm in arms]
+        require(len(set(names)) == len(names), "arm", names, "each name once")
         searches = [Search(arm, world, self.budget) for world in worlds for arm in arms if in_world(arm, world)]
         total = self.budget * len(searches)
 
@@ -158,13 +170,21 @@ class Tune:
 
 @dataclass(frozen=True)
 class Rule:
-    """Tune a credit rule of your own and compare it with tuned baselines, in about 30 minutes on 2 cores (--quick: 8).
+    """Tune a credit rule or another arm of your own and compare it with tuned baselines (30 minutes on 2 cores; --quick: 8).
 
-    Example: flowrl bench rule my_rules.py:MyRule
+    Examples: flowrl bench rule my_rules.py:MyRule
+
+    flowrl bench rule --arm "gspo: loss=my_loss.py:GSPO"
     """
 
-    rule: tyro.conf.Positional[str]
-    """path/to/file.py:Class, NAME or NAME(option=value)."""
+    rule: tyro.conf.Positional[str] = ""
+    """A credit rule: path/to/file.py:Class, NAME or NAME(option=value)."""
+    arm: str = ""
+    """Instead of a rule, an arm as "NAME: setting=value, ...". Numbers that it sets are not searched."""
+    arms: Path | None = None
+    """Instead of a rule, a YAML file with one arm: below "arms:", "NAME: {setting: value}"."""
+    trust: bool = False
+    """Run code that the file of `arms` names, and use its addresses and keys."""
     quick: bool = False
     """Fewer runs of the search and fewer seeds; in the image world no search, and uniform credit as the only baseline."""
     world: str = "all"
@@ -189,15 +209,18 @@ class Rule:
 
     def main(self) -> int:
         """Tune, run, judge, write."""
-        from flowrl_bench.arms import chosen_worlds
+        from flowrl_bench.arms import chosen_worlds, own_arms
         from flowrl_bench.rule_bench import bench_rule
         from flowrl_bench.rule_plan import make_parts
 
+        given = [*([self.rule] if self.rule else []), *own_arms([self.arm] if self.arm else [], self.arms, self.trust)]
+        names = [one if isinstance(one, str) else one.name for one in given]
+        require(len(given) == 1, "rule", names, "a credit rule, or one arm by --arm or --arms")
         worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
         world = self.world if self.world == "all" and not self.model else worlds[0]
         parts = make_parts(self.quick, world, self.seeds, self.budget)
         command = shlex.join(["flowrl", *sys.argv[1:]])
-        return 0 if bench_rule(self.rule, parts, self.out, self.workers, self.quick, command) else 130
+        return 0 if bench_rule(given[0], parts, self.out, self.workers, self.quick, command) else 130
 
 
 @dataclass(frozen=True)

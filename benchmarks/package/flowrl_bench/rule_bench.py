@@ -1,4 +1,4 @@
-"""`flowrl bench rule`: a credit rule of your own is tuned and compared with tuned baselines in both worlds."""
+"""`flowrl bench rule`: a credit rule or another arm of your own is tuned and compared with tuned baselines in both worlds."""
 
 import shlex
 import textwrap
@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.training.build import make_method
-from flowrl.training.compare import rule_name
 from flowrl.training.config import RunConfig
 from flowrl.workers import worker_count
-from flowrl_bench.arms import BOTH, SHORT, WORLDS, Arm, settings_of, tuned, world_label
+from flowrl_bench.arms import SHORT, WORLDS, Arm, settings_of, tuned, world_label
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.page import require_page
 from flowrl_bench.remaining import duration
 from flowrl_bench.results_file import ResultsFile
-from flowrl_bench.rule_names import RESULTS, TUNING, known_spelling, named_rules, results_folder
+from flowrl_bench.rule_names import RESULTS, TUNING, keep_arm, known_arm, results_folder, settings_text
 from flowrl_bench.rule_page import TITLE, World, judged, rule_page, sentence, terminal
-from flowrl_bench.rule_plan import BASELINES, START, Clock, Cost, Key, Part, costs
+from flowrl_bench.rule_plan import START, Clock, Cost, Key, Part, costs
 from flowrl_bench.suite import Suite
 from flowrl_bench.tune import chosen, tune
 
@@ -29,32 +28,36 @@ Say = Callable[[str], None]
 class Bench:
     """A comparison in a folder: what it holds, what is missing, and how long that takes.
 
-    Raises `CreditError` if the rule breaks its contract (it is tried on random tables), and `ConfigError` if its name is a
+    `rule` is the spec of a credit rule, or any other arm (`flowrl_bench.arms.own_arm`).
+
+    Raises `CreditError` if a rule breaks its contract (it is tried on random tables), and `ConfigError` if its name is a
     baseline's, or the folder has runs of another rule, of the rule before its file was changed, or of code with other numbers.
     """
 
-    def __init__(self, spec: str, parts: Sequence[Part], out: Path | None = None, workers: int = 0) -> None:
+    def __init__(self, rule: str | Arm, parts: Sequence[Part], out: Path | None = None, workers: int = 0) -> None:
         worker_count(workers, 1)
-        named_rules([spec], BASELINES)
-        self.folder = out or results_folder(spec)
-        self.spec = known_spelling(spec, self.folder)
-        (self.name,) = named_rules([self.spec], BASELINES)
+        self.folder = out or results_folder(rule)
+        self.arm = known_arm(rule, self.folder)
+        self.name, self.text = self.arm.name, settings_text(self.arm.settings)
         require_page(self.folder, "rule", TITLE)
-        self.arm = Arm(self.name, {"credit": self.spec, "method": rule_name(self.spec)}, worlds=BOTH)
         self.parts, self.workers = list(parts), workers
-        given = {name: value for part in parts if part.world not in WORLDS for name, value in settings_of(part.world).items()}
-        self.tuning, self.results = (ResultsFile(self.folder / name, rule=self.spec, given=given) for name in (TUNING, RESULTS))
+        named = {name: value for part in parts if part.world not in WORLDS for name, value in settings_of(part.world).items()}
+        files = (ResultsFile(self.folder / name, own={**named, **self.arm.settings}) for name in (TUNING, RESULTS))
+        self.tuning, self.results = files
         for part in self.parts:
             make_method(self.arm.run(part.world, self.arm.values(part.world, {})))
         self.searches = [search for part in self.parts for search in part.searches(self.arm)]
-        self.command = shlex.join(["flowrl", "bench", "rule", self.spec, "--out", str(self.folder)])
+        self.command = shlex.join(["flowrl", "bench", "rule", *self._words(rule), "--out", str(self.folder)])
         self.tuning.read()
         self.results.read()
 
+    def _words(self, rule: str | Arm) -> list[str]:
+        return [self.text] if isinstance(rule, str) else ["--arm", f"{self.name}: {self.text}"]
+
     def values(self, part: Part) -> dict[str, float] | None:
         """The values at which the rule runs: found by its search (None: unfinished), else uniform credit's."""
-        search = part.search(self.arm)
-        return chosen(search, self.tuning.unchecked()) if search else tuned(part.world, "uniform")
+        search, usual = part.search(self.arm), tuned(part.world, "uniform")
+        return chosen(search, self.tuning.unchecked()) if search else {knob: usual[knob] for knob in self.arm.knobs}
 
     def baselines(self, part: Part) -> dict[str, dict[str, float] | None]:
         """The values of the baselines that are searched here, by name (None: unfinished)."""
@@ -105,6 +108,7 @@ class Bench:
         searches, results = self.missing()
         if not searches and not results:
             return True
+        keep_arm(self.folder, self.arm)
         arms = dict.fromkeys([*searches, *(key[:2] for key in results)])
         say(f"Timing {len(arms)} arms ...")
         examples = self.examples()
@@ -159,7 +163,7 @@ class Bench:
 
 
 def bench_rule(
-    spec: str,
+    rule: str | Arm,
     parts: Sequence[Part],
     out: Path | None = None,
     workers: int = 0,
@@ -171,12 +175,12 @@ def bench_rule(
 
     Runs that the folder has are used, whatever path the rule was named by then. Raises what `Bench` raises.
     """
-    bench = Bench(spec, parts, out, workers)
+    bench = Bench(rule, parts, out, workers)
     command = command or bench.command
     finished = bench.execute(say)
     worlds = bench.worlds()
     if worlds:
-        written = rule_page(bench.name, bench.spec, worlds, bench.parts, quick, command).write(bench.folder, "rule")
+        written = rule_page(bench.name, bench.text, worlds, bench.parts, quick, command).write(bench.folder, "rule")
         say("\n" + "\n".join(textwrap.fill(sentence(bench.name, world), 80) for world in worlds))
         say("\n" + terminal(bench.name, worlds))
         say(f"\nWrote {', '.join(map(str, written))}")

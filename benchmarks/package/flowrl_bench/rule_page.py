@@ -175,7 +175,8 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], parts: Sequence[Par
         "third of the runs of a search repeats the two best settings. Network evaluations are those of sampling, scoring "
         "and the update; calls of the reward model are not among them, and a rule that scores every node has one per node."
     )
-    page.text(f"Made by `{made}`. `flowrl bench microscope --rules '{spec}'` compares the rule's credit with the true advantage.")
+    own = " compares the rule's credit with the true advantage." if "=" not in spec.partition("(")[0] else ""
+    page.text(f"Made by `{made}`." + (f" `flowrl bench microscope --rules '{spec}'`{own}" if own else ""))
     return page
 
 

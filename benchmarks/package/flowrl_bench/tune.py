@@ -116,13 +116,15 @@ class Search:
         """The knobs' values at a point."""
         return self.arm.values(self.world, dict(zip(self.arm.knobs, point, strict=True)))
 
+    def made(self, line: Mapping[str, Any]) -> bool:
+        """Whether `line` is a run of this search: of this arm with these settings, and not of another of its name."""
+        trial = tuple(line["point"]), line["seed"]
+        named = (line["arm"], line["world"], len(trial[0])) == (self.arm.name, self.world, len(self.arm.knobs))
+        return named and line["id"] == config_id(self.config(trial))
+
     def scores(self, lines: Sequence[Mapping[str, Any]]) -> dict[Trial, float]:
         """The scores of the search's runs among `lines`, in the order in which they were proposed."""
-        mine = {
-            (tuple(line["point"]), line["seed"]): score_of(line)
-            for line in lines
-            if (line["arm"], line["world"]) == (self.arm.name, self.world)
-        }
+        mine = {(tuple(line["point"]), line["seed"]): score_of(line) for line in lines if self.made(line)}
         found: dict[Trial, float] = {}
         while (trial := next(proposals(found, len(self.arm.knobs), self.budget), None)) in mine:
             assert trial is not None
