@@ -419,7 +419,7 @@ def test_a_preset_is_planned_trained_and_resumed_and_plain_diffusers_reads_the_l
 def test_what_is_wrong_is_said(case, tmp_path):
     for changes, message in (
         ({"height": 15}, "height = 15 is not allowed; allowed: a multiple of"),
-        ({"lora_targets": ("nowhere",)}, r"lora_targets = \('nowhere',\) .*no layer's name ends with nowhere"),
+        ({"lora_targets": ("nowhere",)}, r"lora_targets = \('nowhere',\) .*no linear layer's name ends with nowhere"),
         ({"dtype": "int8"}, "dtype = 'int8' is not allowed; allowed: one of float32, bfloat16, float16"),
         ({"guidance_scale": 0.5}, "guidance_scale = 0.5"),
         ({"max_sequence_length": 513}, r"max_sequence_length = 513 .* in \[0, 512\]"),
