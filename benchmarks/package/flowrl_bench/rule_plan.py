@@ -56,7 +56,7 @@ class Part:
     def arms(
         self, rule: Arm, values: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]] = MappingProxyType({})
     ) -> dict[str, list[RunConfig]]:
-        """The runs of the baselines, at the settings in `baselines` or those found for them before, and of the rule at `values`, a
+        """The runs of the baselines, at the settings in `baselines` or those found before, and of the rule at `values`, a
         list over seeds each, by the arm's name."""
         at_baselines = {name: (ARMS[name], baselines.get(name) or tuned(self.world, name)) for name in self.baselines}
         chosen = {**at_baselines, rule.name: (rule, values)}
