@@ -50,6 +50,9 @@ def flowrl_commands(page: Path) -> Iterator[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
+    for text in blocks(page, "python"):  # the help of a world of the page is that world's
+        if file := re.match(r"# (\w+\.py)\n", text):
+            (tmp_path / file[1]).write_text(text)
     for arguments in flowrl_commands(page):
         for file in arguments:
             if file.endswith((".yaml", ".json")):
@@ -155,7 +158,9 @@ class TestReadmeInCI:
         found = readme.blocks((ROOT / "README.md").read_text())
         assert sum(bool(block.commands) for block in found) == len(found) - sum(block.marker == "skip" for block in found)
         assert "pip install" in found[0].commands[0] and "#" not in found[0].commands[0]
-        assert any(command.endswith('-m pytest -n 2 -m "not slow and not satellite"') for block in found for command in block.commands)
+        assert any(
+            command.endswith('-m pytest -n 2 -m "not slow and not satellite"') for block in found for command in block.commands
+        )
 
     def test_markers(self, readme: ModuleType) -> None:
         bash = "```bash\na b  # why\nc \\\n  d\n```\n"

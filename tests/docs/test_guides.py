@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.testing import check_credit, check_forward_loss, check_loss, check_reward, check_sampler, check_solver
+from flowrl.testing import (
+    check_credit,
+    check_forward_loss,
+    check_loss,
+    check_reward,
+    check_sampler,
+    check_solver,
+    check_world,
+)
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 
@@ -20,6 +28,7 @@ GUIDES = Path(__file__).parents[2] / "docs" / "guides"
         ("sampler", "Jitter", check_sampler),
         ("sampler", "AdamsBashforth", check_solver),
         ("reward", "Sharpness", check_reward),
+        ("world", "World", check_world),
     ],
 )
 def test_a_guides_part_keeps_its_promises(guide: str, name: str, check, tmp_path: Path) -> None:
