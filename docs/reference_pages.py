@@ -68,7 +68,7 @@ PAGES = (
     Page("policies", "Policies: SD3, FLUX, Qwen-Image, Wan", ("policies",)),
     Page("policies-small", "Small networks: a tiny SD3, a Gaussian mixture", ("policies",), ("small_sd3", "mixture")),
     Page("policies-family", "Model families and LoRA", ("policies",), ("family", "lora", "LORA_TARGETS")),
-    Page("policies-memory", "Memory and sizes of models", ("policies",), ("architectures", "memory", "ARCHITECTURES", "DECODER")),
+    Page("policies-memory", "Memory and sizes of models", ("policies",), ("memory", "ARCHITECTURES", "DECODER")),
     Page("worlds", "Worlds: built-in tasks, tasks from a model", ("worlds",)),
     Page("training", "Training: trainer, batches, optimizer", ("training",)),
     Page("training-config", "Settings as data classes: RunConfig", ("training",), ("config",)),
@@ -84,7 +84,7 @@ PAGES = (
     Page("distributed", "Several processes: collectives, FSDP2", ("distributed",)),
     Page("helpers", "Files, worker processes, signals, texts", HELPERS),
 )  # fmt: skip
-NOT_PYTHON = {"cli", "commands", "launch", "data"}
+NOT_PYTHON = {"cli", "commands", "data"}
 """Parts of flowrl whose interface is the command line, or files."""
 
 

@@ -16,7 +16,7 @@ from flowrl.credit import GDPO, StepwiseGain, TurningPoint
 from flowrl.errors import ConfigError
 from flowrl.flow import UniformTimes
 from flowrl.losses import ClippedLoss
-from flowrl.policies.load import family_of
+from flowrl.policies.families import family_of
 from flowrl.probes import Completion, Continuation, NoProbe, Substeps, Tweedie
 from flowrl.registry import KINDS, available, build, options_of, summary_of
 from flowrl.samplers import CPS, FlowSDE

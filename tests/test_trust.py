@@ -235,14 +235,14 @@ def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_option_of_a_built_in_part_names_code(kind: str) -> None:
     """In a file, under every name that an option has, and under one that none has."""
-    settings_of = {kind: setting for setting, kind in PARTS.items()} | {"probe": "credit"}
+    settings_of = {kind: setting for setting, kind in PARTS.items()} | {"probe": "credit", "times": "loss"}
     texts = ("evil.py:Evil", "evil_module:Evil", "flowrl.methods:awm", "clipped(reward='x.py:A')")
     for name in available(kind):
         for option, text in product({*options_of(kind, name), "nothing"}, texts):
             spec = f"{name}({option}={text!r})"
-            spec = f"uniform(probe={spec!r})" if kind == "probe" else spec
+            spec = {"probe": f"uniform(probe={spec!r})", "times": f"awm(times={spec!r})"}.get(kind, spec)
             with pytest.raises(ConfigError, match=rf"mine: {settings_of[kind]} names .*--trust"):
-                trusted({settings_of[kind]: (spec,)}, "mine")
+                trusted({settings_of[kind]: spec}, "mine")
 
 
 TEXTS = [name for name, value in RunConfig().flat().items() if isinstance(value, str | tuple)]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 from annotated_types import Ge
@@ -52,7 +52,7 @@ class ComputingOptions:
     """Latents per network call and images decoded at a time."""
     device: str = ""
     """cpu or cuda [default: cuda for a model if there is a GPU]."""
-    dtype: str = ""
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """float32, bfloat16 or float16 [default: the run's, else bfloat16 on cuda and float32 on the CPU]."""
 
 

@@ -28,7 +28,9 @@ class PipelinePolicy:
 
     The transformer and the image decoder move to `options.device`. The text encoders stay in main memory and move to the device
     only to embed new prompts. The reference is the network with its adapter disabled, or a frozen copy. `adapters` (None unless a
-    LoRA is trained) adds further adapters and selects which are trained and active.
+    LoRA is trained) adds further adapters and selects which are trained and active. `latent_shape` is [channel, height, width]
+    (SD3), [token, channel] of 2 x 2 patches (FLUX, Qwen-Image) or [channel, frame, height, width] (Wan), `latent_size` the height
+    and width of the latent image, an eighth of the image's for the built-in families.
 
     Args:
         pipe: the pipeline. The policy trains its transformer or adds an adapter to it, so it has the current weights.
@@ -39,18 +41,19 @@ class PipelinePolicy:
     def __init__(self, pipe: Any, family: Family, options: ModelOptions = ModelOptions()) -> None:
         require(type(pipe).__name__ == family.pipeline, "pipeline", type(pipe).__name__, family.pipeline)
         self.pipe, self.family, self.options = pipe, family, options
-        self._device = device_of(options.device)
+        self.device = device_of(options.device)
         self.dtype = DTYPES[options.dtype]
         self.transformer: Any = pipe.transformer
-        _place(self.transformer, self._device, torch.float32 if options.tuning == "full" else self.dtype)
+        self.velocity_network: nn.Module = pipe.transformer
+        _place(self.transformer, self.device, torch.float32 if options.tuning == "full" else self.dtype)
         if options.attention_backend:
-            set_attention_backend(self.transformer, options.attention_backend, self._device, self.dtype)
-        _place(pipe.vae, self._device, DTYPES[options.decode_dtype])
-        self._latent_shape = latent_shape(pipe, family, options.height, options.width, options.num_frames)
-        self._size = latent_size(pipe, options.height, options.width)
+            set_attention_backend(self.transformer, options.attention_backend, self.device, self.dtype)
+        _place(pipe.vae, self.device, DTYPES[options.decode_dtype])
+        self.latent_shape = latent_shape(pipe, family, options.height, options.width, options.num_frames)
+        self.latent_size = latent_size(pipe, options.height, options.width)
         self._scheduler = _own_scheduler(pipe)
-        self.prompts = PromptCache(self._embed, self._device, options.prompt_cache, self.dtype)
-        self._guidance = options.guidance_scale
+        self.prompts = PromptCache(self._embed, self.device, options.prompt_cache, self.dtype)
+        self.guidance_scale = options.guidance_scale
         self.adapters: Adapters | None = None
         self._copy: Any = None
         self._released = False
@@ -72,7 +75,7 @@ class PipelinePolicy:
         elif options.tuning == "full":
             if options.keep_reference:
                 self._copy = copy.deepcopy(self.transformer)
-                _place(self._copy, self._device, self.dtype)
+                _place(self._copy, self.device, self.dtype)
             self.transformer.requires_grad_(True)
         self.checkpoint_gradients(options.gradient_checkpointing)
         if options.compile:
@@ -84,37 +87,16 @@ class PipelinePolicy:
         network = self.transformer
         (network.enable_gradient_checkpointing if on else network.disable_gradient_checkpointing)()
 
-    @property
-    def latent_shape(self) -> tuple[int, ...]:
-        """[channel, height, width] (SD3), [token, channel] of 2 x 2 patches (FLUX, Qwen-Image) or [channel, frame, height, width]
-        (Wan)."""
-        return self._latent_shape
-
-    @property
-    def latent_size(self) -> tuple[int, int]:
-        """Height and width of the latent image, an eighth of the image's for the built-in families."""
-        return self._size
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the network."""
-        return self._device
-
-    @property
-    def velocity_network(self) -> nn.Module:
-        """The transformer."""
-        return self.transformer
-
     def schedule(self, steps: int) -> Schedule:
         """The pipeline's own grid for this image size, float32."""
         require(steps >= 1, "steps", steps, "1 or more")
-        self.family.set_timesteps(self._scheduler, steps, self._latent_shape, self.pipe)
-        return Schedule(self._scheduler.sigmas.float().to(self._device), self._scheduler.timesteps.float().to(self._device))
+        self.family.set_timesteps(self._scheduler, steps, self.latent_shape, self.pipe)
+        return Schedule(self._scheduler.sigmas.float(), self._scheduler.timesteps.float()).to(self.device)
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
         """One number per prompt, which `velocity` looks up in the cache of embeddings."""
         known = self.prompts.numbers([*(prompt.text for prompt in prompts), self.options.negative_prompt])
-        numbers = torch.tensor(known, device=self._device)
+        numbers = torch.tensor(known, device=self.device)
         return Condition({"prompt": numbers[:-1], "negative": numbers[-1:].expand(len(prompts))}, frozenset(known))
 
     def warm(self, prompts: Sequence[Prompt]) -> None:
@@ -137,11 +119,11 @@ class PipelinePolicy:
         encoders = [encoder for name in self.family.encoders if (encoder := getattr(self.pipe, name)) is not None]
         tokens = self.options.max_sequence_length or self.family.text_tokens
         for encoder in encoders:
-            encoder.eval().requires_grad_(False).to(self._device)
+            encoder.eval().requires_grad_(False).to(self.device)
         try:
             for text in texts:
                 with torch.no_grad():
-                    row = self.family.encode(self.pipe, text, tokens, self._device)
+                    row = self.family.encode(self.pipe, text, tokens, self.device)
                 yield row
         finally:
             for encoder in encoders:
@@ -150,7 +132,7 @@ class PipelinePolicy:
     def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
         """The network's estimate of v = eps - x_0, float32; with classifier-free guidance (two evaluations) if it is on."""
         prompt, keys = condition.tensors["prompt"], condition.keys
-        if self._guidance == 1:
+        if self.guidance_scale == 1:
             return self._call(latent, timestep, prompt, keys)
         negative = condition.tensors["negative"]
         if self.options.guidance_gradient == "both":
@@ -160,35 +142,30 @@ class PipelinePolicy:
             with torch.no_grad():
                 away = self._call(latent, timestep, negative, keys)
             towards = self._call(latent, timestep, prompt, keys)
-        return getattr(self.family, "guide", linear_guidance)(away, towards, self._guidance)
+        return getattr(self.family, "guide", linear_guidance)(away, towards, self.guidance_scale)
 
     def _call(self, latent: Tensor, timestep: Tensor, numbers: Tensor, keys: frozenset[int]) -> Tensor:
         rows = self.prompts.rows(numbers, keys)
         narrow = self.dtype != torch.float32
-        with torch.autocast(self._device.type, dtype=self.dtype) if narrow else nullcontext():
-            return self.family.velocity(self._active, latent.to(self.dtype), timestep, rows, self._size).float()
+        with torch.autocast(self.device.type, dtype=self.dtype) if narrow else nullcontext():
+            return self.family.velocity(self._active, latent.to(self.dtype), timestep, rows, self.latent_size).float()
 
     @contextmanager
     def guided(self, guidance: float) -> Iterator[None]:
         """Within this context the guidance scale is `guidance`, for example to evaluate with another scale than in training."""
         require(guidance >= 1, "guidance_scale", guidance, "1 (off) or more")
-        kept, self._guidance = self._guidance, guidance
+        kept, self.guidance_scale = self.guidance_scale, guidance
         try:
             yield
         finally:
-            self._guidance = kept
-
-    @property
-    def guidance_scale(self) -> float:
-        """The current scale."""
-        return self._guidance
+            self.guidance_scale = kept
 
     def decode(self, latent: Tensor) -> Tensor:
         """Images [sample, 3, height, width] or videos [sample, frame, 3, height, width] in [0, 1], `decode_batch` at a time."""
         images, dtype = [], DTYPES[self.options.decode_dtype]
         with torch.no_grad():
             for part in latent.to(dtype).split(self.options.decode_batch):
-                pixels = self.family.decode(self.pipe, part, self._size).float()
+                pixels = self.family.decode(self.pipe, part, self.latent_size).float()
                 images.append((pixels / 2 + 0.5).clamp(0, 1).contiguous())
         return torch.cat(images)
 

@@ -176,33 +176,20 @@ class SmallSD3Policy:
         require(rank >= 0, "lora rank", rank, "0 or more")
         from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-        self.network = network.to(device_of(device)).eval().requires_grad_(False)
+        self.device = device_of(device)
+        self.network = network.to(self.device).eval().requires_grad_(False)
+        self.velocity_network: nn.Module = network.transformer
+        self.latent_shape = (network.config.channels, network.config.grid, network.config.grid)
         self.tokenise = tokenise
         self.dtype = dtype
         self._scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=network.config.shift)
         self._adapters = Adapters(self.network.transformer, rank, alpha, LORA_TARGETS, seed) if rank else None
 
-    @property
-    def latent_shape(self) -> tuple[int, ...]:
-        """(channels, grid, grid)."""
-        config = self.network.config
-        return (config.channels, config.grid, config.grid)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the network."""
-        return self.network.autoencoder.shift.device
-
-    @property
-    def velocity_network(self) -> nn.Module:
-        """The transformer."""
-        return self.network.transformer
-
     def schedule(self, steps: int) -> Schedule:
         """The grid of diffusers' `FlowMatchEulerDiscreteScheduler`, float32."""
         require(steps >= 1, "steps", steps, "1 or more")
         self._scheduler.set_timesteps(steps, device=self.device)
-        return Schedule(self._scheduler.sigmas.float().to(self.device), self._scheduler.timesteps.float().to(self.device))
+        return Schedule(self._scheduler.sigmas.float(), self._scheduler.timesteps.float()).to(self.device)
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
         """Word embeddings [prompt, word, dim]."""

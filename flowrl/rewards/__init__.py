@@ -13,7 +13,7 @@ from flowrl.rewards.combine import (
     weighted_total,
     win_rates,
 )
-from flowrl.rewards.contract import check_group_scores, check_scores, component_methods
+from flowrl.rewards.contract import ComponentScores, check_group_scores, check_scores, component_methods
 from flowrl.rewards.diversity import ClipFeatures, LatentFeatures, PixelFeatures, group_features, pairwise_diversity
 from flowrl.rewards.geneval import GenEval
 from flowrl.rewards.images import Images, JPEGCompressibility, JPEGIncompressibility, to_pillow
@@ -21,8 +21,9 @@ from flowrl.rewards.ocr import OCR
 from flowrl.rewards.video import FrameMean, Motion, stills
 
 __all__ = [
-    "OCR", "Aesthetic", "CLIPScore", "ClipFeatures", "Clipped", "FrameMean", "FunctionReward", "GenEval", "GroupSum", "HPSv21",
-    "Images", "JPEGCompressibility", "JPEGIncompressibility", "LatentFeatures", "Motion", "NoisyReward", "PickScore",
-    "PixelFeatures", "WeightedSum", "WinRate", "check_group_scores", "check_scores", "component_methods", "evaluation_reward",
-    "group_features", "pairwise_diversity", "require_single", "stills", "to_pillow", "weighted_total", "win_rates",
+    "OCR", "Aesthetic", "CLIPScore", "ClipFeatures", "Clipped", "ComponentScores", "FrameMean", "FunctionReward", "GenEval",
+    "GroupSum", "HPSv21", "Images", "JPEGCompressibility", "JPEGIncompressibility", "LatentFeatures", "Motion",
+    "NoisyReward", "PickScore", "PixelFeatures", "WeightedSum", "WinRate", "check_group_scores", "check_scores",
+    "component_methods", "evaluation_reward", "group_features", "pairwise_diversity", "require_single", "stills",
+    "to_pillow", "weighted_total", "win_rates",
 ]  # fmt: skip

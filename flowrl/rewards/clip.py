@@ -148,18 +148,17 @@ def _head(place: str) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class ClipNetwork:
-    """The options of everything that uses a CLIP model, and the loaded model."""
+    """The options of everything that uses a CLIP model; some have a `tokenizer` or `weights` of their own."""
 
     model: str
     device: str = "cpu"
     dtype: Precision = "float32"
     batch: Count = 32
-    tokenizer: str = ""
-    weights: str = ""
 
     def load(self) -> Encoder:
         """The network, loaded at the first call."""
-        return load_encoder(self.model, self.tokenizer, self.device, self.dtype, self.batch, self.weights)
+        tokenizer, weights = (getattr(self, option, "") for option in ("tokenizer", "weights"))
+        return load_encoder(self.model, tokenizer, self.device, self.dtype, self.batch, weights)
 
 
 @checked_options
@@ -172,10 +171,10 @@ class PickScore(ClipNetwork):
 
     Args:
         model: the model's folder, or its name on the Hub.
-        tokenizer: the tokenizer's folder, or its name on the Hub.
         device: name of the device.
         dtype: precision of the network.
         batch: images or texts per network call.
+        tokenizer: the tokenizer's folder, or its name on the Hub.
         form: "exact", or "released": divided by 26, as in Flow-GRPO's public code, about 0.65 to 0.9. The division changes the
             advantages of groups whose scores hardly differ, because 1e-4 is added to the std.
 
@@ -203,11 +202,11 @@ class CLIPScore(ClipNetwork):
 
     Args:
         model: the model's folder, or its name on the Hub.
-        prefix: text before the prompt.
-        weight: factor of the cosine, above 0.
         device: name of the device.
         dtype: precision of the network.
         batch: images or texts per network call.
+        prefix: text before the prompt.
+        weight: factor of the cosine, above 0.
 
     Raises:
         ConfigError: `weight` is not above 0. `load` and `score` also raise it if the model cannot be loaded.
@@ -236,11 +235,11 @@ class Aesthetic(ClipNetwork):
 
     Args:
         model: the model's folder, or its name on the Hub.
-        head: file with the head's layers (``layers.N.weight`` and ``bias``, or ``weight`` and ``bias``), or ``REPOSITORY:FILE``
-            on the Hub; safetensors or PyTorch's format, read without running code.
         device: name of the device.
         dtype: precision of the network.
         batch: images per network call.
+        head: file with the head's layers (``layers.N.weight`` and ``bias``, or ``weight`` and ``bias``), or ``REPOSITORY:FILE``
+            on the Hub; safetensors or PyTorch's format, read without running code.
     """
 
     model: str = "openai/clip-vit-large-patch14"
@@ -269,11 +268,11 @@ class HPSv21(ClipNetwork):
 
     Args:
         model: folder or name on the Hub of a model with the same architecture.
-        weights: the published file in open_clip's format, or ``REPOSITORY:FILE`` on the Hub, which replaces the weights of
-            `model`; read without running code. "" if `model` is a folder with HPS v2.1 in transformers' format.
         device: name of the device.
         dtype: precision of the network.
         batch: images or texts per network call.
+        weights: the published file in open_clip's format, or ``REPOSITORY:FILE`` on the Hub, which replaces the weights of
+            `model`; read without running code. "" if `model` is a folder with HPS v2.1 in transformers' format.
     """
 
     model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"

@@ -104,5 +104,19 @@ def check_scores(
 def check_group_scores(
     scores: object, prompts: Sequence[Prompt], members: int, origin: str, allow_invalid: bool = False
 ) -> Tensor:
-    """`check_scores` for the scores [prompt, member] of a group reward."""
+    """`check_scores` for a group reward.
+
+    Args:
+        scores: what a group reward returned.
+        prompts: the prompts, one per group.
+        members: number of members per group.
+        origin: what returned the scores, the subject of the message.
+        allow_invalid: whether NaN is allowed, as the mark of an invalid sample.
+
+    Returns:
+        The scores [prompt, member].
+
+    Raises:
+        RewardContractError: the type or the shape is wrong, or a value is not finite.
+    """
     return check_scores(scores, prompts, origin, allow_invalid, members)

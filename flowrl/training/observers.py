@@ -149,8 +149,14 @@ def _tensors(record: Record) -> bytes:
 
 @dataclass
 class Decided:
-    """The actions of all observers after an iteration: metrics by OBSERVER/NAME, warnings, and whether to keep its checkpoint.
-    `stop` is "OBSERVER: reason"."""
+    """The actions of all observers after an iteration.
+
+    Args:
+        metrics: numbers by OBSERVER/NAME.
+        warnings: the observers' warnings and failures.
+        keep: whether to keep the checkpoint of the iteration.
+        stop: "OBSERVER: reason" of the first observer that stops the run.
+    """
 
     metrics: dict[str, float | None] = field(default_factory=dict)
     warnings: list[Notice] = field(default_factory=list)

@@ -20,7 +20,7 @@ from flowrl.protocols import ForwardLoss
 from flowrl.rollout.loss_batch import Rows, minibatch_rows, weighted_rows
 from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.rollout.weights import transition_weights
-from flowrl.training.build import first_trained_steps, make_method, make_world, method_text, trial_stds
+from flowrl.training.build import first_trained_steps, make_method, method_text, trial_stds
 from flowrl.training.config import RunConfig
 from flowrl.training.trainer import loss_guidance
 from flowrl.tree import Tree, plain_tree

@@ -119,8 +119,8 @@ def test_whole_transformers_can_be_compared_too(folder, tmp_path):
 
 def test_every_prompt_is_embedded_once_for_both_weights(folder, tmp_path, monkeypatch):
     """However many prompts the run kept in training: here fewer than it has. The text encoders visit the device once."""
+    from flowrl.policies.families import SD3
     from flowrl.policies.prompt_cache import PromptCache
-    from flowrl.policies.sd3 import SD3
 
     shutil.copytree(folder / "run", tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())

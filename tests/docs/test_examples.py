@@ -155,9 +155,8 @@ class TestReadmeInCI:
         found = readme.blocks((ROOT / "README.md").read_text())
         assert sum(bool(block.commands) for block in found) == len(found) - sum(block.marker == "skip" for block in found)
         assert "pip install" in found[0].commands[0] and "#" not in found[0].commands[0]
-        assert any(
-            command.endswith('-m pytest -n 2 -m "not slow and not satellite"') for block in found for command in block.commands
-        )
+        tests = '-m pytest -n 2 -m "not slow and not satellite"'
+        assert any(command.endswith(tests) for block in found for command in block.commands)
 
     def test_markers(self, readme: ModuleType) -> None:
         bash = "```bash\na b  # why\nc \\\n  d\n```\n"

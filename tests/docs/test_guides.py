@@ -69,7 +69,7 @@ def test_the_observers_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert [row["iteration"] for row in rows if row.get("kept")] == [2 * i for i in bests]
     for block in rest:
         exec(block, {})
-    assert Path("runs/in-python/experience/000004.csv").exists()
+    assert Path("runs/in-python/experience/000001.csv").exists()
     pytest.importorskip("pandas")
     found: dict[str, Any] = {}
     exec(table, found)

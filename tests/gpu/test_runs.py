@@ -12,7 +12,7 @@ import torch
 from device_cases import MODELS, PROMPTS, any_trainer, assert_same, flat, model_trainer
 from safetensors.torch import load_file
 
-import flowrl.launch
+import flowrl
 from flowrl.cli import main
 from flowrl.policies import DTYPES
 from flowrl.training.config import preset
@@ -71,7 +71,7 @@ def test_a_checkpoint_restores_weights_moments_and_generators(name, device):
 
 def launched(config, folder, words):
     """`flowrl train` in two processes, by a shipped config file of Accelerate."""
-    file = Path(flowrl.launch.__file__).parent / f"{config}.yaml"
+    file = Path(flowrl.__file__).parent / "data" / "launch" / f"{config}.yaml"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

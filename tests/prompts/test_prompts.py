@@ -11,6 +11,7 @@ from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.prompts import (
     Clause,
+    PromptStream,
     compositional_prompts,
     files,
     image_prompts,
@@ -121,6 +122,12 @@ def test_generators_make_as_many_different_prompts_as_there_are():
     assert all(quoted_text(p.text) == p.metadata["text"] for p in prompts)
     with pytest.raises(ConfigError, match="count = 1000000 is not allowed; allowed: 1 to about 12"):
         image_prompts(10**6)
+
+
+def test_looking_ahead_does_not_move_the_stream():
+    stream, other = (PromptStream(text_prompts(6), seed=3) for _ in range(2))
+    assert len(stream.upcoming(20)) == 6
+    assert stream.take(20) == other.take(20)
 
 
 def test_command(tmp_path, capsys):

@@ -187,10 +187,11 @@ def test_hps_sees_all_of_a_wide_image(folder, open_clip):
         torch.zeros(1, 3, 40, 40),
         PROMPTS[:1],
     )
+    image[..., :10], image[..., 30:] = 0.1 * image[..., :10], 0.9 + 0.1 * image[..., 30:]  # the edges differ from the centre
     bars[:, :, 10:30] = image
     hps, pickscore = HPSv21(folder, weights=open_clip[1]), PickScore(folder, tokenizer="")
-    assert torch.allclose(hps.score(image, text), hps.score(bars, text), atol=0.02)
-    assert not torch.allclose(pickscore.score(image, text), pickscore.score(bars, text), atol=1.0)
+    assert torch.allclose(hps.score(image, text), hps.score(bars, text), atol=1e-3)
+    assert not torch.allclose(pickscore.score(image, text), pickscore.score(bars, text), atol=0.1)
 
 
 class Bomb:

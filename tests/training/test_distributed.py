@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import flowrl.launch
+import flowrl
 from flowrl import distributed as module
 from flowrl.commands.runs import asked_to_stop
 from flowrl.distributed import Assignment, Distributed, OtherProcessError, assignment, full_tensors, is_sharded
@@ -555,7 +555,7 @@ class Deadly:
 
 def launch(config, folder, arguments):
     """`flowrl train` on two CPU processes by a shipped config file."""
-    file = Path(flowrl.launch.__file__).parent / f"{config}.yaml"
+    file = Path(flowrl.__file__).parent / "data" / "launch" / f"{config}.yaml"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", "2"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -588,7 +588,7 @@ def test_a_killed_process_ends_the_run_by_name_and_the_run_resumes(tmp_path):
 def test_config_files_are_accelerates(name):
     from accelerate.commands.config.config_args import load_config_from_file
 
-    config = load_config_from_file(str(Path(flowrl.launch.__file__).parent / f"{name}.yaml"))
+    config = load_config_from_file(str(Path(flowrl.__file__).parent / "data" / "launch" / f"{name}.yaml"))
     assert config.mixed_precision == "no" and config.num_processes == 8
     assert (config.distributed_type == "FSDP") == (name != "ddp")
     if name != "ddp":

@@ -1,7 +1,7 @@
 """The arms of the tuned comparison: each method's settings, and its searched numbers."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -10,9 +10,9 @@ from typing import Any
 from flowrl.errors import ConfigError, require
 from flowrl.methods import METHODS
 from flowrl.registry import options_of
-from flowrl.specs import parse_spec
+from flowrl.specs import parse_options, parse_spec
 from flowrl.training.arms import check_arms, credit_arms, load_arms, of_arm, parse_arm, rule_name, together
-from flowrl.training.build import check, run_method
+from flowrl.training.build import check, make_loss, run_method
 from flowrl.training.config import RunConfig, preset
 from flowrl_bench.digest import MEASURED
 
@@ -54,21 +54,69 @@ for half the cost."""
 class Knob:
     """A number that is searched on the grid start * factor^k: a setting of the run, or a name in braces in a spec.
 
-    `start` has the start per world.
+    `start` has the start per world; in a world of the user's it is `elsewhere` of a run of uniform credit.
     """
 
     factor: float
     start: Mapping[str, float]
+    elsewhere: Callable[[RunConfig], float] | None = None
 
     def value(self, world: str, level: int) -> float:
         """The value at a level, to three digits."""
-        return float(f"{self.start[world] * self.factor**level:.3g}")
+        start = self.start.get(world, next(iter(self.start.values())))
+        if world not in self.start and self.elsewhere is not None:
+            start = self.elsewhere(preset("default").apply(**settings_of(world)))
+        return float(f"{start * self.factor**level:.3g}")
 
 
-CLIP = Knob(3.0, {"mixture": 2e-2, "shapes": 2e-3})
+def settings_of(world: str) -> dict[str, Any]:
+    """The settings that all runs in a world share: of `WORLDS`, of a user's world by its spec, or of a model, which is written as
+    ``model(model=PATH, prompts=FILE, ...)``."""
+    if world in WORLDS:
+        return WORLDS[world]
+    spec = parse_spec(world, "world")
+    return dict(spec.options) if spec.name == "model" else {"world": world}
+
+
+def short_name(world: str) -> str:
+    """A world on a line of text: a model without its settings."""
+    return f"model {settings_of(world)['model']}" if world.startswith("model(") else world
+
+
+def world_label(world: str) -> str:
+    """A world in words."""
+    known = {"mixture": "2-D world", "shapes": "image world"}
+    return known.get(world) or (short_name(world) if world.startswith("model(") else f"world {world.rpartition('/')[2]}")
+
+
+def chosen_worlds(world: str, model: str = "", prompts: str = "", reward: str = "", settings: str = "") -> list[str]:
+    """The worlds that options name: those of `WORLDS` for "all", one of them, a user's by its spec, or a model with its prompts,
+    its reward and further `settings` as ``option=value, ...``. Raises `ConfigError` for a world or settings that do not exist."""
+    if model:
+        given = {"model": model, "prompts": prompts, "reward": reward, **parse_options(settings, "set")}
+        world = f"model({', '.join(f'{name}={value!r}' for name, value in given.items() if value != '')})"
+    else:
+        alone = prompts or reward or settings
+        require(not alone, "prompts, reward, set", alone, "given with --model only")
+    if world == "all":
+        return list(WORLDS)
+    if world not in WORLDS:
+        check(preset("default").apply(**settings_of(world)))
+    return [world]
+
+
+def _own_clip(run: RunConfig) -> float:
+    return float(getattr(make_loss(run), "clip_range", 0.0))
+
+
+def _own_rate(run: RunConfig) -> float:
+    return run.optim.learning_rate
+
+
+CLIP = Knob(3.0, {"mixture": 2e-2, "shapes": 2e-3}, _own_clip)
 """The clip range of log-ratios grows with the square root of the latent's dimension at equal KL: 1e-4 at d = 65,536 is
 1.8e-2 at d = 2, and images of this world are near 1e-3."""
-RATE = Knob(2.0, {"mixture": 2e-2, "shapes": 4e-3})
+RATE = Knob(2.0, {"mixture": 2e-2, "shapes": 4e-3}, _own_rate)
 NOISE = Knob(1.4, {"mixture": 0.7, "shapes": 0.7})
 POLICY: dict[str, Knob] = {"clip_range": CLIP, "learning_rate": RATE, "noise_level": NOISE}
 """Of every method that trains on the steps of a stochastic sampler."""
@@ -107,7 +155,7 @@ class Arm:
         """The settings of a run with these values of the knobs."""
         found, used = dict[str, Any](), set[str]()
         for name, setting in self.settings.items():
-            chosen = setting[world] if isinstance(setting, Mapping) else setting
+            chosen = setting.get(world, setting["shapes"]) if isinstance(setting, Mapping) else setting
             if isinstance(chosen, str) and "{" in chosen:
                 used |= {knob for knob in self.knobs if f"{{{knob}}}" in chosen}
                 chosen = chosen.format(**{knob: format(values[knob], "g") for knob in self.knobs})
@@ -116,7 +164,7 @@ class Arm:
 
     def run(self, world: str, values: Mapping[str, float], **more: Any) -> RunConfig:
         """The run in a world."""
-        return preset("default").apply(**{**WORLDS[world], **self.changes(world, values), **more})
+        return preset("default").apply(**{**settings_of(world), **self.changes(world, values), **more})
 
 
 BOTH = ("mixture", "shapes")
@@ -170,6 +218,11 @@ TUNED = Path(__file__).parent / "tuned.json"
 def tuned(world: str, arm: str) -> dict[str, float]:
     """The values found for an arm in a world; the start of the grid without a search."""
     return _tuned().get(world, {}).get(arm) or ARMS[arm].values(world, {})
+
+
+def in_world(arm: Arm, world: str) -> bool:
+    """Whether an arm is compared in a world."""
+    return world in arm.worlds or world not in WORLDS
 
 
 def is_tuned(world: str, arm: str) -> bool:

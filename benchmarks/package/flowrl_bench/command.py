@@ -120,7 +120,15 @@ class Tune:
     trust: bool = False
     """Run code that the file of `arms` names, and use its addresses and keys."""
     world: str = "mixture"
-    """mixture (two dimensions), shapes (images) or all."""
+    """mixture (two dimensions), shapes (images), all (both), or a world of yours: path/to/file.py:Class or a plug-in."""
+    model: str = ""
+    """A diffusers model instead of a world: its folder, with `prompts` and `reward`."""
+    prompts: str = ""
+    """Prompts of the model's runs, as for `flowrl train`."""
+    reward: str = ""
+    """Reward of the model's runs, as for `flowrl train`."""
+    set: str = ""
+    """Further settings of the model's runs, as in "resolution=512, guidance_scale=4.5"."""
     budget: Count = 12
     """Runs per method and world, a third of them for two finalists with further seeds."""
     out: Path = Path("runs/tuning.jsonl")
@@ -134,23 +142,21 @@ class Tune:
 
     def main(self) -> int:
         """Search, print and save the choices."""
-        from flowrl_bench.arms import ARMS, WORLDS, named_arm, own_arms
+        from flowrl_bench.arms import ARMS, chosen_worlds, in_world, named_arm, own_arms
         from flowrl_bench.tune import Search, choices, save, tune
 
-        require(self.world in ("all", *WORLDS), "world", self.world, "mixture, shapes or all")
+        worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
         own = own_arms(self.arm, self.arms, self.trust)
         arms = [*(named_arm(name) for name in self.methods or (ARMS if not own else ())), *own]
         names = [arm.name for arm in arms]
         require(len(set(names)) == len(names), "arm", names, "each name once")
-        worlds = [world for world in WORLDS if self.world in ("all", world)]
-        searches = [Search(arm, world, self.budget) for world in worlds for arm in arms if world in arm.worlds]
+        searches = [Search(arm, world, self.budget) for world in worlds for arm in arms if in_world(arm, world)]
         total = self.budget * len(searches)
 
         def progress(line: Mapping[str, Any], done: int) -> None:
             values = ", ".join(f"{name} {value:g}" for name, value in line["values"].items())
-            print(
-                f"{done}/{total} {line['world']}, {line['arm']}, {values}, seed {line['seed']}: {line['score']:.3f}", flush=True
-            )
+            place = f"{done}/{total} {short_name(line['world'])}, {line['arm']}"
+            print(f"{place}, {values}, seed {line['seed']}: {line['score']:.3f}", flush=True)
 
         command = shlex.join(["flowrl", *sys.argv[1:]])
         finished = self.show or tune(searches, self.out, command, self.workers, progress)
@@ -182,11 +188,20 @@ class Rule:
     quick: bool = False
     """Fewer runs of the search and fewer seeds; in the image world no search, and uniform credit as the only baseline."""
     world: str = "all"
-    """mixture (two dimensions), shapes (images) or all."""
+    """mixture (two dimensions), shapes (images), all (both), or a world of yours: path/to/file.py:Class or a plug-in. In yours
+    the baselines are tuned, too."""
+    model: str = ""
+    """A diffusers model instead of a world: its folder, with `prompts` and `reward`."""
+    prompts: str = ""
+    """Prompts of the model's runs, as for `flowrl train`."""
+    reward: str = ""
+    """Reward of the model's runs, as for `flowrl train`."""
+    set: str = ""
+    """Further settings of the model's runs, as in "resolution=512, guidance_scale=4.5"."""
     seeds: Annotated[int, Ge(0), Le(1000)] = 0
-    """Seeds per arm and world; 0 = 20 in two dimensions and 8 for images (--quick: 8 and 4)."""
+    """Seeds per arm and world; 0 = 20 in two dimensions and 8 elsewhere (--quick: 8 and 4)."""
     budget: Annotated[int, Ge(-1), Le(200)] = -1
-    """Runs of the search for the rule's settings per world (0: none); -1 = 12 in 2-D and 6 for images (--quick: 6, 0)."""
+    """Runs of the search per world (0: none); -1 = 12, and 6 for images (--quick: 6, and 0 for images)."""
     out: Path | None = None
     """Folder of the results and the page; default: runs/rule-NAME. Runs that it has are not made again."""
     workers: Workers = 0
@@ -194,14 +209,16 @@ class Rule:
 
     def main(self) -> int:
         """Tune, run, judge, write."""
-        from flowrl_bench.arms import own_arms
+        from flowrl_bench.arms import chosen_worlds, own_arms
         from flowrl_bench.rule_bench import bench_rule
         from flowrl_bench.rule_plan import make_parts
 
         given = [*([self.rule] if self.rule else []), *own_arms([self.arm] if self.arm else [], self.arms, self.trust)]
         names = [one if isinstance(one, str) else one.name for one in given]
         require(len(given) == 1, "rule", names, "a credit rule, or one arm by --arm or --arms")
-        parts = make_parts(self.quick, self.world, self.seeds, self.budget)
+        worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
+        world = self.world if self.world == "all" and not self.model else worlds[0]
+        parts = make_parts(self.quick, world, self.seeds, self.budget)
         command = shlex.join(["flowrl", *sys.argv[1:]])
         return 0 if bench_rule(given[0], parts, self.out, self.workers, self.quick, command) else 130
 

@@ -124,7 +124,7 @@ class ResultsFile:
     path: Path
     trust: bool = False
     own: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of an arm that the user has named: lines may contain them. With `trust` they may contain any code."""
+    """Settings of an arm or a world that the user has named: lines may contain them. With `trust` they may contain any code."""
 
     def read(self, allowed: Mapping[str, Any] | None = None, any_code: bool = False) -> dict[str, dict[str, Any]]:
         """Lines by id. Raises `ConfigError` for lines of code with other numbers (by the golden run), of settings outside
