@@ -158,7 +158,7 @@ def read_settings(path: Path, kind: type) -> SettingsFile:
 
 
 def read_arms(path: Path, kind: type) -> dict[str, dict[str, Any]]:
-    """Read settings of `kind` by the names of arms: the entry ``arms`` of a YAML or JSON file, without groups.
+    """Settings of `kind` by the names of arms: the entry ``arms`` of a YAML or JSON file at `path`, without groups.
 
     Raises `ConfigError` as `read_settings` does.
     """

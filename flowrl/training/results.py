@@ -329,7 +329,7 @@ class ArmSummary:
 
 
 def difference(arm: str, settings: Mapping[str, Any]) -> str:
-    """Settings of an arm as text, without empty ones and without a method that gave the arm its name."""
+    """The `settings` of an `arm` as text, without empty ones and without a method that gave the arm its name."""
     named = {
         name: value for name, value in settings.items() if (name, value) != ("method", arm) and value not in ("", [], (), None)
     }

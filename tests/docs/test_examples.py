@@ -14,7 +14,7 @@ from loading import load
 
 from flowrl.cli import load_command, run_command
 from flowrl.registry import build
-from flowrl.settings import read_settings
+from flowrl.settings import read_arms, read_settings
 from flowrl.training.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,8 @@ def test_python_compiles_and_imports_public_names(page: Path, public: set[str]) 
 def test_settings_are_valid(page: Path, tmp_path: Path) -> None:
     for text in blocks(page, "yaml"):
         (tmp_path / "settings.yaml").write_text(text)
-        read_settings(tmp_path / "settings.yaml", RunConfig)
+        read = read_arms if text.startswith("arms:") else read_settings
+        read(tmp_path / "settings.yaml", RunConfig)
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
