@@ -123,6 +123,8 @@ class Compare:
     """Run code that the settings file of `resume`, `config` or `preset` names, and use its addresses and keys."""
     changed_code: bool = False
     """With `resume`: go on although the files of your own parts have changed since the start."""
+    trial: bool = True
+    """Try your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
     run: Annotated[CompareOptions, tyro.conf.arg(name="")] = field(default_factory=CompareOptions)  # pyright: ignore[reportInvalidTypeForm]
 
     @staticmethod
@@ -168,7 +170,7 @@ class Compare:
             return f"flowrl compare --resume {shlex.quote(str(out))}{words}"
 
         display = Display(config, out, self.workers)
-        work = partial(compare, config, out, self.resume is not None, self.workers, display.watch, self.changed_code)
+        work = partial(compare, config, out, self.resume is not None, self.workers, display.watch, self.changed_code, self.trial)
         with _interrupted_once(), disk_errors(out, lambda: "Finished runs and checkpoints are kept", again):
             try:
                 display.start(out)
@@ -236,6 +238,8 @@ class Train:
     """Run code that the settings file of `resume`, `config` or `preset` names, and use its addresses and keys."""
     changed_code: bool = False
     """With `resume`: go on although the files of your own parts have changed since the start."""
+    trial: bool = True
+    """Try your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
     run: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(default_factory=TrainOptions)  # pyright: ignore[reportInvalidTypeForm]
 
     @staticmethod
@@ -314,8 +318,9 @@ class Train:
                 say(f"{config.algorithm.method}{rule} on {subject}, seed {config.seed}{several} -> {out}")
                 say(hanging(f"  {method_text(config, self.origins())}", columns(), 2))
                 run = Run(
-                    config, out, train_line(out, config), asked.is_set, distributed=distributed, changed_code=self.changed_code
-                )
+                    config, out, train_line(out, config), asked.is_set, distributed=distributed, changed_code=self.changed_code,
+                    trial=self.trial,
+                )  # fmt: skip
                 with _told_how_to_go_on(out, distributed.is_main):
                     execute = record(run.execute) if distributed.world_size > 1 else run.execute
                     finished = bool(execute(self.resume is not None, self.start))

@@ -439,13 +439,18 @@ def credits_components(case: Case) -> str | None:
     return None
 
 
-@promise("(advice) the member whose reward rises most gets more credit than the one whose reward does not rise")
+@promise(
+    "of members whose rewards rise by different amounts, the one with the highest rise gets more credit than the one with none"
+)
 def pays_the_better_member(case: Case) -> str | None:
+    failures, tables, upside_down = [], 0, 0
     for _, members, decisions in case.sizes:
         rise = torch.linspace(0.0, 1.0, members)[:, None] * torch.linspace(0.0, 1.0, decisions + 1)
         total = case.credit(case.filled(rise[None]))[0, ..., 0].sum(dim=-1)
+        tables, upside_down = tables + 1, upside_down + bool((total.diff() <= 0).all())
         if not float(total[-1]) > float(total[0]):
             found = f"rising from 0 to 1 gets {float(total[-1]):.3g} in all {decisions} decisions"
             found = f"{found}, staying at 0 {float(total[0]):.3g}"
-            return f"{found}. Is a sign wrong? Higher rewards are better."
-    return None
+            failures.append(f"{found}. Is a sign wrong? Higher rewards are better.")
+    expect(upside_down < tables, failures[0] if failures else "")
+    return failures[0] if failures else None

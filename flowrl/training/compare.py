@@ -22,6 +22,7 @@ from flowrl.training.config import RunConfig
 from flowrl.training.format import FORMAT, FORWARD, OLDER, OWN_WORDS, check_format, current
 from flowrl.training.results import has_progress, holds, run_folder
 from flowrl.training.run import Run
+from flowrl.training.trial import try_parts
 from flowrl.trust import trust_option, trusted
 from flowrl.workers import Worker, run_jobs, usable_cores
 
@@ -166,9 +167,10 @@ Watcher = Callable[[dict[str, dict[str, Any]]], None]
 """Called about twice a second with the state of every job: {"phase", "iteration", "reward", "nfe_total", "seconds"}."""
 
 
-def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool, changed_code: bool) -> bool | str:
+def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool, changed_code: bool, trial: bool) -> bool | str:
     """Whether the run is finished, or the message of the error that ended it; the other runs continue."""
-    run = Run(config, folder, worker.send, worker.stopped, shared=folder.parent, changed_code=changed_code)
+    run = Run(config, folder, worker.send, worker.stopped, shared=folder.parent, changed_code=changed_code, trial=trial)
+    run.parts_tried = True
     try:
         return run.execute(resume)
     except ConfigError:
@@ -190,6 +192,7 @@ def compare(
     workers: int = 0,
     watch: Watcher | None = None,
     changed_code: bool = False,
+    trial: bool = True,
 ) -> bool:
     """Run all jobs in `out`/runs, resumable.
 
@@ -202,6 +205,7 @@ def compare(
         workers: number of processes; 0: one per core, at most 16.
         watch: called with the states of all jobs.
         changed_code: as for `Run`.
+        trial: as for `Run`.
 
     Returns:
         Whether all runs are finished; False if Ctrl-C paused them. `resume` then continues with the same results.
@@ -217,15 +221,25 @@ def compare(
     if not resume:
         require_free(out)
     with folder_lock(out) if resume else new_folder(out, "comparison", lambda folder: holds(folder, "methods"), started):
-        return _compare(config, out, resume, workers, watch, changed_code)
+        return _compare(config, out, resume, workers, watch, changed_code, trial)
 
 
-def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch: Watcher | None, changed_code: bool) -> bool:
+def _compare(
+    config: CompareConfig, out: Path, resume: bool, workers: int, watch: Watcher | None, changed_code: bool, trial: bool
+) -> bool:
     jobs = config.jobs()
+    notes: list[str] = []
+    if trial and (changed_code or not resume):
+        try_parts(jobs.values(), notes.append)
     if not resume:
         written = {"descriptions": config.descriptions(), "parts": config.parts()}
         write_json(out / "config.json", config.as_dict() | written)
     states: dict[str, dict[str, Any]] = {name: {"phase": "waiting", "iteration": 0} for name in jobs}
+    if notes and watch:
+        first = next(iter(jobs))
+        watch(
+            states | {first: {**states[first], "warning": "\n".join(notes), "kinds": [f"trial {n}" for n in range(len(notes))]}}
+        )
     ended: dict[str, bool | str] = {}
 
     def received(name: str, state: dict[str, Any]) -> None:
@@ -241,7 +255,7 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
     on_cpu = config.run.policy.device == "cpu"  # forks of a process that has used a GPU cannot use it
     completed = run_jobs(
         _run_job,
-        {name: (jobs[name], out / "runs" / name, resume, changed_code) for name in start_order(jobs)},
+        {name: (jobs[name], out / "runs" / name, resume, changed_code, trial) for name in start_order(jobs)},
         workers,
         finished=finished,
         received=received,

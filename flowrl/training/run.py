@@ -33,6 +33,7 @@ from flowrl.training.monitors import Notice, limits_of, notices
 from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.results import MetricsRow, has_progress, holds
 from flowrl.training.trainer import Trainer
+from flowrl.training.trial import reward_trial, try_parts
 from flowrl.trust import check_code, record_code
 from flowrl.worlds.base import World
 
@@ -64,6 +65,7 @@ class Run:
         shared: a folder in which the runs of a comparison store the evaluation of the untrained model, which is the same for all.
         distributed: the processes.
         changed_code: continue although the files of the run's own parts have changed since it was started.
+        trial: try the user's own parts before a new run, or with `changed_code` (`flowrl.training.trial`).
     """
 
     config: RunConfig
@@ -73,6 +75,8 @@ class Run:
     shared: Path | None = None
     distributed: Distributed = Distributed()
     changed_code: bool = False
+    trial: bool = True
+    parts_tried: bool = field(default=False, init=False)
     _heldout: HeldoutMetrics | None = field(default=None, init=False, repr=False)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
@@ -87,6 +91,8 @@ class Run:
         with part_errors(), full, out_of_memory(), ExitStack() as stack:
             with self.distributed.shared_errors():
                 if self.distributed.is_main:
+                    if self.trial and not self.parts_tried and (self.changed_code or not resume):
+                        try_parts([self.config], self._warn_of_trial)
                     stack.enter_context(folder_lock(self.folder) if resume else self._new_folder())
             return self._execute(resume, start)
 
@@ -114,6 +120,8 @@ class Run:
         self._heldout = make_heldout_metrics(self.config, world)
         trainer = make_trainer(self.config, self.distributed, world)
         found, self.config, policy = trainer.config != self.config, trainer.config, trainer.policy
+        if self.trial and not resume and self.distributed.is_main:
+            trainer.collector.inspect = reward_trial(self.config, trainer.reward, self._warn_of_trial)
         trainer.on_phase = lambda phase: self._tell({"phase": phase})
         rows = self._restore(trainer, start) if resume else []
         journal = Journal(self.config, self.folder, trainer.done)
@@ -183,6 +191,9 @@ class Run:
         if found:
             kinds = [notice.kind for notice in found]
             self._tell({"warning": "\n".join(notice.text for notice in found), "kinds": kinds})
+
+    def _warn_of_trial(self, text: str) -> None:
+        self._tell({"warning": text, "kinds": ["trial"]})
 
     def _write_settings(self) -> None:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""
