@@ -8,8 +8,8 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.io import write_json
-from flowrl.reading import read_json, reading
 from flowrl.plugins import plugin
+from flowrl.reading import read_json, reading
 from flowrl.registry import KINDS, available, files_of
 from flowrl.specs import Spec, parse_spec
 
