@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,14 @@ def own_parts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
             yield setting, kind, spec
 
 
-def own_text(settings: Mapping[str, Any]) -> str:
-    """The user's parts by name, as in "credit my_rules.py:MyRule"; a plug-in with its package."""
+def own_text(runs: Iterable[Mapping[str, Any]]) -> str:
+    """The user's parts in the settings of `runs`, as in "; your parts: credit my_rules.py:MyRule"; a plug-in with its package."""
     found = []
-    for setting, kind, spec in own_parts(settings):
-        source = "" if ":" in spec.name else f" [{available(kind).get(spec.name, 'unknown')}]"
-        found.append(f"{setting} {spec.name}{source}")
-    return ", ".join(dict.fromkeys(found))
+    for settings in runs:
+        for setting, kind, spec in own_parts(settings):
+            source = "" if ":" in spec.name else f" [{available(kind).get(spec.name, 'unknown')}]"
+            found.append(f"{setting} {spec.name}{source}")
+    return f"; your parts: {', '.join(dict.fromkeys(found))}" if found else ""
 
 
 def untrusted(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -19,6 +19,8 @@ from rich.text import Text
 
 from flowrl.commands.remaining import Remaining, duration, work_of
 from flowrl.errors import FlowrlError
+from flowrl.registry import shadowed
+from flowrl.trust import own_text
 from flowrl.workers import worker_count
 
 if TYPE_CHECKING:
@@ -74,7 +76,10 @@ class Display:
             f"({run.environment.reward_form} reward), "
             f"seeds {', '.join(map(str, self.config.seeds))}: "
             f"{run.iterations} iterations of {run.rollout.groups} x {run.rollout.group_size} samples"
+            f"{own_text(job.flat() for job in self.jobs.values())}"
         )
+        for text in shadowed():
+            self.say(f"Warning: {text}")
         self.say(f"Results in {out}; Ctrl-C pauses; --resume continues")
 
     def say(self, text: str) -> None:

@@ -19,10 +19,11 @@ from flowrl.commands.options import base_of, changes, options_class, options_wit
 from flowrl.errors import require
 from flowrl.imports import import_modules
 from flowrl.options import Count, Seed, Workers
+from flowrl.registry import shadowed
 from flowrl.signals import ignore_stops, on_stop
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.presets import MODEL_ONLY, method_overrides, origins
-from flowrl.trust import trust_option, trusted
+from flowrl.trust import own_text, trust_option, trusted
 
 if TYPE_CHECKING:
     from flowrl.training.compare import CompareConfig
@@ -315,7 +316,10 @@ class Train:
                 several = f", {distributed.world_size} processes" if distributed.world_size > 1 else ""
                 subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"
                 rule = f" with credit {config.algorithm.credit}" if config.algorithm.credit else ""
-                say(f"{config.algorithm.method}{rule} on {subject}, seed {config.seed}{several} -> {out}")
+                own = own_text([config.flat()])
+                say(f"{config.algorithm.method}{rule} on {subject}, seed {config.seed}{several}{own} -> {out}")
+                for text in shadowed():
+                    say(f"Warning: {text}")
                 say(hanging(f"  {method_text(config, self.origins())}", columns(), 2))
                 run = Run(
                     config, out, train_line(out, config), asked.is_set, distributed=distributed, changed_code=self.changed_code,

@@ -47,6 +47,7 @@ class PipelinePolicy:
     def __init__(self, pipe: Any, family: Family, options: ModelOptions = ModelOptions()) -> None:
         found = type(pipe).__name__
         require(found == family.pipeline, "pipeline", found, family.pipeline)
+        _require_rgb(pipe)
         self.pipe, self.family, self.options = pipe, family, options
         self._device = device_of(options.device)
         self.dtype = DTYPES[options.dtype]
@@ -290,6 +291,13 @@ def _latent_shape(pipe: Any, family: Family, options: ModelOptions) -> tuple[int
         return video_shape(pipe, options.height, options.width, options.num_frames)
     require(options.num_frames == 1, "num_frames", options.num_frames, f"1: a {family.pipeline} makes images")
     return family.latent_shape(pipe, options.height, options.width)
+
+
+def _require_rgb(pipe: Any) -> None:
+    """Raise `ConfigError` unless the image decoder makes three channels, the red, green and blue that rewards see."""
+    config = getattr(pipe.vae, "config", None)
+    found = getattr(config, "out_channels", 3) // (getattr(config, "patch_size", None) or 1) ** 2  # Wan 2.2 decodes patches
+    require(found == 3, "model: channels of the image decoder (vae)", found, "3, red, green and blue")
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -37,10 +37,11 @@ EQUAL_REWARDS = (0.0, 0.3, -3.3, 1000.1, 12345.678, 1e6 / 3)
 
 @dataclass(frozen=True)
 class Case:
-    """A credit rule, and the number of decisions that it requires (None: any)."""
+    """A credit rule, the number of decisions that it requires (None: any), and whether all records have all members."""
 
     rule: Any
     decisions: int | None = None
+    whole: bool = False
 
     def __repr__(self) -> str:
         return name_of(self.rule)
@@ -64,7 +65,8 @@ class Case:
                     seed,
                 )
                 yield record
-                yield self.without(record, seed)
+                if not self.whole:
+                    yield self.without(record, seed)
 
     def filled(self, values: Tensor, seed: int = 0) -> Experience:
         """A record with the values that the rule's probe fills (NaN in the other columns; the

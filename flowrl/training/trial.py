@@ -11,6 +11,8 @@ from flowrl.errors import ConfigError
 from flowrl.protocols import AnyReward, ForwardLoss, GroupReward, MultistepSolver
 from flowrl.registry import build
 from flowrl.rollout.values import Inspect, score_components, score_group_components
+from flowrl.testing import credit, forward_loss, loss, probe, sampler, solver, window
+from flowrl.testing.findings import OVER, Contract, maker
 from flowrl.training.build import run_method, trial_stds
 from flowrl.training.config import RunConfig
 from flowrl.trust import own_parts
@@ -20,9 +22,16 @@ SECONDS = 5.0
 """Time of the trial of all parts."""
 SHARE = 0.05
 """Largest difference of a score that is computed again, in standard deviations of its batch."""
-OWN_WAYS = {"credit": ("leaves_out_masked_members", "treats_prompts_alike", "ignores_a_constant")}
-"""Promises by kind that a useful part may break on purpose: the trial warns."""
-WITHOUT = ("makes_decisions",)
+MILD = frozenset({
+    "reports_detached_metrics", "ignores_rows_of_weight_0", "ignores_deterministic_rows", "survives_weights_of_0",
+    "starts_at_ratio_one", "is_a_weighted_mean", "adds_up_over_parts", "does_not_depend_on_resolution", "balances_groups",
+    "says_whether_it_needs_the_reference", "computes_in_float32", "knows_no_tiny_noise", "is_finite_at_every_step",
+    "costs_what_it_declares", "is_deterministic", "reads_nothing_outside_the_mask", "leaves_out_masked_members",
+    "ignores_a_constant", "treats_prompts_alike", "gives_a_silent_group_zero", "survives_extremes", "accepts_double_precision",
+    "keeps_its_memory", "follows_prompts", "agrees_with_its_assign", "credits_components",
+})  # fmt: skip
+"""Promises that matter in some runs only, or that a part may break on purpose (as random credit does): the trial warns."""
+WITHOUT = frozenset({"makes_decisions"})
 """Promises that are no subject of the trial: the ODE samples for forward-process losses."""
 GO_ON = "If this is intended, add --no-trial (trial=False in Python)"
 Warn = Callable[[str], None]
@@ -56,42 +65,47 @@ def _part(config: RunConfig, setting: str, kind: str, text: str) -> Any:
 def _try_part(config: RunConfig, name: str, kind: str, part: Any, warn: Warn, deadline: float) -> None:
     """Try one part; `warn` of what does not stop the run."""
     contract, make, check = _contract(config, kind, part)
-    without = [promise.name for promise in contract.promises if promise.name in WITHOUT]
-    found = contract.findings(make, without, deadline)
-    untried = list(found.untried)
-    for finding in found:
-        if finding.promise in untried or not finding.message or finding.mark == "n/a":
-            continue
-        if "it raised ConfigError" in finding.message:  # the part refuses the data of the check
-            untried.append(finding.promise)
-        elif finding.ok or finding.promise in OWN_WAYS.get(kind, ()):
-            warn(f"{name}: {finding.message}")
-        else:
-            raise ConfigError(f"{name} failed the trial before the run: {finding.message} {check} shows all findings. {GO_ON}")
+    names = {promise.name for promise in contract.promises}
+    severe = contract.findings(lambda: make(True), [*names & (WITHOUT | MILD)], deadline)
+    untried = [found.promise for found in severe if found.message == OVER or REFUSED in found.message]
+    for found in severe:
+        if found.tried and not found.ok and found.promise not in untried:
+            raise ConfigError(f"{name} failed the trial before the run: {found.message} {check} shows all findings. {GO_ON}")
+        if found.mark == "advice":
+            warn(f"{name}: {found.message}")
+    mild = contract.findings(lambda: make(False), [*names - MILD], deadline)
+    untried += [found.promise for found in mild if found.message == OVER or REFUSED in found.message]
+    broken = [promise for promise in mild.broken if promise not in untried]
+    if broken:
+        warn(f"{name}: promises that matter in some runs are not kept: {', '.join(broken)}; {check} explains them")
     if untried:
-        why = "5 s were over, or the part refuses their data"
-        warn(f"{name}: {len(untried)} of {len(found)} promises were not tried ({why}): {', '.join(untried)}; {check} tries all")
+        why = f"{SECONDS:g} s were over, or the part refuses their data"
+        count = f"{len(untried)} of {len(names - WITHOUT)} promises were not tried"
+        warn(f"{name}: {count} ({why}): {', '.join(untried)}; {check} tries all")
 
 
-def _contract(config: RunConfig, kind: str, part: Any) -> tuple[Any, Callable[[], Any], str]:
-    """The contract of a part, a maker of its case with the sizes of the run, and the function that checks it."""
-    from flowrl.testing import _cases, credit, forward_loss, loss, probe, sampler, solver, window
-    from flowrl.testing.findings import maker
+REFUSED = "it raised ConfigError"
+"""In the message of a finding: the part refuses the data of the check."""
 
-    steps = config.rollout.num_steps
+
+def _contract(config: RunConfig, kind: str, part: Any) -> tuple[Contract, Callable[[bool], Any], str]:
+    """The contract of a part, a maker of its case with the sizes of the run (True: all members are valid), and the function that
+    checks it."""
+    fresh, steps = maker(part), config.rollout.num_steps
     if kind in ("loss", "times"):
         forward = isinstance(part, ForwardLoss)
-        name = "check_forward_loss" if forward else "check_loss"
-        return (forward_loss if forward else loss).CONTRACT, maker(part), f"flowrl.testing.{name}"
+        name = "forward_loss" if forward else "loss"
+        return (forward_loss if forward else loss).CONTRACT, lambda whole: fresh(), f"flowrl.testing.check_{name}"
     if kind == "sampler" and isinstance(part, MultistepSolver):
-        return solver.CONTRACT, _cases.solver_case(part, 10), "flowrl.testing.check_solver"
-    contract, make = {
-        "sampler": lambda: (sampler.CONTRACT, _cases.sampler_case(part, steps)),
-        "window": lambda: (window.CONTRACT, _cases.window_case(part, steps)),
-        "probe": lambda: (probe.CONTRACT, _cases.probe_case(part, None, config.rollout.group_size)),
-        "credit": lambda: (credit.CONTRACT, _cases.credit_case(part, max(1, int((trial_stds(config) > 0).sum())))),
-    }[kind]()
-    return contract, make, f"flowrl.testing.check_{kind}"
+        return solver.CONTRACT, lambda whole: solver.Case(fresh()), "flowrl.testing.check_solver"
+    decisions = max(1, int((trial_stds(config) > 0).sum()))
+    cases: dict[str, tuple[Contract, Callable[[bool], Any]]] = {
+        "sampler": (sampler.CONTRACT, lambda whole: sampler.Case(fresh(), steps)),
+        "window": (window.CONTRACT, lambda whole: window.Case(fresh(), steps)),
+        "probe": (probe.CONTRACT, lambda whole: probe.Case(fresh(), None, config.rollout.group_size)),
+        "credit": (credit.CONTRACT, lambda whole: credit.Case(fresh(), decisions, whole)),
+    }
+    return *cases[kind], f"flowrl.testing.check_{kind}"
 
 
 def reward_trial(config: RunConfig, reward: AnyReward, warn: Warn = lambda text: None) -> Inspect | None:
@@ -143,7 +157,7 @@ def reward_trial(config: RunConfig, reward: AnyReward, warn: Warn = lambda text:
             return
         raise ConfigError(
             f"{name} failed the trial in the first iteration: a score depends on the batch or on its order. A sample scored "
-            f"{float(expected[place]):.4g} among {count}, and {float(found[place]):.4g} with {len(rows)} of them in another order; "
+            f"{float(expected[place]):.4g} among {count}, and {float(found[place]):.4g} among {len(rows)} in another order; "
             f"expected: the same within {limit:.2g} (5% of the batch's standard deviation). Is something normalised over the "
             f"batch, or are results out of order? flowrl.testing.check_{'group_' * (members > 1)}reward tells more. {GO_ON}"
         )

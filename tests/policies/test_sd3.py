@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError
+from flowrl.policies.load import load_policy
 from flowrl.policies.pipeline import PipelinePolicy
 from flowrl.policies.sd3 import SD3
 from flowrl.testing.tiny import TINY, tiny_sd3, tiny_sd3_policy
@@ -44,6 +45,15 @@ def test_t5_may_be_left_out():
     policy = PipelinePolicy(pipe, SD3(), TINY)
     rows = policy.prompts.rows(policy.encode([Prompt("a dog")]).tensors["prompt"])
     assert rows["words"].shape[1] == 40 + TINY.max_sequence_length and not bool(rows["words"][0, 40:].any())
+
+
+def test_a_decoder_of_other_channels_is_refused_when_the_model_is_loaded(tmp_path):
+    pipe = tiny_sd3()
+    config = {**pipe.vae.config, "out_channels": 4}
+    pipe.vae = type(pipe.vae).from_config({name: value for name, value in config.items() if not name.startswith("_")})
+    pipe.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"^model: channels of the image decoder \(vae\) = 4 .* allowed: 3, red"):
+        load_policy(str(tmp_path), TINY)
 
 
 def test_pictures_may_be_oblong_and_sizes_are_checked():

@@ -16,10 +16,11 @@ from flowrl.training.run import Run
 from flowrl.training.trial import try_parts
 
 MINE = """
+from dataclasses import replace
 import torch
-from flowrl.credit import Uniform
+from flowrl.credit import Uniform, zscore
 from flowrl.losses import ClippedLoss
-from flowrl.probes import Completion, Cost, NoProbe
+from flowrl.probes import Completion, NoProbe
 from flowrl.samplers import FixedWindow, FlowSDE
 from flowrl.types import Gaussian, LossResult
 
@@ -48,8 +49,13 @@ class Drawn(FixedWindow):
         return [1 + int(torch.rand(()) > 0.7)]
 
 class Careless(Completion):
-    def cost(self, shape):
-        return Cost([], images=0)
+    def estimate(self, run):
+        found = super().estimate(run)
+        return {node: replace(one, latents=one.latents + one.latents.mean(0)) for node, one in found.items()}
+
+class Unmasked(Uniform):
+    def assign(self, values, decisions):
+        return zscore(values[..., -1:], over=("member",)).expand(decisions.mask.shape).clone()
 
 class Fine:
     def score(self, images, prompts):
@@ -86,7 +92,7 @@ FAULTS = [
     ("credit", "Upside", "Upside.*'pays_the_better_member'.*Is a sign wrong"),
     ("credit", "Zeros", "Zeros.*'pays_the_better_member'.*rising from 0 to 1 gets 0"),
     ("credit", "gdpo(rule={})", "Upside.*'pays_the_better_member'"),
-    ("credit", "stepwise-gain(probe={})", "Careless.*'costs_what_it_declares'.*`cost` declares 0"),
+    ("credit", "stepwise-gain(probe={})", "Careless.*'does_not_depend_on_chunks'.*the value table"),
     ("window", "Drawn", "Drawn.*'draws_reproducibly'.*second call"),
     ("reward", "Centred", "Centred.*depends on the batch.*expected: the same within"),
     ("reward", "clipped(reward={}, low=-9, high=9)", "Centred.*depends on the batch"),
@@ -206,6 +212,12 @@ def test_checks_that_do_not_fit_into_the_time_are_named(mine: Path) -> None:
     said: list[str] = []
     try_parts([TINY.replace(credit=f"{mine}:Upside", loss=f"{mine}:Ascent")], said.append, seconds=0.0)
     assert len(said) == 2 and all(re.search(r"(\d+) of \1 promises were not tried", text) for text in said)
+
+
+def test_a_rule_for_whole_groups_gets_a_warning(mine: Path) -> None:
+    said: list[str] = []
+    try_parts([TINY.replace(credit=f"{mine}:Unmasked")], said.append)
+    assert len(said) == 1 and re.search(r"not kept: reads_nothing_outside_the_mask; .*check_credit", said[0])
 
 
 def test_a_part_of_several_runs_is_tried_once(mine: Path, monkeypatch) -> None:
