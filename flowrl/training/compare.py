@@ -94,8 +94,14 @@ class CompareConfig:
                 result[run_folder(name, seed)] = config
         return result
 
+    def allowed(self) -> None:
+        """Raise `ConfigError` if the comparison was read without trust and has settings that need consent (`flowrl.trust`)."""
+        for settings in (self.run.flat(), *({"credit": spec} for spec in self.credit), *self.method_settings.values()):
+            trusted(settings, self.run.source, not self.run.source)
+
     def descriptions(self) -> dict[str, str]:
         """The first line of the docstring of every method, and of the class of every added rule; "" without a docstring."""
+        self.allowed()
         rules = {rule_name(spec): type(build("credit", spec)) for spec in self.credit}
         return {name: _first_line(rules.get(name) or METHODS.get(name)) for name in self.names()}
 
@@ -124,8 +130,8 @@ class CompareConfig:
     def from_dict(values: dict[str, Any], trust: bool = False, source: Path | str = "config.json") -> "CompareConfig":
         """The inverse of `as_dict`.
 
-        Raises `ConfigError` if entries are missing and, without `trust`, for entries that the file `source` may not contain
-        (`flowrl.trust`).
+        Raises `ConfigError` if entries are missing. Without `trust`, parts are built only from settings that the file `source`
+        may contain (`allowed`).
         """
         missing = sorted({"methods", "seeds", "run"} - set(values))
         if missing:
@@ -137,9 +143,7 @@ class CompareConfig:
             own = {name: dict.fromkeys(OWN_WORDS, "") for name in values["methods"] if name in FORWARD}
             given = values.get("method_settings", {})
             values = values | {"method_settings": given | {name: {**own[name], **given.get(name, {})} for name in own}}
-        credit, run = tuple(values.get("credit", ())), RunConfig.from_dict(values["run"], trust=True)
-        for settings in (run.flat(), *({"credit": spec} for spec in credit), *values.get("method_settings", {}).values()):
-            trusted(settings, source, trust)
+        credit, run = tuple(values.get("credit", ())), RunConfig.from_dict(values["run"], trust, source)
         return CompareConfig(
             run,
             tuple(values["methods"][: len(values["methods"]) - len(credit)]),
@@ -218,6 +222,7 @@ def compare(
     def started() -> bool:
         return any(map(has_progress, out.glob("runs/*")))
 
+    config.allowed()
     if not resume:
         require_free(out)
     with folder_lock(out) if resume else new_folder(out, "comparison", lambda folder: holds(folder, "methods"), started):

@@ -87,6 +87,7 @@ class Run:
         damaged checkpoint, `DiskError` for a full disk, and `NonFiniteError` for a loss that is not finite (its data are then in
         failure/). If another process executes the run, a `ConfigError` names it.
         """
+        self.config = self.config.allowed()
         full = disk_errors(self.folder, self._checkpoints.newest, lambda: to_resume(self.folder))
         with part_errors(), full, out_of_memory(), ExitStack() as stack:
             with self.distributed.shared_errors():
@@ -209,7 +210,7 @@ class Run:
         found: dict[str, Any] = {}
         with self.distributed.shared_errors():
             if self.distributed.is_main and (self.folder / "config.json").exists():
-                recorded = load_config(self.folder / "config.json", trust=True)  # nothing is built from it
+                recorded = load_config(self.folder / "config.json")
                 found = {name: value for name, value in recorded.flat().items() if self.config.flat()[name] == "auto"}
                 if "micro_batch" in found:
                     found["gradient_checkpointing"] = recorded.policy.gradient_checkpointing
