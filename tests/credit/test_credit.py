@@ -12,6 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flowrl.credit import (
+    Pruned,
+    RandomCredit,
     StepwiseGain,
     TurningPoint,
     Uniform,
@@ -28,9 +30,10 @@ from flowrl.credit import (
     turning_points,
     zscore,
 )
+from flowrl.credit.random_credit import with_seed
 from flowrl.errors import ConfigError, CreditError
 from flowrl.experience import Credit, Decisions, Experience
-from flowrl.probes import Completion, NoProbe, Substeps
+from flowrl.probes import Branch, Completion, NoProbe, Substeps
 from flowrl.protocols import CreditAssigner
 from flowrl.registry import build
 from flowrl.training.build import make_method
@@ -678,8 +681,9 @@ def test_zscore_over_a_mask_is_a_loop_over_its_entries(seed: int) -> None:
 
 
 def test_random_credit_has_the_runs_seed_unless_its_own_is_given() -> None:
-    config = preset("tiny").apply(world="mixture", task="direction", credit="gdpo(rule=random)", seed=7)
-    assert make_method(config).credit.rule.seed == 7
+    config = preset("tiny").apply(world="mixture", task="direction", credit="random", seed=7)
+    assert make_method(config).credit.seed == 7
+    assert with_seed(Pruned(RandomCredit(probe=Branch((2,))), steps=(2,), every=1), 7).rule.seed == 7
     assert make_method(config.replace(credit="random", seed=3)).credit.seed == 3
     assert make_method(config.replace(credit="random(seed=0)", seed=3)).credit.seed == 0
     table = torch.rand(2, 3, 5)
