@@ -189,7 +189,19 @@ def make_trainer(config: RunConfig, distributed: Distributed = Distributed(), wo
 
 
 def trainer_in(world: World, config: RunConfig, distributed: Distributed = Distributed()) -> Trainer:
-    """`make_trainer` for the run's `world`, made before."""
+    """`make_trainer` in a world that is already made.
+
+    Args:
+        world: the run's world.
+        config: the run.
+        distributed: the processes.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        ConfigError: a setting is not allowed, the policy or the prompts do not fit, or the trajectories do not fit into memory.
+    """
     method = make_method(config)
     reward = make_reward(config)  # before the policy: its errors should not wait for a large model
     prompts = prompts_of(world, config.environment.task, "train")

@@ -174,7 +174,7 @@ def test_built_in_worlds_are_the_same_by_name_and_as_objects(tmp_path: Path) -> 
         ("defaults = {'learning_rat': 1}", "unknown setting 'learning_rat' (did you mean 'learning_rate'?)"),
         ("defaults = {'world': 'shapes'}", "defaults of world clock"),
         ("defaults = {'groups': -1, 'ema_decay': 2.0}", "ema_decay = 2.0 is not allowed"),
-        ("policy = lambda self, options: torch.nn.Linear(1, 1)", "has returned a Linear, which is not a policy: it has no"),
+        ("policy = lambda self, options: torch.nn.Linear(1, 1)", "a Linear, which is not a policy: it has no `device`"),
         ("prompts = lambda self, task, part: []", "train prompts of world clock = [] is not allowed; allowed: one or more"),
         ("prompts = lambda self, task, part: ['1']", "train prompts of world clock = '1' is not allowed"),
     ],
