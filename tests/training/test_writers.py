@@ -148,7 +148,7 @@ def test_two_names_never_share_a_folder(credit: tuple[str, ...]) -> None:
 
 def test_rules_that_differ_are_compared() -> None:
     rules = ("turning-point(consistent=False)", "turning-point(consistent=True)", "gdpo", "a.py:Rule", "b.py:Other")
-    assert len(CompareConfig(TINY, method_arms(("flow-grpo",)) | credit_arms(rules), (0, 1)).jobs()) == 12
+    assert len(CompareConfig(TINY, method_arms(("flow-grpo",)) | credit_arms(rules), (0, 1)).arm_of()) == 12
 
 
 CODE = """
