@@ -205,7 +205,8 @@ class Compare:
             return f"flowrl compare --resume {shlex.quote(str(out))}{words}"
 
         display = Display(config, out, self.workers)
-        work = partial(compare, config, out, self.resume is not None, self.workers, display.watch, self.changed_code, self.trial)
+        more = {"changed_code": self.changed_code, "trial": self.trial}
+        work = partial(compare, config, out, self.resume is not None, self.workers, display.watch, **more)
         with _interrupted_once(), disk_errors(out, lambda: "Finished runs and checkpoints are kept", again):
             try:
                 display.start(out)
