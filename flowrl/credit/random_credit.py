@@ -68,5 +68,7 @@ def with_seed(rule: Any, seed: int) -> Any:
     if isinstance(rule, RandomCredit):
         return replace(rule, seed=seed % 10**12) if rule.seed is None else rule
     inner = getattr(rule, "rule", None)
-    changed = with_seed(inner, seed) if is_dataclass(rule) and inner is not None else inner
-    return rule if changed is inner else replace(rule, rule=changed)
+    if not is_dataclass(rule) or isinstance(rule, type) or inner is None:
+        return rule
+    changed: Any = {"rule": with_seed(inner, seed)}
+    return rule if changed["rule"] is inner else replace(rule, **changed)
