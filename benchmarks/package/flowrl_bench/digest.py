@@ -203,9 +203,10 @@ def _spelled(config: RunConfig) -> dict[str, Any]:
     if settings["noise_level"] == 0:
         settings["noise_level"] = {"flow-sde": 0.7, "dance-sde": 0.3}.get(settings["sampler"], 0.0)
     settings["loss"] = settings["loss"] or "clipped"
-    settings["credit"] = {"random": "random(seed=None)", "random(seed=0)": "random"}.get(str(credit), credit)
+    spelled = {"random": "random(seed=None)", "random(seed=0)": "random"}
     if settings["method"] in MEASURED:
-        settings["credit"] = {ONE_STEP: "", "": "own"}.get(settings["credit"], settings["credit"])
+        spelled |= {ONE_STEP: "", "": "own"}
+    settings["credit"] = spelled.get(credit, credit)
     return settings | {name: to_older(name, settings[name]) for name in STEPS}
 
 
