@@ -127,7 +127,7 @@ def _base(path: Path, tensors: dict[str, torch.Tensor], draw: random.Random) -> 
 
 
 def read_config(path: Path) -> None:
-    config = load_config(path)
+    config = load_config(path).allowed()
     numbers = [value for value in config.flat().values() if isinstance(value, int | float)]
     if max(map(abs, numbers)) < 1e5 and config.rollout.num_steps * config.rollout.group_size < 1e4:
         with contextlib.suppress(FlowrlError):  # about settings that do not fit together
@@ -201,7 +201,7 @@ KINDS = (
     Kind("run: config.yaml", f"{RUN}/config.yaml", change.mixed(change.yaml_changed), read_config, 2),
     Kind("preset: YAML", "preset.yaml", change.mixed(change.yaml_changed), lambda path: preset(str(path)).apply(), 2),
     Kind("comparison: config.json", "config.json", JSON, read_comparison),
-    Kind("comparison: config.json, to repeat", "config.json", JSON, load_compare),
+    Kind("comparison: config.json, to repeat", "config.json", JSON, lambda path: load_compare(path).allowed()),
     Kind("run: metrics.jsonl", f"{RUN}/metrics.jsonl", change.mixed(change.lines_changed), read_run),
     Kind("run: code.json", f"{RUN}/code.json", JSON, lambda path: check_code(path.parent, RunConfig().flat(), True), 0.5),
     Kind("run: samples.json", f"{RUN}/samples.json", JSON, partial(read_figure, samples), 0.5),

@@ -17,7 +17,7 @@ from flowrl.cli import load_command, main
 from flowrl.errors import FlowrlError
 from flowrl.registry import KINDS, available, build, find_maker, options_of
 from flowrl.rewards import JPEGCompressibility
-from flowrl.settings import groups_of, owners
+from flowrl.settings import fields_of, groups_of, owners
 from flowrl.specs import parse_spec
 from flowrl.training.config import RunConfig
 
@@ -142,7 +142,7 @@ def _options(text: str) -> list[str]:
 def fields() -> Iterator[tuple[str, str, Any, list[Any]]]:
     """Group, name, type and bounds of every setting of a run."""
     for group, kind in {"": RunConfig, **groups_of(RunConfig)}.items():
-        for item in dataclasses.fields(cast(Any, kind)):
+        for item in fields_of(kind):
             if item.name not in groups_of(RunConfig):
                 info = cast(Any, kind).__pydantic_fields__[item.name]
                 yield group, item.name, info.annotation, [b for b in info.metadata if isinstance(b, Ge | Gt | Le | Lt)]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import flowrl
 from flowrl.cli import COMMANDS, load_command, overview, plugins, run_command
-from flowrl.settings import allowed, groups_of
+from flowrl.settings import allowed, fields_of, groups_of
 from flowrl.training.config import RunConfig
 
 
@@ -195,7 +195,7 @@ def settings_page() -> str:
     for group, kind in groups.items():
         text += [f"## `{group}`" if group else "## The run", "", "| name | default | allowed | meaning |", "|---|---|---|---|"]
         known = kind.__pydantic_fields__
-        for item in dataclasses.fields(kind):
+        for item in fields_of(kind):
             if item.name not in groups:
                 default = "" if item.default in ("", ()) else f"`{item.default}`"
                 meaning = " ".join((known[item.name].description or "").split())

@@ -6,16 +6,19 @@ A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.p
 """
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any, get_type_hints
 
 from flowrl._kinds import KINDS as KINDS
@@ -135,6 +138,19 @@ def available(kind: str) -> dict[str, str]:
     return found
 
 
+def shadowed() -> list[str]:
+    """A line per plug-in that has the name of a built-in part, which is used in its place."""
+    found = []
+    for entry in KINDS.values():
+        points = [point for point in entry_points(group=entry.group) if point.name in entry.built_in]
+        for point in points:
+            found.append(
+                f"{package_of(point)} offers a {entry.noun} {point.name!r} ({point.value}), which is never used by this "
+                f"name, that of a built-in one: use {point.value}, or rename it"
+            )
+    return found
+
+
 def options_of(kind: str, name: str) -> dict[str, Any]:
     """The options of a part and their defaults (`inspect.Parameter.empty` if there is none).
 
@@ -250,19 +266,48 @@ def files_of(kind: str, spec: Spec) -> list[Path]:
 def _from_file(kind: str, path: Path, name: str) -> Maker:
     if not path.is_file():
         raise ConfigError(f"{kind}: the file {path} does not exist")
-    module_spec = importlib.util.spec_from_file_location(f"flowrl_user_{path.stem}", path)
+    place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    module_spec = importlib.util.spec_from_file_location(f"flowrl_user_{path.stem}_{place}", path)
     if module_spec is None or module_spec.loader is None:
         raise ConfigError(f"{kind}: {path} cannot be loaded as a Python module")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
     try:
-        module_spec.loader.exec_module(module)
+        with _neighbours(path.resolve().parent):
+            module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{kind}: importing {path} failed: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
         names = ", ".join(sorted(n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__))
         raise ConfigError(f"{kind}: {path} has no class {name!r}; it defines {names or 'no classes'}")
     return getattr(module, name)
+
+
+@contextmanager
+def _neighbours(folder: Path) -> Iterator[None]:
+    """Within this context the modules in `folder` can be imported by name, also if another folder's of the same name are known.
+
+    Afterwards the other modules have their names again; the folder is the last on the import path, for imports in functions.
+    """
+    found = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    names = {name for name in found - sys.stdlib_module_names - {"__main__"} if not _is_in(sys.modules.get(name), folder)}
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+        shared = {name.partition(".")[0] for name in hidden}
+        for name in [name for name in sys.modules if name.partition(".")[0] in shared]:
+            del sys.modules[name]
+        sys.modules.update(hidden)
+
+
+def _is_in(module: ModuleType | None, folder: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve().is_relative_to(folder)
 
 
 def _by_name(kind: str, name: str) -> Maker:

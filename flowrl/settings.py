@@ -7,7 +7,7 @@ fields are unique across groups, so a setting can be given without its group (`f
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_origin
 
@@ -67,6 +67,11 @@ def allowed(group: type, name: str) -> str:
     return words(info.annotation, info.metadata)
 
 
+def fields_of(settings: Any) -> list[Field[Any]]:
+    """The settings and groups of a settings class (or value): its fields that equality compares."""
+    return [item for item in fields(settings) if item.compare]
+
+
 def groups_of(settings: Any) -> dict[str, type]:
     """The groups of a settings class (or value) by the name of their field."""
     return {item.name: cast(type, item.type) for item in fields(settings) if hasattr(item.type, "__pydantic_fields__")}
@@ -75,7 +80,7 @@ def groups_of(settings: Any) -> dict[str, type]:
 def owners(settings: Any) -> dict[str, str]:
     """Every setting's name and the field of its group; "" for a setting of no group."""
     groups = groups_of(settings)
-    found = {item.name: "" for item in fields(settings) if item.name not in groups}
+    found = {item.name: "" for item in fields_of(settings) if item.name not in groups}
     for group, kind in groups.items():
         found |= {item.name: group for item in fields(cast(Any, kind))}
     return found
@@ -189,7 +194,7 @@ class _Reader:
 
     def settings(self, values: Any, *section: str) -> dict[str, Any]:
         """Settings by their own names, every group checked against its class."""
-        groups, own, found = groups_of(self.kind), {item.name for item in fields(cast(Any, self.kind))}, {}
+        groups, own, found = groups_of(self.kind), {item.name for item in fields_of(self.kind)}, {}
         if not isinstance(values, dict):
             raise self.error(section, f"{'/'.join(section)} must hold groups of settings, not {values!r:.60}".strip())
         for name, value in values.items():

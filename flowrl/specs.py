@@ -9,7 +9,7 @@ A value is a number, a word, a quoted text, ``none``, ``true``, ``false``, a lis
 import ast
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,12 @@ class Spec:
     Args:
         name: NAME, path/to/file.py:Class or package.module:Class.
         options: its options; a part in an option is a text.
+        text: the part as written, with its options.
     """
 
     name: str
     options: Mapping[str, Any]
+    text: str = field(default="", compare=False)
 
     @property
     def file(self) -> Path | None:
@@ -59,18 +61,18 @@ def parse_spec(spec: str, kind: str = "part") -> Spec:
     """The name and options in `spec`. Raises `ConfigError`, which names its `kind` and the place, if it cannot be read."""
     fixed = parse_slice(spec) if kind == "window" else None
     if fixed is not None:
-        return Spec("fixed", {"start": fixed.start, "stop": fixed.stop})
+        return Spec("fixed", {"start": fixed.start, "stop": fixed.stop}, spec)
     head, bracket, _ = spec.partition("(")
     name = head.strip()
     if not name or ")" in name:
         raise ConfigError(f"{kind} = {spec!r} is not allowed: write NAME, NAME(option=value, ...) or path/to/file.py:Class")
     if not bracket:
         counted = re.fullmatch(r"([\w.-]+):(\d+)", name)
-        return Spec(counted[1], {"count": int(counted[2])}) if counted else Spec(name, {})
+        return Spec(counted[1], {"count": int(counted[2])}, spec) if counted else Spec(name, {}, spec)
     reader = _Reader(spec, kind, len(head) + 1)
     options = reader.options(")")
     reader.end()
-    return Spec(name, options)
+    return Spec(name, options, spec)
 
 
 def parse_options(text: str, noun: str) -> dict[str, Any]:

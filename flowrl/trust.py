@@ -2,14 +2,15 @@
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.io import write_json
+from flowrl.plugins import plugin
 from flowrl.reading import read_json, reading
-from flowrl.registry import files_of
+from flowrl.registry import KINDS, available, files_of
 from flowrl.specs import Spec, parse_spec
 
 PARTS = {
@@ -44,6 +45,28 @@ def _specs(settings: Mapping[str, Any], setting: str) -> tuple[str, ...]:
     if setting == "world" and (value == "model" or not isinstance(value, str)):
         return ()
     return (value,) if isinstance(value, str) else tuple(value)
+
+
+def own_parts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
+    """As `parts_in`, of the user's parts only: those in files, in modules and of plug-ins, without flowrl's own."""
+    for setting, kind, spec in parts_in(settings):
+        if spec.file is None and ":" not in spec.name:
+            point = None if spec.name in KINDS[kind].built_in else plugin(KINDS[kind].group, spec.name, kind)
+            module = "flowrl" if point is None else point.value
+        else:
+            module = "" if spec.file is not None else spec.name
+        if module.partition(":")[0].partition(".")[0] not in OWN_PACKAGES:
+            yield setting, kind, spec
+
+
+def own_text(runs: Iterable[Mapping[str, Any]]) -> str:
+    """The user's parts in the settings of `runs`, as in "; your parts: credit my_rules.py:MyRule"; a plug-in with its package."""
+    found = []
+    for settings in runs:
+        for setting, kind, spec in own_parts(settings):
+            source = "" if ":" in spec.name else f" [{available(kind).get(spec.name, 'unknown')}]"
+            found.append(f"{setting} {spec.name}{source}")
+    return f"; your parts: {', '.join(dict.fromkeys(found))}" if found else ""
 
 
 def untrusted(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -126,9 +149,7 @@ def code_of(settings: Mapping[str, Any]) -> dict[str, str]:
     """
     own = {Path(__file__).resolve().parent}
     found: dict[str, str] = {}
-    for setting, kind, spec in parts_in(settings):
-        if spec.file is None and spec.name.partition(":")[0].partition(".")[0] in OWN_PACKAGES:
-            continue
+    for setting, kind, spec in own_parts(settings):
         files = [path.resolve() for path in files_of(kind, spec)]
         data = [path.read_bytes() for path in files if path.is_file() and own.isdisjoint(path.parents)]
         if data:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from flowrl.flow import UniformTimes
 from flowrl.losses import ClippedLoss
 from flowrl.policies.families import family_of
 from flowrl.probes import Completion, Continuation, NoProbe, Substeps, Tweedie
-from flowrl.registry import KINDS, available, build, options_of, summary_of
+from flowrl.registry import KINDS, available, build, options_of, shadowed, summary_of
 from flowrl.samplers import CPS, FlowSDE
 from flowrl.specs import Spec, identity, parse_options, parse_spec
 from flowrl.trust import code_of, untrusted
@@ -314,3 +315,87 @@ def test_errors_name_the_place(text: str, place: str) -> None:
 def test_the_differences_of_an_arm_have_the_notation_of_options() -> None:
     found = parse_options("loss=my.py:GSPO(a=1), clip_range=.1, window=1:3, heldout_rewards=[ocr, pickscore]", "arm")
     assert found == {"loss": "my.py:GSPO(a=1)", "clip_range": 0.1, "window": "1:3", "heldout_rewards": ["ocr", "pickscore"]}
+
+
+RULE_WITH_NEIGHBOUR = """
+import helpers
+from tools.scale import SCALE
+from flowrl.credit import Uniform
+
+class Mine(Uniform):
+    name = f"{helpers.NAME} {SCALE}"
+"""
+
+
+def two_folders(tmp_path: Path) -> list[Path]:
+    """Two folders with files of the same names."""
+    for name in ("a", "b"):
+        (tmp_path / name / "tools").mkdir(parents=True)
+        (tmp_path / name / "my_rules.py").write_text(RULE_WITH_NEIGHBOUR)
+        (tmp_path / name / "helpers.py").write_text(f"NAME = {name!r}\n")
+        (tmp_path / name / "random.py").write_text("raise SystemExit('not that of the standard library')\n")
+        (tmp_path / name / "tools" / "__init__.py").touch()
+        (tmp_path / name / "tools" / "scale.py").write_text(f"SCALE = {name.upper()!r}\n")
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def test_a_file_imports_its_neighbours_and_no_others(tmp_path: Path, monkeypatch) -> None:
+    """From any working directory, in any order, and twice."""
+    first, second = two_folders(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("helpers", "tools", "tools.scale"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.chdir(first)
+    found = [type(build("credit", f"{folder}/my_rules.py:Mine")) for folder in (first, second, Path(), second, first)]
+    assert [rule.name for rule in found] == ["a A", "b B", "a A", "b B", "a A"]
+    assert found[0].__module__ != found[1].__module__
+    assert sys.path[0] != str(first) and sys.path.count(str(second)) == 1
+    for name in ("helpers", "tools", "tools.scale"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_a_run_in_a_worker_process_imports_neighbours(tmp_path: Path, monkeypatch) -> None:
+    second = two_folders(tmp_path)[1]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    command = "compare --preset tiny --world mixture --task direction --seeds 0 --methods flow-grpo --workers 1 --out out"
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    rules = f"--credit ../a/my_rules.py:Mine --loss {second}/losses.py:Loss"
+    (second / "losses.py").write_text(
+        "import helpers\nfrom flowrl.losses import ClippedLoss\nassert helpers.NAME == 'b'\nclass Loss(ClippedLoss):\n    pass\n"
+    )
+    words = [sys.executable, "-m", "flowrl", *command.split(), *rules.split()]
+    done = subprocess.run(words, env={**os.environ, **paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "elsewhere" / "out" / "runs" / "Mine-seed0" / "done.json").exists()
+
+
+def test_a_plugin_with_the_name_of_a_built_in_part_is_reported(tmp_path: Path, monkeypatch, capsys) -> None:
+    from flowrl.cli import main
+
+    monkeypatch.syspath_prepend(str(declared(tmp_path / "one", "one", "flowrl.credit", "uniform")))
+    line = "Warning: one offers a credit rule 'uniform' (one:Thing), which is never used by this name"
+    tiny = ["--preset", "tiny", "--world", "mixture", "--task", "direction"]
+    for command in (
+        ["parts"],
+        ["train", *tiny, "--out", str(tmp_path / "run")],
+        ["compare", *tiny, "--seeds", "0", "--methods", "flow-grpo", "--workers", "1", "--out", str(tmp_path / "compared")],
+    ):
+        assert main(command) == 0
+        assert capsys.readouterr().out.count(line) == 1
+    monkeypatch.undo()
+    assert shadowed() == []
+
+
+def test_the_first_line_of_a_run_names_the_users_parts(tmp_path: Path, capsys) -> None:
+    from flowrl.cli import main
+
+    file = tmp_path / "mine.py"
+    file.write_text("from flowrl.credit import Uniform\nfrom flowrl.losses import ClippedLoss\n")
+    tiny = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--loss", f"{file}:ClippedLoss"]
+    rule = f"gdpo(rule={file}:Uniform)"
+    assert main(["train", *tiny, "--credit", rule, "--out", str(tmp_path / "run")]) == 0
+    assert f"your parts: credit {file}:Uniform, loss {file}:ClippedLoss" in capsys.readouterr().out.splitlines()[0]
+    compared = ["compare", *tiny, "--seeds", "0", "--methods", "flow-grpo", "--workers", "1", "--out", str(tmp_path / "compared")]
+    assert main([*compared, "--credit", rule]) == 0
+    assert f"; your parts: loss {file}:ClippedLoss, credit {file}:Uniform" in capsys.readouterr().out.splitlines()[0]

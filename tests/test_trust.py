@@ -1,5 +1,6 @@
 """Somebody else's folders and files: what they name is not run, called, imported, sent or unpickled without the user's word."""
 
+import dataclasses
 import json
 import pickle
 import shutil
@@ -24,9 +25,12 @@ from flowrl.rewards import Aesthetic, PickScore
 from flowrl.specs import NESTED
 from flowrl.testing.tiny import TINY, tiny_sd3
 from flowrl.training import build as training_build
-from flowrl.training.compare import CompareConfig, load_compare
+from flowrl.training.build import check, make_method, make_policy, make_reward, make_trainer, make_world
+from flowrl.training.compare import CompareConfig, compare, load_compare
 from flowrl.training.config import RunConfig, load_config, preset
+from flowrl.training.plan import plan
 from flowrl.training.run import Run
+from flowrl.training.trial import try_parts
 from flowrl.trust import PARTS, trusted
 from flowrl.types import Prompt
 
@@ -167,10 +171,12 @@ def test_a_hostile_comparison_executes_nothing(finished: Path, canary: Path, tmp
     ):
         changed = {name: value for name, value in values.items() if name != "arms"} | change  # also as earlier versions wrote it
         with pytest.raises(ConfigError, match=r"names .*(evil\.py:Evil|named_method): code, which"):
-            CompareConfig.from_dict(changed)
+            CompareConfig.from_dict(changed).jobs()
         (tmp_path / "config.json").write_text(json.dumps(changed))
-        with pytest.raises(ConfigError, match=r"trust=True in Python"):
-            load_compare(tmp_path / "config.json")
+        read = load_compare(tmp_path / "config.json")
+        for use in (read.jobs, read.descriptions, lambda read=read: compare(read, tmp_path / "new")):
+            with pytest.raises(ConfigError, match=r"trust=True in Python"):
+                use()
         assert load_compare(tmp_path / "config.json", trust=True).run.algorithm.method == "flow-grpo"
     assert not canary.exists()
 
@@ -365,7 +371,7 @@ def test_nothing_is_called_that_is_not_a_part(kind: str, spec: str, tmp_path: Pa
     with pytest.raises(
         ConfigError,
         match=r"is not a .*; it needs .*(annotated to return one|, and has no `)|has no option|has no class|"
-        r"building functools:partial failed",
+        r"building functools:partial failed|cannot be read",
     ):
         build(kind, spec)
     assert list(tmp_path.iterdir()) == []
@@ -396,11 +402,11 @@ def test_the_users_own_rule_needs_one_word_to_go_on(tmp_path: Path, capsys) -> N
     assert main(["train", "--resume", str(out)]) == 2
     assert main(["train", "--resume", str(out), "--trust"]) == 0
     assert main(["train", "--config", str(out / "config.yaml"), "--out", str(again), "--trust"]) == 0
-    with pytest.raises(ConfigError, match="credit names"):
-        load_config(out / "config.json")
-    assert load_config(out / "config.json", trust=True).algorithm.credit.endswith(":Mine")
-    with pytest.raises(ConfigError, match="credit names"):
-        RunConfig.from_dict(load_config(out / "config.json", trust=True).as_dict())
+    assert load_config(out / "config.json").algorithm.credit.endswith(":Mine")  # reading runs nothing
+    for read in (load_config(out / "config.json"), RunConfig.from_dict(load_config(out / "config.json").as_dict())):
+        with pytest.raises(ConfigError, match="credit names"):
+            make_method(read)
+    assert type(make_method(load_config(out / "config.json", trust=True)).credit).__name__ == "Mine"
     with pytest.raises(ConfigError, match="credit names"):
         preset(str(out / "config.yaml"))
     capsys.readouterr()
@@ -515,6 +521,22 @@ def test_a_pickled_head_executes_nothing(canary: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no file of tensors"):
         Aesthetic(str(whole), head=str(tmp_path / "head.pth")).score(torch.rand(1, 3, 40, 40), [Prompt("a fox")])
     assert not canary.exists()
+
+
+@pytest.mark.parametrize("setting", [setting for setting in PARTS if setting != "window"])
+def test_a_read_run_builds_nothing_that_needs_trust(setting: str, finished: Path, canary: Path, tmp_path: Path) -> None:
+    """Whoever builds, also of a changed copy; settings in place of the file's are the user's own word."""
+    path = write_hostile(finished, tmp_path / "hostile", setting, f"{tmp_path}/evil.py:Evil") / "config.json"
+    config = load_config(path)
+    copies = (config, config.replace(seed=1), dataclasses.replace(config, seed=1), pickle.loads(pickle.dumps(config)))
+    assert all(copy.source == str(path) for copy in copies) and config == load_config(path, trust=True)
+    for read in copies:
+        builders = (make_world, make_method, make_reward, make_policy, make_trainer, check, plan)
+        for build_from in (*builders, lambda read: Run(read, tmp_path / "run").execute(), lambda read: try_parts([read])):
+            with pytest.raises(ConfigError, match=rf"hostile/.*config.json: {setting} names .*--trust"):
+                build_from(read)
+    assert not canary.exists() and not (tmp_path / "run").exists()
+    make_method(config.replace(**{setting: RunConfig().flat()[setting]}))
 
 
 def test_a_run_in_python_is_the_users_own_word(canary: Path, tmp_path: Path) -> None:

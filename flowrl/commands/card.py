@@ -25,7 +25,7 @@ def write_card(folder: Path) -> None:
 
     Scores come from metrics.jsonl and, if `flowrl evaluate` has written it, evaluation/evaluation.json; nothing is measured.
     """
-    config = load_config(folder / "config.json", trust=True)  # read, and nothing is built from it
+    config = load_config(folder / "config.json")
     text = card_text(folder, config)
     write_bytes(folder / "README.md", text.encode())
     weights = folder / config.policy.tuning

@@ -131,7 +131,7 @@ def _run_setup(args: Evaluate) -> _Setup:
 
     if not (args.weights / "config.json").is_file():
         raise ConfigError(f"weights: {args.weights} is not the folder of a run; for a LoRA or a transformer give its --model too")
-    config = load_config(args.weights / "config.json", args.trust, unused=("reward",) if args.reward else ())
+    config = load_config(args.weights / "config.json", args.trust).allowed(("reward",) if args.reward else ())
     given = ("guidance_scale", "negative_prompt", "resolution", "width", "num_frames")
     sampling, computing = args.sampling, args.computing
     changes = {name: getattr(sampling, name) for name in given if getattr(sampling, name) is not None}

@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 import tyro
 
 from flowrl.commands.help_texts import argument
-from flowrl.settings import flat, groups_of
+from flowrl.settings import fields_of, flat, groups_of
 from flowrl.training.config import Preset, RunConfig
 from flowrl.training.presets import combine
 
@@ -32,7 +32,7 @@ def options_class(name: str, without: Sequence[str] = ()) -> type[Any]:
 def _options(kind: type, without: Sequence[str]) -> list[tuple[str, Any, Any]]:
     known = cast(Any, kind).__pydantic_fields__
     columns: list[tuple[str, Any, Any]] = []
-    for item in dataclasses.fields(kind):
+    for item in fields_of(kind):
         if item.name not in without and item.name not in groups_of(kind):
             info = known[item.name]
             kind_of_value = Annotated[info.annotation, argument(info.description, info.annotation)]

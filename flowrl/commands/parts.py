@@ -10,7 +10,7 @@ import tyro
 
 from flowrl.commands.layout import clipped, columns, listed, wrapped
 from flowrl.errors import ConfigError, FlowrlError, require
-from flowrl.registry import KINDS, available, documentation_of, options_of, summary_of
+from flowrl.registry import KINDS, available, documentation_of, options_of, shadowed, summary_of
 from flowrl.settings import unknown
 
 OPTIONS = {"features": "diversity", "probe": "credit", "times": "loss", "observer": "observe"}
@@ -57,6 +57,7 @@ class Parts:
                     yield from wrapped(", ".join(f"{n}={_shown(v)}" for n, v in choices.items()), width, 6)
             if not available(kind):
                 yield "  none by name: a task brings its own, and a plug-in or path/to/file.py:Class replaces it"
+        yield from (f"\nWarning: {text}" for text in shadowed())
         if not self.kind:
             yield "\nA part with its options: flowrl parts NAME"
 

@@ -19,6 +19,8 @@ from rich.text import Text
 
 from flowrl.commands.remaining import Remaining, duration, work_of
 from flowrl.errors import FlowrlError
+from flowrl.registry import shadowed
+from flowrl.trust import own_text
 from flowrl.workers import worker_count
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class Display:
             f"({' and '.join(rewards)} reward{'s' if len(rewards) > 1 else ''}), "
             f"seeds {', '.join(map(str, self.config.seeds))}: "
             f"{sizes[next(iter(arms))] if equal else 'arms of different sizes'}"
+            f"{own_text(job.flat() for job in self.jobs.values())}"
         )
         for arm, settings in self.config.arms.items():
             found = difference(arm, {name: value for name, value in settings.items() if value != run.flat()[name]})
@@ -86,6 +89,8 @@ class Display:
             for arm, plan in self.config.costs().items()
         ]
         self.say(f"Network evaluations of an iteration, sampling and probes + update: {'; '.join(costs)}")
+        for text in shadowed():
+            self.say(f"Warning: {text}")
         self.say(f"Results in {out}; Ctrl-C pauses; --resume continues")
 
     def say(self, text: str) -> None:

@@ -27,10 +27,11 @@ from flowrl.commands.options import (
 from flowrl.errors import require
 from flowrl.imports import import_modules
 from flowrl.options import Count, Seed, Workers
+from flowrl.registry import shadowed
 from flowrl.signals import ignore_stops, on_stop
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.presets import method_overrides, origins
-from flowrl.trust import trust_option, trusted
+from flowrl.trust import own_text, trust_option, trusted
 
 if TYPE_CHECKING:
     from flowrl.training.compare import CompareConfig
@@ -148,6 +149,8 @@ class Compare:
     """Run code that the file of `resume`, `config`, `preset` or `arms` names, and use its addresses and keys."""
     changed_code: bool = False
     """With `resume`: go on although the files of your own parts have changed since the start."""
+    trial: bool = True
+    """Try your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
     run: Annotated[CompareOptions, tyro.conf.arg(name="")] = field(default_factory=CompareOptions)  # pyright: ignore[reportInvalidTypeForm]
 
     @staticmethod
@@ -202,7 +205,8 @@ class Compare:
             return f"flowrl compare --resume {shlex.quote(str(out))}{words}"
 
         display = Display(config, out, self.workers)
-        work = partial(compare, config, out, self.resume is not None, self.workers, display.watch, self.changed_code)
+        more = {"changed_code": self.changed_code, "trial": self.trial}
+        work = partial(compare, config, out, self.resume is not None, self.workers, display.watch, **more)
         with _interrupted_once(), disk_errors(out, lambda: "Finished runs and checkpoints are kept", again):
             try:
                 display.start(out)
@@ -270,6 +274,8 @@ class Train:
     """Run code that the settings file of `resume`, `config` or `preset` names, and use its addresses and keys."""
     changed_code: bool = False
     """With `resume`: go on although the files of your own parts have changed since the start."""
+    trial: bool = True
+    """Try your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
     run: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(default_factory=TrainOptions)  # pyright: ignore[reportInvalidTypeForm]
 
     @staticmethod
@@ -345,11 +351,15 @@ class Train:
                 several = f", {distributed.world_size} processes" if distributed.world_size > 1 else ""
                 subject = config.policy.model or config.environment.subject
                 rule = f" with credit {config.algorithm.credit}" if config.algorithm.credit else ""
-                say(f"{config.algorithm.method}{rule} on {subject}, seed {config.seed}{several} -> {out}")
+                own = own_text([config.flat()])
+                say(f"{config.algorithm.method}{rule} on {subject}, seed {config.seed}{several}{own} -> {out}")
+                for text in shadowed():
+                    say(f"Warning: {text}")
                 say(hanging(f"  {method_text(config, self.origins())}", columns(), 2))
                 run = Run(
-                    config, out, train_line(out, config), asked.is_set, distributed=distributed, changed_code=self.changed_code
-                )
+                    config, out, train_line(out, config), asked.is_set, distributed=distributed, changed_code=self.changed_code,
+                    trial=self.trial,
+                )  # fmt: skip
                 with _told_how_to_go_on(out, distributed.is_main):
                     execute = record(run.execute) if distributed.world_size > 1 else run.execute
                     finished = bool(execute(self.resume is not None, self.start))

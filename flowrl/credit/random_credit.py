@@ -1,7 +1,8 @@
 """Random credit: the negative control that every rule must beat."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,24 +27,24 @@ class RandomCredit:
     on `seed` and on the number of earlier tables, which checkpoints contain.
 
     Args:
-        seed: seed of the draws, in [0, 10^12).
+        seed: seed of the draws, in [0, 10^12); None: the run's seed (0 without a run).
         probe: the probe of the rollout, whose rewards are not used.
 
     Raises:
         ConfigError: `seed` is out of range.
     """
 
-    seed: int = 0
+    seed: int | None = None
     probe: Probe = NoProbe()
     tables: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require(0 <= self.seed < 10**12, "RandomCredit.seed", self.seed, "in [0, 10^12)")
+        require(0 <= (self.seed or 0) < 10**12, "RandomCredit.seed", self.seed, "in [0, 10^12)")
 
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages [prompt, member, decision]; counts the table."""
         require_columns(values, decisions, self, last_column(decisions.mask))
-        generator = torch.Generator().manual_seed(1_000_003 * self.seed + self.tables)
+        generator = torch.Generator().manual_seed(1_000_003 * (self.seed or 0) + self.tables)
         self.tables += 1
         draws = torch.randn(decisions.mask.shape, generator=generator).to(values)
         members = decisions.mask.any(-1)
@@ -60,3 +61,14 @@ class RandomCredit:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict`."""
         self.tables = int(state.get("tables", torch.tensor(0)))
+
+
+def with_seed(rule: Any, seed: int) -> Any:
+    """A rule whose random credit without a seed has this one, also within other rules (their option `rule`)."""
+    if isinstance(rule, RandomCredit):
+        return replace(rule, seed=seed % 10**12) if rule.seed is None else rule
+    inner = getattr(rule, "rule", None)
+    if not is_dataclass(rule) or isinstance(rule, type) or inner is None:
+        return rule
+    changed: Any = {"rule": with_seed(inner, seed)}
+    return rule if changed["rule"] is inner else replace(rule, **changed)

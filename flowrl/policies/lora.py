@@ -80,17 +80,15 @@ class Adapters:
 
         fits = name.isidentifier() and name not in self.names
         require(fits, "adapter_name", name, "letters, digits and _, and no name of another adapter")
-        layers = [f".{layer}" for layer, _ in self.network.named_modules()]
+        kinds = (torch.nn.Linear, LoraLayer)
+        layers = [f".{layer}" for layer, module in self.network.named_modules() if isinstance(module, kinds)]
         idle = [end for end in targets if not any(layer.endswith(f".{end}") for layer in layers)]
-        require(not idle, "lora_targets", tuple(targets), f"ends of layers' names; no layer's name ends with {' or '.join(idle)}")
+        require(not idle, "lora_targets", tuple(targets), f"linear layers; no linear layer's name ends with {' or '.join(idle)}")
         lora: Any = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=list(targets))  # pyright: ignore[reportArgumentType]
-        try:
-            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-                torch.manual_seed(seed)
-                self.network.add_adapter(lora, adapter_name=name)
-        except ValueError as error:
-            require(False, "lora_targets", tuple(targets), f"names of linear layers ({error})")
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            torch.manual_seed(seed)
+            self.network.add_adapter(lora, adapter_name=name)
         self.layers = [module for module in self.network.modules() if isinstance(module, LoraLayer)]
         for layer in self.layers:
             layer._cast_input_dtype = _cast_unless_autocast

@@ -294,10 +294,8 @@ def count_memory(
         The memory of each part in bytes.
 
     Raises:
-        ConfigError: the model or a dtype is unknown.
+        ConfigError: the model is unknown.
     """
-    for name, value in (("dtype", dtype), ("decode_dtype", decode_dtype)):
-        require(value in DTYPES, name, value, f"one of {', '.join(DTYPES)}")
     known = architecture_of(model) if isinstance(model, str) else model
     require(known is not None, "model", model, f"one of {', '.join(ARCHITECTURES)}, or a folder")
     assert known is not None

@@ -40,6 +40,7 @@ class PipelinePolicy:
 
     def __init__(self, pipe: Any, family: Family, options: ModelOptions = ModelOptions()) -> None:
         require(type(pipe).__name__ == family.pipeline, "pipeline", type(pipe).__name__, family.pipeline)
+        _require_rgb(pipe)
         self.pipe, self.family, self.options = pipe, family, options
         self.device = device_of(options.device)
         self.dtype = DTYPES[options.dtype]
@@ -223,6 +224,13 @@ def _full_network(network: Any) -> Any:
         network = type(network).from_config(network.config)
         network.load_state_dict(tensors)
     return network if tensors else None
+
+
+def _require_rgb(pipe: Any) -> None:
+    """Raise `ConfigError` unless the image decoder makes three channels, the red, green and blue that rewards see."""
+    config = getattr(pipe.vae, "config", None)
+    found = getattr(config, "out_channels", 3) // (getattr(config, "patch_size", None) or 1) ** 2  # Wan 2.2 decodes patches
+    require(found == 3, "model: channels of the image decoder (vae)", found, "3, red, green and blue")
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

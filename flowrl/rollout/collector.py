@@ -13,7 +13,7 @@ from flowrl.protocols import AnyReward, AnySampler, FlowPolicy
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.rollout import Rollout, rollout
 from flowrl.rollout.solvers import Usage
-from flowrl.rollout.values import Values, score_rollout
+from flowrl.rollout.values import Inspect, Values, score_rollout
 from flowrl.transfer import copies_done, to_main_memory
 from flowrl.types import Condition, Prompt, Schedule, Trajectories
 
@@ -72,6 +72,7 @@ class Collector:
         overlap: compute rewards in a second thread while the next chunk is rolled out. The policy's `decode` and the reward then
             run in parallel with `velocity`; the results are the same.
         offload: keep trajectories in main memory until the update.
+        inspect: called once, with the images, prompts and scores of the next batch.
     """
 
     policy: FlowPolicy
@@ -84,6 +85,7 @@ class Collector:
     chunk: int = 0
     overlap: bool = False
     offload: bool = False
+    inspect: Inspect | None = None
 
     def collect(
         self,
@@ -137,7 +139,8 @@ class Collector:
         return Collected(Rollout(path, {}, groups), condition.take(rows), values, assigned)
 
     def _score(self, result: Rollout, prompts: Sequence[Prompt], usage: Usage) -> Values:
-        return score_rollout(self.policy, self.reward, result, prompts, usage)
+        inspect, self.inspect = self.inspect, None
+        return score_rollout(self.policy, self.reward, result, prompts, usage, inspect=inspect)
 
     def _kept(self, result: Rollout) -> Rollout:
         """`result` without the estimates, in main memory if `offload` is set."""

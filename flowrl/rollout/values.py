@@ -1,6 +1,6 @@
 """From finished and estimated images to the value table [prompt, member, decision+1]."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,9 @@ from flowrl.rollout.groups import Groups
 from flowrl.rollout.rollout import Rollout
 from flowrl.rollout.solvers import Usage
 from flowrl.types import Prompt, inputs_unchanged
+
+Inspect = Callable[[Tensor, Sequence[Prompt], Tensor], None]
+"""A function of images, their prompts and their scores."""
 
 
 def score(
@@ -79,6 +82,7 @@ def score_rollout(
     prompts: Sequence[Prompt],
     usage: Usage | None = None,
     max_batch: int = 512,
+    inspect: Inspect | None = None,
 ) -> Values:
     """The value table of a rollout, in total and for each component of a composite reward.
 
@@ -97,6 +101,7 @@ def score_rollout(
         prompts: one prompt per group.
         usage: counters of scored images, which are updated; None for new ones.
         max_batch: largest number of images per call of the reward.
+        inspect: called with the images, prompts and total scores of the first batch.
 
     Returns:
         The tables.
@@ -128,6 +133,9 @@ def score_rollout(
             scores = score_components(reward, images, texts, usage)
         for name, column in {_TOTAL: scores.total, **scores.parts}.items():
             columns.setdefault(name, []).append(column.cpu())
+        if inspect is not None:
+            inspect(images, texts, scores.total)
+            inspect = None
     tables, filled = {}, [-1]
     for name, column in columns.items():
         each = torch.cat(column).split([len(rows) for rows in latents])

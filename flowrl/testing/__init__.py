@@ -10,7 +10,7 @@ class, or a function that makes a part. A failure names the promise, the observe
 is broken (shape, randomness), promises that would fail for the same reason are not tried.
 
 `without` names promises that a part breaks on purpose. Only the functions that end in ``_contract`` need pytest; they raise
-`ConfigError` if it is not installed. The rest of flowrl does not import this package.
+`ConfigError` if it is not installed. Before a run, `flowrl.training.trial` checks the user's own parts with this package.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +26,7 @@ from flowrl.testing._cases import (
     reward_case,
     sampler_case,
     solver_case,
+    window_case,
     world_case,
 )
 from flowrl.testing.findings import ContractAdvice, ContractBroken, Finding, Findings, maker
@@ -138,11 +139,12 @@ def solver_contract(part: Any, steps: int = 10, without: Sequence[str] = ()) -> 
     return solver.CONTRACT.as_test(solver_case(part, steps), without)
 
 
-def window_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
+def window_contract(part: Any, steps: int = 20, without: Sequence[str] = ()) -> TestFunction:
     """A pytest function that checks a window against the contract of `Window`.
 
     Args:
-        part: a window that fits 20 steps: an object (copied for every promise), a class, or a function that makes it.
+        part: the window: an object (copied for every promise), a class, or a function that makes it.
+        steps: number of steps of the grids, which the window must fit.
         without: names of promises that the part breaks on purpose.
 
     Returns:
@@ -151,7 +153,7 @@ def window_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
     Raises:
         ConfigError: pytest is not installed, or an option is not allowed.
     """
-    return window.CONTRACT.as_test(maker(part), without)
+    return window.CONTRACT.as_test(window_case(part, steps), without)
 
 
 def loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
@@ -332,11 +334,12 @@ def check_solver(part: Any, steps: int = 10, without: Sequence[str] = ()) -> Fin
     return solver.CONTRACT.findings(solver_case(part, steps), without)
 
 
-def check_window(part: Any, without: Sequence[str] = ()) -> Findings:
+def check_window(part: Any, steps: int = 20, without: Sequence[str] = ()) -> Findings:
     """Check a window against the contract of `Window`; for notebooks and scripts.
 
     Args:
         part: as in `window_contract`.
+        steps: as in `window_contract`.
         without: names of promises that the part breaks on purpose.
 
     Returns:
@@ -345,7 +348,7 @@ def check_window(part: Any, without: Sequence[str] = ()) -> Findings:
     Raises:
         ConfigError: an option is not allowed.
     """
-    return window.CONTRACT.findings(maker(part), without)
+    return window.CONTRACT.findings(window_case(part, steps), without)
 
 
 def check_loss(part: Any, without: Sequence[str] = ()) -> Findings:

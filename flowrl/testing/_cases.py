@@ -5,7 +5,7 @@ from typing import Any
 
 from flowrl.errors import require
 from flowrl.protocols import FlowPolicy
-from flowrl.testing import credit, group_reward, policy, probe, reward, sampler, solver, world
+from flowrl.testing import credit, group_reward, policy, probe, reward, sampler, solver, window, world
 from flowrl.testing.findings import maker
 from flowrl.testing.reward import Examples
 from flowrl.types import Prompt
@@ -27,6 +27,12 @@ def solver_case(part: Any, steps: int) -> Callable[[], solver.Case]:
     require(steps >= 1, "steps", steps, "1 or more")
     make = maker(part)
     return lambda: solver.Case(make(), steps)
+
+
+def window_case(part: Any, steps: int) -> Callable[[], window.Case]:
+    require(steps >= 1, "steps", steps, "1 or more")
+    make = maker(part)
+    return lambda: window.Case(make(), steps)
 
 
 def probe_case(part: Any, policy: FlowPolicy | None, members: int) -> Callable[[], probe.Case]:

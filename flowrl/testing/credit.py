@@ -37,10 +37,11 @@ EQUAL_REWARDS = (0.0, 0.3, -3.3, 1000.1, 12345.678, 1e6 / 3)
 
 @dataclass(frozen=True)
 class Case:
-    """A credit rule, and the number of decisions that it requires (None: any)."""
+    """A credit rule, the number of decisions that it requires (None: any), and whether all records have all members."""
 
     rule: Any
     decisions: int | None = None
+    whole: bool = False
 
     def __repr__(self) -> str:
         return name_of(self.rule)
@@ -64,7 +65,8 @@ class Case:
                     seed,
                 )
                 yield record
-                yield self.without(record, seed)
+                if not self.whole:
+                    yield self.without(record, seed)
 
     def filled(self, values: Tensor, seed: int = 0) -> Experience:
         """A record with the values that the rule's probe fills (NaN in the other columns; the
@@ -439,13 +441,18 @@ def credits_components(case: Case) -> str | None:
     return None
 
 
-@promise("(advice) the member whose reward rises most gets more credit than the one whose reward does not rise")
+@promise(
+    "of members whose rewards rise by different amounts, the one with the highest rise gets more credit than the one with none"
+)
 def pays_the_better_member(case: Case) -> str | None:
+    failures, tables, upside_down = [], 0, 0
     for _, members, decisions in case.sizes:
         rise = torch.linspace(0.0, 1.0, members)[:, None] * torch.linspace(0.0, 1.0, decisions + 1)
         total = case.credit(case.filled(rise[None]))[0, ..., 0].sum(dim=-1)
+        tables, upside_down = tables + 1, upside_down + bool((total.diff() <= 0).all())
         if not float(total[-1]) > float(total[0]):
             found = f"rising from 0 to 1 gets {float(total[-1]):.3g} in all {decisions} decisions"
             found = f"{found}, staying at 0 {float(total[0]):.3g}"
-            return f"{found}. Is a sign wrong? Higher rewards are better."
-    return None
+            failures.append(f"{found}. Is a sign wrong? Higher rewards are better.")
+    expect(upside_down < tables, failures[0] if failures else "")
+    return failures[0] if failures else None

@@ -3,7 +3,9 @@
 import copy
 import functools
 import inspect
+import math
 import textwrap
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,9 @@ Place = Callable[[tuple[int, ...]], str]
 
 INAPPLICABLE = "does not apply"
 """What a check returns if its promise concerns only other parts of the kind."""
+
+
+OVER = "not tried: the time was over"
 
 
 class ContractBroken(AssertionError):
@@ -60,7 +65,7 @@ class Finding:
         promise: name of the promise.
         ok: whether it was kept, or does not apply.
         message: reason, advice or `INAPPLICABLE`; empty for a kept promise without advice.
-        tried: False if an earlier basic promise was broken.
+        tried: False if an earlier basic promise was broken, or the time was over.
     """
 
     promise: str
@@ -100,6 +105,11 @@ class Findings(Sequence[Finding]):
         """Names of the promises that were tried and not kept."""
         return [finding.promise for finding in self.findings if finding.tried and not finding.ok]
 
+    @property
+    def untried(self) -> list[str]:
+        """Names of the promises that were not tried."""
+        return [finding.promise for finding in self.findings if not finding.tried]
+
     def __getitem__(self, index: Any) -> Any:
         return self.findings[index]
 
@@ -107,9 +117,10 @@ class Findings(Sequence[Finding]):
         return len(self.findings)
 
     def __str__(self) -> str:
-        idle = sum(finding.message == INAPPLICABLE for finding in self.findings)
+        idle, untried = sum(finding.message == INAPPLICABLE for finding in self.findings), len(self.untried)
         kept, applicable = sum(finding.ok for finding in self.findings) - idle, len(self.findings) - idle
-        note = f"; {idle} {'does' if idle == 1 else 'do'} not apply" if idle else ""
+        note = f"; {untried} {'was' if untried == 1 else 'were'} not tried" if untried else ""
+        note += f"; {idle} {'does' if idle == 1 else 'do'} not apply" if idle else ""
         lines = [f"{self.part}: {kept} of {applicable} promises kept{note}"]
         for finding in self.findings:
             lines.append(f"{finding.mark:<7}  {finding.promise}")
@@ -158,9 +169,9 @@ class Contract:
             require(name in names, "without", name, f"promises of a {self.kind} are {', '.join(names)}")
         return [promise for promise in self.promises if promise.name not in without]
 
-    def findings(self, make: Maker, without: Sequence[str] = ()) -> Findings:
-        """The findings on every promise, each with a fresh part."""
-        trial = _Trial(self.chosen(without), make)
+    def findings(self, make: Maker, without: Sequence[str] = (), deadline: float = math.inf) -> Findings:
+        """The findings on every promise, each with a fresh part; none is begun after the `deadline` (`time.monotonic`)."""
+        trial = _Trial(self.chosen(without), make, deadline)
         return Findings(name_of(make()), tuple(trial.finding(promise) for promise in trial.promises))
 
     def as_test(self, make: Maker, without: Sequence[str] = ()) -> Callable[..., None]:
@@ -193,6 +204,7 @@ class _Trial:
 
     promises: Sequence[Promise]
     make: Maker
+    deadline: float = math.inf
     known: dict[str, Finding] = field(default_factory=dict)
 
     def finding(self, promise: Promise) -> Finding:
@@ -205,6 +217,8 @@ class _Trial:
         obstacle = self.obstacle(promise)
         if obstacle:
             return Finding(promise.name, False, obstacle, tried=False)
+        if time.monotonic() > self.deadline:
+            return Finding(promise.name, False, OVER, tried=False)
         try:
             return Finding(promise.name, True, promise.check(self.make()) or "")
         except ContractBroken as error:
@@ -213,7 +227,8 @@ class _Trial:
     def obstacle(self, promise: Promise) -> str:
         """Why `promise` cannot be tried: the first basic promise before it that is broken; "" if there is none."""
         for earlier in self.promises[: self.promises.index(promise)]:
-            if earlier.basic and not self.finding(earlier).ok:
+            found = self.finding(earlier)
+            if earlier.basic and not found.ok and found.message != OVER:
                 return f"not tried, because {earlier.name!r} is broken"
         return ""
 

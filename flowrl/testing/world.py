@@ -91,21 +91,6 @@ def gives_prompts(case: Case) -> str | None:
     return f"{shared} held-out prompts are trained on: evaluations then do not measure generalisation" if shared else None
 
 
-@promise("parse gives a prompt with the same words, which the rewards score like the prompt of the task")
-def parses_its_prompts(case: Case) -> None:
-    for task in case.world.tasks:
-        images, prompts = case.samples(task)
-        parsed = [case.world.parse(prompt.text) for prompt in prompts]
-        for prompt, again in zip(prompts, parsed, strict=True):
-            found = again.text if isinstance(again, Prompt) else type(again).__name__
-            expect(isinstance(again, Prompt) and again.text == prompt.text, f"parse({prompt.text!r}) gave {found!r}")
-        for form in case.world.forms:
-            model, everyone = case.world.reward(form), range(len(prompts))
-            hint = "Does the reward read metadata that only prompts(...) fills? Then parse must fill it, too."
-            got, expected = model.score(images, parsed), model.score(images, prompts)
-            reward.close(got, expected, everyone, f"by the form {form!r} with parsed prompts", hint)
-
-
 @promise("policy gives a policy on the asked device, whose latents have `elements` numbers", basic=True)
 def makes_a_policy(case: Case) -> None:
     model = case.policy()
@@ -127,6 +112,21 @@ def makes_equal_policies(case: Case) -> None:
     other = [name for name in first if not torch.equal(first[name], second[name])]
     hint = "Draw initial values with options.seed, as in torch.random.fork_rng() and torch.manual_seed(options.seed)."
     expect(not other, f"a second policy has other values of {', '.join(other[:3])}. {hint}")
+
+
+@promise("parse gives a prompt with the same words, which the rewards score like the prompt of the task")
+def parses_its_prompts(case: Case) -> None:
+    for task in case.world.tasks:
+        images, prompts = case.samples(task)
+        parsed = [case.world.parse(prompt.text) for prompt in prompts]
+        for prompt, again in zip(prompts, parsed, strict=True):
+            found = again.text if isinstance(again, Prompt) else type(again).__name__
+            expect(isinstance(again, Prompt) and again.text == prompt.text, f"parse({prompt.text!r}) gave {found!r}")
+        for form in case.world.forms:
+            model, everyone = case.world.reward(form), range(len(prompts))
+            hint = "Does the reward read metadata that only prompts(...) fills? Then parse must fill it, too."
+            got, expected = model.score(images, parsed), model.score(images, prompts)
+            reward.close(got, expected, everyone, f"by the form {form!r} with parsed prompts", hint)
 
 
 @promise("its policy keeps the promises of a policy (check_policy)")

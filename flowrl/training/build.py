@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from flowrl.credit.random_credit import with_seed
 from flowrl.distributed import Distributed
 from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.flow import uniform_schedule
@@ -43,6 +44,7 @@ def make_world(config: RunConfig) -> World:
 
     Raises `ConfigError` for a task or a form that the world does not have.
     """
+    config = config.allowed()
     environment, model = config.environment, config.policy.model
     chosen = world(environment.world) if not model else ModelWorld(
         model, environment.prompts, environment.heldout_prompts, environment.reward, model_options(config)
@@ -60,6 +62,7 @@ def run_method(config: RunConfig) -> Method:
     (`Method.clip_for`). Raises `ConfigError` for an unknown part, or for a policy loss with a method that needs a
     forward-process loss.
     """
+    config = config.allowed()
     chosen, known = config.algorithm, world(config.environment.world).elements if not config.policy.model else 0
     method = named_method(chosen.method, chosen.credit)
     noise = {"noise_level": chosen.noise_level} if chosen.noise_level > 0 else {}
@@ -76,7 +79,8 @@ def run_method(config: RunConfig) -> Method:
     shared = method.shared_noise
     if chosen.initial_noise != "auto":
         shared = chosen.initial_noise == "shared"
-    return replace(method, sampler=sampler, window=window, loss=loss, shared_noise=shared)
+    credit = with_seed(method.credit, config.seed)
+    return replace(method, sampler=sampler, window=window, loss=loss, credit=credit, shared_noise=shared)
 
 
 def make_method(config: RunConfig) -> Method:
@@ -127,7 +131,7 @@ def make_loss(config: RunConfig) -> PolicyLoss | ForwardLoss:
 
 def make_reward(config: RunConfig) -> AnyReward:
     """The training reward: `reward`, or the task's reward in `reward_form`, with the run's noise and bias."""
-    environment = config.environment
+    environment = config.allowed().environment
     if environment.reward:
         model: AnyReward = build("reward", environment.reward, device=config.policy.device)
     else:
@@ -185,7 +189,19 @@ def make_trainer(config: RunConfig, distributed: Distributed = Distributed(), wo
 
 
 def trainer_in(world: World, config: RunConfig, distributed: Distributed = Distributed()) -> Trainer:
-    """`make_trainer` for the run's `world`, made before."""
+    """`make_trainer` in a world that is already made.
+
+    Args:
+        world: the run's world.
+        config: the run.
+        distributed: the processes.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        ConfigError: a setting is not allowed, the policy or the prompts do not fit, or the trajectories do not fit into memory.
+    """
     method = make_method(config)
     reward = make_reward(config)  # before the policy: its errors should not wait for a large model
     prompts = prompts_of(world, config.environment.task, "train")

@@ -27,7 +27,7 @@ def to_resume(run: Path) -> str:
     """The command that resumes the run in the folder `run`, with --trust if its settings need it."""
     option = ""
     with suppress(FlowrlError):
-        option = trust_option(load_config(run / "config.json", trust=True).flat())
+        option = trust_option(load_config(run / "config.json").flat())
     return f"flowrl train --resume {shlex.quote(str(run))}{option}"
 
 

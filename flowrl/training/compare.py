@@ -24,6 +24,7 @@ from flowrl.training.format import FORMAT, check_format, current_comparison
 from flowrl.training.plan import Plan, plan
 from flowrl.training.results import has_progress, holds, run_folder
 from flowrl.training.run import Run
+from flowrl.training.trial import try_parts
 from flowrl.trust import code_of, trust_option, trusted
 from flowrl.workers import Worker, run_jobs, usable_cores
 
@@ -85,11 +86,17 @@ class CompareConfig:
 
     def descriptions(self) -> dict[str, str]:
         """The first line of the docstring of every arm's credit rule if it names one, else of its method; "" without one."""
+        self.allowed()
         found = {}
         for arm, config in self.examples().items():
             credit, method = config.algorithm.credit, config.algorithm.method
             found[arm] = _first_line(type(build("credit", credit)) if credit else METHODS.get(method))
         return found
+
+    def allowed(self) -> None:
+        """Raise `ConfigError` if the comparison was read without trust and has settings that need consent (`flowrl.trust`)."""
+        for settings in (self.run.flat(), *self.arms.values()):
+            trusted(dict(settings), self.run.source, not self.run.source)
 
     def parts(self) -> dict[str, dict[str, str]]:
         """What every arm's method consists of in this comparison (`flowrl.training.build.method_parts`)."""
@@ -138,18 +145,17 @@ class CompareConfig:
     def from_dict(values: dict[str, Any], trust: bool = False, source: Path | str = "config.json") -> "CompareConfig":
         """The inverse of `as_dict`; also reads what earlier versions wrote.
 
-        Raises `ConfigError` if entries are missing and, without `trust`, for entries that the file `source` may not contain
-        (`flowrl.trust`).
+        Raises `ConfigError` if entries are missing. Without `trust`, parts are built only from settings that the file `source`
+        may contain (`allowed`).
         """
         check_format(source, values)
         values = current_comparison(values, source)
         missing = sorted({"arms", "seeds", "run"} - set(values))
         if missing:
             raise ConfigError(f"config: no entry {', '.join(missing)}; a comparison's config.json is needed")
-        run, arms = RunConfig.from_dict(values["run"], trust=True), values["arms"]
-        for settings in (run.flat(), *arms.values()):
-            trusted(settings, source, trust)
-        return CompareConfig(run, arms, tuple(values["seeds"]), values.get("preset", "default"), values.get("command", ""))
+        run = RunConfig.from_dict(values["run"], trust, source)
+        preset, command = values.get("preset", "default"), values.get("command", "")
+        return CompareConfig(run, values["arms"], tuple(values["seeds"]), preset, command)
 
 
 def _plan(config: RunConfig) -> Plan | None:
@@ -169,9 +175,10 @@ Watcher = Callable[[dict[str, dict[str, Any]]], None]
 """Called about twice a second with the state of every job: {"phase", "iteration", "reward", "nfe_total", "seconds"}."""
 
 
-def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool, changed_code: bool) -> bool | str:
+def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool, changed_code: bool, trial: bool) -> bool | str:
     """Whether the run is finished, or the message of the error that ended it; the other runs continue."""
-    run = Run(config, folder, worker.send, worker.stopped, shared=folder.parent, changed_code=changed_code)
+    run = Run(config, folder, worker.send, worker.stopped, shared=folder.parent, changed_code=changed_code, trial=trial)
+    run.parts_tried = True
     try:
         return run.execute(resume)
     except ConfigError:
@@ -194,6 +201,7 @@ def compare(
     watch: Watcher | None = None,
     changed_code: bool = False,
     world: World | None = None,
+    trial: bool = True,
 ) -> bool:
     """Run all jobs in `out`/runs, resumable.
 
@@ -207,6 +215,7 @@ def compare(
         watch: called with the states of all jobs.
         changed_code: as for `Run`.
         world: as for `Run`; the processes get copies.
+        trial: as for `Run`.
 
     Returns:
         Whether all runs are finished; False if Ctrl-C paused them. `resume` then continues with the same results.
@@ -219,20 +228,31 @@ def compare(
     def started() -> bool:
         return any(map(has_progress, out.glob("runs/*")))
 
+    config.allowed()
     if world is not None:
         config = replace(config, run=config.run.replace(world=world))
     if not resume:
         require_free(out)
     with folder_lock(out) if resume else new_folder(out, "comparison", lambda folder: holds(folder, "arms", "methods"), started):
-        return _compare(config, out, resume, workers, watch, changed_code)
+        return _compare(config, out, resume, workers, watch, changed_code, trial)
 
 
-def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch: Watcher | None, changed_code: bool) -> bool:
+def _compare(
+    config: CompareConfig, out: Path, resume: bool, workers: int, watch: Watcher | None, changed_code: bool, trial: bool
+) -> bool:
     jobs = config.jobs()
+    notes: list[str] = []
+    if trial and (changed_code or not resume):
+        try_parts(jobs.values(), notes.append)
     if not resume:
         written = {"descriptions": config.descriptions(), "parts": config.parts()}
         write_json(out / "config.json", config.as_dict() | written)
     states: dict[str, dict[str, Any]] = {name: {"phase": "waiting", "iteration": 0} for name in jobs}
+    if notes and watch:
+        first = next(iter(jobs))
+        watch(
+            states | {first: {**states[first], "warning": "\n".join(notes), "kinds": [f"trial {n}" for n in range(len(notes))]}}
+        )
     ended: dict[str, bool | str] = {}
 
     def received(name: str, state: dict[str, Any]) -> None:
@@ -249,7 +269,7 @@ def _compare(config: CompareConfig, out: Path, resume: bool, workers: int, watch
     on_cpu = all(job.policy.device == "cpu" for job in jobs.values())  # forks of a process that has used a GPU cannot use it
     completed = run_jobs(
         _run_job,
-        {name: (jobs[name], out / "runs" / name, resume, changed_code) for name in start_order(jobs)},
+        {name: (jobs[name], out / "runs" / name, resume, changed_code, trial) for name in start_order(jobs)},
         workers,
         finished=finished,
         received=received,

@@ -1,6 +1,6 @@
 """The settings of a run: frozen groups of checked fields, presets, and their file form. `flowrl.training.build` uses them."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -299,6 +299,8 @@ class RunConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    source: str = field(default="", repr=False, compare=False)
+    """No setting: the file that was read without trust; code that the settings name is then not run (`allowed`)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
@@ -320,15 +322,22 @@ class RunConfig:
         """This run with some settings changed, named without their groups."""
         return replaced(self, settings)
 
+    def allowed(self, unused: tuple[str, ...] = ()) -> "RunConfig":
+        """The run, to build its parts. Raises `ConfigError` if it was read without trust and has settings with code, addresses
+        and similar entries that need the user's consent (`flowrl.trust`), except those that the caller replaces (`unused`)."""
+        if self.source:
+            trusted({name: value for name, value in self.flat().items() if name not in unused}, self.source)
+        return replace(self, source="") if self.source else self
+
     @staticmethod
-    def from_dict(values: Any, trust: bool = False) -> "RunConfig":
-        """The inverse of `as_dict`. Raises `ConfigError` for unknown or invalid settings and, without `trust`, for settings with
-        code, addresses and similar entries that need the user's consent (`flowrl.trust`)."""
+    def from_dict(values: Any, trust: bool = False, source: object = "config.json") -> "RunConfig":
+        """The inverse of `as_dict`. Raises `ConfigError` for unknown or invalid settings. Without `trust`, parts are built only
+        from settings that need no consent (`allowed`); the message names the `source`."""
         check_format("config.json", values)
         if isinstance(values, dict):
             values = current({**values}, values.get("format", FORMAT))
             values.pop("format", None)
-        return RunConfig.of(**trusted(read_values(values, RunConfig), "config.json", trust))
+        return replace(RunConfig.of(**read_values(values, RunConfig)), source="" if trust else str(source))
 
     @property
     def batches(self) -> Batches:
@@ -352,16 +361,16 @@ class RunConfig:
 DEFAULTS = {item.name: item.default for group in groups_of(RunConfig).values() for item in fields(cast(Any, group))}
 
 
-def load_config(path: Path, trust: bool = False, unused: tuple[str, ...] = (), planned: bool = False) -> RunConfig:
+def load_config(path: Path, trust: bool = False, planned: bool = False) -> RunConfig:
     """The run that the config.json or config.yaml at `path` describes; other settings have their defaults (`planned`: see
-    `Preset.apply`). Raises `ConfigError` if the file cannot be read and, without `trust`, for settings that need the user's
-    consent (`flowrl.trust`), except those from which the caller builds nothing (`unused`)."""
+    `Preset.apply`). Raises `ConfigError` if the file cannot be read. Without `trust`, building a part raises it for settings that
+    need the user's consent (`flowrl.trust`)."""
     values, _ = load_document(path)
     found = format_of(path, values)
     with reading(path):
         settings = current(read_settings(path, RunConfig).settings, found, path)
-        trusted({name: value for name, value in settings.items() if name not in unused}, path, trust)
-        return Preset(str(path), settings, True).apply(planned=planned)
+        run = Preset(str(path), settings, trust).apply(planned=planned)
+        return replace(run, source="" if trust else str(path))
 
 
 @dataclass(frozen=True)

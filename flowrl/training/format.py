@@ -84,6 +84,8 @@ def _converted(settings: Any, changes: dict[str, None]) -> Any:
         result[name] = _converted(value, changes)
         if name in STEPS and isinstance(value, str):
             result[name] = from_older(name, value)
+        elif name == "credit" and value == "random":
+            result[name] = "random(seed=0)"  # the default is now the run's seed
         elif settings.get("method") in FORWARD and OWN_WORDS.get(name) == value:
             result[name] = ""
         if isinstance(value, str) and result[name] != value:

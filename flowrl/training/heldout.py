@@ -154,6 +154,7 @@ def make_heldout_metrics(config: RunConfig, world: World) -> HeldoutMetrics | No
     Raises:
         ConfigError: a reward or features do not exist or do not fit the world.
     """
+    config = config.allowed()
     evaluation, environment = config.evaluation, config.environment
     if not evaluation.heldout_rewards and not evaluation.diversity:
         return None

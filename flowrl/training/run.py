@@ -34,6 +34,7 @@ from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.observers import Observers
 from flowrl.training.results import MetricsRow, has_progress, holds
 from flowrl.training.trainer import Trainer
+from flowrl.training.trial import reward_trial, try_parts
 from flowrl.trust import check_code, record_code
 
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
@@ -68,6 +69,7 @@ class Run:
         changed_code: continue although the files of the run's own parts have changed since it was started.
         observers: observers besides those of the setting `observe`; give them again when the run is resumed.
         world: a world, as an object, that replaces that of the settings; to resume such a run it is needed again.
+        trial: try the user's own parts before a new run, or with `changed_code` (`flowrl.training.trial`).
     """
 
     config: RunConfig
@@ -79,6 +81,8 @@ class Run:
     changed_code: bool = False
     observers: Sequence[Observer] = ()
     world: World | None = None
+    trial: bool = True
+    parts_tried: bool = field(default=False, init=False)
     _heldout: HeldoutMetrics | None = field(default=None, init=False, repr=False)
     _stopped: str = field(default="", init=False, repr=False)
 
@@ -94,10 +98,13 @@ class Run:
         `FlowrlError`, `CheckpointError` for a damaged checkpoint, `DiskError` for a full disk, and `NonFiniteError` for a loss
         that is not finite (its data are then in failure/). If another process executes the run, a `ConfigError` names it.
         """
+        self.config = self.config.allowed()
         full = disk_errors(self.folder, self._checkpoints.newest, lambda: to_resume(self.folder))
         with part_errors(), full, out_of_memory(), ExitStack() as stack:
             with self.distributed.shared_errors():
                 if self.distributed.is_main:
+                    if self.trial and not self.parts_tried and (self.changed_code or not resume):
+                        try_parts([self.config], self._warn_of_trial)
                     stack.enter_context(folder_lock(self.folder) if resume else self._new_folder())
             return self._execute(resume, start)
 
@@ -126,6 +133,8 @@ class Run:
         self._heldout = make_heldout_metrics(self.config, world)
         trainer = trainer_in(world, self.config, self.distributed)
         found, self.config, policy = trainer.config != self.config, trainer.config, trainer.policy
+        if self.trial and not resume and self.distributed.is_main:
+            trainer.collector.inspect = reward_trial(self.config, trainer.reward, self._warn_of_trial)
         trainer.on_phase, trainer.recorded = lambda phase: self._tell({"phase": phase}), observers.recorded
         rows = self._restore(trainer, observers, start) if resume else []
         self._stopped = rows[-1].get("stopped", "") if rows and not start else ""
@@ -224,6 +233,9 @@ class Run:
             kinds = [notice.kind for notice in found]
             self._tell({"warning": "\n".join(notice.text for notice in found), "kinds": kinds})
 
+    def _warn_of_trial(self, text: str) -> None:
+        self._tell({"warning": text, "kinds": ["trial"]})
+
     def _write_settings(self) -> None:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""
         record_code(self.folder, self.config.flat())
@@ -238,7 +250,7 @@ class Run:
         found: dict[str, Any] = {}
         with self.distributed.shared_errors():
             if self.distributed.is_main and (self.folder / "config.json").exists():
-                recorded = load_config(self.folder / "config.json", trust=True)  # nothing is built from it
+                recorded = load_config(self.folder / "config.json")
                 found = {name: value for name, value in recorded.flat().items() if self.config.flat()[name] == "auto"}
                 if "micro_batch" in found:
                     found["gradient_checkpointing"] = recorded.policy.gradient_checkpointing

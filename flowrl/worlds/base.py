@@ -218,7 +218,7 @@ def check_policy(found: World, policy: FlowPolicy) -> None:
     Raises:
         ConfigError: it does not fit.
     """
-    missing = [name for name in sorted(POLICY) if not hasattr(policy, name)]
+    missing = [name for name in POLICY if not hasattr(policy, name)]
     if missing:
         what = f"policy(options) has returned a {type(policy).__name__}, which is not a policy"
         raise ConfigError(f"world {found.name}: {what}: it has no {', '.join(f'`{name}`' for name in missing)}")

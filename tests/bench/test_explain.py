@@ -118,5 +118,8 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     command = ["explain", "uniform", "--rewards", str(file), "--out", str(out), "--decisions", "1"]
     assert main(command) == 0
     assert "columns read as" not in capsys.readouterr().out
+    assert main(["explain", "uniform", "stepwise-gain", "--out", str(tmp_path / "new" / "folder")]) == 0
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["explain-1.png", "explain-2.png"]
+    assert main(["explain", "uniform", "--out", str(tmp_path)]) == 0 and (tmp_path / "explain.png").exists()
     assert main(["explain", "uniform", "--rewards", str(tmp_path / "none.csv")]) == 2
     assert "does not exist" in capsys.readouterr().err

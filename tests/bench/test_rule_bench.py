@@ -84,9 +84,11 @@ class TestPlan:
         assert [(p.world, p.budget, p.seeds) for p in make_parts()] == [("mixture", 12, 20), ("shapes", 6, 8)]
         assert [(p.world, p.budget, p.seeds) for p in make_parts(True)] == [("mixture", 6, 8), ("shapes", 0, 4)]
         assert make_parts(True, "shapes", 4, 3) == [Part("shapes", 3, 4, ("uniform",))]
-        for options, name in (({"world": "x"}, "world"), ({"seeds": 1}, "seeds"), ({"budget": -2}, "budget")):
+        for options, name in (({"seeds": 1}, "seeds"), ({"budget": -2}, "budget")):
             with pytest.raises(ConfigError, match=f"{name} = .* is not allowed"):
                 make_parts(**options)
+        with pytest.raises(ConfigError, match="unknown world 'x'"):
+            make_parts(world="x")
 
 
 class TestTime:

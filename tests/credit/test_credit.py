@@ -12,6 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flowrl.credit import (
+    Pruned,
+    RandomCredit,
     StepwiseGain,
     TurningPoint,
     Uniform,
@@ -28,10 +30,15 @@ from flowrl.credit import (
     turning_points,
     zscore,
 )
+from flowrl.credit.random_credit import with_seed
 from flowrl.errors import ConfigError, CreditError
 from flowrl.experience import Credit, Decisions, Experience
-from flowrl.probes import Completion, NoProbe, Substeps
+from flowrl.probes import Branch, Completion, NoProbe, Substeps
 from flowrl.protocols import CreditAssigner
+from flowrl.registry import build
+from flowrl.training.build import make_method
+from flowrl.training.config import preset
+from flowrl.training.format import OLDER, current
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 COUNT = 4
@@ -672,3 +679,18 @@ def test_zscore_over_a_mask_is_a_loop_over_its_entries(seed: int) -> None:
         else:
             expected = (inside - inside.mean()) / (inside.std(correction=0) + 1e-4)
             torch.testing.assert_close(got[prompt][mask[prompt]], expected)
+
+
+def test_random_credit_has_the_runs_seed_unless_its_own_is_given() -> None:
+    config = preset("tiny").apply(world="mixture", task="direction", credit="random", seed=7)
+    assert make_method(config).credit.seed == 7
+    assert with_seed(Pruned(RandomCredit(probe=Branch((2,))), steps=(2,), every=1), 7).rule.seed == 7
+    assert make_method(config.replace(credit="random", seed=3)).credit.seed == 3
+    assert make_method(config.replace(credit="random(seed=0)", seed=3)).credit.seed == 0
+    table = torch.rand(2, 3, 5)
+    drawn = [
+        make_method(config.replace(credit="random", seed=seed)).credit.assign(table, Decisions.like(table)) for seed in (0, 1)
+    ]
+    assert not torch.equal(*drawn)
+    assert torch.equal(drawn[0], build("credit", "random").assign(table, Decisions.like(table)))
+    assert current({"credit": "random", "method": "random"}, OLDER) == {"credit": "random(seed=0)", "method": "random"}

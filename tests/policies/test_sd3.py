@@ -5,7 +5,8 @@ import torch
 from family_cases import CASES, draw, noise_of
 
 from flowrl.errors import ConfigError
-from flowrl.testing.tiny import tiny_sd3
+from flowrl.policies.load import load_policy
+from flowrl.testing.tiny import TINY, tiny_sd3
 from flowrl.types import Prompt
 
 SD3 = CASES["sd3"]
@@ -44,6 +45,15 @@ def test_large_sd3_draws_the_plain_pipelines_pictures(guidance):
     expected = SD3.picture(tiny_sd3(large=True), noise_of(policy), guidance)
     torch.testing.assert_close(draw(policy), expected, atol=2e-6, rtol=0)
     assert not any("attn2" in name for name in policy.trainable())
+
+
+def test_a_decoder_of_other_channels_is_refused_when_the_model_is_loaded(tmp_path):
+    pipe = tiny_sd3()
+    config = {**pipe.vae.config, "out_channels": 4}
+    pipe.vae = type(pipe.vae).from_config({name: value for name, value in config.items() if not name.startswith("_")})
+    pipe.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"^model: channels of the image decoder \(vae\) = 4 .* allowed: 3, red"):
+        load_policy(str(tmp_path), TINY)
 
 
 def layers_with_lora(targets=()):

@@ -283,9 +283,13 @@ RULES = {
             lambda self, shown: Credit(dense(sum(t.mul_(0.5) for t in shown.parts.values()) + shown.values, shown.decisions))
         ),
     ],
+    "pays_the_better_member": [
+        faulty_rule(lambda v, d: -dense(v, d)),
+        faulty_rule(lambda v, d: torch.zeros(d.mask.shape)),
+    ],
 }
 ADVICE = {
-    "pays_the_better_member": faulty_rule(lambda v, d: -dense(v, d)),
+    "pays_the_better_member": faulty_rule(lambda v, d: -dense(v, d) - 2.0 * dense(v, d).square()),
 }
 FIRST = [promise.name for promise in credit.CONTRACT.promises if promise.basic]
 
@@ -697,6 +701,8 @@ def test_findings_read_well() -> None:
     assert "BROKEN returns_advantages_per_decision" in broken
     assert "shape (5, 3, 10)" in broken
     assert "untried is_deterministic not tried, because 'returns_advantages_per_decision' is broken" in broken
+    untried = len(credit.CONTRACT.promises) - 3
+    assert f": 2 of {untried + 3} promises kept; {untried} were not tried kept" in broken
 
 
 def test_an_exception_of_the_part_is_told_with_its_promise() -> None:

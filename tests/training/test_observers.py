@@ -154,6 +154,18 @@ def test_a_rule_receives_the_fields_that_it_reads_and_no_others() -> None:
     assert received == [["log_probs"], ["log_probs"]]
 
 
+def test_a_recorded_condition_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy may keep its embeddings."""
+    trainer = make_trainer(RUN)
+    stored = trainer.policy.encode(trainer.prompts.upcoming(2))
+    monkeypatch.setattr(trainer.policy, "encode", lambda prompts: stored)
+    trainer.recorded, before = ("condition",), stored.tensors["direction"].clone()
+    recorded = trainer.iteration().experience.condition.tensors["direction"]
+    assert torch.equal(recorded, before)
+    recorded.zero_()
+    assert torch.equal(stored.tensors["direction"], before)
+
+
 def test_an_iteration_is_its_metrics_with_a_record_that_the_trainer_does_not_keep() -> None:
     trainer = make_trainer(RUN)
     trainer.recorded = LARGER
@@ -315,28 +327,28 @@ def stop_at(iteration: int, **others) -> Watch:
 
 
 def test_a_stopped_run_ends_like_a_finished_one(tmp_path: Path) -> None:
-    out, said = tmp_path / "run", []
-    assert Run(RUN, out, said.append, observers=(stop_at(2), Watch((), lambda record: None))).execute()
+    config, out, said = RUN.replace(checkpoint_every=9), tmp_path / "run", []
+    assert Run(config, out, said.append, observers=(stop_at(2), Watch((), lambda record: None))).execute()
     assert json.loads((out / "done.json").read_text()) == {"iterations": 2, "stopped": "Watch: enough"}
     rows = rows_of(out)
     assert len(rows) == 3 and rows[-1]["stopped"] == "Watch: enough" and rows[-1]["evaluation"]["reward"] is not None
     assert any(state.get("warning") == "stopped after iteration 2 of 4 by Watch: enough" for state in said)
-    assert Run(RUN.replace(iterations=2), tmp_path / "short").execute()
+    assert Run(config.replace(iterations=2), tmp_path / "short").execute()
     for file in ("weights.safetensors", "samples.safetensors", "trajectory.safetensors"):
         assert (out / file).read_bytes() == (tmp_path / "short" / file).read_bytes()
 
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    assert Run(RUN, out, observers=(stop_at(2),)).execute(resume=True)
+    assert Run(config, out, observers=(stop_at(2),)).execute(resume=True)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
     (out / "done.json").unlink()  # killed after the checkpoint
     (out / "weights.safetensors").unlink()
-    assert Run(RUN, out, observers=(stop_at(2),)).execute(resume=True)
+    assert Run(config, out, observers=(stop_at(2),)).execute(resume=True)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
-    assert Run(RUN, out).execute(resume=True, start="000002")  # without the observer, and from there by name
+    assert Run(config, out).execute(resume=True, start="000002")  # without the observer, and from there by name
     assert json.loads((out / "done.json").read_text()) == {"iterations": 4} and len(rows_of(out)) == 5
-    assert Run(RUN, tmp_path / "whole").execute()
+    assert Run(config, tmp_path / "whole").execute()
     assert (out / "weights.safetensors").read_bytes() == (tmp_path / "whole" / "weights.safetensors").read_bytes()
 
 

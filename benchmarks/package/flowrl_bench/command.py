@@ -142,7 +142,7 @@ class Tune:
 
     def main(self) -> int:
         """Search, print and save the choices."""
-        from flowrl_bench.arms import ARMS, chosen_worlds, in_world, named_arm, own_arms
+        from flowrl_bench.arms import ARMS, chosen_worlds, in_world, named_arm, own_arms, short_name
         from flowrl_bench.tune import Search, choices, save, tune
 
         worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)

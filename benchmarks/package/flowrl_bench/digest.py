@@ -198,11 +198,12 @@ def _changed(config: RunConfig) -> str:
 def _spelled(config: RunConfig) -> dict[str, Any]:
     """The settings of a run as the older format wrote them, so that the ids of older results remain valid."""
     settings = config.flat()
-    own = OWN_KERNELS.get(settings["method"], "flow-sde")
+    own, credit = OWN_KERNELS.get(settings["method"], "flow-sde"), settings["credit"]
     settings["sampler"] = settings["sampler"] or own
     if settings["noise_level"] == 0:
         settings["noise_level"] = {"flow-sde": 0.7, "dance-sde": 0.3}.get(settings["sampler"], 0.0)
     settings["loss"] = settings["loss"] or "clipped"
+    settings["credit"] = {"random": "random(seed=None)", "random(seed=0)": "random"}.get(str(credit), credit)
     if settings["method"] in MEASURED:
         settings["credit"] = {ONE_STEP: "", "": "own"}.get(settings["credit"], settings["credit"])
     return settings | {name: to_older(name, settings[name]) for name in STEPS}

@@ -26,7 +26,7 @@ class Explain:
     noise_level: float = 0.7
     """Noise level of this sampler."""
     out: Path = Path("explain.png")
-    """The figure to write; with several rules or prompts, numbers are added to its name."""
+    """The figure to write, or a folder for it; with several rules or prompts, numbers are added to its name."""
 
     def main(self) -> int:
         """Assign, print, draw."""
@@ -44,12 +44,16 @@ class Explain:
         stds = even_stds(columns - 1, build("sampler", self.sampler, noise_level=self.noise_level))
         decisions = Decisions.like(table.values, stds.tolist())
         shown = [explain(build("credit", spec), table, decisions, spec) for spec in self.rules]
-        several = len(shown) * len(table.prompts) > 1
-        for number, (one, prompt) in enumerate((s, p) for s in shown for p in range(len(table.prompts))):
+        parts = [(one, prompt) for one in shown for prompt in range(len(table.prompts))]
+        first = self.out / "explain.png" if self.out.is_dir() or not self.out.suffix else self.out
+        numbered = [first.with_stem(f"{first.stem}-{number + 1}") for number in range(len(parts))]
+        paths = numbered if len(parts) > 1 else [first]
+        for path in paths:
+            require_figure(path)
+        first.parent.mkdir(parents=True, exist_ok=True)
+        for (one, prompt), path in zip(parts, paths, strict=True):
             if prompt == 0:
                 print(one)
-            name = f"{self.out.stem}-{number + 1}{self.out.suffix}" if several else self.out.name
-            require_figure(self.out.with_name(name))
-            save(explanation(one, prompt), self.out.with_name(name))
-            print(f"Wrote {self.out.with_name(name)}")
+            save(explanation(one, prompt), path)
+            print(f"Wrote {path}")
         return 0
