@@ -31,8 +31,10 @@ def credit_arms(specs: Sequence[str]) -> dict[str, dict[str, Any]]:
     """An arm for each credit rule, named by `rule_name`: Flow-GRPO with this rule."""
     found: dict[str, dict[str, Any]] = {}
     for spec in specs:
-        other = found.setdefault(rule_name(spec), {"method": rule_name(spec), "credit": spec})["credit"]
-        require(other is spec, "credit", spec, f"a rule with a name of its own, which is not that of {other}: rename a class")
+        name = rule_name(spec)
+        other = found.get(name, {}).get("credit", "")
+        require(not other, "credit", spec, f"a rule with a name of its own, which is not that of {other}: rename a class")
+        found[name] = {"method": name, "credit": spec}
     return found
 
 

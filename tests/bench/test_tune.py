@@ -8,12 +8,14 @@ import pytest
 from bench_lines import here
 from flowrl_bench import tune
 from flowrl_bench.arms import ARMS, WORLDS, Arm, named_arm, own_arm, own_arms
+from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.tune import SEEDS, Point, Search, Trial, best, choices, chosen, proposals
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, TrainingError
 from flowrl.training.build import check
+from flowrl.training.config import RunConfig
 
 
 def run(score: Callable[[Trial], float], knobs: int = 3, budget: int = 12) -> dict[Trial, float]:
@@ -134,6 +136,27 @@ class TestLog:
         assert tune.tune([one], tmp_path / "tuning.jsonl", "-")
         lines = [json.loads(text) for text in (tmp_path / "tuning.jsonl").read_text().splitlines()]
         assert len(one.scores(lines)) == 2 and other.scores(lines) == {}
+
+    def test_a_run_that_diverges_has_the_lowest_score(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The search goes on, and its file can be read."""
+        monkeypatch.setitem(tune.SHORT, "mixture", {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2})
+        monkeypatch.setattr(tune, "run_jobs", here)
+        measured = tune.measure
+
+        def measure(config: RunConfig, *more: object) -> object:
+            if config.optim.learning_rate > 0.02:
+                raise TrainingError("the gradient is not finite")
+            return measured(config, *more)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(tune, "measure", measure)
+        search = Search(
+            Arm("mine", {"loss": "policy-gradient"}, {"learning_rate": ARMS["uniform"].knobs["learning_rate"]}), "mixture", 3
+        )
+        assert tune.tune([search], tmp_path / "tuning.jsonl", "-")
+        lines = ResultsFile(tmp_path / "tuning.jsonl").read()
+        assert [line.get("diverged", "") for line in lines.values()] == ["", "the gradient is not finite", ""]
+        values = chosen(search, list(lines.values()))
+        assert values is not None and values["learning_rate"] <= 0.02
 
     def test_the_log_is_complete_and_goes_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(tune.SHORT, "mixture", {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2})

@@ -270,6 +270,8 @@ def test_credit_and_method_arms() -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"a rule with a name of its own, which is not that of a\.py:Rule"):
         credit_arms(["a.py:Rule", "b.py:Rule"])
+    with pytest.raises(ConfigError, match="a rule with a name of its own"):
+        credit_arms(["gdpo", "gdpo"])
     with pytest.raises(ConfigError, match="each method once"):
         method_arms(["awm", "awm"])
     assert RunConfig.of(method="gdpo", credit="gdpo") == arm_run(RunConfig(), credit_arms(["gdpo"])["gdpo"])

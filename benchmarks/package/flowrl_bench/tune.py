@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.errors import require
+from flowrl.errors import RewardContractError, TrainingError, require
 from flowrl.io import file_lock, write_json
 from flowrl.reading import read_json
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench.arms import SHORT, Arm, short_name
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import column
-from flowrl_bench.measurements import measure
+from flowrl_bench.measurements import CURVE, measure
 from flowrl_bench.results_file import ResultsFile, make_line, require_unchanged, stamp
 
 SEEDS = tuple(range(9000, 9100))
@@ -132,13 +132,25 @@ class Search:
         return found
 
 
+def diverged(iterations: int, message: str) -> dict[str, Any]:
+    """What is recorded of a run whose numbers became infinite: rewards of 0, the lowest of the built-in worlds."""
+    rows = [{**dict.fromkeys(CURVE, 0.0), "iteration": float(iteration)} for iteration in (0, iterations)]
+    return {
+        "curve": [[row[name] for name in CURVE] for row in rows],
+        "totals": {}, "phases": {}, "gains": None, "diverged": message,
+    }  # fmt: skip
+
+
 def _tune(worker: Worker, search: Search, lines: list[dict[str, Any]], command: str, made: dict[str, Any]) -> bool:
     """Make the missing runs of a search, a message each; False if it was stopped."""
     scores = search.scores(lines)
     while (trial := next(proposals(scores, len(search.arm.knobs), search.budget), None)) is not None:
         config = search.config(trial)
         key = config_id(config)
-        found = measure(config, worker.stopped)
+        try:
+            found = measure(config, worker.stopped)
+        except (TrainingError, RewardContractError) as error:
+            found = diverged(config.iterations, str(error))
         if found is None:
             return False
         require_unchanged(config, key, made["code"])
