@@ -168,10 +168,10 @@ def test_a_hostile_comparison_executes_nothing(finished: Path, canary: Path, tmp
         {"method_settings": {"tp-grpo": {"loss": f"flowrl.methods:named_method(credit='{spec}')"}}},
     ):
         with pytest.raises(ConfigError, match=r"names .*(evil\.py:Evil|named_method): code, which"):
-            CompareConfig.from_dict({**values, **change}).jobs()
+            CompareConfig.from_dict({**values, **change}).allowed()
         (tmp_path / "config.json").write_text(json.dumps({**values, **change}))
         read = load_compare(tmp_path / "config.json")
-        for use in (read.jobs, read.descriptions, lambda read=read: compare(read, tmp_path / "new")):
+        for use in (read.allowed, read.descriptions, lambda read=read: compare(read, tmp_path / "new")):
             with pytest.raises(ConfigError, match=r"trust=True in Python"):
                 use()
         assert load_compare(tmp_path / "config.json", trust=True).run.algorithm.method == "flow-grpo"
